@@ -1,0 +1,251 @@
+"""The run file: every key, its type, its range and its meaning, said once.
+
+The command line's options and help, the editor's JSON schema, `argosy config show` and the error messages
+all come from these classes. A key that is not here is refused. Units stand in the names.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+import tyro
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import model_validator
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class Section(BaseModel):
+    """A table of the run file: immutable, and closed (an unknown key is an error)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+
+class RopeScaling(Section):
+    """How rotary frequencies are stretched so that a model reads further than it was trained to."""
+
+    kind: Literal["none", "linear", "llama3", "yarn"] = "none"
+    """none; linear: position interpolation; llama3: Llama 3.1's by-wavelength rule; yarn: Peng et al. 2023."""
+    factor: PositiveFloat = 1.0
+    """New context length over the original one."""
+    original_max_seq_len: PositiveInt = 8192
+    """Context length before stretching (llama3, yarn)."""
+    low_freq_factor: PositiveFloat = 1.0
+    """llama3: wavelengths longer than original_max_seq_len / this are stretched in full."""
+    high_freq_factor: PositiveFloat = 4.0
+    """llama3: wavelengths shorter than original_max_seq_len / this are left alone."""
+    beta_fast: PositiveFloat = 32.0
+    """yarn: dimensions that turn more often than this over the original context are left alone."""
+    beta_slow: PositiveFloat = 1.0
+    """yarn: dimensions that turn less often than this over the original context are stretched in full."""
+
+
+class ModelConfig(Section):
+    """The decoder: Llama 3 and Qwen3 dense families. Sizes are data; a preset fills in what is not written."""
+
+    preset: str | None = None
+    """Name of a model preset, e.g. llama-5m or llama3-8b; keys written beside it override it."""
+    family: Literal["llama", "qwen3"] = "llama"
+    """Which Hugging Face classes and weight names the model maps to on export and import."""
+    layers: PositiveInt = 4
+    """Decoder blocks."""
+    width: PositiveInt = 256
+    """Residual stream width."""
+    heads: PositiveInt = 4
+    """Query heads."""
+    kv_heads: PositiveInt = 4
+    """Key/value heads; fewer than `heads` is grouped-query attention."""
+    head_width: PositiveInt = 64
+    """Width of one head; must be even (rotary pairs)."""
+    ffn_width: PositiveInt = 704
+    """Hidden width of the SwiGLU feed-forward."""
+    vocab_size: NonNegativeInt = 0
+    """Tokens in the vocabulary; 0 takes the tokenizer's size from the prepared data."""
+    max_seq_len: PositiveInt = 8192
+    """Longest sequence that the model is meant for; data.seq_len may not exceed it."""
+    rope_theta: PositiveFloat = 500_000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: RopeScaling = RopeScaling()
+    norm_eps: PositiveFloat = 1e-5
+    """Added to the mean square in RMSNorm."""
+    qk_norm: bool = False
+    """RMSNorm on each query and key head (Qwen3)."""
+    attention_bias: bool = False
+    """Biases on the q, k, v and o projections."""
+    tie_embeddings: bool = False
+    """The head uses the embedding's weight."""
+    init_std: PositiveFloat = 0.02
+    """Standard deviation of initial weights; projections into the residual stream get it over sqrt(2*layers)."""
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> Self:
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"kv_heads = {self.kv_heads} does not divide heads = {self.heads}; "
+                f"try one of {[k for k in range(1, self.heads + 1) if self.heads % k == 0]}"
+            )
+        if self.head_width % 2:
+            raise ValueError(f"head_width = {self.head_width} must be even: rotary embedding turns pairs")
+        return self
+
+
+class PrepareConfig(Section):
+    """Text in, token shards out; the same keys are the options of `argosy prepare`."""
+
+    input: tuple[str, ...] = ()
+    """Files, folders, globs, fsspec URLs, or builtin:python; .txt .md .py ... .jsonl .parquet, also .gz/.zst."""
+    out: Path = Path("data/prepared")
+    """Folder for the shards and their manifest."""
+    tokenizer: Path | None = None
+    """A tokenizer.json to use; without one a byte-level BPE is trained on the input."""
+    vocab_size: PositiveInt = 4096
+    """Size of the BPE that is trained when no tokenizer is given."""
+    field: str = "text"
+    """Which field of a JSONL record, or column of a Parquet file, holds the text."""
+    validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.01
+    """Share of the documents held out for evaluation, chosen by a hash of their text."""
+    max_text_bytes: PositiveInt | None = None
+    """Stop after this much text (UTF-8 bytes)."""
+    shard_tokens: PositiveInt = 100_000_000
+    """Tokens per shard file."""
+    on_bad_input: Literal["skip", "refuse"] = "skip"
+    """Broken UTF-8 or a broken record: skip and count it, or stop."""
+    processes: NonNegativeInt = 0
+    """Tokenizer processes; 0 takes one per core."""
+    engine: Literal["auto", "huggingface", "fastokens"] = "auto"
+    """Tokenizer engine; auto takes fastokens if installed and identical to Hugging Face on a sample."""
+
+
+class DataStage(Section):
+    """From `from_step` on, draw from these sources instead."""
+
+    from_step: PositiveInt
+    """First step (0-based) of the stage."""
+    sources: dict[str, PositiveFloat]
+    """Prepared folder -> weight."""
+
+
+class DataConfig(Section):
+    """What the model reads."""
+
+    seq_len: PositiveInt = 512
+    """Tokens per sample."""
+    sources: dict[str, PositiveFloat] = {}
+    """Prepared folder -> weight; the weights are made to add up to 1. Empty: `prepare.out`."""
+    stages: Annotated[tuple[DataStage, ...], tyro.conf.Suppress] = ()
+    """Mixtures that replace `sources` from a given step on."""
+    prepare: PrepareConfig = PrepareConfig()
+    """If its `input` is given, the run prepares the data first, once."""
+
+
+class OptimizerConfig(Section):
+    """AdamW (Loshchilov & Hutter 2019)."""
+
+    lr: PositiveFloat = 1e-3
+    """Peak learning rate."""
+    beta1: Beta = 0.9
+    """Decay of the first moment."""
+    beta2: Beta = 0.95
+    """Decay of the second moment."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay, on matrices only (not on norms, biases)."""
+    grad_clip: NonNegativeFloat = 1.0
+    """Largest global gradient norm; 0 does not clip."""
+
+
+class ScheduleConfig(Section):
+    """The learning rate over the run, as a share of optimizer.lr."""
+
+    kind: Literal["cosine", "wsd", "constant"] = "wsd"
+    """cosine; wsd: warmup, stable, linear decay (Hu et al. 2024); constant after warmup."""
+    warmup_steps: NonNegativeInt = 20
+    """Steps of linear warmup."""
+    decay_fraction: Fraction = 0.3
+    """wsd: share of the run that decays."""
+    final_ratio: Fraction = 0.1
+    """Learning rate at the end over its peak."""
+
+
+class TrainConfig(Section):
+    """The length and the batch of the run."""
+
+    steps: NonNegativeInt = 0
+    """Optimizer steps; 0 takes as many as fit in `minutes`, decided once from the first steps' speed."""
+    minutes: NonNegativeFloat = 0.0
+    """Time budget, used when steps = 0."""
+    global_batch: PositiveInt = 16
+    """Sequences per optimizer step, over all processes."""
+    deterministic: bool = False
+    """Only deterministic kernels: the same numbers again, at some cost in speed on a GPU."""
+
+    @model_validator(mode="after")
+    def _has_an_end(self) -> Self:
+        if not self.steps and not self.minutes:
+            raise ValueError("steps = 0 and minutes = 0: say how long to train, e.g. steps = 1000 or minutes = 10")
+        return self
+
+
+class EvaluateConfig(Section):
+    """Loss on the held-out split while training."""
+
+    every_steps: NonNegativeInt = 100
+    """Steps between evaluations; 0 only at the end."""
+    tokens: PositiveInt = 100_000
+    """Held-out tokens per evaluation (fewer if the split is smaller)."""
+    sample_prompt: str | None = None
+    """If given, the run ends with a sample that continues this text."""
+
+
+class CheckpointConfig(Section):
+    """When state is saved, and which saves are kept."""
+
+    every_steps: NonNegativeInt = 0
+    """Steps between saves; 0 does not save by steps."""
+    every_minutes: NonNegativeFloat = 10.0
+    """Minutes between saves; 0 does not save by time."""
+    keep_last: PositiveInt = 2
+    """How many of the newest are kept."""
+    keep_every: NonNegativeInt = 0
+    """Steps that are a multiple of this are kept for good; 0 keeps none."""
+    background: bool = True
+    """Write while training goes on; false waits for the disk."""
+
+
+class LaunchConfig(Section):
+    """The processes on this machine."""
+
+    processes: NonNegativeInt = 0
+    """Worker processes; 0 takes one per GPU, or one where there is none."""
+    threads: NonNegativeInt = 0
+    """CPU threads per worker; 0 shares the cores out."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What the workers compute on."""
+    max_restarts: NonNegativeInt = 3
+    """How often crashed workers are started again, from the newest checkpoint."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """TCP port where workers meet; 0 takes a free one."""
+    timeout_s: PositiveFloat = 600.0
+    """How long a collective may wait for a peer."""
+
+
+class RunConfig(Section):
+    """One training run, complete."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
+    """The run's name; its folder is runs/NAME."""
+    seed: NonNegativeInt = 0
+    """Initial weights and sample order follow from it."""
+    plan: str = "auto"
+    """The layout: auto, or axes such as "dp_replicate=2,microbatch=4"; "auto,precision=fp32" pins a part."""
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig(steps=1000)
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    launch: LaunchConfig = LaunchConfig()

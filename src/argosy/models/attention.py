@@ -1,0 +1,113 @@
+"""Causal self-attention with grouped queries, over packed documents or with a key/value cache."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
+
+from argosy.config.schema import ModelConfig
+from argosy.models.layers import Linear, RMSNorm
+from argosy.models.rope import rotate
+
+# B batch, T tokens, S tokens in the cache, D model width, H query heads, K key/value heads, E head width
+
+
+class LayerCache:
+    """Keys and values of one layer for the tokens read so far, [B, max_seq_len, K, E]."""
+
+    def __init__(self, batch: int, max_seq_len: int, config: ModelConfig, like: Tensor):
+        shape = (batch, max_seq_len, config.kv_heads, config.head_width)
+        self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
+        self.length = 0
+
+    def append(self, k_BTKE: Tensor, v_BTKE: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the new tokens; returns all keys and values so far, [B, S, K, E]."""
+        end = self.length + k_BTKE.shape[1]
+        self.keys[:, self.length : end] = k_BTKE
+        self.values[:, self.length : end] = v_BTKE
+        self.length = end
+        return self.keys[:, :end], self.values[:, :end]
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.head_width = config.head_width
+        query_width, kv_width = config.heads * config.head_width, config.kv_heads * config.head_width
+        bias = config.attention_bias
+        self.q = Linear(config.width, query_width, bias=bias)
+        self.k = Linear(config.width, kv_width, bias=bias)
+        self.v = Linear(config.width, kv_width, bias=bias)
+        self.o = Linear(query_width, config.width, bias=bias)
+        self.q_norm = RMSNorm(config.head_width, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_width, config.norm_eps) if config.qk_norm else nn.Identity()
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        documents: Tensor,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """`rotary`: cosines and sines of these tokens; `documents`: see `packed_attention`."""
+        heads = (*x_BTD.shape[:2], -1, self.head_width)
+        q_BTHE = rotate(self.q_norm(self.q(x_BTD).view(heads)), *rotary)
+        k_BTKE = rotate(self.k_norm(self.k(x_BTD).view(heads)), *rotary)
+        v_BTKE = self.v(x_BTD).view(heads)
+        if cache is None:
+            y_BTHE = packed_attention(q_BTHE, k_BTKE, v_BTKE, documents)
+        else:
+            y_BTHE = cached_attention(q_BTHE, *cache.append(k_BTKE, v_BTKE))
+        return self.o(y_BTHE.flatten(2))
+
+
+def packed_attention(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: Tensor) -> Tensor:
+    """Causal attention inside each document and never across; returns [B, T, H, E].
+
+    `documents` holds where documents start in the B*T tokens laid end to end, then B*T itself (int32,
+    the `cu_seqlens` of variable-length attention kernels). A row's start is always the start of one.
+    """
+    if q_BTHE.is_cuda and q_BTHE.dtype in (torch.bfloat16, torch.float16):
+        longest = q_BTHE.shape[1]  # an upper bound: the true maximum would make the host wait for the device
+        q, k, v = (x.flatten(0, 1) for x in (q_BTHE, k_BTKE, v_BTKE))
+        gqa = q.shape[1] != k.shape[1]
+        y = varlen_attn(
+            q, k, v, documents, documents, longest, longest, window_size=(-1, 0), enable_gqa=gqa
+        )
+        return y.view(q_BTHE.shape)
+    return _attention_by_document(q_BTHE, k_BTKE, v_BTKE, documents)
+
+
+@torch.compiler.disable  # a loop over lengths that differ from batch to batch would be compiled anew each time
+def _attention_by_document(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: Tensor) -> Tensor:
+    """`packed_attention` where there is no variable-length kernel: one call for each run of equal lengths."""
+    runs = [(length, len(list(run))) for length, run in groupby(documents.diff().tolist())]
+    if len(runs) == 1:  # no document starts inside a row
+        return causal_attention(q_BTHE, k_BTKE, v_BTKE)
+    sizes = [length * count for length, count in runs]
+    q, k, v = (x.flatten(0, 1).split(sizes) for x in (q_BTHE, k_BTKE, v_BTKE))
+    parts = [
+        causal_attention(*(x[i].unflatten(0, (count, length)) for x in (q, k, v))).flatten(0, 1)
+        for i, (length, count) in enumerate(runs)
+    ]
+    return torch.cat(parts).view(q_BTHE.shape)
+
+
+def causal_attention(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor) -> Tensor:
+    """Attention of each token to itself and those before it in its row; [B, T, H, E]."""
+    q, k, v = (x.transpose(1, 2) for x in (q_BTHE, k_BTKE, v_BTKE))
+    gqa = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa).transpose(1, 2)
+
+
+def cached_attention(q_BTHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor) -> Tensor:
+    """Attention of the last T of S tokens to all up to themselves; [B, T, H, E]."""
+    T, S = q_BTHE.shape[1], k_BSKE.shape[1]
+    seen_TS = torch.ones(T, S, dtype=torch.bool, device=q_BTHE.device).tril(S - T)
+    q, k, v = (x.transpose(1, 2) for x in (q_BTHE, k_BSKE, v_BSKE))
+    gqa = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen_TS, enable_gqa=gqa).transpose(1, 2)

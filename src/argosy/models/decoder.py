@@ -1,0 +1,88 @@
+"""The decoder-only transformer of the Llama 3 and Qwen3 dense families; its sizes are data (`ModelConfig`)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from argosy.config.schema import ModelConfig
+from argosy.models.attention import Attention, LayerCache
+from argosy.models.layers import FeedForward, Linear, RMSNorm
+from argosy.models.loss import summed_cross_entropy
+from argosy.models.rope import rotary_table
+
+# B batch, T tokens, D model width, V vocabulary
+
+
+class Block(nn.Module):
+    """Pre-norm attention and feed-forward, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.attention_norm = RMSNorm(config.width, config.norm_eps)
+        self.attention = Attention(config)
+        self.mlp_norm = RMSNorm(config.width, config.norm_eps)
+        self.mlp = FeedForward(config)
+
+    def forward(
+        self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], documents: Tensor, cache: LayerCache | None = None
+    ) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary, documents, cache)
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+
+
+class Decoder(nn.Module):
+    """Tokens in; logits, or with targets their summed loss, out.
+
+    Built on the meta device; `materialize` gives it memory and initial weights.
+    """
+
+    def __init__(self, config: ModelConfig, compute_dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.config = config
+        self.compute_dtype = compute_dtype
+        with torch.device("meta"):
+            self.embedding = nn.Embedding(config.vocab_size, config.width)
+            self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+            self.norm = RMSNorm(config.width, config.norm_eps)
+            self.head = Linear(config.width, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.head.weight = self.embedding.weight
+        self._rotary: tuple[Tensor, Tensor] | None = None
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: list[LayerCache] | None = None,
+    ) -> Tensor:
+        """Logits [B, T, V] in the compute dtype, or with `targets_BT` the summed loss (fp32 scalar).
+
+        Targets of -100 do not count. `documents` is as in `attention.packed_attention`; without it every
+        row is one document. With `cache`, the tokens continue those that the cache has read.
+        """
+        B, T = tokens_BT.shape
+        start = cache[0].length if cache else 0
+        cos, sin = self._rotary_to(start + T, tokens_BT.device)
+        rotary = cos[start : start + T], sin[start : start + T]
+        if documents is None:
+            documents = torch.arange(0, (B + 1) * T, T, dtype=torch.int32, device=tokens_BT.device)
+        x_BTD = self.embedding(tokens_BT).to(self.compute_dtype)
+        for i, block in enumerate(self.blocks):
+            x_BTD = block(x_BTD, rotary, documents, cache[i] if cache else None)
+        x_BTD = self.norm(x_BTD)
+        if targets_BT is None:
+            return F.linear(x_BTD, self.head.weight.to(x_BTD.dtype))
+        return summed_cross_entropy(x_BTD.flatten(0, 1), self.head.weight, targets_BT.flatten())
+
+    def new_cache(self, batch: int, max_seq_len: int) -> list[LayerCache]:
+        """An empty key/value cache for each block."""
+        like = torch.empty(0, dtype=self.compute_dtype, device=self.embedding.weight.device)
+        return [LayerCache(batch, max_seq_len, self.config, like) for _ in self.blocks]
+
+    def _rotary_to(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        if self._rotary is None or self._rotary[0].shape[0] < seq_len or self._rotary[0].device != device:
+            self._rotary = rotary_table(self.config, seq_len, device)
+        return self._rotary

@@ -1,0 +1,79 @@
+"""Rotary position embedding (Su et al. 2021) and the ways of stretching it to longer contexts."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from argosy.config.schema import ModelConfig, RopeScaling
+
+# B batch, T tokens, H heads, E head width
+
+
+def rotary_table(config: ModelConfig, seq_len: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary angles, two fp32 tensors of shape [seq_len, head_width].
+
+    The two halves of a head are the pairs (the convention of Llama's and Qwen's published weights):
+    columns e and e + head_width/2 hold the same angle.
+    """
+    frequencies_F = _frequencies(config, device)
+    angles_TF = torch.arange(seq_len, device=device, dtype=torch.float32)[:, None] * frequencies_F
+    angles_TE = torch.cat((angles_TF, angles_TF), dim=-1)
+    scale = _attention_scale(config.rope_scaling)
+    return angles_TE.cos() * scale, angles_TE.sin() * scale
+
+
+def rotate(x_BTHE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+    """Turn each pair of `x_BTHE` by its position's angle; same shape and dtype, computed in fp32."""
+    x = x_BTHE.float()
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return (x * cos_TE[:, None, :] + turned * sin_TE[:, None, :]).to(x_BTHE.dtype)
+
+
+def _frequencies(config: ModelConfig, device: torch.device | None) -> Tensor:
+    """Angle per position of each pair, [head_width/2], after scaling."""
+    pairs = torch.arange(0, config.head_width, 2, device=device, dtype=torch.float32)
+    base_F = config.rope_theta ** (-pairs / config.head_width)
+    scaling = config.rope_scaling
+    match scaling.kind:
+        case "none":
+            return base_F
+        case "linear":
+            return base_F / scaling.factor
+        case "llama3":
+            return _llama3(base_F, scaling)
+        case "yarn":
+            return _yarn(base_F, config)
+
+
+def _llama3(base_F: Tensor, scaling: RopeScaling) -> Tensor:
+    """Llama 3.1: long wavelengths divided by `factor`, short ones kept, a linear blend between."""
+    turns_F = scaling.original_max_seq_len * base_F / (2 * math.pi)  # over the original context
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    keep_F = ((turns_F - low) / (high - low)).clamp(0, 1)
+    return keep_F * base_F + (1 - keep_F) * base_F / scaling.factor
+
+
+def _yarn(base_F: Tensor, config: ModelConfig) -> Tensor:
+    """YaRN (Peng et al. 2023), section 3.2: a ramp over dimensions between the two numbers of turns."""
+    scaling = config.rope_scaling
+
+    def dimension_of(turns: float) -> float:
+        wavelength = scaling.original_max_seq_len / (turns * 2 * math.pi)
+        return config.head_width * math.log(wavelength) / (2 * math.log(config.rope_theta))
+
+    first = max(math.floor(dimension_of(scaling.beta_fast)), 0)
+    last = min(math.ceil(dimension_of(scaling.beta_slow)), config.head_width - 1)
+    index_F = torch.arange(config.head_width // 2, device=base_F.device, dtype=torch.float32)
+    stretch_F = ((index_F - first) / max(last - first, 1e-3)).clamp(0, 1)
+    return stretch_F * base_F / scaling.factor + (1 - stretch_F) * base_F
+
+
+def _attention_scale(scaling: RopeScaling) -> float:
+    """YaRN's temperature, applied to cosines and sines so that attention itself stays as it is."""
+    if scaling.kind == "yarn" and scaling.factor > 1:
+        return 0.1 * math.log(scaling.factor) + 1.0
+    return 1.0

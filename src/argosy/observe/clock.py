@@ -1,0 +1,62 @@
+"""Where a step's time goes: every second belongs to one category."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+
+Category = Literal["data", "forward", "backward", "communication", "optimizer", "checkpoint", "evaluate"]
+"""`communication` is what backward did not hide; `other` is the rest of the wall time."""
+
+Mark = float | torch.cuda.Event
+
+
+class StepClock:
+    """Times the parts of a step; `lap` ends it.
+
+    On a GPU the marks are events in its stream: nothing waits for the device until `lap` reads them.
+    """
+
+    def __init__(self, device: torch.device):
+        self._on_gpu = device.type == "cuda"
+        self._spans: list[tuple[Category, Mark, Mark]] = []
+        self._began = time.perf_counter()
+
+    @contextmanager
+    def time(self, category: Category) -> Iterator[None]:
+        """Count the time of this block as `category`. Blocks do not nest."""
+        start = self._mark()
+        try:
+            yield
+        finally:
+            self._spans.append((category, start, self._mark()))
+
+    def lap(self) -> dict[str, float]:
+        """Seconds of each category since the last lap, "other", and "step": the wall time, their sum."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        seconds: dict[str, float] = {}
+        for category, start, end in self._spans:
+            seconds[category] = seconds.get(category, 0.0) + _between(start, end)
+        self._spans.clear()
+        now = time.perf_counter()
+        step_s, self._began = now - self._began, now
+        return {**seconds, "other": max(0.0, step_s - sum(seconds.values())), "step": step_s}
+
+    def _mark(self) -> Mark:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _between(start: Mark, end: Mark) -> float:
+    if isinstance(start, float) or isinstance(end, float):
+        assert isinstance(start, float) and isinstance(end, float)
+        return end - start
+    return start.elapsed_time(end) / 1e3

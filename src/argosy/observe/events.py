@@ -1,0 +1,45 @@
+"""The run's records: one line of JSON for each step and for each event, appended and flushed at once."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+
+class JsonLines:
+    """An append-only file of JSON lines, made with the first of them."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one record, whole: a reader never meets half a line of a living writer."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+class Events:
+    """What happened to one process of a run: start, save, fault, recovery, ... (events/PROCESS.jsonl)."""
+
+    def __init__(self, run_dir: Path, process: str):
+        self._lines = JsonLines(run_dir / "events" / f"{process}.jsonl")
+
+    def write(self, kind: str, **facts: Any) -> None:
+        """Record an event with its time (seconds since 1970) and its facts."""
+        self._lines.write({"time_s": round(time.time(), 3), "event": kind, **facts})
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole records of a JSON-lines file; a last line cut off by a kill does not count."""
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records

@@ -1,0 +1,34 @@
+"""What a device can do: the matmul rate that MFU is measured against."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+SIZE = {"cpu": 1024, "cuda": 8192}
+REPEATS = 12
+
+
+def matmul_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """The best rate of a large square matmul, in FLOP/s, measured here and now (0.1 to 0.3 s).
+
+    The best of several, since a busy machine only ever makes one slower.
+    """
+    size = SIZE[device.type]
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    best_s = min(_seconds(a, b) for _ in range(REPEATS))
+    return 2.0 * size**3 / best_s
+
+
+def _seconds(a: torch.Tensor, b: torch.Tensor) -> float:
+    if a.is_cuda:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        a @ b
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+    began = time.perf_counter()
+    a @ b
+    return time.perf_counter() - began

@@ -1,0 +1,93 @@
+"""The processes of a run: who am I, on which device, in which mesh. Nothing else touches ranks."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from argosy.config.schema import LaunchConfig
+from argosy.plan.plan import AXES, Plan
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all of a run. A world of one needs no process group, and its collectives do nothing."""
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = torch.device("cpu")
+    mesh: DeviceMesh | None = None
+    """One dimension for each of `plan.AXES`; None in a world of one."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that speaks for the run: prints, writes metrics, commits checkpoints."""
+        return self.rank == 0
+
+    @property
+    def dp_rank(self) -> int:
+        """Which share of the samples this process reads."""
+        if self.mesh is None:
+            return 0
+        replicate, shard = self.mesh["dp_replicate"], self.mesh["dp_shard"]
+        return replicate.get_local_rank() * shard.size() + shard.get_local_rank()
+
+    def group(self, axis: str) -> dist.ProcessGroup | None:
+        """The process group of a mesh axis; None in a world of one."""
+        return None if self.mesh is None else self.mesh[axis].get_group()
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum `tensor` over all processes, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def barrier(self) -> None:
+        """Wait for all processes."""
+        if self.size > 1:
+            dist.barrier()
+
+
+def join_world(plan: Plan, launch: LaunchConfig) -> World:
+    """Join the processes that the environment names (RANK, WORLD_SIZE, MASTER_ADDR, ...; torchrun's and ours).
+
+    Raises: ValueError if their number is not the plan's.
+    """
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if size != plan.world_size:
+        raise ValueError(f"the plan is for {plan.world_size} processes and {size} were started")
+    device = _device(launch)
+    torch.set_num_threads(threads_per_process(launch, int(os.environ.get("LOCAL_WORLD_SIZE", size))))
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        timeout=datetime.timedelta(seconds=launch.timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
+    shape = tuple(getattr(plan, axis) for axis in AXES)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES) if size > 1 else None
+    return World(rank, size, device, mesh)
+
+
+def leave_world() -> None:
+    """Close the process groups of `join_world`."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def threads_per_process(launch: LaunchConfig, local_processes: int) -> int:
+    """CPU threads for each process of this machine: what the user says, or an equal share of the cores."""
+    return launch.threads or max(1, len(os.sched_getaffinity(0)) // local_processes)
+
+
+def _device(launch: LaunchConfig) -> torch.device:
+    if launch.device == "cpu" or (launch.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,52 @@
+"""`plan = "auto"`: the layout of a run on the devices at hand, where the user did not write one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from argosy.config.schema import RunConfig
+from argosy.plan.plan import Plan, Precision, words_of
+
+MICROBATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
+"""Tokens that keep a device's matmuls at full speed; more only costs memory."""
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What a plan is chosen for."""
+
+    count: int
+    """Processes, one device each."""
+    kind: Literal["cpu", "cuda"]
+    fast_bf16: bool
+    """bf16 matmuls are at least 1.5 times as fast as fp32 ones."""
+
+
+def choose_plan(run: RunConfig, devices: Devices) -> Plan:
+    """The plan that `run.plan` writes down, with what it leaves open chosen for `devices`, and checked.
+
+    "auto" alone leaves everything open; "auto,precision=fp32" all but the precision; a string without "auto"
+    says the axes itself, and leaves open only the microbatch and the precision that it does not name.
+    Raises: UserError if the plan cannot train this run.
+    """
+    words = words_of(run.plan)
+    auto = words.pop("auto", None) is not None
+    written = Plan.from_words(words)
+    chosen: dict[str, int | Precision] = {}
+    if auto and "dp_replicate" not in words:
+        chosen["dp_replicate"] = max(1, devices.count // written.world_size)
+    if "precision" not in words:
+        chosen["precision"] = "bf16" if devices.fast_bf16 else "fp32"
+    plan = written.model_copy(update=chosen)
+    if "microbatch" not in words:
+        plan = plan.model_copy(update={"microbatch": _microbatch(run, plan.dp, devices.kind)})
+    plan.check(run, devices.count)
+    return plan
+
+
+def _microbatch(run: RunConfig, dp: int, kind: str) -> int:
+    """The largest divisor of a rank's share of the batch that stays within the device's useful tokens."""
+    rows = run.train.global_batch // dp
+    most = max(1, MICROBATCH_TOKENS[kind] // run.data.seq_len)
+    return max((n for n in range(1, min(rows, most) + 1) if rows % n == 0), default=1)
