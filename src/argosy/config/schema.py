@@ -10,8 +10,17 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 import tyro
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from pydantic import model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    WithJsonSchema,
+    model_validator,
+)
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -20,14 +29,20 @@ Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 class Section(BaseModel):
     """A table of the run file: immutable, and closed (an unknown key is an error)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
+    )
 
 
 class RopeScaling(Section):
     """How rotary frequencies are stretched so that a model reads further than it was trained to."""
 
     kind: Literal["none", "linear", "llama3", "yarn"] = "none"
-    """none; linear: position interpolation; llama3: Llama 3.1's by-wavelength rule; yarn: Peng et al. 2023."""
+    """none; linear: position interpolation; llama3: as Llama 3.1, by wavelength; yarn: Peng et al. 2023."""
     factor: PositiveFloat = 1.0
     """New context length over the original one."""
     original_max_seq_len: PositiveInt = 8192
@@ -43,10 +58,12 @@ class RopeScaling(Section):
 
 
 class ModelConfig(Section):
-    """The decoder: Llama 3 and Qwen3 dense families. Sizes are data; a preset fills in what is not written."""
+    """The decoder: Llama 3 and Qwen3 dense families. Sizes are data; a preset gives what is not written."""
 
     preset: str | None = None
     """Name of a model preset, e.g. llama-5m or llama3-8b; keys written beside it override it."""
+    weights: Path | None = None
+    """Start from these weights: a run folder or checkpoint, e.g. what `argosy checkpoint import` wrote."""
     family: Literal["llama", "qwen3"] = "llama"
     """Which Hugging Face classes and weight names the model maps to on export and import."""
     layers: PositiveInt = 4
@@ -77,7 +94,7 @@ class ModelConfig(Section):
     tie_embeddings: bool = False
     """The head uses the embedding's weight."""
     init_std: PositiveFloat = 0.02
-    """Standard deviation of initial weights; projections into the residual stream get it over sqrt(2*layers)."""
+    """Standard deviation of initial weights; over sqrt(2*layers) for projections into the residual stream."""
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:
@@ -95,7 +112,7 @@ class PrepareConfig(Section):
     """Text in, token shards out; the same keys are the options of `argosy prepare`."""
 
     input: tuple[str, ...] = ()
-    """Files, folders, globs, fsspec URLs, or builtin:python; .txt .md .py ... .jsonl .parquet, also .gz/.zst."""
+    """Files, folders, globs, URLs, or builtin:python; .txt .md .py ... .jsonl .parquet, also .gz/.zst."""
     out: Path = Path("data/prepared")
     """Folder for the shards and their manifest."""
     tokenizer: Path | None = None
@@ -185,7 +202,7 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _has_an_end(self) -> Self:
         if not self.steps and not self.minutes:
-            raise ValueError("steps = 0 and minutes = 0: say how long to train, e.g. steps = 1000 or minutes = 10")
+            raise ValueError("steps = 0 and minutes = 0: say how long, e.g. steps = 1000 or minutes = 10")
         return self
 
 
@@ -239,7 +256,7 @@ class RunConfig(Section):
     """The run's name; its folder is runs/NAME."""
     seed: NonNegativeInt = 0
     """Initial weights and sample order follow from it."""
-    plan: str = "auto"
+    plan: Annotated[str, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]})] = "auto"
     """The layout: auto, or axes such as "dp_replicate=2,microbatch=4"; "auto,precision=fp32" pins a part."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -249,3 +266,12 @@ class RunConfig(Section):
     evaluate: EvaluateConfig = EvaluateConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     launch: LaunchConfig = LaunchConfig()
+
+    @model_validator(mode="after")
+    def _sequences_fit(self) -> Self:
+        seq_len, longest = self.data.seq_len, self.model.max_seq_len
+        if seq_len > longest:
+            raise ValueError(
+                f"data.seq_len = {seq_len} is more than model.max_seq_len = {longest}; try {longest} or less"
+            )
+        return self

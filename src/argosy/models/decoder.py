@@ -1,4 +1,4 @@
-"""The decoder-only transformer of the Llama 3 and Qwen3 dense families; its sizes are data (`ModelConfig`)."""
+"""The decoder-only transformer of the dense Llama 3 and Qwen3 families; its sizes are data (`ModelConfig`)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Block(nn.Module):
         self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], documents: Tensor, cache: LayerCache | None = None
     ) -> Tensor:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary, documents, cache)
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+        x_BTD = x_BTD + self.mlp(self.mlp_norm(x_BTD))
+        return x_BTD
 
 
 class Decoder(nn.Module):
@@ -46,9 +47,8 @@ class Decoder(nn.Module):
             self.embedding = nn.Embedding(config.vocab_size, config.width)
             self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
             self.norm = RMSNorm(config.width, config.norm_eps)
-            self.head = Linear(config.width, config.vocab_size, bias=False)
-        if config.tie_embeddings:
-            self.head.weight = self.embedding.weight
+            # No second name for a tied weight: `to_empty` would cut the tie (it makes each name new memory).
+            self.head = None if config.tie_embeddings else Linear(config.width, config.vocab_size, bias=False)
         self._rotary: tuple[Tensor, Tensor] | None = None
 
     def forward(
@@ -73,9 +73,10 @@ class Decoder(nn.Module):
         for i, block in enumerate(self.blocks):
             x_BTD = block(x_BTD, rotary, documents, cache[i] if cache else None)
         x_BTD = self.norm(x_BTD)
+        weight_VD = self.embedding.weight if self.head is None else self.head.weight
         if targets_BT is None:
-            return F.linear(x_BTD, self.head.weight.to(x_BTD.dtype))
-        return summed_cross_entropy(x_BTD.flatten(0, 1), self.head.weight, targets_BT.flatten())
+            return F.linear(x_BTD, weight_VD.to(x_BTD.dtype))
+        return summed_cross_entropy(x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten())
 
     def new_cache(self, batch: int, max_seq_len: int) -> list[LayerCache]:
         """An empty key/value cache for each block."""
@@ -84,5 +85,7 @@ class Decoder(nn.Module):
 
     def _rotary_to(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
         if self._rotary is None or self._rotary[0].shape[0] < seq_len or self._rotary[0].device != device:
-            self._rotary = rotary_table(self.config, seq_len, device)
+            with torch.inference_mode(False):  # an evaluation's table must serve the training step after it
+                # A power of two, so that generation token by token seldom computes it anew.
+                self._rotary = rotary_table(self.config, 1 << (seq_len - 1).bit_length(), device)
         return self._rotary

@@ -1,4 +1,4 @@
-"""The small parts: a linear layer and a norm that compute in their input's dtype whatever their weights' is."""
+"""The small parts: linear layers and norms compute in their input's dtype, whatever their weights' is."""
 
 from __future__ import annotations
 
@@ -42,4 +42,5 @@ class FeedForward(nn.Module):
         self.down = Linear(config.ffn_width, config.width, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+        y_BTD: Tensor = self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+        return y_BTD

@@ -12,7 +12,9 @@ from argosy.config.schema import ModelConfig, RopeScaling
 # B batch, T tokens, H heads, E head width
 
 
-def rotary_table(config: ModelConfig, seq_len: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+def rotary_table(
+    config: ModelConfig, seq_len: int, device: torch.device | None = None
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary angles, two fp32 tensors of shape [seq_len, head_width].
 
     The two halves of a head are the pairs (the convention of Llama's and Qwen's published weights):
@@ -21,7 +23,7 @@ def rotary_table(config: ModelConfig, seq_len: int, device: torch.device | None 
     frequencies_F = _frequencies(config, device)
     angles_TF = torch.arange(seq_len, device=device, dtype=torch.float32)[:, None] * frequencies_F
     angles_TE = torch.cat((angles_TF, angles_TF), dim=-1)
-    scale = _attention_scale(config.rope_scaling)
+    scale = attention_scale(config.rope_scaling)
     return angles_TE.cos() * scale, angles_TE.sin() * scale
 
 
@@ -72,7 +74,7 @@ def _yarn(base_F: Tensor, config: ModelConfig) -> Tensor:
     return stretch_F * base_F / scaling.factor + (1 - stretch_F) * base_F
 
 
-def _attention_scale(scaling: RopeScaling) -> float:
+def attention_scale(scaling: RopeScaling) -> float:
     """YaRN's temperature, applied to cosines and sines so that attention itself stays as it is."""
     if scaling.kind == "yarn" and scaling.factor > 1:
         return 0.1 * math.log(scaling.factor) + 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -54,14 +54,9 @@ class World:
             dist.barrier()
 
 
-def join_world(plan: Plan, launch: LaunchConfig) -> World:
-    """Join the processes that the environment names (RANK, WORLD_SIZE, MASTER_ADDR, ...; torchrun's and ours).
-
-    Raises: ValueError if their number is not the plan's.
-    """
+def join_world(launch: LaunchConfig) -> World:
+    """Join the processes that the environment names (RANK, WORLD_SIZE, MASTER_ADDR, ...; torchrun's and ours)."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if size != plan.world_size:
-        raise ValueError(f"the plan is for {plan.world_size} processes and {size} were started")
     device = _device(launch)
     torch.set_num_threads(threads_per_process(launch, int(os.environ.get("LOCAL_WORLD_SIZE", size))))
     dist.init_process_group(
@@ -69,9 +64,15 @@ def join_world(plan: Plan, launch: LaunchConfig) -> World:
         timeout=datetime.timedelta(seconds=launch.timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
+    return World(rank, size, device)
+
+
+def lay_out(world: World, plan: Plan) -> World:
+    """The same processes, in the mesh that `plan` says."""
+    if world.size == 1:
+        return world
     shape = tuple(getattr(plan, axis) for axis in AXES)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES) if size > 1 else None
-    return World(rank, size, device, mesh)
+    return replace(world, mesh=init_device_mesh(world.device.type, shape, mesh_dim_names=AXES))
 
 
 def leave_world() -> None:

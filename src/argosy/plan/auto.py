@@ -47,6 +47,8 @@ def choose_plan(run: RunConfig, devices: Devices) -> Plan:
 
 def _microbatch(run: RunConfig, dp: int, kind: str) -> int:
     """The largest divisor of a rank's share of the batch that stays within the device's useful tokens."""
-    rows = run.train.global_batch // dp
+    rows, left_over = divmod(run.train.global_batch, dp)
+    if left_over:
+        return 1  # the check refuses this batch; with 1, the one it proposes is the nearest
     most = max(1, MICROBATCH_TOKENS[kind] // run.data.seq_len)
     return max((n for n in range(1, min(rows, most) + 1) if rows % n == 0), default=1)

@@ -25,9 +25,9 @@ def parameters(model: ModelConfig) -> int:
 def train_flops_per_token(model: ModelConfig, seq_len: int) -> float:
     """Model FLOPs of forward and backward per token: 6 N + 6 L s a d (the causal half counted).
 
-    N: `matmul_parameters`; L layers, s `seq_len`, a heads, d head width. PaLM (Chowdhery et al. 2022, appendix B)
-    with causal attention counted once, as Megatron-Bridge does. Packed documents shorter than the sequence do
-    less attention than this; the formula counts whole sequences, so that runs compare.
+    N: `matmul_parameters`; L layers, s `seq_len`, a heads, d head width. PaLM (Chowdhery et al. 2022,
+    appendix B) with causal attention counted once, as Megatron-Bridge does. Packed documents shorter than
+    the sequence do less attention than this; the formula counts whole sequences, so that runs compare.
     """
     attention = 6 * model.layers * seq_len * model.heads * model.head_width
     return 6.0 * matmul_parameters(model) + attention

@@ -17,7 +17,7 @@ Precision = Literal["fp32", "bf16"]
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """The mesh axes, outermost first; their product is the number of processes. `ep` is laid over dp and cp."""
 RUNNABLE_AXES = ("dp_replicate",)
-"""Axes that the trainer of this version can run; a plan that uses another is refused before any process starts."""
+"""Axes that this version can train with; a plan that uses another is refused before any process starts."""
 
 
 class Plan(BaseModel):
@@ -86,12 +86,12 @@ class Plan(BaseModel):
         return global_batch // (self.dp * self.microbatch)
 
     def check(self, run: RunConfig, processes: int) -> None:
-        """Refuse, before any process starts, a plan that this run cannot be trained with. Raises: UserError."""
-        for axis in AXES + ("ep",):
+        """Refuse, before any process starts, a plan that cannot train this run. Raises: UserError."""
+        for axis in (*AXES, "ep"):
             if getattr(self, axis) > 1 and axis not in RUNNABLE_AXES:
                 raise UserError(
-                    f"plan.{axis} = {getattr(self, axis)}: this version trains with {', '.join(RUNNABLE_AXES)} "
-                    f"only. Try plan = \"dp_replicate={processes}\"."
+                    f"plan.{axis} = {getattr(self, axis)}: this version trains with "
+                    f"{', '.join(RUNNABLE_AXES)} only. Try plan = \"dp_replicate={processes}\"."
                 )
         if self.world_size != processes:
             raise UserError(
@@ -121,13 +121,20 @@ class Plan(BaseModel):
 
 
 def words_of(text: str) -> dict[str, str]:
-    """`"auto,precision=fp32"` -> {"auto": "", "precision": "fp32"}. Raises: UserError for a word without =."""
-    words = {}
+    """`"auto,precision=fp32"` -> {"auto": "", "precision": "fp32"}.
+
+    Raises: UserError for a word without =, or one that is there twice.
+    """
+    words: dict[str, str] = {}
     for word in filter(None, (w.strip() for w in text.split(","))):
-        key, equals, value = word.partition("=")
+        key, equals, value = (part.strip() for part in word.partition("="))
         if not equals and key != "auto":
             raise UserError(f'plan = "{text}": {word!r} is neither "auto" nor KEY=VALUE, such as tp=2.')
-        words[key.strip()] = value.strip()
+        if equals and key == "auto":
+            raise UserError(f'plan = "{text}": auto takes no value. Write "auto".')
+        if key in words:
+            raise UserError(f'plan = "{text}": {key} is there twice. Keep one.')
+        words[key] = value
     return words
 
 

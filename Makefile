@@ -1,0 +1,56 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Each sets up what it needs, once.
+.PHONY: demo test test-all lint docs bench clean help
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
+
+help:
+	@echo "make demo      set up, train a small model on real text for some minutes, show what it learnt"
+	@echo "make test      set up, run the tests (under 15 minutes on 2 cores)"
+	@echo "make test-all  the slow ones too"
+	@echo "make lint      ruff and mypy"
+	@echo "make docs      check links and commands in the documents, write the run file's JSON schema"
+	@echo "make bench     the benchmarks, side by side with their peers"
+	@echo "make clean     remove the environment and what was built (not runs/ and data/)"
+
+demo: .venv/.core
+	$(BIN)/argosy train
+
+test: .venv/.dev
+	$(BIN)/python -m pytest
+
+test-all: .venv/.dev
+	$(BIN)/python -m pytest -m ""
+
+lint: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: .venv/.dev
+	$(BIN)/argosy config schema > docs/run.schema.json
+	$(BIN)/python -m pytest tests/test_docs.py -m ""
+
+bench: .venv/.bench
+	$(BIN)/python benchmarks/train_step.py
+	$(BIN)/python benchmarks/loader.py
+	$(BIN)/python benchmarks/prepare.py
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/.core: .venv/bin/python pyproject.toml constraints.txt
+	$(INSTALL) .
+	@touch $@
+
+.venv/.dev: .venv/bin/python pyproject.toml constraints.txt
+	$(INSTALL) '.[dev]'
+	@touch $@ .venv/.core
+
+.venv/.bench: .venv/.dev
+	$(INSTALL) '.[bench]'
+	@touch $@
+
+clean:
+	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

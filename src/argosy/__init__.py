@@ -1,0 +1,47 @@
+"""Argosy trains large language models on any number of machines; its centre is the Plan.
+
+    import argosy
+    argosy.train(argosy.load("run.toml", {"train.steps": 100}))
+
+What is named here is imported when it is first used, so that `import argosy` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from argosy.config.load import load
+    from argosy.config.schema import RunConfig
+    from argosy.data.prepare import prepare
+    from argosy.launch.local import train
+    from argosy.plan.plan import Plan
+    from argosy.use.evaluate import evaluate
+    from argosy.use.generate import generate
+
+__version__ = "0.1.0"
+__all__ = ["Plan", "RunConfig", "__version__", "evaluate", "generate", "load", "prepare", "train"]
+
+_HOME = {
+    "Plan": "argosy.plan.plan",
+    "RunConfig": "argosy.config.schema",
+    "evaluate": "argosy.use.evaluate",
+    "generate": "argosy.use.generate",
+    "load": "argosy.config.load",
+    "prepare": "argosy.data.prepare",
+    "train": "argosy.launch.local",
+}
+"""Public name -> the module that defines it. No room (subpackage) may bear one of these names."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'argosy' has no attribute {name!r}")
+    value: object = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

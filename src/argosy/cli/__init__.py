@@ -1,0 +1,89 @@
+"""The `argosy` command: finds the command's module, runs it, and turns what went wrong into an exit code.
+
+Nothing heavy is imported here: `argosy --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from importlib import import_module
+
+COMMANDS = {
+    "train": "train a model; without a run file, the built-in demo",
+    "prepare": "turn text, JSONL or Parquet into token shards",
+    "checkpoint": "list, verify, export, import and prune checkpoints",
+    "generate": "continue a text with a checkpoint",
+    "evaluate": "measure a checkpoint's loss on held-out text",
+    "config": "show the resolved run file, its JSON schema, the presets",
+}
+"""Command -> what it does, in a line; its module is argosy.cli.COMMAND, with `main(argv) -> int | None`."""
+
+BROKEN_PIPE = 128 + 13
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code: 0 done, 1 failed, 2 wrong input, 130 interrupted."""
+    argv = sys.argv[1:] if argv is None else argv
+    name = argv[0] if argv else "--help"
+    if name in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if name == "--version":
+        from argosy import __version__
+
+        print(f"argosy {__version__}")
+        return 0
+    if name not in COMMANDS:
+        print(_unknown_command(name), file=sys.stderr)
+        return 2
+    return _run(name, argv[1:])
+
+
+def _run(name: str, argv: list[str]) -> int:
+    from argosy.errors import ArgosyError
+
+    try:
+        code = import_module(f"argosy.cli.{name}").main(argv)
+        sys.stdout.flush()
+        return int(code or 0)
+    except ArgosyError as error:
+        if os.environ.get("ARGOSY_DEBUG") == "1":
+            traceback.print_exc()
+        print(f"argosy: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader (head, less) has seen enough; Python must not flush into it at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    table = "\n".join(f"  {name:{width}}  {line}" for name, line in COMMANDS.items())
+    return f"""\
+usage: argosy COMMAND [RUN] [--section.key VALUE ...]
+
+Trains large language models on any number of machines.
+
+commands:
+{table}
+
+RUN is a run file (TOML) or the name of a run preset. Every key of it is also an option.
+
+examples:
+  argosy train                                     the built-in demo, in a few minutes on a laptop
+  argosy train run.toml --optimizer.lr 1e-3        a run of your own, with one key changed
+  argosy config show run.toml                      what that run comes to, every key with its meaning
+
+argosy COMMAND --help says more; argosy --version prints the version."""
+
+
+def _unknown_command(name: str) -> str:
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, COMMANDS, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(COMMANDS)}."
+    return f"argosy: no command {name!r}; {hint}"

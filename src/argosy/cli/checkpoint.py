@@ -1,0 +1,165 @@
+"""Look at checkpoints, check them, thin them out, and move weights to and from Hugging Face folders.
+
+Examples:
+  argosy checkpoint list runs/demo                      what there is, newest last
+  argosy checkpoint verify runs/demo                    read every byte back against its checksum
+  argosy checkpoint prune runs/demo --keep-last 1       delete all but the newest
+  argosy checkpoint export runs/demo --out demo-hf      weights and tokenizer for transformers, vLLM, ...
+  argosy checkpoint import Qwen3-0.6B --out runs/qwen   a run folder to generate with, or to train from
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from argosy.cli.options import parse
+from argosy.errors import UserError
+
+
+@dataclass(frozen=True)
+class Looking:
+    """Options of list and verify."""
+
+    path: Annotated[Path, tyro.conf.Positional]
+    """A run's folder, or one checkpoint."""
+    json: bool = False
+    """Print JSON."""
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """Options of prune."""
+
+    run_dir: Annotated[Path, tyro.conf.Positional]
+    """A run's folder."""
+    keep_last: int = 2
+    """How many of the newest are kept."""
+    keep_every: int = 0
+    """Steps that are a multiple of this are kept too; 0 keeps none."""
+
+
+@dataclass(frozen=True)
+class Exporting:
+    """Options of export."""
+
+    path: Annotated[Path, tyro.conf.Positional]
+    """A run's folder (its newest checkpoint) or one checkpoint."""
+    out: Path
+    """The Hugging Face folder to write; it must not exist yet."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """The weights' number format; training keeps them in fp32."""
+
+
+@dataclass(frozen=True)
+class Importing:
+    """Options of import."""
+
+    folder: Annotated[Path, tyro.conf.Positional]
+    """A Hugging Face folder: config.json, *.safetensors, tokenizer.json."""
+    out: Path
+    """The run folder to write; it must not exist yet."""
+
+
+def main(argv: list[str]) -> int:
+    """`argosy checkpoint ACTION ...`."""
+    actions: dict[str, Callable[[list[str]], int]] = {
+        "list": _list,
+        "verify": _verify,
+        "prune": _prune,
+        "export": _export,
+        "import": _import,
+    }
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"usage: argosy checkpoint {{{','.join(actions)}}} ...\n\n{(__doc__ or '').strip()}")
+        return 0
+    if argv[0] not in actions:
+        raise UserError(f"checkpoint {argv[0]}: there is no such action. Try: {', '.join(actions)}.")
+    return actions[argv[0]](argv[1:])
+
+
+def _list(argv: list[str]) -> int:
+    from argosy.checkpoint.store import committed
+
+    options = parse(argv, "argosy checkpoint list", Looking)
+    _must_be_folder(options.path)
+    checkpoints = committed(options.path)
+    rows = [{"step": c.step, "bytes": c.bytes, **c.manifest.model_dump(exclude={"files", "step"})} for c in checkpoints]
+    if options.json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    if not rows:
+        print(f"{options.path}: no committed checkpoint")
+    for checkpoint, row in zip(checkpoints, rows, strict=True):
+        saved = datetime.fromtimestamp(row["saved_at_s"]).strftime("%Y-%m-%d %H:%M:%S")
+        print(f"{checkpoint.folder.name}  {row['bytes'] / 1e6:9.1f} MB  {row['tokens'] / 1e6:9.2f}M tokens  {saved}")
+    return 0
+
+
+def _verify(argv: list[str]) -> int:
+    from argosy.checkpoint.store import MANIFEST, Checkpoint, Damaged, committed
+
+    options = parse(argv, "argosy checkpoint verify", Looking)
+    _must_be_folder(options.path)
+    alone = (options.path / MANIFEST).exists()
+    checkpoints = [Checkpoint(options.path)] if alone else committed(options.path)
+    if not checkpoints:
+        raise UserError(f"{options.path}: no committed checkpoint there. Give a run's folder or one checkpoint.")
+    problems: dict[str, str | None] = {}
+    for checkpoint in checkpoints:
+        try:
+            checkpoint.verify()
+            problems[checkpoint.folder.name] = None
+        except Damaged as damage:
+            problems[checkpoint.folder.name] = str(damage)
+        if not options.json:
+            print(problems[checkpoint.folder.name] or f"{checkpoint.folder.name}: whole")
+    if options.json:
+        print(json.dumps(problems, indent=2))
+    return 1 if any(problems.values()) else 0
+
+
+def _prune(argv: list[str]) -> int:
+    from argosy.checkpoint.store import prune
+    from argosy.launch.run_folder import locked
+
+    options = parse(argv, "argosy checkpoint prune", Pruning)
+    _must_be_folder(options.run_dir)
+    if options.keep_last < 1 or options.keep_every < 0:
+        raise UserError("--keep-last must be at least 1 and --keep-every at least 0: the newest is always kept.")
+    with locked(options.run_dir):
+        dropped = prune(options.run_dir, options.keep_last, options.keep_every)
+    print("\n".join(f"deleted {c.folder.name}" for c in dropped) or "nothing to delete")
+    return 0
+
+
+def _export(argv: list[str]) -> int:
+    options = parse(argv, "argosy checkpoint export", Exporting)
+    _must_be_folder(options.path)
+    from argosy.use.transfer import export_checkpoint
+
+    export_checkpoint(options.path, options.out, options.dtype)
+    print(f"wrote {options.out}", file=sys.stderr)
+    return 0
+
+
+def _import(argv: list[str]) -> int:
+    options = parse(argv, "argosy checkpoint import", Importing)
+    _must_be_folder(options.folder)
+    from argosy.use.transfer import import_checkpoint
+
+    import_checkpoint(options.folder, options.out)
+    print(f"wrote {options.out}", file=sys.stderr)
+    return 0
+
+
+def _must_be_folder(path: Path) -> None:
+    if not path.is_dir():
+        raise UserError(f"{path}: no such folder.")

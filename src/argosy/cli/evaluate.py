@@ -1,0 +1,55 @@
+"""Measure how well a trained model predicts text: loss, perplexity, bits per byte.
+
+Examples:
+  argosy evaluate runs/demo                                 on the held-out part of its own data
+  argosy evaluate runs/demo --data data/mine --split train  on other text, prepared with its tokenizer
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from argosy.cli.options import parse
+from argosy.errors import UserError
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `argosy evaluate`."""
+
+    path: Annotated[Path, tyro.conf.Positional]
+    """A run's folder (its newest checkpoint) or one checkpoint."""
+    data: Path | None = None
+    """A folder that `argosy prepare` wrote; the run's own data if not given."""
+    split: Literal["train", "validation"] = "validation"
+    """Which part of the data."""
+    max_tokens: int = 1_000_000
+    """Tokens to read at most."""
+    seq_len: int | None = None
+    """Tokens per window; what the run trained with if not given."""
+    json: bool = False
+    """Print the result as JSON."""
+
+
+def main(argv: list[str]) -> None:
+    """`argosy evaluate PATH ...`."""
+    options = parse(argv, "argosy evaluate", Options)
+    if options.max_tokens < 1 or (options.seq_len or 1) < 1:
+        raise UserError("--max-tokens and --seq-len must be at least 1.")
+    from argosy.use.evaluate import evaluate
+
+    score = evaluate(
+        options.path, options.data, split=options.split, max_tokens=options.max_tokens, seq_len=options.seq_len
+    )
+    if options.json:
+        print(json.dumps(asdict(score)))
+        return
+    print(
+        f"loss {score.loss:.4f} nats per token   perplexity {score.perplexity:.2f}   "
+        f"{score.bits_per_byte:.4f} bits per byte   ({score.tokens} tokens)"
+    )

@@ -1,0 +1,75 @@
+"""Continue a text with a trained model.
+
+Examples:
+  argosy generate runs/demo --prompt "def "
+  argosy generate runs/demo/checkpoints/step-00000100 --temperature 0 --max-tokens 50
+  argosy generate runs/demo --prompt "import os" --stop "\\n\\n"
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from argosy.cli.options import parse
+from argosy.errors import UserError
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `argosy generate`."""
+
+    path: Annotated[Path, tyro.conf.Positional]
+    """A run's folder (its newest checkpoint) or one checkpoint."""
+    prompt: str = ""
+    """The text to continue; without one, a document from its beginning."""
+    max_tokens: int = 200
+    """Tokens to write at most."""
+    temperature: float = 0.8
+    """0 takes the likeliest token each time; higher is more varied."""
+    top_p: float = 0.95
+    """Draw from the likeliest tokens that together have this probability."""
+    seed: int = 0
+    """The same seed gives the same text."""
+    stop: tuple[str, ...] = ()
+    """Texts before which to end."""
+    json: bool = False
+    """Print {"prompt", "text"} as JSON."""
+
+
+def main(argv: list[str]) -> None:
+    """`argosy generate PATH ...`."""
+    options = parse(argv, "argosy generate", Options)
+    _check(options)
+    from argosy.use.generate import stream
+
+    pieces = stream(
+        options.path,
+        options.prompt,
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        seed=options.seed,
+        stop=options.stop,
+    )
+    if options.json:
+        print(json.dumps({"prompt": options.prompt, "text": "".join(pieces)}))
+        return
+    first = next(pieces, "")  # what is wrong with the input is said before anything is printed
+    print(options.prompt + first, end="", flush=True)
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print()
+
+
+def _check(options: Options) -> None:
+    if options.temperature < 0:
+        raise UserError(f"--temperature {options.temperature}: must be 0 or more. Try 0.8.")
+    if not 0 < options.top_p <= 1:
+        raise UserError(f"--top-p {options.top_p}: must be above 0 and at most 1. Try 0.95.")
+    if options.max_tokens < 1:
+        raise UserError(f"--max-tokens {options.max_tokens}: must be at least 1.")

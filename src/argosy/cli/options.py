@@ -1,0 +1,183 @@
+"""The command line of one command: its own options, and every key of the run as one more.
+
+tyro parses and prints the help; the values of keys go to `argosy.config` as they were typed, so that a file
+and the command line are checked by the same rules and answered in the same words.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import field, fields, make_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+
+import tyro
+from pydantic.fields import FieldInfo
+
+from argosy.config import keys
+from argosy.config.layers import Entry, Source
+from argosy.config.load import OPTION_MARK, build, load
+from argosy.config.schema import RunConfig, Section
+from argosy.config.suggest import suggestion
+from argosy.errors import UserError
+
+ExtraT = TypeVar("ExtraT")
+SectionT = TypeVar("SectionT", bound=Section)
+
+NONE = "none"
+"""How the command line writes the value that TOML writes by leaving the key out."""
+
+
+def parse_run(argv: list[str], prog: str, extra: type[ExtraT]) -> tuple[ExtraT, RunConfig]:
+    """`[RUN] [--section.key value ...]`: the command's own options and the resolved run.
+
+    extra: a dataclass of the command's options (all with defaults, documented by docstrings); the docstring
+    of the module that defines it is the description in --help, which shows the run's values in force.
+    Raises: UserError for what is wrong in file or options; SystemExit after --help, or if tyro refuses.
+    """
+    source, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
+    options, overrides = _parse(rest, f"{prog} [RUN]", extra, load(source))
+    return options, load(source, overrides, overrides_mark=OPTION_MARK)
+
+
+def parse_section(
+    argv: list[str], prog: str, extra: type[ExtraT], section: type[SectionT]
+) -> tuple[ExtraT, SectionT]:
+    """Like `parse_run`, for a command whose options are one section: its keys stand without a prefix.
+
+    A field of `section` may be `tyro.conf.Positional`. Paths are left as typed.
+    """
+    options, overrides = _parse(argv, prog, extra, section())
+    source = Source(OPTION_MARK)
+    return options, build(section, {keys.key_of(k): Entry(v, source) for k, v in overrides.items()})
+
+
+def parse(argv: list[str], prog: str, options: type[ExtraT]) -> ExtraT:
+    """The options of a command that takes no run: a dataclass, read by tyro. Raises: as `parse_run`."""
+    found: ExtraT
+    unknown: list[str]
+    found, unknown = tyro.cli(
+        options, prog=prog, description=_description(options), args=argv, return_unknown_args=True
+    )
+    _refuse(unknown, prog, options, Section)
+    return found
+
+
+def _parse(
+    argv: list[str], prog: str, extra: type[ExtraT], config: Section
+) -> tuple[ExtraT, dict[str, object]]:
+    """The command's options, and the keys of `config` that the command line changes: dotted key -> value."""
+    form = _form(config)
+    flat = tyro.conf.arg(name="")
+    both = make_dataclass(
+        "Both",
+        [
+            ("extra", Annotated[extra, flat], field(default_factory=extra)),
+            ("run", Annotated[type(form), flat], field(default=form)),
+        ],
+    )
+    found: Any
+    unknown: list[str]
+    found, unknown = tyro.cli(
+        both, prog=prog, description=_description(extra), args=argv, return_unknown_args=True
+    )
+    _refuse(unknown, prog, extra, type(config))
+    return found.extra, dict(_changes(form, found.run, config))
+
+
+def _description(options: type) -> str:
+    return (sys.modules[options.__module__].__doc__ or "").strip()
+
+
+def _refuse(unknown: list[str], prog: str, extra: Any, schema: type[Section]) -> None:
+    """Raise one UserError for all words that no option takes."""
+    hidden = {key for key, info in keys.fields(schema).items() if tyro.conf.Suppress in info.metadata}
+    known = {(f.name,) for f in fields(extra)} | (keys.fields(schema).keys() - hidden)
+    lines = []
+    for name in (word.split("=")[0] for word in unknown if word.startswith("-")):
+        key = keys.key_of(name.lstrip("-"))
+        hint = "set it in the run file." if key in hidden else suggestion(key, known, mark=OPTION_MARK)
+        lines.append(f"{name}: {'no' if key in hidden else 'unknown'} option; {hint}")
+    if unknown and not lines:
+        lines = [f"{' '.join(unknown)}: unexpected; options begin with --, and RUN comes first."]
+    if lines:
+        raise UserError("\n".join([*lines, f"  All options: {prog.removesuffix(' [RUN]')} --help"]))
+
+
+# A form is a section as the command line sees it: a dataclass of the same shape whose leaves are words.
+
+
+def _form(config: Section) -> Any:
+    """The form of `config`, with its values as defaults."""
+    parts: list[tuple[str, Any, Any]] = []
+    for name, info in type(config).model_fields.items():
+        value = getattr(config, name)
+        if isinstance(value, Section):
+            inner = _form(value)
+            about = tyro.conf.arg(help=type(value).__doc__)
+            parts.append((name, Annotated[type(inner), about], field(default=inner)))
+        elif tyro.conf.Suppress not in info.metadata:
+            parts.append((name, _leaf(info), field(default=_words(value))))
+    form = make_dataclass(type(config).__name__, parts, frozen=True)
+    form.__doc__ = type(config).__doc__
+    return form()
+
+
+def _leaf(info: FieldInfo) -> Any:
+    """The form's type for one key: words, with the metavar and the help of the schema."""
+    kind = keys.value_type(info)
+    shape: Any = {tuple: tuple[str, ...], dict: tuple[tuple[str, str], ...]}.get(get_origin(kind), str)
+    about = tyro.conf.arg(help=info.description, metavar=_metavar(kind))
+    marks = [m for m in info.metadata if m is tyro.conf.Positional]
+    for mark in (about, *marks):
+        shape = Annotated[shape, mark]
+    return shape
+
+
+def _metavar(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return "{" + ",".join(get_args(kind)) + "}"
+    names = {int: "INT", float: "NUMBER", bool: "{true,false}", str: "TEXT", Path: "PATH"}
+    return names.get(kind) or {dict: "PATH WEIGHT ...", tuple: "TEXT ..."}[get_origin(kind)]
+
+
+def _words(value: object) -> Any:
+    """A value as the command line spells it."""
+    if isinstance(value, Mapping):
+        return tuple((str(key), str(weight)) for key, weight in value.items())
+    if isinstance(value, tuple):
+        return tuple(str(item) for item in value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return NONE if value is None else str(value)
+
+
+def _changes(before: Any, after: Any, config: Section, above: str = "") -> Any:
+    """(dotted key, value) for each leaf of the form that is not as it was."""
+    for name, info in type(config).model_fields.items():
+        value = getattr(config, name)
+        old, new = getattr(before, name, None), getattr(after, name, None)
+        if isinstance(value, Section):
+            yield from _changes(old, new, value, f"{above}{name}.")
+        elif old != new:
+            yield f"{above}{name}", _meaning(new, info)
+
+
+def _meaning(words: Any, info: FieldInfo) -> object:
+    """What typed words stand for; those that make no sense stay words, for the schema to refuse."""
+    kind = keys.value_type(info)
+    if words == NONE and type(None) in get_args(info.annotation):
+        return None
+    if get_origin(kind) is dict:
+        return {key: _number(weight) for key, weight in words}
+    return _number(words) if kind in (int, float, bool) else words
+
+
+def _number(word: str) -> object:
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(word.lower(), word)

@@ -1,0 +1,62 @@
+"""Train a model: a run file, a run preset, or with neither the built-in demo.
+
+It starts its own processes on this machine; under torchrun it joins the ones that torchrun started. The same
+command again goes on from the newest checkpoint in the run's folder.
+
+Examples:
+  argosy train                                            the demo: prepares data, trains for some minutes
+  argosy train run.toml                                   your run; its folder is runs/NAME
+  argosy train run.toml --run-dir runs/b --optimizer.lr 1e-3
+  argosy train run.toml --launch.processes 2 --plan dp_replicate=2,microbatch=4
+  torchrun --nproc-per-node 2 -m argosy train run.toml    in processes that are there already
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from argosy.cli.options import parse_run
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `argosy train`."""
+
+    run_dir: Path | None = None
+    """The run's folder; runs/NAME if not given."""
+    accept_changes: bool = False
+    """Go on from the folder's checkpoint although data, batch or optimizer settings differ from what it was
+    saved with."""
+    json: bool = False
+    """Print the report as JSON on the last line."""
+
+
+def main(argv: list[str]) -> None:
+    """`argosy train [RUN] ...`."""
+    options, run = parse_run(argv, "argosy train", Options)
+    if "RANK" in os.environ:
+        from argosy.launch.joined import train_joined
+
+        train_joined(run, options.run_dir, accept_changes=options.accept_changes)
+        return
+    from argosy.launch.local import train
+
+    report = train(run, options.run_dir, accept_changes=options.accept_changes)
+    if options.json:
+        print(report.model_dump_json())
+    elif not argv and report.status == "finished":
+        print(_what_next(report.run_dir))
+
+
+def _what_next(run_dir: Path) -> str:
+    """The three commands that one would run after the demo."""
+    here = Path.cwd()
+    folder = run_dir.relative_to(here) if run_dir.is_relative_to(here) else run_dir
+    return (
+        "next:\n"
+        f'  argosy generate {folder} --prompt "class "              let it write\n'
+        "  argosy train --train.minutes 30 --run-dir runs/longer    train longer\n"
+        "  argosy config show > my.toml                             a run file of your own to start from"
+    )

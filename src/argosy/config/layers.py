@@ -1,0 +1,105 @@
+"""Values with the place where they were written: run file, model preset and overrides are a layer each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from argosy.config.keys import Key, fields, flatten, key_of, value_type
+from argosy.config.lines import read_toml
+from argosy.config.problems import Place
+from argosy.config.schema import RunConfig
+
+
+@dataclass(frozen=True)
+class Source:
+    """Who wrote values, as messages name it: a file with its keys' lines, or a mark before the key ("--")."""
+
+    name: str
+    lines: Mapping[Key, int] | None = None
+
+    def place(self, key: Key) -> Place:
+        """Where `key` is written: its own line, or that of the nearest table around it."""
+        if self.lines is None:
+            return Place(self.name)
+        for depth in range(len(key), 0, -1):
+            if line := self.lines.get(key[:depth]):
+                return Place(f"{self.name}:{line}: ", line)
+        return Place(f"{self.name}: ")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One value, and who wrote it."""
+
+    value: object
+    source: Source
+
+
+Layer = dict[Key, Entry]
+
+
+def file_layer(path: Path, name: str, folder: Path) -> Layer:
+    """The values of a run file, called `name` in messages; paths start from `folder`. Raises: UserError."""
+    table, lines = read_toml(path)
+    return run_layer(flatten(table, RunConfig), Source(name, lines), folder)
+
+
+def preset_layer(path: Path) -> Layer:
+    """The values of a model preset, as keys of a run. Raises: UserError."""
+    table, lines = read_toml(path)
+    source = Source(path.name, {("model", *key): line for key, line in lines.items()})
+    return run_layer(flatten({"model": table}, RunConfig), source, Path.cwd())
+
+
+def override_layer(overrides: Mapping[str, object], mark: str) -> Layer:
+    """The values of {dotted key: value or table}; `mark` stands before them in messages."""
+    values: dict[Key, object] = {}
+    for name, value in overrides.items():
+        key = key_of(name)
+        is_table = isinstance(value, Mapping) and key not in fields(RunConfig)
+        values |= flatten(value, RunConfig, key) if is_table else {key: value}
+    return run_layer(values, Source(mark), Path.cwd())
+
+
+def run_layer(values: Mapping[Key, object], source: Source, folder: Path) -> Layer:
+    """The values of a run, paths made absolute from `folder` on, and a plan's table made its string."""
+    return {key: Entry(_settled(key, value, folder), source) for key, value in values.items()}
+
+
+def _settled(key: Key, value: object, folder: Path) -> object:
+    match key, value:
+        case ("plan",), dict():
+            return _plan_text(value)
+        case ("data", "sources"), dict():
+            return {_absolute(path, folder): weight for path, weight in value.items()}
+        case ("data", "stages"), list() | tuple():
+            return [_settled_stage(stage, folder) for stage in value]
+        case ("data", "prepare", "input"), list() | tuple():
+            return [_absolute(path, folder) for path in value]
+    is_path = key in fields(RunConfig) and value_type(fields(RunConfig)[key]) is Path
+    return _absolute(value, folder) if is_path else value
+
+
+def _settled_stage(stage: object, folder: Path) -> object:
+    if isinstance(stage, dict) and "sources" in stage:
+        return stage | {"sources": _settled(("data", "sources"), stage["sources"], folder)}
+    return stage
+
+
+def _absolute(path: object, folder: Path) -> object:
+    """`path` from `folder` on; URLs, builtin:NAME and what is no path at all stay as they are."""
+    if not isinstance(path, str | Path) or "://" in str(path) or str(path).startswith("builtin:"):
+        return path
+    return os.path.normpath(folder / Path(path).expanduser())
+
+
+def _plan_text(table: dict[str, object]) -> object:
+    """{auto = true, tp = 2} -> "auto,tp=2"; what the words mean is `argosy.plan`'s to say."""
+    if any(isinstance(value, dict | list) for value in table.values()):
+        return table
+    words = {key: str(v).lower() if isinstance(v, bool) else str(v) for key, v in table.items()}
+    auto = ["auto"] if words.pop("auto", "false") == "true" else []
+    return ",".join(auto + [f"{key}={word}" for key, word in words.items()])

@@ -1,0 +1,147 @@
+"""From a run file, presets and overrides to one `RunConfig`: nothing is guessed, nothing is ignored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from argosy.config.catalog import near_names, preset_names, preset_path
+from argosy.config.dump import dump
+from argosy.config.keys import Key, dotted, fields, nest, sections, value_type
+from argosy.config.layers import Entry, Layer, Source, file_layer, override_layer, preset_layer, run_layer
+from argosy.config.problems import Place, Problem, problem_of, shown
+from argosy.config.schema import DataConfig, ModelConfig, RunConfig, Section
+from argosy.config.suggest import suggestion
+from argosy.errors import UserError
+
+DEFAULT_RUN = "demo"
+OPTION_MARK = "--"
+"""Stands before a key in messages about the command line."""
+MODEL_PRESET: Key = ("model", "preset")
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+def load(
+    source: str | Path | None = None,
+    overrides: Mapping[str, object] | None = None,
+    *,
+    overrides_mark: str = "overrides: ",
+) -> RunConfig:
+    """The resolved run: the model preset, the run file's keys over it, `overrides` over both.
+
+    source: a run file (TOML), or the name of a run preset; None is the built-in demo.
+    overrides: dotted keys, e.g. {"train.steps": 100, "model.preset": "llama-20m"}.
+    overrides_mark: what stands before an override in an error message.
+
+    Paths in a run file are relative to it; in a preset or an override, to the current folder. The result's
+    are absolute. Raises: UserError that names every wrong key and value, with file and line.
+    """
+    preset = run_preset(source)
+    path = preset or run_file(str(source))
+    folder = Path.cwd() if preset else path.absolute().parent
+    file = file_layer(path, path.name if preset else str(path), folder)
+    given = override_layer(overrides or {}, overrides_mark)
+    out: dict[Key, object] = {("data", "prepare", "out"): DataConfig().prepare.out}
+    return build(RunConfig, run_layer(out, Source(""), folder) | over_model_preset(file, given) | given)
+
+
+def save_run(run: RunConfig, path: Path) -> None:
+    """Write the run file that `load` reads back as the same `run`, whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(dump(run), encoding="utf-8")
+    temporary.replace(path)
+
+
+def build(schema: type[SectionT], entries: Layer) -> SectionT:
+    """The `schema` of these values. Raises: UserError that tells all that is wrong with them."""
+    known = {key: entry for key, entry in entries.items() if key in fields(schema) or key in sections(schema)}
+    problems = [_unknown_key(key, entry, schema) for key, entry in entries.items() if key not in known]
+    values = nest({key: _whole(key, entry.value, schema) for key, entry in known.items()})
+    try:
+        config = schema.model_validate_json(json.dumps(values, default=str), strict=True)
+    except ValidationError as error:
+        problems += [problem_of(e, schema, lambda key: _place(key, known)) for e in error.errors()]
+    if problems:
+        raise UserError("\n".join(str(p) for p in sorted(problems, key=lambda p: p.place.line)))
+    return config
+
+
+def _unknown_key(key: Key, entry: Entry, schema: type[Section]) -> Problem:
+    mark = OPTION_MARK if entry.source.name == OPTION_MARK else ""
+    text = f"{dotted(key)} = {shown(entry.value)}: unknown key; {suggestion(key, fields(schema), mark)}"
+    return Problem(entry.source.place(key), text)
+
+
+def _whole(key: Key, value: object, schema: type[Section]) -> object:
+    """24e6 is a whole number, though TOML calls it a float."""
+    wants_int = key in fields(schema) and value_type(fields(schema)[key]) is int
+    return int(value) if wants_int and isinstance(value, float) and value.is_integer() else value
+
+
+def _place(key: Key, entries: Layer) -> Place:
+    """Where `key` was written; if nowhere, the table in which it might have been."""
+    for depth in range(len(key), 0, -1):
+        if entry := entries.get(key[:depth]):
+            return entry.source.place(key)
+        for near, entry in entries.items():
+            if near[:depth] == key[:depth] and entry.source.lines:
+                return entry.source.place(key)
+    return Place()
+
+
+def over_model_preset(file: Layer, given: Layer) -> Layer:
+    """`file` over the model preset that it or `given` names.
+
+    A preset named in `given` takes the place of the file's: what the file only repeats from its own preset (a
+    resolved run file repeats all of it) goes with that preset, and what the file changed stays.
+    Raises: UserError for an unknown preset.
+    """
+    old, new = _model_preset(file), _model_preset(file | given)
+    if old and MODEL_PRESET in given:
+        repeated = build(RunConfig, old).model
+        file = {key: entry for key, entry in file.items() if not _repeats(key, entry, repeated)}
+    return new | file
+
+
+def _model_preset(layer: Layer) -> Layer:
+    entry = layer.get(MODEL_PRESET)
+    if entry is None or not isinstance(entry.value, str):
+        return {}
+    try:
+        return preset_layer(preset_path("models", entry.value))
+    except UserError as error:
+        place = entry.source.place(MODEL_PRESET)
+        raise UserError(f'{place.text}model.preset = "{entry.value}": {error}') from None
+
+
+def _repeats(key: Key, entry: Entry, model: ModelConfig) -> bool:
+    """Whether the entry says of the model what `model` says anyway."""
+    value: object = model
+    for name in key[1:]:
+        value = getattr(value, str(name), None)
+    return key[0] == "model" and entry.value == value
+
+
+def run_preset(source: str | Path | None) -> Path | None:
+    """The file of the run preset that `source` names, or None if it names none."""
+    name = DEFAULT_RUN if source is None else str(source)
+    return preset_path("runs", name) if name in preset_names("runs") else None
+
+
+def run_file(source: str) -> Path:
+    """The run file at `source`. Raises: UserError if there is none, with the names that are near."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        return path
+    if path.is_dir():
+        inside = " or ".join(str(p) for p in sorted(path.glob("*.toml"))[:3])
+        raise UserError(f"{path}: a folder, not a run file.{f' Try {inside}.' if inside else ''}")
+    if not path.parent.is_dir():
+        raise UserError(f"{path}: there is no folder {path.parent}.")
+    names = [*(p.name for p in path.parent.glob("*.toml")), *preset_names("runs")]
+    raise UserError(f"{path}: no such run file or preset; {near_names(path.name, sorted(names))}")

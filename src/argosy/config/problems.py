@@ -1,0 +1,125 @@
+"""What is wrong with a value, in a sentence that says what is allowed and ends in what to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args, get_origin
+
+import annotated_types
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticUndefined
+
+from argosy.config.keys import Key, dotted, fields, limits, sections, value_type
+from argosy.config.schema import Section
+
+
+class Place(NamedTuple):
+    """Where a key was written: `text` stands before the key in a message, `line` orders the messages."""
+
+    text: str = ""
+    line: int = 0
+
+
+class Problem(NamedTuple):
+    """One wrong key or value."""
+
+    place: Place
+    text: str
+
+    def __str__(self) -> str:
+        return self.place.text + self.text
+
+
+def problem_of(error: ErrorDetails, schema: type[Section], place: Callable[[Key], Place]) -> Problem:
+    """The problem that pydantic found in a `schema`; `place` says where a key was written."""
+    key: Key = error["loc"]
+    if error["type"] == "value_error":
+        return _broken_rule(key, str(error["ctx"]["error"]), schema, place)
+    if error["type"] == "missing":
+        return Problem(place(key), f"{dotted(key)} is missing.")
+    value = f"{dotted(key)} = {shown(error['input'])}"
+    if error["type"] == "extra_forbidden":
+        return Problem(place(key), f"{value}: unknown key.")
+    if key in sections(schema):
+        return Problem(place(key), f"{value}: must be a table, [{dotted(key)}], with keys of its own.")
+    field = fields(schema).get(key)
+    if field is None:  # inside a list or a table of values: data.sources."folder"
+        return Problem(place(key), f"{value}: {_lower_first(error['msg'])}.")
+    return Problem(place(key), f"{value}: must be {allowed(field)}.{_remedy(field, error['input'])}")
+
+
+def _broken_rule(key: Key, rule: str, schema: type[Section], place: Callable[[Key], Place]) -> Problem:
+    """A rule between keys; by custom its sentence begins with the key to blame, relative to its section."""
+    blamed = key + tuple(rule.split(" ", 1)[0].split("."))
+    if blamed in fields(schema):
+        return Problem(place(blamed), f"{dotted(key)}{'.' * bool(key)}{rule}.")
+    return Problem(place(key), f"{dotted(key)}: {rule}.".removeprefix(": "))
+
+
+def allowed(field: FieldInfo) -> str:
+    """What `field` takes: "a whole number above 0"."""
+    bounds = [
+        f"{word} {getattr(limit, attribute):g}"
+        for limit in limits(field)
+        for kind, attribute, word in _BOUNDS
+        if isinstance(limit, kind)
+    ]
+    patterns = [f"that matches {m.pattern}" for m in limits(field) if getattr(m, "pattern", None)]
+    return " ".join([_kind(value_type(field)), " and ".join(bounds + patterns)]).strip()
+
+
+_BOUNDS: list[tuple[type, str, str]] = [
+    (annotated_types.Gt, "gt", "above"),
+    (annotated_types.Ge, "ge", "of at least"),
+    (annotated_types.Lt, "lt", "below"),
+    (annotated_types.Le, "le", "of at most"),
+]
+_KINDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a finite number",
+    bool: "true or false",
+    str: "text",
+    Path: "a path, as text",
+    tuple: 'a list, such as ["a", "b"]',
+    dict: 'a table, such as {"folder" = 1.0}',
+}
+
+
+def _kind(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return "one of " + ", ".join(json.dumps(choice) for choice in get_args(annotation))
+    return _KINDS[get_origin(annotation) or annotation]
+
+
+def _remedy(field: FieldInfo, value: object) -> str:
+    """A second line: a value to try, and what the key means."""
+    meaning = f" {field.description}" if field.description else ""
+    choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    if near := get_close_matches(str(value).lower(), choices, n=1):
+        return f"\n  Try {shown(near[0])}.{meaning}"
+    if value_type(field) in (int, float, bool) and isinstance(value, str) and _is_number_or_truth(value):
+        return f"\n  Try {value.strip().lower()}, without the quotes.{meaning}"
+    if field.default is PydanticUndefined or field.default in (None, (), {}):
+        return f"\n {meaning}" if meaning else ""
+    return f"\n  Try {shown(field.default)}, the default.{meaning}"
+
+
+def _is_number_or_truth(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return text.strip().lower() in ("true", "false")
+    return True
+
+
+def shown(value: object) -> str:
+    """The value about as TOML writes it, cut if it is long."""
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:]

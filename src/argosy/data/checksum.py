@@ -1,0 +1,61 @@
+"""The sidecar `NAME.crc32`: one CRC-32 for each block of `NAME.bin`, little-endian uint32 after uint32.
+
+A checksum of the whole file would cost a full read before the first step; one per block costs a block's read
+when the block is first used, and still finds a flipped byte before its tokens reach the model.
+"""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from argosy.data.files import atomic_write
+
+BLOCK_BYTES = 256 * 1024
+"""Bytes of .bin under one checksum: large enough to be read in one go, small enough to check unnoticed."""
+
+
+class BlockChecksums:
+    """Checksums of a stream of bytes that arrives in pieces of any size."""
+
+    def __init__(self) -> None:
+        self._finished: list[int] = []
+        self._crc, self._room = 0, BLOCK_BYTES
+
+    def update(self, data: bytes | memoryview) -> None:
+        """Take the next bytes of the stream."""
+        view = memoryview(data)
+        while view:
+            head, view = view[: self._room], view[self._room :]
+            self._crc = zlib.crc32(head, self._crc)
+            self._room -= len(head)
+            if not self._room:
+                self._close_block()
+
+    def write(self, path: Path) -> None:
+        """Write the checksums of everything so far, the last and shorter block included; ends the stream."""
+        if self._room < BLOCK_BYTES:
+            self._close_block()
+        with atomic_write(path) as file:
+            file.write(np.array(self._finished, "<u4").tobytes())
+
+    def _close_block(self) -> None:
+        self._finished.append(self._crc)
+        self._crc, self._room = 0, BLOCK_BYTES
+
+
+def write_checksums(bin_path: Path) -> None:
+    """Write the sidecar of a .bin that has none."""
+    checksums = BlockChecksums()
+    with bin_path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            checksums.update(block)
+    checksums.write(bin_path.with_suffix(".crc32"))
+
+
+def read_checksums(path: Path) -> npt.NDArray[np.uint32] | None:
+    """The checksums in `path`, or None if there is no such file (shards written by other programs)."""
+    return np.fromfile(path, "<u4") if path.exists() else None

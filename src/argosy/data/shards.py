@@ -1,0 +1,218 @@
+"""Token shards in Megatron-LM's layout: `NAME.bin` holds the tokens, `NAME.idx` says where documents lie.
+
+The index, little-endian, after Megatron-LM's `core/datasets/indexed_dataset.py`:
+
+    9 bytes   magic              MMIDIDX 0 0
+    uint64    version            1
+    uint8     dtype code         see DTYPE_CODES
+    uint64    sequence count     S
+    uint64    document count     D, which counts the leading zero of the document indices
+    int32     lengths [S]        tokens of each sequence
+    int64     pointers [S]       byte offset of each sequence in NAME.bin
+    int64     documents [D]      first sequence of each document, then S
+
+Here one document is one sequence that ends in the end-of-document token (Megatron's --append-eod). Shards of
+Megatron-LM and datatrove, where a document may be several sequences, are read all the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from argosy.data.checksum import BLOCK_BYTES, BlockChecksums, read_checksums
+from argosy.data.files import PARTIAL, atomic_write, file_sha256, sync
+from argosy.errors import UserError
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+DTYPE_CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+"""Megatron's codes of the integer dtypes; 6 and 7, the floating-point ones, hold no tokens."""
+
+Tokens = npt.NDArray[Any]
+"""One-dimensional integer array of token ids."""
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """uint16 below 65,500 tokens, else int32; the threshold is Megatron's."""
+    return np.dtype("<u2" if vocab_size < 65_500 else "<i4")
+
+
+def dtype_code(dtype: np.dtype[Any]) -> int:
+    """Megatron's code of a dtype in DTYPE_CODES."""
+    return next(code for code, name in DTYPE_CODES.items() if np.dtype(name) == dtype)
+
+
+@dataclass(frozen=True)
+class WrittenShard:
+    """What a finished shard holds, and the hashes of its files."""
+
+    name: str
+    tokens: int
+    documents: int
+    bin_sha256: str
+    idx_sha256: str
+
+
+class ShardWriter:
+    """Writes `NAME.bin`, `NAME.idx` and `NAME.crc32`; none has its final name before `close`."""
+
+    def __init__(self, prefix: Path, dtype: np.dtype[Any]):
+        self._prefix, self._dtype = prefix, dtype
+        self._partial = _with(prefix, ".bin" + PARTIAL)
+        self._file = self._partial.open("wb")
+        self._lengths: list[npt.NDArray[np.int32]] = []
+        self._sha256, self._checksums = hashlib.sha256(), BlockChecksums()
+
+    def write(self, tokens: Tokens, lengths: npt.NDArray[np.int64]) -> None:
+        """Append whole documents: `lengths[i]` tokens each, end of document included, laid end to end."""
+        data = memoryview(np.ascontiguousarray(tokens, self._dtype)).cast("B")
+        self._file.write(data)
+        self._sha256.update(data)
+        self._checksums.update(data)
+        self._lengths.append(lengths.astype(np.int32))
+
+    def close(self) -> WrittenShard:
+        """Sync the files to disk and give them their names, the .bin last."""
+        lengths = np.concatenate(self._lengths)
+        self._checksums.write(_with(self._prefix, ".crc32"))
+        write_index(_with(self._prefix, ".idx"), lengths, self._dtype)
+        sync(self._file)
+        self._file.close()
+        self._partial.replace(_with(self._prefix, ".bin"))
+        return WrittenShard(
+            name=self._prefix.name,
+            tokens=int(lengths.sum(dtype=np.int64)),
+            documents=len(lengths),
+            bin_sha256=self._sha256.hexdigest(),
+            idx_sha256=file_sha256(_with(self._prefix, ".idx")),
+        )
+
+    def abandon(self) -> None:
+        """Close and remove what was written so far."""
+        self._file.close()
+        self._partial.unlink(missing_ok=True)
+
+
+def write_index(path: Path, lengths: npt.NDArray[np.int32], dtype: np.dtype[Any]) -> None:
+    """Write the .idx of documents of one sequence each, laid end to end."""
+    ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
+    pointers = np.concatenate(([0], ends))[: len(lengths)]
+    with atomic_write(path) as file:
+        file.write(HEADER.pack(MAGIC, 1, dtype_code(dtype), len(lengths), len(lengths) + 1))
+        file.write(lengths.astype("<i4").tobytes())
+        file.write(pointers.astype("<i8").tobytes())
+        file.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
+
+
+@dataclass(frozen=True)
+class ShardIndex:
+    """What an .idx says."""
+
+    dtype: np.dtype[Any]
+    lengths: npt.NDArray[np.int32]
+    """Tokens of each sequence."""
+    documents: npt.NDArray[np.int64]
+    """First sequence of each document, then the number of sequences."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the .bin."""
+        return int(self.lengths.sum(dtype=np.int64))
+
+    @classmethod
+    def read(cls, path: Path) -> ShardIndex:
+        """Raises UserError if `path` is no Megatron index, or its .bin is not as long as it says."""
+        data = path.read_bytes()
+        if len(data) < HEADER.size or data[: len(MAGIC)] != MAGIC:
+            raise UserError(
+                f"{path}: not an index of Megatron token shards (it must begin with MMIDIDX). "
+                "Restore the file, or prepare the data again: argosy prepare"
+            )
+        _, version, code, sequences, documents = HEADER.unpack_from(data)
+        whole = HEADER.size + sequences * 12 + documents * 8
+        if version != 1 or code not in DTYPE_CODES or len(data) < whole:
+            raise UserError(
+                f"{path}: version {version}, dtype code {code}, {len(data)} bytes; expected version 1, one of the "
+                f"codes {sorted(DTYPE_CODES)}, {whole} bytes. Restore the file, or prepare the data again: "
+                "argosy prepare"
+            )
+        index = cls(
+            dtype=np.dtype(DTYPE_CODES[code]),
+            lengths=np.frombuffer(data, "<i4", sequences, HEADER.size),
+            documents=np.frombuffer(data, "<i8", documents, HEADER.size + sequences * 12),
+        )
+        index._check_length(path.with_suffix(".bin"))
+        return index
+
+    def _check_length(self, bin_path: Path) -> None:
+        size = bin_path.stat().st_size if bin_path.exists() else 0
+        if size != self.tokens * self.dtype.itemsize:
+            raise UserError(
+                f"{bin_path}: {size} bytes, but its .idx says {self.tokens * self.dtype.itemsize}. "
+                "Restore the file, or prepare the data again: argosy prepare"
+            )
+
+
+class ShardReader:
+    """The tokens of one shard, memory-mapped; every block is checked the first time that it is touched."""
+
+    def __init__(self, bin_path: Path, dtype: np.dtype[Any], vocab_size: int):
+        self._path, self._vocab_size = bin_path, vocab_size
+        self._tokens: Tokens = np.memmap(bin_path, dtype, mode="r") if bin_path.stat().st_size else np.empty(0, dtype)
+        self._block_tokens = BLOCK_BYTES // dtype.itemsize
+        self._checksums = read_checksums(bin_path.with_suffix(".crc32"))
+        blocks = -(-len(self._tokens) // self._block_tokens)
+        self._checked = np.zeros(blocks, np.bool_)
+        if self._checksums is not None and len(self._checksums) != blocks:
+            raise UserError(
+                f"{bin_path.with_suffix('.crc32')}: {len(self._checksums)} checksums for {blocks} blocks. "
+                "Restore the file, or prepare the data again: argosy prepare"
+            )
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def tokens(self, start: int, stop: int) -> Tokens:
+        """Tokens `start` to `stop` of the shard, a view of the file.
+
+        Raises: UserError if a block that they lie in does not match its checksum, or holds an id that is not
+        in the vocabulary.
+        """
+        first, last = start // self._block_tokens, -(-stop // self._block_tokens)
+        if not self._checked[first:last].all():
+            for block in range(first, last):
+                self._check(block)
+        return self._tokens[start:stop]
+
+    def _check(self, block: int) -> None:
+        if self._checked[block]:
+            return
+        tokens = self._tokens[block * self._block_tokens : (block + 1) * self._block_tokens]
+        where = f"{self._path}: the block at byte {block * BLOCK_BYTES}"
+        if self._checksums is not None:
+            found, expected = zlib.crc32(memoryview(tokens).cast("B")), int(self._checksums[block])
+            if found != expected:
+                raise UserError(
+                    f"{where} does not match its checksum (expected {expected:08x}, found {found:08x}): the file "
+                    "was changed or the disk is failing. Restore the file, or prepare the data again: argosy prepare"
+                )
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= self._vocab_size:
+            raise UserError(
+                f"{where} holds token {low if low < 0 else high}, but the vocabulary has {self._vocab_size} tokens. "
+                "The shard was made with another tokenizer: prepare the data again with this one"
+            )
+        self._checked[block] = True
+
+
+def _with(prefix: Path, suffix: str) -> Path:
+    """`prefix` + `suffix`; Path.with_suffix would eat the end of a name such as `train-0.5`."""
+    return prefix.with_name(prefix.name + suffix)

@@ -1,0 +1,61 @@
+"""A run in processes that are there already: torchrun's, or any launcher's that sets its environment."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch.distributed as dist
+
+from argosy.config.schema import RunConfig
+from argosy.errors import ArgosyError
+from argosy.launch import run_folder
+from argosy.launch.devices import find_devices
+from argosy.launch.resolve import resolve
+from argosy.launch.worker import work
+from argosy.observe.progress import Progress
+from argosy.parallel.world import World, join_world
+from argosy.plan.auto import choose_plan
+from argosy.plan.plan import Plan
+from argosy.training.stop import StopSignal
+
+
+def train_joined(run: RunConfig, run_dir: Path | None = None, *, accept_changes: bool = False) -> None:
+    """Train in the world that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe.
+
+    The first process prepares the data and settles run and plan, while the others wait (launch.timeout_s bounds
+    it: prepare large data beforehand). After a signal it saves, and exits with 128 + the signal's number.
+
+    Raises: UserError, RunFailed, the same on every process.
+    """
+    run_dir = (run_dir or Path("runs") / run.name).absolute()
+    stop = StopSignal().listen()
+    world = join_world(run.launch)
+    with ExitStack() as held:
+        settled: list[tuple[RunConfig, Plan] | ArgosyError | None] = [None]
+        if world.is_first:
+            try:
+                held.enter_context(run_folder.locked(run_dir))
+                settled = [_settle(run, run_dir, world, accept_changes)]
+            except ArgosyError as error:
+                settled = [error]
+        if world.size > 1:
+            dist.broadcast_object_list(settled, device=world.device)
+        if isinstance(settled[0], ArgosyError):
+            if not world.is_first:
+                sys.exit(settled[0].exit_code)  # one of them says it
+            raise settled[0]
+        assert settled[0] is not None
+        run, plan = settled[0]
+        work(run, plan, world, run_dir, stop)
+    if stop.number is not None:
+        sys.exit(128 + stop.number)
+
+
+def _settle(run: RunConfig, run_dir: Path, world: World, accept_changes: bool) -> tuple[RunConfig, Plan]:
+    run, data = resolve(run, Progress(enabled=True))
+    run = run_folder.enter(run_dir, run, data.identity, accept_changes)
+    plan = choose_plan(run, find_devices(run.launch, processes=world.size))
+    run_folder.write(run_dir, run, plan)
+    return run, plan

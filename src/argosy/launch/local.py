@@ -1,0 +1,181 @@
+"""A run on this machine: starts its processes, watches them, starts them again after a crash."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+from torch.distributed import DistNetworkError, TCPStore
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, Std, start_processes
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from argosy.checkpoint.store import committed
+from argosy.config.schema import LaunchConfig, RunConfig
+from argosy.errors import ArgosyError, Interrupted, RunFailed, UserError
+from argosy.launch import run_folder
+from argosy.launch.devices import find_devices
+from argosy.launch.resolve import resolve
+from argosy.launch.worker import FINAL
+from argosy.observe.events import Events
+from argosy.observe.progress import Progress
+from argosy.observe.report import Report
+from argosy.parallel.world import threads_per_process
+from argosy.plan.auto import choose_plan
+from argosy.plan.plan import Plan
+
+POLL_S = 0.05
+"""How soon the death of a worker is seen."""
+
+
+def train(run: RunConfig, run_dir: Path | None = None, *, accept_changes: bool = False) -> Report:
+    """Train `run` in `run_dir` (runs/NAME by default) with processes of this machine; returns its report.
+
+    If the folder holds a checkpoint of this run, it goes on from there.
+
+    Raises: UserError if the run cannot be started as asked; RunFailed if it could not go on; Interrupted after
+    SIGTERM or SIGINT, once its state is saved.
+    """
+    run_dir = (run_dir or Path("runs") / run.name).absolute()
+    progress = Progress(enabled=True)
+    with run_folder.locked(run_dir):
+        run, data = resolve(run, progress)
+        run = run_folder.enter(run_dir, run, data.identity, accept_changes)
+        plan = choose_plan(run, find_devices(run.launch))
+        run_folder.write(run_dir, run, plan)
+        (run_dir / "report.json").unlink(missing_ok=True)
+        progress.close()
+        Supervisor(run_dir, run.launch, plan).run()
+        return Report.load(run_dir)
+
+
+class Supervisor:
+    """Holds the processes of a run on this machine, and the store where they meet."""
+
+    def __init__(self, run_dir: Path, launch: LaunchConfig, plan: Plan):
+        self._run_dir, self._launch, self._size = run_dir, launch, plan.world_size
+        self._events = Events(run_dir, "launcher")
+        self._workers: PContext | None = None
+        self._signal: int | None = None
+
+    def run(self) -> None:
+        """Start the workers, and again after each crash, until they are done.
+
+        Raises: RunFailed, Interrupted, or the error that the workers themselves ended with.
+        """
+        for attempt in range(self._launch.max_restarts + 1):
+            failure = self._attempt(attempt)
+            if failure is not None and failure.exitcode >= FINAL:
+                raise _as_error(failure)
+            if self._signal is not None:
+                name = signal.Signals(self._signal).name
+                raise Interrupted(f"stopped by {name}. {self._how_to_go_on()}", self._signal)
+            if failure is None:
+                return
+            self._tell(failure, attempt)
+        raise RunFailed(
+            f"the workers died {self._launch.max_restarts + 1} times (launch.max_restarts = "
+            f"{self._launch.max_restarts}). {self._how_to_go_on()}"
+        )
+
+    def _attempt(self, attempt: int) -> ProcessFailure | None:
+        """Run the workers to their end; the failure that came first, if any."""
+        # A store of its own for each attempt: no process meets the addresses of a dead one. It lives here,
+        # since one inside rank 0 would die with rank 0.
+        store = _open_store(self._launch)
+        environment = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "WORLD_SIZE": str(self._size),
+            "LOCAL_WORLD_SIZE": str(self._size),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            "OMP_NUM_THREADS": str(threads_per_process(self._launch, self._size)),
+        }
+        ranks = range(self._size)
+        # The first rank speaks to the terminal; what the others print is kept in files.
+        redirects = {rank: Std.NONE if rank == 0 else Std.ALL for rank in ranks}
+        self._workers = start_processes(
+            "worker",
+            sys.executable,
+            {rank: ("-m", "argosy.launch.worker", str(self._run_dir)) for rank in ranks},
+            {rank: {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in ranks},
+            DefaultLogsSpecs(str(self._run_dir / "logs"), redirects=redirects),
+        )
+        self._events.write("workers_started", attempt=attempt, pids=list(self._workers.pids().values()))
+        with self._signals_forwarded():
+            result = self._workers.wait(period=POLL_S)
+        assert result is not None
+        return _first_cause(list(result.failures.values())) if result.is_failed() else None
+
+    @contextmanager
+    def _signals_forwarded(self) -> Iterator[None]:
+        """Hand SIGTERM and SIGINT on to the workers, which save and end; a second one kills them."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # Python delivers signals to the main thread only
+            return
+        before = {number: signal.signal(number, self._forward) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number in before:
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        assert self._workers is not None
+        if self._signal is not None:
+            self._workers.close(signal.SIGKILL)
+            return
+        self._signal = number
+        self._events.write("signal", number=number)
+        for pid in self._workers.pids().values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+
+    def _tell(self, failure: ProcessFailure, attempt: int) -> None:
+        cause = _cause(failure)
+        self._events.write("worker_died", rank=failure.local_rank, pid=failure.pid, exit_code=failure.exitcode, why=cause)
+        print(f"argosy: worker {failure.local_rank} (process {failure.pid}) died: {cause}", file=sys.stderr)
+        if attempt < self._launch.max_restarts:
+            print(
+                f"  Starting again from the newest checkpoint ({attempt + 1} of {self._launch.max_restarts}).",
+                file=sys.stderr,
+            )
+
+    def _how_to_go_on(self) -> str:
+        checkpoints = committed(self._run_dir)
+        where = f"from step {checkpoints[-1].step}" if checkpoints else "from the start: nothing was saved yet"
+        return f"The same command goes on {where} ({self._run_dir})."
+
+
+def _open_store(launch: LaunchConfig) -> TCPStore:
+    try:
+        return TCPStore("127.0.0.1", launch.port, is_master=True, wait_for_workers=False)
+    except DistNetworkError:
+        raise UserError(
+            f"launch.port = {launch.port} is in use on this machine. Try launch.port = 0, which takes a free one."
+        ) from None
+
+
+def _first_cause(failures: list[ProcessFailure]) -> ProcessFailure:
+    """The failure that brought the others about: a death by a signal that was not ours, else the earliest."""
+    return min(failures, key=lambda f: (f.exitcode >= 0 or f.exitcode == -signal.SIGTERM, f.timestamp))
+
+
+def _cause(failure: ProcessFailure) -> str:
+    if failure.exitcode < 0:
+        return f"signal {signal.Signals(-failure.exitcode).name}"
+    message = failure.message["message"] if isinstance(failure.message, dict) else failure.message
+    return f"exit code {failure.exitcode}, {str(message).splitlines()[0]}"
+
+
+def _as_error(failure: ProcessFailure) -> ArgosyError:
+    """The error that a worker recorded before it ended with FINAL + the error's exit code."""
+    assert isinstance(failure.message, dict)
+    kind, _, text = str(failure.message["message"]).partition(": ")
+    return UserError(text) if kind == UserError.__name__ else RunFailed(text)

@@ -1,0 +1,46 @@
+"""From the run that was asked for to the run that is trained: data prepared, sizes filled in, limits checked."""
+
+from __future__ import annotations
+
+from argosy.config.schema import RunConfig
+from argosy.data.loader import OpenData, open_data
+from argosy.data.prepare import PrepareProgress, prepare
+from argosy.errors import UserError
+from argosy.observe.progress import Progress
+
+
+def resolve(run: RunConfig, progress: Progress) -> tuple[RunConfig, OpenData]:
+    """The run with its data ready and nothing left to be filled in, and its open data. Raises: UserError."""
+    run = _with_data(run, progress)
+    data = open_data(run.data, run.seed, run.train.global_batch)
+    if not run.model.vocab_size:
+        run = run.model_copy(update={"model": run.model.model_copy(update={"vocab_size": data.vocab_size})})
+    if run.model.vocab_size < data.vocab_size:
+        raise UserError(
+            f"model.vocab_size = {run.model.vocab_size} is smaller than the tokenizer's {data.vocab_size} tokens. "
+            "Try model.vocab_size = 0, which takes the tokenizer's."
+        )
+    if run.data.seq_len > run.model.max_seq_len:
+        raise UserError(
+            f"data.seq_len = {run.data.seq_len} is longer than model.max_seq_len = {run.model.max_seq_len}. "
+            "Make it shorter, or stretch the model with model.rope_scaling."
+        )
+    return run, data
+
+
+def _with_data(run: RunConfig, progress: Progress) -> RunConfig:
+    if run.data.prepare.input:
+        prepare(run.data.prepare, lambda state: _show(progress, state))
+    elif not run.data.sources:
+        raise UserError(
+            "there is no data to train on. Give data.sources (folders that `argosy prepare` wrote), or "
+            "data.prepare.input (text to prepare)."
+        )
+    if run.data.sources:
+        return run
+    sources = {str(run.data.prepare.out): 1.0}
+    return run.model_copy(update={"data": run.data.model_copy(update={"sources": sources})})
+
+
+def _show(progress: Progress, state: PrepareProgress) -> None:
+    progress.note(str(state))

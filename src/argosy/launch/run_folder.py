@@ -1,0 +1,100 @@
+"""The run's folder: who may write in it, and whether what is asked for is what it holds."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from argosy.checkpoint import store
+from argosy.config.dump import save_run
+from argosy.config.load import load
+from argosy.config.schema import RunConfig
+from argosy.errors import UserError
+from argosy.plan.plan import Plan
+
+MAY_CHANGE = ("name", "plan", "model.preset", "model.weights", "train.steps", "train.minutes", "train.deterministic",
+              "evaluate", "checkpoint", "launch", "data.prepare")  # fmt: skip
+"""What a resumed run may have otherwise: it does not change what the checkpoint means, nor the samples' order."""
+NEVER = ("model",)
+"""What even `--accept-changes` cannot change: the checkpoint would not fit."""
+
+
+@contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Hold the run's folder for this process; the system lets go of it when the process dies.
+
+    Raises: UserError if another process holds it.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / ".lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise UserError(
+                f"{run_dir} is in use by process {file.read().strip() or 'unknown'}. Wait for it, or give this run "
+                "another folder with --run-dir."
+            ) from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def enter(run_dir: Path, run: RunConfig, data_identity: str, accept_changes: bool) -> RunConfig:
+    """Settle which configuration goes on in `run_dir`: `run`, unless state is there that it does not fit.
+
+    A number of steps that the folder's run found for the same budget of minutes is kept.
+    Raises: UserError that says what differs from the run that the folder holds.
+    """
+    checkpoints = store.committed(run_dir)
+    if not checkpoints:
+        return run
+    before = load(run_dir / "run.toml")
+    changed = _differences(before, run)
+    fatal = {key: values for key, values in changed.items() if _is_under(key, NEVER)}
+    identity = checkpoints[-1].manifest.data_identity
+    if identity != data_identity:
+        changed["data"] = (f"prepared data {identity}", f"prepared data {data_identity}")
+    if changed and (fatal or not accept_changes):
+        lines = [f"  {key}: {old} in the folder, {new} now" for key, (old, new) in changed.items()]
+        remedy = "" if fatal else ", or --accept-changes to go on from its checkpoint with what is new"
+        raise UserError(
+            f"{run_dir} holds another run, at step {checkpoints[-1].step}:\n" + "\n".join(lines) + "\n"
+            f"  Use --run-dir for a folder of its own{remedy}."
+        )
+    if not run.train.steps and run.train.minutes == before.train.minutes:
+        run = run.model_copy(update={"train": run.train.model_copy(update={"steps": before.train.steps})})
+    return run
+
+
+def write(run_dir: Path, run: RunConfig, plan: Plan) -> None:
+    """Put run.toml and plan.toml in the folder; a plan that they replace is kept as plan-STEP.toml."""
+    save_run(run, run_dir / "run.toml")
+    path = run_dir / "plan.toml"
+    checkpoints = store.committed(run_dir)
+    if path.exists() and checkpoints and Plan.load(path) != plan:
+        path.replace(run_dir / f"plan-{checkpoints[-1].step:08d}.toml")
+    plan.save(path)
+
+
+def _differences(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> both values, for the keys that may not change silently."""
+    old, new = _flat(before.model_dump(mode="json")), _flat(now.model_dump(mode="json"))
+    keys = [key for key in old | new if not _is_under(key, MAY_CHANGE)]
+    return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
+
+
+def _is_under(key: str, prefixes: tuple[str, ...]) -> bool:
+    return any(key == prefix or key.startswith(prefix + ".") for prefix in prefixes)
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

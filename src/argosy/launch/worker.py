@@ -1,0 +1,60 @@
+"""A worker process: joins its world, trains its part of the run in the folder that it is given."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
+
+from argosy.config.load import load
+from argosy.config.schema import RunConfig
+from argosy.errors import ArgosyError
+from argosy.parallel.world import World, join_world, lay_out, leave_world
+from argosy.plan.plan import Plan
+from argosy.training.loop import train
+from argosy.training.stop import StopSignal
+
+FINAL = 64
+"""Added to the exit code of an error that a restart would only meet again."""
+
+
+def work(run: RunConfig, plan: Plan, world: World, run_dir: Path, stop: StopSignal) -> None:
+    """Train in an existing world, and leave it."""
+    try:
+        train(run, plan, lay_out(world, plan), run_dir, stop)
+    finally:
+        leave_world()
+
+
+@record
+def main() -> None:
+    """Entry of the processes that `launch.local` starts: `python -m argosy.launch.worker RUN_DIR`."""
+    run_dir = Path(sys.argv[1])
+    stop = StopSignal().listen()
+    _die_with_parent()
+    try:
+        run, plan = load(run_dir / "run.toml"), Plan.load(run_dir / "plan.toml")
+        work(run, plan, join_world(run.launch), run_dir, stop)
+    except ArgosyError as error:
+        get_error_handler().record_exception(error)  # the launcher reads it, and tells the user once
+        sys.exit(FINAL + error.exit_code)
+
+
+def _die_with_parent() -> None:
+    """End this process when the one that started it is gone, however it went: no orphan trains on."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="argosy-watch-parent", daemon=True).start()
+
+
+if __name__ == "__main__":
+    main()

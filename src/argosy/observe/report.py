@@ -1,0 +1,76 @@
+"""report.json: what a run came to."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Report(BaseModel):
+    """The totals of a run, over all its restarts."""
+
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+    name: str
+    run_dir: Path
+    status: Literal["finished", "stopped"]
+    """stopped: a signal ended it early, with its state saved."""
+    plan: str
+    steps: int
+    tokens: int
+    loss: float
+    """Training loss of the last step, nats per token."""
+    step_time_s: float
+    """Median."""
+    tokens_per_s: float
+    """At the median step."""
+    mfu: float
+    """Model FLOPs over the measured matmul peak, at the median step."""
+    peak_flops: float
+    """The measured matmul peak of all processes together, FLOP/s."""
+    time_to_first_step_s: float
+    """From the start of the processes that ended the run to the end of their first step."""
+    memory_bytes: int
+    """The most that one process held."""
+    seconds: dict[str, float]
+    """Where the time of the steps went; the categories add up to `step`."""
+    wall_s: float
+    """From the first start to the end, restarts and pauses included."""
+    goodput: float
+    """Share of `wall_s` spent in steps that count."""
+    validation: dict[str, float] | None
+    """Held-out loss, perplexity and bits per byte; `unigram_bits_per_byte` is the trivial baseline's."""
+    sample: str | None
+    """Text that the model wrote."""
+
+    def save(self, run_dir: Path) -> None:
+        """Write report.json, whole or not at all."""
+        temporary = run_dir / "report.tmp"
+        temporary.write_text(self.model_dump_json(indent=1) + "\n")
+        temporary.replace(run_dir / "report.json")
+
+    @classmethod
+    def load(cls, run_dir: Path) -> Report:
+        """Read report.json."""
+        return cls.model_validate_json((run_dir / "report.json").read_bytes())
+
+
+def totals(steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """The fields of a report that follow from the lines of metrics.jsonl (those of steps)."""
+    seconds: dict[str, float] = {}
+    for record in steps:
+        for category, value in record["seconds"].items():
+            seconds[category] = seconds.get(category, 0.0) + value
+    return {
+        "steps": len(steps),
+        "tokens": steps[-1]["tokens"],
+        "loss": steps[-1]["loss"],
+        "step_time_s": statistics.median(s["step_time_s"] for s in steps),
+        "tokens_per_s": statistics.median(s["tokens_per_s"] for s in steps),
+        "mfu": statistics.median(s["mfu"] for s in steps),
+        "memory_bytes": max(s["memory_bytes"] for s in steps),
+        "seconds": {category: round(value, 4) for category, value in seconds.items()},
+    }

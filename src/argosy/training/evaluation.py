@@ -1,0 +1,93 @@
+"""Loss on held-out text: of the model, and of the simplest baseline on the same tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from argosy.data.loader import TokenSource, validation_windows
+from argosy.models.decoder import Decoder
+from argosy.models.loss import IGNORED
+from argosy.parallel.world import World
+from argosy.training.batch import microbatches
+
+BASELINE_TOKENS = 20_000_000
+"""Training tokens that the unigram baseline counts, from each source."""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Windows of held-out text from all sources, and the length of the text that they stand for."""
+
+    windows: np.ndarray
+    """int32 [n, seq_len + 1]; window i predicts tokens 1..seq_len."""
+    text_bytes: float
+    """UTF-8 bytes of the predicted tokens (the sources' average bytes per token times their number)."""
+    end_of_document: int
+
+    @property
+    def tokens(self) -> int:
+        """Predicted tokens."""
+        return self.windows.shape[0] * (self.windows.shape[1] - 1)
+
+    @classmethod
+    def read(cls, sources: Sequence[TokenSource], seq_len: int, max_tokens: int, eod_id: int) -> HeldOut:
+        """An equal share of at most `max_tokens` from each source, always the same windows."""
+        parts = [validation_windows(source, seq_len, max_tokens // len(sources)) for source in sources]
+        text_bytes = sum(
+            part.shape[0] * seq_len * source.text_bytes_per_token
+            for part, source in zip(parts, sources, strict=True)
+        )
+        return cls(np.concatenate(parts), text_bytes, eod_id)
+
+
+@dataclass(frozen=True)
+class Score:
+    """How well held-out text is predicted."""
+
+    loss: float
+    """Nats per token."""
+    perplexity: float
+    bits_per_byte: float
+    """Bits per UTF-8 byte: comparable between tokenizers."""
+    tokens: int
+
+    @classmethod
+    def of(cls, total_nats: float, held_out: HeldOut) -> Score:
+        """The score of a model that spends `total_nats` on `held_out`."""
+        loss = total_nats / held_out.tokens
+        perplexity = math.exp(loss) if loss < 700 else math.inf
+        return cls(loss, perplexity, total_nats / math.log(2) / held_out.text_bytes, held_out.tokens)
+
+
+@torch.no_grad()
+def evaluate(model: Decoder, held_out: HeldOut, batch: int, world: World) -> Score:
+    """The model's score; every process takes a share, and all get the result.
+
+    All run the same number of equal batches (short ones are filled with targets that do not count), so that
+    collectives inside the model would match and nothing is compiled anew.
+    """
+    windows = held_out.windows
+    stride = batch * world.size
+    device = model.embedding.weight.device
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for start in range(world.rank * batch, -(-len(windows) // stride) * stride, stride):
+        rows = windows[start : start + batch]
+        filled = np.concatenate([rows, np.zeros((batch - len(rows), windows.shape[1]), windows.dtype)])
+        (micro,) = microbatches(filled, batch, held_out.end_of_document, device)
+        micro.targets_BT[len(rows) :] = IGNORED
+        total += model(micro.tokens_BT, micro.targets_BT, micro.documents)
+    return Score.of(world.sum(total).item(), held_out)
+
+
+def unigram_score(sources: Sequence[TokenSource], held_out: HeldOut, vocab_size: int) -> Score:
+    """The score of a model that knows only how often each token occurs in the training text (add-one)."""
+    counts = np.ones(vocab_size)
+    for source in sources:
+        counts += np.bincount(source.tokens(0, min(len(source), BASELINE_TOKENS)), minlength=vocab_size)
+    nats = -np.log(counts / counts.sum())
+    return Score.of(float(nats[held_out.windows[:, 1:]].sum()), held_out)

@@ -1,0 +1,111 @@
+"""What a run says of itself: the headline at its start, the report and the last words at its end."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from argosy.config.schema import RunConfig
+from argosy.data.loader import OpenData
+from argosy.models.decoder import Decoder
+from argosy.models.generate import sample_tokens
+from argosy.observe.events import read_lines
+from argosy.observe.metrics import Metrics
+from argosy.observe.progress import Progress, duration
+from argosy.observe.report import Report, totals
+from argosy.plan.flops import parameters
+from argosy.plan.plan import Plan
+from argosy.training.evaluation import HeldOut, Score, unigram_score
+
+SAMPLE_TOKENS = 200
+
+
+def headline(run: RunConfig, plan: Plan, peak_flops: float) -> str:
+    """What is trained on what, in one line."""
+    model = run.model.preset or run.model.family
+    processes = f"{plan.world_size} process{'es' if plan.world_size > 1 else ''}"
+    return (
+        f"argosy train  {run.name}  {model} ({parameters(run.model) / 1e6:.1f}M parameters) on {processes} ({plan})"
+        f"   matmul peak {peak_flops / 1e9:.0f} GFLOP/s"
+    )
+
+
+def write_report(
+    run: RunConfig,
+    run_dir: Path,
+    model: Decoder,
+    data: OpenData,
+    held_out: HeldOut,
+    score: Score | None,
+    progress: Progress,
+    facts: dict[str, Any],
+) -> None:
+    """Write report.json and print the run's result (first process only)."""
+    finished = facts["status"] == "finished"
+    validation, sample = None, None
+    if score is not None and finished:
+        baseline = unigram_score(data.sources, held_out, run.model.vocab_size)
+        validation = {
+            "loss": score.loss,
+            "perplexity": score.perplexity,
+            "bits_per_byte": score.bits_per_byte,
+            "unigram_bits_per_byte": baseline.bits_per_byte,
+            "tokens": score.tokens,
+        }
+    if run.evaluate.sample_prompt is not None and finished:
+        sample = _sample(run, model, data)
+    steps = [record for record in Metrics(run_dir).read() if "loss" in record]
+    if not steps:
+        return  # stopped before the first step: there is nothing to report
+    wall_s = time.time() - _first_start(run_dir)
+    counted_s = sum(record["step_time_s"] for record in steps)
+    report = Report(
+        name=run.name,
+        run_dir=run_dir,
+        wall_s=round(wall_s, 3),
+        goodput=round(counted_s / wall_s, 4),
+        validation=validation,
+        sample=sample,
+        **totals(steps),
+        **facts,
+    )
+    report.save(run_dir)
+    progress.say(_last_words(report))
+
+
+def _sample(run: RunConfig, model: Decoder, data: OpenData) -> str:
+    prompt = run.evaluate.sample_prompt or ""
+    ids = [data.eod_id, *data.tokenizer.encode(prompt)]
+    room = min(SAMPLE_TOKENS, run.model.max_seq_len - len(ids))
+    written = sample_tokens(model, ids, room, temperature=0.8, top_p=0.95, seed=run.seed, stop=(data.eod_id,))
+    return prompt + data.tokenizer.decode(list(written))
+
+
+def _first_start(run_dir: Path) -> float:
+    """Seconds since 1970 at which the run's first process started."""
+    starts = [e["time_s"] for e in read_lines(run_dir / "events" / "rank-0.jsonl") if e["event"] == "start"]
+    return float(starts[0])
+
+
+def _last_words(report: Report) -> str:
+    if report.status == "stopped":
+        return f"stopped after step {report.steps}; the state is saved in {report.run_dir}/checkpoints"
+    seconds = {k: v for k, v in report.seconds.items() if k != "step"}
+    shares = sorted(seconds.items(), key=lambda kv: -kv[1])
+    where = ", ".join(f"{name} {value / report.seconds['step']:.0%}" for name, value in shares if value > 0)
+    lines = [
+        f"done: {report.steps} steps, {report.tokens / 1e6:.2f}M tokens in {duration(report.wall_s)}"
+        f"   {report.tokens_per_s:.0f} tok/s   MFU {report.mfu:.0%}   first step after "
+        f"{report.time_to_first_step_s:.0f} s",
+        f"time: {where}",
+    ]
+    if report.validation:
+        lines.append(
+            f"validation: {report.validation['bits_per_byte']:.3f} bits per byte "
+            f"(loss {report.validation['loss']:.3f}); a unigram model: "
+            f"{report.validation['unigram_bits_per_byte']:.3f}"
+        )
+    if report.sample is not None:
+        lines += ["a sample:", *("  | " + line for line in report.sample.splitlines())]
+    return "\n".join(lines)

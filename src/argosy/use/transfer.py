@@ -1,0 +1,71 @@
+"""Weights between run folders and Hugging Face folders."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from argosy.checkpoint.save import Saver, SaveResult
+from argosy.checkpoint.store import CheckpointManifest
+from argosy.config.dump import save_run
+from argosy.config.schema import RunConfig
+from argosy.errors import RunFailed, UserError
+from argosy.models import hf
+from argosy.parallel.world import World
+from argosy.use.opened import TOKENIZER, open_checkpoint
+
+ExportDtype = Literal["fp32", "bf16", "fp16"]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def export_checkpoint(path: Path, out: Path, dtype: ExportDtype = "fp32") -> None:
+    """Write the model of a run or checkpoint at `path` as the Hugging Face folder `out`.
+
+    Raises: UserError if there is no checkpoint, `out` exists, or the family's class cannot express the model.
+    """
+    opened = open_checkpoint(path)
+    tokenizer = opened.run_dir / TOKENIZER
+    known = tokenizer.is_file()
+    hf.export_folder(
+        opened.run.model,
+        dict(opened.model(torch.device("cpu")).named_parameters()),
+        out,
+        dtype=DTYPES[dtype],
+        tokenizer=tokenizer if known else None,
+        eod_id=opened.tokenizer.eod_id if known else None,
+    )
+
+
+def import_checkpoint(folder: Path, run_dir: Path) -> None:
+    """Turn a Hugging Face folder into the run folder `run_dir` with one checkpoint, of step 0, weights only.
+
+    It serves `generate`, `evaluate` and `checkpoint export`, and a run that starts from it with model.weights.
+    Raises: UserError if `run_dir` exists, or the folder holds a model that our decoder would compute differently.
+    """
+    if run_dir.exists():
+        raise UserError(f"{run_dir} exists already. Choose another folder, or remove it first.")
+    model, weights = hf.import_folder(folder)
+    partial = run_dir.absolute().with_name(f".{run_dir.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        save_run(RunConfig(name=run_dir.name, model=model), partial / "run.toml")
+        if (folder / TOKENIZER).is_file():
+            shutil.copyfile(folder / TOKENIZER, partial / TOKENIZER)
+        manifest = CheckpointManifest(
+            step=0, tokens=0, saved_at_s=time.time(), plan="", data_identity="", has_optimizer=False, files={}
+        )
+        state = {"model": {name: tensor.float() for name, tensor in weights.items()}}
+        Saver(partial, World(), _must_succeed).save(state, manifest, background=False)
+        partial.rename(run_dir)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _must_succeed(result: SaveResult) -> None:
+    if result.error:
+        raise RunFailed(f"the weights could not be written: {result.error}")

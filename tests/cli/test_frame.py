@@ -1,0 +1,118 @@
+"""The `argosy` command itself: what it starts, how it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+import argosy
+from argosy import cli
+from argosy.errors import RunFailed, UserError
+
+
+def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
+    )
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """Give `argosy train` another body."""
+
+    def install(body):
+        monkeypatch.setattr(cli, "import_module", lambda name: SimpleNamespace(main=body))
+
+    return install
+
+
+def fails_with(error: BaseException):
+    def body(argv):
+        raise error
+
+    return body
+
+
+@pytest.mark.parametrize(
+    "code", ["import argosy; dir(argosy)", "from argosy.cli import main; main(['--help'])"]
+)
+def test_import_and_help_load_nothing_heavy(code):
+    heavy = "{'torch', 'tyro', 'pydantic', 'numpy'} & set(sys.modules)"
+    done = run_python("-c", f"import sys; {code}; assert not {heavy}, {heavy}")
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_public_names_are_lazy_and_listed():
+    assert set(argosy.__all__) <= set(dir(argosy))
+    assert argosy.RunConfig.__name__ == "RunConfig"
+    assert argosy.load("demo").name == "demo"
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = argosy.nothing
+
+
+def test_no_room_hides_a_public_name():
+    from pkgutil import iter_modules
+
+    assert not {module.name for module in iter_modules(argosy.__path__)} & set(argosy.__all__)
+
+
+def test_help_lists_the_commands_and_version_the_version(capsys):
+    assert cli.main([]) == cli.main(["--help"]) == 0
+    assert all(name in capsys.readouterr().out for name in cli.COMMANDS)
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"argosy {argosy.__version__}\n"
+
+
+def test_an_unknown_command_gets_the_near_one(capsys):
+    assert cli.main(["trian"]) == 2
+    assert capsys.readouterr().err == "argosy: no command 'trian'; did you mean train?\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(UserError("wrong"), 2), (RunFailed("wrong"), 1), (KeyboardInterrupt(), 130)],
+    ids=repr,
+)
+def test_an_error_becomes_an_exit_code_without_a_traceback(command, capsys, error, code):
+    command(fails_with(error))
+    assert cli.main(["train"]) == code
+    assert capsys.readouterr().err == ("" if code == 130 else "argosy: wrong\n")
+
+
+def test_debug_shows_the_traceback(command, capsys, monkeypatch):
+    monkeypatch.setenv("ARGOSY_DEBUG", "1")
+    command(fails_with(UserError("wrong")))
+    cli.main(["train"])
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_bug_is_not_hidden(command):
+    command(fails_with(ZeroDivisionError()))
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["train"])
+
+
+def test_the_real_command_ends_with_code_and_text():
+    done = run_python("-m", "argosy", "config", "show", "no.toml")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("argosy: no.toml: no such run file or preset")
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGPIPE"), reason="needs POSIX pipes")
+def test_a_reader_that_has_seen_enough_is_no_error():
+    line = f"{sys.executable} -m argosy config schema | head -n 1"
+    done = subprocess.run(
+        ["bash", "-c", line],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert (done.stdout, done.stderr) == ("{\n", "")

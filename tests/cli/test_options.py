@@ -1,0 +1,134 @@
+"""Argosy's options. Every key of a run is one; a file and the command line obey the same rules."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import tyro
+
+from argosy.cli.options import parse, parse_run, parse_section
+from argosy.config.load import load
+from argosy.config.schema import PrepareConfig
+from argosy.errors import UserError
+
+
+@dataclass(frozen=True)
+class Extra:
+    """What a command adds."""
+
+    run_dir: Path | None = None
+    """Folder of the run."""
+    json: bool = False
+    """Print JSON."""
+
+
+class Prepare(PrepareConfig):
+    """Options of a command that takes one section."""
+
+    input: tyro.conf.Positional[tuple[str, ...]] = ()
+
+
+@pytest.fixture
+def run_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text('name = "mine"\n[data.sources]\n"a" = 1\n[train]\nsteps = 7\n')
+    return tmp_path / "run.toml"
+
+
+def run_with(*argv: str):
+    return parse_run(list(argv), "argosy test", Extra)[1]
+
+
+def refusal(*argv: str) -> str:
+    with pytest.raises(UserError) as error:
+        run_with(*argv)
+    return str(error.value)
+
+
+def test_without_options_it_is_what_load_gives(run_file):
+    assert parse_run([], "argosy test", Extra) == (Extra(), load())
+    assert run_with("run.toml") == load("run.toml")
+
+
+def test_the_commands_own_options_stand_beside_the_keys(run_file):
+    extra, run = parse_run(
+        ["run.toml", "--run-dir", "x", "--train.steps", "9", "--json"], "argosy test", Extra
+    )
+    assert extra == Extra(Path("x"), True)
+    assert (run.name, run.train.steps) == ("mine", 9)
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "value"),
+    [
+        ("--checkpoint.every-steps 5", "checkpoint.every_steps", 5),
+        ("--checkpoint.every_steps=5", "checkpoint.every_steps", 5),
+        ("--checkpoint.background false", "checkpoint.background", False),
+        ("--optimizer.lr 1e-4", "optimizer.lr", 1e-4),
+        ("--train.global-batch 1e3", "train.global_batch", 1000),
+        ("--schedule.kind cosine", "schedule.kind", "cosine"),
+        ("--plan tp=2,dp_shard=4", "plan", "tp=2,dp_shard=4"),
+        ("--name 7", "name", "7"),
+        ("--data.sources /p 1 /q 2.5", "data.sources", {"/p": 1.0, "/q": 2.5}),
+        ("--data.prepare.input /a /b*", "data.prepare.input", ("/a", "/b*")),
+        ("--data.prepare.tokenizer none", "data.prepare.tokenizer", None),
+        ("--evaluate.sample-prompt none", "evaluate.sample_prompt", None),
+        ("--model.preset llama-20m", "model.width", 512),
+    ],
+)
+def test_a_key_is_an_option(words, key, value):
+    found = run_with("demo", *words.split(" "))
+    for name in key.split("."):
+        found = getattr(found, name)
+    assert found == value
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--train.steps -1", "--train.steps = -1: must be a whole number of at least 0."),
+        ("--train.steps ten", '--train.steps = "ten": must be a whole number of at least 0.'),
+        ("--schedule.kind cosin", '--schedule.kind = "cosin": must be one of "cosine", "wsd", "constant".'),
+        ("--model.kv-heads 3", "--model.kv_heads = 3 does not divide heads = 4"),
+        ("--model.preset llama-6m", '--model.preset = "llama-6m": no model preset is called'),
+        ("--train.stpes 4", "--train.stpes: unknown option; did you mean --train.steps?"),
+        ("--learning-rate 4", "--learning-rate: unknown option; here it is --optimizer.lr."),
+        ("--rundir 4", "--rundir: unknown option; did you mean --run_dir?"),
+        ("--data.stages 4", "--data.stages: no option; set it in the run file."),
+        ("other.toml", "other.toml: unexpected; options begin with --, and RUN comes first."),
+    ],
+)
+def test_a_wrong_option_is_refused_in_one_message(words, message):
+    assert refusal("demo", *words.split(" ")).startswith(message)
+
+
+def test_what_tyro_refuses_exits_with_2():
+    with pytest.raises(SystemExit) as stop:
+        run_with("demo", "--train.steps")
+    assert stop.value.code == 2
+
+
+def test_help_shows_the_values_in_force(run_file, capsys):
+    with pytest.raises(SystemExit) as stop:
+        run_with("run.toml", "--help")
+    text = capsys.readouterr().out
+    assert stop.value.code == 0
+    assert "Every key of a run is one" in text
+    assert "--run-dir" in text
+    assert "Optimizer steps" in text
+    assert "(default: mine)" in text
+
+
+def test_a_section_can_be_the_options_of_a_command():
+    argv = ["a.txt", "b/*", "--vocab-size", "300", "--json"]
+    extra, section = parse_section(argv, "argosy test", Extra, Prepare)
+    assert extra.json
+    assert (section.input, section.vocab_size, section.field) == (("a.txt", "b/*"), 300, "text")
+    with pytest.raises(UserError, match="--vocab_size = 0: must be a whole number above 0"):
+        parse_section(["--vocab-size", "0"], "argosy test", Extra, Prepare)
+
+
+def test_a_command_without_a_run_has_its_own_options():
+    assert parse(["--run-dir", "x"], "argosy test", Extra) == Extra(Path("x"))
+    with pytest.raises(UserError, match="--jsn: unknown option; did you mean --json?"):
+        parse(["--jsn"], "argosy test", Extra)

@@ -1,0 +1,218 @@
+"""The run file: what wins over what, where paths start, and that nothing in it is ignored."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from argosy.config.dump import dump
+from argosy.config.load import load, save_run
+from argosy.config.schema import RunConfig
+from argosy.config.suggest import ELSEWHERE
+from argosy.errors import UserError
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    def write(text: str) -> Path:
+        path = tmp_path / "run.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def refusal(path: Path, overrides: dict[str, object] | None = None) -> list[str]:
+    """The lines of the error that loading `path` gives, without its folder."""
+    with pytest.raises(UserError) as error:
+        load(path, overrides)
+    return str(error.value).replace(f"{path.parent}/", "").splitlines()
+
+
+def test_no_source_is_the_demo_and_an_empty_file_is_the_defaults(run_file):
+    assert load().name == "demo"
+    assert load().model.preset == "llama-5m"
+    assert load(run_file("")) == load(run_file("# nothing\n"))
+
+
+def test_file_wins_over_preset_and_override_over_both(run_file):
+    path = run_file('model = {preset = "llama-20m", layers = 3, ffn_width = 640}')
+    model = load(path, {"model.ffn_width": 512}).model
+    assert (model.width, model.layers, model.ffn_width) == (512, 3, 512)
+
+
+def test_a_preset_in_an_override_replaces_the_files_even_in_a_resolved_file(run_file):
+    written = run_file('model = {preset = "llama-20m", norm_eps = 1e-3}')
+    expected = load(written, {"model.preset": "llama-60m"})
+    assert (expected.model.layers, expected.model.norm_eps) == (12, 1e-3)
+    resolved = run_file(dump(load(written)))
+    assert load(resolved, {"model.preset": "llama-60m"}) == expected
+
+
+def test_an_override_may_be_a_table(run_file):
+    run = load(run_file("train = {steps = 5, global_batch = 7}"), {"train": {"steps": 6}})
+    assert (run.train.steps, run.train.global_batch) == (6, 7)
+
+
+@pytest.mark.parametrize(
+    ("written", "plan"),
+    [
+        ('plan = "tp=2"', "tp=2"),
+        ("[plan]\ntp = 2\ndp_replicate = 4", "tp=2,dp_replicate=4"),
+        ('[plan]\nprecision = "fp32"\nauto = true', "auto,precision=fp32"),
+        ("[plan]\nauto = false\ncompile = false", "compile=false"),
+    ],
+)
+def test_a_plan_is_a_string_or_a_table(run_file, written, plan):
+    assert load(run_file(written)).plan == plan
+
+
+def test_paths_of_a_file_start_at_the_file(run_file, tmp_path, monkeypatch):
+    monkeypatch.chdir("/")
+    run = load(
+        run_file(
+            """
+            [data]
+            sources = {"a" = 1, "../b" = 2, "/c" = 3}
+            stages = [{from_step = 9, sources = {"d" = 1}}]
+            [data.prepare]
+            input = ["e/*.txt", "s3://bucket/f", "builtin:python"]
+            tokenizer = "t.json"
+            """
+        )
+    )
+    assert list(run.data.sources) == [f"{tmp_path}/a", f"{tmp_path.parent}/b", "/c"]
+    assert list(run.data.stages[0].sources) == [f"{tmp_path}/d"]
+    assert run.data.prepare.input == (f"{tmp_path}/e/*.txt", "s3://bucket/f", "builtin:python")
+    assert run.data.prepare.tokenizer == tmp_path / "t.json"
+    assert run.data.prepare.out == tmp_path / "data/prepared"
+
+
+def test_paths_of_presets_and_overrides_start_in_the_current_folder(run_file, tmp_path, monkeypatch):
+    path = run_file("")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert load("demo").data.prepare.out == tmp_path / "here/data/python"
+    assert load(path, {"data.prepare.out": "x"}).data.prepare.out == tmp_path / "here/x"
+
+
+def test_a_float_without_fraction_is_a_whole_number(run_file):
+    assert load(run_file("data.prepare.max_text_bytes = 24e6")).data.prepare.max_text_bytes == 24_000_000
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+
+
+@given(prompt=TEXT, folder=TEXT.filter(bool), lr=st.floats(1e-12, 1e12), steps=st.integers(1, 2**60))
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_dumped_run_loads_as_the_same_run(run_file, prompt, folder, lr, steps):
+    overrides = {
+        "evaluate.sample_prompt": prompt,
+        "optimizer.lr": lr,
+        "train.steps": steps,
+        "data.sources": {f"/{folder.replace('/', '').replace('~', '')}": lr},
+        "data.stages": [{"from_step": 3, "sources": {"/a b": 2.0}}],
+        "data.prepare.input": ["x", "builtin:python"],
+        "model.preset": "llama3.2-1b",
+    }
+    run = load("demo", overrides)
+    path = run_file("")
+    save_run(run, path)
+    assert load(path) == run
+
+
+def test_every_problem_of_a_file_is_told_with_its_line(run_file):
+    lines = refusal(
+        run_file(
+            '[optimizer]\nlr = "fast"\n\n[train]\nsteps = -1\nstpes = 2\n[model]\nheads = 6\nkv_heads = 4\n'
+        )
+    )
+    assert [line for line in lines if not line.startswith("  ")] == [
+        'run.toml:2: optimizer.lr = "fast": must be a finite number above 0.',
+        "run.toml:5: train.steps = -1: must be a whole number of at least 0.",
+        "run.toml:6: train.stpes = 2: unknown key; did you mean train.steps?",
+        "run.toml:9: model.kv_heads = 4 does not divide heads = 6; try one of [1, 2, 3, 6].",
+    ]
+    assert lines[1] == "  Try 0.001, the default. Peak learning rate."
+
+
+@pytest.mark.parametrize(
+    ("written", "answer"),
+    [
+        ("optimizer.lrr = 1", "did you mean optimizer.lr?"),
+        ("optimiser.eps = 1", "did you mean optimizer.eps?"),
+        ("parallel.lr = 1", "it exists at optimizer.lr."),
+        ("lr = 1", "it exists at optimizer.lr."),
+        ("model.every_steps = 1", "it exists at evaluate.every_steps and at checkpoint.every_steps."),
+        ("optimizer.learning_rate = 1", "here it is optimizer.lr."),
+        ("train.batch_size = 1", "here it is train.global_batch."),
+        ("hidden_size = 1", "here it is model.width."),
+        ("launch.zzz = 1", "launch has: processes, threads, device, max_restarts, port, timeout_s."),
+    ],
+)
+def test_an_unknown_key_is_answered_with_the_one_that_was_meant(run_file, written, answer):
+    (line,) = refusal(run_file(written))
+    assert line.endswith(f"unknown key; {answer}")
+
+
+def test_epochs_are_explained(run_file):
+    assert "not epochs" in refusal(run_file("train = {steps = 1, epochs = 3}"))[0]
+
+
+def test_every_synonym_leads_to_a_key_that_exists(run_file):
+    from argosy.config.keys import dotted, fields
+
+    known = {dotted(key) for key in fields(RunConfig)}
+    for synonym, answer in ELSEWHERE.items():
+        assert synonym not in known
+        first = answer.split(" ")[0].rstrip(",:")
+        assert first in known or "plan" in answer, synonym
+
+
+@pytest.mark.parametrize(
+    ("written", "line"),
+    [
+        ('train.steps = "100"', "  Try 100, without the quotes."),
+        ('schedule.kind = "cosin"', '  Try "cosine".'),
+        ("[train]\nminutes = 0", "run.toml:1: train.steps = 0 and minutes = 0: say how long"),
+        ("data.seq_len = 9000", "run.toml:1: data.seq_len = 9000 is more than model.max_seq_len = 8192"),
+        ("model = 3", "run.toml:1: model = 3: must be a table, [model], with keys of its own."),
+        ("optimizer.lr = nan", "run.toml:1: optimizer.lr = NaN: must be a finite number above 0."),
+        ("plan = 2", "run.toml:1: plan = 2: must be text."),
+        ("checkpoint.background = 1", "run.toml:1: checkpoint.background = 1: must be true or false."),
+        ("data.stages = [{from_step = 2}]", "run.toml:1: data.stages[0].sources is missing."),
+        ('data.sources = {"/a" = 0}', 'run.toml:1: data.sources."/a" = 0: input should be greater than 0.'),
+        ('model.preset = "llama-6m"', 'run.toml:1: model.preset = "llama-6m": no model preset'),
+    ],
+)
+def test_a_wrong_value_is_answered_with_what_is_allowed(run_file, written, line):
+    assert any(found.startswith(line) for found in refusal(run_file(written)))
+
+
+def test_a_wrong_override_is_named_as_one(run_file):
+    assert refusal(run_file(""), {"train.steps": -1})[0].startswith("overrides: train.steps = -1: must be")
+
+
+def test_a_syntax_error_shows_its_line(run_file):
+    assert refusal(run_file('name = "x"\nseed 3\n')) == [
+        "run.toml:2:6: Expected '=' after a key in a key/value pair.",
+        "    seed 3",
+        "         ^",
+    ]
+
+
+def test_a_missing_or_unreadable_file_is_said_with_near_names(tmp_path, run_file):
+    path = run_file("")
+    assert "did you mean run.toml?" in refusal(tmp_path / "rum.toml")[0]
+    assert "Try" in refusal(tmp_path)[0]
+    assert "there is no folder" in refusal(tmp_path / "no" / "run.toml")[0]
+    path.write_bytes(b'name = "\xff"')
+    assert "not UTF-8" in refusal(path)[0]
+    with pytest.raises(UserError, match="did you mean demo"):
+        load("dema")
+
+
+def test_the_json_schema_admits_a_plan_as_a_table():
+    kinds = RunConfig.model_json_schema()["properties"]["plan"]["anyOf"]
+    assert {"string", "object"} == {kind["type"] for kind in kinds}

@@ -1,0 +1,393 @@
+"""Our decoder and transformers' classes are the same function, in both directions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from argosy.config.schema import ModelConfig, RopeScaling
+from argosy.errors import UserError
+from argosy.models import hf
+from argosy.models.decoder import Decoder
+
+ORIGINAL = 32
+"""Context before stretching; the sequences are longer, so that a wrong stretch shows."""
+SEQ_LEN = 100
+
+LINEAR = RopeScaling(kind="linear", factor=4.0)
+LLAMA3 = RopeScaling(kind="llama3", factor=8.0, original_max_seq_len=ORIGINAL, low_freq_factor=1.0)
+YARN = RopeScaling(kind="yarn", factor=4.0, original_max_seq_len=ORIGINAL, beta_fast=4.0)
+QWEN3 = {"family": "qwen3", "qk_norm": True, "norm_eps": 1e-6}
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama-gqa": {},
+    "llama-no-gqa": {"kv_heads": 4},
+    "llama-tied": {"tie_embeddings": True},
+    "llama-bias": {"attention_bias": True},
+    "llama-wide-heads": {"head_width": 20},
+    "llama-theta": {"rope_theta": 10_000.0},
+    "llama-linear": {"rope_scaling": LINEAR},
+    "llama-llama3": {"rope_scaling": LLAMA3, "rope_theta": 1000.0},
+    "llama-yarn": {"rope_scaling": YARN, "rope_theta": 1000.0},
+    "qwen3": QWEN3,
+    "qwen3-tied": QWEN3 | {"tie_embeddings": True},
+    "qwen3-wide-heads": QWEN3 | {"head_width": 32, "heads": 6, "width": 40},
+    "qwen3-yarn": QWEN3 | {"rope_scaling": YARN, "attention_bias": True},
+}
+
+
+@pytest.fixture(params=VARIANTS, ids=str)
+def config(request: pytest.FixtureRequest, small: ModelConfig) -> ModelConfig:
+    return ModelConfig.model_validate(small.model_dump() | VARIANTS[request.param])
+
+
+def tokens(config: ModelConfig) -> torch.Tensor:
+    return torch.randint(config.vocab_size, (2, SEQ_LEN), generator=torch.Generator().manual_seed(1))
+
+
+def load_theirs(folder: Path) -> Any:
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    return model.eval()
+
+
+def load_ours(folder: Path) -> tuple[ModelConfig, Decoder]:
+    config, weights = hf.import_folder(folder)
+    model = Decoder(config)
+    model.to_empty(device="cpu")
+    model.load_state_dict(dict(weights))
+    return config, model
+
+
+@torch.no_grad()
+def assert_same_logits(ours: Decoder, theirs: Any) -> None:
+    tokens_BT = tokens(ours.config)
+    torch.testing.assert_close(ours(tokens_BT), theirs(tokens_BT).logits, atol=2e-5, rtol=2e-5)
+
+
+def test_what_we_export_gives_the_same_logits_in_transformers(config, build, tmp_path):
+    ours = build(config)
+    hf.export_folder(config, ours.state_dict(), tmp_path / "out", dtype=torch.float32)
+    assert_same_logits(ours, load_theirs(tmp_path / "out"))
+
+
+def test_export_and_import_give_back_config_and_weights_exactly(config, build, tmp_path):
+    weights = build(config).state_dict()
+    hf.export_folder(config, weights, tmp_path / "out", dtype=torch.float32)
+    config_again, weights_again = hf.import_folder(tmp_path / "out")
+    assert config_again == config
+    assert list(weights_again) == list(weights)
+    assert all(torch.equal(weights_again[name], weights[name]) for name in weights)
+
+
+SIZES = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 101,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+}
+THEIRS: dict[str, Any] = {
+    "llama": LlamaConfig(**SIZES),
+    "llama-tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "llama-bias": LlamaConfig(**SIZES, attention_bias=True, head_dim=16),
+    "llama-linear": LlamaConfig(
+        **SIZES, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 5e3}
+    ),
+    "llama-llama3": LlamaConfig(
+        **SIZES,
+        rope_parameters={
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "rope_theta": 5e5,
+            "original_max_position_embeddings": ORIGINAL,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        },
+    ),
+    "qwen3-tied": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
+    "qwen3-yarn": Qwen3Config(
+        **SIZES,
+        head_dim=16,
+        rope_parameters={
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "rope_theta": 1e6,
+            "original_max_position_embeddings": ORIGINAL,
+        },
+    ),
+}
+
+
+def random_theirs(config: Any) -> Any:
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(config) if isinstance(config, Qwen3Config) else LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_what_transformers_saves_gives_the_same_logits_here(name, tmp_path):
+    theirs = random_theirs(THEIRS[name])
+    theirs.save_pretrained(tmp_path)
+    _, ours = load_ours(tmp_path)
+    assert_same_logits(ours, theirs)
+
+
+def test_a_config_written_by_transformers_4_reads_the_same():
+    """Llama 3.1's published config.json, as it stood before `rope_parameters` existed."""
+    config = hf.config_from_json(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "attention_bias": False,
+            "bos_token_id": 128000,
+            "eos_token_id": 128001,
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "initializer_range": 0.02,
+            "intermediate_size": 14336,
+            "max_position_embeddings": 131072,
+            "mlp_bias": False,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 8,
+            "pretraining_tp": 1,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "llama3",
+            },
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "vocab_size": 128256,
+        },
+        Path("config.json"),
+    )
+    assert config == ModelConfig(
+        layers=32, width=4096, heads=32, kv_heads=8, head_width=128, ffn_width=14336, vocab_size=128256,
+        max_seq_len=131072, rope_scaling=RopeScaling(kind="llama3", factor=8.0),
+    )  # fmt: skip
+
+
+def test_a_first_generation_llama_config_takes_the_defaults_of_its_class():
+    given = {
+        key: SIZES[key] for key in SIZES if key not in ("num_key_value_heads", "max_position_embeddings")
+    }
+    scaling = {"type": "linear", "factor": 2}
+    config = hf.config_from_json(
+        {**given, "model_type": "llama", "rope_scaling": scaling}, Path("config.json")
+    )
+    assert (config.kv_heads, config.head_width, config.max_seq_len) == (4, 12, 2048)
+    assert (config.rope_theta, config.norm_eps) == (10_000.0, 1e-6)
+    assert config.rope_scaling == RopeScaling(kind="linear", factor=2.0)
+
+
+def test_weights_in_bf16_are_the_rounded_ones(small, build, tmp_path):
+    weights = build(small).state_dict()
+    hf.export_folder(small, weights, tmp_path / "out")
+    _, again = hf.import_folder(tmp_path / "out")
+    assert all(torch.equal(again[name], weights[name].bfloat16()) for name in weights)
+    assert json.loads((tmp_path / "out/config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_large_models_are_cut_into_shards_with_an_index(small, build, tmp_path, monkeypatch):
+    monkeypatch.setattr(hf, "SHARD_BYTES", 40_000)
+    ours = build(small)
+    hf.export_folder(small, ours.state_dict(), tmp_path / "out", dtype=torch.float32)
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 2 and files[0].name == f"model-00001-of-{len(files):05}.safetensors"
+    assert all(file.stat().st_size < 44_000 for file in files)
+    assert_same_logits(ours, load_theirs(tmp_path / "out"))
+    _, again = load_ours(tmp_path / "out")
+    assert torch.equal(again(tokens(small)), ours(tokens(small)))
+
+
+def test_weights_are_read_only_when_asked_for(small, build, tmp_path, monkeypatch):
+    monkeypatch.setattr(hf, "SHARD_BYTES", 40_000)
+    hf.export_folder(small, build(small).state_dict(), tmp_path / "out")
+    _, weights = hf.import_folder(tmp_path / "out")
+    last = sorted((tmp_path / "out").glob("*.safetensors"))[-1]
+    last.unlink()
+    assert weights["embedding.weight"].shape == (101, 48)
+    with pytest.raises(FileNotFoundError):
+        weights["head.weight"]
+
+
+@pytest.fixture
+def tokenizer_file(tmp_path) -> Path:
+    symbols = ["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())[:99], "Ġ"]
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.save(str(tmp_path / "given.json"))
+    return tmp_path / "given.json"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_the_tokenizer_goes_with_the_model_and_encodes_the_same(
+    family, small, build, tokenizer_file, tmp_path
+):
+    config = small.model_copy(update={"family": family, "qk_norm": family == "qwen3"})
+    out = tmp_path / "out"
+    hf.export_folder(config, build(config).state_dict(), out, tokenizer=tokenizer_file, eod_id=0)
+    theirs = AutoTokenizer.from_pretrained(out)
+    text = "ABC <|end|>  def 123"
+    assert theirs(text)["input_ids"] == Tokenizer.from_file(str(tokenizer_file)).encode(text).ids
+    assert theirs.decode(theirs("ABC 12")["input_ids"]) == "ABC 12"
+    assert theirs.eos_token_id == 0 and theirs.model_max_length == config.max_seq_len
+    assert load_theirs(out).generation_config.eos_token_id == 0
+
+
+def test_a_folder_that_exists_is_not_touched(small, build, tmp_path):
+    with pytest.raises(UserError, match="exists already"):
+        hf.export_folder(small, build(small).state_dict(), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_export_that_fails_leaves_nothing(small, build, tmp_path):
+    weights = build(small).state_dict()
+    weights["head.weight"] = weights["head.weight"][:50]
+    with pytest.raises(UserError, match=r"head.weight has shape \[50, 48\].*asks for \[101, 48\]"):
+        hf.export_folder(small, weights, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("update", "message"),
+    [
+        ({"qk_norm": True}, "qk_norm = true and model.family = llama: .*qwen3"),
+        ({"family": "qwen3"}, "qk_norm = false and model.family = qwen3: .*llama"),
+        ({"heads": 5, "kv_heads": 5}, "width = 48 is not a multiple of model.heads = 5"),
+    ],
+)
+def test_models_that_the_family_cannot_express_are_refused(update, message, small, build, tmp_path):
+    config = ModelConfig.model_validate(small.model_dump() | update)
+    with pytest.raises(UserError, match=message):
+        hf.export_folder(config, build(config).state_dict(), tmp_path / "out")
+
+
+def test_a_tokenizer_of_another_model_is_refused(small, build, tokenizer_file, tmp_path):
+    config = small.model_copy(update={"vocab_size": 50})
+    with pytest.raises(UserError, match=r"101 tokens and model.vocab_size = 50"):
+        hf.export_folder(config, build(config).state_dict(), tmp_path / "out", tokenizer=tokenizer_file)
+    with pytest.raises(UserError, match="no token 4000"):
+        hf.export_folder(
+            small, build(small).state_dict(), tmp_path / "out", tokenizer=tokenizer_file, eod_id=4000
+        )
+
+
+@pytest.fixture
+def exported(small, build, tmp_path) -> Path:
+    hf.export_folder(small, build(small).state_dict(), tmp_path / "model")
+    return tmp_path / "model"
+
+
+def rewrite_config(folder: Path, **changes: Any) -> None:
+    values = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in values.items() if v != "drop"}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, r'model_type = "gpt2".*known are llama \(LlamaForCausalLM\), qwen3'),
+        ({"model_type": "qwen2"}, "Qwen2 has biases on q, k, v and none on o"),
+        ({"model_type": "drop"}, "model_type = null"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "architectures = .*not known"),
+        ({"hidden_act": "gelu"}, 'hidden_act = "gelu"'),
+        ({"mlp_bias": True}, "mlp_bias = true"),
+        ({"use_sliding_window": True}, "use_sliding_window = true"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "use_sliding_window"),
+        ({"quantization_config": {"quant_method": "fp8"}}, 'quantization_config = "fp8"'),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0\.5"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 'rope_scaling.rope_type = "dynamic"'),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "known are default, linear, llama3, yarn"),
+        ({"rope_parameters": {"rope_type": "proportional"}}, 'rope_parameters.rope_type = "proportional"'),
+        (
+            {"rope_parameters": {"sliding_attention": {"rope_theta": 1e4}}},
+            "rope_parameters.sliding_attention",
+        ),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor is missing"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.5}},
+            "attention_factor = 1.5",
+        ),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, "truncate = false"),
+        ({"hidden_size": "drop"}, "hidden_size is missing"),
+        ({"num_key_value_heads": 3}, "kv_heads = 3 does not divide heads = 4"),
+        ({"num_hidden_layers": "two"}, "num_hidden_layers.*two"),
+        ({"num_hidden_layers": 3}, "missing model.layers.2.input_layernorm.weight and 8 more"),
+        ({"num_hidden_layers": 1}, "model.layers.1.input_layernorm.weight and 8 more has no place"),
+        ({"intermediate_size": 81}, r"mlp.gate_proj.weight has shape \[80, 48\].*asks for \[81, 48\]"),
+    ],
+)
+def test_folders_that_we_would_compute_differently_are_refused(changes, message, exported):
+    rewrite_config(exported, **changes)
+    with pytest.raises(UserError, match=message) as raised:
+        hf.import_folder(exported)
+    assert str(exported) in str(raised.value)
+
+
+def test_a_head_that_is_missing_hints_at_tied_embeddings(small, build, tmp_path):
+    tied = small.model_copy(update={"tie_embeddings": True})
+    hf.export_folder(tied, build(tied).state_dict(), tmp_path / "out")
+    rewrite_config(tmp_path / "out", tie_word_embeddings="drop")
+    with pytest.raises(UserError, match=r"missing lm_head.weight. Should tie_word_embeddings be true\?"):
+        hf.import_folder(tmp_path / "out")
+
+
+def test_a_head_stored_beside_the_embedding_it_is_tied_to_is_read_over(small, build, tmp_path):
+    hf.export_folder(small, build(small).state_dict(), tmp_path / "out")
+    rewrite_config(tmp_path / "out", tie_word_embeddings=True)
+    _, weights = hf.import_folder(tmp_path / "out")
+    assert "head.weight" not in weights
+
+
+def test_weights_in_integers_are_refused(exported):
+    weights = load_file(exported / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"].to(torch.int8)
+    save_file(weights, exported / "model.safetensors")
+    with pytest.raises(UserError, match=r'model.norm.weight = "I8": quantized'):
+        hf.import_folder(exported)
+
+
+def test_files_that_are_missing_or_broken_are_named(exported):
+    weights = exported / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(UserError, match=r"model.safetensors is not safetensors"):
+        hf.import_folder(exported)
+    weights.rename(exported / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"model.safetensors is not there. Save the \*.bin"):
+        hf.import_folder(exported)
+    (exported / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config.json is not JSON"):
+        hf.import_folder(exported)
+    (exported / "config.json").unlink()
+    with pytest.raises(UserError, match=r"config.json is not there"):
+        hf.import_folder(exported)

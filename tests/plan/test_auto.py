@@ -1,0 +1,68 @@
+"""`auto` fills in what the user left open, and nothing that was written."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from argosy.config.schema import DataConfig, RunConfig, TrainConfig
+from argosy.errors import UserError
+from argosy.plan.auto import MICROBATCH_TOKENS, Devices, choose_plan
+from argosy.plan.plan import Plan
+
+LAPTOP = Devices(count=2, kind="cpu", fast_bf16=False)
+GPUS = Devices(count=8, kind="cuda", fast_bf16=True)
+
+
+def run(plan: str = "auto", global_batch: int = 16, seq_len: int = 512) -> RunConfig:
+    return RunConfig(
+        plan=plan, train=TrainConfig(steps=1, global_batch=global_batch), data=DataConfig(seq_len=seq_len)
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "devices", "chosen"),
+    [
+        ("auto", LAPTOP, "dp_replicate=2,microbatch=8"),
+        ("auto", GPUS, "dp_replicate=8,microbatch=2,precision=bf16"),
+        ("auto,precision=fp32", GPUS, "dp_replicate=8,microbatch=2"),
+        ("auto,microbatch=1", LAPTOP, "dp_replicate=2"),
+        ("auto,compile=false", LAPTOP, "dp_replicate=2,microbatch=8,compile=false"),
+        ("dp_replicate=2", LAPTOP, "dp_replicate=2,microbatch=8"),
+        ("dp_replicate=2,microbatch=2,precision=bf16", LAPTOP, "dp_replicate=2,microbatch=2,precision=bf16"),
+    ],
+)
+def test_what_is_left_open_is_chosen_and_what_is_written_stays(written, devices, chosen):
+    assert choose_plan(run(written), devices) == Plan.parse(chosen)
+
+
+@given(
+    per_rank=st.integers(1, 96),
+    count=st.integers(1, 16),
+    seq_len=st.integers(1, 8192),
+    kind=st.sampled_from(["cpu", "cuda"]),
+)
+def test_any_batch_that_the_devices_can_share_gets_a_plan_within_the_tokens_of_a_device(
+    per_rank, count, seq_len, kind
+):
+    run_ = run(global_batch=per_rank * count, seq_len=seq_len)
+    plan = choose_plan(run_, Devices(count, kind, fast_bf16=False))
+    assert plan.world_size == count
+    assert plan.accumulation(per_rank * count) * plan.microbatch == per_rank
+    assert plan.microbatch == 1 or plan.microbatch * seq_len <= MICROBATCH_TOKENS[kind]
+
+
+@pytest.mark.parametrize(("global_batch", "near"), [(10, "8 or 12"), (3, "4"), (33, "32 or 36")])
+def test_a_batch_that_the_devices_cannot_share_is_refused_with_the_nearest_that_they_can(global_batch, near):
+    devices = Devices(count=4, kind="cpu", fast_bf16=False)
+    message = rf"global_batch = {global_batch} is not a multiple of 4 .*Try {near}\."
+    with pytest.raises(UserError, match=message):
+        choose_plan(run(global_batch=global_batch), devices)
+
+
+def test_a_plan_for_other_devices_is_refused():
+    with pytest.raises(UserError, match=r"is for 4 processes, and launch\.processes = 2"):
+        choose_plan(run("dp_replicate=4"), LAPTOP)
+    with pytest.raises(UserError, match=r"plan\.tp = 2"):
+        choose_plan(run("auto,tp=2"), LAPTOP)

@@ -1,0 +1,141 @@
+"""A plan says one layout, as a string, as a file, and refuses what cannot be run."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from argosy.config.schema import RunConfig, TrainConfig
+from argosy.errors import UserError
+from argosy.plan.plan import Plan, words_of
+
+SIZES = st.integers(1, 4096)
+PLANS = st.builds(
+    Plan,
+    pp=SIZES,
+    dp_replicate=SIZES,
+    dp_shard=SIZES,
+    cp=SIZES,
+    tp=SIZES,
+    ep=SIZES,
+    microbatch=SIZES,
+    precision=st.sampled_from(["fp32", "bf16"]),
+    compile=st.booleans(),
+)
+
+
+def run(global_batch: int = 16) -> RunConfig:
+    return RunConfig(train=TrainConfig(steps=1, global_batch=global_batch))
+
+
+@given(PLANS)
+def test_a_plan_survives_being_written_down(plan):
+    assert Plan.parse(str(plan)) == plan
+
+
+@given(PLANS)
+def test_a_plan_survives_being_saved(tmp_path_factory, plan):
+    path = tmp_path_factory.mktemp("plan") / "plan.toml"
+    plan.save(path)
+    assert Plan.load(path) == plan
+    assert [p.name for p in path.parent.iterdir()] == ["plan.toml"]
+
+
+@given(PLANS)
+def test_world_size_is_the_product_of_the_axes_and_experts_add_none(plan):
+    assert plan.world_size == plan.pp * plan.dp_replicate * plan.dp_shard * plan.cp * plan.tp
+    assert plan.dp == plan.dp_replicate * plan.dp_shard
+
+
+@pytest.mark.parametrize(
+    ("plan", "text"),
+    [
+        (Plan(), "dp_replicate=1"),
+        (Plan(dp_replicate=2, microbatch=4), "dp_replicate=2,microbatch=4"),
+        (Plan(precision="bf16", compile=False), "precision=bf16,compile=false"),
+    ],
+)
+def test_only_what_differs_from_the_default_is_written(plan, text):
+    assert str(plan) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["dp_replicate=2, microbatch=4", " dp_replicate = 2 ,microbatch=4,", "microbatch=4,dp_replicate=2"],
+)
+def test_spaces_order_and_a_last_comma_do_not_matter(text):
+    assert Plan.parse(text) == Plan(dp_replicate=2, microbatch=4)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dp_replicat=2", "plan: unknown key 'dp_replicat'; did you mean dp_replicate?"),
+        ("zzz=2", "plan: unknown key 'zzz'; The keys are: pp, dp_replicate, dp_shard,"),
+        ("tp=0", "plan.tp = 0: Input should be greater than 0"),
+        ("tp=two", "plan.tp = two: Input should be a valid integer"),
+        ("precision=fp8", "plan.precision = fp8: Input should be 'fp32' or 'bf16'"),
+        ("tp=0,pp=-1", "plan.pp = -1"),
+        ("tp", 'plan = "tp": \'tp\' is neither "auto" nor KEY=VALUE, such as tp=2.'),
+        ("tp=2,tp=4", 'plan = "tp=2,tp=4": tp is there twice. Keep one.'),
+        ("auto=2", 'plan = "auto=2": auto takes no value. Write "auto".'),
+    ],
+)
+def test_a_plan_that_is_no_plan_is_refused_in_a_sentence(text, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        Plan.parse(text)
+
+
+def test_words_keep_auto():
+    assert words_of("auto,precision=fp32") == {"auto": "", "precision": "fp32"}
+
+
+@pytest.mark.parametrize(
+    ("plan", "global_batch", "accumulation"),
+    [("dp_replicate=2,microbatch=4", 16, 2), ("microbatch=16", 16, 1), ("dp_replicate=4,dp_shard=2", 16, 2)],
+)
+def test_accumulation_covers_the_global_batch(plan, global_batch, accumulation):
+    plan = Plan.parse(plan)
+    assert plan.accumulation(global_batch) == accumulation
+    assert plan.accumulation(global_batch) * plan.dp * plan.microbatch == global_batch
+
+
+def test_a_plan_that_fits_passes():
+    Plan(dp_replicate=2, microbatch=4).check(run(16), processes=2)
+
+
+@pytest.mark.parametrize(
+    ("plan", "processes", "message"),
+    [
+        ("tp=2", 2, 'plan.tp = 2: this version trains with dp_replicate only. Try plan = "dp_replicate=2".'),
+        ("ep=2", 2, "plan.ep = 2"),
+        ("dp_shard=4", 4, "plan.dp_shard = 4"),
+        (
+            "dp_replicate=4",
+            2,
+            'plan = "dp_replicate=4" is for 4 processes, and launch.processes = 2. '
+            'Try launch.processes = 4, or plan = "auto".',
+        ),
+        (
+            "dp_replicate=2,microbatch=5",
+            2,
+            "train.global_batch = 16 is not a multiple of 10 (2 data-parallel ranks x plan.microbatch = 5). "
+            "Try 10 or 20.",
+        ),
+        ("microbatch=17", 1, "Try 17."),
+    ],
+)
+def test_a_plan_that_cannot_train_this_run_is_refused_with_a_remedy(plan, processes, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        Plan.parse(plan).check(run(16), processes)
+
+
+def test_planning_starts_without_torch():
+    modules = "argosy.plan.auto, argosy.plan.flops, argosy.plan.plan"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
