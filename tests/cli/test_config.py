@@ -33,9 +33,7 @@ def test_schema_is_json(capsys):
     assert "optimizer" in json.loads(capsys.readouterr().out)["properties"]
 
 
-@pytest.mark.parametrize(
-    "argv", [["config", "shw"], ["config", "show", "no.toml"], ["config", "show", "--sed", "1"]]
-)
+@pytest.mark.parametrize("argv", [["config", "shw"], ["config", "show", "no.toml"], ["config", "show", "--sed", "1"]])
 def test_wrong_input_exits_with_2(argv, capsys):
     assert main(argv) == 2
     assert capsys.readouterr().err.startswith("argosy: ")

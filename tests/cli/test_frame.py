@@ -40,9 +40,7 @@ def fails_with(error: BaseException):
     return body
 
 
-@pytest.mark.parametrize(
-    "code", ["import argosy; dir(argosy)", "from argosy.cli import main; main(['--help'])"]
-)
+@pytest.mark.parametrize("code", ["import argosy; dir(argosy)", "from argosy.cli import main; main(['--help'])"])
 def test_import_and_help_load_nothing_heavy(code):
     heavy = "{'torch', 'tyro', 'pydantic', 'numpy'} & set(sys.modules)"
     done = run_python("-c", f"import sys; {code}; assert not {heavy}, {heavy}")
@@ -65,7 +63,8 @@ def test_no_room_hides_a_public_name():
 
 def test_help_lists_the_commands_and_version_the_version(capsys):
     assert cli.main([]) == cli.main(["--help"]) == 0
-    assert all(name in capsys.readouterr().out for name in cli.COMMANDS)
+    text = capsys.readouterr().out
+    assert all(name in text for name in cli.COMMANDS)
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"argosy {argosy.__version__}\n"
 

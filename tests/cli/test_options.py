@@ -51,9 +51,7 @@ def test_without_options_it_is_what_load_gives(run_file):
 
 
 def test_the_commands_own_options_stand_beside_the_keys(run_file):
-    extra, run = parse_run(
-        ["run.toml", "--run-dir", "x", "--train.steps", "9", "--json"], "argosy test", Extra
-    )
+    extra, run = parse_run(["run.toml", "--run-dir", "x", "--train.steps", "9", "--json"], "argosy test", Extra)
     assert extra == Extra(Path("x"), True)
     assert (run.name, run.train.steps) == ("mine", 9)
 
@@ -130,5 +128,5 @@ def test_a_section_can_be_the_options_of_a_command():
 
 def test_a_command_without_a_run_has_its_own_options():
     assert parse(["--run-dir", "x"], "argosy test", Extra) == Extra(Path("x"))
-    with pytest.raises(UserError, match="--jsn: unknown option; did you mean --json?"):
+    with pytest.raises(UserError, match="--jsn: unknown option; did you mean --json"):
         parse(["--jsn"], "argosy test", Extra)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from argosy.config.dump import dump
-from argosy.config.load import load, save_run
+from argosy.config.dump import dump, save_run
+from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.config.suggest import ELSEWHERE
 from argosy.errors import UserError
@@ -124,9 +124,7 @@ def test_a_dumped_run_loads_as_the_same_run(run_file, prompt, folder, lr, steps)
 
 def test_every_problem_of_a_file_is_told_with_its_line(run_file):
     lines = refusal(
-        run_file(
-            '[optimizer]\nlr = "fast"\n\n[train]\nsteps = -1\nstpes = 2\n[model]\nheads = 6\nkv_heads = 4\n'
-        )
+        run_file('[optimizer]\nlr = "fast"\n\n[train]\nsteps = -1\nstpes = 2\n[model]\nheads = 6\nkv_heads = 4\n')
     )
     assert [line for line in lines if not line.startswith("  ")] == [
         'run.toml:2: optimizer.lr = "fast": must be a finite number above 0.',

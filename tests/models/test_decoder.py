@@ -25,9 +25,7 @@ def test_loss_is_cross_entropy_of_the_logits(small, build):
     expected = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="sum")
     loss = model(tokens_BT, targets_BT)
     torch.testing.assert_close(loss, expected)
-    gradients, expected_gradients = (
-        torch.autograd.grad(x, list(model.parameters())) for x in (loss, expected)
-    )
+    gradients, expected_gradients = (torch.autograd.grad(x, list(model.parameters())) for x in (loss, expected))
     torch.testing.assert_close(gradients, expected_gradients, rtol=1e-4, atol=1e-4)
 
 

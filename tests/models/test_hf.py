@@ -18,11 +18,13 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from argosy.config.schema import ModelConfig, RopeScaling
 from argosy.errors import UserError
 from argosy.models import hf
 from argosy.models.decoder import Decoder
+from argosy.models.rope import rotary_table
 
 ORIGINAL = 32
 """Context before stretching; the sequences are longer, so that a wrong stretch shows."""
@@ -108,9 +110,7 @@ THEIRS: dict[str, Any] = {
     "llama": LlamaConfig(**SIZES),
     "llama-tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
     "llama-bias": LlamaConfig(**SIZES, attention_bias=True, head_dim=16),
-    "llama-linear": LlamaConfig(
-        **SIZES, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 5e3}
-    ),
+    "llama-linear": LlamaConfig(**SIZES, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 5e3}),
     "llama-llama3": LlamaConfig(
         **SIZES,
         rope_parameters={
@@ -154,6 +154,28 @@ def test_what_transformers_saves_gives_the_same_logits_here(name, tmp_path):
     assert_same_logits(ours, theirs)
 
 
+PUBLISHED_ROPE = {
+    "llama-3.1": {"rope_scaling": RopeScaling(kind="llama3", factor=8.0), "max_seq_len": 131072},
+    "llama-3.2": {"rope_scaling": RopeScaling(kind="llama3", factor=32.0), "max_seq_len": 131072},
+    "qwen3-128k": {
+        "rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_max_seq_len=32768),
+        "rope_theta": 1e6,
+        "max_seq_len": 131072,
+    },
+}
+
+
+@pytest.mark.parametrize("variant", PUBLISHED_ROPE.values(), ids=PUBLISHED_ROPE)
+def test_rotary_tables_of_published_models_are_those_of_transformers(variant, small):
+    config = small.model_copy(update=variant | {"head_width": 128})
+    described = hf.config_to_json(config, dtype=torch.float32, eod_id=None)
+    positions = torch.arange(9000)
+    theirs = LlamaRotaryEmbedding(LlamaConfig(**described))(torch.zeros(1), positions[None])
+    for ours, table in zip(rotary_table(config, 9000), theirs, strict=True):
+        torch.testing.assert_close(ours, table[0], atol=3e-3, rtol=0)  # fp32 angles of thousands of radians
+        torch.testing.assert_close(ours[:50], table[0, :50], atol=1e-5, rtol=0)
+
+
 def test_a_config_written_by_transformers_4_reads_the_same():
     """Llama 3.1's published config.json, as it stood before `rope_parameters` existed."""
     config = hf.config_from_json(
@@ -195,13 +217,9 @@ def test_a_config_written_by_transformers_4_reads_the_same():
 
 
 def test_a_first_generation_llama_config_takes_the_defaults_of_its_class():
-    given = {
-        key: SIZES[key] for key in SIZES if key not in ("num_key_value_heads", "max_position_embeddings")
-    }
+    given = {key: SIZES[key] for key in SIZES if key not in ("num_key_value_heads", "max_position_embeddings")}
     scaling = {"type": "linear", "factor": 2}
-    config = hf.config_from_json(
-        {**given, "model_type": "llama", "rope_scaling": scaling}, Path("config.json")
-    )
+    config = hf.config_from_json({**given, "model_type": "llama", "rope_scaling": scaling}, Path("config.json"))
     assert (config.kv_heads, config.head_width, config.max_seq_len) == (4, 12, 2048)
     assert (config.rope_theta, config.norm_eps) == (10_000.0, 1e-6)
     assert config.rope_scaling == RopeScaling(kind="linear", factor=2.0)
@@ -250,9 +268,7 @@ def tokenizer_file(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_the_tokenizer_goes_with_the_model_and_encodes_the_same(
-    family, small, build, tokenizer_file, tmp_path
-):
+def test_the_tokenizer_goes_with_the_model_and_encodes_the_same(family, small, build, tokenizer_file, tmp_path):
     config = small.model_copy(update={"family": family, "qk_norm": family == "qwen3"})
     out = tmp_path / "out"
     hf.export_folder(config, build(config).state_dict(), out, tokenizer=tokenizer_file, eod_id=0)
@@ -297,9 +313,7 @@ def test_a_tokenizer_of_another_model_is_refused(small, build, tokenizer_file, t
     with pytest.raises(UserError, match=r"101 tokens and model.vocab_size = 50"):
         hf.export_folder(config, build(config).state_dict(), tmp_path / "out", tokenizer=tokenizer_file)
     with pytest.raises(UserError, match="no token 4000"):
-        hf.export_folder(
-            small, build(small).state_dict(), tmp_path / "out", tokenizer=tokenizer_file, eod_id=4000
-        )
+        hf.export_folder(small, build(small).state_dict(), tmp_path / "out", tokenizer=tokenizer_file, eod_id=4000)
 
 
 @pytest.fixture

@@ -40,9 +40,7 @@ def test_value_and_gradients_are_those_of_cross_entropy():
     ours, theirs = summed_cross_entropy(x, weight, targets), reference(x, weight, targets)
     assert ours.dtype == torch.float32 and ours.shape == ()
     torch.testing.assert_close(ours, theirs)
-    torch.testing.assert_close(
-        torch.autograd.grad(ours / 8, (x, weight)), torch.autograd.grad(theirs / 8, (x, weight))
-    )
+    torch.testing.assert_close(torch.autograd.grad(ours / 8, (x, weight)), torch.autograd.grad(theirs / 8, (x, weight)))
 
 
 @pytest.mark.usefixtures("chunk_rows")
@@ -77,9 +75,7 @@ def test_large_logits_neither_overflow_nor_lose_the_loss():
     x = (x * 1000).detach().requires_grad_()
     ours, theirs = summed_cross_entropy(x, weight, targets), reference(x, weight, targets)
     torch.testing.assert_close(ours, theirs)
-    torch.testing.assert_close(
-        torch.autograd.grad(ours, x), torch.autograd.grad(theirs, x), rtol=1e-4, atol=1e-4
-    )
+    torch.testing.assert_close(torch.autograd.grad(ours, x), torch.autograd.grad(theirs, x), rtol=1e-4, atol=1e-4)
 
 
 class LargestTensor(TorchDispatchMode):

@@ -73,7 +73,5 @@ def test_yarn_keeps_fast_dimensions_divides_slow_ones_and_scales_attention():
     torch.testing.assert_close(stretched[-1], plain[-1] / 4)
     assert ((stretched <= plain * 1.0001) & (stretched >= plain / 4.0001)).all()
     cos, sin = rotary_table(config, 3)
-    torch.testing.assert_close(
-        cos**2 + sin**2, torch.full_like(cos, attention_scale(config.rope_scaling) ** 2)
-    )
+    torch.testing.assert_close(cos**2 + sin**2, torch.full_like(cos, attention_scale(config.rope_scaling) ** 2))
     assert attention_scale(config.rope_scaling) == pytest.approx(0.1 * math.log(4) + 1)

@@ -16,9 +16,7 @@ GPUS = Devices(count=8, kind="cuda", fast_bf16=True)
 
 
 def run(plan: str = "auto", global_batch: int = 16, seq_len: int = 512) -> RunConfig:
-    return RunConfig(
-        plan=plan, train=TrainConfig(steps=1, global_batch=global_batch), data=DataConfig(seq_len=seq_len)
-    )
+    return RunConfig(plan=plan, train=TrainConfig(steps=1, global_batch=global_batch), data=DataConfig(seq_len=seq_len))
 
 
 @pytest.mark.parametrize(
@@ -43,9 +41,7 @@ def test_what_is_left_open_is_chosen_and_what_is_written_stays(written, devices,
     seq_len=st.integers(1, 8192),
     kind=st.sampled_from(["cpu", "cuda"]),
 )
-def test_any_batch_that_the_devices_can_share_gets_a_plan_within_the_tokens_of_a_device(
-    per_rank, count, seq_len, kind
-):
+def test_any_batch_that_the_devices_can_share_gets_a_plan_within_the_tokens_of_a_device(per_rank, count, seq_len, kind):
     run_ = run(global_batch=per_rank * count, seq_len=seq_len)
     plan = choose_plan(run_, Devices(count, kind, fast_bf16=False))
     assert plan.world_size == count

@@ -14,9 +14,7 @@ from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
 from argosy.plan.flops import matmul_parameters, parameters, train_flops_per_token
 
-LLAMA3_8B = ModelConfig(
-    layers=32, width=4096, heads=32, kv_heads=8, head_width=128, ffn_width=14336, vocab_size=128256
-)
+LLAMA3_8B = ModelConfig(layers=32, width=4096, heads=32, kv_heads=8, head_width=128, ffn_width=14336, vocab_size=128256)
 LLAMA3_2_1B = ModelConfig(
     layers=16, width=2048, heads=32, kv_heads=8, head_width=64, ffn_width=8192, vocab_size=128256,
     tie_embeddings=True,

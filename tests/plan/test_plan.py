@@ -55,12 +55,12 @@ def test_world_size_is_the_product_of_the_axes_and_experts_add_none(plan):
 @pytest.mark.parametrize(
     ("plan", "text"),
     [
-        (Plan(), "dp_replicate=1"),
-        (Plan(dp_replicate=2, microbatch=4), "dp_replicate=2,microbatch=4"),
-        (Plan(precision="bf16", compile=False), "precision=bf16,compile=false"),
+        (Plan(), "microbatch=1,precision=fp32"),
+        (Plan(dp_replicate=2, microbatch=4), "dp_replicate=2,microbatch=4,precision=fp32"),
+        (Plan(precision="bf16", compile=False), "microbatch=1,precision=bf16,compile=false"),
     ],
 )
-def test_only_what_differs_from_the_default_is_written(plan, text):
+def test_axes_of_one_are_left_out_and_what_auto_would_choose_is_not(plan, text):
     assert str(plan) == text
 
 
@@ -118,7 +118,7 @@ def test_a_plan_that_fits_passes():
         (
             "dp_replicate=4",
             2,
-            'plan = "dp_replicate=4" is for 4 processes, and launch.processes = 2. '
+            'plan = "dp_replicate=4,microbatch=1,precision=fp32" is for 4 processes, and launch.processes = 2. '
             'Try launch.processes = 4, or plan = "auto".',
         ),
         (

@@ -141,7 +141,8 @@ def newest_whole(run_dir: Path) -> Choice | None:
         return Choice(checkpoint, tuple(damaged))
     if damaged:
         raise RunFailed(
-            "\n".join(damaged) + f"\n  No checkpoint of {run_dir} is whole. Restore one from a copy, or start anew with "
+            "\n".join(damaged)
+            + f"\n  No checkpoint of {run_dir} is whole. Restore one from a copy, or start anew with "
             "another --run-dir."
         )
     return None

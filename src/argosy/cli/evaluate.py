@@ -44,7 +44,11 @@ def main(argv: list[str]) -> None:
     from argosy.use.evaluate import evaluate
 
     score = evaluate(
-        options.path, options.data, split=options.split, max_tokens=options.max_tokens, seq_len=options.seq_len
+        options.path,
+        options.data,
+        split=options.split,
+        max_tokens=options.max_tokens,
+        seq_len=options.seq_len,
     )
     if options.json:
         print(json.dumps(asdict(score)))

@@ -25,6 +25,7 @@ from argosy.errors import UserError
 ExtraT = TypeVar("ExtraT")
 SectionT = TypeVar("SectionT", bound=Section)
 
+RUN = " [RUN]"
 NONE = "none"
 """How the command line writes the value that TOML writes by leaving the key out."""
 
@@ -37,13 +38,11 @@ def parse_run(argv: list[str], prog: str, extra: type[ExtraT]) -> tuple[ExtraT, 
     Raises: UserError for what is wrong in file or options; SystemExit after --help, or if tyro refuses.
     """
     source, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
-    options, overrides = _parse(rest, f"{prog} [RUN]", extra, load(source))
+    options, overrides = _parse(rest, prog + RUN, extra, load(source))
     return options, load(source, overrides, overrides_mark=OPTION_MARK)
 
 
-def parse_section(
-    argv: list[str], prog: str, extra: type[ExtraT], section: type[SectionT]
-) -> tuple[ExtraT, SectionT]:
+def parse_section(argv: list[str], prog: str, extra: type[ExtraT], section: type[SectionT]) -> tuple[ExtraT, SectionT]:
     """Like `parse_run`, for a command whose options are one section: its keys stand without a prefix.
 
     A field of `section` may be `tyro.conf.Positional`. Paths are left as typed.
@@ -64,9 +63,7 @@ def parse(argv: list[str], prog: str, options: type[ExtraT]) -> ExtraT:
     return found
 
 
-def _parse(
-    argv: list[str], prog: str, extra: type[ExtraT], config: Section
-) -> tuple[ExtraT, dict[str, object]]:
+def _parse(argv: list[str], prog: str, extra: type[ExtraT], config: Section) -> tuple[ExtraT, dict[str, object]]:
     """The command's options, and the keys of `config` that the command line changes: dotted key -> value."""
     form = _form(config)
     flat = tyro.conf.arg(name="")
@@ -79,9 +76,7 @@ def _parse(
     )
     found: Any
     unknown: list[str]
-    found, unknown = tyro.cli(
-        both, prog=prog, description=_description(extra), args=argv, return_unknown_args=True
-    )
+    found, unknown = tyro.cli(both, prog=prog, description=_description(extra), args=argv, return_unknown_args=True)
     _refuse(unknown, prog, extra, type(config))
     return found.extra, dict(_changes(form, found.run, config))
 
@@ -100,9 +95,10 @@ def _refuse(unknown: list[str], prog: str, extra: Any, schema: type[Section]) ->
         hint = "set it in the run file." if key in hidden else suggestion(key, known, mark=OPTION_MARK)
         lines.append(f"{name}: {'no' if key in hidden else 'unknown'} option; {hint}")
     if unknown and not lines:
-        lines = [f"{' '.join(unknown)}: unexpected; options begin with --, and RUN comes first."]
+        order = ", and RUN comes first" if prog.endswith(RUN) else ""
+        lines = [f"{' '.join(unknown)}: unexpected; options begin with --{order}."]
     if lines:
-        raise UserError("\n".join([*lines, f"  All options: {prog.removesuffix(' [RUN]')} --help"]))
+        raise UserError("\n".join([*lines, f"  All options: {prog.removesuffix(RUN)} --help"]))
 
 
 # A form is a section as the command line sees it: a dataclass of the same shape whose leaves are words.

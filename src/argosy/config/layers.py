@@ -59,8 +59,10 @@ def override_layer(overrides: Mapping[str, object], mark: str) -> Layer:
     values: dict[Key, object] = {}
     for name, value in overrides.items():
         key = key_of(name)
-        is_table = isinstance(value, Mapping) and key not in fields(RunConfig)
-        values |= flatten(value, RunConfig, key) if is_table else {key: value}
+        if isinstance(value, Mapping) and key not in fields(RunConfig):
+            values |= flatten(value, RunConfig, key)
+        else:
+            values[key] = value
     return run_layer(values, Source(mark), Path.cwd())
 
 

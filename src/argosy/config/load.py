@@ -10,7 +10,6 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from argosy.config.catalog import near_names, preset_names, preset_path
-from argosy.config.dump import dump
 from argosy.config.keys import Key, dotted, fields, nest, sections, value_type
 from argosy.config.layers import Entry, Layer, Source, file_layer, override_layer, preset_layer, run_layer
 from argosy.config.problems import Place, Problem, problem_of, shown
@@ -50,20 +49,18 @@ def load(
     return build(RunConfig, run_layer(out, Source(""), folder) | over_model_preset(file, given) | given)
 
 
-def save_run(run: RunConfig, path: Path) -> None:
-    """Write the run file that `load` reads back as the same `run`, whole or not at all."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(dump(run), encoding="utf-8")
-    temporary.replace(path)
-
-
 def build(schema: type[SectionT], entries: Layer) -> SectionT:
     """The `schema` of these values. Raises: UserError that tells all that is wrong with them."""
     known = {key: entry for key, entry in entries.items() if key in fields(schema) or key in sections(schema)}
     problems = [_unknown_key(key, entry, schema) for key, entry in entries.items() if key not in known]
-    values = nest({key: _whole(key, entry.value, schema) for key, entry in known.items()})
+    # Strict, so that "100" is no number; as JSON, since strict Python input refuses text for a path. In turn
+    # strict JSON input refuses a default that is a Path already, so those are passed as text too.
+    values: dict[Key, object] = {
+        key: str(f.default) for key, f in fields(schema).items() if isinstance(f.default, Path)
+    }
+    values |= {key: _whole(key, entry.value, schema) for key, entry in known.items()}
     try:
-        config = schema.model_validate_json(json.dumps(values, default=str), strict=True)
+        config = schema.model_validate_json(json.dumps(nest(values), default=str), strict=True)
     except ValidationError as error:
         problems += [problem_of(e, schema, lambda key: _place(key, known)) for e in error.errors()]
     if problems:

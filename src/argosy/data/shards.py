@@ -73,7 +73,7 @@ class ShardWriter:
 
     def write(self, tokens: Tokens, lengths: npt.NDArray[np.int64]) -> None:
         """Append whole documents: `lengths[i]` tokens each, end of document included, laid end to end."""
-        data = memoryview(np.ascontiguousarray(tokens, self._dtype)).cast("B")
+        data = np.ascontiguousarray(tokens, self._dtype).data.cast("B")
         self._file.write(data)
         self._sha256.update(data)
         self._checksums.update(data)
@@ -198,7 +198,7 @@ class ShardReader:
         tokens = self._tokens[block * self._block_tokens : (block + 1) * self._block_tokens]
         where = f"{self._path}: the block at byte {block * BLOCK_BYTES}"
         if self._checksums is not None:
-            found, expected = zlib.crc32(memoryview(tokens).cast("B")), int(self._checksums[block])
+            found, expected = zlib.crc32(tokens.data.cast("B")), int(self._checksums[block])
             if found != expected:
                 raise UserError(
                     f"{where} does not match its checksum (expected {expected:08x}, found {found:08x}): the file "

@@ -33,7 +33,9 @@ def find_devices(launch: LaunchConfig, processes: int | None = None) -> Devices:
     cores = len(os.sched_getaffinity(0))
     if not processes and count > cores:
         warnings.warn(
-            f"launch.processes = {count} on {cores} cores: they will wait for each other.", ArgosyWarning, stacklevel=2
+            f"launch.processes = {count} on {cores} cores: they will wait for each other.",
+            ArgosyWarning,
+            stacklevel=2,
         )
     return Devices(count, "cpu", _bf16_is_fast())
 

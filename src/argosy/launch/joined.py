@@ -57,5 +57,5 @@ def _settle(run: RunConfig, run_dir: Path, world: World, accept_changes: bool) -
     run, data = resolve(run, Progress(enabled=True))
     run = run_folder.enter(run_dir, run, data.identity, accept_changes)
     plan = choose_plan(run, find_devices(run.launch, processes=world.size))
-    run_folder.write(run_dir, run, plan)
+    run_folder.write(run_dir, run, plan, data.sources[0].folder / TOKENIZER)
     return run, plan

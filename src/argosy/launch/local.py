@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from torch.distributed import DistNetworkError, TCPStore
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, Std, start_processes
@@ -47,7 +48,7 @@ def train(run: RunConfig, run_dir: Path | None = None, *, accept_changes: bool =
         run, data = resolve(run, progress)
         run = run_folder.enter(run_dir, run, data.identity, accept_changes)
         plan = choose_plan(run, find_devices(run.launch))
-        run_folder.write(run_dir, run, plan)
+        run_folder.write(run_dir, run, plan, data.sources[0].folder / TOKENIZER)
         (run_dir / "report.json").unlink(missing_ok=True)
         progress.close()
         Supervisor(run_dir, run.launch, plan).run()
@@ -139,7 +140,9 @@ class Supervisor:
 
     def _tell(self, failure: ProcessFailure, attempt: int) -> None:
         cause = _cause(failure)
-        self._events.write("worker_died", rank=failure.local_rank, pid=failure.pid, exit_code=failure.exitcode, why=cause)
+        self._events.write(
+            "worker_died", rank=failure.local_rank, pid=failure.pid, exit_code=failure.exitcode, why=cause
+        )
         print(f"argosy: worker {failure.local_rank} (process {failure.pid}) died: {cause}", file=sys.stderr)
         if attempt < self._launch.max_restarts:
             print(
@@ -170,12 +173,16 @@ def _first_cause(failures: list[ProcessFailure]) -> ProcessFailure:
 def _cause(failure: ProcessFailure) -> str:
     if failure.exitcode < 0:
         return f"signal {signal.Signals(-failure.exitcode).name}"
-    message = failure.message["message"] if isinstance(failure.message, dict) else failure.message
-    return f"exit code {failure.exitcode}, {str(message).splitlines()[0]}"
+    return f"exit code {failure.exitcode}, {_message(failure).splitlines()[0]}"
 
 
 def _as_error(failure: ProcessFailure) -> ArgosyError:
     """The error that a worker recorded before it ended with FINAL + the error's exit code."""
-    assert isinstance(failure.message, dict)
-    kind, _, text = str(failure.message["message"]).partition(": ")
+    kind, _, text = _message(failure).partition(": ")
     return UserError(text) if kind == UserError.__name__ else RunFailed(text)
+
+
+def _message(failure: ProcessFailure) -> str:
+    """What the worker recorded, "KIND: text", or torchelastic's own words if it died without a record."""
+    recorded: Any = failure.message  # declared a str; a dict once it is read from the worker's error file
+    return str(recorded["message"] if isinstance(recorded, dict) else recorded)

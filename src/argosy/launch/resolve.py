@@ -20,11 +20,6 @@ def resolve(run: RunConfig, progress: Progress) -> tuple[RunConfig, OpenData]:
             f"model.vocab_size = {run.model.vocab_size} is smaller than the tokenizer's {data.vocab_size} tokens. "
             "Try model.vocab_size = 0, which takes the tokenizer's."
         )
-    if run.data.seq_len > run.model.max_seq_len:
-        raise UserError(
-            f"data.seq_len = {run.data.seq_len} is longer than model.max_seq_len = {run.model.max_seq_len}. "
-            "Make it shorter, or stretch the model with model.rope_scaling."
-        )
     return run, data
 
 

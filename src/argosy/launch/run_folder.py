@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,8 +73,12 @@ def enter(run_dir: Path, run: RunConfig, data_identity: str, accept_changes: boo
     return run
 
 
-def write(run_dir: Path, run: RunConfig, plan: Plan) -> None:
-    """Put run.toml and plan.toml in the folder; a plan that they replace is kept as plan-STEP.toml."""
+def write(run_dir: Path, run: RunConfig, plan: Plan, tokenizer: Path) -> None:
+    """Put run.toml, plan.toml and a copy of the tokenizer in the folder, which then needs nothing else to be used.
+
+    A plan that is replaced is kept as plan-STEP.toml.
+    """
+    shutil.copyfile(tokenizer, run_dir / "tokenizer.json")
     save_run(run, run_dir / "run.toml")
     path = run_dir / "plan.toml"
     checkpoints = store.committed(run_dir)

@@ -78,6 +78,7 @@ def packed_attention(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: 
         y = varlen_attn(
             q, k, v, documents, documents, longest, longest, window_size=(-1, 0), enable_gqa=gqa
         )
+        assert isinstance(y, Tensor)  # a tuple only if the log-sum-exp is asked for
         return y.view(q_BTHE.shape)
     return _attention_by_document(q_BTHE, k_BTKE, v_BTKE, documents)
 
@@ -86,7 +87,7 @@ def packed_attention(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: 
 def _attention_by_document(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: Tensor) -> Tensor:
     """`packed_attention` where there is no variable-length kernel: one call for each run of equal lengths."""
     runs = [(length, len(list(run))) for length, run in groupby(documents.diff().tolist())]
-    if len(runs) == 1:  # no document starts inside a row
+    if runs == [(q_BTHE.shape[1], q_BTHE.shape[0])]:  # no document starts inside a row
         return causal_attention(q_BTHE, k_BTKE, v_BTKE)
     sizes = [length * count for length, count in runs]
     q, k, v = (x.flatten(0, 1).split(sizes) for x in (q_BTHE, k_BTKE, v_BTKE))

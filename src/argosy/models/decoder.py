@@ -1,4 +1,4 @@
-"""The decoder-only transformer of the dense Llama 3 and Qwen3 families; its sizes are data (`ModelConfig`)."""
+"""The decoder-only transformer of the dense Llama 3 and Qwen3 families; sizes are data (`ModelConfig`)."""
 
 from __future__ import annotations
 

@@ -46,5 +46,6 @@ def choose(logits_V: Tensor, temperature: float, top_p: float, generator: torch.
         return int(logits_V.argmax())
     probabilities, ids = (logits_V / temperature).softmax(-1).sort(descending=True)
     before = probabilities.cumsum(-1) - probabilities
+    before[0] = -1.0  # the likeliest token stays, whatever top_p is
     probabilities = probabilities.masked_fill(before >= top_p, 0.0)
     return int(ids[torch.multinomial(probabilities, 1, generator=generator)])

@@ -217,9 +217,7 @@ def _write_tokenizer(folder: Path, file: Path, eod_id: int | None, config: Model
         )
     eod = None if eod_id is None else tokenizer.id_to_token(eod_id)
     if eod_id is not None and eod is None:
-        raise UserError(
-            f"{file} has no token {eod_id} to end documents with. Give the model's own tokenizer."
-        )
+        raise UserError(f"{file} has no token {eod_id} to end documents with. Give the model's own tokenizer.")
     shutil.copyfile(file, folder / "tokenizer.json")
     described = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -371,9 +369,7 @@ def _rope_from_json(given: Mapping[str, Any], file: Path) -> tuple[float, dict[s
     return theta, scaling
 
 
-def _refuse_rope_leftovers(
-    rope: Mapping[str, Any], scaling: Mapping[str, Any], section: str, file: Path
-) -> None:
+def _refuse_rope_leftovers(rope: Mapping[str, Any], scaling: Mapping[str, Any], section: str, file: Path) -> None:
     """What no field of ours holds is only let through if it says what we do anyway."""
     ours = {"partial_rotary_factor": 1.0}
     if scaling["kind"] == "yarn":

@@ -12,9 +12,7 @@ from argosy.config.schema import ModelConfig, RopeScaling
 # B batch, T tokens, H heads, E head width
 
 
-def rotary_table(
-    config: ModelConfig, seq_len: int, device: torch.device | None = None
-) -> tuple[Tensor, Tensor]:
+def rotary_table(config: ModelConfig, seq_len: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary angles, two fp32 tensors of shape [seq_len, head_width].
 
     The two halves of a head are the pairs (the convention of Llama's and Qwen's published weights):

@@ -15,13 +15,16 @@ from argosy.config.schema import LaunchConfig
 from argosy.plan.plan import AXES, Plan
 
 
+CPU = torch.device("cpu")
+
+
 @dataclass(frozen=True)
 class World:
     """This process among all of a run. A world of one needs no process group, and its collectives do nothing."""
 
     rank: int = 0
     size: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
     mesh: DeviceMesh | None = None
     """One dimension for each of `plan.AXES`; None in a world of one."""
 
@@ -88,7 +91,7 @@ def threads_per_process(launch: LaunchConfig, local_processes: int) -> int:
 
 def _device(launch: LaunchConfig) -> torch.device:
     if launch.device == "cpu" or (launch.device == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        return CPU
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device

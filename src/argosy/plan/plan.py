@@ -45,9 +45,10 @@ class Plan(BaseModel):
     """Blocks and loss go through torch.compile."""
 
     def __str__(self) -> str:
-        """Only what differs from the default; a plan of ones is "dp_replicate=1"."""
-        words = [f"{key}={_word(value)}" for key, value in self.model_dump(exclude_defaults=True).items()]
-        return ",".join(words) or "dp_replicate=1"
+        """The axes that are not 1, and all that `auto` would otherwise choose: it reads back as the same plan."""
+        said = self.model_dump(exclude_defaults=True) | self.model_dump(include={"microbatch", "precision"})
+        words = [f"{key}={_word(said[key])}" for key in type(self).model_fields if key in said]
+        return ",".join(words)
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -91,7 +92,7 @@ class Plan(BaseModel):
             if getattr(self, axis) > 1 and axis not in RUNNABLE_AXES:
                 raise UserError(
                     f"plan.{axis} = {getattr(self, axis)}: this version trains with "
-                    f"{', '.join(RUNNABLE_AXES)} only. Try plan = \"dp_replicate={processes}\"."
+                    f'{", ".join(RUNNABLE_AXES)} only. Try plan = "dp_replicate={processes}".'
                 )
         if self.world_size != processes:
             raise UserError(

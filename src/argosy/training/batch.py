@@ -18,9 +18,7 @@ class Microbatch:
     documents: Tensor
 
 
-def microbatches(
-    rows: np.ndarray, size: int, end_of_document: int, device: torch.device
-) -> list[Microbatch]:
+def microbatches(rows: np.ndarray, size: int, end_of_document: int, device: torch.device) -> list[Microbatch]:
     """Cut `rows` (int32 [n, T+1], overlapping windows of the token stream) into microbatches of `size` rows."""
     return [_microbatch(rows[i : i + size], end_of_document, device) for i in range(0, len(rows), size)]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from argosy.data.loader import TokenSource, validation_windows
+from argosy.data.stream import TokenSource, spread_windows
 from argosy.models.decoder import Decoder
 from argosy.models.loss import IGNORED
 from argosy.parallel.world import World
@@ -35,14 +35,20 @@ class HeldOut:
         return self.windows.shape[0] * (self.windows.shape[1] - 1)
 
     @classmethod
-    def read(cls, sources: Sequence[TokenSource], seq_len: int, max_tokens: int, eod_id: int) -> HeldOut:
-        """An equal share of at most `max_tokens` from each source, always the same windows."""
-        parts = [validation_windows(source, seq_len, max_tokens // len(sources)) for source in sources]
+    def read(cls, splits: Sequence[TokenSource], seq_len: int, max_tokens: int) -> HeldOut:
+        """An equal share of at most `max_tokens` from each split, always the same windows.
+
+        Splits without text are left out, and the result may be empty. Raises: UserError if one has text, but less
+        than a window.
+        """
+        splits = [split for split in splits if len(split)]
+        parts = [spread_windows(split, seq_len, max_tokens // len(splits)) for split in splits]
+        if not parts:
+            return cls(np.empty((0, seq_len + 1), np.int32), 0.0, 0)
         text_bytes = sum(
-            part.shape[0] * seq_len * source.text_bytes_per_token
-            for part, source in zip(parts, sources, strict=True)
+            part.shape[0] * seq_len * split.text_bytes_per_token for part, split in zip(parts, splits, strict=True)
         )
-        return cls(np.concatenate(parts), text_bytes, eod_id)
+        return cls(np.concatenate(parts), text_bytes, splits[0].manifest.eod_id)
 
 
 @dataclass(frozen=True)

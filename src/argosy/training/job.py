@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -55,9 +54,8 @@ class Job:
         rows = run.train.global_batch // plan.dp
         self._data = open_data(run.data, run.seed, run.train.global_batch)
         self._loader = self._data.loader(slice(world.dp_rank * rows, (world.dp_rank + 1) * rows))
-        self._held_out = HeldOut.read(
-            self._data.sources, run.data.seq_len, run.evaluate.tokens, self._data.eod_id
-        )
+        held_out = [source.held_out() for source in self._data.sources]
+        self._held_out = HeldOut.read(held_out, run.data.seq_len, run.evaluate.tokens)
 
         model = Decoder(run.model, DTYPES[plan.precision])
         materialize(model, world.device, run.seed)
@@ -65,9 +63,7 @@ class Job:
         self._reducer = GradientReducer(model.parameters(), world.group("dp_replicate"))
         self.state = TrainState(model, build_optimizer(model, run.optimizer))
 
-        self._keeper = Keeper(
-            run_dir, run.checkpoint, plan, self._data.identity, world, self.events, self.progress
-        )
+        self._keeper = Keeper(run_dir, run.checkpoint, plan, self._data.identity, world, self.events, self.progress)
         self._judge, self._pace = Judge(), Pace(run)
         self._clock = StepClock(world.device)
         self._score: Score | None = None

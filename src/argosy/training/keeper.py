@@ -33,7 +33,12 @@ class Keeper:
         events: Events,
         progress: Progress,
     ):
-        self._run_dir, self._settings, self._plan, self._data_identity = run_dir, settings, plan, data_identity
+        self._run_dir, self._settings, self._plan, self._data_identity = (
+            run_dir,
+            settings,
+            plan,
+            data_identity,
+        )
         self._world, self._events, self._progress = world, events, progress
         self._saver = Saver(run_dir, world, self._ended)
         self._last_save = time.monotonic()

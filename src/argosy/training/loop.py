@@ -7,7 +7,8 @@ from pathlib import Path
 from argosy.config.schema import RunConfig
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
-from argosy.training.job import Job, Verdict
+from argosy.training.job import Job
+from argosy.training.judge import Verdict
 from argosy.training.stop import StopSignal
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from argosy.data.loader import TokenSource
+from argosy.data.stream import TokenSource
 from argosy.errors import UserError
 from argosy.parallel.world import World
 from argosy.training.evaluation import HeldOut, Score
@@ -40,5 +40,7 @@ def evaluate(
                 f"text with --tokenizer {opened.run_dir}/tokenizer.json."
             )
     length = seq_len or opened.run.data.seq_len
-    held_out = HeldOut.read(sources, length, max_tokens, opened.tokenizer.eod_id)
+    held_out = HeldOut.read(sources, length, max_tokens)
+    if not held_out.tokens:
+        raise UserError(f"{folders[0]}: its {split} split is empty. Prepare it with a larger --validation-fraction.")
     return score(opened.model(), held_out, max(1, BATCH_TOKENS // length), World())

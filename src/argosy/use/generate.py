@@ -21,9 +21,7 @@ def generate(
     stop: Sequence[str] = (),
 ) -> str:
     """Continue `prompt` with the model of a run or checkpoint at `path`; see `stream` for the arguments."""
-    pieces = stream(
-        path, prompt, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop
-    )
+    pieces = stream(path, prompt, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop)
     return "".join(pieces)
 
 

@@ -1,0 +1,73 @@
+"""Turn text into token shards, once, for any number of runs.
+
+It goes on where it left off if it was interrupted, and does nothing if the folder holds the same already.
+
+Examples:
+  argosy prepare book.txt notes/ --out data/mine                  files and folders; a tokenizer is trained on them
+  argosy prepare 'dumps/*.jsonl.zst' --field content --out data/web --tokenizer tokenizer.json
+  argosy prepare builtin:python --out data/python --vocab-size 8192
+  argosy prepare --out data/mine --verify                         read every byte back against its checksum
+  argosy prepare megatron-shards/ --adopt --tokenizer tokenizer.json    use shards that another program wrote
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from argosy.cli.options import parse_section
+from argosy.config.schema import PrepareConfig
+from argosy.errors import UserError
+from argosy.observe.progress import Progress
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `argosy prepare`."""
+
+    verify: bool = False
+    """Prepare nothing; check the folder `--out` byte by byte."""
+    adopt: bool = False
+    """The input is one folder of Megatron .bin/.idx shards: write the manifest that makes it a prepared one."""
+    json: bool = False
+    """Print the manifest as JSON."""
+
+
+class Positional(PrepareConfig):
+    """Text in, token shards out."""
+
+    input: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Files, folders, globs, fsspec URLs, or builtin:python."""
+
+
+def main(argv: list[str]) -> None:
+    """`argosy prepare INPUT ... --out DIR`."""
+    options, config = parse_section(argv, "argosy prepare", Options, Positional)
+    progress = Progress(enabled=not options.json)
+    if options.verify:
+        from argosy.data.manifest import verify
+
+        manifest, folder = verify(config.out), config.out
+    elif options.adopt:
+        from argosy.data.adopt import adopt
+
+        if len(config.input) != 1 or config.tokenizer is None:
+            raise UserError("--adopt takes one folder of shards, and --tokenizer with the tokenizer.json they are of.")
+        folder = Path(config.input[0])
+        manifest = adopt(folder, config.tokenizer)
+    else:
+        from argosy.data.prepare import prepare
+
+        if not config.input:
+            raise UserError("nothing to prepare. Name files, folders, globs or URLs: argosy prepare book.txt --out data/mine")
+        folder = config.out
+        manifest = prepare(PrepareConfig(**config.model_dump()), lambda state: progress.note(str(state)))
+        progress.close()
+    if options.json:
+        print(json.dumps(manifest.model_dump(mode="json")))
+        return
+    splits = ", ".join(f"{name} {manifest.tokens(name) / 1e6:.2f}M" for name in manifest.splits)
+    print(f"{folder}: tokens {splits}; vocabulary {manifest.vocab_size}")

@@ -1,0 +1,87 @@
+"""Token shards that another program wrote (Megatron-LM, datatrove): a manifest for them, nothing copied."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from argosy.data.checksum import write_checksums
+from argosy.data.files import atomic_write, file_sha256
+from argosy.data.manifest import TOKENIZER, Manifest, Shard, SplitName
+from argosy.data.shards import ShardIndex, ShardReader
+from argosy.data.tokenizer import Tokenizer
+from argosy.errors import UserError
+
+SAMPLE_TOKENS = 200_000
+"""Tokens of each shard that are decoded to estimate its bytes of text."""
+
+
+def adopt(folder: Path | str, tokenizer: Path | str) -> Manifest:
+    """Give `folder` of foreign .bin/.idx shards a manifest; `tokenizer` is the tokenizer.json that made them.
+
+    Shards whose name contains "valid" or ends in "val" are the validation split, all others the train split, in
+    the order of their names. Every file is read once, to hash it and to write its block checksums. Bytes of text
+    are estimated from a decoded sample of each shard, since decoding everything takes as long as tokenizing.
+
+    Raises: UserError if there are no shards, one is damaged, or they are of several dtypes.
+    """
+    folder = Path(folder)
+    if not (indices := sorted(folder.glob("*.idx"))):
+        raise UserError(f"{folder}: no .idx files here. Name the folder that holds the .bin/.idx pairs to adopt")
+    _copy_tokenizer(Path(tokenizer), folder)
+    mine = Tokenizer.load(folder / TOKENIZER)
+    dtypes = {path.name: ShardIndex.read(path).dtype for path in indices}
+    if len(set(dtypes.values())) > 1:
+        listed = ", ".join(f"{name}: {dtype.name}" for name, dtype in dtypes.items())
+        raise UserError(
+            f"{folder}: shards of several dtypes ({listed}). Put those of each dtype in a folder of its own"
+        )
+    splits: dict[SplitName, list[Shard]] = {"train": [], "validation": []}
+    for path in indices:
+        splits[_split_of(path.stem)].append(_describe(path, mine))
+    manifest = Manifest(
+        tokenizer_sha256=mine.sha256,
+        vocab_size=mine.vocab_size,
+        eod_id=mine.eod_id,
+        dtype=next(iter(dtypes.values())).name,
+        text_bytes_estimated=True,
+        splits={name: tuple(shards) for name, shards in splits.items()},
+    )
+    manifest.save(folder)
+    return manifest
+
+
+def _copy_tokenizer(path: Path, folder: Path) -> None:
+    if not path.exists():
+        raise UserError(f"tokenizer = {path}: there is no such file. Name the tokenizer.json that made the shards")
+    if path.resolve() != (folder / TOKENIZER).resolve():
+        with atomic_write(folder / TOKENIZER) as file:
+            file.write(path.read_bytes())
+
+
+def _split_of(name: str) -> SplitName:
+    return "validation" if "valid" in name or name.endswith("val") else "train"
+
+
+def _describe(idx_path: Path, tokenizer: Tokenizer) -> Shard:
+    bin_path = idx_path.with_suffix(".bin")
+    index = ShardIndex.read(idx_path)
+    if not bin_path.with_suffix(".crc32").exists():
+        write_checksums(bin_path)
+    return Shard(
+        name=idx_path.stem,
+        tokens=index.tokens,
+        documents=max(len(index.documents) - 1, 0),
+        text_bytes=_estimate_text_bytes(ShardReader(bin_path, index.dtype, tokenizer.vocab_size), tokenizer),
+        idx_bytes=idx_path.stat().st_size,
+        bin_sha256=file_sha256(bin_path),
+        idx_sha256=file_sha256(idx_path),
+    )
+
+
+def _estimate_text_bytes(shard: ShardReader, tokenizer: Tokenizer) -> int:
+    sample = shard.tokens(0, min(len(shard), SAMPLE_TOKENS)).astype(np.int64).tolist()
+    if not sample:
+        return 0
+    return round(len(tokenizer.decode(sample).encode()) / len(sample) * len(shard))

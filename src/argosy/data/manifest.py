@@ -1,0 +1,163 @@
+"""`manifest.json`: what lies in a prepared folder. Written last, so a folder without one is not prepared."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from argosy.data.files import atomic_write, file_sha256
+from argosy.errors import UserError
+
+NAME = "manifest.json"
+TOKENIZER = "tokenizer.json"
+
+SplitName = Literal["train", "validation"]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Shard(_Record):
+    """One `NAME.bin` with its `NAME.idx`."""
+
+    name: str
+    tokens: int
+    documents: int
+    text_bytes: int
+    """UTF-8 bytes of the text that the tokens stand for; see `Manifest.text_bytes_estimated`."""
+    idx_bytes: int
+    bin_sha256: str
+    idx_sha256: str
+
+
+class Manifest(_Record):
+    """What a prepared folder holds and how it was made."""
+
+    format: Literal[1] = 1
+    tokenizer_sha256: str
+    """Of `tokenizer.json`, a copy of which lies in the folder."""
+    vocab_size: int
+    eod_id: int
+    """The token that ends every document."""
+    dtype: str
+    """NumPy name of the tokens' type in the .bin files."""
+    options: dict[str, Any] = {}
+    """What `prepare` was told, as far as the result depends on it; empty for adopted shards."""
+    skipped: dict[str, int] = {}
+    """Input that was left out: kind -> count."""
+    text_bytes_estimated: bool = False
+    """text_bytes were scaled up from a decoded sample (adopted shards), not counted."""
+    splits: dict[SplitName, tuple[Shard, ...]]
+
+    def tokens(self, split: SplitName) -> int:
+        """Tokens in a split, ends of documents included."""
+        return sum(shard.tokens for shard in self.splits.get(split, ()))
+
+    def documents(self, split: SplitName) -> int:
+        """Documents in a split."""
+        return sum(shard.documents for shard in self.splits.get(split, ()))
+
+    def text_bytes(self, split: SplitName) -> int:
+        """UTF-8 bytes of text in a split."""
+        return sum(shard.text_bytes for shard in self.splits.get(split, ()))
+
+    @property
+    def identity(self) -> str:
+        """Sixteen hexadecimal digits that change when the tokens do, or the order that they are stored in.
+
+        The order of samples is a function of these and the seed, so a resumed run compares them.
+        """
+        tokens = {name: [(s.tokens, s.bin_sha256) for s in shards] for name, shards in self.splits.items()}
+        text = json.dumps([self.eod_id, self.dtype, tokens], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def save(self, folder: Path) -> None:
+        """Write `folder/manifest.json`, whole or not at all."""
+        with atomic_write(folder / NAME) as file:
+            file.write(self.model_dump_json(indent=1).encode())
+
+    @classmethod
+    def load(cls, folder: Path) -> Manifest:
+        """Read `folder/manifest.json` and check that its files are there, as long as they should be.
+
+        Raises: UserError if they are not, or tokenizer.json is not the one that made the shards.
+        """
+        manifest = cls._parse(folder)
+        manifest._check_tokenizer(folder)
+        for shard in manifest._shards():
+            manifest._check_sizes(folder, shard)
+        return manifest
+
+    @classmethod
+    def _parse(cls, folder: Path) -> Manifest:
+        path = folder / NAME
+        if not path.exists():
+            raise UserError(f"{folder}: no prepared data here ({NAME} is missing). {_how_to_fill(folder)}")
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"]))
+            raise UserError(
+                f"{path}: {key + ': ' if key else ''}{first['msg']}. It is damaged or of another version: delete "
+                f"{folder} and prepare it again: argosy prepare --out {folder}"
+            ) from None
+
+    def _shards(self) -> list[Shard]:
+        return [shard for shards in self.splits.values() for shard in shards]
+
+    def _check_tokenizer(self, folder: Path) -> None:
+        path = folder / TOKENIZER
+        if not path.exists():
+            raise UserError(f"{path} is missing. Restore it, or prepare again: argosy prepare --out {folder}")
+        if (found := file_sha256(path)) != self.tokenizer_sha256:
+            raise UserError(
+                f"{folder}: manifest of another tokenizer: its shards were made with tokenizer "
+                f"{self.tokenizer_sha256[:12]}, but {TOKENIZER} is {found[:12]}. Restore {path}, or delete {folder} "
+                f"and prepare it again: argosy prepare --out {folder}"
+            )
+
+    def _check_sizes(self, folder: Path, shard: Shard) -> None:
+        sizes = {".bin": shard.tokens * np.dtype(self.dtype).itemsize, ".idx": shard.idx_bytes}
+        for suffix, size in sizes.items():
+            path = folder / (shard.name + suffix)
+            found = path.stat().st_size if path.exists() else None
+            if found != size:
+                state = "is missing" if found is None else f"has {found} bytes instead of {size}"
+                raise UserError(
+                    f"{path} {state}. Restore the file, or delete {folder} and prepare it again: "
+                    f"argosy prepare --out {folder}"
+                )
+
+
+def verify(folder: Path) -> Manifest:
+    """Hash every file of a prepared folder again; returns its manifest.
+
+    Raises: UserError that names the first file that is not what the manifest says.
+    """
+    manifest = Manifest.load(folder)
+    for shard in manifest._shards():
+        for suffix, expected in ((".bin", shard.bin_sha256), (".idx", shard.idx_sha256)):
+            path = folder / (shard.name + suffix)
+            if (found := file_sha256(path)) != expected:
+                raise UserError(
+                    f"{path} does not match its checksum (manifest {expected[:12]}, file {found[:12]}). Restore the "
+                    f"file, or delete {folder} and prepare it again: argosy prepare --out {folder}"
+                )
+    return manifest
+
+
+def _how_to_fill(folder: Path) -> str:
+    if any(folder.glob("*.idx")):
+        return (
+            "It has Megatron .idx files: if all of them are whole, adopt them: "
+            f"argosy.data.adopt.adopt({str(folder)!r}, 'tokenizer.json'). "
+            f"If preparing was interrupted, finish it: argosy prepare --out {folder}"
+        )
+    return f"Prepare it: argosy prepare --input TEXT --out {folder}"

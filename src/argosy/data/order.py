@@ -1,0 +1,100 @@
+"""Which sample comes when: a pure function of the seed, the sample's index and the sizes of the sources.
+
+A run's samples are numbered 0, 1, 2, ...; step s of a run with global batch G takes samples s G to (s + 1) G.
+Nothing else enters, so the order is the same for any number of processes, after any number of restarts, and a
+run's whole position in its data is one integer. Sample i is found in two moves:
+
+1. `mixture`: the source s that i comes from, and the number c of samples that came from s before i;
+2. `permutation`: c = epoch * windows(s) + place; the window is where `place` goes under the permutation of
+   (seed, s, epoch). So every window of a source is seen once in each of its epochs, always in another order.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from argosy.data.mixture import Mixture
+from argosy.data.permutation import U64, key_of, mix, permute
+
+I64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """From `first_sample` on, draw from the sources by these weights (one for each source; 0 leaves it out)."""
+
+    first_sample: int
+    weights: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Where consecutive samples lie; three arrays of the same length."""
+
+    sources: I64
+    epochs: I64
+    """How often the sample's source had been read through before it."""
+    windows: I64
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+
+class SampleOrder:
+    """The order of a run's samples.
+
+    Args:
+        seed: any integer >= 0; another seed is another order.
+        windows: how many windows each source has, each at least 1. A source's place here is part of the order:
+            sources may be added at the end, for later stages, without a change to what came before.
+        stages: by ascending `first_sample`, the first at 0.
+    """
+
+    def __init__(self, seed: int, windows: Sequence[int], stages: Sequence[Stage]):
+        self._windows = list(windows)
+        self._keys = np.array([key_of(seed, "source", s) for s in range(len(windows))], np.uint64)
+        self._starts = [stage.first_sample for stage in stages]
+        self._mixtures = [Mixture(s.weights, key_of(seed, "stage", k)) for k, s in enumerate(stages)]
+        self._drawn_before = [[0] * len(windows)]  # by stage: how often each source was drawn before it
+        for mixture, (start, stop) in zip(self._mixtures, pairwise(self._starts), strict=False):
+            self._drawn_before.append(_add(self._drawn_before[-1], mixture.counts(stop - start)))
+
+    def counts(self, n: int) -> list[int]:
+        """How many of the first `n` samples come from each source, in O(log n) time."""
+        stage = bisect_right(self._starts, n) - 1
+        return _add(self._drawn_before[stage], self._mixtures[stage].counts(n - self._starts[stage]))
+
+    def samples(self, start: int, stop: int) -> Samples:
+        """Samples `start` to `stop` of the run."""
+        sources = np.concatenate([np.empty(0, np.int64), *self._sources(start, stop)])
+        epochs, windows = np.empty_like(sources), np.empty_like(sources)
+        for source, drawn_before in enumerate(self.counts(start)):
+            here = np.flatnonzero(sources == source)
+            if here.size:
+                drawn = np.arange(drawn_before, drawn_before + here.size, dtype=np.uint64)
+                epochs[here], windows[here] = self._visit(source, drawn)
+        return Samples(sources, epochs, windows)
+
+    def _sources(self, start: int, stop: int) -> Iterator[I64]:
+        """The sources of samples `start` to `stop`, stage by stage."""
+        ends = [*self._starts[1:], stop]
+        for first, end, mixture in zip(self._starts, ends, self._mixtures, strict=True):
+            low, high = max(start, first), min(stop, end)
+            if low < high:
+                yield mixture.sources(low - first, high - first)
+
+    def _visit(self, source: int, drawn: U64) -> tuple[U64, U64]:
+        """Epoch and window of the samples that come from `source` after `drawn` others."""
+        n = np.uint64(self._windows[source])
+        epochs, places = drawn // n, drawn % n
+        return epochs, permute(places, int(n), mix(self._keys[source] ^ mix(epochs)))
+
+
+def _add(a: list[int], b: list[int]) -> list[int]:
+    return [x + y for x, y in zip(a, b, strict=True)]

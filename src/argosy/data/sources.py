@@ -1,0 +1,123 @@
+"""What `prepare.input` names: files, folders, globs, URLs and builtin corpora, as one list of files in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+import fsspec
+from fsspec.core import url_to_fs
+
+from argosy.data.builtin import PREFIX, builtin_files
+from argosy.errors import UserError
+
+COMPRESSIONS = (".gz", ".zst")
+RECORDS = (".jsonl", ".ndjson", ".parquet")
+TEXTS = (
+    *(".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".html", ".htm", ".xml", ".csv", ".tsv"),
+    *(".py", ".pyi", ".ipynb", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".rs", ".go", ".java", ".kt"),
+    *(".js", ".ts", ".jsx", ".tsx", ".css", ".rb", ".php", ".pl", ".lua", ".r", ".jl", ".scala", ".swift", ".cs"),
+    *(".hs", ".ml", ".ex", ".exs", ".clj", ".lisp", ".sh", ".bash", ".sql", ".proto", ".cmake", ".mk"),
+    *(".toml", ".yaml", ".yml", ".ini", ".cfg", ".json"),
+)
+"""What is taken from a folder or a glob; a file that is named itself is taken as text whatever its suffix."""
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """One file of the input."""
+
+    name: str
+    """As messages show it: a path or a URL."""
+    fs: Any
+    """The fsspec file system that it lies in."""
+    path: str
+    """Where in `fs`."""
+    size: int | None
+    """Bytes, compressed if it is; None if the server does not say."""
+    stamp: str
+    """Changes when the file does, as far as the file system can tell."""
+
+    @property
+    def suffix(self) -> str:
+        """What kind of records it holds: the suffix below that of a compression, in lower case."""
+        return _suffixes(self.path)[0]
+
+    @property
+    def compression(self) -> str:
+        """One of COMPRESSIONS, or an empty string."""
+        return _suffixes(self.path)[1]
+
+
+def find_files(items: Iterable[str]) -> list[InputFile]:
+    """All files that the items of `prepare.input` name, item after item; within a folder or glob sorted by path.
+
+    Raises: UserError if an item names nothing, or its protocol is unknown or lacks a package.
+    """
+    files = [file for item in items for file in _expand(item)]
+    if not files:
+        raise UserError("input = []: nothing to prepare. Name files, folders, globs, URLs or builtin:python")
+    return files
+
+
+def _expand(item: str) -> list[InputFile]:
+    if item.startswith(PREFIX):
+        local = fsspec.filesystem("file")
+        return [_file(local, str(path), local.info(str(path))) for path in builtin_files(item)]
+    fs, path = _file_system(item)
+    try:
+        return _look_up(item, fs, path)
+    except FileNotFoundError:
+        raise UserError(
+            f"input = {item}: there is no such file or folder. Check the path, or quote the glob so that the shell "
+            "leaves it alone"
+        ) from None
+    except (OSError, PermissionError) as error:
+        raise UserError(f"input = {item}: cannot be read ({error}). Check the address and your rights") from None
+
+
+def _file_system(item: str) -> tuple[Any, str]:
+    try:
+        return url_to_fs(item)
+    except (ImportError, ValueError) as error:  # the protocol's package is missing; there is no such protocol
+        raise UserError(f"input = {item}: {error}. Install what it asks for, or copy the files here") from None
+
+
+def _look_up(item: str, fs: Any, path: str) -> list[InputFile]:
+    if fs.isfile(path):
+        return [_file(fs, path, fs.info(path))]
+    if fs.isdir(path):
+        found, what = fs.find(path, detail=True), "folder"
+        found = {name: info for name, info in found.items() if not _is_hidden(name, path)}
+    elif any(letter in path for letter in "*?["):
+        found, what = fs.glob(path, detail=True), "glob"
+    else:
+        raise FileNotFoundError(path)
+    files = [_file(fs, name, info) for name, info in sorted(found.items()) if info["type"] == "file"]
+    known = [file for file in files if file.suffix in (*TEXTS, *RECORDS)]
+    if not known:
+        raise UserError(
+            f"input = {item}: this {what} holds {len(files)} files, none of a known kind (.txt .md .py ... .jsonl "
+            ".parquet, also .gz .zst). Name the files themselves if they are text"
+        )
+    return known
+
+
+def _is_hidden(name: str, folder: str) -> bool:
+    """Whether a file below `folder` lies in a dot folder, such as .git, or is a dot file itself."""
+    return any(part.startswith(".") for part in PurePosixPath(name[len(folder) :]).parts)
+
+
+def _file(fs: Any, path: str, info: dict[str, Any]) -> InputFile:
+    stamp = next((str(info[key]) for key in ("mtime", "ETag", "etag", "LastModified") if info.get(key)), "")
+    name = path if "file" in fs.protocol else str(fs.unstrip_protocol(path))
+    return InputFile(name, fs, path, info.get("size"), stamp)
+
+
+def _suffixes(path: str) -> tuple[str, str]:
+    """(kind, compression) of a path; a URL's query is no part of its suffix."""
+    suffixes = [suffix.lower() for suffix in PurePosixPath(path.partition("?")[0]).suffixes]
+    compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else ""
+    return (suffixes[-1] if suffixes else ""), compression

@@ -1,0 +1,115 @@
+"""A split of a prepared folder, read as one long stream of tokens."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from argosy.data.manifest import Manifest, SplitName
+from argosy.data.shards import ShardReader
+from argosy.errors import UserError
+
+I32 = npt.NDArray[np.int32]
+
+OPEN_SHARDS = 256
+"""Memory maps kept open by a source; each holds a file descriptor, of which a process often has 1024."""
+
+
+class TokenSource:
+    """All shards of a split laid end to end. Window w of T tokens is tokens w T to (w + 1) T, and the next one.
+
+    Args:
+        folder: a prepared folder.
+        split: "train" or "validation".
+
+    Raises: UserError if the folder is not whole (see `Manifest.load`).
+    """
+
+    def __init__(self, folder: Path | str, split: SplitName = "train"):
+        self.folder, self.split = Path(folder), split
+        self.manifest = Manifest.load(self.folder)
+        self._shards = [shard for shard in self.manifest.splits.get(split, ()) if shard.tokens]
+        self._starts = [0, *accumulate(shard.tokens for shard in self._shards)]
+        self._reader = lru_cache(OPEN_SHARDS)(self._open)
+
+    def __len__(self) -> int:
+        """Tokens in the split, ends of documents included."""
+        return self._starts[-1]
+
+    @property
+    def text_bytes_per_token(self) -> float:
+        """UTF-8 bytes of text that a token stands for on average; turns nats per token into bits per byte."""
+        return self.manifest.text_bytes(self.split) / max(len(self), 1)
+
+    def held_out(self) -> TokenSource:
+        """The validation split of the same folder."""
+        return TokenSource(self.folder, "validation")
+
+    def windows(self, seq_len: int) -> int:
+        """Whole windows of `seq_len` tokens and their successors.
+
+        Raises: UserError if there is not even one.
+        """
+        if (windows := (len(self) - 1) // seq_len) > 0:
+            return windows
+        if len(self) < 2:
+            raise UserError(
+                f"{self.folder}: the {self.split} split has {len(self)} tokens. Prepare more text, or set aside "
+                f"another share of it: data.prepare.validation_fraction"
+            )
+        raise UserError(
+            f"data.seq_len = {seq_len}: the {self.split} split of {self.folder} has only {len(self)} tokens, and a "
+            f"sample takes seq_len + 1. Use seq_len = {len(self) - 1} or less, or prepare more text"
+        )
+
+    def tokens(self, start: int, stop: int) -> I32:
+        """Tokens `start` to `stop` of the stream.
+
+        Raises: UserError if a shard is damaged there, or holds an id outside the vocabulary.
+        """
+        out = np.empty(max(min(stop, len(self)) - start, 0), np.int32)
+        self._copy(start, out)
+        return out
+
+    def read_windows(self, windows: npt.NDArray[np.int64], out: I32) -> None:
+        """Copy the windows with these numbers into the rows of `out` [len(windows), seq_len + 1]."""
+        seq_len = out.shape[1] - 1
+        for row, window in enumerate(windows.tolist()):
+            self._copy(window * seq_len, out[row])
+
+    def _copy(self, start: int, out: I32) -> None:
+        done = 0
+        while done < len(out):
+            shard = bisect_right(self._starts, start + done) - 1
+            offset = start + done - self._starts[shard]
+            stop = min(offset + len(out) - done, self._starts[shard + 1] - self._starts[shard])
+            out[done : done + stop - offset] = self._reader(shard).tokens(offset, stop)
+            done += stop - offset
+
+    def _open(self, shard: int) -> ShardReader:
+        path = self.folder / f"{self._shards[shard].name}.bin"
+        return ShardReader(path, np.dtype(self.manifest.dtype), self.manifest.vocab_size)
+
+
+def spread_windows(source: TokenSource, seq_len: int, max_tokens: int) -> I32:
+    """Windows that make up `max_tokens` (one at least), spread evenly over the split; int32 [n, seq_len + 1].
+
+    Always the same for the same arguments. Spread, so that a part of the split is no less varied than the whole.
+
+    Raises: UserError if the split is shorter than one window.
+    """
+    windows = source.windows(seq_len)
+    n = min(windows, max(max_tokens // seq_len, 1))
+    out = np.empty((n, seq_len + 1), np.int32)
+    source.read_windows(np.arange(n, dtype=np.int64) * windows // n, out)
+    return out
+
+
+def validation_windows(source: TokenSource, seq_len: int, max_tokens: int) -> I32:
+    """`spread_windows` of the held-out split of the source's folder, whichever split `source` itself reads."""
+    return spread_windows(source if source.split == "validation" else source.held_out(), seq_len, max_tokens)

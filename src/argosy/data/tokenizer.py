@@ -1,0 +1,134 @@
+"""`tokenizer.json`, the one format of tokenizers: trained here or brought along."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+from argosy.data.files import atomic_write
+from argosy.errors import UserError
+
+END_OF_DOCUMENT = "<|endoftext|>"
+END_NAMES = (
+    END_OF_DOCUMENT,
+    "<|end_of_text|>",
+    "<|end▁of▁sentence|>",
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+    "<|im_end|>",
+)
+"""What tokenizers call the token that ends a document, the likeliest first: GPT-2 and Qwen, Llama 3, DeepSeek,
+Llama 2 and Mistral, Gemma, others; a chat model's end of turn only if there is nothing else."""
+
+SMALLEST_VOCABULARY = 256 + 1
+"""Every byte, and the end of a document."""
+
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""GPT-4's: words with the space before them, up to three digits, punctuation, runs of white space."""
+
+
+class Tokenizer:
+    """A loaded tokenizer.json.
+
+    Text is always encoded as text: where a document spells out a special token, its characters are encoded, so
+    that no document can fake its own end.
+    """
+
+    def __init__(self, json_text: str, where: str):
+        try:
+            self._engine = HuggingFaceTokenizer.from_str(json_text)
+        except Exception as error:  # the library raises bare Exception
+            raise UserError(
+                f"tokenizer = {where}: not a Hugging Face tokenizer.json ({error}). Export the tokenizer with "
+                "save_pretrained, or leave the key out to train one"
+            ) from None
+        self._where = where
+        self._engine.no_truncation()
+        self._engine.no_padding()
+        self._engine.encode_special_tokens = True
+        self.sha256 = hashlib.sha256(json_text.encode()).hexdigest()
+        """Of the file."""
+
+    @classmethod
+    def load(cls, path: Path) -> Tokenizer:
+        """Raises UserError if `path` is missing or no tokenizer.json."""
+        try:
+            return cls(path.read_bytes().decode(), str(path))
+        except FileNotFoundError:
+            raise UserError(
+                f"tokenizer = {path}: there is no such file. Name a tokenizer.json, or leave the key out to train one"
+            ) from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"tokenizer = {path}: cannot be read ({error}). Name a tokenizer.json") from None
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id: special tokens count, and so do gaps between ids."""
+        return max(self._engine.get_vocab(with_added_tokens=True).values()) + 1
+
+    @property
+    def eod_id(self) -> int:
+        """The id of the token that ends a document.
+
+        Raises: UserError if the tokenizer has none of END_NAMES.
+        """
+        for name in END_NAMES:
+            if (token := self._engine.token_to_id(name)) is not None:
+                return token
+        raise UserError(
+            f"tokenizer = {self._where}: no token ends a document (looked for {' '.join(END_NAMES)}). "
+            f"Add {END_OF_DOCUMENT} to its added_tokens, or use another tokenizer"
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, with nothing added before or after it."""
+        return self._engine.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text; the library's fastest way, without the offsets that nobody asked for."""
+        return [e.ids for e in self._engine.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text that `ids` stand for, special tokens left out."""
+        return self._engine.decode(ids)
+
+
+def train(sample: Iterable[str], vocab_size: int, path: Path) -> Tokenizer:
+    """Train a byte-level BPE (Sennrich et al. 2016; on bytes: Radford et al. 2019) and write it to `path`.
+
+    The same sample gives the same tokenizer. A sample too small for `vocab_size` merges gives fewer tokens.
+
+    Raises: UserError if `vocab_size` is too small to hold every byte.
+    """
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise UserError(
+            f"vocab_size = {vocab_size}: a byte-level BPE needs {SMALLEST_VOCABULARY} at least, 256 bytes and the "
+            "end of a document; 4096 suits small models, 32000 to 128000 large ones"
+        )
+    engine = HuggingFaceTokenizer(models.BPE())
+    engine.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    engine.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        show_progress=False,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    engine.train_from_iterator(sample, trainer)
+    json_text = engine.to_str(pretty=True)
+    with atomic_write(path) as file:
+        file.write(json_text.encode())
+    return Tokenizer(json_text, str(path))

@@ -1,0 +1,31 @@
+"""What several rooms' tests share."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # for `workers` and `tiny`, here and in spawned processes
+os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+
+from workers import WorkerPool
+
+
+@pytest.fixture(scope="session")
+def workers() -> Iterator[WorkerPool]:
+    """Gloo processes that any distributed test may use."""
+    pool = WorkerPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small real corpus, prepared: this package's own sources, 400-token vocabulary."""
+    from tiny import prepare_corpus
+
+    return prepare_corpus(tmp_path_factory.mktemp("corpus") / "prepared")
