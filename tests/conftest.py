@@ -8,11 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `workers` and `tiny`, here and in spawned processes
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 
 from workers import WorkerPool
+
+torch.set_num_threads(1)  # tensors this small are done before a second thread is awake
 
 
 @pytest.fixture(scope="session")

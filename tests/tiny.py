@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
-from argosy.data.prepare import prepare
+import torch
 
 import argosy
+from argosy.checkpoint import store
+from argosy.checkpoint.load import load_into
 from argosy.config.schema import ModelConfig, PrepareConfig, RunConfig
+from argosy.data.prepare import prepare
+from argosy.models.decoder import Decoder
+from argosy.models.initialize import materialize
+from argosy.observe.metrics import Metrics
 from argosy.parallel.world import World, lay_out
 from argosy.plan.plan import Plan
+from argosy.training.loop import train
+from argosy.training.stop import StopSignal
 
 SOURCES = Path(argosy.__file__).parent
 MODEL = {
@@ -22,15 +31,18 @@ MODEL = {
     "ffn_width": 64,
     "vocab_size": 400,
 }
+EAGER = Plan(compile=False)
 
 
-def prepare_corpus(out: Path) -> Path:
+def eager(plan: str) -> Plan:
+    """The plan that `plan` writes down, without torch.compile, which costs more than these runs."""
+    return Plan.parse(plan).model_copy(update={"compile": False})
+
+
+def prepare_corpus(out: Path, **keys: Any) -> Path:
     """Prepare the package's own Python files into `out`."""
-    prepare(
-        PrepareConfig(
-            input=(str(SOURCES),), out=out, vocab_size=MODEL["vocab_size"], validation_fraction=0.1, processes=1
-        )
-    )
+    defaults = {"vocab_size": MODEL["vocab_size"], "validation_fraction": 0.1, "processes": 1}
+    prepare(PrepareConfig(input=(str(SOURCES),), out=out, **{**defaults, **keys}))
     return out
 
 
@@ -54,11 +66,43 @@ def model_config(**keys: Any) -> ModelConfig:
     return ModelConfig.model_validate({**MODEL, **keys})
 
 
-def train_in(world: World, run: RunConfig, plan: Plan, run_dir: Path) -> list[dict[str, Any]]:
-    """Train in this process as one rank of `world`; the metric records of the run so far."""
-    from argosy.observe.metrics import Metrics
-    from argosy.training.loop import train
-    from argosy.training.stop import StopSignal
+def decoder(seed: int = 0, **keys: Any) -> Decoder:
+    """The tiny model itself, on the CPU."""
+    model = Decoder(model_config(**keys))
+    materialize(model, torch.device("cpu"), seed)
+    return model
 
-    train(run, plan, lay_out(world, plan), run_dir, StopSignal())
+
+class StopAfter(StopSignal):
+    """Asks for a stop in the last of `steps` steps, as SIGTERM would: the loop looks once a step."""
+
+    def __init__(self, steps: int):
+        self._steps_left = steps
+
+    @property
+    def number(self) -> int | None:
+        self._steps_left -= 1
+        return signal.SIGTERM if self._steps_left <= 0 else None
+
+
+def train_in(
+    world: World, run: RunConfig, plan: Plan, run_dir: Path, stop_after: int | None = None
+) -> list[dict[str, Any]]:
+    """Train in this process as one rank of `world`; the metric records of the run so far."""
+    stop = StopSignal() if stop_after is None else StopAfter(stop_after)
+    train(run, plan, lay_out(world, plan), run_dir, stop)
     return Metrics(run_dir).read()
+
+
+def losses(records: list[dict[str, Any]]) -> list[float]:
+    """The training loss of each step."""
+    return [record["loss"] for record in records if "loss" in record]
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    """The model in the newest whole checkpoint of `run_dir`."""
+    choice = store.newest_whole(run_dir)
+    assert choice is not None
+    model = dict(decoder(seed=99).named_parameters())
+    load_into({"model": model}, choice.checkpoint, World())
+    return {name: tensor.detach() for name, tensor in model.items()}

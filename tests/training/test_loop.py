@@ -2,97 +2,150 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import time
+from typing import Any
 
 import pytest
-import torch
 
 from argosy.checkpoint import store
+from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.errors import RunFailed
-from argosy.models.decoder import Decoder
+from argosy.observe.events import read_lines
+from argosy.observe.report import Report
 from argosy.parallel.world import World
-from argosy.plan.plan import Plan
-from argosy.training.loop import train
-from argosy.training.stop import StopSignal
-from tiny import run_config, train_in
-from workers import WorkerPool
+from tiny import EAGER, eager, losses, prepare_corpus, run_config, train_in, weights
 
-EAGER = {"compile": False}
-
-
-def losses(records: list[dict]) -> list[float]:
-    return [record["loss"] for record in records if "loss" in record]
+ALONE = World()
 
 
 @pytest.fixture(scope="module")
-def reference(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The loss curve of one process that nothing stopped."""
-    return losses(train_in(World(), run_config(corpus), Plan(**EAGER), tmp_path_factory.mktemp("reference")))
+def reference(corpus, tmp_path_factory) -> list[dict[str, Any]]:
+    """The records of one process that nothing stopped."""
+    return train_in(ALONE, run_config(corpus), EAGER, tmp_path_factory.mktemp("reference"))
 
 
-def test_the_loss_falls(reference: list[float]) -> None:
-    assert len(reference) == 8
-    assert reference[-1] < reference[0] - 0.3
+def saving(corpus, **checkpoint: Any) -> RunConfig:
+    return run_config(corpus, checkpoint={"every_steps": 2, **checkpoint})
 
 
-@pytest.mark.parametrize("plan", ["microbatch=2", "microbatch=8", "dp_replicate=2", "dp_replicate=2,microbatch=4", "dp_replicate=4"])
-def test_every_plan_gives_the_losses_of_one_process(
-    workers: WorkerPool, corpus: Path, reference: list[float], tmp_path: Path, plan: str
-) -> None:
-    layout = Plan.parse(plan).model_copy(update=EAGER)
-    records = workers.run(layout.world_size, train_in, run_config(corpus), layout, tmp_path)[0]
-    assert losses(records) == pytest.approx(reference, rel=1e-5)
+def test_the_loss_falls(reference):
+    assert len(losses(reference)) == 8
+    assert losses(reference)[-1] < losses(reference)[0] - 0.3
 
 
-@pytest.mark.parametrize("stop_after", [1, 3, 7])
-def test_a_resumed_run_repeats_the_losses_bit_for_bit(
-    corpus: Path, reference: list[float], tmp_path: Path, stop_after: int
-) -> None:
-    run = run_config(corpus, checkpoint={"every_steps": 1, "every_minutes": 0})
-    stopped = run.model_copy(update={"train": run.train.model_copy(update={"steps": 8})})
-    interrupt_after(stopped, stop_after, tmp_path)
-    assert losses(train_in(World(), run, Plan(**EAGER), tmp_path)) == reference
+@pytest.mark.parametrize("plan", ["microbatch=8", "dp_replicate=2", "dp_replicate=2,microbatch=4", "dp_replicate=4"])
+def test_every_plan_gives_the_losses_of_one_process(workers, corpus, reference, tmp_path, plan):
+    records = workers.run(eager(plan).world_size, train_in, run_config(corpus), eager(plan), tmp_path)[0]
+    for key in ("loss", "validation_loss", "grad_norm"):
+        expected = [record[key] for record in reference if key in record]
+        assert [record[key] for record in records if key in record] == pytest.approx(expected, rel=1e-5)
 
 
-def interrupt_after(run: RunConfig, steps: int, run_dir: Path) -> None:
-    """Train until `steps` are done, as a signal would end it."""
-    stop = StopSignal()
-
-    class Counting(StopSignal):
-        pass
-
-    original = Decoder.forward
-    calls = 0
-
-    def counted(self: Decoder, tokens, targets=None, *rest):
-        nonlocal calls
-        if torch.is_grad_enabled():
-            calls += 1
-            if calls == steps * run.train.global_batch:
-                stop.number = 15
-        return original(self, tokens, targets, *rest)
-
-    Decoder.forward = counted  # type: ignore[method-assign]
-    try:
-        train(run, Plan(**EAGER), World(), run_dir, stop)
-    finally:
-        Decoder.forward = original  # type: ignore[method-assign]
+@pytest.mark.parametrize("stop_after", [1, 3, 7, 8])
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(corpus, reference, tmp_path, stop_after):
+    run = run_config(corpus)
+    assert len(losses(train_in(ALONE, run, EAGER, tmp_path, stop_after))) == stop_after
+    assert _numbers(train_in(ALONE, run, EAGER, tmp_path)) == _numbers(reference)
 
 
-def test_a_run_saved_by_two_processes_goes_on_with_one(
-    workers: WorkerPool, corpus: Path, reference: list[float], tmp_path: Path
-) -> None:
-    half = run_config(corpus, train={"steps": 4, "global_batch": 8}, schedule={"warmup_steps": 2, "kind": "constant"})
-    whole = run_config(corpus, schedule={"warmup_steps": 2, "kind": "constant"})
-    two = Plan(dp_replicate=2, **EAGER)
-    workers.run(2, train_in, half, two, tmp_path / "a")
-    resumed = losses(train_in(World(), whole, Plan(**EAGER), tmp_path / "a"))
-    assert resumed == pytest.approx(losses(train_in(World(), whole, Plan(**EAGER), tmp_path / "b")), rel=1e-5)
+@pytest.mark.parametrize("background", [True, False], ids=["background", "foreground"])
+def test_a_run_that_died_between_saves_repeats_the_lost_steps_bit_for_bit(corpus, reference, tmp_path, background):
+    run = saving(corpus, background=background)
+    train_in(ALONE, run, EAGER, tmp_path, stop_after=5)
+    store.remove(store.step_folder(tmp_path, 5))  # which one that dies does not write
+    assert _numbers(train_in(ALONE, run, EAGER, tmp_path)) == _numbers(reference)
 
 
-def test_steps_that_are_not_finite_end_the_run_before_they_touch_the_weights(corpus: Path, tmp_path: Path) -> None:
-    run = run_config(corpus, optimizer={"lr": 1e30, "grad_clip": 0.0}, checkpoint={"every_steps": 1, "every_minutes": 0})
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4)])
+def test_a_run_goes_on_with_another_number_of_processes(workers, corpus, reference, tmp_path, before, after):
+    run = run_config(corpus)
+    workers.run(before, train_in, run, eager(f"dp_replicate={before}"), tmp_path, 3)
+    records = workers.run(after, train_in, run, eager(f"dp_replicate={after}"), tmp_path)[0]
+    assert losses(records) == pytest.approx(losses(reference), rel=1e-5)
+
+
+def test_a_stop_asked_of_one_process_stops_all_and_is_reported(workers, corpus, tmp_path):
+    run = run_config(corpus)
+    workers.run(2, stop_the_second, run, tmp_path)
+    assert store.newest_whole(tmp_path).checkpoint.step == 3
+    report = Report.load(tmp_path)
+    assert (report.status, report.steps, report.tokens) == ("stopped", 3, 3 * 8 * 32)
+
+
+def stop_the_second(world: World, run: RunConfig, run_dir) -> None:
+    train_in(world, run, eager("dp_replicate=2"), run_dir, 3 if world.rank == 1 else None)
+
+
+def test_a_finished_run_that_is_started_again_only_reports_again(corpus, reference, tmp_path):
+    run = run_config(corpus)
+    train_in(ALONE, run, EAGER, tmp_path)
+    first = Report.load(tmp_path)
+    assert _numbers(train_in(ALONE, run, EAGER, tmp_path)) == _numbers(reference)
+    again = Report.load(tmp_path)
+    assert (again.status, again.steps, again.loss) == ("finished", 8, first.loss)
+    assert again.validation == pytest.approx(first.validation)
+
+
+def test_a_finished_run_can_be_made_longer(corpus, tmp_path):
+    constant = {"kind": "constant"}
+    half = run_config(corpus, train={"steps": 4}, schedule=constant)
+    whole = run_config(corpus, schedule=constant)
+    train_in(ALONE, half, EAGER, tmp_path / "in two")
+    in_two = losses(train_in(ALONE, whole, EAGER, tmp_path / "in two"))
+    assert in_two == losses(train_in(ALONE, whole, EAGER, tmp_path / "in one"))
+
+
+def test_other_weights_than_the_initial_ones_are_where_a_run_starts(corpus, reference, tmp_path):
+    train_in(ALONE, run_config(corpus), EAGER, tmp_path / "first")
+    start = {"weights": tmp_path / "first"}
+    records = train_in(ALONE, run_config(corpus, model=start, train={"steps": 1}), EAGER, tmp_path / "second")
+    assert [record["step"] for record in records if "loss" in record] == [0]
+    assert losses(records)[0] < losses(reference)[0] - 0.3
+
+
+def test_every_second_of_a_step_is_accounted_for(reference):
+    for record in reference:
+        if "seconds" in record:
+            parts = sum(seconds for category, seconds in record["seconds"].items() if category != "step")
+            assert parts == pytest.approx(record["seconds"]["step"], abs=1e-4)
+
+
+def test_a_budget_of_minutes_ends_near_its_time_and_leaves_its_length_in_run_toml(corpus, tmp_path):
+    budget_s = 2.5
+    run = run_config(corpus, train={"steps": 0, "minutes": budget_s / 60}, evaluate={"every_steps": 0})
+    began = time.monotonic()
+    records = train_in(ALONE, run, EAGER, tmp_path)
+    assert 0.5 * budget_s < time.monotonic() - began < 2 * budget_s
+    assert load(tmp_path / "run.toml").train.steps == len(losses(records)) > 8
+    assert [event["event"] for event in read_lines(tmp_path / "events/rank-0.jsonl")].count("length") == 1
+
+
+def test_steps_that_are_not_finite_end_the_run_before_they_touch_the_weights(corpus, tmp_path):
+    run = run_config(corpus, optimizer={"lr": 1e30, "grad_clip": 0.0}, checkpoint={"every_steps": 1})
     with pytest.raises(RunFailed, match="not finite"):
-        train(run, Plan(**EAGER), World(), tmp_path, StopSignal())
-    assert store.committed(tmp_path)
+        train_in(ALONE, run, EAGER, tmp_path)
+    assert all(tensor.isfinite().all() for tensor in weights(tmp_path).values())
+    assert any(event["event"] == "bad_step" for event in read_lines(tmp_path / "events/rank-0.jsonl"))
+
+
+def test_a_corpus_without_held_out_text_trains_and_reports_no_validation(tmp_path):
+    corpus = prepare_corpus(tmp_path / "corpus", validation_fraction=0.0)
+    assert len(losses(train_in(ALONE, run_config(corpus), EAGER, tmp_path / "run"))) == 8
+    assert Report.load(tmp_path / "run").validation is None
+
+
+def test_the_report_says_what_the_run_came_to(corpus, tmp_path):
+    prompt = "def "
+    records = train_in(ALONE, run_config(corpus, evaluate={"sample_prompt": prompt}), EAGER, tmp_path)
+    report = Report.load(tmp_path)
+    assert (report.status, report.steps, report.loss) == ("finished", 8, losses(records)[-1])
+    assert report.validation["loss"] == [r["validation_loss"] for r in records if "validation_loss" in r][-1]
+    assert report.sample.startswith(prompt)
+    assert 0 < report.goodput <= 1
+
+
+def _numbers(records: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """What a run computes, without what it measures."""
+    keys = ("step", "tokens", "loss", "grad_norm", "lr", "validation_loss", "bits_per_byte")
+    return [tuple(record.get(key) for key in keys) for record in records]

@@ -62,7 +62,9 @@ def main(argv: list[str]) -> None:
         from argosy.data.prepare import prepare
 
         if not config.input:
-            raise UserError("nothing to prepare. Name files, folders, globs or URLs: argosy prepare book.txt --out data/mine")
+            raise UserError(
+                "nothing to prepare. Name files, folders, globs or URLs: argosy prepare book.txt --out data/mine"
+            )
         folder = config.out
         manifest = prepare(PrepareConfig(**config.model_dump()), lambda state: progress.note(str(state)))
         progress.close()

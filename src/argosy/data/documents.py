@@ -37,14 +37,21 @@ class Tally:
 
 
 @dataclass(frozen=True)
+class Position:
+    """Where a document was found: the `number`-th document (from 0) of the `file`-th input file."""
+
+    file: int = 0
+    number: int = 0
+    before: Tally = field(default_factory=Tally)
+    """Up to the start of the file, which is where a reader must begin that is to go on from here."""
+
+
+@dataclass(frozen=True)
 class Document:
-    """A text and where it was found: the `number`-th document (from 0) of the `file`-th input file."""
+    """A text and where it was found."""
 
     text: str
-    file: int
-    number: int
-    before: Tally
-    """Up to the start of the file."""
+    at: Position
 
 
 @dataclass(frozen=True)
@@ -77,14 +84,14 @@ class DocumentReader:
         self.tally = Tally()
         """Up to the document that was read last."""
 
-    def read(self, file: int = 0, number: int = 0, tally: Tally | None = None) -> Iterator[Document]:
-        """Documents from the `number`-th of the `file`-th file on; `tally` is the one before that file."""
-        self.tally = tally or Tally()
-        for index in range(file, len(self._files)):
+    def read(self, start: Position) -> Iterator[Document]:
+        """The documents from `start` on."""
+        self.tally = start.before.copy()
+        for file in range(start.file, len(self._files)):
             before = self.tally.copy()
-            for n, text in enumerate(self._texts(self._files[index])):
-                if index > file or n >= number:
-                    yield Document(text, index, n, before)
+            for number, text in enumerate(self._texts(self._files[file])):
+                if file > start.file or number >= start.number:
+                    yield Document(text, Position(file, number, before))
             if self._left() == 0:
                 return
 

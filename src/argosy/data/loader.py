@@ -15,11 +15,9 @@ import numpy as np
 from argosy.config.schema import DataConfig
 from argosy.data.manifest import TOKENIZER
 from argosy.data.order import SampleOrder, Stage
-from argosy.data.stream import I32, TokenSource, validation_windows
+from argosy.data.stream import I32, TokenSource
 from argosy.data.tokenizer import Tokenizer
 from argosy.errors import UserError
-
-__all__ = ["Loader", "OpenData", "TokenSource", "open_data", "validation_windows"]
 
 AHEAD = 4
 """Steps that are read before they are asked for."""

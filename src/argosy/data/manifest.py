@@ -156,8 +156,7 @@ def verify(folder: Path) -> Manifest:
 def _how_to_fill(folder: Path) -> str:
     if any(folder.glob("*.idx")):
         return (
-            "It has Megatron .idx files: if all of them are whole, adopt them: "
-            f"argosy.data.adopt.adopt({str(folder)!r}, 'tokenizer.json'). "
-            f"If preparing was interrupted, finish it: argosy prepare --out {folder}"
+            "If preparing was interrupted, repeat the command, and it goes on. Shards of another program are taken "
+            f"over with: argosy prepare {folder} --adopt --tokenizer tokenizer.json"
         )
-    return f"Prepare it: argosy prepare --input TEXT --out {folder}"
+    return f"Prepare it: argosy prepare TEXT --out {folder}"

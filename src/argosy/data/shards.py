@@ -29,6 +29,7 @@ import numpy.typing as npt
 
 from argosy.data.checksum import BLOCK_BYTES, BlockChecksums, read_checksums
 from argosy.data.files import PARTIAL, atomic_write, file_sha256, sync
+from argosy.data.manifest import Shard
 from argosy.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -50,17 +51,6 @@ def dtype_code(dtype: np.dtype[Any]) -> int:
     return next(code for code, name in DTYPE_CODES.items() if np.dtype(name) == dtype)
 
 
-@dataclass(frozen=True)
-class WrittenShard:
-    """What a finished shard holds, and the hashes of its files."""
-
-    name: str
-    tokens: int
-    documents: int
-    bin_sha256: str
-    idx_sha256: str
-
-
 class ShardWriter:
     """Writes `NAME.bin`, `NAME.idx` and `NAME.crc32`; none has its final name before `close`."""
 
@@ -73,24 +63,31 @@ class ShardWriter:
 
     def write(self, tokens: Tokens, lengths: npt.NDArray[np.int64]) -> None:
         """Append whole documents: `lengths[i]` tokens each, end of document included, laid end to end."""
+        if lengths.max() > np.iinfo(np.int32).max:
+            raise UserError(
+                f"a document of {lengths.max()} tokens is longer than the .idx format can say (2^31 - 1). "
+                "Cut the text into smaller files"
+            )
         data = np.ascontiguousarray(tokens, self._dtype).data.cast("B")
         self._file.write(data)
         self._sha256.update(data)
         self._checksums.update(data)
         self._lengths.append(lengths.astype(np.int32))
 
-    def close(self) -> WrittenShard:
-        """Sync the files to disk and give them their names, the .bin last."""
+    def close(self, text_bytes: int) -> Shard:
+        """Sync the files to disk and give them their names, the .bin last; `text_bytes` is what they stand for."""
         lengths = np.concatenate(self._lengths)
         self._checksums.write(_with(self._prefix, ".crc32"))
         write_index(_with(self._prefix, ".idx"), lengths, self._dtype)
         sync(self._file)
         self._file.close()
         self._partial.replace(_with(self._prefix, ".bin"))
-        return WrittenShard(
+        return Shard(
             name=self._prefix.name,
             tokens=int(lengths.sum(dtype=np.int64)),
             documents=len(lengths),
+            text_bytes=text_bytes,
+            idx_bytes=_with(self._prefix, ".idx").stat().st_size,
             bin_sha256=self._sha256.hexdigest(),
             idx_sha256=file_sha256(_with(self._prefix, ".idx")),
         )

@@ -108,8 +108,3 @@ def spread_windows(source: TokenSource, seq_len: int, max_tokens: int) -> I32:
     out = np.empty((n, seq_len + 1), np.int32)
     source.read_windows(np.arange(n, dtype=np.int64) * windows // n, out)
     return out
-
-
-def validation_windows(source: TokenSource, seq_len: int, max_tokens: int) -> I32:
-    """`spread_windows` of the held-out split of the source's folder, whichever split `source` itself reads."""
-    return spread_windows(source if source.split == "validation" else source.held_out(), seq_len, max_tokens)

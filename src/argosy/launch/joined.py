@@ -9,6 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from argosy.config.schema import RunConfig
+from argosy.data.manifest import TOKENIZER
 from argosy.errors import ArgosyError
 from argosy.launch import run_folder
 from argosy.launch.devices import find_devices

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from argosy.checkpoint.store import committed
 from argosy.config.schema import LaunchConfig, RunConfig
+from argosy.data.manifest import TOKENIZER
 from argosy.errors import ArgosyError, Interrupted, RunFailed, UserError
 from argosy.launch import run_folder
 from argosy.launch.devices import find_devices
@@ -32,6 +34,10 @@ from argosy.plan.plan import Plan
 
 POLL_S = 0.05
 """How soon the death of a worker is seen."""
+PEER_GONE = "Connection closed by peer"
+"""What gloo says to the survivors of a dead process."""
+
+logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the launcher says it in its own words
 
 
 def train(run: RunConfig, run_dir: Path | None = None, *, accept_changes: bool = False) -> Report:
@@ -96,6 +102,7 @@ class Supervisor:
             "LOCAL_WORLD_SIZE": str(self._size),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            "TORCHELASTIC_RUN_ID": "workers",  # names the folder of their logs
             "OMP_NUM_THREADS": str(threads_per_process(self._launch, self._size)),
         }
         ranks = range(self._size)
@@ -144,6 +151,7 @@ class Supervisor:
             "worker_died", rank=failure.local_rank, pid=failure.pid, exit_code=failure.exitcode, why=cause
         )
         print(f"argosy: worker {failure.local_rank} (process {failure.pid}) died: {cause}", file=sys.stderr)
+        print(_traceback(failure), end="", file=sys.stderr)
         if attempt < self._launch.max_restarts:
             print(
                 f"  Starting again from the newest checkpoint ({attempt + 1} of {self._launch.max_restarts}).",
@@ -166,14 +174,28 @@ def _open_store(launch: LaunchConfig) -> TCPStore:
 
 
 def _first_cause(failures: list[ProcessFailure]) -> ProcessFailure:
-    """The failure that brought the others about: a death by a signal that was not ours, else the earliest."""
-    return min(failures, key=lambda f: (f.exitcode >= 0 or f.exitcode == -signal.SIGTERM, f.timestamp))
+    """The failure that brought the others about.
+
+    A death by a signal that was not ours comes first, an error of a connection to one that was gone last.
+    """
+
+    def order(failure: ProcessFailure) -> tuple[bool, bool, int]:
+        ours = failure.exitcode >= 0 or failure.exitcode == -signal.SIGTERM
+        return ours, PEER_GONE in _message(failure), failure.timestamp
+
+    return min(failures, key=order)
 
 
 def _cause(failure: ProcessFailure) -> str:
     if failure.exitcode < 0:
         return f"signal {signal.Signals(-failure.exitcode).name}"
     return f"exit code {failure.exitcode}, {_message(failure).splitlines()[0]}"
+
+
+def _traceback(failure: ProcessFailure) -> str:
+    """Where the worker failed, if it could say so."""
+    recorded: Any = failure.message
+    return str(recorded["extraInfo"]["py_callstack"]) if isinstance(recorded, dict) else ""
 
 
 def _as_error(failure: ProcessFailure) -> ArgosyError:

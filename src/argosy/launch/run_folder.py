@@ -14,6 +14,7 @@ from argosy.checkpoint import store
 from argosy.config.dump import save_run
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
+from argosy.data.manifest import TOKENIZER
 from argosy.errors import UserError
 from argosy.plan.plan import Plan
 
@@ -78,7 +79,7 @@ def write(run_dir: Path, run: RunConfig, plan: Plan, tokenizer: Path) -> None:
 
     A plan that is replaced is kept as plan-STEP.toml.
     """
-    shutil.copyfile(tokenizer, run_dir / "tokenizer.json")
+    shutil.copyfile(tokenizer, run_dir / TOKENIZER)
     save_run(run, run_dir / "run.toml")
     path = run_dir / "plan.toml"
     checkpoints = store.committed(run_dir)

@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
@@ -30,18 +30,21 @@ def work(run: RunConfig, plan: Plan, world: World, run_dir: Path, stop: StopSign
         leave_world()
 
 
-@record
 def main() -> None:
-    """Entry of the processes that `launch.local` starts: `python -m argosy.launch.worker RUN_DIR`."""
+    """Entry of the processes that `launch.local` starts: `python -m argosy.launch.worker RUN_DIR`.
+
+    What goes wrong is left for the launcher, which knows whose error came first and tells the user that one.
+    """
+    get_error_handler().initialize()
     run_dir = Path(sys.argv[1])
     stop = StopSignal().listen()
     _die_with_parent()
     try:
         run, plan = load(run_dir / "run.toml"), Plan.load(run_dir / "plan.toml")
         work(run, plan, join_world(run.launch), run_dir, stop)
-    except ArgosyError as error:
-        get_error_handler().record_exception(error)  # the launcher reads it, and tells the user once
-        sys.exit(FINAL + error.exit_code)
+    except Exception as error:
+        get_error_handler().record_exception(error)
+        sys.exit(FINAL + error.exit_code if isinstance(error, ArgosyError) else 1)
 
 
 def _die_with_parent() -> None:

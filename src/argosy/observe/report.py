@@ -31,8 +31,8 @@ class Report(BaseModel):
     """Model FLOPs over the measured matmul peak, at the median step."""
     peak_flops: float
     """The measured matmul peak of all processes together, FLOP/s."""
-    time_to_first_step_s: float
-    """From the start of the processes that ended the run to the end of their first step."""
+    time_to_first_step_s: float | None
+    """From the start of the processes that ended the run to the end of their first step; None if none was left."""
     memory_bytes: int
     """The most that one process held."""
     seconds: dict[str, float]

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from argosy.config.schema import LaunchConfig
 from argosy.plan.plan import AXES, Plan
 
-
 CPU = torch.device("cpu")
 
 

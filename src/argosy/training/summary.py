@@ -94,10 +94,11 @@ def _last_words(report: Report) -> str:
     seconds = {k: v for k, v in report.seconds.items() if k != "step"}
     shares = sorted(seconds.items(), key=lambda kv: -kv[1])
     where = ", ".join(f"{name} {value / report.seconds['step']:.0%}" for name, value in shares if value > 0)
+    first_s = report.time_to_first_step_s
+    first_step = "" if first_s is None else f"   first step after {first_s:.0f} s"
     lines = [
         f"done: {report.steps} steps, {report.tokens / 1e6:.2f}M tokens in {duration(report.wall_s)}"
-        f"   {report.tokens_per_s:.0f} tok/s   MFU {report.mfu:.0%}   first step after "
-        f"{report.time_to_first_step_s:.0f} s",
+        f"   {report.tokens_per_s:.0f} tok/s   MFU {report.mfu:.0%}{first_step}",
         f"time: {where}",
     ]
     if report.validation:

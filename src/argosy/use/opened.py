@@ -12,13 +12,11 @@ from argosy.checkpoint.load import load_into
 from argosy.checkpoint.store import Checkpoint
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
+from argosy.data.manifest import TOKENIZER
 from argosy.data.tokenizer import Tokenizer
 from argosy.errors import UserError
 from argosy.models.decoder import Decoder
 from argosy.parallel.world import World
-
-TOKENIZER = "tokenizer.json"
-"""The copy that each run folder holds, so that it can be used without the data that it was trained on."""
 
 
 @dataclass(frozen=True)

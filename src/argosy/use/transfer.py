@@ -13,10 +13,11 @@ from argosy.checkpoint.save import Saver, SaveResult
 from argosy.checkpoint.store import CheckpointManifest
 from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
+from argosy.data.manifest import TOKENIZER
 from argosy.errors import RunFailed, UserError
 from argosy.models import hf
 from argosy.parallel.world import World
-from argosy.use.opened import TOKENIZER, open_checkpoint
+from argosy.use.opened import open_checkpoint
 
 ExportDtype = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -1,0 +1,360 @@
+"""The contenders of `train_step.py`: each trains the same model on the same tokens, in its own process, in turns.
+
+Run by `train_step.py`, never by hand. The parent writes a number of steps on standard input; the contender takes
+them, answers with their seconds (one line of JSON), and waits. The first step is taken unasked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+# B batch, T tokens, D model width, H heads, E head width
+
+LEARNING_RATE, BETAS, EPS, WEIGHT_DECAY, MAX_NORM = 1e-3, (0.9, 0.95), 1e-8, 0.1, 1.0
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+BATCHES = 16
+"""Different batches; after them the first comes again."""
+END_OF_DOCUMENT = 0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every contender trains, and on what."""
+
+    layers: int = 6
+    """Decoder blocks."""
+    width: int = 384
+    """Residual stream width; heads are 64 wide."""
+    ffn_width: int = 1024
+    """Hidden width of the SwiGLU feed-forward."""
+    vocab_size: int = 4096
+    """Tokens in the vocabulary; embedding and head are not tied."""
+    seq_len: int = 512
+    """Tokens per sample."""
+    batch: int = 8
+    """Samples per optimizer step."""
+    precision: str = "fp32"
+    """fp32 or bf16 (weights and optimizer stay fp32)."""
+    threads: int = 2
+    """CPU threads of the one process that computes."""
+    documents: bool = False
+    """Pack documents of 200 tokens on average; only Argosy keeps their attention apart."""
+
+    @property
+    def heads(self) -> int:
+        return self.width // 64
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch * self.seq_len
+
+    def parameters(self) -> int:
+        """What every contender must have."""
+        block = 4 * self.width**2 + 3 * self.width * self.ffn_width + 2 * self.width
+        return self.layers * block + 2 * self.vocab_size * self.width + self.width
+
+    def rows(self) -> Tensor:
+        """Token ids [BATCHES * B, T + 1]; mark 0 ends a document."""
+        generator = torch.Generator().manual_seed(0)
+        shape = (BATCHES * self.batch, self.seq_len + 1)
+        rows = torch.randint(1, self.vocab_size, shape, generator=generator)
+        if self.documents:
+            rows[torch.rand(shape, generator=generator) < 1 / 200] = END_OF_DOCUMENT
+        return rows
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Inputs and targets, [B, T] each, without end."""
+        rows = self.rows()
+        while True:
+            for batch in rows.split(self.batch):
+                yield batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+
+
+class Turns:
+    """The contender's end of the line: call `step_done` after every step, and it says when to go on."""
+
+    def __init__(self) -> None:
+        self._answers = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # whatever a library prints is not an answer
+        self._allowed, self._seconds = 1, list[float]()
+        self._since = time.perf_counter()
+
+    def step_done(self) -> None:
+        self._seconds.append(time.perf_counter() - self._since)
+        if len(self._seconds) == self._allowed:
+            self._allowed = self.take(seconds=self._seconds)
+            self._seconds = []
+        self._since = time.perf_counter()
+
+    def take(self, **answer: Any) -> int:
+        """Give the answer to the last turn, wait for the next; returns its length."""
+        print(json.dumps(answer), file=self._answers, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            sys.exit()
+        return int(line)
+
+
+def argosy(setting: Setting, turns: Turns, compiled: bool) -> None:
+    """The step of `argosy.training.job`, without its files."""
+    from argosy.config.schema import ModelConfig, OptimizerConfig
+    from argosy.models.decoder import Decoder
+    from argosy.models.initialize import materialize
+    from argosy.observe.clock import StepClock
+    from argosy.parallel.compile import compile_blocks
+    from argosy.parallel.data import GradientReducer
+    from argosy.parallel.world import World
+    from argosy.training.batch import microbatches
+    from argosy.training.optimizer import build_optimizer, clip_gradients
+    from argosy.training.step import Wishes, forward_backward
+
+    config = ModelConfig(
+        layers=setting.layers,
+        width=setting.width,
+        heads=setting.heads,
+        kv_heads=setting.heads,
+        ffn_width=setting.ffn_width,
+        vocab_size=setting.vocab_size,
+    )
+    world = World()
+    model = Decoder(config, DTYPES[setting.precision])
+    materialize(model, world.device, seed=0)
+    compile_blocks(model, compiled)
+    _check(setting, model)
+    reducer = GradientReducer(model.parameters(), world.group("dp_replicate"))
+    optimizer = build_optimizer(model, OptimizerConfig(lr=LEARNING_RATE))
+    rows = setting.rows().numpy()
+    clock = StepClock(world.device)
+    for step in range(sys.maxsize):
+        start = step % BATCHES * setting.batch
+        batch = microbatches(rows[start : start + setting.batch], setting.batch, END_OF_DOCUMENT, world.device)
+        forward_backward(model, batch, reducer, world, clock, Wishes())
+        clip_gradients(model, MAX_NORM).item()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        clock.lap()
+        turns.step_done()
+
+
+def plain(setting: Setting, turns: Turns, compiled: bool) -> None:
+    """A loop in the manner of nanoGPT, around a model in its manner with Llama's parts."""
+    _plain_loop(setting, turns, compiled, PlainDecoder(setting), lambda model, x, y: model(x, y))
+
+
+def litgpt(setting: Setting, turns: Turns, compiled: bool) -> None:
+    """litgpt's model and loss in the same plain loop."""
+    from litgpt import GPT, Config
+    from litgpt.utils import chunked_cross_entropy
+
+    config = Config(
+        n_layer=setting.layers,
+        n_embd=setting.width,
+        n_head=setting.heads,
+        intermediate_size=setting.ffn_width,
+        vocab_size=setting.vocab_size,
+        padded_vocab_size=setting.vocab_size,
+        block_size=setting.seq_len,
+        norm_class_name="RMSNorm",
+        mlp_class_name="LLaMAMLP",
+        bias=False,
+        parallel_residual=False,
+        rotary_percentage=1.0,
+    )
+    # One chunk: eager it is as quick as the default of 128 tokens, compiled quicker.
+    _plain_loop(setting, turns, compiled, GPT(config), lambda model, x, y: chunked_cross_entropy(model(x), y, 0))
+
+
+def huggingface(setting: Setting, turns: Turns, compiled: bool) -> None:
+    """`Trainer` with `LlamaForCausalLM`; it logs, saves and evaluates nothing."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+    class AfterEachStep(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            turns.step_done()
+
+    config = LlamaConfig(
+        vocab_size=setting.vocab_size,
+        hidden_size=setting.width,
+        intermediate_size=setting.ffn_width,
+        num_hidden_layers=setting.layers,
+        num_attention_heads=setting.heads,
+        max_position_embeddings=setting.seq_len,
+        use_cache=False,
+        attn_implementation="sdpa",
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config)
+    _check(setting, model)
+    # It shifts the labels by itself, so that each row has one target less.
+    rows = [{"input_ids": row, "labels": row} for row in setting.rows()[:, :-1]]
+    arguments = TrainingArguments(
+        output_dir=tempfile.gettempdir(),
+        max_steps=10**6,
+        per_device_train_batch_size=setting.batch,
+        optim="adamw_torch_fused",
+        learning_rate=LEARNING_RATE,
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        adam_epsilon=EPS,
+        weight_decay=WEIGHT_DECAY,
+        max_grad_norm=MAX_NORM,
+        lr_scheduler_type="constant",
+        torch_compile=compiled,
+        bf16=setting.precision == "bf16",
+        use_cpu=True,
+        dataloader_pin_memory=False,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    Trainer(model, arguments, train_dataset=rows, callbacks=[AfterEachStep()]).train()
+
+
+def matmuls(setting: Setting, turns: Turns) -> None:
+    """The peak, measured in turns of its own: of a square matmul, and of the model's own shapes.
+
+    The model's are every linear layer's forward, gradient to the input, gradient to the weight, each on its own, into
+    memory that is there already. Answers with FLOP/s, those of the shapes being all FLOPs over all seconds.
+    """
+    dtype = DTYPES[setting.precision]
+    N, D, M, V = setting.tokens_per_step, setting.width, setting.ffn_width, setting.vocab_size
+    layers = {(D, D): 4 * setting.layers, (D, M): 2 * setting.layers, (M, D): setting.layers, (D, V): 1}
+    sizes = [(n, k, m) for a, b in layers for n, k, m in ((N, a, b), (N, b, a), (b, N, a))]
+    counts = [count for count in layers.values() for _ in range(3)]
+    flops = sum(2 * count * n * k * m for count, (n, k, m) in zip(counts, sizes, strict=True))
+    operands = [_operands(layout, a, b, N, dtype) for a, b in layers for layout in range(3)]
+    square = tuple(torch.randn(1024, 1024).to(dtype) for _ in range(3))
+
+    allowed = turns.take(square=[], shapes=[])
+    while True:
+        rates: dict[str, list[float]] = {"square": [], "shapes": []}
+        for _ in range(2 * allowed):
+            rates["square"] += [2 * 1024**3 / _matmul_s(*square) for _ in range(20)]
+            seconds = sum(count * _matmul_s(*each) for count, each in zip(counts, operands, strict=True))
+            rates["shapes"].append(flops / seconds)
+        allowed = turns.take(**rates)
+
+
+CONTENDERS: dict[str, Callable[[Setting, Turns], None]] = {
+    "argosy": partial(argosy, compiled=True),
+    "argosy-eager": partial(argosy, compiled=False),
+    "huggingface": partial(huggingface, compiled=True),
+    "huggingface-eager": partial(huggingface, compiled=False),
+    "litgpt": partial(litgpt, compiled=True),
+    "litgpt-eager": partial(litgpt, compiled=False),
+    "plain": partial(plain, compiled=True),
+    "plain-eager": partial(plain, compiled=False),
+    "matmuls": matmuls,
+}
+
+
+class PlainDecoder(nn.Module):
+    """nanoGPT's model with Llama's parts: RMSNorm, rotary positions, SwiGLU, no biases."""
+
+    def __init__(self, setting: Setting):
+        super().__init__()
+        self.embedding = nn.Embedding(setting.vocab_size, setting.width)
+        self.blocks = nn.ModuleList(PlainBlock(setting) for _ in range(setting.layers))
+        self.norm = nn.RMSNorm(setting.width, 1e-5)
+        self.head = nn.Linear(setting.width, setting.vocab_size, bias=False)
+        angles_TE = torch.arange(setting.seq_len)[:, None] * 10_000.0 ** (-torch.arange(0, 64, 2) / 64).repeat(2)
+        self.register_buffer("cos", angles_TE.cos(), persistent=False)
+        self.register_buffer("sin", angles_TE.sin(), persistent=False)
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        x_BTD = self.embedding(tokens_BT)
+        for block in self.blocks:
+            x_BTD = block(x_BTD, self.cos, self.sin)
+        logits_BTV = self.head(self.norm(x_BTD))
+        return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
+
+
+class PlainBlock(nn.Module):
+    def __init__(self, setting: Setting):
+        super().__init__()
+        self.heads = setting.heads
+        self.attention_norm, self.mlp_norm = (nn.RMSNorm(setting.width, 1e-5) for _ in range(2))
+        self.qkv = nn.Linear(setting.width, 3 * setting.width, bias=False)
+        self.out = nn.Linear(setting.width, setting.width, bias=False)
+        self.gate, self.up = (nn.Linear(setting.width, setting.ffn_width, bias=False) for _ in range(2))
+        self.down = nn.Linear(setting.ffn_width, setting.width, bias=False)
+
+    def forward(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+        qkv = self.qkv(self.attention_norm(x_BTD)).chunk(3, dim=-1)
+        q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in qkv)
+        q, k = (x * cos_TE + torch.cat((-x[..., 32:], x[..., :32]), -1) * sin_TE for x in (q, k))
+        y_BHTE = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, is_causal=True)
+        x_BTD = x_BTD + self.out(y_BHTE.transpose(1, 2).flatten(2))
+        y = self.mlp_norm(x_BTD)
+        return x_BTD + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+def _plain_loop(
+    setting: Setting,
+    turns: Turns,
+    compiled: bool,
+    model: nn.Module,
+    loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor],
+) -> None:
+    _check(setting, model)
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=EPS, fused=True)
+    called = torch.compile(model) if compiled else model
+    for tokens, targets in setting.batches():
+        with _precision(setting):
+            loss = loss_of(called, tokens, targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        loss.item()
+        turns.step_done()
+
+
+def _precision(setting: Setting) -> AbstractContextManager[Any]:
+    return nullcontext() if setting.precision == "fp32" else torch.autocast("cpu", DTYPES[setting.precision])
+
+
+def _operands(layout: int, inputs: int, outputs: int, N: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Both factors and room for the product, laid out in memory as a linear layer has them in forward (0), in the
+    gradient to its input (1), in the gradient to its weight (2)."""
+    x, weight, y = (torch.randn(shape).to(dtype) for shape in ((N, inputs), (outputs, inputs), (N, outputs)))
+    return ((x, weight.T, y), (y, weight, x), (y.T, x, weight))[layout]
+
+
+def _matmul_s(a: Tensor, b: Tensor, out: Tensor) -> float:
+    began = time.perf_counter()
+    torch.mm(a, b, out=out)
+    return time.perf_counter() - began
+
+
+def _check(setting: Setting, model: nn.Module) -> None:
+    found = sum(p.numel() for p in model.parameters())
+    assert found == setting.parameters(), f"{found:,} parameters are not the model's {setting.parameters():,}"
+
+
+def main() -> None:
+    name, setting = sys.argv[1], Setting(**json.loads(sys.argv[2]))
+    torch.set_num_threads(setting.threads)
+    torch.manual_seed(0)
+    CONTENDERS[name](setting, Turns())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Encoded documents into shards of two splits, cut so that every cut is a place to go on from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from argosy.data.documents import Position
+from argosy.data.engine import EncodedBatch
+from argosy.data.journal import Cut, Journal
+from argosy.data.manifest import Shard, SplitName
+from argosy.data.shards import ShardWriter
+
+SPLITS: tuple[SplitName, SplitName] = ("train", "validation")
+
+
+class _Documents(NamedTuple):
+    """Documents of one split, end to end."""
+
+    tokens: npt.NDArray[Any]
+    lengths: npt.NDArray[np.int64]
+    text_bytes: npt.NDArray[np.int64]
+
+    def split_last(self) -> tuple[_Documents, _Documents]:
+        """All but the last document, and the last."""
+        at = len(self.tokens) - int(self.lengths[-1])
+        return (
+            _Documents(self.tokens[:at], self.lengths[:-1], self.text_bytes[:-1]),
+            _Documents(self.tokens[at:].copy(), self.lengths[-1:], self.text_bytes[-1:]),
+        )
+
+
+class _OpenShard:
+    """A shard being written. Its last document waits, since it may still change sides; see `Cutter.finish`."""
+
+    def __init__(self, prefix: Path, dtype: np.dtype[Any]):
+        self._prefix, self._dtype = prefix, dtype
+        self._writer: ShardWriter | None = None
+        self._waiting: _Documents | None = None
+        self.tokens, self.documents, self._text_bytes = 0, 0, 0
+
+    def add(self, documents: _Documents) -> None:
+        if not len(documents.lengths):
+            return
+        self._write_waiting()
+        rest, self._waiting = documents.split_last()
+        self._write(rest)
+        self._count(documents, 1)
+
+    def take_last(self) -> _Documents:
+        assert self._waiting is not None
+        last, self._waiting = self._waiting, None
+        self._count(last, -1)
+        return last
+
+    def close(self) -> Shard | None:
+        """The finished shard; None if it has no documents."""
+        self._write_waiting()
+        return self._writer.close(self._text_bytes) if self._writer else None
+
+    def abandon(self) -> None:
+        if self._writer is not None:
+            self._writer.abandon()
+
+    def _write_waiting(self) -> None:
+        if self._waiting:
+            self._write(self._waiting)
+            self._waiting = None
+
+    def _write(self, documents: _Documents) -> None:
+        if len(documents.lengths):
+            self._writer = self._writer or ShardWriter(self._prefix, self._dtype)
+            self._writer.write(documents.tokens, documents.lengths)
+
+    def _count(self, documents: _Documents, sign: int) -> None:
+        self.tokens += sign * len(documents.tokens)
+        self.documents += sign * len(documents.lengths)
+        self._text_bytes += sign * int(documents.text_bytes.sum())
+
+
+class Cutter:
+    """Writes batches to the open shards of both splits; a context manager, which drops what is not finished.
+
+    When a document does not fit its split's shard any more, the shards of both splits end before it. So what is
+    finished is always the input up to one document, and the journal needs nothing but that document's position.
+    A document longer than `shard_tokens` gets a shard for itself.
+    """
+
+    def __init__(self, out: Path, dtype: np.dtype[Any], shard_tokens: int, journal: Journal):
+        self._out, self._dtype, self._shard_tokens, self._journal = out, dtype, shard_tokens, journal
+        self._shards = Counter(split for cut in journal.cuts for split in cut.shards)
+        self._documents = Counter[SplitName]()
+        for cut in journal.cuts:
+            self._documents.update({split: shard.documents for split, shard in cut.shards.items()})
+        self._open = self._next_shards()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for shard in self._open.values():
+            shard.abandon()
+
+    def add(self, positions: Sequence[Position], batch: EncodedBatch) -> None:
+        """Write documents, found at `positions`, cutting where a shard is full."""
+        ends = np.concatenate(([0], np.cumsum(batch.lengths)))
+        start = 0
+        while start < len(positions):
+            stop = start + self._room_for(batch.lengths[start:], batch.held_out[start:])
+            if stop == start:
+                self._cut(positions[start])
+                continue
+            tokens = batch.tokens[ends[start] : ends[stop]]
+            lengths, text_bytes = batch.lengths[start:stop], batch.text_bytes[start:stop]
+            for split in SPLITS:
+                mine = batch.held_out[start:stop] == (split == "validation")
+                self._open[split].add(_Documents(tokens[np.repeat(mine, lengths)], lengths[mine], text_bytes[mine]))
+            start = stop
+
+    def finish(self, end: Position, wants_validation: bool) -> dict[SplitName, tuple[Shard, ...]]:
+        """Finish the last shards; the shards of each split, all told.
+
+        The hash of a few documents may put all of them on one side. If `wants_validation`, the last document then
+        changes sides, so that two documents are enough to train on one and evaluate on the other.
+        """
+        totals = {split: self._documents[split] + self._open[split].documents for split in SPLITS}
+        if wants_validation and sum(totals.values()) > 1 and 0 in totals.values():
+            empty, full = sorted(SPLITS, key=totals.__getitem__)
+            self._open[empty].add(self._open[full].take_last())
+        self._cut(end)
+        return {split: tuple(c.shards[split] for c in self._journal.cuts if split in c.shards) for split in SPLITS}
+
+    def _room_for(self, lengths: npt.NDArray[np.int64], held_out: npt.NDArray[np.bool_]) -> int:
+        """How many of the next documents go into the open shards."""
+        room = len(lengths)
+        for split in SPLITS:
+            mine = held_out == (split == "validation")
+            ends = self._open[split].tokens + np.cumsum(lengths * mine)
+            too_many = mine & (ends > self._shard_tokens) & (ends > lengths)  # the first is taken, however long
+            if too_many.any():
+                room = min(room, int(too_many.argmax()))
+        return room
+
+    def _cut(self, next_position: Position) -> None:
+        closed = {split: shard.close() for split, shard in self._open.items()}
+        finished = {split: shard for split, shard in closed.items() if shard is not None}
+        self._journal.add(Cut(shards=finished, next=next_position))
+        self._shards.update(finished.keys())
+        self._documents.update({split: shard.documents for split, shard in finished.items()})
+        self._open = self._next_shards()
+
+    def _next_shards(self) -> dict[SplitName, _OpenShard]:
+        return {split: _OpenShard(self._out / f"{split}-{self._shards[split]:05d}", self._dtype) for split in SPLITS}

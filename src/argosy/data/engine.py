@@ -1,0 +1,133 @@
+"""What turns text into ids in bulk: Hugging Face tokenizers, or fastokens where it gives the same ids."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from argosy.data.tokenizer import Tokenizer
+from argosy.errors import ArgosyWarning, missing_extra
+
+EngineName = Literal["huggingface", "fastokens"]
+Ragged = tuple[npt.NDArray[Any], npt.NDArray[np.int64]]
+"""Ids of all texts end to end, and how many belong to each."""
+
+
+@dataclass(frozen=True)
+class EncodedBatch:
+    """Documents as tokens, each with the end-of-document token after it."""
+
+    tokens: npt.NDArray[Any]
+    """Of all documents, end to end."""
+    lengths: npt.NDArray[np.int64]
+    """Tokens of each document, its end included."""
+    text_bytes: npt.NDArray[np.int64]
+    """UTF-8 bytes of each document."""
+    held_out: npt.NDArray[np.bool_]
+    """Whether each document belongs to the validation split."""
+
+
+class Encoder:
+    """Encodes batches of documents.
+
+    Args:
+        tokenizer: a tokenizer.json.
+        engine: what encodes.
+        dtype: of the tokens.
+        validation_fraction: documents whose hash falls into this share of all hashes are held out.
+    """
+
+    def __init__(self, tokenizer: Path, engine: EngineName, dtype: np.dtype[Any], validation_fraction: float):
+        self._encode = encode_function(tokenizer, engine)
+        self._eod_id = Tokenizer.load(tokenizer).eod_id
+        self._dtype, self._threshold = dtype, int(validation_fraction * 2**64)
+
+    def encode(self, texts: Sequence[str]) -> EncodedBatch:
+        """Tokens of `texts`, what they count, and where they go."""
+        ids, lengths = self._encode(texts)
+        raw = [text.encode() for text in texts]
+        return EncodedBatch(
+            tokens=np.insert(ids, np.cumsum(lengths), self._eod_id).astype(self._dtype),
+            lengths=lengths + 1,
+            text_bytes=np.array([len(text) for text in raw], np.int64),
+            held_out=np.array([self._is_held_out(text) for text in raw], np.bool_),
+        )
+
+    def _is_held_out(self, text: bytes) -> bool:
+        """By a hash of the text alone, so that copies of a document never lie on both sides."""
+        digest = hashlib.blake2b(text, digest_size=8).digest()
+        return int.from_bytes(digest, "little") < self._threshold
+
+
+def encode_function(tokenizer: Path, engine: EngineName) -> Callable[[Sequence[str]], Ragged]:
+    """The function that encodes texts with `engine`. Raises: UserError if fastokens is wanted, not installed."""
+    return _fastokens(tokenizer) if engine == "fastokens" else _huggingface(tokenizer)
+
+
+def choose_engine(
+    wanted: Literal["auto", "huggingface", "fastokens"], tokenizer: Path, sample: Iterable[str]
+) -> EngineName:
+    """fastokens if it is wanted or may be taken, and gives Hugging Face's ids on all of `sample`; else Hugging Face.
+
+    Raises: UserError if fastokens is wanted, but not installed. Warns if it gives other ids.
+    """
+    if wanted == "huggingface" or (wanted == "auto" and importlib.util.find_spec("fastokens") is None):
+        return "huggingface"
+    if reason := _difference(tokenizer, list(sample)):
+        warnings.warn(
+            f"engine = {wanted}: fastokens {reason}; going on with huggingface, slower but the reference. "
+            "engine = huggingface leaves the comparison out",
+            ArgosyWarning,
+            stacklevel=2,
+        )
+        return "huggingface"
+    return "fastokens"
+
+
+def _difference(tokenizer: Path, sample: Sequence[str]) -> str | None:
+    """How fastokens differs from Hugging Face on `sample`, if it does."""
+    reference, lengths = encode_function(tokenizer, "huggingface")(sample)
+    fast = encode_function(tokenizer, "fastokens")
+    try:
+        ids, fast_lengths = fast(sample)
+    except Exception as error:  # whatever it cannot do, Hugging Face can
+        return f"cannot use this tokenizer ({error})"
+    same = np.array_equal(lengths, fast_lengths) and np.array_equal(reference, ids)
+    return None if same else f"gives other ids on a sample of {len(sample)} texts"
+
+
+def _huggingface(path: Path) -> Callable[[Sequence[str]], Ragged]:
+    tokenizer = Tokenizer.load(path)
+
+    def encode(texts: Sequence[str]) -> Ragged:
+        lists = tokenizer.encode_batch(texts)
+        lengths = np.array([len(ids) for ids in lists], np.int64)
+        return np.fromiter(chain.from_iterable(lists), np.int32, int(lengths.sum())), lengths
+
+    return encode
+
+
+def _fastokens(path: Path) -> Callable[[Sequence[str]], Ragged]:
+    try:
+        import fastokens
+    except ImportError:
+        raise missing_extra("fastokens", "fast-tokenizer", "engine = fastokens") from None
+    tokenizer = None
+
+    def encode(texts: Sequence[str]) -> Ragged:
+        nonlocal tokenizer
+        tokenizer = tokenizer or fastokens.Tokenizer.from_file(str(path))
+        ids, offsets = tokenizer.encode_batch_flat(list(texts), add_special_tokens=False, split_special_tokens=True)
+        ends = np.frombuffer(offsets, "<i8")
+        return np.frombuffer(ids, "<u4"), ends[1:] - ends[:-1]
+
+    return encode

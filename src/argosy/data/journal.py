@@ -1,0 +1,90 @@
+"""The journal of a `prepare` under way: what is finished, and where in the input to go on.
+
+One JSON line for each cut, synced before work goes on. Everything that a line names is whole, so a killed
+`prepare` loses no more than the shards that were open.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from argosy.data.documents import Position
+from argosy.data.files import PARTIAL, atomic_write
+from argosy.data.manifest import Shard, SplitName
+from argosy.data.sources import InputFile
+
+NAME = "prepare.journal"
+
+
+class Cut(BaseModel):
+    """Finished shards, at most one of each split."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    shards: dict[SplitName, Shard]
+    next: Position
+    """The first document that is in none of the shards so far."""
+
+
+def fingerprint(options: dict[str, Any], files: Sequence[InputFile]) -> str:
+    """A hash of all that the result depends on; input files count by name, size and time of change."""
+    inputs = [(file.name, file.size, file.stamp) for file in files]
+    return hashlib.sha256(json.dumps([options, inputs]).encode()).hexdigest()
+
+
+class Journal:
+    """The journal in a folder; `cuts` are those of an earlier `prepare` of the same, and those added since."""
+
+    def __init__(self, folder: Path, job: str):
+        self._path = folder / NAME
+        lines = self._path.read_bytes().splitlines() if self._path.exists() else []
+        self.is_of_other_job = bool(lines) and lines[0] != job.encode()
+        """Whether there was a journal, but of other options or input."""
+        self.cuts = [] if self.is_of_other_job else _whole_cuts(lines[1:])
+        if not self.cuts:
+            remove_shards(folder)
+        with atomic_write(self._path) as file:
+            file.writelines(line.encode() + b"\n" for line in (job, *(cut.model_dump_json() for cut in self.cuts)))
+
+    @property
+    def next(self) -> Position:
+        """Where to go on."""
+        return self.cuts[-1].next if self.cuts else Position()
+
+    def add(self, cut: Cut) -> None:
+        """Note `cut`, whose shards have their final names."""
+        with self._path.open("ab") as file:
+            file.write(cut.model_dump_json().encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.cuts.append(cut)
+
+    def remove(self) -> None:
+        """The manifest is written: nothing is under way any more."""
+        self._path.unlink()
+
+
+def _whole_cuts(lines: Sequence[bytes]) -> list[Cut]:
+    """The cuts up to a line that a kill left half-written."""
+    cuts = []
+    for line in lines:
+        try:
+            cuts.append(Cut.model_validate_json(line))
+        except ValidationError:
+            break
+    return cuts
+
+
+def remove_shards(folder: Path) -> None:
+    """Remove what an earlier `prepare` left."""
+    for split in ("train", "validation"):
+        for suffix in (".bin", ".idx", ".crc32"):
+            for path in (*folder.glob(f"{split}-?????{suffix}"), *folder.glob(f"{split}-?????{suffix}{PARTIAL}")):
+                path.unlink()

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from argosy.data.documents import DocumentReader, Position
+from argosy.data.sources import find_files
+from argosy.errors import UserError
+
+
+def reader(*paths: Path, field: str = "text", **options: Any) -> DocumentReader:
+    return DocumentReader(find_files(map(str, paths)), field, **options)
+
+
+def texts(*paths: Path, **options: Any) -> list[str]:
+    return [document.text for document in reader(*paths, **options).read(Position())]
+
+
+def jsonl(*records: Any) -> bytes:
+    return b"".join(json.dumps(record).encode() + b"\n" for record in records)
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Any:
+    def write_file(name: str, data: bytes) -> Path:
+        (tmp_path / name).write_bytes(data)
+        return tmp_path / name
+
+    return write_file
+
+
+def test_text_file_is_one_document(write: Any) -> None:
+    assert texts(write("a.txt", "zwei\nZeilen ü".encode()), write("b.py", b"\xef\xbb\xbfx = 1")) == ["zwei\nZeilen ü", "x = 1"]
+
+
+def test_compressed_files_are_read_alike(write: Any) -> None:
+    data = jsonl({"text": "one"}, {"text": "two"})
+    frames = zstandard.compress(data[:17]) + zstandard.compress(data[17:])  # several frames, as pzstd writes
+    plain, gz, zst = write("a.jsonl", data), write("b.jsonl.gz", gzip.compress(data)), write("c.ndjson.zst", frames)
+    assert texts(plain) == texts(gz) == texts(zst) == ["one", "two"]
+
+
+def test_parquet_column_is_read(tmp_path: Path) -> None:
+    for kind in (pa.string(), pa.large_string(), pa.binary()):
+        values = pa.array([b"one", b"tw\xc3\xb6", None, b""], pa.binary()).cast(kind)
+        pq.write_table(pa.table({"id": [1, 2, 3, 4], "body": values}), tmp_path / "a.parquet")
+        assert texts(tmp_path / "a.parquet", field="body") == ["one", "twö"]
+
+
+def test_broken_input_is_counted_by_kind(write: Any) -> None:
+    lines = b'{"text": "good"}\n\n{"text": \n[1]\n{"text": 5}\n{"text": null}\n{"text": "\\ud800"}\n{"text": "\xff"}\n'
+    read = reader(write("a.jsonl", lines), write("b.txt", b"ab\xffc"), write("c.txt", b""))
+    assert [document.text for document in read.read(Position())] == ["good"]
+    assert read.tally.skipped == {"broken JSON": 1, "not text": 2, "empty document": 2, "broken UTF-8": 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("a.txt", b"ab\xffc", r"a\.txt, byte 2: broken UTF-8"),
+        ("a.jsonl", b'{"text": "x"}\n{"text"', r"a\.jsonl, line 2 .*: broken JSON"),
+        ("a.jsonl", b'{"text": "\xff"}', r"a\.jsonl, line 1, byte 10 of the line: broken UTF-8"),
+        ("a.jsonl", b'{"text": 5}', r"a\.jsonl, line 1, field 'text' \(a int\): not text"),
+    ],
+)
+def test_broken_input_can_be_refused(write: Any, name: str, data: bytes, message: str) -> None:
+    path = write(name, data)
+    with pytest.raises(UserError, match=message + ".*on_bad_input = skip"):
+        texts(path, on_bad_input="refuse")
+
+
+def test_record_without_the_field_is_always_refused(write: Any) -> None:
+    path = write("a.jsonl", jsonl({"text": "x"}, {"id": 1, "body": "y"}))
+    with pytest.raises(UserError, match=r"a\.jsonl, line 2: no field 'text'; the record has 'id', 'body'"):
+        texts(path)
+
+
+def test_parquet_without_the_column_lists_the_columns(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"id": [1], "body": ["x"]}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet: no column 'text'; the file has 'id', 'body'\. Set `field`"):
+        texts(tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="column 'id' holds int64, not text"):
+        texts(tmp_path / "a.parquet", field="id")
+
+
+@pytest.mark.parametrize(
+    ("name", "data"), [("a.txt.gz", b"no"), ("a.txt.gz", gzip.compress(b"x" * 99)[:-9]), ("a.txt.zst", b"no"), ("a.parquet", b"no")]
+)
+def test_damaged_file_is_refused(write: Any, name: str, data: bytes) -> None:
+    path = write(name, data)
+    with pytest.raises(UserError, match=rf"{name}: .*leave it out of `input`"):
+        texts(path)
+
+
+def test_file_that_vanished_is_refused(write: Any) -> None:
+    gone = reader(write("a.txt", b"x"))
+    Path(gone._files[0].path).unlink()
+    with pytest.raises(UserError, match=r"a\.txt: cannot be read"):
+        list(gone.read(Position()))
+
+
+def test_stops_after_max_text_bytes_at_a_whole_character(write: Any) -> None:
+    first, second = write("a.txt", b"12345"), write("b.txt", "aüb".encode())
+    assert texts(first, second, max_text_bytes=5) == ["12345"]
+    assert texts(first, second, max_text_bytes=6) == ["12345", "a"]
+    assert texts(first, second, max_text_bytes=7) == ["12345", "a"]
+    assert texts(first, second, max_text_bytes=8) == ["12345", "aü"]
+
+
+@given(st.integers(0, 7), st.integers(1, 40))
+def test_reading_goes_on_from_any_document(tmp_path_factory: pytest.TempPathFactory, done: int, limit: int) -> None:
+    folder = tmp_path_factory.mktemp("in")
+    (folder / "a.jsonl").write_bytes(jsonl({"text": "one"}, {"text": ""}, {"text": "two"}, {"text": 3}, {"text": "four"}))
+    (folder / "b.txt").write_bytes(b"\xff")
+    (folder / "c.jsonl").write_bytes(jsonl({"text": "five"}, {"text": "six"}, [], {"text": "seven"}))
+    whole = reader(folder, max_text_bytes=limit)
+    documents = list(whole.read(Position()))
+    if done < len(documents):
+        resumed = reader(folder, max_text_bytes=limit)
+        assert list(resumed.read(documents[done].at)) == documents[done:]
+        assert resumed.tally == whole.tally

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from argosy.config.schema import DataConfig, DataStage, PrepareConfig
+from argosy.data.loader import OpenData, open_data
+from argosy.data.tokenizer import train
+from argosy.errors import UserError
+from data.conftest import MakeFolder, damage, write_folder
+
+SEQ_LEN, GLOBAL_BATCH = 8, 12
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory, tokenizer_json: Path) -> tuple[Path, Path]:
+    """Two sources whose tokens tell where they are from: a counts 0..149, b 150..299."""
+    root = tmp_path_factory.mktemp("sources")
+    a = [[list(range(0, 70))], [list(range(70, 150))]]
+    b = [[list(range(150, 300))]]
+    return write_folder(root / "a", tokenizer_json, train=a), write_folder(root / "b", tokenizer_json, train=b)
+
+
+@pytest.fixture(scope="module")
+def mixed(folders: tuple[Path, Path]) -> OpenData:
+    return open_data(DataConfig(seq_len=SEQ_LEN, sources={str(folders[0]): 1, str(folders[1]): 3}), 7, GLOBAL_BATCH)
+
+
+def all_rows(data: OpenData, steps: int) -> np.ndarray:
+    loader = data.loader(slice(0, GLOBAL_BATCH))
+    rows = np.stack([loader.batch(step) for step in range(steps)])
+    loader.close()
+    return rows
+
+
+def test_rows_are_consecutive_tokens_of_their_sample(mixed: OpenData) -> None:
+    rows = all_rows(mixed, 5)
+    assert rows.shape == (5, GLOBAL_BATCH, SEQ_LEN + 1) and rows.dtype == np.int32
+    assert (np.diff(rows) == 1).all()
+    samples = mixed.order.samples(0, 5 * GLOBAL_BATCH)
+    assert rows[:, :, 0].ravel().tolist() == (samples.sources * 150 + samples.windows * SEQ_LEN).tolist()
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.sampled_from([1, 2, 3, 4, 6]), st.integers(1, 4)), min_size=1, max_size=5))
+def test_any_restarts_at_any_world_size_read_the_same_rows(mixed: OpenData, runs: list[tuple[int, int]]) -> None:
+    """Each run is (ranks, steps until it is stopped); the next goes on where it was."""
+    step, seen = 0, []
+    for ranks, steps in runs:
+        size = GLOBAL_BATCH // ranks
+        loaders = [mixed.loader(slice(rank * size, (rank + 1) * size)) for rank in range(ranks)]
+        for _ in range(steps):
+            seen.append(np.concatenate([loader.batch(step) for loader in loaders]))
+            step += 1
+        for loader in loaders:
+            loader.close()
+    np.testing.assert_array_equal(np.stack(seen), all_rows(mixed, step))
+
+
+def test_one_epoch_reads_every_window_once(folders: tuple[Path, Path]) -> None:
+    data = open_data(DataConfig(seq_len=SEQ_LEN, sources={str(folders[0]): 1}), 0, 6)
+    starts = np.concatenate([data.loader(slice(0, 6)).read(step)[:, 0] for step in range(3)])  # 18 windows
+    assert sorted(starts.tolist()) == list(range(0, 144, SEQ_LEN))
+
+
+def test_steps_may_be_asked_for_in_any_order(mixed: OpenData) -> None:
+    loader, rows = mixed.loader(slice(2, 5)), all_rows(mixed, 9)
+    for step in (4, 5, 0, 8, 8, 1):
+        np.testing.assert_array_equal(loader.batch(step), rows[step, 2:5])
+    loader.close()
+
+
+def test_rows_must_be_consecutive(mixed: OpenData) -> None:
+    with pytest.raises(ValueError, match="consecutive"):
+        mixed.loader(slice(0, 12, 2))
+
+
+def test_stages_take_over_at_their_step(folders: tuple[Path, Path]) -> None:
+    a, b = map(str, folders)
+    data = open_data(DataConfig(seq_len=SEQ_LEN, sources={a: 1}, stages=(DataStage(from_step=2, sources={b: 1}),)), 0, 12)
+    rows = all_rows(data, 4)
+    assert (rows[:2] < 150).all() and (rows[2:] >= 150).all()
+
+
+def test_an_error_while_reading_ahead_surfaces_in_its_step(make_folder: MakeFolder) -> None:
+    folder = make_folder("a", train=[[list(range(100))], [list(range(100, 200))]])
+    damage(folder / "train-00001.bin", 50)
+    data = open_data(DataConfig(seq_len=10, sources={str(folder): 1}), 1, 1)
+    loader = data.loader(slice(0, 1))
+    healthy = data.order.samples(0, 19).windows < 9  # window 9 reaches into the damaged shard
+    for step in range(19):
+        if healthy[step]:
+            loader.batch(step)
+            continue
+        for _ in range(2):  # and again when the step is asked for again
+            with pytest.raises(UserError, match=r"train-00001\.bin"):
+                loader.batch(step)
+    loader.close()
+
+
+def test_sources_default_to_what_is_prepared(folders: tuple[Path, Path]) -> None:
+    data = open_data(DataConfig(seq_len=SEQ_LEN, prepare=PrepareConfig(out=folders[0])), 0, 4)
+    assert [source.folder for source in data.sources] == [folders[0]]
+    assert data.eod_id == 0 and data.vocab_size == 300 and data.tokenizer.decode(data.tokenizer.encode("def")) == "def"
+
+
+def test_identity_follows_data_and_sequence_length(folders: tuple[Path, Path]) -> None:
+    def identity(seq_len: int, *sources: Path) -> str:
+        return open_data(DataConfig(seq_len=seq_len, sources={str(s): 1 for s in sources}), 0, 4).identity
+
+    a, b = folders
+    assert identity(8, a) == identity(8, a)
+    assert len({identity(8, a), identity(9, a), identity(8, b), identity(8, a, b)}) == 4
+
+
+def test_sources_of_different_tokenizers_are_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    train(["another text"], 257, tmp_path / "tokenizer.json")
+    other = write_folder(tmp_path / "other", tmp_path / "tokenizer.json", train=[[[1, 2, 3, 0]]])
+    with pytest.raises(UserError, match=f"{folders[0]} and {other} were prepared with different tokenizers"):
+        open_data(DataConfig(seq_len=2, sources={str(folders[0]): 1, str(other): 1}), 0, 4)
+
+
+def test_stages_out_of_order_are_refused(folders: tuple[Path, Path]) -> None:
+    stages = tuple(DataStage(from_step=step, sources={str(folders[1]): 1}) for step in (5, 5))
+    with pytest.raises(UserError, match=r"from_step = \[5, 5\] must ascend"):
+        open_data(DataConfig(seq_len=2, sources={str(folders[0]): 1}, stages=stages), 0, 4)
+
+
+def test_corpus_shorter_than_a_sequence_is_refused(folders: tuple[Path, Path]) -> None:
+    with pytest.raises(UserError, match=r"seq_len = 150: the train split .* has only 150 tokens.*seq_len = 149 or less"):
+        open_data(DataConfig(seq_len=150, sources={str(folders[0]): 1}), 0, 4)

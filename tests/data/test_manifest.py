@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from argosy.data.manifest import TOKENIZER, Manifest, verify
+from argosy.errors import UserError
+from data.conftest import MakeFolder, damage
+
+DOCUMENTS = [[1, 2, 3, 0], [4, 5, 0]]
+
+
+@pytest.fixture
+def folder(make_folder: MakeFolder) -> Path:
+    return make_folder("a", train=[DOCUMENTS, [[6, 0]]], validation=[[[7, 0]]])
+
+
+def test_counts_add_up_over_shards(folder: Path) -> None:
+    manifest = Manifest.load(folder)
+    assert (manifest.tokens("train"), manifest.documents("train"), manifest.text_bytes("train")) == (9, 3, 27)
+    assert (manifest.tokens("validation"), manifest.documents("validation")) == (2, 1)
+
+
+def test_missing_manifest_says_how_to_prepare(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"manifest\.json is missing.*argosy prepare TEXT --out"):
+        Manifest.load(tmp_path)
+
+
+def test_shards_without_manifest_are_recognised(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+    with pytest.raises(UserError, match="interrupted.*--adopt"):
+        Manifest.load(folder)
+
+
+@pytest.mark.parametrize("content", ["{", '{"format": 2}', "[]"])
+def test_damaged_manifest_is_refused(folder: Path, content: str) -> None:
+    (folder / "manifest.json").write_text(content)
+    with pytest.raises(UserError, match=r"manifest\.json: .*damaged or of another version"):
+        Manifest.load(folder)
+
+
+@pytest.mark.parametrize("name", ["train-00001.bin", "train-00000.idx", "validation-00000.bin"])
+def test_truncated_or_missing_file_is_found_at_once(folder: Path, name: str) -> None:
+    path = folder / name
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(UserError, match=rf"{name} has \d+ bytes instead of \d+.*argosy prepare"):
+        Manifest.load(folder)
+    path.unlink()
+    with pytest.raises(UserError, match=f"{name} is missing"):
+        Manifest.load(folder)
+
+
+def test_manifest_of_another_tokenizer_is_refused(folder: Path) -> None:
+    (folder / TOKENIZER).write_text("{}")
+    with pytest.raises(UserError, match="manifest of another tokenizer"):
+        Manifest.load(folder)
+    (folder / TOKENIZER).unlink()
+    with pytest.raises(UserError, match=r"tokenizer\.json is missing"):
+        Manifest.load(folder)
+
+
+@pytest.mark.parametrize("name", ["train-00000.bin", "validation-00000.idx"])
+def test_verify_finds_a_flipped_bit(folder: Path, name: str) -> None:
+    assert verify(folder) == Manifest.load(folder)
+    damage(folder / name, 3)
+    with pytest.raises(UserError, match=f"{name} does not match its checksum"):
+        verify(folder)
+
+
+def test_identity_follows_the_tokens_and_where_they_are_cut(make_folder: MakeFolder, folder: Path) -> None:
+    first = Manifest.load(folder).identity
+    same = make_folder("b", train=[DOCUMENTS, [[6, 0]]], validation=[[[7, 0]]])
+    other = make_folder("c", train=[DOCUMENTS, [[8, 0]]], validation=[[[7, 0]]])
+    swapped = make_folder("d", train=[[[6, 0]], DOCUMENTS], validation=[[[7, 0]]])
+    assert Manifest.load(same).identity == first
+    assert len({first, Manifest.load(other).identity, Manifest.load(swapped).identity}) == 3

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from argosy.data.sources import find_files
+from argosy.errors import UserError
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    for name in ("b.txt", "a.md", "sub/c.jsonl.gz", "sub/d.PARQUET", "sub/image.png", ".git/x.txt", "sub/.hidden.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    return tmp_path
+
+
+def names(*items: str | Path) -> list[str]:
+    return [Path(file.path).name for file in find_files(map(str, items))]
+
+
+def test_folder_gives_known_kinds_in_order_without_hidden_files(tree: Path) -> None:
+    assert names(tree) == ["a.md", "b.txt", "c.jsonl.gz", "d.PARQUET"]
+
+
+def test_items_keep_their_order_and_globs_are_sorted(tree: Path) -> None:
+    assert names(tree / "b.txt", tree / "*.*", tree / "**/*.gz") == ["b.txt", "a.md", "b.txt", "c.jsonl.gz"]
+
+
+def test_file_named_itself_may_have_any_suffix(tree: Path) -> None:
+    assert names(tree / "sub/image.png") == ["image.png"]
+
+
+def test_kind_and_compression_come_from_the_name(tree: Path) -> None:
+    (gz,) = find_files([str(tree / "sub/c.jsonl.gz")])
+    assert (gz.suffix, gz.compression, gz.size) == (".jsonl", ".gz", 1)
+
+
+def test_urls_go_through_fsspec(tree: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    memory.pipe({"/corpus/2.txt": b"two", "/corpus/1.txt": b"one"})
+    try:
+        assert [file.name for file in find_files(["memory://corpus"])] == ["memory:///corpus/1.txt", "memory:///corpus/2.txt"]
+        assert names(f"file://{tree}/b.txt") == ["b.txt"]
+    finally:
+        memory.rm("/corpus", recursive=True)
+
+
+def test_builtin_python_is_the_standard_library_then_torch() -> None:
+    files = [file.path for file in find_files(["builtin:python"])]
+    assert files == [file.path for file in find_files(["builtin:python"])]
+    library, torch = [p for p in files if "site-packages" not in p], [p for p in files if "site-packages" in p]
+    assert files == library + torch and library == sorted(library) and torch == sorted(torch)
+    assert any(path.endswith("/abc.py") for path in library) and any("/torch/nn/" in path for path in torch)
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ("missing.txt", "there is no such file or folder"),
+        ("*.nothing", r"this glob holds 0 files"),
+        ("empty", r"this folder holds 1 files, none of a known kind"),
+        ("builtin:ruby", "no such builtin corpus"),
+        ("nowhere://x/y", "nowhere"),
+    ],
+)
+def test_item_that_names_nothing_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, item: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "image.png").touch()
+    with pytest.raises(UserError, match=message) as caught:
+        find_files([item])
+    assert f"input = {item}" in str(caught.value)
+
+
+def test_no_input_is_refused() -> None:
+    with pytest.raises(UserError, match="nothing to prepare"):
+        find_files([])

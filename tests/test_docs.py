@@ -1,0 +1,82 @@
+"""What the documents promise works: their commands are run, their files exist, their keys are the schema's."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from argosy.config.load import load
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#\s]+)(#[^)]*)?\)")
+
+
+def blocks(document: Path) -> list[tuple[str, str | None, str]]:
+    """(language, file name if it is one, text) of each fenced block."""
+    return [(m[1], m[2], m[3]) for m in BLOCK.finditer(document.read_text())]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "document", [d for d in DOCUMENTS if any(b[0] == "console" for b in blocks(d))], ids=lambda d: d.name
+)
+def test_the_commands_of_a_document_work_in_order(document: Path, tmp_path: Path) -> None:
+    for language, name, text in blocks(document):
+        if name:
+            (tmp_path / name).write_text(text)
+        elif language == "console":
+            for line in text.splitlines():
+                run(line.removeprefix("$ "), tmp_path)
+        elif language == "python":
+            run_python(text, tmp_path)
+
+
+def run(command: str, folder: Path) -> None:
+    command = re.sub(r"^argosy\b", f"{sys.executable} -m argosy", command)
+    done = subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+
+
+def run_python(code: str, folder: Path) -> None:
+    # A file, not -c: what it starts imports its main module again.
+    script = folder / "document.py"
+    script.write_text("if __name__ == '__main__':\n" + "".join(f"    {line}\n" for line in code.splitlines()))
+    done = subprocess.run([sys.executable, script], cwd=folder, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
+def test_links_to_files_lead_somewhere(document: Path) -> None:
+    for target, _ in LINK.findall(document.read_text()):
+        if "://" not in target:
+            assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.toml")), ids=lambda p: p.name)
+def test_examples_are_valid_run_files(example: Path) -> None:
+    assert load(example).name == example.stem
+
+
+def test_make_targets_that_documents_name_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for document in DOCUMENTS:
+        named = set(re.findall(r"`make ([a-z-]+)`", document.read_text()))
+        assert named <= targets, document.name
+
+
+def test_the_published_schema_is_the_code_s() -> None:
+    from argosy.config.schema import RunConfig
+
+    assert (ROOT / "docs" / "run.schema.json").read_text().strip() == _schema(RunConfig)
+
+
+def _schema(config: type) -> str:
+    import json
+
+    return json.dumps(config.model_json_schema(), indent=2)

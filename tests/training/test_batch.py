@@ -1,0 +1,41 @@
+"""From rows of token ids to what the model takes."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from argosy.training.batch import document_starts, microbatches
+
+END = 0
+ROWS = np.array([[1, 2, END, 3, 4], [5, 6, 7, 8, 9], [END, 1, 1, END, 2], [2, END, END, 1, 1]], np.int32)
+
+
+def test_targets_are_the_tokens_that_come_next():
+    (micro,) = microbatches(ROWS, 4, END, torch.device("cpu"))
+    assert micro.tokens_BT.tolist() == ROWS[:, :-1].tolist()
+    assert micro.targets_BT.tolist() == ROWS[:, 1:].tolist()
+
+
+def test_microbatches_are_the_rows_in_order():
+    parts = microbatches(ROWS, 2, END, torch.device("cpu"))
+    assert torch.cat([part.tokens_BT for part in parts]).tolist() == ROWS[:, :-1].tolist()
+    assert [part.tokens_BT.shape[0] for part in parts] == [2, 2]
+
+
+def test_a_mark_opens_a_document_and_so_does_a_row():
+    (micro,) = microbatches(ROWS, 4, END, torch.device("cpu"))
+    assert micro.documents.tolist() == [0, 2, 4, 8, 11, 12, 13, 14, 16]
+    assert micro.documents.dtype == torch.int32
+
+
+@given(st.integers(1, 4).flatmap(lambda n: st.lists(st.lists(st.integers(0, 2), min_size=n, max_size=n), min_size=1)))
+def test_documents_tile_the_batch(rows):
+    tokens = torch.tensor(rows)
+    edges = document_starts(tokens, END).tolist()
+    assert edges == sorted(set(edges)) and edges[0] == 0 and edges[-1] == tokens.numel()
+    flat = tokens.flatten().tolist()
+    starts = set(edges[:-1])
+    assert all((i in starts) == (flat[i] == END or i % tokens.shape[1] == 0) for i in range(len(flat)))

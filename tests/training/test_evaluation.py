@@ -1,0 +1,77 @@
+"""Loss on held-out text does not depend on who measures it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from argosy.data.stream import TokenSource
+from argosy.errors import UserError
+from argosy.parallel.world import World
+from argosy.training.evaluation import HeldOut, Score, evaluate, unigram_score
+from tiny import MODEL, decoder, prepare_corpus
+
+SEQ_LEN = 32
+
+
+@pytest.fixture(scope="module")
+def held_out(corpus) -> HeldOut:
+    return HeldOut.read([TokenSource(corpus, "validation")], SEQ_LEN, max_tokens=700)
+
+
+def score(world: World, held_out: HeldOut, batch: int) -> Score:
+    return evaluate(decoder(), held_out, batch, world)
+
+
+@pytest.mark.parametrize(("size", "batch"), [(1, 1), (1, 8), (1, 100), (2, 3), (4, 8)])
+def test_the_score_does_not_depend_on_the_batch_nor_on_the_number_of_processes(workers, held_out, size, batch):
+    whole = score(World(), held_out, len(held_out.windows))
+    for found in workers.run(size, score, held_out, batch):
+        assert dataclasses.astuple(found) == pytest.approx(dataclasses.astuple(whole), rel=1e-6)
+
+
+def test_the_score_is_the_mean_cross_entropy(held_out):
+    whole_documents = dataclasses.replace(held_out, end_of_document=-1)  # no mark: each row is one document
+    windows = torch.from_numpy(held_out.windows.astype(np.int64))
+    loss = F.cross_entropy(decoder()(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten()).item()
+    found = score(World(), whole_documents, 4)
+    assert found.loss == pytest.approx(loss, rel=1e-5)
+    assert found.perplexity == pytest.approx(math.exp(loss), rel=1e-4)
+    assert found.bits_per_byte == pytest.approx(loss / math.log(2) * held_out.tokens / held_out.text_bytes, rel=1e-5)
+
+
+def test_a_model_that_has_diverged_still_has_a_score(held_out):
+    assert Score.of(1e6 * held_out.tokens, held_out).perplexity == math.inf
+
+
+def test_the_unigram_baseline_is_what_counting_gives(corpus, held_out):
+    source = TokenSource(corpus)
+    seen = Counter(source.tokens(0, len(source)).tolist())
+    total = len(source) + MODEL["vocab_size"]
+    nats = [-math.log((seen[token] + 1) / total) for token in held_out.windows[:, 1:].flatten().tolist()]
+    assert unigram_score([source], held_out, MODEL["vocab_size"]).loss == pytest.approx(sum(nats) / len(nats))
+
+
+def test_held_out_text_is_always_the_same_and_an_equal_share_of_each_source(corpus, held_out):
+    source = TokenSource(corpus, "validation")
+    assert np.array_equal(HeldOut.read([source], SEQ_LEN, 700).windows, held_out.windows)
+    both = HeldOut.read([source, source], SEQ_LEN, 1400)
+    assert np.array_equal(both.windows, np.concatenate([held_out.windows] * 2))
+    assert held_out.tokens <= 700
+
+
+def test_sources_without_held_out_text_are_left_out(corpus, held_out, tmp_path):
+    without = TokenSource(prepare_corpus(tmp_path, validation_fraction=0.0), "validation")
+    assert HeldOut.read([without], SEQ_LEN, 700).tokens == 0
+    assert HeldOut.read([without, TokenSource(corpus, "validation")], SEQ_LEN, 700).tokens == held_out.tokens
+
+
+def test_less_held_out_text_than_a_sample_is_said(corpus):
+    with pytest.raises(UserError, match=r"data\.seq_len = 10000000"):
+        HeldOut.read([TokenSource(corpus, "validation")], 10_000_000, 700)

@@ -1,0 +1,59 @@
+"""How long a run is that was given in minutes."""
+
+from __future__ import annotations
+
+import pytest
+
+from argosy.config.schema import RunConfig, ScheduleConfig, TrainConfig
+from argosy.training.pace import SLACK, Pace
+
+WARMUP = 5
+BUDGET_S = 6000.0
+
+
+def pace(**train: float) -> Pace:
+    return Pace(RunConfig(train=TrainConfig(**train), schedule=ScheduleConfig(warmup_steps=WARMUP)))
+
+
+def test_a_run_given_in_steps_has_nothing_to_decide():
+    given = pace(steps=7, minutes=100)
+    given.took(1.0)
+    assert given.steps == 7
+    assert given.steps_if_due(WARMUP) is None
+
+
+def test_nothing_is_decided_before_the_end_of_warmup():
+    undecided = pace(minutes=BUDGET_S / 60)
+    for done in range(WARMUP):
+        assert undecided.steps_if_due(done) is None
+        undecided.took(1.0)
+    assert undecided.steps_if_due(WARMUP) is not None
+
+
+def test_a_decided_length_stays():
+    decided = pace(minutes=BUDGET_S / 60)
+    decided.took(1.0)
+    decided.steps = decided.steps_if_due(WARMUP)
+    decided.took(100.0)
+    assert decided.steps_if_due(WARMUP + 1) is None
+
+
+def test_the_length_fills_the_budget_at_the_usual_speed_and_one_slow_step_does_not_count():
+    filling = pace(minutes=BUDGET_S / 60)
+    for seconds in (60.0, 2.0, 2.0, 2.0, 2.0):  # the first step compiles
+        filling.took(seconds)
+    assert filling.steps_if_due(WARMUP) == pytest.approx(WARMUP + SLACK * BUDGET_S / 2.0, abs=2)
+
+
+def test_a_budget_that_warmup_used_up_leaves_one_step():
+    late = pace(minutes=1e-9)
+    late.took(1.0)
+    assert late.steps_if_due(WARMUP) == WARMUP + 1
+
+
+def test_time_left_is_that_of_the_budget_and_then_that_of_the_steps():
+    running = pace(minutes=BUDGET_S / 60)
+    assert running.left_s(0) == pytest.approx(BUDGET_S, abs=5)
+    running.took(2.0)
+    running.steps = 100
+    assert running.left_s(40) == pytest.approx(120.0)

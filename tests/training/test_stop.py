@@ -1,0 +1,53 @@
+"""A signal is a request: it is remembered, and the process goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from threading import Thread
+
+import pytest
+
+from argosy.training.stop import StopSignal
+
+
+@pytest.fixture(autouse=True)
+def _handlers_as_they_were() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_without_a_signal_there_is_no_request():
+    assert StopSignal().listen().number is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_remembered(number):
+    stop = StopSignal().listen()
+    os.kill(os.getpid(), number)
+    assert stop.number == number
+
+
+def test_the_first_signal_is_the_one_that_counts():
+    stop = StopSignal().listen()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+        os.kill(os.getpid(), number)
+    assert stop.number == signal.SIGTERM
+
+
+def test_a_second_interrupt_ends_the_process_at_once():
+    StopSignal().listen()
+    os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_beside_the_main_thread_it_listens_to_nothing():
+    before = signal.getsignal(signal.SIGTERM)
+    thread = Thread(target=StopSignal().listen)
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) is before
