@@ -7,10 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import settings
 
 from argosy.data.manifest import TOKENIZER, Manifest, Shard
 from argosy.data.shards import ShardWriter, token_dtype
 from argosy.data.tokenizer import Tokenizer, train
+
+settings.register_profile("busy machine", deadline=None, max_examples=60)
+settings.load_profile("busy machine")
 
 TEXTS = [f"def f{i}(x):\n    return x + {i}  # naïve, für {i}\n" for i in range(200)]
 
@@ -31,9 +35,7 @@ def make_folder(tmp_path: Path, tokenizer_json: Path) -> MakeFolder:
     return lambda name, **splits: write_folder(tmp_path / name, tokenizer_json, **splits)
 
 
-def write_folder(
-    folder: Path, tokenizer_json: Path, **splits: Sequence[Sequence[Sequence[int]]]
-) -> Path:
+def write_folder(folder: Path, tokenizer_json: Path, **splits: Sequence[Sequence[Sequence[int]]]) -> Path:
     """A prepared folder with these tokens, and 3 bytes of text for each."""
     folder.mkdir(parents=True)
     tokenizer = Tokenizer.load(tokenizer_json)

@@ -39,7 +39,10 @@ def write(tmp_path: Path) -> Any:
 
 
 def test_text_file_is_one_document(write: Any) -> None:
-    assert texts(write("a.txt", "zwei\nZeilen ü".encode()), write("b.py", b"\xef\xbb\xbfx = 1")) == ["zwei\nZeilen ü", "x = 1"]
+    assert texts(write("a.txt", "zwei\nZeilen ü".encode()), write("b.py", b"\xef\xbb\xbfx = 1")) == [
+        "zwei\nZeilen ü",
+        "x = 1",
+    ]
 
 
 def test_compressed_files_are_read_alike(write: Any) -> None:
@@ -93,7 +96,8 @@ def test_parquet_without_the_column_lists_the_columns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "data"), [("a.txt.gz", b"no"), ("a.txt.gz", gzip.compress(b"x" * 99)[:-9]), ("a.txt.zst", b"no"), ("a.parquet", b"no")]
+    ("name", "data"),
+    [("a.txt.gz", b"no"), ("a.txt.gz", gzip.compress(b"x" * 99)[:-9]), ("a.txt.zst", b"no"), ("a.parquet", b"no")],
 )
 def test_damaged_file_is_refused(write: Any, name: str, data: bytes) -> None:
     path = write(name, data)
@@ -119,7 +123,9 @@ def test_stops_after_max_text_bytes_at_a_whole_character(write: Any) -> None:
 @given(st.integers(0, 7), st.integers(1, 40))
 def test_reading_goes_on_from_any_document(tmp_path_factory: pytest.TempPathFactory, done: int, limit: int) -> None:
     folder = tmp_path_factory.mktemp("in")
-    (folder / "a.jsonl").write_bytes(jsonl({"text": "one"}, {"text": ""}, {"text": "two"}, {"text": 3}, {"text": "four"}))
+    (folder / "a.jsonl").write_bytes(
+        jsonl({"text": "one"}, {"text": ""}, {"text": "two"}, {"text": 3}, {"text": "four"})
+    )
     (folder / "b.txt").write_bytes(b"\xff")
     (folder / "c.jsonl").write_bytes(jsonl({"text": "five"}, {"text": "six"}, [], {"text": "seven"}))
     whole = reader(folder, max_text_bytes=limit)

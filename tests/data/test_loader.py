@@ -81,7 +81,9 @@ def test_rows_must_be_consecutive(mixed: OpenData) -> None:
 
 def test_stages_take_over_at_their_step(folders: tuple[Path, Path]) -> None:
     a, b = map(str, folders)
-    data = open_data(DataConfig(seq_len=SEQ_LEN, sources={a: 1}, stages=(DataStage(from_step=2, sources={b: 1}),)), 0, 12)
+    data = open_data(
+        DataConfig(seq_len=SEQ_LEN, sources={a: 1}, stages=(DataStage(from_step=2, sources={b: 1}),)), 0, 12
+    )
     rows = all_rows(data, 4)
     assert (rows[:2] < 150).all() and (rows[2:] >= 150).all()
 
@@ -131,5 +133,7 @@ def test_stages_out_of_order_are_refused(folders: tuple[Path, Path]) -> None:
 
 
 def test_corpus_shorter_than_a_sequence_is_refused(folders: tuple[Path, Path]) -> None:
-    with pytest.raises(UserError, match=r"seq_len = 150: the train split .* has only 150 tokens.*seq_len = 149 or less"):
+    with pytest.raises(
+        UserError, match=r"seq_len = 150: the train split .* has only 150 tokens.*seq_len = 149 or less"
+    ):
         open_data(DataConfig(seq_len=150, sources={str(folders[0]): 1}), 0, 4)

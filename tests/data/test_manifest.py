@@ -29,7 +29,7 @@ def test_missing_manifest_says_how_to_prepare(tmp_path: Path) -> None:
 
 def test_shards_without_manifest_are_recognised(folder: Path) -> None:
     (folder / "manifest.json").unlink()
-    with pytest.raises(UserError, match="interrupted.*--adopt"):
+    with pytest.raises(UserError, match=r"interrupted.*--adopt"):
         Manifest.load(folder)
 
 

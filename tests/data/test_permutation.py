@@ -26,7 +26,10 @@ def test_stays_in_range_and_apart_at_any_size(n: int, data: st.DataObject) -> No
 def test_elements_are_permuted_by_their_own_key() -> None:
     keys = np.array([1, 2, 1, 3], np.uint64)
     together = permute(np.array([5, 5, 6, 5], np.uint64), 1000, keys)
-    alone = [permute(np.array([i], np.uint64), 1000, np.array([k], np.uint64))[0] for i, k in zip([5, 5, 6, 5], keys, strict=True)]
+    alone = [
+        permute(np.array([i], np.uint64), 1000, np.array([k], np.uint64))[0]
+        for i, k in zip([5, 5, 6, 5], keys, strict=True)
+    ]
     assert together.tolist() == alone and together[0] != together[1]
 
 

@@ -65,7 +65,9 @@ def test_abandoned_shard_leaves_nothing(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.integers(0, 3 * BLOCK_BYTES), max_size=6))
-def test_block_checksums_do_not_depend_on_the_pieces(tmp_path_factory: pytest.TempPathFactory, sizes: list[int]) -> None:
+def test_block_checksums_do_not_depend_on_the_pieces(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int]
+) -> None:
     data = bytes(i % 251 for i in range(1000)) * (sum(sizes) // 1000 + 1)
     checksums, start = BlockChecksums(), 0
     for size in sizes:

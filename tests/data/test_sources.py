@@ -42,7 +42,10 @@ def test_urls_go_through_fsspec(tree: Path) -> None:
     memory = fsspec.filesystem("memory")
     memory.pipe({"/corpus/2.txt": b"two", "/corpus/1.txt": b"one"})
     try:
-        assert [file.name for file in find_files(["memory://corpus"])] == ["memory:///corpus/1.txt", "memory:///corpus/2.txt"]
+        assert [file.name for file in find_files(["memory://corpus"])] == [
+            "memory:///corpus/1.txt",
+            "memory:///corpus/2.txt",
+        ]
         assert names(f"file://{tree}/b.txt") == ["b.txt"]
     finally:
         memory.rm("/corpus", recursive=True)

@@ -56,10 +56,12 @@ def test_tokenizer_without_an_end_is_refused(tokenizer_json: Path, tmp_path: Pat
     path = tmp_path / "endless.json"
     path.write_text(tokenizer_json.read_text().replace(END_OF_DOCUMENT, "<pad>"))
     with pytest.raises(UserError, match=r"endless\.json: no token ends a document .*Add <\|endoftext\|>"):
-        _ = Tokenizer.load(path).eod_id
+        Tokenizer.load(path)
 
 
-@pytest.mark.parametrize(("content", "message"), [(None, "no such file"), (b"{}", "not a Hugging Face"), (b"\xff", "cannot be read")])
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "no such file"), (b"{}", "not a Hugging Face"), (b"\xff", "cannot be read")]
+)
 def test_file_that_is_no_tokenizer_is_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
     path = tmp_path / "tokenizer.json"
     if content is not None:

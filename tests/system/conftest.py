@@ -1,84 +1,13 @@
-"""The command line, as a user runs it."""
+"""A folder to run commands in."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-RUN_FILE = """
-name = "tiny"
-plan = "dp_replicate={processes},microbatch=2,precision=fp32,compile=false"
-
-[model]
-layers = 2
-width = 32
-heads = 4
-kv_heads = 2
-head_width = 8
-ffn_width = 64
-
-[data]
-sources = {{ "{corpus}" = 1.0 }}
-seq_len = 32
-
-[train]
-steps = {steps}
-global_batch = 8
-
-[optimizer]
-lr = 1e-2
-
-[schedule]
-warmup_steps = 2
-
-[evaluate]
-every_steps = 5
-tokens = 2000
-
-[checkpoint]
-every_steps = {every_steps}
-every_minutes = 0
-
-[launch]
-processes = {processes}
-device = "cpu"
-"""
-
-
-@dataclass
-class Folder:
-    """A working directory and the commands run in it."""
-
-    path: Path
-    corpus: Path
-
-    def write_run(self, name: str = "run.toml", *, steps: int = 10, every_steps: int = 2, processes: int = 2) -> Path:
-        """A run file of the tiny model."""
-        text = RUN_FILE.format(corpus=self.corpus, steps=steps, every_steps=every_steps, processes=processes)
-        (self.path / name).write_text(text)
-        return self.path / name
-
-    def start(self, *words: object, **options: object) -> subprocess.Popen[str]:
-        """`argosy WORDS ...`, running."""
-        command = [sys.executable, "-m", "argosy", *map(str, words)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-        return subprocess.Popen(
-            command, cwd=self.path, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
-        )  # type: ignore[call-overload]
-
-    def argosy(self, *words: object, code: int = 0, **options: object) -> str:
-        """`argosy WORDS ...`, done; its exit code is `code`. Returns all that it printed."""
-        process = self.start(*words, **options)
-        out, err = process.communicate(timeout=120)
-        assert process.returncode == code, f"exit code {process.returncode}\n{out}\n{err}"
-        assert "Traceback" not in err or code == 1, err
-        return out + err
+from commands import Folder
 
 
 @pytest.fixture

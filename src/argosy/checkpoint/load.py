@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
@@ -19,7 +20,9 @@ def load_into(state: dict[str, Any], checkpoint: Checkpoint, world: World) -> No
     reader = dcp.FileSystemReader(checkpoint.folder)
     saved = reader.read_metadata().state_dict_metadata
     wanted = {name: tensor for name, tensor in _flat(state).items() if name in saved}
-    dcp.load(wanted, storage_reader=reader, no_dist=world.size == 1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a world of one is no mistake
+        dcp.load(wanted, storage_reader=reader, no_dist=world.size == 1)
 
 
 def missing_from(state: dict[str, Any], checkpoint: Checkpoint) -> list[str]:

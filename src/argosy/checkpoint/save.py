@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,7 +106,9 @@ class Saver:
         if problems[0]:
             raise OSError(problems[0])
         writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
-        dcp.save(state, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a world of one is no mistake
+            dcp.save(state, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
 
     def _sums_of_my_files(self, folder: Path) -> dict[str, FileSum]:
         """Checksums of what this rank wrote: the writer names its files __RANK_NUMBER.distcp."""

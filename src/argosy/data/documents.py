@@ -1,6 +1,6 @@
 """Documents out of input files: plain text, JSONL, Parquet; what cannot be read is counted and told.
 
-A document is a file of plain text, a JSONL record or a Parquet row.
+A document is a file of plain text (which is read whole), a JSONL record or a Parquet row.
 """
 
 from __future__ import annotations

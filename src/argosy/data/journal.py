@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from argosy.data.documents import Position
-from argosy.data.files import PARTIAL, atomic_write
+from argosy.data.files import PARTIAL, atomic_write, sync
 from argosy.data.manifest import Shard, SplitName
 from argosy.data.sources import InputFile
 
@@ -45,8 +44,8 @@ class Journal:
     def __init__(self, folder: Path, job: str):
         self._path = folder / NAME
         lines = self._path.read_bytes().splitlines() if self._path.exists() else []
-        self.is_of_other_job = bool(lines) and lines[0] != job.encode()
-        """Whether there was a journal, but of other options or input."""
+        self.is_of_other_job = len(lines) > 1 and lines[0] != job.encode()
+        """Whether an earlier `prepare` finished shards here, but of other options or input."""
         self.cuts = [] if self.is_of_other_job else _whole_cuts(lines[1:])
         if not self.cuts:
             remove_shards(folder)
@@ -62,8 +61,7 @@ class Journal:
         """Note `cut`, whose shards have their final names."""
         with self._path.open("ab") as file:
             file.write(cut.model_dump_json().encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+            sync(file)
         self.cuts.append(cut)
 
     def remove(self) -> None:

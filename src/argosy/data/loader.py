@@ -7,20 +7,23 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
 
 from argosy.config.schema import DataConfig
 from argosy.data.manifest import TOKENIZER
-from argosy.data.order import SampleOrder, Stage
+from argosy.data.order import SampleOrder, Samples, Stage
 from argosy.data.stream import I32, TokenSource
 from argosy.data.tokenizer import Tokenizer
 from argosy.errors import UserError
 
 AHEAD = 4
 """Steps that are read before they are asked for."""
+
+LOCATED = 8192
+"""Samples that are looked up in the order at once: a few cost nearly as much as thousands."""
 
 
 class Loader:
@@ -43,6 +46,8 @@ class Loader:
         self._sources, self._order, self._seq_len = sources, order, seq_len
         self._global_batch = global_batch
         self._first, self._stop, stride = rows.indices(global_batch)
+        self._steps_at_once = max(LOCATED // global_batch, 1)
+        self._locate = lru_cache(2)(self._locate_steps)
         if stride != 1:
             raise ValueError(f"rows = {rows}: the rows of a rank are consecutive")
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="argosy-data")
@@ -69,8 +74,7 @@ class Loader:
 
     def read(self, step: int) -> I32:
         """What `batch` returns, read now and in this thread."""
-        start = step * self._global_batch
-        samples = self._order.samples(start + self._first, start + self._stop)
+        samples = self._samples(step)
         out = np.empty((len(samples), self._seq_len + 1), np.int32)
         for number, source in enumerate(self._sources):
             here = np.flatnonzero(samples.sources == number)
@@ -81,6 +85,17 @@ class Loader:
                 source.read_windows(samples.windows[here], part)
                 out[here] = part
         return out
+
+    def _samples(self, step: int) -> Samples:
+        """This rank's samples of a step."""
+        block, place = divmod(step, self._steps_at_once)
+        start = place * self._global_batch
+        return self._locate(block)[start + self._first : start + self._stop]
+
+    def _locate_steps(self, block: int) -> Samples:
+        """All ranks' samples of consecutive steps."""
+        size = self._steps_at_once * self._global_batch
+        return self._order.samples(block * size, (block + 1) * size)
 
     def _read_ahead(self, step: int) -> None:
         while len(self._coming) <= AHEAD:

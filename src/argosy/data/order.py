@@ -45,6 +45,9 @@ class Samples:
     def __len__(self) -> int:
         return len(self.sources)
 
+    def __getitem__(self, part: slice) -> Samples:
+        return Samples(self.sources[part], self.epochs[part], self.windows[part])
+
 
 class SampleOrder:
     """The order of a run's samples.

@@ -19,7 +19,7 @@ U64 = npt.NDArray[np.uint64]
 TURNS = 8
 """Luby & Rackoff need four; the hash is not cryptographic and small domains mix poorly, so there are more."""
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_TURN_OFFSETS = np.arange(1, TURNS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's
 
 
 def key_of(*parts: int | str) -> int:
@@ -40,24 +40,22 @@ def permute(index: U64, n: int, key: U64) -> U64:
     Elements with equal keys go to different places.
     """
     bits = max((n - 1).bit_length(), 1)
-    where = _feistel(index, bits, key)
+    turn_keys = mix(key + _TURN_OFFSETS[:, None])
+    where = _feistel(index, bits, turn_keys)
     outside = np.flatnonzero(where >= n)
     while outside.size:
-        where[outside] = _feistel(where[outside], bits, key[outside])
+        where[outside] = _feistel(where[outside], bits, turn_keys[:, outside])
         outside = outside[where[outside] >= n]
     return where
 
 
-def _feistel(x: U64, bits: int, key: U64) -> U64:
-    """Permute the numbers of `bits` bits; the right half has floor(bits / 2) of them."""
+def _feistel(x: U64, bits: int, turn_keys: U64) -> U64:
+    """Permute the numbers of `bits` bits by keys [TURNS, k]; the right half has floor(bits / 2) of them."""
     right_bits = np.uint64(bits // 2)
     right_mask = np.uint64((1 << (bits // 2)) - 1)
     left_mask = np.uint64((1 << (bits - bits // 2)) - 1)
     left, right = x >> right_bits, x & right_mask
-    round_key = key
-    for _ in range(TURNS // 2):
-        round_key = round_key + _GOLDEN
-        left = left ^ (mix(right + mix(round_key)) & left_mask)
-        round_key = round_key + _GOLDEN
-        right = right ^ (mix(left + mix(round_key)) & right_mask)
+    for left_key, right_key in zip(turn_keys[::2], turn_keys[1::2], strict=True):
+        left = left ^ (mix(right + left_key) & left_mask)
+        right = right ^ (mix(left + right_key) & right_mask)
     return (left << right_bits) | right

@@ -27,12 +27,12 @@ from argosy.data.shards import token_dtype
 from argosy.data.sources import RECORDS, InputFile, find_files
 from argosy.data.tokenizer import Tokenizer, train
 from argosy.data.workers import Workers
-from argosy.errors import ArgosyWarning, UserError
+from argosy.errors import ArgosyWarning, RunFailed, UserError
 
 TRAINING_CHARS = 10_000_000
 """Characters that a tokenizer is trained on: seconds of work, and more changes little below 100,000 tokens."""
 
-COMPARED_CHARS = 1_000_000
+COMPARED_CHARS = 500_000
 """Characters on which engines must agree."""
 
 BATCH_CHARS = 500_000
@@ -76,24 +76,27 @@ Report = Callable[[PrepareProgress], None]
 def prepare(config: PrepareConfig, report: Report | None = None) -> Manifest:
     """Tokenize `config.input` into shards in `config.out`; returns their manifest.
 
-    The result depends on the options and the input alone: neither on the number of processes, nor on the engine,
-    nor on how often it was interrupted. A folder that was prepared with the same options is returned as it is; the
-    input is not read again, and need not be there any more. If another process is preparing the same folder, this
-    waits for it.
+    The result depends on the options and the input alone, neither on the number of processes nor on how often it was
+    interrupted (nor on the engine, as far as a sample can tell: see `choose_engine`).
+
+    A folder that was prepared with the same options is returned as it is; the input is not read again, and need not
+    be there any more. If another process is preparing the same folder, this waits for it.
 
     Args:
         config: what to prepare, how, and where to.
         report: is told of the progress, ten times a second at most.
 
-    Raises: UserError if an option or the input is wrong, or `out` holds something else.
+    Raises: UserError if an option or the input is wrong, or `out` holds something else; RunFailed if `out` cannot be
+    written (disk full) or a tokenizer process dies. Whatever ends it, the same call goes on from there.
     """
     report = report or (lambda progress: None)
-    config.out.mkdir(parents=True, exist_ok=True)
-    with _alone(config.out):
-        options = _options(config)
-        if (config.out / manifests.NAME).exists():
-            return _already_prepared(config.out, options)
-        files = find_files(config.input)
+    options = _options(config)
+    if _is_prepared(config.out):
+        return _load_prepared(config.out, options)
+    files = find_files(config.input)  # before `out` is made: wrong input leaves nothing behind
+    with _writing(config.out):
+        if _is_prepared(config.out):  # by another process, while this one waited
+            return _load_prepared(config.out, options)
         journal = _open_journal(config, options, files)
         tokenizer = _tokenizer(config, files, bool(journal.cuts), report)
         reader = DocumentReader(files, config.field, config.on_bad_input, config.max_text_bytes)
@@ -139,10 +142,10 @@ def _tokenize(
 
 def _options(config: PrepareConfig) -> dict[str, Any]:
     """What the result depends on; a tokenizer that was brought along counts by its contents."""
-    brought = Tokenizer.load(config.tokenizer).sha256 if config.tokenizer else None
+    brought = Tokenizer.load(config.tokenizer) if config.tokenizer else None
     return {
         "input": list(config.input),
-        "tokenizer": brought,
+        "tokenizer": brought and brought.sha256,
         "vocab_size": None if brought else config.vocab_size,
         "field": config.field,
         "validation_fraction": config.validation_fraction,
@@ -152,7 +155,11 @@ def _options(config: PrepareConfig) -> dict[str, Any]:
     }
 
 
-def _already_prepared(out: Path, options: dict[str, Any]) -> Manifest:
+def _is_prepared(out: Path) -> bool:
+    return (out / manifests.NAME).exists()
+
+
+def _load_prepared(out: Path, options: dict[str, Any]) -> Manifest:
     manifest = Manifest.load(out)
     there = manifest.options
     changed = [key for key, value in options.items() if there.get(key) != value]
@@ -169,8 +176,8 @@ def _open_journal(config: PrepareConfig, options: dict[str, Any], files: Sequenc
     out = config.out
     if not (out / journals.NAME).exists() and any(out.glob("*.bin")):
         raise UserError(
-            f"out = {out}: holds .bin files that `prepare` did not write. Choose another `out`, or take them over: "
-            f"argosy prepare {out} --adopt --tokenizer tokenizer.json"
+            f"out = {out}: holds .bin files that `prepare` did not write. Choose another `out`, delete {out}, or take "
+            f"them over: argosy prepare {out} --adopt --tokenizer tokenizer.json"
         )
     journal = Journal(out, fingerprint(options, files))
     if journal.is_of_other_job:
@@ -266,8 +273,15 @@ def _processes(config: PrepareConfig) -> int:
 
 
 @contextmanager
-def _alone(out: Path) -> Iterator[None]:
-    """Wait until no other process prepares `out`, and keep others waiting; the system ends a dead one's lock."""
-    with (out / LOCK).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+def _writing(out: Path) -> Iterator[None]:
+    """Make `out`, wait until no other process prepares it, and keep others waiting. A dead one's lock is void."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with (out / LOCK).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+    except OSError as error:  # reading has errors of its own
+        raise RunFailed(
+            f"out = {out}: cannot be written ({error}). Free some space or get the right to write there, then repeat "
+            "the command: it goes on where it was"
+        ) from error

@@ -163,11 +163,11 @@ class ShardReader:
 
     def __init__(self, bin_path: Path, dtype: np.dtype[Any], vocab_size: int):
         self._path, self._vocab_size = bin_path, vocab_size
-        self._tokens: Tokens = np.memmap(bin_path, dtype, mode="r") if bin_path.stat().st_size else np.empty(0, dtype)
+        self._tokens = _map(bin_path, dtype)
         self._block_tokens = BLOCK_BYTES // dtype.itemsize
         self._checksums = read_checksums(bin_path.with_suffix(".crc32"))
         blocks = -(-len(self._tokens) // self._block_tokens)
-        self._checked = np.zeros(blocks, np.bool_)
+        self._checked, self._unchecked = bytearray(blocks), blocks
         if self._checksums is not None and len(self._checksums) != blocks:
             raise UserError(
                 f"{bin_path.with_suffix('.crc32')}: {len(self._checksums)} checksums for {blocks} blocks. "
@@ -183,9 +183,8 @@ class ShardReader:
         Raises: UserError if a block that they lie in does not match its checksum, or holds an id that is not
         in the vocabulary.
         """
-        first, last = start // self._block_tokens, -(-stop // self._block_tokens)
-        if not self._checked[first:last].all():
-            for block in range(first, last):
+        if self._unchecked:
+            for block in range(start // self._block_tokens, -(-stop // self._block_tokens)):
                 self._check(block)
         return self._tokens[start:stop]
 
@@ -207,7 +206,13 @@ class ShardReader:
                 f"{where} holds token {low if low < 0 else high}, but the vocabulary has {self._vocab_size} tokens. "
                 "The shard was made with another tokenizer: prepare the data again with this one"
             )
-        self._checked[block] = True
+        self._checked[block] = 1
+        self._unchecked -= 1
+
+
+def _map(path: Path, dtype: np.dtype[Any]) -> Tokens:
+    """The tokens of a .bin, memory-mapped; as a plain array, of which slices are cheaper than of a memmap."""
+    return np.memmap(path, dtype, mode="r").view(np.ndarray) if path.stat().st_size else np.empty(0, dtype)
 
 
 def _with(prefix: Path, suffix: str) -> Path:

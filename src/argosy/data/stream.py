@@ -57,14 +57,11 @@ class TokenSource:
         """
         if (windows := (len(self) - 1) // seq_len) > 0:
             return windows
-        if len(self) < 2:
-            raise UserError(
-                f"{self.folder}: the {self.split} split has {len(self)} tokens. Prepare more text, or set aside "
-                f"another share of it: data.prepare.validation_fraction"
-            )
+        remedies = [f"seq_len = {len(self) - 1} or less"] if len(self) > 1 else []
+        remedies += ["more text"] if self.split == "train" else ["a larger validation_fraction", "more text"]
         raise UserError(
             f"data.seq_len = {seq_len}: the {self.split} split of {self.folder} has only {len(self)} tokens, and a "
-            f"sample takes seq_len + 1. Use seq_len = {len(self) - 1} or less, or prepare more text"
+            f"sample takes seq_len + 1. Try {', or '.join(remedies)}"
         )
 
     def tokens(self, start: int, stop: int) -> I32:

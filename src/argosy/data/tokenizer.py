@@ -36,7 +36,7 @@ SPLIT = (
 
 
 class Tokenizer:
-    """A loaded tokenizer.json.
+    """A loaded tokenizer.json, with a token that ends a document.
 
     Text is always encoded as text: where a document spells out a special token, its characters are encoded, so
     that no document can fake its own end.
@@ -50,16 +50,17 @@ class Tokenizer:
                 f"tokenizer = {where}: not a Hugging Face tokenizer.json ({error}). Export the tokenizer with "
                 "save_pretrained, or leave the key out to train one"
             ) from None
-        self._where = where
         self._engine.no_truncation()
         self._engine.no_padding()
         self._engine.encode_special_tokens = True
         self.sha256 = hashlib.sha256(json_text.encode()).hexdigest()
         """Of the file."""
+        self.eod_id = self._find_end(where)
+        """The token that ends a document: the first of END_NAMES that there is."""
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
-        """Raises UserError if `path` is missing or no tokenizer.json."""
+        """Raises UserError if `path` is missing, no tokenizer.json, or without a token that ends a document."""
         try:
             return cls(path.read_bytes().decode(), str(path))
         except FileNotFoundError:
@@ -74,20 +75,6 @@ class Tokenizer:
         """One more than the largest id: special tokens count, and so do gaps between ids."""
         return max(self._engine.get_vocab(with_added_tokens=True).values()) + 1
 
-    @property
-    def eod_id(self) -> int:
-        """The id of the token that ends a document.
-
-        Raises: UserError if the tokenizer has none of END_NAMES.
-        """
-        for name in END_NAMES:
-            if (token := self._engine.token_to_id(name)) is not None:
-                return token
-        raise UserError(
-            f"tokenizer = {self._where}: no token ends a document (looked for {' '.join(END_NAMES)}). "
-            f"Add {END_OF_DOCUMENT} to its added_tokens, or use another tokenizer"
-        )
-
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, with nothing added before or after it."""
         return self._engine.encode(text, add_special_tokens=False).ids
@@ -99,6 +86,15 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text that `ids` stand for, special tokens left out."""
         return self._engine.decode(ids)
+
+    def _find_end(self, where: str) -> int:
+        for name in END_NAMES:
+            if (token := self._engine.token_to_id(name)) is not None:
+                return token
+        raise UserError(
+            f"tokenizer = {where}: no token ends a document (looked for {' '.join(END_NAMES)}). "
+            f"Add {END_OF_DOCUMENT} to its added_tokens, or use another tokenizer"
+        )
 
 
 def train(sample: Iterable[str], vocab_size: int, path: Path) -> Tokenizer:

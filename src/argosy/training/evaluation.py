@@ -85,8 +85,9 @@ def evaluate(model: Decoder, held_out: HeldOut, batch: int, world: World) -> Sco
         rows = windows[start : start + batch]
         filled = np.concatenate([rows, np.zeros((batch - len(rows), windows.shape[1]), windows.dtype)])
         (micro,) = microbatches(filled, batch, held_out.end_of_document, device)
-        micro.targets_BT[len(rows) :] = IGNORED
-        total += model(micro.tokens_BT, micro.targets_BT, micro.documents)
+        targets_BT = micro.targets_BT.clone()  # tokens and targets may share memory
+        targets_BT[len(rows) :] = IGNORED
+        total += model(micro.tokens_BT, targets_BT, micro.documents)
     return Score.of(world.sum(total).item(), held_out)
 
 

@@ -1,0 +1,77 @@
+"""The command line, as a user runs it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+RUN_FILE = """
+name = "tiny"
+plan = "dp_replicate={processes},microbatch=2,precision=fp32,compile=false"
+
+[model]
+layers = 2
+width = 32
+heads = 4
+kv_heads = 2
+head_width = 8
+ffn_width = 64
+
+[data]
+sources = {{ "{corpus}" = 1.0 }}
+seq_len = 32
+
+[train]
+steps = {steps}
+global_batch = 8
+
+[optimizer]
+lr = 1e-2
+
+[schedule]
+warmup_steps = 2
+
+[evaluate]
+every_steps = 5
+tokens = 2000
+
+[checkpoint]
+every_steps = {every_steps}
+every_minutes = 0
+
+[launch]
+processes = {processes}
+device = "cpu"
+"""
+
+
+@dataclass
+class Folder:
+    """A working directory and the commands run in it."""
+
+    path: Path
+    corpus: Path
+
+    def write_run(self, name: str = "run.toml", *, steps: int = 10, every_steps: int = 2, processes: int = 2) -> Path:
+        """A run file of the tiny model."""
+        text = RUN_FILE.format(corpus=self.corpus, steps=steps, every_steps=every_steps, processes=processes)
+        (self.path / name).write_text(text)
+        return self.path / name
+
+    def start(self, *words: object) -> subprocess.Popen[str]:
+        """`argosy WORDS ...`, running."""
+        command = [sys.executable, "-m", "argosy", *map(str, words)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, cwd=self.path, env=environment, text=True, stdout=pipe, stderr=pipe)
+
+    def argosy(self, *words: object, code: int = 0) -> str:
+        """`argosy WORDS ...`, done; its exit code is `code`. Returns all that it printed."""
+        process = self.start(*words)
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == code, f"exit code {process.returncode}\n{out}\n{err}"
+        assert "Traceback" not in err or code == 1, err
+        return out + err

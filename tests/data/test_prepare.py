@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from argosy.config.schema import PrepareConfig
+from argosy.data import prepare as module
+from argosy.data.manifest import TOKENIZER, Manifest, verify
+from argosy.data.prepare import PrepareProgress, prepare
+from argosy.data.stream import TokenSource
+from argosy.data.tokenizer import Tokenizer
+from argosy.data.workers import Workers
+from argosy.errors import ArgosyWarning, RunFailed, UserError
+from data.conftest import TEXTS
+
+DOCUMENTS = [f"{text}# {i * i}\n" * (i % 7 + 1) for i, text in enumerate(TEXTS)]
+
+
+@pytest.fixture
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BATCH_CHARS", 2000)
+
+
+@pytest.fixture
+def config(tmp_path: Path, tokenizer_json: Path, small_batches: None) -> PrepareConfig:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i, text in enumerate(DOCUMENTS):
+        (folder / f"{i:03}.txt").write_text(text)
+    (folder / "099-broken.txt").write_bytes(b"\xff")
+    return PrepareConfig(
+        input=(str(folder),),
+        out=tmp_path / "out",
+        tokenizer=tokenizer_json,
+        validation_fraction=0.1,
+        shard_tokens=1500,
+        processes=1,
+        engine="huggingface",
+    )
+
+
+def changed(config: PrepareConfig, **options: Any) -> PrepareConfig:
+    return config.model_copy(update=options)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_text_comes_back_from_the_shards(config: PrepareConfig) -> None:
+    manifest = prepare(config)
+    tokenizer, found = Tokenizer.load(config.out / TOKENIZER), []
+    for split in ("train", "validation"):
+        source = TokenSource(config.out, split)
+        ids = source.tokens(0, len(source)).tolist()
+        while ids:
+            end = ids.index(manifest.eod_id)
+            found.append(tokenizer.decode(ids[:end]))
+            ids = ids[end + 1 :]
+    assert sorted(found) == sorted(DOCUMENTS)
+    assert manifest.text_bytes("train") + manifest.text_bytes("validation") == sum(len(d.encode()) for d in DOCUMENTS)
+    assert manifest.documents("validation") > 5 and len(manifest.splits["train"]) > 3
+    assert manifest.skipped == {"broken UTF-8": 1} and verify(config.out) == manifest
+
+
+def test_result_does_not_depend_on_the_number_of_processes(config: PrepareConfig, tmp_path: Path) -> None:
+    prepare(config)
+    prepare(changed(config, out=tmp_path / "three", processes=3))
+    assert contents(config.out) == contents(tmp_path / "three")
+
+
+@pytest.mark.parametrize("batches", [1, 6, 20])
+def test_interrupted_and_resumed_is_byte_identical(config: PrepareConfig, tmp_path: Path, batches: int) -> None:
+    """Interrupted over and over, each time after so many batches, until it comes to the end."""
+    trained = changed(config, tokenizer=None, vocab_size=300, out=tmp_path / "whole")
+    prepare(trained)
+    interrupted = changed(trained, out=tmp_path / "interrupted")
+    meter_count, runs = module._Meter.count, 0
+    for runs in range(40):
+        counted = iter(range(batches + runs))  # a little further each time: a shard may take more batches
+
+        def count(meter: Any, batch: Any, counted: Iterator[int] = counted) -> None:
+            if next(counted, None) is None:
+                raise KeyboardInterrupt
+            meter_count(meter, batch)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module._Meter, "count", count)
+            try:
+                prepare(interrupted)
+                break
+            except KeyboardInterrupt:
+                assert not (interrupted.out / "manifest.json").exists()
+    assert runs > 0 and contents(tmp_path / "whole") == contents(interrupted.out)
+
+
+def test_what_is_prepared_is_not_prepared_again(config: PrepareConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = prepare(config)
+    monkeypatch.setattr(module, "find_files", None)
+    assert prepare(changed(config, processes=7, engine="auto")) == first
+
+
+def test_other_options_on_the_same_folder_are_refused(config: PrepareConfig) -> None:
+    prepare(config)
+    with pytest.raises(UserError, match=r"other options \(shard_tokens = 1500 there, 9 here\)\. Choose another `out`"):
+        prepare(changed(config, shard_tokens=9))
+
+
+def test_foreign_shards_are_not_overwritten(config: PrepareConfig) -> None:
+    config.out.mkdir()
+    (config.out / "train-00000.bin").write_bytes(b"precious")
+    with pytest.raises(UserError, match="did not write"):
+        prepare(config)
+    assert (config.out / "train-00000.bin").read_bytes() == b"precious"
+
+
+def test_interrupted_prepare_of_other_input_starts_over(config: PrepareConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Manifest, "save", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            prepare(config)
+    Path(config.input[0], "000.txt").write_text("something else")
+    with pytest.warns(ArgosyWarning, match="starting over"):
+        manifest = prepare(config)
+    assert manifest.documents("train") + manifest.documents("validation") == len(DOCUMENTS)
+    assert verify(config.out) == manifest
+
+
+def test_progress_is_reported_to_the_end(config: PrepareConfig) -> None:
+    seen: list[PrepareProgress] = []
+    manifest = prepare(changed(config, tokenizer=None, vocab_size=300), seen.append)
+    assert [seen[0].stage, seen[1].stage, seen[-1].stage] == ["tokenizer", "tokens", "done"]
+    assert seen[-1].tokens == manifest.tokens("train") + manifest.tokens("validation")
+    assert seen[-1].text_bytes + 1 == seen[-1].total_text_bytes  # one byte was no text
+    assert seen[-1].rate_bytes_per_s > 0 and "MB/s" in str(seen[-1])
+
+
+def test_stops_at_max_text_bytes(config: PrepareConfig) -> None:
+    manifest = prepare(changed(config, max_text_bytes=5000))
+    assert manifest.text_bytes("train") + manifest.text_bytes("validation") in range(4997, 5001)
+
+
+def test_no_validation_if_none_is_wanted(config: PrepareConfig) -> None:
+    assert prepare(changed(config, validation_fraction=0.0)).splits["validation"] == ()
+
+
+def test_input_without_text_is_refused(config: PrepareConfig) -> None:
+    only_broken = (str(Path(config.input[0], "099-broken.txt")),)
+    with pytest.raises(UserError, match=r"there is no text in it \(skipped: 1 x broken UTF-8\)"):
+        prepare(changed(config, input=only_broken))
+    with pytest.raises(UserError, match="there is no text in it"):
+        prepare(changed(config, input=only_broken, tokenizer=None))
+
+
+def test_broken_input_stops_if_refused(config: PrepareConfig) -> None:
+    with pytest.raises(UserError, match=r"099-broken\.txt, byte 0: broken UTF-8"):
+        prepare(changed(config, on_bad_input="refuse"))
+
+
+def test_wrong_options_leave_nothing_behind(config: PrepareConfig, tmp_path: Path) -> None:
+    endless = tmp_path / "endless.json"
+    endless.write_text((config.tokenizer or Path()).read_text().replace("<|endoftext|>", "<pad>"))
+    for wrong in (changed(config, input=("nowhere.txt",)), changed(config, tokenizer=endless)):
+        with pytest.raises(UserError):
+            prepare(wrong)
+    assert not config.out.exists()
+
+
+def test_full_disk_is_told_and_gone_on_from(config: PrepareConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Manifest, "save", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(RunFailed, match=r"cannot be written \(.*No space left.*Free some space"):
+            prepare(config)
+    assert prepare(config) == verify(config.out)
+
+
+def test_worker_that_dies_is_told(config: PrepareConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Workers.__enter__
+
+    def start_and_kill(workers: Workers) -> Workers:
+        workers._processes[0].kill()
+        return start(workers)
+
+    monkeypatch.setattr(Workers, "__enter__", start_and_kill)
+    with pytest.raises(RunFailed, match=r"tokenizer process died \(exit code -9.*Repeat the command"):
+        prepare(config)
+
+
+SCRIPT = """
+import json, sys
+from argosy.config.schema import PrepareConfig
+from argosy.data import prepare as module
+module.BATCH_CHARS = 2000
+module.REPORT_EVERY_S = 0
+def report(progress):
+    print(progress.stage, flush=True)
+    if progress.stage == "tokens" and progress.documents > 100:
+        sys.stdin.read()  # hold still until the test has killed us
+module.prepare(PrepareConfig(**json.loads(sys.argv[1])), report)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_signal_leaves_a_resumable_folder_and_no_orphan(config: PrepareConfig, tmp_path: Path, number: int) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, config.model_dump_json()],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert process.stdout is not None
+    for _ in range(8):  # reports; by then shards are finished
+        assert process.stdout.readline()
+    workers = children(process.pid)
+    process.send_signal(number)
+    process.communicate(timeout=20)
+    assert workers and all(ends_soon(worker) for worker in workers)
+    resumed = prepare(config)
+    assert resumed.identity == prepare(changed(config, out=tmp_path / "whole")).identity
+
+
+def children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task")
+    return [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
+
+
+def ends_soon(pid: int) -> bool:
+    """Whether a process is gone, or a zombie that its new parent has yet to bury, within ten seconds."""
+    for _ in range(100):
+        status = Path(f"/proc/{pid}/stat")
+        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
+            return True
+        time.sleep(0.1)
+    return False

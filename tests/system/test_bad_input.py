@@ -1,0 +1,135 @@
+"""Bad input gets one clear message with what is wrong and what to do, exit code 2, and nothing is half-written."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from commands import Folder
+
+Refused = Callable[..., str]
+
+
+def edited(path: Path, old: str, new: str) -> Path:
+    """The run file with one thing changed."""
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("steps = 10", "steps = = 10", ("run.toml:18", "TOML")),
+        ("steps = 10", 'steps = "ten"', ("run.toml:18", "train.steps", "ten")),
+        ("steps = 10", "steps = -1", ("run.toml:18", "train.steps = -1")),
+        ("lr = 1e-2", "lrr = 1e-2", ("run.toml:22", "lrr", "lr")),
+        ("lr = 1e-2", "learning_rate = 1e-2", ("run.toml:22", "optimizer.lr")),
+        ("[optimizer]\nlr", "[parallel]\nlr", ("run.toml:22", "optimizer.lr")),
+        ("kv_heads = 2", "kv_heads = 3", ("run.toml:9", "kv_heads = 3", "does not divide")),
+        ("dp_replicate=2", "tp=2", ("plan.tp = 2", "dp_replicate")),
+        ("dp_replicate=2", "dp_replicate=4", ("launch.processes = 2", "Try")),
+        ("microbatch=2", "microbatch=3", ("train.global_batch = 8", "Try 6 or 12")),
+        ("seq_len = 32", "seq_len = 1000000", ("seq_len",)),
+    ],
+)
+def test_a_wrong_run_file_is_refused_with_line_and_remedy(
+    folder: Folder, refused: Refused, old: str, new: str, said: tuple[str, ...]
+) -> None:
+    edited(folder.write_run(), old, new)
+    refused("train", "run.toml", said=said)
+    assert not list(folder.path.glob("runs/*/checkpoints"))
+
+
+def test_a_missing_run_file_is_named_with_its_neighbours(folder: Folder, refused: Refused) -> None:
+    folder.write_run("mine.toml")
+    refused("train", "mien.toml", said=("mien.toml", "mine.toml"))
+
+
+def test_an_option_that_does_not_exist_is_refused_with_the_nearest(folder: Folder, refused: Refused) -> None:
+    folder.write_run()
+    refused("train", "run.toml", "--optimizer.lrr", "1", said=("optimizer.lrr", "optimizer.lr"))
+    refused("train", "run.toml", "--train.steps", "many", said=("train.steps", "many"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options", "said"),
+    [
+        ("nothing.txt", None, (), ("nothing.txt", "no such file")),
+        ("empty.txt", b"", (), ("empty",)),
+        ("broken.txt", b"good \xff\xfe bad", ("--on-bad-input", "refuse"), ("broken.txt", "UTF-8")),
+        ("broken.jsonl", b'{"text": "good"}\n{"text": \n', ("--on-bad-input", "refuse"), ("broken.jsonl", "line 2")),
+        ("other.jsonl", b'{"content": "words"}\n', ("--on-bad-input", "refuse"), ("other.jsonl", "text", "content")),
+    ],
+)
+def test_text_that_cannot_be_prepared_is_refused(
+    folder: Folder, refused: Refused, name: str, content: bytes | None, options: tuple[str, ...], said: tuple[str, ...]
+) -> None:
+    if content is not None:
+        (folder.path / name).write_bytes(content)
+    refused("prepare", name, "--out", "out", *options, said=said)
+    assert not (folder.path / "out" / "manifest.json").exists()
+
+
+def test_broken_records_are_skipped_and_counted_by_default(folder: Folder) -> None:
+    good = b'{"text": "some words that are fine, and a few more of them"}\n' * 50
+    (folder.path / "mixed.jsonl").write_bytes(good + b"{broken\n" + b'{"text": "\xff"}\n' + good)
+    text = folder.argosy("prepare", "mixed.jsonl", "--out", "out", "--vocab-size", "300", "--json")
+    assert '"skipped"' in text
+    assert text.count("1") >= 2
+
+
+def test_a_parquet_file_without_the_column_is_refused_with_those_it_has(folder: Folder, refused: Refused) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"body": ["a", "b"], "id": [1, 2]}), folder.path / "data.parquet")
+    refused("prepare", "data.parquet", "--out", "out", said=("data.parquet", "text", "body"))
+
+
+def test_a_flipped_byte_in_a_shard_stops_the_run_and_names_the_file(folder: Folder) -> None:
+    corpus = shutil.copytree(folder.corpus, folder.path / "damaged")
+    shard = next(corpus.glob("train-*.bin"))
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    edited(folder.write_run(), str(folder.corpus), str(corpus))
+    assert shard.name in folder.argosy("train", "run.toml", code=2)
+    assert shard.name in folder.argosy("prepare", "--out", "damaged", "--verify", code=2)
+
+
+def test_data_of_another_tokenizer_is_refused(folder: Folder, refused: Refused) -> None:
+    corpus = shutil.copytree(folder.corpus, folder.path / "other")
+    tokenizer = corpus / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text() + "\n")
+    edited(folder.write_run(), str(folder.corpus), str(corpus))
+    refused("train", "run.toml", said=("tokenizer.json",))
+
+
+def test_a_port_in_use_is_named(folder: Folder, refused: Refused) -> None:
+    folder.write_run()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        refused("train", "run.toml", "--launch.port", port, said=(f"launch.port = {port}", "in use"))
+
+
+def test_more_processes_than_cores_is_a_warning(folder: Folder) -> None:
+    cores = len(os.sched_getaffinity(0))
+    edited(folder.write_run(steps=2), "dp_replicate=2,microbatch=2", f"dp_replicate={cores + 1},microbatch=1")
+    text = folder.argosy("train", "run.toml", "--launch.processes", cores + 1, "--train.global_batch", cores + 1)
+    assert f"launch.processes = {cores + 1}" in text
+
+
+def test_checkpoint_commands_refuse_what_is_not_there(folder: Folder, refused: Refused) -> None:
+    refused("checkpoint", "verify", "nowhere", said=("nowhere", "no such folder"))
+    refused("generate", "nowhere", said=("nowhere",))
+    refused("checkpoint", "lsit", said=("lsit", "list"))
+    refused("checkpoint", "import", ".", "--out", "x", said=("config.json",))

@@ -1,0 +1,209 @@
+"""Training as a user does it: the same numbers whatever stops it, and a folder that says all."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from argosy.config.load import load
+from commands import Folder
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    path = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [r["loss"] for r in records(run_dir) if "loss" in r]
+
+
+def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    found = []
+    for path in sorted((run_dir / "events").glob("*.jsonl")):
+        found += [e for e in map(json.loads, path.read_text().splitlines()) if e["event"] == kind]
+    return found
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.02)
+
+
+def workers(process: subprocess.Popen[str]) -> list[int]:
+    """The worker processes of a launcher."""
+    path = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    return [int(pid) for pid in path.read_text().split()]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of the run that nothing stopped."""
+    folder = Folder(tmp_path_factory.mktemp("undisturbed"), corpus)
+    folder.write_run(steps=40)
+    folder.argosy("train", "run.toml")
+    return losses(folder.path / "runs/tiny")
+
+
+def test_a_run_leaves_a_folder_that_says_all(folder: Folder) -> None:
+    folder.write_run()
+    report = json.loads(folder.argosy("train", "run.toml", "--json").splitlines()[-1])
+    run_dir = folder.path / "runs/tiny"
+    names = {p.name for p in run_dir.iterdir()}
+    assert {"run.toml", "plan.toml", "tokenizer.json", "metrics.jsonl", "events", "checkpoints", "report.json"} <= names
+    assert report["status"] == "finished" and report["steps"] == 10
+    assert report["validation"]["bits_per_byte"] > 0 and report["validation"]["unigram_bits_per_byte"] > 0
+    assert abs(sum(v for k, v in report["seconds"].items() if k != "step") - report["seconds"]["step"]) < 0.05
+    assert [c["step"] for c in json.loads(folder.argosy("checkpoint", "list", run_dir, "--json"))] == [8, 10]
+    assert "whole" in folder.argosy("checkpoint", "verify", run_dir)
+    assert json.loads(folder.argosy("evaluate", run_dir, "--max-tokens", 2000, "--json"))["loss"] == pytest.approx(
+        report["validation"]["loss"], rel=1e-5
+    )
+    assert folder.argosy("generate", run_dir, "--prompt", "def ", "--max-tokens", 5).startswith("def ")
+
+
+def test_the_resolved_run_file_repeats_the_run(folder: Folder) -> None:
+    folder.write_run()
+    folder.argosy("train", "run.toml")
+    folder.argosy("train", "runs/tiny/run.toml", "--run-dir", "runs/again")
+    assert losses(folder.path / "runs/again") == losses(folder.path / "runs/tiny")
+
+
+@pytest.mark.parametrize("victim", ["worker", "everything"])
+@pytest.mark.parametrize("after_steps", [3, 17])
+def test_kill_9_at_any_moment_changes_no_loss(
+    folder: Folder, undisturbed: list[float], victim: str, after_steps: int
+) -> None:
+    folder.write_run(steps=40)
+    run_dir = folder.path / "runs/tiny"
+    process = folder.start("train", "run.toml")
+    wait_until(lambda: len(losses(run_dir)) >= after_steps)
+    pids = workers(process)
+    if victim == "worker":
+        os.kill(pids[-1], signal.SIGKILL)
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        assert "SIGKILL" in err and events(run_dir, "worker_died")
+    else:
+        process.kill()
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        process.communicate()
+        folder.argosy("train", "run.toml")
+    assert losses(run_dir) == undisturbed
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_the_run_goes_on_as_if_nothing_was(
+    folder: Folder, undisturbed: list[float], number: signal.Signals
+) -> None:
+    folder.write_run(steps=40, every_steps=0)
+    run_dir = folder.path / "runs/tiny"
+    process = folder.start("train", "run.toml")
+    wait_until(lambda: len(losses(run_dir)) >= 5)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, err
+    saved = json.loads(folder.argosy("checkpoint", "list", run_dir, "--json"))
+    assert len(saved) == 1 and saved[0]["step"] == len(losses(run_dir))
+    folder.argosy("train", "run.toml")
+    assert losses(run_dir) == undisturbed
+
+
+def test_workers_do_not_outlive_a_killed_launcher(folder: Folder) -> None:
+    folder.write_run(steps=100_000)
+    process = folder.start("train", "run.toml")
+    wait_until(lambda: len(losses(folder.path / "runs/tiny")) >= 1)
+    pids = workers(process)
+    process.kill()
+    process.communicate()
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), seconds=10)
+
+
+def test_a_second_run_in_the_same_folder_is_refused(folder: Folder) -> None:
+    folder.write_run(steps=100_000)
+    first = folder.start("train", "run.toml")
+    wait_until(lambda: len(losses(folder.path / "runs/tiny")) >= 1)
+    text = folder.argosy("train", "run.toml", code=2)
+    assert "in use by process" in text and "--run-dir" in text
+    first.send_signal(signal.SIGTERM)
+    first.communicate(timeout=60)
+
+
+def test_a_changed_model_or_data_is_refused_and_says_what_differs(folder: Folder) -> None:
+    folder.write_run()
+    folder.argosy("train", "run.toml")
+    text = folder.argosy("train", "run.toml", "--model.layers", 3, code=2)
+    assert "model.layers: 2 in the folder, 3 now" in text and "--run-dir" in text
+    text = folder.argosy("train", "run.toml", "--optimizer.lr", 1e-3, "--train.steps", 12, code=2)
+    assert "optimizer.lr: 0.01 in the folder, 0.001 now" in text and "--accept-changes" in text
+    folder.argosy("train", "run.toml", "--optimizer.lr", 1e-3, "--train.steps", 12, "--accept-changes")
+    assert len(losses(folder.path / "runs/tiny")) == 12
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(folder: Folder, undisturbed: list[float]) -> None:
+    run = folder.write_run(steps=40)
+    folder.argosy("train", "run.toml", "--train.steps", 10)
+    run_dir = folder.path / "runs/tiny"
+    file = next((run_dir / "checkpoints/step-00000010").glob("*.distcp"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 3] ^= 4
+    file.write_bytes(data)
+    assert file.name in folder.argosy("checkpoint", "verify", run_dir, code=1)
+    text = folder.argosy("train", run)
+    assert file.name in text and "Using step-00000008" in text
+
+
+def test_a_full_disk_leaves_the_checkpoint_before_as_the_newest(folder: Folder) -> None:
+    """The run's folder lies on a file system with room for little more than one checkpoint."""
+    disk = folder.path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1200k", "tmpfs", disk]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting needs the rights of root")
+    try:
+        folder.write_run(steps=10, every_steps=2)
+        text = folder.argosy("train", "run.toml", "--run-dir", disk / "run", "--checkpoint.keep_last", 5, code=1)
+        assert "No space left on device" in text
+        kept = json.loads(folder.argosy("checkpoint", "list", disk / "run", "--json"))
+        assert kept and kept[-1]["step"] < 10
+        assert "whole" in folder.argosy("checkpoint", "verify", disk / "run")
+        assert len(losses(disk / "run")) == 10
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_a_finished_run_is_not_run_again(folder: Folder) -> None:
+    folder.write_run()
+    folder.argosy("train", "run.toml")
+    before = losses(folder.path / "runs/tiny")
+    folder.argosy("train", "run.toml")
+    assert losses(folder.path / "runs/tiny") == before
+
+
+def test_it_joins_the_processes_of_torchrun(folder: Folder, undisturbed: list[float]) -> None:
+    folder.write_run(steps=40)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    subprocess.run([*torchrun, "-m", "argosy", "train", "run.toml"], cwd=folder.path, check=True, timeout=120)
+    assert losses(folder.path / "runs/tiny") == undisturbed
+
+
+def test_a_budget_of_minutes_ends_on_time(folder: Folder) -> None:
+    run = folder.write_run()
+    run.write_text(run.read_text().replace("steps = 10", "steps = 0\nminutes = 0.15", 1))
+    began = time.monotonic()
+    folder.argosy("train", "run.toml")
+    assert time.monotonic() - began < 30
+    steps = load(folder.path / "runs/tiny/run.toml").train.steps
+    assert steps == len(losses(folder.path / "runs/tiny")) > 2
