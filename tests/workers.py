@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -30,6 +31,7 @@ class WorkerPool:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
+            theirs.close()  # so that the death of the process ends the pipe
             self._pipes.append(ours)
             self._processes.append(process)
 
@@ -37,7 +39,8 @@ class WorkerPool:
         """`function(world, *arguments)` on ranks 0..size-1 at once; their results by rank."""
         store = tempfile.mktemp(prefix="argosy-store-")  # gloo makes the file itself
         for rank in range(size):
-            self._pipes[rank].send((function, arguments, rank, size, store))
+            # Pickled twice, so that what cannot be imported over there is reported and not the worker's end.
+            self._pipes[rank].send((pickle.dumps((function, arguments)), rank, size, store))
         answers = []
         for rank in range(size):
             assert self._pipes[rank].poll(TIMEOUT_S), f"rank {rank} did not answer in {TIMEOUT_S} s"
@@ -58,8 +61,9 @@ def _serve(pipe: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     while (task := pipe.recv()) is not None:
-        function, arguments, rank, size, store = task
+        work, rank, size, store = task
         try:
+            function, arguments = pickle.loads(work)
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
             try:
                 pipe.send((True, function(World(rank, size), *arguments)))

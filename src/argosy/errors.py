@@ -33,6 +33,10 @@ class ArgosyWarning(UserWarning):
     """Something works, but not as well as it could; the text says what to change."""
 
 
+FINAL = 64
+"""A worker process adds this to the exit code of an error that a restart would only meet again."""
+
+
 def missing_extra(package: str, extra: str, what_for: str) -> UserError:
     """The error for an optional package that is not installed, naming the extra that brings it."""
     return UserError(f"{what_for} needs the package `{package}`. Install it: pip install 'argosy[{extra}]'")

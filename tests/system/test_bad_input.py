@@ -26,7 +26,7 @@ def edited(path: Path, old: str, new: str) -> Path:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("steps = 10", "steps = = 10", ("run.toml:18", "TOML")),
+        ("steps = 10", "steps = = 10", ("run.toml:18:9", "Invalid value")),
         ("steps = 10", 'steps = "ten"', ("run.toml:18", "train.steps", "ten")),
         ("steps = 10", "steps = -1", ("run.toml:18", "train.steps = -1")),
         ("lr = 1e-2", "lrr = 1e-2", ("run.toml:22", "lrr", "lr")),

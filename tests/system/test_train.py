@@ -200,7 +200,7 @@ def test_it_joins_the_processes_of_torchrun(folder: Folder, undisturbed: list[fl
 
 
 def test_a_budget_of_minutes_ends_on_time(folder: Folder) -> None:
-    run = folder.write_run()
+    run = folder.write_run(every_steps=0)
     run.write_text(run.read_text().replace("steps = 10", "steps = 0\nminutes = 0.15", 1))
     began = time.monotonic()
     folder.argosy("train", "run.toml")

@@ -179,6 +179,11 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def withdraw(checkpoint: Checkpoint) -> None:
+    """Make a damaged checkpoint none: its files stay to be looked at, until its step is saved again."""
+    (checkpoint.folder / MANIFEST).rename(checkpoint.folder / f"{MANIFEST}.damaged")
+
+
 def commit(folder: Path, manifest: CheckpointManifest) -> None:
     """Make `folder` a checkpoint: its files are on the disk already; write the marker, whole or not at all."""
     temporary = folder / (MANIFEST + ".tmp")

@@ -20,11 +20,10 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from argosy.checkpoint.store import committed
 from argosy.config.schema import LaunchConfig, RunConfig
 from argosy.data.manifest import TOKENIZER
-from argosy.errors import ArgosyError, Interrupted, RunFailed, UserError
+from argosy.errors import FINAL, ArgosyError, Interrupted, RunFailed, UserError
 from argosy.launch import run_folder
 from argosy.launch.devices import find_devices
 from argosy.launch.resolve import resolve
-from argosy.launch.worker import FINAL
 from argosy.observe.events import Events
 from argosy.observe.progress import Progress
 from argosy.observe.report import Report

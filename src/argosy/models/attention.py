@@ -7,7 +7,6 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention.varlen import varlen_attn
 
 from argosy.config.schema import ModelConfig
 from argosy.models.layers import Linear, RMSNorm
@@ -72,6 +71,8 @@ def packed_attention(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: 
     the `cu_seqlens` of variable-length attention kernels). A row's start is always the start of one.
     """
     if q_BTHE.is_cuda and q_BTHE.dtype in (torch.bfloat16, torch.float16):
+        from torch.nn.attention.varlen import varlen_attn  # it brings the compiler: seconds, where none is used
+
         longest = q_BTHE.shape[1]  # an upper bound: the true maximum would make the host wait for the device
         q, k, v = (x.flatten(0, 1) for x in (q_BTHE, k_BTKE, v_BTKE))
         gqa = q.shape[1] != k.shape[1]

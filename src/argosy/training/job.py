@@ -64,7 +64,7 @@ class Job:
         self.state = TrainState(model, build_optimizer(model, run.optimizer))
 
         self._keeper = Keeper(run_dir, run.checkpoint, plan, self._data.identity, world, self.events, self.progress)
-        self._judge, self._pace = Judge(), Pace(run)
+        self._judge, self._pace = Judge(), Pace(run, self._held_out.tokens)
         self._clock = StepClock(world.device)
         self._score: Score | None = None
         self._gradient_norm = 0.0

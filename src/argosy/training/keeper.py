@@ -110,6 +110,9 @@ class Keeper:
             self._events.write("damaged_checkpoint", problem=problem)
         if choice.damaged:
             self._progress.say(str(choice))
+        for newer in store.committed(self._run_dir):
+            if newer.step > choice.checkpoint.step:
+                store.withdraw(newer)  # or its step would count as saved, and as one of those to keep
         return choice.checkpoint
 
     def _agree(self, look) -> Checkpoint | None:  # type: ignore[no-untyped-def]

@@ -9,7 +9,9 @@ from collections import deque
 from argosy.config.schema import RunConfig
 
 SLACK = 0.92
-"""Share of the remaining budget given to steps; evaluations, saves and the sample at the end take the rest."""
+"""Share of the budget given to steps and evaluations; saves and the sample at the end take the rest."""
+FORWARD = 0.4
+"""Time of a forward pass over that of a training step on as many tokens, about."""
 
 
 class Pace:
@@ -19,12 +21,15 @@ class Pace:
     the learning rate does not depend on it, so a resumed run, which takes the number over, repeats the same steps.
     """
 
-    def __init__(self, run: RunConfig):
+    def __init__(self, run: RunConfig, held_out_tokens: int = 0):
+        """`held_out_tokens`: how many an evaluation reads."""
         self.steps: int | None = run.train.steps or None
         self._decide_at = run.schedule.warmup_steps
         self._budget_s = run.train.minutes * 60
         self._began = time.monotonic()
         self._recent: deque[float] = deque(maxlen=20)
+        evaluation = FORWARD * held_out_tokens / (run.train.global_batch * run.data.seq_len)  # in steps' time
+        self._evaluation_per_step = evaluation / run.evaluate.every_steps if run.evaluate.every_steps else 0.0
 
     def took(self, step_s: float) -> None:
         """Hear how long a step took, all of it."""
@@ -35,7 +40,8 @@ class Pace:
         if self.steps is not None or done < self._decide_at:
             return None
         left_s = SLACK * self._budget_s - (time.monotonic() - self._began)
-        return done + max(1, int(left_s / statistics.median(self._recent)))
+        step_s = statistics.median(self._recent) * (1 + self._evaluation_per_step)
+        return done + max(1, int(left_s / step_s))
 
     def left_s(self, done: int) -> float:
         """Seconds to the end at the recent speed."""
