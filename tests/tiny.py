@@ -41,8 +41,8 @@ def eager(plan: str) -> Plan:
 
 def prepare_corpus(out: Path, **keys: Any) -> Path:
     """Prepare the package's own Python files into `out`."""
-    defaults = {"vocab_size": MODEL["vocab_size"], "validation_fraction": 0.1, "processes": 1}
-    prepare(PrepareConfig(input=(str(SOURCES),), out=out, **{**defaults, **keys}))
+    defaults = {"input": (str(SOURCES),), "vocab_size": MODEL["vocab_size"], "validation_fraction": 0.1, "processes": 1}
+    prepare(PrepareConfig(out=out, **{**defaults, **keys}))
     return out
 
 

@@ -132,7 +132,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_again(tmp_path):
 def test_a_checkpoint_of_another_model_is_refused_and_nothing_of_it_is_read(tmp_path):
     save(tmp_path, 4)
     other = state(seed=1, ffn_width=48, layers=3)
-    with pytest.raises(UserError, match=r"is of another model: .*and \d+ more.*another --run-dir"):
+    with pytest.raises(UserError, match=r"(?s)is of another model: .*and \d+ more.*another --run-dir"):
         keeper(tmp_path).restore(other)
     assert _same(other, state(seed=1, ffn_width=48, layers=3))
 

@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from argosy.checkpoint import store
 from argosy.checkpoint.store import CheckpointManifest, FileSum
@@ -58,6 +61,7 @@ class Saver:
             return
         began = time.perf_counter()
         copy = _to_host(state)
+        self._result = None
         self._thread = threading.Thread(target=self._write, args=(copy, manifest, began), name="argosy-save")
         self._thread.start()
         if not background:
@@ -84,7 +88,7 @@ class Saver:
             self._write_files(state, folder)
             # Every rank must reach the collectives below, so its error travels through them.
         except BaseException as problem:
-            error = f"{type(problem).__name__}: {_root_cause(problem)}"
+            error = _words(problem)
         try:
             if error is None:
                 files = self._sums_of_my_files(folder)
@@ -96,7 +100,8 @@ class Saver:
         if self._world.is_first:
             error = error or _commit(folder, manifest.model_copy(update={"files": files}))
             if error:
-                store.remove(folder)
+                with suppress(OSError):  # a disk that fails may refuse this too, and the others wait to hear
+                    store.remove(folder)
         error = self._gather(error)[0]
         size = sum(file.bytes for file in files.values())
         self._result = SaveResult(manifest.step, time.perf_counter() - began, size, error)
@@ -105,7 +110,7 @@ class Saver:
         problems = self._gather(_make_empty(folder) if self._world.is_first else None)
         if problems[0]:
             raise OSError(problems[0])
-        writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
+        writer = _Writer(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a world of one is no mistake
             dcp.save(state, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
@@ -153,8 +158,21 @@ def _to_host(value: Any) -> Any:
     return value
 
 
-def _root_cause(problem: BaseException) -> str:
-    """The words of the failure inside DCP's wrapping, e.g. "No space left on device"."""
+class _Writer(dcp.FileSystemWriter):
+    """DCP's, but it says what the system said of a disk: torch's zip writer covers that with a remark of its own."""
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as problem:
+            if isinstance(problem.__context__, OSError):
+                raise problem.__context__ from None
+            raise
+
+
+def _words(problem: BaseException) -> str:
+    """The failure inside DCP's wrapping, in a line, e.g. "[Errno 28] No space left on device"."""
     if isinstance(problem, dcp.CheckpointException):
         problem = next(iter(problem.failures.values()))[0]
-    return str(problem).splitlines()[0] if str(problem) else type(problem).__name__
+    line = (str(problem).splitlines() or [""])[0]
+    return line if isinstance(problem, OSError) and line else f"{type(problem).__name__}: {line}"

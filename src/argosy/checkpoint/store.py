@@ -52,6 +52,12 @@ class CheckpointManifest(BaseModel):
     has_optimizer: bool
     """False for imported weights: good for generate, evaluate and model.weights, not to resume from."""
     files: dict[str, FileSum]
+    sha256: str = ""
+    """Of all the rest; set by `commit`."""
+
+    def checksum(self) -> str:
+        """What `sha256` is if nothing of the manifest has changed."""
+        return hashlib.sha256(self.model_dump_json(exclude={"sha256"}).encode()).hexdigest()
 
 
 class Damaged(ArgosyError):
@@ -66,12 +72,15 @@ class Checkpoint:
 
     @cached_property
     def manifest(self) -> CheckpointManifest:
-        """Raises: Damaged if the manifest itself cannot be read."""
+        """Raises: Damaged if the manifest itself cannot be read, or is not what was written."""
         path = self.folder / MANIFEST
         try:
-            return CheckpointManifest.model_validate_json(path.read_bytes())
+            manifest = CheckpointManifest.model_validate_json(path.read_bytes())
         except (ValidationError, OSError) as error:
             raise Damaged(f"{path}: cannot be read ({str(error).splitlines()[0]})") from None
+        if manifest.sha256 != manifest.checksum():
+            raise Damaged(f"{path}: does not match its own checksum")
+        return manifest
 
     @property
     def step(self) -> int:
@@ -151,7 +160,7 @@ def newest_whole(run_dir: Path) -> Choice | None:
 def find(path: Path) -> Checkpoint:
     """The checkpoint that a user names: its folder, or a run folder (the newest whole one). Raises: UserError."""
     if _FOLDER.fullmatch(path.name) and (path / MANIFEST).exists():
-        return Checkpoint(path)
+        return _verified(Checkpoint(path))
     choice = newest_whole(path)
     if choice is None:
         raise UserError(
@@ -159,6 +168,14 @@ def find(path: Path) -> Checkpoint:
             "checkpoints (runs/NAME/checkpoints/step-...)."
         )
     return choice.checkpoint
+
+
+def _verified(checkpoint: Checkpoint) -> Checkpoint:
+    try:
+        checkpoint.verify()
+    except Damaged as problem:
+        raise UserError(f"{problem}. Name the run's folder instead: its newest whole checkpoint is taken.") from None
+    return checkpoint
 
 
 def prune(run_dir: Path, keep_last: int, keep_every: int) -> list[Checkpoint]:
@@ -188,7 +205,7 @@ def commit(folder: Path, manifest: CheckpointManifest) -> None:
     """Make `folder` a checkpoint: its files are on the disk already; write the marker, whole or not at all."""
     temporary = folder / (MANIFEST + ".tmp")
     with temporary.open("w") as file:
-        file.write(manifest.model_dump_json(indent=1))
+        file.write(manifest.model_copy(update={"sha256": manifest.checksum()}).model_dump_json(indent=1))
         file.flush()
         os.fsync(file.fileno())
     temporary.rename(folder / MANIFEST)

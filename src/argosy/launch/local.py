@@ -103,6 +103,7 @@ class Supervisor:
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
             "TORCHELASTIC_RUN_ID": "workers",  # names the folder of their logs
             "OMP_NUM_THREADS": str(threads_per_process(self._launch, self._size)),
+            LAUNCHER: str(os.getpid()),
         }
         ranks = range(self._size)
         # The first rank speaks to the terminal; what the others print is kept in files.
@@ -130,8 +131,8 @@ class Supervisor:
         try:
             yield
         finally:
-            for number in before:
-                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         assert self._workers is not None

@@ -6,11 +6,12 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from argosy.checkpoint import store
+from argosy.checkpoint.store import Checkpoint, Damaged
 from argosy.config.dump import save_run
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
@@ -59,8 +60,8 @@ def enter(run_dir: Path, run: RunConfig, data_identity: str, accept_changes: boo
     before = load(run_dir / "run.toml")
     changed = _differences(before, run)
     fatal = {key: values for key, values in changed.items() if _is_under(key, NEVER)}
-    identity = checkpoints[-1].manifest.data_identity
-    if identity != data_identity:
+    identity = _data_identity(checkpoints)
+    if identity not in (None, data_identity):
         changed["data"] = (f"prepared data {identity}", f"prepared data {data_identity}")
     if changed and (fatal or not accept_changes):
         lines = [f"  {key}: {old} in the folder, {new} now" for key, (old, new) in changed.items()]
@@ -86,6 +87,14 @@ def write(run_dir: Path, run: RunConfig, plan: Plan, tokenizer: Path) -> None:
     if path.exists() and checkpoints and Plan.load(path) != plan:
         path.replace(run_dir / f"plan-{checkpoints[-1].step:08d}.toml")
     plan.save(path)
+
+
+def _data_identity(checkpoints: list[Checkpoint]) -> str | None:
+    """Of the newest checkpoint whose manifest can be read; the workers tell of those that cannot."""
+    for checkpoint in reversed(checkpoints):
+        with suppress(Damaged):
+            return checkpoint.manifest.data_identity
+    return None
 
 
 def _differences(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:

@@ -45,10 +45,10 @@ def main() -> None:
 
 def _die_with_parent() -> None:
     """End this process when the one that started it is gone, however it went: no orphan trains on."""
-    parent = os.getppid()
+    launcher = int(os.environ[LAUNCHER])  # getppid() would name another one if it is gone already
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while os.getppid() == launcher:
             time.sleep(1.0)
         os._exit(1)
 

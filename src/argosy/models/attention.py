@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from argosy.config.schema import ModelConfig
-from argosy.models.layers import Linear, RMSNorm
+from argosy.models.layers import Linear, RMSNorm, side_by_side
 from argosy.models.rope import rotate
 
 # B batch, T tokens, S tokens in the cache, D model width, H query heads, K key/value heads, E head width
@@ -53,10 +53,11 @@ class Attention(nn.Module):
         cache: LayerCache | None = None,
     ) -> Tensor:
         """`rotary`: cosines and sines of these tokens; `documents`: see `packed_attention`."""
-        heads = (*x_BTD.shape[:2], -1, self.head_width)
-        q_BTHE = rotate(self.q_norm(self.q(x_BTD).view(heads)), *rotary)
-        k_BTKE = rotate(self.k_norm(self.k(x_BTD).view(heads)), *rotary)
-        v_BTKE = self.v(x_BTD).view(heads)
+        q_BTHE, k_BTKE, v_BTKE = (
+            x.unflatten(-1, (-1, self.head_width)) for x in side_by_side(x_BTD, self.q, self.k, self.v)
+        )
+        q_BTHE = rotate(self.q_norm(q_BTHE), *rotary)
+        k_BTKE = rotate(self.k_norm(k_BTKE), *rotary)
         if cache is None:
             y_BTHE = packed_attention(q_BTHE, k_BTKE, v_BTKE, documents)
         else:
@@ -70,6 +71,8 @@ def packed_attention(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: 
     `documents` holds where documents start in the B*T tokens laid end to end, then B*T itself (int32,
     the `cu_seqlens` of variable-length attention kernels). A row's start is always the start of one.
     """
+    if len(documents) == len(q_BTHE) + 1:  # none starts inside a row
+        return causal_attention(q_BTHE, k_BTKE, v_BTKE)
     if q_BTHE.is_cuda and q_BTHE.dtype in (torch.bfloat16, torch.float16):
         from torch.nn.attention.varlen import varlen_attn  # it brings the compiler: seconds, where none is used
 
@@ -88,8 +91,6 @@ def packed_attention(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: 
 def _attention_by_document(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: Tensor) -> Tensor:
     """`packed_attention` where there is no variable-length kernel: one call for each run of equal lengths."""
     runs = [(length, len(list(run))) for length, run in groupby(documents.diff().tolist())]
-    if runs == [(q_BTHE.shape[1], q_BTHE.shape[0])]:  # no document starts inside a row
-        return causal_attention(q_BTHE, k_BTKE, v_BTKE)
     sizes = [length * count for length, count in runs]
     q, k, v = (x.flatten(0, 1).split(sizes) for x in (q_BTHE, k_BTKE, v_BTKE))
     parts = [

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 
 class JsonLines:
@@ -17,8 +18,18 @@ class JsonLines:
     def write(self, record: dict[str, Any]) -> None:
         """Append one record, whole: a reader never meets half a line of a living writer."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        with self.path.open("ab+") as file:
+            if _is_cut_off(file):
+                file.write(b"\n")  # that line is lost; this one is not to be
+            file.write(json.dumps(record).encode() + b"\n")
+
+
+def _is_cut_off(file: BinaryIO) -> bool:
+    """Whether the last line has no end: its writer was killed, or the disk was full."""
+    if not file.seek(0, os.SEEK_END):
+        return False
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) != b"\n"
 
 
 class Events:

@@ -17,7 +17,7 @@ class Progress:
     """The run's progress on standard output; silent on all processes but the first."""
 
     def __init__(self, enabled: bool):
-        self._console = Console(quiet=not enabled, highlight=False, soft_wrap=True)
+        self._console = Console(quiet=not enabled, highlight=False, soft_wrap=True, emoji=False)
         self._live: Live | None = None
         self._last_plain = 0.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -115,7 +116,7 @@ class Keeper:
                 store.withdraw(newer)  # or its step would count as saved, and as one of those to keep
         return choice.checkpoint
 
-    def _agree(self, look) -> Checkpoint | None:  # type: ignore[no-untyped-def]
+    def _agree(self, look: Callable[[], Checkpoint | None]) -> Checkpoint | None:
         """What the first process finds, for all: they may see a shared disk at different moments."""
         found: list[Checkpoint | Exception | None] = [None]
         if self._world.is_first:

@@ -12,7 +12,7 @@ import torch
 from argosy.checkpoint.save import Saver, SaveResult
 from argosy.checkpoint.store import CheckpointManifest
 from argosy.config.dump import save_run
-from argosy.config.schema import RunConfig
+from argosy.config.schema import DataConfig, RunConfig
 from argosy.data.manifest import TOKENIZER
 from argosy.errors import RunFailed, UserError
 from argosy.models import hf
@@ -54,7 +54,8 @@ def import_checkpoint(folder: Path, run_dir: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        save_run(RunConfig(name=run_dir.name, model=model), partial / "run.toml")
+        data = DataConfig(seq_len=min(DataConfig().seq_len, model.max_seq_len))
+        save_run(RunConfig(model=model, data=data), partial / "run.toml")
         if (folder / TOKENIZER).is_file():
             shutil.copyfile(folder / TOKENIZER, partial / TOKENIZER)
         manifest = CheckpointManifest(

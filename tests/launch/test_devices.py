@@ -1,0 +1,38 @@
+"""What this machine has to compute with."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import pytest
+import torch
+
+from argosy.config.schema import LaunchConfig
+from argosy.errors import ArgosyWarning, UserError
+from argosy.launch.devices import find_devices
+
+CORES = len(os.sched_getaffinity(0))
+
+
+def test_a_cpu_has_one_process_unless_the_user_says_otherwise():
+    devices = find_devices(LaunchConfig(device="cpu"))
+    assert (devices.count, devices.kind) == (1, "cpu")
+    assert find_devices(LaunchConfig(device="cpu", processes=CORES)).count == CORES
+
+
+def test_more_processes_than_cores_are_granted_with_a_warning():
+    with pytest.warns(ArgosyWarning, match=f"launch.processes = {CORES + 1} on {CORES} cores"):
+        assert find_devices(LaunchConfig(device="cpu", processes=CORES + 1)).count == CORES + 1
+
+
+def test_processes_that_run_already_are_taken_as_they_are():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert find_devices(LaunchConfig(device="cpu", processes=1), processes=CORES + 1).count == CORES + 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_that_is_not_there_is_refused():
+    with pytest.raises(UserError, match=r'launch\.device = "cuda", and torch sees no GPU here\. Try'):
+        find_devices(LaunchConfig(device="cuda"))

@@ -1,0 +1,123 @@
+"""A run on this machine, in real processes: what becomes of it when they die."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from socket import create_server
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from argosy.checkpoint import store
+from argosy.config.schema import LaunchConfig, RunConfig
+from argosy.data.manifest import TOKENIZER
+from argosy.errors import RunFailed, UserError
+from argosy.launch import run_folder
+from argosy.launch.local import Supervisor
+from argosy.observe.events import read_lines
+from argosy.observe.metrics import Metrics
+from argosy.observe.report import Report
+from argosy.parallel.world import World
+from tiny import EAGER, eager, losses, run_config, train_in
+
+ENDLESS = {"train": {"steps": 1_000_000}, "evaluate": {"every_steps": 0}}
+
+
+def launch(run: RunConfig, corpus: Path, run_dir: Path, plan: str = "dp_replicate=1", **settings: Any) -> None:
+    """Train `run` in processes of their own, until they are done."""
+    run_dir.mkdir(exist_ok=True)
+    run_folder.write(run_dir, run, eager(plan), corpus / TOKENIZER)
+    Supervisor(run_dir, LaunchConfig(**settings), eager(plan)).run()
+
+
+def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_lines(run_dir / "events" / "launcher.jsonl") if event["event"] == kind]
+
+
+def steps_done(run_dir: Path) -> int:
+    return len(losses(Metrics(run_dir).read()))
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"still not so after {seconds} s"
+        time.sleep(0.005)
+
+
+@contextmanager
+def a_worker_killed_after(steps: int, run_dir: Path) -> Iterator[None]:
+    """Meanwhile, kill the last worker once `steps` are done."""
+
+    def kill() -> None:
+        wait_until(lambda: steps_done(run_dir) >= steps, 60)
+        os.kill(events(run_dir, "workers_started")[0]["pids"][-1], signal.SIGKILL)
+
+    killer = Thread(target=kill, daemon=True)
+    killer.start()
+    yield
+    killer.join()
+
+
+def test_a_worker_that_is_killed_costs_no_loss(corpus, tmp_path):
+    run = run_config(corpus, train={"steps": 40}, checkpoint={"every_steps": 3})
+    undisturbed = losses(train_in(World(), run, EAGER, tmp_path / "undisturbed"))
+    disturbed = tmp_path / "disturbed"
+    with a_worker_killed_after(5, disturbed):
+        launch(run, corpus, disturbed, "dp_replicate=2")
+    assert [event["why"] for event in events(disturbed, "worker_died")] == ["signal SIGKILL"]
+    assert losses(Metrics(disturbed).read()) == pytest.approx(undisturbed, rel=1e-4)
+    assert Report.load(disturbed).steps == 40
+
+
+def test_workers_that_keep_dying_end_the_run_with_how_to_go_on(corpus, tmp_path):
+    with (
+        a_worker_killed_after(3, tmp_path),
+        pytest.raises(RunFailed, match=r"died 1 times \(launch\.max_restarts = 0\)\. The same command goes on"),
+    ):
+        launch(run_config(corpus, **ENDLESS), corpus, tmp_path, max_restarts=0)
+
+
+def test_an_error_that_a_restart_would_only_meet_again_is_raised_here_and_handlers_are_as_before(corpus, tmp_path):
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    run = run_config(corpus, optimizer={"lr": 1e30, "grad_clip": 0.0})
+    with pytest.raises(RunFailed, match=r"the last 5 steps were not finite.*Try a smaller optimizer\.lr"):
+        launch(run, corpus, tmp_path)
+    assert len(events(tmp_path, "workers_started")) == 1
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
+
+
+@pytest.mark.parametrize(("begun", "seconds"), [(False, 20), (True, 3)], ids=["while they start", "while they train"])
+def test_workers_do_not_outlive_their_launcher(corpus, tmp_path, begun, seconds):
+    run = run_config(corpus, **ENDLESS)
+    launcher = multiprocessing.get_context("fork").Process(target=launch, args=(run, corpus, tmp_path))
+    launcher.start()
+    wait_until(lambda: bool(events(tmp_path, "workers_started")), 20)
+    (pid,) = events(tmp_path, "workers_started")[0]["pids"]
+    wait_until(lambda: steps_done(tmp_path) > 0 or not begun, 60)
+    assert is_alive(pid)
+    launcher.kill()
+    launcher.join()
+    wait_until(lambda: not is_alive(pid), seconds)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_port_in_use_is_refused_before_any_worker_starts(tmp_path):
+    with create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=rf"launch\.port = {port} is in use .* Try launch\.port = 0"):
+            Supervisor(tmp_path, LaunchConfig(port=port), EAGER).run()
+    assert not events(tmp_path, "workers_started") and not store.committed(tmp_path)

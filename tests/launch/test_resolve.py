@@ -1,0 +1,46 @@
+"""From the run that was asked for to the run that is trained."""
+
+from __future__ import annotations
+
+import pytest
+
+from argosy.data.manifest import Manifest
+from argosy.errors import UserError
+from argosy.launch.resolve import resolve
+from argosy.observe.progress import Progress
+from tiny import MODEL, SOURCES, run_config
+
+QUIET = Progress(enabled=False)
+
+
+def test_the_vocabulary_is_that_of_the_data_where_the_run_does_not_say(corpus):
+    run, data = resolve(run_config(corpus, model={"vocab_size": 0}), QUIET)
+    assert run.model.vocab_size == data.vocab_size == MODEL["vocab_size"]
+
+
+def test_a_run_that_says_all_stays_as_it_is(corpus):
+    asked = run_config(corpus)
+    assert resolve(asked, QUIET)[0] == asked
+    larger = run_config(corpus, model={"vocab_size": 512})
+    assert resolve(larger, QUIET)[0] == larger
+
+
+def test_a_vocabulary_smaller_than_that_of_the_data_is_refused(corpus):
+    with pytest.raises(UserError, match=r"model\.vocab_size = 100 is smaller .* Try model\.vocab_size = 0"):
+        resolve(run_config(corpus, model={"vocab_size": 100}), QUIET)
+
+
+def test_a_run_without_data_is_refused(tmp_path):
+    with pytest.raises(UserError, match="there is no data to train on"):
+        resolve(run_config(tmp_path, data={"sources": {}}), QUIET)
+
+
+def test_a_run_that_says_what_to_prepare_gets_it_prepared_once(tmp_path):
+    prepare = {"input": (str(SOURCES / "errors.py"),), "out": tmp_path, "vocab_size": 300, "processes": 1, "validation_fraction": 0.0}
+    asked = run_config(tmp_path, data={"sources": {}, "prepare": prepare}, model={"vocab_size": 0})
+    run, _ = resolve(asked, QUIET)
+    assert run.data.sources == {str(tmp_path): 1.0}
+    first = (tmp_path / "manifest.json").stat().st_mtime_ns
+    assert resolve(asked, QUIET)[0] == run
+    assert (tmp_path / "manifest.json").stat().st_mtime_ns == first
+    assert Manifest.load(tmp_path).tokens("train") > 0

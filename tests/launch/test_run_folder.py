@@ -1,0 +1,158 @@
+"""The run's folder: who may write in it, and whether what is asked for is what it holds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from argosy.checkpoint import store
+from argosy.checkpoint.store import CheckpointManifest
+from argosy.config.dump import save_run
+from argosy.config.load import load
+from argosy.config.schema import RunConfig
+from argosy.errors import UserError
+from argosy.launch import run_folder
+from argosy.plan.plan import Plan
+from tiny import run_config
+
+CORPUS = "0123456789abcdef"
+HOLD = """
+import sys, time
+from pathlib import Path
+from argosy.launch.run_folder import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def run(**sections: dict[str, object]) -> RunConfig:
+    return run_config(Path("/corpus"), **sections)
+
+
+def hold(run_dir: Path, held: RunConfig, step: int = 4) -> RunConfig:
+    """Make `run_dir` that of the run `held`, with a checkpoint."""
+    folder = store.step_folder(run_dir, step)
+    folder.mkdir(parents=True)
+    facts = {"tokens": 0, "saved_at_s": 0.0, "plan": "", "has_optimizer": True, "files": {}}
+    store.commit(folder, CheckpointManifest(step=step, data_identity=CORPUS, **facts))
+    save_run(held, run_dir / "run.toml")
+    return held
+
+
+def enter(run_dir: Path, asked: RunConfig, identity: str = CORPUS, accept_changes: bool = False) -> RunConfig:
+    return run_folder.enter(run_dir, asked, identity, accept_changes)
+
+
+def test_a_folder_has_one_holder_at_a_time(tmp_path):
+    with run_folder.locked(tmp_path / "run"):
+        with pytest.raises(UserError, match=r"in use by process \d+\. .* --run-dir"), run_folder.locked(tmp_path / "run"):
+            pass
+        with run_folder.locked(tmp_path / "another"):
+            pass
+    with run_folder.locked(tmp_path / "run"):
+        pass
+
+
+def test_the_holder_is_named_and_its_death_frees_the_folder(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(UserError, match=f"in use by process {holder.pid}"), run_folder.locked(tmp_path):
+            pass
+        holder.kill()
+    with run_folder.locked(tmp_path):
+        pass
+
+
+def test_an_empty_folder_takes_any_run(tmp_path):
+    save_run(run(optimizer={"lr": 1.0}), tmp_path / "run.toml")  # it was asked for once, and saved nothing
+    assert enter(tmp_path, run()) == run()
+
+
+def test_the_same_run_goes_on(tmp_path):
+    assert enter(tmp_path, hold(tmp_path, run())) == run()
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        {"train": {"steps": 1000}},
+        {"launch": {"processes": 4}},
+        {"checkpoint": {"every_steps": 7}},
+        {"evaluate": {"tokens": 5}},
+    ],
+    ids=lambda sections: next(iter(sections)),
+)
+def test_what_does_not_change_the_numbers_may_be_otherwise(tmp_path, harmless):
+    hold(tmp_path, run())
+    assert enter(tmp_path, run(**harmless)) == run(**harmless)
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({"optimizer": {"lr": 0.5}}, "  optimizer.lr: 0.01 in the folder, 0.5 now"),
+        ({"train": {"global_batch": 4}}, "  train.global_batch: 8 in the folder, 4 now"),
+        ({"data": {"seq_len": 16}}, "  data.seq_len: 32 in the folder, 16 now"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
+)
+def test_what_changes_the_numbers_is_said_and_taken_only_if_accepted(tmp_path, changed, line):
+    hold(tmp_path, run())
+    with pytest.raises(UserError, match="holds another run, at step 4") as refusal:
+        enter(tmp_path, run(**changed))
+    assert line in str(refusal.value).splitlines() and "--accept-changes" in str(refusal.value)
+    assert enter(tmp_path, run(**changed), accept_changes=True) == run(**changed)
+
+
+def test_other_data_under_the_same_name_is_noticed(tmp_path):
+    hold(tmp_path, run())
+    with pytest.raises(UserError, match=f"prepared data {CORPUS} in the folder, prepared data fedc"):
+        enter(tmp_path, run(), identity="fedc")
+    assert enter(tmp_path, run(), identity="fedc", accept_changes=True) == run()
+
+
+def test_another_model_is_refused_even_if_changes_are_accepted(tmp_path):
+    hold(tmp_path, run())
+    with pytest.raises(UserError, match=r"model\.layers: 2 in the folder, 3 now") as refusal:
+        enter(tmp_path, run(model={"layers": 3}), accept_changes=True)
+    assert "--accept-changes" not in str(refusal.value)
+
+
+def test_the_length_that_was_found_for_a_budget_of_minutes_is_kept_for_the_same_budget(tmp_path):
+    hold(tmp_path, run(train={"steps": 123, "minutes": 5}))
+    same, longer = run(train={"steps": 0, "minutes": 5}), run(train={"steps": 0, "minutes": 50})
+    assert enter(tmp_path, same).train.steps == 123
+    assert enter(tmp_path, longer).train.steps == 0
+
+
+def test_a_checkpoint_whose_manifest_is_damaged_does_not_keep_the_run_from_the_one_before_it(tmp_path):
+    hold(tmp_path, run())
+    (hold_newer := store.step_folder(tmp_path, 6)).mkdir()
+    (hold_newer / store.MANIFEST).write_text("{")
+    assert enter(tmp_path, run()) == run()
+    with pytest.raises(UserError, match=CORPUS):
+        enter(tmp_path, run(), identity="fedc")
+
+
+def test_the_folder_then_needs_nothing_else_to_be_used(tmp_path):
+    (tmp_path / "elsewhere.json").write_text("a tokenizer")
+    asked = run(data={"prepare": {"out": tmp_path}})
+    run_folder.write(tmp_path, asked, Plan(microbatch=2), tmp_path / "elsewhere.json")
+    assert (tmp_path / "tokenizer.json").read_text() == "a tokenizer"
+    assert load(tmp_path / "run.toml") == asked
+    assert Plan.load(tmp_path / "plan.toml") == Plan(microbatch=2)
+
+
+def test_a_plan_that_is_replaced_is_kept_under_the_step_it_was_in_force_until(tmp_path):
+    (tmp_path / "tokenizer").write_text("")
+    for microbatch, step in ((1, 0), (1, 3), (2, 5)):
+        if step:
+            hold(tmp_path, run(), step)
+        run_folder.write(tmp_path, run(), Plan(microbatch=microbatch), tmp_path / "tokenizer")
+    assert Plan.load(tmp_path / "plan.toml") == Plan(microbatch=2)
+    assert {path.name for path in tmp_path.glob("plan-*")} == {"plan-00000005.toml"}
+    assert Plan.load(tmp_path / "plan-00000005.toml") == Plan(microbatch=1)

@@ -1,0 +1,51 @@
+"""Compiled blocks compute what eager ones do."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from argosy.models.decoder import Decoder
+from argosy.parallel.compile import compile_blocks
+from argosy.training.batch import Microbatch, microbatches
+from tiny import decoder
+
+
+
+def batch(documents: int) -> Microbatch:
+    """Four rows; the first is cut into `documents`."""
+    rows = np.random.default_rng(documents).integers(1, 400, (4, 33))
+    rows[0, 1:documents] = 0
+    (micro,) = microbatches(rows, 4, end_of_document=0, device=torch.device("cpu"))
+    return micro
+
+
+def loss_and_gradients(model: Decoder, micro: Microbatch) -> tuple[float, list[torch.Tensor]]:
+    model.zero_grad()
+    loss = model(micro.tokens_BT, micro.targets_BT, micro.documents) / micro.targets_BT.numel()
+    loss.backward()
+    return loss.item(), [parameter.grad for parameter in model.parameters()]
+
+
+def test_compiled_blocks_give_the_losses_and_gradients_of_eager_ones_and_are_not_compiled_for_each_batch():
+    compiled, eager = decoder(), decoder()
+    compile_blocks(compiled, enabled=True)
+    with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError):
+        loss_and_gradients(compiled, batch(1))  # or nothing here would be compiled
+    for documents in (1, 5):
+        _compare(loss_and_gradients(compiled, batch(documents)), loss_and_gradients(eager, batch(documents)))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        _compare(loss_and_gradients(compiled, batch(9)), loss_and_gradients(eager, batch(9)))
+
+
+def _compare(found: tuple[float, list[torch.Tensor]], expected: tuple[float, list[torch.Tensor]]) -> None:
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-6)
+
+
+def test_a_plan_without_compile_leaves_the_blocks_alone():
+    model = decoder()
+    compile_blocks(model, enabled=False)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        loss_and_gradients(model, batch(1))
