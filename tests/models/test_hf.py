@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from argosy.config.schema import ModelConfig, RopeScaling
 from argosy.errors import UserError
-from argosy.models import hf
+from argosy.models import hf, hf_config
 from argosy.models.decoder import Decoder
 from argosy.models.rope import rotary_table
 
@@ -168,7 +168,7 @@ PUBLISHED_ROPE = {
 @pytest.mark.parametrize("variant", PUBLISHED_ROPE.values(), ids=PUBLISHED_ROPE)
 def test_rotary_tables_of_published_models_are_those_of_transformers(variant, small):
     config = small.model_copy(update=variant | {"head_width": 128})
-    described = hf.config_to_json(config, dtype=torch.float32, eod_id=None)
+    described = hf_config.config_to_json(config, dtype=torch.float32, eod_id=None)
     positions = torch.arange(9000)
     theirs = LlamaRotaryEmbedding(LlamaConfig(**described))(torch.zeros(1), positions[None])
     for ours, table in zip(rotary_table(config, 9000), theirs, strict=True):
@@ -178,7 +178,7 @@ def test_rotary_tables_of_published_models_are_those_of_transformers(variant, sm
 
 def test_a_config_written_by_transformers_4_reads_the_same():
     """Llama 3.1's published config.json, as it stood before `rope_parameters` existed."""
-    config = hf.config_from_json(
+    config = hf_config.config_from_json(
         {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -219,7 +219,7 @@ def test_a_config_written_by_transformers_4_reads_the_same():
 def test_a_first_generation_llama_config_takes_the_defaults_of_its_class():
     given = {key: SIZES[key] for key in SIZES if key not in ("num_key_value_heads", "max_position_embeddings")}
     scaling = {"type": "linear", "factor": 2}
-    config = hf.config_from_json({**given, "model_type": "llama", "rope_scaling": scaling}, Path("config.json"))
+    config = hf_config.config_from_json({**given, "model_type": "llama", "rope_scaling": scaling}, Path("config.json"))
     assert (config.kv_heads, config.head_width, config.max_seq_len) == (4, 12, 2048)
     assert (config.rope_theta, config.norm_eps) == (10_000.0, 1e-6)
     assert config.rope_scaling == RopeScaling(kind="linear", factor=2.0)
