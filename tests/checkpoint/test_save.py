@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
+import os
 import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,9 +118,7 @@ def test_what_a_process_that_died_left_in_the_folder_is_swept_away(tmp_path, sav
     assert {path.name for path in folder.iterdir()} == {"__0_0.distcp", ".metadata", store.MANIFEST}
 
 
-def test_a_disk_that_fails_leaves_the_checkpoint_before_as_the_newest_and_the_next_save_works(
-    tmp_path, saver, results
-):
+def test_a_disk_that_fails_leaves_the_checkpoint_before_as_the_newest_and_the_next_save_works(tmp_path, saver, results):
     saver.save(state(1.0), manifest(1), background=False)
     with a_disk_that_fails_past(WIDTH):
         saver.save(state(2.0), manifest(2), background=False)
@@ -181,7 +182,26 @@ def save_together(world: World, run_dir: Path, failing: int | None) -> list[Save
     with a_disk_that_fails_past(WIDTH if world.rank == failing else resource.RLIM_INFINITY):
         saver.save(state(1.0, world.rank), manifest(1), background=False)
     saver.save(state(2.0, world.rank), manifest(2), background=False)
-    return [SaveResult(result.step, 0.0, 0, result.error) for result in results]
+    return [replace(result, seconds=0.0) for result in results]
+
+
+def test_if_the_marker_cannot_be_written_all_are_told_and_there_is_no_checkpoint(workers, tmp_path):
+    assert workers.run(2, save_without_a_marker, tmp_path) == ["[Errno 5] no marker"] * 2
+    assert not store.step_folder(tmp_path, 1).exists()
+
+
+def save_without_a_marker(world: World, run_dir: Path) -> str | None:
+    """A save whose last write the disk refuses; its error."""
+    results: list[SaveResult] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", refuse_the_marker)
+        Saver(run_dir, world, results.append).save(state(1.0, world.rank), manifest(1), background=False)
+    return results[0].error
+
+
+def refuse_the_marker(file: int) -> None:
+    if store.MANIFEST in Path(f"/proc/self/fd/{file}").readlink().name:
+        raise OSError(errno.EIO, "no marker")
 
 
 def test_a_save_does_not_meet_the_collectives_of_training(workers, tmp_path):

@@ -152,7 +152,7 @@ def test_pruning_keeps_the_newest_and_the_round_steps(tmp_path, keep_last, keep_
     dropped = store.prune(tmp_path, keep_last, keep_every)
     assert steps(tmp_path) == kept
     assert [checkpoint.step for checkpoint in dropped] == [step for step in range(1, 8) if step not in kept]
-    assert len(os.listdir(tmp_path / "checkpoints")) == len(kept)
+    assert len(list((tmp_path / "checkpoints").iterdir())) == len(kept)
 
 
 def test_removing_a_checkpoint_begins_with_its_marker(tmp_path, monkeypatch):
@@ -165,7 +165,6 @@ def test_removing_a_checkpoint_begins_with_its_marker(tmp_path, monkeypatch):
 
 def test_a_commit_waits_for_the_disk(tmp_path, monkeypatch):
     synced = []
-    fsync = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda file: (synced.append(os.readlink(f"/proc/self/fd/{file}")), fsync(file)))
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(Path(f"/proc/self/fd/{file}").readlink()))
     folder = write(tmp_path, 4)
-    assert synced == [str(folder / f"{MANIFEST}.tmp"), str(folder), str(folder.parent)]
+    assert synced == [folder / f"{MANIFEST}.tmp", folder, folder.parent]

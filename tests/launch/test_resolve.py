@@ -36,7 +36,13 @@ def test_a_run_without_data_is_refused(tmp_path):
 
 
 def test_a_run_that_says_what_to_prepare_gets_it_prepared_once(tmp_path):
-    prepare = {"input": (str(SOURCES / "errors.py"),), "out": tmp_path, "vocab_size": 300, "processes": 1, "validation_fraction": 0.0}
+    prepare = {
+        "input": (str(SOURCES / "errors.py"),),
+        "out": tmp_path,
+        "vocab_size": 300,
+        "processes": 1,
+        "validation_fraction": 0.0,
+    }
     asked = run_config(tmp_path, data={"sources": {}, "prepare": prepare}, model={"vocab_size": 0})
     run, _ = resolve(asked, QUIET)
     assert run.data.sources == {str(tmp_path): 1.0}

@@ -49,7 +49,10 @@ def enter(run_dir: Path, asked: RunConfig, identity: str = CORPUS, accept_change
 
 def test_a_folder_has_one_holder_at_a_time(tmp_path):
     with run_folder.locked(tmp_path / "run"):
-        with pytest.raises(UserError, match=r"in use by process \d+\. .* --run-dir"), run_folder.locked(tmp_path / "run"):
+        with (
+            pytest.raises(UserError, match=r"in use by process \d+\. .* --run-dir"),
+            run_folder.locked(tmp_path / "run"),
+        ):
             pass
         with run_folder.locked(tmp_path / "another"):
             pass

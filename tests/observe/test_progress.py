@@ -48,7 +48,15 @@ def test_text_is_shown_as_it_is(capsys):
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(-1, "0:00"), (0.4, "0:00"), (59.6, "1:00"), (188, "3:08"), (3599, "59:59"), (3600, "1:00:00"), (90061, "25:01:01")],
+    [
+        (-1, "0:00"),
+        (0.4, "0:00"),
+        (59.6, "1:00"),
+        (188, "3:08"),
+        (3599, "59:59"),
+        (3600, "1:00:00"),
+        (90061, "25:01:01"),
+    ],
 )
 def test_durations_read_like_a_clock(seconds, text):
     assert duration(seconds) == text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def sent() -> Iterator[list[int]]:
 
 def layers() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(a, b) for a, b in zip(WIDTHS, WIDTHS[1:], strict=False)))
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(WIDTHS)))
 
 
 def reducer_of(model: nn.Module, bucket_bytes: int) -> GradientReducer:

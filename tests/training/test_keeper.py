@@ -125,7 +125,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_again(tmp_path):
     save(tmp_path, 4, 6)
     damage(tmp_path, 4)
     damage(tmp_path, 6)
-    with pytest.raises(RunFailed, match="No checkpoint of .* is whole"):
+    with pytest.raises(RunFailed, match=r"No checkpoint of .* is whole"):
         keeper(tmp_path).restore(state())
 
 

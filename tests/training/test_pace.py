@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from argosy.config.schema import RunConfig, ScheduleConfig, TrainConfig
-from argosy.training.pace import SLACK, Pace
+from argosy.training.pace import FORWARD, SLACK, Pace
 
 WARMUP = 5
 BUDGET_S = 6000.0
@@ -43,6 +43,15 @@ def test_the_length_fills_the_budget_at_the_usual_speed_and_one_slow_step_does_n
     for seconds in (60.0, 2.0, 2.0, 2.0, 2.0):  # the first step compiles
         filling.took(seconds)
     assert filling.steps_if_due(WARMUP) == pytest.approx(WARMUP + SLACK * BUDGET_S / 2.0, abs=2)
+
+
+def test_evaluations_are_a_part_of_the_budget():
+    run = RunConfig(train=TrainConfig(minutes=100), schedule=ScheduleConfig(warmup_steps=WARMUP))
+    read_in_five_steps = 5 * run.train.global_batch * run.data.seq_len
+    with_evaluations = Pace(run, held_out_tokens=read_in_five_steps * run.evaluate.every_steps)
+    with_evaluations.took(2.0)
+    per_step_s = 2.0 * (1 + 5 * FORWARD)
+    assert with_evaluations.steps_if_due(WARMUP) == pytest.approx(WARMUP + SLACK * BUDGET_S / per_step_s, abs=2)
 
 
 def test_a_budget_that_warmup_used_up_leaves_one_step():

@@ -25,7 +25,9 @@ def test_the_pieces_are_the_text_and_a_prefix_of_a_longer_one(trained):
     text = generate(trained, PROMPT, **NO_STOP)
     pieces = list(stream(trained, PROMPT, **NO_STOP, stop=()))
     assert "".join(pieces) == text and len(pieces) > 10
-    assert text.startswith(generate(trained, PROMPT, **{**NO_STOP, "max_tokens": 20}).rstrip("\N{REPLACEMENT CHARACTER}"))
+    assert text.startswith(
+        generate(trained, PROMPT, **{**NO_STOP, "max_tokens": 20}).rstrip("\N{REPLACEMENT CHARACTER}")
+    )
 
 
 @pytest.mark.parametrize("length", [1, 2, 5])

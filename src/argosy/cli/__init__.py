@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+import warnings
 from importlib import import_module
+from typing import TextIO
 
 COMMANDS = {
     "train": "train a model; without a run file, the built-in demo",
@@ -42,8 +44,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(name: str, argv: list[str]) -> int:
-    from argosy.errors import ArgosyError
+    from argosy.errors import ArgosyError, ArgosyWarning
 
+    warnings.simplefilter("always", ArgosyWarning)
+    warnings.showwarning = _show_warning
     try:
         code = import_module(f"argosy.cli.{name}").main(argv)
         sys.stdout.flush()
@@ -58,6 +62,21 @@ def _run(name: str, argv: list[str]) -> int:
     except BrokenPipeError:  # the reader (head, less) has seen enough; Python must not flush into it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """A warning of ours is a sentence for the user; others keep the place that they come from."""
+    from argosy.errors import ArgosyWarning
+
+    where = "" if issubclass(category, ArgosyWarning) else f"{filename}:{lineno}: "
+    print(f"argosy: warning: {where}{message}", file=sys.stderr)
 
 
 def _help() -> str:

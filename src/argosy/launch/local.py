@@ -27,7 +27,7 @@ from argosy.launch.resolve import resolve
 from argosy.observe.events import Events
 from argosy.observe.progress import Progress
 from argosy.observe.report import Report
-from argosy.parallel.world import threads_per_process
+from argosy.parallel.world import LAUNCHER, threads_per_process
 from argosy.plan.auto import choose_plan
 from argosy.plan.plan import Plan
 

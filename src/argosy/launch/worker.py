@@ -13,10 +13,11 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.errors import FINAL, ArgosyError
-from argosy.parallel.world import World, join_world, lay_out, leave_world
+from argosy.parallel.world import LAUNCHER, World, join_world, lay_out, leave_world
 from argosy.plan.plan import Plan
 from argosy.training.loop import train
 from argosy.training.stop import StopSignal
+
 
 def work(run: RunConfig, plan: Plan, world: World, run_dir: Path, stop: StopSignal) -> None:
     """Train in an existing world, and leave it."""

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from argosy.config.schema import ModelConfig
 from argosy.models.attention import Attention, LayerCache
 from argosy.models.layers import FeedForward, Linear, RMSNorm
-from argosy.models.loss import summed_cross_entropy
+from argosy.models.loss import chunk_loss_and_gradient, summed_cross_entropy
 from argosy.models.rope import rotary_table
 
 # B batch, T tokens, D model width, V vocabulary
@@ -49,6 +49,7 @@ class Decoder(nn.Module):
             self.norm = RMSNorm(config.width, config.norm_eps)
             # No second name for a tied weight: `to_empty` would cut the tie (it makes each name new memory).
             self.head = None if config.tie_embeddings else Linear(config.width, config.vocab_size, bias=False)
+        self.loss_of_chunk = chunk_loss_and_gradient
         self._rotary: tuple[Tensor, Tensor] | None = None
 
     def forward(
@@ -76,7 +77,7 @@ class Decoder(nn.Module):
         weight_VD = self.embedding.weight if self.head is None else self.head.weight
         if targets_BT is None:
             return F.linear(x_BTD, weight_VD.to(x_BTD.dtype))
-        return summed_cross_entropy(x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten())
+        return summed_cross_entropy(x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), self.loss_of_chunk)
 
     def new_cache(self, batch: int, max_seq_len: int) -> list[LayerCache]:
         """An empty key/value cache for each block."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,14 +16,20 @@ IGNORED = -100
 """A target that does not count."""
 
 
-def summed_cross_entropy(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> Tensor:
+ChunkLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""`chunk_loss_and_gradient`, as it is or compiled."""
+
+
+def summed_cross_entropy(
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, of_chunk: ChunkLoss | None = None
+) -> Tensor:
     """Sum over tokens of -log softmax(x @ weight.T)[target], fp32 scalar; targets of -100 do not count.
 
     Forward computes the gradients too, chunk by chunk, while the chunk's logits are at hand (the idea of Liger's
     fused linear cross-entropy, Hsu et al. 2024): three matmuls a chunk in all, none of them twice.
     """
     if torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad):
-        loss: Tensor = _LossWithGradients.apply(x_ND, weight_VD, targets_N)
+        loss: Tensor = _LossWithGradients.apply(x_ND, weight_VD, targets_N, of_chunk or chunk_loss_and_gradient)
         return loss
     weight = weight_VD.to(x_ND.dtype)
     rows = max(1, CHUNK_LOGITS // weight_VD.shape[0])
@@ -50,14 +57,14 @@ def chunk_loss_and_gradient(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tenso
 
 class _LossWithGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> Tensor:
+    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, of_chunk: ChunkLoss) -> Tensor:
         weight = weight_VD.to(x_ND.dtype)
         rows = max(1, CHUNK_LOGITS // weight_VD.shape[0])
         grad_x = torch.empty_like(x_ND)
         grad_weight = torch.zeros_like(weight_VD)
         losses = []
         for x, targets, dx in zip(x_ND.split(rows), targets_N.split(rows), grad_x.split(rows), strict=True):
-            loss, gradient_CV = chunk_loss_and_gradient(x @ weight.T, targets)
+            loss, gradient_CV = of_chunk(x @ weight.T, targets)
             losses.append(loss)
             torch.mm(gradient_CV, weight, out=dx)
             grad_weight += gradient_CV.T @ x
@@ -65,6 +72,6 @@ class _LossWithGradients(torch.autograd.Function):
         return torch.stack(losses).sum()
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, Tensor, None, None]:
         grad_x, grad_weight = ctx.saved_tensors
-        return grad_x * grad_loss.to(grad_x.dtype), grad_weight * grad_loss, None
+        return grad_x * grad_loss.to(grad_x.dtype), grad_weight * grad_loss, None, None

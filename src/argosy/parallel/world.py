@@ -15,6 +15,8 @@ from argosy.config.schema import LaunchConfig
 from argosy.plan.plan import AXES, Plan
 
 CPU = torch.device("cpu")
+LAUNCHER = "ARGOSY_LAUNCHER_PID"
+"""Environment variable: the process that started this one, when that was `launch.local`."""
 
 
 @dataclass(frozen=True)
