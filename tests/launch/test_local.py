@@ -85,13 +85,27 @@ def test_workers_that_keep_dying_end_the_run_with_how_to_go_on(corpus, tmp_path)
         launch(run_config(corpus, **ENDLESS), corpus, tmp_path, max_restarts=0)
 
 
-def test_an_error_that_a_restart_would_only_meet_again_is_raised_here_and_handlers_are_as_before(corpus, tmp_path):
-    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+def test_an_error_that_a_restart_would_only_meet_again_is_raised_here(corpus, tmp_path, own_handlers):
     run = run_config(corpus, optimizer={"lr": 1e30, "grad_clip": 0.0})
     with pytest.raises(RunFailed, match=r"the last 5 steps were not finite.*Try a smaller optimizer\.lr"):
         launch(run, corpus, tmp_path)
     assert len(events(tmp_path, "workers_started")) == 1
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
+    for number, handler in own_handlers.items():
+        assert signal.getsignal(number) is handler, "a run leaves the signals of its caller alone"
+
+
+@pytest.fixture
+def own_handlers() -> Iterator[dict[signal.Signals, Callable[..., None]]]:
+    """What this process does on some signals."""
+
+    def handler(number: int, frame: object) -> None:
+        raise AssertionError("no signal was sent")
+
+    taken = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = {number: signal.signal(number, handler) for number in taken}
+    yield dict.fromkeys(taken, handler)
+    for number, previous in before.items():
+        signal.signal(number, previous)
 
 
 @pytest.mark.parametrize(("begun", "seconds"), [(False, 20), (True, 3)], ids=["while they start", "while they train"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from pydantic import ValidationError
 
@@ -35,7 +37,7 @@ def test_totals_are_of_all_steps_and_speeds_those_of_the_middle_one():
     }
 
 
-@pytest.mark.parametrize("validation", [None, {"loss": 4.5, "bits_per_byte": 2.0}])
+@pytest.mark.parametrize("validation", [None, {"loss": 4.5}, {"loss": 900.0, "perplexity": math.inf}])
 @pytest.mark.parametrize("first_s", [None, 2.5])
 def test_a_report_survives_being_saved(tmp_path, validation, first_s):
     report = Report(

@@ -112,7 +112,8 @@ def test_every_second_of_a_step_is_accounted_for(reference):
 
 def test_a_budget_of_minutes_ends_near_its_time_and_leaves_its_length_in_run_toml(corpus, tmp_path):
     budget_s = 2.5
-    run = run_config(corpus, train={"steps": 0, "minutes": budget_s / 60}, evaluate={"every_steps": 0})
+    minutes = {"steps": 0, "minutes": budget_s / 60}
+    run = run_config(corpus, train=minutes, schedule={"warmup_steps": 6}, evaluate={"every_steps": 0})
     began = time.monotonic()
     records = train_in(ALONE, run, EAGER, tmp_path)
     assert 0.5 * budget_s < time.monotonic() - began < 2 * budget_s

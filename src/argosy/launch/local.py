@@ -33,6 +33,8 @@ from argosy.plan.plan import Plan
 
 POLL_S = 0.05
 """How soon the death of a worker is seen."""
+TORCHELASTIC_TAKES = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Signals whose handlers its `start_processes` replaces."""
 PEER_GONE = "Connection closed by peer"
 """What gloo says to the survivors of a dead process."""
 
@@ -108,13 +110,14 @@ class Supervisor:
         ranks = range(self._size)
         # The first rank speaks to the terminal; what the others print is kept in files.
         redirects = {rank: Std.NONE if rank == 0 else Std.ALL for rank in ranks}
-        self._workers = start_processes(
-            "worker",
-            sys.executable,
-            {rank: ("-m", "argosy.launch.worker", str(self._run_dir)) for rank in ranks},
-            {rank: {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in ranks},
-            DefaultLogsSpecs(str(self._run_dir / "logs"), redirects=redirects),
-        )
+        with _handlers_kept():
+            self._workers = start_processes(
+                "worker",
+                sys.executable,
+                {rank: ("-m", "argosy.launch.worker", str(self._run_dir)) for rank in ranks},
+                {rank: {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in ranks},
+                DefaultLogsSpecs(str(self._run_dir / "logs"), redirects=redirects),
+            )
         self._events.write("workers_started", attempt=attempt, pids=list(self._workers.pids().values()))
         with self._signals_forwarded():
             result = self._workers.wait(period=POLL_S)
@@ -162,6 +165,16 @@ class Supervisor:
         checkpoints = committed(self._run_dir)
         where = f"from step {checkpoints[-1].step}" if checkpoints else "from the start: nothing was saved yet"
         return f"The same command goes on {where} ({self._run_dir})."
+
+
+@contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Keep this process's signal handlers: torchelastic puts its own in their place, which would undo nohup."""
+    before = {number: signal.getsignal(number) for number in TORCHELASTIC_TAKES}
+    yield
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _open_store(launch: LaunchConfig) -> TCPStore:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 class Report(BaseModel):
     """The totals of a run, over all its restarts."""
 
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True, ser_json_inf_nan="constants")
 
     name: str
     run_dir: Path
