@@ -57,7 +57,8 @@ class Saver:
         committed already is left as it is.
         """
         self.wait()
-        if store.Checkpoint(store.step_folder(self._run_dir, manifest.step)) in store.committed(self._run_dir):
+        there = store.Checkpoint(store.step_folder(self._run_dir, manifest.step)) in store.committed(self._run_dir)
+        if self._gather(there)[0]:  # the first rank's word: on a shared disk others may see it later
             return
         began = time.perf_counter()
         copy = _to_host(state)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -86,21 +86,30 @@ def main(argv: list[str]) -> int:
 
 
 def _list(argv: list[str]) -> int:
-    from argosy.checkpoint.store import committed
+    from argosy.checkpoint.store import Damaged, committed
 
     options = parse(argv, "argosy checkpoint list", Looking)
     _must_be_folder(options.path)
-    checkpoints = committed(options.path)
-    rows = [{"step": c.step, "bytes": c.bytes, **c.manifest.model_dump(exclude={"files", "step"})} for c in checkpoints]
+    rows: list[dict[str, Any]] = []
+    for checkpoint in committed(options.path):
+        try:
+            rest = checkpoint.manifest.model_dump(exclude={"files", "step", "sha256"})
+            rows.append({"step": checkpoint.step, "bytes": checkpoint.bytes, **rest})
+        except Damaged as damage:
+            rows.append({"step": checkpoint.step, "damaged": str(damage)})
     if options.json:
         print(json.dumps(rows, indent=2))
-        return 0
-    if not rows:
-        print(f"{options.path}: no committed checkpoint")
-    for checkpoint, row in zip(checkpoints, rows, strict=True):
-        saved = datetime.fromtimestamp(row["saved_at_s"]).strftime("%Y-%m-%d %H:%M:%S")
-        print(f"{checkpoint.folder.name}  {row['bytes'] / 1e6:9.1f} MB  {row['tokens'] / 1e6:9.2f}M tokens  {saved}")
+    else:
+        print("\n".join(map(_line, rows)) or f"{options.path}: no committed checkpoint")
     return 0
+
+
+def _line(row: dict[str, Any]) -> str:
+    name = f"step-{row['step']:08d}"
+    if "damaged" in row:
+        return f"{name}  {row['damaged']}"
+    saved = datetime.fromtimestamp(row["saved_at_s"]).strftime("%Y-%m-%d %H:%M:%S")
+    return f"{name}  {row['bytes'] / 1e6:9.1f} MB  {row['tokens'] / 1e6:9.2f}M tokens  {saved}"
 
 
 def _verify(argv: list[str]) -> int:

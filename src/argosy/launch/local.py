@@ -56,10 +56,22 @@ def train(run: RunConfig, run_dir: Path | None = None, *, accept_changes: bool =
         run = run_folder.enter(run_dir, run, data.identity, accept_changes)
         plan = choose_plan(run, find_devices(run.launch))
         run_folder.write(run_dir, run, plan, data.sources[0].folder / TOKENIZER)
-        (run_dir / "report.json").unlink(missing_ok=True)
         progress.close()
+        if (report := _report_if_finished(run_dir, run)) is not None:
+            progress.say(f"{run_dir} is finished; train.steps makes it longer, --run-dir another one.")
+            progress.say(report.in_words())
+            return report
+        (run_dir / "report.json").unlink(missing_ok=True)
         Supervisor(run_dir, run.launch, plan).run()
         return Report.load(run_dir)
+
+
+def _report_if_finished(run_dir: Path, run: RunConfig) -> Report | None:
+    """The report of a run that has nothing left to do."""
+    if not (run_dir / "report.json").exists() or not committed(run_dir):
+        return None
+    report = Report.load(run_dir)
+    return report if report.status == "finished" and report.steps == run.train.steps else None
 
 
 class Supervisor:

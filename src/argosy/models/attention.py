@@ -79,9 +79,7 @@ def packed_attention(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: 
         longest = q_BTHE.shape[1]  # an upper bound: the true maximum would make the host wait for the device
         q, k, v = (x.flatten(0, 1) for x in (q_BTHE, k_BTKE, v_BTKE))
         gqa = q.shape[1] != k.shape[1]
-        y = varlen_attn(
-            q, k, v, documents, documents, longest, longest, window_size=(-1, 0), enable_gqa=gqa
-        )
+        y = varlen_attn(q, k, v, documents, documents, longest, longest, window_size=(-1, 0), enable_gqa=gqa)
         assert isinstance(y, Tensor)  # a tuple only if the log-sum-exp is asked for
         return y.view(q_BTHE.shape)
     return _attention_by_document(q_BTHE, k_BTKE, v_BTKE, documents)

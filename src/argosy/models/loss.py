@@ -38,9 +38,7 @@ def summed_cross_entropy(
 
 
 def chunk_loss(logits_CV: Tensor, targets_C: Tensor) -> Tensor:
-    return torch.nn.functional.cross_entropy(
-        logits_CV.float(), targets_C, ignore_index=IGNORED, reduction="sum"
-    )
+    return torch.nn.functional.cross_entropy(logits_CV.float(), targets_C, ignore_index=IGNORED, reduction="sum")
 
 
 def chunk_loss_and_gradient(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
+import warnings
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from argosy.errors import ArgosyWarning
 
 
 class JsonLines:
@@ -16,12 +20,29 @@ class JsonLines:
         self.path = path
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one record, whole: a reader never meets half a line of a living writer."""
+        """Append one record, whole: a reader never meets half a line of a living writer.
+
+        A number that is not finite becomes null, since JSON has no word for it. A disk that takes no more is a
+        warning: a run does not end for want of its records.
+        """
+        line = json.dumps(_finite(record), allow_nan=False).encode() + b"\n"
+        try:
+            self._append(line)
+        except OSError as problem:
+            warnings.warn(f"{self.path}: a record is lost ({problem}). Free some space.", ArgosyWarning, stacklevel=2)
+
+    def _append(self, line: bytes) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab+") as file:
             if _is_cut_off(file):
                 file.write(b"\n")  # that line is lost; this one is not to be
-            file.write(json.dumps(record).encode() + b"\n")
+            file.write(line)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _is_cut_off(file: BinaryIO) -> bool:

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from argosy.observe.progress import duration
+
 
 class Report(BaseModel):
     """The totals of a run, over all its restarts."""
@@ -21,8 +23,8 @@ class Report(BaseModel):
     plan: str
     steps: int
     tokens: int
-    loss: float
-    """Training loss of the last step, nats per token."""
+    loss: float | None
+    """Training loss of the last step, nats per token; None if it was not finite."""
     step_time_s: float
     """Median."""
     tokens_per_s: float
@@ -45,6 +47,30 @@ class Report(BaseModel):
     """Held-out loss, perplexity and bits per byte; `unigram_bits_per_byte` is the trivial baseline's."""
     sample: str | None
     """Text that the model wrote."""
+
+    def in_words(self) -> str:
+        """What a person wants to know of the run when it ends."""
+        if self.status == "stopped":
+            return f"stopped after step {self.steps}; the state is saved in {self.run_dir}/checkpoints"
+        seconds = {k: v for k, v in self.seconds.items() if k != "step"}
+        shares = sorted(seconds.items(), key=lambda kv: -kv[1])
+        where = ", ".join(f"{name} {value / self.seconds['step']:.0%}" for name, value in shares if value > 0)
+        first_s = self.time_to_first_step_s
+        first_step = "" if first_s is None else f"   first step after {first_s:.0f} s"
+        lines = [
+            f"done: {self.steps} steps, {self.tokens / 1e6:.2f}M tokens in {duration(self.wall_s)}"
+            f"   {self.tokens_per_s:.0f} tok/s   MFU {self.mfu:.0%}{first_step}",
+            f"time: {where}",
+        ]
+        if self.validation:
+            lines.append(
+                f"validation: {self.validation['bits_per_byte']:.3f} bits per byte "
+                f"(loss {self.validation['loss']:.3f}); a unigram model: "
+                f"{self.validation['unigram_bits_per_byte']:.3f}"
+            )
+        if self.sample is not None:
+            lines += ["a sample:", *("  | " + line for line in self.sample.splitlines())]
+        return "\n".join(lines)
 
     def save(self, run_dir: Path) -> None:
         """Write report.json, whole or not at all."""

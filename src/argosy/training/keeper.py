@@ -141,8 +141,16 @@ class Keeper:
             return
         self._events.write("save", step=result.step, seconds=round(result.seconds, 3), bytes=result.bytes)
         if self._world.is_first:
-            for dropped in store.prune(self._run_dir, self._settings.keep_last, self._settings.keep_every):
-                self._events.write("prune", step=dropped.step)
+            self._prune()
+
+    def _prune(self) -> None:
+        try:
+            dropped = store.prune(self._run_dir, self._settings.keep_last, self._settings.keep_every)
+        except OSError as problem:  # more is kept than was asked for: no reason to end a run
+            self._events.write("prune_failed", error=str(problem))
+            return
+        for checkpoint in dropped:
+            self._events.write("prune", step=checkpoint.step)
 
 
 def _check_fits(model: dict[str, object], checkpoint: Checkpoint) -> None:

@@ -12,7 +12,7 @@ from argosy.models.decoder import Decoder
 from argosy.models.generate import sample_tokens
 from argosy.observe.events import read_lines
 from argosy.observe.metrics import Metrics
-from argosy.observe.progress import Progress, duration
+from argosy.observe.progress import Progress
 from argosy.observe.report import Report, totals
 from argosy.plan.flops import parameters
 from argosy.plan.plan import Plan
@@ -71,7 +71,7 @@ def write_report(
         **facts,
     )
     report.save(run_dir)
-    progress.say(_last_words(report))
+    progress.say(report.in_words())
 
 
 def _sample(run: RunConfig, model: Decoder, data: OpenData) -> str:
@@ -86,27 +86,3 @@ def _first_start(run_dir: Path) -> float:
     """Seconds since 1970 at which the run's first process started."""
     starts = [e["time_s"] for e in read_lines(run_dir / "events" / "rank-0.jsonl") if e["event"] == "start"]
     return float(starts[0])
-
-
-def _last_words(report: Report) -> str:
-    if report.status == "stopped":
-        return f"stopped after step {report.steps}; the state is saved in {report.run_dir}/checkpoints"
-    seconds = {k: v for k, v in report.seconds.items() if k != "step"}
-    shares = sorted(seconds.items(), key=lambda kv: -kv[1])
-    where = ", ".join(f"{name} {value / report.seconds['step']:.0%}" for name, value in shares if value > 0)
-    first_s = report.time_to_first_step_s
-    first_step = "" if first_s is None else f"   first step after {first_s:.0f} s"
-    lines = [
-        f"done: {report.steps} steps, {report.tokens / 1e6:.2f}M tokens in {duration(report.wall_s)}"
-        f"   {report.tokens_per_s:.0f} tok/s   MFU {report.mfu:.0%}{first_step}",
-        f"time: {where}",
-    ]
-    if report.validation:
-        lines.append(
-            f"validation: {report.validation['bits_per_byte']:.3f} bits per byte "
-            f"(loss {report.validation['loss']:.3f}); a unigram model: "
-            f"{report.validation['unigram_bits_per_byte']:.3f}"
-        )
-    if report.sample is not None:
-        lines += ["a sample:", *("  | " + line for line in report.sample.splitlines())]
-    return "\n".join(lines)
