@@ -24,7 +24,7 @@ def side_by_side(x: Tensor, *layers: Linear) -> tuple[Tensor, ...]:
     """What each of `layers` makes of `x`, in one matmul: a wide one is quicker than several narrow ones."""
     weights: list[Tensor] = [layer.weight for layer in layers]
     weight = torch.cat(weights).to(x.dtype)
-    biases = [layer.bias for layer in layers if layer.bias is not None]
+    biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
     bias = torch.cat(biases).to(x.dtype) if biases else None
     return F.linear(x, weight, bias).split([w.shape[0] for w in weights], dim=-1)
 
