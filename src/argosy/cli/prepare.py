@@ -66,7 +66,9 @@ def main(argv: list[str]) -> None:
                 "nothing to prepare. Name files, folders, globs or URLs: argosy prepare book.txt --out data/mine"
             )
         folder = config.out
-        manifest = prepare(PrepareConfig(**config.model_dump()), lambda state: progress.note(str(state)))
+        manifest = prepare(
+            PrepareConfig(**config.model_dump()), lambda state: progress.note(str(state), last=state.stage == "done")
+        )
         progress.close()
     if options.json:
         print(json.dumps(manifest.model_dump(mode="json")))

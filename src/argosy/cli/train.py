@@ -14,6 +14,8 @@ Examples:
 from __future__ import annotations
 
 import os
+import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,11 +54,11 @@ def main(argv: list[str]) -> None:
 
 def _what_next(run_dir: Path) -> str:
     """The three commands that one would run after the demo."""
-    here = Path.cwd()
-    folder = run_dir.relative_to(here) if run_dir.is_relative_to(here) else run_dir
-    return (
-        "next:\n"
-        f'  argosy generate {folder} --prompt "class "              let it write\n'
-        "  argosy train --train.minutes 30 --run-dir runs/longer    train longer\n"
-        "  argosy config show > my.toml                             a run file of your own to start from"
-    )
+    argosy = "argosy" if shutil.which("argosy") else os.path.relpath(sys.argv[0])  # as it can be typed here
+    commands = {
+        f'{argosy} generate {os.path.relpath(run_dir)} --prompt "class "': "let it write",
+        f"{argosy} train --train.minutes 30 --run-dir runs/longer": "train longer",
+        f"{argosy} config show > my.toml": "a run file of your own to start from",
+    }
+    width = max(map(len, commands))
+    return "\n".join(["next:", *(f"  {command:{width}}   {why}" for command, why in commands.items())])

@@ -38,4 +38,4 @@ def _with_data(run: RunConfig, progress: Progress) -> RunConfig:
 
 
 def _show(progress: Progress, state: PrepareProgress) -> None:
-    progress.note(str(state))
+    progress.note(str(state), last=state.stage == "done")
