@@ -21,13 +21,12 @@ from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import tyro
-from peers import CONTENDERS, Setting
 
 from argosy.config.schema import ModelConfig
 from argosy.plan.flops import train_flops_per_token
+from peers import CONTENDERS, Setting
 
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parent / "src"
@@ -64,7 +63,7 @@ class Contender:
             "TOKENIZERS_PARALLELISM": "false",
         }
         began = time.perf_counter()
-        self._log = tempfile.TemporaryFile("w+")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (it lives as long as the process)
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / "peers.py"), kind, json.dumps(asdict(setting))],
             env=environment,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from argosy.config.schema import ModelConfig
-from argosy.models.layers import Linear, RMSNorm, side_by_side
+from argosy.models.layers import Linear, RMSNorm
 from argosy.models.rope import rotate
 
 # B batch, T tokens, S tokens in the cache, D model width, H query heads, K key/value heads, E head width
@@ -53,11 +53,10 @@ class Attention(nn.Module):
         cache: LayerCache | None = None,
     ) -> Tensor:
         """`rotary`: cosines and sines of these tokens; `documents`: see `packed_attention`."""
-        q_BTHE, k_BTKE, v_BTKE = (
-            x.unflatten(-1, (-1, self.head_width)) for x in side_by_side(x_BTD, self.q, self.k, self.v)
-        )
-        q_BTHE = rotate(self.q_norm(q_BTHE), *rotary)
-        k_BTKE = rotate(self.k_norm(k_BTKE), *rotary)
+        heads = (*x_BTD.shape[:2], -1, self.head_width)
+        q_BTHE = rotate(self.q_norm(self.q(x_BTD).view(heads)), *rotary)
+        k_BTKE = rotate(self.k_norm(self.k(x_BTD).view(heads)), *rotary)
+        v_BTKE = self.v(x_BTD).view(heads)
         if cache is None:
             y_BTHE = packed_attention(q_BTHE, k_BTKE, v_BTKE, documents)
         else:

@@ -20,15 +20,6 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype), bias)
 
 
-def side_by_side(x: Tensor, *layers: Linear) -> tuple[Tensor, ...]:
-    """What each of `layers` makes of `x`, in one matmul: a wide one is quicker than several narrow ones."""
-    weights: list[Tensor] = [layer.weight for layer in layers]
-    weight = torch.cat(weights).to(x.dtype)
-    biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
-    bias = torch.cat(biases).to(x.dtype) if biases else None
-    return F.linear(x, weight, bias).split([w.shape[0] for w in weights], dim=-1)
-
-
 class RMSNorm(nn.Module):
     """Zhang & Sennrich 2019, computed in fp32."""
 
@@ -51,6 +42,5 @@ class FeedForward(nn.Module):
         self.down = Linear(config.ffn_width, config.width, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        gate, up = side_by_side(x_BTD, self.gate, self.up)
-        y_BTD: Tensor = self.down(F.silu(gate) * up)
+        y_BTD: Tensor = self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
         return y_BTD

@@ -15,12 +15,13 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # glibc's malloc.h
 
 
 def compile_blocks(model: Decoder, enabled: bool) -> None:
-    """Compile `model`'s blocks (once, as they are alike) and the loss of a chunk, in place."""
+    """Compile `model`'s blocks (once, as they are alike), the last norm, and the loss of a chunk, in place."""
     if enabled:
         keep_compile_cache()
         keep_freed_memory()
         for block in model.blocks:
             block.compile()
+        model.norm.compile()
         model.loss_of_chunk = torch.compile(model.loss_of_chunk)
 
 
