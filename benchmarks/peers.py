@@ -173,7 +173,7 @@ def litgpt(setting: Setting, turns: Turns, compiled: bool) -> None:
         parallel_residual=False,
         rotary_percentage=1.0,
     )
-    # One chunk: eager it is as quick as the default of 128 tokens, compiled quicker.
+    # One chunk of logits, as the other peers have it; its default is 128 tokens a chunk.
     _plain_loop(setting, turns, compiled, GPT(config), lambda model, x, y: chunked_cross_entropy(model(x), y, 0))
 
 

@@ -1,7 +1,7 @@
 """Tokens per second of whole optimizer steps: Argosy and its peers, taking turns in one run.
 
     python benchmarks/train_step.py                       # all contenders, the model of benchmarks/results
-    python benchmarks/train_step.py --contenders argosy plain --rounds 20 --no-cold
+    python benchmarks/train_step.py --contenders argosy plain --rounds 20 --cache ~/.cache/argosy/bench
     python benchmarks/train_step.py --contenders argosy argosy@../other/src   # two checkouts against each other
 
 Each contender lives in its own process, and only one computes at a time. Ratios are of turns taken one after the
@@ -43,10 +43,8 @@ class Options:
     """Turns of each contender."""
     steps: int = 3
     """Optimizer steps of a turn."""
-    cold: bool = True
-    """Also measure the first step with an empty compile cache (a minute more for each compiled contender)."""
     cache: Path | None = None
-    """Keep compile caches in this folder; without it they are made anew, and removed."""
+    """Keep compile caches here between runs; without it they begin empty, and the cold first step is measured too."""
     json: Path | None = None
     """Write every figure to this file too."""
 
@@ -122,7 +120,7 @@ def main() -> None:
     options = tyro.cli(Options, description=__doc__)
     names = [name for name in options.contenders if _is_installed(name)]
     with tempfile.TemporaryDirectory() as fresh:
-        cache = (options.cache or Path(fresh)).resolve()
+        cache = (options.cache or Path(fresh)).expanduser().resolve()
         figures, peaks = measure(names, options, cache)
     print(report(figures, peaks, options))
     if options.json:
@@ -139,11 +137,10 @@ def measure(names: list[str], options: Options, cache: Path) -> tuple[dict[str, 
     contenders, figures = [], {}
     for name in names:
         cold_s = None
-        if options.cold and not name.endswith("-eager"):
-            with tempfile.TemporaryDirectory() as empty:
-                cold = Contender(name, setting, Path(empty) if options.cache else cache)
-                cold_s = cold.first_step_s
-                cold.leave()
+        if options.cache is None and not name.endswith("-eager"):
+            cold = Contender(name, setting, cache)
+            cold_s = cold.first_step_s
+            cold.leave()
         contender = Contender(name, setting, cache)
         contender.turn(2)  # what is compiled or allocated late is not measured
         contenders.append(contender)
