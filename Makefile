@@ -3,7 +3,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+INSTALL := $(PIP) --editable
 
 help:
 	@echo "make demo      set up, train a small model on real text for some minutes, show what it learnt"
@@ -29,7 +30,9 @@ lint: .venv/.dev
 	$(BIN)/mypy
 
 docs: .venv/.dev
-	$(BIN)/argosy config schema > docs/run.schema.json
+# By way of another file: a failure would leave the document empty.
+	$(BIN)/argosy config schema > .venv/run.schema.json
+	mv .venv/run.schema.json docs/run.schema.json
 	$(BIN)/python -m pytest tests/test_docs.py -m ""
 
 bench: .venv/.bench
@@ -50,6 +53,8 @@ bench: .venv/.bench
 
 .venv/.bench: .venv/.dev
 	$(INSTALL) '.[bench]'
+# litgpt asks for an older huggingface-hub than transformers, and runs with the newer one.
+	$(PIP) --no-deps litgpt==0.5.13
 	@touch $@
 
 clean:

@@ -6,6 +6,7 @@ them, answers with their seconds (one line of JSON), and waits. The first step i
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -75,12 +76,9 @@ class Setting:
             rows[torch.rand(shape, generator=generator) < 1 / 200] = END_OF_DOCUMENT
         return rows
 
-    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Inputs and targets, [B, T] each, without end."""
-        rows = self.rows()
-        while True:
-            for batch in rows.split(self.batch):
-                yield batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+    def batches(self) -> Iterator[Tensor]:
+        """Token ids [B, T + 1], without end."""
+        return itertools.cycle(self.rows().split(self.batch))
 
 
 class Turns:
@@ -117,7 +115,7 @@ def argosy(setting: Setting, turns: Turns, compiled: bool) -> None:
     from argosy.parallel.compile import compile_blocks
     from argosy.parallel.data import GradientReducer
     from argosy.parallel.world import World
-    from argosy.training.batch import microbatches
+    from argosy.models.batch import microbatches
     from argosy.training.optimizer import build_optimizer, clip_gradients
     from argosy.training.step import Wishes, forward_backward
 
@@ -136,11 +134,9 @@ def argosy(setting: Setting, turns: Turns, compiled: bool) -> None:
     _check(setting, model)
     reducer = GradientReducer(model.parameters(), world.group("dp_replicate"))
     optimizer = build_optimizer(model, OptimizerConfig(lr=LEARNING_RATE))
-    rows = setting.rows().numpy()
     clock = StepClock(world.device)
-    for step in range(sys.maxsize):
-        start = step % BATCHES * setting.batch
-        batch = microbatches(rows[start : start + setting.batch], setting.batch, END_OF_DOCUMENT, world.device)
+    for rows in setting.batches():
+        batch = microbatches(rows.numpy(), setting.batch, END_OF_DOCUMENT, world.device)
         forward_backward(model, batch, reducer, world, clock, Wishes())
         clip_gradients(model, MAX_NORM).item()
         optimizer.step()
@@ -316,9 +312,9 @@ def _plain_loop(
     groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=EPS, fused=True)
     called = torch.compile(model) if compiled else model
-    for tokens, targets in setting.batches():
+    for rows in setting.batches():
         with _precision(setting):
-            loss = loss_of(called, tokens, targets)
+            loss = loss_of(called, rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()

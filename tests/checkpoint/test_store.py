@@ -11,6 +11,7 @@ import pytest
 from argosy.checkpoint import store
 from argosy.checkpoint.store import MANIFEST, CheckpointManifest, Damaged
 from argosy.errors import RunFailed, UserError
+from argosy.files import PARTIAL
 
 FILES = {"__0_0.distcp": bytes(range(100)), ".metadata": b"names and shapes"}
 
@@ -48,7 +49,7 @@ def test_what_was_committed_is_there_and_whole(tmp_path):
         assert checkpoint.bytes == sum(map(len, FILES.values()))
 
 
-@pytest.mark.parametrize("marker", [None, f"{MANIFEST}.tmp"])
+@pytest.mark.parametrize("marker", [None, f"{MANIFEST}{PARTIAL}"])
 def test_a_folder_without_its_marker_does_not_exist(tmp_path, marker):
     folder = write(tmp_path, 4)
     (folder / MANIFEST).rename(folder / marker) if marker else (folder / MANIFEST).unlink()
@@ -167,4 +168,4 @@ def test_a_commit_waits_for_the_disk(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(Path(f"/proc/self/fd/{file}").readlink()))
     folder = write(tmp_path, 4)
-    assert synced == [folder / f"{MANIFEST}.tmp", folder, folder.parent]
+    assert synced == [folder / f"{MANIFEST}{PARTIAL}", folder, folder.parent]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -57,6 +58,20 @@ def test_no_file_has_its_final_name_before_close(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["train-00000.bin.partial"]
     writer.close(0)
     assert {path.suffix for path in tmp_path.iterdir()} == {".bin", ".idx", ".crc32"}
+
+
+def test_closed_shard_has_its_names_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = ShardWriter(tmp_path / "train-00000", U16)
+    writer.write(np.array([1, 2]), np.array([2]))
+    synced: list[set[str]] = []
+
+    def note_names_of_folder(file: int) -> None:
+        if Path(f"/proc/self/fd/{file}").readlink() == tmp_path:
+            synced.append({path.name for path in tmp_path.iterdir()})
+
+    monkeypatch.setattr(os, "fsync", note_names_of_folder)
+    writer.close(0)
+    assert synced[-1] == {"train-00000.bin", "train-00000.idx", "train-00000.crc32"}
 
 
 def test_abandoned_shard_leaves_nothing(tmp_path: Path) -> None:

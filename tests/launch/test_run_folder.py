@@ -100,6 +100,10 @@ def test_what_does_not_change_the_numbers_may_be_otherwise(tmp_path, harmless):
         ({"optimizer": {"lr": 0.5}}, "  optimizer.lr: 0.01 in the folder, 0.5 now"),
         ({"train": {"global_batch": 4}}, "  train.global_batch: 8 in the folder, 4 now"),
         ({"data": {"seq_len": 16}}, "  data.seq_len: 32 in the folder, 16 now"),
+        (
+            {"data": {"sources": {"/corpus": 1.0, "/b": 2.0}}},
+            "  data.sources: {'/corpus': 1.0} in the folder, {'/corpus': 1.0, '/b': 2.0} now",
+        ),
     ],
     ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
 )

@@ -9,7 +9,6 @@ its checksum. A folder without it is not a checkpoint, and no reader looks at it
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from argosy.errors import ArgosyError, RunFailed, UserError
+from argosy.files import atomic_write, file_sha256, sync_folder
 
 MANIFEST = "manifest.json"
 _FOLDER = re.compile(r"step-(\d{8,})")
@@ -203,30 +203,15 @@ def withdraw(checkpoint: Checkpoint) -> None:
 
 def commit(folder: Path, manifest: CheckpointManifest) -> None:
     """Make `folder` a checkpoint: its files are on the disk already; write the marker, whole or not at all."""
-    temporary = folder / (MANIFEST + ".tmp")
-    with temporary.open("w") as file:
-        file.write(manifest.model_copy(update={"sha256": manifest.checksum()}).model_dump_json(indent=1))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(folder / MANIFEST)
-    for changed in (folder, folder.parent):
-        sync(changed)
+    signed = manifest.model_copy(update={"sha256": manifest.checksum()})
+    with atomic_write(folder / MANIFEST) as file:
+        file.write(signed.model_dump_json(indent=1).encode())
+    sync_folder(folder.parent)
 
 
 def file_sum(path: Path) -> FileSum:
-    """Size and SHA-256 of a file, read once."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256")
-        return FileSum(bytes=file.tell(), sha256=digest.hexdigest())
-
-
-def sync(path: Path) -> None:
-    """Force a file, or a folder's list of names, onto the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    """Size and SHA-256 of a file."""
+    return FileSum(bytes=path.stat().st_size, sha256=file_sha256(path))
 
 
 def files_of(folder: Path) -> Iterator[Path]:

@@ -11,6 +11,7 @@ from tomlkit.items import Item, Table
 
 from argosy.config.keys import section_of
 from argosy.config.schema import RunConfig, Section
+from argosy.files import atomic_write
 
 
 def dump(config: RunConfig) -> str:
@@ -63,6 +64,5 @@ def _value(value: Any) -> Item:
 
 def save_run(config: RunConfig, path: Path) -> None:
     """Write the run file `path`, whole or not at all."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(dump(config))
-    temporary.replace(path)
+    with atomic_write(path) as file:
+        file.write(dump(config).encode())

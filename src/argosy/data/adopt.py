@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 
 from argosy.data.checksum import write_checksums
-from argosy.data.files import atomic_write, file_sha256
 from argosy.data.manifest import TOKENIZER, Manifest, Shard, SplitName
 from argosy.data.shards import ShardIndex, ShardReader
 from argosy.data.tokenizer import Tokenizer
 from argosy.errors import UserError
+from argosy.files import atomic_write, file_sha256
 
 SAMPLE_TOKENS = 200_000
 """Tokens of each shard that are decoded to estimate its bytes of text."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from argosy.data.files import atomic_write
+from argosy.files import atomic_write
 
 BLOCK_BYTES = 256 * 1024
 """Bytes of .bin under one checksum: large enough to be read in one go, small enough to check unnoticed."""

@@ -15,9 +15,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from argosy.data.documents import Position
-from argosy.data.files import PARTIAL, atomic_write, sync
 from argosy.data.manifest import Shard, SplitName
 from argosy.data.sources import InputFile
+from argosy.files import PARTIAL, atomic_write, sync
 
 NAME = "prepare.journal"
 

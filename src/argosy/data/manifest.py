@@ -10,8 +10,8 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from argosy.data.files import atomic_write, file_sha256
 from argosy.errors import UserError
+from argosy.files import atomic_write, file_sha256
 
 NAME = "manifest.json"
 TOKENIZER = "tokenizer.json"

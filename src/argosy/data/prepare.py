@@ -19,7 +19,6 @@ from argosy.data import manifest as manifests
 from argosy.data.cutting import Cutter
 from argosy.data.documents import Document, DocumentReader, Position
 from argosy.data.engine import EncodedBatch, choose_engine
-from argosy.data.files import atomic_write
 from argosy.data.journal import Journal, fingerprint
 from argosy.data.manifest import TOKENIZER, Manifest, Shard, SplitName
 from argosy.data.sample import sample_texts
@@ -28,6 +27,7 @@ from argosy.data.sources import RECORDS, InputFile, find_files
 from argosy.data.tokenizer import Tokenizer, train
 from argosy.data.workers import Workers
 from argosy.errors import ArgosyWarning, RunFailed, UserError
+from argosy.files import atomic_write
 
 TRAINING_CHARS = 10_000_000
 """Characters that a tokenizer is trained on: seconds of work, and more changes little below 100,000 tokens."""

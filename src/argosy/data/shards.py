@@ -28,9 +28,9 @@ import numpy as np
 import numpy.typing as npt
 
 from argosy.data.checksum import BLOCK_BYTES, BlockChecksums, read_checksums
-from argosy.data.files import PARTIAL, atomic_write, file_sha256, sync
 from argosy.data.manifest import Shard
 from argosy.errors import UserError
+from argosy.files import PartialFile, atomic_write, file_sha256
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -56,8 +56,7 @@ class ShardWriter:
 
     def __init__(self, prefix: Path, dtype: np.dtype[Any]):
         self._prefix, self._dtype = prefix, dtype
-        self._partial = _with(prefix, ".bin" + PARTIAL)
-        self._file = self._partial.open("wb")
+        self._bin = PartialFile(_with(prefix, ".bin"))
         self._lengths: list[npt.NDArray[np.int32]] = []
         self._sha256, self._checksums = hashlib.sha256(), BlockChecksums()
 
@@ -69,7 +68,7 @@ class ShardWriter:
                 "Cut the text into smaller files"
             )
         data = np.ascontiguousarray(tokens, self._dtype).data.cast("B")
-        self._file.write(data)
+        self._bin.file.write(data)
         self._sha256.update(data)
         self._checksums.update(data)
         self._lengths.append(lengths.astype(np.int32))
@@ -79,9 +78,7 @@ class ShardWriter:
         lengths = np.concatenate(self._lengths)
         self._checksums.write(_with(self._prefix, ".crc32"))
         write_index(_with(self._prefix, ".idx"), lengths, self._dtype)
-        sync(self._file)
-        self._file.close()
-        self._partial.replace(_with(self._prefix, ".bin"))
+        self._bin.commit()
         return Shard(
             name=self._prefix.name,
             tokens=int(lengths.sum(dtype=np.int64)),
@@ -94,8 +91,7 @@ class ShardWriter:
 
     def abandon(self) -> None:
         """Close and remove what was written so far."""
-        self._file.close()
-        self._partial.unlink(missing_ok=True)
+        self._bin.abandon()
 
 
 def write_index(path: Path, lengths: npt.NDArray[np.int32], dtype: np.dtype[Any]) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
-from argosy.data.files import atomic_write
 from argosy.errors import UserError
+from argosy.files import atomic_write
 
 END_OF_DOCUMENT = "<|endoftext|>"
 END_NAMES = (

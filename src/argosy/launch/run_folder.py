@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,10 +12,12 @@ from typing import Any
 from argosy.checkpoint import store
 from argosy.checkpoint.store import Checkpoint, Damaged
 from argosy.config.dump import save_run
+from argosy.config.keys import dotted, flatten
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
 from argosy.errors import UserError
+from argosy.files import atomic_write
 from argosy.plan.plan import Plan
 
 MAY_CHANGE = ("name", "plan", "model.preset", "model.weights", "train.steps", "train.minutes", "train.deterministic",
@@ -80,7 +81,8 @@ def write(run_dir: Path, run: RunConfig, plan: Plan, tokenizer: Path) -> None:
 
     A plan that is replaced is kept as plan-STEP.toml.
     """
-    shutil.copyfile(tokenizer, run_dir / TOKENIZER)
+    with atomic_write(run_dir / TOKENIZER) as file:
+        file.write(tokenizer.read_bytes())
     save_run(run, run_dir / "run.toml")
     path = run_dir / "plan.toml"
     checkpoints = store.committed(run_dir)
@@ -99,17 +101,15 @@ def _data_identity(checkpoints: list[Checkpoint]) -> str | None:
 
 def _differences(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Dotted key -> both values, for the keys that may not change silently."""
-    old, new = _flat(before.model_dump(mode="json")), _flat(now.model_dump(mode="json"))
+    old, new = _values(before), _values(now)
     keys = [key for key in old | new if not _is_under(key, MAY_CHANGE)]
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
 
+def _values(run: RunConfig) -> dict[str, Any]:
+    """Dotted key -> value."""
+    return {dotted(key): value for key, value in flatten(run.model_dump(mode="json"), RunConfig).items()}
+
+
 def _is_under(key: str, prefixes: tuple[str, ...]) -> bool:
     return any(key == prefix or key.startswith(prefix + ".") for prefix in prefixes)
-
-
-def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat

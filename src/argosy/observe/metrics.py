@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from argosy.files import atomic_write
 from argosy.observe.events import JsonLines, read_lines
 
 
@@ -27,9 +28,8 @@ class Metrics:
         """Drop the records of `step` and later: those steps were lost and are about to be run again."""
         kept = [record for record in read_lines(self.path) if record["step"] < step]
         if self.path.exists():
-            temporary = self.path.with_suffix(".tmp")
-            temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
-            temporary.replace(self.path)
+            with atomic_write(self.path) as file:
+                file.writelines(json.dumps(record).encode() + b"\n" for record in kept)
 
     def read(self) -> list[dict[str, Any]]:
         """All records so far."""

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from argosy.files import atomic_write
 from argosy.observe.progress import duration
 
 
@@ -74,9 +75,8 @@ class Report(BaseModel):
 
     def save(self, run_dir: Path) -> None:
         """Write report.json, whole or not at all."""
-        temporary = run_dir / "report.tmp"
-        temporary.write_text(self.model_dump_json(indent=1) + "\n")
-        temporary.replace(run_dir / "report.json")
+        with atomic_write(run_dir / "report.json") as file:
+            file.write(self.model_dump_json(indent=1).encode() + b"\n")
 
     @classmethod
     def load(cls, run_dir: Path) -> Report:

@@ -1,0 +1,72 @@
+"""Files that are either whole or not there: written beside their final name, synced, then renamed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+PARTIAL = ".partial"
+"""Suffix of a file that is being written. Nothing reads such a file; what a kill left, the next write replaces."""
+
+
+class PartialFile:
+    """A file under way: `path` is as it was until `commit`, and stays so after `abandon`. One writer at a time."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._partial = path.with_name(path.name + PARTIAL)
+        self.file: BinaryIO = self._partial.open("wb")
+        """Takes the bytes."""
+
+    def commit(self) -> None:
+        """Give the file its name, in place of one that has it already; on return the disk has both."""
+        sync(self.file)
+        self.file.close()
+        self._partial.replace(self._path)
+        sync_folder(self._path.parent)
+
+    def abandon(self) -> None:
+        """Remove what was written so far."""
+        with suppress(OSError):  # a full disk refuses the last bytes, which nobody wants
+            self.file.close()
+        self._partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
+    """Open `path` for writing; it gets its name, and the disk has it, when the block ends without an error.
+
+    After an error in the block, `path` is what it was before: the older file, or none.
+    """
+    partial = PartialFile(path)
+    try:
+        yield partial.file
+        partial.commit()
+    except BaseException:
+        partial.abandon()
+        raise
+
+
+def sync(file: BinaryIO) -> None:
+    """Wait until the disk has what was written to `file`."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the disk has the names in `folder`: a rename is only then sure to outlive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
