@@ -16,7 +16,7 @@ from argosy.data.prepare import prepare
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
 from argosy.observe.metrics import Metrics
-from argosy.parallel.world import World, lay_out
+from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 from argosy.training.loop import train
 from argosy.training.stop import StopSignal
@@ -69,7 +69,7 @@ def model_config(**keys: Any) -> ModelConfig:
 def decoder(seed: int = 0, **keys: Any) -> Decoder:
     """The tiny model itself, on the CPU."""
     model = Decoder(model_config(**keys))
-    materialize(model, torch.device("cpu"), seed)
+    materialize(model, model.config, torch.device("cpu"), seed)
     return model
 
 
@@ -90,7 +90,7 @@ def train_in(
 ) -> list[dict[str, Any]]:
     """Train in this process as one rank of `world`; the metric records of the run so far."""
     stop = StopSignal() if stop_after is None else StopAfter(stop_after)
-    train(run, plan, lay_out(world, plan), run_dir, stop)
+    train(run, plan, world, run_dir, stop)
     return Metrics(run_dir).read()
 
 

@@ -9,7 +9,7 @@ import torch
 from argosy.observe.clock import StepClock
 from argosy.parallel.data import GradientReducer
 from argosy.parallel.world import World, lay_out
-from argosy.training.batch import microbatches
+from argosy.models.batch import microbatches
 from argosy.training.step import StepOutcome, Wishes, forward_backward
 from tiny import decoder, eager
 

@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.errors import FINAL, ArgosyError
-from argosy.parallel.world import LAUNCHER, World, join_world, lay_out, leave_world
+from argosy.parallel.world import LAUNCHER, World, join_world, leave_world
 from argosy.plan.plan import Plan
 from argosy.training.loop import train
 from argosy.training.stop import StopSignal
@@ -22,7 +22,7 @@ from argosy.training.stop import StopSignal
 def work(run: RunConfig, plan: Plan, world: World, run_dir: Path, stop: StopSignal) -> None:
     """Train in an existing world, and leave it."""
     try:
-        train(run, plan, lay_out(world, plan), run_dir, stop)
+        train(run, plan, world, run_dir, stop)
     finally:
         leave_world()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import groupby
 
 import torch
@@ -13,6 +14,10 @@ from argosy.models.layers import Linear, RMSNorm
 from argosy.models.rope import rotate
 
 # B batch, T tokens, S tokens in the cache, D model width, H query heads, K key/value heads, E head width
+
+
+AttentionCore = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""What `packed_attention` does; context parallelism puts one in its place that sees the other ranks' tokens too."""
 
 
 class LayerCache:
@@ -44,6 +49,7 @@ class Attention(nn.Module):
         self.o = Linear(query_width, config.width, bias=bias)
         self.q_norm = RMSNorm(config.head_width, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_width, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.core: AttentionCore = packed_attention
 
     def forward(
         self,
@@ -58,7 +64,7 @@ class Attention(nn.Module):
         k_BTKE = rotate(self.k_norm(self.k(x_BTD).view(heads)), *rotary)
         v_BTKE = self.v(x_BTD).view(heads)
         if cache is None:
-            y_BTHE = packed_attention(q_BTHE, k_BTKE, v_BTKE, documents)
+            y_BTHE = self.core(q_BTHE, k_BTKE, v_BTKE, documents)
         else:
             y_BTHE = cached_attention(q_BTHE, *cache.append(k_BTKE, v_BTKE))
         return self.o(y_BTHE.flatten(2))

@@ -8,14 +8,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from argosy.models.decoder import document_starts
+
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What goes through the model at once: inputs, what comes after each of them, and where documents start."""
+    """What goes through the model at once: whole rows, of which the layout takes what each rank computes."""
 
     tokens_BT: Tensor
     targets_BT: Tensor
+    """What comes after each token."""
+    positions_BT: Tensor
+    """Each token's place in its document."""
     documents: Tensor
+    """Where documents start (`attention.packed_attention`)."""
 
 
 def microbatches(rows: np.ndarray, size: int, end_of_document: int, device: torch.device) -> list[Microbatch]:
@@ -25,20 +31,20 @@ def microbatches(rows: np.ndarray, size: int, end_of_document: int, device: torc
 
 def _microbatch(rows: np.ndarray, end_of_document: int, device: torch.device) -> Microbatch:
     host = torch.from_numpy(rows.astype(np.int64))
-    tokens, targets = host[:, :-1], host[:, 1:]
-    parts = (tokens.contiguous(), targets.contiguous(), document_starts(tokens, end_of_document))
+    tokens, targets = host[:, :-1].contiguous(), host[:, 1:].contiguous()
+    positions = document_positions(tokens, end_of_document)
+    parts = (tokens, targets, positions, document_starts(positions))
     if device.type == "cuda":
         parts = tuple(part.pin_memory().to(device, non_blocking=True) for part in parts)  # type: ignore[assignment]
     return Microbatch(*parts)
 
 
-def document_starts(tokens_BT: Tensor, end_of_document: int) -> Tensor:
-    """Where documents start in the rows laid end to end, then B*T (int32); each row starts one.
+def document_positions(tokens_BT: Tensor, end_of_document: int) -> Tensor:
+    """Each token's place in its document, counted from 0; each row starts one.
 
     The mark that ends a document opens the next: from it alone the next document's first token is predicted, so
     every target is meaningful, no loss is masked, and a prompt-less sample starts from the mark.
     """
-    starts_BT = tokens_BT == end_of_document
-    starts_BT[:, 0] = True
-    positions = starts_BT.flatten().nonzero().flatten()
-    return torch.cat((positions, torch.tensor([tokens_BT.numel()]))).to(torch.int32)
+    index_T = torch.arange(tokens_BT.shape[1])
+    starts_BT = torch.where(tokens_BT == end_of_document, index_T, 0).cummax(dim=1).values
+    return index_T - starts_BT

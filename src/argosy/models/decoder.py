@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from argosy.config.schema import ModelConfig
 from argosy.models.attention import Attention, LayerCache
-from argosy.models.layers import FeedForward, Linear, RMSNorm
-from argosy.models.loss import chunk_loss_and_gradient, summed_cross_entropy
+from argosy.models.layers import Embedding, FeedForward, Linear, RMSNorm, local
+from argosy.models.loss import ChunkLoss, chunk_loss_and_gradient, summed_cross_entropy
 from argosy.models.rope import rotary_table
 
 # B batch, T tokens, D model width, V vocabulary
@@ -18,7 +21,7 @@ from argosy.models.rope import rotary_table
 class Block(nn.Module):
     """Pre-norm attention and feed-forward, each added to the residual stream."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         self.attention_norm = RMSNorm(config.width, config.norm_eps)
         self.attention = Attention(config)
@@ -33,55 +36,93 @@ class Block(nn.Module):
         return x_BTD
 
 
+@dataclass(frozen=True)
+class Part:
+    """What of the decoder one pipeline stage holds; without pipelining, all of it."""
+
+    layers: range
+    first: bool = True
+    """It takes tokens, through the embedding; other parts take the hidden states of the one before."""
+    last: bool = True
+    """It ends with the norm and the head; other parts give hidden states."""
+
+
 class Decoder(nn.Module):
     """Tokens in; logits, or with targets their summed loss, out.
 
     Built on the meta device; `materialize` gives it memory and initial weights.
     """
 
-    def __init__(self, config: ModelConfig, compute_dtype: torch.dtype = torch.float32):
+    def __init__(self, config: ModelConfig, compute_dtype: torch.dtype = torch.float32, part: Part | None = None):
         super().__init__()
         self.config = config
         self.compute_dtype = compute_dtype
+        self.part = part = part or Part(range(config.layers))
         with torch.device("meta"):
-            self.embedding = nn.Embedding(config.vocab_size, config.width)
-            self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-            self.norm = RMSNorm(config.width, config.norm_eps)
-            # No second name for a tied weight: `to_empty` would cut the tie (it makes each name new memory).
-            self.head = None if config.tie_embeddings else Linear(config.width, config.vocab_size, bias=False)
-        self.loss_of_chunk = chunk_loss_and_gradient
+            # A tied head is the embedding itself, so the last part has it too. No second name for a tied weight:
+            # `to_empty` would cut the tie (it makes each name new memory).
+            has_embedding = part.first or (part.last and config.tie_embeddings)
+            self.embedding = Embedding(config.vocab_size, config.width, compute_dtype) if has_embedding else None
+            self.blocks = nn.ModuleDict({str(layer): Block(config, layer) for layer in part.layers})
+            self.norm = RMSNorm(config.width, config.norm_eps) if part.last else None
+            has_head = part.last and not config.tie_embeddings
+            self.head = Linear(config.width, config.vocab_size, bias=False) if has_head else None
+        self.loss_of_chunk: ChunkLoss = chunk_loss_and_gradient
+        self.my_tokens: Callable[[Tensor], Tensor] = _all_of_them
         self._rotary: tuple[Tensor, Tensor] | None = None
 
     def forward(
         self,
-        tokens_BT: Tensor,
+        x: Tensor,
         targets_BT: Tensor | None = None,
+        positions_BT: Tensor | None = None,
         documents: Tensor | None = None,
         cache: list[LayerCache] | None = None,
     ) -> Tensor:
         """Logits [B, T, V] in the compute dtype, or with `targets_BT` the summed loss (fp32 scalar).
 
-        Targets of -100 do not count. `documents` is as in `attention.packed_attention`; without it every
-        row is one document. With `cache`, the tokens continue those that the cache has read.
+        `x` is tokens [B, T], or for a part that is not the first the hidden states [B, T, D] of the part before;
+        a part that is not the last gives hidden states. Targets of -100 do not count. `positions_BT` are the
+        tokens' places in their documents, and `documents` is as in `attention.packed_attention`: the latter
+        follows from the former, at the price of waiting for the device. Without both, every row is one document.
+        With `cache`, the tokens continue those that the cache has read.
         """
-        B, T = tokens_BT.shape
         start = cache[0].length if cache else 0
-        cos, sin = self._rotary_to(start + T, tokens_BT.device)
-        rotary = cos[start : start + T], sin[start : start + T]
+        if positions_BT is None:
+            positions_BT = torch.arange(start, start + x.shape[1], device=x.device).expand(x.shape[:2])
         if documents is None:
-            documents = torch.arange(0, (B + 1) * T, T, dtype=torch.int32, device=tokens_BT.device)
-        x_BTD = self.embedding(tokens_BT).to(self.compute_dtype)
-        for i, block in enumerate(self.blocks):
-            x_BTD = block(x_BTD, rotary, documents, cache[i] if cache else None)
-        x_BTD = self.norm(x_BTD)
-        weight_VD = self.embedding.weight if self.head is None else self.head.weight
+            documents = document_starts(positions_BT) if cache is None else positions_BT
+        cos, sin = self._rotary_to(start + positions_BT.shape[1], x.device)
+        mine_BT = self.my_tokens(positions_BT)
+        rotary = cos[mine_BT], sin[mine_BT]
+        if self.part.first:
+            assert self.embedding is not None
+            x = self.embedding(x)
+        for i, block in enumerate(self.blocks.values()):
+            x = block(x, rotary, documents, cache[i] if cache else None)
+        if self.norm is None:
+            return x
+        x = self.norm(x)
+        weight_VD = self.head_weight
         if targets_BT is None:
-            return F.linear(x_BTD, weight_VD.to(x_BTD.dtype))
-        return summed_cross_entropy(x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), self.loss_of_chunk)
+            return F.linear(x, local(weight_VD).to(x.dtype))
+        return summed_cross_entropy(x.flatten(0, 1), local(weight_VD), targets_BT.flatten(), self.loss_of_chunk)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The weight that turns hidden states into logits, [V, D]; only the last part has one."""
+        module = self.head or self.embedding
+        assert module is not None
+        return module.weight
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.parameters()).device
 
     def new_cache(self, batch: int, max_seq_len: int) -> list[LayerCache]:
         """An empty key/value cache for each block."""
-        like = torch.empty(0, dtype=self.compute_dtype, device=self.embedding.weight.device)
+        like = torch.empty(0, dtype=self.compute_dtype, device=self.device)
         return [LayerCache(batch, max_seq_len, self.config, like) for _ in self.blocks]
 
     def _rotary_to(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -90,3 +131,13 @@ class Decoder(nn.Module):
                 # A power of two, so that generation token by token seldom computes it anew.
                 self._rotary = rotary_table(self.config, 1 << (seq_len - 1).bit_length(), device)
         return self._rotary
+
+
+def document_starts(positions_BT: Tensor) -> Tensor:
+    """Where documents start in the rows laid end to end, then B*T (int32): what `packed_attention` takes."""
+    starts = (positions_BT.flatten() == 0).nonzero().flatten()
+    return F.pad(starts, (0, 1), value=positions_BT.numel()).to(torch.int32)
+
+
+def _all_of_them(positions_BT: Tensor) -> Tensor:
+    return positions_BT

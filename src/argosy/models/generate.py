@@ -26,7 +26,7 @@ def sample_tokens(
     temperature 0 takes the likeliest token. top_p keeps the smallest set of likeliest tokens whose probabilities
     reach it (nucleus sampling, Holtzman et al. 2020).
     """
-    device = model.embedding.weight.device
+    device = model.device
     generator = torch.Generator(device).manual_seed(seed)
     cache = model.new_cache(1, len(prompt) + max_new_tokens)
     tokens = torch.tensor([list(prompt)], device=device)

@@ -1,36 +1,103 @@
-"""Initial weights: a function of the seed and each parameter's name alone, never of the layout."""
+"""Initial weights: each element a function of the seed, its parameter's name and its place alone.
+
+So every layout starts from the same weights, and a rank makes only those that it holds.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor, nn
 
 from argosy.config.schema import ModelConfig
-from argosy.models.decoder import Decoder
+from argosy.models.layers import local
 
 INTO_RESIDUAL = ("attention.o.weight", "mlp.down.weight")
+AT_ONCE = 2**20
+"""Elements made at once: what the temporary integers take is small, and on a CPU stays in its caches."""
 
 
-def materialize(model: Decoder, device: torch.device, seed: int) -> None:
-    """Give `model` (on the meta device) memory on `device` and its initial weights, in place."""
+def materialize(model: nn.Module, config: ModelConfig, device: torch.device, seed: int) -> None:
+    """Give `model` (on the meta device) memory on `device` and its initial weights, in place.
+
+    Parameters may be DTensors: each rank makes its own part.
+    """
     model.to_empty(device=device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(initial_value(name, tuple(parameter.shape), model.config, seed))
+            fill_initial(local(parameter), name, parameter.shape, offset_of(parameter), config, seed)
 
 
-def initial_value(name: str, shape: tuple[int, ...], config: ModelConfig, seed: int) -> torch.Tensor:
-    """The parameter's first value, fp32 on the CPU: N(0, init_std), norms one, biases zero.
+def offset_of(parameter: Tensor) -> tuple[int, ...]:
+    """Where this rank's part of `parameter` begins in the whole, by dimension.
+
+    Of the mesh axes that split one dimension the last one split it first: FSDP2, whose axes stand before those of
+    tensor and expert parallelism, splits the part that these left.
+    """
+    offset, shape = [0] * parameter.ndim, list(parameter.shape)
+    placements, mesh = getattr(parameter, "placements", ()), getattr(parameter, "device_mesh", None)
+    for axis, placement in reversed(list(enumerate(placements))):
+        dim = getattr(placement, "dim", None)
+        if dim is not None and mesh is not None:
+            chunk = -(-shape[dim] // mesh.size(axis))
+            start = min(chunk * mesh.get_local_rank(axis), shape[dim])
+            offset[dim] += start
+            shape[dim] = min(chunk, shape[dim] - start)
+    assert tuple(shape) == local(parameter).shape, (shape, local(parameter).shape)
+    return tuple(offset)
+
+
+def fill_initial(
+    part: Tensor, name: str, shape: Sequence[int], offset: Sequence[int], config: ModelConfig, seed: int
+) -> None:
+    """Fill `part`, which begins at `offset` of the parameter `name` of `shape`: N(0, init_std), norms 1, biases 0.
 
     Projections into the residual stream get init_std / sqrt(2 * layers), so that the stream's variance does
     not grow with depth (GPT-2, Radford et al. 2019, section 2.3).
     """
     if name.endswith("norm.weight"):
-        return torch.ones(shape)
-    if name.endswith(".bias"):
-        return torch.zeros(shape)
-    std = config.init_std / (2 * config.layers) ** 0.5 if name.endswith(INTO_RESIDUAL) else config.init_std
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-    return torch.empty(shape).normal_(std=std, generator=generator)
+        part.fill_(1.0)
+    elif name.endswith(".bias"):
+        part.zero_()
+    else:
+        std = config.init_std / (2 * config.layers) ** 0.5 if name.endswith(INTO_RESIDUAL) else config.init_std
+        digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+        _fill_normal(part, shape, offset, int.from_bytes(digest, "little"), std)
+
+
+def _fill_normal(part: Tensor, shape: Sequence[int], offset: Sequence[int], key: int, std: float) -> None:
+    if part.numel() == 0:
+        return
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    rows = max(1, AT_ONCE // max(1, part[0].numel()))
+    for first in range(0, part.shape[0], rows):
+        some = part[first : first + rows]
+        index = torch.zeros((), dtype=torch.int64, device=part.device)
+        for dim, (size, stride) in enumerate(zip(some.shape, strides, strict=True)):
+            start = offset[dim] + (first if dim == 0 else 0)
+            along = torch.arange(start, start + size, device=part.device) * stride
+            index = index + along.view(-1, *[1] * (part.ndim - dim - 1))
+        some.copy_(_normal(index, key) * std)
+
+
+def _normal(index: Tensor, key: int) -> Tensor:
+    """Standard normal numbers, fp32, one for each index (int64): Box & Muller 1958 on the halves of its hash."""
+    bits = _hash(index, key)
+    uniform_1 = ((bits >> 32 & 0xFFFFFFFF).float() + 0.5) * 2.0**-32  # never 0, and log(1) = 0 does no harm
+    uniform_2 = (bits & 0xFFFFFFFF).float() * 2.0**-32
+    return (uniform_1.log() * -2).sqrt() * (uniform_2 * (2 * math.pi)).cos()
+
+
+def _hash(index: Tensor, key: int) -> Tensor:
+    """The `index`-th output of SplitMix64 from state `key` (Steele, Lea & Flood 2014); int64 wraps as uint64 does."""
+    z = (index + 1) * _signed(0x9E3779B97F4A7C15) + _signed(key)
+    z = (z ^ (z >> 30 & (1 << 34) - 1)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> 27 & (1 << 37) - 1)) * _signed(0x94D049BB133111EB)
+    return z ^ (z >> 31 & (1 << 33) - 1)
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >= 1 << 63 else number

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from argosy.config.schema import ModelConfig
+
+
+def local(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter: all of it, unless tensor or expert parallelism made it a DTensor.
+
+    Told apart by its method, not its class, whose import takes a second that a single process need not wait.
+    """
+    to_local: Callable[[], Tensor] | None = getattr(parameter, "to_local", None)
+    return parameter if to_local is None else to_local()
 
 
 class Linear(nn.Linear):
@@ -15,9 +26,27 @@ class Linear(nn.Linear):
     The gradient comes back through the same cast, so it accumulates in the weight's own precision.
     """
 
+    reduce: Callable[[Tensor], Tensor] | None = None
+    """Set where each rank computes one part of every sum (tensor parallelism): adds them up, before the bias."""
+
     def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias)
+        weight = local(self.weight).to(x.dtype)
+        bias = None if self.bias is None else local(self.bias).to(x.dtype)
+        if self.reduce is None:
+            return F.linear(x, weight, bias)
+        y = self.reduce(F.linear(x, weight))
+        return y if bias is None else y + bias
+
+
+class Embedding(nn.Embedding):
+    """`nn.Embedding` that gives vectors in `dtype`, whatever its weight's is."""
+
+    def __init__(self, vocab_size: int, width: int, dtype: torch.dtype):
+        super().__init__(vocab_size, width)
+        self.dtype = dtype
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        return F.embedding(tokens_BT, local(self.weight)).to(self.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -29,7 +58,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
+        return F.rms_norm(x.float(), self.weight.shape, local(self.weight).float(), self.eps).to(x.dtype)
 
 
 class FeedForward(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,30 +15,8 @@ CHUNK_LOGITS = 8 * 2**20
 IGNORED = -100
 """A target that does not count."""
 
-
 ChunkLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""`chunk_loss_and_gradient`, as it is or compiled."""
-
-
-def summed_cross_entropy(
-    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, of_chunk: ChunkLoss | None = None
-) -> Tensor:
-    """Sum over tokens of -log softmax(x @ weight.T)[target], fp32 scalar; targets of -100 do not count.
-
-    Forward computes the gradients too, chunk by chunk, while the chunk's logits are at hand (the idea of Liger's
-    fused linear cross-entropy, Hsu et al. 2024): three matmuls a chunk in all, none of them twice.
-    """
-    if torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad):
-        loss: Tensor = _LossWithGradients.apply(x_ND, weight_VD, targets_N, of_chunk or chunk_loss_and_gradient)
-        return loss
-    weight = weight_VD.to(x_ND.dtype)
-    rows = max(1, CHUNK_LOGITS // weight_VD.shape[0])
-    chunks = zip(x_ND.split(rows), targets_N.split(rows), strict=True)
-    return torch.stack([chunk_loss(x @ weight.T, targets) for x, targets in chunks]).sum()
-
-
-def chunk_loss(logits_CV: Tensor, targets_C: Tensor) -> Tensor:
-    return torch.nn.functional.cross_entropy(logits_CV.float(), targets_C, ignore_index=IGNORED, reduction="sum")
+"""`chunk_loss_and_gradient`: as it is, compiled, or for ranks that each have a part of the vocabulary."""
 
 
 def chunk_loss_and_gradient(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,20 +31,40 @@ def chunk_loss_and_gradient(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tenso
     return loss, gradient_CV.to(logits_CV.dtype)
 
 
+def summed_cross_entropy(
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, of_chunk: ChunkLoss = chunk_loss_and_gradient
+) -> Tensor:
+    """Sum over tokens of -log softmax(x @ weight.T)[target], fp32 scalar; targets of -100 do not count.
+
+    Forward computes the gradients too, chunk by chunk, while the chunk's logits are at hand (the idea of Liger's
+    fused linear cross-entropy, Hsu et al. 2024): three matmuls a chunk in all, none of them twice.
+    """
+    if torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad):
+        loss: Tensor = _LossWithGradients.apply(x_ND, weight_VD, targets_N, of_chunk)
+        return loss
+    weight = weight_VD.to(x_ND.dtype)
+    return torch.stack([of_chunk(x @ weight.T, targets)[0] for x, targets in _chunks(weight, x_ND, targets_N)]).sum()
+
+
+def _chunks(weight_VD: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The tensors, cut alike along the tokens into chunks of at most CHUNK_LOGITS logits."""
+    rows = max(1, CHUNK_LOGITS // max(1, weight_VD.shape[0]))
+    return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
+
+
 class _LossWithGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, of_chunk: ChunkLoss) -> Tensor:
         weight = weight_VD.to(x_ND.dtype)
-        rows = max(1, CHUNK_LOGITS // weight_VD.shape[0])
         grad_x = torch.empty_like(x_ND)
-        grad_weight = torch.zeros_like(weight_VD)
+        grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32)
         losses = []
-        for x, targets, dx in zip(x_ND.split(rows), targets_N.split(rows), grad_x.split(rows), strict=True):
+        for x, targets, dx in _chunks(weight, x_ND, targets_N, grad_x):
             loss, gradient_CV = of_chunk(x @ weight.T, targets)
             losses.append(loss)
             torch.mm(gradient_CV, weight, out=dx)
             grad_weight += gradient_CV.T @ x
-        ctx.save_for_backward(grad_x, grad_weight)
+        ctx.save_for_backward(grad_x, grad_weight.to(weight_VD.dtype))
         return torch.stack(losses).sum()
 
     @staticmethod

@@ -25,12 +25,12 @@ def rotary_table(config: ModelConfig, seq_len: int, device: torch.device | None 
     return angles_TE.cos() * scale, angles_TE.sin() * scale
 
 
-def rotate(x_BTHE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+def rotate(x_BTHE: Tensor, cos_BTE: Tensor, sin_BTE: Tensor) -> Tensor:
     """Turn each pair of `x_BTHE` by its position's angle; same shape and dtype, computed in fp32."""
     x = x_BTHE.float()
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
-    return (x * cos_TE[:, None, :] + turned * sin_TE[:, None, :]).to(x_BTHE.dtype)
+    return (x * cos_BTE[..., None, :] + turned * sin_BTE[..., None, :]).to(x_BTHE.dtype)
 
 
 def _frequencies(config: ModelConfig, device: torch.device | None) -> Tensor:

@@ -1,94 +1,173 @@
-"""Data parallelism by replication: gradients are summed over replicas while backward still runs."""
+"""Data parallelism with ZeRO stages 0 to 2: gradients are summed over ranks while backward still runs.
+
+Stage 0 all-reduces them; 1 and 2 (Rajbhandari et al. 2020) reduce-scatter them, so that each rank gets the part that it
+updates, and all-gather the updated values. Stage 2 frees each gradient when it has been sent, stage 1 after the step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+
+from argosy.models.layers import local
+from argosy.parallel.collectives import all_gather_single, reduce_scatter_single
+from argosy.parallel.pieces import Held
 
 BUCKET_BYTES = 4 * 2**20
 """Gradients sent at once: large enough to hide a link's latency, small enough to start early."""
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """Whose gradients are summed: those that share one copy of the state, and those that have a copy each."""
+
+    shard: dist.ProcessGroup | None
+    replicate: dist.ProcessGroup | None
+
+
 class _Bucket:
-    """Gradients that travel together, in one flat buffer that they become views of."""
+    """Pieces that travel together. In the flat buffer stands first all that goes to rank 0, then to rank 1, ..."""
 
-    def __init__(self, parameters: list[nn.Parameter]):
-        self.parameters = parameters
-        self.missing = len(parameters)
-        self.work: dist.Work | None = None
-        self.flat: Tensor | None = None
+    def __init__(self, pieces: Sequence[Held], ranks: Ranks, dtype: torch.dtype, keep: bool):
+        self.pieces, self._ranks, self._dtype, self._keep = pieces, ranks, dtype, keep
+        self._n = ranks.shard.size() if ranks.shard else 1
+        self._work: dist.Work | None = None
+        self._flat = self._mine = torch.empty(0)
+        self.arrivals = 0
 
-    def send(self, group: dist.ProcessGroup) -> None:
-        self.flat = torch.cat([_gradient(p).flatten() for p in self.parameters])
-        self.work = dist.all_reduce(self.flat, group=group, async_op=True)
+    def send(self) -> None:
+        """Start to sum the gradients over the ranks; they are freed unless they are to be kept."""
+        gradients = [_gradient(piece) for piece in self.pieces]
+        self._flat = torch.cat([_in_rows(g, self._n) for g in gradients], dim=1).to(self._dtype)
+        if not self._keep:
+            for piece in self.pieces:
+                piece.parameter.grad = None
+        if self._ranks.shard is not None:
+            self._mine = self._flat.new_empty(self._flat.shape[1])
+            self._work = reduce_scatter_single(self._mine, self._flat.flatten(), group=self._ranks.shard, async_op=True)
+        else:
+            self._mine = self._flat.flatten()
+            self._work = dist.all_reduce(self._mine, group=self._ranks.replicate, async_op=True)
 
     def receive(self) -> None:
-        assert self.flat is not None and self.work is not None
-        self.work.wait()
-        pieces = self.flat.split([p.numel() for p in self.parameters])
-        for parameter, piece in zip(self.parameters, pieces, strict=True):
-            parameter.grad = piece.view_as(parameter)
-        self.work, self.flat, self.missing = None, None, len(self.parameters)
+        """Wait for the sums, and make them the gradients of the pieces' values."""
+        assert self._work is not None
+        self._work.wait()
+        if self._ranks.shard is not None and self._ranks.replicate is not None:
+            dist.all_reduce(self._mine, group=self._ranks.replicate)
+        for piece, sums in zip(self.pieces, self._split(self._mine), strict=True):
+            piece.value.grad = sums.to(piece.value.dtype)
+        self._work, self._flat, self.arrivals = None, torch.empty(0), 0
+        self._mine = self._flat
+
+    def gather_values(self) -> None:
+        """Give every rank the values that the others have updated."""
+        mine = torch.cat([_in_rows(piece.value, 1, _chunk(piece, self._n)).flatten() for piece in self.pieces])
+        everyone = mine.new_empty(self._n * len(mine))
+        all_gather_single(everyone, mine, group=self._ranks.shard)
+        columns = everyone.view(self._n, -1).split([_chunk(piece, self._n) for piece in self.pieces], dim=1)
+        for piece, rows in zip(self.pieces, columns, strict=True):
+            whole = local(piece.parameter.detach())
+            whole.copy_(rows.flatten()[: whole.numel()].view_as(whole))
+
+    def _split(self, flat: Tensor) -> list[Tensor]:
+        parts = flat.split([_chunk(piece, self._n) for piece in self.pieces])
+        return [part[: p.value.numel()].view_as(p.value) for part, p in zip(parts, self.pieces, strict=True)]
 
 
-class GradientReducer:
-    """Sums gradients over `group`, once per step, overlapped with the backward of the last microbatch.
+class GradientSum:
+    """Sums gradients once per step, overlapped with the backward of the last microbatch.
 
     The buckets follow the order in which backward reaches parameters (last layer first) and are sent in that
     order on every rank, so that the collectives match (Li et al. 2020, "PyTorch Distributed", section 3.2).
-    With no group (one replica) it does nothing.
+    Alone, a rank has nothing to sum, and its gradients stay where they are.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None):
-        self._group = group if group is not None and group.size() > 1 else None
-        self._armed = False
+    def __init__(self, pieces: Sequence[Held], ranks: Ranks, dtype: torch.dtype, keep: bool):
+        """`dtype`: that of the sums; `keep`: a gradient stays in memory after it was sent (ZeRO stage 1)."""
+        self._alone = pieces if ranks.shard is None and ranks.replicate is None else ()
+        self._shared = ranks.shard is not None
+        self._expected = 0
         self._next = 0
-        self._buckets = [] if self._group is None else _buckets(reversed(list(parameters)))
+        self._buckets = [] if self._alone else [_Bucket(some, ranks, dtype, keep) for some in _cut(pieces)]
         for bucket in self._buckets:
-            for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._arrived(bucket))
+            for piece in bucket.pieces:
+                piece.parameter.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._arrived(bucket))
 
-    @property
-    def bytes_per_step(self) -> int:
-        """Bytes of gradients that each rank contributes to the all-reduce of one step."""
-        return sum(p.numel() * p.element_size() for b in self._buckets for p in b.parameters)
-
-    def arm(self) -> None:
-        """Say that the next backward is the step's last: gradients leave as soon as they are whole."""
-        self._armed = True
+    def arm(self, backwards: int) -> None:
+        """Say that a step begins, in which that many backwards reach each parameter: the last makes it whole."""
+        self._expected = backwards
         self._next = 0
+
+    def before_backward(self, last: bool) -> None:
+        """Nothing to do: the hooks count."""
 
     def finish(self) -> None:
-        """Wait until every parameter's `grad` holds the sum over the replicas."""
+        """Wait until every piece's gradient is the sum over the ranks."""
+        self._send_until(len(self._buckets))  # a pipeline schedule may have set gradients without our hooks
         for bucket in self._buckets:
             bucket.receive()
-        self._armed = False
+        self._expected = 0
+        for piece in self._alone:
+            piece.value.grad = _gradient(piece)
+
+    def after_update(self) -> None:
+        """Once the optimizer has changed the pieces' values, make every rank's model whole again."""
+        if self._shared:
+            for bucket in self._buckets:
+                bucket.gather_values()
 
     def _arrived(self, bucket: _Bucket) -> None:
-        if not self._armed or self._group is None:
-            return
-        bucket.missing -= 1
-        while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
-            self._buckets[self._next].send(self._group)
-            self._next += 1
+        bucket.arrivals += 1
+        ready = self._next
+        while ready < len(self._buckets) and self._is_whole(self._buckets[ready]):
+            ready += 1
+        self._send_until(ready)
+
+    def _is_whole(self, bucket: _Bucket) -> bool:
+        return bucket.arrivals == self._expected * len(bucket.pieces)
+
+    def _send_until(self, end: int) -> None:
+        for bucket in self._buckets[self._next : end]:
+            bucket.send()
+        self._next = max(self._next, end)
 
 
-def _buckets(parameters: Iterable[nn.Parameter]) -> list[_Bucket]:
-    """Cut the parameters, in this order, into buckets of about BUCKET_BYTES."""
-    buckets: list[list[nn.Parameter]] = [[]]
+def _cut(pieces: Sequence[Held]) -> list[list[Held]]:
+    """Cut the pieces, from the last on, into buckets of about BUCKET_BYTES."""
+    buckets: list[list[Held]] = [[]]
     size = 0
-    for parameter in parameters:
+    for piece in reversed(pieces):
         if size >= BUCKET_BYTES:
             buckets.append([])
             size = 0
-        buckets[-1].append(parameter)
-        size += parameter.numel() * parameter.element_size()
-    return [_Bucket(parameters) for parameters in buckets]
+        buckets[-1].append(piece)
+        whole = local(piece.parameter)
+        size += whole.numel() * whole.element_size()
+    return [bucket for bucket in buckets if bucket]
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None, "every parameter takes part in every step"
-    return parameter.grad
+def _chunk(piece: Held, n: int) -> int:
+    """Elements of the largest of the `n` parts that a parameter is cut into along its first dimension."""
+    whole = local(piece.parameter)
+    return -(-whole.shape[0] // n) * (whole.numel() // max(1, whole.shape[0]))
+
+
+def _in_rows(tensor: Tensor, n: int, width: int = 0) -> Tensor:
+    """`tensor` as [n, width], a row for each rank, filled up with zeros; width 0 is the smallest that holds it."""
+    if tensor.ndim and not width:
+        width = -(-tensor.shape[0] // n) * (tensor.numel() // max(1, tensor.shape[0]))
+    flat = tensor.flatten()
+    if len(flat) < n * width:
+        flat = torch.nn.functional.pad(flat, (0, n * width - len(flat)))
+    return flat.view(n, width)
+
+
+def _gradient(piece: Held) -> Tensor:
+    gradient = piece.parameter.grad
+    assert gradient is not None, f"{piece.name}: every parameter takes part in every step"
+    return local(gradient)

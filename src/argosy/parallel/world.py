@@ -1,18 +1,16 @@
-"""The processes of a run: who am I, on which device, in which mesh. Nothing else touches ranks."""
+"""The processes of a run: who am I, and on which device."""
 
 from __future__ import annotations
 
 import datetime
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from argosy.config.schema import LaunchConfig
-from argosy.plan.plan import AXES, Plan
 
 CPU = torch.device("cpu")
 LAUNCHER = "ARGOSY_LAUNCHER_PID"
@@ -26,25 +24,11 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device = CPU
-    mesh: DeviceMesh | None = None
-    """One dimension for each of `plan.AXES`; None in a world of one."""
 
     @property
     def is_first(self) -> bool:
         """Whether this is the process that speaks for the run: prints, writes metrics, commits checkpoints."""
         return self.rank == 0
-
-    @property
-    def dp_rank(self) -> int:
-        """Which share of the samples this process reads."""
-        if self.mesh is None:
-            return 0
-        replicate, shard = self.mesh["dp_replicate"], self.mesh["dp_shard"]
-        return replicate.get_local_rank() * shard.size() + shard.get_local_rank()
-
-    def group(self, axis: str) -> dist.ProcessGroup | None:
-        """The process group of a mesh axis; None in a world of one."""
-        return None if self.mesh is None else self.mesh[axis].get_group()
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum `tensor` over all processes, in place."""
@@ -69,14 +53,6 @@ def join_world(launch: LaunchConfig) -> World:
         device_id=device if device.type == "cuda" else None,
     )
     return World(rank, size, device)
-
-
-def lay_out(world: World, plan: Plan) -> World:
-    """The same processes, in the mesh that `plan` says."""
-    if world.size == 1:
-        return world
-    shape = tuple(getattr(plan, axis) for axis in AXES)
-    return replace(world, mesh=init_device_mesh(world.device.type, shape, mesh_dim_names=AXES))
 
 
 def leave_world() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from argosy.config.schema import RunConfig
+from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan, Precision, words_of
 
 MICROBATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
@@ -33,22 +34,29 @@ def choose_plan(run: RunConfig, devices: Devices) -> Plan:
     words = words_of(run.plan)
     auto = words.pop("auto", None) is not None
     written = Plan.from_words(words)
-    chosen: dict[str, int | Precision] = {}
+    chosen: dict[str, int | Precision | bool] = {}
     if auto and "dp_replicate" not in words:
         chosen["dp_replicate"] = max(1, devices.count // written.world_size)
     if "precision" not in words:
         chosen["precision"] = "bf16" if devices.fast_bf16 else "fp32"
+    if "compile" not in words:
+        chosen["compile"] = not (written.pp > 1 and SCHEDULES[written.schedule].splits_backward)
     plan = written.model_copy(update=chosen)
     if "microbatch" not in words:
-        plan = plan.model_copy(update={"microbatch": _microbatch(run, plan.dp, devices.kind)})
+        plan = plan.model_copy(update={"microbatch": _microbatch(run, plan, devices.kind)})
     plan.check(run, devices.count)
     return plan
 
 
-def _microbatch(run: RunConfig, dp: int, kind: str) -> int:
-    """The largest divisor of a rank's share of the batch that stays within the device's useful tokens."""
-    rows, left_over = divmod(run.train.global_batch, dp)
+def _microbatch(run: RunConfig, plan: Plan, kind: str) -> int:
+    """The largest divisor of a rank's share of the batch that stays within the device's useful tokens.
+
+    A pipeline gets as many microbatches as it has stages.
+    """
+    rows, left_over = divmod(run.train.global_batch, plan.dp)
     if left_over:
         return 1  # the check refuses this batch; with 1, the one it proposes is the nearest
     most = max(1, MICROBATCH_TOKENS[kind] // run.data.seq_len)
+    if plan.pp > 1:
+        most = max(1, min(most, rows // plan.stages))
     return max((n for n in range(1, min(rows, most) + 1) if rows % n == 0), default=1)

@@ -5,19 +5,22 @@ from __future__ import annotations
 import difflib
 import tomllib
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
+from argosy.files import atomic_write
+from argosy.plan.pipeline import SCHEDULES, Schedule
+from argosy.plan.rules import first_problem, nearest
 
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "fp16", "fp8"]
+Recompute = Literal["none", "selective", "full"]
+Offload = Literal["none", "activations", "optimizer", "all"]
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """The mesh axes, outermost first; their product is the number of processes. `ep` is laid over dp and cp."""
-RUNNABLE_AXES = ("dp_replicate",)
-"""Axes that this version can train with; a plan that uses another is refused before any process starts."""
 
 
 class Plan(BaseModel):
@@ -26,21 +29,39 @@ class Plan(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     pp: PositiveInt = 1
-    """Pipeline stages."""
+    """Pipeline stages, or ranks that hold several stages each."""
     dp_replicate: PositiveInt = 1
     """Data-parallel replicas that hold the whole state."""
     dp_shard: PositiveInt = 1
-    """Data-parallel ranks that share one copy of the state."""
+    """Data-parallel ranks that share one copy of the state, as `zero` says."""
     cp: PositiveInt = 1
-    """Context-parallel ranks that share a sequence."""
+    """Context-parallel ranks that share a sequence; they share the state too, with those of dp_shard."""
     tp: PositiveInt = 1
-    """Tensor-parallel ranks that share each matrix."""
+    """Tensor-parallel ranks that share each matrix, and between them the tokens (sequence parallelism)."""
     ep: PositiveInt = 1
-    """Expert-parallel ranks, laid over the data and context ranks."""
+    """Expert-parallel ranks, laid over the dp_shard and cp ranks."""
+    zero: Annotated[int, Field(ge=0, le=3)] = 3
+    """What dp_shard x cp ranks share: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too (FSDP2)."""
+    schedule: Schedule = "1f1b"
+    """Order of the microbatches in the pipeline."""
+    stages_per_rank: PositiveInt = 2
+    """Pipeline stages on each rank under an interleaved schedule (the others say it themselves)."""
+    context: Literal["ring", "ulysses"] = "ring"
+    """How cp ranks attend to each other's tokens: keys and values go round, or heads are exchanged for tokens."""
+    recompute: Recompute = "none"
+    """Activations computed anew in backward: none, the cheap ones (selective), or all of a layer (full)."""
+    recompute_every: PositiveInt = 1
+    """Recompute in every n-th layer only."""
+    offload: Offload = "none"
+    """What waits in host memory until it is needed."""
     microbatch: PositiveInt = 1
     """Sequences that one data-parallel rank runs through the model at once."""
     precision: Precision = "fp32"
-    """Arithmetic of the model; weights, gradients' sums and optimizer state stay fp32."""
+    """Arithmetic of the model."""
+    weights: Literal["fp32", "bf16"] = "fp32"
+    """Weights that the optimizer updates; bf16 ones are rounded stochastically."""
+    reduce: Literal["fp32", "bf16"] = "fp32"
+    """Sums of gradients over ranks."""
     compile: bool = True
     """Blocks and loss go through torch.compile."""
 
@@ -82,38 +103,33 @@ class Plan(BaseModel):
         """Data-parallel ranks: each reads other samples."""
         return self.dp_replicate * self.dp_shard
 
-    def accumulation(self, global_batch: int) -> int:
+    @property
+    def stages(self) -> int:
+        """Pipeline stages in all."""
+        return self.pp * (SCHEDULES[self.schedule].stages_per_rank or self.stages_per_rank)
+
+    def microbatches(self, global_batch: int) -> int:
         """Microbatches that each data-parallel rank runs in one step."""
         return global_batch // (self.dp * self.microbatch)
 
     def check(self, run: RunConfig, processes: int) -> None:
         """Refuse, before any process starts, a plan that cannot train this run. Raises: UserError."""
-        for axis in (*AXES, "ep"):
-            if getattr(self, axis) > 1 and axis not in RUNNABLE_AXES:
-                raise UserError(
-                    f"plan.{axis} = {getattr(self, axis)}: this version trains with "
-                    f'{", ".join(RUNNABLE_AXES)} only. Try plan = "dp_replicate={processes}".'
-                )
         if self.world_size != processes:
             raise UserError(
                 f'plan = "{self}" is for {self.world_size} processes, and launch.processes = {processes}. '
                 f'Try launch.processes = {self.world_size}, or plan = "auto".'
             )
-        rows = self.dp * self.microbatch
-        if run.train.global_batch % rows:
-            below, above = run.train.global_batch // rows * rows, -(-run.train.global_batch // rows) * rows
-            near = " or ".join(str(n) for n in (below, above) if n)
-            raise UserError(
-                f"train.global_batch = {run.train.global_batch} is not a multiple of {rows} "
-                f"({self.dp} data-parallel ranks x plan.microbatch = {self.microbatch}). Try {near}."
-            )
+        problem = first_problem(self, run)
+        if problem:
+            near = nearest(self, run)
+            remedy = "Plans near it that would do: " + ", ".join(f'"{p}"' for p in near) + "." if near else ""
+            raise UserError(f"{problem} {remedy}".rstrip())
 
     def save(self, path: Path) -> None:
         """Write the plan as TOML, whole or not at all."""
         lines = [f"{key} = {_toml(value)}" for key, value in self.model_dump().items()]
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("\n".join(lines) + "\n")
-        temporary.replace(path)
+        with atomic_write(path) as file:
+            file.write(("\n".join(lines) + "\n").encode())
 
     @classmethod
     def load(cls, path: Path) -> Self:

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from argosy.data.stream import TokenSource, spread_windows
-from argosy.models.decoder import Decoder
 from argosy.models.loss import IGNORED
+from argosy.parallel.apply import ParallelModel
 from argosy.parallel.world import World
-from argosy.training.batch import microbatches
+from argosy.models.batch import microbatches
 
 BASELINE_TOKENS = 20_000_000
 """Training tokens that the unigram baseline counts, from each source."""
@@ -71,23 +71,23 @@ class Score:
 
 
 @torch.no_grad()
-def evaluate(model: Decoder, held_out: HeldOut, batch: int, world: World) -> Score:
-    """The model's score; every process takes a share, and all get the result.
+def evaluate(model: ParallelModel, held_out: HeldOut, microbatch: int, world: World) -> Score:
+    """The model's score; every data-parallel rank takes a share, and all processes get the result.
 
     All run the same number of equal batches (short ones are filled with targets that do not count), so that
-    collectives inside the model would match and nothing is compiled anew.
+    collectives inside the model match and nothing is compiled anew.
     """
     windows = held_out.windows
-    stride = batch * world.size
-    device = model.embedding.weight.device
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for start in range(world.rank * batch, -(-len(windows) // stride) * stride, stride):
+    batch = microbatch * model.microbatches_at_once
+    stride = batch * model.dp
+    total = torch.zeros((), dtype=torch.float64, device=world.device)
+    for start in range(model.dp_rank * batch, -(-len(windows) // stride) * stride, stride):
         rows = windows[start : start + batch]
         filled = np.concatenate([rows, np.zeros((batch - len(rows), windows.shape[1]), windows.dtype)])
-        (micro,) = microbatches(filled, batch, held_out.end_of_document, device)
-        targets_BT = micro.targets_BT.clone()  # tokens and targets may share memory
-        targets_BT[len(rows) :] = IGNORED
-        total += model(micro.tokens_BT, targets_BT, micro.documents)
+        micros = microbatches(filled, microbatch, held_out.end_of_document, world.device)
+        for first, micro in zip(range(0, batch, microbatch), micros, strict=True):
+            micro.targets_BT[max(0, len(rows) - first) :] = IGNORED
+        total += model.loss(micros)
     return Score.of(world.sum(total).item(), held_out)
 
 

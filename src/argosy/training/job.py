@@ -12,31 +12,28 @@ from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
 from argosy.data.loader import open_data
 from argosy.errors import RunFailed
-from argosy.models.decoder import Decoder
-from argosy.models.initialize import materialize
+from argosy.models.batch import Microbatch, microbatches
 from argosy.observe.clock import StepClock
 from argosy.observe.events import Events
 from argosy.observe.metrics import Metrics, peak_memory_bytes
 from argosy.observe.peak import matmul_peak_flops
 from argosy.observe.progress import Progress
-from argosy.parallel.compile import compile_blocks
-from argosy.parallel.data import GradientReducer
+from argosy.optim.optimizer import Optimizer
+from argosy.parallel.apply import DTYPES, apply
+from argosy.parallel.pieces import clip_gradients
 from argosy.parallel.world import World
+from argosy.precision.scaler import LossScaler
 from argosy.plan.flops import train_flops_per_token
 from argosy.plan.plan import Plan
-from argosy.training.batch import Microbatch, microbatches
 from argosy.training.evaluation import HeldOut, Score, evaluate
 from argosy.training.judge import Judge, Verdict
 from argosy.training.keeper import Keeper
-from argosy.training.optimizer import build_optimizer, clip_gradients
 from argosy.training.pace import Pace
 from argosy.training.schedule import learning_rate_factor
 from argosy.training.state import TrainState
 from argosy.training.step import StepOutcome, Wishes, forward_backward
 from argosy.training.stop import StopSignal
 from argosy.training.summary import headline, write_report
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Job:
@@ -51,17 +48,15 @@ class Job:
         self.events = Events(run_dir, f"rank-{world.rank}")
         self.metrics = Metrics(run_dir)
 
+        model = apply(plan, run, world, run.seed)
         rows = run.train.global_batch // plan.dp
         self._data = open_data(run.data, run.seed, run.train.global_batch)
-        self._loader = self._data.loader(slice(world.dp_rank * rows, (world.dp_rank + 1) * rows))
+        self._loader = self._data.loader(slice(model.dp_rank * rows, (model.dp_rank + 1) * rows))
         held_out = [source.held_out() for source in self._data.sources]
         self._held_out = HeldOut.read(held_out, run.data.seq_len, run.evaluate.tokens)
 
-        model = Decoder(run.model, DTYPES[plan.precision])
-        materialize(model, world.device, run.seed)
-        compile_blocks(model, plan.compile)
-        self._reducer = GradientReducer(model.parameters(), world.group("dp_replicate"))
-        self.state = TrainState(model, build_optimizer(model, run.optimizer))
+        scaler = LossScaler() if plan.precision == "fp16" else LossScaler(scale=1.0, growth_steps=0)
+        self.state = TrainState(model, Optimizer(model.pieces, run.optimizer, run.seed), scaler)
 
         self._keeper = Keeper(run_dir, run.checkpoint, plan, self._data.identity, world, self.events, self.progress)
         self._judge, self._pace = Judge(), Pace(run, self._held_out.tokens)
@@ -107,12 +102,16 @@ class Job:
     def forward_backward(self, batch: list[Microbatch]) -> StepOutcome:
         """Leave the global batch's gradient in the parameters."""
         wishes = Wishes(stop=self._stop.number is not None, save=self._keeper.is_due_by_time)
-        return forward_backward(self.state.model, batch, self._reducer, self._world, self._clock, wishes)
+        return forward_backward(self.state.model, batch, self.state.scaler.scale, self._world, self._clock, wishes)
 
     def judge(self, step: int, outcome: StepOutcome) -> Verdict:
         """Clip the gradients and decide whether they may be applied; the step counts either way."""
         with self._clock.time("optimizer"):
-            self._gradient_norm = clip_gradients(self.state.model, self._run.optimizer.grad_clip).item()
+            pieces, scaler = self.state.model.pieces, self.state.scaler
+            self._gradient_norm = clip_gradients(pieces, self._run.optimizer.grad_clip, scaler.scale).item()
+        if not scaler.update(self._gradient_norm) and not scaler.is_at_floor:
+            self.events.write("loss_scale", step=step, scale=scaler.scale)
+            return Verdict.SKIP
         verdict = self._judge.rule(step, outcome.loss, self._gradient_norm)
         if verdict is Verdict.SKIP:
             self.events.write("bad_step", step=step, loss=str(outcome.loss), grad_norm=str(self._gradient_norm))
@@ -122,13 +121,13 @@ class Job:
     def optimizer_step(self, step: int) -> None:
         """Apply the gradients at the step's learning rate."""
         with self._clock.time("optimizer"):
-            for group in self.state.optimizer.param_groups:
-                group["lr"] = self._learning_rate(step)
+            self.state.optimizer.set_learning_rate(self._learning_rate(step))
             self.state.optimizer.step()
+            self.state.model.after_update()
 
     def evaluate_if_due(self, step: int) -> None:
         """Score the model on held-out text every evaluate.every_steps, and after the last step."""
-        self.state.optimizer.zero_grad(set_to_none=True)
+        self.state.model.zero_gradients()
         self.state.step = step + 1
         self.state.tokens += self._tokens_per_step
         every = self._run.evaluate.every_steps
@@ -194,7 +193,6 @@ class Job:
             write_report(
                 self._run,
                 self._run_dir,
-                self.state.model,
                 self._data,
                 self._held_out,
                 self._score,

@@ -98,9 +98,10 @@ class Keeper:
         """Start from the weights, and only them, of a checkpoint or run at `folder`. Raises: UserError."""
         checkpoint = self._agree(lambda: store.find(folder))
         assert checkpoint is not None
-        model = {"model": state.tensors(self._world)["model"]}
-        _check_fits(model["model"], checkpoint)
-        load_into(model, checkpoint, self._world)
+        weights = state.weights()
+        _check_fits(weights, checkpoint)
+        load_into({"model": weights}, checkpoint, self._world)
+        state.model.after_update()
         return checkpoint
 
     def _newest(self) -> Checkpoint | None:

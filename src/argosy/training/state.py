@@ -1,4 +1,4 @@
-"""All that a run must not lose: weights, optimizer, step, random generators."""
+"""All that a run must not lose: weights, optimizer, loss scale, step, random generators."""
 
 from __future__ import annotations
 
@@ -7,32 +7,49 @@ from typing import Any
 
 import torch
 
-from argosy.models.decoder import Decoder
+from argosy.models.layers import local
+from argosy.optim.optimizer import Optimizer
+from argosy.parallel.apply import ParallelModel
 from argosy.parallel.world import World
-from argosy.training.optimizer import optimizer_state
+from argosy.precision.scaler import LossScaler
 
 
 @dataclass
 class TrainState:
     """The state of one process. What is read next follows from `step` alone."""
 
-    model: Decoder
-    optimizer: torch.optim.AdamW
+    model: ParallelModel
+    optimizer: Optimizer
+    scaler: LossScaler
     step: int = 0
     """Optimizer steps done."""
     tokens: int = 0
     """Tokens trained on, over all processes."""
 
+    def weights(self) -> dict[str, Any]:
+        """This rank's part of the weights, by name: live tensors, to copy from or to read into."""
+        return {piece.name: piece.wrap(piece.value) for piece in self.model.pieces}
+
     def tensors(self, world: World) -> dict[str, Any]:
-        """The tensors of a checkpoint: live ones, to copy from or to read into."""
+        """The tensors of a checkpoint, for `restored` once they have been read into."""
+        optimizer = {
+            piece.name: {key: piece.wrap(part) for key, part in self.optimizer.state_of(piece).items()}
+            for piece in self.model.pieces
+        }
         return {
-            "model": dict(self.model.named_parameters()),
-            "optimizer": optimizer_state(self.model, self.optimizer),
+            "model": self.weights(),
+            "optimizer": optimizer,
+            "scaler": self.scaler.state(),
             "rng": {f"rank{world.rank}": _generators(world.device)},
         }
 
     def restored(self, tensors: dict[str, Any], world: World) -> None:
-        """Take back what is not a live tensor of `tensors` after a checkpoint was read into them."""
+        """Take over what a checkpoint was read into."""
+        self.model.after_update()
+        for piece in self.model.pieces:
+            state = tensors["optimizer"][piece.name]
+            self.optimizer.load_state(piece, {key: local(part) for key, part in state.items()})
+        self.scaler.load_state(tensors["scaler"])
         generators = tensors["rng"][f"rank{world.rank}"]
         torch.set_rng_state(generators["cpu"])
         if "device" in generators:

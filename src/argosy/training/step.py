@@ -1,4 +1,4 @@
-"""One step's arithmetic: microbatches forward and backward, gradients summed over the replicas."""
+"""One step's arithmetic: microbatches forward and backward, gradients and losses summed over all ranks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from argosy.models.decoder import Decoder
+from argosy.models.batch import Microbatch
 from argosy.observe.clock import StepClock
-from argosy.parallel.data import GradientReducer
+from argosy.parallel.apply import ParallelModel
 from argosy.parallel.world import World
-from argosy.training.batch import Microbatch
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class Wishes:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """The step's result, the same on every process; the gradients wait in the parameters."""
+    """The step's result, the same on every process; the gradients wait in the pieces."""
 
     loss: float
     """Mean over the global batch's tokens, nats."""
@@ -32,31 +31,23 @@ class StepOutcome:
 
 
 def forward_backward(
-    model: Decoder,
+    model: ParallelModel,
     batch: Sequence[Microbatch],
-    reducer: GradientReducer,
+    loss_scale: float,
     world: World,
     clock: StepClock,
     wishes: Wishes,
 ) -> StepOutcome:
-    """Leave in every parameter's `grad` the gradient of the mean loss over the global batch's tokens.
+    """Leave in every piece's `grad` the gradient of the mean loss over the global batch's tokens, times `loss_scale`.
 
-    Every target counts and every process has as many, so that the sum over processes of local sums over the
+    Every target counts and every data-parallel rank has as many, so that the sum over ranks of local sums over the
     global number of tokens is the mean over tokens, not a mean of means.
     """
-    tokens = sum(micro.targets_BT.numel() for micro in batch) * world.size
-    total = torch.zeros((), device=world.device)
-    for micro in batch:
-        if micro is batch[-1]:
-            reducer.arm()
-        with clock.time("forward"):
-            loss = model(micro.tokens_BT, micro.targets_BT, micro.documents) / tokens
-        with clock.time("backward"):
-            loss.backward()
-        total += loss.detach()
+    tokens = sum(micro.targets_BT.numel() for micro in batch) * model.dp
+    loss = model.forward_backward(batch, loss_scale / tokens, clock)
     with clock.time("communication"):
-        reducer.finish()
+        model.finish_gradients()
         # The loss and the wishes travel together: one small collective makes every decision common.
-        votes = torch.stack([total, total.new_tensor(wishes.stop), total.new_tensor(wishes.save)])
-        loss_sum, stop, save = world.sum(votes).tolist()
-    return StepOutcome(loss_sum, Wishes(stop > 0, save > 0))
+        votes = torch.stack([loss / tokens, loss.new_tensor(wishes.stop), loss.new_tensor(wishes.save)])
+        mean_loss, stop, save = world.sum(votes).tolist()
+    return StepOutcome(mean_loss, Wishes(stop > 0, save > 0))

@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from argosy.checkpoint import store
+from argosy.checkpoint.load import load_into
 from argosy.config.schema import RunConfig
 from argosy.data.loader import OpenData
 from argosy.models.decoder import Decoder
@@ -14,6 +16,7 @@ from argosy.observe.events import read_lines
 from argosy.observe.metrics import Metrics
 from argosy.observe.progress import Progress
 from argosy.observe.report import Report, totals
+from argosy.parallel.world import World
 from argosy.plan.flops import parameters
 from argosy.plan.plan import Plan
 from argosy.training.evaluation import HeldOut, Score, unigram_score
@@ -34,7 +37,6 @@ def headline(run: RunConfig, plan: Plan, peak_flops: float) -> str:
 def write_report(
     run: RunConfig,
     run_dir: Path,
-    model: Decoder,
     data: OpenData,
     held_out: HeldOut,
     score: Score | None,
@@ -54,7 +56,7 @@ def write_report(
             "tokens": score.tokens,
         }
     if run.evaluate.sample_prompt is not None and finished:
-        sample = _sample(run, model, data)
+        sample = _sample(run, run_dir, data)
     steps = [record for record in Metrics(run_dir).read() if "loss" in record]
     if not steps:
         return  # stopped before the first step: there is nothing to report
@@ -74,7 +76,12 @@ def write_report(
     progress.say(report.in_words())
 
 
-def _sample(run: RunConfig, model: Decoder, data: OpenData) -> str:
+def _sample(run: RunConfig, run_dir: Path, data: OpenData) -> str:
+    """Written by the model of the checkpoint just saved, whole on this process, however the run was laid out."""
+    choice = store.newest_whole(run_dir)
+    assert choice is not None
+    model = Decoder(run.model).to_empty(device="cpu")
+    load_into({"model": dict(model.named_parameters())}, choice.checkpoint, World())
     prompt = run.evaluate.sample_prompt or ""
     ids = [data.eod_id, *data.tokenizer.encode(prompt)]
     room = min(SAMPLE_TOKENS, run.model.max_seq_len - len(ids))

@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from argosy.data.stream import TokenSource
 from argosy.errors import UserError
+from argosy.parallel.apply import ParallelModel
 from argosy.parallel.world import World
+from argosy.plan.plan import Plan
 from argosy.training.evaluation import HeldOut, Score
 from argosy.training.evaluation import evaluate as score
 from argosy.use.opened import open_checkpoint
@@ -43,4 +47,5 @@ def evaluate(
     held_out = HeldOut.read(sources, length, max_tokens)
     if not held_out.tokens:
         raise UserError(f"{folders[0]}: its {split} split is empty. Prepare it with a larger --validation-fraction.")
-    return score(opened.model(), held_out, max(1, BATCH_TOKENS // length), World())
+    model = ParallelModel(Plan(), opened.run, World(), None, {0: opened.model(torch.device("cpu"))})
+    return score(model, held_out, max(1, BATCH_TOKENS // length), World())

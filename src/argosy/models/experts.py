@@ -1,0 +1,354 @@
+"""Mixture of experts: a router sends each token to a few of many feed-forwards (Shazeer et al. 2017).
+
+Mixtral, Qwen3-MoE and DeepSeek-V3 are settings of one layer (`config.schema.MoEConfig`). No token's result depends on
+which others are computed with it, except where a capacity drops tokens; then on those of its own row alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from argosy.config.schema import ModelConfig
+from argosy.models.layers import FeedForward, local
+
+# B rows, T tokens of a row that this rank has, N = B*T, D model width, F hidden width of an expert, K experts of a token
+# E experts, e of them on this rank, P pairs of a token and one of its experts, as dealt out: sorted by expert
+
+
+def feed_forward_of(config: ModelConfig, layer: int) -> FeedForward | MoE:
+    """What block `layer` (from 0) has for a feed-forward."""
+    return MoE(config) if config.is_moe_layer(layer) else FeedForward(config)
+
+
+def moe_layers(model: nn.Module) -> Iterator[MoE]:
+    """The mixtures of experts in `model`, in their order."""
+    return (module for module in model.modules() if isinstance(module, MoE))
+
+
+class MoE(nn.Module):
+    """Each token's own few experts, weighted, and the experts that all tokens share.
+
+    The losses that keep the experts in balance are not part of the output: their gradients join those of the model's
+    loss in backward, with the factor `loss_weight`. It must be what the model's *summed* token loss is multiplied by
+    before `backward` (one over the tokens of the global batch, times any loss scale).
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = moe = config.moe
+        self.router = Router(config)
+        self.experts = Experts(config)
+        shared_width = moe.shared_experts * moe.expert_ffn_width
+        self.shared = FeedForward(config.model_copy(update={"ffn_width": shared_width})) if shared_width else None
+        self.rows = Rows()
+        self.loss_weight = 1.0
+        self._load: Tensor | None = None
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        routing = self.router(x_BTD)
+        training = torch.is_grad_enabled()  # in a forward pass that is recomputed too
+        experts_BTK = self._within_capacity(routing.experts_BTK) if training else routing.experts_BTK
+        y_BTD: Tensor = self.experts(x_BTD, experts_BTK, routing.weights_BTK)
+        if self.shared is not None:
+            y_BTD = y_BTD + self.shared(x_BTD)
+        return self._balanced(y_BTD, routing, experts_BTK) if training else y_BTD
+
+    def take_load(self) -> Tensor:
+        """What `Load.of` reads, fp64 [2E+1], of all backward passes since the last call; sums over ranks add up."""
+        load, self._load = self._load, None
+        if load is None:
+            load = torch.zeros(2 * self.config.experts + 1, dtype=torch.float64, device=self.router.weight.device)
+        return load
+
+    @torch.no_grad()
+    def update_bias(self, counts_E: Tensor) -> None:
+        """Move each expert's bias by bias_rate towards an even load (Wang et al. 2024, "Loss-Free Balancing").
+
+        `counts_E`: the tokens that the whole step's batch sent to each. Without balance = "bias", nothing happens.
+        """
+        if self.router.bias is not None:
+            counts_E = counts_E.round().long()  # integers: whether a load is exactly even must not be a rounding error
+            missing_E = counts_E.sum() - counts_E * self.config.experts
+            self.router.bias += self.config.bias_rate * missing_E.sign()
+
+    def _within_capacity(self, experts_BTK: Tensor) -> Tensor:
+        """The same, with E (no expert) where one has its capacity of this row's earlier tokens."""
+        moe = self.config
+        if not moe.capacity_factor:
+            return experts_BTK
+        row = experts_BTK.shape[1] * self.rows.ranks
+        capacity = -(-moe.capacity_factor * row * moe.experts_per_token // moe.experts)
+        return experts_BTK.masked_fill(self.rows.places(experts_BTK) >= capacity, moe.experts)
+
+    @torch.compiler.disable  # what it leaves in the module in backward, a compiled graph would not
+    def _balanced(self, y_BTD: Tensor, routing: Routing, experts_BTK: Tensor) -> Tensor:
+        """`y_BTD`, whose backward counts the load and starts the gradients of the balance losses."""
+        with torch.no_grad():
+            counts_BE = counts_by_row(routing.experts_BTK, self.config.experts)
+            scores_E = routing.scores_BTE.sum((0, 1), dtype=torch.float64)
+            dropped = (experts_BTK == self.config.experts).sum()
+            load = torch.cat((counts_BE.sum(0), scores_E, dropped[None]))
+        y: Tensor = _Balance.apply(y_BTD, self._losses(routing, counts_BE), load, self)
+        return y
+
+    def _losses(self, routing: Routing, counts_BE: Tensor) -> Tensor:
+        """The sum over this rank's tokens of the balance loss of their row and of the z-loss, fp32 scalar.
+
+        A row's balance loss is aux_coefficient * sum_i f_i P_i, with f_i = E/(KT) * (tokens sent to expert i) and P_i
+        the mean score of i (DeepSeek-V3, equations 17 to 20). As f has no gradient and P is a mean over tokens, ranks
+        that share a row need only each other's counts.
+        """
+        moe, loss = self.config, routing.logits_BTE.new_zeros(())
+        if moe.balance != "none" and moe.aux_coefficient:
+            counts_BE = self.rows.sum(counts_BE)
+            share_BE = counts_BE / counts_BE.sum(1, keepdim=True) * moe.experts
+            loss = loss + moe.aux_coefficient * (share_BE * routing.scores_BTE.sum(1)).sum()
+        if moe.z_coefficient:
+            loss = loss + moe.z_coefficient * routing.logits_BTE.logsumexp(-1).square().sum()
+        return loss
+
+    def _add_load(self, load: Tensor) -> None:
+        self._load = load if self._load is None else self._load + load
+
+
+class _Balance(torch.autograd.Function):
+    """Passes `y` through; its backward starts the gradient of `loss`, and adds `load` to the layer's.
+
+    Backward is where to count: it runs once for each microbatch, whereas forward runs twice under recomputation, and
+    also in evaluation, which is no part of a step's load.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, loss: Tensor, load: Tensor, layer: MoE) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(load)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (load,) = ctx.saved_tensors
+        ctx.layer._add_load(load)
+        return grad, grad.new_full((), ctx.layer.loss_weight, dtype=torch.float32), None, None
+
+
+@dataclass(frozen=True)
+class Load:
+    """How a layer's experts were used, over any number of tokens. All but the counts does not depend on how many."""
+
+    counts_E: Tensor
+    """Tokens sent to each expert, dropped ones too."""
+    mean_scores_E: Tensor
+    """Mean over tokens of the router's scores: adds up to 1."""
+    dropped_fraction: float
+    """Share of the pairs of token and expert that capacities left out."""
+
+    @classmethod
+    def of(cls, load: Tensor) -> Load:
+        """Read what `MoE.take_load` gives, or its sum over ranks; the host waits for the device."""
+        *per_expert, dropped = load.cpu().split([len(load) // 2, len(load) // 2, 1])
+        counts_E, scores_E = per_expert
+        pairs, tokens = counts_E.sum().clamp(min=1), scores_E.sum().clamp(min=1)
+        return cls(counts_E.round().long(), scores_E / tokens, float(dropped / pairs))
+
+    @property
+    def entropy(self) -> float:
+        """Of the mean routing distribution, nats: log E if all experts are alike, 0 if one has everything."""
+        return float(torch.special.entr(self.mean_scores_E).sum())
+
+    @property
+    def imbalance(self) -> float:
+        """The busiest expert's tokens over the mean: 1 is even."""
+        return float(self.counts_E.max() * len(self.counts_E) / self.counts_E.sum().clamp(min=1))
+
+
+# Choosing
+
+
+class Routing(NamedTuple):
+    """Where tokens go; all but `experts_BTK` in fp32."""
+
+    experts_BTK: Tensor
+    """Int64; no two of a token are the same."""
+    weights_BTK: Tensor
+    """What each one's result counts."""
+    scores_BTE: Tensor
+    """Adds up to 1 for each token."""
+    logits_BTE: Tensor
+
+
+class Router(nn.Module):
+    """A linear layer's best K outputs, in fp32 throughout: near ties must fall the same way in any precision."""
+
+    bias: Tensor | None
+    """Added to scores to choose by, and not to weigh by; fp32 [E], part of the model's state, 0 at first."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = moe = config.moe
+        self.weight = nn.Parameter(torch.empty(moe.experts, config.width))
+        self.register_buffer("bias", torch.zeros(moe.experts) if moe.balance == "bias" else None)
+
+    def forward(self, x_BTD: Tensor) -> Routing:
+        moe = self.config
+        logits_BTE = F.linear(x_BTD.float(), local(self.weight).float())
+        scores_BTE = logits_BTE.softmax(-1) if moe.router == "softmax" else logits_BTE.sigmoid()
+        experts_BTK = self._best(scores_BTE.detach())
+        weights_BTK = scores_BTE.gather(-1, experts_BTK)
+        if moe.normalize_weights:
+            weights_BTK = weights_BTK / (weights_BTK.sum(-1, keepdim=True) + 1e-20)
+        if moe.router == "sigmoid":
+            scores_BTE = scores_BTE / (scores_BTE.sum(-1, keepdim=True) + 1e-20)
+        return Routing(experts_BTK, weights_BTK * moe.routed_scale, scores_BTE, logits_BTE)
+
+    def _best(self, scores_BTE: Tensor) -> Tensor:
+        """The K experts to choose: those of the best groups, a group being as good as its two best together."""
+        moe = self.config
+        if self.bias is not None:
+            scores_BTE = scores_BTE + self.bias
+        if moe.top_groups < moe.groups:
+            in_groups = scores_BTE.unflatten(-1, (moe.groups, -1))
+            best = in_groups.topk(2).values.sum(-1).topk(moe.top_groups).indices
+            out = torch.ones(in_groups.shape[:-1], dtype=torch.bool, device=best.device).scatter(-1, best, False)
+            scores_BTE = in_groups.masked_fill(out[..., None], -torch.inf).flatten(-2)
+        return scores_BTE.topk(moe.experts_per_token).indices
+
+
+class Rows:
+    """What concerns whole rows, where this rank has them whole; `parallel.expert.SplitRows` where ranks share them."""
+
+    ranks = 1
+    """How many share a row."""
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Over the ranks that share the rows; no gradient."""
+        return x
+
+    def places(self, experts_BTK: Tensor) -> Tensor:
+        """See `places_in_row`."""
+        return places_in_row(experts_BTK)
+
+
+def counts_by_row(experts_BTK: Tensor, experts: int) -> Tensor:
+    """How often a row's tokens chose each expert, int64 [B, E]."""
+    return _run_edges(experts_BTK.flatten(1).sort(1).values, experts).diff()
+
+
+def places_in_row(experts_BTK: Tensor) -> Tensor:
+    """How many tokens before it in its row chose the same expert; int64 [B, T, K]."""
+    chosen_BP = experts_BTK.flatten(1)
+    sorted_BP, order_BP = chosen_BP.sort(1, stable=True)
+    first_BP = torch.searchsorted(sorted_BP, sorted_BP)  # where the run of the same expert begins
+    places_BP = torch.arange(chosen_BP.shape[1], device=chosen_BP.device) - first_BP
+    return torch.empty_like(places_BP).scatter_(1, order_BP, places_BP).view_as(experts_BTK)
+
+
+def _run_edges(sorted_BP: Tensor, experts: int) -> Tensor:
+    """Where in each row's sorted choices every expert's begin, and the last one's end; [B, E+1]."""
+    edges = torch.arange(experts + 1, device=sorted_BP.device).expand(*sorted_BP.shape[:-1], -1)
+    return torch.searchsorted(sorted_BP, edges.contiguous())
+
+
+# Computing
+
+
+Compute = Callable[[Tensor, Tensor], Tensor]
+"""Pairs sorted by expert [P, D], and how many each expert has -> what the experts make of them, [P, D]."""
+Exchange = Callable[[Tensor, Tensor, Compute], Tensor]
+"""Has the pairs computed where their experts are; expert parallelism puts one in the place of `at_home`."""
+
+
+def at_home(x_PD: Tensor, counts_E: Tensor, compute: Compute) -> Tensor:
+    """All experts are on this rank."""
+    return compute(x_PD, counts_E)
+
+
+class Experts(nn.Module):
+    """SwiGLU feed-forwards in stacks, and the dealing out of tokens to them."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        moe = config.moe
+        self.count, self.may_drop = moe.experts, moe.capacity_factor > 0
+        self.gate = nn.Parameter(torch.empty(moe.experts, moe.expert_ffn_width, config.width))
+        self.up = nn.Parameter(torch.empty(moe.experts, moe.expert_ffn_width, config.width))
+        self.down = nn.Parameter(torch.empty(moe.experts, config.width, moe.expert_ffn_width))
+        self.exchange: Exchange = at_home
+
+    @torch.compiler.disable  # how many tokens each expert gets differs from batch to batch
+    def forward(self, x_BTD: Tensor, experts_BTK: Tensor, weights_BTK: Tensor) -> Tensor:
+        """The sum over each token's experts (E: none) of weight times result, [B, T, D] in the dtype of `x_BTD`."""
+        K = experts_BTK.shape[-1]
+        sorted_P, pairs_P = experts_BTK.flatten().sort(stable=True)
+        places_P = inverse(pairs_P)
+        counts_E = _run_edges(sorted_P, self.count).diff()
+        if self.may_drop:
+            pairs_P = pairs_P[: int(counts_E.sum())]
+        x_PD = take_rows(x_BTD.flatten(0, 1), pairs_P // K, places_P.view(-1, K), self.may_drop)
+        y_PD = self.exchange(x_PD, counts_E, self.compute)
+        y_PD = take_rows(y_PD, places_P, pairs_P[:, None], self.may_drop)
+        return torch.einsum("btk,btkd->btd", weights_BTK.to(x_BTD.dtype), y_PD.view(*experts_BTK.shape, -1))
+
+    def compute(self, x_PD: Tensor, counts_e: Tensor) -> Tensor:
+        """What this rank's experts make of `x_PD`, of which each takes the next `counts_e` (int64); a `Compute`."""
+        gate, up, down = (local(weight).to(x_PD.dtype) for weight in (self.gate, self.up, self.down))
+        # Kernels want rows of whole 16 bytes, and have nothing to do without any.
+        if x_PD.is_cuda and x_PD.dtype == torch.bfloat16 and x_PD.numel() and not (gate.shape[1] | gate.shape[2]) % 8:
+            return grouped_swiglu(x_PD, counts_e, gate, up, down)
+        return swiglu_by_expert(x_PD, counts_e, gate, up, down)
+
+
+def grouped_swiglu(x_PD: Tensor, counts_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
+    """One kernel for the matmuls of all experts; nobody waits for the counts."""
+    ends_E = counts_E.cumsum(0, dtype=torch.int32)
+    gate, up, down = (weight.transpose(1, 2) for weight in (gate_EFD, up_EFD, down_EDF))
+    hidden_PF = F.silu(F.grouped_mm(x_PD, gate, offs=ends_E)) * F.grouped_mm(x_PD, up, offs=ends_E)
+    return F.grouped_mm(hidden_PF, down, offs=ends_E)
+
+
+def swiglu_by_expert(x_PD: Tensor, counts_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
+    """The same, one expert after the other; those without tokens take part, so that all weights get a gradient."""
+    shares = zip(x_PD.split(counts_E.tolist()), gate_EFD, up_EFD, down_EDF, strict=True)
+    return torch.cat([F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down) for x, gate, up, down in shares])
+
+
+# Moving rows
+
+
+def inverse(order: Tensor) -> Tensor:
+    """Where a permutation puts each element: inverse(order)[order] = 0, 1, 2, ..."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+def take_rows(x_XD: Tensor, rows_Y: Tensor, copies_XC: Tensor, some_missing: bool = False) -> Tensor:
+    """x_XD[rows_Y], when each row of x is taken C times and ends up at `copies_XC`.
+
+    With `some_missing`, indices past the end (in either direction) stand for zeros. Knowing the way back, backward
+    adds up in a fixed order and without atomics, as that of indexing would not.
+    """
+    y: Tensor = _TakeRows.apply(x_XD, rows_Y, copies_XC, some_missing)
+    return y
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, copies: Tensor, some_missing: bool) -> Tensor:
+        ctx.save_for_backward(copies)
+        ctx.some_missing = some_missing
+        return _rows(x, rows, some_missing)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (copies,) = ctx.saved_tensors
+        return _rows(grad, copies, ctx.some_missing).sum(1), None, None, None
+
+
+def _rows(x: Tensor, index: Tensor, some_missing: bool) -> Tensor:
+    if some_missing:
+        x, index = F.pad(x, (0, 0, 0, 1)), index.clamp(max=len(x))
+    return x[index]

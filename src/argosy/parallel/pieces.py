@@ -1,0 +1,130 @@
+"""What this rank holds of each parameter, as a plain tensor: what the optimizer updates and a checkpoint saves.
+
+However a parameter is split (tensor, expert, ZeRO), what is held is a box of the whole, and knows which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from argosy.models.decoder import Decoder
+from argosy.models.initialize import offset_of
+from argosy.models.layers import local
+from argosy.optim.piece import Piece
+from argosy.parallel.mesh import Meshes
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Held(Piece):
+    """A piece, the model's parameter that it is of, and its place in the whole.
+
+    `value` shares the parameter's memory, outside autograd. Its `grad` is set once all ranks' gradients are summed.
+    """
+
+    parameter: nn.Parameter
+    """The model's own, whose `grad` autograd fills."""
+    copies: int
+    """How many ranks of the world hold this very part."""
+    mesh: DeviceMesh | None = None
+    """The ranks that share the whole; None if this one has it all."""
+    placements: tuple[Placement, ...] = ()
+    """How, for each dimension of `mesh`."""
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether it is of experts that are dealt over the ep ranks."""
+        mesh = getattr(self.parameter, "device_mesh", None)
+        return mesh is not None and "ep" in (mesh.mesh_dim_names or ())
+
+    @property
+    def is_part_of_sum(self) -> bool:
+        """Whether the tp ranks hold it whole, and each computes a part of its gradient."""
+        parameter = self.parameter
+        if not isinstance(parameter, DTensor) or "tp" not in (parameter.device_mesh.mesh_dim_names or ()):
+            return False
+        return parameter.placements[-1].is_replicate()
+
+    def wrap(self, part: Tensor) -> Tensor:
+        """`part`, of the same shape as `value`, as a DTensor that knows its place in the whole."""
+        if self.mesh is None or part.shape != self.value.shape:
+            return part
+        return _wrap(part, self.mesh, self.placements, self.shape)
+
+
+def pieces_of(model: Decoder, meshes: Meshes | None, zero: int) -> Iterator[Held]:
+    """What this rank holds of the parameters of `model`, which has its memory. With no meshes, all."""
+    for name, parameter in model.named_parameters():
+        value, shape = local(parameter.detach()), tuple(parameter.shape)
+        mesh, placements = getattr(parameter, "device_mesh", None), tuple(getattr(parameter, "placements", ()))
+        offset = list(offset_of(parameter))
+        if meshes is not None and zero in (1, 2):
+            outer = mesh.mesh_dim_names if mesh is not None else ()
+            mesh = meshes.sharing(outer)
+            rows = -(-value.shape[0] // mesh.size(-1))
+            first = min(mesh.get_local_rank(-1) * rows, value.shape[0])
+            value = value[first : first + rows]
+            offset[0] += first
+            placements = (*placements, Shard(0))
+        parts = {axis: p.dim for axis, p in enumerate(placements) if isinstance(getattr(p, "dim", None), int)}
+        copies = 1 if meshes is None else meshes.ranks_of_stage(is_shared_by_ends=name == "embedding.weight")
+        for axis in parts:
+            assert mesh is not None
+            copies //= mesh.size(axis)
+        yield Held(
+            name,
+            value,
+            shape,
+            cut=frozenset(dim for axis, dim in parts.items() if mesh is not None and mesh.size(axis) > 1),
+            gather=partial(_gather, mesh=mesh, placements=placements, shape=shape),
+            scatter=partial(_box, offset=tuple(offset), shape=value.shape),
+            parameter=parameter,
+            copies=copies,
+            mesh=mesh,
+            placements=placements,
+        )
+
+
+def clip_gradients(pieces: Sequence[Held], max_norm: float, scale: float = 1.0) -> Tensor:
+    """Divide the pieces' gradients by `scale`, then scale them down to a global norm of `max_norm` (0: leave them).
+
+    Returns the norm before the latter. Every rank adds the squares of what it holds, divided by the number of those
+    that hold the same.
+    """
+    if scale != 1.0:
+        for piece in pieces:
+            if piece.value.grad is not None:
+                piece.value.grad /= scale
+    squares = torch.zeros((), device=pieces[0].value.device)
+    for copies in sorted({piece.copies for piece in pieces}):
+        gradients = [p.value.grad for p in pieces if p.copies == copies and p.value.grad is not None]
+        squares += nn.utils.get_total_norm(gradients).square() / copies
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(squares)
+    norm = squares.sqrt()
+    if max_norm:
+        nn.utils.clip_grads_with_norm_([piece.value for piece in pieces], max_norm, norm)
+    return norm
+
+
+def _gather(part: Tensor, mesh: DeviceMesh | None, placements: Sequence[Placement], shape: Sequence[int]) -> Tensor:
+    return part if mesh is None else _wrap(part, mesh, placements, shape).full_tensor()
+
+
+def _box(whole: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+    for dim, (start, size) in enumerate(zip(offset, shape, strict=True)):
+        whole = whole.narrow(dim, start, size)
+    return whole
+
+
+def _wrap(part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
+    strides = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)

@@ -1,0 +1,117 @@
+"""Pipeline parallelism: the decoder in parts, one or more on each rank, and a schedule of microbatches through them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
+
+from argosy.models.decoder import Decoder
+from argosy.plan.pipeline import ScheduleRule
+from argosy.models.batch import Microbatch
+
+# B batch, t tokens of this rank, D model width
+
+
+class Pipeline:
+    """Runs microbatches through the parts of all pipeline ranks, forward and backward, as a schedule says."""
+
+    def __init__(
+        self,
+        parts: dict[int, Decoder],
+        stages: int,
+        rule: ScheduleRule,
+        hidden_BtD: tuple[int, int, int],
+        group: dist.ProcessGroup,
+    ):
+        """`parts`: this rank's stages of the `stages` in all; `hidden_BtD`: shape of what goes from one to the next."""
+        self._parts, self._rule, self._group, self._hidden = parts, rule, group, hidden_BtD
+        self._has_last = any(part.part.last for part in parts.values())
+        self._scale = 1.0
+        some = next(iter(parts.values()))
+        hidden = torch.empty(hidden_BtD, dtype=some.compute_dtype, device="meta", requires_grad=True)
+        tokens = torch.empty(hidden_BtD[:2], dtype=torch.int64, device="meta")
+        loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
+        self._stages = [
+            PipelineStage(
+                part,
+                stage,
+                stages,
+                part.device,
+                input_args=tokens if part.part.first else hidden,
+                output_args=loss if part.part.last else hidden,
+                group=group,
+            )
+            for stage, part in parts.items()
+        ]
+        self._schedules: dict[int, PipelineScheduleSingle | PipelineScheduleMulti] = {}
+
+    def forward_backward(self, batch: Sequence[Microbatch], scale: float) -> Tensor:
+        """Gradients of `scale` times the summed loss, added to the parameters'; returns the summed loss, if known here."""
+        self._scale = scale
+        return self._run(batch)
+
+    @torch.no_grad()
+    def loss(self, batch: Sequence[Microbatch]) -> Tensor:
+        """The summed loss, if known here; no gradients.
+
+        Its own loop, stage by stage: torch's `eval` fails where one rank holds neighbouring stages (V schedules).
+        """
+        total = torch.zeros((), device=batch[0].tokens_BT.device)
+        local: dict[int, list[Tensor]] = {}
+        sending: list[tuple[dist.Work | None, Tensor]] = []  # a tensor must live until it has left
+        for stage, part in sorted(self._parts.items()):
+            for i, micro in enumerate(batch):
+                y = part(self._input(stage, i, micro, local), micro.targets_BT, micro.positions_BT)
+                if part.part.last:
+                    total += y
+                elif stage + 1 in self._parts:
+                    local.setdefault(stage + 1, []).append(y)
+                else:
+                    sending.append((dist.isend(y, group=self._group, group_dst=self._rank_of(stage + 1)), y))
+        for work, _ in sending:
+            if work is not None:
+                work.wait()
+        return total
+
+    def _input(self, stage: int, i: int, micro: Microbatch, local: dict[int, list[Tensor]]) -> Tensor:
+        if stage == 0:
+            return micro.tokens_BT
+        if stage in local:
+            return local[stage][i]
+        x = torch.empty(self._hidden, dtype=self._parts[stage].compute_dtype, device=micro.tokens_BT.device)
+        dist.recv(x, group=self._group, group_src=self._rank_of(stage - 1))
+        return x
+
+    def _rank_of(self, stage: int) -> int:
+        pp = self._group.size()
+        return 2 * pp - 1 - stage if self._rule.v_shaped and stage >= pp else stage % pp
+
+    def _run(self, batch: Sequence[Microbatch]) -> Tensor:
+        targets = torch.cat([micro.targets_BT for micro in batch])
+        positions = torch.cat([micro.positions_BT for micro in batch])
+        tokens = (torch.cat([micro.tokens_BT for micro in batch]),) if 0 in self._parts else ()
+        losses: list[Tensor] = []
+        # The last stage computes the loss itself, in chunks, so it needs the targets in its forward.
+        keywords = {"targets_BT": targets, "positions_BT": positions}
+        target = targets if self._has_last else None
+        self._schedule(len(batch)).step(*tokens, **keywords, target=target, losses=losses, return_outputs=False)
+        if not losses:
+            return torch.zeros((), device=targets.device)
+        return torch.stack([loss.detach() for loss in losses]).sum() / self._scale
+
+    def _schedule(self, microbatches: int) -> PipelineScheduleSingle | PipelineScheduleMulti:
+        if microbatches not in self._schedules:
+            kind = get_schedule_class(self._rule.torch_name)
+            several = issubclass(kind, PipelineScheduleMulti)
+            stages = self._stages if several else self._stages[0]
+            schedule = kind(stages, microbatches, loss_fn=self._loss, scale_grads=False)  # type: ignore[arg-type]
+            self._schedules[microbatches] = schedule
+        return self._schedules[microbatches]
+
+    def _loss(self, summed_loss: Tensor, _: Tensor) -> Tensor:
+        return summed_loss * self._scale

@@ -1,0 +1,54 @@
+"""ZeRO stage 3 on FSDP2: parameters too are split, and gathered block by block where they are used (Zhao et al. 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from argosy.models.decoder import Decoder
+from argosy.models.layers import local
+from argosy.parallel.pieces import Held
+
+
+def shard_fully(model: Decoder, mesh: DeviceMesh, reduce_dtype: torch.dtype) -> None:
+    """Split the parameters of `model` (on the meta device) over `mesh`: [shard], or [replicate, shard], in place.
+
+    They are gathered in the dtype of the arithmetic, and gradients are summed, not averaged, in `reduce_dtype`.
+    """
+    compute = None if model.compute_dtype == torch.float32 else model.compute_dtype
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    for block in model.blocks.values():
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # or it scales inside the collective, which gloo cannot
+
+
+class FullySharded:
+    """The gradients of a `shard_fully` model: FSDP2 sums them in backward; here they reach the pieces."""
+
+    def __init__(self, model: Decoder, pieces: Sequence[Held]):
+        assert isinstance(model, FSDPModule)
+        self._model, self._pieces = model, pieces
+
+    def arm(self, backwards: int) -> None:
+        """A step begins."""
+
+    def before_backward(self, last: bool) -> None:
+        """Sum only in the step's last backward; until then gradients add up, whole, on each rank."""
+        self._model.set_requires_gradient_sync(last)
+
+    def finish(self) -> None:
+        """Make the sums the gradients of the pieces' values."""
+        for piece in self._pieces:
+            gradient = piece.parameter.grad
+            assert gradient is not None, f"{piece.name}: every parameter takes part in every step"
+            piece.value.grad = local(gradient)
+
+    def after_update(self) -> None:
+        """The values are gathered when they are next used."""
