@@ -57,14 +57,109 @@ class RopeScaling(Section):
     """yarn: dimensions that turn less often than this over the original context are stretched in full."""
 
 
+class MoEConfig(Section):
+    """Mixture of experts in place of feed-forwards: Mixtral, Qwen3-MoE and DeepSeek-V3 are settings of it."""
+
+    experts: NonNegativeInt = 0
+    """Routed experts of a layer; 0 makes every layer dense."""
+    experts_per_token: PositiveInt = 2
+    """Routed experts that each token goes to."""
+    expert_ffn_width: PositiveInt = 704
+    """Hidden width of one expert, a SwiGLU."""
+    shared_experts: NonNegativeInt = 0
+    """Experts that every token goes to besides; together one feed-forward, so many times expert_ffn_width wide."""
+    first_dense_layers: NonNegativeInt = 0
+    """The first layers keep a feed-forward of ffn_width."""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """How logits become scores: over all experts together, or each for itself (DeepSeek-V3)."""
+    normalize_weights: bool = True
+    """The weights of a token's experts are made to add up to 1."""
+    routed_scale: PositiveFloat = 1.0
+    """Times those weights."""
+    groups: PositiveInt = 1
+    """The experts are in so many groups, and a token's experts in the best top_groups of them (DeepSeek-V3)."""
+    top_groups: PositiveInt = 1
+    """Groups that the experts of one token may come from."""
+    balance: Literal["none", "aux", "bias"] = "aux"
+    """aux: a loss per sequence; bias: what is added to scores to choose by (Wang et al. 2024), and the loss as well."""
+    aux_coefficient: NonNegativeFloat = 1e-3
+    """aux, bias: weight of the balance loss of each sequence (DeepSeek-V3, equations 17 to 20)."""
+    bias_rate: NonNegativeFloat = 1e-3
+    """bias: how far an expert's bias moves in a step, up if it got too few tokens, down if too many."""
+    z_coefficient: NonNegativeFloat = 0.0
+    """Weight of the squared log-sum-exp of a token's router logits (ST-MoE, Zoph et al. 2022)."""
+    capacity_factor: NonNegativeFloat = 0.0
+    """An expert takes this times its even share of a row's tokens and drops later ones in training; 0 drops none."""
+
+    @model_validator(mode="after")
+    def _experts_fit(self) -> Self:
+        if not self.experts:
+            return self
+        if self.experts_per_token > self.experts:
+            raise ValueError(
+                f"experts_per_token = {self.experts_per_token} is more than experts = {self.experts}; "
+                f"try {self.experts} or less"
+            )
+        if self.experts % self.groups:
+            raise ValueError(
+                f"groups = {self.groups} does not divide experts = {self.experts}; "
+                f"try one of {[n for n in range(1, self.experts + 1) if self.experts % n == 0]}"
+            )
+        if self.top_groups > self.groups:
+            raise ValueError(f"top_groups = {self.top_groups} is more than groups = {self.groups}; try {self.groups}")
+        group = self.experts // self.groups
+        if self.groups > 1 and group < 2:
+            raise ValueError(
+                f"groups = {self.groups} leaves {group} expert in a group, and a group is judged by its best two; "
+                f"try {max(1, self.experts // 2)} or less"
+            )
+        if self.experts_per_token > self.top_groups * group:
+            raise ValueError(
+                f"experts_per_token = {self.experts_per_token} is more than the {self.top_groups * group} experts of "
+                f"top_groups = {self.top_groups}; try top_groups = {-(-self.experts_per_token // group)}"
+            )
+        return self
+
+
+class MLAConfig(Section):
+    """Multi-head latent attention (DeepSeek-V2, 2024): keys and values are kept as one narrow vector a token."""
+
+    kv_rank: NonNegativeInt = 0
+    """Width of that vector; 0 is ordinary attention."""
+    q_rank: NonNegativeInt = 0
+    """Width that queries are made from; 0 makes them from the hidden state."""
+    rope_width: PositiveInt = 64
+    """The part of a query or key head that is rotated; must be even, and model.head_width says the same."""
+    nope_width: PositiveInt = 128
+    """The part that is not."""
+    value_width: PositiveInt = 128
+    """Width of a value head; at most nope_width + rope_width."""
+
+    @property
+    def key_width(self) -> int:
+        """Width of one query or key head."""
+        return self.nope_width + self.rope_width
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> Self:
+        if self.kv_rank and self.rope_width % 2:
+            raise ValueError(f"rope_width = {self.rope_width} must be even: rotary embedding turns pairs")
+        if self.kv_rank and self.value_width > self.key_width:
+            raise ValueError(
+                f"value_width = {self.value_width} is more than nope_width + rope_width = {self.key_width}; "
+                f"try {self.key_width} or less"
+            )
+        return self
+
+
 class ModelConfig(Section):
-    """The decoder: Llama 3 and Qwen3 dense families. Sizes are data; a preset gives what is not written."""
+    """The decoder: Llama 3, Qwen3, Mixtral and DeepSeek-V3 families. Sizes are data; a preset gives the rest."""
 
     preset: str | None = None
     """Name of a model preset, e.g. llama-5m or llama3-8b; keys written beside it override it."""
     weights: Path | None = None
     """Start from these weights: a run folder or checkpoint, e.g. what `argosy checkpoint import` wrote."""
-    family: Literal["llama", "qwen3"] = "llama"
+    family: Literal["llama", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3"] = "llama"
     """Which Hugging Face classes and weight names the model maps to on export and import."""
     layers: PositiveInt = 4
     """Decoder blocks."""
@@ -75,9 +170,11 @@ class ModelConfig(Section):
     kv_heads: PositiveInt = 4
     """Key/value heads; fewer than `heads` is grouped-query attention."""
     head_width: PositiveInt = 64
-    """Width of one head; must be even (rotary pairs)."""
+    """Width of one head; must be even (rotary pairs). With mla, of the part that is rotated: mla.rope_width."""
     ffn_width: PositiveInt = 704
-    """Hidden width of the SwiGLU feed-forward."""
+    """Hidden width of the SwiGLU feed-forward of dense layers."""
+    moe: MoEConfig = MoEConfig()
+    mla: MLAConfig = MLAConfig()
     vocab_size: NonNegativeInt = 0
     """Tokens in the vocabulary; 0 takes the tokenizer's size from the prepared data."""
     max_seq_len: PositiveInt = 8192
@@ -106,6 +203,33 @@ class ModelConfig(Section):
         if self.head_width % 2:
             raise ValueError(f"head_width = {self.head_width} must be even: rotary embedding turns pairs")
         return self
+
+    @model_validator(mode="after")
+    def _experts_and_latents_fit(self) -> Self:
+        if self.moe.experts and self.moe.first_dense_layers >= self.layers:
+            raise ValueError(
+                f"moe.first_dense_layers = {self.moe.first_dense_layers} leaves none of layers = {self.layers} to "
+                f"moe.experts = {self.moe.experts}; try {self.layers - 1} or less, or experts = 0"
+            )
+        if not self.mla.kv_rank:
+            return self
+        if self.kv_heads != self.heads:
+            raise ValueError(
+                f"kv_heads = {self.kv_heads} with mla.kv_rank = {self.mla.kv_rank}: latent attention has a key for "
+                f"each query head; set kv_heads = {self.heads}"
+            )
+        if self.head_width != self.mla.rope_width:
+            raise ValueError(
+                f"head_width = {self.head_width} and mla.rope_width = {self.mla.rope_width}: with latent attention "
+                f"both are the width that is rotated; set head_width = {self.mla.rope_width}"
+            )
+        if self.qk_norm:
+            raise ValueError("qk_norm = true with mla: the latents have norms of their own; set qk_norm = false")
+        return self
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether block `layer` (from 0) has experts in place of a feed-forward."""
+        return self.moe.experts > 0 and layer >= self.moe.first_dense_layers
 
 
 class PrepareConfig(Section):
@@ -157,19 +281,38 @@ class DataConfig(Section):
     """If its `input` is given, the run prepares the data first, once."""
 
 
-class OptimizerConfig(Section):
-    """AdamW (Loshchilov & Hutter 2019)."""
+class OptimizerGroup(Section):
+    """Parameters that are trained otherwise than the rest."""
 
+    match: str
+    """Parameters of these names; * stands for any characters, e.g. "*_norm.weight" or "head.*"."""
+    lr_factor: NonNegativeFloat = 1.0
+    """Times the learning rate; 0 leaves them as they are."""
+    weight_decay: NonNegativeFloat | None = None
+    """Weight decay in place of the default for these parameters."""
+
+
+class OptimizerConfig(Section):
+    """How gradients become steps."""
+
+    kind: Literal["adamw", "lion", "muon"] = "adamw"
+    """adamw; lion (Chen et al. 2023; wants a 3 to 10 times lower lr); muon (Jordan 2024), adamw beside it."""
     lr: PositiveFloat = 1e-3
     """Peak learning rate."""
     beta1: Beta = 0.9
-    """Decay of the first moment."""
+    """adamw: decay of the first moment; lion: share of the momentum in a step."""
     beta2: Beta = 0.95
-    """Decay of the second moment."""
+    """adamw: decay of the second moment; lion: decay of the momentum."""
+    momentum: Beta = 0.95
+    """muon: decay of the momentum."""
     eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment."""
+    """adamw: added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay, on matrices only (not on norms, biases)."""
+    state: Literal["fp32", "int8"] = "fp32"
+    """Moments of adamw and lion: 4 bytes for each weight, or 1 (blocks of 256; Dettmers et al. 2022)."""
+    groups: Annotated[tuple[OptimizerGroup, ...], tyro.conf.Suppress] = ()
+    """Parameters with a learning rate or weight decay of their own; the first group that matches a name counts."""
     grad_clip: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0 does not clip."""
 

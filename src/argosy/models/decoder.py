@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from argosy.config.schema import ModelConfig
-from argosy.models.attention import Attention, LayerCache
-from argosy.models.layers import Embedding, FeedForward, Linear, RMSNorm, local
+from argosy.models.attention import LayerCache
+from argosy.models.experts import feed_forward_of
+from argosy.models.layers import Embedding, Linear, RMSNorm, local
 from argosy.models.loss import ChunkLoss, chunk_loss_and_gradient, summed_cross_entropy
+from argosy.models.mla import attention_of
 from argosy.models.rope import rotary_table
 
 # B batch, T tokens, D model width, V vocabulary
@@ -24,9 +26,9 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         self.attention_norm = RMSNorm(config.width, config.norm_eps)
-        self.attention = Attention(config)
+        self.attention = attention_of(config)
         self.mlp_norm = RMSNorm(config.width, config.norm_eps)
-        self.mlp = FeedForward(config)
+        self.mlp = feed_forward_of(config, layer)
 
     def forward(
         self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], documents: Tensor, cache: LayerCache | None = None

@@ -6,6 +6,7 @@ which others are computed with it, except where a capacity drops tokens; then on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,8 +18,8 @@ from torch.nn import functional as F
 from argosy.config.schema import ModelConfig
 from argosy.models.layers import FeedForward, local
 
-# B rows, T tokens of a row that this rank has, N = B*T, D model width, F hidden width of an expert, K experts of a token
-# E experts, e of them on this rank, P pairs of a token and one of its experts, as dealt out: sorted by expert
+# B rows, T tokens of a row (those that this rank has), D model width, F hidden width of an expert
+# E experts, e of them on this rank, K experts of a token, P pairs of a token and one of its experts, sorted by expert
 
 
 def feed_forward_of(config: ModelConfig, layer: int) -> FeedForward | MoE:
@@ -83,7 +84,7 @@ class MoE(nn.Module):
         if not moe.capacity_factor:
             return experts_BTK
         row = experts_BTK.shape[1] * self.rows.ranks
-        capacity = -(-moe.capacity_factor * row * moe.experts_per_token // moe.experts)
+        capacity = math.ceil(moe.capacity_factor * row * moe.experts_per_token / moe.experts)
         return experts_BTK.masked_fill(self.rows.places(experts_BTK) >= capacity, moe.experts)
 
     @torch.compiler.disable  # what it leaves in the module in backward, a compiled graph would not
@@ -160,6 +161,15 @@ class Load:
     def entropy(self) -> float:
         """Of the mean routing distribution, nats: log E if all experts are alike, 0 if one has everything."""
         return float(torch.special.entr(self.mean_scores_E).sum())
+
+    def record(self) -> dict[str, Any]:
+        """For the step's line of metrics."""
+        return {
+            "tokens": self.counts_E.tolist(),
+            "imbalance": round(self.imbalance, 4),
+            "entropy": round(self.entropy, 4),
+            "dropped": round(self.dropped_fraction, 6),
+        }
 
     @property
     def imbalance(self) -> float:
@@ -242,7 +252,7 @@ def counts_by_row(experts_BTK: Tensor, experts: int) -> Tensor:
 def places_in_row(experts_BTK: Tensor) -> Tensor:
     """How many tokens before it in its row chose the same expert; int64 [B, T, K]."""
     chosen_BP = experts_BTK.flatten(1)
-    sorted_BP, order_BP = chosen_BP.sort(1, stable=True)
+    sorted_BP, order_BP = chosen_BP.sort(dim=1, stable=True)
     first_BP = torch.searchsorted(sorted_BP, sorted_BP)  # where the run of the same expert begins
     places_BP = torch.arange(chosen_BP.shape[1], device=chosen_BP.device) - first_BP
     return torch.empty_like(places_BP).scatter_(1, order_BP, places_BP).view_as(experts_BTK)

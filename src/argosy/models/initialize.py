@@ -29,6 +29,8 @@ def materialize(model: nn.Module, config: ModelConfig, device: torch.device, see
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             fill_initial(local(parameter), name, parameter.shape, offset_of(parameter), config, seed)
+        for buffer in model.buffers():
+            buffer.zero_()
 
 
 def offset_of(parameter: Tensor) -> tuple[int, ...]:
@@ -65,20 +67,25 @@ def fill_initial(
     else:
         std = config.init_std / (2 * config.layers) ** 0.5 if name.endswith(INTO_RESIDUAL) else config.init_std
         digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-        _fill_normal(part, shape, offset, int.from_bytes(digest, "little"), std)
+        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        first = sum(place * stride for place, stride in zip(offset, strides, strict=True))
+        _fill_normal(part, strides, first, int.from_bytes(digest, "little"), std)
 
 
-def _fill_normal(part: Tensor, shape: Sequence[int], offset: Sequence[int], key: int, std: float) -> None:
+def _fill_normal(part: Tensor, strides: Sequence[int], first: int, key: int, std: float) -> None:
+    """Fill `part`, a box of a whole of `strides`, whose first element is number `first` there."""
     if part.numel() == 0:
         return
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    rows = max(1, AT_ONCE // max(1, part[0].numel()))
-    for first in range(0, part.shape[0], rows):
-        some = part[first : first + rows]
-        index = torch.zeros((), dtype=torch.int64, device=part.device)
+    rows = AT_ONCE // part[0].numel()
+    if rows == 0:  # a stack of matrices, experts say, each more than is to be made at once
+        for i, matrix in enumerate(part):
+            _fill_normal(matrix, strides[1:], first + i * strides[0], key, std)
+        return
+    for start in range(0, part.shape[0], rows):
+        some = part[start : start + rows]
+        index = torch.full((), first + start * strides[0], device=part.device)
         for dim, (size, stride) in enumerate(zip(some.shape, strides, strict=True)):
-            start = offset[dim] + (first if dim == 0 else 0)
-            along = torch.arange(start, start + size, device=part.device) * stride
+            along = torch.arange(size, device=part.device) * stride
             index = index + along.view(-1, *[1] * (part.ndim - dim - 1))
         some.copy_(_normal(index, key) * std)
 

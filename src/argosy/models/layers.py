@@ -58,7 +58,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, local(self.weight).float(), self.eps).to(x.dtype)
+        return F.rms_norm(x.float(), x.shape[-1:], local(self.weight).float(), self.eps).to(x.dtype)
 
 
 class FeedForward(nn.Module):

@@ -6,6 +6,7 @@ Nothing else asks whether an axis is in use: the step, the optimizer and the che
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -15,18 +16,22 @@ from torch import Tensor
 
 from argosy.config.schema import RunConfig
 from argosy.models.decoder import Decoder, Part
+from argosy.models.experts import MoE, moe_layers
 from argosy.models.initialize import materialize
 from argosy.observe.clock import StepClock
 from argosy.parallel.compile import compile_blocks
-from argosy.parallel.context import RingAttention, UlyssesAttention, shard_sequence
+from argosy.parallel.context import RingAttention, UlyssesAttention, shard_sequence, unshard_sequence
 from argosy.parallel.data import GradientSum, Ranks
+from argosy.parallel.expert import SplitRows, split_experts
 from argosy.parallel.mesh import Meshes, lay_out_meshes
+from argosy.parallel.offload import HostCopies, offload_activations
 from argosy.parallel.pieces import Held, pieces_of
 from argosy.parallel.pipeline import Pipeline
 from argosy.parallel.recompute import apply_recompute
 from argosy.parallel.shard import FullySharded, shard_fully
 from argosy.parallel.tensor import split_over_ranks
 from argosy.parallel.world import World
+from argosy.precision.fp8 import use_fp8
 from argosy.plan.pipeline import SCHEDULES, split_layers, stages_of_rank
 from argosy.plan.plan import Plan
 from argosy.models.batch import Microbatch
@@ -43,8 +48,11 @@ class GradientRule(Protocol):
     def after_update(self) -> None: ...
 
 
-def apply(plan: Plan, run: RunConfig, world: World, seed: int) -> ParallelModel:
-    """Build this rank's part of the model as `plan` says, with its initial weights; all ranks call it alike."""
+def apply(plan: Plan, run: RunConfig, world: World) -> ParallelModel:
+    """Build this rank's part of the model as `plan` says, with its initial weights; all ranks call it alike.
+
+    Raises: UserError if the device cannot do what the plan asks of it (fp8).
+    """
     tied = run.model.tie_embeddings and plan.pp > 1 and not SCHEDULES[plan.schedule].v_shaped
     meshes = lay_out_meshes(world.device.type, plan, tied) if world.size > 1 else None
     parts = {
@@ -52,19 +60,22 @@ def apply(plan: Plan, run: RunConfig, world: World, seed: int) -> ParallelModel:
         for stage, part in _parts(plan, run, 0 if meshes is None else meshes.rank("pp")).items()
     }
     for model in parts.values():
-        if plan.tp > 1:
-            assert meshes is not None
-            split_over_ranks(model, meshes.state["tp"])
-        if plan.cp > 1:
-            assert meshes is not None
-            split_sequences(model, plan, meshes)
-        apply_recompute(((int(i), block) for i, block in model.blocks.items()), plan.recompute, plan.recompute_every)
+        if plan.weights == "bf16":
+            for parameter in model.parameters():
+                parameter.data = parameter.data.bfloat16()
+        if meshes is not None:
+            split_model(model, plan, meshes)
+        if plan.precision == "fp8":
+            use_fp8(model, world.device)
+        blocks = [(int(layer), block) for layer, block in model.blocks.items()]
+        apply_recompute(blocks, plan.recompute, plan.recompute_every, plan.compile)
+        if plan.offload in ("activations", "all"):
+            offload_activations(blocks)
         compile_blocks(model, plan.compile)
-        if fully_sharded(plan):
-            assert meshes is not None
-            names = ("replicate", "shard") if plan.dp_replicate > 1 else ("shard",)
-            shard_fully(model, meshes.state[names], DTYPES[plan.reduce])
-        materialize(model, run.model, world.device, seed)
+        if meshes is not None and fully_sharded(plan):
+            experts = meshes.sharded("expert_replicate", "expert_shard") if plan.ep > 1 else None
+            shard_fully(model, meshes.sharded("replicate", "shard"), experts, DTYPES[plan.reduce])
+        materialize(model, run.model, world.device, run.seed)
     return ParallelModel(plan, run, world, meshes, parts)
 
 
@@ -73,6 +84,8 @@ class ParallelModel:
 
     def __init__(self, plan: Plan, run: RunConfig, world: World, meshes: Meshes | None, parts: dict[int, Decoder]):
         self._meshes, self._parts, self._cp = meshes, list(parts.values()), plan.cp
+        #: This rank's layers of experts, by number.
+        self.moes = {int(i): b.mlp for m in parts.values() for i, b in m.blocks.items() if isinstance(b.mlp, MoE)}
         self.pieces: list[Held] = []
         self._rules: list[GradientRule] = []
         for model in parts.values():
@@ -84,6 +97,12 @@ class ParallelModel:
         self._tied = (tied[0], tied[-1]) if len(tied) == 2 else None
         if self._tied:
             self.pieces.remove(self._tied[1])
+        #: What the optimizer updates and a checkpoint saves: the pieces, or their twins in host memory.
+        self.masters = self.pieces
+        self._host: HostCopies | None = None
+        if plan.offload in ("optimizer", "all"):
+            self._host = HostCopies([piece.value for piece in self.pieces], torch.float32)
+            self.masters = [replace(p, value=twin) for p, twin in zip(self.pieces, self._host.twins, strict=True)]
         self._pipeline: Pipeline | None = None
         if plan.pp > 1:
             assert meshes is not None
@@ -107,6 +126,8 @@ class ParallelModel:
         over ranks are under way until `finish_gradients`.
         """
         batch = [self._mine(micro) for micro in batch]
+        for moe in self.moes.values():
+            moe.loss_weight = scale
         for rule in self._rules:
             rule.arm(len(batch))
         if self._pipeline is not None:
@@ -137,8 +158,16 @@ class ParallelModel:
             first.grad += last.grad
             last.grad = None
 
+    def before_update(self) -> None:
+        """Give the masters the gradients of their pieces."""
+        if self._host is not None:
+            self._host.grads_to_host()
+
+    @torch.no_grad()
     def after_update(self) -> None:
-        """Once the pieces' values have changed, make the model on every rank that of the new values."""
+        """Once the masters' values have changed, make the model on every rank that of the new values."""
+        if self._host is not None:
+            self._host.values_to_device()
         if self._tied:
             self._tied[1].value.copy_(self._tied[0].value)
         for rule in self._rules:
@@ -150,6 +179,10 @@ class ParallelModel:
             model.zero_grad(set_to_none=True)
         for piece in self.pieces:
             piece.value.grad = None
+
+    def buffers(self) -> dict[str, Tensor]:
+        """What the model remembers besides weights, by name, the same on all ranks that have it: biases of routers."""
+        return {name: buffer for model in self._parts for name, buffer in model.named_buffers()}
 
     @torch.no_grad()
     def loss(self, batch: Sequence[Microbatch]) -> Tensor:
@@ -178,14 +211,27 @@ def fully_sharded(plan: Plan) -> bool:
     return plan.zero == 3 and plan.dp_shard * plan.cp > 1
 
 
-def split_sequences(model: Decoder, plan: Plan, meshes: Meshes) -> None:
-    """Let each cp rank compute its part of every sequence, and attend to those of the others."""
-    group = meshes.group("cp")
-    assert group is not None
-    core = RingAttention(group) if plan.context == "ring" else UlyssesAttention(group)
-    model.my_tokens = partial(shard_sequence, rank=meshes.rank("cp"), size=plan.cp)
-    for block in model.blocks.values():
-        block.attention.core = core
+def split_model(model: Decoder, plan: Plan, meshes: Meshes) -> None:
+    """Split experts, matrices and sequences as the plan says."""
+    axes = [axis for axis in ("ep", "tp") if getattr(plan, axis) > 1]
+    if axes:
+        for moe in moe_layers(model):
+            split_experts(moe, (meshes.experts if plan.ep > 1 else meshes.state)[tuple(axes)])
+    if plan.tp > 1:
+        split_over_ranks(model, meshes.state["tp"])
+    rows = None
+    if (group := meshes.group("cp")) is not None:
+        rank = meshes.rank("cp")
+        core = RingAttention(group) if plan.context == "ring" else UlyssesAttention(group)
+        model.my_tokens = partial(shard_sequence, rank=rank, size=plan.cp)
+        for block in model.blocks.values():
+            block.attention.core = core
+        rows = SplitRows(group, unshard_sequence, partial(shard_sequence, rank=rank, size=plan.cp))
+    if (group := meshes.group("tp")) is not None:
+        rank = meshes.rank("tp")
+        rows = SplitRows(group, partial(torch.cat, dim=1), lambda x: x.chunk(plan.tp, dim=1)[rank], around=rows)
+    for moe in moe_layers(model):
+        moe.rows = rows or moe.rows
 
 
 def _parts(plan: Plan, run: RunConfig, rank: int) -> dict[int, Part]:

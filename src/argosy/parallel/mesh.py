@@ -38,6 +38,11 @@ class Meshes:
         group = view[name].get_group()
         return group if group.size() > 1 else None
 
+    def sharded(self, replicate: str, shard: str) -> DeviceMesh:
+        """The mesh over which FSDP2 splits: with the dimension of replicas where there are any."""
+        view = self.experts if shard == "expert_shard" else self.state
+        return view[replicate, shard] if view[replicate].size() > 1 else view[shard]
+
     def sharing(self, outer: tuple[str, ...]) -> DeviceMesh:
         """The mesh of a parameter that is split over `outer` (tp, ep) and then over the ranks that share the state."""
         assert self.nested is not None and self.nested_experts is not None

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from argosy.models.decoder import Decoder
@@ -84,7 +84,7 @@ def pieces_of(model: Decoder, meshes: Meshes | None, zero: int) -> Iterator[Held
             value,
             shape,
             cut=frozenset(dim for axis, dim in parts.items() if mesh is not None and mesh.size(axis) > 1),
-            gather=partial(_gather, mesh=mesh, placements=placements, shape=shape),
+            gather=partial(_gather, mesh=mesh, placements=placements, shape=shape, last_first=zero in (1, 2)),
             scatter=partial(_box, offset=tuple(offset), shape=value.shape),
             parameter=parameter,
             copies=copies,
@@ -115,8 +115,18 @@ def clip_gradients(pieces: Sequence[Held], max_norm: float, scale: float = 1.0) 
     return norm
 
 
-def _gather(part: Tensor, mesh: DeviceMesh | None, placements: Sequence[Placement], shape: Sequence[int]) -> Tensor:
-    return part if mesh is None else _wrap(part, mesh, placements, shape).full_tensor()
+def _gather(
+    part: Tensor, mesh: DeviceMesh | None, placements: tuple[Placement, ...], shape: tuple[int, ...], last_first: bool
+) -> Tensor:
+    """Undo the splits one by one, the last one first (`last_first`: that of the last axis of the mesh)."""
+    if mesh is None:
+        return part
+    whole = _wrap(part, mesh, placements, shape)
+    axes = range(mesh.ndim)
+    for axis in reversed(axes) if last_first else axes:
+        placements = (*placements[:axis], Replicate(), *placements[axis + 1 :])
+        whole = whole.redistribute(placements=placements)
+    return whole.to_local()
 
 
 def _box(whole: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tensor:

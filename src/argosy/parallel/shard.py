@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -9,18 +10,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from argosy.models.decoder import Decoder
+from argosy.models.experts import moe_layers
 from argosy.models.layers import local
 from argosy.parallel.pieces import Held
 
 
-def shard_fully(model: Decoder, mesh: DeviceMesh, reduce_dtype: torch.dtype) -> None:
+def shard_fully(
+    model: Decoder, mesh: DeviceMesh, expert_mesh: DeviceMesh | None, reduce_dtype: torch.dtype
+) -> None:
     """Split the parameters of `model` (on the meta device) over `mesh`: [shard], or [replicate, shard], in place.
 
     They are gathered in the dtype of the arithmetic, and gradients are summed, not averaged, in `reduce_dtype`.
+    `expert_mesh` is that of experts, where they are dealt over ep ranks.
     """
+    # A block's output may be a view: the warning is for code that writes into it, which ours does not.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     compute = None if model.compute_dtype == torch.float32 else model.compute_dtype
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     for block in model.blocks.values():
+        if expert_mesh is not None:
+            for moe in moe_layers(block):
+                fully_shard(moe.experts, mesh=expert_mesh, mp_policy=policy)
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     for module in model.modules():

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from argosy.models.attention import Attention
 from argosy.models.decoder import Decoder
+from argosy.models.experts import MoE
 from argosy.models.layers import Embedding, Linear, local
 from argosy.models.loss import IGNORED
 from argosy.parallel.collectives import all_gather_single, gather_sequence, reduce_scatter_sequence
@@ -78,6 +79,12 @@ def vocabulary_rows(module: nn.Module, mesh: DeviceMesh) -> None:
     module.forward = partial(_lookup, module, mesh.get_group(), first)  # type: ignore[method-assign]
 
 
+def feed_forward(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Gathered, but for a mixture of experts: its router works on the rank's own tokens, its experts gather."""
+    if not isinstance(module, MoE):
+        gathered(module, mesh)
+
+
 def few_kv_heads(module: nn.Module, mesh: DeviceMesh) -> None:
     """Attention with fewer key/value heads than ranks: each rank computes all (few), and takes the one it needs."""
     assert isinstance(module, Attention)
@@ -97,14 +104,31 @@ DECODER: dict[str, Style] = {
     "blocks.*.attention.[qk]_norm": whole,
     "blocks.*.attention.o": rows,
     "blocks.*.mlp_norm": whole,
-    "blocks.*.mlp": gathered,
+    "blocks.*.mlp": feed_forward,
     "blocks.*.mlp.gate": columns,
     "blocks.*.mlp.up": columns,
     "blocks.*.mlp.down": rows,
     "norm": gathers,
     "head": columns,
 }
-"""Llama and Qwen3, dense."""
+"""Llama and Qwen3."""
+LATENT_ATTENTION: dict[str, Style] = {
+    "blocks.*.attention.q_down": whole,
+    "blocks.*.attention.kv_down": whole,
+    "blocks.*.attention.kv_norm": whole,
+    "blocks.*.attention.q_up": columns,
+    "blocks.*.attention.kv_up": columns,
+}
+"""DeepSeek's attention, besides: what heads share every rank computes, each for its own heads."""
+EXPERTS: dict[str, Style] = {
+    "blocks.*.mlp.router": whole,
+    "blocks.*.mlp.experts": already,
+    "blocks.*.mlp.shared": gathered,
+    "blocks.*.mlp.shared.gate": columns,
+    "blocks.*.mlp.shared.up": columns,
+    "blocks.*.mlp.shared.down": rows,
+}
+"""Mixtures of experts, besides; `parallel.expert.split_experts` has split the experts already."""
 FEW_KV_HEADS: dict[str, Style] = {
     "blocks.*.attention": few_kv_heads,
     "blocks.*.attention.[kv]": already,
@@ -115,7 +139,8 @@ FEW_KV_HEADS: dict[str, Style] = {
 def split_over_ranks(model: Decoder, mesh: DeviceMesh) -> None:
     """Apply the table to `model` (on the meta device), in place. Every parameter must fall under a style."""
     few = model.config.kv_heads < mesh.size()
-    table = [*(FEW_KV_HEADS.items() if few else ()), *DECODER.items()]  # the first that matches counts
+    tables = (FEW_KV_HEADS if few else {}, LATENT_ATTENTION, EXPERTS, DECODER)  # the first that matches counts
+    table = [entry for part in tables for entry in part.items()]
     for name, module in list(model.named_modules()):
         depth = name.count(".")
         styles = (style for pattern, style in table if pattern.count(".") == depth and fnmatchcase(name, pattern))
@@ -131,22 +156,23 @@ def is_part_of_sum(parameter: Tensor) -> bool:
     return parameter.placements[-1].is_replicate()
 
 
-def split(module: nn.Module, mesh: DeviceMesh, placement: Placement, names: Sequence[str] | None = None) -> None:
+def split(module: nn.Module, mesh: DeviceMesh, *placements: Placement, names: Sequence[str] | None = None) -> None:
     """Make parameters (all of the module's own, or `names`) DTensors on `mesh`, of which this rank has its part."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         if names is None or name in names:
-            part = parameter
-            if isinstance(placement, Shard):
-                part = _part(parameter, placement.dim, mesh)
+            part = parameter.detach()
+            for axis, placement in enumerate(placements):
+                if isinstance(placement, Shard):
+                    part = _part(part, placement.dim, mesh.size(axis), mesh.get_local_rank(axis))
             whole_shape, strides = parameter.shape, parameter.stride()
-            dtensor = DTensor.from_local(part, mesh, [placement], run_check=False, shape=whole_shape, stride=strides)
+            dtensor = DTensor.from_local(part, mesh, placements, run_check=False, shape=whole_shape, stride=strides)
             module.register_parameter(name, nn.Parameter(dtensor))
 
 
-def _part(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
+def _part(tensor: Tensor, dim: int, ranks: int, rank: int) -> Tensor:
     """This rank's chunk as DTensors cut: all of the same size but the last ones, which may be smaller, or empty."""
-    size = -(-tensor.shape[dim] // mesh.size())
-    start = min(mesh.get_local_rank() * size, tensor.shape[dim])
+    size = -(-tensor.shape[dim] // ranks)
+    start = min(rank * size, tensor.shape[dim])
     return tensor.narrow(dim, start, min(size, tensor.shape[dim] - start)).contiguous()
 
 

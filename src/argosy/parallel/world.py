@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import os
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 from argosy.config.schema import LaunchConfig
 
 CPU = torch.device("cpu")
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # glibc's malloc.h
 LAUNCHER = "ARGOSY_LAUNCHER_PID"
 """Environment variable: the process that started this one, when that was `launch.local`."""
 
@@ -46,6 +49,8 @@ def join_world(launch: LaunchConfig) -> World:
     """Join the processes that the environment names (RANK, WORLD_SIZE, MASTER_ADDR, ...; torchrun's and ours)."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = _device(launch)
+    if device.type == "cpu":
+        keep_freed_memory()
     torch.set_num_threads(threads_per_process(launch, int(os.environ.get("LOCAL_WORLD_SIZE", size))))
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
@@ -56,9 +61,26 @@ def join_world(launch: LaunchConfig) -> World:
 
 
 def leave_world() -> None:
-    """Close the process groups of `join_world`."""
+    """Close the process groups of this world, so that the process may join another."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    if "torch.distributed.tensor" in sys.modules:
+        # DTensor remembers meshes by their shape, with the groups that are gone now. torch has no public name for this.
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
+
+
+def keep_freed_memory() -> None:
+    """Let the process keep the memory that it frees, where the C library is glibc.
+
+    By default each large tensor is mapped anew, and the kernel clears its pages again in every step: tens of
+    thousands of faults, about a tenth of the time of a step of 6 layers, 384 wide, on two threads.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def threads_per_process(launch: LaunchConfig, local_processes: int) -> int:

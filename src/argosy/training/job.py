@@ -13,6 +13,7 @@ from argosy.config.schema import RunConfig
 from argosy.data.loader import open_data
 from argosy.errors import RunFailed
 from argosy.models.batch import Microbatch, microbatches
+from argosy.models.experts import Load
 from argosy.observe.clock import StepClock
 from argosy.observe.events import Events
 from argosy.observe.metrics import Metrics, peak_memory_bytes
@@ -20,6 +21,7 @@ from argosy.observe.peak import matmul_peak_flops
 from argosy.observe.progress import Progress
 from argosy.optim.optimizer import Optimizer
 from argosy.parallel.apply import DTYPES, apply
+from argosy.parallel.expert import balance_experts
 from argosy.parallel.pieces import clip_gradients
 from argosy.parallel.world import World
 from argosy.precision.scaler import LossScaler
@@ -48,7 +50,7 @@ class Job:
         self.events = Events(run_dir, f"rank-{world.rank}")
         self.metrics = Metrics(run_dir)
 
-        model = apply(plan, run, world, run.seed)
+        model = apply(plan, run, world)
         rows = run.train.global_batch // plan.dp
         self._data = open_data(run.data, run.seed, run.train.global_batch)
         self._loader = self._data.loader(slice(model.dp_rank * rows, (model.dp_rank + 1) * rows))
@@ -56,13 +58,14 @@ class Job:
         self._held_out = HeldOut.read(held_out, run.data.seq_len, run.evaluate.tokens)
 
         scaler = LossScaler() if plan.precision == "fp16" else LossScaler(scale=1.0, growth_steps=0)
-        self.state = TrainState(model, Optimizer(model.pieces, run.optimizer, run.seed), scaler)
+        self.state = TrainState(model, Optimizer(model.masters, run.optimizer, run.seed), scaler)
 
         self._keeper = Keeper(run_dir, run.checkpoint, plan, self._data.identity, world, self.events, self.progress)
         self._judge, self._pace = Judge(), Pace(run, self._held_out.tokens)
         self._clock = StepClock(world.device)
         self._score: Score | None = None
         self._gradient_norm = 0.0
+        self._loads: dict[int, Load] = {}
         self._flops_per_token = train_flops_per_token(run.model, run.data.seq_len)
         self._peak_flops = self._measure_peak()
         self._time_to_first_step_s: float | None = None
@@ -102,7 +105,12 @@ class Job:
     def forward_backward(self, batch: list[Microbatch]) -> StepOutcome:
         """Leave the global batch's gradient in the parameters."""
         wishes = Wishes(stop=self._stop.number is not None, save=self._keeper.is_due_by_time)
-        return forward_backward(self.state.model, batch, self.state.scaler.scale, self._world, self._clock, wishes)
+        model, scale = self.state.model, self.state.scaler.scale
+        outcome = forward_backward(model, batch, scale, self._world, self._clock, wishes)
+        if self._run.model.moe.experts:
+            with self._clock.time("communication"):
+                self._loads = balance_experts(model.moes, self._run.model, self._world)
+        return outcome
 
     def judge(self, step: int, outcome: StepOutcome) -> Verdict:
         """Clip the gradients and decide whether they may be applied; the step counts either way."""
@@ -122,6 +130,7 @@ class Job:
         """Apply the gradients at the step's learning rate."""
         with self._clock.time("optimizer"):
             self.state.optimizer.set_learning_rate(self._learning_rate(step))
+            self.state.model.before_update()
             self.state.optimizer.step()
             self.state.model.after_update()
 
@@ -162,6 +171,8 @@ class Job:
             "memory_bytes": peak_memory_bytes(self._world.device),
             "seconds": {category: round(value, 6) for category, value in seconds.items()},
         }
+        if self._loads:
+            record["experts"] = {str(layer): load.record() for layer, load in self._loads.items()}
         self.metrics.write(record)
         validation_loss = self._score.loss if self._score else None
         self.progress.step(record, self._pace.steps, validation_loss, self._pace.left_s(self.state.step))

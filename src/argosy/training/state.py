@@ -28,13 +28,13 @@ class TrainState:
 
     def weights(self) -> dict[str, Any]:
         """This rank's part of the weights, by name: live tensors, to copy from or to read into."""
-        return {piece.name: piece.wrap(piece.value) for piece in self.model.pieces}
+        return {piece.name: piece.wrap(piece.value) for piece in self.model.masters} | self.model.buffers()
 
     def tensors(self, world: World) -> dict[str, Any]:
         """The tensors of a checkpoint, for `restored` once they have been read into."""
         optimizer = {
             piece.name: {key: piece.wrap(part) for key, part in self.optimizer.state_of(piece).items()}
-            for piece in self.model.pieces
+            for piece in self.model.masters
         }
         return {
             "model": self.weights(),
@@ -46,7 +46,7 @@ class TrainState:
     def restored(self, tensors: dict[str, Any], world: World) -> None:
         """Take over what a checkpoint was read into."""
         self.model.after_update()
-        for piece in self.model.pieces:
+        for piece in self.model.masters:
             state = tensors["optimizer"][piece.name]
             self.optimizer.load_state(piece, {key: local(part) for key, part in state.items()})
         self.scaler.load_state(tensors["scaler"])

@@ -81,7 +81,7 @@ def _sample(run: RunConfig, run_dir: Path, data: OpenData) -> str:
     choice = store.newest_whole(run_dir)
     assert choice is not None
     model = Decoder(run.model).to_empty(device="cpu")
-    load_into({"model": dict(model.named_parameters())}, choice.checkpoint, World())
+    load_into({"model": model.state_dict()}, choice.checkpoint, World())
     prompt = run.evaluate.sample_prompt or ""
     ids = [data.eod_id, *data.tokenizer.encode(prompt)]
     room = min(SAMPLE_TOKENS, run.model.max_seq_len - len(ids))

@@ -39,7 +39,7 @@ class Opened:
         """The model with the checkpoint's weights (fp32), computing in `dtype`, on `device` (a GPU if there is one)."""
         model = Decoder(self.run.model, dtype)
         model.to_empty(device=device or default_device())
-        load_into({"model": dict(model.named_parameters())}, self.checkpoint, World())
+        load_into({"model": model.state_dict()}, self.checkpoint, World())
         return model.eval()
 
 

@@ -1,0 +1,103 @@
+"""Multi-head latent attention (DeepSeek-V2, 2024, section 2.1): what keys and values are made from is narrow.
+
+Each token leaves one vector of `kv_rank` numbers, from which every head makes its own key and value, and one rotated
+part of a key that all heads share. The two are all that a cache keeps.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from argosy.config.schema import ModelConfig
+from argosy.models.attention import Attention, AttentionCore, LayerCache, cached_attention, packed_attention
+from argosy.models.layers import Linear, RMSNorm
+from argosy.models.rope import attention_scale, rotate
+
+# B batch, T tokens, S tokens in the cache, D model width, C kv_rank, H heads (those of this rank), R rotated width
+# E width of a query or key head (nope_width + R), V width of a value head
+
+
+def attention_of(config: ModelConfig) -> Attention | LatentAttention:
+    """The attention of a block."""
+    return LatentAttention(config) if config.mla.kv_rank else Attention(config)
+
+
+def cache_of(config: ModelConfig, batch: int, max_seq_len: int, like: Tensor) -> LayerCache | LatentCache:
+    """What `attention_of(config)` takes for a cache: empty, of the dtype and device of `like`."""
+    cache = LatentCache if config.mla.kv_rank else LayerCache
+    return cache(batch, max_seq_len, config, like)
+
+
+class LatentCache:
+    """The latents [B, max_seq_len, C] and rotated keys [B, max_seq_len, R] of one layer's tokens read so far."""
+
+    def __init__(self, batch: int, max_seq_len: int, config: ModelConfig, like: Tensor):
+        self.latents = like.new_zeros(batch, max_seq_len, config.mla.kv_rank)
+        self.rotated = like.new_zeros(batch, max_seq_len, config.mla.rope_width)
+        self.length = 0
+
+    def append(self, latent_BTC: Tensor, rotated_BTR: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the new tokens; returns all latents and rotated keys so far, [B, S, C] and [B, S, R]."""
+        end = self.length + latent_BTC.shape[1]
+        self.latents[:, self.length : end] = latent_BTC
+        self.rotated[:, self.length : end] = rotated_BTR
+        self.length = end
+        return self.latents[:, :end], self.rotated[:, :end]
+
+
+class LatentAttention(nn.Module):
+    """Causal self-attention; `forward` is that of `attention.Attention`.
+
+    `q_down`, `kv_down` and the norms compute what all heads share; `q` (or `q_up`), `kv_up` and `o` have a part for
+    each head. Of the outputs of `kv_down` the last R are the shared key; of each head's of `q` likewise, and a head's
+    of `kv_up` are its key, then its value. A YaRN temperature scales all of a head and not its rotated part alone.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.mla = mla = config.mla
+        heads, width, bias = config.heads, config.width, config.attention_bias
+        if mla.q_rank:
+            self.q_down = Linear(width, mla.q_rank, bias=bias)
+            self.q_norm = RMSNorm(mla.q_rank, config.norm_eps)
+            self.q_up = Linear(mla.q_rank, heads * mla.key_width, bias=False)
+        else:
+            self.q = Linear(width, heads * mla.key_width, bias=False)
+        self.kv_down = Linear(width, mla.kv_rank + mla.rope_width, bias=bias)
+        self.kv_norm = RMSNorm(mla.kv_rank, config.norm_eps)
+        self.kv_up = Linear(mla.kv_rank, heads * (mla.nope_width + mla.value_width), bias=False)
+        self.o = Linear(heads * mla.value_width, width, bias=bias)
+        self.temperature = attention_scale(config.rope_scaling)
+        self.core: AttentionCore = packed_attention
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        documents: Tensor,
+        cache: LatentCache | None = None,
+    ) -> Tensor:
+        """`rotary`: cosines and sines of these tokens, of width R; `documents`: see `packed_attention`."""
+        q_BTHE = self._queries(x_BTD, rotary)
+        latent_BTC, key_BTR = self.kv_down(x_BTD).split((self.mla.kv_rank, self.mla.rope_width), dim=-1)
+        latent_BTC, key_BTR = self.kv_norm(latent_BTC), rotate(key_BTR.unsqueeze(2), *rotary).squeeze(2)
+        if cache is None:
+            y_BTHE = self.core(q_BTHE, *self._keys_and_values(latent_BTC, key_BTR), documents)
+        else:
+            y_BTHE = cached_attention(q_BTHE, *self._keys_and_values(*cache.append(latent_BTC, key_BTR)))
+        return self.o(y_BTHE[..., : self.mla.value_width].flatten(2))
+
+    def _queries(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        q = self.q_up(self.q_norm(self.q_down(x_BTD))) if self.mla.q_rank else self.q(x_BTD)
+        q_BTHE = q.unflatten(-1, (-1, self.mla.key_width))
+        plain, rotated = q_BTHE.split((self.mla.nope_width, self.mla.rope_width), dim=-1)
+        return torch.cat((plain * self.temperature**2, rotate(rotated, *rotary)), dim=-1)
+
+    def _keys_and_values(self, latent_BSC: Tensor, key_BSR: Tensor) -> tuple[Tensor, Tensor]:
+        """Of every head, both [B, S, H, E]: values are padded with zeros, for fused kernels want equal widths."""
+        kv = self.kv_up(latent_BSC).unflatten(-1, (-1, self.mla.nope_width + self.mla.value_width))
+        plain, v_BSHV = kv.split((self.mla.nope_width, self.mla.value_width), dim=-1)
+        shared = key_BSR.unsqueeze(2).expand(-1, -1, plain.shape[2], -1)
+        return torch.cat((plain, shared), dim=-1), F.pad(v_BSHV, (0, self.mla.key_width - self.mla.value_width))

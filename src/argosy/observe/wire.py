@@ -1,0 +1,156 @@
+"""Bytes that a rank really puts on the wire, by mesh axis and collective, counted while a step runs.
+
+What a rank *sends* is counted, as ring algorithms do it (Thakur et al. 2005; Patarasuk & Yuan 2009): of `size` bytes,
+those of the whole message, in a group of n ranks
+
+    all_reduce       2 (n-1)/n size
+    all_gather         (n-1)/n size      size: of what everyone has afterwards
+    reduce_scatter     (n-1)/n size      size: of what everyone has before
+    all_to_all         size less the part that stays; (n-1)/n size where parts are equal
+    send               size              receiving is the other side's sending
+    broadcast, reduce  (n-1)/n size      the mean over ranks: the last one in the ring sends nothing on
+    gather             size              of this rank's part
+    scatter            (n-1)/n size      at the root, which alone sends
+
+`plan.traffic` predicts the same numbers from the plan.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from argosy.observe.dispatch import Watch, nbytes
+
+if TYPE_CHECKING:
+    from argosy.parallel.mesh import Meshes
+
+Counts = Counter[tuple[str, str]]
+"""(axis, kind of collective) -> bytes sent by this rank."""
+Sent = Callable[[tuple[Any, ...], dist.ProcessGroup], float]
+"""The arguments of a collective's operator and its group -> bytes that this rank sends."""
+
+WORLD = "world"
+"""The axis of all ranks: the loss, the gradient's norm."""
+ENDS = "ends"
+"""The axis of a tied embedding's two holders, in the first and the last pipeline stage."""
+OTHER = "other"
+"""The axis of any group that is neither a mesh's nor the world."""
+
+
+def _circling(message: int, times: int = 1) -> Sent:
+    """A collective of which argument `message` is the whole: all but one part of it passes through this rank."""
+    return lambda args, group: times * (group.size() - 1) / group.size() * nbytes(args[message])
+
+
+def _all_to_all(args: tuple[Any, ...], group: dist.ProcessGroup) -> float:
+    """(output, input, group, sizes out, sizes in, ...); without sizes all parts are equal."""
+    whole, rows, sizes = args[1], args[1].shape[0], args[4]
+    stays = sizes[group.rank()] / max(1, rows) if sizes else 1 / group.size()
+    return (1 - stays) * nbytes(whole)
+
+
+def _all_to_all_lists(args: tuple[Any, ...], group: dist.ProcessGroup) -> float:
+    """(outputs, inputs, group, ...)"""
+    return nbytes(args[1]) - nbytes(args[1][group.rank()])
+
+
+def _own(args: tuple[Any, ...], group: dist.ProcessGroup) -> float:
+    """(tensors, group, peer, ...)"""
+    return nbytes(args[0])
+
+
+def _scatter(args: tuple[Any, ...], group: dist.ProcessGroup) -> float:
+    """(outputs, inputs, group, root, ...); only the root has inputs."""
+    return (group.size() - 1) / group.size() * nbytes(args[1])
+
+
+def _gather(args: tuple[Any, ...], group: dist.ProcessGroup) -> float:
+    """(outputs, inputs, group, root, ...)"""
+    return 0.0 if args[3] == group.rank() else nbytes(args[1])
+
+
+def _nothing(args: tuple[Any, ...], group: dist.ProcessGroup) -> float:
+    return 0.0
+
+
+COLLECTIVES: dict[str, tuple[str, Sent]] = {
+    "allreduce_": ("all_reduce", _circling(0, times=2)),
+    "allreduce_coalesced_": ("all_reduce", _circling(0, times=2)),
+    "allgather_": ("all_gather", _circling(0)),
+    "_allgather_base_": ("all_gather", _circling(0)),
+    "allgather_coalesced_": ("all_gather", _circling(0)),
+    "allgather_into_tensor_coalesced_": ("all_gather", _circling(0)),
+    "reduce_scatter_": ("reduce_scatter", _circling(1)),
+    "_reduce_scatter_base_": ("reduce_scatter", _circling(1)),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", _circling(1)),
+    "alltoall_base_": ("all_to_all", _all_to_all),
+    "alltoall_": ("all_to_all", _all_to_all_lists),
+    "send": ("send", _own),
+    "recv_": ("send", _nothing),
+    "recv_any_source_": ("send", _nothing),
+    "broadcast_": ("broadcast", _circling(0)),
+    "reduce_": ("reduce", _circling(0)),
+    "gather_": ("gather", _gather),
+    "scatter_": ("scatter", _scatter),
+    "barrier": ("barrier", _nothing),
+    "monitored_barrier_": ("barrier", _nothing),
+}
+"""The operators of torch's namespace `c10d`, under which every public collective ends."""
+
+
+class WireCounter(Watch):
+    """`with count_wire(meshes) as counts:`; see there."""
+
+    def __init__(self, axes: dict[str, str]):
+        """`axes`: name of a process group -> the axis that it is along."""
+        super().__init__()
+        self._axes = axes
+        self.counts: Counts = Counter()
+
+    def __enter__(self) -> Counts:
+        super().__enter__()
+        return self.counts
+
+    def saw(self, operator: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> None:
+        """Add what a collective sends."""
+        if operator.namespace != "c10d":
+            return
+        name = operator.name().removeprefix("c10d::").partition(".")[0]
+        if name not in COLLECTIVES:
+            raise NotImplementedError(f"c10d::{name} sends bytes that count_wire cannot count: add it to COLLECTIVES")
+        kind, sent = COLLECTIVES[name]
+        boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject))  # the group comes before the operation
+        group = dist.ProcessGroup.unbox(boxed)
+        if count := round(sent(args, group)):
+            self.counts[self._axes.get(group.group_name, OTHER), kind] += count
+
+
+def count_wire(meshes: Meshes | None) -> WireCounter:
+    """Count the bytes that this rank sends, while the returned context is entered.
+
+        with count_wire(meshes) as counts:
+            ...                     # a step: forward, backward, whatever their hooks send, and the update
+        counts["tp", "all_gather"]
+
+    Axes are those of all views of `meshes` ("tp", "pp", "cp", "shard", "replicate", "ep", ...), "ends" for a tied
+    embedding at both ends of the pipeline, "world" for all ranks, "other" for what is none of these. A message counts
+    when it is handed to torch, its padding with it. Not for measuring time: nothing is compiled meanwhile.
+    """
+    return WireCounter({} if meshes is None else _axes(meshes))
+
+
+def _axes(meshes: Meshes) -> dict[str, str]:
+    """Name of each process group of this rank -> its axis."""
+    names: dict[str, str] = {dist.group.WORLD.group_name: WORLD} if dist.group.WORLD is not None else {}
+    for mesh in (meshes.axes, meshes.state, meshes.experts, meshes.nested, meshes.nested_experts):
+        if mesh is not None:
+            for axis in mesh.mesh_dim_names or ():
+                names[mesh[axis].get_group().group_name] = axis
+    if meshes.ends is not None:
+        names[meshes.ends.group_name] = ENDS
+    return names

@@ -1,0 +1,66 @@
+"""Which parameter is trained how: the run file's groups and the defaults, by names and shapes alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from argosy.config.schema import OptimizerConfig
+from argosy.errors import UserError
+
+Rule = Literal["adamw", "lion", "muon"]
+
+NOT_HIDDEN = ("embedding", "head", "router")
+"""Modules whose matrices Muon leaves to AdamW: their rows stand for tokens or experts, one by one (Jordan 2024)."""
+LEAST_INT8 = 4096
+"""Smaller parameters keep fp32 state under `state = "int8"` (Dettmers et al. 2022)."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How one parameter is trained."""
+
+    rule: Rule
+    int8: bool
+    """Its moments are kept in eight bits."""
+    lr_factor: float
+    weight_decay: float
+
+
+def settings_of(name: str, shape: tuple[int, ...], config: OptimizerConfig) -> Settings:
+    """What the first group that matches `name` says, over the defaults. `shape` is that of the whole parameter."""
+    matrix = len(shape) >= 2 and not name.endswith("bias")  # a stack of experts' biases has two dims as well
+    group = next((group for group in config.groups if fnmatchcase(name, group.match)), None)
+    weight_decay = config.weight_decay if matrix else 0.0
+    if group is not None and group.weight_decay is not None:
+        weight_decay = group.weight_decay
+    rule: Rule = config.kind
+    if rule == "muon" and not (matrix and is_hidden(name)):
+        rule = "adamw"
+    return Settings(
+        rule=rule,
+        # Not Muon's momentum: making all singular values alike would make its rounding errors large.
+        int8=config.state == "int8" and rule != "muon" and matrix and math.prod(shape) >= LEAST_INT8,
+        lr_factor=group.lr_factor if group else 1.0,
+        weight_decay=weight_decay,
+    )
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a parameter's input and output are both hidden states, as Muon wants it."""
+    return not set(NOT_HIDDEN) & set(name.split("."))
+
+
+def check_groups(config: OptimizerConfig, names: Collection[str]) -> None:
+    """Raises: UserError if a group matches none of `names`, the names of all parameters of the whole model."""
+    for index, group in enumerate(config.groups):
+        if not any(fnmatchcase(name, group.match) for name in names):
+            near = get_close_matches(group.match, names, n=3, cutoff=0.0)
+            raise UserError(
+                f'optimizer.groups: match = "{group.match}" (number {index + 1}) matches no parameter. '
+                f'The nearest names are {", ".join(near)}; "*" stands for any characters, dots included.'
+            )

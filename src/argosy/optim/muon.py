@@ -1,0 +1,102 @@
+"""Muon (Jordan 2024, kellerjordan.github.io/posts/muon): momentum made orthogonal, for hidden matrices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from argosy.optim.piece import Piece
+from argosy.optim.rules import UpdateRule
+from argosy.optim.slot import Slot, Update, opened
+
+# E experts (or none), M rows, N columns
+
+NEWTON_SCHULZ_STEPS = 5
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""Jordan's quintic: singular values come to 0.7 ... 1.2 rather than to 1, in the fewest steps."""
+
+
+class Muon(UpdateRule):
+    """Nesterov momentum, kept as it is cut up; gathered whole, made orthogonal, and cut again in each step.
+
+    The step's size is that of Liu et al. 2025 ("Muon is scalable for LLM training"): 0.2 sqrt(max(M, N)) gives it the
+    root mean square of a typical AdamW step, so that both share one learning rate and weight decay.
+    """
+
+    moments = ("momentum_buffer",)
+
+    def step(self, slots: Sequence[Slot], lr: float, weight_decay: float) -> None:
+        """All ranks that share a parameter take part, also those whose part is empty."""
+        for group, batch in _rounds(slots):
+            with opened(batch) as updates:
+                momenta = [self._momentum(update) for update in updates]
+                directions = orthogonal([update.piece for update in updates], momenta, group)
+                for update, direction in zip(updates, directions, strict=True):
+                    size = 0.2 * math.sqrt(max(update.piece.shape[-2:]))
+                    update.weight.mul_(1 - lr * weight_decay).sub_(direction, alpha=lr * size)
+
+    def _momentum(self, update: Update) -> Tensor:
+        momentum = update.moments["momentum_buffer"].lerp_(update.gradient, 1 - self.config.momentum)
+        return update.gradient.lerp(momentum, self.config.momentum)
+
+
+def orthogonal(pieces: Sequence[Piece], tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
+    """This rank's parts (fp32) of whole matrices made orthogonal; `tensors` are its parts of the matrices.
+
+    Rank i of `group` works on matrix i and sends it to the others, so there are no more matrices than ranks.
+    """
+    me = group.rank() if group else 0
+    mine = torch.empty(0)
+    for rank, (piece, tensor) in enumerate(zip(pieces, tensors, strict=True)):
+        whole = piece.gather(tensor) if _is_matrix_cut(piece) else tensor
+        if rank == me:
+            mine = newton_schulz(whole)
+    parts = []
+    for rank, (piece, tensor) in enumerate(zip(pieces, tensors, strict=True)):
+        whole = mine if rank == me else tensor.new_empty(piece.shape, dtype=_working_dtype(tensor))
+        if group:
+            dist.broadcast(whole, group=group, group_src=rank)
+        parts.append((piece.scatter(whole) if _is_matrix_cut(piece) else whole).float())
+    return parts
+
+
+def newton_schulz(x_EMN: Tensor) -> Tensor:
+    """The nearest matrix with orthonormal rows or columns, roughly, of each matrix [..., M, N].
+
+    In bf16 on a GPU, which the iteration bears (Jordan 2024); in fp32 on a CPU, which gains nothing from bf16.
+    """
+    a, b, c = NEWTON_SCHULZ
+    tall = x_EMN.shape[-2] > x_EMN.shape[-1]
+    x = x_EMN.to(_working_dtype(x_EMN))
+    x = x.mT if tall else x
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # singular values must start at 1 or less
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return (x.mT if tall else x).contiguous()
+
+
+def _rounds(slots: Sequence[Slot]) -> Iterator[tuple[dist.ProcessGroup | None, list[Slot]]]:
+    """As many matrices as there are ranks to deal them to; of like shape where possible, so that no rank waits."""
+    alike = sorted(slots, key=lambda slot: slot.piece.shape)
+    for group, same in groupby(alike, key=lambda slot: _dealt_over(slot.piece)):
+        batch, size = list(same), group.size() if group else 1
+        yield from ((group, batch[i : i + size]) for i in range(0, len(batch), size))
+
+
+def _dealt_over(piece: Piece) -> dist.ProcessGroup | None:
+    """The ranks that the work on a matrix is dealt over; a stack that is cut between its matrices is dealt already."""
+    return piece.group if _is_matrix_cut(piece) or not piece.cut else None
+
+
+def _is_matrix_cut(piece: Piece) -> bool:
+    return any(dim >= len(piece.shape) - 2 for dim in piece.cut)
+
+
+def _working_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.bfloat16 if tensor.is_cuda else torch.float32

@@ -1,0 +1,83 @@
+"""The optimizer: every piece with the rule, the learning rate and the weight decay that the run file gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from argosy.config.schema import OptimizerConfig
+from argosy.optim.groups import Settings, settings_of
+from argosy.optim.muon import Muon
+from argosy.optim.piece import Piece
+from argosy.optim.rules import AdamW, Lion, UpdateRule
+from argosy.optim.slot import Slot
+
+RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "lion": Lion, "muon": Muon}
+
+
+class Optimizer:
+    """Steps pieces; its results depend neither on how parameters are cut up nor on the order of the pieces.
+
+    `seed` is that of the random rounding, used where weights are bf16 or state is int8.
+
+    Raises: ValueError for a piece that is neither fp32 nor bf16.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], config: OptimizerConfig, seed: int = 0):
+        self._lr = config.lr
+        self._rules = {name: rule(config) for name, rule in RULES.items()}
+        self._slots: dict[str, Slot] = {}
+        for piece in pieces:
+            if piece.value.dtype not in (torch.float32, torch.bfloat16):
+                raise ValueError(f"{piece.name} is {piece.value.dtype}; an optimizer updates fp32 or bf16")
+            settings = settings_of(piece.name, piece.shape, config)
+            self._slots[piece.name] = Slot(piece, settings, seed, RULES[settings.rule].moments)
+        assert len(self._slots) == len(pieces), "two pieces of one name"
+        self._groups: dict[Settings, list[Slot]] = {}
+        for slot in self._slots.values():
+            self._groups.setdefault(slot.settings, []).append(slot)
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """What it updates, in the order in which it was given them."""
+        return [slot.piece for slot in self._slots.values()]
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory that its state takes on this rank."""
+        return sum(slot.nbytes for slot in self._slots.values())
+
+    def set_learning_rate(self, lr: float) -> None:
+        """The rate of the next steps, before each group's factor."""
+        self._lr = lr
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Apply the gradients. Ranks that share parameters call it together. Raises: ValueError if one is missing."""
+        for settings, slots in self._groups.items():
+            self._rules[settings.rule].step(slots, self._lr * settings.lr_factor, settings.weight_decay)
+
+    def zero_grad(self) -> None:
+        """Let go of the gradients."""
+        for slot in self._slots.values():
+            slot.piece.value.grad = None
+
+    def state_of(self, piece: Piece) -> dict[str, Tensor]:
+        """The piece's state for a checkpoint: moments (fp32, local shape; zeros before the first step) and `step`.
+
+        Moments may be the live tensors: copy them if they must not change. What is read into them counts only once
+        `load_state` was called with it.
+        """
+        slot = self._slots[piece.name]
+        steps = torch.tensor(float(slot.steps), device=piece.value.device)
+        with torch.no_grad():
+            return {"step": steps, **slot.moments()}
+
+    @torch.no_grad()
+    def load_state(self, piece: Piece, state: dict[str, Tensor]) -> None:
+        """Go on from what `state_of` gave. Raises: KeyError, ValueError if it is another rule's or another shape's."""
+        slot = self._slots[piece.name]
+        slot.load(state)
+        slot.steps = int(state["step"])

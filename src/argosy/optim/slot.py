@@ -1,0 +1,109 @@
+"""One parameter's optimizer state, kept small between steps and opened up as fp32 during one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from argosy.optim.groups import Settings
+from argosy.optim.piece import Piece
+from argosy.precision.int8 import SIGNED, UNSIGNED, Quantized, dequantize, quantize
+from argosy.precision.rounding import Places, noise, places, round_to_bf16
+
+CODES = {"exp_avg": SIGNED, "exp_avg_sq": UNSIGNED}
+
+
+@dataclass(frozen=True)
+class Update:
+    """One parameter in the middle of a step: fp32 tensors of the local shape, to be changed in place."""
+
+    piece: Piece
+    weight: Tensor
+    gradient: Tensor
+    moments: dict[str, Tensor]
+    step: int
+    """1-based."""
+
+
+@dataclass
+class Slot:
+    """A piece with its settings and its state."""
+
+    piece: Piece
+    settings: Settings
+    seed: int
+    names: tuple[str, ...]
+    """Of its moments."""
+    steps: int = 0
+    """Steps taken."""
+    _moments: dict[str, Tensor | Quantized] = field(default_factory=dict)
+    _places: Places | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether opening it makes no copies: all is fp32 already."""
+        return self.piece.value.dtype == torch.float32 and not self.settings.int8
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the state, bytes."""
+        return sum(moment.nbytes for moment in self._moments.values())
+
+    def moments(self) -> dict[str, Tensor]:
+        """fp32, local shape; the live tensors if they are kept like that. Zeros before the first step."""
+        if not self._moments:
+            like = self.piece.value.detach()
+            for name in self.names:
+                self._keep(name, torch.zeros_like(like, dtype=torch.float32), None)
+        return {n: dequantize(m) if isinstance(m, Quantized) else m for n, m in self._moments.items()}
+
+    def load(self, moments: dict[str, Tensor]) -> None:
+        """Take over moments; what `moments` gave comes back bit for bit."""
+        for name in self.names:
+            value = moments[name].to(self.piece.value.device, torch.float32)
+            if value.shape != self.piece.value.shape:
+                raise ValueError(
+                    f"{self.piece.name}: {name} is {list(value.shape)}, not {list(self.piece.value.shape)}"
+                )
+            self._keep(name, value.clone(), None)
+
+    def open(self) -> Update:
+        """The step's tensors. Raises: ValueError if the piece has no gradient."""
+        piece, value = self.piece, self.piece.value.detach()
+        gradient = piece.value.grad
+        if gradient is None:
+            if value.numel():
+                raise ValueError(f"{piece.name} has no gradient; give it zeros if no token reached it")
+            gradient = torch.zeros_like(value)
+        self.steps += 1
+        return Update(piece, value.float(), gradient.float(), self.moments(), self.steps)
+
+    def close(self, update: Update) -> None:
+        """Keep what the step made of them, rounded without bias where they are kept in fewer bits."""
+        if self.settings.int8:
+            for name, moment in update.moments.items():
+                self._keep(name, moment, self._noise(20, name))
+        value = self.piece.value.detach()
+        if value.dtype == torch.bfloat16:
+            value.copy_(round_to_bf16(update.weight, self._noise(16, "weight")))
+
+    def _keep(self, name: str, moment: Tensor, random: Tensor | None) -> None:
+        self._moments[name] = quantize(moment, CODES[name], random) if self.settings.int8 else moment
+
+    def _noise(self, bits: int, what: str) -> Tensor:
+        if self._places is None:
+            self._places = places(self.piece.shape, self.piece.scatter, self.piece.value.device)
+        return noise(self._places, bits, self.seed, self.steps, self.piece.name, what)
+
+
+@contextmanager
+def opened(slots: Sequence[Slot]) -> Iterator[list[Update]]:
+    """The slots' tensors for one step; kept when the block ends."""
+    updates = [slot.open() for slot in slots]
+    yield updates
+    for slot, update in zip(slots, updates, strict=True):
+        slot.close(update)

@@ -1,0 +1,289 @@
+"""Context parallelism: rows too long for one rank, their tokens split over the ranks of a group.
+
+A row is cut into 2n equal chunks and rank r of n holds chunks r and 2n-1-r ("zigzag": Brandon et al. 2023; Llama 3,
+Dubey et al. 2024): an early one, which sees little, and a late one, which sees much, so that all have as much to do.
+
+Two attention cores take the place of `packed_attention` and give the same numbers:
+
+    RingAttention      keys and values travel round the ranks; any number of heads, messages hide behind the arithmetic
+    UlyssesAttention   tokens are exchanged for heads, and back; fewer bytes, but at least one query head for each rank
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from argosy.models.attention import packed_attention
+from argosy.parallel.attention_tiles import Kernel, Tile, kernel_for, ring_tiles
+
+# B batch, T tokens of this rank, S tokens of all, H query heads, K key/value heads, E head width
+# n ranks, h heads that a rank has in an exchange
+
+
+def shard_sequence(x: Tensor, rank: int, size: int, dim: int = 1) -> Tensor:
+    """The tokens of `x` that `rank` of `size` holds; along `dim`, their number must be a multiple of 2 * size."""
+    assert x.shape[dim] % (2 * size) == 0, f"{x.shape[dim]} tokens cannot be cut into {2 * size} equal chunks"
+    chunks = x.chunk(2 * size, dim)
+    return torch.cat((chunks[rank], chunks[-1 - rank]), dim)
+
+
+def unshard_sequence(shards: Sequence[Tensor], dim: int = 1) -> Tensor:
+    """All tokens in their order, from what each rank holds."""
+    early, late = zip(*(shard.chunk(2, dim) for shard in shards), strict=True)
+    return torch.cat((*early, *reversed(late)), dim)
+
+
+class RingAttention:
+    """`packed_attention` of which each rank of `group` computes its own tokens (Liu et al. 2023, "Ring Attention").
+
+    Keys and values travel round the ring, the next ones while attention to the last is computed; what a token saw in
+    each is merged by log-sum-exp, in fp32. In backward they travel once more, and their gradients with them, in fp32.
+    No rank ever has more of them than its own and two blocks as large; q, k, v, the output and the log-sum-exp are
+    what is kept for backward. One instance serves all layers.
+
+    `kernel`: the arithmetic, by default the best one for the device, dtype and head width.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, kernel: Kernel | None = None):
+        self._ring = _Ring(group)
+        self.ranks = group.size()
+        self._kernel = kernel
+        self._tiles: tuple[Tensor, list[list[Tile]]] | None = None
+        self._handle = next(_HANDLES)
+        _RINGS[self._handle] = self
+
+    def __call__(self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: Tensor) -> Tensor:
+        """This rank's [B, T, H, E]; `documents` are those of the whole rows (see `packed_attention`).
+
+        The host waits for `documents`, once for all calls in a row with the same ones; do not change them in place.
+        """
+        H, K = q_BTHE.shape[2], k_BTKE.shape[2]
+        assert k_BTKE.shape == v_BTKE.shape
+        assert H % K == 0, f"{K} key/value heads do not divide {H} query heads"
+        return _ring_attention(q_BTHE, k_BTKE, v_BTKE, documents, self._handle)[0]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
+        """The output, [B, T, H, E], and in fp32 the log-sum-exp of the scores, [B, T, H]; without autograd."""
+        kernel = self._kernel or kernel_for(q)
+        y_BTHE = q.new_empty(q.shape, dtype=torch.float32)
+        lse_BTH = q.new_empty(q.shape[:3], dtype=torch.float32)
+        blocks = self._ring.blocks(torch.stack((k, v)))
+        for step, (tiles, kv) in enumerate(zip(self._tiles_of(documents, q), blocks, strict=True)):
+            put = _set if step == 0 else _merge  # every token sees itself first
+            for rows, queries, keys, causal in tiles:
+                k_tile, v_tile = kv[:, rows, keys]
+                y, lse = kernel.forward(q[rows, queries], k_tile, v_tile, causal)
+                put(y_BTHE[rows, queries], lse_BTH[rows, queries], y, lse.transpose(1, 2))
+        return y_BTHE.to(q.dtype), lse_BTH
+
+    def backward(
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor, y: Tensor, lse_BTH: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The gradients of q and, stacked, of k and v, given that of `forward`'s output."""
+        kernel = self._kernel or kernel_for(q)
+        dy, lse = dy.contiguous(), lse_BTH.transpose(1, 2)
+        dq = q.new_zeros(q.shape, dtype=torch.float32)
+        arriving: Callable[[], Tensor] | None = None
+        blocks = self._ring.blocks(torch.stack((k, v)))
+        for tiles, kv in zip(self._tiles_of(documents, q), blocks, strict=True):
+            dkv = torch.zeros_like(kv, dtype=torch.float32)
+            for rows, queries, keys, causal in tiles:
+                dy_tile, q_tile, y_tile = (x[rows, queries] for x in (dy, q, y))
+                k_tile, v_tile = kv[:, rows, keys]
+                lse_tile = lse[rows, :, queries]
+                parts = kernel.backward(dy_tile, q_tile, k_tile, v_tile, y_tile, lse_tile, causal)
+                for total, part in zip((dq[rows, queries], *dkv[:, rows, keys]), parts, strict=True):
+                    total.add_(part)
+            if arriving is not None:  # what the ranks before have found for this same block
+                dkv += arriving()
+            arriving = self._ring.pass_on(dkv)
+        assert arriving is not None
+        return dq.to(q.dtype), arriving().to(k.dtype)
+
+    def _tiles_of(self, documents: Tensor, q_BTHE: Tensor) -> list[list[Tile]]:
+        if self._tiles is None or not _is_same_memory(self._tiles[0], documents):
+            rows, seq_len = q_BTHE.shape[0], q_BTHE.shape[1] * self._ring.size
+            self._tiles = documents, ring_tiles(documents.tolist(), rows, seq_len, self._ring.rank, self._ring.size)
+        return self._tiles[1]
+
+
+class UlyssesAttention:
+    """`packed_attention` of which each rank of `group` computes some heads (Jacobs et al. 2023, "DeepSpeed Ulysses").
+
+    One all-to-all gives each rank all tokens of H/n query heads and K/n key/value heads, another brings the output
+    back. n must divide H, and either divide K or be a multiple of it; then key/value heads are sent to several ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        self._group = group
+
+    @torch.compiler.disable  # an exchange in the middle: attention itself is one kernel anyway
+    def __call__(self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: Tensor) -> Tensor:
+        """This rank's [B, T, H, E]; `documents` are those of the whole rows (see `packed_attention`)."""
+        n, H, K = self._group.size(), q_BTHE.shape[2], k_BTKE.shape[2]
+        assert k_BTKE.shape == v_BTKE.shape
+        assert H % n == 0 and H % K == 0, f"{H} query heads over {n} ranks, {K} key/value heads"
+        assert K % n == 0 or n % K == 0, f"{K} key/value heads over {n} ranks"
+        if n > K:
+            k_BTKE, v_BTKE = (x.repeat_interleave(n // K, dim=2) for x in (k_BTKE, v_BTKE))
+        # For each rank its heads of all three, side by side: one message.
+        for_ranks_BTnhE = torch.cat([x.unflatten(2, (n, -1)) for x in (q_BTHE, k_BTKE, v_BTKE)], dim=3)
+        heads = [x.shape[2] // n for x in (q_BTHE, k_BTKE, v_BTKE)]
+        q, k, v = _TokensToHeads.apply(for_ranks_BTnhE, self._group).split(heads, dim=2)
+        y_BTnhE: Tensor = _HeadsToTokens.apply(packed_attention(q, k, v, documents), self._group)
+        return y_BTnhE.flatten(2, 3)
+
+
+class _Ring:
+    """Each rank of a group between the one it receives from and the one it sends to."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self._group, self.rank, self.size = group, group.rank(), group.size()
+
+    def pass_on(self, x: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
+        """Begin to send `x` to the next rank; the result waits for what the rank before sent, and returns it."""
+        if self.size == 1:
+            return lambda: x
+        received = torch.empty_like(x) if into is None else into
+        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        send = dist.P2POp(dist.isend, x, group=self._group, group_peer=after)
+        receive = dist.P2POp(dist.irecv, received, group=self._group, group_peer=before)
+        works = dist.batch_isend_irecv([send, receive])
+
+        def wait() -> Tensor:
+            for work in works:
+                work.wait()
+            return received
+
+        return wait
+
+    def blocks(self, block: Tensor) -> Iterator[Tensor]:
+        """The `block`s of this rank, the one before, and so on; each travels while the last one is worked on.
+
+        There are two at any time: each is good until the next is asked for, and this rank's own is written over.
+        """
+        other = torch.empty_like(block)
+        for _ in range(self.size - 1):
+            wait = self.pass_on(block, into=other)
+            yield block
+            wait()
+            block, other = other, block
+        yield block
+
+
+# To torch it is one operator: selective recomputation keeps its output and not that of every tile, and the compiler,
+# which cannot follow messages, takes it as it is. An operator has no Python objects among its arguments: hence handles.
+_HANDLES = itertools.count()
+_RINGS: WeakValueDictionary[int, RingAttention] = WeakValueDictionary()
+
+
+@torch.library.custom_op("argosy::ring_attention", mutates_args=())
+def _ring_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, handle: int) -> tuple[Tensor, Tensor]:
+    return _RINGS[handle].forward(q, k, v, documents)
+
+
+@torch.library.custom_op("argosy::ring_attention_backward", mutates_args=())
+def _ring_attention_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor, y: Tensor, lse: Tensor, handle: int
+) -> tuple[Tensor, Tensor]:
+    return _RINGS[handle].backward(dy, q, k, v, documents, y, lse)
+
+
+@_ring_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, handle: int) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@_ring_attention_backward.register_fake
+def _(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor, y: Tensor, lse: Tensor, handle: int
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(2, *k.shape)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.handle = inputs
+    ctx.ring = _RINGS[ctx.handle]  # lives as long as this: the handle alone does not hold it
+    ctx.save_for_backward(*tensors, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, dy: Tensor, dlse: None) -> tuple[Tensor | None, ...]:
+    dq, dkv = _ring_attention_backward(dy, *ctx.saved_tensors, ctx.handle)
+    return dq, *dkv.unbind(), None, None
+
+
+_ring_attention.register_autograd(_gradients, setup_context=_keep_for_backward)
+
+
+@register_flop_formula(torch.ops.argosy.ring_attention, get_raw=True)
+def _flops(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, handle: int, **_: Any) -> int:
+    """Of this rank, as if all documents were equally long, and the future not spared, as torch counts attention."""
+    tokens = q.shape[0] * q.shape[1] * _RINGS[handle].ranks
+    return 4 * q.numel() * tokens // (documents.shape[0] - 1)
+
+
+def _is_same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether `b` is `a`, be it as another Python object: as `a` is alive, its address is not given to another."""
+    return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape)
+
+
+def _set(y_BTHE: Tensor, lse_BTH: Tensor, y_tile: Tensor, lse_tile: Tensor) -> None:
+    y_BTHE.copy_(y_tile)
+    lse_BTH.copy_(lse_tile)
+
+
+def _merge(y_BTHE: Tensor, lse_BTH: Tensor, y_tile: Tensor, lse_tile: Tensor) -> None:
+    """Make `y` and `lse`, in place, what they are when the queries see the tile's keys too."""
+    share_BTH1 = torch.sigmoid(lse_tile - lse_BTH)[..., None]
+    y_BTHE.lerp_(y_tile.float(), share_BTH1)
+    torch.logaddexp(lse_BTH, lse_tile, out=lse_BTH)
+
+
+class _TokensToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BTnhE: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _tokens_to_heads(x_BTnhE, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _heads_to_tokens(grad, ctx.group), None
+
+
+class _HeadsToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BShE: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _heads_to_tokens(x_BShE, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _tokens_to_heads(grad, ctx.group), None
+
+
+def _tokens_to_heads(x_BTnhE: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """From this rank's tokens, with every rank's heads, to all tokens S = nT with this rank's heads; [B, S, h, E]."""
+    return unshard_sequence(_all_to_all(x_BTnhE.movedim(2, 0), group).unbind())
+
+
+def _heads_to_tokens(x_BShE: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """From all tokens with this rank's heads to this rank's tokens with every rank's heads; [B, T, n, h, E]."""
+    n = group.size()
+    return _all_to_all(torch.stack([shard_sequence(x_BShE, rank, n) for rank in range(n)]), group).movedim(0, 2)
+
+
+def _all_to_all(for_ranks: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Send the i-th part to rank i; what rank i sent comes i-th."""
+    for_ranks = for_ranks.contiguous()
+    received = torch.empty_like(for_ranks)
+    dist.all_to_all_single(received, for_ranks, group=group)
+    return received

@@ -1,0 +1,145 @@
+"""Expert parallelism (Lepikhin et al. 2020, "GShard"): each rank has some of the experts, and tokens travel to them.
+
+The ranks of the ep group read different tokens. A rank sorts its tokens by expert, sends each rank those for its
+experts, computes what it receives, and sends the results back. However uneven the shares are, nothing is dropped or
+padded, and a token's result is that of a single process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from argosy.config.schema import ModelConfig
+from argosy.models.experts import Compute, Load, MoE, Rows, inverse, take_rows
+from argosy.parallel.collectives import gather_sequence, reduce_scatter_sequence
+from argosy.parallel.tensor import split
+from argosy.parallel.world import World
+
+# n ranks, E experts, e of them on each rank, P pairs of token and expert that this rank has, Q that it computes
+# D model width, B rows, T tokens of a row, t of them on this rank, K experts of a token
+
+
+class ExpertParallel:
+    """Stands in for `models.experts.at_home` where rank r of `group` has experts r*e up to (r+1)*e.
+
+    `Experts` must hold these alone, as its weights' first dim says. All ranks of the group call it alike.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        self._group = group
+
+    def __call__(self, x_PD: Tensor, counts_E: Tensor, compute: Compute) -> Tensor:
+        sent_ne = counts_E.view(self._group.size(), -1)
+        received_ne = torch.empty_like(sent_ne)
+        dist.all_to_all_single(received_ne, sent_ne.contiguous(), group=self._group)
+        # The one time that the host waits for the device: a message's length must be known.
+        send, receive = torch.stack((sent_ne.sum(1), received_ne.sum(1))).tolist()
+        x_QD = exchange_rows(x_PD, send, receive, self._group)
+        order_Q = _by_expert(received_ne, sum(receive))
+        places_Q = inverse(order_Q)
+        y_QD = compute(take_rows(x_QD, order_Q, places_Q[:, None]), received_ne.sum(0))
+        return exchange_rows(take_rows(y_QD, places_Q, order_Q[:, None]), receive, send, self._group)
+
+
+def split_experts(moe: MoE, mesh: DeviceMesh) -> None:
+    """Deal the experts of `moe` (on the meta device) out over the ep dim of `mesh`, and each over its tp dim, in place.
+
+    Of an expert the tp ranks have some of the hidden columns each. They compute all their tokens with these, and add
+    the results up: the inputs are gathered, and the sums are left split by tokens, as around a dense feed-forward.
+    """
+    names = mesh.mesh_dim_names or ()
+    if "ep" in names:
+        moe.experts.exchange = ExpertParallel(mesh["ep"].get_group())
+    if "tp" in names:
+        group = mesh["tp"].get_group()
+        moe.experts.register_forward_pre_hook(lambda _, inputs: tuple(gather_sequence(x, group) for x in inputs))
+        moe.experts.register_forward_hook(lambda _, inputs, y: reduce_scatter_sequence(y, group))
+    hidden_dim = {"gate": 1, "up": 1, "down": 2}
+    for name, dim in hidden_dim.items():
+        split(moe.experts, mesh, *(Shard({"ep": 0, "tp": dim}[axis]) for axis in names), names=(name,))
+
+
+def exchange_rows(x_PD: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """Send the first send[0] rows to rank 0, the next send[1] to rank 1, ...; returns what came, in order of ranks."""
+    y: Tensor = _ExchangeRows.apply(x_PD, send, receive, group)
+    return y
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.way = send, receive, group
+        return _all_to_all(x, send, receive, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        send, receive, group = ctx.way
+        return _all_to_all(grad, receive, send, group), None, None, None
+
+
+def _all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    y = x.new_empty(sum(receive), *x.shape[1:])
+    dist.all_to_all_single(y, x.contiguous(), list(receive), list(send), group=group)
+    return y
+
+
+def _by_expert(received_ne: Tensor, total: int) -> Tensor:
+    """The order that turns rows sorted by rank and then by expert into rows sorted by expert and then by rank."""
+    n, e = received_ne.shape
+    expert_Q = torch.arange(e, device=received_ne.device).repeat(n)
+    return expert_Q.repeat_interleave(received_ne.flatten(), output_size=total).argsort(stable=True)
+
+
+class SplitRows(Rows):
+    """What concerns whole rows, where the ranks of `group` share each (context or sequence parallelism).
+
+    `join` puts what all ranks have [B, t, ...] in the order of the row; `cut` takes this rank's part out of that.
+    `around`: what the row so made is itself a part of, if two axes split it.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        join: Callable[[list[Tensor]], Tensor],
+        cut: Callable[[Tensor], Tensor],
+        around: Rows | None = None,
+    ):
+        self._group, self._join, self._cut, self._around = group, join, cut, around or Rows()
+        self.ranks = group.size() * self._around.ranks
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Over the ranks that share the rows; no gradient."""
+        total = x.detach().clone()
+        dist.all_reduce(total, group=self._group)
+        return self._around.sum(total)
+
+    def places(self, experts_BTK: Tensor) -> Tensor:
+        """See `models.experts.places_in_row`: of this rank's tokens, counting those of all ranks."""
+        parts = [torch.empty_like(experts_BTK) for _ in range(self._group.size())]
+        dist.all_gather(parts, experts_BTK.contiguous(), group=self._group)
+        return self._cut(self._around.places(self._join(parts)))
+
+
+def balance_experts(mine: Mapping[int, MoE], config: ModelConfig, world: World) -> dict[int, Load]:
+    """End a step: take the loads of all ranks, move the biases; returns each MoE layer's load, the same on all ranks.
+
+    `mine`: this rank's MoE layers by number. One message, whatever the layout. Where several ranks count the same
+    tokens they all do so alike, which changes neither the biases nor what a `Load` tells but for its counts.
+    """
+    experts = config.moe.experts
+    loads = torch.zeros(config.layers, 2 * experts + 1, dtype=torch.float64, device=world.device)
+    for layer, moe in mine.items():
+        loads[layer] = moe.take_load()
+    world.sum(loads)
+    for layer, moe in mine.items():
+        moe.update_bias(loads[layer, :experts])
+    host = loads.cpu()
+    return {layer: Load.of(host[layer]) for layer in range(config.layers) if config.is_moe_layer(layer)}

@@ -1,0 +1,273 @@
+"""Memory of the state, in closed form: the bytes of parameters, gradients and optimizer moments that each rank holds.
+
+The model is a table of its parameters: name, shape, and along which dims tensor and expert parallelism cut it. All
+else is arithmetic on the table. With n ranks that share the state (dp_shard x cp), N elements of a parameter on one
+tensor-parallel rank, w bytes of a weight (4, or 2 with weights=bf16) and m moments (AdamW 2, Lion and Muon 1) it takes
+
+    zero   parameters   gradients     moments
+    0      w N          w N           4 m N
+    1      w N          w N + w N/n   4 m N/n
+    2      w N          w N/n         4 m N/n
+    3      w N/n        w N/n         4 m N/n
+
+(Rajbhandari et al. 2020, with fp32 weights that are their own master copy.) Stage 1 holds sums beside what backward
+left. Parameters are cut along dim 0 into n chunks of ceil(rows/n) rows; the last ones may be smaller, or empty, and
+buffers of gradients and of stage 3 are padded to the full chunk. All of this is counted: the tests hold the figures
+to what ranks really hold, byte for byte. Not counted is what lives inside a step: activations, one bucket of
+gradients, and of stage 3 the blocks that are gathered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from argosy.config.schema import ModelConfig, OptimizerConfig, RunConfig
+from argosy.optim.groups import settings_of
+from argosy.plan.pipeline import SCHEDULES, split_layers, stages_of_rank
+from argosy.plan.plan import AXES, Plan
+
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+"""Of what is stored or sent, by the plan's word: fp8 is for matmuls alone, around them is bf16."""
+MOMENTS = {"adamw": 2, "lion": 1, "muon": 1}
+INT8_BLOCK = 256
+"""Elements of a row that share one fp32 scale."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of the whole model, and how it is cut."""
+
+    shape: tuple[int, ...]
+    tp_dim: int | None = None
+    """The dim that tensor parallelism cuts; None: each tp rank has it whole, and a part of its gradient's sum."""
+    is_expert: bool = False
+    """Dim 0 counts experts: expert parallelism cuts it, and shares it with fewer ranks."""
+
+
+Table = dict[str, Parameter]
+"""Parameters by their names, in the model's order."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What of the decoder one pipeline stage holds; without pipelining, all of it."""
+
+    layers: range
+    first: bool
+    last: bool
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """What one rank holds between backward and the optimizer's step, bytes."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    """Moments, wherever `plan.offload` keeps them."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One parameter as one rank has it."""
+
+    local: tuple[int, ...]
+    """What tensor and expert parallelism left of its shape."""
+    ranks: int
+    """Ranks that share this, ZeRO's n; 1 for stage 0."""
+    replicas: int
+    """Copies of what these share."""
+    rank: int
+    """This rank's place among them."""
+
+    @property
+    def numel(self) -> int:
+        """Elements on all of these ranks together."""
+        return math.prod(self.local)
+
+    @property
+    def chunk(self) -> int:
+        """Elements of one rank's share, padded to the size of the largest."""
+        return -(-self.local[0] // self.ranks) * math.prod(self.local[1:])
+
+    @property
+    def mine(self) -> tuple[int, ...]:
+        """The shape of this rank's share, without padding."""
+        return (_chunk_of(self.local[0], self.ranks, self.rank), *self.local[1:])
+
+
+def state_bytes(plan: Plan, run: RunConfig, rank: int = 0) -> StateBytes:
+    """What global rank `rank` holds of the state when gradients have been summed; exact, padding included."""
+    w = DTYPE_BYTES[plan.weights]
+    parameters = gradients = optimizer = 0
+    seen: set[str] = set()  # a V-shaped pipeline's first rank has a tied embedding twice, and updates one
+    for stage in stages_on(plan, run, rank):
+        for name, parameter in parameter_table(run.model, stage, plan.tp).items():
+            cut = cut_of(parameter, plan, rank)
+            parameters += w * (cut.chunk if plan.zero == 3 else cut.numel)
+            gradients += w * _gradient_elements(cut, plan)
+            optimizer += 0 if name in seen else moment_bytes(name, parameter.shape, cut.mine, run.optimizer)
+            seen.add(name)
+    return StateBytes(parameters, gradients, optimizer)
+
+
+def _gradient_elements(cut: Cut, plan: Plan) -> int:
+    if cut.ranks == 1:
+        return cut.numel
+    # What is not summed in its own dtype is cast piece by piece, which leaves the padding behind; FSDP2 casts it all.
+    share = cut.chunk if plan.zero == 3 or plan.reduce == plan.weights else math.prod(cut.mine)
+    return share + (cut.numel if plan.zero == 1 else 0)
+
+
+def moment_bytes(name: str, shape: tuple[int, ...], mine: tuple[int, ...], config: OptimizerConfig) -> int:
+    """Optimizer state for the part `mine` of a parameter of `shape`: 4 bytes an element and moment.
+
+    With state = "int8", matrices take 1 byte an element and 4 for each block of 256 elements of a row.
+    """
+    settings = settings_of(name, shape, config)
+    elements = math.prod(mine)
+    if not elements:
+        return 0
+    rows = math.prod(mine[:-1])
+    each = elements + 4 * rows * -(-mine[-1] // INT8_BLOCK) if settings.int8 else 4 * elements
+    return MOMENTS[settings.rule] * each
+
+
+def cut_of(parameter: Parameter, plan: Plan, rank: int) -> Cut:
+    """How much of `parameter` is on global rank `rank`, and with how many it shares that."""
+    at = place_of(rank, plan)
+    local = list(parameter.shape)
+    if parameter.tp_dim is not None:
+        local[parameter.tp_dim] = _chunk_of(local[parameter.tp_dim], plan.tp, at["tp"])
+    together, among = plan.dp_shard * plan.cp, at["dp_shard"] * plan.cp + at["cp"]
+    if parameter.is_expert:
+        local[0] //= plan.ep
+        together, among = together // plan.ep, among // plan.ep
+    if plan.zero == 0:
+        return Cut(tuple(local), 1, plan.dp_replicate * together, 0)
+    return Cut(tuple(local), together, plan.dp_replicate, among)
+
+
+def place_of(rank: int, plan: Plan) -> dict[str, int]:
+    """The rank's coordinate along each axis of the mesh; the last axis varies fastest."""
+    place = {}
+    for axis in reversed(AXES):
+        rank, place[axis] = divmod(rank, getattr(plan, axis))
+    return place
+
+
+def stages_on(plan: Plan, run: RunConfig, rank: int) -> list[Stage]:
+    """The pipeline stages of global rank `rank`, in the model's order."""
+    if plan.pp == 1:
+        return [Stage(range(run.model.layers), first=True, last=True)]
+    layers = split_layers(run.model, run.data.seq_len, plan.stages)
+    mine = stages_of_rank(
+        place_of(rank, plan)["pp"], plan.pp, plan.stages // plan.pp, SCHEDULES[plan.schedule].v_shaped
+    )
+    return [Stage(layers[stage], stage == 0, stage == plan.stages - 1) for stage in mine]
+
+
+def parameter_table(model: ModelConfig, stage: Stage, tp: int) -> Table:
+    """All parameters of a stage of the decoder. `tp` matters only where it exceeds the key/value heads."""
+    vocabulary = Parameter((model.vocab_size, model.width), tp_dim=0)
+    table: Table = {}
+    if stage.first or (stage.last and model.tie_embeddings):
+        table["embedding.weight"] = vocabulary
+    for layer in stage.layers:
+        table |= _within(f"blocks.{layer}", block_table(model, layer, tp))
+    if stage.last:
+        table["norm.weight"] = Parameter((model.width,))
+        if not model.tie_embeddings:
+            table["head.weight"] = vocabulary
+    return table
+
+
+def block_table(model: ModelConfig, layer: int, tp: int) -> Table:
+    """The parameters of block `layer`."""
+    attention = _latent_attention(model) if model.mla.kv_rank else _attention(model, tp)
+    feed_forward = _experts(model) if model.is_moe_layer(layer) else _feed_forward(model.width, model.ffn_width)
+    return {
+        "attention_norm.weight": Parameter((model.width,)),
+        **_within("attention", attention),
+        "mlp_norm.weight": Parameter((model.width,)),
+        **_within("mlp", feed_forward),
+    }
+
+
+def _attention(model: ModelConfig, tp: int) -> Table:
+    width, q, kv = model.width, model.heads * model.head_width, model.kv_heads * model.head_width
+    kv_dim = 0 if model.kv_heads >= tp else None  # with fewer heads than ranks, each rank computes all of them
+    table = {
+        "q.weight": Parameter((q, width), 0),
+        "k.weight": Parameter((kv, width), kv_dim),
+        "v.weight": Parameter((kv, width), kv_dim),
+        "o.weight": Parameter((width, q), 1),
+    }
+    if model.attention_bias:
+        table |= {
+            "q.bias": Parameter((q,), 0),
+            "k.bias": Parameter((kv,), kv_dim),
+            "v.bias": Parameter((kv,), kv_dim),
+            "o.bias": Parameter((width,)),
+        }
+    if model.qk_norm:
+        table |= {f"{x}_norm.weight": Parameter((model.head_width,)) for x in "qk"}
+    return table
+
+
+def _latent_attention(model: ModelConfig) -> Table:
+    mla, heads, width = model.mla, model.heads, model.width
+    table: Table = {}
+    if mla.q_rank:
+        table["q_down.weight"] = Parameter((mla.q_rank, width))
+        table["q_norm.weight"] = Parameter((mla.q_rank,))
+        table["q_up.weight"] = Parameter((heads * mla.key_width, mla.q_rank), 0)
+    else:
+        table["q.weight"] = Parameter((heads * mla.key_width, width), 0)
+    table["kv_down.weight"] = Parameter((mla.kv_rank + mla.rope_width, width))
+    table["kv_norm.weight"] = Parameter((mla.kv_rank,))
+    table["kv_up.weight"] = Parameter((heads * (mla.nope_width + mla.value_width), mla.kv_rank), 0)
+    table["o.weight"] = Parameter((width, heads * mla.value_width), 1)
+    if model.attention_bias:
+        table |= {"q_down.bias": Parameter((mla.q_rank,))} if mla.q_rank else {}
+        table |= {"kv_down.bias": Parameter((mla.kv_rank + mla.rope_width,)), "o.bias": Parameter((width,))}
+    return table
+
+
+def _feed_forward(width: int, hidden: int) -> Table:
+    return {
+        "gate.weight": Parameter((hidden, width), 0),
+        "up.weight": Parameter((hidden, width), 0),
+        "down.weight": Parameter((width, hidden), 1),
+    }
+
+
+def _experts(model: ModelConfig) -> Table:
+    moe, width = model.moe, model.width
+    stack = (moe.experts, moe.expert_ffn_width, width)
+    table = {
+        "router.weight": Parameter((moe.experts, width)),
+        "experts.gate": Parameter(stack, 1, is_expert=True),
+        "experts.up": Parameter(stack, 1, is_expert=True),
+        "experts.down": Parameter((moe.experts, width, moe.expert_ffn_width), 2, is_expert=True),
+    }
+    if moe.shared_experts:
+        table |= _within("shared", _feed_forward(width, moe.shared_experts * moe.expert_ffn_width))
+    return table
+
+
+def _within(module: str, table: Mapping[str, Parameter]) -> Table:
+    return {f"{module}.{name}": parameter for name, parameter in table.items()}
+
+
+def _chunk_of(size: int, ranks: int, rank: int) -> int:
+    """Of `size` rows, those of one rank: chunks of ceil(size/ranks), the last ones smaller, or empty."""
+    chunk = -(-size // ranks)
+    return max(0, min(chunk, size - rank * chunk))

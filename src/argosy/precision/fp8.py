@@ -1,0 +1,65 @@
+"""Linear layers that multiply in fp8, through torchao."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import nn
+
+from argosy.errors import UserError, missing_extra
+
+LEAST_CAPABILITY = (8, 9)
+"""CUDA compute capability of the first devices with fp8 tensor cores (Ada; Hopper is 9.0)."""
+MULTIPLE = 16
+"""What both sides of an fp8 matmul must be a multiple of."""
+SKIPPED = ("embedding", "head", "router")
+"""Modules, by the last word of their name, that stay as they are: small errors in logits and in routing cost most."""
+
+
+def check_fp8(device: torch.device) -> None:
+    """Raises: UserError if `device` cannot multiply in fp8, or torchao is not installed."""
+    where = str(device)
+    able = False
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        where = f"{torch.cuda.get_device_name(device)} (compute capability {capability[0]}.{capability[1]})"
+        able = capability >= LEAST_CAPABILITY
+    if not able:
+        raise UserError(
+            f"plan: precision = fp8 needs a CUDA device of compute capability 8.9 or more (Ada, Hopper, Blackwell); "
+            f"this one is {where}. Try precision=bf16."
+        )
+    if importlib.util.find_spec("torchao") is None:
+        raise missing_extra("torchao", "fp8", "plan: precision = fp8")
+
+
+def takes_fp8(module: nn.Module, name: str) -> bool:
+    """Whether a module is multiplied in fp8: linear, of fitting sizes, and not one of `SKIPPED`."""
+    return (
+        isinstance(module, nn.Linear)
+        and module.in_features % MULTIPLE == 0
+        and module.out_features % MULTIPLE == 0
+        and name.rpartition(".")[2] not in SKIPPED
+    )
+
+
+def use_fp8(model: nn.Module, device: torch.device, emulate: bool = False) -> None:
+    """Make the model's linear layers multiply in fp8, scaled by tensor; weights keep their dtype and their names.
+
+    To be called before anything else lays the model out. `emulate`: round to fp8 but multiply as before, which any
+    device can. Raises: UserError as `check_fp8`, if no layer has sizes that fp8 can take, or if tensor parallelism has
+    cut the weights: torchao's layers know only whole ones.
+    """
+    if not emulate:
+        check_fp8(device)
+    if any(hasattr(parameter, "to_local") for parameter in model.parameters()):
+        raise UserError("plan: precision = fp8 does not go with tp > 1. Try tp=1, more dp_shard, or precision=bf16.")
+    if not any(takes_fp8(module, name) for name, module in model.named_modules()):
+        raise UserError(
+            f"plan: precision = fp8 finds no linear layer whose sizes are multiples of {MULTIPLE}. "
+            "Try precision=bf16, or other model.width and model.ffn_width."
+        )
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    convert_to_float8_training(model, module_filter_fn=takes_fp8, config=Float8LinearConfig(emulate=emulate))
