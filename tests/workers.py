@@ -5,55 +5,72 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from argosy.parallel.world import World
+from argosy.parallel.world import World, leave_world
 
-POOL_SIZE = 4
+POOL_SIZE = 8
+STARTED_AT_ONCE = 4
 TIMEOUT_S = 120
 
 
 class WorkerPool:
-    """Processes that run a function together, as the ranks of a world of any size up to the pool's."""
+    """Processes that run a function together, as the ranks of a world of any size up to `POOL_SIZE`."""
 
     def __init__(self) -> None:
-        context = mp.get_context("spawn")
+        self._context = mp.get_context("spawn")
         self._pipes: list[Connection] = []
-        self._processes = []
-        for _ in range(POOL_SIZE):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
-            process.start()
-            theirs.close()  # so that the death of the process ends the pipe
-            self._pipes.append(ours)
-            self._processes.append(process)
+        self._processes: list[BaseProcess] = []
+        self._grow(STARTED_AT_ONCE)
 
     def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """`function(world, *arguments)` on ranks 0..size-1 at once; their results by rank."""
+        assert size <= POOL_SIZE, f"a world of {size}, and the pool has {POOL_SIZE} processes at most"
+        self._grow(size)
         store = tempfile.mktemp(prefix="argosy-store-")  # gloo makes the file itself
         for rank in range(size):
             # Pickled twice, so that what cannot be imported over there is reported and not the worker's end.
             self._pipes[rank].send((pickle.dumps((function, arguments)), rank, size, store))
-        answers = []
-        for rank in range(size):
-            assert self._pipes[rank].poll(TIMEOUT_S), f"rank {rank} did not answer in {TIMEOUT_S} s"
-            answers.append(self._pipes[rank].recv())
+        answers = self._answers(size)
         failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
         assert not failures, "\n".join(failures)
         return [result for _, result in answers]
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes; another `run` starts new ones."""
         for process in self._processes:
             process.kill()  # they have nothing to tidy up, and torch takes a second to leave by itself
             process.join()
+        self._pipes, self._processes = [], []
+
+    def _answers(self, size: int) -> list[tuple[bool, Any]]:
+        end = time.monotonic() + TIMEOUT_S
+        answers = [
+            pipe.recv() if pipe.poll(max(0.0, end - time.monotonic())) else (False, f"no answer in {TIMEOUT_S} s")
+            for pipe in self._pipes[:size]
+        ]
+        if time.monotonic() > end:
+            self.close()  # or an answer that is late would be taken for that to the next question
+        return answers
+
+    def _grow(self, size: int) -> None:
+        """Start as many more processes as a world of `size` lacks: each takes 300 MB, and few tests need many."""
+        for _ in range(len(self._processes), size):
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()  # so that the death of the process ends the pipe
+            self._pipes.append(ours)
+            self._processes.append(process)
 
 
 def _serve(pipe: Connection) -> None:
@@ -67,6 +84,6 @@ def _serve(pipe: Connection) -> None:
             try:
                 pipe.send((True, function(World(rank, size), *arguments)))
             finally:
-                dist.destroy_process_group()
+                leave_world()
         except BaseException:
             pipe.send((False, traceback.format_exc()))

@@ -44,7 +44,7 @@ def build():  # type: ignore[no-untyped-def]
 
     def build(config: ModelConfig, seed: int = 0, compute_dtype: torch.dtype = torch.float32) -> Decoder:
         model = Decoder(config, compute_dtype)
-        materialize(model, torch.device("cpu"), seed)
+        materialize(model, config, torch.device("cpu"), seed)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in model.parameters():

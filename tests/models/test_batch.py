@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.models.batch import document_starts, microbatches
+from argosy.models.batch import document_positions, microbatches
+from argosy.models.decoder import document_starts
 
 END = 0
 ROWS = np.array([[1, 2, END, 3, 4], [5, 6, 7, 8, 9], [END, 1, 1, END, 2], [2, END, END, 1, 1]], np.int32)
@@ -31,11 +32,30 @@ def test_a_mark_opens_a_document_and_so_does_a_row():
     assert micro.documents.dtype == torch.int32
 
 
-@given(st.integers(1, 4).flatmap(lambda n: st.lists(st.lists(st.integers(0, 2), min_size=n, max_size=n), min_size=1)))
+def test_positions_count_from_the_mark_and_from_the_row():
+    (micro,) = microbatches(ROWS, 4, END, torch.device("cpu"))
+    assert micro.positions_BT.tolist() == [[0, 1, 0, 1], [0, 1, 2, 3], [0, 1, 2, 0], [0, 0, 0, 1]]
+
+
+TOKENS = st.integers(1, 4).flatmap(
+    lambda n: st.lists(st.lists(st.integers(0, 2), min_size=n, max_size=n), min_size=1, max_size=6)
+)
+
+
+@given(TOKENS)
 def test_documents_tile_the_batch(rows):
     tokens = torch.tensor(rows)
-    edges = document_starts(tokens, END).tolist()
+    edges = document_starts(document_positions(tokens, END)).tolist()
     assert edges == sorted(set(edges)) and edges[0] == 0 and edges[-1] == tokens.numel()
     flat = tokens.flatten().tolist()
     starts = set(edges[:-1])
     assert all((i in starts) == (flat[i] == END or i % tokens.shape[1] == 0) for i in range(len(flat)))
+
+
+@given(TOKENS)
+def test_a_position_is_one_more_than_the_one_before_unless_a_document_starts(rows):
+    tokens = torch.tensor(rows)
+    positions = document_positions(tokens, END)
+    assert (positions[:, 0] == 0).all()
+    starts = tokens[:, 1:] == END
+    assert torch.equal(positions[:, 1:], torch.where(starts, 0, positions[:, :-1] + 1))

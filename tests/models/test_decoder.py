@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch.nn import functional as F
 
-from argosy.models.decoder import Decoder
+from argosy.models.decoder import Decoder, Part, document_starts
+from argosy.models.initialize import materialize
+from argosy.models.loss import chunk_loss_and_gradient
 
 
 def tokens(rows: int = 2, seq_len: int = 24, seed: int = 1) -> torch.Tensor:
@@ -66,6 +70,79 @@ def test_a_document_does_not_reach_the_next(lengths, small, build):
         alone = model(tokens_BT[:, start : start + length])
         torch.testing.assert_close(packed[:, start : start + length], alone, rtol=1e-4, atol=1e-4)
         start += length
+
+
+def test_documents_follow_from_positions(small, build):
+    model, tokens_BT = build(small), tokens()
+    positions_BT = torch.cat([torch.arange(n) for n in (5, 19, 1, 22, 1)]).view(2, 24)
+    documents = document_starts(positions_BT)
+    assert documents.tolist() == [0, 5, 24, 25, 47, 48] and documents.dtype == torch.int32
+    from_positions = model(tokens_BT, positions_BT=positions_BT)
+    assert torch.equal(from_positions, model(tokens_BT, positions_BT=positions_BT, documents=documents))
+    torch.testing.assert_close(from_positions, model(tokens_BT, documents=documents), rtol=1e-4, atol=1e-4)
+    assert (from_positions - model(tokens_BT)).abs().max() > 0.01
+
+
+def test_positions_say_how_far_tokens_are_apart(small, build):
+    model, tokens_BT = build(small), tokens(rows=1)
+    documents, places = torch.tensor([0, 24], dtype=torch.int32), torch.arange(24)[None]
+    near, far = (model(tokens_BT, positions_BT=positions, documents=documents) for positions in (places // 2, places))
+    assert torch.equal(near[:, :1], far[:, :1])
+    assert (near - far).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("cuts", [(1,), (1, 2), (0, 3)], ids=str)
+def test_parts_one_after_the_other_are_the_whole(cuts, tied, small, build):
+    """Loss, logits and every gradient; a tied embedding's is the sum over the two parts that hold it."""
+    config = small.model_copy(update={"layers": 3, "tie_embeddings": tied})
+    model, tokens_BT, targets_BT = build(config), tokens(), tokens(seed=2)
+    edges = [0, *cuts, 3]
+    parts = [
+        Decoder(config, part=Part(range(begin, end), first=i == 0, last=i == len(cuts)))
+        for i, (begin, end) in enumerate(itertools.pairwise(edges))
+    ]
+    for part in parts:
+        part.to_empty(device="cpu")
+        part.load_state_dict({name: model.get_parameter(name) for name in part.state_dict()})
+
+    def run(targets: torch.Tensor | None) -> torch.Tensor:
+        x = tokens_BT
+        for part in parts:
+            x = part(x, targets)
+        return x
+
+    assert torch.equal(run(None), model(tokens_BT))
+    loss, expected = run(targets_BT), model(tokens_BT, targets_BT)
+    assert torch.equal(loss, expected)
+    loss.backward()
+    expected.backward()
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in itertools.chain(*(part.named_parameters() for part in parts)):
+        found[name] = found.get(name, 0) + parameter.grad
+    torch.testing.assert_close(found, {name: p.grad for name, p in model.named_parameters()}, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_part_has_the_names_and_the_initial_weights_that_the_whole_has_there(tied, small, build):
+    config = small.model_copy(update={"layers": 3, "tie_embeddings": tied})
+    whole = Decoder(config)
+    materialize(whole, config, torch.device("cpu"), 5)
+    ends = {"embedding.weight"}, {"norm.weight", "embedding.weight" if tied else "head.weight"}
+    for part, outside in ((Part(range(2), last=False), ends[0]), (Part(range(2, 3), first=False), ends[1])):
+        model = Decoder(config, part=part)
+        materialize(model, config, torch.device("cpu"), 5)
+        names = {name for name, parameter in model.named_parameters()}
+        assert {name for name in names if not name.startswith("blocks.")} == outside
+        assert {int(name.split(".")[1]) for name in names - outside} == set(part.layers)
+        assert all(torch.equal(model.get_parameter(name), whole.get_parameter(name)) for name in names)
+
+
+def test_the_loss_of_a_chunk_may_be_another(small, build):
+    model = build(small)
+    expected = model(tokens(), tokens(seed=2))
+    model.loss_of_chunk = lambda logits, targets: tuple(3 * x for x in chunk_loss_and_gradient(logits, targets))
+    torch.testing.assert_close(model(tokens(), tokens(seed=2)), 3 * expected)
 
 
 @pytest.mark.parametrize("pieces", [(24,), (1,) * 24, (7, 1, 16)], ids=str)

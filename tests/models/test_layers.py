@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from argosy.models.layers import FeedForward, Linear, RMSNorm
+from argosy.models.layers import Embedding, FeedForward, Linear, RMSNorm, local
 
 
 def test_linear_in_bf16_leaves_weight_and_gradient_in_fp32():
@@ -14,6 +14,30 @@ def test_linear_in_bf16_leaves_weight_and_gradient_in_fp32():
     y.sum().backward()
     assert y.dtype == torch.bfloat16
     assert layer.weight.dtype == layer.weight.grad.dtype == layer.bias.grad.dtype == torch.float32
+
+
+def test_linear_adds_its_bias_once_after_the_parts_of_its_sum():
+    """Two ranks with half of the inputs each: what one of them gives once both were added up."""
+    layer, halves = Linear(8, 4), [Linear(4, 4), Linear(4, 4)]
+    x = torch.randn(3, 8)
+    for half, weight in zip(halves, layer.weight.split(4, dim=1), strict=True):
+        half.weight.data, half.bias.data = weight.data, layer.bias.data
+    halves[0].reduce = lambda y: y + F.linear(x[:, 4:], halves[1].weight)
+    torch.testing.assert_close(halves[0](x[:, :4]), layer(x))
+
+
+def test_an_embedding_gives_vectors_in_its_dtype_and_keeps_its_gradient_in_fp32():
+    embedding = Embedding(10, 4, torch.bfloat16)
+    y = embedding(torch.tensor([[3, 3, 7]]))
+    assert torch.equal(y, embedding.weight[[3, 3, 7]][None].bfloat16())
+    y.sum().backward()
+    assert embedding.weight.grad.dtype == torch.float32
+    assert embedding.weight.grad.sum(1).tolist() == [0, 0, 0, 8, 0, 0, 0, 4, 0, 0]
+
+
+def test_a_plain_parameter_is_its_own_local_part():
+    weight = Linear(2, 2).weight
+    assert local(weight) is weight
 
 
 def test_rmsnorm_divides_by_the_root_mean_square():

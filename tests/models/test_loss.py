@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode  # there is no public way to see every tensor made
 
 from argosy.models import loss
-from argosy.models.loss import summed_cross_entropy
+from argosy.models.loss import chunk_loss_and_gradient, summed_cross_entropy
 
 TOKENS, WIDTH, VOCAB = 61, 16, 50
 
@@ -76,6 +76,37 @@ def test_large_logits_neither_overflow_nor_lose_the_loss():
     ours, theirs = summed_cross_entropy(x, weight, targets), reference(x, weight, targets)
     torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(torch.autograd.grad(ours, x), torch.autograd.grad(theirs, x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_chunk_gives_its_loss_in_fp32_and_the_gradient_to_its_logits_in_theirs(dtype):
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(9, VOCAB, generator=generator).to(dtype).requires_grad_()
+    targets = torch.tensor([0, VOCAB - 1, -100, 3, 3, 4, -100, 7, 8])
+    expected = F.cross_entropy(logits.float(), targets, ignore_index=-100, reduction="sum")
+    loss, gradient = chunk_loss_and_gradient(logits.detach(), targets)
+    assert loss.dtype == torch.float32 and gradient.dtype == dtype
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, logits)[0])
+
+
+@pytest.mark.usefixtures("chunk_rows")
+@pytest.mark.parametrize("grad", [True, False])
+def test_each_chunk_goes_once_through_the_loss_that_is_given(grad):
+    x, weight, targets = inputs()
+    seen: list[Tensor] = []
+
+    def doubled(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append(targets_C)
+        loss, gradient_CV = chunk_loss_and_gradient(logits_CV, targets_C)
+        return 2 * loss, 2 * gradient_CV
+
+    with torch.set_grad_enabled(grad):
+        ours, theirs = summed_cross_entropy(x, weight, targets, doubled), 2 * reference(x, weight, targets)
+    torch.testing.assert_close(ours, theirs)
+    assert torch.equal(torch.cat(seen), targets)
+    if grad:
+        torch.testing.assert_close(torch.autograd.grad(ours, (x, weight)), torch.autograd.grad(theirs, (x, weight)))
 
 
 class LargestTensor(TorchDispatchMode):

@@ -8,7 +8,7 @@ import torch
 
 from argosy.models.decoder import Decoder
 from argosy.parallel.compile import compile_blocks
-from argosy.training.batch import Microbatch, microbatches
+from argosy.models.batch import Microbatch, microbatches
 from tiny import decoder
 
 

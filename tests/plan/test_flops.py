@@ -64,7 +64,7 @@ def test_flops_are_those_that_a_step_executes(variant, seq_len):
     """The counter counts the masked half of attention too, which the formula leaves out."""
     config = SMALL.model_copy(update=variant)
     model = Decoder(config)
-    materialize(model, torch.device("cpu"), 0)
+    materialize(model, config, torch.device("cpu"), 0)
     tokens_BT = torch.zeros(2, seq_len, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(tokens_BT, tokens_BT).backward()

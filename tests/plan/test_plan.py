@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from argosy.config.schema import RunConfig, TrainConfig
 from argosy.errors import UserError
+from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan, words_of
 
 SIZES = st.integers(1, 4096)
@@ -23,8 +24,17 @@ PLANS = st.builds(
     cp=SIZES,
     tp=SIZES,
     ep=SIZES,
+    zero=st.integers(0, 3),
+    schedule=st.sampled_from(sorted(SCHEDULES)),
+    stages_per_rank=SIZES,
+    context=st.sampled_from(["ring", "ulysses"]),
+    recompute=st.sampled_from(["none", "selective", "full"]),
+    recompute_every=SIZES,
+    offload=st.sampled_from(["none", "activations", "optimizer", "all"]),
     microbatch=SIZES,
-    precision=st.sampled_from(["fp32", "bf16"]),
+    precision=st.sampled_from(["fp32", "bf16", "fp16", "fp8"]),
+    weights=st.sampled_from(["fp32", "bf16"]),
+    reduce=st.sampled_from(["fp32", "bf16"]),
     compile=st.booleans(),
 )
 
@@ -58,6 +68,10 @@ def test_world_size_is_the_product_of_the_axes_and_experts_add_none(plan):
         (Plan(), "microbatch=1,precision=fp32"),
         (Plan(dp_replicate=2, microbatch=4), "dp_replicate=2,microbatch=4,precision=fp32"),
         (Plan(precision="bf16", compile=False), "microbatch=1,precision=bf16,compile=false"),
+        (
+            Plan(pp=2, tp=4, zero=1, schedule="zbv", reduce="bf16"),
+            "pp=2,tp=4,zero=1,schedule=zbv,microbatch=1,precision=fp32,reduce=bf16",
+        ),
     ],
 )
 def test_axes_of_one_are_left_out_and_what_auto_would_choose_is_not(plan, text):
@@ -79,7 +93,9 @@ def test_spaces_order_and_a_last_comma_do_not_matter(text):
         ("zzz=2", "plan: unknown key 'zzz'; The keys are: pp, dp_replicate, dp_shard,"),
         ("tp=0", "plan.tp = 0: Input should be greater than 0"),
         ("tp=two", "plan.tp = two: Input should be a valid integer"),
-        ("precision=fp8", "plan.precision = fp8: Input should be 'fp32' or 'bf16'"),
+        ("precision=fp4", "plan.precision = fp4: Input should be 'fp32', 'bf16', 'fp16' or 'fp8'"),
+        ("zero=4", "plan.zero = 4: Input should be less than or equal to 3"),
+        ("schedule=2f2b", "plan.schedule = 2f2b: Input should be 'gpipe', '1f1b'"),
         ("tp=0,pp=-1", "plan.pp = -1"),
         ("tp", 'plan = "tp": \'tp\' is neither "auto" nor KEY=VALUE, such as tp=2.'),
         ("tp=2,tp=4", 'plan = "tp=2,tp=4": tp is there twice. Keep one.'),
@@ -96,13 +112,29 @@ def test_words_keep_auto():
 
 
 @pytest.mark.parametrize(
-    ("plan", "global_batch", "accumulation"),
+    ("plan", "global_batch", "microbatches"),
     [("dp_replicate=2,microbatch=4", 16, 2), ("microbatch=16", 16, 1), ("dp_replicate=4,dp_shard=2", 16, 2)],
 )
-def test_accumulation_covers_the_global_batch(plan, global_batch, accumulation):
+def test_microbatches_cover_the_global_batch(plan, global_batch, microbatches):
     plan = Plan.parse(plan)
-    assert plan.accumulation(global_batch) == accumulation
-    assert plan.accumulation(global_batch) * plan.dp * plan.microbatch == global_batch
+    assert plan.microbatches(global_batch) == microbatches
+    assert plan.microbatches(global_batch) * plan.dp * plan.microbatch == global_batch
+
+
+@pytest.mark.parametrize(
+    ("plan", "stages"),
+    [
+        ("tp=2", 1),
+        ("pp=4", 4),
+        ("pp=4,stages_per_rank=3", 4),  # only an interleaved schedule has several
+        ("pp=4,schedule=interleaved_1f1b", 8),
+        ("pp=4,schedule=interleaved_zero_bubble,stages_per_rank=3", 12),
+        ("pp=4,schedule=zbv", 8),
+        ("pp=4,schedule=dualpipev,stages_per_rank=5", 8),
+    ],
+)
+def test_stages_are_what_the_schedule_says(plan, stages):
+    assert Plan.parse(plan).stages == stages
 
 
 def test_a_plan_that_fits_passes():
@@ -112,9 +144,13 @@ def test_a_plan_that_fits_passes():
 @pytest.mark.parametrize(
     ("plan", "processes", "message"),
     [
-        ("tp=2", 2, 'plan.tp = 2: this version trains with dp_replicate only. Try plan = "dp_replicate=2".'),
-        ("ep=2", 2, "plan.ep = 2"),
-        ("dp_shard=4", 4, "plan.dp_shard = 4"),
+        ("ep=2", 2, "is for 1 processes, and launch.processes = 2."),
+        (
+            "tp=3",
+            3,
+            "plan.tp = 3 does not divide model.heads = 4: each rank computes as many heads. "
+            'Plans near it that would do: "pp=3,microbatch=1,precision=fp32".',
+        ),
         (
             "dp_replicate=4",
             2,

@@ -6,18 +6,15 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from argosy.config.schema import ModelConfig
 
 
 def local(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter: all of it, unless tensor or expert parallelism made it a DTensor.
-
-    Told apart by its method, not its class, whose import takes a second that a single process need not wait.
-    """
-    to_local: Callable[[], Tensor] | None = getattr(parameter, "to_local", None)
-    return parameter if to_local is None else to_local()
+    """This rank's part of a parameter: all of it, unless tensor or expert parallelism made it a DTensor."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 class Linear(nn.Linear):

@@ -1,7 +1,8 @@
 """Data parallelism with ZeRO stages 0 to 2: gradients are summed over ranks while backward still runs.
 
 Stage 0 all-reduces them; 1 and 2 (Rajbhandari et al. 2020) reduce-scatter them, so that each rank gets the part that it
-updates, and all-gather the updated values. Stage 2 frees each gradient when it has been sent, stage 1 after the step.
+updates, and all-gather the updated values. Each gradient is freed when it has been sent; stage 1 keeps it until the
+step is done.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class _Bucket:
     """Pieces that travel together. In the flat buffer stands first all that goes to rank 0, then to rank 1, ..."""
 
     def __init__(self, pieces: Sequence[Held], ranks: Ranks, dtype: torch.dtype, keep: bool):
-        self.pieces, self._ranks, self._dtype, self._keep = pieces, ranks, dtype, keep
+        self.pieces, self._ranks, self._dtype = pieces, ranks, dtype
+        self._keep = keep and ranks.shard is not None
         self._n = ranks.shard.size() if ranks.shard else 1
         self._work: dist.Work | None = None
         self._flat = self._mine = torch.empty(0)
