@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -108,15 +108,14 @@ class Turns:
 
 def argosy(setting: Setting, turns: Turns, compiled: bool) -> None:
     """The step of `argosy.training.job`, without its files."""
-    from argosy.config.schema import ModelConfig, OptimizerConfig
-    from argosy.models.decoder import Decoder
-    from argosy.models.initialize import materialize
-    from argosy.observe.clock import StepClock
-    from argosy.parallel.compile import compile_blocks
-    from argosy.parallel.data import GradientReducer
-    from argosy.parallel.world import World
+    from argosy.config.schema import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
     from argosy.models.batch import microbatches
-    from argosy.training.optimizer import build_optimizer, clip_gradients
+    from argosy.observe.clock import StepClock
+    from argosy.optim.optimizer import Optimizer
+    from argosy.parallel.apply import apply
+    from argosy.parallel.pieces import clip_gradients
+    from argosy.parallel.world import World, keep_freed_memory
+    from argosy.plan.plan import Plan
     from argosy.training.step import Wishes, forward_backward
 
     config = ModelConfig(
@@ -127,20 +126,25 @@ def argosy(setting: Setting, turns: Turns, compiled: bool) -> None:
         ffn_width=setting.ffn_width,
         vocab_size=setting.vocab_size,
     )
+    run = RunConfig(
+        model=config,
+        data=DataConfig(seq_len=setting.seq_len),
+        train=TrainConfig(steps=1, global_batch=setting.batch),
+        optimizer=OptimizerConfig(lr=LEARNING_RATE),
+    )
+    keep_freed_memory()
     world = World()
-    model = Decoder(config, DTYPES[setting.precision])
-    materialize(model, world.device, seed=0)
-    compile_blocks(model, compiled)
-    _check(setting, model)
-    reducer = GradientReducer(model.parameters(), world.group("dp_replicate"))
-    optimizer = build_optimizer(model, OptimizerConfig(lr=LEARNING_RATE))
+    plan = Plan.model_validate({"microbatch": setting.batch, "precision": setting.precision, "compile": compiled})
+    model = apply(plan, run, world)
+    _check(setting, (piece.value for piece in model.pieces))
+    optimizer = Optimizer(model.masters, run.optimizer)
     clock = StepClock(world.device)
     for rows in setting.batches():
         batch = microbatches(rows.numpy(), setting.batch, END_OF_DOCUMENT, world.device)
-        forward_backward(model, batch, reducer, world, clock, Wishes())
-        clip_gradients(model, MAX_NORM).item()
+        forward_backward(model, batch, 1.0, world, clock, Wishes())
+        clip_gradients(model.pieces, MAX_NORM).item()
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        model.zero_gradients()
         clock.lap()
         turns.step_done()
 
@@ -193,7 +197,7 @@ def huggingface(setting: Setting, turns: Turns, compiled: bool) -> None:
         tie_word_embeddings=False,
     )
     model = LlamaForCausalLM(config)
-    _check(setting, model)
+    _check(setting, model.parameters())
     # It shifts the labels by itself, so that each row has one target less.
     rows = [{"input_ids": row, "labels": row} for row in setting.rows()[:, :-1]]
     arguments = TrainingArguments(
@@ -306,7 +310,7 @@ def _plain_loop(
     model: nn.Module,
     loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor],
 ) -> None:
-    _check(setting, model)
+    _check(setting, model.parameters())
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     others = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
@@ -340,8 +344,8 @@ def _matmul_s(a: Tensor, b: Tensor, out: Tensor) -> float:
     return time.perf_counter() - began
 
 
-def _check(setting: Setting, model: nn.Module) -> None:
-    found = sum(p.numel() for p in model.parameters())
+def _check(setting: Setting, parameters: Iterable[torch.Tensor]) -> None:
+    found = sum(parameter.numel() for parameter in parameters)
     assert found == setting.parameters(), f"{found:,} parameters are not the model's {setting.parameters():,}"
 
 

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from argosy.plan.plan import Plan
     from argosy.use.evaluate import evaluate
     from argosy.use.generate import generate
+    from argosy.use.parity import parity
 
 __version__ = "0.1.0"
-__all__ = ["Plan", "RunConfig", "__version__", "evaluate", "generate", "load", "prepare", "train"]
+__all__ = ["Plan", "RunConfig", "__version__", "evaluate", "generate", "load", "parity", "prepare", "train"]
 
 _HOME = {
     "Plan": "argosy.plan.plan",
@@ -29,6 +30,7 @@ _HOME = {
     "evaluate": "argosy.use.evaluate",
     "generate": "argosy.use.generate",
     "load": "argosy.config.load",
+    "parity": "argosy.use.parity",
     "prepare": "argosy.data.prepare",
     "train": "argosy.launch.local",
 }

@@ -18,6 +18,7 @@ COMMANDS = {
     "checkpoint": "list, verify, export, import and prune checkpoints",
     "generate": "continue a text with a checkpoint",
     "evaluate": "measure a checkpoint's loss on held-out text",
+    "parity": "train some steps in one process and as a plan says, and compare",
     "config": "show the resolved run file, its JSON schema, the presets",
 }
 """Command -> what it does, in a line; its module is argosy.cli.COMMAND, with `main(argv) -> int | None`."""

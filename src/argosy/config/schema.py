@@ -379,7 +379,7 @@ class LaunchConfig(Section):
     """The processes on this machine."""
 
     processes: NonNegativeInt = 0
-    """Worker processes; 0 takes one per GPU, or one where there is none."""
+    """Worker processes; 0 takes as many as the plan says, and with auto one per GPU, or one where there is none."""
     threads: NonNegativeInt = 0
     """CPU threads per worker; 0 shares the cores out."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -16,8 +16,8 @@ FAST_BF16 = 1.5
 """bf16 pays where its matmuls are this much faster than fp32's: GPUs, and CPUs with AMX."""
 
 
-def find_devices(launch: LaunchConfig, processes: int | None = None) -> Devices:
-    """The devices for a plan: `processes` if they run already, else as many as `launch` says.
+def find_devices(launch: LaunchConfig, processes: int | None = None, planned: int = 0) -> Devices:
+    """The devices for a plan: `processes` if they run already, else as many as `launch` says, or the plan needs.
 
     Raises: UserError if `launch` asks for a GPU and there is none, or for more processes than GPUs.
     """
@@ -25,11 +25,11 @@ def find_devices(launch: LaunchConfig, processes: int | None = None) -> Devices:
     if launch.device == "cuda" and not gpus:
         raise UserError('launch.device = "cuda", and torch sees no GPU here. Try launch.device = "cpu".')
     if gpus and launch.device != "cpu":
-        count = processes or launch.processes or gpus
+        count = processes or launch.processes or planned or gpus
         if not processes and count > gpus:
             raise UserError(f"launch.processes = {count}, and there are {gpus} GPUs. Try launch.processes = {gpus}.")
         return Devices(count, "cuda", torch.cuda.is_bf16_supported())
-    count = processes or launch.processes or 1
+    count = processes or launch.processes or planned or 1
     cores = len(os.sched_getaffinity(0))
     if not processes and count > cores:
         warnings.warn(

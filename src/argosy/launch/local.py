@@ -28,7 +28,7 @@ from argosy.observe.events import Events
 from argosy.observe.progress import Progress
 from argosy.observe.report import Report
 from argosy.parallel.world import LAUNCHER, threads_per_process
-from argosy.plan.auto import choose_plan
+from argosy.plan.auto import choose_plan, processes_of
 from argosy.plan.plan import Plan
 
 POLL_S = 0.05
@@ -41,20 +41,23 @@ PEER_GONE = "Connection closed by peer"
 logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the launcher says it in its own words
 
 
-def train(run: RunConfig, run_dir: Path | None = None, *, accept_changes: bool = False) -> Report:
+def train(
+    run: RunConfig, run_dir: Path | None = None, *, accept_changes: bool = False, quiet: bool = False
+) -> Report:
     """Train `run` in `run_dir` (runs/NAME by default) with processes of this machine; returns its report.
 
-    If the folder holds a checkpoint of this run, it goes on from there.
+    If the folder holds a checkpoint of this run, it goes on from there. quiet: what the first worker prints is kept
+    in the folder's logs too.
 
     Raises: UserError if the run cannot be started as asked; RunFailed if it could not go on; Interrupted after
     SIGTERM or SIGINT, once its state is saved.
     """
     run_dir = (run_dir or Path("runs") / run.name).absolute()
-    progress = Progress(enabled=True)
+    progress = Progress(enabled=not quiet)
     with run_folder.locked(run_dir):
         run, data = resolve(run, progress)
         run = run_folder.enter(run_dir, run, data.identity, accept_changes)
-        plan = choose_plan(run, find_devices(run.launch))
+        plan = choose_plan(run, find_devices(run.launch, planned=processes_of(run.plan)))
         run_folder.write(run_dir, run, plan, data.sources[0].folder / TOKENIZER)
         progress.close()
         if (report := _report_if_finished(run_dir, run)) is not None:
@@ -62,7 +65,7 @@ def train(run: RunConfig, run_dir: Path | None = None, *, accept_changes: bool =
             progress.say(report.in_words())
             return report
         (run_dir / "report.json").unlink(missing_ok=True)
-        Supervisor(run_dir, run.launch, plan).run()
+        Supervisor(run_dir, run.launch, plan, quiet).run()
         return Report.load(run_dir)
 
 
@@ -77,8 +80,8 @@ def _report_if_finished(run_dir: Path, run: RunConfig) -> Report | None:
 class Supervisor:
     """Holds the processes of a run on this machine, and the store where they meet."""
 
-    def __init__(self, run_dir: Path, launch: LaunchConfig, plan: Plan):
-        self._run_dir, self._launch, self._size = run_dir, launch, plan.world_size
+    def __init__(self, run_dir: Path, launch: LaunchConfig, plan: Plan, quiet: bool = False):
+        self._run_dir, self._launch, self._size, self._quiet = run_dir, launch, plan.world_size, quiet
         self._events = Events(run_dir, "launcher")
         self._workers: PContext | None = None
         self._signal: int | None = None
@@ -121,7 +124,7 @@ class Supervisor:
         }
         ranks = range(self._size)
         # The first rank speaks to the terminal; what the others print is kept in files.
-        redirects = {rank: Std.NONE if rank == 0 else Std.ALL for rank in ranks}
+        redirects = {rank: Std.NONE if rank == 0 and not self._quiet else Std.ALL for rank in ranks}
         with _handlers_kept():
             self._workers = start_processes(
                 "worker",

@@ -6,7 +6,9 @@ from argosy.config.schema import RunConfig
 from argosy.data.loader import OpenData, open_data
 from argosy.data.prepare import PrepareProgress, prepare
 from argosy.errors import UserError
+from argosy.models.decoder import Decoder
 from argosy.observe.progress import Progress
+from argosy.optim.groups import check_groups
 
 
 def resolve(run: RunConfig, progress: Progress) -> tuple[RunConfig, OpenData]:
@@ -20,6 +22,8 @@ def resolve(run: RunConfig, progress: Progress) -> tuple[RunConfig, OpenData]:
             f"model.vocab_size = {run.model.vocab_size} is smaller than the tokenizer's {data.vocab_size} tokens. "
             "Try model.vocab_size = 0, which takes the tokenizer's."
         )
+    if run.optimizer.groups:
+        check_groups(run.optimizer, [name for name, _ in Decoder(run.model).named_parameters()])
     return run, data
 
 

@@ -31,7 +31,7 @@ def microbatches(rows: np.ndarray, size: int, end_of_document: int, device: torc
 
 def _microbatch(rows: np.ndarray, end_of_document: int, device: torch.device) -> Microbatch:
     host = torch.from_numpy(rows.astype(np.int64))
-    tokens, targets = host[:, :-1].contiguous(), host[:, 1:].contiguous()
+    tokens, targets = host[:, :-1].clone(), host[:, 1:].clone()  # not contiguous(): of one row it is a view
     positions = document_positions(tokens, end_of_document)
     parts = (tokens, targets, positions, document_starts(positions))
     if device.type == "cuda":

@@ -9,8 +9,9 @@ from typing import Literal
 
 import torch
 
-Category = Literal["data", "forward", "backward", "communication", "optimizer", "checkpoint", "evaluate"]
-"""`communication` is what backward did not hide; `other` is the rest of the wall time."""
+Category = Literal["data", "forward", "backward", "pipeline", "communication", "optimizer", "checkpoint", "evaluate"]
+"""`communication` is what backward did not hide; `pipeline` is forward and backward where a schedule interleaves them,
+with what it waits; `other` is the rest of the wall time."""
 
 Mark = float | torch.cuda.Event
 

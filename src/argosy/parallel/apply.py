@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from argosy.config.schema import RunConfig
-from argosy.models.decoder import Decoder, Part
+from argosy.models.batch import Microbatch
+from argosy.models.decoder import Block, Decoder, Part
 from argosy.models.experts import MoE, moe_layers
 from argosy.models.initialize import materialize
 from argosy.observe.clock import StepClock
@@ -31,10 +32,9 @@ from argosy.parallel.recompute import apply_recompute
 from argosy.parallel.shard import FullySharded, shard_fully
 from argosy.parallel.tensor import split_over_ranks
 from argosy.parallel.world import World
-from argosy.precision.fp8 import use_fp8
 from argosy.plan.pipeline import SCHEDULES, split_layers, stages_of_rank
 from argosy.plan.plan import Plan
-from argosy.models.batch import Microbatch
+from argosy.precision.fp8 import use_fp8
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
@@ -63,10 +63,10 @@ def apply(plan: Plan, run: RunConfig, world: World) -> ParallelModel:
         if plan.weights == "bf16":
             for parameter in model.parameters():
                 parameter.data = parameter.data.bfloat16()
-        if meshes is not None:
-            split_model(model, plan, meshes)
         if plan.precision == "fp8":
             use_fp8(model, world.device)
+        if meshes is not None:
+            split_model(model, plan, meshes)
         blocks = [(int(layer), block) for layer, block in model.blocks.items()]
         apply_recompute(blocks, plan.recompute, plan.recompute_every, plan.compile)
         if plan.offload in ("activations", "all"):
@@ -131,7 +131,7 @@ class ParallelModel:
         for rule in self._rules:
             rule.arm(len(batch))
         if self._pipeline is not None:
-            with clock.time("forward"):  # and backward: a schedule interleaves them
+            with clock.time("pipeline"):
                 return self._share(self._pipeline.forward_backward(batch, scale))
         (model,) = self._parts
         total = torch.zeros((), device=model.device)
@@ -225,6 +225,7 @@ def split_model(model: Decoder, plan: Plan, meshes: Meshes) -> None:
         core = RingAttention(group) if plan.context == "ring" else UlyssesAttention(group)
         model.my_tokens = partial(shard_sequence, rank=rank, size=plan.cp)
         for block in model.blocks.values():
+            assert isinstance(block, Block)
             block.attention.core = core
         rows = SplitRows(group, unshard_sequence, partial(shard_sequence, rank=rank, size=plan.cp))
     if (group := meshes.group("tp")) is not None:
@@ -246,9 +247,7 @@ def _parts(plan: Plan, run: RunConfig, rank: int) -> dict[int, Part]:
     }
 
 
-def _gradient_rules(
-    plan: Plan, meshes: Meshes | None, model: Decoder, pieces: Sequence[Held]
-) -> list[GradientRule]:
+def _gradient_rules(plan: Plan, meshes: Meshes | None, model: Decoder, pieces: Sequence[Held]) -> list[GradientRule]:
     if meshes is not None and fully_sharded(plan):
         return [FullySharded(model, pieces)]
     ranks = Ranks(None, None) if meshes is None else Ranks(meshes.group("shard"), meshes.group("replicate"))

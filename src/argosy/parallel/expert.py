@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 

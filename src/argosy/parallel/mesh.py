@@ -29,6 +29,8 @@ class Meshes:
     nested: DeviceMesh | None
     """`state` with tp before shard, for ZeRO 1 and 2, which split what tp left; `nested_experts` likewise."""
     nested_experts: DeviceMesh | None
+    stage: dist.ProcessGroup
+    """All ranks of this one's pipeline stages: who needs the same update of whatever they share."""
     ends: dist.ProcessGroup | None
     """This rank's fellow in the first or last pipeline stage, where both hold a tied embedding."""
 
@@ -80,10 +82,14 @@ def lay_out_meshes(device_type: str, plan: Plan, tied_ends: bool) -> Meshes:
             },
         )
     )
+    for ranks in axes.mesh.reshape(plan.pp, -1).tolist():
+        group = dist.new_group(ranks)  # a collective: all ranks make all groups
+        if dist.get_rank() in ranks:
+            stage = group
     ends = None
     if tied_ends:
         for column in axes.mesh.reshape(plan.pp, -1).T.tolist():
-            group = dist.new_group([column[0], column[-1]])  # a collective: all ranks make all groups
+            group = dist.new_group([column[0], column[-1]])
             if dist.get_rank() in (column[0], column[-1]):
                 ends = group
     nested = nested_experts = None
@@ -96,4 +102,4 @@ def lay_out_meshes(device_type: str, plan: Plan, tied_ends: bool) -> Meshes:
             experts.mesh.permute(0, 1, 3, 4, 2),
             mesh_dim_names=("pp", "expert_replicate", "ep", "tp", "expert_shard"),
         )
-    return Meshes(axes, state, experts, nested, nested_experts, ends)
+    return Meshes(axes, state, experts, nested, nested_experts, stage, ends)

@@ -85,6 +85,7 @@ def pieces_of(model: Decoder, meshes: Meshes | None, zero: int) -> Iterator[Held
             shape,
             cut=frozenset(dim for axis, dim in parts.items() if mesh is not None and mesh.size(axis) > 1),
             gather=partial(_gather, mesh=mesh, placements=placements, shape=shape, last_first=zero in (1, 2)),
+            group=None if meshes is None else meshes.stage,
             scatter=partial(_box, offset=tuple(offset), shape=value.shape),
             parameter=parameter,
             copies=copies,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,9 +11,9 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
 
+from argosy.models.batch import Microbatch
 from argosy.models.decoder import Decoder
 from argosy.plan.pipeline import ScheduleRule
-from argosy.models.batch import Microbatch
 
 # B batch, t tokens of this rank, D model width
 
@@ -51,7 +52,7 @@ class Pipeline:
         self._schedules: dict[int, PipelineScheduleSingle | PipelineScheduleMulti] = {}
 
     def forward_backward(self, batch: Sequence[Microbatch], scale: float) -> Tensor:
-        """Gradients of `scale` times the summed loss, added to the parameters'; returns the summed loss, if known here."""
+        """Add to the parameters' gradients those of `scale` times the summed loss; returns that loss, if known here."""
         self._scale = scale
         return self._run(batch)
 
@@ -97,7 +98,7 @@ class Pipeline:
         tokens = (torch.cat([micro.tokens_BT for micro in batch]),) if 0 in self._parts else ()
         losses: list[Tensor] = []
         # The last stage computes the loss itself, in chunks, so it needs the targets in its forward.
-        keywords = {"targets_BT": targets, "positions_BT": positions}
+        keywords: dict[str, Any] = {"targets_BT": targets, "positions_BT": positions}
         target = targets if self._has_last else None
         self._schedule(len(batch)).step(*tokens, **keywords, target=target, losses=losses, return_outputs=False)
         if not losses:
@@ -109,7 +110,7 @@ class Pipeline:
             kind = get_schedule_class(self._rule.torch_name)
             several = issubclass(kind, PipelineScheduleMulti)
             stages = self._stages if several else self._stages[0]
-            schedule = kind(stages, microbatches, loss_fn=self._loss, scale_grads=False)  # type: ignore[arg-type]
+            schedule = kind(stages, microbatches, loss_fn=self._loss, scale_grads=False)
             self._schedules[microbatches] = schedule
         return self._schedules[microbatches]
 

@@ -1,4 +1,4 @@
-"""ZeRO stage 3 on FSDP2: parameters too are split, and gathered block by block where they are used (Zhao et al. 2023)."""
+"""ZeRO stage 3 on FSDP2 (Zhao et al. 2023): parameters too are split, and gathered block by block where used."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from argosy.models.layers import local
 from argosy.parallel.pieces import Held
 
 
-def shard_fully(
-    model: Decoder, mesh: DeviceMesh, expert_mesh: DeviceMesh | None, reduce_dtype: torch.dtype
-) -> None:
+def shard_fully(model: Decoder, mesh: DeviceMesh, expert_mesh: DeviceMesh | None, reduce_dtype: torch.dtype) -> None:
     """Split the parameters of `model` (on the meta device) over `mesh`: [shard], or [replicate, shard], in place.
 
     They are gathered in the dtype of the arithmetic, and gradients are summed, not averaged, in `reduce_dtype`.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from argosy.config.schema import RunConfig
+from argosy.errors import UserError
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan, Precision, words_of
 
@@ -22,6 +23,12 @@ class Devices:
     kind: Literal["cpu", "cuda"]
     fast_bf16: bool
     """bf16 matmuls are at least 1.5 times as fast as fp32 ones."""
+
+
+def processes_of(plan: str) -> int:
+    """Processes that a written plan is for; 0 if `auto` is to fit it to what there is. Raises: UserError."""
+    words = words_of(plan)
+    return 0 if "auto" in words else Plan.from_words(words).world_size
 
 
 def choose_plan(run: RunConfig, devices: Devices) -> Plan:
@@ -45,6 +52,10 @@ def choose_plan(run: RunConfig, devices: Devices) -> Plan:
     if "microbatch" not in words:
         plan = plan.model_copy(update={"microbatch": _microbatch(run, plan, devices.kind)})
     plan.check(run, devices.count)
+    if plan.precision == "fp8" and devices.kind != "cuda":
+        raise UserError(
+            f"plan.precision = fp8 needs GPUs with fp8, and this run is for {devices.kind}. Try precision=bf16."
+        )
     return plan
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from argosy.config.schema import ModelConfig
@@ -62,7 +63,7 @@ def split_layers(config: ModelConfig, seq_len: int, stages: int) -> list[range]:
             for n in range(config.layers + 1)
         ]
     begins = [*best[config.layers][2], config.layers]
-    return [range(first, end) for first, end in zip(begins, begins[1:], strict=False)]
+    return [range(first, end) for first, end in pairwise(begins)]
 
 
 def stages_of_rank(rank: int, pp: int, per_rank: int, v_shaped: bool) -> list[int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from argosy.config.schema import RunConfig
@@ -130,6 +132,16 @@ def experts_are_dealt_out(plan: Plan, run: RunConfig) -> str | None:
     return None
 
 
+def number_formats_go_together(plan: Plan, run: RunConfig) -> str | None:
+    if plan.precision == "fp8" and plan.tp > 1:
+        return f"plan.precision = fp8 with plan.tp = {plan.tp}: fp8 layers take whole matrices only. Try bf16, or tp=1."
+    if plan.precision == "fp8" and run.model.moe.experts:
+        return "plan.precision = fp8 with experts: their grouped matmuls are not done in fp8. Try precision=bf16."
+    if plan.precision == "fp16" and plan.weights == "bf16":
+        return "plan.weights = bf16 with precision = fp16: weights would lose what fp16 resolves. Try precision=bf16."
+    return None
+
+
 RULES: tuple[Rule, ...] = (
     batch_is_dealt_out,
     heads_are_dealt_out,
@@ -141,6 +153,7 @@ RULES: tuple[Rule, ...] = (
     schedule_admits_the_microbatches,
     split_backward_is_eager,
     experts_are_dealt_out,
+    number_formats_go_together,
 )
 
 
@@ -150,19 +163,30 @@ def first_problem(plan: Plan, run: RunConfig) -> str | None:
 
 
 def nearest(plan: Plan, run: RunConfig, many: int = 3) -> list[Plan]:
-    """The plans of as many processes that can train `run` and whose axes are nearest to those of `plan`."""
+    """The plans of as many processes that can train `run` and whose axes are nearest to those of `plan`.
+
+    Of equally near ones, first those that keep the microbatch, then those with more data parallelism: it asks least
+    of the model.
+    """
     axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+    sizes_here = tuple(getattr(plan, axis) for axis in axes)
 
-    def distance(other: Plan) -> float:
-        return sum(abs(math.log2(getattr(other, axis) / getattr(plan, axis))) for axis in axes)
+    def distance(choice: tuple[int, ...]) -> tuple[float, ...]:
+        doublings = sum(abs(math.log2(there / here)) for there, here in zip(choice, sizes_here, strict=False))
+        _, dp_replicate, dp_shard, *_, microbatch = choice
+        return round(doublings, 6), microbatch != plan.microbatch, -dp_shard, -dp_replicate, *choice
 
-    others = (
-        plan.model_copy(update={**dict(zip(axes, (*sizes, ep), strict=True)), "microbatch": microbatch})
+    choices = (
+        (*sizes, ep, microbatch)
         for sizes in _factorizations(plan.world_size, len(axes) - 1)
         for ep in {1, plan.ep, math.gcd(plan.ep, max(1, run.model.moe.experts))}
         for microbatch in {1, plan.microbatch}
     )
-    return sorted((o for o in others if first_problem(o, run) is None), key=lambda o: (distance(o), str(o)))[:many]
+    others = (
+        plan.model_copy(update=dict(zip((*axes, "microbatch"), choice, strict=True)))
+        for choice in sorted(choices, key=distance)
+    )
+    return list(islice((other for other in others if first_problem(other, run) is None), many))
 
 
 def _factorizations(number: int, factors: int) -> Iterator[tuple[int, ...]]:
@@ -170,6 +194,12 @@ def _factorizations(number: int, factors: int) -> Iterator[tuple[int, ...]]:
     if factors == 1:
         yield (number,)
         return
-    for first in (n for n in range(1, number + 1) if number % n == 0):
+    for first in _divisors(number):
         for rest in _factorizations(number // first, factors - 1):
             yield (first, *rest)
+
+
+@cache
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})

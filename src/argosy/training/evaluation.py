@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from argosy.data.stream import TokenSource, spread_windows
+from argosy.models.batch import microbatches
 from argosy.models.loss import IGNORED
 from argosy.parallel.apply import ParallelModel
 from argosy.parallel.world import World
-from argosy.models.batch import microbatches
 
 BASELINE_TOKENS = 20_000_000
 """Training tokens that the unigram baseline counts, from each source."""

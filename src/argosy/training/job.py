@@ -24,9 +24,9 @@ from argosy.parallel.apply import DTYPES, apply
 from argosy.parallel.expert import balance_experts
 from argosy.parallel.pieces import clip_gradients
 from argosy.parallel.world import World
-from argosy.precision.scaler import LossScaler
 from argosy.plan.flops import train_flops_per_token
 from argosy.plan.plan import Plan
+from argosy.precision.scaler import LossScaler
 from argosy.training.evaluation import HeldOut, Score, evaluate
 from argosy.training.judge import Judge, Verdict
 from argosy.training.keeper import Keeper

@@ -1,0 +1,73 @@
+"""Check that a plan gives the numbers of one process: train some steps both ways, and compare.
+
+It prints how far loss, gradient norm and final weights are apart, and ends with exit code 1 if that is more than
+rounding. Without a run file it trains a tiny built-in one, in as many processes as the plan is for, on this machine.
+
+Examples:
+  argosy parity --plan "tp=2,pp=2,dp_shard=2"           the tiny model, in 8 processes
+  argosy parity run.toml --plan "tp=2" --steps 20       your run, cut to 20 steps
+  argosy parity --plan "dp_shard=2,precision=bf16"      how far bf16 is from fp32 (without a tolerance)
+  argosy parity --plan "pp=2,schedule=zbv" --model.tie_embeddings true --json
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from argosy.cli.options import parse_run
+from argosy.errors import UserError
+
+if TYPE_CHECKING:
+    from argosy.use.parity import Parity
+
+RUN = "parity"
+"""The preset that is trained when no run is named."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `argosy parity`."""
+
+    steps: int = 5
+    """Optimizer steps; the learning rate has its peak in all of them."""
+    tolerance: float | None = None
+    """Largest relative difference of the loss: 1e-5 in fp32, else none. Gradient norm and weights get 10 and 100
+    times as much."""
+    json: bool = False
+    """Print what was found as one JSON object."""
+
+
+def main(argv: list[str]) -> int:
+    """`argosy parity [RUN] --plan PLAN ...`."""
+    named = argv if argv and not argv[0].startswith("-") else [RUN, *argv]
+    options, run = parse_run(named, "argosy parity", Options)
+    if options.tolerance is not None and options.tolerance < 0:
+        raise UserError(f"--tolerance {options.tolerance}: must be 0 or more. Try 1e-5.")
+    from argosy.use.parity import parity
+
+    found = parity(run, steps=options.steps, tolerance=options.tolerance)
+    print(json.dumps(asdict(found) | {"holds": found.holds}) if options.json else _in_words(found))
+    return 0 if found.holds else 1
+
+
+def _in_words(found: Parity) -> str:
+    differences = found.differences
+    beyond = {} if found.tolerance is None else differences.beyond(found.tolerance)
+    rows = {
+        "loss": differences.loss,
+        "grad_norm": differences.grad_norm,
+        "weights": differences.weights,
+    }
+    lines = [f"{found.plan}  against  {found.reference}, {found.steps} steps; largest relative difference:"]
+    for name, difference in rows.items():
+        mark = "   beyond tolerance" if name in beyond else ""
+        lines.append(f"  {name:9}  {difference.relative:.1e}  at {difference.where}{mark}")
+    if found.tolerance is None:
+        lines.append("no tolerance: the plan rounds more than fp32 does, and so the numbers differ; --tolerance sets one")
+    elif beyond:
+        lines.append(f"not the numbers of one process (tolerance {found.tolerance:g})")
+    else:
+        lines.append(f"the numbers of one process (tolerance {found.tolerance:g})")
+    return "\n".join(lines)
