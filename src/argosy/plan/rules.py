@@ -108,10 +108,10 @@ def split_backward_is_eager(plan: Plan, run: RunConfig) -> str | None:
         return None
     if plan.compile:
         return f"plan.schedule = {plan.schedule} splits backward, which compiled blocks cannot. Add compile=false."
-    if plan.recompute != "none":
+    if plan.recompute == "selective":
         return (
-            f"plan.schedule = {plan.schedule} splits backward, and recompute={plan.recompute} would compute each "
-            "block's forward twice more. Use recompute=none, or schedule=interleaved_1f1b."
+            f"plan.schedule = {plan.schedule} splits backward, and what recompute=selective keeps serves one backward. "
+            "Use recompute=full or none, or schedule=interleaved_1f1b."
         )
     return None
 
