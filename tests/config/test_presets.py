@@ -5,7 +5,7 @@ import pytest
 from argosy.config.catalog import preset_names
 from argosy.config.load import load
 from argosy.config.schema import ModelConfig
-from argosy.plan.flops import parameters
+from argosy.plan.flops import matmul_parameters, parameters
 
 PUBLISHED = {  # parameters, billions: the model cards, embeddings included, tied ones once
     "llama3-8b": 8.03,
@@ -21,8 +21,21 @@ PUBLISHED = {  # parameters, billions: the model cards, embeddings included, tie
     "qwen3-8b": 8.19,
     "qwen3-14b": 14.77,
     "qwen3-32b": 32.76,
+    "mixtral-8x7b": 46.70,
+    "mixtral-8x22b": 140.6,
+    "qwen3-30b-a3b": 30.53,
+    "qwen3-235b-a22b": 235.1,
+    "deepseek-v3": 671.0,
+}
+ACTIVE = {  # what one token uses of them, billions: the model cards and reports
+    "mixtral-8x7b": 12.9,
+    "mixtral-8x22b": 39.1,
+    "qwen3-30b-a3b": 3.35,
+    "qwen3-235b-a22b": 22.19,
+    "deepseek-v3": 37.55,
 }
 LAPTOP = {"llama-5m": 5, "llama-20m": 20, "llama-60m": 60, "llama-160m": 160, "qwen3-20m": 20}
+LAPTOP |= {"mixtral-10m": 10, "qwen3-moe-10m": 10, "deepseek-10m": 10}
 
 
 def model(name: str) -> ModelConfig:
@@ -46,13 +59,47 @@ def test_a_laptop_size_has_about_the_parameters_of_its_name(name):
     assert model(name).vocab_size == 0
 
 
+@pytest.mark.parametrize("name", ACTIVE)
+def test_a_token_uses_the_published_share_of_the_parameters(name):
+    config = model(name)
+    active = matmul_parameters(config) + config.width * config.vocab_size  # and the embedding, as cards count
+    assert active / 1e9 == pytest.approx(ACTIVE[name], rel=0.005)
+
+
 def counted(m: ModelConfig) -> int:
     """Weight by weight, without biases, which no preset has."""
-    q, k, v, o = (m.width * m.head_width * n for n in (m.heads, m.kv_heads, m.kv_heads, m.heads))
-    gate = up = down = m.width * m.ffn_width
-    norms = 2 * m.width + (2 * m.head_width if m.qk_norm else 0)
+    norms = 2 * m.width + (2 * m.head_width if m.qk_norm else 0) + m.mla.kv_rank + m.mla.q_rank
     embeddings = m.vocab_size * m.width * (1 if m.tie_embeddings else 2)
-    return m.layers * (q + k + v + o + gate + up + down + norms) + embeddings + m.width
+    feed_forwards = sum(feed_forward(m, layer) for layer in range(m.layers))
+    return (
+        m.layers * ((latent_attention(m) if m.mla.kv_rank else attention(m)) + norms)
+        + feed_forwards
+        + embeddings
+        + m.width
+    )
+
+
+def attention(m: ModelConfig) -> int:
+    q, k, v, o = (m.width * m.head_width * n for n in (m.heads, m.kv_heads, m.kv_heads, m.heads))
+    return q + k + v + o
+
+
+def latent_attention(m: ModelConfig) -> int:
+    mla = m.mla
+    q_down, q_up = m.width * mla.q_rank, mla.q_rank * m.heads * (mla.nope_width + mla.rope_width)
+    kv_down, kv_up = (
+        m.width * (mla.kv_rank + mla.rope_width),
+        mla.kv_rank * m.heads * (mla.nope_width + mla.value_width),
+    )
+    return q_down + q_up + kv_down + kv_up + m.heads * mla.value_width * m.width
+
+
+def feed_forward(m: ModelConfig, layer: int) -> int:
+    gate = up = down = m.width * m.ffn_width
+    if m.moe.experts == 0 or layer < m.moe.first_dense_layers:
+        return gate + up + down
+    expert, router = 3 * m.width * m.moe.expert_ffn_width, m.width * m.moe.experts
+    return expert * (m.moe.experts + m.moe.shared_experts) + router
 
 
 @pytest.mark.parametrize("name", preset_names("runs"))

@@ -13,10 +13,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    DeepseekV3Config,
     LlamaConfig,
-    LlamaForCausalLM,
+    MixtralConfig,
     Qwen3Config,
-    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
 )
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -35,6 +36,22 @@ LLAMA3 = RopeScaling(kind="llama3", factor=8.0, original_max_seq_len=ORIGINAL, l
 YARN = RopeScaling(kind="yarn", factor=4.0, original_max_seq_len=ORIGINAL, beta_fast=4.0)
 QWEN3 = {"family": "qwen3", "qk_norm": True, "norm_eps": 1e-6}
 
+EXPERTS = {"experts": 6, "experts_per_token": 2, "expert_ffn_width": 20, "aux_coefficient": 0.01}
+MIXTRAL = {"family": "mixtral", "moe": EXPERTS, "ffn_width": 20}
+QWEN3_MOE = QWEN3 | {"family": "qwen3_moe", "moe": EXPERTS | {"normalize_weights": False}}
+LATENT = {"kv_rank": 16, "q_rank": 24, "rope_width": 12, "nope_width": 8, "value_width": 10}
+DEEPSEEK = {
+    "family": "deepseek_v3",
+    "norm_eps": 1e-6,
+    "layers": 3,
+    "kv_heads": 4,
+    "mla": LATENT,
+    "moe": {
+        "experts": 8, "experts_per_token": 3, "expert_ffn_width": 20, "shared_experts": 2, "first_dense_layers": 1,
+        "router": "sigmoid", "routed_scale": 2.5, "groups": 4, "top_groups": 2, "balance": "bias",
+    },
+}  # fmt: skip
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama-gqa": {},
     "llama-no-gqa": {"kv_heads": 4},
@@ -49,6 +66,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3-tied": QWEN3 | {"tie_embeddings": True},
     "qwen3-wide-heads": QWEN3 | {"head_width": 32, "heads": 6, "width": 40},
     "qwen3-yarn": QWEN3 | {"rope_scaling": YARN, "attention_bias": True},
+    "mixtral": MIXTRAL,
+    "mixtral-tied": MIXTRAL | {"tie_embeddings": True, "moe": EXPERTS | {"experts_per_token": 4}},
+    "qwen3-moe": QWEN3_MOE,
+    "qwen3-moe-normalized": QWEN3_MOE | {"moe": EXPERTS | {"first_dense_layers": 1}, "attention_bias": True},
+    "deepseek": DEEPSEEK,
+    "deepseek-bias": DEEPSEEK | {"attention_bias": True, "mla": LATENT | {"q_rank": 0}},
+    "deepseek-yarn": DEEPSEEK | {"rope_scaling": YARN, "rope_theta": 1000.0},
 }
 
 
@@ -71,7 +95,7 @@ def load_ours(folder: Path) -> tuple[ModelConfig, Decoder]:
     config, weights = hf.import_folder(folder)
     model = Decoder(config)
     model.to_empty(device="cpu")
-    model.load_state_dict(dict(weights))
+    model.load_state_dict(dict(weights))  # biases of routers too
     return config, model
 
 
@@ -136,12 +160,36 @@ THEIRS: dict[str, Any] = {
 }
 
 
+THEIRS |= {
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=5, num_experts_per_tok=3),
+    "qwen3-moe": Qwen3MoeConfig(
+        **SIZES, head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20, mlp_only_layers=[0]
+    ),
+    "deepseek": DeepseekV3Config(
+        **SIZES | {"num_hidden_layers": 3, "num_key_value_heads": 4},
+        moe_intermediate_size=20,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        first_k_dense_replace=1,
+        kv_lora_rank=16,
+        q_lora_rank=None,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=12,
+        v_head_dim=10,
+    ),
+}
+
+
 def random_theirs(config: Any) -> Any:
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(config) if isinstance(config, Qwen3Config) else LlamaForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
+        for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+            if "mlp.gate" in name or "experts" in name:  # nothing initializes some of these
+                parameter.normal_(std=0.3)
+            elif parameter.dim() == 1 and not name.endswith("inv_freq"):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     return model.eval()
 
@@ -299,6 +347,11 @@ def test_an_export_that_fails_leaves_nothing(small, build, tmp_path):
     [
         ({"qk_norm": True}, "qk_norm = true and model.family = llama: .*qwen3"),
         ({"family": "qwen3"}, "qk_norm = false and model.family = qwen3: .*llama"),
+        ({"moe": EXPERTS}, "moe.experts = 6 and model.family = llama: LlamaForCausalLM computes as with 0"),
+        ({"family": "mixtral"}, "moe.experts = 0 and model.family = mixtral.*llama or qwen3"),
+        (MIXTRAL | {"moe": EXPERTS | {"balance": "bias"}}, 'moe.balance = "bias".*computes as with "aux"'),
+        (DEEPSEEK | {"norm_eps": 1e-5}, "norm_eps = 1e-05 .*computes as with 1e-06"),
+        (DEEPSEEK | {"moe": DEEPSEEK["moe"] | {"shared_experts": 0}}, "shared_experts = 0.*the class wants both"),
         ({"heads": 5, "kv_heads": 5}, "width = 48 is not a multiple of model.heads = 5"),
     ],
 )
@@ -366,6 +419,39 @@ def test_folders_that_we_would_compute_differently_are_refused(changes, message,
     with pytest.raises(UserError, match=message) as raised:
         hf.import_folder(exported)
     assert str(exported) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes", "message"),
+    [
+        (MIXTRAL, {"sliding_window": 4096}, "sliding_window = 4096"),
+        (QWEN3_MOE, {"decoder_sparse_step": 2}, "decoder_sparse_step = 2: only 1 is known"),
+        (QWEN3_MOE, {"mlp_only_layers": [1]}, r"mlp_only_layers = \[1\]: our dense layers are the first"),
+        (QWEN3_MOE, {"num_experts": 7}, "missing model.layers.0.mlp.experts.6.down_proj.weight and 5 more"),
+        (DEEPSEEK, {"scoring_func": "softmax"}, 'scoring_func = "softmax": only "sigmoid" is known'),
+        (DEEPSEEK, {"rms_norm_eps": 1e-5}, "rms_norm_eps = 1e-05: only 1e-06 is known"),
+        (DEEPSEEK, {"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 1.0}}, "rope_scaling.mscale_all_dim"),
+        (DEEPSEEK, {"n_group": 3}, "n_group|groups = 3 does not divide"),
+    ],
+)
+def test_experts_that_we_would_compute_differently_are_refused(variant, changes, message, small, build, tmp_path):
+    config = ModelConfig.model_validate(small.model_dump() | variant)
+    hf.export_folder(config, build(config).state_dict(), tmp_path / "out")
+    rewrite_config(tmp_path / "out", **changes)
+    with pytest.raises(UserError, match=message):
+        hf.import_folder(tmp_path / "out")
+
+
+def test_biases_of_routers_keep_their_precision_and_a_second_tokens_module_is_read_over(small, build, tmp_path):
+    config = ModelConfig.model_validate(small.model_dump() | DEEPSEEK)
+    weights = build(config).state_dict()
+    weights["blocks.1.mlp.router.bias"] += 1.001
+    hf.export_folder(config, weights, tmp_path / "out")
+    stored = load_file(tmp_path / "out/model.safetensors")
+    save_file(stored | {"model.layers.3.eh_proj.weight": torch.zeros(2)}, tmp_path / "out/model.safetensors")
+    _, again = hf.import_folder(tmp_path / "out")
+    assert torch.equal(again["blocks.1.mlp.router.bias"], weights["blocks.1.mlp.router.bias"])
+    assert again["blocks.1.mlp.experts.up"].dtype == torch.bfloat16
 
 
 def test_a_head_that_is_missing_hints_at_tied_embeddings(small, build, tmp_path):

@@ -9,7 +9,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from argosy.config.schema import ModelConfig
+from argosy.config.catalog import preset_names
+from argosy.config.load import load
+from argosy.config.schema import MLAConfig, ModelConfig, MoEConfig
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
 from argosy.plan.flops import matmul_parameters, parameters, train_flops_per_token
@@ -29,18 +31,31 @@ QWEN3_8B = ModelConfig(
 )  # fmt: skip
 SMALL = ModelConfig(layers=3, width=64, heads=4, kv_heads=2, head_width=24, ffn_width=96, vocab_size=200)
 
+LATENT = MLAConfig(kv_rank=20, q_rank=36, rope_width=24, nope_width=16, value_width=40)  # values are not padded
+
 VARIANTS: list[dict[str, Any]] = [
     {},
     {"tie_embeddings": True},
     {"attention_bias": True},
     {"qk_norm": True},
     {"kv_heads": 4, "qk_norm": True, "attention_bias": True, "tie_embeddings": True},
+    {"moe": MoEConfig(experts=6, experts_per_token=2, expert_ffn_width=40)},
+    {"moe": MoEConfig(experts=4, experts_per_token=3, expert_ffn_width=40, shared_experts=2, first_dense_layers=1)},
+    {"kv_heads": 4, "mla": LATENT, "attention_bias": True},
+    {"kv_heads": 4, "mla": LATENT.model_copy(update={"q_rank": 0}), "moe": MoEConfig(experts=4, balance="bias")},
 ]
+PRESETS = preset_names("models")
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS, ids=" ".join)
 def test_parameters_are_those_of_the_module(variant):
     config = SMALL.model_copy(update=variant)
+    assert parameters(config) == sum(p.numel() for p in Decoder(config).parameters())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_parameters_of_a_preset_are_those_of_the_module(name):
+    config = load("demo", {"model.preset": name, "model.vocab_size": 1000}).model
     assert parameters(config) == sum(p.numel() for p in Decoder(config).parameters())
 
 
@@ -58,7 +73,7 @@ def test_parameters_are_the_published_ones(config, published):
     assert parameters(config) == published
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS, ids=" ".join)
 @pytest.mark.parametrize("seq_len", [64, 256])
 def test_flops_are_those_that_a_step_executes(variant, seq_len):
     """The counter counts the masked half of attention too, which the formula leaves out."""

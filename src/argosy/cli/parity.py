@@ -65,7 +65,7 @@ def _in_words(found: Parity) -> str:
         mark = "   beyond tolerance" if name in beyond else ""
         lines.append(f"  {name:9}  {difference.relative:.1e}  at {difference.where}{mark}")
     if found.tolerance is None:
-        lines.append("no tolerance: the plan rounds more than fp32 does, and so the numbers differ; --tolerance sets one")
+        lines.append("no tolerance, since the plan rounds more than fp32 does; --tolerance sets one")
     elif beyond:
         lines.append(f"not the numbers of one process (tolerance {found.tolerance:g})")
     else:

@@ -41,9 +41,7 @@ PEER_GONE = "Connection closed by peer"
 logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the launcher says it in its own words
 
 
-def train(
-    run: RunConfig, run_dir: Path | None = None, *, accept_changes: bool = False, quiet: bool = False
-) -> Report:
+def train(run: RunConfig, run_dir: Path | None = None, *, accept_changes: bool = False, quiet: bool = False) -> Report:
     """Train `run` in `run_dir` (runs/NAME by default) with processes of this machine; returns its report.
 
     If the folder holds a checkpoint of this run, it goes on from there. quiet: what the first worker prints is kept

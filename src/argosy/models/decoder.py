@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from argosy.config.schema import ModelConfig
-from argosy.models.attention import LayerCache
 from argosy.models.experts import feed_forward_of
 from argosy.models.layers import Embedding, Linear, RMSNorm, local
 from argosy.models.loss import ChunkLoss, chunk_loss_and_gradient, summed_cross_entropy
-from argosy.models.mla import attention_of
+from argosy.models.mla import Cache, attention_of, cache_of
 from argosy.models.rope import rotary_table
 
 # B batch, T tokens, D model width, V vocabulary
@@ -31,7 +30,7 @@ class Block(nn.Module):
         self.mlp = feed_forward_of(config, layer)
 
     def forward(
-        self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], documents: Tensor, cache: LayerCache | None = None
+        self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], documents: Tensor, cache: Cache | None = None
     ) -> Tensor:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary, documents, cache)
         x_BTD = x_BTD + self.mlp(self.mlp_norm(x_BTD))
@@ -79,7 +78,7 @@ class Decoder(nn.Module):
         targets_BT: Tensor | None = None,
         positions_BT: Tensor | None = None,
         documents: Tensor | None = None,
-        cache: list[LayerCache] | None = None,
+        cache: list[Cache] | None = None,
     ) -> Tensor:
         """Logits [B, T, V] in the compute dtype, or with `targets_BT` the summed loss (fp32 scalar).
 
@@ -122,10 +121,10 @@ class Decoder(nn.Module):
         """Where the weights are."""
         return next(self.parameters()).device
 
-    def new_cache(self, batch: int, max_seq_len: int) -> list[LayerCache]:
+    def new_cache(self, batch: int, max_seq_len: int) -> list[Cache]:
         """An empty key/value cache for each block."""
         like = torch.empty(0, dtype=self.compute_dtype, device=self.device)
-        return [LayerCache(batch, max_seq_len, self.config, like) for _ in self.blocks]
+        return [cache_of(self.config, batch, max_seq_len, like) for _ in self.blocks]
 
     def _rotary_to(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
         if self._rotary is None or self._rotary[0].shape[0] < seq_len or self._rotary[0].device != device:

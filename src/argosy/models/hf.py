@@ -1,4 +1,4 @@
-"""Decoders to and from Hugging Face folders: `LlamaForCausalLM` and `Qwen3ForCausalLM`, sizes and weights."""
+"""Decoders to and from Hugging Face folders, sizes and weights; the classes are those of `hf_families`."""
 
 from __future__ import annotations
 
@@ -19,35 +19,12 @@ from argosy.config.schema import ModelConfig
 from argosy.errors import UserError
 from argosy.models.decoder import Decoder
 from argosy.models.hf_config import config_from_json, config_to_json, refuse
-
-MODULES = {
-    "embedding": "model.embed_tokens",
-    "blocks.*.attention_norm": "model.layers.*.input_layernorm",
-    "blocks.*.attention.q": "model.layers.*.self_attn.q_proj",
-    "blocks.*.attention.k": "model.layers.*.self_attn.k_proj",
-    "blocks.*.attention.v": "model.layers.*.self_attn.v_proj",
-    "blocks.*.attention.o": "model.layers.*.self_attn.o_proj",
-    "blocks.*.attention.q_norm": "model.layers.*.self_attn.q_norm",
-    "blocks.*.attention.k_norm": "model.layers.*.self_attn.k_norm",
-    "blocks.*.mlp_norm": "model.layers.*.post_attention_layernorm",
-    "blocks.*.mlp.gate": "model.layers.*.mlp.gate_proj",
-    "blocks.*.mlp.up": "model.layers.*.mlp.up_proj",
-    "blocks.*.mlp.down": "model.layers.*.mlp.down_proj",
-    "norm": "model.norm",
-    "head": "lm_head",
-}
-"""Our module -> theirs; * is the block's number. Both lay rotary pairs out as halves, so values stay."""
+from argosy.models.hf_families import MTP_NAMES, is_stack, their_names, to_ours, to_theirs
 
 SHARD_BYTES = 5 * 10**9
 """Weights per safetensors file, about."""
-
-
-def their_name(name: str) -> str:
-    """`blocks.3.attention.q.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
-    module, _, kind = name.rpartition(".")
-    block = module.split(".")[1] if module.startswith("blocks.") else ""
-    pattern = module.replace(f".{block}.", ".*.", 1) if block else module
-    return f"{MODULES[pattern].replace('*', block)}.{kind}"
+KEPT_IN_FP32 = "router.bias"
+"""Steps of bias_rate would be lost in bf16."""
 
 
 # Out
@@ -84,14 +61,18 @@ def export_folder(
         _write_json(partial / "generation_config.json", ends)
         if tokenizer is not None:
             _write_tokenizer(partial, tokenizer, eod_id, config)
-        _write_weights(partial, weights, shapes, dtype)
+        _write_weights(partial, weights, config, shapes, dtype)
         partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def _write_weights(
-    folder: Path, weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    config: ModelConfig,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
 ) -> None:
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     shards = _shards(sizes)
@@ -99,14 +80,23 @@ def _write_weights(
     if len(shards) == 1:
         files = ["model.safetensors"]
     for file, names in zip(files, shards, strict=True):
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for name in names:
             weight = weights[name]
             _check_shape(name, weight.shape, shapes[name], "the weights to export")
-            tensors[their_name(name)] = weight.detach().to("cpu", dtype).contiguous()
+            stored = torch.float32 if name.endswith(KEPT_IN_FP32) else dtype
+            parts = to_theirs(name, weight.detach().to("cpu", stored), config)
+            # A file has no use for two tensors in the same memory, and safetensors refuses them.
+            copies = (part.clone() if len(parts) > 1 else part.contiguous() for part in parts)
+            tensors |= dict(zip(their_names(name, config), copies, strict=True))
         save_file(tensors, folder / file, metadata={"format": "pt"})
     if len(shards) > 1:
-        where = {their_name(n): file for file, names in zip(files, shards, strict=True) for n in names}
+        where = {
+            theirs: file
+            for file, names in zip(files, shards, strict=True)
+            for name in names
+            for theirs in their_names(name, config)
+        }
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
         _write_json(folder / "model.safetensors.index.json", index)
 
@@ -166,20 +156,23 @@ class StoredTensor(NamedTuple):
 class FolderWeights(Mapping[str, Tensor]):
     """Weights by our names; each is read from its file when it is asked for, and not kept."""
 
-    def __init__(self, stored: Mapping[str, StoredTensor]):
-        self._stored = stored
+    def __init__(self, config: ModelConfig, stored: Mapping[str, Sequence[StoredTensor]]):
+        self._config, self._stored = config, stored
 
     def __getitem__(self, name: str) -> Tensor:
-        at = self._stored[name]
-        with safe_open(at.file, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(at.name)
-            return tensor
+        return to_ours(name, [_read(at) for at in self._stored[name]], self._config)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)
 
     def __len__(self) -> int:
         return len(self._stored)
+
+
+def _read(at: StoredTensor) -> Tensor:
+    with safe_open(at.file, framework="pt") as file:
+        tensor: Tensor = file.get_tensor(at.name)
+        return tensor
 
 
 def import_folder(folder: Path) -> tuple[ModelConfig, FolderWeights]:
@@ -199,13 +192,17 @@ def import_folder(folder: Path) -> tuple[ModelConfig, FolderWeights]:
     known = {n: w for n, w in stored.items() if not n.endswith("rotary_emb.inv_freq")}
     if config.tie_embeddings:
         known.pop("lm_head.weight", None)
-    _check_names(known.keys(), {their_name(name) for name in shapes}, str(folder))
-    ours = {name: known[their_name(name)] for name in shapes}
-    for name, weight in ours.items():
-        _check_shape(weight.name, weight.shape, shapes[name], str(weight.file))
-        if weight.dtype not in ("F64", "F32", "F16", "BF16"):
-            refuse(weight.file, weight.name, weight.dtype, "quantized weights cannot be trained on")
-    return config, FolderWeights(ours)
+    if config.family == "deepseek_v3":
+        known = {n: w for n, w in known.items() if not n.startswith(MTP_NAMES.format(layers=config.layers))}
+    theirs = {name: their_names(name, config) for name in shapes}
+    _check_names(known.keys(), {n for names in theirs.values() for n in names}, str(folder))
+    ours = {name: [known[n] for n in names] for name, names in theirs.items()}
+    for name, parts in ours.items():
+        for part in parts:
+            _check_shape(part.name, part.shape, shapes[name][1:] if is_stack(name) else shapes[name], str(part.file))
+            if part.dtype not in ("F64", "F32", "F16", "BF16"):
+                refuse(part.file, part.name, part.dtype, "quantized weights cannot be trained on")
+    return config, FolderWeights(config, ours)
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -246,7 +243,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Our names -> shapes; nothing is allocated, for the decoder is built on the meta device."""
-    return {name: tuple(parameter.shape) for name, parameter in Decoder(config).named_parameters()}
+    return {name: tuple(weight.shape) for name, weight in Decoder(config).state_dict().items()}
 
 
 def _check_names(found: Collection[str], expected: Collection[str], where: str) -> None:

@@ -1,4 +1,4 @@
-"""config.json to and from `ModelConfig`, for `LlamaForCausalLM` and `Qwen3ForCausalLM`."""
+"""config.json to and from `ModelConfig`, for the classes of `hf_families`."""
 
 from __future__ import annotations
 
@@ -11,28 +11,11 @@ from typing import Any, NoReturn
 import torch
 from pydantic import ValidationError
 
+from argosy.config.keys import dotted, nest
 from argosy.config.schema import ModelConfig, RopeScaling
 from argosy.errors import UserError
+from argosy.models.hf_families import DEFAULTS, FAMILIES, KEYS, value_of
 from argosy.models.rope import attention_scale
-
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""`ModelConfig.family`, which is also their `model_type` -> their class."""
-
-KEYS = {
-    "layers": "num_hidden_layers",
-    "width": "hidden_size",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "head_width": "head_dim",
-    "ffn_width": "intermediate_size",
-    "vocab_size": "vocab_size",
-    "max_seq_len": "max_position_embeddings",
-    "norm_eps": "rms_norm_eps",
-    "attention_bias": "attention_bias",
-    "tie_embeddings": "tie_word_embeddings",
-    "init_std": "initializer_range",
-}
-"""Field of `ModelConfig` -> key of config.json, where the value is the same."""
 
 ROPE_KEYS = {
     "none": {},
@@ -52,38 +35,26 @@ ROPE_KEYS = {
 }
 """`RopeScaling.kind` -> its fields -> their keys. Their name for "none" is "default"."""
 
-COMMON_DEFAULTS = {
-    "rms_norm_eps": 1e-6,
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.02,
-}
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": COMMON_DEFAULTS | {"max_position_embeddings": 2048},
-    "qwen3": COMMON_DEFAULTS | {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
-}
-"""What transformers takes for a key that config.json leaves out; sizes without a default must be there."""
+HAS_QK_NORM = ("qwen3", "qwen3_moe")
+MOE_FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3")
+MLA_YARN = {"mscale": 1.0, "mscale_all_dim": 1.0}
+"""With these, DeepSeek's attention takes YaRN's temperature for all of a head, as `models.mla` does."""
 
 
 def config_to_json(config: ModelConfig, *, dtype: torch.dtype, eod_id: int | None) -> dict[str, Any]:
     """What config.json says. Raises: UserError if the family's class has no way to say it."""
-    if config.qk_norm != (config.family == "qwen3"):
-        raise UserError(
-            f"model.qk_norm = {str(config.qk_norm).lower()} and model.family = {config.family}: "
-            f"Qwen3 has norms on queries and keys, Llama has none. "
-            f'Export with family = "{"qwen3" if config.qk_norm else "llama"}".'
-        )
-    if config.family == "llama" and config.width % config.heads:
-        raise UserError(
-            f"model.width = {config.width} is not a multiple of model.heads = {config.heads}, which "
-            f"LlamaForCausalLM refuses whatever head_width is. Choose sizes that divide, or the family qwen3."
-        )
+    _refuse_what_the_class_cannot_say(config)
+    family = FAMILIES[config.family]
     scaling = config.rope_scaling
     rope = {theirs: getattr(scaling, ours) for ours, theirs in ROPE_KEYS[scaling.kind].items()}
+    if scaling.kind == "yarn" and config.mla.kv_rank:
+        rope |= MLA_YARN
     return {
-        "architectures": [ARCHITECTURES[config.family]],
+        "architectures": [family.architecture],
         "model_type": config.family,
-        **{theirs: getattr(config, ours) for ours, theirs in KEYS.items()},
+        **{theirs: value_of(config, ours) for ours, theirs in (KEYS | family.keys).items()},
+        **family.constants,
+        **_unlike_keys(config),
         "hidden_act": "silu",
         "attention_dropout": 0.0,
         # transformers 4 reads only these two keys, and 5 reads them as well as its own `rope_parameters`.
@@ -96,48 +67,103 @@ def config_to_json(config: ModelConfig, *, dtype: torch.dtype, eod_id: int | Non
     }
 
 
+def _unlike_keys(config: ModelConfig) -> dict[str, Any]:
+    """Keys whose value is not that of a field."""
+    if config.family == "qwen3_moe":
+        return {"mlp_only_layers": list(range(config.moe.first_dense_layers))}
+    if config.family == "deepseek_v3":
+        return {"q_lora_rank": config.mla.q_rank or None, "num_nextn_predict_layers": 0}
+    return {}
+
+
+def _refuse_what_the_class_cannot_say(config: ModelConfig) -> None:
+    family = config.family
+    if config.qk_norm != (family in HAS_QK_NORM):
+        raise UserError(
+            f"model.qk_norm = {str(config.qk_norm).lower()} and model.family = {family}: "
+            f"Qwen3 has norms on queries and keys, other families have none. "
+            f'Export with family = "{"qwen3" if config.qk_norm else "llama"}".'
+        )
+    if family == "llama" and config.width % config.heads:
+        raise UserError(
+            f"model.width = {config.width} is not a multiple of model.heads = {config.heads}, which "
+            f"LlamaForCausalLM refuses whatever head_width is. Choose sizes that divide, or the family qwen3."
+        )
+    for field, wanted in FAMILIES[family].fixed.items():
+        value = value_of(config, field)
+        if value != wanted and {value, wanted} != {"none", "aux"}:  # these two differ in training alone
+            raise UserError(
+                f"model.{field} = {json.dumps(value)} and model.family = {family}: {FAMILIES[family].architecture} "
+                f"computes as with {json.dumps(wanted)}. Choose that, or another family."
+            )
+    if family in MOE_FAMILIES and not config.moe.experts:
+        raise UserError(f"model.moe.experts = 0 and model.family = {family}: a dense model. Export as llama or qwen3.")
+    if family == "deepseek_v3" and not (config.mla.kv_rank and config.moe.shared_experts):
+        raise UserError(
+            f"model.mla.kv_rank = {config.mla.kv_rank}, moe.shared_experts = {config.moe.shared_experts} and "
+            f"model.family = deepseek_v3: the class wants both. Choose another family."
+        )
+
+
 def config_from_json(values: Mapping[str, Any], file: Path) -> ModelConfig:
     """The `ModelConfig` of a config.json, read from `file`. Raises: UserError."""
     family = _family(values, file)
-    given = DEFAULTS[family] | {key: value for key, value in values.items() if value is not None}
-    _refuse_what_differs(given, file)
+    known = FAMILIES[family]
+    written = {known.aliases.get(key, key): value for key, value in values.items() if value is not None}
+    given = DEFAULTS | known.defaults | written
+    _refuse_what_differs(given, family, file)
     for key in ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size"):
         if key not in given:
             raise UserError(f"{file}: {key} is missing. Add it, as the model's authors give it.")
     given.setdefault("num_key_value_heads", given["num_attention_heads"])
-    given.setdefault("head_dim", given["hidden_size"] // given["num_attention_heads"])
-    theta, scaling = _rope_from_json(given, file)
+    given.setdefault("head_dim", given.get("qk_rope_head_dim", given["hidden_size"] // given["num_attention_heads"]))
+    theta, scaling = _rope_from_json(given, family, file)
+    fields = known.fixed | {ours: given[theirs] for ours, theirs in (KEYS | known.keys).items()}
+    fields |= _from_unlike_keys(values, family, file)
     try:
         return ModelConfig(
             family=family,
-            qk_norm=family == "qwen3",
+            qk_norm=family in HAS_QK_NORM,
             rope_theta=theta,
             rope_scaling=RopeScaling.model_validate(scaling),
-            **{ours: given[theirs] for ours, theirs in KEYS.items()},
+            **nest({tuple(ours.split(".")): value for ours, value in fields.items()}),
         )
     except ValidationError as error:
-        theirs = KEYS | ROPE_KEYS["llama3"] | ROPE_KEYS["yarn"]
+        theirs = KEYS | known.keys | ROPE_KEYS["llama3"] | ROPE_KEYS["yarn"]
         lines = [
-            f"{file}: {' '.join(theirs.get(str(k), str(k)) for k in e['loc']) or 'sizes'}: {e['msg']} "
+            f"{file}: {theirs.get(dotted(e['loc']), dotted(e['loc'])) or 'sizes'}: {e['msg']} "
             f"(config.json says {e['input'] if e['loc'] else 'otherwise'}). Is the file the authors' own?"
             for e in error.errors()
         ]
         raise UserError("\n".join(lines)) from None
 
 
+def _from_unlike_keys(values: Mapping[str, Any], family: str, file: Path) -> dict[str, Any]:
+    """What `_unlike_keys` wrote, as fields."""
+    if family == "qwen3_moe":
+        dense = values.get("mlp_only_layers") or []
+        if sorted(dense) != list(range(len(dense))):
+            refuse(file, "mlp_only_layers", dense, "our dense layers are the first ones")
+        return {"moe.first_dense_layers": len(dense)}
+    if family == "deepseek_v3":
+        q_rank = values.get("q_lora_rank", FAMILIES[family].defaults["q_lora_rank"])
+        return {"mla.q_rank": q_rank or 0}
+    return {}
+
+
 def _family(values: Mapping[str, Any], file: Path) -> str:
     family, classes = values.get("model_type"), values.get("architectures") or []
-    known = ", ".join(f"{name} ({its_class})" for name, its_class in ARCHITECTURES.items())
+    known = ", ".join(f"{name} ({its.architecture})" for name, its in FAMILIES.items())
     if family == "qwen2":
         refuse(file, "model_type", family, f"Qwen2 has biases on q, k, v and none on o; known are {known}")
-    if family not in ARCHITECTURES:
+    if family not in FAMILIES:
         refuse(file, "model_type", family, f"this architecture is not known; known are {known}")
-    if classes and ARCHITECTURES[family] not in classes:
+    if classes and FAMILIES[family].architecture not in classes:
         refuse(file, "architectures", classes, f"this architecture is not known; known are {known}")
     return str(family)
 
 
-def _refuse_what_differs(given: Mapping[str, Any], file: Path) -> None:
+def _refuse_what_differs(given: Mapping[str, Any], family: str, file: Path) -> None:
     """Keys that change what the model computes, beyond what our decoder can do."""
     if "quantization_config" in given:
         method = given["quantization_config"].get("quant_method", "of an unnamed kind")
@@ -148,17 +174,22 @@ def _refuse_what_differs(given: Mapping[str, Any], file: Path) -> None:
         refuse(file, "mlp_bias", True, "our feed-forward has no biases")
     if given.get("use_sliding_window") or "sliding_attention" in given.get("layer_types", ()):
         refuse(file, "use_sliding_window", True, "our attention reads the whole document")
+    if family == "mixtral" and "sliding_window" in given:
+        refuse(file, "sliding_window", given["sliding_window"], "our attention reads the whole document")
+    for key, only in FAMILIES[family].constants.items():
+        if given.get(key, only) != only:
+            refuse(file, key, given[key], f"only {json.dumps(only)} is known")
     if given.get("partial_rotary_factor", 1.0) != 1.0:
         refuse(file, "partial_rotary_factor", given["partial_rotary_factor"], "we rotate whole heads")
 
 
-def _rope_from_json(given: Mapping[str, Any], file: Path) -> tuple[float, dict[str, Any]]:
+def _rope_from_json(given: Mapping[str, Any], family: str, file: Path) -> tuple[float, dict[str, Any]]:
     """Base of the frequencies, and the fields of `RopeScaling`; from either version's keys."""
     section = "rope_scaling" if given.get("rope_scaling") else "rope_parameters"
     rope = {key: value for key, value in (given.get(section) or {}).items() if value is not None}
     kind = rope.pop("rope_type", rope.pop("type", "default"))
     rope.pop("type", None)
-    theta = rope.pop("rope_theta", given.get("rope_theta", 10_000.0))
+    theta = rope.pop("rope_theta", given["rope_theta"])
     kind = "none" if kind == "default" else kind
     if kind not in ROPE_KEYS:
         refuse(file, f"{section}.rope_type", kind, "known are default, linear, llama3, yarn")
@@ -172,6 +203,10 @@ def _rope_from_json(given: Mapping[str, Any], file: Path) -> tuple[float, dict[s
     for ours in ("factor", "low_freq_factor", "high_freq_factor"):
         if ours in keys and ours not in scaling:
             raise UserError(f"{file}: {section}.{keys[ours]} is missing, and {kind} needs it. Add it.")
+    if family == "deepseek_v3" and kind == "yarn":
+        for key, only in MLA_YARN.items():
+            if rope.pop(key, None) != only:
+                refuse(file, f"{section}.{key}", None, f"only {only} is known, and it must be there")
     _refuse_rope_leftovers(rope, scaling, f"{section}.", file)
     return theta, scaling
 

@@ -1,8 +1,7 @@
-"""What each Hugging Face class is in our terms: its keys of config.json, the settings it stands for, its weights' names."""
+"""What each Hugging Face class is in our terms: keys of config.json, settings it stands for, names of weights."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -28,7 +27,7 @@ KEYS = {
 }
 """Field of `ModelConfig` -> key of config.json, where the value is the same."""
 
-DEFAULTS = {
+DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "attention_bias": False,
     "tie_word_embeddings": False,
@@ -88,16 +87,18 @@ class Family:
     """One Hugging Face class."""
 
     architecture: str
-    keys: Mapping[str, str] = field(default_factory=dict)
+    keys: dict[str, str] = field(default_factory=dict)
     """Besides `KEYS`."""
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    fixed: dict[str, Any] = field(default_factory=dict)
     """Fields of `ModelConfig` for which the class has no key, and the value that it stands for."""
-    constants: Mapping[str, Any] = field(default_factory=dict)
+    constants: dict[str, Any] = field(default_factory=dict)
     """Keys of config.json for which we have no field, and the only value that we compute."""
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)
     """Besides `DEFAULTS`."""
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
     """Besides `NAMES`."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Other versions' key -> the key that is in `keys`."""
 
 
 DENSE = {"mla.kv_rank": 0, "moe.experts": 0}
@@ -136,6 +137,7 @@ FAMILIES = {
             "router_aux_loss_coef": 0.001,
         },
         names=MIXTRAL_NAMES,
+        aliases={"num_experts": "num_local_experts"},
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
@@ -158,6 +160,7 @@ FAMILIES = {
             "router_aux_loss_coef": 0.001,
         },
         names=EXPERT_NAMES,
+        aliases={"num_local_experts": "num_experts"},
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
@@ -178,7 +181,13 @@ FAMILIES = {
         },
         # The class gives the norms of latents this epsilon whatever config.json says.
         fixed={"moe.router": "sigmoid", "moe.balance": "bias", "norm_eps": 1e-6},
-        constants={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True, "moe_layer_freq": 1},
+        constants={
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "rope_interleave": True,
+            "moe_layer_freq": 1,
+            "rms_norm_eps": 1e-6,
+        },
         defaults={
             "max_position_embeddings": 4096,
             "num_key_value_heads": 128,
@@ -198,6 +207,7 @@ FAMILIES = {
             "v_head_dim": 128,
         },
         names=EXPERT_NAMES | DEEPSEEK_NAMES,
+        aliases={"num_local_experts": "n_routed_experts"},
     ),
 }
 """`ModelConfig.family`, which is also their `model_type` -> the class."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from argosy.config.schema import ModelConfig
 from argosy.models.layers import local
 
-INTO_RESIDUAL = ("attention.o.weight", "mlp.down.weight")
+INTO_RESIDUAL = ("attention.o.weight", "mlp.down.weight", "mlp.shared.down.weight", "mlp.experts.down")
 AT_ONCE = 2**20
 """Elements made at once: what the temporary integers take is small, and on a CPU stays in its caches."""
 

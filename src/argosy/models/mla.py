@@ -24,7 +24,7 @@ def attention_of(config: ModelConfig) -> Attention | LatentAttention:
     return LatentAttention(config) if config.mla.kv_rank else Attention(config)
 
 
-def cache_of(config: ModelConfig, batch: int, max_seq_len: int, like: Tensor) -> LayerCache | LatentCache:
+def cache_of(config: ModelConfig, batch: int, max_seq_len: int, like: Tensor) -> Cache:
     """What `attention_of(config)` takes for a cache: empty, of the dtype and device of `like`."""
     cache = LatentCache if config.mla.kv_rank else LayerCache
     return cache(batch, max_seq_len, config, like)
@@ -45,6 +45,10 @@ class LatentCache:
         self.rotated[:, self.length : end] = rotated_BTR
         self.length = end
         return self.latents[:, :end], self.rotated[:, :end]
+
+
+Cache = LayerCache | LatentCache
+"""What one layer remembers of the tokens read so far."""
 
 
 class LatentAttention(nn.Module):

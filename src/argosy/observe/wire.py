@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from argosy.observe.dispatch import Watch, nbytes
+from argosy.plan.traffic import ENDS, WORLD, spanning_axis
 
 if TYPE_CHECKING:
     from argosy.parallel.mesh import Meshes
@@ -34,10 +35,6 @@ Counts = Counter[tuple[str, str]]
 Sent = Callable[[tuple[Any, ...], dist.ProcessGroup], float]
 """The arguments of a collective's operator and its group -> bytes that this rank sends."""
 
-WORLD = "world"
-"""The axis of all ranks: the loss, the gradient's norm."""
-ENDS = "ends"
-"""The axis of a tied embedding's two holders, in the first and the last pipeline stage."""
 OTHER = "other"
 """The axis of any group that is neither a mesh's nor the world."""
 
@@ -146,11 +143,13 @@ def count_wire(meshes: Meshes | None) -> WireCounter:
 
 def _axes(meshes: Meshes) -> dict[str, str]:
     """Name of each process group of this rank -> its axis."""
-    names: dict[str, str] = {dist.group.WORLD.group_name: WORLD} if dist.group.WORLD is not None else {}
-    for mesh in (meshes.axes, meshes.state, meshes.experts, meshes.nested, meshes.nested_experts):
-        if mesh is not None:
-            for axis in mesh.mesh_dim_names or ():
-                names[mesh[axis].get_group().group_name] = axis
+    views = [meshes.axes, meshes.state, meshes.experts, meshes.nested, meshes.nested_experts]
+    groups = [(axis, mesh[axis].get_group()) for mesh in views if mesh for axis in mesh.mesh_dim_names or ()]
+    world = dist.get_world_size()
+    everyone = spanning_axis({axis: group.size() for axis, group in groups}, world) or WORLD
+    names: dict[str, str] = {group.group_name: axis if group.size() < world else everyone for axis, group in groups}
     if meshes.ends is not None:
         names[meshes.ends.group_name] = ENDS
+    assert dist.group.WORLD is not None
+    names[dist.group.WORLD.group_name] = everyone
     return names

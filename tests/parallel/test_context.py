@@ -1,0 +1,218 @@
+"""A sequence split over ranks is attended to as if it were whole, by either core, with and without documents."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from argosy.models.attention import AttentionCore, packed_attention
+from argosy.parallel.attention_tiles import PLAIN
+from argosy.parallel.context import (
+    RingAttention,
+    UlyssesAttention,
+    shard_sequence,
+    unshard_sequence,
+)
+from argosy.parallel.recompute import selective_contexts
+from argosy.parallel.world import World
+
+SEQ_LEN = 48
+DOCUMENTS = {
+    "one document a row": [[48], [48], [48]],
+    "equal halves": [[24, 24]] * 3,
+    "single tokens": [[1] * 48] * 3,
+    "ragged": [[5, 30, 13], [48], [1, 20, 26, 1]],
+    "at the chunks' ends": [[6, 6, 36], [12, 12, 24], [42, 6]],
+    "most of a row": [[1, 46, 1], [47, 1], [1, 47]],
+}
+CORES: dict[str, Callable[[dist.ProcessGroup], AttentionCore]] = {
+    "ring": RingAttention,
+    "ring, plain kernel": lambda group: RingAttention(group, PLAIN),
+    "ulysses": UlyssesAttention,
+}
+
+Result = tuple[Tensor, ...]
+"""The output and the gradients of q, k, v."""
+
+
+def starts(rows: list[list[int]]) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(itertools.chain(*rows))], dtype=torch.int32)
+
+
+def inputs(q_heads: int, kv_heads: int, rows: int = 3, seq_len: int = SEQ_LEN) -> list[Tensor]:
+    """Whole q, k, v and the gradient of the output."""
+    generator = torch.Generator().manual_seed(0)
+    heads = (q_heads, kv_heads, kv_heads, q_heads)
+    return [torch.randn(rows, seq_len, n, 8, generator=generator) for n in heads]
+
+
+def attend(core: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dy: Tensor, documents: Tensor) -> Result:
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    y = core(*leaves, documents)
+    return y.detach(), *torch.autograd.grad(y, leaves, dy)
+
+
+def attend_to_shards(
+    world: World, core: str, whole: list[Tensor], documents: list[Tensor], wrapper: str = ""
+) -> list[Result]:
+    """This rank's tokens of the results, for each of `documents`."""
+    attention: Any = CORES[core](dist.group.WORLD)
+    if wrapper:
+        attention = WRAPPERS[wrapper](attention)
+    shards = [shard_sequence(x, world.rank, world.size) for x in whole]
+    return [attend(attention, *shards, d) for d in documents]
+
+
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "recomputed": lambda core: lambda *args: checkpoint(core, *args, use_reentrant=False),
+    "recomputed in part": lambda core: (
+        lambda *args: checkpoint(core, *args, use_reentrant=False, context_fn=selective_contexts)
+    ),
+    "compiled": lambda core: torch.compile(lambda *args: core(*args) * 1.0, backend="aot_eager"),
+    "compiled whole": lambda core: torch.compile(lambda *args: core(*args) * 1.0, backend="aot_eager", fullgraph=True),
+}
+ULYSSES_WRAPPERS = [("ulysses", wrapper) for wrapper in WRAPPERS if wrapper != "compiled whole"]
+
+
+def assert_equal_whole(results: list[list[Result]], whole: list[Tensor], documents: list[Tensor], **tolerance: float):
+    for of_ranks, d in zip(zip(*results, strict=True), documents, strict=True):
+        expected = attend(packed_attention, *whole, d)
+        for shards, reference in zip(zip(*of_ranks, strict=True), expected, strict=True):
+            torch.testing.assert_close(unshard_sequence(shards), reference, **tolerance)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_row_is_cut_into_an_early_and_a_late_chunk_for_each_rank(size: int):
+    x = torch.arange(2 * SEQ_LEN).view(2, SEQ_LEN)
+    shards = [shard_sequence(x, rank, size) for rank in range(size)]
+    chunk = SEQ_LEN // (2 * size)
+    assert shards[0][0].tolist() == [*range(chunk), *range(SEQ_LEN - chunk, SEQ_LEN)]
+    assert torch.equal(unshard_sequence(shards), x)
+
+
+def test_a_row_that_cannot_be_cut_evenly_is_refused():
+    with pytest.raises(AssertionError, match="46 tokens cannot be cut into 4 equal chunks"):
+        shard_sequence(torch.zeros(1, 46), 0, 2)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("size", [2, 4])
+def test_outputs_and_gradients_are_those_of_one_process(workers, size: int, core: str, kv_heads: int):
+    whole, documents = inputs(4, kv_heads), [starts(rows) for rows in DOCUMENTS.values()]
+    results = workers.run(size, attend_to_shards, core, whole, documents)
+    assert_equal_whole(results, whole, documents, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_a_group_of_one_is_no_special_case(workers, core: str):
+    whole, documents = inputs(4, 2), [starts(DOCUMENTS["ragged"])]
+    assert_equal_whole(workers.run(1, attend_to_shards, core, whole, documents), whole, documents)
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_bf16_loses_little_to_bf16_in_one_process(workers, core: str):
+    whole, documents = inputs(4, 2), [starts(DOCUMENTS["ragged"]), starts(DOCUMENTS["one document a row"])]
+    halves = [x.bfloat16() for x in whole]
+    results = workers.run(4, attend_to_shards, core, halves, documents)
+    exact = [attend(packed_attention, *(x.float() for x in halves), d) for d in documents]
+    alone = [attend(packed_attention, *halves, d) for d in documents]
+    for of_ranks, one_process, reference in zip(zip(*results, strict=True), alone, exact, strict=True):
+        for shards, theirs, true in zip(zip(*of_ranks, strict=True), one_process, reference, strict=True):
+            ours = unshard_sequence(shards)
+            assert ours.dtype == torch.bfloat16
+            # What is computed of each part is rounded, and their sum once more: up to twice the variance.
+            assert (ours.float() - true).square().mean() <= 2 * (theirs.float() - true).square().mean()
+
+
+@pytest.mark.parametrize("core, wrapper", [*itertools.product(["ring"], WRAPPERS), *ULYSSES_WRAPPERS])
+def test_a_core_may_be_recomputed_and_stand_in_compiled_code(workers, core: str, wrapper: str):
+    whole, documents = inputs(4, 2), [starts(DOCUMENTS["ragged"])]
+    results = workers.run(2, attend_to_shards, core, whole, documents, wrapper)
+    assert_equal_whole(results, whole, documents, rtol=1e-5, atol=1e-5)
+
+
+def messages(world: World, wrapper: str) -> tuple[int, int]:
+    """How many times keys, values or their gradients set out for the next rank, in forward and in backward."""
+    ring = RingAttention(dist.group.WORLD)
+    counted = mock.Mock(wraps=dist.batch_isend_irecv)
+    *leaves, dy = (shard_sequence(x, world.rank, world.size) for x in inputs(4, 2))
+    with mock.patch.object(dist, "batch_isend_irecv", counted):
+        y = WRAPPERS[wrapper](ring)(*(x.requires_grad_() for x in leaves), starts(DOCUMENTS["ragged"]))
+        forward = counted.call_count
+        y.backward(dy)
+    return forward, counted.call_count - forward
+
+
+@pytest.mark.parametrize("wrapper, again", [("recomputed", 1), ("recomputed in part", 0)])
+def test_selective_recomputation_keeps_what_a_ring_found_and_sends_nothing_again(workers, wrapper: str, again: int):
+    n = 4
+    assert workers.run(n, messages, wrapper) == [(n - 1, again * (n - 1) + (n - 1) + n)] * n
+
+
+def heads_over(world: World, core: str, q_heads: int, kv_heads: int) -> None:
+    q, k, v, _ = (shard_sequence(x, world.rank, world.size) for x in inputs(q_heads, kv_heads, rows=1))
+    CORES[core](dist.group.WORLD)(q, k, v, torch.tensor([0, SEQ_LEN], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("core, q_heads, kv_heads", [("ulysses", 6, 6), ("ulysses", 12, 3), ("ring", 4, 3)])
+def test_heads_that_do_not_fit_are_refused(workers, core: str, q_heads: int, kv_heads: int):
+    with pytest.raises(AssertionError, match="key/value heads"):
+        workers.run(4, heads_over, core, q_heads, kv_heads)
+
+
+class LiveBytes(TorchDispatchMode):  # a documented class (torch.library) without a public name
+    """The most bytes alive at once, of tensors made while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {storage.data_ptr() for storage in storages(args)}
+        for storage in storages(result):
+            if storage.data_ptr() not in given:
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self._freed, storage.nbytes())
+        return result
+
+    def _freed(self, size: int) -> None:
+        self.now -= size
+
+
+def storages(tree: Any) -> list[torch.UntypedStorage]:
+    return [x.untyped_storage() for x in tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def bytes_of_ring(world: World, tokens: int) -> tuple[int, int, int]:
+    """Of one rank with so many tokens: kept for backward, the most at once in forward, and in backward."""
+    q, k, v, dy = (shard_sequence(x, world.rank, world.size) for x in inputs(4, 4, rows=1, seq_len=tokens * world.size))
+    ring = RingAttention(dist.group.WORLD)
+    with LiveBytes() as live:
+        y = ring(*(x.requires_grad_() for x in (q, k, v)), torch.tensor([0, tokens * world.size], dtype=torch.int32))
+        kept, forward, live.most = live.now, live.most, 0
+        torch.autograd.grad(y, (q, k, v), dy)
+    return kept, forward, live.most
+
+
+def test_a_ring_needs_memory_for_a_few_times_a_ranks_tokens_however_many_the_others_have(workers):
+    tokens, tensor, lse = 512, 512 * 4 * 8 * 4, 512 * 4 * 4
+    two, four = (workers.run(size, bytes_of_ring, tokens) for size in (2, 4))
+    assert {*two} == {*four}, "what a rank needs depends on its own tokens only"
+    for kept, forward, backward in four:
+        assert kept == tensor + lse, "the output and its log-sum-exp; q, k and v are the caller's"
+        assert forward <= 8 * tensor, "two blocks of k and v, the output, a tile's"
+        assert backward <= 18 * tensor, "also gradients: q's, those found here, those sent and received"
