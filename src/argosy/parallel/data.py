@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from argosy.models.layers import local
 from argosy.parallel.collectives import all_gather_single, reduce_scatter_single
@@ -43,8 +44,8 @@ class _Bucket:
 
     def send(self) -> None:
         """Start to sum the gradients over the ranks; they are freed unless they are to be kept."""
-        gradients = [_gradient(piece) for piece in self.pieces]
-        self._flat = torch.cat([_in_rows(g, self._n) for g in gradients], dim=1).to(self._dtype)
+        rows = [_in_rows(_gradient(piece), self._n, width) for piece, width in self._widths()]
+        self._flat = torch.cat(rows, dim=1).to(self._dtype)
         if not self._keep:
             for piece in self.pieces:
                 piece.parameter.grad = None
@@ -68,16 +69,22 @@ class _Bucket:
 
     def gather_values(self) -> None:
         """Give every rank the values that the others have updated."""
-        mine = torch.cat([_in_rows(piece.value, 1, _chunk(piece, self._n)).flatten() for piece in self.pieces])
+        mine = torch.cat([_in_rows(piece.value, 1, width).flatten() for piece, width in self._widths()])
         everyone = mine.new_empty(self._n * len(mine))
         all_gather_single(everyone, mine, group=self._ranks.shard)
-        columns = everyone.view(self._n, -1).split([_chunk(piece, self._n) for piece in self.pieces], dim=1)
+        columns = everyone.view(self._n, -1).split([width for _, width in self._widths()], dim=1)
         for piece, rows in zip(self.pieces, columns, strict=True):
             whole = local(piece.parameter.detach())
             whole.copy_(rows.flatten()[: whole.numel()].view_as(whole))
 
+    def _widths(self) -> list[tuple[Held, int]]:
+        """Each piece, and the elements of the largest part that its parameter is cut into along its first dim."""
+        wholes = [local(piece.parameter) for piece in self.pieces]
+        sizes = [-(-w.shape[0] // self._n) * (w.numel() // max(1, w.shape[0])) for w in wholes]
+        return list(zip(self.pieces, sizes, strict=True))
+
     def _split(self, flat: Tensor) -> list[Tensor]:
-        parts = flat.split([_chunk(piece, self._n) for piece in self.pieces])
+        parts = flat.split([width for _, width in self._widths()])
         return [part[: p.value.numel()].view_as(p.value) for part, p in zip(parts, self.pieces, strict=True)]
 
 
@@ -153,20 +160,11 @@ def _cut(pieces: Sequence[Held]) -> list[list[Held]]:
     return [bucket for bucket in buckets if bucket]
 
 
-def _chunk(piece: Held, n: int) -> int:
-    """Elements of the largest of the `n` parts that a parameter is cut into along its first dimension."""
-    whole = local(piece.parameter)
-    return -(-whole.shape[0] // n) * (whole.numel() // max(1, whole.shape[0]))
-
-
-def _in_rows(tensor: Tensor, n: int, width: int = 0) -> Tensor:
-    """`tensor` as [n, width], a row for each rank, filled up with zeros; width 0 is the smallest that holds it."""
-    if tensor.ndim and not width:
-        width = -(-tensor.shape[0] // n) * (tensor.numel() // max(1, tensor.shape[0]))
+def _in_rows(tensor: Tensor, n: int, width: int) -> Tensor:
+    """`tensor` as [n, width], a row for each rank, filled up with zeros."""
     flat = tensor.flatten()
-    if len(flat) < n * width:
-        flat = torch.nn.functional.pad(flat, (0, n * width - len(flat)))
-    return flat.view(n, width)
+    missing = n * width - len(flat)
+    return (F.pad(flat, (0, missing)) if missing else flat).view(n, width)  # to pad by nothing would copy
 
 
 def _gradient(piece: Held) -> Tensor:
