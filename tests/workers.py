@@ -8,7 +8,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -21,6 +21,8 @@ from argosy.parallel.world import World, leave_world
 POOL_SIZE = 8
 STARTED_AT_ONCE = 4
 TIMEOUT_S = 120
+AFTER_FAILURE_S = 5
+"""What is left to the other ranks once one has failed: they may wait for it in a collective."""
 
 
 class WorkerPool:
@@ -53,14 +55,21 @@ class WorkerPool:
         self._pipes, self._processes = [], []
 
     def _answers(self, size: int) -> list[tuple[bool, Any]]:
-        end = time.monotonic() + TIMEOUT_S
-        answers = [
-            pipe.recv() if pipe.poll(max(0.0, end - time.monotonic())) else (False, f"no answer in {TIMEOUT_S} s")
-            for pipe in self._pipes[:size]
-        ]
-        if time.monotonic() > end:
+        """Whether each rank did it, and its result or what went wrong. A failure leaves the others little time."""
+        answers: dict[int, tuple[bool, Any]] = {}
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes[:size])}
+        began, end = time.monotonic(), time.monotonic() + TIMEOUT_S
+        while waiting and time.monotonic() < end:
+            for pipe in wait(list(waiting), timeout=end - time.monotonic()):
+                assert isinstance(pipe, Connection)
+                rank = waiting.pop(pipe)
+                answers[rank] = _received(pipe)
+                if not answers[rank][0]:
+                    end = min(end, time.monotonic() + AFTER_FAILURE_S)
+        if waiting:
             self.close()  # or an answer that is late would be taken for that to the next question
-        return answers
+        missing = (False, f"no answer in {time.monotonic() - began:.0f} s")
+        return [answers.get(rank, missing) for rank in range(size)]
 
     def _grow(self, size: int) -> None:
         """Start as many more processes as a world of `size` lacks: each takes 300 MB, and few tests need many."""
@@ -71,6 +80,14 @@ class WorkerPool:
             theirs.close()  # so that the death of the process ends the pipe
             self._pipes.append(ours)
             self._processes.append(process)
+
+
+def _received(pipe: Connection) -> tuple[bool, Any]:
+    try:
+        answer: tuple[bool, Any] = pipe.recv()
+    except EOFError:
+        return False, "the process died"
+    return answer
 
 
 def _serve(pipe: Connection) -> None:

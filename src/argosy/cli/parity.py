@@ -2,6 +2,8 @@
 
 It prints how far loss, gradient norm and final weights are apart, and ends with exit code 1 if that is more than
 rounding. Without a run file it trains a tiny built-in one, in as many processes as the plan is for, on this machine.
+Where training is unstable, rounding grows from step to step: the plan "microbatch=1" shows what it alone comes to, and
+a smaller --optimizer.lr or fewer --steps keep it small.
 
 Examples:
   argosy parity --plan "tp=2,pp=2,dp_shard=2"           the tiny model, in 8 processes

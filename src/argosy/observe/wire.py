@@ -96,6 +96,7 @@ COLLECTIVES: dict[str, tuple[str, Sent]] = {
     "scatter_": ("scatter", _scatter),
     "barrier": ("barrier", _nothing),
     "monitored_barrier_": ("barrier", _nothing),
+    "check_for_nan": ("barrier", _nothing),
 }
 """The operators of torch's namespace `c10d`, under which every public collective ends."""
 
@@ -124,7 +125,8 @@ class WireCounter(Watch):
         boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject))  # the group comes before the operation
         group = dist.ProcessGroup.unbox(boxed)
         if count := round(sent(args, group)):
-            self.counts[self._axes.get(group.group_name, OTHER), kind] += count
+            unnamed = WORLD if group.size() == dist.get_world_size() else OTHER
+            self.counts[self._axes.get(group.group_name, unnamed), kind] += count
 
 
 def count_wire(meshes: Meshes | None) -> WireCounter:

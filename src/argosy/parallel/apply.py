@@ -74,7 +74,8 @@ def apply(plan: Plan, run: RunConfig, world: World) -> ParallelModel:
         compile_blocks(model, plan.compile)
         if meshes is not None and fully_sharded(plan):
             experts = meshes.sharded("expert_replicate", "expert_shard") if plan.ep > 1 else None
-            shard_fully(model, meshes.sharded("replicate", "shard"), experts, DTYPES[plan.reduce])
+            keep_gathered = plan.pp > 1 and SCHEDULES[plan.schedule].splits_backward
+            shard_fully(model, meshes.sharded("replicate", "shard"), experts, DTYPES[plan.reduce], keep_gathered)
         materialize(model, run.model, world.device, run.seed)
     return ParallelModel(plan, run, world, meshes, parts)
 

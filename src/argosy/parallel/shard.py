@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,22 +16,31 @@ from argosy.models.layers import local
 from argosy.parallel.pieces import Held
 
 
-def shard_fully(model: Decoder, mesh: DeviceMesh, expert_mesh: DeviceMesh | None, reduce_dtype: torch.dtype) -> None:
+def shard_fully(
+    model: Decoder,
+    mesh: DeviceMesh,
+    expert_mesh: DeviceMesh | None,
+    reduce_dtype: torch.dtype,
+    keep_gathered: bool = False,
+) -> None:
     """Split the parameters of `model` (on the meta device) over `mesh`: [shard], or [replicate, shard], in place.
 
     They are gathered in the dtype of the arithmetic, and gradients are summed, not averaged, in `reduce_dtype`.
-    `expert_mesh` is that of experts, where they are dealt over ep ranks.
+    `expert_mesh` is that of experts, where they are dealt over ep ranks. `keep_gathered`: from a forward to its
+    backward, as the pipeline schedules need that split backward: they look for the parameters before it gathers them.
     """
     # A block's output may be a view: the warning is for code that writes into it, which ours does not.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     compute = None if model.compute_dtype == torch.float32 else model.compute_dtype
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    # None: blocks let go after forward, the model itself does not, as backward begins with its head.
+    shard = partial(fully_shard, mp_policy=policy, reshard_after_forward=False if keep_gathered else None)
     for block in model.blocks.values():
         if expert_mesh is not None:
             for moe in moe_layers(block):
-                fully_shard(moe.experts, mesh=expert_mesh, mp_policy=policy)
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+                shard(moe.experts, mesh=expert_mesh)
+        shard(block, mesh=mesh)
+    shard(model, mesh=mesh)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -14,7 +14,8 @@ equal shares), a step sends
     shard      reduce_scatter, zero 1 to 3    r N                   1
                all_gather, zero 1, 2          w N                   1           of updated values
                all_gather, zero 3             e N                   2 M         blocks; what is around them M
-                                                                    M + 1       in a pipeline, around them 1
+                                                                    M + 1       in a pipeline, around them 1;
+                                                                    1           if its schedule splits backward
     tp         all_gather                     e B T D               4 M         each block; 1 M the embedding, the norm
                reduce_scatter                 e B T D               4 M         each block; 1 M the embedding, the norm
                all_gather                     8 tp B T              M           the loss
@@ -80,8 +81,8 @@ class Sent:
 def traffic(plan: Plan, run: RunConfig, rank: int = 0) -> Traffic:
     """What global rank `rank` sends in one step, padding included.
 
-    Exact for dense models; with experts, for a load that is even over the ranks. For zero 3 in a pipeline, with full
-    backwards (not the zero-bubble schedules) and up to three stages on a rank: torch fetches no more ahead.
+    Exact for dense models; with experts, for a load that is even over the ranks. With zero 3 in a pipeline, for up to
+    three stages on a rank: of more, torch lets some go and gathers them again.
     """
     sums: Traffic = Counter()
     spanning = spanning_axis(axis_sizes(plan), plan.world_size) or WORLD
@@ -149,11 +150,12 @@ def _times_gathered(plan: Plan, run: RunConfig, is_block: bool) -> int:
 
     A block is given up after its forward, what is around the blocks (the root module) after backward. A pipeline's
     stages give up nothing after a backward, so that a block is gathered for each forward but those right after a
-    backward, and for each backward right after a forward: M + 1 times, in whatever order.
+    backward, and for each backward right after a forward: M + 1 times, in whatever order. Schedules that split
+    backward keep all that they have gathered until the end of the step.
     """
     microbatches = plan.microbatches(run.train.global_batch)
     if plan.pp > 1:
-        return microbatches + 1 if is_block else 1
+        return microbatches + 1 if is_block and not SCHEDULES[plan.schedule].splits_backward else 1
     return 2 * microbatches if is_block else microbatches
 
 

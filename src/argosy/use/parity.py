@@ -17,6 +17,7 @@ from argosy.errors import ArgosyWarning, RunFailed, UserError
 from argosy.launch.devices import find_devices
 from argosy.launch.local import train
 from argosy.observe.metrics import Metrics
+from argosy.parallel.world import threads_per_process
 from argosy.plan.auto import Devices, choose_plan
 from argosy.plan.plan import Plan, words_of
 from argosy.use.opened import open_checkpoint
@@ -87,6 +88,8 @@ def parity(run: RunConfig, *, steps: int = 5, tolerance: float | None = None) ->
         raise UserError(f"steps = {steps}: must be at least 1. Try 5.")
     run = _brief(run, steps)
     plan = _complete(run)
+    threads = threads_per_process(run.launch, plan.world_size)  # alike: their number too is an order of sums
+    run = run.model_copy(update={"launch": run.launch.model_copy(update={"threads": threads})})
     reference = choose_plan(_under(run, REFERENCE), Devices(1, "cpu", fast_bf16=False))
     with tempfile.TemporaryDirectory(prefix="argosy-parity-") as folder:
         alone, together = Path(folder, "reference"), Path(folder, "plan")
@@ -119,7 +122,7 @@ def _brief(run: RunConfig, steps: int) -> RunConfig:
     changes: dict[str, dict[str, Any]] = {
         "train": {"steps": steps, "minutes": 0.0, "deterministic": True},
         "schedule": {"kind": "constant", "warmup_steps": 0},
-        "evaluate": {"every_steps": 0, "tokens": 1, "sample_prompt": None},  # less than a window: none
+        "evaluate": {"every_steps": 0, "tokens": 1, "sample_prompt": None},  # a window at the end, and no more
         "checkpoint": {"every_steps": 0, "every_minutes": 0.0},  # only the last state, by which weights are compared
         "launch": {"max_restarts": 0},
     }

@@ -1,0 +1,208 @@
+"""Every axis, every pair of axes and some of three give the numbers of one process, for every model family.
+
+Each row is a real run: `train` in as many gloo processes as the plan is for, from data to checkpoint, compared with
+the same run in one process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from argosy.config.schema import RunConfig
+from argosy.data.manifest import TOKENIZER
+from argosy.launch import run_folder
+from argosy.parallel.world import World
+from argosy.plan.plan import Plan
+from argosy.use.parity import TOLERANCE, compare
+from tiny import SOURCES, eager, prepare_corpus, train_in
+from workers import WorkerPool
+
+STEPS = 3
+VOCABULARY = 403  # more than the tokenizer's 400, and odd: no number of ranks divides it
+DENSE: dict[str, Any] = {
+    "layers": 4, "width": 32, "heads": 4, "kv_heads": 2, "head_width": 8, "ffn_width": 64, "vocab_size": VOCABULARY,
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {"experts": 4, "experts_per_token": 2, "expert_ffn_width": 16, "aux_coefficient": 0.1}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"family": "qwen3", "qk_norm": True, "tie_embeddings": True},
+    "biased": {"attention_bias": True},
+    "deep": {"layers": 8},  # for pipelines of 4 ranks with two stages each
+    "mixtral": {"family": "mixtral", "moe": EXPERTS},
+    "qwen3_moe": {
+        "family": "qwen3_moe", "qk_norm": True, "tie_embeddings": True,
+        "moe": EXPERTS | {"experts": 8, "experts_per_token": 3, "z_coefficient": 1e-2},
+    },
+    "deepseek_v3": {
+        "family": "deepseek_v3", "kv_heads": 4,
+        "mla": {"kv_rank": 16, "q_rank": 24, "rope_width": 8, "nope_width": 16, "value_width": 16},
+        "moe": EXPERTS | {
+            "experts": 8, "shared_experts": 1, "first_dense_layers": 1, "router": "sigmoid", "groups": 4,
+            "top_groups": 2, "routed_scale": 2.5, "balance": "bias", "bias_rate": 1e-2,
+        },
+    },
+}  # fmt: skip
+
+QUICK = [
+    ("llama", "dp_replicate=2"),
+    ("llama", "dp_shard=2,zero=1,microbatch=2"),
+    ("llama", "dp_shard=2,zero=3"),
+    ("llama", "cp=2,microbatch=4"),
+    ("biased", "tp=2,microbatch=4"),
+    ("llama", "tp=4,microbatch=4"),
+    ("qwen3", "pp=2,microbatch=2"),
+    ("llama", "pp=2,schedule=interleaved_1f1b,microbatch=2"),
+    ("llama", "dp_replicate=2,dp_shard=2,microbatch=2"),
+    ("qwen3", "dp_shard=2,tp=2,microbatch=2"),
+    ("mixtral", "dp_shard=2,ep=2,microbatch=4"),
+    ("deepseek_v3", "cp=2,ep=2,microbatch=4"),
+]
+"""Family and plan, in every run of the tests."""
+
+SLOW = [
+    # One axis.
+    ("llama", "microbatch=2"),
+    ("llama", "dp_replicate=4,microbatch=2"),
+    ("llama", "dp_shard=2,zero=0"),
+    ("llama", "dp_shard=4,zero=1"),
+    ("llama", "dp_shard=4,zero=2"),
+    ("llama", "dp_shard=4,zero=3"),
+    ("qwen3", "dp_shard=8,zero=3"),
+    ("llama", "cp=2,context=ulysses"),
+    ("llama", "cp=4,microbatch=2"),
+    ("llama", "cp=4,context=ulysses,zero=2"),
+    ("qwen3", "tp=2"),
+    ("qwen3", "tp=4,microbatch=2"),
+    ("biased", "tp=4,microbatch=2"),
+    ("llama", "pp=2,schedule=gpipe"),
+    ("llama", "pp=4,schedule=1f1b"),
+    ("llama", "pp=2,schedule=interleaved_zero_bubble"),
+    ("llama", "pp=2,schedule=zbv"),
+    ("qwen3", "pp=2,schedule=zbv"),
+    ("llama", "pp=2,schedule=dualpipev"),
+    ("deep", "pp=4,schedule=interleaved_1f1b"),
+    ("deep", "pp=4,schedule=zbv"),
+    ("deep", "pp=4,schedule=dualpipev"),
+    ("qwen3", "pp=4"),
+    # Two.
+    ("llama", "dp_replicate=2,dp_shard=2,zero=1"),
+    ("llama", "dp_replicate=2,dp_shard=4,zero=2"),
+    ("qwen3", "dp_replicate=2,dp_shard=2,zero=3"),
+    ("llama", "dp_replicate=2,cp=2,microbatch=2"),
+    ("llama", "dp_replicate=2,tp=2,microbatch=2"),
+    ("llama", "dp_replicate=2,pp=2"),
+    ("llama", "dp_shard=2,cp=2,zero=3"),
+    ("llama", "dp_shard=2,cp=2,zero=2,context=ulysses"),
+    ("llama", "dp_shard=2,tp=2,zero=1"),
+    ("biased", "dp_shard=2,tp=4,zero=3"),
+    ("llama", "dp_shard=2,pp=2,zero=3"),
+    ("qwen3", "dp_shard=2,pp=2,zero=1,schedule=interleaved_1f1b"),
+    ("llama", "dp_shard=2,pp=2,zero=2,schedule=dualpipev"),
+    ("llama", "cp=2,tp=2,microbatch=2"),
+    ("qwen3", "cp=2,tp=2,context=ulysses,microbatch=2"),
+    ("llama", "cp=2,pp=2,microbatch=2"),
+    ("llama", "tp=2,pp=2,microbatch=2"),
+    ("qwen3", "tp=2,pp=2,schedule=zbv,microbatch=2"),
+    # Three.
+    ("llama", "pp=2,dp_shard=2,tp=2"),
+    ("qwen3", "pp=2,dp_shard=2,tp=2,zero=1,schedule=interleaved_zero_bubble"),
+    ("llama", "pp=2,dp_replicate=2,tp=2,schedule=zbv"),
+    ("llama", "dp_shard=2,cp=2,tp=2"),
+    ("llama", "dp_replicate=2,cp=2,tp=2,context=ulysses"),
+    ("llama", "dp_replicate=2,dp_shard=2,tp=2"),
+    ("llama", "pp=2,dp_replicate=2,dp_shard=2"),
+    ("llama", "pp=2,cp=2,tp=2"),
+    ("llama", "pp=2,dp_shard=2,cp=2"),
+    # What is computed twice or waits elsewhere changes no number.
+    ("llama", "tp=2,recompute=full,microbatch=2"),
+    ("llama", "dp_shard=2,tp=2,recompute=selective"),
+    ("llama", "pp=2,dp_shard=2,recompute=full,recompute_every=2"),
+    ("llama", "dp_shard=2,offload=all"),
+    # Experts.
+    ("mixtral", "tp=2,microbatch=2"),
+    ("qwen3_moe", "cp=2,microbatch=2"),
+    ("qwen3_moe", "pp=2,microbatch=2"),
+    ("qwen3_moe", "dp_shard=4,ep=2"),
+    ("qwen3_moe", "dp_shard=4,ep=4,zero=1"),
+    ("deepseek_v3", "dp_shard=2,ep=2,zero=2"),
+    ("mixtral", "dp_replicate=2,dp_shard=2,ep=2"),
+    ("deepseek_v3", "dp_shard=2,tp=2,ep=2"),
+    ("deepseek_v3", "tp=2,pp=2,microbatch=2"),
+    ("qwen3_moe", "dp_shard=2,cp=2,ep=4"),
+    ("mixtral", "pp=2,dp_shard=2,ep=2"),
+    ("deepseek_v3", "pp=2,dp_shard=2,tp=2,ep=2"),
+    ("qwen3_moe", "dp_shard=2,cp=2,tp=2,ep=2,zero=1"),
+]
+"""Family and plan, in `make test-all`."""
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus whose documents are paragraphs of code: most samples hold several."""
+    folder = tmp_path_factory.mktemp("documents")
+    paragraphs = [text for path in sorted(SOURCES.rglob("*.py")) for text in path.read_text().split("\n\n")]
+    with (folder / "paragraphs.jsonl").open("w") as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for text in paragraphs if text.strip())
+    return prepare_corpus(folder / "prepared", input=(str(folder / "paragraphs.jsonl"),))
+
+
+@pytest.fixture(scope="module")
+def reference(documents: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Family -> the folder of its run in one process, trained when it is first asked for."""
+    trained: dict[str, Path] = {}
+
+    def run_dir(family: str) -> Path:
+        if family not in trained:
+            plan, run = eager("microbatch=8"), run_of(family, documents)
+            trained[family] = enter(tmp_path_factory.mktemp(family), run, plan, documents)
+            train_in(World(), run, plan, trained[family])
+        return trained[family]
+
+    return run_dir
+
+
+def run_of(family: str, documents: Path) -> RunConfig:
+    """A run of three steps at the full learning rate, so that a wrong update shows in the next loss."""
+    return RunConfig.model_validate(
+        {
+            "model": DENSE | FAMILIES[family],
+            "data": {"sources": {str(documents): 1.0}, "seq_len": 32},
+            "train": {"steps": STEPS, "global_batch": 8},
+            "optimizer": {"lr": 1e-2},
+            "schedule": {"kind": "constant", "warmup_steps": 0},
+            "evaluate": {"every_steps": 0, "tokens": 300},
+            "checkpoint": {"every_minutes": 0},
+        }
+    )
+
+
+def enter(run_dir: Path, run: RunConfig, plan: Plan, documents: Path) -> Path:
+    """The folder as the launcher leaves it to the workers."""
+    run_folder.write(run_dir, run, plan, documents / TOKENIZER)
+    return run_dir
+
+
+@pytest.mark.parametrize(
+    ("family", "plan"),
+    [*QUICK, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW)],
+    ids=str,
+)
+def test_every_mesh_gives_the_numbers_of_one_process(
+    workers: WorkerPool,
+    documents: Path,
+    reference: Callable[[str], Path],
+    tmp_path: Path,
+    family: str,
+    plan: str,
+) -> None:
+    run, laid_out = run_of(family, documents), eager(plan)
+    laid_out.check(run, laid_out.world_size)
+    alone, together = reference(family), enter(tmp_path, run, laid_out, documents)
+    workers.run(laid_out.world_size, train_in, run, laid_out, together)
+    differences = compare(alone, together)
+    assert not differences.beyond(TOLERANCE), differences
