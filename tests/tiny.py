@@ -16,6 +16,7 @@ from argosy.data.prepare import prepare
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
 from argosy.observe.metrics import Metrics
+from argosy.parallel.apply import ParallelModel, apply
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 from argosy.training.loop import train
@@ -71,6 +72,16 @@ def decoder(seed: int = 0, **keys: Any) -> Decoder:
     model = Decoder(model_config(**keys))
     materialize(model, model.config, torch.device("cpu"), seed)
     return model
+
+
+def laid_out(world: World, plan: Plan, **sections: dict[str, Any]) -> ParallelModel:
+    """The tiny model, with the initial weights of `decoder`, as `plan` lays it out; `sections` as in `run_config`."""
+    return apply(plan, run_config(Path("no data"), **sections), world)
+
+
+def gradients(model: ParallelModel) -> dict[str, torch.Tensor]:
+    """The whole gradients of this rank's parameters; its fellows call it too."""
+    return {piece.name: piece.gather(piece.value.grad) for piece in model.pieces if piece.value.grad is not None}
 
 
 class StopAfter(StopSignal):

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from argosy.models.batch import Microbatch, microbatches
 from argosy.models.decoder import Decoder
 from argosy.parallel.compile import compile_blocks
-from argosy.models.batch import Microbatch, microbatches
 from tiny import decoder
 
 
@@ -22,7 +22,7 @@ def batch(documents: int) -> Microbatch:
 
 def loss_and_gradients(model: Decoder, micro: Microbatch) -> tuple[float, list[torch.Tensor]]:
     model.zero_grad()
-    loss = model(micro.tokens_BT, micro.targets_BT, micro.documents) / micro.targets_BT.numel()
+    loss = model(micro.tokens_BT, micro.targets_BT, micro.positions_BT, micro.documents) / micro.targets_BT.numel()
     loss.backward()
     return loss.item(), [parameter.grad for parameter in model.parameters()]
 

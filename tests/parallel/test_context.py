@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -12,11 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from argosy.models.attention import AttentionCore, packed_attention
+from argosy.observe.live import LiveBytes
 from argosy.parallel.attention_tiles import PLAIN
 from argosy.parallel.context import (
     RingAttention,
@@ -170,31 +168,6 @@ def heads_over(world: World, core: str, q_heads: int, kv_heads: int) -> None:
 def test_heads_that_do_not_fit_are_refused(workers, core: str, q_heads: int, kv_heads: int):
     with pytest.raises(AssertionError, match="key/value heads"):
         workers.run(4, heads_over, core, q_heads, kv_heads)
-
-
-class LiveBytes(TorchDispatchMode):  # a documented class (torch.library) without a public name
-    """The most bytes alive at once, of tensors made while it is on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = {storage.data_ptr() for storage in storages(args)}
-        for storage in storages(result):
-            if storage.data_ptr() not in given:
-                self.now += storage.nbytes()
-                self.most = max(self.most, self.now)
-                weakref.finalize(storage, self._freed, storage.nbytes())
-        return result
-
-    def _freed(self, size: int) -> None:
-        self.now -= size
-
-
-def storages(tree: Any) -> list[torch.UntypedStorage]:
-    return [x.untyped_storage() for x in tree_leaves(tree) if isinstance(x, Tensor)]
 
 
 def bytes_of_ring(world: World, tokens: int) -> tuple[int, int, int]:

@@ -1,10 +1,11 @@
-"""Gradients are summed over replicas, once a step, in the same order everywhere, while backward still runs."""
+"""Gradients are summed over ranks once a step, in the same order everywhere, while backward still runs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -12,29 +13,37 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from argosy.parallel import data
-from argosy.parallel.data import GradientReducer
+from argosy.parallel.data import GradientSum, Ranks
+from argosy.parallel.pieces import Held
 from argosy.parallel.world import World
 
-WIDTHS = (3, 5, 7, 2)
+WIDTHS = (3, 5, 7, 2)  # rows that neither 2 nor 4 ranks share evenly; of 2 rows, 4 ranks get some nothing
 ONE_BUCKET = 2**20
 A_BUCKET_EACH = 1
+ZERO = (0, 1, 2)
 
 
 @contextmanager
-def sent() -> Iterator[list[int]]:
-    """The number of values in each all-reduce, in the order in which they leave."""
-    sizes: list[int] = []
-    real = dist.all_reduce
+def sent() -> Iterator[list[tuple[str, int]]]:
+    """Which collectives start, and how many values each takes, in order."""
+    messages: list[tuple[str, int]] = []
+    homes = {"all_reduce": dist, "reduce_scatter_single": data, "all_gather_single": data}
+    real = {name: getattr(home, name) for name, home in homes.items()}
 
-    def counted(tensor: Tensor, *arguments: object, **keys: object) -> object:
-        sizes.append(tensor.numel())
-        return real(tensor, *arguments, **keys)
+    def counting(name: str) -> Any:
+        def counted(*arguments: Any, **keys: Any) -> Any:
+            messages.append((name, (arguments[0] if name == "all_reduce" else arguments[1]).numel()))
+            return real[name](*arguments, **keys)
 
-    dist.all_reduce = counted
+        return counted
+
+    for name, home in homes.items():
+        setattr(home, name, counting(name))
     try:
-        yield sizes
+        yield messages
     finally:
-        dist.all_reduce = real
+        for name, home in homes.items():
+            setattr(home, name, real[name])
 
 
 def layers() -> nn.Sequential:
@@ -42,10 +51,31 @@ def layers() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(WIDTHS)))
 
 
-def reducer_of(model: nn.Module, bucket_bytes: int) -> GradientReducer:
+def held(model: nn.Module, world: World, zero: int, sharing: int | None = None) -> list[Held]:
+    """The pieces that `world.rank` holds: all, or with ZeRO its rows, where `sharing` ranks share."""
+    n = sharing or world.size
+    pieces = []
+    for name, parameter in model.named_parameters():
+        value = parameter.detach()
+        if zero:
+            rows = -(-value.shape[0] // n)
+            value = value[rows * (world.rank % n) :][:rows]
+        pieces.append(Held(name, value, tuple(parameter.shape), parameter=parameter, copies=1))
+    return pieces
+
+
+def sum_of(
+    pieces: list[Held], zero: int, bucket_bytes: int = ONE_BUCKET, dtype: torch.dtype = torch.float32
+) -> GradientSum:
+    world = dist.group.WORLD if dist.get_world_size() > 1 else None
+    ranks = Ranks(world if zero else None, None if zero else world)
+    return grouped(pieces, ranks, zero, bucket_bytes, dtype)
+
+
+def grouped(pieces: list[Held], ranks: Ranks, zero: int, bucket_bytes: int, dtype: torch.dtype) -> GradientSum:
     whole, data.BUCKET_BYTES = data.BUCKET_BYTES, bucket_bytes
     try:
-        return GradientReducer(model.parameters(), dist.group.WORLD)
+        return GradientSum(pieces, ranks, dtype, keep=zero < 2)
     finally:
         data.BUCKET_BYTES = whole
 
@@ -54,78 +84,147 @@ def inputs(rank: int, microbatch: int) -> Tensor:
     return torch.randn(4, WIDTHS[0], generator=torch.Generator().manual_seed(10 * rank + microbatch))
 
 
-def gradients(model: nn.Module) -> list[Tensor]:
-    return [parameter.grad.clone() for parameter in model.parameters()]
+def backward(model: nn.Module, rank: int, microbatch: int) -> None:
+    model(inputs(rank, microbatch)).square().sum().backward()
 
 
-def train_steps(world: World, bucket_bytes: int) -> list[tuple[list[list[float]], list[int]]]:
-    """Gradients and sizes sent, of two steps of two microbatches each."""
+def expected(ranks: int, microbatches: tuple[int, ...]) -> dict[str, Tensor]:
+    """What one process computes that has all rows."""
     model = layers()
-    reducer = reducer_of(model, bucket_bytes)
+    for rank in range(ranks):
+        for microbatch in microbatches:
+            backward(model, rank, microbatch)
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def part_of(whole: Tensor, rank: int, ranks: int, zero: int) -> Tensor:
+    """As `held` cuts it."""
+    rows = -(-whole.shape[0] // ranks)
+    return whole[rows * rank :][:rows] if zero else whole
+
+
+Step = tuple[dict[str, Tensor], list[tuple[str, int]]]
+
+
+def train_steps(world: World, zero: int, bucket_bytes: int) -> list[Step]:
+    """The pieces' gradients and what was sent, of two steps of two microbatches each."""
+    model = layers()
+    pieces = held(model, world, zero)
+    summing = sum_of(pieces, zero, bucket_bytes)
     steps = []
     for step in range(2):
         model.zero_grad(set_to_none=True)
-        with sent() as sizes:
-            model(inputs(world.rank, 2 * step)).square().sum().backward()
-            assert sizes == [], "before the last microbatch nothing travels"
-            reducer.arm()
-            model(inputs(world.rank, 2 * step + 1)).square().sum().backward()
-            reducer.finish()
-        steps.append(([gradient.flatten().tolist() for gradient in gradients(model)], sizes))
+        with sent() as messages:
+            summing.arm(2)
+            summing.before_backward(last=False)
+            backward(model, world.rank, 2 * step)
+            assert messages == [], "before the last microbatch nothing travels"
+            summing.before_backward(last=True)
+            backward(model, world.rank, 2 * step + 1)
+            summing.finish()
+        steps.append(({piece.name: piece.value.grad.clone() for piece in pieces}, messages))
     return steps
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("zero", ZERO)
+@pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("bucket_bytes", [ONE_BUCKET, 100, A_BUCKET_EACH])
-def test_every_rank_holds_the_sum_over_ranks_and_microbatches(workers, size, bucket_bytes):
-    for found in workers.run(size, train_steps, bucket_bytes):
-        for step, (summed, _) in enumerate(found):
-            model = layers()
-            for rank in range(size):
-                for microbatch in (2 * step, 2 * step + 1):
-                    model(inputs(rank, microbatch)).square().sum().backward()
-            for ours, expected in zip(summed, gradients(model), strict=True):
-                assert ours == pytest.approx(expected.flatten().tolist(), rel=1e-4, abs=1e-5)
+def test_every_rank_has_its_part_of_the_sum_over_ranks_and_microbatches(workers, zero, size, bucket_bytes):
+    for rank, found in enumerate(workers.run(size, train_steps, zero, bucket_bytes)):
+        for step, (sums, _) in enumerate(found):
+            for name, whole in expected(size, (2 * step, 2 * step + 1)).items():
+                torch.testing.assert_close(sums[name], part_of(whole, rank, size, zero), rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize("zero", ZERO)
 @pytest.mark.parametrize(("bucket_bytes", "messages"), [(ONE_BUCKET, 1), (A_BUCKET_EACH, 2 * (len(WIDTHS) - 1))])
-def test_each_gradient_travels_once_a_step(workers, bucket_bytes, messages):
-    values = sum(parameter.numel() for parameter in layers().parameters())
-    for found in workers.run(2, train_steps, bucket_bytes):
+def test_each_gradient_travels_once_a_step(workers, zero, bucket_bytes, messages):
+    shapes = [parameter.shape for parameter in layers().parameters()]
+    filled = sum(-(-shape[0] // 2) * 2 * shape[1:].numel() for shape in shapes)  # up to equal parts
+    for found in workers.run(2, train_steps, zero, bucket_bytes):
         for _, sizes in found:
-            assert sum(sizes) == values and len(sizes) == messages
+            assert {name for name, _ in sizes} == {"reduce_scatter_single" if zero else "all_reduce"}
+            assert sum(size for _, size in sizes) == (filled if zero else sum(shape.numel() for shape in shapes))
+            assert len(sizes) == messages
 
 
-def test_bytes_per_step_are_the_bytes_that_are_sent(workers):
-    for said, found in workers.run(2, bytes_said_and_sent):
-        assert said == found == 4 * (3 * 5 + 5 + 5 * 7 + 7 + 7 * 2 + 2)
+def test_alone_a_rank_sends_nothing_and_its_gradients_stay_where_they_are(workers):
+    assert workers.run(1, own_gradients) == [(True, 0)]
 
 
-def bytes_said_and_sent(world: World) -> tuple[int, int]:
+def own_gradients(world: World) -> tuple[bool, int]:
     model = layers()
-    reducer = reducer_of(model, 100)
-    with sent() as sizes:
-        reducer.arm()
-        model(inputs(world.rank, 0)).sum().backward()
-        reducer.finish()
-    return reducer.bytes_per_step, 4 * sum(sizes)
+    pieces = held(model, world, zero=0)
+    summing = sum_of(pieces, zero=0)
+    with sent() as messages:
+        summing.arm(1)
+        backward(model, 0, 0)
+        summing.finish()
+        summing.after_update()
+    same = all(piece.value.grad.data_ptr() == piece.parameter.grad.data_ptr() for piece in pieces)
+    return same, len(messages)
 
 
-def test_the_first_bucket_leaves_before_backward_has_reached_the_first_layer(workers):
-    assert workers.run(2, sent_when_backward_reaches_the_first_layer) == [[2, 14]] * 2
+def test_where_some_share_and_others_have_copies_the_sum_is_over_all(workers):
+    for rank, sums in enumerate(workers.run(4, shared_by_two)):
+        for name, whole in expected(4, (0,)).items():
+            torch.testing.assert_close(sums[name], part_of(whole, rank % 2, 2, zero=1), rtol=1e-4, atol=1e-5, msg=name)
 
 
-def sent_when_backward_reaches_the_first_layer(world: World) -> list[int]:
+def shared_by_two(world: World) -> dict[str, Tensor]:
+    groups = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
+    shard, replicate = (next(g for ranks, g in some if world.rank in ranks) for some in _halves(list(groups.items())))
+    model = layers()
+    pieces = held(model, world, zero=1, sharing=2)
+    summing = grouped(pieces, Ranks(shard, replicate), 1, 100, torch.float32)
+    summing.arm(1)
+    backward(model, world.rank, 0)
+    summing.finish()
+    return {piece.name: piece.value.grad.clone() for piece in pieces}
+
+
+def _halves(items: list[Any]) -> tuple[list[Any], list[Any]]:
+    return items[: len(items) // 2], items[len(items) // 2 :]
+
+
+@pytest.mark.parametrize("zero", ZERO)
+def test_the_first_bucket_leaves_before_backward_has_reached_the_first_layer(workers, zero):
+    name = "reduce_scatter_single" if zero else "all_reduce"
+    assert workers.run(2, sent_when_backward_reaches_the_first_layer, zero) == [[(name, 2), (name, 14)]] * 2
+
+
+def sent_when_backward_reaches_the_first_layer(world: World, zero: int) -> list[tuple[str, int]]:
     model = nn.Sequential(nn.Linear(3, 7), nn.Linear(7, 2))
-    reducer = reducer_of(model, A_BUCKET_EACH)
-    so_far: list[int] = []
-    with sent() as sizes:
+    summing = sum_of(held(model, world, zero), zero, A_BUCKET_EACH)
+    so_far: list[tuple[str, int]] = []
+    with sent() as messages:
         # Backward computes this gradient on its way to the first layer, whose own come after it.
-        model[0].register_full_backward_pre_hook(lambda *_: so_far.extend(sizes))
-        reducer.arm()
-        model(inputs(world.rank, 0)).sum().backward()
-        reducer.finish()
+        model[0].register_full_backward_pre_hook(lambda *_: so_far.extend(messages))
+        summing.arm(1)
+        backward(model, world.rank, 0)
+        summing.finish()
     return so_far
+
+
+@pytest.mark.parametrize(("zero", "left"), [(0, False), (1, True), (2, False)])
+def test_each_gradient_is_freed_once_it_is_sent_except_under_zero_1(workers, zero, left):
+    for at_the_first_layer, at_the_end in workers.run(2, gradients_in_memory, zero):
+        assert at_the_first_layer == [left, left]
+        assert at_the_end == [left] * 4
+
+
+def gradients_in_memory(world: World, zero: int) -> tuple[list[bool], list[bool]]:
+    """Whether the last layer's are, when backward reaches the first, and whether any are at the end."""
+    model = nn.Sequential(nn.Linear(3, 7), nn.Linear(7, 2))
+    summing = sum_of(held(model, world, zero), zero, A_BUCKET_EACH)
+    so_far: list[bool] = []
+    model[0].register_full_backward_pre_hook(
+        lambda *_: so_far.extend(p.grad is not None for p in model[1].parameters())
+    )
+    summing.arm(1)
+    backward(model, world.rank, 0)
+    summing.finish()
+    return so_far, [parameter.grad is not None for parameter in model.parameters()]
 
 
 class Branches(nn.Module):
@@ -133,35 +232,106 @@ class Branches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right = nn.Linear(3, 4, bias=False), nn.Linear(3, 5, bias=False)
+        self.left, self.right = nn.Linear(3, 4, bias=False), nn.Linear(3, 6, bias=False)
 
     def forward(self, x: Tensor, rank: int) -> Tensor:
         parts = [self.left, self.right] if rank % 2 else [self.right, self.left]
         return sum((part(x).sum() for part in parts), start=torch.zeros(()))
 
 
-def test_the_order_of_the_messages_is_the_same_on_all_ranks_whichever_gradient_is_ready_first(workers):
-    orders, ready = zip(*workers.run(2, order_of_messages), strict=True)
+@pytest.mark.parametrize("zero", ZERO)
+def test_the_order_of_the_messages_is_the_same_on_all_ranks_whichever_gradient_is_ready_first(workers, zero):
+    orders, ready = zip(*workers.run(2, order_of_messages, zero), strict=True)
     assert ready[0] != ready[1]
-    assert orders[0] == orders[1] == [15, 12]
+    assert orders[0] == orders[1] == [18, 12]
 
 
-def order_of_messages(world: World) -> tuple[list[int], list[int]]:
+def order_of_messages(world: World, zero: int) -> tuple[list[int], list[int]]:
     model, ready = Branches(), []
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: ready.append(p.numel()))
-    reducer = reducer_of(model, A_BUCKET_EACH)
-    with sent() as sizes:
-        reducer.arm()
+    summing = sum_of(held(model, world, zero), zero, A_BUCKET_EACH)
+    with sent() as messages:
+        summing.arm(1)
         model(inputs(world.rank, 0), world.rank).backward()
-        reducer.finish()
-    return sizes, ready
+        summing.finish()
+    return [size for _, size in messages], ready
 
 
-def test_one_replica_sends_nothing(workers):
-    assert workers.run(1, train_steps_of_one) == [0]
-    assert GradientReducer(layers().parameters(), None).bytes_per_step == 0
+@pytest.mark.parametrize("zero", ZERO)
+def test_gradients_that_were_set_without_a_backward_are_summed_too(workers, zero):
+    """A pipeline schedule that splits backward computes those of the weights by itself."""
+    for rank, sums in enumerate(workers.run(2, set_by_hand, zero)):
+        for piece_sums in sums:
+            assert torch.equal(piece_sums, torch.full_like(piece_sums, 1.0 + 2.0)), rank
 
 
-def train_steps_of_one(world: World) -> int:
-    return sum(len(sizes) for _, sizes in train_steps(world, A_BUCKET_EACH))
+def set_by_hand(world: World, zero: int) -> list[Tensor]:
+    model = layers()
+    pieces = held(model, world, zero)
+    summing = sum_of(pieces, zero, 100)
+    for _ in range(2):  # and again: nothing is left over from the step before
+        summing.arm(3)
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, world.rank + 1.0)
+        summing.finish()
+    return [piece.value.grad for piece in pieces]
+
+
+def test_a_parameter_that_took_no_part_is_named(workers):
+    with pytest.raises(AssertionError, match=r"2\.bias: every parameter takes part in every step"):
+        workers.run(1, leave_one_out)
+
+
+def leave_one_out(world: World) -> None:
+    model = layers()
+    summing = sum_of(held(model, world, zero=0), zero=0)
+    summing.arm(1)
+    backward(model, 0, 0)
+    model[2].bias.grad = None
+    summing.finish()
+
+
+@pytest.mark.parametrize("zero", ZERO)
+def test_sums_in_bf16_are_rounded_and_reach_the_pieces_in_their_own_dtype(workers, zero):
+    for rank, sums in enumerate(workers.run(2, sums_in_bf16, zero)):
+        for name, whole in expected(2, (0,)).items():
+            exact = part_of(whole, rank, 2, zero)
+            assert sums[name].dtype == torch.float32
+            assert torch.equal(sums[name], sums[name].bfloat16().float()), "as few bits as were sent"
+            torch.testing.assert_close(sums[name], exact, rtol=3e-2, atol=0.2)
+
+
+def sums_in_bf16(world: World, zero: int) -> dict[str, Tensor]:
+    model = layers()
+    pieces = held(model, world, zero)
+    summing = sum_of(pieces, zero, dtype=torch.bfloat16)
+    summing.arm(1)
+    backward(model, world.rank, 0)
+    summing.finish()
+    return {piece.name: piece.value.grad for piece in pieces}
+
+
+@pytest.mark.parametrize("zero", ZERO)
+@pytest.mark.parametrize("size", [2, 4])
+def test_after_an_update_every_rank_has_what_each_has_updated(workers, zero, size):
+    found = workers.run(size, update, zero)
+    for name, initial in layers().state_dict().items():
+        rows = [-(-initial.shape[0] // size)] * size
+        by = torch.repeat_interleave(torch.arange(1.0, size + 1), torch.tensor(rows))[: initial.shape[0]]
+        by = by.view(-1, *[1] * (initial.ndim - 1)) if zero else 1.0
+        for values, gathers in found:
+            assert torch.equal(values[name], initial + by), name
+            assert gathers == bool(zero)
+
+
+def update(world: World, zero: int) -> tuple[dict[str, Tensor], bool]:
+    """Each rank adds its number, from 1, to what it updates; without ZeRO all do the same."""
+    model = layers()
+    pieces = held(model, world, zero)
+    summing = sum_of(pieces, zero, 100)
+    for piece in pieces:
+        piece.value.add_(world.rank + 1 if zero else 1)
+    with sent() as messages:
+        summing.after_update()
+    return {name: value.clone() for name, value in model.state_dict().items()}, bool(messages)

@@ -1,4 +1,4 @@
-"""The processes of a run, and their places in the mesh."""
+"""The processes of a run."""
 
 from __future__ import annotations
 
@@ -6,40 +6,18 @@ import os
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from argosy.config.schema import LaunchConfig
-from argosy.parallel.world import World, lay_out, threads_per_process
-from argosy.plan.plan import Plan
+from argosy.parallel.world import World, leave_world, threads_per_process
 
 
 def test_a_world_of_one_needs_no_process_group_and_its_collectives_do_nothing():
-    alone = lay_out(World(), Plan())
+    alone = World()
     alone.barrier()
     assert alone.sum(torch.tensor([2.0, 3.0])).tolist() == [2.0, 3.0]
-    assert (alone.is_first, alone.dp_rank, alone.group("dp_replicate")) == (True, 0, None)
-
-
-def place(world: World, plan: Plan) -> tuple[bool, int, list[int]]:
-    world = lay_out(world, plan)
-    sizes = [world.group(axis).size() for axis in ("pp", "dp_replicate", "dp_shard", "tp")]
-    return world.is_first, world.dp_rank, sizes
-
-
-@pytest.mark.parametrize(
-    ("plan", "dp_ranks"),
-    [
-        (Plan(dp_replicate=4), [0, 1, 2, 3]),
-        (Plan(dp_replicate=2, dp_shard=2), [0, 1, 2, 3]),
-        (Plan(dp_replicate=2, tp=2), [0, 0, 1, 1]),
-        (Plan(pp=2, dp_shard=2), [0, 1, 0, 1]),
-    ],
-    ids=str,
-)
-def test_ranks_read_other_samples_only_along_the_data_axes(workers, plan, dp_ranks):
-    firsts, found, sizes = zip(*workers.run(4, place, plan), strict=True)
-    assert list(found) == dp_ranks
-    assert firsts == (True, False, False, False)
-    assert set(map(tuple, sizes)) == {(plan.pp, plan.dp_replicate, plan.dp_shard, plan.tp)}
+    assert alone.is_first
 
 
 def test_a_sum_is_over_all_processes(workers):
@@ -50,8 +28,45 @@ def sum_of_ranks(world: World) -> float:
     return world.sum(torch.tensor(float(world.rank))).item()
 
 
+def test_one_process_speaks_for_the_run(workers):
+    assert workers.run(4, is_first) == [True, False, False, False]
+
+
+def is_first(world: World) -> bool:
+    return world.is_first
+
+
+def test_a_process_may_join_one_world_after_another(workers):
+    """DTensor remembers meshes, by shape: it must not use the groups of a world that is gone."""
+    for _ in range(3):
+        for whole in workers.run(2, gather_in_a_mesh):
+            assert whole == [0.0, 0.0, 1.0, 1.0]
+
+
+def gather_in_a_mesh(world: World) -> list[float]:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    part = DTensor.from_local(torch.full((2,), float(world.rank)), mesh, [Replicate(), Shard(0)])
+    return part.redistribute(placements=[Replicate(), Replicate()]).to_local().tolist()
+
+
+def test_leaving_a_world_that_was_never_joined_does_nothing():
+    leave_world()
+    leave_world()
+
+
 def test_threads_are_what_the_user_says_or_an_equal_share_of_the_cores():
     cores = len(os.sched_getaffinity(0))
     assert threads_per_process(LaunchConfig(threads=3), 100) == 3
     assert threads_per_process(LaunchConfig(), 1) == cores
     assert threads_per_process(LaunchConfig(), 10 * cores) == 1
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_barrier_holds_all_until_the_last(workers, tmp_path, size):
+    assert workers.run(size, files_after_a_barrier, tmp_path) == [size] * size
+
+
+def files_after_a_barrier(world: World, folder) -> int:
+    (folder / str(world.rank)).touch()
+    world.barrier()
+    return len(list(folder.iterdir()))

@@ -15,7 +15,7 @@ from argosy.data.stream import TokenSource
 from argosy.errors import UserError
 from argosy.parallel.world import World
 from argosy.training.evaluation import HeldOut, Score, evaluate, unigram_score
-from tiny import MODEL, decoder, prepare_corpus
+from tiny import MODEL, decoder, eager, laid_out, prepare_corpus
 
 SEQ_LEN = 32
 
@@ -25,14 +25,29 @@ def held_out(corpus) -> HeldOut:
     return HeldOut.read([TokenSource(corpus, "validation")], SEQ_LEN, max_tokens=700)
 
 
-def score(world: World, held_out: HeldOut, batch: int) -> Score:
-    return evaluate(decoder(), held_out, batch, world)
+def score(world: World, held_out: HeldOut, plan: str) -> Score:
+    """Of the tiny model with its initial weights."""
+    laid = eager(plan)
+    return evaluate(laid_out(world, laid), held_out, laid.microbatch, world)
 
 
-@pytest.mark.parametrize(("size", "batch"), [(1, 1), (1, 8), (1, 100), (2, 3), (4, 8)])
-def test_the_score_does_not_depend_on_the_batch_nor_on_the_number_of_processes(workers, held_out, size, batch):
-    whole = score(World(), held_out, len(held_out.windows))
-    for found in workers.run(size, score, held_out, batch):
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "microbatch=1",
+        "microbatch=8",
+        "dp_replicate=2,microbatch=3",
+        "dp_replicate=4,microbatch=8",
+        "dp_shard=4,microbatch=2",
+        "dp_shard=2,zero=1,tp=2",
+        "cp=2,tp=2,microbatch=4",
+        "pp=2,microbatch=2",
+        "pp=2,dp_shard=2,microbatch=2",
+    ],
+)
+def test_the_score_does_not_depend_on_the_layout(workers, held_out, plan):
+    whole = score(World(), held_out, f"microbatch={len(held_out.windows)}")
+    for found in workers.run(eager(plan).world_size, score, held_out, plan):
         assert dataclasses.astuple(found) == pytest.approx(dataclasses.astuple(whole), rel=1e-6)
 
 
@@ -40,7 +55,7 @@ def test_the_score_is_the_mean_cross_entropy(held_out):
     whole_documents = dataclasses.replace(held_out, end_of_document=-1)  # no mark: each row is one document
     windows = torch.from_numpy(held_out.windows.astype(np.int64))
     loss = F.cross_entropy(decoder()(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten()).item()
-    found = score(World(), whole_documents, 4)
+    found = score(World(), whole_documents, "microbatch=4")
     assert found.loss == pytest.approx(loss, rel=1e-5)
     assert found.perplexity == pytest.approx(math.exp(loss), rel=1e-4)
     assert found.bits_per_byte == pytest.approx(loss / math.log(2) * held_out.tokens / held_out.text_bytes, rel=1e-5)

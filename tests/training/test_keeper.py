@@ -14,11 +14,13 @@ from argosy.config.schema import CheckpointConfig, OptimizerConfig
 from argosy.errors import ArgosyError, RunFailed, UserError
 from argosy.observe.events import Events, read_lines
 from argosy.observe.progress import Progress
+from argosy.optim.optimizer import Optimizer
+from argosy.parallel.apply import apply
 from argosy.parallel.world import World
+from argosy.precision.scaler import LossScaler
 from argosy.training.keeper import Keeper
-from argosy.training.optimizer import build_optimizer, optimizer_state
 from argosy.training.state import TrainState
-from tiny import EAGER, decoder
+from tiny import EAGER, run_config
 
 ALONE = World()
 
@@ -30,10 +32,11 @@ def keeper(run_dir: Path, world: World = ALONE, **settings: Any) -> Keeper:
 
 def state(step: int = 0, seed: int = 0, **model: Any) -> TrainState:
     """A state that has taken one real optimizer step, and is said to have taken `step`."""
-    own = decoder(seed, **model)
-    taken = TrainState(own, build_optimizer(own, OptimizerConfig()), step, tokens=step * 100)
-    for parameter in own.parameters():
-        parameter.grad = torch.ones_like(parameter) * (seed + 1)
+    run = run_config(Path("no data"), model=model).model_copy(update={"seed": seed})
+    own = apply(EAGER, run, ALONE)
+    taken = TrainState(own, Optimizer(own.masters, OptimizerConfig()), LossScaler(scale=2.0**seed), step, step * 100)
+    for piece in own.pieces:
+        piece.value.grad = torch.ones_like(piece.value) * (seed + 1)
     taken.optimizer.step()
     return taken
 
@@ -174,13 +177,14 @@ def test_a_save_that_fails_is_told_and_forgotten_once_one_succeeds(tmp_path):
 
 
 def _model(of: TrainState) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach() for name, parameter in of.model.named_parameters()}
+    return of.weights()
 
 
 def _optimizer(of: TrainState) -> dict[str, dict[str, torch.Tensor]]:
-    return optimizer_state(of.model, of.optimizer)
+    return of.tensors(ALONE)["optimizer"]
 
 
 def _same(one: TrainState, other: TrainState) -> bool:
     pairs = [(_model(one), _model(other)), *zip(_optimizer(one).values(), _optimizer(other).values(), strict=True)]
-    return all(torch.equal(a[key], b[key]) for a, b in pairs for key in a | b)
+    same = all(torch.equal(a[key], b[key]) for a, b in pairs for key in a | b)
+    return same and one.scaler.scale == other.scaler.scale

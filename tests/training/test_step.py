@@ -1,4 +1,4 @@
-"""One step's arithmetic: however the batch is cut, the gradient is that of the whole batch."""
+"""One step's arithmetic: however the batch and the model are cut, the gradient is that of the whole batch."""
 
 from __future__ import annotations
 
@@ -6,51 +6,90 @@ import numpy as np
 import pytest
 import torch
 
-from argosy.observe.clock import StepClock
-from argosy.parallel.data import GradientReducer
-from argosy.parallel.world import World, lay_out
 from argosy.models.batch import microbatches
+from argosy.observe.clock import StepClock
+from argosy.parallel.world import World
 from argosy.training.step import StepOutcome, Wishes, forward_backward
-from tiny import decoder, eager
+from tiny import decoder, eager, gradients, laid_out
 
 END = 0
-ROWS = np.random.default_rng(0).integers(0, 400, (8, 17)).astype(np.int32)
+ROWS = np.random.default_rng(0).integers(0, 400, (8, 33)).astype(np.int32)
+ROWS[1:3, 1:30:7] = END
+Gradients = dict[str, np.ndarray]
 
 
-def step(world: World, plan: str, wishes: dict[int, Wishes] | None = None) -> tuple[StepOutcome, dict[str, np.ndarray]]:
-    """The outcome and the gradients of one step on ROWS, laid out as `plan` says."""
+def step(
+    world: World, plan: str, loss_scale: float = 1.0, wishes: dict[int, Wishes] | None = None
+) -> tuple[StepOutcome, Gradients]:
+    """The outcome and this rank's parameters' whole gradients of one step on ROWS, laid out as `plan` says."""
     layout = eager(plan)
-    world = lay_out(world, layout)
-    model, share = decoder(), len(ROWS) // layout.dp
-    rows = ROWS[world.dp_rank * share : (world.dp_rank + 1) * share]
+    model, share = laid_out(world, layout, model={"layers": 4}), len(ROWS) // layout.dp
+    rows = ROWS[model.dp_rank * share : (model.dp_rank + 1) * share]
     batch = microbatches(rows, layout.microbatch, END, world.device)
-    reducer = GradientReducer(model.parameters(), world.group("dp_replicate"))
     mine = (wishes or {}).get(world.rank, Wishes())
-    outcome = forward_backward(model, batch, reducer, world, StepClock(world.device), mine)
-    return outcome, {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
+    outcome = forward_backward(model, batch, loss_scale, world, StepClock(world.device), mine)
+    return outcome, {name: gradient.numpy() for name, gradient in gradients(model).items()}
 
 
 @pytest.fixture(scope="module")
 def whole() -> tuple[float, dict[str, torch.Tensor]]:
     """Mean loss over ROWS and its gradient, in one piece and without our step."""
-    model = decoder()
+    model = decoder(layers=4)
     (batch,) = microbatches(ROWS, len(ROWS), END, torch.device("cpu"))
-    loss = model(batch.tokens_BT, batch.targets_BT, batch.documents) / batch.targets_BT.numel()
+    loss = model(batch.tokens_BT, batch.targets_BT, batch.positions_BT) / batch.targets_BT.numel()
     loss.backward()
     return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("plan", ["microbatch=8", "microbatch=1", "dp_replicate=2,microbatch=2", "dp_replicate=4"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "microbatch=8",
+        "microbatch=1",
+        "dp_replicate=2,microbatch=2",
+        "dp_replicate=4",
+        "dp_shard=4,zero=1,microbatch=2",
+        "dp_shard=4,zero=2",
+        "dp_shard=4,zero=3",
+        "dp_replicate=2,dp_shard=2,zero=1",
+        "dp_replicate=2,dp_shard=2,zero=3",
+        "tp=4,microbatch=4",
+        "tp=2,dp_shard=2,zero=2",
+        "tp=2,dp_shard=2,zero=3",
+        "cp=2,tp=2,microbatch=4",
+        "cp=2,dp_shard=2,context=ulysses",
+        "pp=2,dp_shard=2",
+        "pp=4",
+        "pp=2,tp=2,microbatch=2,schedule=gpipe",
+        "pp=2,dp_shard=2,schedule=interleaved_1f1b",
+        "pp=2,dp_shard=2,schedule=interleaved_zero_bubble",
+        "pp=2,dp_shard=2,schedule=zbv",
+        "pp=2,dp_shard=2,schedule=dualpipev",
+    ],
+)
 def test_the_gradient_is_that_of_the_whole_batch_at_once(workers, whole, plan):
-    loss, gradients = whole
-    for outcome, found in workers.run(eager(plan).world_size, step, plan):
+    loss, expected = whole
+    found = workers.run(eager(plan).world_size, step, plan)
+    assert set().union(*(mine for _, mine in found)) == set(expected)
+    for outcome, found_gradients in found:
         assert outcome.loss == pytest.approx(loss, rel=1e-5)
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(torch.from_numpy(found[name]), gradient, rtol=1e-4, atol=1e-7, msg=name)
+        for name, gradient in found_gradients.items():
+            torch.testing.assert_close(torch.from_numpy(gradient), expected[name], rtol=1e-4, atol=1e-7, msg=name)
 
 
-def test_what_one_process_wishes_is_granted_to_all(workers):
+@pytest.mark.parametrize("plan", ["", "dp_shard=2", "pp=2"])
+def test_a_loss_scale_is_on_the_gradients_and_not_on_the_loss(workers, whole, plan):
+    loss, expected = whole
+    for outcome, found_gradients in workers.run(eager(plan).world_size, step, plan, 1024.0):
+        assert outcome.loss == pytest.approx(loss, rel=1e-5)
+        for name, gradient in found_gradients.items():
+            scaled = expected[name] * 1024
+            torch.testing.assert_close(torch.from_numpy(gradient), scaled, rtol=1e-4, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=4", "pp=2,tp=2,microbatch=2"])
+def test_what_one_process_wishes_is_granted_to_all(workers, plan):
     wishes = {1: Wishes(stop=True), 2: Wishes(save=True)}
-    outcomes = [outcome for outcome, _ in workers.run(4, step, "dp_replicate=4", wishes)]
+    outcomes = [outcome for outcome, _ in workers.run(4, step, plan, 1.0, wishes)]
     assert [outcome.wishes for outcome in outcomes] == [Wishes(stop=True, save=True)] * 4
     assert len({outcome.loss for outcome in outcomes}) == 1

@@ -84,7 +84,9 @@ class ParallelModel:
     """This rank's part of a model that runs over many: its pieces, and the step's arithmetic over all ranks."""
 
     def __init__(self, plan: Plan, run: RunConfig, world: World, meshes: Meshes | None, parts: dict[int, Decoder]):
-        self._meshes, self._parts, self._cp = meshes, list(parts.values()), plan.cp
+        #: The ranks' views of each other; None alone.
+        self.meshes = meshes
+        self._parts, self._cp = list(parts.values()), plan.cp
         #: This rank's layers of experts, by number.
         self.moes = {int(i): b.mlp for m in parts.values() for i, b in m.blocks.items() if isinstance(b.mlp, MoE)}
         self.pieces: list[Held] = []
@@ -150,9 +152,9 @@ class ParallelModel:
         """Wait until every piece's gradient is the sum over all ranks."""
         for rule in self._rules:
             rule.finish()
-        if self._meshes is not None:
-            _sum_over([p for p in self.pieces if p.is_part_of_sum], self._meshes.group("tp"))
-            _sum_over([p for p in self.pieces if p.name == "embedding.weight"], self._meshes.ends)
+        if self.meshes is not None:
+            _sum_over([p for p in self.pieces if p.is_part_of_sum], self.meshes.group("tp"))
+            _sum_over([p for p in self.pieces if p.name == "embedding.weight"], self.meshes.ends)
         if self._tied:
             first, last = (piece.value for piece in self._tied)
             assert first.grad is not None and last.grad is not None
@@ -200,9 +202,9 @@ class ParallelModel:
 
     def _mine(self, micro: Microbatch) -> Microbatch:
         """The tokens of the rows that this rank of a cp group computes; positions and documents stay those of all."""
-        if self._cp == 1 or self._meshes is None:
+        if self._cp == 1 or self.meshes is None:
             return micro
-        rank = self._meshes.rank("cp")
+        rank = self.meshes.rank("cp")
         tokens, targets = (shard_sequence(x, rank, self._cp) for x in (micro.tokens_BT, micro.targets_BT))
         return Microbatch(tokens, targets, micro.positions_BT, micro.documents)
 

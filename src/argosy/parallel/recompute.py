@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any, Literal
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
+
+from argosy.observe.dispatch import tensors_in
 
 RecomputeMode = Literal["none", "selective", "full"]
 
@@ -133,12 +135,3 @@ def _varlen_attention_flops(
     """As if all documents were equally long: torch's own formula reads their lengths, which makes the host wait."""
     mean_length = k_NKE.shape[0] // (starts.shape[0] - 1)
     return 4 * q_NHE.numel() * mean_length
-
-
-def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """The tensors among an operation's arguments or results, also those in lists."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from tensors_in(item)

@@ -1,0 +1,55 @@
+"""Live memory is counted to the byte, in forward, backward, and inside operators of our own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from argosy.observe.live import LiveBytes
+
+KIB = 1024
+
+
+def numbers(kib: int) -> Tensor:
+    return torch.ones(kib * 256)
+
+
+def test_what_is_made_counts_until_it_is_gone():
+    before = numbers(64)
+    with LiveBytes() as live:
+        a = numbers(8)
+        b = a + 1
+        assert live.now == 16 * KIB
+        del b
+        view = a[:4].view(2, 2)
+        del a
+        assert live.now == 8 * KIB, "a view keeps all of it"
+        before.add_(1)
+        del view
+    assert (live.now, live.most) == (0, 16 * KIB)
+
+
+def test_what_is_kept_for_backward_counts():
+    x = numbers(4).requires_grad_()
+    with LiveBytes() as live:
+        y = x.exp().sin().sum()  # exp keeps its output, sin its input: the same 4 KiB
+        kept = live.now
+        y.backward()
+        del y
+    assert kept == pytest.approx(4 * KIB, abs=8)
+    assert live.most >= 8 * KIB
+    assert live.now == 4 * KIB, "the gradient"
+
+
+@torch.library.custom_op("argosy::test_live_scratch", mutates_args=())
+def scratch(x: Tensor) -> Tensor:
+    return (x.repeat(8) + 1)[: len(x)].clone()
+
+
+def test_an_operator_of_ours_is_seen_from_inside():
+    x = numbers(4)
+    with LiveBytes() as live:
+        y = scratch(x)
+    assert torch.equal(y, x + 1)
+    assert (live.now, live.most) == (4 * KIB, 64 * KIB), "what it repeats, and the sum"

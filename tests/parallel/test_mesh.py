@@ -1,0 +1,95 @@
+"""Who is where: every view of the ranks counts them in the same order, and groups have the members that they should."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from argosy.parallel.mesh import lay_out_meshes
+from argosy.parallel.world import World
+from argosy.plan.plan import AXES, Plan
+
+VIEWS = ("axes", "state", "experts")
+
+
+def members(world: World, plan: Plan, name: str) -> list[int]:
+    """The ranks of this one's group along `name`, in order."""
+    group = lay_out_meshes("cpu", plan, tied_ends=False).group(name)
+    return [world.rank] if group is None else dist.get_process_group_ranks(group)
+
+
+@pytest.mark.parametrize(
+    ("plan", "name", "groups"),
+    [
+        ("pp=2,tp=2", "pp", [[0, 2], [1, 3]]),
+        ("pp=2,tp=2", "tp", [[0, 1], [2, 3]]),
+        ("dp_replicate=2,dp_shard=2", "dp_replicate", [[0, 2], [1, 3]]),
+        ("dp_replicate=2,dp_shard=2", "dp_shard", [[0, 1], [2, 3]]),
+        ("dp_shard=2,cp=2", "cp", [[0, 1], [2, 3]]),
+        ("cp=2,tp=2", "cp", [[0, 2], [1, 3]]),
+        # Ranks that split sequences share the state too.
+        ("dp_shard=2,cp=2", "shard", [[0, 1, 2, 3]]),
+        ("dp_shard=2,cp=2", "replicate", [[0], [1], [2], [3]]),
+        ("dp_replicate=2,cp=2,zero=1", "shard", [[0, 1], [2, 3]]),
+        ("dp_replicate=2,cp=2,zero=1", "replicate", [[0, 2], [1, 3]]),
+        # With zero = 0 nobody shares: all are replicas.
+        ("dp_shard=2,cp=2,zero=0", "shard", [[0], [1], [2], [3]]),
+        ("dp_replicate=2,dp_shard=2,zero=0", "replicate", [[0, 1, 2, 3]]),
+        # Experts are dealt over neighbours, and those of one place hold the same ones.
+        ("dp_shard=4,ep=2", "ep", [[0, 1], [2, 3]]),
+        ("dp_shard=4,ep=2", "expert_shard", [[0, 2], [1, 3]]),
+        ("dp_shard=4,ep=2", "expert_replicate", [[0], [1], [2], [3]]),
+        ("dp_shard=4,ep=2,zero=0", "expert_replicate", [[0, 2], [1, 3]]),
+        ("dp_shard=2,tp=2,ep=2", "ep", [[0, 2], [1, 3]]),
+        ("dp_shard=2,cp=2,ep=4", "ep", [[0, 1, 2, 3]]),
+    ],
+)
+def test_a_group_has_the_members_that_it_should(workers, plan, name, groups):
+    found = workers.run(4, members, Plan.parse(plan), name)
+    assert found == [next(group for group in groups if rank in group) for rank in range(4)]
+
+
+def facts(world: World, plan: Plan, tied: bool) -> dict[str, object]:
+    meshes = lay_out_meshes("cpu", plan, tied)
+    return {
+        "views": [getattr(meshes, view).mesh.flatten().tolist() for view in VIEWS],
+        "place": [meshes.rank(axis) for axis in AXES],
+        "stage": dist.get_process_group_ranks(meshes.stage),
+        "ends": None if meshes.ends is None else dist.get_process_group_ranks(meshes.ends),
+        "ranks_of_stage": [meshes.ranks_of_stage(is_shared_by_ends=shared) for shared in (False, True)],
+        "nested": None if meshes.nested is None else meshes.sharing(("tp",)).mesh.flatten().tolist(),
+    }
+
+
+@pytest.mark.parametrize("plan", ["pp=2,dp_shard=2,zero=1", "dp_replicate=2,tp=2", "dp_shard=2,cp=2,ep=2", "pp=4"])
+def test_every_view_counts_the_ranks_alike(workers, plan):
+    plan = Plan.parse(plan)
+    for rank, found in enumerate(workers.run(4, facts, plan, False)):
+        assert found["views"] == [[0, 1, 2, 3]] * 3
+        place = 0
+        for axis, index in zip(AXES, found["place"], strict=True):
+            place = place * getattr(plan, axis) + index
+        assert place == rank
+
+
+def test_a_stage_is_all_ranks_of_one_place_in_the_pipeline(workers):
+    found = workers.run(4, facts, Plan.parse("pp=2,tp=2"), False)
+    assert [one["stage"] for one in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [one["ends"] for one in found] == [None] * 4
+    assert [one["ranks_of_stage"] for one in found] == [[2, 2]] * 4
+
+
+def test_the_two_ends_of_a_pipeline_that_hold_one_parameter_know_each_other(workers):
+    found = workers.run(4, facts, Plan.parse("pp=4"), True)
+    assert [one["ends"] for one in found] == [[0, 3], None, None, [0, 3]]
+    assert [one["ranks_of_stage"] for one in found] == [[1, 2], [1, 1], [1, 1], [1, 2]]
+    found = workers.run(4, facts, Plan.parse("pp=2,tp=2"), True)
+    assert [one["ends"] for one in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+
+
+def test_zero_1_and_2_split_what_the_tensor_axis_left(workers):
+    """In the nested mesh tp comes first: its ranks (0, 1) and (2, 3) are rows now."""
+    for found in workers.run(4, facts, Plan.parse("dp_shard=2,tp=2,zero=1"), False):
+        assert found["nested"] == [0, 2, 1, 3]
+    for found in workers.run(4, facts, Plan.parse("dp_shard=2,tp=2,zero=3"), False):
+        assert found["nested"] is None

@@ -1,0 +1,145 @@
+"""Matrices split over ranks give the losses and gradients of one process; nothing of them is on two ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from argosy.models.batch import microbatches
+from argosy.models.decoder import Decoder
+from argosy.models.initialize import materialize
+from argosy.models.layers import Embedding, local
+from argosy.models.loss import chunk_loss_and_gradient
+from argosy.parallel.tensor import VocabularyLoss, split_over_ranks, vocabulary_rows
+from argosy.parallel.world import World
+from tiny import MODEL, decoder, eager, gradients, laid_out, model_config
+
+ROWS = np.random.default_rng(0).integers(0, 400, (2, 33)).astype(np.int32)
+ROWS[0, 9] = ROWS[1, 20:22] = 0
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"qk_norm": True, "family": "qwen3"},
+    "biases": {"attention_bias": True},
+    "tied": {"tie_embeddings": True},
+    "a key/value head for each query head": {"kv_heads": 4},
+    "one key/value head": {"kv_heads": 1, "attention_bias": True, "qk_norm": True},
+    "vocabulary that the ranks do not share evenly": {"vocab_size": 403},
+}
+
+
+def whole_batch() -> Any:
+    (micro,) = microbatches(ROWS, 2, 0, torch.device("cpu"))
+    return micro
+
+
+def step(world: World, variant: dict[str, Any], plan: str) -> tuple[float, dict[str, Tensor]]:
+    model = laid_out(world, eager(plan), model=variant)
+    from argosy.observe.clock import StepClock
+
+    share = model.forward_backward([whole_batch()], 1.0, StepClock(world.device))
+    model.finish_gradients()
+    return share.item(), gradients(model)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_loss_and_gradients_are_those_of_one_process(workers, variant, size):
+    model, micro = decoder(**variant), whole_batch()
+    loss = model(micro.tokens_BT, micro.targets_BT, micro.positions_BT)
+    loss.backward()
+    shares, found = zip(*workers.run(size, step, variant, f"tp={size},microbatch=2"), strict=True)
+    assert shares == (pytest.approx(loss.item(), rel=1e-6), *[0.0] * (size - 1)), "one of the ranks reports"
+    for mine in found:
+        assert mine.keys() == dict(model.named_parameters()).keys()
+        for name, gradient in mine.items():
+            expected = model.get_parameter(name).grad
+            torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()), msg=name)
+
+
+def shapes(world: World, variant: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    model = Decoder(model_config(**variant))
+    split_over_ranks(model, init_device_mesh("cpu", (world.size,), mesh_dim_names=("tp",)))
+    assert all(isinstance(p, DTensor) and p.is_meta for p in model.parameters())
+    materialize(model, model.config, torch.device("cpu"), 0)
+    return {name: tuple(local(parameter).shape) for name, parameter in model.named_parameters()}
+
+
+def test_each_rank_has_a_part_of_each_matrix(workers):
+    width, ffn, head = MODEL["width"], MODEL["ffn_width"], MODEL["head_width"]
+    by_rank = workers.run(4, shapes, {"vocab_size": 403})
+    assert [found["embedding.weight"] for found in by_rank] == [(101, width)] * 3 + [(100, width)]
+    assert [found["head.weight"] for found in by_rank] == [(101, width)] * 3 + [(100, width)]
+    for found in by_rank:
+        assert found["blocks.1.attention.q.weight"] == (head, width)
+        assert found["blocks.1.attention.k.weight"] == (2 * head, width), "both key/value heads: fewer than ranks"
+        assert found["blocks.1.attention.o.weight"] == (width, head)
+        assert found["blocks.1.mlp.gate.weight"] == found["blocks.1.mlp.up.weight"] == (ffn // 4, width)
+        assert found["blocks.1.mlp.down.weight"] == (width, ffn // 4)
+        assert found["blocks.1.mlp_norm.weight"] == found["norm.weight"] == (width,)
+
+
+def add_a_module(world: World) -> None:
+    model = Decoder(model_config())
+    model.adapter = nn.Linear(2, 2)
+    split_over_ranks(model, init_device_mesh("cpu", (world.size,), mesh_dim_names=("tp",)))
+
+
+def test_a_parameter_for_which_there_is_no_style_is_named(workers):
+    with pytest.raises(AssertionError, match=r"no style for \['adapter\.weight', 'adapter\.bias'\]"):
+        workers.run(2, add_a_module)
+
+
+def logits_and_targets(vocab: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    logits_CV = 30 * torch.randn(11, vocab, generator=generator)
+    targets_C = torch.arange(11) % vocab
+    targets_C[[2, 7]] = -100
+    return logits_CV, targets_C
+
+
+def vocabulary_loss(world: World, vocab: int) -> tuple[Tensor, Tensor]:
+    logits_CV, targets_C = logits_and_targets(vocab)
+    rows = -(-vocab // world.size)
+    first = min(world.rank * rows, vocab)
+    return VocabularyLoss(dist.group.WORLD, first)(logits_CV[:, first : first + rows], targets_C)
+
+
+@pytest.mark.parametrize("vocab", [8, 11, 5, 3])  # of 5, the last of four ranks has none; of 3, too
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_loss_over_parts_of_the_vocabulary_is_that_over_the_whole(workers, vocab, size):
+    loss, gradient_CV = chunk_loss_and_gradient(*logits_and_targets(vocab))
+    losses, parts = zip(*workers.run(size, vocabulary_loss, vocab), strict=True)
+    torch.testing.assert_close(torch.cat(parts, dim=1), gradient_CV, rtol=1e-5, atol=1e-6)
+    for found in losses:
+        torch.testing.assert_close(found, loss)
+
+
+def lookup(world: World, vocab: int) -> tuple[Tensor, Tensor]:
+    """This rank's tokens' vectors, and the gradient of its rows."""
+    weight_VD = torch.randn(vocab, 6, generator=torch.Generator().manual_seed(0))
+    embedding = Embedding(vocab, 6, torch.float32)
+    vocabulary_rows(embedding, init_device_mesh("cpu", (world.size,), mesh_dim_names=("tp",)))
+    rows = -(-vocab // world.size)
+    with torch.no_grad():
+        local(embedding.weight).copy_(weight_VD[min(world.rank * rows, vocab) :][:rows])
+    x_BtD = embedding(torch.arange(16).view(2, 8) % vocab)
+    (x_BtD * (world.rank + 1)).sum().backward()
+    return x_BtD.detach(), local(embedding.weight.grad)
+
+
+@pytest.mark.parametrize("vocab", [8, 11, 5])
+def test_an_embedding_in_rows_gives_each_rank_its_tokens_bit_for_bit(workers, vocab):
+    weight_VD = torch.randn(vocab, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    tokens_BT = torch.arange(16).view(2, 8) % vocab
+    x_BTD = nn.functional.embedding(tokens_BT, weight_VD)
+    (x_BTD * torch.arange(1, 5).repeat_interleave(2)[:, None]).sum().backward()
+    vectors, grads = zip(*workers.run(4, lookup, vocab), strict=True)
+    assert torch.equal(torch.cat(vectors, dim=1), x_BTD.detach())
+    assert torch.equal(torch.cat(grads), weight_VD.grad)

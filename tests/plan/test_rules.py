@@ -1,0 +1,225 @@
+"""Every rule refuses with the values and the rule; what is proposed instead can train the run."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from argosy.config.schema import RunConfig
+from argosy.errors import UserError
+from argosy.plan import rules
+from argosy.plan.pipeline import SCHEDULES
+from argosy.plan.plan import Plan
+from argosy.plan.rules import RULES, first_problem, nearest
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+
+
+def run(**sections: dict[str, Any]) -> RunConfig:
+    """Four layers of four heads, two of them key/value heads; 8 rows of 64 tokens a step."""
+    base = {
+        "model": {"layers": 4, "width": 32, "heads": 4, "kv_heads": 2, "head_width": 8, "ffn_width": 64},
+        "data": {"seq_len": 64},
+        "train": {"steps": 1, "global_batch": 8},
+    }
+    return RunConfig.model_validate({name: base.get(name, {}) | sections.get(name, {}) for name in base | sections})
+
+
+CASES: list[tuple[rules.Rule, str, dict[str, Any], str]] = [
+    (rules.batch_is_dealt_out, "dp_replicate=2,dp_shard=3", {}, "8 is not a multiple of 6 (6 data-parallel ranks x"),
+    (rules.batch_is_dealt_out, "dp_shard=2,microbatch=3", {}, "plan.microbatch = 3). Try 6 or 12."),
+    (rules.batch_is_dealt_out, "dp_shard=16", {}, "Try 16."),
+    (rules.heads_are_dealt_out, "tp=3", {}, "plan.tp = 3 does not divide model.heads = 4"),
+    (
+        rules.heads_are_dealt_out,
+        "tp=4",
+        {"model": {"heads": 12, "kv_heads": 6}},
+        "plan.tp = 4 and model.kv_heads = 6: one must divide the other",
+    ),
+    (
+        rules.feed_forward_is_dealt_out,
+        "tp=4",
+        {"model": {"ffn_width": 66}},
+        "plan.tp = 4 does not divide model.ffn_width = 66",
+    ),
+    (rules.tokens_are_dealt_out, "cp=3", {}, "data.seq_len = 64 is not a multiple of 6 = 2 x plan.cp"),
+    (
+        rules.tokens_are_dealt_out,
+        "tp=4",
+        {"data": {"seq_len": 62}},
+        "a multiple of 4 = plan.tp = 4. Try data.seq_len = 60.",
+    ),
+    (
+        rules.ulysses_has_heads,
+        "cp=4,tp=2,context=ulysses",
+        {},
+        "plan.context = ulysses with plan.cp = 4: 2 heads and 1 key/value heads on each of plan.tp = 2 ranks",
+    ),
+    (rules.every_stage_has_a_layer, "pp=8", {}, "schedule 1f1b makes 8 stages, and model.layers = 4"),
+    (rules.every_stage_has_a_layer, "pp=4,schedule=zbv,compile=false", {}, "schedule zbv makes 8 stages"),
+    (
+        rules.schedule_is_of_several_stages,
+        "pp=2,schedule=interleaved_1f1b,stages_per_rank=1",
+        {},
+        "plan.stages_per_rank = 1 with schedule interleaved_1f1b",
+    ),
+    (rules.schedule_admits_the_microbatches, "pp=4,microbatch=4", {}, "plan.pp = 4 cannot run 2 microbatches a step"),
+    (
+        rules.schedule_admits_the_microbatches,
+        "pp=2,schedule=dualpipev,microbatch=4",
+        {},
+        "at least 4, its stages.",
+    ),
+    (
+        rules.schedule_admits_the_microbatches,
+        "pp=2,schedule=interleaved_1f1b",
+        {"train": {"global_batch": 5}},
+        "cannot run 5 microbatches a step (train.global_batch / data-parallel ranks / plan.microbatch): try 4 or 6.",
+    ),
+    (rules.split_backward_is_eager, "pp=2,schedule=zbv", {}, "which compiled blocks cannot. Add compile=false."),
+    (
+        rules.split_backward_is_eager,
+        "pp=2,schedule=zbv,compile=false,recompute=full",
+        {},
+        "plan.schedule = zbv splits backward, and recompute=full",
+    ),
+    (rules.experts_are_dealt_out, "dp_shard=2,ep=2", {}, "plan.ep = 2, and the model has no experts"),
+    (
+        rules.experts_are_dealt_out,
+        "dp_shard=4,ep=4",
+        {"model": {"moe": {"experts": 6}}},
+        "plan.ep = 4 does not divide model.moe.experts = 6",
+    ),
+    (
+        rules.experts_are_dealt_out,
+        "dp_shard=2,ep=4",
+        {"model": {"moe": {"experts": 8}}},
+        "plan.ep = 4 does not divide plan.dp_shard x plan.cp = 2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "plan", "sections", "words"), CASES, ids=[f"{c[0].__name__}-{c[1]}" for c in CASES])
+def test_a_rule_refuses_with_the_values_and_what_they_break(rule, plan, sections, words):
+    problem = rule(Plan.parse(plan), run(**sections))
+    assert problem is not None and words in problem
+    assert first_problem(Plan.parse(plan), run(**sections)) == problem  # and no rule before it is broken too
+
+
+def test_no_rule_is_without_a_case():
+    assert {rule for rule, *_ in CASES} == set(RULES)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "",
+        "tp=4",  # more ranks than key/value heads
+        "cp=2,tp=2",
+        "cp=4,context=ulysses",
+        "cp=2,tp=2,context=ulysses",
+        "pp=4",
+        "pp=2,dp_replicate=2,dp_shard=2",
+        "pp=2,schedule=gpipe,microbatch=8",
+        "pp=2,schedule=interleaved_1f1b",
+        "pp=2,schedule=dualpipev,compile=false",
+        "schedule=zbv,stages_per_rank=1",  # without a pipeline, a schedule says nothing
+    ],
+)
+def test_a_plan_that_breaks_no_rule_has_no_problem(plan):
+    assert first_problem(Plan.parse(plan), run()) is None
+
+
+SIZES = st.sampled_from([1, 1, 2, 3, 4])
+ANY_PLAN = st.builds(
+    Plan,
+    pp=SIZES,
+    dp_replicate=SIZES,
+    dp_shard=SIZES,
+    cp=SIZES,
+    tp=SIZES,
+    ep=SIZES,
+    schedule=st.sampled_from(sorted(SCHEDULES)),
+    context=st.sampled_from(["ring", "ulysses"]),
+    recompute=st.sampled_from(["none", "full"]),
+    microbatch=st.sampled_from([1, 2, 3, 4]),
+    compile=st.booleans(),
+)
+
+
+@st.composite
+def any_run(draw: st.DrawFn) -> RunConfig:
+    experts = draw(st.sampled_from([0, 6, 8]))
+    model = {
+        "layers": draw(st.sampled_from([2, 4, 12])),
+        "heads": 12,
+        "kv_heads": draw(st.sampled_from([1, 2, 6, 12])),
+        "ffn_width": draw(st.sampled_from([64, 96])),
+        "moe": {"experts": experts},
+    }
+    data = {"seq_len": draw(st.sampled_from([48, 64, 100]))}
+    return run(model=model, data=data, train={"global_batch": draw(st.sampled_from([6, 8, 24, 30]))})
+
+
+@settings(deadline=None, max_examples=30)
+@given(ANY_PLAN, any_run())
+def test_what_is_proposed_is_for_as_many_processes_and_breaks_no_rule(plan, run_):
+    proposed = nearest(plan, run_)
+    assert len(set(map(str, proposed))) == len(proposed) <= 3
+    for other in proposed:
+        assert first_problem(other, run_) is None
+        assert other.world_size == plan.world_size
+        free = {*AXES, "microbatch"}
+        assert other.model_dump(exclude=free) == plan.model_dump(exclude=free), (
+            "only the axes and the microbatch change"
+        )
+    if first_problem(plan, run_) is None:
+        assert proposed[0] == plan
+
+
+@settings(deadline=None, max_examples=30)
+@given(ANY_PLAN, any_run())
+def test_a_refusal_names_what_it_proposes_so_that_it_can_be_pasted(plan, run_):
+    problem = first_problem(plan, run_)
+    if problem is None:
+        plan.check(run_, plan.world_size)
+        return
+    with pytest.raises(UserError) as refused:
+        plan.check(run_, plan.world_size)
+    message = str(refused.value)
+    assert message.startswith(problem)
+    pasted = [Plan.parse(text) for text in re.findall(r'"([^"]*)"', message.removeprefix(problem))]
+    assert pasted == nearest(plan, run_)
+
+
+@pytest.mark.parametrize(
+    ("plan", "proposed"),
+    [
+        ("tp=8", ["dp_shard=2,tp=4", "dp_replicate=2,tp=4", "cp=2,tp=4"]),
+        ("pp=8", ["pp=4,dp_shard=2", "pp=4,dp_replicate=2", "pp=4,tp=2"]),
+        ("dp_shard=4,microbatch=3", ["dp_shard=4", "dp_replicate=2,dp_shard=2", "dp_shard=2,tp=2"]),
+        ("dp_shard=16,microbatch=2", ["dp_shard=8,tp=2"]),
+    ],
+)
+def test_the_nearest_come_first_and_of_those_the_ones_with_more_data_parallelism(plan, proposed):
+    found = nearest(Plan.parse(plan), run())
+    assert found[: len(proposed)] == [Plan.parse(text) for text in proposed]
+
+
+def test_a_microbatch_that_fits_is_kept():
+    assert [other.microbatch for other in nearest(Plan.parse("tp=8,microbatch=4"), run())] == [4, 4, 4]
+
+
+@pytest.mark.parametrize("plan", ["dp_shard=1024,tp=16", "pp=8,dp_shard=16,cp=16,tp=8,microbatch=3", "tp=16384"])
+def test_a_proposal_for_a_large_cluster_takes_no_time_worth_mentioning(plan):
+    sizes = {"layers": 128, "width": 16384, "heads": 128, "kv_heads": 8, "head_width": 128, "ffn_width": 53248}
+    large = run(model=sizes | {"moe": {"experts": 256}}, data={"seq_len": 8192}, train={"global_batch": 2048})
+    began = time.process_time()
+    proposed = nearest(Plan.parse(plan), large)
+    assert time.process_time() - began < 2
+    assert len(proposed) == 3 and all(other.world_size == 16384 for other in proposed)

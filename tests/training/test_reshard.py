@@ -1,0 +1,70 @@
+"""A checkpoint says nothing of the layout that wrote it: any plan goes on from that of any other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from argosy.config.schema import RunConfig
+from argosy.parallel.world import World
+from argosy.plan.plan import Plan
+from tiny import EAGER, eager, losses, run_config, train_in
+from workers import WorkerPool
+
+MODELS: dict[str, dict[str, Any]] = {
+    # Neither the vocabulary nor the widths are multiples of the ranks: some hold less than others, or nothing.
+    "uneven": {"layers": 4, "vocab_size": 403, "qk_norm": True, "family": "qwen3", "attention_bias": True},
+    "tied": {"layers": 4, "tie_embeddings": True},
+}
+STEPS, SAVED_AT = 6, 3
+
+
+def run_of(corpus, model: str) -> RunConfig:
+    evaluate = {"every_steps": 0, "tokens": 600}
+    return run_config(corpus, model=MODELS[model], train={"steps": STEPS}, evaluate=evaluate)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def undisturbed(corpus, tmp_path_factory, model) -> list[dict[str, Any]]:
+    """The records of one process that nothing stopped."""
+    return train_in(World(), run_of(corpus, model), EAGER, tmp_path_factory.mktemp("undisturbed"))
+
+
+def train(workers: WorkerPool, run: RunConfig, plan: Plan, run_dir, stop_after: int | None) -> list[dict[str, Any]]:
+    if plan.world_size == 1:
+        return train_in(World(), run, plan, run_dir, stop_after)
+    return workers.run(plan.world_size, train_in, run, plan, run_dir, stop_after)[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("dp_shard=4", "pp=2,tp=2"),
+        ("tp=4", "dp_shard=2,zero=1"),
+        ("pp=2", "cp=2"),
+        ("dp_shard=2,zero=2", ""),
+        ("", "dp_shard=2,tp=2"),
+        ("dp_shard=2,tp=2", "dp_shard=2,tp=2,zero=1"),  # the same ranks; what they hold is cut in another order
+        ("dp_replicate=2,dp_shard=2,zero=1", "pp=2,schedule=interleaved_1f1b"),
+        ("cp=2,tp=2", "pp=2,dp_shard=2,schedule=zbv"),
+    ],
+)
+def test_a_run_goes_on_under_another_plan_with_the_same_losses(
+    workers, corpus, model, undisturbed, tmp_path, before, after
+):
+    run = run_of(corpus, model)
+    assert len(losses(train(workers, run, eager(before), tmp_path, SAVED_AT))) == SAVED_AT
+    records = train(workers, run, eager(after), tmp_path, None)
+    assert losses(records) == pytest.approx(losses(undisturbed), rel=1e-5)
+    norms, expected = ([record["grad_norm"] for record in r if "loss" in record] for r in (records, undisturbed))
+    assert norms == pytest.approx(expected, rel=1e-4)
+    validation = [
+        [record["validation_loss"] for record in r if "validation_loss" in record] for r in (records, undisturbed)
+    ]
+    assert validation[0] == pytest.approx(validation[1], rel=1e-5) and len(validation[1]) == 1
