@@ -16,7 +16,8 @@ from argosy.data.prepare import prepare
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
 from argosy.observe.metrics import Metrics
-from argosy.parallel.apply import ParallelModel, apply
+from argosy.parallel.apply import apply
+from argosy.parallel.model import ParallelModel
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 from argosy.training.loop import train

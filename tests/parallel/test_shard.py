@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode  # there is no public
 
 from argosy.models.batch import microbatches
 from argosy.observe.clock import StepClock
-from argosy.parallel.apply import fully_sharded
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 from tiny import eager, gradients, laid_out
@@ -87,4 +86,4 @@ def test_weights_and_gradients_are_fp32_whatever_the_arithmetic(workers, plan):
     [("", False), ("dp_replicate=4", False), ("dp_shard=2", True), ("cp=2", True), ("dp_shard=2,zero=2", False)],
 )
 def test_parameters_are_sharded_where_there_is_someone_to_share_with(plan, sharded):
-    assert fully_sharded(Plan.parse(plan)) == sharded
+    assert Plan.parse(plan).shards_parameters == sharded

@@ -108,6 +108,11 @@ class Plan(BaseModel):
         """Pipeline stages in all."""
         return self.pp * (SCHEDULES[self.schedule].stages_per_rank or self.stages_per_rank)
 
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether parameters are split by FSDP2: alone, a rank has nothing to share."""
+        return self.zero == 3 and self.dp_shard * self.cp > 1
+
     def microbatches(self, global_batch: int) -> int:
         """Microbatches that each data-parallel rank runs in one step."""
         return global_batch // (self.dp * self.microbatch)

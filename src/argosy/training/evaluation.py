@@ -12,7 +12,7 @@ import torch
 from argosy.data.stream import TokenSource, spread_windows
 from argosy.models.batch import microbatches
 from argosy.models.loss import IGNORED
-from argosy.parallel.apply import ParallelModel
+from argosy.parallel.model import ParallelModel
 from argosy.parallel.world import World
 
 BASELINE_TOKENS = 20_000_000

@@ -20,8 +20,9 @@ from argosy.observe.metrics import Metrics, peak_memory_bytes
 from argosy.observe.peak import matmul_peak_flops
 from argosy.observe.progress import Progress
 from argosy.optim.optimizer import Optimizer
-from argosy.parallel.apply import DTYPES, apply
+from argosy.parallel.apply import apply
 from argosy.parallel.expert import balance_experts
+from argosy.parallel.model import DTYPES
 from argosy.parallel.pieces import clip_gradients
 from argosy.parallel.world import World
 from argosy.plan.flops import train_flops_per_token

@@ -9,7 +9,7 @@ import torch
 
 from argosy.models.layers import local
 from argosy.optim.optimizer import Optimizer
-from argosy.parallel.apply import ParallelModel
+from argosy.parallel.model import ParallelModel
 from argosy.parallel.world import World
 from argosy.precision.scaler import LossScaler
 

@@ -9,7 +9,7 @@ import torch
 
 from argosy.models.batch import Microbatch
 from argosy.observe.clock import StepClock
-from argosy.parallel.apply import ParallelModel
+from argosy.parallel.model import ParallelModel
 from argosy.parallel.world import World
 
 

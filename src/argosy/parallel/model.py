@@ -1,0 +1,191 @@
+"""This rank's part of a model that runs over many ranks, and the step's arithmetic over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from argosy.config.schema import RunConfig
+from argosy.models.batch import Microbatch
+from argosy.models.decoder import Decoder
+from argosy.models.experts import MoE
+from argosy.observe.clock import StepClock
+from argosy.parallel.context import shard_sequence
+from argosy.parallel.data import GradientSum, Ranks
+from argosy.parallel.mesh import Meshes
+from argosy.parallel.offload import HostCopies
+from argosy.parallel.pieces import Held, pieces_of
+from argosy.parallel.pipeline import Pipeline
+from argosy.parallel.shard import FullySharded
+from argosy.plan.pipeline import SCHEDULES
+from argosy.plan.plan import Plan
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+"""Of the arithmetic around matmuls, by the plan's word."""
+
+
+class GradientRule(Protocol):
+    """How the gradients of one part of the model become sums over data-parallel ranks."""
+
+    def arm(self, backwards: int) -> None: ...
+    def before_backward(self, last: bool) -> None: ...
+    def finish(self) -> None: ...
+    def after_update(self) -> None: ...
+
+
+class ParallelModel:
+    """This rank's part of a model that runs over many: its pieces, and the step's arithmetic over all ranks."""
+
+    def __init__(self, plan: Plan, run: RunConfig, meshes: Meshes | None, parts: dict[int, Decoder]):
+        #: The ranks' views of each other; None alone.
+        self.meshes = meshes
+        self._parts, self._cp = list(parts.values()), plan.cp
+        #: This rank's layers of experts, by number.
+        self.moes = {int(i): b.mlp for m in parts.values() for i, b in m.blocks.items() if isinstance(b.mlp, MoE)}
+        self.pieces: list[Held] = []
+        self._rules: list[GradientRule] = []
+        for model in parts.values():
+            mine = list(pieces_of(model, meshes, plan.zero))
+            self.pieces += mine
+            self._rules += _gradient_rules(plan, meshes, model, mine)
+        # A rank with both ends of the pipeline has a tied embedding twice: it updates one and copies it to the other.
+        tied = [piece for piece in self.pieces if piece.name == "embedding.weight"]
+        self._tied = (tied[0], tied[-1]) if len(tied) == 2 else None
+        if self._tied:
+            self.pieces.remove(self._tied[1])
+        #: What the optimizer updates and a checkpoint saves: the pieces, or their twins in host memory.
+        self.masters = self.pieces
+        self._host: HostCopies | None = None
+        if plan.offload in ("optimizer", "all"):
+            self._host = HostCopies([piece.value for piece in self.pieces], torch.float32)
+            self.masters = [replace(p, value=twin) for p, twin in zip(self.pieces, self._host.twins, strict=True)]
+        self._pipeline: Pipeline | None = None
+        if plan.pp > 1:
+            assert meshes is not None
+            group = meshes.group("pp")
+            assert group is not None
+            hidden = (plan.microbatch, run.data.seq_len // plan.cp // plan.tp, run.model.width)
+            self._pipeline = Pipeline(parts, plan.stages, SCHEDULES[plan.schedule], hidden, group)
+        #: Data-parallel ranks read different rows; this is which, and of how many.
+        self.dp = plan.dp
+        self.dp_rank = 0
+        if meshes is not None:
+            self.dp_rank = meshes.rank("dp_replicate") * plan.dp_shard + meshes.rank("dp_shard")
+        # Every rank of a tp group computes the same loss, so one of them reports it.
+        self._reports = meshes is None or meshes.rank("tp") == 0
+        self.microbatches_at_once = plan.microbatches(run.train.global_batch) if plan.pp > 1 else 1
+
+    def forward_backward(self, batch: Sequence[Microbatch], scale: float, clock: StepClock) -> Tensor:
+        """Leave in the parameters this rank's gradients of `scale` times the batch's summed loss.
+
+        Returns this rank's share of the summed loss: over all ranks the shares add up to it. The sums of gradients
+        over ranks are under way until `finish_gradients`.
+        """
+        batch = [self._mine(micro) for micro in batch]
+        for moe in self.moes.values():
+            moe.loss_weight = scale
+        for rule in self._rules:
+            rule.arm(len(batch))
+        if self._pipeline is not None:
+            with clock.time("pipeline"):
+                return self._share(self._pipeline.forward_backward(batch, scale))
+        (model,) = self._parts
+        total = torch.zeros((), device=model.device)
+        for micro in batch:
+            for rule in self._rules:
+                rule.before_backward(last=micro is batch[-1])
+            with clock.time("forward"):
+                loss = model(micro.tokens_BT, micro.targets_BT, micro.positions_BT, micro.documents)
+            with clock.time("backward"):
+                (loss * scale).backward()
+            total += loss.detach()
+        return self._share(total)
+
+    def finish_gradients(self) -> None:
+        """Wait until every piece's gradient is the sum over all ranks."""
+        for rule in self._rules:
+            rule.finish()
+        if self.meshes is not None:
+            _sum_over([p for p in self.pieces if p.is_part_of_sum], self.meshes.group("tp"))
+            _sum_over([p for p in self.pieces if p.name == "embedding.weight"], self.meshes.ends)
+        if self._tied:
+            first, last = (piece.value for piece in self._tied)
+            assert first.grad is not None and last.grad is not None
+            first.grad += last.grad
+            last.grad = None
+
+    def before_update(self) -> None:
+        """Give the masters the gradients of their pieces."""
+        if self._host is not None:
+            self._host.grads_to_host()
+
+    @torch.no_grad()
+    def after_update(self) -> None:
+        """Once the masters' values have changed, make the model on every rank that of the new values."""
+        if self._host is not None:
+            self._host.values_to_device()
+        if self._tied:
+            self._tied[1].value.copy_(self._tied[0].value)
+        for rule in self._rules:
+            rule.after_update()
+
+    def zero_gradients(self) -> None:
+        """Free the gradients."""
+        for model in self._parts:
+            model.zero_grad(set_to_none=True)
+        for piece in self.pieces:
+            piece.value.grad = None
+
+    def buffers(self) -> dict[str, Tensor]:
+        """What the model remembers besides weights, by name, the same on all ranks that have it: biases of routers."""
+        return {name: buffer for model in self._parts for name, buffer in model.named_buffers()}
+
+    @torch.no_grad()
+    def loss(self, batch: Sequence[Microbatch]) -> Tensor:
+        """This rank's share of the batch's summed loss; `batch` has `microbatches_at_once` microbatches."""
+        batch = [self._mine(micro) for micro in batch]
+        if self._pipeline is not None:
+            return self._share(self._pipeline.loss(batch))
+        (model,) = self._parts
+        losses = [model(m.tokens_BT, m.targets_BT, m.positions_BT, m.documents) for m in batch]
+        return self._share(torch.stack(losses).sum())
+
+    def _share(self, loss: Tensor) -> Tensor:
+        return loss if self._reports else torch.zeros_like(loss)
+
+    def _mine(self, micro: Microbatch) -> Microbatch:
+        """The tokens of the rows that this rank of a cp group computes; positions and documents stay those of all."""
+        if self._cp == 1 or self.meshes is None:
+            return micro
+        rank = self.meshes.rank("cp")
+        tokens, targets = (shard_sequence(x, rank, self._cp) for x in (micro.tokens_BT, micro.targets_BT))
+        return Microbatch(tokens, targets, micro.positions_BT, micro.documents)
+
+
+def _gradient_rules(plan: Plan, meshes: Meshes | None, model: Decoder, pieces: Sequence[Held]) -> list[GradientRule]:
+    if meshes is not None and plan.shards_parameters:
+        return [FullySharded(model, pieces)]
+    ranks = Ranks(None, None) if meshes is None else Ranks(meshes.group("shard"), meshes.group("replicate"))
+    dense = [piece for piece in pieces if not piece.is_expert]
+    experts = [piece for piece in pieces if piece.is_expert]
+    rules: list[GradientRule] = [GradientSum(dense, ranks, DTYPES[plan.reduce], keep=plan.zero < 2)]
+    if experts and meshes is not None:
+        ranks = Ranks(meshes.group("expert_shard"), meshes.group("expert_replicate"))
+        rules.append(GradientSum(experts, ranks, DTYPES[plan.reduce], keep=plan.zero < 2))
+    return rules
+
+
+def _sum_over(pieces: Sequence[Held], group: dist.ProcessGroup | None) -> None:
+    """Sum the pieces' gradients over `group`, all in one message."""
+    gradients = [piece.value.grad for piece in pieces if piece.value.grad is not None]
+    if group is None or not gradients:
+        return
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat, group=group)
+    for gradient, sums in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(sums.view_as(gradient))
