@@ -7,8 +7,10 @@ step is done.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -104,8 +106,9 @@ class GradientSum:
         self._next = 0
         self._buckets = [] if self._alone else [_Bucket(some, ranks, dtype, keep) for some in _cut(pieces)]
         for bucket in self._buckets:
+            arrived = partial(_tell, weakref.ref(self), weakref.ref(bucket))
             for piece in bucket.pieces:
-                piece.parameter.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._arrived(bucket))
+                piece.parameter.register_post_accumulate_grad_hook(arrived)
 
     def arm(self, backwards: int) -> None:
         """Say that a step begins, in which that many backwards reach each parameter: the last makes it whole."""
@@ -144,6 +147,12 @@ class GradientSum:
         for bucket in self._buckets[self._next : end]:
             bucket.send()
         self._next = max(self._next, end)
+
+
+def _tell(rule: Callable[[], GradientSum | None], bucket: Callable[[], _Bucket | None], _: Tensor) -> None:
+    """A gradient's hook. It holds no one: through autograd a parameter would hold itself, and its group, for ever."""
+    if (alive := rule()) is not None and (its := bucket()) is not None:
+        alive._arrived(its)
 
 
 def _cut(pieces: Sequence[Held]) -> list[list[Held]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import gc
 import os
 import sys
 from dataclasses import dataclass
@@ -65,10 +66,15 @@ def leave_world() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     if "torch.distributed.tensor" in sys.modules:
-        # DTensor remembers meshes by their shape, with the groups that are gone now. torch has no public name for this.
+        # DTensor remembers meshes by their shape, with the groups that are gone now: it would use them in another
+        # world, and until then their threads spin, as their peers are gone. torch has no public names for this.
+        from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
         _clear_sharding_prop_cache()
+        _gen_transform_infos.cache_clear()
+        clear_redistribute_planner_cache()
+    gc.collect()  # a model's cycles of references hold groups too
 
 
 def keep_freed_memory() -> None:
