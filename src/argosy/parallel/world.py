@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import functools
 import gc
 import os
-import sys
 from dataclasses import dataclass
 
 import torch
@@ -65,16 +65,25 @@ def leave_world() -> None:
     """Close the process groups of this world, so that the process may join another."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    if "torch.distributed.tensor" in sys.modules:
-        # DTensor remembers meshes by their shape, with the groups that are gone now: it would use them in another
-        # world, and until then their threads spin, as their peers are gone. torch has no public names for this.
-        from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-        _clear_sharding_prop_cache()
-        _gen_transform_infos.cache_clear()
-        clear_redistribute_planner_cache()
+    _forget_meshes()
     gc.collect()  # a model's cycles of references hold groups too
+
+
+def _forget_meshes() -> None:
+    """Empty torch's caches, which know meshes by their shape, and keep their groups.
+
+    In another world DTensor would use the dead groups, and until then their threads spin, as their peers are gone.
+    torch has no public names for this.
+    """
+    from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
+    wrapper = type(functools.cache(_forget_meshes))
+    for function in gc.get_objects():
+        if type(function) is wrapper and function.__module__.startswith("torch.distributed."):
+            function.cache_clear()
 
 
 def keep_freed_memory() -> None:
