@@ -84,10 +84,18 @@ CASES: list[tuple[rules.Rule, str, dict[str, Any], str]] = [
     (rules.split_backward_is_eager, "pp=2,schedule=zbv", {}, "which compiled blocks cannot. Add compile=false."),
     (
         rules.split_backward_is_eager,
-        "pp=2,schedule=zbv,compile=false,recompute=full",
+        "pp=2,schedule=zbv,compile=false,recompute=selective",
         {},
-        "plan.schedule = zbv splits backward, and recompute=full",
+        "plan.schedule = zbv splits backward, and what recompute=selective keeps",
     ),
+    (rules.number_formats_go_together, "tp=2,precision=fp8", {}, "plan.precision = fp8 with plan.tp = 2"),
+    (
+        rules.number_formats_go_together,
+        "precision=fp8",
+        {"model": {"moe": {"experts": 8}}},
+        "plan.precision = fp8 with experts",
+    ),
+    (rules.number_formats_go_together, "precision=fp16,weights=bf16", {}, "plan.weights = bf16 with precision = fp16"),
     (rules.experts_are_dealt_out, "dp_shard=2,ep=2", {}, "plan.ep = 2, and the model has no experts"),
     (
         rules.experts_are_dealt_out,
