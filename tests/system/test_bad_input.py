@@ -33,7 +33,11 @@ def edited(path: Path, old: str, new: str) -> Path:
         ("lr = 1e-2", "learning_rate = 1e-2", ("run.toml:22", "optimizer.lr")),
         ("[optimizer]\nlr", "[parallel]\nlr", ("run.toml:22", "optimizer.lr")),
         ("kv_heads = 2", "kv_heads = 3", ("run.toml:9", "kv_heads = 3", "does not divide")),
-        ("dp_replicate=2", "tp=3", ("plan.tp = 3 does not divide model.heads = 4", "")),
+        (
+            "dp_replicate=2",
+            "dp_shard=2,ep=2",
+            ("plan.ep = 2, and the model has no experts", "Plans near it", "dp_shard=2"),
+        ),
         ("dp_replicate=2", "dp_replicate=4", ("launch.processes = 2", "Try")),
         ("microbatch=2", "microbatch=3", ("train.global_batch = 8", "Try 6 or 12")),
         ("seq_len = 32", "seq_len = 1000000", ("seq_len",)),

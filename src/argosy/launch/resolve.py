@@ -6,7 +6,6 @@ from argosy.config.schema import RunConfig
 from argosy.data.loader import OpenData, open_data
 from argosy.data.prepare import PrepareProgress, prepare
 from argosy.errors import UserError
-from argosy.models.decoder import Decoder
 from argosy.observe.progress import Progress
 from argosy.optim.groups import check_groups
 
@@ -23,6 +22,8 @@ def resolve(run: RunConfig, progress: Progress) -> tuple[RunConfig, OpenData]:
             "Try model.vocab_size = 0, which takes the tokenizer's."
         )
     if run.optimizer.groups:
+        from argosy.models.decoder import Decoder  # it brings the compiler: seconds, which few runs need to wait here
+
         check_groups(run.optimizer, [name for name, _ in Decoder(run.model).named_parameters()])
     return run, data
 
