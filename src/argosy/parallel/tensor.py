@@ -150,12 +150,6 @@ def split_over_ranks(model: Decoder, mesh: DeviceMesh) -> None:
     model.loss_of_chunk = VocabularyLoss(mesh.get_group(), _first_row(model.config.vocab_size, mesh))
 
 
-def is_part_of_sum(parameter: Tensor) -> bool:
-    """Whether ranks of the tp mesh hold the whole `parameter` and each computes a part of its gradient."""
-    assert isinstance(parameter, DTensor)
-    return parameter.placements[-1].is_replicate()
-
-
 def split(module: nn.Module, mesh: DeviceMesh, *placements: Placement, names: Sequence[str] | None = None) -> None:
     """Make parameters (all of the module's own, or `names`) DTensors on `mesh`, of which this rank has its part."""
     for name, parameter in list(module.named_parameters(recurse=False)):
