@@ -42,13 +42,15 @@ def train(workers: WorkerPool, run: RunConfig, plan: Plan, run_dir, stop_after: 
     ("model", "before", "after"),
     [
         ("uneven", "dp_shard=4", "pp=2,tp=2"),
-        ("uneven", "tp=4", "dp_shard=2,zero=1"),
-        ("uneven", "dp_shard=2,zero=2", ""),
+        pytest.param("uneven", "tp=4", "dp_shard=2,zero=1", marks=pytest.mark.slow),
+        pytest.param("uneven", "dp_shard=2,zero=2", "", marks=pytest.mark.slow),
         ("uneven", "", "dp_shard=2,tp=2"),
-        ("uneven", "dp_shard=2,tp=2", "dp_shard=2,tp=2,zero=1"),  # the same ranks; their parts are cut in another order
+        pytest.param(
+            "uneven", "dp_shard=2,tp=2", "dp_shard=2,tp=2,zero=1", marks=pytest.mark.slow
+        ),  # the same ranks; their parts are cut in another order
         ("uneven", "cp=2,tp=2", "pp=2,dp_shard=2,schedule=zbv"),
-        ("tied", "pp=2", "cp=2"),
-        ("tied", "dp_replicate=2,dp_shard=2,zero=1", "pp=2,schedule=zbv"),
+        pytest.param("tied", "pp=2", "cp=2", marks=pytest.mark.slow),
+        pytest.param("tied", "dp_replicate=2,dp_shard=2,zero=1", "pp=2,schedule=zbv", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_goes_on_under_another_plan_with_the_same_losses(
