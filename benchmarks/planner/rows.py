@@ -1,0 +1,308 @@
+"""Published measurements, read into what the cost model takes: the job, the machine, the software, the layout.
+
+A row leaves cells empty where its source does not say. What the note or the system's documentation says is filled in
+here; a layout that nobody published is the best that the planner finds. Rows that cannot be read so are skipped, each
+with the reason.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from argosy.errors import UserError
+from argosy.plan.layouts import Layouts
+from argosy.plan.pipeline import SCHEDULES
+from argosy.plan.plan import Plan
+from argosy.plan.rates import System
+from argosy.plan.workload import Workload
+
+COLUMNS = (
+    "id source model layers hidden heads kv_heads ffn_hidden vocab seq_len moe_experts moe_topk moe_ffn gpu n_gpus "
+    "precision tp sp pp interleave cp ep dp zero_stage micro_batch global_batch recompute metric value notes"
+).split()
+METRICS = ("tokens_per_s_per_gpu", "step_time_s", "tflops_per_gpu", "mfu", "peak_mem_gb")
+GIB = 2**30
+
+MEGATRON_2021 = System(
+    flash=0, sequence_parallel=0, balanced_stages=0, weight_bytes=2, gradient_bytes=4, moment_bytes=12,
+    reduced_bytes=4, whole_logits=6, dropout=1, fused=1, overlaps_gradients=0, sums_once=0, kept_widths=0, updated_bytes=2,
+)  # fmt: skip
+"""Megatron-LM as of Narayanan et al. 2021: fused softmax, no flash attention, gradients summed after backward."""
+MEGATRON_2022 = replace(MEGATRON_2021, sequence_parallel=1)
+"""With sequence parallelism and selective recompute (Korthikanti et al. 2022)."""
+MEGATRON_CORE = System(
+    balanced_stages=0, whole_experts=1, weight_bytes=2, moment_bytes=12, reduced_bytes=2, updated_bytes=2,
+    whole_logits=6, overlaps_tensor=1, sums_once=0,
+)  # fmt: skip
+"""Megatron-Core from 2023: flash attention, tp-comm-overlap, overlapped gradient sums, experts whole (ETP 1)."""
+FSDP = System(whole_logits=11, reduced_bytes=4, selective=0.42)
+"""FSDP2 with torch.compile (torchtitan)."""
+FSDP_EAGER = replace(FSDP, fused=0)
+FSDP1 = System(whole_logits=11, reduced_bytes=2, fused=0, sums_once=0)
+"""FSDP of torch 1.13 and 2.0 with flash attention (llm-foundry)."""
+JAX = System(whole_logits=6, sums_once=0)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement."""
+
+    id: str
+    source: str
+    family: str
+    """The publisher: sources of one repository or paper measure alike."""
+    group: str
+    """Rows of one group differ in layout alone."""
+    work: Workload
+    device: str
+    gpus: int
+    narrow: str
+    """The narrow number format in use."""
+    nic_bytes_per_s: float | None
+    """Of a device, where the source says so."""
+    system: System
+    plan: Plan
+    open: tuple[str, ...]
+    """What the source does not say of the plan."""
+    is_moe: bool
+    metric: str
+    value: float
+    """Seconds of a step, or bytes of peak memory."""
+    batch: float
+    """Sequences of a step."""
+    notes: str
+
+
+def read(path: Path) -> tuple[list[Row], list[tuple[str, str]]]:
+    """Rows, and (id, why) of those that are skipped. Raises: UserError for a file that is not in this format."""
+    try:
+        with path.open(newline="") as file:
+            table = csv.DictReader(file)
+            missing = [name for name in COLUMNS if name not in (table.fieldnames or [])]
+            if missing:
+                raise UserError(f"{path}: line 1: no column {', '.join(missing)}. The columns are {','.join(COLUMNS)}.")
+            cells = list(table)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {error}. Give a CSV file of published measurements.") from None
+    rows: list[Row] = []
+    skipped: list[tuple[str, str]] = []
+    for line, cell in enumerate(cells, start=2):
+        try:
+            rows.append(_row(cell))
+        except Skip as why:
+            skipped.append((cell["id"], str(why)))
+        except BadCell as bad:
+            raise UserError(f"{path}: line {line} (id {cell['id']}): {bad}") from None
+    return rows, skipped
+
+
+class Skip(Exception):
+    """The row says too little, or contradicts itself."""
+
+
+class BadCell(Exception):
+    """The row is not in the format."""
+
+
+def _row(cell: dict[str, str]) -> Row:
+    if None in cell or any(value is None for value in cell.values()):
+        raise BadCell(f"has not {len(COLUMNS)} cells; quote those with commas")
+    metric = cell["metric"]
+    if metric not in METRICS:
+        raise BadCell(f"metric = {metric!r} is none of {', '.join(METRICS)}")
+    number = _numbers(cell)
+    value = number["value"]
+    if value is None or value <= 0:
+        raise BadCell(f"value = {cell['value']!r} must be a number above 0")
+    for key in ("layers", "hidden", "heads", "ffn_hidden", "seq_len", "n_gpus"):
+        if number[key] is None:
+            raise Skip(f"{key} is not known")
+    if not cell["precision"]:
+        cell = {**cell, "precision": "fp8" if "Megatron-Bridge" in cell["source"] else "bf16"}
+    if number["global_batch"] is None:  # of one microbatch for each: a speed does not depend on it much
+        number["global_batch"] = (number["dp"] or number["n_gpus"]) * (number["micro_batch"] or 1)
+    work = _workload(cell, number)
+    system = _system(cell)
+    plan, open_keys = _plan(cell, number, system)
+    return Row(
+        id=cell["id"],
+        source=cell["source"],
+        family=re.split(r"[ ,(]", cell["source"])[0],
+        group="|".join(cell[k] for k in ("source", "model", "gpu", "n_gpus", "precision", "global_batch", "seq_len", "metric")),
+        work=work,
+        device=cell["gpu"],
+        gpus=int(number["n_gpus"]),
+        narrow="fp4" if "fp4" in cell["precision"] else "fp8",
+        nic_bytes_per_s=_nic(cell["notes"] + cell["source"]),
+        system=system,
+        plan=plan,
+        open=open_keys,
+        is_moe=bool(number["moe_experts"]),
+        metric="memory" if metric == "peak_mem_gb" else "time",
+        value=_measured(metric, value, work, number, cell),
+        batch=float(work.global_batch),
+        notes=cell["notes"],
+    )
+
+
+def _numbers(cell: dict[str, str]) -> dict[str, float | None]:
+    words = {"id", "source", "model", "gpu", "precision", "sp", "recompute", "metric", "notes"}
+    found: dict[str, float | None] = {}
+    for key in COLUMNS:
+        if key in words:
+            continue
+        try:
+            found[key] = float(cell[key]) if cell[key].strip() else None
+        except ValueError:
+            raise BadCell(f"{key} = {cell[key]!r} is not a number") from None
+    return found
+
+
+def _workload(cell: dict[str, str], number: dict[str, float | None]) -> Workload:
+    def given(key: str, otherwise: float = 0.0) -> float:
+        return otherwise if number[key] is None else float(number[key])  # type: ignore[arg-type]
+
+    name = cell["model"]
+    layers, width, heads = given("layers"), given("hidden"), given("heads")
+    latent = name.startswith(("deepseek-v3", "kimi"))
+    gated = not name.startswith(("gpt-1", "gpt-2", "gpt-3", "gpt-4", "gpt-5", "gpt-7", "gpt-8", "gpt3", "mpt", "megatron",
+                                 "turing", "opt", "bloom", "gpt-16b", "gpt-22b", "gpt-39")) or name.startswith("gpt-oss")
+    head_width = {"gpt-oss-120b": 64.0, "qwen3-235b-a22b": 128.0, "qwen3-30b-a3b": 128.0}.get(name, width / heads)
+    seq_len = given("seq_len")
+    experts = given("moe_experts")
+    moe_layers = 0.0 if not experts else layers - {"deepseek-v3": 3, "kimi-k2": 1}.get(name, 0)
+    span = seq_len / 2
+    if name == "gpt-oss-120b":  # every other layer sees a window of 128 tokens
+        span = (span + 128) / 2
+    return Workload(
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=given("kv_heads", heads) if "kv_heads" in number else heads,
+        key_width=192.0 if latent else head_width,
+        value_width=128.0 if latent else head_width,
+        ffn_width=given("ffn_hidden"),
+        ffn_matrices=3.0 if gated else 2.0,
+        vocab_size=given("vocab", 51200.0),
+        tied=0.0 if gated else 1.0,
+        seq_len=seq_len,
+        global_batch=given("global_batch"),
+        span=span,
+        moe_layers=moe_layers,
+        experts=experts,
+        experts_per_token=given("moe_topk"),
+        expert_ffn_width=given("moe_ffn"),
+        shared_ffn_width=given("moe_ffn") if latent else 0.0,
+        q_rank=1536.0 if latent else 0.0,
+        kv_rank=512.0 if latent else 0.0,
+        rope_width=64.0 if latent else 0.0,
+    )
+
+
+def _system(cell: dict[str, str]) -> System:
+    source, notes = cell["source"].lower(), cell["notes"].lower()
+    ampere = cell["gpu"].startswith(("A100", "A800"))
+    if "llm-foundry" in source:  # FlashAttention of 2022, made for the A100
+        return replace(FSDP1, attention=0.65 if ampere else 0.35)
+    if "fms-fsdp" in source:
+        return replace(FSDP1, fused=1, attention=1 if ampere else 0.5)
+    if "torchtitan" in source:  # FlashAttention 2
+        made = FSDP if "compile" in notes else FSDP_EAGER
+        return replace(made, overlaps_tensor=float("async" in notes), attention=1 if ampere else 0.5)
+    if "tpu" in source or "palm" in source:
+        return JAX
+    if "internevo" in source:
+        return replace(MEGATRON_CORE, whole_logits=8)
+    if any(word in source for word in ("sc'21", "tables.tex", "vtrain", "bigscience", "opt-", "glm", "bloom", "dash")):
+        zero_3 = cell["zero_stage"] == "3"
+        return replace(MEGATRON_2021, reduced_bytes=2) if zero_3 else MEGATRON_2021
+    if "korthikanti" in source:
+        return MEGATRON_2022 if cell["sp"] == "true" else MEGATRON_2021
+    if "llama (" in source:
+        return replace(FSDP1, fused=1)
+    sends_once = "a2a" not in notes  # DeepEP and HybridEP are what NVIDIA and DeepSeek publish with
+    return replace(MEGATRON_CORE, sends_once=float(sends_once))
+
+
+def _plan(cell: dict[str, str], number: dict[str, float | None], system: System) -> tuple[Plan, tuple[str, ...]]:
+    gpus = int(number["n_gpus"] or 0)
+    open_keys = [key for key in ("tp", "pp", "micro_batch", "recompute") if not cell[key]]
+    tp, pp, cp = (int(number[k] or 1) for k in ("tp", "pp", "cp"))
+    if tp * pp * cp > gpus or gpus % (tp * pp * cp):
+        if cell["tp"] and cell["pp"]:
+            raise Skip(f"tp {tp} x pp {pp} x cp {cp} does not divide {gpus} GPUs")
+    dp = gpus // (tp * pp * cp)
+    said = number["dp"]
+    if said is not None and int(said) != dp and "does not always equal" not in cell["notes"]:
+        raise Skip(f"tp {tp} x pp {pp} x cp {cp} x dp {int(said)} is not {gpus} GPUs")
+    zero = int(number["zero_stage"] or 0) if cell["zero_stage"] else 1
+    interleave = int(number["interleave"] or 1)
+    hybrid = "hsdp" in cell["notes"].lower() and dp % 8 == 0
+    precision = "fp8" if "fp8" in cell["precision"] or "fp4" in cell["precision"] else cell["precision"]
+    if precision not in ("fp32", "bf16", "fp16", "fp8"):
+        raise BadCell(f"precision = {precision!r} is none of fp32, bf16, fp16, fp8, nvfp4")
+    microbatch = int(number["micro_batch"] or 1)
+    if not cell["micro_batch"] and "torchtitan" in cell["source"] and pp > 1:  # its default: as many as ranks
+        microbatch = int((number["global_batch"] or 0) // dp // pp) or 1
+        open_keys.remove("micro_batch")
+    experts = int(number["moe_experts"] or 0)
+    ep = int(number["ep"] or 1) if experts else 1
+    if zero == 0:
+        replicate, shard = dp, 1
+    else:
+        replicate, shard = (dp // 8, 8) if hybrid else (1, dp)
+    return (
+        Plan(
+            pp=pp, dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, ep=ep, zero=zero,
+            schedule="interleaved_1f1b" if interleave > 1 and pp > 1 else "1f1b",
+            stages_per_rank=max(1, interleave),
+            recompute=cell["recompute"] or "none",
+            microbatch=microbatch,
+            precision=precision,
+        ),
+        tuple(open_keys),
+    )  # fmt: skip
+
+
+def _nic(text: str) -> float | None:
+    """Bytes/s of a device, from "inter-node 800 Gb/s per node" and the like; eight devices to a node."""
+    found = re.search(r"(\d+) ?Gb(?:/s|ps)(?: per node|/node| node-node)", text)
+    return float(found[1]) / 8 / 8 * 1e9 if found else None
+
+
+def _measured(metric: str, value: float, work: Workload, number: dict[str, float | None], cell: dict[str, str]) -> float:
+    """The value as seconds of a step, or bytes."""
+    if metric == "peak_mem_gb":
+        return value * GIB
+    if metric == "step_time_s":
+        return value
+    gpus = float(number["n_gpus"] or 1)
+    tokens = float(work.global_batch) * work.seq_len / gpus
+    if metric == "tokens_per_s_per_gpu":
+        return tokens / value
+    flops = _flops_per_token(work, cell)
+    if metric == "tflops_per_gpu":
+        return tokens * flops / (value * 1e12)
+    return tokens * flops / (value * PEAK_TFLOPS[cell["gpu"]] * 1e12)
+
+
+PEAK_TFLOPS = {"A100-80": 312, "A100-40": 312, "H100-SXM": 989, "TPU-v4": 275, "H800": 989, "MI250X-GCD": 191.5}
+"""bf16, what published shares of the peak are shares of."""
+
+
+def _flops_per_token(work: Workload, cell: dict[str, str]) -> float:
+    """As the source counts them."""
+    notes, source = cell["notes"].lower(), cell["source"]
+    matmuls, scores = 6 * work.matmul_parameters, work.train_flops_per_token - 6 * work.matmul_parameters
+    causal = "causal" in notes
+    flops = matmuls + scores * (1 if causal else 2)
+    hardware = "hardware flops" in notes and cell["recompute"] == "full" or "percent of peak" in notes
+    hardware = hardware or "150 tflops" in notes
+    if hardware:  # forward is computed twice; the head is not
+        flops = 8 / 6 * (flops - 6 * work.vocabulary_parameters) + 6 * work.vocabulary_parameters
+    return float(flops)

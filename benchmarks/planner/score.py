@@ -1,0 +1,265 @@
+"""How true the planner's predictions are, on runs that others have published.
+
+    python benchmarks/planner/score.py [FILE.csv] [--calibration-rows N] [--json]
+
+Zero-shot (the default): the rows of each publisher are predicted with constants that were fitted without any row of
+that publisher, whatever its releases and tables. Few-shot: N rows of each source and device, drawn with a fixed seed,
+adjust the constants; the others are scored. By source and in all: median and mean absolute percentage error of the
+time of a step (or of peak memory), bias, Kendall's tau (of the rate of one device, so that larger jobs are no help),
+regret (how much slower than the best the plan is that the planner would have chosen, among rows that differ in their
+layout only), and how many measurements are in the 90 % interval.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from rows import Row, read
+
+from argosy.errors import UserError
+from argosy.plan.constants import Constants
+from argosy.plan.fit import fit
+from argosy.plan.footprint import MemoryModel
+from argosy.plan.hardware import find_device
+from argosy.plan.layouts import Layouts
+from argosy.plan.rates import Rates
+from argosy.plan.step_time import StepModel
+from argosy.plan.workload import stack
+
+Floats = NDArray[np.float64]
+
+PUBLISHED = Path(__file__).parent / "published.csv"
+SECTIONS = ("dense_time", "moe_time", "memory")
+OF_MEMORY = ("workspace_bytes", "fragmentation")
+OF_TIME = tuple(f.name for f in fields(Constants) if f.name not in OF_MEMORY)
+FIT_OUTLIER = 0.7
+"""Rows further off than this factor's logarithm say that we misread them; they are scored, but not fitted to."""
+CALIBRATED_SPREAD = 1.12
+"""How far a constant may be off on a machine whose rows are given, as a factor."""
+SEED = 0
+
+
+class Model:
+    """Rows, stacked so that one evaluation predicts all of them."""
+
+    def __init__(self, rows: Sequence[Row]):
+        self.rows = list(rows)
+        self.plans = Layouts.of([row.plan for row in rows])
+        self.work, self.system, self.rates = (
+            stack([row.work for row in rows]),
+            stack([row.system for row in rows]),
+            stack([rates_of(row) for row in rows]),
+        )
+        self.measured = np.array([row.value for row in rows])
+        self.is_memory = np.array([row.metric == "memory" for row in rows])
+
+    def predict(self, constants: Constants) -> Floats:
+        """Seconds of a step, or bytes, of each row."""
+        time = StepModel(self.plans, self.work, self.rates, self.system, constants).predict().step
+        return np.where(self.is_memory, self.memory(constants), time)
+
+    def memory(self, constants: Constants) -> Floats:
+        """Bytes at the peak; of a figure that was computed, not measured, without what only runs have."""
+        found = MemoryModel(self.plans, self.work, self.system, constants).predict()
+        computed = np.array(["ANALYTIC" in row.notes for row in self.rows])
+        return np.where(computed, found.total - found.workspace - found.reserve, found.total)
+
+
+def rates_of(row: Row) -> Rates:
+    """The device of a row, in the network that its source names."""
+    return Rates.of_device(find_device(row.device), row.narrow, row.nic_bytes_per_s)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("file", type=Path, nargs="?", default=PUBLISHED)
+    options.add_argument("--calibration-rows", type=int, default=0, metavar="N")
+    options.add_argument("--json", action="store_true")
+    chosen = options.parse_args(argv)
+    try:
+        if chosen.calibration_rows < 0:
+            raise UserError(f"--calibration-rows {chosen.calibration_rows}: must be 0 or more. Try 5.")
+        scored, skipped = read(chosen.file)
+        published, _ = read(PUBLISHED)
+        result = score(scored, published, chosen.calibration_rows)
+    except UserError as error:
+        print(f"score: {error}", file=sys.stderr)
+        return 2
+    result["skipped"] = [{"id": name, "why": why} for name, why in skipped]
+    print(json.dumps(result, indent=1) if chosen.json else in_words(result))
+    return 0
+
+
+def score(rows: list[Row], published: list[Row], calibration_rows: int = 0) -> dict[str, object]:
+    """All figures."""
+    model, base = Model(rows), Model(published)
+    everything = fitted(base, np.ones(len(published), bool))
+    families = np.array([row.family for row in rows])
+    known = np.array([row.family for row in published])
+    log_error, is_scored = np.zeros(len(rows)), np.ones(len(rows), bool)
+    for family in dict.fromkeys(families):
+        mine = families == family
+        constants = everything if family not in known else fitted(base, known != family, begin=everything)
+        predicted = np.log(model.predict(constants))
+        if calibration_rows:
+            drawn = _drawn(rows, mine, calibration_rows)
+            predicted = calibrated(model, constants, predicted, drawn, mine)
+            is_scored &= ~drawn
+        log_error[mine] = (predicted - np.log(model.measured))[mine]
+    sections = np.array(["memory" if row.metric == "memory" else "moe_time" if row.is_moe else "dense_time" for row in rows])
+    margins = _margins(log_error, sections, families, is_scored)
+
+    def figures(chosen: NDArray[np.bool_]) -> dict[str, dict[str, float | int | None]]:
+        return {
+            section: _figures([rows[i] for i in np.flatnonzero(here)], log_error[here], margins[here])
+            for section in SECTIONS
+            if (here := chosen & (sections == section) & is_scored).any()
+        }
+
+    sources = np.array([row.source for row in rows])
+    return {
+        "all": figures(np.ones(len(rows), bool)),
+        "by_source": {source: figures(sources == source) for source in dict.fromkeys(sources.tolist())},
+    }
+
+
+def fitted(model: Model, chosen: NDArray[np.bool_], begin: Constants | None = None) -> Constants:
+    """The constants that fit the chosen rows best."""
+    found = begin
+    for metric, free in (("time", OF_TIME), ("memory", OF_MEMORY)):
+        rows = [row for row, take in zip(model.rows, chosen, strict=True) if take and row.metric == metric]
+        if not rows:
+            continue
+        part = Model(rows)
+        near = np.abs(np.log(part.predict(begin or Constants()) / part.measured)) < FIT_OUTLIER
+        part = Model([row for row, take in zip(rows, near, strict=True) if take])
+        keys = [f"{row.source}|{row.device}" for row in part.rows]
+        fit_of = fit(part.predict, part.measured, keys, free=free, begin=begin)
+        values = {name: getattr(fit_of.constants, name) for name in free}
+        found = Constants(**{**vars(found or Constants()), **values})
+    assert found is not None
+    return found
+
+
+def calibrated(
+    model: Model, constants: Constants, predicted: Floats, drawn: NDArray[np.bool_], mine: NDArray[np.bool_]
+) -> Floats:
+    """Logarithms of predictions for `mine`, adjusted to the `drawn` rows."""
+    keys = np.array([f"{row.source}|{row.device}|{row.metric}" for row in model.rows])
+    adjusted = predicted.copy()
+    for metric, free in (("time", OF_TIME), ("memory", OF_MEMORY)):
+        here = np.array([row.metric == metric for row in model.rows])
+        taken, rest = drawn & here, mine & here
+        if not taken.any():
+            continue
+        part = Model([model.rows[i] for i in np.flatnonzero(taken)])
+        found = fit(
+            part.predict, part.measured, keys[taken].tolist(), start=constants, free=free, spread=CALIBRATED_SPREAD
+        )
+        shift = np.array([found.offsets.get(key, 0.0) for key in keys[rest]])
+        adjusted[rest] = np.log(model.predict(found.constants))[rest] + shift
+    return adjusted
+
+
+def _drawn(rows: list[Row], mine: NDArray[np.bool_], many: int) -> NDArray[np.bool_]:
+    """So many rows of each source, device and metric, at least one left over."""
+    random = np.random.default_rng(SEED)
+    keys = np.array([f"{row.source}|{row.device}|{row.metric}" for row in rows])
+    drawn = np.zeros(len(rows), bool)
+    for key in dict.fromkeys(keys[mine].tolist()):
+        members = np.flatnonzero((keys == key) & mine)
+        drawn[random.permutation(members)[: min(many, len(members) - 1)]] = True
+    return drawn
+
+
+def _margins(log_error: Floats, sections: NDArray[np.str_], families: NDArray[np.str_], counts: NDArray[np.bool_]) -> Floats:
+    """Half the 90 % interval of each row, in logarithms: from the errors on all other publishers."""
+    margins = np.zeros(len(log_error))
+    for section in dict.fromkeys(sections.tolist()):
+        for family in dict.fromkeys(families.tolist()):
+            others = (sections == section) & (families != family) & counts
+            here = (sections == section) & (families == family)
+            errors = np.abs(log_error[others if others.sum() >= 8 else (sections == section) & counts])
+            margins[here] = np.quantile(errors, 0.9) if len(errors) else np.inf
+    return margins
+
+
+def _figures(rows: list[Row], log_error: Floats, margins: Floats) -> dict[str, float | int | None]:
+    percent = 100 * np.expm1(log_error)
+    measured = np.array([_rate(row, row.value) for row in rows])
+    predicted = np.array([_rate(row, row.value * np.exp(e)) for row, e in zip(rows, log_error, strict=True)])
+    return {
+        "n": len(rows),
+        "median_abs_pct_error": round(float(np.median(np.abs(percent))), 2),
+        "mean_abs_pct_error": round(float(np.mean(np.abs(percent))), 2),
+        "bias_pct": round(float(100 * np.expm1(np.mean(log_error))), 2),
+        "kendall_tau": _tau(predicted, measured),
+        "regret_pct": _regret(rows, log_error),
+        "coverage_90": round(float(100 * np.mean(np.abs(log_error) <= margins)), 1),
+    }
+
+
+def _rate(row: Row, value: float) -> float:
+    """FLOP/s of one device; of memory, bytes."""
+    if row.metric == "memory":
+        return value
+    work = row.work
+    return float(work.train_flops_per_token * work.seq_len * row.batch / value / row.gpus)
+
+
+def _tau(predicted: Floats, measured: Floats) -> float | None:
+    """Kendall's tau-b."""
+    if len(measured) < 3:
+        return None
+    upper = np.triu_indices(len(measured), 1)
+    a = np.sign(predicted[:, None] - predicted[None])[upper]
+    b = np.sign(measured[:, None] - measured[None])[upper]
+    ties = np.sqrt(float((a != 0).sum()) * float((b != 0).sum()))
+    return round(float((a * b).sum()) / ties, 3) if ties else None
+
+
+def _regret(rows: list[Row], log_error: Floats) -> float | None:
+    """Mean over groups of comparable rows: the measured value where the predicted one is best, over the best."""
+    groups: dict[str, list[int]] = {}
+    for index, row in enumerate(rows):
+        groups.setdefault(row.group, []).append(index)
+    losses = []
+    for members in groups.values():
+        if len(members) < 2:
+            continue
+        values = np.array([rows[i].value for i in members])
+        predicted = values * np.exp(log_error[members])
+        chosen = values[predicted <= predicted.min() * (1 + 1e-9)].mean()
+        losses.append(chosen / values.min() - 1)
+    return round(float(100 * np.mean(losses)), 2) if losses else None
+
+
+def in_words(result: dict[str, object]) -> str:
+    """The tables."""
+    head = f"{'':68} {'n':>4} {'median':>7} {'mean':>7} {'bias':>7} {'tau':>6} {'regret':>7} {'in 90%':>7}"
+    lines = []
+    for section in SECTIONS:
+        table = {"ALL": result["all"], **result["by_source"]}  # type: ignore[dict-item]
+        lines += ["", section, head]
+        for source, found in table.items():
+            if section in found:
+                f = found[section]
+                cells = [f["median_abs_pct_error"], f["mean_abs_pct_error"], f["bias_pct"]]
+                tau = "" if f["kendall_tau"] is None else f"{f['kendall_tau']:.2f}"
+                regret = "" if f["regret_pct"] is None else f"{f['regret_pct']:.1f} %"
+                percents = " ".join(f"{cell:6.1f}%" for cell in cells)
+                lines.append(f"{source[:68]:68} {f['n']:4} {percents} {tau:>6} {regret:>7} {f['coverage_90']:6.0f}%")
+    lines += ["", f"{len(result['skipped'])} rows skipped (--json says why)"]  # type: ignore[arg-type]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""How much memory a rank needs, by category, in closed form: for one plan, or for 100,000s in one go.
+
+State is Rajbhandari et al. 2020 (`plan.memory` has it to the byte, for one plan); activations are Korthikanti et al.
+2022 for unfused attention, without its score matrices where attention is tiled. With T tokens of a microbatch on the
+rank, e bytes of an activation and everything cut by tp, a layer keeps for backward
+
+    4 h + extra     input and output of both norms, and what the software keeps besides    (x T e)
+    q, k, v, out    the attention's operands and result
+    ffn             each matrix's output, the product of both if gated
+    experts         k times as many rows, and their tokens before and after
+
+of as many microbatches as the schedule has in flight. The first and the last pipeline rank are both looked at: one
+has most microbatches in flight, the other the logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from argosy.plan.constants import Constants
+from argosy.plan.layouts import Layouts
+from argosy.plan.rates import System
+from argosy.plan.workload import Numbers, Workload
+
+Floats = NDArray[np.float64]
+
+LOSS_CHUNK_LOGITS = 8 * 2**20
+"""Logits that exist at once where the loss is computed in chunks (`models.loss`)."""
+LOSS_CHUNK_BYTES = 14
+"""Of each: in the arithmetic's format, in fp32 twice, its gradient."""
+DROPOUT_BYTES = 1
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes on the rank that needs most, at its peak; they add up to it."""
+
+    weights: Floats
+    gradients: Floats
+    optimizer: Floats
+    activations: Floats
+    logits: Floats
+    gathered: Floats
+    """Parameters of the layers at work, where ranks share them, and gradients on their way."""
+    workspace: Floats
+    """Kernels' and collectives' buffers."""
+    reserve: Floats
+    """What the allocator holds without use."""
+
+    @property
+    def total(self) -> Floats:
+        """All of it."""
+        return sum((getattr(self, f.name) for f in fields(self)), np.zeros(1))
+
+
+class MemoryModel:
+    """The memory of plans for one workload, or for as many as there are plans."""
+
+    def __init__(self, plans: Layouts, work: Workload, system: System, constants: Constants):
+        self.p, self.w, self.s, self.c = plans, work, system, constants
+        self.microbatches = np.maximum(1, work.global_batch / (plans.dp * plans.microbatch))
+        self.tokens = plans.microbatch * work.seq_len / plans.cp
+        self.element = np.where(plans.precision == 0, 4.0, 2.0)
+        self.shared = np.where(system.sequence_parallel > 0, plans.tp, 1)
+        self.offloads_optimizer = plans.is_("offload", "optimizer", "all")
+        self.offloads_activations = plans.is_("offload", "activations", "all")
+
+    def predict(self) -> Footprint:
+        """Bytes by category on the rank with the highest peak."""
+        first, last = self._rank(first=True), self._rank(first=False)
+        higher = last.total > first.total
+        alone = self.p.pp == 1
+        both = self._rank(first=True, last=True)
+        return Footprint(
+            **{
+                f.name: np.where(
+                    alone, getattr(both, f.name), np.where(higher, getattr(last, f.name), getattr(first, f.name))
+                )
+                for f in fields(Footprint)
+            }
+        )
+
+    def _rank(self, first: bool, last: bool | None = None) -> Footprint:
+        last = not first if last is None else last
+        p, w, s, c = self.p, self.w, self.s, self.c
+        dense, experts = self._parameters(w.layers / p.pp)
+        ends = (w.vocabulary_parameters / p.tp) * (np.where(w.tied > 0, 1, 2) if first and last else 1)
+        n = p.shares_state
+        expert_n = np.maximum(1, n / p.ep)
+        whole = dense + ends + experts
+        mine = (dense + ends) / n + experts / expert_n
+        held = np.where(p.zero == 3, mine, whole)
+        summed = np.where(p.zero >= 2, mine, np.where(p.zero == 1, whole + mine * (s.gathered_bytes == 0), whole))
+        weight_bytes = np.where(p.weights == 1, 2.0, s.weight_bytes)
+        activations = self._in_flight(first, last) * self._kept() + self._working()
+        activations = np.where(self.offloads_activations, self._working() + 2 * self._of_layer(), activations)
+        logits = self._logits() if last else np.zeros(1)
+        gathered = self._gathered(ends)
+        used = Footprint(
+            weights=held * weight_bytes,
+            gradients=summed * s.gradient_bytes,
+            optimizer=np.where(self.offloads_optimizer, 0.0, mine * s.moment_bytes),
+            activations=activations,
+            logits=logits,
+            gathered=gathered,
+            workspace=np.full(1, c.workspace_bytes),
+            reserve=np.zeros(1),
+        )
+        return Footprint(**{**vars(used), "reserve": c.fragmentation * (activations + logits + gathered)})
+
+    def _parameters(self, layers: Numbers) -> tuple[Numbers, Numbers]:
+        """Of so many layers after tensor and expert parallelism: those of all but experts, those of experts."""
+        p, w = self.p, self.w
+        moe = w.moe_layers / w.layers
+        dense = w.attention_parameters + (1 - moe) * w.ffn_parameters + moe * w.shared_parameters
+        cut = np.where(self.s.whole_experts > 0, 1, p.tp)
+        return layers * dense / p.tp, layers * moe * w.expert_parameters / p.ep / cut
+
+    def _of_layer(self) -> Numbers:
+        """Bytes that one layer keeps of one microbatch, nothing recomputed; the mean over layers."""
+        p, w, s = self.p, self.w, self.s
+        hidden = (4 + s.kept_widths) * w.width / self.shared
+        queries, values = w.heads * w.key_width / p.tp, w.heads * w.value_width / p.tp
+        kv = np.maximum(1, w.kv_heads / p.tp) * (w.key_width + w.value_width)
+        latent = np.where(w.kv_rank > 0, 2 * (w.q_rank + w.kv_rank) + w.rope_width, 0)
+        feed_forward = w.ffn_matrices * w.ffn_width / p.tp
+        pairs = w.experts_per_token
+        mixture = pairs * (2 * w.width + w.ffn_matrices * w.expert_ffn_width) / p.tp + w.ffn_matrices * (
+            w.shared_ffn_width / p.tp
+        )
+        router = 8 * w.experts / self.shared
+        moe = w.moe_layers / w.layers
+        elements = hidden + queries + kv + latent + values + (1 - moe) * feed_forward + moe * mixture
+        masks = s.dropout * 2 * DROPOUT_BYTES * w.width / self.shared
+        statistics = 4 * w.heads / p.tp
+        scores = np.where(s.flash > 0, 0, (2 * self.element / 2 + 3 * s.dropout) * w.heads / p.tp * w.seq_len)
+        return self.tokens * (elements * self.element + masks + statistics + scores + moe * router)
+
+    def _kept(self) -> Numbers:
+        """Bytes that one layer keeps until backward, with the plan's recompute."""
+        p, w, s = self.p, self.w, self.s
+        whole = self._of_layer()
+        boundary = self.tokens * w.width / self.shared * self.element
+        scores = np.where(
+            s.flash > 0, 0, self.tokens * (2 * self.element / 2 + 3 * s.dropout) * w.heads / p.tp * w.seq_len
+        )
+        cheap = np.where(s.flash > 0, s.selective * whole, whole - scores)
+        kept = np.where(p.recompute == 2, boundary, np.where(p.recompute == 1, cheap, whole))
+        return kept / p.recompute_every + whole * (1 - 1 / p.recompute_every)
+
+    def _in_flight(self, first: bool, last: bool) -> Numbers:
+        """Layers' activations that are alive at once: microbatches of the schedule times layers of the rank."""
+        p, m = self.p, self.microbatches
+        layers = self.w.layers / p.pp
+        v = p.stages_here
+        at_once = np.minimum(m, p.pp if first else 1)
+        chunks = 2 * (p.pp - 1) + (v - 1) * p.pp + 1 if first else (v - 1) * p.pp + 1
+        interleaved = np.minimum(m, chunks / v)
+        both_ways = np.minimum(m, (2 * p.pp + 1) / 2)
+        microbatches = np.where(p.is_("schedule", "gpipe"), m, at_once)
+        microbatches = np.where(p.is_("schedule", "interleaved_1f1b", "interleaved_zero_bubble"), interleaved, microbatches)
+        microbatches = np.where(p.is_("schedule", "zbv", "dualpipev"), both_ways, microbatches)
+        return np.where(p.pp == 1, 1, microbatches) * layers
+
+    def _working(self) -> Numbers:
+        """What backward of one layer needs beside what was kept: its recomputed activations, gradients."""
+        p, w = self.p, self.w
+        again = np.where(p.recompute == 2, self._of_layer(), 0.0)
+        widest = np.maximum(w.ffn_width / p.tp * (w.dense_layers > 0), w.experts_per_token * w.expert_ffn_width / p.tp)
+        return again + self.tokens * self.element * (2 * w.width + 2 * widest)
+
+    def _logits(self) -> Numbers:
+        p, w, s = self.p, self.w, self.s
+        whole = self.tokens * w.vocab_size / p.tp
+        chunk = np.minimum(whole, LOSS_CHUNK_LOGITS) * LOSS_CHUNK_BYTES
+        saved = 8 * w.vocabulary_parameters / p.tp + self.tokens * w.width * self.element
+        return np.where(s.whole_logits > 0, whole * s.whole_logits, chunk + saved)
+
+    def _gathered(self, ends: Numbers) -> Numbers:
+        """Stage 3: what ranks share is whole on each of them while it is used.
+
+        Two layers' parameters and one's gradients, and what is around the layers; gradients of all layers where they
+        add up over microbatches; parameters of all layers in a pipeline, whose stages give none up after a backward.
+        """
+        p, w = self.p, self.w
+        dense, experts = self._parameters(1.0)
+        of_layer, layers = dense + experts, w.layers / p.pp
+        many = (self.microbatches > 1) & (self.s.sums_once > 0)
+        parameters = np.where(p.pp > 1, layers, np.minimum(2, layers)) * of_layer + ends
+        gradients = np.where(many, layers, 1) * of_layer + ends
+        moving = parameters * self.element + gradients * self.s.gradient_bytes
+        return np.where((p.zero == 3) & (p.dp_shard * p.cp > 1), moving, 0.0)

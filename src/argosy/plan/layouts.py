@@ -1,0 +1,113 @@
+"""Many plans at once, as arrays: what the cost model computes with, 100,000s of plans in a second."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from argosy.plan.pipeline import SCHEDULES
+from argosy.plan.plan import Offload, Plan, Precision, Recompute
+
+Ints = NDArray[np.int64]
+
+SCHEDULE_NAMES = tuple(SCHEDULES)
+WORDS: dict[str, tuple[Any, ...]] = {
+    "schedule": SCHEDULE_NAMES,
+    "context": ("ring", "ulysses"),
+    "recompute": get_args(Recompute),
+    "offload": get_args(Offload),
+    "precision": get_args(Precision),
+    "weights": ("fp32", "bf16"),
+    "reduce": ("fp32", "bf16"),
+    "compile": (False, True),
+}
+"""Keys of a plan that are words: in arrays, each is its place in this list."""
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """Plans as columns; all of one length, or of length 1. The meaning of each is that of `Plan`."""
+
+    pp: Ints
+    dp_replicate: Ints
+    dp_shard: Ints
+    cp: Ints
+    tp: Ints
+    ep: Ints
+    zero: Ints
+    schedule: Ints
+    stages_per_rank: Ints
+    context: Ints
+    recompute: Ints
+    recompute_every: Ints
+    offload: Ints
+    microbatch: Ints
+    precision: Ints
+    weights: Ints
+    reduce: Ints
+    compile: Ints
+
+    @classmethod
+    def of(cls, plans: Sequence[Plan]) -> Layouts:
+        """The columns of these plans."""
+        rows = [plan.model_dump() for plan in plans]
+        return cls(**{f.name: np.array([_number(f.name, row[f.name]) for row in rows]) for f in fields(cls)})
+
+    def __len__(self) -> int:
+        return max(len(getattr(self, f.name)) for f in fields(self))
+
+    def __getitem__(self, chosen: NDArray[Any] | slice) -> Layouts:
+        """The rows that a mask, an array of numbers or a slice chooses."""
+        n = len(self)
+        return Layouts(**{f.name: np.broadcast_to(getattr(self, f.name), n)[chosen] for f in fields(self)})
+
+    def plan(self, row: int) -> Plan:
+        """One of them."""
+        columns = {f.name: np.broadcast_to(getattr(self, f.name), len(self)) for f in fields(self)}
+        return Plan(**{key: _value(key, int(column[row])) for key, column in columns.items()})
+
+    @property
+    def dp(self) -> Ints:
+        """Data-parallel ranks."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world_size(self) -> Ints:
+        """Processes."""
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def stages_here(self) -> Ints:
+        """Pipeline stages on each rank."""
+        fixed = np.array([SCHEDULES[name].stages_per_rank or 0 for name in SCHEDULE_NAMES])[self.schedule]
+        return np.where(self.pp == 1, 1, np.where(fixed > 0, fixed, self.stages_per_rank))
+
+    @property
+    def stages(self) -> Ints:
+        """Pipeline stages in all."""
+        return self.pp * self.stages_here
+
+    def microbatches(self, global_batch: int) -> Ints:
+        """Microbatches that each data-parallel rank runs in one step."""
+        return global_batch // (self.dp * self.microbatch)
+
+    @property
+    def shares_state(self) -> Ints:
+        """Ranks that share a parameter's state, ZeRO's n; 1 for stage 0."""
+        return np.where(self.zero == 0, 1, self.dp_shard * self.cp)
+
+    def is_(self, key: str, *words: object) -> NDArray[np.bool_]:
+        """Where the column `key` is one of these words."""
+        return np.isin(getattr(self, key), [WORDS[key].index(word) for word in words])
+
+
+def _number(key: str, value: object) -> int:
+    return WORDS[key].index(value) if key in WORDS else int(value)  # type: ignore[call-overload, no-any-return]
+
+
+def _value(key: str, number: int) -> object:
+    return WORDS[key][number] if key in WORDS else number

@@ -1,0 +1,111 @@
+"""What the devices and the software can do, as numbers: the cost model's view of a cluster and of a trainer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from argosy.plan.hardware import Device, Format
+from argosy.plan.workload import Numbers
+
+
+@dataclass(frozen=True)
+class Rates:
+    """One device and its links. FLOP/s are those of the data sheet, dense; bandwidths are of one direction."""
+
+    fp32: Numbers
+    """FLOP/s of fp32 matmuls (TF32 where the device has it)."""
+    half: Numbers
+    """FLOP/s of bf16 and fp16 matmuls."""
+    narrow: Numbers
+    """FLOP/s of the plan's narrow format, fp8 unless said otherwise."""
+    achieved_fp32: Numbers
+    """Of each, the share that large matmuls reach in a loop of their own."""
+    achieved_half: Numbers
+    achieved_narrow: Numbers
+    memory_bytes: Numbers
+    memory_bytes_per_s: Numbers
+    link_bytes_per_s: Numbers
+    """Of a device to others in its node or domain, in a large ring."""
+    nic_bytes_per_s: Numbers
+    """Of a device to other nodes: the node's adapters, shared out."""
+    node: Numbers
+    """Devices that the fast link joins."""
+    reduction_gain: Numbers = 1.0
+    """All-reduce inside a node, where the switch adds up (NVLS): its bandwidth over that of a ring."""
+
+    @classmethod
+    def of_device(cls, device: Device, narrow: Format = "fp8", nic_bytes_per_s: float | None = None) -> Rates:
+        """Those of a device in a network of which it has `nic_bytes_per_s`, its typical share unless said otherwise.
+
+        A format that the device has no matmuls for takes the rate of the next wider one: it is what runs there.
+        """
+        half = "bf16" if "bf16" in device.formats else "fp16" if "fp16" in device.formats else "fp32"
+        full = "fp32" if "fp32" in device.formats else half
+        small = narrow if narrow in device.formats else half
+        ring = device.ring_bytes_per_s
+        return cls(
+            fp32=device.peak(full),
+            half=device.peak(half),
+            narrow=device.peak(small),
+            achieved_fp32=device.efficiency(full),
+            achieved_half=device.efficiency(half),
+            achieved_narrow=device.efficiency(small),
+            memory_bytes=device.usable_bytes,
+            memory_bytes_per_s=device.memory_bytes_per_s,
+            link_bytes_per_s=ring,
+            nic_bytes_per_s=nic_bytes_per_s or device.nic_bytes_per_s,
+            node=device.devices_per_node,
+            reduction_gain=(device.nvls_busbw_bytes_per_s or ring) / ring,
+        )
+
+
+@dataclass(frozen=True)
+class System:
+    """How the software that runs a plan does it. The defaults are Argosy."""
+
+    flash: Numbers = 1
+    """1: attention in tiles; 0: scores are matrices in memory, and all of them are computed."""
+    attention: Numbers = 1
+    """Speed of its tiled attention over the best kernels for the device."""
+    sequence_parallel: Numbers = 1
+    """1: between matrices, tensor-parallel ranks share the tokens."""
+    balanced_stages: Numbers = 1
+    """1: layers are dealt to stages by cost; 0: as many to each."""
+    whole_experts: Numbers = 0
+    """1: tensor-parallel ranks have whole experts for a share of the tokens; 0: a share of each expert."""
+    sends_once: Numbers = 0
+    """1: a token that goes to several experts of a node crosses the network once (DeepEP)."""
+    weight_bytes: Numbers = 4
+    """Of a weight that ranks share (ZeRO)."""
+    gathered_bytes: Numbers = 0
+    """Of a copy in the arithmetic's format that is kept beside it."""
+    gradient_bytes: Numbers = 4
+    moment_bytes: Numbers = 8
+    """Of the optimizer's state for a weight, master copy included."""
+    reduced_bytes: Numbers = 4
+    """Of a gradient on the wire."""
+    updated_bytes: Numbers = 4
+    """Of an updated weight on the wire (ZeRO 1 and 2)."""
+    kept_widths: Numbers = 2
+    """Hidden-state widths that a layer keeps for backward beside both norms' inputs and outputs."""
+    selective: Numbers = 0.55
+    """Share of a layer's activations that selective recompute keeps, where attention is tiled."""
+    whole_logits: Numbers = 0
+    """Bytes kept for each logit of a microbatch; 0: the loss is computed in chunks."""
+    dropout: Numbers = 0
+    """1: masks are drawn and kept."""
+    fused: Numbers = 1
+    """1: pointwise operations run as few kernels (compiled, or written so)."""
+    sums_once: Numbers = 1
+    """1: with ZeRO 3, gradients of several microbatches add up on the rank and are summed over ranks once."""
+    overlaps_gradients: Numbers = 1
+    """1: gradients are summed while backward still runs."""
+    overlaps_tensor: Numbers = 0
+    """1: tensor-parallel collectives run under matmuls (asynchronous TP)."""
+
+
+def in_precision(precision: Numbers, fp32: Numbers, half: Numbers, narrow: Numbers) -> Numbers:
+    """Of three figures, that of a plan's precision (0 fp32, 1 and 2 bf16 and fp16, 3 fp8)."""
+    return np.where(precision == 0, fp32, np.where(precision == 3, narrow, half))

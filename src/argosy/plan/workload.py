@@ -1,0 +1,159 @@
+"""What a step computes, and by what software, as numbers that the cost model multiplies.
+
+Both are dataclasses of plain numbers, so that many jobs can be stacked into one of arrays and predicted in one go.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from argosy.config.schema import ModelConfig, RunConfig
+
+Numbers = float | NDArray[np.float64]
+"""One number, or one for each of many jobs."""
+
+StackT = TypeVar("StackT")
+
+
+def stack(jobs: list[StackT]) -> StackT:
+    """The jobs as one, each field an array with an element for each."""
+    kind = type(jobs[0])
+    return kind(**{f.name: np.array([getattr(job, f.name) for job in jobs], float) for f in fields(kind)})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The model's sizes, and the batch."""
+
+    layers: Numbers
+    width: Numbers
+    heads: Numbers
+    kv_heads: Numbers
+    key_width: Numbers
+    """Of one query or key head."""
+    value_width: Numbers
+    ffn_width: Numbers
+    """Of a dense layer's feed-forward."""
+    ffn_matrices: Numbers
+    """3 with a gate (SwiGLU), 2 without (GELU)."""
+    vocab_size: Numbers
+    tied: Numbers
+    """1 if the head uses the embedding's weight."""
+    seq_len: Numbers
+    global_batch: Numbers
+    """Sequences of a step."""
+    span: Numbers
+    """Tokens that a token attends to, on average over a sequence and the layers: half of it, if causal."""
+    moe_layers: Numbers = 0
+    experts: Numbers = 0
+    experts_per_token: Numbers = 0
+    expert_ffn_width: Numbers = 0
+    shared_ffn_width: Numbers = 0
+    """Of all shared experts of a layer together."""
+    q_rank: Numbers = 0
+    """Latent attention's; 0: queries come from the hidden state."""
+    kv_rank: Numbers = 0
+    """Latent attention's; 0: ordinary attention."""
+    rope_width: Numbers = 0
+    """Latent attention's rotated part of a key."""
+
+    @classmethod
+    def of(cls, run: RunConfig) -> Workload:
+        """What a step of `run` computes."""
+        return cls.of_model(run.model, run.data.seq_len, run.train.global_batch)
+
+    @classmethod
+    def of_model(cls, model: ModelConfig, seq_len: int, global_batch: int) -> Workload:
+        """What a step of so many sequences computes."""
+        latent, moe = bool(model.mla.kv_rank), model.moe
+        moe_layers = sum(model.is_moe_layer(layer) for layer in range(model.layers))
+        return cls(
+            layers=model.layers,
+            width=model.width,
+            heads=model.heads,
+            kv_heads=model.kv_heads,
+            key_width=model.mla.key_width if latent else model.head_width,
+            value_width=model.mla.value_width if latent else model.head_width,
+            ffn_width=model.ffn_width,
+            ffn_matrices=3,
+            vocab_size=model.vocab_size,
+            tied=float(model.tie_embeddings),
+            seq_len=seq_len,
+            global_batch=global_batch,
+            span=seq_len / 2,
+            moe_layers=moe_layers,
+            experts=moe.experts,
+            experts_per_token=moe.experts_per_token if moe.experts else 0,
+            expert_ffn_width=moe.expert_ffn_width if moe.experts else 0,
+            shared_ffn_width=moe.shared_experts * moe.expert_ffn_width if moe.experts else 0,
+            q_rank=model.mla.q_rank if latent else 0,
+            kv_rank=model.mla.kv_rank,
+            rope_width=model.mla.rope_width if latent else 0,
+        )
+
+    @property
+    def dense_layers(self) -> Numbers:
+        """Layers with a feed-forward of their own."""
+        return self.layers - self.moe_layers
+
+    @property
+    def attention_parameters(self) -> Numbers:
+        """Of one layer, matrices only."""
+        queries, values = self.heads * self.key_width, self.heads * self.value_width
+        keys_and_values = self.kv_heads * (self.key_width + self.value_width)
+        plain = self.width * (queries + keys_and_values)
+        q = np.where(self.q_rank > 0, self.q_rank * (self.width + queries), self.width * queries)
+        unrotated = self.key_width - self.rope_width
+        kv = self.width * (self.kv_rank + self.rope_width) + self.kv_rank * self.heads * (unrotated + self.value_width)
+        return np.where(self.kv_rank > 0, q + kv, plain) + values * self.width
+
+    @property
+    def expert_parameters(self) -> Numbers:
+        """Of all routed experts of one layer."""
+        return self.experts * self.ffn_matrices * self.width * self.expert_ffn_width
+
+    @property
+    def shared_parameters(self) -> Numbers:
+        """Of a layer with experts: router and shared experts."""
+        return self.width * self.experts + self.ffn_matrices * self.width * self.shared_ffn_width
+
+    @property
+    def ffn_parameters(self) -> Numbers:
+        """Of a dense layer's feed-forward."""
+        return self.ffn_matrices * self.width * self.ffn_width
+
+    @property
+    def vocabulary_parameters(self) -> Numbers:
+        """Of the embedding, or of the head."""
+        return self.width * self.vocab_size
+
+    @property
+    def parameters(self) -> Numbers:
+        """All matrices; norms and biases (below 0.1 %) are left out."""
+        return (
+            self.layers * self.attention_parameters
+            + self.dense_layers * self.ffn_parameters
+            + self.moe_layers * (self.expert_parameters + self.shared_parameters)
+            + (2 - self.tied) * self.vocabulary_parameters
+        )
+
+    @property
+    def matmul_parameters(self) -> Numbers:
+        """Those that one token is multiplied with: `plan.flops.matmul_parameters`, from the sizes."""
+        active = self.ffn_matrices * self.width * self.expert_ffn_width * self.experts_per_token
+        return (
+            self.layers * self.attention_parameters
+            + self.dense_layers * self.ffn_parameters
+            + self.moe_layers * (active + self.shared_parameters)
+            + self.vocabulary_parameters
+        )
+
+    @property
+    def train_flops_per_token(self) -> Numbers:
+        """Model FLOPs of forward and backward: `plan.flops.train_flops_per_token`, from the sizes."""
+        attention = 6 * self.layers * self.span * self.heads * (self.key_width + self.value_width)
+        return 6 * self.matmul_parameters + attention
