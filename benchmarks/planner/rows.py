@@ -10,15 +10,18 @@ from __future__ import annotations
 import csv
 import re
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 
 from argosy.errors import UserError
+from argosy.plan.constants import Constants
+from argosy.plan.footprint import MemoryModel
 from argosy.plan.layouts import Layouts
-from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan
-from argosy.plan.rates import System
+from argosy.plan.rates import Rates, System
+from argosy.plan.step_time import StepModel
 from argosy.plan.workload import Workload
 
 COLUMNS = (
@@ -219,8 +222,9 @@ def _system(cell: dict[str, str]) -> System:
     if "internevo" in source:
         return replace(MEGATRON_CORE, whole_logits=8)
     if any(word in source for word in ("sc'21", "tables.tex", "vtrain", "bigscience", "opt-", "glm", "bloom", "dash")):
-        zero_3 = cell["zero_stage"] == "3"
-        return replace(MEGATRON_2021, reduced_bytes=2) if zero_3 else MEGATRON_2021
+        if cell["zero_stage"] == "3":  # DeepSpeed in 2021 gathered parameter by parameter
+            return replace(MEGATRON_2021, reduced_bytes=2, gathers=12 if "sc'21" in source else 1)
+        return MEGATRON_2021
     if "korthikanti" in source:
         return MEGATRON_2022 if cell["sp"] == "true" else MEGATRON_2021
     if "llama (" in source:
@@ -240,6 +244,9 @@ def _plan(cell: dict[str, str], number: dict[str, float | None], system: System)
     said = number["dp"]
     if said is not None and int(said) != dp and "does not always equal" not in cell["notes"]:
         raise Skip(f"tp {tp} x pp {pp} x cp {cp} x dp {int(said)} is not {gpus} GPUs")
+    batch = number["global_batch"]
+    if batch and dp > batch:
+        raise Skip(f"{dp} data-parallel ranks, and a batch of {int(batch)}")
     zero = int(number["zero_stage"] or 0) if cell["zero_stage"] else 1
     interleave = int(number["interleave"] or 1)
     hybrid = "hsdp" in cell["notes"].lower() and dp % 8 == 0
@@ -267,6 +274,43 @@ def _plan(cell: dict[str, str], number: dict[str, float | None], system: System)
         ),
         tuple(open_keys),
     )  # fmt: skip
+
+
+def completed(row: Row, rates: Rates) -> Row:
+    """The row with what its source leaves open as the planner would choose it: what fits, and is fastest."""
+    if not row.open:
+        return row
+    said = row.plan
+    choices = {
+        "tp": [1, 2, 4, 8] if "tp" in row.open else [said.tp],
+        "pp": [1, 2, 4, 8, 16] if "pp" in row.open else [said.pp],
+        "micro_batch": [1, 2, 4, 8, 16] if "micro_batch" in row.open else [said.microbatch],
+        "recompute": _recomputes(row) if "recompute" in row.open else [said.recompute],
+        "ep": [1, 4, 8, 16, 32, 64] if "tp" in row.open and row.is_moe else [said.ep],
+        "zero": [1, 3] if "tp" in row.open else [said.zero],
+    }
+    plans = []
+    for tp, pp, microbatch, recompute, ep, zero in product(*choices.values()):
+        dp, left = divmod(row.gpus, tp * pp * said.cp)
+        fits_batch = dp and row.batch % (dp * microbatch) == 0
+        if left or not (fits_batch or dp == said.dp) or (ep > 1 and (dp % ep or row.work.experts % ep)):
+            continue
+        mesh = {"dp_replicate": dp, "dp_shard": 1} if zero == 0 else {"dp_replicate": 1, "dp_shard": dp}
+        mesh = {"dp_replicate": said.dp_replicate, "dp_shard": said.dp_shard} if dp == said.dp else mesh
+        changes = {"tp": tp, "pp": pp, "microbatch": microbatch, "recompute": recompute, "ep": ep, "zero": zero}
+        plans.append(said.model_copy(update=changes | mesh))
+    if not plans:
+        return row
+    layouts = Layouts.of(plans)
+    time = StepModel(layouts, row.work, rates, row.system, Constants()).predict().step
+    memory = MemoryModel(layouts, row.work, row.system, Constants()).predict().total
+    too_much = np.maximum(0, memory / (0.94 * rates.memory_bytes) - 1)
+    return replace(row, plan=plans[int(np.lexsort((time, too_much))[0])])
+
+
+def _recomputes(row: Row) -> list[str]:
+    """NVIDIA's recipes recompute chosen modules, and never all of a layer."""
+    return ["none", "selective"] if "Megatron-Bridge" in row.source else ["none", "selective", "full"]
 
 
 def _nic(text: str) -> float | None:

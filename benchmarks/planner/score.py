@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from rows import Row, read
+from rows import Row, completed, read
 
 from argosy.errors import UserError
 from argosy.plan.constants import Constants
@@ -50,7 +50,8 @@ class Model:
     """Rows, stacked so that one evaluation predicts all of them."""
 
     def __init__(self, rows: Sequence[Row]):
-        self.rows = list(rows)
+        rows = [completed(row, rates_of(row)) for row in rows]
+        self.rows = rows
         self.plans = Layouts.of([row.plan for row in rows])
         self.work, self.system, self.rates = (
             stack([row.work for row in rows]),

@@ -5,7 +5,7 @@ Examples:
   argosy config show run.toml --train.steps 100     a run file with one key changed
   argosy config show run.toml --json                the same for a program
   argosy config schema > run.schema.json            for an editor that completes and checks run files
-  argosy config presets                             model sizes and runs that come with Argosy
+  argosy config presets                             models, runs, devices and clusters that come with Argosy
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ import json
 from dataclasses import dataclass
 
 from argosy.cli.options import parse, parse_run
-from argosy.config.catalog import preset_names, preset_path
+from argosy.config.catalog import Kind, preset_names, preset_path
 from argosy.config.dump import dump
 from argosy.config.layers import preset_layer
 from argosy.config.load import build
 from argosy.config.schema import ModelConfig, RunConfig
 from argosy.errors import UserError
+from argosy.plan.clusters import Cluster
 from argosy.plan.flops import parameters
+from argosy.plan.hardware import find_device
 
 LAPTOP_VOCABULARY = 4096
 
@@ -59,7 +61,8 @@ def _presets(argv: list[str]) -> None:
     options = parse(argv, "argosy config presets", Options)
     models = {name: parameters(_model(name)) for name in preset_names("models")}
     if options.json:
-        print(json.dumps({"models": models, "runs": preset_names("runs")}, indent=2))
+        others: dict[Kind, list[str]] = {kind: preset_names(kind) for kind in ("runs", "devices", "clusters")}
+        print(json.dumps({"models": models, **others}, indent=2))
         return
     print(f"models (--model.preset NAME), parameters (with {LAPTOP_VOCABULARY} tokens where that is open)")
     for name, count in sorted(models.items(), key=lambda item: item[1]):
@@ -67,6 +70,15 @@ def _presets(argv: list[str]) -> None:
     print("runs (argosy train NAME)")
     for name in preset_names("runs"):
         print(f"  {name}")
+    print("devices (in clusters, such as --cluster 8xh100): large bf16 matmuls (fp16, fp32 if it has none), memory")
+    for name in preset_names("devices"):
+        device = find_device(name)
+        rate, memory = device.best_flops_per_s / 1e12, device.memory_bytes / 2**30
+        print(f"  {name:22}{rate:>9.4g} TFLOP/s{memory:>5.0f} GiB  {', '.join(device.aliases)}".rstrip())
+    print("clusters (--cluster NAME)")
+    for name in preset_names("clusters"):
+        cluster = Cluster.load(preset_path("clusters", name))
+        print(f"  {name:16}{' + '.join(f'{group.devices} {group.device.name}' for group in cluster.groups)}")
 
 
 def _model(name: str) -> ModelConfig:

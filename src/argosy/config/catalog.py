@@ -1,4 +1,4 @@
-"""The presets that come with Argosy: model sizes and whole runs, one TOML file each."""
+"""The presets that come with Argosy: model sizes, whole runs, devices and clusters, one TOML file each."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from argosy.errors import UserError
 
 FOLDER = Path(__file__).parent / "presets"
 
+Kind = Literal["models", "runs", "devices", "clusters"]
 
-def preset_names(kind: Literal["models", "runs"]) -> list[str]:
+
+def preset_names(kind: Kind) -> list[str]:
     """Names of the presets there are."""
     return sorted(path.stem for path in (FOLDER / kind).glob("*.toml"))
 
 
-def preset_path(kind: Literal["models", "runs"], name: str) -> Path:
+def preset_path(kind: Kind, name: str) -> Path:
     """The file of a preset. Raises: UserError if there is none of that name."""
     names = preset_names(kind)
     if name not in names:

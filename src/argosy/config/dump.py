@@ -1,4 +1,4 @@
-"""The resolved run as TOML: every key with its value and its meaning."""
+"""A run, or another section such as a cluster, as TOML: every key with its value and its meaning."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from typing import Any
 
 import tomlkit
 from tomlkit.container import Container
-from tomlkit.items import Item, Table
+from tomlkit.items import AoT, Item, Table
 
-from argosy.config.keys import section_of
 from argosy.config.schema import RunConfig, Section
 from argosy.files import atomic_write
 
 
-def dump(config: RunConfig) -> str:
-    """A run file that `load` reads back as the same `config` (paths being absolute, as `load` makes them)."""
+def dump(config: Section) -> str:
+    """The file that reads back as the same `config` (paths of a run being absolute, as `load` makes them)."""
     document = tomlkit.document()
     _fill(document, config)
     return tomlkit.dumps(document)
@@ -25,12 +24,28 @@ def _fill(table: Table | Container, section: Section) -> None:
     """Add the section's values, then its tables, as TOML's order wants it; a value of None is left out."""
     values = section.model_dump(mode="json", exclude_none=True)
     fields = type(section).model_fields
-    for name in sorted(values, key=lambda name: section_of(fields[name]) is not None):
+    for name in sorted(values, key=lambda name: _is_table(getattr(section, name), values[name])):
         inner = getattr(section, name)
-        if isinstance(inner, Section):
+        if isinstance(inner, Section) and _is_table(inner, values[name]):
             table.add(name, _table(inner))
+        elif _is_table(inner, values[name]):
+            table.add(name, _tables(inner))
         else:
             table.add(name, _explained(_value(values[name]), fields[name].description))
+
+
+def _is_table(inner: object, value: object) -> bool:
+    """Whether it is written as a table or as tables; a section may also be a mere name (a device of the catalogue)."""
+    if isinstance(inner, Section):
+        return isinstance(value, dict)
+    return isinstance(inner, tuple) and bool(inner) and all(isinstance(element, Section) for element in inner)
+
+
+def _tables(sections: tuple[Section, ...]) -> AoT:
+    tables = tomlkit.aot()
+    for section in sections:
+        tables.append(_table(section))
+    return tables
 
 
 def _table(section: Section) -> Table:

@@ -22,6 +22,13 @@ def section_of(field: FieldInfo) -> type[Section] | None:
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
+def element_of(field: FieldInfo) -> type[Section] | None:
+    """The section that each element of `field` is, a list or a table of sections; None if it is something else."""
+    kind = value_type(field)
+    inner = [a for a in get_args(kind) if a is not Ellipsis][-1:] if get_origin(kind) in (tuple, dict) else []
+    return inner[0] if inner and isinstance(inner[0], type) and issubclass(inner[0], Section) else None
+
+
 def value_type(field: FieldInfo) -> Any:
     """What `field` holds, without None and without limits: int for `PositiveInt | None`."""
     kind = field.annotation

@@ -6,11 +6,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from argosy.config.keys import Key, fields, flatten, key_of, value_type
 from argosy.config.lines import read_toml
 from argosy.config.problems import Place
-from argosy.config.schema import RunConfig
+from argosy.config.schema import RunConfig, Section
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,11 @@ class Source:
     lines: Mapping[Key, int] | None = None
 
     def place(self, key: Key) -> Place:
-        """Where `key` is written: its own line, or that of the nearest table around it."""
+        """Where `key` is written: its own line, that of its first element, or of the nearest table around it."""
         if self.lines is None:
             return Place(self.name)
         for depth in range(len(key), 0, -1):
-            if line := self.lines.get(key[:depth]):
+            if line := self.lines.get(key[:depth]) or self.lines.get((*key[:depth], 0)):
                 return Place(f"{self.name}:{line}: ", line)
         return Place(f"{self.name}: ")
 
@@ -52,6 +53,11 @@ def preset_layer(path: Path) -> Layer:
     table, lines = read_toml(path)
     source = Source(path.name, {("model", *key): line for key, line in lines.items()})
     return run_layer(flatten({"model": table}, RunConfig), source, Path.cwd())
+
+
+def table_layer(table: Mapping[str, Any], schema: type[Section], source: Source) -> Layer:
+    """The values of a table of any `schema` (a device, a cluster), as they are."""
+    return {key: Entry(value, source) for key, value in flatten(table, schema).items()}
 
 
 def override_layer(overrides: Mapping[str, object], mark: str) -> Layer:

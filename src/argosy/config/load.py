@@ -14,13 +14,15 @@ from argosy.config.keys import Key, dotted, fields, nest, sections, value_type
 from argosy.config.layers import Entry, Layer, Source, file_layer, override_layer, preset_layer, run_layer
 from argosy.config.problems import Place, Problem, problem_of, shown
 from argosy.config.schema import DataConfig, ModelConfig, RunConfig, Section
-from argosy.config.suggest import suggestion
+from argosy.config.suggest import ELSEWHERE, suggestion
 from argosy.errors import UserError
 
 DEFAULT_RUN = "demo"
 OPTION_MARK = "--"
 """Stands before a key in messages about the command line."""
 MODEL_PRESET: Key = ("model", "preset")
+_NO_DEFAULT = "default_factory_not_called"
+"""pydantic's error for a key whose default follows from a key that is wrong itself."""
 
 SectionT = TypeVar("SectionT", bound=Section)
 
@@ -62,7 +64,9 @@ def build(schema: type[SectionT], entries: Layer) -> SectionT:
     try:
         config = schema.model_validate_json(json.dumps(nest(values), default=str), strict=True)
     except ValidationError as error:
-        problems += [problem_of(e, schema, lambda key: _place(key, known)) for e in error.errors()]
+        problems += [
+            problem_of(e, schema, lambda key: _place(key, known)) for e in error.errors() if e["type"] != _NO_DEFAULT
+        ]
     if problems:
         raise UserError("\n".join(str(p) for p in sorted(problems, key=lambda p: p.place.line)))
     return config
@@ -70,7 +74,8 @@ def build(schema: type[SectionT], entries: Layer) -> SectionT:
 
 def _unknown_key(key: Key, entry: Entry, schema: type[Section]) -> Problem:
     mark = OPTION_MARK if entry.source.name == OPTION_MARK else ""
-    text = f"{dotted(key)} = {shown(entry.value)}: unknown key; {suggestion(key, fields(schema), mark)}"
+    where = suggestion(key, fields(schema), mark, ELSEWHERE if schema is RunConfig else {})
+    text = f"{dotted(key)} = {shown(entry.value)}: unknown key; {where}"
     return Problem(entry.source.place(key), text)
 
 
@@ -81,14 +86,15 @@ def _whole(key: Key, value: object, schema: type[Section]) -> object:
 
 
 def _place(key: Key, entries: Layer) -> Place:
-    """Where `key` was written; if nowhere, the table in which it might have been."""
+    """Where `key` was written; if nowhere, the table in which it might have been, or the only file there is."""
     for depth in range(len(key), 0, -1):
         if entry := entries.get(key[:depth]):
             return entry.source.place(key)
         for near, entry in entries.items():
             if near[:depth] == key[:depth] and entry.source.lines:
                 return entry.source.place(key)
-    return Place()
+    files = {entry.source.name: entry.source for entry in entries.values() if entry.source.lines}
+    return next(iter(files.values())).place(()) if len(files) == 1 else Place()
 
 
 def over_model_preset(file: Layer, given: Layer) -> Layer:

@@ -12,8 +12,9 @@ import annotated_types
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
-from argosy.config.keys import Key, dotted, fields, limits, sections, value_type
+from argosy.config.keys import Key, dotted, element_of, fields, limits, sections, value_type
 from argosy.config.schema import Section
+from argosy.config.suggest import suggestion
 
 
 class Place(NamedTuple):
@@ -41,14 +42,24 @@ def problem_of(error: ErrorDetails, schema: type[Section], place: Callable[[Key]
     if error["type"] == "missing":
         return Problem(place(key), f"{dotted(key)} is missing.")
     value = f"{dotted(key)} = {shown(error['input'])}"
+    inside, element = _element_around(key, schema)
     if error["type"] == "extra_forbidden":
-        return Problem(place(key), f"{value}: unknown key.")
+        return Problem(place(key), f"{value}: unknown key; {suggestion(inside, fields(element), elsewhere={})}")
     if key in sections(schema):
         return Problem(place(key), f"{value}: must be a table, [{dotted(key)}], with keys of its own.")
-    field = fields(schema).get(key)
+    field = fields(element).get(inside)
     if field is None:  # inside a list or a table of values: data.sources."folder"
         return Problem(place(key), f"{value}: {_lower_first(error['msg'])}.")
     return Problem(place(key), f"{value}: must be {allowed(field)}.{_remedy(field, error['input'])}")
+
+
+def _element_around(key: Key, schema: type[Section]) -> tuple[Key, type[Section]]:
+    """The key inside the element of a list or table of sections that `key` points into, and that element's schema."""
+    for depth in range(1, len(key) - 1):
+        field = fields(schema).get(key[:depth])
+        if field and (element := element_of(field)):
+            return key[depth + 1 :], element
+    return key, schema
 
 
 def _broken_rule(key: Key, rule: str, schema: type[Section], place: Callable[[Key], Place]) -> Problem:

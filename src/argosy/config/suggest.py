@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 
 from argosy.config.keys import Key, dotted, key_of
 
 _NO_EPOCHS = "train.steps: a run is counted in steps, not epochs (steps = tokens / (global_batch * seq_len))"
 
-ELSEWHERE = {
+ELSEWHERE: Mapping[str, str] = {
     "learning_rate": "optimizer.lr",
     "max_lr": "optimizer.lr",
     "peak_lr": "optimizer.lr",
@@ -118,15 +118,16 @@ ELSEWHERE = {
     "run_name": "name",
     "random_seed": "seed",
 }
-"""What others call it -> the key here, or words that say where it went."""
+"""What others call a key of the run file -> the key here, or words that say where it went."""
 
 
-def suggestion(key: Key, known: Collection[Key], mark: str = "") -> str:
+def suggestion(key: Key, known: Collection[Key], mark: str = "", elsewhere: Mapping[str, str] = ELSEWHERE) -> str:
     """The second half of "unknown key; ...": where the user should look instead.
 
-    known: all keys there are. mark: stands before a key in the answer ("--" for options).
+    known: all keys there are. mark: stands before a key in the answer ("--" for options). elsewhere: other names of
+    keys, those of a run file unless said.
     """
-    if other := ELSEWHERE.get(str(key[-1]).lower()):
+    if other := elsewhere.get(str(key[-1]).lower()):
         return f"here it is {mark if key_of(other) in known else ''}{other}."
     if near := _in_its_section(key, known, cutoff=0.8):
         return f"did you mean {mark}{dotted(near)}?"

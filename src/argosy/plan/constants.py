@@ -30,7 +30,7 @@ class Constants:
     """Times that untiled attention reads or writes each score in forward."""
     pointwise: float = _free(14, 14, 1.5)
     """Hidden-state widths that a layer's forward reads or writes outside matmuls, fused."""
-    pointwise_ffn: float = _free(3, 3, 1.5)
+    pointwise_ffn: float = _free(6, 6, 1.5)
     """Feed-forward widths likewise."""
     unfused: float = _free(1.8, 1.8, 1.4)
     """Times as much where kernels are not fused."""
@@ -44,7 +44,7 @@ class Constants:
     """Share of a large ring's bandwidth that collectives inside a step reach."""
     nic: float = _free(0.8, 0.8, 1.25)
     """Share of the adapters."""
-    latency: float = _free(12e-6, 12e-6, 2.0)
+    latency: float = _free(30e-6, 30e-6, 2.0)
     """Seconds to start a collective."""
     hop: float = _free(2e-6, 2e-6, 1.7)
     """Seconds from one rank of a ring to the next."""
@@ -64,7 +64,7 @@ class Constants:
     """Seconds of a step outside all else."""
     straggling: float = _free(0.006, 0.006, 1.7)
     """Share of the step that each doubling of the nodes costs: the slowest decides."""
-    expert_matmul: float = _free(0.8, 0.8, 1.3)
+    expert_matmul: float = _free(0.55, 0.55, 1.3)
     """Grouped matmuls over plain ones of the same shape."""
     imbalance: float = _free(1.05, 1.05, 1.05)
     """The busiest expert rank's load over the mean."""

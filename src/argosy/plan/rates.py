@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from argosy.plan.clusters import Cluster
 from argosy.plan.hardware import Device, Format
 from argosy.plan.workload import Numbers
 
@@ -41,9 +42,9 @@ class Rates:
 
         A format that the device has no matmuls for takes the rate of the next wider one: it is what runs there.
         """
-        half = "bf16" if "bf16" in device.formats else "fp16" if "fp16" in device.formats else "fp32"
-        full = "fp32" if "fp32" in device.formats else half
-        small = narrow if narrow in device.formats else half
+        half: Format = "bf16" if "bf16" in device.formats else "fp16" if "fp16" in device.formats else "fp32"
+        full: Format = "fp32" if "fp32" in device.formats else half
+        small: Format = narrow if narrow in device.formats else half
         ring = device.ring_bytes_per_s
         return cls(
             fp32=device.peak(full),
@@ -58,6 +59,30 @@ class Rates:
             nic_bytes_per_s=nic_bytes_per_s or device.nic_bytes_per_s,
             node=device.devices_per_node,
             reduction_gain=(device.nvls_busbw_bytes_per_s or ring) / ring,
+        )
+
+    @classmethod
+    def of(cls, cluster: Cluster, narrow: Format = "fp8") -> Rates:
+        """Those of every device of a cluster, as a plan that deals work out evenly sees them: the slowest of each.
+
+        Of the network this keeps two levels, the node and the first tier outside. A ring enters and leaves a unit of
+        a farther tier once, so that its thin links carry few of all rings; groups that exchange all with all
+        (experts) beyond the first tier are predicted too fast, and links between sites are not in it (`plan.sites`).
+        """
+        network = cluster.tiers[1] if len(cluster.tiers) > 1 else None
+        kinds = [cls.of_device(group.device, narrow) for group in cluster.groups]
+        links = [
+            kind.link_bytes_per_s * group.link_bytes_per_s / group.device.link_bytes_per_s
+            for kind, group in zip(kinds, cluster.groups, strict=True)
+        ]
+        return replace(
+            cls.of_device(cluster.device, narrow),
+            memory_bytes=min(kind.memory_bytes for kind in kinds),
+            memory_bytes_per_s=min(kind.memory_bytes_per_s for kind in kinds),
+            link_bytes_per_s=min(links),
+            nic_bytes_per_s=network.bytes_per_s if network else min(g.nic_bytes_per_s for g in cluster.groups),
+            node=cluster.devices_per_node,
+            reduction_gain=min(kind.reduction_gain for kind in kinds),
         )
 
 
@@ -100,8 +125,10 @@ class System:
     """1: pointwise operations run as few kernels (compiled, or written so)."""
     sums_once: Numbers = 1
     """1: with ZeRO 3, gradients of several microbatches add up on the rank and are summed over ranks once."""
+    gathers: Numbers = 1
+    """Collectives in which ZeRO 3 gathers a layer: one, or one for each parameter."""
     overlaps_gradients: Numbers = 1
-    """1: gradients are summed while backward still runs."""
+    """1: gradients are summed, and parameters gathered, while other layers compute."""
     overlaps_tensor: Numbers = 0
     """1: tensor-parallel collectives run under matmuls (asynchronous TP)."""
 

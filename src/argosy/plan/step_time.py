@@ -330,7 +330,9 @@ class StepModel:
         gather = gather_s(of_layer * 2, self.shard_group) * self._forwards()
         times = np.where(s.sums_once > 0, 1 / self.microbatches, 1.0)
         moved = gather + times * gather_s(of_layer * s.reduced_bytes, self.shard_group)
-        both = np.maximum(compute, moved) - compute + self.c.exposed_gradients * np.minimum(moved, compute)
+        moved = moved + (s.gathers - 1) * (self._forwards() + times) * gather_s(0.0, self.shard_group)
+        under = np.maximum(compute, moved) - compute + self.c.exposed_gradients * np.minimum(moved, compute)
+        both = np.where(s.overlaps_gradients > 0, under, moved)
         return np.where((p.zero == 3) & (p.dp_shard * p.cp > 1), both, 0.0)
 
     # What comes once a step

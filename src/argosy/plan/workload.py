@@ -6,14 +6,14 @@ Both are dataclasses of plain numbers, so that many jobs can be stacked into one
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from argosy.config.schema import ModelConfig, RunConfig
 
-Numbers = float | NDArray[np.float64]
+Numbers = float | NDArray[Any]
 """One number, or one for each of many jobs."""
 
 StackT = TypeVar("StackT")
