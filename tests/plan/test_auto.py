@@ -94,3 +94,18 @@ def test_a_pipeline_gets_as_many_microbatches_as_it_has_stages_if_the_batch_has_
     assert plan.stages == stages
     assert plan.microbatches(per_rank) >= min(stages, per_rank)
     assert plan.microbatch == 1 or plan.microbatch * seq_len <= MICROBATCH_TOKENS["cuda"]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rows", "microbatch"),
+    [
+        ("interleaved_1f1b", 16, 2),
+        ("interleaved_1f1b", 14, 2),  # of one row each, 14 microbatches are not a multiple of 3 rounds
+        ("interleaved_zero_bubble", 18, 3),
+        ("interleaved_1f1b", 9, 3),  # the nearest below 8 microbatches
+    ],
+)
+def test_the_microbatch_is_one_that_the_schedule_can_run(schedule, rows, microbatch):
+    run_ = run(f"auto,pp=4,schedule={schedule}", rows)
+    run_ = run_.model_copy(update={"model": run_.model.model_copy(update={"layers": 8})})
+    assert choose_plan(run_, Devices(4, "cuda", fast_bf16=True)).microbatch == microbatch

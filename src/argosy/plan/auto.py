@@ -9,6 +9,7 @@ from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan, Precision, words_of
+from argosy.plan.rules import first_problem
 
 MICROBATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
 """Tokens that keep a device's matmuls at full speed; more only costs memory."""
@@ -62,7 +63,7 @@ def choose_plan(run: RunConfig, devices: Devices) -> Plan:
 def _microbatch(run: RunConfig, plan: Plan, kind: str) -> int:
     """The largest divisor of a rank's share of the batch that stays within the device's useful tokens.
 
-    A pipeline gets as many microbatches as it has stages.
+    A pipeline gets as many microbatches as it has stages, or the next number below that its schedule can run.
     """
     rows, left_over = divmod(run.train.global_batch, plan.dp)
     if left_over:
@@ -70,4 +71,6 @@ def _microbatch(run: RunConfig, plan: Plan, kind: str) -> int:
     most = max(1, MICROBATCH_TOKENS[kind] // run.data.seq_len)
     if plan.pp > 1:
         most = max(1, min(most, rows // plan.stages))
-    return max((n for n in range(1, min(rows, most) + 1) if rows % n == 0), default=1)
+    divisors = [n for n in range(1, rows + 1) if rows % n == 0]
+    admitted = [n for n in divisors if first_problem(plan.model_copy(update={"microbatch": n}), run) is None]
+    return max((n for n in admitted if n <= most), default=min(admitted, default=1))

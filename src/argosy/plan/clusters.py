@@ -48,6 +48,7 @@ from argosy.config.schema import Section
 from argosy.errors import UserError
 from argosy.files import atomic_write
 from argosy.plan.hardware import Device, device_names, find_device, is_path
+from argosy.plan.measured import Measurements
 
 STORAGE_BYTES_PER_S_PER_DEVICE = 2e12 / 16_384
 """Llama 3: a file system of 2 TB/s sustained for 16,384 GPUs (Dubey et al. 2024, section 3.3.1)."""
@@ -159,6 +160,8 @@ class Cluster(Section):
     """Versions that the factors hold for."""
     factors: dict[str, Factor] = Field(default_factory=dict)
     """Calibration, by category."""
+    measured: Measurements = Measurements()
+    """What `argosy probe` found beyond the devices' figures."""
 
     @field_validator("groups")
     @classmethod

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from argosy.plan.constants import Constants
 
-Floats = NDArray[np.float64]
+Floats = NDArray[Any]
 
 ROW_STD = 0.08
 """Of the logarithm of a measurement around its source's mean: what no model of this kind will know."""
@@ -100,7 +101,12 @@ def _cost(miss: Floats, moved: Floats) -> float:
 
 
 def _slopes(
-    residuals: Callable[[Floats], Floats], point: Floats, miss: Floats, constants: int, member: NDArray[np.int64], kinds: int
+    residuals: Callable[[Floats], Floats],
+    point: Floats,
+    miss: Floats,
+    constants: int,
+    member: NDArray[np.int64],
+    kinds: int,
 ) -> Floats:
     columns = []
     for index in range(constants):

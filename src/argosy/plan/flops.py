@@ -18,9 +18,14 @@ def parameters(model: ModelConfig) -> int:
     moe = model.moe
     moe_layers = sum(model.is_moe_layer(layer) for layer in range(model.layers))
     idle_experts = moe_layers * (moe.experts - moe.experts_per_token) * 3 * model.width * moe.expert_ffn_width
+    return active_parameters(model) + idle_experts
+
+
+def active_parameters(model: ModelConfig) -> int:
+    """`parameters`, of routed experts only as many as one token goes to."""
     embedding = 0 if model.tie_embeddings else model.vocab_size * model.width
     per_layer = 2 * model.width + _attention_vectors(model)
-    return matmul_parameters(model) + idle_experts + embedding + model.layers * per_layer + model.width
+    return matmul_parameters(model) + embedding + model.layers * per_layer + model.width
 
 
 def train_flops_per_token(model: ModelConfig, seq_len: int) -> float:

@@ -18,14 +18,11 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 import numpy as np
-from numpy.typing import NDArray
 
 from argosy.plan.constants import Constants
 from argosy.plan.layouts import Layouts
 from argosy.plan.rates import System
 from argosy.plan.workload import Numbers, Workload
-
-Floats = NDArray[np.float64]
 
 LOSS_CHUNK_LOGITS = 8 * 2**20
 """Logits that exist at once where the loss is computed in chunks (`models.loss`)."""
@@ -38,20 +35,20 @@ DROPOUT_BYTES = 1
 class Footprint:
     """Bytes on the rank that needs most, at its peak; they add up to it."""
 
-    weights: Floats
-    gradients: Floats
-    optimizer: Floats
-    activations: Floats
-    logits: Floats
-    gathered: Floats
+    weights: Numbers
+    gradients: Numbers
+    optimizer: Numbers
+    activations: Numbers
+    logits: Numbers
+    gathered: Numbers
     """Parameters of the layers at work, where ranks share them, and gradients on their way."""
-    workspace: Floats
+    workspace: Numbers
     """Kernels' and collectives' buffers."""
-    reserve: Floats
+    reserve: Numbers
     """What the allocator holds without use."""
 
     @property
-    def total(self) -> Floats:
+    def total(self) -> Numbers:
         """All of it."""
         return sum((getattr(self, f.name) for f in fields(self)), np.zeros(1))
 
@@ -117,7 +114,8 @@ class MemoryModel:
         moe = w.moe_layers / w.layers
         dense = w.attention_parameters + (1 - moe) * w.ffn_parameters + moe * w.shared_parameters
         cut = np.where(self.s.whole_experts > 0, 1, p.tp)
-        return layers * dense / p.tp, layers * moe * w.expert_parameters / p.ep / cut
+        whole = w.whole_parameters
+        return layers * ((dense - whole) / p.tp + whole), layers * moe * w.expert_parameters / p.ep / cut
 
     def _of_layer(self) -> Numbers:
         """Bytes that one layer keeps of one microbatch, nothing recomputed; the mean over layers."""
@@ -135,7 +133,7 @@ class MemoryModel:
         moe = w.moe_layers / w.layers
         elements = hidden + queries + kv + latent + values + (1 - moe) * feed_forward + moe * mixture
         masks = s.dropout * 2 * DROPOUT_BYTES * w.width / self.shared
-        statistics = 4 * w.heads / p.tp
+        statistics = np.where(s.flash > 0, 4 * w.heads / p.tp, 0)
         scores = np.where(s.flash > 0, 0, (2 * self.element / 2 + 3 * s.dropout) * w.heads / p.tp * w.seq_len)
         return self.tokens * (elements * self.element + masks + statistics + scores + moe * router)
 
@@ -161,7 +159,9 @@ class MemoryModel:
         interleaved = np.minimum(m, chunks / v)
         both_ways = np.minimum(m, (2 * p.pp + 1) / 2)
         microbatches = np.where(p.is_("schedule", "gpipe"), m, at_once)
-        microbatches = np.where(p.is_("schedule", "interleaved_1f1b", "interleaved_zero_bubble"), interleaved, microbatches)
+        microbatches = np.where(
+            p.is_("schedule", "interleaved_1f1b", "interleaved_zero_bubble"), interleaved, microbatches
+        )
         microbatches = np.where(p.is_("schedule", "zbv", "dualpipev"), both_ways, microbatches)
         return np.where(p.pp == 1, 1, microbatches) * layers
 

@@ -106,7 +106,7 @@ class Layouts:
 
 
 def _number(key: str, value: object) -> int:
-    return WORDS[key].index(value) if key in WORDS else int(value)  # type: ignore[call-overload, no-any-return]
+    return WORDS[key].index(value) if key in WORDS else int(value)  # type: ignore[call-overload]
 
 
 def _value(key: str, number: int) -> object:

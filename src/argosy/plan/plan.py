@@ -117,6 +117,10 @@ class Plan(BaseModel):
         """Microbatches that each data-parallel rank runs in one step."""
         return global_batch // (self.dp * self.microbatch)
 
+    def is_(self, key: str, *words: object) -> bool:
+        """Whether `key` has one of these values."""
+        return getattr(self, key) in words
+
     def check(self, run: RunConfig, processes: int) -> None:
         """Refuse, before any process starts, a plan that cannot train this run. Raises: UserError."""
         if self.world_size != processes:

@@ -1,27 +1,52 @@
-"""Which plans can train a run, as a table of rules; each states the values, the rule, and often what would do."""
+"""Which plans can train a run, as a table of rules.
+
+Each says when it is broken, for one plan or for the columns of many (`plan.layouts`), and for one plan also in words:
+the values, the rule, and often what would do.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, reduce
 from itertools import islice
-from typing import TYPE_CHECKING
+from operator import or_
+from typing import TYPE_CHECKING, Any
 
 from argosy.config.schema import RunConfig
 from argosy.plan.pipeline import SCHEDULES
 
 if TYPE_CHECKING:
+    from argosy.plan.layouts import Layouts
     from argosy.plan.plan import Plan
 
-Rule = Callable[["Plan", RunConfig], str | None]
-"""None, or in words why the plan cannot train the run."""
+Plans = Any
+"""A `Plan`, or `Layouts`: both have these columns, as numbers or arrays. mypy knows no arithmetic of such a union."""
+Breaks = Callable[[Plans, RunConfig], Any]
+"""Whether the plan, or which of the plans, breaks a rule; arithmetic and & | ~ only, so that it serves both."""
+
+INTERLEAVED = tuple(name for name, rule in SCHEDULES.items() if rule.stages_per_rank is None)
+SPLITTING = tuple(name for name, rule in SCHEDULES.items() if rule.splits_backward)
 
 
-def batch_is_dealt_out(plan: Plan, run: RunConfig) -> str | None:
+class Rule:
+    """What a plan must keep to. Called with a plan and a run: None, or in words how the plan breaks it."""
+
+    def __init__(self, breaks: Breaks, words: Callable[[Plan, RunConfig], str]):
+        self.breaks, self.words, self.__name__ = breaks, words, words.__name__
+
+    def __call__(self, plan: Plan, run: RunConfig) -> str | None:
+        return self.words(plan, run) if self.breaks(plan, run) else None
+
+
+def rule(breaks: Breaks) -> Callable[[Callable[[Plan, RunConfig], str]], Rule]:
+    """Make a rule of `breaks` and the function below it, which is only asked about plans that break it."""
+    return lambda words: Rule(breaks, words)
+
+
+@rule(lambda p, run: run.train.global_batch % (p.dp * p.microbatch) != 0)
+def batch_is_dealt_out(plan: Plan, run: RunConfig) -> str:
     rows = plan.dp * plan.microbatch
-    if run.train.global_batch % rows == 0:
-        return None
     below, above = run.train.global_batch // rows * rows, -(-run.train.global_batch // rows) * rows
     near = " or ".join(str(n) for n in (below, above) if n)
     return (
@@ -30,28 +55,32 @@ def batch_is_dealt_out(plan: Plan, run: RunConfig) -> str | None:
     )
 
 
-def heads_are_dealt_out(plan: Plan, run: RunConfig) -> str | None:
+@rule(
+    lambda p, run: (run.model.heads % p.tp != 0) | ((run.model.kv_heads % p.tp != 0) & (p.tp % run.model.kv_heads != 0))
+)
+def heads_are_dealt_out(plan: Plan, run: RunConfig) -> str:
     heads, kv_heads = run.model.heads, run.model.kv_heads
     if heads % plan.tp:
         return f"plan.tp = {plan.tp} does not divide model.heads = {heads}: each rank computes as many heads."
-    if kv_heads % plan.tp and plan.tp % kv_heads:
-        return (
-            f"plan.tp = {plan.tp} and model.kv_heads = {kv_heads}: one must divide the other, "
-            "so that each rank has as many key/value heads, or shares one."
-        )
-    return None
+    return (
+        f"plan.tp = {plan.tp} and model.kv_heads = {kv_heads}: one must divide the other, "
+        "so that each rank has as many key/value heads, or shares one."
+    )
 
 
-def feed_forward_is_dealt_out(plan: Plan, run: RunConfig) -> str | None:
-    if run.model.ffn_width % plan.tp:
-        return f"plan.tp = {plan.tp} does not divide model.ffn_width = {run.model.ffn_width}."
-    return None
+@rule(lambda p, run: run.model.ffn_width % p.tp != 0)
+def feed_forward_is_dealt_out(plan: Plan, run: RunConfig) -> str:
+    return f"plan.tp = {plan.tp} does not divide model.ffn_width = {run.model.ffn_width}."
 
 
-def tokens_are_dealt_out(plan: Plan, run: RunConfig) -> str | None:
-    pieces = plan.tp * (2 * plan.cp if plan.cp > 1 else 1)
-    if run.data.seq_len % pieces == 0:
-        return None
+def _pieces(p: Plans) -> Any:
+    """Of a sequence: with context parallelism, an early and a late one for each rank."""
+    return p.tp * p.cp * (1 + (p.cp > 1))
+
+
+@rule(lambda p, run: run.data.seq_len % _pieces(p) != 0)
+def tokens_are_dealt_out(plan: Plan, run: RunConfig) -> str:
+    pieces = _pieces(plan)
     two = "2 x plan.cp (an early and a late chunk for each rank) x " if plan.cp > 1 else ""
     return (
         f"data.seq_len = {run.data.seq_len} is not a multiple of {pieces} = {two}plan.tp = {plan.tp}. "
@@ -59,87 +88,107 @@ def tokens_are_dealt_out(plan: Plan, run: RunConfig) -> str | None:
     )
 
 
-def ulysses_has_heads(plan: Plan, run: RunConfig) -> str | None:
-    if plan.cp == 1 or plan.context != "ulysses":
-        return None
-    heads, kv_heads = run.model.heads // plan.tp, max(1, run.model.kv_heads // plan.tp)
-    if heads % plan.cp or (kv_heads % plan.cp and plan.cp % kv_heads):
-        return (
-            f"plan.context = ulysses with plan.cp = {plan.cp}: {heads} heads and {kv_heads} key/value heads on each of "
-            f"plan.tp = {plan.tp} ranks; plan.cp must divide the former, and divide the latter or be a multiple. "
-            "Try context=ring."
-        )
-    return None
+def _heads_and_kv_heads(p: Plans, run: RunConfig) -> tuple[Any, Any]:
+    """Of a tensor-parallel rank."""
+    kv_heads = run.model.kv_heads // p.tp
+    return run.model.heads // p.tp, kv_heads + (kv_heads == 0)
 
 
-def every_stage_has_a_layer(plan: Plan, run: RunConfig) -> str | None:
-    if plan.pp > 1 and plan.stages > run.model.layers:
-        return (
-            f"plan.pp = {plan.pp} with schedule {plan.schedule} makes {plan.stages} stages, "
-            f"and model.layers = {run.model.layers}: each stage needs a layer."
-        )
-    return None
+def _ulysses_lacks_heads(p: Plans, run: RunConfig) -> Any:
+    heads, kv_heads = _heads_and_kv_heads(p, run)
+    uneven = (heads % p.cp != 0) | ((kv_heads % p.cp != 0) & (p.cp % kv_heads != 0))
+    return (p.cp > 1) & p.is_("context", "ulysses") & uneven
 
 
-def schedule_admits_the_microbatches(plan: Plan, run: RunConfig) -> str | None:
-    if plan.pp == 1:
-        return None
+@rule(_ulysses_lacks_heads)
+def ulysses_has_heads(plan: Plan, run: RunConfig) -> str:
+    heads, kv_heads = _heads_and_kv_heads(plan, run)
+    return (
+        f"plan.context = ulysses with plan.cp = {plan.cp}: {heads} heads and {kv_heads} key/value heads on each of "
+        f"plan.tp = {plan.tp} ranks; plan.cp must divide the former, and divide the latter or be a multiple. "
+        "Try context=ring."
+    )
+
+
+@rule(lambda p, run: (p.pp > 1) & (p.stages > run.model.layers))
+def every_stage_has_a_layer(plan: Plan, run: RunConfig) -> str:
+    return (
+        f"plan.pp = {plan.pp} with schedule {plan.schedule} makes {plan.stages} stages, "
+        f"and model.layers = {run.model.layers}: each stage needs a layer."
+    )
+
+
+@rule(lambda p, run: (p.pp > 1) & p.is_("schedule", *INTERLEAVED) & (p.stages_per_rank < 2))
+def schedule_is_of_several_stages(plan: Plan, run: RunConfig) -> str:
+    return f"plan.stages_per_rank = 1 with schedule {plan.schedule}: it interleaves at least 2. Or use 1f1b."
+
+
+def _microbatches_are_wrong(p: Plans, run: RunConfig) -> Any:
+    n = p.microbatches(run.train.global_batch)
+    rounds = n // p.pp
+    too_few = p.is_("schedule", "1f1b", "dualpipev") & (n < p.stages)
+    uneven = p.is_("schedule", *INTERLEAVED) & (n % (rounds + (rounds == 0)) != 0)
+    return (p.pp > 1) & (too_few | uneven)
+
+
+@rule(_microbatches_are_wrong)
+def schedule_admits_the_microbatches(plan: Plan, run: RunConfig) -> str:
     n = plan.microbatches(run.train.global_batch)
     problem = f"plan.schedule = {plan.schedule} with plan.pp = {plan.pp} cannot run {n} microbatches a step"
     remedy = "(train.global_batch / data-parallel ranks / plan.microbatch)"
-    if plan.schedule == "1f1b" and n < plan.stages:
+    if plan.schedule == "1f1b":
         return f"{problem} {remedy}: at least {plan.stages}."
-    if plan.schedule == "dualpipev" and n < plan.stages:
+    if plan.schedule == "dualpipev":
         return f"{problem} {remedy}: at least {plan.stages}, its stages."
-    if SCHEDULES[plan.schedule].stages_per_rank is None and n % max(1, n // plan.pp):
-        below, above = n // plan.pp * plan.pp, -(-n // plan.pp) * plan.pp
-        return f"{problem} {remedy}: try {below} or {above}."
-    return None
+    below, above = n // plan.pp * plan.pp, -(-n // plan.pp) * plan.pp
+    return f"{problem} {remedy}: try {below} or {above}."
 
 
-def schedule_is_of_several_stages(plan: Plan, run: RunConfig) -> str | None:
-    if plan.pp > 1 and SCHEDULES[plan.schedule].stages_per_rank is None and plan.stages_per_rank < 2:
-        return f"plan.stages_per_rank = 1 with schedule {plan.schedule}: it interleaves at least 2. Or use 1f1b."
-    return None
-
-
-def split_backward_is_eager(plan: Plan, run: RunConfig) -> str | None:
-    if plan.pp == 1 or not SCHEDULES[plan.schedule].splits_backward:
-        return None
+@rule(
+    lambda p, run: (
+        (p.pp > 1) & p.is_("schedule", *SPLITTING) & (p.is_("compile", True) | p.is_("recompute", "selective"))
+    )
+)
+def split_backward_is_eager(plan: Plan, run: RunConfig) -> str:
     if plan.compile:
         return f"plan.schedule = {plan.schedule} splits backward, which compiled blocks cannot. Add compile=false."
-    if plan.recompute == "selective":
-        return (
-            f"plan.schedule = {plan.schedule} splits backward, and what recompute=selective keeps serves one backward. "
-            "Use recompute=full or none, or schedule=interleaved_1f1b."
-        )
-    return None
+    return (
+        f"plan.schedule = {plan.schedule} splits backward, and what recompute=selective keeps serves one backward. "
+        "Use recompute=full or none, or schedule=interleaved_1f1b."
+    )
 
 
-def experts_are_dealt_out(plan: Plan, run: RunConfig) -> str | None:
-    if plan.ep == 1:
-        return None
+@rule(
+    lambda p, run: (
+        (p.ep > 1) & ((run.model.moe.experts % p.ep != 0) | (p.dp_shard * p.cp % p.ep != 0))
+        if run.model.moe.experts
+        else p.ep > 1
+    )
+)
+def experts_are_dealt_out(plan: Plan, run: RunConfig) -> str:
     experts = run.model.moe.experts
     if not experts:
         return f"plan.ep = {plan.ep}, and the model has no experts (model.moe.experts = 0). Leave ep out."
     if experts % plan.ep:
         return f"plan.ep = {plan.ep} does not divide model.moe.experts = {experts}."
-    if plan.dp_shard * plan.cp % plan.ep:
-        return (
-            f"plan.ep = {plan.ep} does not divide plan.dp_shard x plan.cp = {plan.dp_shard * plan.cp}, "
-            "the ranks that it is laid over."
-        )
-    return None
+    return (
+        f"plan.ep = {plan.ep} does not divide plan.dp_shard x plan.cp = {plan.dp_shard * plan.cp}, "
+        "the ranks that it is laid over."
+    )
 
 
-def number_formats_go_together(plan: Plan, run: RunConfig) -> str | None:
+@rule(
+    lambda p, run: (
+        (p.is_("precision", "fp8") & ((p.tp > 1) | (run.model.moe.experts > 0)))
+        | (p.is_("precision", "fp16") & p.is_("weights", "bf16"))
+    )
+)
+def number_formats_go_together(plan: Plan, run: RunConfig) -> str:
     if plan.precision == "fp8" and plan.tp > 1:
         return f"plan.precision = fp8 with plan.tp = {plan.tp}: fp8 layers take whole matrices only. Try bf16, or tp=1."
-    if plan.precision == "fp8" and run.model.moe.experts:
+    if plan.precision == "fp8":
         return "plan.precision = fp8 with experts: their grouped matmuls are not done in fp8. Try precision=bf16."
-    if plan.precision == "fp16" and plan.weights == "bf16":
-        return "plan.weights = bf16 with precision = fp16: weights would lose what fp16 resolves. Try precision=bf16."
-    return None
+    return "plan.weights = bf16 with precision = fp16: weights would lose what fp16 resolves. Try precision=bf16."
 
 
 RULES: tuple[Rule, ...] = (
@@ -155,6 +204,11 @@ RULES: tuple[Rule, ...] = (
     experts_are_dealt_out,
     number_formats_go_together,
 )
+
+
+def breaks_any(plans: Layouts, run: RunConfig) -> Any:
+    """Which of the plans cannot train `run`: a mask, where `first_problem` has words for one."""
+    return reduce(or_, (rule.breaks(plans, run) for rule in RULES))
 
 
 def first_problem(plan: Plan, run: RunConfig) -> str | None:
@@ -194,12 +248,12 @@ def _factorizations(number: int, factors: int) -> Iterator[tuple[int, ...]]:
     if factors == 1:
         yield (number,)
         return
-    for first in _divisors(number):
+    for first in divisors(number):
         for rest in _factorizations(number // first, factors - 1):
             yield (first, *rest)
 
 
 @cache
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})

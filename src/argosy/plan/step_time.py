@@ -14,17 +14,15 @@ what zero-bubble schedules fill (Qi et al. 2024).
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from argosy.plan.constants import Constants
 from argosy.plan.layouts import SCHEDULE_NAMES, Layouts
 from argosy.plan.network import all_reduce_s, all_to_all_s, gather_s, group_of, send_s
 from argosy.plan.rates import Rates, System, in_precision
 from argosy.plan.workload import Numbers, Workload
-
-Floats = NDArray[np.float64]
 
 BACKWARD_ATTENTION = 2.5
 """Attention's backward over its forward: it computes the scores again (Dao 2023)."""
@@ -48,50 +46,45 @@ gradient norm's synchronisation leaves (planner notes: about 8 % of a step of fe
 class StepTime:
     """Seconds of a step by category; they add up to the step."""
 
-    ideal: Floats
+    ideal: Numbers
     """Model FLOPs at the data sheet's rate."""
-    matmul: Floats
+    matmul: Numbers
     """What matmuls take beyond that: rates never reached, shapes, narrow formats' conversions."""
-    attention: Floats
+    attention: Numbers
     """What attention takes beyond that."""
-    pointwise: Floats
+    pointwise: Numbers
     """Operations as fast as memory is."""
-    host: Floats
+    host: Numbers
     """Kernels so small that the host cannot start them fast enough."""
-    recompute: Floats
-    tensor: Floats
+    recompute: Numbers
+    tensor: Numbers
     """Waiting for tensor-parallel ranks."""
-    context: Floats
-    experts: Floats
+    context: Numbers
+    experts: Numbers
     """Waiting for tokens on their way to experts, and for the busiest of these."""
-    pipeline: Floats
+    pipeline: Numbers
     """Waiting for sends between stages."""
-    bubble: Floats
+    bubble: Numbers
     """Stages with nothing to do, and stages shorter than the longest."""
-    gradients: Floats
+    gradients: Numbers
     """Waiting for data-parallel ranks: sums of gradients, gathering of parameters."""
-    optimizer: Floats
-    other: Floats
+    optimizer: Numbers
+    other: Numbers
     """What every step costs besides, and stragglers."""
 
     @property
-    def step(self) -> Floats:
+    def step(self) -> Numbers:
         """All of it."""
         return sum((getattr(self, f.name) for f in fields(self)), np.zeros(1))
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Seconds of one layer, or of what is around the layers, for one microbatch."""
+    """Seconds of forward of one layer, or of what is around the layers, for one microbatch."""
 
-    ideal: Numbers
-    """Forward and backward FLOPs at the data sheet's rate."""
     matmul: Numbers
-    """Forward."""
     attention: Numbers
-    """Forward."""
     pointwise: Numbers
-    """Forward."""
 
     @property
     def forward(self) -> Numbers:
@@ -125,7 +118,7 @@ class StepModel:
             p.precision, r.fp32 * r.achieved_fp32, r.half * r.achieved_half, r.half * r.achieved_half
         ) * (constants.attention * system.attention)
         fused = np.where(p.compile, system.fused, 0.0)
-        self.passes = np.where(fused > 0, 1.0, constants.unfused)
+        self.passes = 1 + np.where(fused > 0, 0.0, constants.unfused)
         self.shared = np.where(system.sequence_parallel > 0, p.tp, 1)
         self.tensor_group = group_of(p.tp, 1, r, constants)
         self.context_group = group_of(p.cp, p.tp, r, constants)
@@ -137,9 +130,9 @@ class StepModel:
         """Seconds of a step by category."""
         p, w, c = self.p, self.w, self.c
         m = self.microbatches
-        layer, again = self._mean_layer(), self._recomputed()
+        layer, again = self._mean_layer, self._recomputed
         per_rank = w.layers / p.pp
-        head = self._head()
+        head = self._head
         forward_backward = layer.forward + layer.backward + again
         host = np.maximum(0.0, c.host * np.where(p.compile, 0.5, 1.0) - forward_backward)
         tensor = self._tensor()
@@ -152,12 +145,12 @@ class StepModel:
         mean = (w.layers * of_layer + of_head) / p.pp
         sends = self._sends()
         bubble = self._bubble(mean + sends) + m * (heaviest - mean)
-        done = m * (per_rank * layer.ideal + head.ideal / p.pp)
+        of_matmuls, of_attention = self._ideal()
         gradients = m * per_rank * gathered + self._gradients(m * mean, mean)
         times = StepTime(
-            ideal=done,
-            matmul=m * (3 * per_rank * layer.matmul + 3 * head.matmul / p.pp) - self._matmul_ideal(),
-            attention=m * per_rank * (1 + BACKWARD_ATTENTION) * layer.attention - self._attention_ideal(),
+            ideal=of_matmuls + of_attention,
+            matmul=3 * m * (per_rank * layer.matmul + head.matmul / p.pp) - of_matmuls,
+            attention=m * per_rank * (1 + BACKWARD_ATTENTION) * layer.attention - of_attention,
             pointwise=m * (1 + BACKWARD_POINTWISE) * (per_rank * layer.pointwise + head.pointwise / p.pp),
             host=m * per_rank * host,
             recompute=m * per_rank * again,
@@ -175,11 +168,12 @@ class StepModel:
 
     # What a layer computes
 
+    @cached_property
     def _mean_layer(self) -> Layer:
         """The mean over all layers, of which some may have experts."""
         w = self.w
         moe = w.moe_layers / w.layers
-        return self._attention() + self._feed_forward() * (1 - moe) + self._mixture() * moe + self._around()
+        return self._attention() + self._feed_forward() * (1 - moe) + self._mixture * moe + self._around()
 
     def _matmul(self, m: Numbers, k: Numbers, n: Numbers, rate: Numbers | None = None) -> Layer:
         """Forward of a matmul, with what a narrow format's conversions cost."""
@@ -188,7 +182,7 @@ class StepModel:
         slow = (1 + half / np.maximum(1, m)) * (1 + half / np.maximum(1, k)) * (1 + half / np.maximum(1, n))
         converted = (m * k + m * n + k * n) * self.element / self.r.memory_bytes_per_s
         quantize = np.where(self.p.precision == 3, self.c.quantize * converted / 2, 0.0)
-        return Layer(3 * flops / self.peak, flops / rate * slow + quantize, 0.0, 0.0)
+        return Layer(flops / rate * slow + quantize, 0.0, 0.0)
 
     def _attention(self) -> Layer:
         """Projections and the attention itself."""
@@ -207,8 +201,9 @@ class StepModel:
             + self._matmul(tokens, w.kv_rank, w.heads / p.tp * (unrotated + w.value_width))
         )
         is_latent = np.where(w.kv_rank > 0, 1.0, 0.0)
-        return latent * is_latent + plain * (1 - is_latent) + self._matmul(tokens, values, w.width) + self._scores()
+        return latent * is_latent + plain * (1 - is_latent) + self._matmul(tokens, values, w.width) + self._scores
 
+    @cached_property
     def _scores(self) -> Layer:
         """Scores and their weighted sum of values."""
         w, p, s = self.w, self.p, self.s
@@ -217,8 +212,7 @@ class StepModel:
         all_scores = self.tokens * w.seq_len * w.heads / p.tp
         passes = (self.c.score_passes + 4 * s.dropout) * self.element * all_scores / self.r.memory_bytes_per_s
         whole = flops * w.seq_len / w.span / self.rate + passes
-        half_rate = in_precision(p.precision, self.r.fp32, self.r.half, self.r.half)
-        return Layer(3 * flops / half_rate, 0.0, np.where(s.flash > 0, tiled, whole), 0.0)
+        return Layer(0.0, np.where(s.flash > 0, tiled, whole), 0.0)
 
     def _score_flops(self) -> Numbers:
         w = self.w
@@ -232,8 +226,9 @@ class StepModel:
         w = self.w
         up = self._matmul(tokens, w.width, (w.ffn_matrices - 1) * hidden)
         moved = self.c.pointwise_ffn * w.ffn_matrices / 3 * tokens * hidden * self.element * self.passes
-        return up + self._matmul(tokens, hidden, w.width) + Layer(0.0, 0.0, 0.0, moved / self.r.memory_bytes_per_s)
+        return up + self._matmul(tokens, hidden, w.width) + Layer(0.0, 0.0, moved / self.r.memory_bytes_per_s)
 
+    @cached_property
     def _mixture(self) -> Layer:
         """Router, experts for the tokens that come to this rank at an even load, shared experts."""
         w, p, s, c = self.w, self.p, self.s, self.c
@@ -247,43 +242,44 @@ class StepModel:
             of_one, hidden, w.width, rate
         )
         moved = c.permute * pairs * w.width + c.pointwise_ffn * pairs * hidden
-        sorting = Layer(0.0, 0.0, 0.0, moved * self.element * self.passes / self.r.memory_bytes_per_s)
+        sorting = Layer(0.0, 0.0, moved * self.element * self.passes / self.r.memory_bytes_per_s)
         router = self._matmul(self.tokens / self.shared, w.width, w.experts)
         return grouped * experts_here + sorting + router + self._mlp(self.tokens, w.shared_ffn_width / p.tp)
 
     def _around(self) -> Layer:
         """Norms, residuals, rotary embedding, dropout."""
         moved = (self.c.pointwise + 3 * self.s.dropout) * self.tokens / self.shared * self.w.width * self.element
-        return Layer(0.0, 0.0, 0.0, moved * self.passes / self.r.memory_bytes_per_s)
+        return Layer(0.0, 0.0, moved * self.passes / self.r.memory_bytes_per_s)
 
+    @cached_property
     def _head(self) -> Layer:
         """Logits and loss of one microbatch, on the last stage; in half precision even where layers are narrower."""
         w, p = self.w, self.p
         rate = in_precision(p.precision, self.r.fp32 * self.r.achieved_fp32, *2 * [self.r.half * self.r.achieved_half])
         logits = self.tokens * w.vocab_size / p.tp
         flops = 2 * logits * w.width
-        peak = in_precision(p.precision, self.r.fp32, self.r.half, self.r.half)
-        return Layer(3 * flops / peak, flops / (rate * self.c.matmul), 0.0, 10 * logits / self.r.memory_bytes_per_s)
+        return Layer(flops / (rate * self.c.matmul), 0.0, 10 * logits / self.r.memory_bytes_per_s)
 
-    def _matmul_ideal(self) -> Numbers:
-        """The part of `ideal` that is matmuls."""
-        w, p = self.w, self.p
-        layer, head = self._mean_layer(), self._head()
-        return self.microbatches * (w.layers * (layer.ideal - self._scores().ideal) + head.ideal) / p.pp
+    def _ideal(self) -> tuple[Numbers, Numbers]:
+        """Seconds of the model's FLOPs at the data sheet's rates, shared out evenly: of matmuls, of attention."""
+        w, r, precision = self.w, self.r, self.p.precision
+        tokens = w.global_batch * w.seq_len / self.p.world_size
+        half = in_precision(precision, r.fp32, r.half, r.half)
+        layers = 6 * (w.matmul_parameters - w.vocabulary_parameters) / self.peak + 6 * w.vocabulary_parameters / half
+        return tokens * layers, tokens * (w.train_flops_per_token - 6 * w.matmul_parameters) / half
 
-    def _attention_ideal(self) -> Numbers:
-        return self.microbatches * self.w.layers / self.p.pp * self._scores().ideal
-
+    @cached_property
     def _recomputed(self) -> Numbers:
         """Seconds of what a layer computes a second time: all of it, or what is cheap (untiled: the scores)."""
         p, s = self.p, self.s
-        layer = self._mean_layer()
+        layer = self._mean_layer
         cheap = layer.pointwise * 0.5 + np.where(s.flash > 0, 0.0, layer.attention)
         which = np.where(p.recompute == 2, layer.forward, np.where(p.recompute == 1, cheap, 0.0))
         return which / p.recompute_every
 
     # What a layer waits for
 
+    @cached_property
     def _forwards(self) -> Numbers:
         """How often a layer's forward communication happens, backward's counted as one more."""
         return 2 + np.where(self.p.recompute == 2, 1 / self.p.recompute_every, 0.0)
@@ -293,17 +289,17 @@ class StepModel:
         p, w = self.p, self.w
         message = self.tokens * w.width * np.where(p.precision == 0, 4, 2)
         exposed = self.c.exposed_tensor * np.where(self.s.overlaps_tensor > 0, 0.5, 1.0)
-        return 2 * self._forwards() * exposed * all_reduce_s(message, self.tensor_group, self.s.sequence_parallel == 0)
+        return 2 * self._forwards * exposed * all_reduce_s(message, self.tensor_group, self.s.sequence_parallel == 0)
 
     def _context(self, layer: Layer) -> Numbers:
         """A ring of keys and values under attention, or the exchange of heads for tokens."""
         p, w = self.p, self.w
         kv = self.tokens * np.maximum(1, w.kv_heads / p.tp) * (w.key_width + w.value_width) * self.element
         around = (p.cp - 1) * send_s(kv, self.context_group)
-        behind = np.maximum(0.0, around - layer.attention * self._forwards() / 2)
-        ring = np.where(p.cp > 1, self._forwards() * (self.c.exposed_context * around + behind), 0.0)
+        behind = np.maximum(0.0, around - layer.attention * self._forwards / 2)
+        ring = np.where(p.cp > 1, self._forwards * (self.c.exposed_context * around + behind), 0.0)
         heads = self.tokens * (2 * w.heads + 2 * w.kv_heads) / p.tp * w.value_width * self.element
-        ulysses = self._forwards() * all_to_all_s(heads, self.context_group)
+        ulysses = self._forwards * all_to_all_s(heads, self.context_group)
         return np.where(p.context == 1, ulysses, ring)
 
     def _experts(self) -> Numbers:
@@ -311,8 +307,8 @@ class StepModel:
         p, w, c = self.p, self.w, self.c
         pairs = self.tokens / self.shared * np.maximum(1, w.experts_per_token) * np.where(w.experts > 0, 1.0, 0.0)
         message = pairs * w.width * np.where(p.precision == 0, 4, 2)
-        exchange = 2 * self._forwards() * c.exposed_experts * all_to_all_s(message, self.expert_group, self._crossing())
-        mixture = self._mixture()
+        exchange = 2 * self._forwards * c.exposed_experts * all_to_all_s(message, self.expert_group, self._crossing())
+        mixture = self._mixture
         busiest = (c.imbalance - 1) * (mixture.forward + mixture.backward)
         return w.moe_layers / w.layers * (exchange + np.where(p.ep > 1, busiest, 0.0))
 
@@ -327,10 +323,10 @@ class StepModel:
         """ZeRO 3: what gathering a layer's parameters and scattering its gradients adds to its compute."""
         p, s = self.p, self.s
         of_layer = self._parameters_here(self.w.layers) / self.w.layers * p.pp
-        gather = gather_s(of_layer * 2, self.shard_group) * self._forwards()
+        gather = gather_s(of_layer * 2, self.shard_group) * self._forwards
         times = np.where(s.sums_once > 0, 1 / self.microbatches, 1.0)
         moved = gather + times * gather_s(of_layer * s.reduced_bytes, self.shard_group)
-        moved = moved + (s.gathers - 1) * (self._forwards() + times) * gather_s(0.0, self.shard_group)
+        moved = moved + (s.gathers - 1) * (self._forwards + times) * gather_s(0.0, self.shard_group)
         under = np.maximum(compute, moved) - compute + self.c.exposed_gradients * np.minimum(moved, compute)
         both = np.where(s.overlaps_gradients > 0, under, moved)
         return np.where((p.zero == 3) & (p.dp_shard * p.cp > 1), both, 0.0)
@@ -340,21 +336,20 @@ class StepModel:
     def _parameters_here(self, layers: Numbers) -> Numbers:
         """Parameters of a pipeline rank's layers after tensor and expert parallelism, those of `layers` layers."""
         w, p = self.w, self.p
-        dense = (
-            layers * w.attention_parameters
-            + (layers * w.dense_layers / w.layers) * w.ffn_parameters
-            + layers * w.moe_layers / w.layers * w.shared_parameters
-        )
-        experts = layers * w.moe_layers / w.layers * w.expert_parameters / p.ep
+        moe = w.moe_layers / w.layers
+        whole = w.whole_parameters
+        dense = w.attention_parameters + (1 - moe) * w.ffn_parameters + moe * w.shared_parameters - whole
         cut = np.where(self.s.whole_experts > 0, 1, p.tp)
-        return (dense / p.tp + experts / cut) / p.pp
+        return layers * (dense / p.tp + whole + moe * w.expert_parameters / p.ep / cut) / p.pp
 
     def _gradients(self, compute: Numbers, window: Numbers) -> Numbers:
         """ZeRO 0 to 2: one sum of all gradients a step, the last microbatch's backward hiding what it can."""
         p, w, s, c = self.p, self.w, self.s, self.c
         parameters = self._parameters_here(w.layers) + w.vocabulary_parameters / p.tp
         updated = np.where(p.zero == 0, s.reduced_bytes, np.where(p.precision == 0, 4, s.updated_bytes))
-        moved = gather_s(parameters * s.reduced_bytes, self.data_group) + gather_s(parameters * updated, self.data_group)
+        moved = gather_s(parameters * s.reduced_bytes, self.data_group) + gather_s(
+            parameters * updated, self.data_group
+        )
         under = 0.6 * window * s.overlaps_gradients
         hidden = np.minimum((1 - c.exposed_gradients) * moved, under)
         once = np.where(p.zero == 3, 0.0, moved - hidden)
@@ -367,8 +362,11 @@ class StepModel:
         p, s = self.p, self.s
         parameters = self._parameters_here(self.w.layers) + self.w.vocabulary_parameters / p.tp
         mine = parameters / p.shares_state
-        return self.c.optimizer * mine * (s.gradient_bytes * 2 + 2 * s.moment_bytes + s.weight_bytes) / (
-            self.r.memory_bytes_per_s
+        return (
+            self.c.optimizer
+            * mine
+            * (s.gradient_bytes * 2 + 2 * s.moment_bytes + s.weight_bytes)
+            / (self.r.memory_bytes_per_s)
         )
 
     # The pipeline

@@ -112,6 +112,12 @@ class Workload:
         return np.where(self.kv_rank > 0, q + kv, plain) + values * self.width
 
     @property
+    def whole_parameters(self) -> Numbers:
+        """Of a layer with attention and router: those that tensor parallelism leaves whole on each rank."""
+        latent = self.width * (self.q_rank + self.kv_rank + self.rope_width)
+        return np.where(self.kv_rank > 0, latent, 0) + self.moe_layers / self.layers * self.width * self.experts
+
+    @property
     def expert_parameters(self) -> Numbers:
         """Of all routed experts of one layer."""
         return self.experts * self.ffn_matrices * self.width * self.expert_ffn_width
