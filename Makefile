@@ -1,5 +1,5 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Each sets up what it needs, once.
-.PHONY: demo test test-all lint docs bench clean help
+.PHONY: demo test test-all lint docs bench bench-planner clean help
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -13,6 +13,7 @@ help:
 	@echo "make lint      ruff and mypy"
 	@echo "make docs      check links and commands in the documents, write the run file's JSON schema"
 	@echo "make bench     the benchmarks, side by side with their peers"
+	@echo "make bench-planner  the planner's predictions against published runs"
 	@echo "make clean     remove the environment and what was built (not runs/ and data/)"
 
 demo: .venv/.core
@@ -39,6 +40,10 @@ bench: .venv/.bench
 	$(BIN)/python benchmarks/train_step.py
 	$(BIN)/python benchmarks/loader.py
 	$(BIN)/python benchmarks/prepare.py
+
+bench-planner: .venv/.dev
+	$(BIN)/python benchmarks/planner/score.py
+	$(BIN)/python benchmarks/planner/score.py --calibration-rows 5
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

@@ -14,6 +14,7 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
+from systems import system_of
 
 from argosy.errors import UserError
 from argosy.plan.constants import Constants
@@ -25,30 +26,14 @@ from argosy.plan.step_time import StepModel
 from argosy.plan.workload import Workload
 
 COLUMNS = (
-    "id source model layers hidden heads kv_heads ffn_hidden vocab seq_len moe_experts moe_topk moe_ffn gpu n_gpus "
-    "precision tp sp pp interleave cp ep dp zero_stage micro_batch global_batch recompute metric value notes"
-).split()
+    "id", "source", "model", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "seq_len",
+    "moe_experts", "moe_topk", "moe_ffn", "gpu", "n_gpus", "precision", "tp", "sp", "pp", "interleave", "cp",
+    "ep", "dp", "zero_stage", "micro_batch", "global_batch", "recompute", "metric", "value", "notes",
+)  # fmt: skip
+COMPARABLE = ("source", "model", "gpu", "n_gpus", "precision", "global_batch", "seq_len", "metric")
+"""Rows that have all of these in common differ in their layout."""
 METRICS = ("tokens_per_s_per_gpu", "step_time_s", "tflops_per_gpu", "mfu", "peak_mem_gb")
 GIB = 2**30
-
-MEGATRON_2021 = System(
-    flash=0, sequence_parallel=0, balanced_stages=0, weight_bytes=2, gradient_bytes=4, moment_bytes=12,
-    reduced_bytes=4, whole_logits=6, dropout=1, fused=1, overlaps_gradients=0, sums_once=0, kept_widths=0, updated_bytes=2,
-)  # fmt: skip
-"""Megatron-LM as of Narayanan et al. 2021: fused softmax, no flash attention, gradients summed after backward."""
-MEGATRON_2022 = replace(MEGATRON_2021, sequence_parallel=1)
-"""With sequence parallelism and selective recompute (Korthikanti et al. 2022)."""
-MEGATRON_CORE = System(
-    balanced_stages=0, whole_experts=1, weight_bytes=2, moment_bytes=12, reduced_bytes=2, updated_bytes=2,
-    whole_logits=6, overlaps_tensor=1, sums_once=0,
-)  # fmt: skip
-"""Megatron-Core from 2023: flash attention, tp-comm-overlap, overlapped gradient sums, experts whole (ETP 1)."""
-FSDP = System(whole_logits=11, reduced_bytes=4, selective=0.42)
-"""FSDP2 with torch.compile (torchtitan)."""
-FSDP_EAGER = replace(FSDP, fused=0)
-FSDP1 = System(whole_logits=11, reduced_bytes=2, fused=0, sums_once=0)
-"""FSDP of torch 1.13 and 2.0 with flash attention (llm-foundry)."""
-JAX = System(whole_logits=6, sums_once=0)
 
 
 @dataclass(frozen=True)
@@ -79,6 +64,11 @@ class Row:
     batch: float
     """Sequences of a step."""
     notes: str
+
+    @property
+    def section(self) -> str:
+        """Among which rows it is scored."""
+        return "memory" if self.metric == "memory" else "moe_time" if self.is_moe else "dense_time"
 
 
 def read(path: Path) -> tuple[list[Row], list[tuple[str, str]]]:
@@ -130,13 +120,13 @@ def _row(cell: dict[str, str]) -> Row:
     if number["global_batch"] is None:  # of one microbatch for each: a speed does not depend on it much
         number["global_batch"] = (number["dp"] or number["n_gpus"]) * (number["micro_batch"] or 1)
     work = _workload(cell, number)
-    system = _system(cell)
+    system = system_of(cell)
     plan, open_keys = _plan(cell, number, system)
     return Row(
         id=cell["id"],
         source=cell["source"],
         family=re.split(r"[ ,(]", cell["source"])[0],
-        group="|".join(cell[k] for k in ("source", "model", "gpu", "n_gpus", "precision", "global_batch", "seq_len", "metric")),
+        group="|".join(cell[key] for key in COMPARABLE),
         work=work,
         device=cell["gpu"],
         gpus=int(number["n_gpus"]),
@@ -147,7 +137,7 @@ def _row(cell: dict[str, str]) -> Row:
         open=open_keys,
         is_moe=bool(number["moe_experts"]),
         metric="memory" if metric == "peak_mem_gb" else "time",
-        value=_measured(metric, value, work, number, cell),
+        value=_measured(value, work, number, cell),
         batch=float(work.global_batch),
         notes=cell["notes"],
     )
@@ -173,8 +163,7 @@ def _workload(cell: dict[str, str], number: dict[str, float | None]) -> Workload
     name = cell["model"]
     layers, width, heads = given("layers"), given("hidden"), given("heads")
     latent = name.startswith(("deepseek-v3", "kimi"))
-    gated = not name.startswith(("gpt-1", "gpt-2", "gpt-3", "gpt-4", "gpt-5", "gpt-7", "gpt-8", "gpt3", "mpt", "megatron",
-                                 "turing", "opt", "bloom", "gpt-16b", "gpt-22b", "gpt-39")) or name.startswith("gpt-oss")
+    gated = given("ffn_hidden") != 4 * width or name == "palm-540b"  # GPT's are four times as wide, and have no gate
     head_width = {"gpt-oss-120b": 64.0, "qwen3-235b-a22b": 128.0, "qwen3-30b-a3b": 128.0}.get(name, width / heads)
     seq_len = given("seq_len")
     experts = given("moe_experts")
@@ -207,39 +196,12 @@ def _workload(cell: dict[str, str], number: dict[str, float | None]) -> Workload
     )
 
 
-def _system(cell: dict[str, str]) -> System:
-    source, notes = cell["source"].lower(), cell["notes"].lower()
-    ampere = cell["gpu"].startswith(("A100", "A800"))
-    if "llm-foundry" in source:  # FlashAttention of 2022, made for the A100
-        return replace(FSDP1, attention=0.65 if ampere else 0.35)
-    if "fms-fsdp" in source:
-        return replace(FSDP1, fused=1, attention=1 if ampere else 0.5)
-    if "torchtitan" in source:  # FlashAttention 2
-        made = FSDP if "compile" in notes else FSDP_EAGER
-        return replace(made, overlaps_tensor=float("async" in notes), attention=1 if ampere else 0.5)
-    if "tpu" in source or "palm" in source:
-        return JAX
-    if "internevo" in source:
-        return replace(MEGATRON_CORE, whole_logits=8)
-    if any(word in source for word in ("sc'21", "tables.tex", "vtrain", "bigscience", "opt-", "glm", "bloom", "dash")):
-        if cell["zero_stage"] == "3":  # DeepSpeed in 2021 gathered parameter by parameter
-            return replace(MEGATRON_2021, reduced_bytes=2, gathers=12 if "sc'21" in source else 1)
-        return MEGATRON_2021
-    if "korthikanti" in source:
-        return MEGATRON_2022 if cell["sp"] == "true" else MEGATRON_2021
-    if "llama (" in source:
-        return replace(FSDP1, fused=1)
-    sends_once = "a2a" not in notes  # DeepEP and HybridEP are what NVIDIA and DeepSeek publish with
-    return replace(MEGATRON_CORE, sends_once=float(sends_once))
-
-
 def _plan(cell: dict[str, str], number: dict[str, float | None], system: System) -> tuple[Plan, tuple[str, ...]]:
     gpus = int(number["n_gpus"] or 0)
     open_keys = [key for key in ("tp", "pp", "micro_batch", "recompute") if not cell[key]]
     tp, pp, cp = (int(number[k] or 1) for k in ("tp", "pp", "cp"))
-    if tp * pp * cp > gpus or gpus % (tp * pp * cp):
-        if cell["tp"] and cell["pp"]:
-            raise Skip(f"tp {tp} x pp {pp} x cp {cp} does not divide {gpus} GPUs")
+    if (tp * pp * cp > gpus or gpus % (tp * pp * cp)) and cell["tp"] and cell["pp"]:
+        raise Skip(f"tp {tp} x pp {pp} x cp {cp} does not divide {gpus} GPUs")
     dp = gpus // (tp * pp * cp)
     said = number["dp"]
     if said is not None and int(said) != dp and "does not always equal" not in cell["notes"]:
@@ -319,8 +281,9 @@ def _nic(text: str) -> float | None:
     return float(found[1]) / 8 / 8 * 1e9 if found else None
 
 
-def _measured(metric: str, value: float, work: Workload, number: dict[str, float | None], cell: dict[str, str]) -> float:
+def _measured(value: float, work: Workload, number: dict[str, float | None], cell: dict[str, str]) -> float:
     """The value as seconds of a step, or bytes."""
+    metric = cell["metric"]
     if metric == "peak_mem_gb":
         return value * GIB
     if metric == "step_time_s":
@@ -341,11 +304,11 @@ PEAK_TFLOPS = {"A100-80": 312, "A100-40": 312, "H100-SXM": 989, "TPU-v4": 275, "
 
 def _flops_per_token(work: Workload, cell: dict[str, str]) -> float:
     """As the source counts them."""
-    notes, source = cell["notes"].lower(), cell["source"]
+    notes = cell["notes"].lower()
     matmuls, scores = 6 * work.matmul_parameters, work.train_flops_per_token - 6 * work.matmul_parameters
     causal = "causal" in notes
     flops = matmuls + scores * (1 if causal else 2)
-    hardware = "hardware flops" in notes and cell["recompute"] == "full" or "percent of peak" in notes
+    hardware = ("hardware flops" in notes and cell["recompute"] == "full") or "percent of peak" in notes
     hardware = hardware or "150 tflops" in notes
     if hardware:  # forward is computed twice; the head is not
         flops = 8 / 6 * (flops - 6 * work.vocabulary_parameters) + 6 * work.vocabulary_parameters

@@ -25,6 +25,7 @@ from rows import Row, completed, read
 
 from argosy.errors import UserError
 from argosy.plan.constants import Constants
+from argosy.plan.constants import fitted as fitted_constants
 from argosy.plan.fit import fit
 from argosy.plan.footprint import MemoryModel
 from argosy.plan.hardware import find_device
@@ -101,21 +102,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def score(rows: list[Row], published: list[Row], calibration_rows: int = 0) -> dict[str, object]:
     """All figures."""
-    model, base = Model(rows), Model(published)
-    everything = fitted(base, np.ones(len(published), bool))
-    families = np.array([row.family for row in rows])
-    known = np.array([row.family for row in published])
-    log_error, is_scored = np.zeros(len(rows)), np.ones(len(rows), bool)
-    for family in dict.fromkeys(families):
-        mine = families == family
-        constants = everything if family not in known else fitted(base, known != family, begin=everything)
-        predicted = np.log(model.predict(constants))
-        if calibration_rows:
-            drawn = _drawn(rows, mine, calibration_rows)
-            predicted = calibrated(model, constants, predicted, drawn, mine)
-            is_scored &= ~drawn
-        log_error[mine] = (predicted - np.log(model.measured))[mine]
-    sections = np.array(["memory" if row.metric == "memory" else "moe_time" if row.is_moe else "dense_time" for row in rows])
+    log_error, is_scored = errors(rows, published, calibration_rows)
+    families, sections = np.array([row.family for row in rows]), np.array([row.section for row in rows])
     margins = _margins(log_error, sections, families, is_scored)
 
     def figures(chosen: NDArray[np.bool_]) -> dict[str, dict[str, float | int | None]]:
@@ -132,6 +120,24 @@ def score(rows: list[Row], published: list[Row], calibration_rows: int = 0) -> d
     }
 
 
+def errors(rows: list[Row], published: list[Row], calibration_rows: int = 0) -> tuple[Floats, NDArray[np.bool_]]:
+    """Logarithm of predicted over measured, row by row, and which rows count (those that did not calibrate)."""
+    model, base = Model(rows), Model(published)
+    everything, _ = fitted_constants()
+    families, known = np.array([row.family for row in rows]), np.array([row.family for row in published])
+    log_error, is_scored = np.zeros(len(rows)), np.ones(len(rows), bool)
+    for family in dict.fromkeys(families.tolist()):
+        mine = families == family
+        constants = everything if family not in known else fitted(base, known != family, begin=everything)
+        predicted = np.log(model.predict(constants))
+        if calibration_rows:
+            drawn = _drawn(rows, mine, calibration_rows)
+            predicted = calibrated(model, constants, predicted, drawn, mine)
+            is_scored &= ~drawn
+        log_error[mine] = (predicted - np.log(model.measured))[mine]
+    return log_error, is_scored
+
+
 def fitted(model: Model, chosen: NDArray[np.bool_], begin: Constants | None = None) -> Constants:
     """The constants that fit the chosen rows best."""
     found = begin
@@ -140,7 +146,7 @@ def fitted(model: Model, chosen: NDArray[np.bool_], begin: Constants | None = No
         if not rows:
             continue
         part = Model(rows)
-        near = np.abs(np.log(part.predict(begin or Constants()) / part.measured)) < FIT_OUTLIER
+        near = np.abs(np.log(part.predict(Constants()) / part.measured)) < FIT_OUTLIER
         part = Model([row for row, take in zip(rows, near, strict=True) if take])
         keys = [f"{row.source}|{row.device}" for row in part.rows]
         fit_of = fit(part.predict, part.measured, keys, free=free, begin=begin)
@@ -181,7 +187,9 @@ def _drawn(rows: list[Row], mine: NDArray[np.bool_], many: int) -> NDArray[np.bo
     return drawn
 
 
-def _margins(log_error: Floats, sections: NDArray[np.str_], families: NDArray[np.str_], counts: NDArray[np.bool_]) -> Floats:
+def _margins(
+    log_error: Floats, sections: NDArray[np.str_], families: NDArray[np.str_], counts: NDArray[np.bool_]
+) -> Floats:
     """Half the 90 % interval of each row, in logarithms: from the errors on all other publishers."""
     margins = np.zeros(len(log_error))
     for section in dict.fromkeys(sections.tolist()):

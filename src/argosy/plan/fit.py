@@ -54,7 +54,7 @@ def fit(
     may well be off, a factor (default: as declared for each); begin: where to look first (default: start).
     """
     declared = {f.name: f.metadata for f in fields(Constants)}
-    start = start or Constants(**{name: about["guess"] for name, about in declared.items()})
+    start = start or Constants()
     names = list(free or declared)
     center = np.log([getattr(start, name) for name in names])
     width = np.log([spread or declared[name]["spread"] for name in names])

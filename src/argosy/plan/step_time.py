@@ -323,7 +323,7 @@ class StepModel:
         """ZeRO 3: what gathering a layer's parameters and scattering its gradients adds to its compute."""
         p, s = self.p, self.s
         of_layer = self._parameters_here(self.w.layers) / self.w.layers * p.pp
-        gather = gather_s(of_layer * 2, self.shard_group) * self._forwards
+        gather = gather_s(of_layer * self.element, self.shard_group) * self._forwards
         times = np.where(s.sums_once > 0, 1 / self.microbatches, 1.0)
         moved = gather + times * gather_s(of_layer * s.reduced_bytes, self.shard_group)
         moved = moved + (s.gathers - 1) * (self._forwards + times) * gather_s(0.0, self.shard_group)
