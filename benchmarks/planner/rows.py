@@ -20,6 +20,7 @@ from argosy.errors import UserError
 from argosy.plan.constants import Constants
 from argosy.plan.footprint import MemoryModel
 from argosy.plan.layouts import Layouts
+from argosy.plan.pipeline import Schedule
 from argosy.plan.plan import Plan
 from argosy.plan.rates import Rates, System
 from argosy.plan.step_time import StepModel
@@ -64,6 +65,11 @@ class Row:
     batch: float
     """Sequences of a step."""
     notes: str
+
+    @property
+    def key(self) -> str:
+        """Rows that an offset is shared by: same source, device, and kind of model."""
+        return f"{self.source}|{self.device}|{self.section}"
 
     @property
     def section(self) -> str:
@@ -117,8 +123,9 @@ def _row(cell: dict[str, str]) -> Row:
             raise Skip(f"{key} is not known")
     if not cell["precision"]:
         cell = {**cell, "precision": "fp8" if "Megatron-Bridge" in cell["source"] else "bf16"}
-    if number["global_batch"] is None:  # of one microbatch for each: a speed does not depend on it much
-        number["global_batch"] = (number["dp"] or number["n_gpus"]) * (number["micro_batch"] or 1)
+    if number["global_batch"] is None:  # a speed does not depend on it much
+        microbatches = 8 * number["pp"] if (number["pp"] or 1) > 1 else 1
+        number["global_batch"] = (number["dp"] or number["n_gpus"]) * (number["micro_batch"] or 1) * microbatches
     work = _workload(cell, number)
     system = system_of(cell)
     plan, open_keys = _plan(cell, number, system)
@@ -228,7 +235,7 @@ def _plan(cell: dict[str, str], number: dict[str, float | None], system: System)
     return (
         Plan(
             pp=pp, dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, ep=ep, zero=zero,
-            schedule="interleaved_1f1b" if interleave > 1 and pp > 1 else "1f1b",
+            schedule=_schedule(cell, interleave if pp > 1 else 1),
             stages_per_rank=max(1, interleave),
             recompute=cell["recompute"] or "none",
             microbatch=microbatch,
@@ -268,6 +275,12 @@ def completed(row: Row, rates: Rates) -> Row:
     memory = MemoryModel(layouts, row.work, row.system, Constants()).predict().total
     too_much = np.maximum(0, memory / (0.94 * rates.memory_bytes) - 1)
     return replace(row, plan=plans[int(np.lexsort((time, too_much))[0])])
+
+
+def _schedule(cell: dict[str, str], interleave: int) -> Schedule:
+    if "deepseek" in cell["source"].lower():  # DualPipe
+        return "dualpipev"
+    return "interleaved_1f1b" if interleave > 1 else "1f1b"
 
 
 def _recomputes(row: Row) -> list[str]:

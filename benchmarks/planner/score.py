@@ -148,7 +148,7 @@ def fitted(model: Model, chosen: NDArray[np.bool_], begin: Constants | None = No
         part = Model(rows)
         near = np.abs(np.log(part.predict(Constants()) / part.measured)) < FIT_OUTLIER
         part = Model([row for row, take in zip(rows, near, strict=True) if take])
-        keys = [f"{row.source}|{row.device}" for row in part.rows]
+        keys = [row.key for row in part.rows]
         fit_of = fit(part.predict, part.measured, keys, free=free, begin=begin)
         values = {name: getattr(fit_of.constants, name) for name in free}
         found = Constants(**{**vars(found or Constants()), **values})
@@ -160,7 +160,7 @@ def calibrated(
     model: Model, constants: Constants, predicted: Floats, drawn: NDArray[np.bool_], mine: NDArray[np.bool_]
 ) -> Floats:
     """Logarithms of predictions for `mine`, adjusted to the `drawn` rows."""
-    keys = np.array([f"{row.source}|{row.device}|{row.metric}" for row in model.rows])
+    keys = np.array([row.key for row in model.rows])
     adjusted = predicted.copy()
     for metric, free in (("time", OF_TIME), ("memory", OF_MEMORY)):
         here = np.array([row.metric == metric for row in model.rows])

@@ -58,8 +58,10 @@ def _megatron_2021(cell: Cell) -> System:
 
 
 def _megatron_core(cell: Cell) -> System:
-    """DeepEP and HybridEP are what NVIDIA and DeepSeek publish with."""
-    return replace(MEGATRON_CORE, sends_once=float("a2a" not in cell["notes"].lower()))
+    """DeepEP and HybridEP are what NVIDIA and DeepSeek publish with; DeepSeek overlaps them (DualPipe)."""
+    notes = cell["notes"].lower()
+    overlaps = "1f1b overlap" in notes or "deepseek" in cell["source"].lower()
+    return replace(MEGATRON_CORE, sends_once=float("a2a" not in notes), overlaps_experts=float(overlaps))
 
 
 SYSTEMS: tuple[tuple[tuple[str, ...], Callable[[Cell], System]], ...] = (

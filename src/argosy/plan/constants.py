@@ -46,6 +46,8 @@ class Constants:
     """Passes over tokens that are sorted to their experts and back."""
     host: float = _free(0.3e-3, 2.0)
     """Seconds of the host for a layer's forward and backward: the floor of small kernels."""
+    host_experts: float = _free(3e-3, 2.0)
+    """Those for a layer with experts: routing, sorting, many small matmuls."""
     link: float = _free(0.95, 1.15)
     """Share of a large ring's bandwidth that collectives inside a step reach."""
     nic: float = _free(0.8, 1.25)

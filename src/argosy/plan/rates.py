@@ -35,6 +35,8 @@ class Rates:
     """Devices that the fast link joins."""
     reduction_gain: Numbers = 1.0
     """All-reduce inside a node, where the switch adds up (NVLS): its bandwidth over that of a ring."""
+    host_waits: Numbers = 0.0
+    """1: the host computes itself, so that its time for starting operations comes on top (CPUs)."""
 
     @classmethod
     def of_device(cls, device: Device, narrow: Format = "fp8", nic_bytes_per_s: float | None = None) -> Rates:
@@ -59,6 +61,7 @@ class Rates:
             nic_bytes_per_s=nic_bytes_per_s or device.nic_bytes_per_s,
             node=device.devices_per_node,
             reduction_gain=(device.nvls_busbw_bytes_per_s or ring) / ring,
+            host_waits=float(device.kind == "cpu"),
         )
 
     @classmethod
@@ -129,6 +132,8 @@ class System:
     """Collectives in which ZeRO 3 gathers a layer: one, or one for each parameter."""
     overlaps_gradients: Numbers = 1
     """1: gradients are summed, and parameters gathered, while other layers compute."""
+    overlaps_experts: Numbers = 0
+    """1: tokens travel to experts while other microbatches compute (DualPipe)."""
     overlaps_tensor: Numbers = 0
     """1: tensor-parallel collectives run under matmuls (asynchronous TP)."""
 

@@ -118,6 +118,7 @@ class StepModel:
             p.precision, r.fp32 * r.achieved_fp32, r.half * r.achieved_half, r.half * r.achieved_half
         ) * (constants.attention * system.attention)
         fused = np.where(p.compile, system.fused, 0.0)
+        self.kernels = np.where(fused > 0, 0.5, 1.0)
         self.passes = 1 + np.where(fused > 0, 0.0, constants.unfused)
         self.shared = np.where(system.sequence_parallel > 0, p.tp, 1)
         self.tensor_group = group_of(p.tp, 1, r, constants)
@@ -134,7 +135,8 @@ class StepModel:
         per_rank = w.layers / p.pp
         head = self._head
         forward_backward = layer.forward + layer.backward + again
-        host = np.maximum(0.0, c.host * np.where(p.compile, 0.5, 1.0) - forward_backward)
+        hidden = np.where(self.r.host_waits > 0, 0.0, forward_backward)
+        host = np.maximum(0.0, c.host * np.where(p.compile, 0.5, 1.0) - hidden)
         tensor = self._tensor()
         context = self._context(layer)
         experts = self._experts()
@@ -307,7 +309,8 @@ class StepModel:
         p, w, c = self.p, self.w, self.c
         pairs = self.tokens / self.shared * np.maximum(1, w.experts_per_token) * np.where(w.experts > 0, 1.0, 0.0)
         message = pairs * w.width * np.where(p.precision == 0, 4, 2)
-        exchange = 2 * self._forwards * c.exposed_experts * all_to_all_s(message, self.expert_group, self._crossing())
+        exposed = c.exposed_experts * np.where(self.s.overlaps_experts > 0, 0.25, 1.0)
+        exchange = 2 * self._forwards * exposed * all_to_all_s(message, self.expert_group, self._crossing())
         mixture = self._mixture
         busiest = (c.imbalance - 1) * (mixture.forward + mixture.backward)
         return w.moe_layers / w.layers * (exchange + np.where(p.ep > 1, busiest, 0.0))

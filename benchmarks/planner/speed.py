@@ -1,0 +1,113 @@
+"""How fast the planner is: plans a second on one core, in columns and one at a time, and whole answers with imports.
+
+    python benchmarks/planner/speed.py [--json]
+
+Plans are all that the search lists for Llama 3 70B on 256 H100. Each gets its rules checked, its memory and its time,
+whether it fits or not. Seconds are of processor time for plans, of wall time for answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from argosy.config.load import load
+from argosy.plan.clusters import Cluster
+from argosy.plan.layouts import Layouts
+from argosy.plan.plan import Plan
+from argosy.plan.rules import breaks_any, first_problem
+from argosy.plan.search import Problem, predict_memory, predict_time, search
+
+BAR_PER_S = 100_000
+"""Plans a second and core, at least."""
+BAR_S = 1.0
+"""Seconds of an answer, at most."""
+ONE_AT_A_TIME = 200
+REPEATS = 3
+ANSWERS = {
+    "llama3-70b on 256 H100": "--model llama3-70b --cluster 256xh100 --global-batch 1024 --seq-len 8192",
+    "llama3.1-405b on 16,384 H100": "--model llama3.1-405b --cluster 16384xh100 --global-batch 2048 --seq-len 8192",
+    "deepseek-v3 on 2,048 H800": "--model deepseek-v3 --cluster 2048xh800 --global-batch 4096 --seq-len 4096",
+}
+
+
+def main() -> None:
+    """Measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    as_json = parser.parse_args().json
+    run = load(None, {"model.preset": "llama3-70b", "data.seq_len": 8192, "train.global_batch": 1024})
+    problem = Problem.of(run, Cluster.parse("256xh100"))
+    plans = search(problem, {}).plans
+    some = [plans.plan(row) for row in range(ONE_AT_A_TIME)]
+    found = {
+        "plans": len(plans),
+        "plans_per_s": rate(len(plans), lambda: evaluate(problem, plans)),
+        "plans_per_s_one_at_a_time": rate(len(some), lambda: [evaluate_one(problem, plan) for plan in some]),
+        "search_plans_per_s": search_rate(problem),
+        "answers_s": {name: answer_s(words) for name, words in ANSWERS.items()},
+    }
+    print(json.dumps(found, indent=2) if as_json else in_words(found))
+
+
+def evaluate(problem: Problem, plans: Layouts) -> None:
+    """Rules, memory and time of all of them."""
+    legal = ~np.broadcast_to(breaks_any(plans, problem.run), len(plans))
+    assert legal.all()
+    assert np.asarray(predict_memory(problem, plans).total).shape == legal.shape
+    assert np.asarray(predict_time(problem, plans).step).shape == legal.shape
+
+
+def evaluate_one(problem: Problem, plan: Plan) -> None:
+    """The same for one."""
+    assert first_problem(plan, problem.run) is None
+    evaluate(problem, Layouts.of([plan]))
+
+
+def rate(plans: int, work: Callable[[], object]) -> float:
+    """Plans a second of processor time, the best of some repeats."""
+    return plans / min(processor_s(work) for _ in range(REPEATS))
+
+
+def search_rate(problem: Problem) -> float:
+    """Plans that a whole search looks at in a second: listed, checked, memory; time of those that fit."""
+    looked_at = search(problem, {}).looked_at
+    return rate(looked_at, lambda: search(problem, {}))
+
+
+def processor_s(work: Callable[[], object]) -> float:
+    began = time.process_time()
+    work()
+    return time.process_time() - began
+
+
+def answer_s(words: str) -> float:
+    """Wall seconds of `argosy plan`, from the start of the process to its end; the best of some repeats."""
+    command = [sys.executable, "-m", "argosy", "plan", *words.split()]
+
+    def once() -> float:
+        began = time.perf_counter()
+        subprocess.run(command, check=True, capture_output=True)
+        return time.perf_counter() - began
+
+    return min(once() for _ in range(REPEATS))
+
+
+def in_words(found: dict) -> str:
+    lines = [
+        f"{found['plans_per_s']:>12,.0f} plans a second and core: rules, memory, time (bar: {BAR_PER_S:,})",
+        f"{found['plans_per_s_one_at_a_time']:>12,.0f} the same one at a time",
+        f"{found['search_plans_per_s']:>12,.0f} in a search: listed and checked, and time only where memory allows",
+        *(f"{s:>12.2f} s  argosy plan, {name} (bar: {BAR_S:g} s)" for name, s in found["answers_s"].items()),
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
