@@ -178,10 +178,9 @@ def in_words(options: Options, outcomes: Sequence[Outcome], load_before: float) 
 def row(outcome: Outcome) -> str:
     step_s, memory = compared(outcome.report)
     plan = outcome.plan.replace(",precision=fp32,compile=false", "")
-    return (
-        f"| `{plan}` | {step_s[0]:.3f} s | {step_s[1]:.3f} s | {outcome.learnt_step_s:.3f} s | {memory[0] / 1e6:.0f} MB "
-        f"| {memory[1] / 1e6:.0f} MB | {outcome.learnt_memory_bytes / 1e6:.0f} MB |"
-    )
+    times = [f"{seconds:.3f} s" for seconds in (*step_s, outcome.learnt_step_s)]
+    sizes = [f"{size / 1e6:.0f} MB" for size in (*memory, outcome.learnt_memory_bytes)]
+    return f"| `{plan}` | {' | '.join([*times, *sizes])} |"
 
 
 def compared(report: Report) -> tuple[tuple[float, float], tuple[float, float]]:

@@ -85,7 +85,7 @@ def test_a_message_counts_as_what_a_rank_of_a_ring_sends(workers):
 
 def send_along(world: World, plan: str, axes: list[str]) -> set[tuple[str, str]]:
     """The axes that are counted when a message is sent along each of `axes`, to all ranks, and to half of them."""
-    meshes = lay_out_meshes("cpu", Plan.parse(plan), tied_ends=False)
+    meshes = lay_out_meshes("cpu", Plan.parse(plan), tied_ends=False, timeout_s=60)
     halves = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     with count_wire(meshes) as counts:
         for group in (*(meshes.group(axis) for axis in axes), dist.group.WORLD, halves[world.rank // 2]):

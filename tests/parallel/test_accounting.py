@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from torch import Tensor
 
+from argosy.config.schema import RunConfig
 from argosy.models.batch import microbatches
 from argosy.models.layers import local
 from argosy.observe.clock import StepClock
@@ -61,6 +62,15 @@ PLANS = [
     ("experts", "dp_shard=4,ep=2,zero=3"),
     ("experts", "dp_shard=2,ep=2,tp=2,zero=1"),
 ]
+MUON_PLANS = [
+    ("dense", "dp_shard=2,zero=0"),
+    ("dense", "dp_shard=2,tp=2"),
+    ("dense", "pp=2,dp_shard=2,zero=1"),
+    ("experts", "dp_shard=2,ep=2,tp=2,zero=1"),
+    ("experts", "dp_shard=4,ep=2,tp=2,zero=3"),
+    ("experts", "dp_shard=4,ep=2,zero=3"),
+]
+"""Muon needs whole matrices, and each worked on once."""
 
 
 @dataclass
@@ -71,9 +81,13 @@ class Found:
     sent: Counts
 
 
-def measure(world: World, plan: str, model_config: dict[str, Any]) -> Found:
-    layout, config = eager(plan), run_config(Path("no data"), model=model_config)
-    model = laid_out(world, layout, model=model_config)
+def run_of(model: str, optimizer: str) -> RunConfig:
+    return run_config(Path("no data"), model=MODELS[model], optimizer={"kind": optimizer})
+
+
+def measure(world: World, plan: str, model_name: str, kind: str) -> Found:
+    layout, config = eager(plan), run_of(model_name, kind)
+    model = laid_out(world, layout, model=MODELS[model_name])
     optimizer = Optimizer(model.pieces, config.optimizer)
     share = len(ROWS) // layout.dp
     rows = ROWS[model.dp_rank * share : (model.dp_rank + 1) * share]
@@ -98,10 +112,12 @@ def memory(tensors: Iterable[Tensor]) -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("model, plan", PLANS)
-def test_bytes_held_and_sent_are_as_the_formulas_say(workers, model: str, plan: str):
-    layout, config = eager(plan), run_config(Path("no data"), model=MODELS[model])
-    found = workers.run(layout.world_size, measure, plan, MODELS[model])
+@pytest.mark.parametrize(
+    "model, plan, kind", [*((*row, "adamw") for row in PLANS), *((*row, "muon") for row in MUON_PLANS)]
+)
+def test_bytes_held_and_sent_are_as_the_formulas_say(workers, model: str, plan: str, kind: str):
+    layout, config = eager(plan), run_of(model, kind)
+    found = workers.run(layout.world_size, measure, plan, model, kind)
     for rank, of_rank in enumerate(found):
         assert of_rank.state == state_bytes(layout, config, rank)
         expected = traffic(layout, config, rank)

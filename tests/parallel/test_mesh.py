@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
+import torch
 import torch.distributed as dist
 
 from argosy.parallel.mesh import lay_out_meshes
@@ -14,7 +17,7 @@ VIEWS = ("axes", "state", "experts")
 
 def members(world: World, plan: Plan, name: str) -> list[int]:
     """The ranks of this one's group along `name`, in order."""
-    group = lay_out_meshes("cpu", plan, tied_ends=False).group(name)
+    group = lay_out_meshes("cpu", plan, tied_ends=False, timeout_s=60).group(name)
     return [world.rank] if group is None else dist.get_process_group_ranks(group)
 
 
@@ -50,7 +53,7 @@ def test_a_group_has_the_members_that_it_should(workers, plan, name, groups):
 
 
 def facts(world: World, plan: Plan, tied: bool) -> dict[str, object]:
-    meshes = lay_out_meshes("cpu", plan, tied)
+    meshes = lay_out_meshes("cpu", plan, tied, timeout_s=60)
     return {
         "views": [getattr(meshes, view).mesh.flatten().tolist() for view in VIEWS],
         "place": [meshes.rank(axis) for axis in AXES],
@@ -58,6 +61,11 @@ def facts(world: World, plan: Plan, tied: bool) -> dict[str, object]:
         "ends": None if meshes.ends is None else dist.get_process_group_ranks(meshes.ends),
         "ranks_of_stage": [meshes.ranks_of_stage(is_shared_by_ends=shared) for shared in (False, True)],
         "nested": None if meshes.nested is None else meshes.sharing(("tp",)).mesh.flatten().tolist(),
+        "nested_experts": {
+            outer: meshes.sharing(outer).mesh.tolist()
+            for outer in (("ep",), ("ep", "tp"))
+            if meshes.nested_experts is not None
+        },
     }
 
 
@@ -93,3 +101,31 @@ def test_zero_1_and_2_split_what_the_tensor_axis_left(workers):
         assert found["nested"] == [0, 2, 1, 3]
     for found in workers.run(4, facts, Plan.parse("dp_shard=2,tp=2,zero=3"), False):
         assert found["nested"] is None
+
+
+def test_zero_1_and_2_split_what_expert_and_tensor_axes_left_of_an_expert(workers):
+    """Each list in the lists has the ranks that share some experts, or some columns of these."""
+    for rank, found in enumerate(workers.run(4, facts, Plan.parse("dp_shard=4,ep=2,zero=2"), False)):
+        assert found["nested_experts"] == {("ep",): [[0, 2], [1, 3]], ("ep", "tp"): [[[0, 2]], [[1, 3]]]}, rank
+    plan = Plan.parse("dp_shard=4,ep=2,tp=2,zero=1")
+    for rank, found in enumerate(workers.run(8, facts, plan, False)):
+        by_tp = [[[0, 4], [1, 5]], [[2, 6], [3, 7]]]
+        assert found["nested_experts"][("ep", "tp")] == by_tp
+        assert found["nested_experts"][("ep",)] == [
+            [ranks[rank % 2] for ranks in [*zip(*x, strict=True)]] for x in by_tp
+        ]
+    for found in workers.run(4, facts, Plan.parse("dp_shard=4,ep=2,zero=3"), False):
+        assert found["nested_experts"] == {}
+
+
+def timeouts(world: World, plan: Plan) -> set[timedelta]:
+    """How long the groups of this rank wait."""
+    meshes = lay_out_meshes("cpu", plan, tied_ends=plan.pp > 1, timeout_s=77)
+    views = [view for view in (meshes.axes, meshes.state, meshes.experts, meshes.nested, meshes.nested_experts) if view]
+    groups = [group for view in views for group in view.get_all_groups()] + [meshes.stage, meshes.ends]
+    return {group._get_backend(torch.device("cpu")).options._timeout for group in groups if group is not None}
+
+
+@pytest.mark.parametrize("plan", ["dp_shard=2,tp=2,zero=1", "pp=2,dp_shard=2"])
+def test_no_group_waits_longer_than_it_was_told(workers, plan):
+    assert workers.run(4, timeouts, Plan.parse(plan)) == [{timedelta(seconds=77)}] * 4

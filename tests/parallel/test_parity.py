@@ -59,7 +59,7 @@ QUICK = [
     ("llama", "pp=2,schedule=interleaved_1f1b,microbatch=2"),
     ("llama", "dp_replicate=2,dp_shard=2,microbatch=2"),
     ("qwen3", "dp_shard=2,tp=2,microbatch=2"),
-    ("mixtral", "dp_shard=2,ep=2,microbatch=4"),
+    ("mixtral", "dp_shard=2,ep=2,recompute=selective,microbatch=4"),
     ("deepseek_v3", "cp=2,ep=2,microbatch=4"),
 ]
 """Family and plan, in every run of the tests."""
@@ -135,6 +135,9 @@ SLOW = [
     ("deepseek_v3", "tp=2,pp=2,microbatch=2"),
     ("qwen3_moe", "dp_shard=2,cp=2,ep=4"),
     ("mixtral", "pp=2,dp_shard=2,ep=2"),
+    ("mixtral", "pp=2,dp_shard=2,ep=2,schedule=zbv,recompute=full"),
+    ("mixtral", "dp_shard=8,ep=2"),  # fewer experts on a rank than ranks that share them
+    ("deepseek_v3", "cp=2,ep=2,recompute=selective"),
     ("deepseek_v3", "pp=2,dp_shard=2,tp=2,ep=2"),
     ("qwen3_moe", "dp_shard=2,cp=2,tp=2,ep=2,zero=1"),
 ]

@@ -119,3 +119,11 @@ def test_clipping_is_that_of_torch_on_the_whole_model(workers, plan, max_norm, s
         assert norm == pytest.approx(expected, rel=1e-5)
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, reference.get_parameter(name).grad, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_the_norm_of_bf16_gradients_is_not_rounded_to_bf16():
+    pieces = laid_out(World(), eager("weights=bf16"), model=TIED).pieces
+    for piece in pieces:
+        piece.value.grad = drawn(piece.name, piece.shape).bfloat16()
+    squares = sum(piece.value.grad.double().square().sum().item() for piece in pieces)
+    assert clip_gradients(pieces, 0.0).item() == pytest.approx(squares**0.5, rel=1e-6)

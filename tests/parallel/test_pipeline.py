@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from argosy.models.batch import microbatches
@@ -57,6 +60,31 @@ def test_losses_and_gradients_are_those_of_one_process(workers, reference, sched
             summed = 5 * expected[name]  # of both steps
             tolerance = 1e-5 * float(summed.abs().max())
             torch.testing.assert_close(gradient, summed, rtol=1e-4, atol=tolerance, msg=name)
+
+
+def evaluated_where_sends_wait(world: World, plan: str) -> float:
+    """The loss, if a send ends when its receiver has it: gloo buffers messages, NCCL need not."""
+    layout = eager(plan)
+    parallel = laid_out(world, layout, model=UNTIED)
+    isend, recv, received = dist.isend, dist.recv, torch.zeros(1)
+
+    def send_and_wait(x: Tensor, group: dist.ProcessGroup, group_dst: int) -> None:
+        isend(x, group=group, group_dst=group_dst).wait()
+        recv(received, group=group, group_src=group_dst, tag=1)
+
+    def receive_and_say_so(x: Tensor, group: dist.ProcessGroup, group_src: int) -> None:
+        recv(x, group=group, group_src=group_src)
+        isend(received, group=group, group_dst=group_src, tag=1).wait()
+
+    with mock.patch.object(dist, "isend", send_and_wait), mock.patch.object(dist, "recv", receive_and_say_so):
+        return parallel.loss(microbatches(ROWS, layout.microbatch, 0, world.device)).item()
+
+
+@pytest.mark.parametrize("plan", [f"pp=2,schedule={name}" for name in SCHEDULES] + ["pp=4,schedule=interleaved_1f1b"])
+def test_an_evaluation_does_not_rely_on_buffers_for_what_is_sent(workers, plan):
+    alone = evaluated_where_sends_wait(World(), "microbatch=8")
+    found = workers.run(eager(plan).world_size, evaluated_where_sends_wait, plan)
+    assert sum(found) == pytest.approx(alone, rel=1e-6)
 
 
 def held(world: World, plan: str) -> set[str]:

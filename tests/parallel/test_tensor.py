@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,11 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from argosy.models import loss as loss_module
 from argosy.models.batch import microbatches
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
 from argosy.models.layers import Embedding, local
 from argosy.models.loss import chunk_loss_and_gradient
+from argosy.observe.clock import StepClock
 from argosy.parallel.tensor import VocabularyLoss, split_over_ranks, vocabulary_rows
 from argosy.parallel.world import World
 from tiny import MODEL, decoder, eager, gradients, laid_out, model_config
@@ -119,6 +122,21 @@ def test_the_loss_over_parts_of_the_vocabulary_is_that_over_the_whole(workers, v
     torch.testing.assert_close(torch.cat(parts, dim=1), gradient_CV, rtol=1e-5, atol=1e-6)
     for found in losses:
         torch.testing.assert_close(found, loss)
+
+
+def loss_in_chunks(world: World, logits_at_once: int, vocab: int) -> float:
+    """This rank's share of the summed loss of 64 tokens."""
+    rows = np.random.default_rng(0).integers(0, vocab, (2, 33)).astype(np.int32)
+    with mock.patch.object(loss_module, "CHUNK_LOGITS", logits_at_once):
+        model = laid_out(world, eager(f"tp={world.size},microbatch=2"), model={"vocab_size": vocab})
+        return model.forward_backward(microbatches(rows, 2, 0, world.device), 1.0, StepClock(world.device)).item()
+
+
+@pytest.mark.parametrize(("vocab", "logits_at_once"), [(403, 1000), (5, 16)])
+def test_ranks_with_parts_of_different_lengths_cut_the_tokens_into_the_same_chunks(workers, vocab, logits_at_once):
+    """Of 403 the ranks have 101 or 100, of which 9 or 10 tokens' logits are 1000; of 5 the last rank has none."""
+    whole = loss_in_chunks(World(), 10**9, vocab)
+    assert sum(workers.run(4, loss_in_chunks, logits_at_once, vocab)) == pytest.approx(whole, rel=1e-6)
 
 
 def lookup(world: World, vocab: int) -> tuple[Tensor, Tensor]:

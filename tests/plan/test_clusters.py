@@ -83,7 +83,7 @@ def test_oversubscription_divides_the_bandwidth():
 
 @pytest.mark.parametrize("text", CLUSTERS)
 def test_a_saved_cluster_reads_back_as_it_was(tmp_path, text):
-    cluster = Cluster.parse(text).model_copy(update={"factors": {"matmul": Factor(value=1.1, std=0.02)}})
+    cluster = Cluster.parse(text).model_copy(update={"factors": {"compute": Factor(value=1.1, std=0.02)}})
     cluster.save(tmp_path / "mine.toml")
     assert Cluster.parse(str(tmp_path / "mine.toml")) == cluster
 
@@ -100,7 +100,7 @@ def test_a_devices_file_is_found_beside_the_clusters(tmp_path, monkeypatch):
     group = Cluster.parse("laptop").groups[0].device.model_copy(update={"mtbf_h": 7.0})
     inline = Cluster.parse("laptop").groups[0].model_copy(update={"device": group})
     Cluster(groups=(inline,)).save(tmp_path / "whole.toml")
-    table = (tmp_path / "whole.toml").read_text().split("[groups.device]", 1)[1]
+    table = (tmp_path / "whole.toml").read_text().split("[groups.device]", 1)[1].split("[measured]")[0]
     (tmp_path / "core.toml").write_text(table.replace("[groups.device.", "["))
     (tmp_path / "mine.toml").write_text('[[groups]]\ndevice = "core.toml"\nnodes = 2\n')
     monkeypatch.chdir("/")
@@ -150,7 +150,7 @@ TIER = '[[network]]\nname = "leaf"\nbandwidth_bytes_per_s = 5e10\nlatency_s = 1e
             GROUP + '[[links]]\nsites = ["a", "here"]\nbandwidth_bytes_per_s = 1e9\nlatency_s = 1e-2',
             "mine.toml:4: links names the site 'a', and groups has here.",
         ),
-        ("[factors]\nmatmul = {value = 1, sd = 2}\n" + GROUP, "mine.toml:2: factors.matmul.sd = 2: unknown key;"),
+        ("[factors]\ncompute = {value = 1, sd = 2}\n" + GROUP, "mine.toml:2: factors.compute.sd = 2: unknown key;"),
         ('currency = "EUR"\n' + GROUP, "mine.toml:1: currency is EUR"),
         (GROUP + '[groups.device]\nname = "x"', "mine.toml"),
     ],

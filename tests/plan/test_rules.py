@@ -6,6 +6,7 @@ import re
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan import rules
+from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan
-from argosy.plan.rules import RULES, first_problem, nearest
+from argosy.plan.rules import RULES, breaks_any, first_problem, nearest
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 
@@ -96,6 +98,12 @@ CASES: list[tuple[rules.Rule, str, dict[str, Any], str]] = [
         "plan.precision = fp8 with experts",
     ),
     (rules.number_formats_go_together, "precision=fp16,weights=bf16", {}, "plan.weights = bf16 with precision = fp16"),
+    (
+        rules.recomputed_experts_are_gathered_alike,
+        "pp=2,dp_shard=2,ep=2,recompute=selective",
+        {"model": {"moe": {"experts": 8}}},
+        "Use recompute=full or none, or zero=2.",
+    ),
     (rules.experts_are_dealt_out, "dp_shard=2,ep=2", {}, "plan.ep = 2, and the model has no experts"),
     (
         rules.experts_are_dealt_out,
@@ -154,8 +162,11 @@ ANY_PLAN = st.builds(
     ep=SIZES,
     schedule=st.sampled_from(sorted(SCHEDULES)),
     context=st.sampled_from(["ring", "ulysses"]),
-    recompute=st.sampled_from(["none", "full"]),
+    recompute=st.sampled_from(["none", "selective", "full"]),
     microbatch=st.sampled_from([1, 2, 3, 4]),
+    stages_per_rank=st.sampled_from([1, 2, 3]),
+    precision=st.sampled_from(["fp32", "bf16", "fp16", "fp8"]),
+    weights=st.sampled_from(["fp32", "fp32", "bf16"]),
     compile=st.booleans(),
 )
 
@@ -172,6 +183,13 @@ def any_run(draw: st.DrawFn) -> RunConfig:
     }
     data = {"seq_len": draw(st.sampled_from([48, 64, 100]))}
     return run(model=model, data=data, train={"global_batch": draw(st.sampled_from([6, 8, 24, 30]))})
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(ANY_PLAN, min_size=1, max_size=20), any_run())
+def test_rules_say_of_many_plans_what_they_say_of_each(plans, run_):
+    broken = np.broadcast_to(breaks_any(Layouts.of(plans), run_), len(plans))
+    assert broken.tolist() == [first_problem(plan, run_) is not None for plan in plans]
 
 
 @settings(deadline=None, max_examples=30)

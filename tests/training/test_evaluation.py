@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 
 from argosy.data.stream import TokenSource
 from argosy.errors import UserError
+from argosy.models.loss import IGNORED
 from argosy.parallel.world import World
 from argosy.training.evaluation import HeldOut, Score, evaluate, unigram_score
 from tiny import MODEL, decoder, eager, laid_out, prepare_corpus
@@ -49,6 +51,19 @@ def test_the_score_does_not_depend_on_the_layout(workers, held_out, plan):
     whole = score(World(), held_out, f"microbatch={len(held_out.windows)}")
     for found in workers.run(eager(plan).world_size, score, held_out, plan):
         assert dataclasses.astuple(found) == pytest.approx(dataclasses.astuple(whole), rel=1e-6)
+
+
+def test_what_fills_a_short_batch_does_not_count_and_has_no_more_documents_than_text_has(held_out):
+    """Be the mark that ends a document token 0 or another."""
+    seen = []
+    model = mock.Mock(dp=1, dp_rank=0, microbatches_at_once=1)
+    model.loss = lambda batch: seen.extend(batch) or torch.zeros(())
+    windows = np.full((5, SEQ_LEN + 1), 7, np.int32)
+    for mark in (0, 3):
+        evaluate(model, dataclasses.replace(held_out, windows=windows, end_of_document=mark), 4, World())
+    for short in (seen[1], seen[3]):
+        assert (short.targets_BT != IGNORED).sum(1).tolist() == [SEQ_LEN, 0, 0, 0]
+        assert len(short.documents) - 1 == 4  # as many as rows
 
 
 def test_the_score_is_the_mean_cross_entropy(held_out):

@@ -176,6 +176,23 @@ def test_a_save_that_fails_is_told_and_forgotten_once_one_succeeds(tmp_path):
     assert keeping.last_error is None and kept(tmp_path) == [2]
 
 
+@pytest.mark.parametrize(
+    ("saved", "own", "expected"),
+    [
+        (LossScaler(2.0**14), LossScaler(2.0**16), 2.0**14),
+        # A plan of another precision: a scale that does not seek is not the one that fp16 needs, nor the other way.
+        (LossScaler(1.0, growth_steps=0), LossScaler(2.0**16), 2.0**16),
+        (LossScaler(2.0**14), LossScaler(1.0, growth_steps=0), 1.0),
+    ],
+)
+def test_a_loss_scale_is_taken_back_only_from_a_run_that_sought_one_by_a_run_that_does(tmp_path, saved, own, expected):
+    before, after = state(2), state()
+    before.scaler, after.scaler = saved, own
+    keeper(tmp_path).save(before, background=False)
+    assert keeper(tmp_path).restore(after) is not None
+    assert after.scaler.scale == expected
+
+
 def _model(of: TrainState) -> dict[str, torch.Tensor]:
     return of.weights()
 

@@ -19,6 +19,10 @@ COMMANDS = {
     "generate": "continue a text with a checkpoint",
     "evaluate": "measure a checkpoint's loss on held-out text",
     "parity": "train some steps in one process and as a plan says, and compare",
+    "probe": "measure this machine, and write it as a cluster to plan for",
+    "plan": "rank layouts for a model on a cluster: time, memory, cost, and why",
+    "scaling": "fit a scaling law to small runs, and ask it for the best size or a loss",
+    "simulate": "run the train step of any rank without devices: memory, FLOPs, bytes, timeline",
     "config": "show the resolved run file, its JSON schema, the presets",
 }
 """Command -> what it does, in a line; its module is argosy.cli.COMMAND, with `main(argv) -> int | None`."""

@@ -20,7 +20,7 @@ def dump(config: Section) -> str:
     return tomlkit.dumps(document)
 
 
-def _fill(table: Table | Container, section: Section) -> None:
+def _fill(table: Table | Container, section: Section, explained: bool = True) -> None:
     """Add the section's values, then its tables, as TOML's order wants it; a value of None is left out."""
     values = section.model_dump(mode="json", exclude_none=True)
     fields = type(section).model_fields
@@ -31,7 +31,8 @@ def _fill(table: Table | Container, section: Section) -> None:
         elif _is_table(inner, values[name]):
             table.add(name, _tables(inner))
         else:
-            table.add(name, _explained(_value(values[name]), fields[name].description))
+            item = _value(values[name])
+            table.add(name, _explained(item, fields[name].description) if explained else item)
 
 
 def _is_table(inner: object, value: object) -> bool:
@@ -44,14 +45,15 @@ def _is_table(inner: object, value: object) -> bool:
 def _tables(sections: tuple[Section, ...]) -> AoT:
     tables = tomlkit.aot()
     for section in sections:
-        tables.append(_table(section))
+        tables.append(_table(section, explained=section is sections[0]))  # once is enough
     return tables
 
 
-def _table(section: Section) -> Table:
+def _table(section: Section, explained: bool = True) -> Table:
     table = tomlkit.table()
-    _explained(table, type(section).__doc__)
-    _fill(table, section)
+    if explained:
+        _explained(table, type(section).__doc__)
+    _fill(table, section, explained)
     return table
 
 

@@ -390,6 +390,9 @@ class LaunchConfig(Section):
     """TCP port where workers meet; 0 takes a free one."""
     timeout_s: PositiveFloat = 600.0
     """How long a collective may wait for a peer."""
+    cluster: str = ""
+    """What predictions are made for: NxDEVICE, a preset, a file; empty: ./cluster.toml if `argosy probe` wrote it here,
+    else roughly what the catalogue has of the devices at hand."""
 
 
 class RunConfig(Section):

@@ -8,10 +8,12 @@ from argosy.data.prepare import PrepareProgress, prepare
 from argosy.errors import UserError
 from argosy.observe.progress import Progress
 from argosy.optim.groups import check_groups
+from argosy.plan.machine import cluster_of
 
 
 def resolve(run: RunConfig, progress: Progress) -> tuple[RunConfig, OpenData]:
     """The run with its data ready and nothing left to be filled in, and its open data. Raises: UserError."""
+    cluster_of(run)  # a launch.cluster that is none is told before anything takes time
     run = _with_data(run, progress)
     data = open_data(run.data, run.seed, run.train.global_batch)
     if not run.model.vocab_size:

@@ -78,7 +78,6 @@ def enter(run_dir: Path, run: RunConfig, data_identity: str, accept_changes: boo
 
 def write(run_dir: Path, run: RunConfig, plan: Plan, tokenizer: Path) -> None:
     """Put run.toml, plan.toml and a copy of the tokenizer in the folder, which then needs nothing else to be used.
-
     A plan that is replaced is kept as plan-STEP.toml.
     """
     with atomic_write(run_dir / TOKENIZER) as file:

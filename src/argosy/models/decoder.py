@@ -69,6 +69,8 @@ class Decoder(nn.Module):
             has_head = part.last and not config.tie_embeddings
             self.head = Linear(config.width, config.vocab_size, bias=False) if has_head else None
         self.loss_of_chunk: ChunkLoss = chunk_loss_and_gradient
+        #: Of the vocabulary, the most that any rank has.
+        self.longest_part = config.vocab_size
         self.my_tokens: Callable[[Tensor], Tensor] = _all_of_them
         self._rotary: tuple[Tensor, Tensor] | None = None
 
@@ -107,7 +109,8 @@ class Decoder(nn.Module):
         weight_VD = self.head_weight
         if targets_BT is None:
             return F.linear(x, local(weight_VD).to(x.dtype))
-        return summed_cross_entropy(x.flatten(0, 1), local(weight_VD), targets_BT.flatten(), self.loss_of_chunk)
+        targets_N = targets_BT.flatten()
+        return summed_cross_entropy(x.flatten(0, 1), local(weight_VD), targets_N, self.loss_of_chunk, self.longest_part)
 
     @property
     def head_weight(self) -> Tensor:

@@ -208,7 +208,7 @@ class Router(nn.Module):
         moe = self.config
         logits_BTE = F.linear(x_BTD.float(), local(self.weight).float())
         scores_BTE = logits_BTE.softmax(-1) if moe.router == "softmax" else logits_BTE.sigmoid()
-        experts_BTK = self._best(scores_BTE.detach())
+        experts_BTK = self.choose(scores_BTE.detach())
         weights_BTK = scores_BTE.gather(-1, experts_BTK)
         if moe.normalize_weights:
             weights_BTK = weights_BTK / (weights_BTK.sum(-1, keepdim=True) + 1e-20)
@@ -216,8 +216,8 @@ class Router(nn.Module):
             scores_BTE = scores_BTE / (scores_BTE.sum(-1, keepdim=True) + 1e-20)
         return Routing(experts_BTK, weights_BTK * moe.routed_scale, scores_BTE, logits_BTE)
 
-    def _best(self, scores_BTE: Tensor) -> Tensor:
-        """The K experts to choose: those of the best groups, a group being as good as its two best together."""
+    def choose(self, scores_BTE: Tensor) -> Tensor:
+        """Each token's K experts, [B, T, K]: of the best groups, a group being as good as its two best together."""
         moe = self.config
         if self.bias is not None:
             scores_BTE = scores_BTE + self.bias

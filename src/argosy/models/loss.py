@@ -32,34 +32,41 @@ def chunk_loss_and_gradient(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tenso
 
 
 def summed_cross_entropy(
-    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, of_chunk: ChunkLoss = chunk_loss_and_gradient
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    of_chunk: ChunkLoss = chunk_loss_and_gradient,
+    longest_part: int = 0,
 ) -> Tensor:
     """Sum over tokens of -log softmax(x @ weight.T)[target], fp32 scalar; targets of -100 do not count.
+
+    `longest_part`: where ranks have parts of the vocabulary, the length of the longest: `of_chunk` exchanges messages,
+    so that all must cut the tokens alike, however long their own part is.
 
     Forward computes the gradients too, chunk by chunk, while the chunk's logits are at hand (the idea of Liger's
     fused linear cross-entropy, Hsu et al. 2024): three matmuls a chunk in all, none of them twice.
     """
+    rows = max(1, CHUNK_LOGITS // (longest_part or weight_VD.shape[0]))
     if torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad):
-        loss: Tensor = _LossWithGradients.apply(x_ND, weight_VD, targets_N, of_chunk)
+        loss: Tensor = _LossWithGradients.apply(x_ND, weight_VD, targets_N, of_chunk, rows)
         return loss
     weight = weight_VD.to(x_ND.dtype)
-    return torch.stack([of_chunk(x @ weight.T, targets)[0] for x, targets in _chunks(weight, x_ND, targets_N)]).sum()
+    return torch.stack([of_chunk(x @ weight.T, targets)[0] for x, targets in _chunks(rows, x_ND, targets_N)]).sum()
 
 
-def _chunks(weight_VD: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The tensors, cut alike along the tokens into chunks of at most CHUNK_LOGITS logits."""
-    rows = max(1, CHUNK_LOGITS // max(1, weight_VD.shape[0]))
+def _chunks(rows: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The tensors, cut alike along their first dim into chunks of at most `rows`."""
     return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
 
 
 class _LossWithGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, of_chunk: ChunkLoss) -> Tensor:
+    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, of_chunk: ChunkLoss, rows: int) -> Tensor:
         weight = weight_VD.to(x_ND.dtype)
         grad_x = torch.empty_like(x_ND)
         grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32)
         losses = []
-        for x, targets, dx in _chunks(weight, x_ND, targets_N, grad_x):
+        for x, targets, dx in _chunks(rows, x_ND, targets_N, grad_x):
             loss, gradient_CV = of_chunk(x @ weight.T, targets)
             losses.append(loss)
             torch.mm(gradient_CV, weight, out=dx)
@@ -68,6 +75,6 @@ class _LossWithGradients(torch.autograd.Function):
         return torch.stack(losses).sum()
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         grad_x, grad_weight = ctx.saved_tensors
-        return grad_x * grad_loss.to(grad_x.dtype), grad_weight * grad_loss, None, None
+        return grad_x * grad_loss.to(grad_x.dtype), grad_weight * grad_loss, None, None, None

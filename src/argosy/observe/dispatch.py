@@ -42,8 +42,11 @@ class Watch(TorchDispatchMode):
         """
         device = next(tensors_in(args)).device.type
         below = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device.upper()))
-        with self:
+        super().__enter__()  # not `with self`: it has begun to watch
+        try:
             return func.redispatch(below, *args, **kwargs)
+        finally:
+            super().__exit__(None, None, None)
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:

@@ -1,4 +1,4 @@
-"""What a device can do: the matmul rate that MFU is measured against."""
+"""What a device is, and what it can do: the matmul rate that MFU is measured against."""
 
 from __future__ import annotations
 
@@ -32,3 +32,16 @@ def _seconds(a: torch.Tensor, b: torch.Tensor) -> float:
     began = time.perf_counter()
     a @ b
     return time.perf_counter() - began
+
+
+def device_name(device: torch.device) -> str:
+    """cpu, or the GPU as its driver calls it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def software(device: torch.device) -> str:
+    """Versions that speed depends on, e.g. "torch 2.13.0, CUDA 13.0, NCCL 2.28.9"."""
+    parts = [f"torch {torch.__version__}"]
+    if device.type == "cuda":
+        parts += [f"CUDA {torch.version.cuda}", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"]
+    return ", ".join(parts)

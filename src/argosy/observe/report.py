@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from argosy.files import atomic_write
 from argosy.observe.progress import duration
+from argosy.plan.reconcile import Reconciled
 
 
 class Report(BaseModel):
@@ -37,7 +38,15 @@ class Report(BaseModel):
     time_to_first_step_s: float | None
     """From the start of the processes that ended the run to the end of their first step; None if none was left."""
     memory_bytes: int
-    """The most that one process held."""
+    """The most that the first process held."""
+    memory_before_bytes: int = 0
+    """Of it, what it held before it made the model: Python, torch and its libraries; 0 on a GPU."""
+    device: str = ""
+    """cpu, or the GPU as its driver calls it."""
+    software: str = ""
+    """Versions that speed depends on."""
+    predicted: Reconciled | None = None
+    """What the steps took beside what `plan` was predicted to take; None without a prediction."""
     seconds: dict[str, float]
     """Where the time of the steps went; the categories add up to `step`."""
     wall_s: float
@@ -69,6 +78,8 @@ class Report(BaseModel):
                 f"(loss {self.validation['loss']:.3f}); a unigram model: "
                 f"{self.validation['unigram_bits_per_byte']:.3f}"
             )
+        if self.predicted is not None:
+            lines.append(self.predicted.in_words())
         if self.sample is not None:
             lines += ["a sample:", *("  | " + line for line in self.sample.splitlines())]
         return "\n".join(lines)
@@ -100,3 +111,15 @@ def totals(steps: list[dict[str, Any]]) -> dict[str, Any]:
         "memory_bytes": max(s["memory_bytes"] for s in steps),
         "seconds": {category: round(value, 4) for category, value in seconds.items()},
     }
+
+
+def typical(steps: list[dict[str, Any]]) -> dict[str, float]:
+    """Seconds of a step by category: the mean over the middle half of the steps' lines, by duration.
+
+    So the categories add up, and what disturbs single steps is left out: compiling, a pause of the machine.
+    Evaluation and checkpoints are no part of it.
+    """
+    ordered = sorted(steps[1:] or steps, key=lambda record: float(record["step_time_s"]))
+    middle = ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]
+    names = {name for record in middle for name in record["seconds"]} - {"step", "evaluate", "checkpoint"}
+    return {name: statistics.mean(record["seconds"].get(name, 0.0) for record in middle) for name in sorted(names)}

@@ -19,13 +19,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from argosy.observe.dispatch import Watch, nbytes
-from argosy.plan.traffic import ENDS, WORLD, spanning_axis
+from argosy.plan.traffic import ENDS, STAGE, WORLD, spanning_axis
 
 if TYPE_CHECKING:
     from argosy.parallel.mesh import Meshes
@@ -101,6 +102,19 @@ COLLECTIVES: dict[str, tuple[str, Sent]] = {
 """The operators of torch's namespace `c10d`, under which every public collective ends."""
 
 
+@dataclass(frozen=True)
+class Message:
+    """One collective, as this rank takes part in it."""
+
+    operator: str
+    """Its name in torch's namespace `c10d`."""
+    axis: str
+    kind: str
+    sent_bytes: int
+    """What this rank sends; 0 where it only receives or waits."""
+    group: dist.ProcessGroup
+
+
 class WireCounter(Watch):
     """`with count_wire(meshes) as counts:`; see there."""
 
@@ -109,6 +123,8 @@ class WireCounter(Watch):
         super().__init__()
         self._axes = axes
         self.counts: Counts = Counter()
+        self.messages: Counts = Counter()
+        """How many messages those bytes were sent in."""
 
     def __enter__(self) -> Counts:
         super().__enter__()
@@ -116,17 +132,27 @@ class WireCounter(Watch):
 
     def saw(self, operator: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> None:
         """Add what a collective sends."""
-        if operator.namespace != "c10d":
-            return
-        name = operator.name().removeprefix("c10d::").partition(".")[0]
-        if name not in COLLECTIVES:
-            raise NotImplementedError(f"c10d::{name} sends bytes that count_wire cannot count: add it to COLLECTIVES")
-        kind, sent = COLLECTIVES[name]
-        boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject))  # the group comes before the operation
-        group = dist.ProcessGroup.unbox(boxed)
-        if count := round(sent(args, group)):
-            unnamed = WORLD if group.size() == dist.get_world_size() else OTHER
-            self.counts[self._axes.get(group.group_name, unnamed), kind] += count
+        message = message_of(operator, args, self._axes)
+        if message is not None and message.sent_bytes:
+            self.counts[message.axis, message.kind] += message.sent_bytes
+            self.messages[message.axis, message.kind] += 1
+
+
+def message_of(operator: torch._ops.OpOverload, args: tuple[Any, ...], axes: dict[str, str]) -> Message | None:
+    """What `operator(*args)` sends, None if it is no collective; `axes` as `axes_of` gives them.
+
+    Raises: NotImplementedError for a collective that is not in `COLLECTIVES`.
+    """
+    if operator.namespace != "c10d":
+        return None
+    name = operator.name().removeprefix("c10d::").partition(".")[0]
+    if name not in COLLECTIVES:
+        raise NotImplementedError(f"c10d::{name} sends bytes that count_wire cannot count: add it to COLLECTIVES")
+    kind, sent = COLLECTIVES[name]
+    boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject))  # the group comes before the operation
+    group = dist.ProcessGroup.unbox(boxed)
+    unnamed = WORLD if group.size() == dist.get_world_size() else OTHER
+    return Message(name, axes.get(group.group_name, unnamed), kind, round(sent(args, group)), group)
 
 
 def count_wire(meshes: Meshes | None) -> WireCounter:
@@ -137,14 +163,17 @@ def count_wire(meshes: Meshes | None) -> WireCounter:
         counts["tp", "all_gather"]
 
     Axes are those of all views of `meshes` ("tp", "pp", "cp", "shard", "replicate", "ep", ...), "ends" for a tied
-    embedding at both ends of the pipeline, "world" for all ranks, "other" for what is none of these. A message counts
-    when it is handed to torch, its padding with it. Not for measuring time: nothing is compiled meanwhile.
+    embedding at both ends of the pipeline, "stage" for all ranks of one place in the pipeline, "world" for all ranks,
+    "other" for what is none of these. A message counts when it is handed to torch, its padding with it. Not for
+    measuring time: nothing is compiled meanwhile.
     """
-    return WireCounter({} if meshes is None else _axes(meshes))
+    return WireCounter(axes_of(meshes))
 
 
-def _axes(meshes: Meshes) -> dict[str, str]:
+def axes_of(meshes: Meshes | None) -> dict[str, str]:
     """Name of each process group of this rank -> its axis."""
+    if meshes is None:
+        return {}
     views = [meshes.axes, meshes.state, meshes.experts, meshes.nested, meshes.nested_experts]
     groups = [(axis, mesh[axis].get_group()) for mesh in views if mesh for axis in mesh.mesh_dim_names or ()]
     world = dist.get_world_size()
@@ -152,6 +181,7 @@ def _axes(meshes: Meshes) -> dict[str, str]:
     names: dict[str, str] = {group.group_name: axis if group.size() < world else everyone for axis, group in groups}
     if meshes.ends is not None:
         names[meshes.ends.group_name] = ENDS
+    names[meshes.stage.group_name] = STAGE if meshes.stage.size() < world else everyone
     assert dist.group.WORLD is not None
     names[dist.group.WORLD.group_name] = everyone
     return names

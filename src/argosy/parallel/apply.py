@@ -5,11 +5,12 @@ Nothing else asks whether an axis is in use: the step, the optimizer and the che
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
-from argosy.config.schema import RunConfig
+from argosy.config.schema import ModelConfig, RunConfig
 from argosy.models.decoder import Block, Decoder, Part
 from argosy.models.experts import moe_layers
 from argosy.models.initialize import materialize
@@ -27,14 +28,19 @@ from argosy.plan.pipeline import SCHEDULES, split_layers, stages_of_rank
 from argosy.plan.plan import Plan
 from argosy.precision.fp8 import use_fp8
 
+Materialize = Callable[[Decoder, ModelConfig, torch.device, int], None]
+"""`models.initialize.materialize`, or what takes its place: gives a model memory, and weights."""
 
-def apply(plan: Plan, run: RunConfig, world: World) -> ParallelModel:
+
+def apply(plan: Plan, run: RunConfig, world: World, materialize: Materialize = materialize) -> ParallelModel:
     """Build this rank's part of the model as `plan` says, with its initial weights; all ranks call it alike.
 
     Raises: UserError if the device cannot do what the plan asks of it (fp8).
     """
     tied = run.model.tie_embeddings and plan.pp > 1 and not SCHEDULES[plan.schedule].v_shaped
-    meshes = lay_out_meshes(world.device.type, plan, tied) if world.size > 1 else None
+    meshes = None
+    if world.size > 1:
+        meshes = lay_out_meshes(world.device.type, plan, tied, run.launch.timeout_s)
     parts = {
         stage: Decoder(run.model, DTYPES[plan.precision], part)
         for stage, part in _parts(plan, run, 0 if meshes is None else meshes.rank("pp")).items()

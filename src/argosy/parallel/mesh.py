@@ -11,10 +11,13 @@ ranks count as replicas.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from argosy.plan.plan import AXES, Plan
 
@@ -60,11 +63,13 @@ class Meshes:
         return self.axes[name].get_local_rank()
 
 
-def lay_out_meshes(device_type: str, plan: Plan, tied_ends: bool) -> Meshes:
+def lay_out_meshes(device_type: str, plan: Plan, tied_ends: bool, timeout_s: float) -> Meshes:
     """Make the views and their groups; every rank of the world calls it alike.
 
-    `tied_ends`: the first and the last pipeline stage hold one parameter each that are to stay equal.
+    `tied_ends`: the first and the last pipeline stage hold one parameter each that are to stay equal. `timeout_s`: how
+    long a collective may wait for a peer.
     """
+    timeout = timedelta(seconds=timeout_s)
     together = plan.dp_shard * plan.cp
     copies, shard = (together, 1) if plan.zero == 0 else (1, together)
     expert_copies, expert_shard = (together // plan.ep, 1) if plan.zero == 0 else (1, together // plan.ep)
@@ -83,13 +88,13 @@ def lay_out_meshes(device_type: str, plan: Plan, tied_ends: bool) -> Meshes:
         )
     )
     for ranks in axes.mesh.reshape(plan.pp, -1).tolist():
-        group = dist.new_group(ranks)  # a collective: all ranks make all groups
+        group = dist.new_group(ranks, timeout)  # a collective: all ranks make all groups
         if dist.get_rank() in ranks:
             stage = group
     ends = None
     if tied_ends:
         for column in axes.mesh.reshape(plan.pp, -1).T.tolist():
-            group = dist.new_group([column[0], column[-1]])
+            group = dist.new_group([column[0], column[-1]], timeout)
             if dist.get_rank() in (column[0], column[-1]):
                 ends = group
     nested = nested_experts = None
@@ -102,4 +107,16 @@ def lay_out_meshes(device_type: str, plan: Plan, tied_ends: bool) -> Meshes:
             experts.mesh.permute(0, 1, 3, 4, 2),
             mesh_dim_names=("pp", "expert_replicate", "ep", "tp", "expert_shard"),
         )
-    return Meshes(axes, state, experts, nested, nested_experts, stage, ends)
+    views = (axes, state, experts, nested, nested_experts)
+    _limit_waits((group for view in views if view is not None for group in view.get_all_groups()), timeout)
+    return Meshes(*views, stage, ends)
+
+
+def _limit_waits(groups: Iterable[dist.ProcessGroup], timeout: timedelta) -> None:
+    """Torch gives a mesh's groups its default timeout, whatever that of the world is, and has no public name for this.
+
+    Groups of other backends, a simulator's, wait for nobody.
+    """
+    for group in groups:
+        if dist.get_backend(group) in ("gloo", "nccl"):
+            _set_pg_timeout(timeout, group)

@@ -107,7 +107,10 @@ def clip_gradients(pieces: Sequence[Held], max_norm: float, scale: float = 1.0) 
     squares = torch.zeros((), device=pieces[0].value.device)
     for copies in sorted({piece.copies for piece in pieces}):
         gradients = [p.value.grad for p in pieces if p.copies == copies and p.value.grad is not None]
-        squares += nn.utils.get_total_norm(gradients).square() / copies
+        if gradients:
+            # What nn.utils.get_total_norm does, but in fp32: that rounds the norms of bf16 gradients to bf16.
+            norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+            squares += torch.stack(norms).square().sum() / copies
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(squares)
     norm = squares.sqrt()

@@ -62,6 +62,14 @@ class Pipeline:
 
         Its own loop, stage by stage: torch's `eval` fails where one rank holds neighbouring stages (V schedules).
         """
+        pp, turns = self._group.size(), len(self._parts)
+        # Where stages go round the ranks, fewer microbatches than ranks are under way: a send may wait for its
+        # receiver, and with one more all ranks could wait for each other.
+        together = len(batch) if turns == 1 or self._rule.v_shaped else pp - 1
+        losses = [self._loss_of_some(batch[i : i + together]) for i in range(0, len(batch), together)]
+        return torch.stack(losses).sum()
+
+    def _loss_of_some(self, batch: Sequence[Microbatch]) -> Tensor:
         total = torch.zeros((), device=batch[0].tokens_BT.device)
         local: dict[int, list[Tensor]] = {}
         sending: list[tuple[dist.Work | None, Tensor]] = []  # a tensor must live until it has left

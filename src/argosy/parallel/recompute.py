@@ -10,7 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from torch.utils.flop_counter import FlopCounterMode
 
 from argosy.observe.dispatch import tensors_in
@@ -25,6 +30,12 @@ size of an element, attention over S tokens 4S over that size: any bound between
 models, and a higher one gives up low-rank matmuls and attention inside short documents first. Below a device's ridge
 point (about 10 on a CPU, 200 to 300 on datacentre GPUs in bf16) computing again takes no longer than reading.
 """
+
+# FSDP2 marks for the profiler what it does around experts, which in backward is something else than in forward. Torch
+# compares the operations of both, and takes the marks for some.
+SAC_IGNORED_OPS.update(
+    (torch.ops.profiler._record_function_enter_new.default, torch.ops.profiler._record_function_exit._RecordFunction)
+)
 
 
 def apply_recompute(

@@ -147,7 +147,9 @@ def split_over_ranks(model: Decoder, mesh: DeviceMesh) -> None:
         next(styles, already)(module, mesh)
     left = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     assert not left, f"no style for {left}"
-    model.loss_of_chunk = VocabularyLoss(mesh.get_group(), _first_row(model.config.vocab_size, mesh))
+    vocabulary = model.config.vocab_size
+    model.loss_of_chunk = VocabularyLoss(mesh.get_group(), _first_row(vocabulary, mesh))
+    model.longest_part = -(-vocabulary // mesh.size())
 
 
 def split(module: nn.Module, mesh: DeviceMesh, *placements: Placement, names: Sequence[str] | None = None) -> None:

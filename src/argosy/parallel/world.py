@@ -52,7 +52,7 @@ def join_world(launch: LaunchConfig) -> World:
     device = _device(launch)
     if device.type == "cpu":
         keep_freed_memory()
-    torch.set_num_threads(threads_per_process(launch, int(os.environ.get("LOCAL_WORLD_SIZE", size))))
+    torch.set_num_threads(threads_per_process(launch, processes_here(size)))
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         timeout=datetime.timedelta(seconds=launch.timeout_s),
@@ -96,6 +96,11 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(M_MMAP_MAX, 0)
         mallopt(M_TRIM_THRESHOLD, -1)
+
+
+def processes_here(size: int) -> int:
+    """How many of a world's processes are on this machine: what the launcher says, or all."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", size))
 
 
 def threads_per_process(launch: LaunchConfig, local_processes: int) -> int:

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan.clusters import Cluster
-from argosy.plan.constants import Constants
 from argosy.plan.economy import WholeRun, whole_run
 from argosy.plan.estimate import Estimate
 from argosy.plan.explain import (
@@ -135,10 +134,10 @@ class Answer:
     notes: tuple[str, ...]
 
 
-def answer(question: Question, constants: Constants | None = None) -> Answer:
+def answer(question: Question) -> Answer:
     """Search, rank, explain. Raises: UserError if nothing is legal, or nothing fits, with what would."""
     run, cluster = question.run, question.cluster
-    whole = Problem.of(run, cluster, constants)
+    whole = Problem.of(run, cluster)
     problem = within_site(whole, cluster) if site_count(cluster) > 1 else whole
     pins, counts = question.pins or {}, _counts(problem, question.objective)
     found = search(problem, pins, counts)

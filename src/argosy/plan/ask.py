@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from collections import Counter
+from typing import Literal
 
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
@@ -13,6 +14,7 @@ from argosy.errors import UserError
 from argosy.plan.answer import Objective, Question, usual_batch
 from argosy.plan.auto import Devices, choose_plan, processes_of
 from argosy.plan.clusters import Cluster
+from argosy.plan.machine import cluster_of, device_named, resized
 from argosy.plan.plan import Plan
 from argosy.plan.search import Problem, parse_pins
 
@@ -32,8 +34,12 @@ def ask(
     objective: Objective = "time",
     fix: str = "",
     top: int = 10,
+    serving: bool = False,
 ) -> Question:
-    """The question about a run file, or about a model and a cluster. Raises: UserError."""
+    """The question about a run file, or about a model and a cluster. Raises: UserError.
+
+    serving: it is about inference; if nothing is said, each device answers one sequence at a time.
+    """
     if (source is None) == (model is None):
         raise UserError("say either a run file or --model NAME, e.g. argosy plan --model llama3-8b --cluster 8xh100.")
     if model is not None and cluster is None:
@@ -42,19 +48,23 @@ def ask(
         )
     pins = parse_pins(fix)
     if model is not None:
-        run, assumed = _of_model(model, global_batch, seq_len)
-        return Question(run, Cluster.parse(str(cluster)), tokens, objective, pins, top, assumed=tuple(assumed))
+        place = Cluster.parse(str(cluster))
+        run, assumed = _of_model(model, global_batch, seq_len, place.devices if serving else None)
+        return Question(run, place, tokens, objective, pins, top, assumed=tuple(assumed))
     run, assumed = _of_run(str(source), global_batch, seq_len)
     if not tokens and run.train.steps:
         tokens = float(run.train.steps * run.train.global_batch * run.data.seq_len)
     place = Cluster.parse(cluster) if cluster else this_machine(run)
-    if cluster is None:
+    if cluster is None and place.measured is None:
         assumed.append("The machine's rates are the catalogue's; `argosy probe` measures them into a cluster file.")
     given = None if pins or cluster else _the_trainer_s(run, place)
     return Question(run, place, tokens, objective, pins, top, given, tuple(assumed))
 
 
-def _of_model(model: str, global_batch: int | None, seq_len: int | None) -> tuple[RunConfig, list[str]]:
+def _of_model(
+    model: str, global_batch: int | None, seq_len: int | None, usual: int | None
+) -> tuple[RunConfig, list[str]]:
+    """The run, and what was assumed; usual: the batch where nothing is said, None: by the scaling law."""
     assumed = []
     run = load(None, {"model.preset": model, "data.seq_len": 1}, overrides_mark="--")
     if seq_len is None:
@@ -62,8 +72,9 @@ def _of_model(model: str, global_batch: int | None, seq_len: int | None) -> tupl
         assumed.append(f"Not said, so assumed: --seq-len {seq_len}.")
     run, more = _with_vocabulary(run)
     if global_batch is None:
-        global_batch = usual_batch(run, seq_len)
-        assumed.append(f"Not said, so assumed: --global-batch {global_batch} (DeepSeek's scaling law).")
+        global_batch = usual or usual_batch(run, seq_len)
+        why = "one for each device" if usual else "DeepSeek's scaling law"
+        assumed.append(f"Not said, so assumed: --global-batch {global_batch} ({why}).")
     sizes = {"data.seq_len": seq_len, "train.global_batch": global_batch, "model.vocab_size": run.model.vocab_size}
     return load(None, {"model.preset": model, **sizes}, overrides_mark="--"), assumed + more
 
@@ -84,18 +95,21 @@ def _with_vocabulary(run: RunConfig) -> tuple[RunConfig, list[str]]:
 
 
 def this_machine(run: RunConfig) -> Cluster:
-    """The devices that a run would take here: the GPUs that nvidia-smi lists, else a process or more on CPU cores.
+    """The devices that a run would take here: of the cluster that describes this machine (`plan.machine`), if one does;
+    else the GPUs that nvidia-smi lists, else a process or more on CPU cores.
 
     Raises: UserError for a GPU that the catalogue has not, or GPUs of several kinds.
     """
     wanted = run.launch.processes or processes_of(run.plan)
+    if (described := cluster_of(run)) is not None:
+        return resized(described, wanted or 1)
     gpus = [] if run.launch.device == "cpu" else _gpu_names()
     if not gpus:
         return Cluster.parse(f"{wanted or 1}xcpu")
     names = Counter(gpus)
     if len(names) > 1:
         raise UserError(f"this machine has GPUs of several kinds ({', '.join(names)}). Say --cluster.")
-    return Cluster.parse(f"{wanted or len(gpus)}x{_device_name(gpus[0])}")
+    return Cluster.parse(f"{wanted or len(gpus)}x{device_named(gpus[0])}")
 
 
 def _gpu_names() -> list[str]:
@@ -110,17 +124,8 @@ def _gpu_names() -> list[str]:
     return names if visible is None else names[: len([v for v in visible.split(",") if v.strip()])]
 
 
-def _device_name(driver_s: str) -> str:
-    """NVIDIA H100 80GB HBM3 -> h100-80gb-hbm3, then h100-80gb, h100: the longest that the catalogue has."""
-    from argosy.plan.hardware import device_names
-
-    words = driver_s.lower().removeprefix("nvidia ").split()
-    names = ["-".join(words[:n]) for n in range(len(words), 0, -1)]
-    return next((name for name in names if name in device_names()), names[0])
-
-
 def _the_trainer_s(run: RunConfig, place: Cluster) -> Plan:
     """The plan that `argosy train` would take."""
-    kind = "cpu" if place.device.name.lower() == "cpu" else "cuda"
+    kind: Literal["cpu", "cuda"] = "cpu" if place.device.kind == "cpu" else "cuda"
     fast = Problem.of(run, place).precision == "bf16"
     return choose_plan(run, Devices(place.devices, kind, fast))

@@ -26,7 +26,7 @@ from __future__ import annotations
 import re
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BeforeValidator,
@@ -53,6 +53,9 @@ from argosy.plan.measured import Measurements
 STORAGE_BYTES_PER_S_PER_DEVICE = 2e12 / 16_384
 """Llama 3: a file system of 2 TB/s sustained for 16,384 GPUs (Dubey et al. 2024, section 3.3.1)."""
 
+Category = Literal["compute", "network", "optimizer", "rest", "memory"]
+"""What is calibrated apart: parts of a step's time, and memory beyond weights, gradients and optimizer state."""
+
 
 class Tier(Section):
     """One level of the network: what joins the units of the level below."""
@@ -75,7 +78,7 @@ class Tier(Section):
 
 
 class Factor(Section):
-    """Measured over predicted time (or bytes) of one category, as `argosy probe` and finished runs found it."""
+    """Measured over predicted time (or bytes) of one category, as finished runs found it."""
 
     value: PositiveFloat
     """The prediction is multiplied by this."""
@@ -158,10 +161,10 @@ class Cluster(Section):
     """Of price_per_device_h."""
     software: str = ""
     """Versions that the factors hold for."""
-    factors: dict[str, Factor] = Field(default_factory=dict)
-    """Calibration, by category."""
-    measured: Measurements = Measurements()
-    """What `argosy probe` found beyond the devices' figures."""
+    factors: dict[Category, Factor] = Field(default_factory=dict)
+    """Calibration, by category; `argosy plan --learn` writes them."""
+    measured: Measurements | None = None
+    """What `argosy probe` found beyond the devices' figures; none: there was no probe."""
 
     @field_validator("groups")
     @classmethod

@@ -78,6 +78,8 @@ class Device(Section):
     """Other names of it, in lower case."""
     vendor: str
     """Who makes it."""
+    kind: Literal["accelerator", "cpu"] = "accelerator"
+    """cpu: processes share its cores and memory, and what the host does takes its time from computing."""
     peak_flops_per_s: Rates
     matmul_efficiency: Efficiencies
     memory_bytes: PositiveFloat

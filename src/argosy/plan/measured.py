@@ -76,6 +76,8 @@ class Measurements(Section):
 
     date: str = ""
     """When."""
+    host: str = ""
+    """Name of the machine, of several the first."""
     memory_copy_bytes_per_s: PositiveFloat | None = None
     """Read and written by a large copy, both counted."""
     launch_s: PositiveFloat | None = None

@@ -160,10 +160,10 @@ def _scatter(answer: Answer) -> str:
         f'<text class="quiet" x="{MARGIN}" y="{MARGIN - 8}">step</text>',
     ]
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        memory, time = share * most_gib * GIB, share * most_s
+        time, at_x, at_y = share * most_s, x(share * most_gib * GIB), y(share * most_s)
         parts.append(
-            f'<text class="quiet" x="{x(memory):.1f}" y="{y(0) + 18:.1f}" text-anchor="middle">{memory / GIB:.0f}</text>'
-            f'<text class="quiet" x="{MARGIN - 6}" y="{y(time) + 4:.1f}" text-anchor="end">{escape(seconds(time))}</text>'
+            f'<text class="quiet" x="{at_x:.1f}" y="{y(0) + 18:.1f}" text-anchor="middle">{share * most_gib:.0f}</text>'
+            f'<text class="quiet" x="{MARGIN - 6}" y="{at_y + 4:.1f}" text-anchor="end">{seconds(time)}</text>'
         )
     chosen = answer.explanation.choice.plan
     parts += [_point(p, x, y, p.plan == chosen) for p in points]
@@ -172,13 +172,13 @@ def _scatter(answer: Answer) -> str:
 
 def _point(choice: Choice, x: Callable[[Numbers], float], y: Callable[[Numbers], float], chosen: bool) -> str:
     at_x, at_y = x(choice.memory_bytes.mid), y(choice.step_s.mid)
+    left, right = x(choice.memory_bytes.low), x(choice.memory_bytes.high)
     title = f"{choice.plan}: {seconds(choice.step_s.mid)}, {gib(choice.memory_bytes.mid)} GiB"
     return (
         f"<g><title>{escape(title)}</title>"
         f'<line class="range" stroke-opacity=".35" x1="{at_x:.1f}" x2="{at_x:.1f}" y1="{y(choice.step_s.low):.1f}" '
         f'y2="{y(choice.step_s.high):.1f}"/>'
-        f'<line class="range" stroke-opacity=".35" y1="{at_y:.1f}" y2="{at_y:.1f}" x1="{x(choice.memory_bytes.low):.1f}" '
-        f'x2="{x(choice.memory_bytes.high):.1f}"/>'
+        f'<line class="range" stroke-opacity=".35" y1="{at_y:.1f}" y2="{at_y:.1f}" x1="{left:.1f}" x2="{right:.1f}"/>'
         f'<circle class="{"chosen" if chosen else "point"}" cx="{at_x:.1f}" cy="{at_y:.1f}" r="5"/></g>'
     )
 

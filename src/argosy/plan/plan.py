@@ -134,16 +134,18 @@ class Plan(BaseModel):
             remedy = "Plans near it that would do: " + ", ".join(f'"{p}"' for p in near) + "." if near else ""
             raise UserError(f"{problem} {remedy}".rstrip())
 
-    def save(self, path: Path) -> None:
-        """Write the plan as TOML, whole or not at all."""
+    def save(self, path: Path, prediction: str = "") -> None:
+        """Write the plan as TOML, whole or not at all; below it what it is predicted to take (`plan.predict`)."""
         lines = [f"{key} = {_toml(value)}" for key, value in self.model_dump().items()]
         with atomic_write(path) as file:
-            file.write(("\n".join(lines) + "\n").encode())
+            file.write(("\n".join([*lines, "", prediction]).rstrip() + "\n").encode())
 
     @classmethod
     def load(cls, path: Path) -> Self:
         """The plan that `save` wrote."""
-        return cls.model_validate(tomllib.loads(path.read_text()))
+        table = tomllib.loads(path.read_text())
+        table.pop("prediction", None)
+        return cls.model_validate(table)
 
 
 def words_of(text: str) -> dict[str, str]:

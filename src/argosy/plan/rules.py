@@ -177,6 +177,15 @@ def experts_are_dealt_out(plan: Plan, run: RunConfig) -> str:
     )
 
 
+@rule(lambda p, run: (p.ep > 1) & (p.pp > 1) & (p.zero == 3) & p.is_("recompute", "selective"))
+def recomputed_experts_are_gathered_alike(plan: Plan, run: RunConfig) -> str:
+    return (
+        f"plan.recompute = selective with plan.ep = {plan.ep}, plan.pp = {plan.pp} and plan.zero = 3: in a pipeline "
+        "FSDP2 gathers experts at other times in backward than in forward, which torch takes for another computation. "
+        "Use recompute=full or none, or zero=2."
+    )
+
+
 @rule(
     lambda p, run: (
         (p.is_("precision", "fp8") & ((p.tp > 1) | (run.model.moe.experts > 0)))
@@ -202,13 +211,21 @@ RULES: tuple[Rule, ...] = (
     schedule_admits_the_microbatches,
     split_backward_is_eager,
     experts_are_dealt_out,
+    recomputed_experts_are_gathered_alike,
     number_formats_go_together,
 )
 
 
-def breaks_any(plans: Layouts, run: RunConfig) -> Any:
-    """Which of the plans cannot train `run`: a mask, where `first_problem` has words for one."""
-    return reduce(or_, (rule.breaks(plans, run) for rule in RULES))
+OF_MICROBATCHES = (batch_is_dealt_out, schedule_admits_the_microbatches)
+"""Rules that another microbatch may satisfy."""
+
+
+def breaks_any(plans: Layouts, run: RunConfig, besides: tuple[Rule, ...] = ()) -> Any:
+    """Which of the plans cannot train `run`: a mask, where `first_problem` has words for one.
+
+    besides: rules that are not asked.
+    """
+    return reduce(or_, (rule.breaks(plans, run) for rule in RULES if rule not in besides))
 
 
 def first_problem(plan: Plan, run: RunConfig) -> str | None:

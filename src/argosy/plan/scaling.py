@@ -29,8 +29,9 @@ STARTS = {
 """The grid of starts: that of the paper, with exponents above 0."""
 DESCENTS = 32
 """So many of the grid's best starts are followed down."""
-FEWEST, FEWEST_SIZES = 6, 3
-"""Results in all, to fit five coefficients; different N among them, and different D."""
+COEFFICIENTS = 5
+FEWEST, FEWEST_SIZES = COEFFICIENTS + 1, 3
+"""Results in all; different N among them, and different D."""
 INTERVAL = 0.90
 
 
@@ -133,7 +134,9 @@ class Fit:
     def predict(self, parameters: float, tokens: float) -> Estimate:
         """The final loss of a run: the law's, in an interval that holds the law's uncertainty and a run's scatter."""
         laws = np.array([law.loss(parameters, tokens) for law in self.draws])
-        return _estimate(self.law.loss(parameters, tokens), np.outer(laws, np.exp(self.residuals)))
+        # The law was fitted to these residuals, and as many degrees of freedom as it has coefficients are gone.
+        scatter = np.array(self.residuals) * np.sqrt(len(self.residuals) / (len(self.residuals) - COEFFICIENTS))
+        return _estimate(self.law.loss(parameters, tokens), np.outer(laws, np.exp(scatter)))
 
     def _estimates(self, figures: Callable[[ScalingLaw], dict[str, float]]) -> dict[str, Estimate]:
         draws = [figures(law) for law in self.draws]

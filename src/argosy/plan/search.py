@@ -19,15 +19,17 @@ from numpy.typing import NDArray
 
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
+from argosy.plan.calibrate import constants_of, time_std
 from argosy.plan.clusters import Cluster
-from argosy.plan.constants import Constants
+from argosy.plan.constants import Constants, fitted
+from argosy.plan.factors import Factors, calibrated
 from argosy.plan.footprint import Footprint, MemoryModel
 from argosy.plan.layouts import WORDS, Layouts
 from argosy.plan.memory import INT8_BLOCK, MOMENTS
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import AXES, Plan, Precision, words_of
 from argosy.plan.rates import Rates, System
-from argosy.plan.rules import INTERLEAVED, breaks_any, divisors, first_problem, nearest
+from argosy.plan.rules import INTERLEAVED, OF_MICROBATCHES, breaks_any, divisors, first_problem, nearest
 from argosy.plan.step_time import StepModel, StepTime
 from argosy.plan.workload import Workload
 
@@ -46,11 +48,12 @@ MICROBATCH_TOKENS = 32_768
 CONTEXT_TOKENS = 4096
 """Shorter pieces of a sequence are not worth a context-parallel rank."""
 STAGES_PER_RANK = (2, 3, 4, 6, 8)
-RECOMPUTE = (("none", 1), ("selective", 1), ("full", 4), ("full", 2), ("full", 1))
+RECOMPUTE = (("none", 1), ("selective", 2), ("selective", 1), ("full", 4), ("full", 2), ("full", 1))
+"""What is computed again, in every n-th layer, from least to most."""
+FEWER_TRIED = 64
+"""Numbers of nodes below the cluster's that are tried where there is no plan for all of them."""
 FAST_HALF = 1.5
 """bf16 is chosen where its matmuls are this much faster than fp32's, as `plan.auto` does."""
-TIME_STD, MEMORY_STD = 0.12, 0.06
-"""Standard deviation of the logarithm of measured over predicted, where nothing has been calibrated."""
 MORE = 0.1
 """Share of a device's memory by which a plan may miss it and still be timed, to say what more memory would bring."""
 FITS_Z = 1.2816
@@ -69,14 +72,21 @@ class Problem:
     """Devices of the first tier outside the node."""
     precision: Precision
     """That of the arithmetic, unless pinned."""
-    constants: Constants = field(default_factory=Constants)
-    time_std: float = TIME_STD
-    memory_std: float = MEMORY_STD
+    constants: Constants
+    time_std: float
+    """Standard deviation of the logarithm of measured over predicted."""
+    memory_std: float
+    factors: Factors = field(default_factory=dict)
+    """What finished runs on this cluster took, over the prediction without them."""
 
     @classmethod
-    def of(cls, run: RunConfig, cluster: Cluster, constants: Constants | None = None) -> Problem:
-        """The run on all devices of the cluster, in bf16 (or fp16) where the slowest has fast matmuls of it."""
+    def of(cls, run: RunConfig, cluster: Cluster) -> Problem:
+        """The run on all devices of the cluster, in bf16 (or fp16) where the slowest has fast matmuls of it.
+
+        Constants and standard deviations are those that fit published runs, or what a probe found in their place.
+        """
         device, tiers = cluster.device, cluster.tiers
+        _, spread = fitted()
         half: Precision = "bf16" if "bf16" in device.formats else "fp16"
         fast = half in device.formats and (
             "fp32" not in device.formats
@@ -88,7 +98,10 @@ class Problem:
             rates=Rates.of(cluster),
             tier=tiers[1].devices if len(tiers) > 1 else cluster.devices_per_node,
             precision=half if fast else "fp32",
-            constants=constants or Constants(),
+            constants=constants_of(cluster),
+            time_std=time_std(cluster, experts=run.model.moe.experts > 0),
+            memory_std=spread.memory,
+            factors=cluster.factors,
         )
 
     def on(self, run: RunConfig, devices: int) -> Problem:
@@ -153,8 +166,8 @@ class Found:
         return np.broadcast_to(self.plans.world_size, len(self))
 
     def best(self, score: Floats, many: int) -> NDArray[np.int64]:
-        """The rows with the lowest score, one for each mesh."""
-        order = np.argsort(score, kind="stable")
+        """The rows with the lowest score, of equal ones the leanest, one for each mesh."""
+        order = np.lexsort((self.memory_bytes, score))
         axes = np.stack([getattr(self.plans, axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")])
         _, first = np.unique(axes[:, order], axis=1, return_index=True)
         return order[np.sort(first)[:many]]
@@ -198,16 +211,11 @@ def search(problem: Problem, pins: Pins, counts: Sequence[int] | None = None) ->
     Raises: UserError if no plan is legal, with the rule in the way.
     """
     space = Space(problem, pins)
-    counts = counts or [problem.devices]
-    meshes = _joined([space.meshes(count) for count in counts])
-    lean = space.legal(_crossed(meshes, space.pipelines(), space.leanest()))
-    if not len(lean):
-        raise UserError(space.why_none(counts))
-    lean_memory = predict_memory(problem, lean)
-    lean_bytes = np.asarray(lean_memory.total)
+    meshes = _joined([space.meshes(count) for count in counts or [problem.devices]])
+    lean = space.plans(_crossed(meshes, space.pipelines(), space.leanest()), any_microbatch=True)
+    lean_bytes = np.asarray(predict_memory(problem, lean).total)
     fitting = lean[lean_bytes <= problem.memory_bytes]
-    least = int(np.argmin(lean_bytes))
-    plans = space.legal(_crossed(_columns(fitting), space.microbatches(), space.recomputes()))
+    plans = space.plans(_crossed(_columns(fitting), space.microbatches(), space.recomputes()))
     memory = predict_memory(problem, plans)
     memory_bytes = np.asarray(memory.total)
     near = memory_bytes <= problem.memory_bytes * (1 + MORE)
@@ -219,7 +227,7 @@ def search(problem: Problem, pins: Pins, counts: Sequence[int] | None = None) ->
         plans=plans[near][fits],
         memory=rows(rows(memory, near), fits),
         time=rows(time, fits),
-        leanest=lean.plan(least),
+        leanest=space.leanest_of(lean, lean_bytes),
         roomier_step_s=float(np.min(time.step, initial=np.inf)),
     )
 
@@ -266,8 +274,8 @@ class Space:
             if left_over or replicate not in self._of("dp_replicate", replicate):
                 continue
             for ep in self._of("ep", *(n for n in divisors(max(1, experts)) if shard * cp % n == 0)):
-                alone = shard * cp == 1
-                for zero in self._of("zero", *((0,) if alone else (1, 2, 3) if shard > 1 else (0, 1, 2, 3))):
+                stages = (Plan().zero,) if shard * cp == 1 else (1, 2, 3) if shard > 1 else (0, 1, 2, 3)
+                for zero in self._of("zero", *stages):
                     yield shard, ep, zero
 
     def pipelines(self) -> Table:
@@ -307,14 +315,18 @@ class Space:
 
     def leanest(self) -> Table:
         """The tail of a plan that needs least memory: one row."""
-        most = max(self._recomputes(), key=lambda row: (row[0], -row[1]))
-        return {
-            "microbatch": np.array([min(self._microbatches())]),
-            **_table(("recompute", "recompute_every"), [most]),
-        }
+        return _crossed(_table(("microbatch",), [(min(self._microbatches()),)]), self.leanest_recompute())
 
-    def legal(self, table: Table) -> Layouts:
-        """The rows of a table that are plans, each once, that can train the run."""
+    def leanest_recompute(self) -> Table:
+        """The most that may be recomputed: one row."""
+        most = max(self._recomputes(), key=lambda row: (row[0], -row[1]))
+        return _table(("recompute", "recompute_every"), [most])
+
+    def plans(self, table: Table, any_microbatch: bool = False) -> Layouts:
+        """The rows of a table that are plans, each once, that can train the run.
+
+        any_microbatch: also those that could with another one.
+        """
         rest = {
             "offload": self._of("offload", "none"),
             "precision": self._of("precision", self.problem.precision),
@@ -325,7 +337,18 @@ class Space:
             if key not in table:
                 table = _crossed(table, _table((key,), [(WORDS[key].index(value),) for value in values]))
         plans = Layouts(**table)
-        return plans[~np.broadcast_to(breaks_any(plans, self.run), len(plans)) & self._worth_it(plans)]
+        broken = breaks_any(plans, self.run, besides=OF_MICROBATCHES if any_microbatch else ())
+        return plans[~np.broadcast_to(broken, len(plans)) & self._worth_it(plans)]
+
+    def leanest_of(self, lean: Layouts, memory_bytes: Floats) -> Plan:
+        """The plan that needs least memory of those with the leanest tail. Raises: UserError if none is legal."""
+        legal = np.flatnonzero(~np.broadcast_to(breaks_any(lean, self.run), len(lean)))
+        if len(legal):
+            return lean.plan(int(legal[np.argmin(memory_bytes[legal])]))
+        others = self.plans(_crossed(_columns(lean), self.microbatches()))
+        if not len(others):
+            raise UserError(self.why_none())
+        return others.plan(int(np.argmin(predict_memory(self.problem, others).total)))
 
     def _worth_it(self, plans: Layouts) -> Mask:
         """Not the same as another, nor slower than one that is as lean; and what is pinned plays a part."""
@@ -348,35 +371,56 @@ class Space:
             worth &= (plans.microbatch * seq_len <= MICROBATCH_TOKENS * plans.cp) | (plans.microbatch == 1)
         return worth
 
-    def why_none(self, counts: Sequence[int]) -> str:
-        """Why there is no plan at all: the first rule that the plainest plan breaks, and what is near."""
-        devices, batch = max(counts), self.run.train.global_batch
-        first = {key: values[0] for key, values in self.pins.items()}
-        fixed = ",".join(f"{key}={'|'.join(map(str, values))}" for key, values in self.pins.items())
-        axes = {axis: size for axis in AXES if (size := first.get(axis, 1)) > 1}
+    def why_none(self) -> str:
+        """Why there is no plan at all: the first rule that the plainest plan breaks, and what would do."""
+        devices = self.problem.devices
+        fixed = ",".join(f"{key}={'|'.join(map(_word, values))}" for key, values in self.pins.items())
+        where = f'--fix "{fixed}": ' if fixed else f"no plan for {devices} devices: "
+        axes = {axis: min(self.pins[axis]) for axis in AXES if axis in self.pins}
         product = math.prod(axes.values())
         if devices % product:
-            made = " x ".join(f"{axis}={size}" for axis, size in axes.items())
+            made = " x ".join(f"{axis}={size}" for axis, size in axes.items() if size > 1)
             near = [n for n in divisors(devices) if n <= product][-1]
             step = math.lcm(product, int(self.problem.rates.node))
             return (
-                f'--fix "{fixed}": {made} takes {product} devices at a time, which does not divide {devices}. '
+                f"{where}{made} takes {product} devices at a time, which does not divide {devices}. "
                 f"Try axes whose product is {near}, or a cluster of {-(-devices // step) * step} devices."
             )
-        left = devices // product
-        free = next((axis for axis in ("dp_shard", "dp_replicate", "cp", "pp", "tp") if axis not in first), None)
-        if left > 1 and free is None:
-            return (
-                f'--fix "{fixed}" is a plan for {product} devices, and the cluster has {devices}. Leave an axis open.'
-            )
-        plan = Plan(**{"precision": self.problem.precision, **first, **({free: left} if free else {})})
-        near_plans = [f'"{other}"' for other in nearest(plan, self.run) if self._keeps(other)]
-        problem = first_problem(plan, self.run) or (
+        plainest = self._plainest(devices // product)
+        if plainest is None:
+            return f"{where}this is a plan for {product} devices, and the cluster has {devices}. Leave an axis open."
+        batch = self.run.train.global_batch
+        problem = first_problem(plainest, self.run) or (
             f"train.global_batch = {batch} cannot be dealt out over {devices} devices by any plan."
         )
-        where = f'--fix "{fixed}": ' if fixed else f"no plan for {devices} devices: "
-        remedy = f" Plans that would do: {', '.join(near_plans)}." if near_plans else ""
-        return where + problem + remedy
+        plans = [f'"{other}"' for other in nearest(plainest, self.run) if self._keeps(other)]
+        fewer = self._fewer()
+        remedies = [
+            *([f"Plans that would do: {', '.join(plans)}."] if plans else []),
+            *([f"With {fewer} devices there are plans."] if fewer else []),
+        ]
+        return " ".join([where + problem, *remedies])
+
+    def _plainest(self, left: int) -> Plan | None:
+        """A plan with what is pinned, and the devices that are left on the plainest axis; None if all are pinned."""
+        first = {key: min(values) if key in AXES else values[0] for key, values in self.pins.items()}
+        for key, axis in (("schedule", "pp"), ("context", "cp")):  # it only plays a part with its axis
+            if key in first and axis not in first and left > 1:
+                first[axis] = divisors(left)[1]
+                left //= first[axis]
+        free = next((axis for axis in ("dp_shard", "dp_replicate", "cp", "pp", "tp") if axis not in first), None)
+        if left > 1 and free is None:
+            return None
+        return Plan(**{"precision": self.problem.precision, **first, **({free: left} if free else {})})
+
+    def _fewer(self) -> int | None:
+        """The largest smaller number of whole nodes for which there are plans, if one is near."""
+        node = int(self.problem.rates.node)
+        for count in range(self.problem.devices - node, 0, -node)[:FEWER_TRIED]:
+            table = _crossed(self.meshes(count), self.pipelines(), self.microbatches(), self.leanest_recompute())
+            if len(self.plans(table)):
+                return count
+        return None
 
     def _keeps(self, plan: Plan) -> bool:
         return all(getattr(plan, key) in values for key, values in self.pins.items())
@@ -384,25 +428,33 @@ class Space:
 
 def predict_memory(problem: Problem, plans: Layouts) -> Footprint:
     """Bytes of each plan."""
-    return _in_chunks(
+    raw = _in_chunks(
         plans, lambda some: MemoryModel(some, problem.workload, problem.system, problem.constants).predict(), Footprint
     )
+    return calibrated(raw, problem.factors)
 
 
 def predict_time(problem: Problem, plans: Layouts, rates: Rates | None = None) -> StepTime:
     """Seconds of each plan's step, with other `rates` than the problem's if given."""
     rates = rates or problem.rates
-    return _in_chunks(
+    raw = _in_chunks(
         plans,
         lambda some: StepModel(some, problem.workload, rates, problem.system, problem.constants).predict(),
         StepTime,
     )
+    return calibrated(raw, problem.factors)
+
+
+def _word(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _in_chunks(plans: Layouts, predict: Callable[[Layouts], CostT], kind: type[CostT]) -> CostT:
     whole = {f.name: np.empty(len(plans)) for f in fields(kind)}
     for start in range(0, len(plans), CHUNK):
-        cost = predict(plans[start : start + CHUNK])
+        some = plans[start : start + CHUNK]
+        alone = some.dp_shard * some.cp == 1
+        cost = predict(replace(some, zero=np.where(alone, 0, some.zero)))  # a rank alone shares nothing
         for name, column in whole.items():
             column[start : start + CHUNK] = getattr(cost, name)
     return kind(**whole)

@@ -66,7 +66,7 @@ def search_line(answer: Answer) -> str:
 
 def _choices(answer: Answer, choices: tuple[Choice, ...]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("step", "GiB", "MFU", "tokens/s", "devices", "run", answer.currency, "MWh"):
+    for name in ("step", "GiB", "MFU", "tokens/s", "devices", "run", answer.currency, "kWh"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("plan", overflow="fold")
     for choice in choices:
@@ -79,7 +79,7 @@ def _choices(answer: Answer, choices: tuple[Choice, ...]) -> Table:
             str(choice.devices),
             seconds(run.time_s.mid),
             count(run.money.mid) if run.money else "?",
-            f"{float(run.energy_kwh.mid) / 1000:.3g}" if run.energy_kwh else "?",
+            count(run.energy_kwh.mid) if run.energy_kwh else "?",
             choice.plan,
         )
     return table

@@ -26,10 +26,12 @@ equal shares), a step sends
     pp         send                           e B T/tp D            M           each boundary, in either direction
     ep         all_to_all                     e B T D k             4 M         each layer with k experts of a token
     ends       all_reduce                     w                     1           each element of a tied embedding
+    all cuts   all_gather                     4                     1           each element of a matrix under Muon
+    stage      broadcast                      4 (on a GPU 2)        1           the same, over all ranks of the stage
 
 Blocks that are recomputed send what is in their forward once more, but for the last sum over tp ranks, which no
 gradient needs; with recompute=selective a ring's output is kept, and it sends nothing more. Sixteen bytes of every
-step's loss, votes and gradient norm cross all ranks. Not counted: Muon's gathering of matrices.
+step's loss, votes and gradient norm cross all ranks.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from argosy.config.schema import ModelConfig, RunConfig
+from argosy.optim.groups import settings_of
 from argosy.plan.memory import DTYPE_BYTES, Cut, Parameter, Stage, cut_of, parameter_table, place_of, stages_on
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan
@@ -47,8 +50,9 @@ from argosy.plan.plan import Plan
 Traffic = Counter[tuple[str, str]]
 """(axis, kind of collective) -> bytes that one rank sends in one step."""
 
-WORLD, ENDS = "world", "ends"
-"""The axis of all ranks; that of a tied embedding's two holders, in the first and the last pipeline stage."""
+WORLD, ENDS, STAGE = "world", "ends", "stage"
+"""The axis of all ranks; that of a tied embedding's two holders, in the first and the last pipeline stage; that of all
+ranks of a pipeline's rank, which need the same updates."""
 AXES = ("pp", "tp", "cp", "shard", "replicate", "ep", "expert_shard", "expert_replicate")
 """Axes of traffic: `shard` is dp_shard x cp. Where one spans all ranks, all bytes are under its name, the first of
 these: a process group knows its ranks, not what it is used for."""
@@ -57,6 +61,8 @@ LOSS_BYTES = 16
 """The step's loss, two votes and the squared gradient norm, fp32."""
 KV_GRADIENT_BYTES = 4
 """Gradients of keys and values travel round a ring in fp32."""
+MOMENTUM_BYTES = 4
+"""Muon's, and in fp32 what it becomes."""
 INDEX_BYTES, ROUTING_WEIGHT_BYTES = 8, 4
 """An expert's number, or a count of tokens, int64; its weight, fp32."""
 
@@ -86,7 +92,7 @@ def traffic(plan: Plan, run: RunConfig, rank: int = 0) -> Traffic:
     """
     sums: Traffic = Counter()
     spanning = spanning_axis(axis_sizes(plan), plan.world_size) or WORLD
-    for sends in (_gradients, _replicated, _tied_ends, _tensor, _context, _pipeline, _experts, _everyone):
+    for sends in (_gradients, _replicated, _tied_ends, _tensor, _context, _pipeline, _experts, _muon, _everyone):
         for sent in sends(plan, run, rank):
             if sent.ranks > 1 and sent.size:
                 by_all = sent.ranks == plan.world_size and sent.axis != ENDS
@@ -242,6 +248,37 @@ def _experts(plan: Plan, run: RunConfig, rank: int) -> Iterator[Sent]:
             if moe.capacity_factor:  # which experts the row's other tokens chose
                 gathered = pairs * (plan.cp if axis == "cp" else 1)
                 yield Sent(axis, "all_gather", (layers + again) * gathered * INDEX_BYTES, ranks)
+
+
+def _muon(plan: Plan, run: RunConfig, rank: int) -> Iterator[Sent]:
+    """Momenta of matrices that are cut, made whole cut by cut; and what one rank made of each, to all that need it.
+
+    Stacks of experts that are cut between the experts alone are nobody else's concern.
+    """
+    for name, parameter, cut in _held(plan, run, rank):
+        if settings_of(name, parameter.shape, run.optimizer).rule != "muon":
+            continue
+        is_dealt, is_stack = _is_dealt(parameter, plan), len(parameter.shape) > 2
+        is_matrix_cut = (parameter.tp_dim is not None and plan.tp > 1) or (cut.ranks > 1 and not is_stack)
+        if is_matrix_cut:
+            yield Sent(
+                "expert_shard" if is_dealt else "shard", "all_gather", MOMENTUM_BYTES * cut.ranks * cut.chunk, cut.ranks
+            )
+            yield from _gathered_outer(parameter, cut, plan)
+        if is_matrix_cut or not (is_dealt or cut.ranks > 1):
+            yield Sent(STAGE, "broadcast", MOMENTUM_BYTES * math.prod(parameter.shape), plan.world_size // plan.pp)
+
+
+def _gathered_outer(parameter: Parameter, cut: Cut, plan: Plan) -> Iterator[Sent]:
+    """What tensor and expert parallelism cut; ZeRO 1 and 2 undo the cuts in the opposite order (`parallel.pieces`)."""
+    shape = list(cut.local)
+    for axis in ("tp", "ep") if plan.zero in (1, 2) else ("ep", "tp"):
+        ranks, dim = (plan.ep, 0) if axis == "ep" else (plan.tp, parameter.tp_dim)
+        if dim is None or (axis == "ep" and not parameter.is_expert):
+            continue
+        padded = [ranks * -(-parameter.shape[d] // ranks) if d == dim else size for d, size in enumerate(shape)]
+        yield Sent(axis, "all_gather", MOMENTUM_BYTES * math.prod(padded), ranks)
+        shape[dim] = parameter.shape[dim]
 
 
 def _everyone(plan: Plan, run: RunConfig, rank: int) -> Iterator[Sent]:

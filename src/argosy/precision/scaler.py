@@ -12,7 +12,8 @@ class LossScaler:
     """Finds the largest power of two that the loss can be multiplied by without gradients overflowing.
 
     Every factor is a power of two, so that scaling and unscaling round nothing. It decides from the norm of all
-    gradients of all ranks, hence alike on every rank, with no collective of its own.
+    gradients of all ranks, hence alike on every rank, with no collective of its own. With `growth_steps` = 0 the scale
+    is no finding but a choice, and no part of the state: a run that goes on in another precision starts its own.
     """
 
     def __init__(self, scale: float = 2.0**16, growth_steps: int = 2000, floor: float = 1.0):
@@ -42,7 +43,9 @@ class LossScaler:
         return self.scale <= self._floor
 
     def state(self) -> dict[str, Tensor]:
-        """For the checkpoint: scalars, on the CPU."""
+        """For the checkpoint: scalars, on the CPU; nothing of a scale that does not grow."""
+        if not self._growth_steps:
+            return {}
         return {
             "scale": torch.tensor(self.scale, dtype=torch.float64),
             "good_steps": torch.tensor(self._good_steps, dtype=torch.int64),
@@ -50,4 +53,6 @@ class LossScaler:
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Go on from what `state` gave."""
+        if not self._growth_steps:
+            return
         self.scale, self._good_steps = float(state["scale"]), int(state["good_steps"])

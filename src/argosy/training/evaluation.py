@@ -75,7 +75,8 @@ def evaluate(model: ParallelModel, held_out: HeldOut, microbatch: int, world: Wo
     """The model's score; every data-parallel rank takes a share, and all processes get the result.
 
     All run the same number of equal batches (short ones are filled with targets that do not count), so that
-    collectives inside the model match and nothing is compiled anew.
+    collectives inside the model match and nothing is compiled anew. What fills them is text like the rest: of the same
+    token again and again each could be a document of its own, and attention slow.
     """
     windows = held_out.windows
     batch = microbatch * model.microbatches_at_once
@@ -83,7 +84,7 @@ def evaluate(model: ParallelModel, held_out: HeldOut, microbatch: int, world: Wo
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     for start in range(model.dp_rank * batch, -(-len(windows) // stride) * stride, stride):
         rows = windows[start : start + batch]
-        filled = np.concatenate([rows, np.zeros((batch - len(rows), windows.shape[1]), windows.dtype)])
+        filled = np.concatenate([rows, windows[:1].repeat(batch - len(rows), axis=0)])
         micros = microbatches(filled, microbatch, held_out.end_of_document, world.device)
         for first, micro in zip(range(0, batch, microbatch), micros, strict=True):
             micro.targets_BT[max(0, len(rows) - first) :] = IGNORED

@@ -17,16 +17,18 @@ from argosy.models.experts import Load
 from argosy.observe.clock import StepClock
 from argosy.observe.events import Events
 from argosy.observe.metrics import Metrics, peak_memory_bytes
-from argosy.observe.peak import matmul_peak_flops
+from argosy.observe.peak import device_name, matmul_peak_flops, software
 from argosy.observe.progress import Progress
 from argosy.optim.optimizer import Optimizer
 from argosy.parallel.apply import apply
 from argosy.parallel.expert import balance_experts
 from argosy.parallel.model import DTYPES
 from argosy.parallel.pieces import clip_gradients
-from argosy.parallel.world import World
+from argosy.parallel.world import World, processes_here
 from argosy.plan.flops import train_flops_per_token
+from argosy.plan.machine import Hardware, machine_at_hand
 from argosy.plan.plan import Plan
+from argosy.plan.predict import Prediction, predict
 from argosy.precision.scaler import LossScaler
 from argosy.training.evaluation import HeldOut, Score, evaluate
 from argosy.training.judge import Judge, Verdict
@@ -44,6 +46,7 @@ class Job:
 
     def __init__(self, run: RunConfig, plan: Plan, world: World, run_dir: Path, stop: StopSignal):
         self._began = time.monotonic()
+        self._memory_before_bytes = peak_memory_bytes(world.device)
         self._run, self._plan, self._world, self._run_dir, self._stop = run, plan, world, run_dir, stop
         torch.use_deterministic_algorithms(run.train.deterministic)
         torch.manual_seed(run.seed * 1_000_003 + world.rank)
@@ -69,6 +72,7 @@ class Job:
         self._loads: dict[int, Load] = {}
         self._flops_per_token = train_flops_per_token(run.model, run.data.seq_len)
         self._peak_flops = self._measure_peak()
+        self._prediction: Prediction | None = None
         self._time_to_first_step_s: float | None = None
 
     def restore_or_initialize(self) -> None:
@@ -76,7 +80,10 @@ class Job:
         checkpoint = self._keeper.restore(self.state)
         if checkpoint is None and self._run.model.weights is not None:
             checkpoint = self._keeper.read_weights(self.state, self._run.model.weights)
-        self.progress.say(headline(self._run, self._plan, self._peak_flops))
+        if self._world.is_first:
+            self._prediction = self._predict()
+            self._plan.save(self._run_dir / "plan.toml", self._prediction.toml() if self._prediction else "")
+        self.progress.say(headline(self._run, self._plan, self._peak_flops, self._prediction))
         if checkpoint is not None:
             self.progress.say(f" from {checkpoint.folder}")
         if self._world.is_first:
@@ -133,6 +140,7 @@ class Job:
             self.state.optimizer.set_learning_rate(self._learning_rate(step))
             self.state.model.before_update()
             self.state.optimizer.step()
+        with self._clock.time("communication"):
             self.state.model.after_update()
 
     def evaluate_if_due(self, step: int) -> None:
@@ -209,11 +217,15 @@ class Job:
                 self._held_out,
                 self._score,
                 self.progress,
+                self._plan,
+                self._prediction,
                 {
                     "status": "finished" if finished else "stopped",
-                    "plan": str(self._plan),
                     "peak_flops": self._peak_flops,
                     "time_to_first_step_s": self._time_to_first_step_s,
+                    "memory_before_bytes": self._memory_before_bytes,
+                    "device": device_name(self._world.device),
+                    "software": software(self._world.device),
                 },
             )
         self.events.write("end", step=self.state.step, finished=finished)
@@ -243,6 +255,18 @@ class Job:
         self.events.write("length", steps=self._pace.steps, minutes=train.minutes)
         if self._world.is_first:
             save_run(self._run, self._run_dir / "run.toml")
+
+    def _predict(self) -> Prediction | None:
+        """What the plan will take, if anybody knows this machine's devices."""
+        world, number_format = self._world, "bf16" if self._plan.precision == "fp8" else self._plan.precision
+        hardware = Hardware(
+            device=device_name(world.device),
+            processes=world.size,
+            per_node=processes_here(world.size),
+            peak_flops_per_s={number_format: self._peak_flops / world.size},
+        )
+        machine = machine_at_hand(self._run, hardware)
+        return None if machine is None else predict(self._plan, self._run, machine)
 
     def _measure_peak(self) -> float:
         """The matmul peak of all processes, measured on all at once, since they share the machine."""

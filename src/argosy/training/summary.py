@@ -15,22 +15,25 @@ from argosy.models.generate import sample_tokens
 from argosy.observe.events import read_lines
 from argosy.observe.metrics import Metrics
 from argosy.observe.progress import Progress
-from argosy.observe.report import Report, totals
+from argosy.observe.report import Report, totals, typical
 from argosy.parallel.world import World
 from argosy.plan.flops import parameters
 from argosy.plan.plan import Plan
+from argosy.plan.predict import Prediction
+from argosy.plan.reconcile import Reconciled, reconcile
 from argosy.training.evaluation import HeldOut, Score, unigram_score
 
 SAMPLE_TOKENS = 200
 
 
-def headline(run: RunConfig, plan: Plan, peak_flops: float) -> str:
-    """What is trained on what, in one line."""
+def headline(run: RunConfig, plan: Plan, peak_flops: float, prediction: Prediction | None) -> str:
+    """What is trained on what, in one line, and what it is predicted to take."""
     model = run.model.preset or run.model.family
     processes = f"{plan.world_size} process{'es' if plan.world_size > 1 else ''}"
+    expected = f"   plan: {prediction.in_words()}" if prediction else ""
     return (
         f"argosy train  {run.name}  {model} ({parameters(run.model) / 1e6:.1f}M parameters) on {processes} ({plan})"
-        f"   matmul peak {peak_flops / 1e9:.0f} GFLOP/s"
+        f"   matmul peak {peak_flops / 1e9:.0f} GFLOP/s{expected}"
     )
 
 
@@ -41,6 +44,8 @@ def write_report(
     held_out: HeldOut,
     score: Score | None,
     progress: Progress,
+    plan: Plan,
+    prediction: Prediction | None,
     facts: dict[str, Any],
 ) -> None:
     """Write report.json and print the run's result (first process only)."""
@@ -69,11 +74,33 @@ def write_report(
         goodput=round(counted_s / wall_s, 4),
         validation=validation,
         sample=sample,
+        plan=str(plan),
+        predicted=_predicted(run_dir, plan, prediction, steps, facts),
         **totals(steps),
         **facts,
     )
     report.save(run_dir)
     progress.say(report.in_words())
+
+
+def _predicted(
+    run_dir: Path, plan: Plan, prediction: Prediction | None, steps: list[dict[str, Any]], facts: dict[str, Any]
+) -> Reconciled | None:
+    """The steps under `plan` beside what it was predicted to take."""
+    mine = [record for record in steps if record["step"] >= _plan_since(run_dir)]
+    if prediction is None or not mine:
+        return None
+    memory_bytes = max(record["memory_bytes"] for record in mine) - facts["memory_before_bytes"]
+    return reconcile(prediction, plan, typical(mine), memory_bytes, with_reserve=facts["device"] == "cpu")
+
+
+def _plan_since(run_dir: Path) -> int:
+    """The step from which on all starts were with the plan that the run ended with."""
+    since, before = 0, ""
+    for event in _starts(run_dir):
+        since = since if event["plan"] == before else event["step"]
+        before = event["plan"]
+    return since
 
 
 def _sample(run: RunConfig, run_dir: Path, data: OpenData) -> str:
@@ -91,5 +118,9 @@ def _sample(run: RunConfig, run_dir: Path, data: OpenData) -> str:
 
 def _first_start(run_dir: Path) -> float:
     """Seconds since 1970 at which the run's first process started."""
-    starts = [e["time_s"] for e in read_lines(run_dir / "events" / "rank-0.jsonl") if e["event"] == "start"]
-    return float(starts[0])
+    return float(_starts(run_dir)[0]["time_s"])
+
+
+def _starts(run_dir: Path) -> list[dict[str, Any]]:
+    """Events of the first process's starts, in order."""
+    return [event for event in read_lines(run_dir / "events" / "rank-0.jsonl") if event["event"] == "start"]

@@ -1,0 +1,139 @@
+"""Which plan is best for a model on a cluster, what it will take, and why: all plans are predicted, nothing is run.
+
+A cluster is NxDEVICE (256xh100, 32x8xh100 says nodes; several joined by +), a preset, or a .toml file, e.g. one that
+`argosy probe` wrote. Every figure is a prediction with an interval that holds nine times of ten.
+
+Examples:
+  argosy plan --model llama3-70b --cluster 256xh100 --global-batch 1024 --seq-len 8192
+  argosy plan run.toml                                          the run at hand, on the machine at hand
+  argosy plan run.toml --cluster 8xh100                         the same run elsewhere
+  argosy plan --model deepseek-v3 --cluster 2048xh800 --tokens 14.8e12 --objective cost
+  argosy plan --model llama3-8b --cluster 8xh100 --fix "tp=2|4,recompute=selective"
+  argosy plan --model llama3-8b --cluster 64xh100+64xa100 --html plan.html
+  argosy plan --model llama3-70b --cluster 8xh100 --inference --global-batch 16
+  argosy plan --learn runs/a runs/b                  what finished runs took corrects ./cluster.toml, or --cluster FILE
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from argosy.cli.options import parse
+from argosy.errors import UserError
+from argosy.plan.answer import Objective
+
+if TYPE_CHECKING:
+    from argosy.plan.answer import Answer
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `argosy plan`."""
+
+    run: Annotated[str | None, tyro.conf.Positional] = None
+    """A run file, or the name of a run preset; or else --model."""
+    model: str | None = None
+    """A model preset (`argosy config presets` lists them)."""
+    cluster: str | None = None
+    """NxDEVICE, a preset, or a file; left out with a run: this machine."""
+    global_batch: int | None = None
+    """Sequences of a step; left out with a model: as DeepSeek's scaling law has it."""
+    seq_len: int | None = None
+    """Tokens of a sequence; left out with a model: 8192, or the model's longest if that is less."""
+    tokens: float | None = None
+    """Tokens to train on; left out: the run's, or 20 for each active parameter."""
+    objective: Objective = "time"
+    """What the plans are ranked by; cost and energy may choose fewer devices, goodput counts failures."""
+    fix: str = ""
+    """A part of the plan: KEY=VALUE,... with | between values that may be chosen from."""
+    top: int = 10
+    """Plans to show."""
+    inference: bool = False
+    """Prefill and decode in place of training: sequences of --seq-len, --global-batch of them at a time."""
+    learn: tuple[Path, ...] = ()
+    """Folders of finished runs, all that are to count: factors from them are written into the cluster's file."""
+    json: bool = False
+    """Print all as one JSON object."""
+    html: Path | None = None
+    """Write a page with charts to this file."""
+
+
+def main(argv: list[str]) -> None:
+    """`argosy plan [RUN] --model NAME --cluster CLUSTER ...`."""
+    options = parse(argv, "argosy plan", Options)
+    _check(options)
+    if options.learn:
+        _learn(options)
+        return
+    from argosy.plan.ask import ask
+
+    question = ask(
+        source=options.run,
+        model=options.model,
+        cluster=options.cluster,
+        global_batch=options.global_batch,
+        seq_len=options.seq_len,
+        tokens=options.tokens,
+        objective=options.objective,
+        fix=options.fix,
+        top=options.top,
+        serving=options.inference,
+    )
+    if options.inference:
+        from argosy.plan.inference import serve, words
+
+        served = serve(question)
+        print(_json(served) if options.json else words(served))
+        return
+    from argosy.plan.answer import answer
+
+    _print(answer(question), options)
+
+
+def _learn(options: Options) -> None:
+    from argosy.plan.clusters import Cluster
+    from argosy.plan.learn import cluster_file, in_words, learn
+
+    path = cluster_file(options.cluster)
+    before = Cluster.load(path)
+    after = learn(options.learn, before)
+    after.save(path)
+    print(_json(after.factors) if options.json else f"{path}: {in_words(before, after, len(options.learn))}")
+
+
+def _print(found: Answer, options: Options) -> None:
+    if options.html is not None:
+        from argosy.files import atomic_write
+        from argosy.plan.page import page
+
+        with atomic_write(options.html) as file:
+            file.write(page(found).encode())
+    if options.json:
+        print(_json(found))
+        return
+    from argosy.plan.tables import show
+
+    show(found)
+    if options.html is not None:
+        print(f"\n{options.html}")
+
+
+def _check(options: Options) -> None:
+    for name in ("global_batch", "seq_len", "tokens", "top"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise UserError(f"--{name.replace('_', '-')} {value}: must be above 0.")
+    if options.learn and (options.run or options.model):
+        raise UserError("--learn only corrects a cluster's file. Ask for a plan in a command of its own.")
+    if options.html is not None and options.inference:
+        raise UserError("--html is for training plans. Leave out --inference, or take --json.")
+
+
+def _json(found: object) -> str:
+    from pydantic_core import to_json
+
+    return to_json(found, indent=2, inf_nan_mode="null").decode()

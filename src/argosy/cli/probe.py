@@ -1,0 +1,117 @@
+"""Measure the machine at hand, and write it as a cluster file that `argosy plan --cluster` takes.
+
+Matmuls at the model's shapes, attention, memory, the host's time for each operation and layer, collectives in groups
+of each size alone and at once, disk and loader: with all processes at work, as they would be in training. What it
+cannot measure (price, power, failures) is the catalogue's. Under torchrun or srun it joins the processes it finds, and
+measures between nodes too.
+
+Examples:
+  argosy probe                                      the demo's model; writes cluster.toml
+  argosy probe --model llama3-8b --out dgx.toml     the shapes of another model
+  argosy probe --run run.toml --processes 4         those of a run, and its data if they are prepared
+  torchrun --nproc-per-node 8 --nnodes 2 ... -m argosy probe --model llama3-8b
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from argosy.cli.options import parse
+from argosy.errors import UserError
+
+if TYPE_CHECKING:
+    from argosy.plan.clusters import Cluster
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `argosy probe`."""
+
+    model: str | None = None
+    """A model preset, whose shapes are measured."""
+    run: Path | None = None
+    """A run file, in place of --model."""
+    processes: int = 0
+    """How many measure at once; 0 takes one for each GPU, or where there is none for each core, 8 at most."""
+    device: str | None = None
+    """What the catalogue calls the device, or a device's file; left out: what its driver says."""
+    out: Path = Path("cluster.toml")
+    """The cluster file to write. Its disk is the one that is measured."""
+    minutes: float = 5.0
+    """How long it may take, about."""
+    json: bool = False
+    """Print the cluster as JSON, and nothing on the way."""
+
+
+def main(argv: list[str]) -> None:
+    """`argosy probe ...`."""
+    options = parse(argv, "argosy probe", Options)
+    _check(options)
+    from argosy.config.load import load
+    from argosy.probe.machine import catalogue_device
+    from argosy.probe.probe import Asked
+    from argosy.probe.start import find_probed, probe_here, probe_joined
+
+    run = load(options.run, _overrides(options))
+    devices = find_probed(run.launch)
+    asked = Asked(
+        run=run,
+        device=catalogue_device(devices.kind, options.device),
+        folder=options.out.absolute().parent,
+        seconds=60 * options.minutes,
+        quiet=options.json,
+    )
+    if "RANK" in os.environ:
+        cluster, world = probe_joined(asked)
+        if not world.is_first:
+            return
+    else:
+        cluster = probe_here(asked, devices.count)
+    cluster.save(options.out)
+    print(cluster.model_dump_json(exclude_none=True) if options.json else f"{_in_words(cluster)}\nwrote {options.out}")
+
+
+def _check(options: Options) -> None:
+    if options.model is not None and options.run is not None:
+        raise UserError("--model and --run both name a model: give one of them.")
+    if not options.minutes > 0 or options.processes < 0:
+        raise UserError("--minutes must be above 0 and --processes at least 0. Try --minutes 5.")
+    if not options.out.absolute().parent.is_dir():
+        raise UserError(f"--out {options.out}: there is no folder {options.out.absolute().parent}.")
+
+
+def _overrides(options: Options) -> dict[str, object]:
+    given = {"model.preset": options.model, "launch.processes": options.processes}
+    return {key: value for key, value in given.items() if value}
+
+
+def _in_words(cluster: Cluster) -> str:
+    found, device = cluster.measured, cluster.device
+    assert found is not None
+    rates = {fmt: device.matmul_flops_per_s(fmt) for fmt in device.formats}
+    rows = {
+        "matmuls": _listed({fmt: f"{rate / 1e9:,.0f} GFLOP/s" for fmt, rate in rates.items()}),
+        "attention": _listed({a.number_format: f"{a.forward_flops_per_s / 1e9:,.0f} GFLOP/s" for a in found.attention}),
+        "memory": f"{_gb(found.memory_copy_bytes_per_s)}, {device.memory_bytes / 1e9:.1f} GB a device",
+        "host": f"{1e6 * (found.launch_s or 0):.1f} us an operation, {1e3 * (found.layer_host_s or 0):.2f} ms a layer",
+        "disk": f"write {_gb(found.disk_write_bytes_per_s)}, read {_gb(found.disk_read_bytes_per_s)}",
+        "loader": f"{(found.loader_tokens_per_s or 0) / 1e6:.1f}M tokens/s",
+    }
+    lines = [f"{cluster.name}   {cluster.software}", *(f"  {name:10} {text}" for name, text in rows.items())]
+    for row in found.collectives:
+        lines.append(
+            f"  {row.operation:15}{row.groups} x {row.ranks} in the {row.tier:8} from {row.from_bytes:>9} B  "
+            f"{1e6 * row.latency_s:8.0f} us{f' + {_gb(row.bytes_per_s)}' if row.bytes_per_s else ''}"
+        )
+    return "\n".join(lines)
+
+
+def _listed(values: dict[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+def _gb(bytes_per_s: float | None) -> str:
+    return f"{(bytes_per_s or 0) / 1e9:.2f} GB/s"

@@ -1,0 +1,107 @@
+"""Fit a scaling law L(N, D) = E + A/N^alpha + B/D^beta to small runs, and ask it about larger ones.
+
+N: parameters with embeddings (of experts those that a token goes to); D: training tokens; L: loss on held-out text,
+nats per token; compute is 6 N D. RESULTS are folders of finished runs, which share a tokenizer, or CSV files with the
+columns parameters,tokens,loss. Intervals are 90 %, by bootstrap.
+
+Examples:
+  argosy scaling runs/small-*                                        the coefficients
+  argosy scaling results.csv --budget 1e21                           the best N and D for 1e21 FLOPs
+  argosy scaling runs/small-* --predict big.toml                     the loss of a run before it is trained
+  argosy scaling results.csv --parameters 7e9 --tokens 140e9 --json  the same for a size of your own
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from argosy.cli.options import parse
+from argosy.errors import UserError
+
+if TYPE_CHECKING:
+    from argosy.plan.scaling import Estimate
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `argosy scaling`."""
+
+    results: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Run folders and CSV files."""
+    budget: float | None = None
+    """Training compute in FLOPs, to be spent on the best N and D."""
+    predict: Path | None = None
+    """A run file whose final loss is to be predicted."""
+    parameters: float | None = None
+    """With --tokens: N of a run whose final loss is to be predicted."""
+    tokens: float | None = None
+    """With --parameters: its D."""
+    draws: int = 100
+    """Bootstrap draws that the intervals come from."""
+    seed: int = 0
+    """Of the draws."""
+    json: bool = False
+    """Print all as one JSON object."""
+
+
+def main(argv: list[str]) -> None:
+    """`argosy scaling RESULTS ...`."""
+    options = parse(argv, "argosy scaling", Options)
+    _check(options)
+    from argosy.plan.scaling import fit
+    from argosy.use.results import planned_size, read_results
+
+    sizes = (options.parameters, options.tokens) if options.predict is None else planned_size(options.predict)
+    results = read_results(options.results)
+    found = fit(results, options.draws, options.seed)
+    answers: dict[str, Any] = {"results": len(results), "rms_residual": found.rms_residual}
+    answers["coefficients"] = found.coefficients
+    if options.budget is not None:
+        answers["compute_optimal"] = {"flops": options.budget, **found.compute_optimal(options.budget)}
+    if sizes[0] is not None and sizes[1] is not None:
+        predicted = found.predict(sizes[0], sizes[1])
+        answers["prediction"] = {"parameters": sizes[0], "tokens": sizes[1], "loss": predicted}
+    print(_json(answers) if options.json else _in_words(answers))
+
+
+def _check(options: Options) -> None:
+    if not options.results:
+        raise UserError("no results: give folders of finished runs, or a CSV. argosy scaling --help shows how.")
+    for name in ("budget", "parameters", "tokens", "draws"):
+        value = getattr(options, name)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise UserError(f"--{name} {value}: must be above 0.")
+    if (options.parameters is None) != (options.tokens is None):
+        raise UserError("--parameters and --tokens say together what run is meant: give both.")
+    if options.predict is not None and options.parameters is not None:
+        raise UserError("--predict and --parameters with --tokens name two runs: give one of them.")
+
+
+def _json(answers: dict[str, Any]) -> str:
+    from pydantic_core import to_json
+
+    return to_json(answers, inf_nan_mode="null").decode()
+
+
+def _in_words(answers: dict[str, Any]) -> str:
+    lines = [
+        f"L(N, D) = E + A/N^alpha + B/D^beta, fitted to {answers['results']} results; "
+        f"residuals {answers['rms_residual']:.2%} (root mean square)",
+        *_rows(answers["coefficients"]),
+    ]
+    if best := answers.get("compute_optimal"):
+        lines += [f"compute-optimal for {best.pop('flops'):g} FLOPs = 6 N D:", *_rows(best)]
+    if run := answers.get("prediction"):
+        lines += [f"a run of {run['parameters']:.4g} parameters on {run['tokens']:.4g} tokens:"]
+        lines += _rows({"loss": run["loss"]})
+    return "\n".join(lines)
+
+
+def _rows(estimates: dict[str, Estimate]) -> list[str]:
+    width = max(map(len, estimates))
+    return [f"  {name:{width}}  {e.value:<10.4g}  [{e.low:.4g}, {e.high:.4g}]" for name, e in estimates.items()]

@@ -1,0 +1,113 @@
+"""Run the real train step of any rank of any number, without devices: what it allocates, computes and sends.
+
+The step runs on tensors without memory, in a world without other ranks. Memory and bytes on the wire are exact, to the
+byte, for the eager step: nothing is compiled (plan.compile has no effect). Experts get even loads. Times are drawn
+from rates and links of --cluster, and are a best case.
+
+--model PRESET, --global-batch N and --seq-len N are short for --model.preset, --train.global-batch and --data.seq-len;
+what the plan leaves open is chosen as for GPUs, and without RUN the built-in demo's keys hold for the rest.
+
+Examples:
+  argosy simulate run.toml --plan "tp=2,dp_shard=4"     rank 0 of 8
+  argosy simulate --model llama3.1-405b --plan "tp=8,pp=16,dp_shard=128,microbatch=1,recompute=full" \\
+      --global-batch 2048 --seq-len 8192 --world-size 16384
+  argosy simulate run.toml --rank 5 --trace step.json   a timeline, for ui.perfetto.dev
+  argosy simulate run.toml --all-stages --json          one rank of each pipeline stage, and the bubble between them
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from argosy.cli.options import parse_run
+from argosy.errors import UserError
+
+if TYPE_CHECKING:
+    from argosy.simulate.simulate import Simulated
+
+SHORT = {"--model": "--model.preset", "--global-batch": "--train.global-batch", "--seq-len": "--data.seq-len"}
+"""Options -> the keys of a run that they stand for."""
+KeyT = TypeVar("KeyT")
+NODE = 8
+"""Devices of a node of the default cluster."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `argosy simulate`."""
+
+    world_size: int | None = None
+    """Ranks in all; none: as many as the plan is for."""
+    rank: int = 0
+    """Which to simulate."""
+    all_stages: bool = False
+    """Also the ranks at the same place in all other pipeline stages."""
+    cluster: str | None = None
+    """What the timeline is drawn for: NxDEVICE, a file or a preset; none: H100s in nodes of 8."""
+    trace: Path | None = None
+    """Write the timeline to this file, in Chrome's and Perfetto's format."""
+    json: bool = False
+    """Print what was found as one JSON array."""
+
+
+def main(argv: list[str]) -> None:
+    """`argosy simulate [RUN] --plan PLAN ...`."""
+    options, run = parse_run(list(map(_in_full, argv)), "argosy simulate", Options)
+    from argosy.plan.clusters import Cluster
+    from argosy.simulate.simulate import ranks_of_stages, settle, simulate
+    from argosy.simulate.timeline import write_chrome_trace
+
+    run, plan = settle(run, options.world_size)
+    if not 0 <= options.rank < plan.world_size:
+        raise UserError(f"--rank {options.rank}: there are ranks 0 to {plan.world_size - 1}. Try --rank 0.")
+    cluster = Cluster.parse(options.cluster or f"{-(-plan.world_size // NODE)}x{NODE}xh100")
+    ranks = ranks_of_stages(plan, options.rank) if options.all_stages else [options.rank]
+    found = simulate(plan, run, ranks, cluster)
+    if options.trace is not None:
+        write_chrome_trace({one.rank: one.timeline for one in found}, options.trace)
+    print(json.dumps([one.record() for one in found]) if options.json else "\n\n".join(map(_in_words, found)))
+
+
+def _in_full(word: str) -> str:
+    name, equals, value = word.partition("=")
+    return SHORT.get(name, name) + equals + value
+
+
+def _in_words(found: Simulated) -> str:
+    time = found.timeline
+    waited = ", ".join(f"{axis} {seconds:.3g} s" for axis, seconds in sorted(time.waited_s.items())) or "nothing"
+    host = f", {_size(found.host_bytes)} on the host" if found.host_bytes else ""
+    return "\n".join(
+        [
+            f"rank {found.rank} of {found.plan}",
+            f"memory   {_size(found.peak_bytes)} at the peak, in {found.peak_where}; "
+            f"{_size(found.held_bytes)} between steps{host}",
+            *(f"  {category:12} {_size(size):>10}" for category, size in _largest_first(found.peak)),
+            f"FLOPs    {sum(found.flops.values()):.4g} a step: "
+            + ", ".join(f"{phase} {count:.3g}" for phase, count in _largest_first(found.flops)),
+            "sent in a step",
+            *(
+                f"  {axis:12} {kind:15} {_size(size):>10}  {found.messages[axis, kind]:>6} messages"
+                for (axis, kind), size in _largest_first(found.sent_bytes)
+            ),
+            f"time     {time.step_s:.3g} s at best: {time.compute_s:.3g} s of work; waits for {waited}",
+            f"simulated in {found.tracing_s:.1f} s",
+        ]
+    )
+
+
+def _largest_first(sizes: Mapping[KeyT, int]) -> list[tuple[KeyT, int]]:
+    return sorted(sizes.items(), key=lambda item: -item[1])
+
+
+def _size(count: int) -> str:
+    size, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.4g} {unit}"

@@ -1,0 +1,170 @@
+"""How fast a device computes: matmuls, attention, memory, and the host that gives it work.
+
+All processes measure the same at the same time, as they would in training, and each figure is the mean over them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from argosy.config.schema import ModelConfig
+from argosy.models.attention import causal_attention
+from argosy.models.decoder import Block, Decoder
+from argosy.models.initialize import materialize
+from argosy.models.rope import rotary_table
+from argosy.parallel.world import World
+from argosy.plan.measured import AttentionRate, MatmulRate
+from argosy.probe.timing import mean, seconds
+
+NumberFormat = Literal["fp32", "bf16", "fp16"]
+Kind = Literal["square", "forward", "input_gradient", "weight_gradient"]
+
+DTYPES: dict[NumberFormat, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FORMATS: dict[str, tuple[NumberFormat, ...]] = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "bf16", "fp16")}
+SQUARES = {"cpu": (512, 1024), "cuda": (2048, 4096, 8192, 16384)}
+COPY_BYTES = {"cpu": 2**27, "cuda": 2**31}
+"""More than caches hold."""
+SMALL = {"layers": 1, "width": 32, "heads": 2, "kv_heads": 2, "head_width": 16, "ffn_width": 32, "vocab_size": 32}
+"""A layer whose arithmetic takes no time."""
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """One matmul to measure; the fields are as in `MatmulRate`."""
+
+    m: int
+    k: int
+    n: int
+    kind: Kind
+    number_format: NumberFormat
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.m * self.k * self.n
+
+
+def matmuls_to_measure(model: ModelConfig, tokens: int, device: str) -> list[Matmul]:
+    """Large squares in each format of the device, then the three matmuls of every weight of `model`, by size once."""
+    cases = [Matmul(n, n, n, "square", fmt) for fmt in FORMATS[device] for n in SQUARES[device]]
+    shapes = dict.fromkeys(_weights(model, tokens))
+    for fmt in FORMATS[device]:
+        for rows, outputs, inputs in shapes:
+            cases += [
+                Matmul(rows, inputs, outputs, "forward", fmt),
+                Matmul(rows, outputs, inputs, "input_gradient", fmt),
+                Matmul(outputs, rows, inputs, "weight_gradient", fmt),
+            ]
+    return cases
+
+
+def _weights(model: ModelConfig, tokens: int) -> Iterator[tuple[int, int, int]]:
+    """Tokens, outputs and inputs of the model's weights; of experts, the tokens of an even share."""
+    for layer in sorted({0, model.layers - 1}):  # the first layers may be dense, and the rest have experts
+        with torch.device("meta"):
+            block = Block(model, layer)
+        for weight in block.parameters():
+            if weight.ndim == 2:
+                yield tokens, *weight.shape
+            elif weight.ndim == 3:  # a stack of experts
+                yield max(1, tokens * model.moe.experts_per_token // model.moe.experts), *weight.shape[1:]
+    if model.vocab_size:
+        yield tokens, model.vocab_size, model.width
+
+
+def measure_matmuls(world: World, cases: Iterable[Matmul], slice_s: float) -> list[MatmulRate]:
+    """The rate of each, repeated for `slice_s`; one that takes longer, by the rate of the one before, is left out."""
+    rates: list[MatmulRate] = []
+    newest: dict[NumberFormat, float] = {}
+    for case in cases:
+        if case.flops <= slice_s * newest.get(case.number_format, math.inf):
+            newest[case.number_format] = rate = mean(world, case.flops / _matmul_s(world, case, slice_s))
+            rates.append(MatmulRate(**vars(case), flops_per_s=rate))
+    return rates
+
+
+def _matmul_s(world: World, case: Matmul, slice_s: float) -> float:
+    dtype, device = DTYPES[case.number_format], world.device
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, device=device).to(dtype)
+
+    # Laid out as autograd has them: the weight is [outputs, inputs], and a gradient's factor is transposed.
+    if case.kind == "forward":
+        a, b = matrix(case.m, case.k), matrix(case.n, case.k).T
+    elif case.kind == "weight_gradient":
+        a, b = matrix(case.k, case.m).T, matrix(case.k, case.n)
+    else:
+        a, b = matrix(case.m, case.k), matrix(case.k, case.n)
+    out = torch.empty(case.m, case.n, device=device, dtype=dtype)
+    world.barrier()
+    return seconds(lambda: torch.mm(a, b, out=out), device, slice_s)
+
+
+def measure_attention(world: World, model: ModelConfig, seq_len: int, slice_s: float) -> list[AttentionRate]:
+    """Causal attention as the model's heads do it (with latent attention, at the mean width of keys and values)."""
+    mla = model.mla
+    width = (mla.key_width + mla.value_width) // 2 if mla.kv_rank else model.head_width
+    rates = []
+    for fmt in FORMATS[world.device.type]:
+        shapes = [(1, seq_len, heads, width) for heads in (model.heads, model.kv_heads, model.kv_heads)]
+        q, k, v = (torch.randn(s, device=world.device).to(DTYPES[fmt]).requires_grad_() for s in shapes)
+        gradient = torch.ones_like(q)
+        world.barrier()
+        with torch.no_grad():
+            forward_s = seconds(lambda q=q, k=k, v=v: causal_attention(q, k, v), world.device, slice_s)  # type: ignore[misc]
+        y = causal_attention(q, k, v)
+        world.barrier()
+        backward_s = seconds(
+            lambda y=y, x=(q, k, v), g=gradient: torch.autograd.grad(y, x, g, retain_graph=True),  # type: ignore[misc]
+            world.device,
+            slice_s,
+        )
+        flops = 2.0 * model.heads * seq_len**2 * width
+        rates.append(
+            AttentionRate(
+                seq_len=seq_len,
+                heads=model.heads,
+                head_width=width,
+                number_format=fmt,
+                forward_flops_per_s=mean(world, flops / forward_s),
+                backward_flops_per_s=mean(world, 2 * flops / backward_s),
+            )
+        )
+    return rates
+
+
+def measure_copy(world: World, slice_s: float) -> float:
+    """Bytes read and written per second by a large copy."""
+    source = torch.ones(COPY_BYTES[world.device.type], dtype=torch.uint8, device=world.device)
+    target = torch.zeros_like(source)
+    world.barrier()
+    return mean(world, 2 * len(source) / seconds(lambda: target.copy_(source), world.device, slice_s))
+
+
+def measure_launch(world: World, slice_s: float) -> float:
+    """Host seconds of one operation on a single element."""
+    one = torch.ones(1, device=world.device)
+    world.barrier()
+    return mean(world, seconds(lambda: one.add_(1), world.device, slice_s))
+
+
+def measure_layer_host(world: World, slice_s: float) -> float:
+    """Host seconds of forward and backward of one dense layer that is too small for the device to matter."""
+    config = ModelConfig.model_validate(SMALL)
+    decoder = Decoder(config)
+    materialize(decoder, config, world.device, seed=0)
+    x = torch.randn(1, 8, config.width, device=world.device)
+    documents = torch.tensor([0, 8], dtype=torch.int32, device=world.device)
+    cos, sin = rotary_table(config, 8, world.device)
+    rotary = cos[None], sin[None]
+
+    def step() -> None:
+        decoder.blocks["0"](x, rotary, documents).sum().backward()
+
+    world.barrier()
+    return mean(world, seconds(step, world.device, slice_s))

@@ -1,0 +1,80 @@
+"""What a machine is, apart from how fast: its device's catalogue entry, memory, host, software."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from argosy.errors import UserError
+from argosy.observe.peak import software
+from argosy.parallel.world import World
+from argosy.plan.hardware import Device, find_device
+from argosy.plan.machine import device_named
+
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+def catalogue_device(kind: str, name: str | None) -> Device:
+    """The catalogue's entry of the device at hand: what no probe can measure (price, power, failures) is from there.
+
+    kind: cpu or cuda. name: what the catalogue calls it, or a device's file; None asks the driver.
+    Raises: UserError if the catalogue does not know what the driver says.
+    """
+    if name is not None or kind == "cpu":
+        return find_device(name or "cpu")
+    said = torch.cuda.get_device_name()
+    try:
+        return find_device(device_named(said))
+    except UserError as error:
+        raise UserError(
+            f"the driver calls the device {said!r}: {error} Say which it is with --device NAME or FILE.toml."
+        ) from None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The devices of a world, one for each process."""
+
+    kind: str
+    """cpu or cuda."""
+    hosts: tuple[str, ...]
+    """Of each process."""
+    memory_bytes: float
+    """Of one device; a CPU's memory is shared out to the processes."""
+    software: str
+    """Versions that speed depends on."""
+
+    @property
+    def nodes(self) -> int:
+        """Hosts."""
+        return len(set(self.hosts))
+
+    @property
+    def devices_per_node(self) -> int:
+        """Processes of the node that has fewest."""
+        return min(self.hosts.count(host) for host in self.hosts)
+
+
+def machine_of(world: World) -> Machine:
+    """What `world` runs on; all its processes call it."""
+    hosts = [socket.gethostname()] * world.size
+    if world.size > 1:
+        dist.all_gather_object(hosts, socket.gethostname())
+    kind = world.device.type
+    if kind == "cuda":
+        memory_bytes = float(torch.cuda.get_device_properties(world.device).total_memory)
+    else:
+        memory_bytes = _host_memory_bytes() / hosts.count(hosts[world.rank])
+    return Machine(kind, tuple(hosts), memory_bytes, software(world.device))
+
+
+def _host_memory_bytes() -> float:
+    """What the machine has, or the container may have."""
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.exists() else "max"
+    return float(whole if limit == "max" else min(whole, int(limit)))

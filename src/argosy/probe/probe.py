@@ -1,0 +1,81 @@
+"""A probe: measures the machine at hand, all processes together, and says it as a cluster for plans."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from argosy.config.schema import RunConfig
+from argosy.observe.progress import Progress
+from argosy.parallel.world import World
+from argosy.plan.auto import MICROBATCH_TOKENS
+from argosy.plan.clusters import Cluster
+from argosy.plan.hardware import Device
+from argosy.plan.measured import Measurements
+from argosy.probe.cluster import as_cluster
+from argosy.probe.collectives import MESSAGES, measure_collectives
+from argosy.probe.compute import (
+    matmuls_to_measure,
+    measure_attention,
+    measure_copy,
+    measure_launch,
+    measure_layer_host,
+    measure_matmuls,
+)
+from argosy.probe.machine import machine_of
+from argosy.probe.storage import FILE_BYTES, measure_disk, measure_loader
+from argosy.probe.timing import LONGEST_SLICE_S
+
+COMPUTE_SHARE, COLLECTIVES_SHARE, LOADER_SHARE = 0.4, 0.4, 0.02
+"""Of the probe's time; the rest is for starting, the disk, and what takes longer than it should."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be measured."""
+
+    run: RunConfig
+    """Its model's shapes, its sequence length, its data if they are prepared."""
+    device: Device
+    """The catalogue's entry, for what cannot be measured."""
+    folder: Path
+    """On the disk that is measured."""
+    seconds: float
+    """In all, about."""
+    quiet: bool = False
+    """Nothing is printed on the way."""
+
+
+def measure(asked: Asked, world: World) -> Cluster:
+    """The cluster that this world runs on; all its processes call it, and all get the same."""
+    progress = Progress(enabled=world.is_first and not asked.quiet)
+    began = time.monotonic()
+
+    def say(stage: str) -> None:
+        progress.say(f"{time.monotonic() - began:5.0f} s  {stage}")
+
+    run, machine = asked.run, machine_of(world)
+    tokens = max(1, MICROBATCH_TOKENS[world.device.type] // run.data.seq_len) * run.data.seq_len
+    cases = matmuls_to_measure(run.model, tokens, machine.kind)
+    slice_s = min(LONGEST_SLICE_S, COMPUTE_SHARE * asked.seconds / (len(cases) + 8))
+    found: dict[str, Any] = {"date": datetime.date.today().isoformat(), "host": machine.hosts[0]}
+    say(f"{len(cases)} matmuls of {run.model.preset or run.model.family} on {world.size} x {machine.kind}")
+    found["matmuls"] = tuple(measure_matmuls(world, cases, slice_s))
+    say("attention, memory, host")
+    found["attention"] = tuple(measure_attention(world, run.model, run.data.seq_len, slice_s))
+    found["memory_copy_bytes_per_s"] = measure_copy(world, slice_s)
+    found["launch_s"] = measure_launch(world, slice_s)
+    found["layer_host_s"] = measure_layer_host(world, slice_s)
+    if world.size > 1:
+        say("collectives")
+        sizes, budget_s = MESSAGES[machine.kind], COLLECTIVES_SHARE * asked.seconds
+        found["collectives"] = tuple(measure_collectives(world, machine.hosts, sizes, budget_s))
+    say("disk and loader")
+    disk = measure_disk(world, asked.folder, FILE_BYTES)
+    found |= {"disk_write_bytes_per_s": disk.write_bytes_per_s, "disk_read_bytes_per_s": disk.read_bytes_per_s}
+    found["loader_tokens_per_s"] = measure_loader(world, run, LOADER_SHARE * asked.seconds)
+    say("done")
+    return as_cluster(asked.device, machine, Measurements(**found))

@@ -1,0 +1,67 @@
+"""How long something takes on a device, measured for a given time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from argosy.parallel.world import World
+
+SAMPLE_S = 2e-3
+"""Calls are timed together for so long at least: one alone may be shorter than it takes to wait for the device."""
+LONGEST_SLICE_S = 0.5
+"""One measurement is repeated for so long at most: it is sure enough then."""
+FEWEST, MOST = 3, 200
+"""Samples."""
+
+
+def seconds(call: Callable[[], object], device: torch.device, slice_s: float) -> float:
+    """Seconds of one call, repeated for about `slice_s` (at least three times, after one that warms up).
+
+    The lower quartile of the samples: what else goes on in the machine only ever makes one slower.
+    """
+    calls = max(1, round(SAMPLE_S / _sample(call, device, 1)))
+    samples: list[float] = []
+    end = time.perf_counter() + slice_s
+    while len(samples) < FEWEST or (time.perf_counter() < end and len(samples) < MOST):
+        samples.append(_sample(call, device, calls))
+    return lower_quartile(samples)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all it was given; a CPU has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _sample(call: Callable[[], object], device: torch.device, calls: int) -> float:
+    """Seconds of one of `calls` calls."""
+    synchronize(device)
+    began = time.perf_counter()
+    for _ in range(calls):
+        call()
+    synchronize(device)
+    return (time.perf_counter() - began) / calls
+
+
+def total(world: World, value: float) -> float:
+    """The sum of a figure over all processes, the same on all."""
+    return four_digits(world.sum(torch.tensor(value, dtype=torch.float64, device=world.device)).item())
+
+
+def mean(world: World, value: float) -> float:
+    """The mean of a figure over all processes, the same on all."""
+    return four_digits(total(world, value) / world.size)
+
+
+def four_digits(value: float) -> float:
+    """More digits of a measurement say nothing."""
+    return float(f"{value:.4g}")
+
+
+def lower_quartile(samples: Sequence[float]) -> float:
+    """The sample that a quarter is below."""
+    return float(np.quantile(samples, 0.25, method="lower"))

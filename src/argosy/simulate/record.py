@@ -1,0 +1,364 @@
+"""What one rank does in a step, written down as it runs: memory that comes and goes, arithmetic, messages."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from argosy.models.decoder import Block, Decoder
+from argosy.observe.clock import Category as Part
+from argosy.observe.clock import StepClock
+from argosy.observe.dispatch import nbytes, tensors_in
+from argosy.observe.flops import flops_of
+from argosy.observe.live import LiveBytes
+from argosy.observe.wire import Message, message_of
+from argosy.parallel.world import CPU
+
+Category = Literal["parameters", "gathered", "gradients", "optimizer", "activations", "host", "other"]
+"""Whose memory it is:
+
+parameters    what the rank holds of the weights
+gathered      weights that FSDP2 has gathered from other ranks, whole
+gradients     what backward has made and left behind, on the way to other ranks too
+optimizer     moments
+activations   what forward has made and left behind for backward, in recomputation too
+host          what `plan.offload` keeps in host memory: no part of the device's
+other         what comes and goes within a pass, and buffers
+"""
+Phase = Literal["forward", "recompute", "backward", "communication", "optimizer", "other"]
+
+LEFT_BY: dict[Phase, Category] = {
+    "forward": "activations",
+    "recompute": "activations",
+    "backward": "gradients",
+    "communication": "gradients",
+    "optimizer": "optimizer",
+    "other": "other",
+}
+"""Memory that outlives the phase that made it."""
+
+
+class Where(NamedTuple):
+    """A place in the step."""
+
+    phase: Phase
+    layer: int | None
+    """None: in no layer, but in the embedding, the head, or around the model."""
+
+    def __str__(self) -> str:
+        return self.phase if self.layer is None else f"{self.phase} of layer {self.layer}"
+
+
+class Memory:
+    """A piece of memory; what it is for shows only when it is freed, or when its phase is over."""
+
+    __slots__ = ("alive", "category")
+
+    def __init__(self) -> None:
+        self.alive = True
+        self.category: Category = "other"
+
+
+class Change(NamedTuple):
+    """Memory comes (bytes > 0) or goes."""
+
+    bytes: int
+    memory: Memory
+    where: Where
+
+
+class Work(NamedTuple):
+    """An operation on the device."""
+
+    name: str
+    flops: int
+    moved_bytes: int
+    """Read and written."""
+    dtype: torch.dtype
+    where: Where
+
+
+class Sent(NamedTuple):
+    """A collective, or one end of a message, is handed over; it may be under way while work goes on."""
+
+    kind: str
+    axis: str
+    ranks: int
+    sent_bytes: int
+    """By this rank."""
+    message_bytes: int
+    """Of the whole: what all have of an all-gather afterwards, or of a reduce-scatter before."""
+    stride: int
+    """From one rank of the group to the next."""
+    peer: int | None
+    """The other end's rank, where there is one: who this sends to ("send") or receives from ("recv")."""
+    where: Where
+
+
+class Wait(NamedTuple):
+    """What follows needs a message's result."""
+
+    messages_ago: int
+    where: Where
+
+
+class Pass(NamedTuple):
+    """Forward of a microbatch through a part of the model begins."""
+
+
+Event = Change | Work | Sent | Wait | Pass
+
+
+@dataclass
+class Trace:
+    """One step of one rank."""
+
+    before: Counter[Category] = field(default_factory=Counter)
+    """Bytes alive when it begins."""
+    events: list[Event] = field(default_factory=list)
+
+    def with_third_pass_repeated(self, times: int) -> Trace | None:
+        """The same with `times` more passes like the third of four; None if that is not like the second."""
+        begins = [i for i, event in enumerate(self.events) if isinstance(event, Pass)]
+        second, third = (self.events[begins[i] : begins[i + 1]] for i in (1, 2))
+        if list(map(_content, second)) != list(map(_content, third)):
+            return None
+        return Trace(self.before, [*self.events[: begins[3]], *third * times, *self.events[begins[3] :]])
+
+
+def _content(event: Event) -> tuple[Any, ...]:
+    """What must be equal for two events to be alike: of memory, not which it is, but what it is for."""
+    return (event.bytes, event.memory.category, event.where) if isinstance(event, Change) else tuple(event)
+
+
+class Recorder(LiveBytes):
+    """While it is on, sees all that the rank does; from `begin` to `end` it writes it down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock: StepClock = _Clock(self)
+        """For the step: it tells what part of it runs."""
+        self.phase: Phase = "other"
+        """What runs outside of forward and backward."""
+        self._trace: Trace | None = None
+        self._axes: dict[str, str] = {}
+        self._layers: dict[int, int] = {}
+        self._memories: dict[int, Memory] = {}
+        self._unsettled: dict[Phase, list[Memory]] = {phase: [] for phase in LEFT_BY}
+        self._where = Where("other", None)
+        self._depth = 0  # of modules in modules
+        self._in_forward = False
+        self._layer: int | None = None
+        self._graph = _Graph()
+        self._members: dict[str, list[int]] = {}  # of groups, by name
+        self._messages = 0
+        self._under_way: dict[int, int] = {}  # memory -> number of the message that fills it
+        self._hooks: list[RemovableHandle] = []
+
+    def __enter__(self) -> Self:
+        """Begin to watch."""
+        self._hooks = [
+            register_module_forward_pre_hook(self._module_begins),
+            register_module_forward_hook(self._module_ends, always_call=True),
+        ]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """Watch no more."""
+        super().__exit__(*exception)
+        for hook in self._hooks:
+            hook.remove()
+
+    def label(self, tensors: Iterable[Tensor], category: Category) -> None:
+        """Say whose the memory of `tensors` is, if it was made while this was on."""
+        for tensor in tensors:
+            memory = self._memories.get(id(tensor.untyped_storage()))
+            if memory is not None:
+                memory.category = category
+
+    def begin(self, axes: dict[str, str]) -> None:
+        """A step begins. `axes`: those of the process groups (`observe.wire.axes_of`)."""
+        self._axes = axes
+        self._trace = Trace()
+        for key, size in self._sizes.items():
+            self._trace.before[self._memories[key].category] += size
+
+    def end(self) -> Trace:
+        """The step is over."""
+        assert self._trace is not None
+        self._enter(Where("other", None))
+        trace, self._trace = self._trace, None
+        return trace
+
+    def saw(self, operator: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> None:
+        """Write down the operation, the memory that it makes, and what it waits for."""
+        if operator.namespace == "prim":  # a question about a tensor
+            return
+        self._enter(self._place())
+        self._await(args)
+        super().saw(operator, args, result)
+        message = message_of(operator, args, self._axes) if self._trace is not None else None
+        if message is not None:
+            self._send(message, args)
+        elif not _is_free(operator):
+            self._write(_work(operator, args, result, self._where))
+
+    def changed(self, memory: int, before: int, after: int) -> None:
+        """Memory has come, gone, or changed its size: only gathered parameters do that."""
+        known = self._memories.get(memory)
+        if known is None:
+            known = self._memories[memory] = Memory()
+            self._unsettled[self._where.phase].append(known)
+        elif after:
+            known.category = "gathered"
+        self._write(Change(after - before, known, self._where))
+
+    def freed(self, memory: int) -> None:
+        """Forget it."""
+        self._memories.pop(memory).alive = False
+        self._under_way.pop(memory, None)
+
+    def _write(self, event: Event) -> None:
+        if self._trace is not None:
+            self._trace.events.append(event)
+
+    def _send(self, message: Message, args: tuple[Any, ...]) -> None:
+        is_pair = message.kind == "send"
+        if message.kind == "barrier" or (is_pair and not next(tensors_in(args[0])).is_floating_point()):
+            return  # a pipeline's ranks greet each other in their first step
+        kind = "recv" if message.operator.startswith("recv") else message.kind
+        ranks = self._ranks(message.group)
+        peer = ranks[args[2]] if is_pair else None
+        size = nbytes(args[0]) if is_pair else max(nbytes(args[0]), nbytes(args[1]))
+        self._messages += 1
+        stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        self._write(Sent(kind, message.axis, len(ranks), message.sent_bytes, size, stride, peer, self._where))
+        if kind != "send":
+            for tensor in tensors_in(args[0]):
+                self._under_way[id(tensor.untyped_storage())] = self._messages
+
+    def _ranks(self, group: dist.ProcessGroup) -> list[int]:
+        if group.group_name not in self._members:
+            self._members[group.group_name] = dist.get_process_group_ranks(group)
+        return self._members[group.group_name]
+
+    def _await(self, args: tuple[Any, ...]) -> None:
+        """Write down which messages' results these arguments are."""
+        if not self._under_way:
+            return
+        for tensor in tensors_in(args):
+            number = self._under_way.get(id(tensor.untyped_storage()))
+            if number is not None:
+                self._write(Wait(self._messages - number, self._where))
+                self._under_way = {key: n for key, n in self._under_way.items() if n != number}
+
+    def _place(self) -> Where:
+        """Torch has no public names for "is this backward" and for "of which node"."""
+        if torch._C._current_graph_task_id() != -1:
+            # Only recomputation records gradients, and calls modules, in backward.
+            is_forward = torch.is_grad_enabled() or self._depth > 0
+            return Where("recompute" if is_forward else "backward", self._graph.layer_now())
+        return Where("forward", self._layer) if self._in_forward else Where(self.phase, None)
+
+    def _enter(self, where: Where) -> None:
+        """Operations are now of `where`; what an earlier phase has left behind is what it was for."""
+        last = self._where.phase
+        self._where = where
+        if where.phase == last:
+            return
+        in_backward = where.phase in ("backward", "recompute")
+        if last not in ("forward", "backward"):
+            self._settle(last)
+        if last in ("backward", "recompute") and not in_backward:
+            self._settle("backward")
+
+    def _settle(self, phase: Phase) -> None:
+        for memory in self._unsettled[phase]:
+            if memory.alive and memory.category == "other":
+                memory.category = LEFT_BY[phase]
+        self._unsettled[phase].clear()
+
+    def _module_begins(self, module: nn.Module, _: Any) -> None:
+        self._depth += 1
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if isinstance(module, Decoder):
+            self._in_forward = True
+            self._layers |= {id(block): int(layer) for layer, block in module.blocks.items()}
+            self._write(Pass())
+        elif isinstance(module, Block):
+            self._layer = self._layers.get(id(module))
+            self._graph.layer_begins()
+
+    def _module_ends(self, module: nn.Module, _: Any, __: Any) -> None:
+        self._depth -= 1
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if isinstance(module, Decoder):
+            self._in_forward = False
+            self._settle("forward")
+        elif isinstance(module, Block):
+            self._graph.layer_ends(self._layer)
+            self._layer = None
+
+
+class _Graph:
+    """Which layer made which nodes of the graph: autograd numbers them in their order, under names of its own."""
+
+    def __init__(self) -> None:
+        self._begins: list[int] = []
+        self._layers: list[int | None] = []
+
+    def layer_begins(self) -> None:
+        self._first = torch.autograd._get_sequence_nr()
+
+    def layer_ends(self, layer: int | None) -> None:
+        self._begins += [self._first, torch.autograd._get_sequence_nr()]
+        self._layers += [layer, None]
+
+    def layer_now(self) -> int | None:
+        node = torch._C._current_autograd_node()
+        index = bisect_right(self._begins, -1 if node is None else node._sequence_nr())
+        return self._layers[index - 1] if index else None
+
+
+class _Clock(StepClock):
+    """Tells a recorder what part of the step runs, instead of timing it."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(CPU)
+        self._recorder = recorder
+
+    @contextmanager
+    def time(self, category: Part) -> Iterator[None]:
+        """What runs in this block is `category`."""
+        self._recorder.phase = category if category in ("communication", "optimizer") else "other"
+        yield
+        self._recorder.phase = "other"
+
+
+def _work(operator: torch._ops.OpOverload, args: tuple[Any, ...], result: Any, where: Where) -> Work:
+    some = next(tensors_in(result), None)
+    dtype = torch.float32 if some is None else some.dtype
+    return Work(
+        str(operator.overloadpacket), flops_of(operator, args, result), nbytes(args) + nbytes(result), dtype, where
+    )
+
+
+@cache
+def _is_free(operator: torch._ops.OpOverload) -> bool:
+    """Whether it does nothing on the device: it makes a view, or memory without content."""
+    is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in operator._schema.returns)
+    return is_view or "empty" in operator.name() or operator is torch.ops.aten._local_scalar_dense.default

@@ -1,0 +1,158 @@
+"""What a step of a run under a plan holds, computes and sends, found by running it without devices."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from argosy.config.schema import RunConfig
+from argosy.errors import UserError
+from argosy.observe.wire import Counts
+from argosy.plan.auto import Devices, choose_plan, processes_of
+from argosy.plan.clusters import Cluster
+from argosy.plan.memory import place_of
+from argosy.plan.plan import Plan
+from argosy.simulate.rank import simulate_rank
+from argosy.simulate.record import Category, Change, Phase, Sent, Trace, Where, Work
+from argosy.simulate.timeline import Timeline, draw
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """One step of one rank. What it allocates and sends is exact; when, is drawn from rates and links."""
+
+    rank: int
+    plan: str
+    peak_bytes: int
+    """The most device memory that is allocated at once."""
+    peak: dict[Category, int]
+    """Of what it then consists (`simulate.record.Category`)."""
+    peak_where: Where
+    """What runs then, and in which layer."""
+    held_bytes: int
+    """Allocated on the device between steps."""
+    host_bytes: int
+    """The most that `plan.offload` keeps in host memory at once."""
+    flops: dict[Phase, int]
+    """Of contractions, by when they run (`observe.flops`)."""
+    sent_bytes: Counts
+    """(axis, kind of collective) -> bytes sent (`observe.wire`)."""
+    messages: Counts
+    """The same -> in how many messages."""
+    timeline: Timeline
+    tracing_s: float
+    """How long the simulation took."""
+
+    def record(self) -> dict[str, Any]:
+        """For JSON; without the timeline's spans."""
+        return {
+            "rank": self.rank,
+            "plan": self.plan,
+            "memory": {
+                "peak_bytes": self.peak_bytes,
+                "at_peak": dict(self.peak),
+                "peak_phase": self.peak_where.phase,
+                "peak_layer": self.peak_where.layer,
+                "held_bytes": self.held_bytes,
+                "host_bytes": self.host_bytes,
+            },
+            "flops": {"total": sum(self.flops.values()), **self.flops},
+            "traffic": [
+                {"axis": axis, "collective": kind, "bytes": size, "messages": self.messages[axis, kind]}
+                for (axis, kind), size in sorted(self.sent_bytes.items())
+            ],
+            "time": {
+                "step_s": self.timeline.step_s,
+                "compute_s": self.timeline.compute_s,
+                "waited_s": self.timeline.waited_s,
+            },
+            "tracing_s": round(self.tracing_s, 3),
+        }
+
+
+def simulate(plan: Plan, run: RunConfig, ranks: Sequence[int], cluster: Cluster) -> list[Simulated]:
+    """A step of `run` under `plan` on each of `ranks`, and when it would run what on `cluster`.
+
+    `run` has its vocabulary's size, and `plan` is one that can train it (`settle`). Nothing is compiled: what compiled
+    kernels fuse they need not allocate. Raises: UserError for a rank out of range, or what cannot be simulated.
+    """
+    if outside := [rank for rank in ranks if not 0 <= rank < plan.world_size]:
+        raise UserError(f"rank {outside[0]}: there are ranks 0 to {plan.world_size - 1}. Try --rank 0.")
+    traces, seconds = {}, {}
+    for rank in ranks:
+        began = time.perf_counter()
+        traces[rank] = simulate_rank(plan, run, rank)
+        seconds[rank] = time.perf_counter() - began
+    timelines = draw(traces, cluster)
+    return [_summary(plan, rank, traces[rank], timelines[rank], seconds[rank]) for rank in ranks]
+
+
+def settle(run: RunConfig, world_size: int | None) -> tuple[RunConfig, Plan]:
+    """The run with a vocabulary, and its plan for `world_size` GPUs; None: as many as the plan is for.
+
+    Raises: UserError if there is neither, or the plan cannot train the run.
+    """
+    if not run.model.vocab_size:
+        if not run.data.prepare.input:
+            raise UserError(
+                "model.vocab_size is 0, and there is no data to take it from. Try --model.vocab_size 128256."
+            )
+        model = run.model.model_copy(update={"vocab_size": run.data.prepare.vocab_size})
+        run = run.model_copy(update={"model": model})
+    written = processes_of(run.plan)
+    size = world_size or written or run.launch.processes
+    if written and size != written:
+        raise UserError(
+            f'--world-size {size}: the plan "{run.plan}" is for {written} ranks. Try --world-size {written}.'
+        )
+    run = run.model_copy(update={"launch": run.launch.model_copy(update={"processes": size})})
+    return run, choose_plan(run, Devices(size, "cuda", fast_bf16=True))
+
+
+def ranks_of_stages(plan: Plan, rank: int) -> list[int]:
+    """The ranks at the place of `rank` in each of the pipeline's stages."""
+    per_stage = plan.world_size // plan.pp
+    first = rank - place_of(rank, plan)["pp"] * per_stage
+    return [first + stage * per_stage for stage in range(plan.pp)]
+
+
+def _summary(plan: Plan, rank: int, trace: Trace, timeline: Timeline, tracing_s: float) -> Simulated:
+    level = Counter(trace.before)
+    held = host = now = 0
+    held = now = sum(level.values()) - level["host"]
+    peak_bytes, peak, where, host = now, Counter(level), Where("other", None), level["host"]
+    flops: Counter[Phase] = Counter()
+    sent_bytes: Counts = Counter()
+    messages: Counts = Counter()
+    for event in trace.events:
+        if isinstance(event, Change):
+            level[event.memory.category] += event.bytes
+            if event.memory.category == "host":
+                host = max(host, level["host"])
+                continue
+            now += event.bytes
+            if now > peak_bytes:
+                peak_bytes, peak, where = now, Counter(level), event.where
+        elif isinstance(event, Work):
+            flops[event.where.phase] += event.flops
+        elif isinstance(event, Sent) and event.sent_bytes:
+            sent_bytes[event.axis, event.kind] += event.sent_bytes
+            messages[event.axis, event.kind] += 1
+    del peak["host"]
+    return Simulated(
+        rank=rank,
+        plan=str(plan),
+        peak_bytes=peak_bytes,
+        peak={category: size for category, size in peak.items() if size},
+        peak_where=where,
+        held_bytes=held,
+        host_bytes=host,
+        flops={phase: count for phase, count in flops.items() if count},
+        sent_bytes=sent_bytes,
+        messages=messages,
+        timeline=timeline,
+        tracing_s=tracing_s,
+    )

@@ -1,0 +1,206 @@
+"""When a step's operations would run on given devices: a timeline, drawn from rates and links."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from argosy.files import atomic_write
+from argosy.plan.clusters import Cluster
+from argosy.plan.constants import Constants
+from argosy.plan.network import all_reduce_s, all_to_all_s, gather_s, group_of, send_s
+from argosy.plan.rates import Rates
+from argosy.simulate.record import Category, Change, Event, Sent, Trace, Wait, Where, Work
+
+COMPUTE = "compute"
+"""The track of what the device itself does; each axis has one of its own."""
+
+
+class Durations:
+    """Seconds of operations and messages on a cluster.
+
+    An operation takes as long as its arithmetic or its memory traffic, whichever is longer (the roofline: Williams et
+    al. 2009): matmuls at the rate that large ones reach, everything at the specified bandwidth, and nothing to start.
+    Messages take what `plan.network` says. It is a best case, good for seeing what waits for what.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._rates, self._constants = Rates.of(cluster), Constants()
+
+    def of_work(self, work: Work) -> float:
+        """Seconds of an operation."""
+        half = work.dtype in (torch.bfloat16, torch.float16)
+        rates = self._rates
+        peak = rates.half * rates.achieved_half if half else rates.fp32 * rates.achieved_fp32
+        return float(max(work.flops / peak, work.moved_bytes / rates.memory_bytes_per_s))
+
+    def of_message(self, sent: Sent) -> float:
+        """Seconds of a collective once all of its ranks have begun."""
+        group = group_of(sent.ranks, sent.stride, self._rates, self._constants)
+        size = sent.message_bytes
+        if sent.kind in ("send", "recv"):
+            return float(send_s(size, group))
+        if sent.kind == "all_reduce":
+            return float(all_reduce_s(size, group))
+        return float(all_to_all_s(size, group) if sent.kind == "all_to_all" else gather_s(size, group))
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that takes time."""
+
+    name: str
+    track: str
+    start_s: float
+    duration_s: float
+    where: Where
+
+
+@dataclass
+class Timeline:
+    """One rank's step: the device works through its operations in order, messages travel beside it."""
+
+    spans: list[Span] = field(default_factory=list)
+    memory: list[tuple[float, dict[Category, int]]] = field(default_factory=list)
+    """Bytes by category, whenever the place in the step changes."""
+    waited_s: dict[str, float] = field(default_factory=dict)
+    """How long the device waited for the messages of each axis."""
+    compute_s: float = 0.0
+    """How long it worked."""
+    step_s: float = 0.0
+    """When everything has ended."""
+
+
+def draw(traces: Mapping[int, Trace], cluster: Cluster) -> dict[int, Timeline]:
+    """The timelines of ranks, by rank, on `cluster`.
+
+    A message between two of these ranks arrives when the other has sent it; in all others, everyone is taken to be as
+    far as this rank. So a pipeline's bubble shows if all its stages are here.
+    """
+    players = {rank: _Player(rank, trace, Durations(cluster), set(traces)) for rank, trace in traces.items()}
+    posts: Posts = {}
+    waiting = dict.fromkeys(players, True)
+    while any(waiting.values()):
+        moved = False
+        for rank, player in players.items():
+            if waiting[rank]:
+                moved |= player.play(posts)
+                waiting[rank] = not player.done
+        assert moved or not any(waiting.values()), "each of these ranks waits for another"
+    return {rank: player.timeline for rank, player in players.items()}
+
+
+Line = tuple[int, int, str]
+"""From a rank to a rank, along an axis: messages arrive in the order in which they are sent."""
+Posts = dict[Line, list[float]]
+"""When each message of a line has arrived."""
+
+
+class _Player:
+    """Runs through one rank's events until it needs what another has not sent yet."""
+
+    def __init__(self, rank: int, trace: Trace, durations: Durations, ranks: set[int]) -> None:
+        self.timeline = Timeline()
+        self.done = False
+        self._rank, self._durations, self._ranks = rank, durations, ranks
+        self._now = 0.0
+        self._free: dict[str, float] = {}
+        self._ends: list[tuple[str, float | tuple[Line, int]]] = []  # axis, and when, or which message
+        self._expected: Counter[Line] = Counter()
+        self._levels = dict(trace.before)
+        self._events: Iterator[Event] = iter(trace.events)
+        self._next = next(self._events, None)
+        self._where: Where | None = None
+
+    def play(self, posts: Posts) -> bool:
+        """Go on; whether that was possible."""
+        moved = False
+        while self._next is not None and self._take(self._next, posts):
+            self._next = next(self._events, None)
+            moved = True
+        if self._next is None and not self.done:
+            self.done = moved = True
+            self.timeline.step_s = max([self._now, *self._free.values()])
+        return moved
+
+    def _take(self, event: Event, posts: Posts) -> bool:
+        if isinstance(event, Work):
+            duration = self._durations.of_work(event)
+            self._span(event.name.removeprefix("aten."), COMPUTE, self._now, duration, event.where)
+            self._now += duration
+            self.timeline.compute_s += duration
+        elif isinstance(event, Sent):
+            self._send(event, posts)
+        elif isinstance(event, Wait):
+            return self._wait(event, posts)
+        elif isinstance(event, Change):
+            self._levels[event.memory.category] = self._levels.get(event.memory.category, 0) + event.bytes
+            if event.where != self._where:
+                self._where = event.where
+                self.timeline.memory.append((self._now, dict(self._levels)))
+        return True
+
+    def _send(self, sent: Sent, posts: Posts) -> None:
+        if sent.kind == "recv" and sent.peer in self._ranks:
+            line = (sent.peer, self._rank, sent.axis)
+            self._ends.append((sent.axis, (line, self._expected[line])))
+            self._expected[line] += 1
+            return
+        begin = max(self._now, self._free.get(sent.axis, 0.0)) if sent.kind != "recv" else self._now
+        duration = self._durations.of_message(sent)
+        if sent.kind != "recv":
+            self._free[sent.axis] = begin + duration
+            self._span(f"{sent.kind} {sent.axis}", sent.axis, begin, duration, sent.where)
+        if sent.kind == "send" and sent.peer in self._ranks:
+            posts.setdefault((self._rank, sent.peer, sent.axis), []).append(begin + duration)
+        self._ends.append((sent.axis, begin + duration))
+
+    def _wait(self, wait: Wait, posts: Posts) -> bool:
+        axis, end = self._ends[-1 - wait.messages_ago]
+        if isinstance(end, tuple):
+            line, number = end
+            arrived = posts.get(line, [])
+            if number >= len(arrived):
+                return False
+            end = arrived[number]
+        if end > self._now:
+            self.timeline.waited_s[axis] = self.timeline.waited_s.get(axis, 0.0) + end - self._now
+            self._now = end
+        return True
+
+    def _span(self, name: str, track: str, start_s: float, duration_s: float, where: Where) -> None:
+        if duration_s > 0:
+            self.timeline.spans.append(Span(name, track, start_s, duration_s, where))
+
+
+def write_chrome_trace(timelines: Mapping[int, Timeline], path: Path) -> None:
+    """Write the timelines in the Trace Event Format, which Perfetto (ui.perfetto.dev) and chrome://tracing read."""
+    events = [event for rank, timeline in timelines.items() for event in _chrome_events(rank, timeline)]
+    with atomic_write(path) as file:
+        file.write(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode())
+
+
+def _chrome_events(rank: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
+    tracks = {COMPUTE: 0}
+    yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+    for span in timeline.spans:
+        yield {
+            "ph": "X",
+            "name": span.name,
+            "cat": span.where.phase,
+            "pid": rank,
+            "tid": tracks.setdefault(span.track, len(tracks)),
+            "ts": round(span.start_s * 1e6, 3),
+            "dur": round(span.duration_s * 1e6, 3),
+            "args": {"where": str(span.where)},
+        }
+    for track, number in tracks.items():
+        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": track}}
+    for at_s, levels in timeline.memory:
+        yield {"ph": "C", "name": "memory", "pid": rank, "ts": round(at_s * 1e6, 3), "args": levels}

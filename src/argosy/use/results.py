@@ -1,0 +1,121 @@
+"""What small runs came to: size, tokens and loss of each, from run folders and CSV files."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from argosy.config.catalog import near_names
+from argosy.config.load import load
+from argosy.data.manifest import TOKENIZER
+from argosy.errors import UserError
+from argosy.files import file_sha256
+from argosy.observe.events import read_lines
+from argosy.plan.flops import active_parameters
+from argosy.plan.scaling import Result
+
+
+def read_results(paths: Sequence[Path]) -> list[Result]:
+    """The results in run folders (`read_run`) and CSV files (`read_csv`).
+
+    Raises: UserError if one cannot be read, or the runs have different tokenizers: losses per token do not compare
+    then.
+    """
+    folders = [path for path in paths if path.is_dir()]
+    _check_same_tokenizer(folders)
+    return [result for path in paths for result in ([read_run(path)] if path.is_dir() else read_csv(path))]
+
+
+def read_run(run_dir: Path) -> Result:
+    """The result of a finished run: its last loss on held-out text. Raises: UserError."""
+    if not (run_dir / "run.toml").exists():
+        raise UserError(f"{run_dir}: not a run's folder, it has no run.toml. Give folders such as runs/NAME, or a CSV.")
+    run = load(run_dir / "run.toml")
+    records = read_lines(run_dir / "metrics.jsonl")
+    done = max((record["step"] + 1 for record in records), default=0)
+    if not run.train.steps or done < run.train.steps:
+        raise UserError(
+            f"{run_dir}: at step {done} of {run.train.steps or '?'}, and the loss of a run compares once its learning "
+            f"rate has come down. Finish it: argosy train {run_dir / 'run.toml'} --run-dir {run_dir}"
+        )
+    losses = [record["validation_loss"] for record in records if "validation_loss" in record]
+    if not losses or losses[-1] is None:
+        raise UserError(
+            f"{run_dir}: it has no loss on held-out text. Prepare the data with validation_fraction above 0, or give "
+            "the losses as a CSV."
+        )
+    return Result(active_parameters(run.model), done * run.train.global_batch * run.data.seq_len, losses[-1])
+
+
+def planned_size(source: Path) -> tuple[int, int]:
+    """N and D, as in `Result`, of a run file that is to be trained. Raises: UserError if it leaves one open."""
+    run = load(source)
+    for key, value, remedy in (
+        ("train.steps", run.train.steps, "the steps that it is to train"),
+        ("model.vocab_size", run.model.vocab_size, "the vocabulary of the tokenizer that the results share"),
+    ):
+        if not value:
+            raise UserError(f"{source}: {key} = 0, and the size of the run depends on it. Say {remedy}.")
+    return active_parameters(run.model), run.train.steps * run.train.global_batch * run.data.seq_len
+
+
+def read_csv(path: Path) -> list[Result]:
+    """The results in a CSV with the columns parameters, tokens, loss, in any order. Raises: UserError."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.reader(file, strict=True)
+            columns = [name.strip() for name in next(reader, [])]
+            _check_columns(path, columns)
+            return list(_rows(path, columns, reader))
+    except (OSError, UnicodeDecodeError, csv.Error) as problem:
+        raise UserError(
+            f"{path}: cannot be read as a CSV ({problem}). Give run folders or a CSV with a header."
+        ) from None
+
+
+def _check_columns(path: Path, columns: Sequence[str]) -> None:
+    known = [f.name for f in fields(Result)]
+    for name in columns:
+        if name not in known:
+            raise UserError(f"{path}:1: unknown column {name!r}; {near_names(name, known)}")
+    if sorted(columns) != sorted(known):
+        lacking = ", ".join(name for name in known if name not in columns)
+        wrong = f"column {lacking} is missing" if lacking else "a column stands there twice"
+        raise UserError(f"{path}:1: {wrong}; the header is {','.join(known)}, in any order.")
+
+
+def _rows(path: Path, columns: Sequence[str], reader: Iterable[list[str]]) -> Iterator[Result]:
+    for line, row in enumerate(reader, start=2):
+        if not row:
+            continue
+        if len(row) != len(columns):
+            raise UserError(f"{path}:{line}: {len(row)} values for the {len(columns)} columns {','.join(columns)}.")
+        cells = dict(zip(columns, row, strict=True))
+        yield Result(**{name: _number(text, f"{path}:{line}: {name}") for name, text in cells.items()})
+
+
+def _number(text: str, where: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and number > 0):
+        raise UserError(f"{where} = {text!r}: must be a finite number above 0, e.g. 24e6 or 3.21.")
+    return number
+
+
+def _check_same_tokenizer(run_dirs: Sequence[Path]) -> None:
+    first: tuple[Path, str] | None = None
+    for run_dir in run_dirs:
+        if not (run_dir / TOKENIZER).exists():
+            continue
+        digest = file_sha256(run_dir / TOKENIZER)
+        first = first or (run_dir, digest)
+        if digest != first[1]:
+            raise UserError(
+                f"{first[0]} and {run_dir} have different tokenizers, and losses per token do not compare then. "
+                "Prepare the data of all runs with one tokenizer: argosy prepare --tokenizer."
+            )

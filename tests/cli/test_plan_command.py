@@ -1,0 +1,236 @@
+"""`argosy plan`, as a user runs it: the usages of its help, JSON, the page, and input that makes no sense."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from argosy import cli
+from argosy.plan.plan import Plan
+
+SMALL = ["--model", "llama3-8b", "--cluster", "8xh100", "--global-batch", "64", "--seq-len", "8192"]
+RUN_FILE = """
+name = "mine"
+plan = "{plan}"
+[model]
+layers = 4
+width = 256
+heads = 4
+kv_heads = 4
+head_width = 64
+ffn_width = 704
+vocab_size = 4096
+[data]
+seq_len = 512
+sources = {{ "corpus" = 1.0 }}
+[train]
+steps = 50
+global_batch = 16
+[launch]
+device = "cpu"
+"""
+
+
+@pytest.fixture
+def ask(capsys: pytest.CaptureFixture[str]):
+    """What `argosy plan WORDS ...` prints; it must succeed."""
+
+    def run(*words: str) -> str:
+        assert cli.main(["plan", *words]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def run_file(tmp_path: Path):
+    """A run file with this plan."""
+
+    def write(plan: str) -> str:
+        path = tmp_path / "run.toml"
+        path.write_text(RUN_FILE.format(plan=plan))
+        return str(path)
+
+    return write
+
+
+def test_a_model_on_a_cluster_is_ranked_and_explained(ask: Any) -> None:
+    said = ask(*SMALL)
+    for words in (
+        "llama3-8b (8.03B parameters) on 8 H100-SXM; a step is 64 sequences of 8192 tokens",
+        "plans looked at",
+        "the best by step time",
+        "Where a step's time goes",
+        "Memory of the rank that needs most",
+        "The step time depends most on",
+        "save every",
+    ):
+        assert words in said
+
+
+def test_json_is_complete_and_its_plans_can_be_pasted(ask: Any) -> None:
+    said = json.loads(ask(*SMALL, "--json", "--top", "3"))
+    assert len(said["choices"]) == 3
+    best = said["choices"][0]
+    assert best == said["explanation"]["choice"]
+    assert Plan.parse(best["plan"]).world_size == best["devices"] == 8
+    assert best["step_s"]["low"] < best["step_s"]["mid"] < best["step_s"]["high"]
+    steps = [choice["step_s"]["mid"] for choice in said["choices"]]
+    assert steps == sorted(steps)
+    assert sum(said["explanation"]["waterfall"].values()) == pytest.approx(
+        best["step_s"]["mid"] * (1 + said["explanation"]["failures"]["overhead"]["mid"])
+    )
+    assert sum(said["explanation"]["memory"].values()) == pytest.approx(best["memory_bytes"]["mid"])
+    assert best["run"]["money"]["mid"] > 0 and best["run"]["energy_kwh"]["mid"] > 0
+    assert said["tokens"] == pytest.approx(20 * said["active_parameters"])
+
+
+def test_what_is_fixed_stays(ask: Any) -> None:
+    said = json.loads(ask(*SMALL, "--fix", "tp=2|4,recompute=selective", "--json"))
+    plans = [Plan.parse(choice["plan"]) for choice in (*said["choices"], *said["pareto"])]
+    assert {plan.tp for plan in plans} <= {2, 4}
+    assert {plan.recompute for plan in plans} == {"selective"}
+
+
+@pytest.mark.parametrize("objective", ["time", "cost", "energy", "goodput"])
+def test_the_objective_decides_the_order(ask: Any, objective: str) -> None:
+    words = ["--model", "llama3-8b", "--cluster", "64xh100", "--global-batch", "128", "--objective", objective]
+    said = json.loads(ask(*words, "--tokens", "1e12", "--json"))
+    figure = {
+        "time": lambda c: c["step_s"]["mid"],
+        "cost": lambda c: c["run"]["money"]["mid"],
+        "energy": lambda c: c["run"]["energy_kwh"]["mid"],
+        "goodput": lambda c: -c["run"]["tokens_per_day"]["mid"],
+    }[objective]
+    figures = [figure(choice) for choice in said["choices"]]
+    assert figures == sorted(figures)
+    devices = {choice["devices"] for choice in said["choices"]}
+    assert (devices == {64}) == (objective in ("time", "goodput"))
+
+
+def test_what_is_not_said_is_assumed_aloud(ask: Any) -> None:
+    said = ask("--model", "llama3-8b", "--cluster", "8xh100")
+    assert "assumed: --seq-len 8192" in said and "assumed: --global-batch" in said
+
+
+def test_a_run_file_is_planned_for_this_machine_as_the_trainer_would(ask: Any, run_file: Any) -> None:
+    said = json.loads(ask(run_file("dp_replicate=2,microbatch=4"), "--json"))
+    assert said["devices"] == 2
+    assert said["explanation"]["choice"]["plan"] == "dp_replicate=2,microbatch=4,precision=fp32"
+    assert said["tokens"] == 50 * 16 * 512
+    elsewhere = json.loads(ask(run_file("auto"), "--cluster", "8xh100", "--json"))
+    assert elsewhere["devices"] == 8
+    assert elsewhere["explanation"]["choice"] == elsewhere["choices"][0]
+
+
+def test_devices_of_several_kinds_get_uneven_shares_as_an_outlook(ask: Any) -> None:
+    said = ask("--model", "llama3-8b", "--cluster", "32xh100+32xa100", "--global-batch", "512")
+    assert "All plans wait for the slowest device, A100-80" in said
+    assert "Outlook: work dealt out by speed (the trainer does not run this yet)" in said
+    assert re.search(r"replicas on H100-SXM: \d+ microbatches each; \d+ replicas on A100-80", said)
+
+
+def test_sites_are_compared_with_local_sgd_as_an_outlook(ask: Any) -> None:
+    words = ["--model", "llama3-8b", "--cluster", "two-sites", "--global-batch", "128"]
+    said = json.loads(ask(*words, "--json"))
+    assert [way["inner_steps"] for way in said["exchanges"]] == [1, 10, 100, 500]
+    assert said["explanation"]["choice"]["step_s"]["mid"] == pytest.approx(said["exchanges"][0]["step_s"])
+    assert Plan.parse(said["choices"][0]["plan"]).world_size == 128
+    assert said["explanation"]["waterfall"]["sites"] > 0
+    assert "the trainer runs H = 1" in ask(*words)
+
+
+def test_the_page_stands_alone_and_is_well_formed(ask: Any, tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    ask("--model", "llama3-8b", "--cluster", "32xh100+32xa100", "--global-batch", "512", "--html", str(page))
+    text = page.read_text()
+    assert not re.search(r"(?:src|href)=|url\(|https?://|@import|<script", text)
+    assert "prefers-color-scheme: dark" in text
+    charts = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+    assert len(charts) == 4
+    for chart in charts:
+        for mark in ElementTree.fromstring(chart).iter():
+            assert float(mark.get("width", 1)) > 0 and "nan" not in str(mark.attrib)
+
+
+def test_inference(ask: Any) -> None:
+    words = ["--model", "llama3-70b", "--cluster", "8xh100", "--inference", "--global-batch", "16"]
+    assert "prefill; between tokens" in ask(*words)
+    said = json.loads(ask(*words, "--json"))
+    assert all(choice["copies"] * choice["tp"] * choice["pp"] == 8 for choice in said["choices"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "say either a run file or --model NAME"),
+        (["--model", "llama3-8b"], "--model llama3-8b needs --cluster"),
+        (["--model", "llama3-9b", "--cluster", "8xh100"], "did you mean llama3-8b"),
+        (["--model", "llama3-8b", "--cluster", "8xh1000"], "did you mean h100"),
+        (["--model", "llama3-8b", "--cluster", "none.toml"], "none.toml: cannot be read"),
+        (["none.toml"], "none.toml: no such run file"),
+        ([*SMALL, "--fix", "tp=2,tp=4"], "tp is there twice"),
+        ([*SMALL, "--fix", "tp=2,pp=8"], "pp=8 x tp=2 takes 16 devices at a time, which does not divide 8"),
+        ([*SMALL, "--fix", "schedule=zbv,compile=true"], "Add compile=false"),
+        ([*SMALL, "--tokens", "-1"], "--tokens -1.0: must be above 0"),
+        ([*SMALL, "--tokens", "nan"], "--tokens nan: must be above 0"),
+        ([*SMALL, "--top", "0"], "--top 0: must be above 0"),
+        ([*SMALL[:-1], "100000"], "--data.seq_len = 100000 is more than model.max_seq_len = 8192"),
+        (["--model", "llama3-8b", "--cluster", "two-sites", "--global-batch", "7"], "cannot be shared by the 2 sites"),
+        ([*SMALL, "--inference", "--html", "x.html"], "--html is for training plans"),
+    ],
+)
+def test_input_that_makes_no_sense_is_one_message(words: list[str], message: str, capsys: Any) -> None:
+    assert cli.main(["plan", *words]) == 2
+    out, err = capsys.readouterr()
+    assert message in err and out == ""
+
+
+def test_where_nothing_fits_it_says_by_how_much_and_what_would_do(capsys: Any) -> None:
+    assert cli.main(["plan", "--model", "llama3-70b", "--cluster", "8xh100", "--global-batch", "64"]) == 2
+    said = capsys.readouterr().err
+    needs = re.search(r'the leanest, "([^"]+)", needs ([\d.]+) GiB of each device, ([\d.]+) GiB more than', said)
+    assert needs and Plan.parse(needs[1]).world_size == 8
+    assert "optimizer takes" in said
+    larger = re.search(r'On (\d+) such devices: "([^"]+)"', said)
+    assert larger and Plan.parse(larger[2]).world_size == int(larger[1]) > 8
+
+
+def test_what_would_do_does(capsys: Any) -> None:
+    """The cluster that the message names is large enough, and half of it is not."""
+    words = ["plan", "--model", "llama3-70b", "--global-batch", "64", "--cluster"]
+    assert cli.main([*words, "8xh100"]) == 2
+    count = int(re.search(r"On (\d+) such devices", capsys.readouterr().err)[1])  # type: ignore[index]
+    assert cli.main([*words, f"{count}xh100"]) == 0
+    assert cli.main([*words, f"{count // 2}xh100"]) == 2
+
+
+def test_pins_that_do_not_fit_get_the_nearest_plan_that_does(capsys: Any) -> None:
+    assert cli.main(["plan", *SMALL, "--fix", "dp_replicate=8"]) == 2
+    near = re.search(r'Without --fix, the nearest that fits: "([^"]+)"', capsys.readouterr().err)
+    assert near
+    assert cli.main(["plan", *SMALL, "--fix", near[1].replace("precision=bf16", "precision=bf16")]) == 0
+
+
+def test_a_run_that_does_not_fit_is_explained_with_the_nearest_that_does(ask: Any, run_file: Any) -> None:
+    path = Path(run_file("microbatch=16,dp_replicate=1"))
+    path.write_text(path.read_text().replace("seq_len = 512", "seq_len = 8192"))
+    said = json.loads(ask(str(path), "--json"))
+    missing = said["explanation"]["misfit"]
+    assert missing["needs_bytes"] > missing["has_bytes"] and missing["largest"] == "activations"
+    near = Plan.parse(said["explanation"]["near"]["plan"])
+    assert near.world_size == 1 and said["explanation"]["near"]["fits"]
+
+
+def test_it_does_not_import_torch() -> None:
+    words = ["plan", *SMALL]
+    code = f"import sys; from argosy import cli; assert cli.main({words}) == 0; assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
