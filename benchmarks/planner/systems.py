@@ -9,22 +9,23 @@ from argosy.plan.rates import System
 
 MEGATRON_2021 = System(
     flash=0, sequence_parallel=0, balanced_stages=0, weight_bytes=2, moment_bytes=12, updated_bytes=2, whole_logits=6,
-    dropout=1, overlaps_gradients=0, sums_once=0, kept_widths=0,
+    dropout=1, overlaps_gradients=0, sums_once=0, kept_widths=0, gathers_again=1, receives_ahead=0, gradient_buffers=1,
 )  # fmt: skip
 """Megatron-LM as of Narayanan et al. 2021: fused softmax, no flash attention, gradients summed after backward."""
 MEGATRON_2022 = replace(MEGATRON_2021, sequence_parallel=1)
 """With sequence parallelism and selective recompute (Korthikanti et al. 2022)."""
 MEGATRON_CORE = System(
     balanced_stages=0, whole_experts=1, weight_bytes=2, moment_bytes=12, reduced_bytes=2, updated_bytes=2,
-    whole_logits=6, overlaps_tensor=1, sums_once=0,
+    whole_logits=6, overlaps_tensor=1, sums_once=0, selective=0.55, gathers_again=1, receives_ahead=0,
+    gradient_buffers=1,
 )  # fmt: skip
 """Megatron-Core from 2023: flash attention, tp-comm-overlap, overlapped gradient sums, experts whole (ETP 1)."""
 FSDP = System(whole_logits=11, reduced_bytes=4, selective=0.42)
 """FSDP2 with torch.compile (torchtitan)."""
 FSDP_EAGER = replace(FSDP, fused=0)
-FSDP1 = System(whole_logits=11, reduced_bytes=2, fused=0, sums_once=0)
+FSDP1 = System(whole_logits=11, reduced_bytes=2, fused=0, sums_once=0, selective=0.55)
 """FSDP of torch 1.13 and 2.0 with flash attention (llm-foundry)."""
-JAX = System(whole_logits=6, sums_once=0)
+JAX = System(whole_logits=6, sums_once=0, selective=0.55)
 
 Cell = dict[str, str]
 

@@ -71,6 +71,7 @@ def test_a_model_on_a_cluster_is_ranked_and_explained(ask: Any) -> None:
         "Memory of the rank that needs most",
         "The step time depends most on",
         "save every",
+        "hold 0 spare nodes, if a repair takes 24 h",
     ):
         assert words in said
 
@@ -130,6 +131,11 @@ def test_a_run_file_is_planned_for_this_machine_as_the_trainer_would(ask: Any, r
     assert elsewhere["explanation"]["choice"] == elsewhere["choices"][0]
 
 
+def test_numbers_that_a_run_s_plan_fixes_stay(ask: Any, run_file: Any) -> None:
+    said = json.loads(ask(run_file("auto,precision=fp32"), "--cluster", "8xh100", "--json"))
+    assert {Plan.parse(choice["plan"]).precision for choice in said["choices"]} == {"fp32"}
+
+
 def test_devices_of_several_kinds_get_uneven_shares_as_an_outlook(ask: Any) -> None:
     said = ask("--model", "llama3-8b", "--cluster", "32xh100+32xa100", "--global-batch", "512")
     assert "All plans wait for the slowest device, A100-80" in said
@@ -145,6 +151,8 @@ def test_sites_are_compared_with_local_sgd_as_an_outlook(ask: Any) -> None:
     assert Plan.parse(said["choices"][0]["plan"]).world_size == 128
     assert said["explanation"]["waterfall"]["sites"] > 0
     assert "the trainer runs H = 1" in ask(*words)
+    pinned = json.loads(ask(*words, "--fix", "dp_replicate=2", "--json"))
+    assert {Plan.parse(choice["plan"]).dp_replicate for choice in pinned["choices"]} == {2}
 
 
 def test_the_page_stands_alone_and_is_well_formed(ask: Any, tmp_path: Path) -> None:
@@ -184,6 +192,12 @@ def test_inference(ask: Any) -> None:
         ([*SMALL, "--top", "0"], "--top 0: must be above 0"),
         ([*SMALL[:-1], "100000"], "--data.seq_len = 100000 is more than model.max_seq_len = 8192"),
         (["--model", "llama3-8b", "--cluster", "two-sites", "--global-batch", "7"], "cannot be shared by the 2 sites"),
+        (
+            ["--model", "llama3-8b", "--cluster", "two-sites", "--fix", "dp_replicate=1"],
+            "not a multiple of the 2 sites",
+        ),
+        ([*SMALL, "--html", "/dev/null/plan.html"], "--html /dev/null/plan.html: cannot be written"),
+        ([*SMALL, "--html", "/tmp"], "--html /tmp: cannot be written"),
         ([*SMALL, "--inference", "--html", "x.html"], "--html is for training plans"),
     ],
 )
@@ -214,9 +228,9 @@ def test_what_would_do_does(capsys: Any) -> None:
 
 def test_pins_that_do_not_fit_get_the_nearest_plan_that_does(capsys: Any) -> None:
     assert cli.main(["plan", *SMALL, "--fix", "dp_replicate=8"]) == 2
-    near = re.search(r'Without --fix, the nearest that fits: "([^"]+)"', capsys.readouterr().err)
+    near = re.search(r'With nothing fixed, the nearest that fits: "([^"]+)"', capsys.readouterr().err)
     assert near
-    assert cli.main(["plan", *SMALL, "--fix", near[1].replace("precision=bf16", "precision=bf16")]) == 0
+    assert cli.main(["plan", *SMALL, "--fix", near[1]]) == 0
 
 
 def test_a_run_that_does_not_fit_is_explained_with_the_nearest_that_does(ask: Any, run_file: Any) -> None:

@@ -8,6 +8,7 @@ from argosy.data.manifest import Manifest
 from argosy.errors import UserError
 from argosy.launch.resolve import resolve
 from argosy.observe.progress import Progress
+from argosy.plan.clusters import Cluster
 from tiny import MODEL, SOURCES, run_config
 
 QUIET = Progress(enabled=False)
@@ -50,3 +51,16 @@ def test_a_run_that_says_what_to_prepare_gets_it_prepared_once(tmp_path):
     assert resolve(asked, QUIET)[0] == run
     assert (tmp_path / "manifest.json").stat().st_mtime_ns == first
     assert Manifest.load(tmp_path).tokens("train") > 0
+
+
+def test_a_cluster_that_is_none_is_refused_before_the_data_are_looked_at(tmp_path):
+    with pytest.raises(UserError, match=r"launch\.cluster: no device is called 'h1000'; did you mean h100"):
+        resolve(run_config(tmp_path / "no data", launch={"cluster": "8xh1000"}), QUIET)
+
+
+def test_a_clusters_file_is_found_again_from_elsewhere(corpus, tmp_path, monkeypatch):
+    Cluster.parse("8xh100").save(tmp_path / "mine.toml")
+    monkeypatch.chdir(tmp_path)
+    run, _ = resolve(run_config(corpus, launch={"cluster": "mine.toml"}), QUIET)
+    assert run.launch.cluster == str(tmp_path / "mine.toml")
+    assert resolve(run_config(corpus, launch={"cluster": "8xh100"}), QUIET)[0].launch.cluster == "8xh100"

@@ -53,3 +53,20 @@ def test_an_operator_of_ours_is_seen_from_inside():
         y = scratch(x)
     assert torch.equal(y, x + 1)
     assert (live.now, live.most) == (4 * KIB, 64 * KIB), "what it repeats, and the sum"
+
+
+def test_memory_that_changes_its_size_counts_as_it_is():
+    with LiveBytes() as live:
+        gathered = numbers(8)
+        gathered.untyped_storage().resize_(0)
+        assert live.now == 0
+        gathered.untyped_storage().resize_(8 * KIB)
+        assert live.now == 8 * KIB
+    gathered.untyped_storage().resize_(0)
+    assert live.most == 8 * KIB, "no one watches any more"
+
+
+def test_the_meta_device_has_no_memory():
+    with LiveBytes() as live:
+        shape = torch.empty(1000, device="meta") + 1
+    assert (live.most, shape.device.type) == (0, "meta")

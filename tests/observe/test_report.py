@@ -7,7 +7,8 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from argosy.observe.report import Report, totals
+from argosy.observe.report import Report, totals, typical
+from argosy.plan.reconcile import Compared, Reconciled
 
 STEPS = [
     {
@@ -23,6 +24,13 @@ STEPS = [
     for step, (seconds, extra) in enumerate([(10.0, {}), (1.0, {"evaluate": 0.25}), (0.5, {})])
 ]
 
+PREDICTED = Reconciled(
+    cluster="here",
+    seconds={"rest": Compared(predicted=1.0, measured=2.0)},
+    step_s=Compared(predicted=1.0, measured=2.0, low=0.5, high=2.0),
+    memory_bytes=Compared(predicted=1e6, measured=2e6, low=5e5, high=2e6),
+)
+
 
 def test_totals_are_of_all_steps_and_speeds_those_of_the_middle_one():
     assert totals(STEPS) == {
@@ -35,6 +43,18 @@ def test_totals_are_of_all_steps_and_speeds_those_of_the_middle_one():
         "memory_bytes": 1001,
         "seconds": {"forward": 5.75, "other": 5.75, "step": 11.5, "evaluate": 0.25},
     }
+
+
+def test_a_typical_step_is_the_middle_half_without_what_comes_now_and_then():
+    steps = [
+        {
+            "step_time_s": seconds,
+            "seconds": {"forward": seconds / 2, "other": seconds / 2, "evaluate": 9.0, "step": 9.0},
+        }
+        for seconds in (30.0, 1.0, 8.0, 2.0, 3.0)  # the first one compiles
+    ]
+    assert typical(steps) == {"forward": 1.25, "other": 1.25}
+    assert typical(steps[:1]) == {"forward": 15.0, "other": 15.0}
 
 
 @pytest.mark.parametrize("validation", [None, {"loss": 4.5}, {"loss": 900.0, "perplexity": math.inf}])
@@ -51,6 +71,7 @@ def test_a_report_survives_being_saved(tmp_path, validation, first_s):
         goodput=0.5,
         validation=validation,
         sample="def \N{GREEK SMALL LETTER ALPHA}\n",
+        predicted=PREDICTED,
         **totals(STEPS),
     )
     report.save(tmp_path)
@@ -62,3 +83,13 @@ def test_half_a_report_is_none(tmp_path):
     (tmp_path / "report.json").write_text('{"name": "tiny"')
     with pytest.raises(ValidationError):
         Report.load(tmp_path)
+
+
+def test_a_run_ends_with_how_wrong_its_prediction_was(tmp_path):
+    facts = {"status": "finished", "plan": "microbatch=1", "peak_flops": 1e9, "wall_s": 20.0, "goodput": 0.5}
+    report = Report(
+        name="tiny", run_dir=tmp_path, time_to_first_step_s=None, validation=None, sample=None, **facts, **totals(STEPS)
+    )
+    assert "predicted" not in report.in_words()
+    words = report.model_copy(update={"predicted": PREDICTED}).in_words()
+    assert words.endswith(PREDICTED.in_words())

@@ -23,7 +23,8 @@ from argosy.plan.explain import (
 )
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
-from argosy.plan.search import Problem, parse_pins, predict_memory, predict_time, search
+from argosy.plan.search import Problem, predict_memory, predict_time, search
+from argosy.plan.space import parse_pins
 
 PLAN = Plan.parse("pp=2,dp_shard=4,tp=2,zero=1,recompute=selective,precision=bf16")
 

@@ -16,7 +16,7 @@ from argosy.plan.plan import Plan
 from argosy.plan.rates import System
 from argosy.plan.workload import Workload
 
-GELU_2022 = System(flash=0, dropout=1, kept_widths=0)
+GELU_2022 = System(flash=0, dropout=1, kept_widths=0, gathers_again=1)
 """What Korthikanti et al. 2022 describe."""
 GPT = Workload(
     layers=4, width=2048, heads=16, kv_heads=16, key_width=128, value_width=128, ffn_width=8192, ffn_matrices=2,
@@ -48,9 +48,11 @@ def test_the_state_is_the_exact_one_but_for_norms_and_padding(preset, plan):
     if not run.model.moe.experts and "ep=" in plan:
         plan = plan.partition(",ep")[0]
     exact = state_bytes(Plan.parse(plan), run)
-    found = footprint(plan, Workload.of(run))
+    summed = System(sums_once=0, gradient_buffers=1)  # as `state_bytes` has it: what is left when all is summed
+    found = footprint(plan, Workload.of(run), summed)
     assert float(np.squeeze(found.weights)) == pytest.approx(exact.parameters, rel=5e-3)
-    assert float(np.squeeze(found.gradients)) == pytest.approx(exact.gradients, rel=5e-3)
+    if Plan.parse(plan).zero != 1:  # whose sums come when activations are gone: not at the peak
+        assert float(np.squeeze(found.gradients)) == pytest.approx(exact.gradients, rel=5e-3)
     assert float(np.squeeze(found.optimizer)) == pytest.approx(exact.optimizer, rel=5e-3)
 
 
@@ -63,7 +65,7 @@ def test_activations_are_those_of_korthikanti(tp, recompute):
     )
     sbh = 1024 * 2 * 2048
     published = {"none": 34 + 5 * 16 * 1024 / 2048, "selective": 34, "full": 2}[recompute] * sbh / tp
-    assert float(model._kept()[0]) == pytest.approx(published)
+    assert float(model._kept[0]) == pytest.approx(published)
 
 
 def test_a_pipelines_first_rank_has_as_many_microbatches_in_flight_as_ranks():

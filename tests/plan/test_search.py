@@ -16,7 +16,8 @@ from argosy.errors import UserError
 from argosy.plan.clusters import Cluster
 from argosy.plan.layouts import WORDS, Layouts
 from argosy.plan.rules import breaks_any, divisors, first_problem
-from argosy.plan.search import Found, Problem, parse_pins, predict_memory, predict_time, search
+from argosy.plan.search import Found, Problem, predict_memory, predict_time, search
+from argosy.plan.space import parse_pins
 
 
 def run_of(model: str, global_batch: int, seq_len: int, **overrides: object) -> RunConfig:

@@ -14,6 +14,9 @@ from argosy.errors import RunFailed
 from argosy.observe.events import read_lines
 from argosy.observe.report import Report
 from argosy.parallel.world import World
+from argosy.plan.plan import Plan
+from argosy.plan.predict import Prediction
+from argosy.training.summary import plan_since
 from tiny import EAGER, eager, losses, prepare_corpus, run_config, train_in, weights
 
 ALONE = World()
@@ -153,3 +156,24 @@ def _numbers(records: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     """What a run computes, without what it measures."""
     keys = ("step", "tokens", "loss", "grad_norm", "lr", "validation_loss", "bits_per_byte")
     return [tuple(record.get(key) for key in keys) for record in records]
+
+
+@pytest.mark.parametrize("plan", ["microbatch=8", "dp_replicate=2", "pp=2,microbatch=2"])
+def test_a_run_says_how_wrong_its_prediction_was(workers, corpus, tmp_path, plan):
+    workers.run(eager(plan).world_size, train_in, run_config(corpus), eager(plan), tmp_path)
+    report, prediction = Report.load(tmp_path), Prediction.load(tmp_path / "plan.toml")
+    assert Plan.load(tmp_path / "plan.toml") == eager(plan)
+    assert report.predicted.step_s.predicted == pytest.approx(prediction.step_s.mid, rel=1e-4)
+    for side in ("predicted", "measured"):
+        parts = [getattr(part, side) for part in report.predicted.seconds.values()]
+        assert sum(parts) == pytest.approx(getattr(report.predicted.step_s, side))
+    assert report.predicted.seconds["forward_backward"].measured > 0
+    assert 0 < report.memory_before_bytes <= report.memory_bytes
+    assert (report.device, report.software[:6]) == ("cpu", "torch ")
+
+
+def test_only_the_steps_of_the_last_plan_are_held_against_its_prediction(workers, corpus, tmp_path):
+    run = run_config(corpus)
+    workers.run(1, train_in, run, EAGER, tmp_path, 3)
+    workers.run(2, train_in, run, eager("dp_replicate=2"), tmp_path)
+    assert plan_since(tmp_path) == 3

@@ -24,7 +24,7 @@ import tyro
 
 from argosy.cli.options import parse
 from argosy.errors import UserError
-from argosy.plan.answer import Objective
+from argosy.plan.choices import Objective
 
 if TYPE_CHECKING:
     from argosy.plan.answer import Answer
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class Options:
     """Options of `argosy plan`."""
 
-    run: Annotated[str | None, tyro.conf.Positional] = None
+    run: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")] = None
     """A run file, or the name of a run preset; or else --model."""
     model: str | None = None
     """A model preset (`argosy config presets` lists them)."""
@@ -110,8 +110,13 @@ def _print(found: Answer, options: Options) -> None:
         from argosy.files import atomic_write
         from argosy.plan.page import page
 
-        with atomic_write(options.html) as file:
-            file.write(page(found).encode())
+        try:
+            with atomic_write(options.html) as file:
+                file.write(page(found).encode())
+        except OSError as error:
+            raise UserError(
+                f"--html {options.html}: cannot be written: {error.strerror}. Name a file in a folder that exists."
+            ) from None
     if options.json:
         print(_json(found))
         return

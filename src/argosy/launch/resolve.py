@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from argosy.config.schema import RunConfig
 from argosy.data.loader import OpenData, open_data
 from argosy.data.prepare import PrepareProgress, prepare
 from argosy.errors import UserError
 from argosy.observe.progress import Progress
 from argosy.optim.groups import check_groups
+from argosy.plan.hardware import is_path
 from argosy.plan.machine import cluster_of
 
 
 def resolve(run: RunConfig, progress: Progress) -> tuple[RunConfig, OpenData]:
     """The run with its data ready and nothing left to be filled in, and its open data. Raises: UserError."""
     cluster_of(run)  # a launch.cluster that is none is told before anything takes time
+    if is_path(run.launch.cluster):
+        path = Path(run.launch.cluster).expanduser().absolute()
+        run = run.model_copy(update={"launch": run.launch.model_copy(update={"cluster": str(path)})})
     run = _with_data(run, progress)
     data = open_data(run.data, run.seed, run.train.global_batch)
     if not run.model.vocab_size:

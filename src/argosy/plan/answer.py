@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
+from argosy.plan.choices import Choice, Economy, Objective, first_of
 from argosy.plan.clusters import Cluster
-from argosy.plan.economy import WholeRun, whole_run
-from argosy.plan.estimate import Estimate
 from argosy.plan.explain import (
     Misfit,
     Sensitivity,
     binding,
-    interval,
     memory_of,
     misfit,
     nearest,
@@ -27,20 +23,20 @@ from argosy.plan.explain import (
     waterfall,
 )
 from argosy.plan.flops import active_parameters, parameters
-from argosy.plan.goodput import Goodput, goodput, saving_of
+from argosy.plan.goodput import Goodput, spare_nodes
 from argosy.plan.layouts import Layouts
 from argosy.plan.mixed import Uneven, uneven_splits
 from argosy.plan.plan import Plan
-from argosy.plan.rates import in_precision
-from argosy.plan.search import Found, Pins, Problem, predict_memory, predict_time, search
-from argosy.plan.sites import Exchange, exchange_s, exchanges, site_count, within_site
-
-Objective = Literal["time", "cost", "energy", "goodput"]
+from argosy.plan.search import Found, Problem, predict_memory, predict_time, search
+from argosy.plan.sites import Exchange, exchanges, site_count, within_site
+from argosy.plan.space import Pins
 
 TOKENS_PER_PARAMETER = 20
 """Training tokens where nothing is said (Hoffmann et al. 2022)."""
 FEWEST_HALVINGS = 10
 """Cost and energy may be least on fewer devices than there are: on a half of them, a quarter, ..."""
+REPAIR_H = 24.0
+"""Until a node that failed is back; assumed."""
 MOST_DOUBLINGS = 12
 """Of the cluster, in search of one that is large enough."""
 OUTLOOK = "The trainer deals work out evenly so far: this is what it would bring."
@@ -66,24 +62,6 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """One plan, with what it comes to."""
-
-    plan: str
-    devices: int
-    step_s: Estimate
-    memory_bytes: Estimate
-    """On the rank that needs most."""
-    fits: bool
-    tokens_per_s: float
-    mfu: float
-    """Model FLOPs over the data sheet's, in the plan's precision."""
-    run: WholeRun
-    effective: Estimate
-    """Share of the time that is progress."""
-
-
-@dataclass(frozen=True)
 class Explanation:
     """Why one plan takes what it takes."""
 
@@ -100,6 +78,8 @@ class Explanation:
     """What the step time depends on most."""
     sensitivities: tuple[Sensitivity, ...]
     failures: Goodput
+    spare_nodes: int
+    """To hold, so that none is missing in 95 of 100 cases if a repair takes `REPAIR_H`."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +98,8 @@ class Answer:
     tokens: float
     objective: Objective
     currency: str
+    prices_of: str
+    """When the catalogue's prices held; empty for the user's own."""
     assumed: tuple[str, ...]
     looked_at: int
     fitting: int
@@ -139,15 +121,17 @@ def answer(question: Question) -> Answer:
     run, cluster = question.run, question.cluster
     whole = Problem.of(run, cluster)
     problem = within_site(whole, cluster) if site_count(cluster) > 1 else whole
-    pins, counts = question.pins or {}, _counts(problem, question.objective)
+    pins = _of_a_site(question.pins or {}, cluster)
+    counts = _counts(problem, question.objective)
     found = search(problem, pins, counts)
-    if not len(found) and question.given is None:
+    if not len(found):
         raise UserError(_nothing_fits(problem, found, pins, counts))
-    economy = _Economy(question, problem)
-    best = found.best(economy.score(found), max(question.top, 1))
+    tokens = question.tokens or TOKENS_PER_PARAMETER * float(active_parameters(run.model))
+    economy = Economy(run, cluster, problem, tokens)
+    best = found.best(economy.score(found, question.objective), max(question.top, 1))
     explained = question.given or found.plans.plan(int(best[0]))
     explanation = _explain(economy, explained, found, is_best=question.given is None)
-    leaders = [found.plans.plan(int(row)) for row in best]
+    front = found.pareto()
     inside_s = float(explanation.choice.step_s.mid) - economy.between_sites_s
     return Answer(
         model=run.model.preset or run.name,
@@ -158,22 +142,30 @@ def answer(question: Question) -> Answer:
         memory_bytes=float(problem.rates.memory_bytes),
         seq_len=run.data.seq_len,
         global_batch=run.train.global_batch,
-        tokens=economy.tokens,
+        tokens=tokens,
         objective=question.objective,
         currency=cluster.currency,
+        prices_of=_prices_of(cluster),
         assumed=question.assumed,
         looked_at=found.looked_at,
         fitting=len(found),
         choices=economy.choices(found.plans[best]),
-        pareto=economy.choices(found.plans[found.pareto()]),
+        pareto=economy.choices(found.plans[front]),
         explanation=explanation,
-        uneven=tuple(uneven_splits(problem, cluster, leaders)) if problem is whole else (),
+        uneven=_uneven(problem, cluster, found, [*best, *front]) if problem is whole else (),
         exchanges=tuple(exchanges(problem, cluster, inside_s)) if problem is not whole else (),
         notes=tuple(_notes(question, problem)),
     )
 
 
-def _explain(economy: _Economy, plan: Plan, found: Found, is_best: bool) -> Explanation:
+def _uneven(problem: Problem, cluster: Cluster, found: Found, rows: Sequence[int]) -> tuple[Uneven, ...]:
+    """The best uneven shares on these plans; none on devices that are alike."""
+    if cluster.uniform:
+        return ()
+    return tuple(uneven_splits(problem, cluster, [found.plans.plan(int(row)) for row in dict.fromkeys(rows)]))
+
+
+def _explain(economy: Economy, plan: Plan, found: Found, is_best: bool) -> Explanation:
     problem, row = economy.problem, Layouts.of([plan])
     choice = economy.choices(row)[0]
     failures = economy.failures(np.array([plan.world_size]), float(choice.step_s.mid))
@@ -192,13 +184,31 @@ def _explain(economy: _Economy, plan: Plan, found: Found, is_best: bool) -> Expl
         memory=memory_of(predict_memory(problem, row), 0),
         binding=binding(changes),
         sensitivities=tuple(changes),
-        failures=_of_first(failures),
+        failures=first_of(failures),
+        spare_nodes=spare_nodes(economy.cluster, REPAIR_H),
     )
 
 
 def describe(cluster: Cluster) -> str:
     """What a cluster is made of."""
     return " + ".join(f"{group.devices} {group.device.name}" for group in cluster.groups)
+
+
+def _prices_of(cluster: Cluster) -> str:
+    if cluster.price_per_device_h is not None:
+        return ""
+    return ", ".join(dict.fromkeys(group.device.price_date for group in cluster.groups if group.device.price_date))
+
+
+def _of_a_site(pins: Pins, cluster: Cluster) -> Pins:
+    """The pins of a plan for all sites, as those of each site's part. Raises: UserError if that cannot be."""
+    sites, said = site_count(cluster), pins.get("dp_replicate")
+    if said is None or sites == 1:
+        return pins
+    inside = tuple(n // sites for n in said if n % sites == 0)
+    if not inside:
+        raise UserError(f"dp_replicate = {said[0]} is not a multiple of the {sites} sites, each of which has a copy.")
+    return {**pins, "dp_replicate": inside}
 
 
 def _counts(problem: Problem, objective: Objective) -> list[int]:
@@ -210,106 +220,6 @@ def _counts(problem: Problem, objective: Objective) -> list[int]:
         for i, n in enumerate(halves)
         if n and problem.devices == n << i and (n % node == 0 or node % n == 0 or i == 0)
     ]
-
-
-class _Economy:
-    """What plans come to in a whole run."""
-
-    def __init__(self, question: Question, problem: Problem):
-        self.question, self.problem, self.cluster = question, problem, question.cluster
-        self.run = question.run
-        self.sites = site_count(self.cluster)
-        self.tokens = question.tokens or TOKENS_PER_PARAMETER * float(active_parameters(self.run.model))
-        self.tokens_per_step = self.run.train.global_batch * self.run.data.seq_len
-        self.between_sites_s = exchange_s(problem, self.cluster)
-
-    def failures(self, devices: NDArray[np.int64], step_s: float | NDArray[np.float64]) -> Goodput:
-        """Of jobs on so many devices of a site."""
-        state_bytes = float(self.problem.workload.parameters) * (4 + float(self.problem.system.moment_bytes))
-        used = np.asarray(devices * self.sites, float)
-        saving = saving_of(self.cluster, state_bytes, used, self.run.checkpoint.background)
-        return goodput(self.cluster, saving, used, step_s=step_s)
-
-    def whole(self, devices: NDArray[np.int64], step_s: NDArray[np.float64]) -> tuple[WholeRun, Goodput]:
-        """Of jobs on so many devices of a site, with such steps."""
-        failures = self.failures(devices, step_s)
-        estimate = interval(step_s, self.problem.time_std)
-        used = np.asarray(devices * self.sites, float)
-        made = whole_run(
-            self.cluster, estimate, failures, tokens=self.tokens, tokens_per_step=self.tokens_per_step, devices=used
-        )
-        return made, failures
-
-    def score(self, found: Found) -> NDArray[np.float64]:
-        """The lower the better, by the objective."""
-        if self.question.objective == "time":
-            return found.step_s
-        made, _ = self.whole(found.devices, found.step_s + self.between_sites_s)
-        chosen = {"cost": made.money, "energy": made.energy_kwh}.get(self.question.objective)
-        if self.question.objective == "goodput":
-            return -np.asarray(made.tokens_per_day.mid)
-        return np.asarray((chosen or made.device_hours).mid)
-
-    def choices(self, plans: Layouts) -> tuple[Choice, ...]:
-        """What these plans come to."""
-        problem = self.problem
-        n = len(plans)
-        devices = np.broadcast_to(plans.world_size, n)
-        step_s = np.asarray(predict_time(problem, plans).step) + self.between_sites_s
-        memory = np.asarray(predict_memory(problem, plans).total)
-        made, failures = self.whole(devices, step_s)
-        rates = problem.rates
-        peak = np.broadcast_to(in_precision(plans.precision, rates.fp32, rates.half, rates.narrow), n)
-        flops = float(problem.workload.train_flops_per_token) * self.tokens_per_step
-        return tuple(
-            Choice(
-                plan=str(self.over_sites(plans.plan(i))),
-                devices=int(devices[i]) * self.sites,
-                step_s=interval(float(step_s[i]), problem.time_std),
-                memory_bytes=interval(float(memory[i]), problem.memory_std),
-                fits=bool(memory[i] <= problem.memory_bytes),
-                tokens_per_s=self.tokens_per_step / float(step_s[i]),
-                mfu=flops / float(step_s[i] * devices[i] * self.sites * peak[i]),
-                run=_row(made, i),
-                effective=_estimate(failures.effective, i),
-            )
-            for i in range(n)
-        )
-
-    def over_sites(self, plan: Plan) -> Plan:
-        """The plan of one site, for all of them."""
-        return plan.model_copy(update={"dp_replicate": plan.dp_replicate * self.sites})
-
-
-def _row(made: WholeRun, i: int) -> WholeRun:
-    def one(estimate: Estimate | None) -> Estimate | None:
-        return estimate and _estimate(estimate, i)
-
-    return replace(
-        made,
-        steps=float(made.steps),
-        time_s=_estimate(made.time_s, i),
-        device_hours=_estimate(made.device_hours, i),
-        money=one(made.money),
-        energy_kwh=one(made.energy_kwh),
-        co2_kg=one(made.co2_kg),
-        tokens_per_day=_estimate(made.tokens_per_day, i),
-    )
-
-
-def _of_first(failures: Goodput) -> Goodput:
-    """Those of the first of several plans."""
-    return Goodput(
-        mtbf_s=_estimate(failures.mtbf_s, 0),
-        stops_per_day=_estimate(failures.stops_per_day, 0),
-        interval_s=float(np.atleast_1d(failures.interval_s)[0]),
-        overhead=_estimate(failures.overhead, 0),
-        effective=_estimate(failures.effective, 0),
-    )
-
-
-def _estimate(estimate: Estimate, i: int) -> Estimate:
-    return Estimate(*(float(np.atleast_1d(end)[i]) for end in (estimate.low, estimate.mid, estimate.high)))
 
 
 def _notes(question: Question, problem: Problem) -> list[str]:
@@ -327,15 +237,14 @@ def _notes(question: Question, problem: Problem) -> list[str]:
 def _nothing_fits(problem: Problem, found: Found, pins: Pins, counts: Sequence[int]) -> str:
     """By how much the leanest plan does not fit, and what would do."""
     missing = misfit(problem, found.leanest)
-    if missing is None:  # a larger microbatch or less recompute is pinned than the leanest plan has
-        raise AssertionError("the leanest plan fits, and no plan was found")
+    assert missing is not None  # or it would have been found
     lines = [
         f'nothing fits: of {found.looked_at:,} plans the leanest, "{found.leanest}", needs '
         f"{missing.needs_bytes / GIB:.1f} GiB of each device, {missing.excess_bytes / GIB:.1f} GiB more than the "
         f"{missing.has_bytes / GIB:.1f} GiB that it may (with a margin for the prediction); "
         f"{missing.largest} takes {missing.largest_bytes / GIB:.1f} GiB."
     ]
-    remedies = list(_remedies(problem, found.leanest, pins, counts))
+    remedies = _remedies(problem, found.leanest, pins, counts)
     return "\n  ".join([*lines, *(remedies or ["A larger device, or a smaller model, would do."])])
 
 
@@ -347,7 +256,7 @@ def _remedies(problem: Problem, leanest: Plan, pins: Pins, counts: Sequence[int]
         row = nearest(leanest, free)
         if row is not None:
             needs = free.memory_bytes[row] / GIB
-            remedies.append(f'Without --fix, the nearest that fits: "{free.plans.plan(row)}" ({needs:.1f} GiB).')
+            remedies.append(f'With nothing fixed, the nearest that fits: "{free.plans.plan(row)}" ({needs:.1f} GiB).')
     if "offload" not in pins:
         offloaded = search(problem, {**pins, "offload": ("all", "optimizer")}, counts)
         if len(offloaded):

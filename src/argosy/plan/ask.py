@@ -11,14 +11,18 @@ from typing import Literal
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
-from argosy.plan.answer import Objective, Question, usual_batch
+from argosy.plan.answer import Question, usual_batch
 from argosy.plan.auto import Devices, choose_plan, processes_of
+from argosy.plan.choices import Objective
 from argosy.plan.clusters import Cluster
 from argosy.plan.machine import cluster_of, device_named, resized
-from argosy.plan.plan import Plan
-from argosy.plan.search import Problem, parse_pins
+from argosy.plan.plan import Plan, words_of
+from argosy.plan.search import Problem
+from argosy.plan.space import parse_pins
 
 USUAL_SEQ_LEN = 8192
+CHANGE_NUMBERS = ("precision", "weights", "reduce")
+"""Keys of a plan that change what training computes."""
 SMALL_VOCABULARY = 4096
 """Of a model preset that takes its tokenizer's, until there is one."""
 
@@ -46,7 +50,7 @@ def ask(
         raise UserError(
             f"--model {model} needs --cluster, e.g. --cluster 8xh100 (nodes in a file: see docs/planning.md)."
         )
-    pins = parse_pins(fix)
+    pins = dict(parse_pins(fix))
     if model is not None:
         place = Cluster.parse(str(cluster))
         run, assumed = _of_model(model, global_batch, seq_len, place.devices if serving else None)
@@ -58,7 +62,14 @@ def ask(
     if cluster is None and place.measured is None:
         assumed.append("The machine's rates are the catalogue's; `argosy probe` measures them into a cluster file.")
     given = None if pins or cluster else _the_trainer_s(run, place)
+    pins = _numbers(run.plan) | pins
     return Question(run, place, tokens, objective, pins, top, given, tuple(assumed))
+
+
+def _numbers(plan: str) -> dict[str, tuple[object, ...]]:
+    """What a run's plan says of its numbers: plans that compute others are no choice."""
+    words = {key: value for key, value in words_of(plan).items() if key in CHANGE_NUMBERS}
+    return {key: (getattr(Plan.from_words({key: value}), key),) for key, value in words.items()}
 
 
 def _of_model(
@@ -102,7 +113,7 @@ def this_machine(run: RunConfig) -> Cluster:
     """
     wanted = run.launch.processes or processes_of(run.plan)
     if (described := cluster_of(run)) is not None:
-        return resized(described, wanted or 1)
+        return resized(described, wanted or (1 if described.device.kind == "cpu" else described.devices))
     gpus = [] if run.launch.device == "cpu" else _gpu_names()
     if not gpus:
         return Cluster.parse(f"{wanted or 1}xcpu")

@@ -119,9 +119,8 @@ def _step_s(problem: Problem, plan: Plan) -> float:
 
 @dataclass(frozen=True)
 class Misfit:
-    """A plan that does not fit."""
+    """Why a plan does not fit."""
 
-    plan: Plan
     needs_bytes: float
     has_bytes: float
     """What it may need, to fit nine times of ten."""
@@ -142,7 +141,7 @@ def misfit(problem: Problem, plan: Plan) -> Misfit | None:
     if needs <= problem.memory_bytes:
         return None
     largest = max(by_category, key=lambda name: by_category[name])
-    return Misfit(plan, needs, problem.memory_bytes, largest, by_category[largest])
+    return Misfit(needs, problem.memory_bytes, largest, by_category[largest])
 
 
 def nearest(plan: Plan, found: Found) -> int | None:

@@ -16,6 +16,7 @@ has most microbatches in flight, the other the logits.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import numpy as np
 
@@ -26,8 +27,10 @@ from argosy.plan.workload import Numbers, Workload
 
 LOSS_CHUNK_LOGITS = 8 * 2**20
 """Logits that exist at once where the loss is computed in chunks (`models.loss`)."""
-LOSS_CHUNK_BYTES = 14
-"""Of each: in the arithmetic's format, in fp32 twice, its gradient."""
+LOSS_CHUNK_BYTES, LOSS_CHUNK_BYTES_EAGER = 14, 22
+"""Of each: in the arithmetic's format, in fp32 twice, its gradient; eager, intermediate results too."""
+EAGER_WIDTHS, EAGER_FFN = 6, 1
+"""What eager blocks keep beside what compiled ones would: norms' fp32 inputs and results; the gate's activation."""
 DROPOUT_BYTES = 1
 
 
@@ -61,6 +64,7 @@ class MemoryModel:
         self.microbatches = np.maximum(1, work.global_batch / (plans.dp * plans.microbatch))
         self.tokens = plans.microbatch * work.seq_len / plans.cp
         self.element = np.where(plans.precision == 0, 4.0, 2.0)
+        self.eager = plans.compile == 0
         self.shared = np.where(system.sequence_parallel > 0, plans.tp, 1)
         self.offloads_optimizer = plans.is_("offload", "optimizer", "all")
         self.offloads_activations = plans.is_("offload", "activations", "all")
@@ -90,23 +94,30 @@ class MemoryModel:
         whole = dense + ends + experts
         mine = (dense + ends) / n + experts / expert_n
         held = np.where(p.zero == 3, mine, whole)
-        summed = np.where(p.zero >= 2, mine, np.where(p.zero == 1, whole + mine * (s.gathered_bytes == 0), whole))
+        adds_up = (p.zero <= 1) | ((self.microbatches > 1) & (s.sums_once > 0))  # whole until all are summed over ranks
+        summed = np.where(adds_up, whole, mine)
         weight_bytes = np.where(p.weights == 1, 2.0, s.weight_bytes)
-        activations = self._in_flight(first, last) * self._kept() + self._working()
-        activations = np.where(self.offloads_activations, self._working() + 2 * self._of_layer(), activations)
+        kept = self._in_flight(first, last) * self._kept
+        activations = kept + self._working
+        activations = np.where(self.offloads_activations, self._working + 2 * self._of_layer, activations)
         logits = self._logits() if last else np.zeros(1)
         gathered = self._gathered(ends)
         used = Footprint(
             weights=held * weight_bytes,
-            gradients=summed * s.gradient_bytes,
+            gradients=self._beside(kept, summed * s.gradient_bytes, ends * s.gradient_bytes),
             optimizer=np.where(self.offloads_optimizer, 0.0, mine * s.moment_bytes),
             activations=activations,
             logits=logits,
             gathered=gathered,
-            workspace=np.full(1, c.workspace_bytes),
+            workspace=c.workspace_bytes + self._received(),
             reserve=np.zeros(1),
         )
         return Footprint(**{**vars(used), "reserve": c.fragmentation * (activations + logits + gathered)})
+
+    def _beside(self, kept: Numbers, gradients: Numbers, of_ends: Numbers) -> Numbers:
+        """Gradients at the peak: one microbatch's take the place of its activations, layer by layer."""
+        alone = (self.microbatches <= 1) & (self.p.pp == 1) & (self.s.gradient_buffers == 0)
+        return np.where(alone, np.minimum(gradients, of_ends) + np.maximum(0, gradients - of_ends - kept), gradients)
 
     def _parameters(self, layers: Numbers) -> tuple[Numbers, Numbers]:
         """Of so many layers after tensor and expert parallelism: those of all but experts, those of experts."""
@@ -117,35 +128,61 @@ class MemoryModel:
         whole = w.whole_parameters
         return layers * ((dense - whole) / p.tp + whole), layers * moe * w.expert_parameters / p.ep / cut
 
-    def _of_layer(self) -> Numbers:
-        """Bytes that one layer keeps of one microbatch, nothing recomputed; the mean over layers."""
-        p, w, s = self.p, self.w, self.s
-        hidden = (4 + s.kept_widths) * w.width / self.shared
+    @cached_property
+    def _attention(self) -> Numbers:
+        """Elements of a token: queries, keys, values, attention's result, and latents."""
+        p, w = self.p, self.w
         queries, values = w.heads * w.key_width / p.tp, w.heads * w.value_width / p.tp
         kv = np.maximum(1, w.kv_heads / p.tp) * (w.key_width + w.value_width)
         latent = np.where(w.kv_rank > 0, 2 * (w.q_rank + w.kv_rank) + w.rope_width, 0)
-        feed_forward = w.ffn_matrices * w.ffn_width / p.tp
-        pairs = w.experts_per_token
-        mixture = pairs * (2 * w.width + w.ffn_matrices * w.expert_ffn_width) / p.tp + w.ffn_matrices * (
-            w.shared_ffn_width / p.tp
-        )
-        router = 8 * w.experts / self.shared
-        moe = w.moe_layers / w.layers
-        elements = hidden + queries + kv + latent + values + (1 - moe) * feed_forward + moe * mixture
-        masks = s.dropout * 2 * DROPOUT_BYTES * w.width / self.shared
-        statistics = np.where(s.flash > 0, 4 * w.heads / p.tp, 0)
-        scores = np.where(s.flash > 0, 0, (2 * self.element / 2 + 3 * s.dropout) * w.heads / p.tp * w.seq_len)
-        return self.tokens * (elements * self.element + masks + statistics + scores + moe * router)
+        return queries + kv + values + latent
 
+    @cached_property
+    def _scores(self) -> Numbers:
+        """Bytes of a token: scores and their softmax where attention is not tiled, else its log-sum-exp."""
+        p, w, s = self.p, self.w, self.s
+        heads = w.heads / p.tp
+        return np.where(s.flash > 0, 4 * heads, (self.element + 3 * s.dropout) * heads * w.seq_len)
+
+    def _feed_forward(self, matrices: Numbers) -> Numbers:
+        """Elements of a token: so many results as wide as the feed-forward, or as its experts; the mean over layers."""
+        p, w = self.p, self.w
+        moe, k = w.moe_layers / w.layers, w.experts_per_token
+        mixture = k * (2 * w.width + matrices * w.expert_ffn_width) / p.tp + matrices * w.shared_ffn_width / p.tp
+        return (1 - moe) * matrices * w.ffn_width / p.tp + moe * (mixture + 4 * w.experts / self.shared)
+
+    @cached_property
+    def _of_layer(self) -> Numbers:
+        """Bytes that one layer keeps of one microbatch, nothing recomputed; the mean over layers."""
+        w, s = self.w, self.s
+        widths = 4 + s.kept_widths + np.where(self.eager, EAGER_WIDTHS - s.kept_widths, 0)
+        hidden = widths * w.width / self.shared + self._inputs
+        elements = hidden + self._attention + self._feed_forward(w.ffn_matrices + EAGER_FFN * self.eager)
+        masks = s.dropout * 2 * DROPOUT_BYTES * w.width / self.shared
+        return self.tokens * (elements * self.element + masks + self._scores) + self._casts
+
+    @cached_property
+    def _inputs(self) -> Numbers:
+        """Elements of a token: both norms' outputs, gathered from tensor-parallel ranks and kept so."""
+        return np.where(self.s.gathers_again > 0, 0, 2 * self.w.width * (1 - 1 / self.shared))
+
+    @cached_property
+    def _casts(self) -> Numbers:
+        """Bytes of a layer's weights in the format of the arithmetic: eager autograd keeps these copies too."""
+        p = self.p
+        is_cast = self.eager & (p.precision > 0) & (p.weights == 0) & ~((p.zero == 3) & (p.dp_shard * p.cp > 1))
+        return np.where(is_cast, sum(self._parameters(1.0)) * self.element, 0.0)
+
+    @cached_property
     def _kept(self) -> Numbers:
         """Bytes that one layer keeps until backward, with the plan's recompute."""
         p, w, s = self.p, self.w, self.s
-        whole = self._of_layer()
+        whole = self._of_layer
         boundary = self.tokens * w.width / self.shared * self.element
-        scores = np.where(
-            s.flash > 0, 0, self.tokens * (2 * self.element / 2 + 3 * s.dropout) * w.heads / p.tp * w.seq_len
-        )
-        cheap = np.where(s.flash > 0, s.selective * whole, whole - scores)
+        results = 3 * w.width / self.shared + self._inputs + self._attention + self._feed_forward(w.ffn_matrices - 1)
+        of_matmuls = self.tokens * (results * self.element + self._scores)
+        cheap = np.where(s.selective > 0, s.selective * whole, of_matmuls)
+        cheap = np.where(s.flash > 0, cheap, whole - self.tokens * self._scores)
         kept = np.where(p.recompute == 2, boundary, np.where(p.recompute == 1, cheap, whole))
         return kept / p.recompute_every + whole * (1 - 1 / p.recompute_every)
 
@@ -165,31 +202,39 @@ class MemoryModel:
         microbatches = np.where(p.is_("schedule", "zbv", "dualpipev"), both_ways, microbatches)
         return np.where(p.pp == 1, 1, microbatches) * layers
 
+    @cached_property
     def _working(self) -> Numbers:
-        """What backward of one layer needs beside what was kept: its recomputed activations, gradients."""
+        """What backward of one layer needs beside what was kept: recomputed activations, gradients on their way."""
         p, w = self.p, self.w
-        again = np.where(p.recompute == 2, self._of_layer(), 0.0)
-        widest = np.maximum(w.ffn_width / p.tp * (w.dense_layers > 0), w.experts_per_token * w.expert_ffn_width / p.tp)
-        return again + self.tokens * self.element * (2 * w.width + 2 * widest)
+        again = np.where(p.recompute > 0, np.maximum(0, self._of_layer - self._kept), 0.0)
+        expert = w.experts_per_token * w.expert_ffn_width
+        widest = np.maximum(w.ffn_width * (w.dense_layers > 0), expert) / p.tp
+        matrix = w.width * np.maximum(w.ffn_width * (w.dense_layers > 0) / p.tp, w.heads * w.value_width / p.tp)
+        return again + self.tokens * self.element * (2 * w.width + 2 * widest) + matrix * (self.element + 4)
+
+    def _received(self) -> Numbers:
+        """A pipeline's buffers: what a rank's stages receive from their neighbours, for each microbatch of the step."""
+        p = self.p
+        hidden = self.tokens * self.w.width / self.shared * self.element
+        boundaries = np.where(p.pp > 1, 2 * p.stages_here - 1, 0) * (self.s.receives_ahead > 0)
+        return self.microbatches * boundaries * hidden
 
     def _logits(self) -> Numbers:
         p, w, s = self.p, self.w, self.s
         whole = self.tokens * w.vocab_size / p.tp
-        chunk = np.minimum(whole, LOSS_CHUNK_LOGITS) * LOSS_CHUNK_BYTES
-        saved = 8 * w.vocabulary_parameters / p.tp + self.tokens * w.width * self.element
-        return np.where(s.whole_logits > 0, whole * s.whole_logits, chunk + saved)
+        of_logit = np.where(self.eager, LOSS_CHUNK_BYTES_EAGER, LOSS_CHUNK_BYTES)
+        chunk = np.minimum(whole, LOSS_CHUNK_LOGITS) * of_logit
+        saved = (4 + self.element) * w.vocabulary_parameters / p.tp + self.tokens * w.width * self.element
+        return np.where(s.whole_logits > 0, whole * s.whole_logits, saved + np.maximum(0, chunk - self._working))
 
     def _gathered(self, ends: Numbers) -> Numbers:
-        """Stage 3: what ranks share is whole on each of them while it is used.
+        """Stage 3: parameters that ranks share are whole while they are used, and gradients until they are summed.
 
-        Two layers' parameters and one's gradients, and what is around the layers; gradients of all layers where they
-        add up over microbatches; parameters of all layers in a pipeline, whose stages give none up after a backward.
+        Those of two layers, or of all of a pipeline rank's, whose stages give none up after a backward.
         """
         p, w = self.p, self.w
-        dense, experts = self._parameters(1.0)
-        of_layer, layers = dense + experts, w.layers / p.pp
-        many = (self.microbatches > 1) & (self.s.sums_once > 0)
-        parameters = np.where(p.pp > 1, layers, np.minimum(2, layers)) * of_layer + ends
-        gradients = np.where(many, layers, 1) * of_layer + ends
-        moving = parameters * self.element + gradients * self.s.gradient_bytes
+        of_layer, layers = sum(self._parameters(1.0)), w.layers / p.pp
+        adds_up = (self.microbatches > 1) & (self.s.sums_once > 0)
+        parameters = np.where(p.pp > 1, layers, np.minimum(2, layers)) * of_layer
+        moving = parameters * self.element + np.where(adds_up, 0, (of_layer + ends) * self.s.gradient_bytes)
         return np.where((p.zero == 3) & (p.dp_shard * p.cp > 1), moving, 0.0)

@@ -4,7 +4,8 @@ A copy of the model is cut over tp x pp devices; all copies share the sequences 
 the forward of a training step: its FLOPs at the rate of matmuls, two sums over tp ranks in each layer. A decode step of
 B sequences reads each layer's weights once (of experts those that any of B k choices hits: E (1 - (1 - k/E)^B)) and
 the cache of all B, or computes, whichever takes longer (roofline: Williams et al. 2009; Pope et al. 2022, "Efficiently
-Scaling Transformer Inference"). With pipeline stages the sequences go round in pp groups.
+Scaling Transformer Inference"); kernels are started from captured graphs, so that the host is no limit. With pipeline
+stages the sequences go round in pp groups.
 
 The cache of a token is its keys and values in each layer; with latent attention the latent and the rotated key
 (DeepSeek-AI 2024), which all tp ranks have whole.
@@ -24,7 +25,8 @@ from argosy.plan.explain import interval
 from argosy.plan.network import group_of, send_s
 from argosy.plan.rates import in_precision
 from argosy.plan.rules import divisors
-from argosy.plan.search import Pins, Problem
+from argosy.plan.search import Problem
+from argosy.plan.space import Pins
 from argosy.plan.words import count, gib, seconds, within
 from argosy.plan.workload import Workload
 
@@ -34,8 +36,6 @@ STREAMED = 0.85
 """Share of the memory bandwidth that reading weights and cache gets; assumed."""
 SUM_S = 10e-6
 """To start a sum over the ranks of a node, by kernels made for small messages; assumed."""
-FORWARD = 1 / 3
-"""Of the host's time for a layer's forward and backward."""
 KEYS = ("tp", "pp", "precision")
 """Keys of a plan that mean something here."""
 
@@ -196,7 +196,7 @@ def _decode_s(
     problem: Problem, tp: NDArray[np.int64], pp: NDArray[np.int64], precision: str, group: NDArray[np.int64]
 ) -> Floats:
     """One token for each of `group` sequences, through all layers, one pipeline stage after the other."""
-    w, r, c = problem.workload, problem.rates, problem.constants
+    w, r = problem.workload, problem.rates
     element = 4.0 if precision == "fp32" else 1.0 if precision == "fp8" else 2.0
     experts, chosen = float(w.experts), float(w.experts_per_token)
     hit = 1 - (1 - chosen / experts) ** group if experts else np.zeros(len(tp))
@@ -206,9 +206,8 @@ def _decode_s(
     cache = group * problem.run.data.seq_len * _cache_bytes(w, tp, max(element, 2.0)) * float(w.layers)
     reading = (weights + cache) / (float(r.memory_bytes_per_s) * STREAMED)
     computing = 2 * group * float(w.matmul_parameters) / tp / _rate(problem, precision)
-    host = c.host * FORWARD * float(w.layers)
     waits = _waits(problem, tp, pp, group, 4.0 if precision == "fp32" else 2.0)
-    return np.asarray(np.maximum(np.maximum(reading, computing), host) + waits)
+    return np.asarray(np.maximum(reading, computing) + waits)
 
 
 def _waits(

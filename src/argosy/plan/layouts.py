@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import reduce
 from typing import Any, get_args
 
 import numpy as np
@@ -67,7 +68,8 @@ class Layouts:
 
     def plan(self, row: int) -> Plan:
         """One of them."""
-        columns = {f.name: np.broadcast_to(getattr(self, f.name), len(self)) for f in fields(self)}
+        n = len(self)
+        columns = {f.name: np.broadcast_to(getattr(self, f.name), n) for f in fields(self)}
         return Plan(**{key: _value(key, int(column[row])) for key, column in columns.items()})
 
     @property
@@ -102,7 +104,8 @@ class Layouts:
 
     def is_(self, key: str, *words: object) -> NDArray[np.bool_]:
         """Where the column `key` is one of these words."""
-        return np.isin(getattr(self, key), [WORDS[key].index(word) for word in words])
+        column = getattr(self, key)
+        return reduce(np.logical_or, [column == WORDS[key].index(word) for word in words])
 
 
 def _number(key: str, value: object) -> int:

@@ -21,7 +21,7 @@ from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan.clusters import Category, Cluster, Factor
-from argosy.plan.factors import PARTS
+from argosy.plan.factors import OF_MEMORY, OF_TIME
 from argosy.plan.hardware import device_names, find_device
 from argosy.plan.machine import PROBED, device_named, resized
 from argosy.plan.plan import Plan
@@ -39,7 +39,6 @@ FREEDOM = 4
 ITERATIONS, LONGEST_MOVE = 30, 1.0
 TOLD = 0.9
 """A factor whose standard deviation is above this share of PRIOR_STD was told little about, and is left out."""
-TIMES: tuple[Category, ...] = ("compute", "network", "optimizer", "rest")
 
 
 @dataclass(frozen=True)
@@ -139,18 +138,18 @@ def _of_times(runs: Sequence[Finished], raw: Sequence[Prediction]) -> dict[Categ
         step_s = done.reconciled.step_s.measured
         for part, compared in done.reconciled.seconds.items():
             row = [
-                sum(prediction.seconds[name] for name in PARTS[category] if part_of(name, done.plan) == part)
-                for category in TIMES
+                sum(prediction.seconds[name] for name in OF_TIME[category] if part_of(name, done.plan) == part)
+                for category in OF_TIME
             ]
             if compared.measured > 0 and sum(row) > 0:
                 design.append(row)
                 measured.append(compared.measured)
                 std.append(np.hypot(PLAN_STD, STEP_STD * step_s / compared.measured))
-    return _factors(TIMES, np.array(design), np.zeros(len(design)), np.array(measured), np.array(std))
+    return _factors(tuple(OF_TIME), np.array(design), np.zeros(len(design)), np.array(measured), np.array(std))
 
 
 def _of_memory(runs: Sequence[Finished], raw: Sequence[Prediction]) -> dict[Category, Factor]:
-    passing = [[sum(prediction.memory.get(name, 0.0) for name in PARTS["memory"])] for prediction in raw]
+    passing = [[sum(prediction.memory.get(name, 0.0) for name in OF_MEMORY["memory"])] for prediction in raw]
     state = [float(p.memory_bytes.mid) - row[0] for p, row in zip(raw, passing, strict=True)]
     measured = [max(done.reconciled.memory_bytes.measured, 1.0) for done in runs]
     std = np.full(len(runs), PLAN_STD)

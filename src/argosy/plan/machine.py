@@ -113,15 +113,15 @@ def resized(cluster: Cluster, processes: int) -> Cluster:
             "devices_per_host": here,
         }
     )
-    return cluster.model_copy(
-        update={
-            "groups": (NodeGroup(device=smaller, nodes=group.nodes, devices_per_node=here, site=group.site),),
-            "network": tuple(
-                tier.model_copy(update={"devices": max(1, round(tier.devices / share))}) for tier in cluster.network
-            ),
-            "measured": cluster.measured and _resized(cluster.measured, share, alone),
-        }
-    )
+    changed = {
+        "groups": (NodeGroup(device=smaller, nodes=group.nodes, devices_per_node=here, site=group.site),),
+        "network": tuple(
+            tier.model_copy(update={"devices": max(1, round(tier.devices / share))}) for tier in cluster.network
+        ),
+        "measured": cluster.measured and _resized(cluster.measured, share, alone),
+    }
+    # Not a copy, which would remember what it has found out of the old devices.
+    return Cluster(**({name: getattr(cluster, name) for name in Cluster.model_fields} | changed))
 
 
 def _scaled(rates: Rates, share: float) -> Rates:

@@ -49,7 +49,7 @@ class Uneven:
 
     what: str
     """microbatches or layers."""
-    plan: Plan
+    plan: str
     step_s: float
     shares: tuple[Share, ...]
 
@@ -158,7 +158,7 @@ def _uneven(what: str, plan: Plan, kinds: list[_Kind], dealt: NDArray[np.int64],
         Share(kind.device, int((row > 0).sum()), int(row[row > 0].min()), int(row.max()))
         for kind, row in zip(kinds, dealt, strict=True)
     ]
-    return Uneven(what, plan, step_s, tuple(shares))
+    return Uneven(what, str(plan), step_s, tuple(shares))
 
 
 def deal(total: int, holders: NDArray[np.int64], seconds: Floats) -> tuple[NDArray[np.int64], float] | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from html import escape
 
-from argosy.plan.answer import Answer, Choice
+from argosy.plan.answer import REPAIR_H, Answer
+from argosy.plan.choices import Choice
 from argosy.plan.explain import MEANING, MEMORY_MEANING
 from argosy.plan.mixed import Uneven
-from argosy.plan.tables import HOLDERS, LEAST_SHOWN, headline, search_line
+from argosy.plan.tables import HOLDERS, LEAST_SHOWN, headline, prices, search_line
 from argosy.plan.words import GIB, count, gib, percent, seconds, within
 from argosy.plan.workload import Numbers
 
@@ -69,11 +70,12 @@ def _facts(answer: Answer) -> str:
         (
             "failures",
             f"one in {within(about.failures.mtbf_s, seconds)}; save every {seconds(about.failures.interval_s)}; "
-            f"{percent(about.failures.effective.mid)} of the time is progress",
+            f"{percent(about.failures.effective.mid)} of the time is progress; "
+            f"spare nodes to hold, if a repair takes {REPAIR_H:.0f} h: {about.spare_nodes}",
         ),
     ]
     if run.money:
-        rows.append(("cost", f"{within(run.money, count)} {answer.currency}"))
+        rows.append(("cost", f"{within(run.money, count)} {answer.currency} {prices(answer)}".rstrip()))
     if run.energy_kwh and run.co2_kg:
         rows.append(("energy", f"{within(run.energy_kwh, count)} kWh, {within(run.co2_kg, count)} kg CO2"))
     missing = ""
@@ -230,4 +232,4 @@ def _split(split: Uneven) -> str:
     shares = "; ".join(
         f"{s.holders} {HOLDERS[split.what]} on {s.device}: {s.range} {split.what} each" for s in split.shares
     )
-    return f"{seconds(split.step_s)} a step with <code>{escape(str(split.plan))}</code>: {escape(shares)}"
+    return f"{seconds(split.step_s)} a step with <code>{escape(split.plan)}</code>: {escape(shares)}"

@@ -14,7 +14,7 @@ from argosy.config.schema import RunConfig
 from argosy.plan.clusters import Cluster
 from argosy.plan.estimate import Estimate
 from argosy.plan.explain import interval, memory_of, waterfall
-from argosy.plan.factors import spread
+from argosy.plan.factors import OF_MEMORY, OF_TIME, spread
 from argosy.plan.layouts import Layouts
 from argosy.plan.memory import state_bytes
 from argosy.plan.plan import Plan
@@ -73,9 +73,9 @@ def predict(plan: Plan, run: RunConfig, cluster: Cluster) -> Prediction:
     step_s, memory_bytes = sum(by_category.values()), sum(memory.values())
     return Prediction(
         cluster=cluster.name or str(cluster.devices),
-        step_s=interval(step_s, spread(by_category, problem.factors, problem.time_std)),
+        step_s=interval(step_s, spread(by_category, OF_TIME, problem.factors, problem.time_std)),
         seconds=by_category,
-        memory_bytes=interval(memory_bytes, spread(memory, problem.factors, problem.memory_std)),
+        memory_bytes=interval(memory_bytes, spread(memory, OF_MEMORY, problem.factors, problem.memory_std)),
         memory=memory,
         traffic=_by_axis(plan, run),
     )

@@ -107,9 +107,9 @@ class System:
     """1: a token that goes to several experts of a node crosses the network once (DeepEP)."""
     weight_bytes: Numbers = 4
     """Of a weight that ranks share (ZeRO)."""
-    gathered_bytes: Numbers = 0
-    """Of a copy in the arithmetic's format that is kept beside it."""
     gradient_bytes: Numbers = 4
+    gradient_buffers: Numbers = 0
+    """1: gradients have their memory for the whole run, and not only from their layer's backward on."""
     moment_bytes: Numbers = 8
     """Of the optimizer's state for a weight, master copy included."""
     reduced_bytes: Numbers = 4
@@ -118,8 +118,12 @@ class System:
     """Of an updated weight on the wire (ZeRO 1 and 2)."""
     kept_widths: Numbers = 2
     """Hidden-state widths that a layer keeps for backward beside both norms' inputs and outputs."""
-    selective: Numbers = 0.55
-    """Share of a layer's activations that selective recompute keeps, where attention is tiled."""
+    selective: Numbers = 0
+    """Share of a layer's activations that selective recompute keeps; 0: what matmuls and attention give."""
+    receives_ahead: Numbers = 1
+    """1: pipeline stages have a buffer for each microbatch that they receive (torch.distributed.pipelining)."""
+    gathers_again: Numbers = 0
+    """1: what tensor-parallel ranks gather in forward they gather again in backward, and do not keep."""
     whole_logits: Numbers = 0
     """Bytes kept for each logit of a microbatch; 0: the loss is computed in chunks."""
     dropout: Numbers = 0

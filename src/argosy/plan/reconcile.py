@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict
 
-from argosy.plan.factors import PARTS as FACTOR_PARTS
+from argosy.plan.factors import OF_TIME
 from argosy.plan.plan import Plan
 from argosy.plan.predict import Prediction
 from argosy.plan.words import seconds
@@ -29,7 +29,7 @@ class Part:
 PARTS = {
     # What a layer waits for (other ranks' tokens, hidden states, parameters), it waits for inside its passes.
     PASSES: Part(
-        (*FACTOR_PARTS["compute"], "tensor", "context", "experts", "pipeline"),
+        (*OF_TIME["compute"], "tensor", "context", "experts", "pipeline"),
         ("forward", "backward", "pipeline"),
     ),
     # Gradients whose sums backward did not hide, and updated values on their way back.

@@ -160,7 +160,9 @@ def fit(results: Sequence[Result], draws: int = 100, seed: int = 0) -> Fit:
     problem = _Problem(results)
     points, losses = minimize(problem.loss, problem.best_starts(DESCENTS))
     best = points[losses.argmin()]
-    weights = np.random.default_rng(seed).exponential(size=(draws, len(results)))
+    # Exponential weights have variance 1; these make up for the degrees of freedom that the coefficients take.
+    freedom = 1 - COEFFICIENTS / len(results)
+    weights = np.random.default_rng(seed).gamma(freedom, 1 / freedom, size=(draws, len(results)))
     drawn, _ = minimize(lambda points: problem.loss(points, weights), np.tile(best, (draws, 1)))
     law = problem.law(best)
     residuals = tuple(math.log(r.loss / law.loss(r.parameters, r.tokens)) for r in results)

@@ -8,7 +8,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from argosy.plan.answer import Answer, Choice
+from argosy.plan.answer import REPAIR_H, Answer
+from argosy.plan.choices import Choice
 from argosy.plan.explain import MEANING, MEMORY_MEANING
 from argosy.plan.words import GIB, count, gib, percent, seconds, within
 from argosy.plan.workload import Numbers
@@ -17,6 +18,8 @@ BAR = 24
 """Characters of the longest bar."""
 LEAST_SHOWN = 0.001
 """Share of the whole below which a category is left out."""
+LEAST_CHANGE = 0.0005
+"""Relative change of the step below which it is none."""
 HOLDERS = {"microbatches": "replicas", "layers": "pipeline ranks"}
 """What is dealt out -> to whom."""
 PIPE_WIDTH = 200
@@ -103,14 +106,15 @@ def _explained(answer: Answer) -> Iterator[RenderableType]:
     facts.add_row("memory", f"{within(choice.memory_bytes, gib)} GiB", f"of {gib(answer.memory_bytes)} GiB")
     facts.add_row("whole run", within(run.time_s, seconds), f"{within(run.device_hours, count)} device-hours")
     if run.money:
-        facts.add_row("cost", f"{within(run.money, count)} {answer.currency}", "")
+        facts.add_row("cost", f"{within(run.money, count)} {answer.currency}", prices(answer))
     if run.energy_kwh and run.co2_kg:
         facts.add_row("energy", f"{within(run.energy_kwh, count)} kWh", f"{within(run.co2_kg, count)} kg CO2")
     failures = about.failures
     facts.add_row(
         "failures",
         f"one in {within(failures.mtbf_s, seconds)}",
-        f"save every {seconds(failures.interval_s)}; {percent(failures.effective.mid)} of the time is progress",
+        f"save every {seconds(failures.interval_s)}; {percent(failures.effective.mid)} of the time is progress; "
+        f"hold {about.spare_nodes} spare node{'s' * (about.spare_nodes != 1)}, if a repair takes {REPAIR_H:.0f} h",
     )
     yield facts
     yield Text("\nWhere a step's time goes, from the ideal on:")
@@ -120,8 +124,16 @@ def _explained(answer: Answer) -> Iterator[RenderableType]:
     yield Text(f"\nThe step time depends most on {about.binding}:")
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     for change in about.sensitivities:
-        table.add_row(change.what, percent(change.change, signed=True), change.note)
+        if abs(change.change) >= LEAST_CHANGE:
+            table.add_row(change.what, percent(change.change, signed=True), change.note)
     yield table
+    if idle := [change.what for change in about.sensitivities if abs(change.change) < LEAST_CHANGE]:
+        yield Text(f"no change: {', '.join(idle)}", style="dim")
+
+
+def prices(answer: Answer) -> str:
+    """When the prices held, in words."""
+    return f"prices of {answer.prices_of}" if answer.prices_of else ""
 
 
 def _bars(values: dict[str, float], meaning: dict[str, str], write: Callable[[Numbers], str]) -> Table:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -16,7 +15,6 @@ from torch import Tensor
 from argosy.config.schema import ModelConfig, RunConfig
 from argosy.models.batch import Microbatch, microbatches
 from argosy.models.decoder import Decoder
-from argosy.models.initialize import materialize
 from argosy.observe.wire import axes_of
 from argosy.optim.optimizer import Optimizer
 from argosy.parallel.apply import apply
@@ -30,79 +28,67 @@ from argosy.simulate.fake import Fake, fake_memory, fake_world, replaced
 from argosy.simulate.record import Recorder, Trace
 from argosy.training.step import Wishes, forward_backward
 
-TRACED_MICROBATCHES = 4
-"""The first, which makes gradients; two more, which are alike; the last, after which gradients are summed."""
-
 
 def simulate_rank(plan: Plan, run: RunConfig, rank: int, every_microbatch: bool = False) -> Trace:
     """A step of rank `rank` under `plan`, with no device, no weights and no other rank; nothing is compiled.
 
-    Without a pipeline, microbatches repeat: the third stands for all between it and the last, unless it turns out that
-    it differs from the second, or `every_microbatch` says to trace each.
+    Its batch is of whole documents, and goes to all experts alike. Many microbatches repeat: without a pipeline, and
+    under 1f1b once it is filled, some are traced, and one of those that turn out to be alike stands for the others,
+    unless `every_microbatch` says to trace each.
 
     Raises: UserError if the step depends on numbers that only a real run knows, or on a device that is not here.
     """
-    several = plan.microbatches(run.train.global_batch) - TRACED_MICROBATCHES
-    traced = TRACED_MICROBATCHES if plan.pp == 1 and several > 0 and not every_microbatch else None
+    # The first one makes gradients, and after the last one they are summed; between them are two that may be alike.
+    enough = plan.pp + 3
+    more = plan.microbatches(run.train.global_batch) - enough
+    if plan.pp > 1:  # is traced twice: what it makes beforehand for all microbatches shows by one more
+        enough, more = enough + 1, more - 1
+        if plan.schedule != "1f1b" or more < enough:
+            every_microbatch = True
+    if every_microbatch or more <= 0:
+        return _traced(plan, run, rank, None)
+    trace = _traced(plan, run, rank, enough)
+    shorter = _traced(plan, run, rank, enough - 1) if plan.pp > 1 else None
+    return trace.extended(more, shorter) or _traced(plan, run, rank, None)
+
+
+def _traced(plan: Plan, run: RunConfig, rank: int, microbatches: int | None) -> Trace:
+    eager = plan.model_copy(update={"compile": False})
     with fake_world(rank, plan.world_size) as world, fake_memory() as fake, Recorder() as recorder:
-        warmup = 1 if plan.offload in ("optimizer", "all") else 0  # the first step finds no gradients on the host yet
-        trace = record_step(recorder, plan, run, world, fake, warmup, traced)
-    if traced is None:
-        return trace
-    return trace.with_third_pass_repeated(several) or simulate_rank(plan, run, rank, every_microbatch=True)
+        return _record(recorder, fake, eager, run, world, microbatches)
 
 
-def record_step(
-    recorder: Recorder,
-    plan: Plan,
-    run: RunConfig,
-    world: World,
-    fake: Fake | None = None,
-    warmup: int = 0,
-    traced: int | None = None,
-) -> Trace:
-    """Write down a step of this rank, on a batch of whole documents that goes to all experts alike.
-
-    `recorder` is on. `fake`: the step is simulated, else it really runs, and all ranks call this alike; after `warmup`
-    other steps; with `traced` of the batch's microbatches, by default all.
-    """
-    plan = plan.model_copy(update={"compile": False})
+def _record(recorder: Recorder, fake: Fake, plan: Plan, run: RunConfig, world: World, traced: int | None) -> Trace:
+    """Write down a step with `traced` of the batch's microbatches, by default all."""
     with _host_copies_labelled(recorder):
-        model = apply(plan, run, world, materialize if fake is None else _without_values)
+        model = apply(plan, run, world, _without_values)
         for moe in model.moes.values():
             moe.router.choose = partial(even_choice, run.model.moe.experts_per_token)  # type: ignore[method-assign]
-        optimizer = Optimizer(model.masters, run.optimizer, run.seed)
-        with recorder.clock.time("optimizer"):
-            for piece in optimizer.pieces:
-                optimizer.state_of(piece)  # moments, which it makes when they are first needed
         recorder.label([x for p in model.pieces for x in (p.parameter.detach(), p.value)], "parameters")
+        optimizer = Optimizer(model.masters, run.optimizer, run.seed)
+        # The first update makes what is kept from then on: moments, places, the host's gradients.
+        for piece in model.pieces:
+            piece.value.grad = torch.zeros_like(piece.value)
+        _update(recorder, model, optimizer)
         if model.masters is not model.pieces:
-            recorder.label([master.value for master in model.masters], "host")
-            recorder.label([m for p in optimizer.pieces for m in optimizer.state_of(p).values()], "host")
+            moments = [m for p in optimizer.pieces for m in optimizer.state_of(p).values()]
+            recorder.label([*(p.value for p in model.masters), *moments], "host")
         batch = _batch(plan, run, world, fake)
         some = batch if traced is None else [*batch[: traced - 1], batch[-1]]
-        for _ in range(warmup):
-            _step(recorder, model, optimizer, some, run, world)
         recorder.begin(axes_of(model.meshes))
-        _step(recorder, model, optimizer, some, run, world)
+        # What the loop does in a step, as `training.job` does it.
+        forward_backward(model, some, 1.0, world, recorder.clock, Wishes())
+        if model.moes:
+            with recorder.clock.time("communication"):
+                balance_experts(model.moes, run.model, world)
+        with recorder.clock.time("optimizer"):
+            clip_gradients(model.pieces, run.optimizer.grad_clip).item()
+        _update(recorder, model, optimizer)
         return recorder.end()
 
 
-def _step(
-    recorder: Recorder,
-    model: ParallelModel,
-    optimizer: Optimizer,
-    batch: Sequence[Microbatch],
-    run: RunConfig,
-    world: World,
-) -> None:
-    """What the loop does in a step, as `training.job` does it."""
-    forward_backward(model, batch, 1.0, world, recorder.clock, Wishes())
-    if model.moes:
-        with recorder.clock.time("communication"):
-            balance_experts(model.moes, run.model, world)
+def _update(recorder: Recorder, model: ParallelModel, optimizer: Optimizer) -> None:
     with recorder.clock.time("optimizer"):
-        clip_gradients(model.pieces, run.optimizer.grad_clip).item()
         model.before_update()
         if model.masters is not model.pieces:
             recorder.label([p.value.grad for p in model.masters if p.value.grad is not None], "host")
@@ -111,11 +97,9 @@ def _step(
     model.zero_gradients()
 
 
-def _batch(plan: Plan, run: RunConfig, world: World, fake: Fake | None) -> list[Microbatch]:
+def _batch(plan: Plan, run: RunConfig, world: World, fake: Fake) -> list[Microbatch]:
     rows = np.ones((run.train.global_batch // plan.dp, run.data.seq_len + 1), dtype=np.int32)
     batch = microbatches(rows, plan.microbatch, 0, world.device)
-    if fake is None:
-        return batch
     # Nothing depends on tokens but numbers; on where documents start, shapes do.
     return [
         replace(

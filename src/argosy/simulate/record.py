@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -57,7 +57,7 @@ class Where(NamedTuple):
     """None: in no layer, but in the embedding, the head, or around the model."""
 
     def __str__(self) -> str:
-        return self.phase if self.layer is None else f"{self.phase} of layer {self.layer}"
+        return f"{self.phase} outside of layers" if self.layer is None else f"{self.phase} of layer {self.layer}"
 
 
 class Memory:
@@ -65,9 +65,9 @@ class Memory:
 
     __slots__ = ("alive", "category")
 
-    def __init__(self) -> None:
+    def __init__(self, category: Category = "other") -> None:
         self.alive = True
-        self.category: Category = "other"
+        self.category = category
 
 
 class Change(NamedTuple):
@@ -128,13 +128,49 @@ class Trace:
     """Bytes alive when it begins."""
     events: list[Event] = field(default_factory=list)
 
-    def with_third_pass_repeated(self, times: int) -> Trace | None:
-        """The same with `times` more passes like the third of four; None if that is not like the second."""
+    def content(self) -> list[tuple[Any, ...]]:
+        """What happens in it: two traces are alike if these are equal."""
+        return [tuple(self.before.items()), *map(_content, self.events)]
+
+    def extended(self, passes: int, shorter: Trace | None = None) -> Trace | None:
+        """The same with `passes` more microbatches like the last but one; None if that is not like the one before it.
+
+        `shorter` is a trace of one microbatch less: what is made for all of them beforehand, and freed afterwards,
+        grows by as much again for each. Without it, nothing grows.
+        """
         begins = [i for i, event in enumerate(self.events) if isinstance(event, Pass)]
-        second, third = (self.events[begins[i] : begins[i + 1]] for i in (1, 2))
-        if list(map(_content, second)) != list(map(_content, third)):
+        before, like, last = self.events[begins[-3] : begins[-2]], self.events[begins[-2] : begins[-1]], begins[-1]
+        if list(map(_content, before)) != list(map(_content, like)):
             return None
-        return Trace(self.before, [*self.events[: begins[3]], *third * times, *self.events[begins[3] :]])
+        first, end = begins[0], len(self.events)
+        if shorter is None:
+            return Trace(self.before, [*self.events[:last], *like * passes, *self.events[last:]])
+        others = [i for i, event in enumerate(shorter.events) if isinstance(event, Pass)]
+        setup = self._growth(0, first, shorter, 0, others[0], passes)
+        clearing = self._growth(last, end, shorter, others[-1], len(shorter.events), passes)
+        events = [
+            *self.events[:first],
+            *setup,
+            *self.events[first:last],
+            *like * passes,
+            *self.events[last:],
+            *clearing,
+        ]
+        return Trace(self.before, events)
+
+    def _growth(self, begin: int, end: int, shorter: Trace, first: int, last: int, times: int) -> list[Change]:
+        """By how much more memory changes from `begin` to `end` than in `shorter`, `times` over."""
+        growth = _changes(self.events[begin:end])
+        growth.subtract(_changes(shorter.events[first:last]))
+        return [Change(size * times, Memory(whose), Where("other", None)) for whose, size in growth.items() if size]
+
+
+def _changes(events: Sequence[Event]) -> Counter[Category]:
+    changes: Counter[Category] = Counter()
+    for event in events:
+        if isinstance(event, Change):
+            changes[event.memory.category] += event.bytes
+    return changes
 
 
 def _content(event: Event) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from argosy.config.schema import RunConfig
+from argosy.data.loader import open_data
 from argosy.errors import UserError
 from argosy.observe.wire import Counts
 from argosy.plan.auto import Devices, choose_plan, processes_of
@@ -33,7 +34,7 @@ class Simulated:
     peak_where: Where
     """What runs then, and in which layer."""
     held_bytes: int
-    """Allocated on the device between steps."""
+    """Still allocated on the device after the step."""
     host_bytes: int
     """The most that `plan.offload` keeps in host memory at once."""
     flops: dict[Phase, int]
@@ -96,11 +97,7 @@ def settle(run: RunConfig, world_size: int | None) -> tuple[RunConfig, Plan]:
     Raises: UserError if there is neither, or the plan cannot train the run.
     """
     if not run.model.vocab_size:
-        if not run.data.prepare.input:
-            raise UserError(
-                "model.vocab_size is 0, and there is no data to take it from. Try --model.vocab_size 128256."
-            )
-        model = run.model.model_copy(update={"vocab_size": run.data.prepare.vocab_size})
+        model = run.model.model_copy(update={"vocab_size": _vocab_size(run)})
         run = run.model_copy(update={"model": model})
     written = processes_of(run.plan)
     size = world_size or written or run.launch.processes
@@ -112,6 +109,14 @@ def settle(run: RunConfig, world_size: int | None) -> tuple[RunConfig, Plan]:
     return run, choose_plan(run, Devices(size, "cuda", fast_bf16=True))
 
 
+def _vocab_size(run: RunConfig) -> int:
+    if run.data.sources:
+        return open_data(run.data, run.seed, run.train.global_batch).vocab_size
+    if run.data.prepare.input:
+        return run.data.prepare.vocab_size
+    raise UserError("model.vocab_size is 0, and there is no data to take it from. Try --model.vocab-size 128256.")
+
+
 def ranks_of_stages(plan: Plan, rank: int) -> list[int]:
     """The ranks at the place of `rank` in each of the pipeline's stages."""
     per_stage = plan.world_size // plan.pp
@@ -121,8 +126,7 @@ def ranks_of_stages(plan: Plan, rank: int) -> list[int]:
 
 def _summary(plan: Plan, rank: int, trace: Trace, timeline: Timeline, tracing_s: float) -> Simulated:
     level = Counter(trace.before)
-    held = host = now = 0
-    held = now = sum(level.values()) - level["host"]
+    now = sum(level.values()) - level["host"]
     peak_bytes, peak, where, host = now, Counter(level), Where("other", None), level["host"]
     flops: Counter[Phase] = Counter()
     sent_bytes: Counts = Counter()
@@ -148,7 +152,7 @@ def _summary(plan: Plan, rank: int, trace: Trace, timeline: Timeline, tracing_s:
         peak_bytes=peak_bytes,
         peak={category: size for category, size in peak.items() if size},
         peak_where=where,
-        held_bytes=held,
+        held_bytes=now,
         host_bytes=host,
         flops={phase: count for phase, count in flops.items() if count},
         sent_bytes=sent_bytes,

@@ -82,6 +82,7 @@ class Job:
             checkpoint = self._keeper.read_weights(self.state, self._run.model.weights)
         if self._world.is_first:
             self._prediction = self._predict()
+            self._run_dir.mkdir(parents=True, exist_ok=True)
             self._plan.save(self._run_dir / "plan.toml", self._prediction.toml() if self._prediction else "")
         self.progress.say(headline(self._run, self._plan, self._peak_flops, self._prediction))
         if checkpoint is not None:

@@ -87,14 +87,14 @@ def _predicted(
     run_dir: Path, plan: Plan, prediction: Prediction | None, steps: list[dict[str, Any]], facts: dict[str, Any]
 ) -> Reconciled | None:
     """The steps under `plan` beside what it was predicted to take."""
-    mine = [record for record in steps if record["step"] >= _plan_since(run_dir)]
+    mine = [record for record in steps if record["step"] >= plan_since(run_dir)]
     if prediction is None or not mine:
         return None
     memory_bytes = max(record["memory_bytes"] for record in mine) - facts["memory_before_bytes"]
     return reconcile(prediction, plan, typical(mine), memory_bytes, with_reserve=facts["device"] == "cpu")
 
 
-def _plan_since(run_dir: Path) -> int:
+def plan_since(run_dir: Path) -> int:
     """The step from which on all starts were with the plan that the run ended with."""
     since, before = 0, ""
     for event in _starts(run_dir):

@@ -1,0 +1,62 @@
+"""The planner's closed form of memory against the simulator, which runs the real step: within 5 %."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from argosy.config.load import load
+from argosy.config.schema import RunConfig
+from argosy.plan.clusters import Cluster
+from argosy.plan.constants import Constants
+from argosy.plan.footprint import MemoryModel
+from argosy.plan.layouts import Layouts
+from argosy.plan.plan import Plan
+from argosy.plan.rates import System
+from argosy.plan.workload import Workload
+from argosy.simulate.simulate import simulate
+
+QUICK = [
+    ("llama3-8b", "microbatch=2"),
+    ("llama3-8b", "dp_shard=8,recompute=full"),
+    ("llama3-8b", "tp=4,dp_shard=2,recompute=selective"),
+    ("mixtral-8x7b", "dp_shard=4,ep=4"),
+]
+SLOW = [
+    ("llama3-8b", "microbatch=2,recompute=full"),
+    ("llama3-8b", "microbatch=2,recompute=selective"),
+    ("llama3-8b", "dp_replicate=2,zero=0,microbatch=2"),
+    ("llama3-8b", "dp_shard=8,zero=1"),
+    ("llama3-8b", "dp_shard=8,zero=2"),
+    ("llama3-8b", "dp_shard=8"),
+    ("llama3-8b", "tp=4,microbatch=2"),
+    ("llama3-8b", "cp=4"),
+    ("llama3-8b", "pp=4"),
+    ("llama3-8b", "pp=4,recompute=full"),
+    ("llama3-8b", "pp=4,dp_shard=2"),
+    ("llama3-8b", "pp=2,schedule=interleaved_1f1b"),
+    ("mixtral-8x7b", "recompute=full"),
+    ("mixtral-8x7b", "recompute=selective"),
+    ("mixtral-8x7b", "dp_shard=4,ep=4,zero=1"),
+    ("mixtral-8x7b", "dp_shard=4,ep=2,recompute=full"),
+    ("mixtral-8x7b", "tp=2,dp_shard=2,ep=2"),
+    ("mixtral-8x7b", "pp=2,dp_shard=2,ep=2,zero=1"),
+]
+ROWS = [*QUICK, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW)]
+
+
+def run_of(preset: str) -> RunConfig:
+    """A few layers of the published sizes."""
+    keys = {"model.layers": 8 if preset == "llama3-8b" else 4, "model.vocab_size": 32000}
+    return load("demo", {"model.preset": preset, "data.seq_len": 4096, "train.global_batch": 16, **keys})
+
+
+@pytest.mark.parametrize(("preset", "written"), ROWS)
+def test_the_closed_form_has_the_simulated_peak(preset, written):
+    run, plan = run_of(preset), Plan.parse(f"{written},precision=bf16,compile=false")
+    simulated = simulate(plan, run, [0], Cluster.parse("8xh100"))[0].peak_bytes
+    constants = Constants()
+    model = MemoryModel(Layouts.of([plan]), Workload.of(run), System(), constants)
+    found = model._rank(first=True, last=plan.pp == 1)
+    allocated = found.total - found.reserve - constants.workspace_bytes  # those two are the device's, not the step's
+    assert float(np.squeeze(allocated)) == pytest.approx(simulated, rel=0.05)

@@ -1,0 +1,215 @@
+"""What a simulated rank allocates and sends is what a real one does, to the byte, and what the formulas say."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from argosy.models.batch import microbatches
+from argosy.observe.clock import StepClock
+from argosy.observe.live import LiveBytes
+from argosy.observe.wire import Counts, count_wire
+from argosy.optim.optimizer import Optimizer
+from argosy.parallel.expert import balance_experts
+from argosy.parallel.pieces import clip_gradients
+from argosy.parallel.world import World
+from argosy.plan.flops import train_flops_per_token
+from argosy.plan.memory import state_bytes
+from argosy.plan.plan import Plan
+from argosy.plan.traffic import traffic
+from argosy.simulate.rank import even_choice, simulate_rank
+from argosy.simulate.record import Change, Sent, Trace, Work
+from argosy.training.step import Wishes, forward_backward
+from tiny import eager, laid_out, run_config
+from workers import WorkerPool
+
+UNEVEN = {"layers": 4, "vocab_size": 403}  # rows that no number of ranks here divides
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": UNEVEN,
+    "tied": {**UNEVEN, "tie_embeddings": True, "attention_bias": True, "qk_norm": True, "kv_heads": 1},
+    "experts": {
+        **UNEVEN,
+        "moe": {"experts": 4, "expert_ffn_width": 16, "shared_experts": 1, "first_dense_layers": 1},
+    },
+    "latent": {
+        **UNEVEN,
+        "mla": {"q_rank": 12, "kv_rank": 8, "nope_width": 8, "rope_width": 4, "value_width": 8},
+    },
+}
+QUICK = [
+    ("dense", "dp_shard=2,zero=3,microbatch=2"),
+    ("dense", "pp=2,microbatch=2"),
+    ("experts", "dp_shard=2,ep=2,zero=1,microbatch=4"),
+]
+SLOW = [
+    *(("dense", f"dp_shard=2,zero={stage}") for stage in range(4)),
+    ("dense", "dp_shard=2,dp_replicate=2,zero=3,reduce=bf16,weights=bf16"),
+    ("tied", "tp=2,microbatch=2"),
+    ("dense", "tp=2,dp_shard=2,zero=3,precision=bf16"),
+    ("dense", "cp=2,zero=0,microbatch=4"),
+    ("dense", "cp=2,dp_shard=2"),
+    ("dense", "cp=4,zero=0,microbatch=4,context=ulysses"),
+    ("dense", "cp=2,tp=2,microbatch=4,recompute=full"),
+    ("tied", "pp=2,schedule=gpipe"),
+    ("dense", "pp=4"),
+    ("dense", "pp=2,schedule=interleaved_1f1b"),
+    ("dense", "pp=2,schedule=interleaved_zero_bubble"),
+    ("dense", "pp=2,schedule=zbv"),
+    ("dense", "pp=2,schedule=dualpipev"),
+    ("dense", "pp=2,dp_shard=2,zero=3"),
+    ("dense", "pp=2,dp_shard=2,zero=1"),
+    ("dense", "tp=2,pp=2,recompute=full"),
+    ("dense", "dp_shard=2,recompute=full"),
+    ("dense", "dp_shard=2,recompute=selective,precision=bf16"),
+    ("dense", "dp_shard=2,zero=2,offload=all,microbatch=2"),
+    ("experts", "dp_shard=2,ep=2,zero=3"),
+    ("experts", "dp_shard=2,ep=2,tp=2,zero=1"),
+    ("experts", "tp=2,precision=bf16"),
+    ("latent", "tp=2,microbatch=2"),
+]
+LAST, BOTH_ENDS = (-1,), (0, -1)
+TABLE = [
+    *(pytest.param(*row, LAST, id="-".join(row)) for row in QUICK),
+    *(pytest.param(*row, BOTH_ENDS, marks=pytest.mark.slow, id="-".join(row)) for row in SLOW),
+]
+
+Found = tuple[int, int, Counts, Counts]
+"""The most bytes allocated in a step, those after it; bytes sent, messages."""
+
+
+def really(world: World, plan: str, model_config: dict[str, Any]) -> Found:
+    """The second step of a rank of gloo processes: the first makes what is kept."""
+    layout, run = eager(plan), run_config(Path("no data"), model=model_config)
+    with LiveBytes() as live:
+        model = laid_out(world, layout, model=model_config)
+        for moe in model.moes.values():
+            moe.router.choose = partial(even_choice, run.model.moe.experts_per_token)  # type: ignore[method-assign]
+        optimizer = Optimizer(model.masters, run.optimizer)
+        rows = np.ones((run.train.global_batch // layout.dp, run.data.seq_len + 1), dtype=np.int32)
+        batch = microbatches(rows, layout.microbatch, 0, world.device)
+        for _ in range(2):
+            live.most, wire = live.now, count_wire(model.meshes)
+            with wire:
+                forward_backward(model, batch, 1.0, world, StepClock(world.device), Wishes())
+                if model.moes:
+                    balance_experts(model.moes, run.model, world)
+                clip_gradients(model.pieces, 1.0).item()
+                model.before_update()
+                optimizer.step()
+                model.after_update()
+            model.zero_gradients()
+        return live.most, live.now, wire.counts, wire.messages
+
+
+def simulated(trace: Trace) -> Found:
+    now = most = sum(trace.before.values())
+    sent: Counts = Counter()
+    messages: Counts = Counter()
+    for event in trace.events:
+        if isinstance(event, Change):
+            now += event.bytes
+            most = max(most, now)
+        elif isinstance(event, Sent) and event.sent_bytes:
+            sent[event.axis, event.kind] += event.sent_bytes
+            messages[event.axis, event.kind] += 1
+    return most, now, sent, messages
+
+
+@pytest.mark.parametrize("model, plan, ranks", TABLE)
+def test_a_simulated_rank_allocates_and_sends_what_a_real_one_does(
+    workers: WorkerPool, model: str, plan: str, ranks: tuple[int, ...]
+) -> None:
+    config, layout = MODELS[model], Plan.parse(plan)
+    found = workers.run(layout.world_size, really, plan, config)
+    for rank in ranks:
+        trace = simulate_rank(layout, run_config(Path("no data"), model=config), rank % layout.world_size)
+        assert simulated(trace) == found[rank], f"rank {rank}"
+
+
+@pytest.mark.parametrize(
+    "model, plan, rank",
+    [
+        ("dense", "tp=2,dp_shard=4,dp_replicate=2,zero=3,precision=bf16", 5),
+        pytest.param("experts", "dp_shard=8,ep=4,zero=1", 3, marks=pytest.mark.slow),
+        pytest.param("tied", "pp=2,tp=2,dp_shard=2,zero=2,microbatch=2", 6, marks=pytest.mark.slow),
+    ],
+)
+def test_it_holds_and_sends_what_the_formulas_say(model: str, plan: str, rank: int) -> None:
+    layout, run = Plan.parse(plan), run_config(Path("no data"), model=MODELS[model])
+    trace = simulate_rank(layout, run, rank)
+    state = state_bytes(layout, run, rank)
+    assert (trace.before["parameters"], trace.before["optimizer"]) == (state.parameters, state.optimizer)
+    expected, (_, _, sent, _) = traffic(layout, run, rank), simulated(trace)
+    assert set(sent) == set(expected)
+    for what, count in sent.items():
+        assert count == pytest.approx(expected[what], rel=0.01), what
+
+
+@pytest.mark.parametrize(
+    "model, plan",
+    [
+        ("dense", "tp=2,dp_shard=2"),
+        pytest.param("dense", "pp=2,cp=2,context=ulysses", marks=pytest.mark.slow),
+        pytest.param("experts", "dp_shard=2,ep=2", marks=pytest.mark.slow),
+    ],
+)
+def test_all_ranks_together_compute_the_model_s_flops(model: str, plan: str) -> None:
+    layout, run = Plan.parse(plan), run_config(Path("no data"), model=MODELS[model])
+    per_stage = layout.world_size // layout.pp
+    stages = [simulate_rank(layout, run, stage * per_stage) for stage in range(layout.pp)]
+    computed = per_stage * sum(event.flops for trace in stages for event in trace.events if isinstance(event, Work))
+    tokens = run.train.global_batch * run.data.seq_len
+    assert computed == pytest.approx(tokens * train_flops_per_token(run.model, run.data.seq_len), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "model, plan, rank",
+    [
+        ("dense", "dp_shard=2,zero=3", 0),
+        pytest.param("experts", "zero=1,tp=2", 1, marks=pytest.mark.slow),
+        pytest.param("dense", "pp=2,dp_shard=2,zero=3", 0, marks=pytest.mark.slow),
+        pytest.param("dense", "pp=2,zero=0", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_microbatches_that_repeat_need_not_be_traced(model: str, plan: str, rank: int) -> None:
+    layout = Plan.parse(plan)
+    microbatches = 13 if layout.pp > 1 else 6
+    run = run_config(Path("no data"), model=MODELS[model], train={"global_batch": microbatches * layout.dp})
+    some, each = simulate_rank(layout, run, rank), simulate_rank(layout, run, rank, every_microbatch=True)
+    assert simulated(some) == simulated(each)
+    kinds = [[event for event in trace.events if isinstance(event, Work | Sent)] for trace in (some, each)]
+    assert [e[:2] for e in kinds[0]] == [e[:2] for e in kinds[1]]
+
+
+def test_memory_at_the_peak_has_a_place_and_a_purpose() -> None:
+    trace = simulate_rank(Plan(microbatch=8), run_config(Path("no data"), model=UNEVEN), 0)
+    state = state_bytes(Plan(), run_config(Path("no data"), model=UNEVEN))
+    assert trace.before["parameters"] == state.parameters
+    places = {(event.where.phase, event.where.layer) for event in trace.events if isinstance(event, Change)}
+    assert {(phase, layer) for phase in ("forward", "backward") for layer in range(4)} <= places
+    left: Counter[str] = Counter()
+    for event in trace.events:
+        if isinstance(event, Change):
+            left[event.memory.category] += event.bytes
+            if event.where.phase == "optimizer":
+                break
+    assert left["gradients"] == state.gradients, "all that backward leaves, and nothing else"
+
+
+@pytest.mark.slow
+def test_a_rank_of_16384_takes_less_than_a_minute() -> None:
+    import time
+
+    from argosy.config.load import load
+
+    sizes = {"model.preset": "llama3.1-405b", "train.global_batch": 2048, "data.seq_len": 8192}
+    plan = Plan.parse("tp=8,pp=16,dp_shard=128,precision=bf16,recompute=full")
+    began = time.process_time()
+    trace = simulate_rank(plan, load(None, sizes), 0)
+    assert time.process_time() - began < 60
+    assert trace.before["parameters"] == state_bytes(plan, load(None, sizes)).parameters

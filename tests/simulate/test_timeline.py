@@ -1,0 +1,89 @@
+"""A timeline puts each operation where its rates and what it waits for leave it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from argosy.plan.clusters import Cluster
+from argosy.simulate.record import Change, Event, Memory, Sent, Trace, Wait, Where, Work
+from argosy.simulate.timeline import COMPUTE, Durations, Timeline, draw, write_chrome_trace
+
+CLUSTER = Cluster.parse("16xh100")
+HERE = Where("forward", 0)
+MATMUL = Work("aten.mm", 10**12, 10**6, torch.bfloat16, HERE)
+
+
+def all_gather(axis: str = "shard", stride: int = 1, kind: str = "all_gather") -> Sent:
+    return Sent(kind, axis, 8, 7 * 2**25, 2**28, stride, None, HERE)
+
+
+def send(to: int, kind: str = "send") -> Sent:
+    return Sent(kind, "pp", 2, 2**24, 2**24, 1, to, HERE)
+
+
+def alone(*events: Event) -> Timeline:
+    return draw({0: Trace(Counter(), list(events))}, CLUSTER)[0]
+
+
+def test_the_roofline_is_arithmetic_or_memory_whichever_takes_longer():
+    durations, device = Durations(CLUSTER), CLUSTER.device
+    assert durations.of_work(MATMUL) == pytest.approx(1e12 / device.matmul_flops_per_s("bf16"))
+    copy = MATMUL._replace(flops=0, moved_bytes=10**9)
+    assert durations.of_work(copy) == pytest.approx(1e9 / device.memory_bytes_per_s)
+    assert durations.of_work(MATMUL._replace(dtype=torch.float32)) > durations.of_work(MATMUL)
+
+
+def test_messages_take_longer_where_they_cross_nodes_and_where_they_go_round_twice():
+    durations = Durations(CLUSTER)
+    assert durations.of_message(all_gather(stride=2)) > durations.of_message(all_gather())
+    across = all_gather(stride=2)
+    twice = durations.of_message(across._replace(kind="all_reduce")) / durations.of_message(across)
+    assert twice == pytest.approx(2, rel=0.1)
+
+
+def test_a_message_hides_behind_work_until_its_result_is_needed():
+    message, work = Durations(CLUSTER).of_message(all_gather()), Durations(CLUSTER).of_work(MATMUL)
+    hidden = alone(all_gather(), *[MATMUL] * 10, Wait(0, HERE), MATMUL)
+    assert hidden.step_s == pytest.approx(11 * work) and not hidden.waited_s
+    exposed = alone(all_gather(), Wait(0, HERE), MATMUL)
+    assert exposed.waited_s == {"shard": pytest.approx(message)}
+    assert exposed.step_s == pytest.approx(message + work)
+
+
+def test_messages_of_one_axis_queue_and_those_of_two_do_not():
+    message = Durations(CLUSTER).of_message(all_gather())
+    assert alone(all_gather(), all_gather()).step_s == pytest.approx(2 * message)
+    assert alone(all_gather(), all_gather(axis="tp")).step_s == pytest.approx(message)
+
+
+def test_a_rank_waits_for_what_another_has_not_sent_yet():
+    first = Trace(Counter(), [MATMUL, send(1), send(1, "recv"), Wait(0, HERE)])
+    second = Trace(Counter(), [send(0, "recv"), Wait(0, HERE), MATMUL, send(0)])
+    both = draw({0: first, 1: second}, CLUSTER)
+    work, message = Durations(CLUSTER).of_work(MATMUL), Durations(CLUSTER).of_message(send(1))
+    assert both[1].waited_s["pp"] == pytest.approx(work + message)
+    assert both[0].step_s == both[1].step_s == pytest.approx(2 * (work + message))
+    alone = draw({1: second}, CLUSTER)[1]
+    assert alone.waited_s["pp"] == pytest.approx(message), "the other is taken to be as far"
+
+
+def test_the_trace_file_has_a_track_for_the_device_and_each_axis(tmp_path: Path):
+    grown = Change(2**20, Memory(), HERE)
+    write_chrome_trace({3: alone(grown, MATMUL, all_gather(), Wait(0, HERE), MATMUL)}, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    spans = [e for e in events if e["ph"] == "X"]
+    assert [(e["name"], tracks[e["tid"]]) for e in spans] == [
+        ("mm", COMPUTE),
+        ("all_gather shard", "shard"),
+        ("mm", COMPUTE),
+    ]
+    assert all(a["ts"] + a["dur"] <= b["ts"] + 0.002 for a, b in pairwise(spans))
+    assert {e["pid"] for e in events} == {3}
+    assert next(e for e in events if e["ph"] == "C")["args"] == {"other": 2**20}

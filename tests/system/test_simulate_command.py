@@ -1,0 +1,19 @@
+"""`argosy simulate`, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from commands import Folder
+
+
+def test_any_rank_of_a_run_file_is_simulated_on_its_own_data(folder: Folder, refused: Callable[..., str]) -> None:
+    folder.write_run()
+    words = ("simulate", "run.toml", "--plan", "dp_shard=4,zero=1")
+    (found,) = json.loads(folder.argosy(*words, "--rank", 3, "--json", "--trace", "step.json"))
+    assert found["rank"] == 3 and found["memory"]["at_peak"]["parameters"] > 0
+    assert {row["collective"] for row in found["traffic"]} == {"all_reduce", "all_gather", "reduce_scatter"}
+    assert json.loads((folder.path / "step.json").read_text())["traceEvents"]
+    assert not (folder.path / "runs").exists()
+    refused(*words, "--rank", 4, said=("--rank 4", "0 to 3"))
