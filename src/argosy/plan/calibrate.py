@@ -25,8 +25,8 @@ ON_CPUS = {
     "step": 3e-3,
     "workspace_bytes": 110e6,
 }
-"""Constants of processes on CPUs, which no published runs tell of: nothing overlaps; a first step makes 30 to 130 MB of
-torch's code, BLAS's and gloo's buffers resident (eight plans of 2 processes)."""
+"""Constants of processes on CPUs, which no published runs tell of: nothing overlaps; a first step makes 80 to 180 MB of
+torch's code, BLAS's and gloo's buffers resident (six plans of 2 processes)."""
 CPU_STD, ASSUMED_STD = 0.25, 0.5
 """How much further off predictions may be on CPUs, and where nobody measured the device (of the logarithm)."""
 ASSUMED = {"peak_flops_per_s", "matmul_efficiency", "memory_bytes_per_s", "link_bytes_per_s"}
