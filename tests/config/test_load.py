@@ -42,12 +42,14 @@ def test_file_wins_over_preset_and_override_over_both(run_file):
     assert (model.width, model.layers, model.ffn_width) == (512, 3, 512)
 
 
-def test_a_preset_in_an_override_replaces_the_files_even_in_a_resolved_file(run_file):
-    written = run_file('model = {preset = "llama-20m", norm_eps = 1e-3}')
-    expected = load(written, {"model.preset": "llama-60m"})
-    assert (expected.model.layers, expected.model.norm_eps) == (12, 1e-3)
+@pytest.mark.parametrize("preset", ['preset = "mixtral-10m", ', ""])
+def test_a_preset_in_an_override_is_the_model_in_place_of_the_files(run_file, preset):
+    written = run_file(f"model = {{{preset}layers = 3, norm_eps = 1e-3, moe = {{experts = 4}}, init_std = 0.01}}")
+    expected = load(run_file('model = {preset = "llama-60m", init_std = 0.01}'))
+    assert load(written, {"model.preset": "llama-60m"}) == expected
     resolved = run_file(dump(load(written)))
     assert load(resolved, {"model.preset": "llama-60m"}) == expected
+    assert load(resolved, {"model.preset": "llama-60m", "model.layers": 3}).model.layers == 3
 
 
 def test_an_override_may_be_a_table(run_file):

@@ -59,6 +59,20 @@ def test_builtin_python_is_the_standard_library_then_torch() -> None:
     assert any(path.endswith("/abc.py") for path in library) and any("/torch/nn/" in path for path in torch)
 
 
+def test_a_glob_that_spells_a_name_out_takes_it_whatever_its_kind(tmp_path: Path) -> None:
+    for package in ("a", "b"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "copyright").write_text(package)
+    assert [file.path for file in find_files([f"{tmp_path}/*/copyright"])] == [
+        str(tmp_path / "a/copyright"),
+        str(tmp_path / "b/copyright"),
+    ]
+    with pytest.raises(
+        UserError, match=r"holds 2 files, none of a known kind \(\.txt .*\.parquet, also with .*\)\. Name"
+    ):
+        find_files([f"{tmp_path}/*/copy*"])
+
+
 @pytest.mark.parametrize(
     ("item", "message"),
     [

@@ -90,12 +90,14 @@ def test_spaces_order_and_a_last_comma_do_not_matter(text):
     ("text", "message"),
     [
         ("dp_replicat=2", "plan: unknown key 'dp_replicat'; did you mean dp_replicate?"),
-        ("zzz=2", "plan: unknown key 'zzz'; The keys are: pp, dp_replicate, dp_shard,"),
-        ("tp=0", "plan.tp = 0: Input should be greater than 0"),
-        ("tp=two", "plan.tp = two: Input should be a valid integer"),
-        ("precision=fp4", "plan.precision = fp4: Input should be 'fp32', 'bf16', 'fp16' or 'fp8'"),
-        ("zero=4", "plan.zero = 4: Input should be less than or equal to 3"),
-        ("schedule=2f2b", "plan.schedule = 2f2b: Input should be 'gpipe', '1f1b'"),
+        ("zzz=2", "plan: unknown key 'zzz'; the keys are: pp, dp_replicate, dp_shard,"),
+        ("dp=2", "plan: unknown key 'dp'; did you mean dp_replicate or dp_shard?"),
+        ("tp=0", "plan.tp = 0: must be a whole number above 0.\n  Try 1"),
+        ("tp=two", 'plan.tp = "two": must be a whole number above 0.\n  Try 1'),
+        ("precision=fp4", 'plan.precision = "fp4": must be one of "fp32", "bf16", "fp16", "fp8".'),
+        ("zero=4", "plan.zero = 4: must be a whole number of at least 0 and of at most 3.\n  Try 3"),
+        ("schedule=zvb", 'plan.schedule = "zvb": must be one of "gpipe", "1f1b",'),
+        ("schedule=zvb", '\n  Try "zbv".'),
         ("tp=0,pp=-1", "plan.pp = -1"),
         ("tp", 'plan = "tp": \'tp\' is neither "auto" nor KEY=VALUE, such as tp=2.'),
         ("tp=2,tp=4", 'plan = "tp=2,tp=4": tp is there twice. Keep one.'),
@@ -148,7 +150,7 @@ def test_a_plan_that_fits_passes():
         (
             "tp=3",
             3,
-            "plan.tp = 3 does not divide model.heads = 4: each rank computes as many heads. "
+            "plan.tp = 3 does not divide model.heads = 4: each rank computes as many heads. Try plan.tp = 2 or 4. "
             'Plans near it that would do: "pp=3,microbatch=1,precision=fp32".',
         ),
         (

@@ -36,7 +36,12 @@ CASES: list[tuple[rules.Rule, str, dict[str, Any], str]] = [
     (rules.batch_is_dealt_out, "dp_replicate=2,dp_shard=3", {}, "8 is not a multiple of 6 (6 data-parallel ranks x"),
     (rules.batch_is_dealt_out, "dp_shard=2,microbatch=3", {}, "plan.microbatch = 3). Try 6 or 12."),
     (rules.batch_is_dealt_out, "dp_shard=16", {}, "Try 16."),
-    (rules.heads_are_dealt_out, "tp=3", {}, "plan.tp = 3 does not divide model.heads = 4"),
+    (
+        rules.heads_are_dealt_out,
+        "tp=3",
+        {},
+        "plan.tp = 3 does not divide model.heads = 4: each rank computes as many heads. Try plan.tp = 2 or 4.",
+    ),
     (
         rules.heads_are_dealt_out,
         "tp=4",
@@ -75,7 +80,13 @@ CASES: list[tuple[rules.Rule, str, dict[str, Any], str]] = [
         rules.schedule_admits_the_microbatches,
         "pp=2,schedule=dualpipev,microbatch=4",
         {},
-        "at least 4, its stages.",
+        "at least 4, its stages. Try plan.microbatch = 2 or less.",
+    ),
+    (
+        rules.schedule_admits_the_microbatches,
+        "pp=4,microbatch=8",
+        {"train": {"global_batch": 8}},
+        "Try plan.microbatch = 2 or",
     ),
     (
         rules.schedule_admits_the_microbatches,
@@ -109,7 +120,7 @@ CASES: list[tuple[rules.Rule, str, dict[str, Any], str]] = [
         rules.experts_are_dealt_out,
         "dp_shard=4,ep=4",
         {"model": {"moe": {"experts": 6}}},
-        "plan.ep = 4 does not divide model.moe.experts = 6",
+        "plan.ep = 4 does not divide model.moe.experts = 6. Try plan.ep = 3 or 6.",
     ),
     (
         rules.experts_are_dealt_out,
@@ -235,6 +246,11 @@ def test_a_refusal_names_what_it_proposes_so_that_it_can_be_pasted(plan, run_):
 def test_the_nearest_come_first_and_of_those_the_ones_with_more_data_parallelism(plan, proposed):
     found = nearest(Plan.parse(plan), run())
     assert found[: len(proposed)] == [Plan.parse(text) for text in proposed]
+
+
+def test_experts_are_offered_to_ranks_that_share_them_evenly_first():
+    moe = run(model={"moe": {"experts": 8}})
+    assert [other.ep for other in nearest(Plan.parse("dp_shard=4,ep=3"), moe)][:2] == [4, 2]
 
 
 def test_a_microbatch_that_fits_is_kept():

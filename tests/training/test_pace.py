@@ -60,6 +60,13 @@ def test_a_budget_that_warmup_used_up_leaves_one_step():
     assert late.steps_if_due(WARMUP) == WARMUP + 1
 
 
+def test_steps_that_compile_are_no_sign_of_the_time_left():
+    running = pace(steps=100)
+    for seconds in (60.0, 2.0, 2.0, 2.0, 30.0):
+        running.took(seconds)
+    assert running.left_s(40) == pytest.approx(60 * 2.0)
+
+
 def test_time_left_is_that_of_the_budget_and_then_that_of_the_steps():
     running = pace(minutes=BUDGET_S / 60)
     assert running.left_s(0) == pytest.approx(BUDGET_S, abs=5)

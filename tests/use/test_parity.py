@@ -100,7 +100,7 @@ def test_norms_and_weights_are_granted_more_than_the_loss() -> None:
         ("auto", "write down the layout"),
         ("tp=3", "does not divide model.heads = 4"),
         ("pp=2,schedule=zbv", "each stage needs a layer"),
-        ("tp=two", "plan.tp = two"),
+        ("tp=two", 'plan.tp = "two"'),
     ],
 )
 def test_a_plan_that_the_run_cannot_use_is_refused_before_anything_starts(

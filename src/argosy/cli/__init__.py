@@ -90,7 +90,7 @@ def _help() -> str:
     return f"""\
 usage: argosy COMMAND [RUN] [--section.key VALUE ...]
 
-Trains large language models on any number of machines.
+Trains large language models on one machine, or with torchrun on several; plans for any number.
 
 commands:
 {table}

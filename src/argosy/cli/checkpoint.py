@@ -10,6 +10,7 @@ Examples:
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections.abc import Callable
@@ -86,9 +87,14 @@ def main(argv: list[str]) -> int:
 
 
 def _list(argv: list[str]) -> int:
+    """Show what checkpoints a run has, newest last: step, size, tokens seen, time.
+
+    Example:
+      argosy checkpoint list runs/demo
+    """
     from argosy.checkpoint.store import Damaged, committed
 
-    options = parse(argv, "argosy checkpoint list", Looking)
+    options = parse(argv, "argosy checkpoint list", Looking, inspect.getdoc(_list))
     _must_be_folder(options.path)
     rows: list[dict[str, Any]] = []
     for checkpoint in committed(options.path):
@@ -113,9 +119,14 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _verify(argv: list[str]) -> int:
+    """Read every byte of a run's checkpoints, or of one, back against its checksum; exit code 1 if any is damaged.
+
+    Example:
+      argosy checkpoint verify runs/demo
+    """
     from argosy.checkpoint.store import MANIFEST, Checkpoint, Damaged, committed
 
-    options = parse(argv, "argosy checkpoint verify", Looking)
+    options = parse(argv, "argosy checkpoint verify", Looking, inspect.getdoc(_verify))
     _must_be_folder(options.path)
     alone = (options.path / MANIFEST).exists()
     checkpoints = [Checkpoint(options.path)] if alone else committed(options.path)
@@ -136,10 +147,15 @@ def _verify(argv: list[str]) -> int:
 
 
 def _prune(argv: list[str]) -> int:
+    """Delete a run's checkpoints, all but the newest ones.
+
+    Example:
+      argosy checkpoint prune runs/demo --keep-last 1
+    """
     from argosy.checkpoint.store import prune
     from argosy.launch.run_folder import locked
 
-    options = parse(argv, "argosy checkpoint prune", Pruning)
+    options = parse(argv, "argosy checkpoint prune", Pruning, inspect.getdoc(_prune))
     _must_be_folder(options.run_dir)
     if options.keep_last < 1 or options.keep_every < 0:
         raise UserError("--keep-last must be at least 1 and --keep-every at least 0: the newest is always kept.")
@@ -150,7 +166,12 @@ def _prune(argv: list[str]) -> int:
 
 
 def _export(argv: list[str]) -> int:
-    options = parse(argv, "argosy checkpoint export", Exporting)
+    """Write a checkpoint's weights and tokenizer as a Hugging Face folder, for transformers, vLLM and others.
+
+    Example:
+      argosy checkpoint export runs/demo --out demo-hf
+    """
+    options = parse(argv, "argosy checkpoint export", Exporting, inspect.getdoc(_export))
     _must_be_folder(options.path)
     from argosy.use.transfer import export_checkpoint
 
@@ -160,7 +181,12 @@ def _export(argv: list[str]) -> int:
 
 
 def _import(argv: list[str]) -> int:
-    options = parse(argv, "argosy checkpoint import", Importing)
+    """Make a Hugging Face folder a run folder, to generate with, or to train from (`model.weights`).
+
+    Example:
+      argosy checkpoint import Qwen3-0.6B --out runs/qwen
+    """
+    options = parse(argv, "argosy checkpoint import", Importing, inspect.getdoc(_import))
     _must_be_folder(options.folder)
     from argosy.use.transfer import import_checkpoint
 

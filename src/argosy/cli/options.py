@@ -7,7 +7,7 @@ and the command line are checked by the same rules and answered in the same word
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import field, fields, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
@@ -26,6 +26,8 @@ ExtraT = TypeVar("ExtraT")
 SectionT = TypeVar("SectionT", bound=Section)
 
 RUN = " [RUN]"
+LOOKS = (tyro.conf.DisallowNone,)
+"""An option that may be left out is shown by what it takes: PATH, not {None}|PATH."""
 NONE = "none"
 """How the command line writes the value that TOML writes by leaving the key out."""
 
@@ -52,12 +54,20 @@ def parse_section(argv: list[str], prog: str, extra: type[ExtraT], section: type
     return options, build(section, {keys.key_of(k): Entry(v, source) for k, v in overrides.items()})
 
 
-def parse(argv: list[str], prog: str, options: type[ExtraT]) -> ExtraT:
-    """The options of a command that takes no run: a dataclass, read by tyro. Raises: as `parse_run`."""
+def parse(argv: list[str], prog: str, options: type[ExtraT], about: str | None = None) -> ExtraT:
+    """The options of a command that takes no run: a dataclass, read by tyro. Raises: as `parse_run`.
+
+    about: the description in --help, in place of the docstring of the module that defines `options`.
+    """
     found: ExtraT
     unknown: list[str]
     found, unknown = tyro.cli(
-        options, prog=prog, description=_description(options), args=argv, return_unknown_args=True
+        options,
+        prog=prog,
+        description=about or _description(options),
+        args=argv,
+        return_unknown_args=True,
+        config=LOOKS,
     )
     _refuse(unknown, prog, options, Section)
     return found
@@ -76,9 +86,12 @@ def _parse(argv: list[str], prog: str, extra: type[ExtraT], config: Section) -> 
     )
     found: Any
     unknown: list[str]
-    found, unknown = tyro.cli(both, prog=prog, description=_description(extra), args=argv, return_unknown_args=True)
+    found, unknown = tyro.cli(
+        both, prog=prog, description=_description(extra), args=argv, return_unknown_args=True, config=LOOKS
+    )
     _refuse(unknown, prog, extra, type(config))
-    return found.extra, dict(_changes(form, found.run, config))
+    typed = {keys.key_of(word[2:].split("=")[0]) for word in argv if word.startswith("--")}
+    return found.extra, dict(_changes(form, found.run, config, typed))
 
 
 def _description(options: type) -> str:
@@ -149,15 +162,15 @@ def _words(value: object) -> Any:
     return NONE if value is None else str(value)
 
 
-def _changes(before: Any, after: Any, config: Section, above: str = "") -> Any:
-    """(dotted key, value) for each leaf of the form that is not as it was."""
+def _changes(before: Any, after: Any, config: Section, typed: Collection[keys.Key], above: keys.Key = ()) -> Any:
+    """(dotted key, value) for each leaf of the form that was typed (a positional one: that is not as it was)."""
     for name, info in type(config).model_fields.items():
         value = getattr(config, name)
         old, new = getattr(before, name, None), getattr(after, name, None)
         if isinstance(value, Section):
-            yield from _changes(old, new, value, f"{above}{name}.")
-        elif old != new:
-            yield f"{above}{name}", _meaning(new, info)
+            yield from _changes(old, new, value, typed, (*above, name))
+        elif old != new or (*above, name) in typed:
+            yield keys.dotted((*above, name)), _meaning(new, info)
 
 
 def _meaning(words: Any, info: FieldInfo) -> object:

@@ -15,11 +15,14 @@ Examples:
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from argosy.cli.options import parse_run
 from argosy.errors import UserError
+from argosy.plan.auto import check_written
 
 if TYPE_CHECKING:
     from argosy.use.parity import Parity
@@ -47,16 +50,20 @@ def main(argv: list[str]) -> int:
     options, run = parse_run(named, "argosy parity", Options)
     if options.tolerance is not None and options.tolerance < 0:
         raise UserError(f"--tolerance {options.tolerance}: must be 0 or more. Try 1e-5.")
+    check_written(run)  # before torch is imported, which takes seconds
     from argosy.use.parity import parity
 
-    found = parity(run, steps=options.steps, tolerance=options.tolerance)
+    found = parity(run, steps=options.steps, tolerance=options.tolerance, say=partial(print, file=sys.stderr))
     print(json.dumps(asdict(found) | {"holds": found.holds}) if options.json else _in_words(found))
     return 0 if found.holds else 1
 
 
 def _in_words(found: Parity) -> str:
+    from argosy.use.parity import limits
+
     differences = found.differences
     beyond = {} if found.tolerance is None else differences.beyond(found.tolerance)
+    limit = {} if found.tolerance is None else limits(found.tolerance)
     rows = {
         "loss": differences.loss,
         "grad_norm": differences.grad_norm,
@@ -64,12 +71,13 @@ def _in_words(found: Parity) -> str:
     }
     lines = [f"{found.plan}  against  {found.reference}, {found.steps} steps; largest relative difference:"]
     for name, difference in rows.items():
-        mark = "   beyond tolerance" if name in beyond else ""
-        lines.append(f"  {name:9}  {difference.relative:.1e}  at {difference.where}{mark}")
+        within = f" (limit {limit[name]:.0e})" if limit else ""
+        mark = "   beyond its limit" if name in beyond else ""
+        lines.append(f"  {name:9}  {difference.relative:.1e}{within}  at {difference.where}{mark}")
     if found.tolerance is None:
         lines.append("no tolerance, since the plan rounds more than fp32 does; --tolerance sets one")
     elif beyond:
-        lines.append(f"not the numbers of one process (tolerance {found.tolerance:g})")
+        lines.append("not the numbers of one process")
     else:
-        lines.append(f"the numbers of one process (tolerance {found.tolerance:g})")
+        lines.append("the numbers of one process")
     return "\n".join(lines)

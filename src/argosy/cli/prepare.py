@@ -13,15 +13,19 @@ Examples:
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
 
 from argosy.cli.options import parse_section
-from argosy.config.schema import PrepareConfig
-from argosy.errors import UserError
+from argosy.config.schema import DataConfig, PrepareConfig
+from argosy.errors import ArgosyWarning, UserError
 from argosy.observe.progress import Progress
+
+LITTLE_HELD_OUT = 8 * DataConfig().seq_len
+"""Tokens: eight samples of the usual length."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +74,19 @@ def main(argv: list[str]) -> None:
             PrepareConfig(**config.model_dump()), lambda state: progress.note(str(state), last=state.stage == "done")
         )
         progress.close()
+        if config.validation_fraction and manifest.tokens("validation") < LITTLE_HELD_OUT:
+            warnings.warn(
+                f"{folder}: {manifest.tokens('validation')} tokens are held out, too few for a steady validation loss. "
+                f"Prepare more text, or raise --validation-fraction (it is {config.validation_fraction:g}).",
+                ArgosyWarning,
+                stacklevel=1,
+            )
     if options.json:
         print(json.dumps(manifest.model_dump(mode="json")))
         return
-    splits = ", ".join(f"{name} {manifest.tokens(name) / 1e6:.2f}M" for name in manifest.splits)
-    print(f"{folder}: tokens {splits}; vocabulary {manifest.vocab_size}")
+    splits = ", ".join(f"{name} {_tokens(manifest.tokens(name))}" for name in manifest.splits)
+    print(f"{folder}: {splits}; vocabulary {manifest.vocab_size}")
+
+
+def _tokens(count: int) -> str:
+    return f"{count / 1e6:.2f}M tokens" if count >= 1e5 else f"{count} tokens"

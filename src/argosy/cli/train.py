@@ -58,7 +58,7 @@ def _what_next(run_dir: Path) -> str:
     commands = {
         f'{argosy} generate {os.path.relpath(run_dir)} --prompt "class "': "let it write",
         f"{argosy} train --train.minutes 30 --run-dir runs/longer": "train longer",
-        f"{argosy} config show > my.toml": "a run file of your own to start from",
+        f"{argosy} config show --name mine > my.toml": "a run file of your own to start from",
     }
     width = max(map(len, commands))
     return "\n".join(["next:", *(f"  {command:{width}}   {why}" for command, why in commands.items())])

@@ -13,7 +13,7 @@ from argosy.config.catalog import near_names, preset_names, preset_path
 from argosy.config.keys import Key, dotted, fields, nest, sections, value_type
 from argosy.config.layers import Entry, Layer, Source, file_layer, override_layer, preset_layer, run_layer
 from argosy.config.problems import Place, Problem, problem_of, shown
-from argosy.config.schema import DataConfig, ModelConfig, RunConfig, Section
+from argosy.config.schema import DataConfig, RunConfig, Section
 from argosy.config.suggest import ELSEWHERE, suggestion
 from argosy.errors import UserError
 
@@ -21,6 +21,8 @@ DEFAULT_RUN = "demo"
 OPTION_MARK = "--"
 """Stands before a key in messages about the command line."""
 MODEL_PRESET: Key = ("model", "preset")
+OF_ANY_MODEL: tuple[Key, ...] = (("model", "weights"), ("model", "init_std"))
+"""Keys of the model that no model preset says."""
 _NO_DEFAULT = "default_factory_not_called"
 """pydantic's error for a key whose default follows from a key that is wrong itself."""
 
@@ -36,7 +38,8 @@ def load(
     """The resolved run: the model preset, the run file's keys over it, `overrides` over both.
 
     source: a run file (TOML), or the name of a run preset; None is the built-in demo.
-    overrides: dotted keys, e.g. {"train.steps": 100, "model.preset": "llama-20m"}.
+    overrides: dotted keys, e.g. {"train.steps": 100, "model.preset": "llama-20m"}; a preset stands in place of the
+        file's whole model.
     overrides_mark: what stands before an override in an error message.
 
     Paths in a run file are relative to it; in a preset or an override, to the current folder. The result's
@@ -100,14 +103,13 @@ def _place(key: Key, entries: Layer) -> Place:
 def over_model_preset(file: Layer, given: Layer) -> Layer:
     """`file` over the model preset that it or `given` names.
 
-    A preset named in `given` takes the place of the file's: what the file only repeats from its own preset (a
-    resolved run file repeats all of it) goes with that preset, and what the file changed stays.
+    A preset named in `given` is another model, in place of all that the file says of its own but `OF_ANY_MODEL`: sizes
+    of one model, left beside those of another, would make a third that nobody asked for.
     Raises: UserError for an unknown preset.
     """
-    old, new = _model_preset(file), _model_preset(file | given)
-    if old and MODEL_PRESET in given:
-        repeated = build(RunConfig, old).model
-        file = {key: entry for key, entry in file.items() if not _repeats(key, entry, repeated)}
+    new = _model_preset(file | given)
+    if new and MODEL_PRESET in given:
+        file = {key: entry for key, entry in file.items() if key[0] != "model" or key in OF_ANY_MODEL}
     return new | file
 
 
@@ -120,14 +122,6 @@ def _model_preset(layer: Layer) -> Layer:
     except UserError as error:
         place = entry.source.place(MODEL_PRESET)
         raise UserError(f'{place.text}model.preset = "{entry.value}": {error}') from None
-
-
-def _repeats(key: Key, entry: Entry, model: ModelConfig) -> bool:
-    """Whether the entry says of the model what `model` says anyway."""
-    value: object = model
-    for name in key[1:]:
-        value = getattr(value, str(name), None)
-    return key[0] == "model" and entry.value == value
 
 
 def run_preset(source: str | Path | None) -> Path | None:

@@ -156,7 +156,8 @@ class ModelConfig(Section):
     """The decoder: Llama 3, Qwen3, Mixtral and DeepSeek-V3 families. Sizes are data; a preset gives the rest."""
 
     preset: str | None = None
-    """Name of a model preset, e.g. llama-5m or llama3-8b; keys written beside it override it."""
+    """Name of a model preset, e.g. llama-5m or llama3-8b; keys written beside it override it, and one given as an
+    option takes the place of the file's whole model."""
     weights: Path | None = None
     """Start from these weights: a run folder or checkpoint, e.g. what `argosy checkpoint import` wrote."""
     family: Literal["llama", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3"] = "llama"

@@ -22,7 +22,8 @@ TEXTS = (
     *(".hs", ".ml", ".ex", ".exs", ".clj", ".lisp", ".sh", ".bash", ".sql", ".proto", ".cmake", ".mk"),
     *(".toml", ".yaml", ".yml", ".ini", ".cfg", ".json"),
 )
-"""What is taken from a folder or a glob; a file that is named itself is taken as text whatever its suffix."""
+"""What is taken from a folder or a glob; a file that is named itself, or by a glob whose last part is no
+pattern (*/README), is taken as text whatever its suffix."""
 
 
 @dataclass(frozen=True)
@@ -91,18 +92,25 @@ def _look_up(item: str, fs: Any, path: str) -> list[InputFile]:
     if fs.isdir(path):
         found, what = fs.find(path, detail=True), "folder"
         found = {name: info for name, info in found.items() if not _is_hidden(name, path)}
-    elif any(letter in path for letter in "*?["):
+    elif _has_wildcard(path):
         found, what = fs.glob(path, detail=True), "glob"
     else:
         raise FileNotFoundError(path)
     files = [_file(fs, name, info) for name, info in sorted(found.items()) if info["type"] == "file"]
+    if what == "glob" and files and not _has_wildcard(PurePosixPath(path).name):
+        return files
     known = [file for file in files if file.suffix in (*TEXTS, *RECORDS)]
     if not known:
         raise UserError(
-            f"input = {item}: this {what} holds {len(files)} files, none of a known kind (.txt .md .py ... .jsonl "
-            ".parquet, also .gz .zst). Name the files themselves if they are text"
+            f"input = {item}: this {what} holds {len(files)} files, none of a known kind "
+            f"({' '.join((*TEXTS, *RECORDS))}, also with {' or '.join(COMPRESSIONS)}). "
+            "Name the files themselves if they are text."
         )
     return known
+
+
+def _has_wildcard(path: str) -> bool:
+    return any(letter in path for letter in "*?[")
 
 
 def _is_hidden(name: str, folder: str) -> bool:

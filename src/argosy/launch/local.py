@@ -59,7 +59,10 @@ def train(run: RunConfig, run_dir: Path | None = None, *, accept_changes: bool =
         run_folder.write(run_dir, run, plan, data.sources[0].folder / TOKENIZER)
         progress.close()
         if (report := _report_if_finished(run_dir, run)) is not None:
-            progress.say(f"{run_dir} is finished; train.steps makes it longer, --run-dir another one.")
+            progress.say(
+                f"{run_dir} is finished. A larger --train.steps or --train.minutes makes it longer, --name or --run-dir "
+                "another one."
+            )
             progress.say(report.in_words())
             return report
         (run_dir / "report.json").unlink(missing_ok=True)

@@ -32,6 +32,15 @@ def processes_of(plan: str) -> int:
     return 0 if "auto" in words else Plan.from_words(words).world_size
 
 
+def check_written(run: RunConfig) -> None:
+    """Refuse a written plan that cannot train `run` on as many devices as it needs; any "auto" passes.
+
+    Raises: UserError.
+    """
+    if size := processes_of(run.plan):
+        choose_plan(run, Devices(size, "cuda", fast_bf16=False))  # only cuda has all number formats
+
+
 def choose_plan(run: RunConfig, devices: Devices) -> Plan:
     """The plan that `run.plan` writes down, with what it leaves open chosen for `devices`, and checked.
 

@@ -7,9 +7,10 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import Field, PositiveInt, ValidationError
 
-from argosy.config.schema import RunConfig
+from argosy.config.problems import Place, problem_of
+from argosy.config.schema import RunConfig, Section
 from argosy.errors import UserError
 from argosy.files import atomic_write
 from argosy.plan.pipeline import SCHEDULES, Schedule
@@ -23,10 +24,8 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """The mesh axes, outermost first; their product is the number of processes. `ep` is laid over dp and cp."""
 
 
-class Plan(BaseModel):
+class Plan(Section):
     """One layout, complete. As a string: "dp_replicate=2,microbatch=4,precision=bf16" (`str` and `parse`)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     pp: PositiveInt = 1
     """Pipeline stages, or ranks that hold several stages each."""
@@ -84,14 +83,15 @@ class Plan(BaseModel):
         """The plan of these keys and values, as `words_of` gives them. Raises: UserError."""
         for key in words:
             if key not in cls.model_fields:
-                near = difflib.get_close_matches(key, cls.model_fields, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"The keys are: {', '.join(cls.model_fields)}."
+                longer = [name for name in cls.model_fields if name.startswith(f"{key}_")]
+                near = longer or difflib.get_close_matches(key, cls.model_fields, n=1)
+                hint = f"did you mean {' or '.join(near)}?" if near else f"the keys are: {', '.join(cls.model_fields)}."
                 raise UserError(f"plan: unknown key {key!r}; {hint}")
         try:
-            return cls.model_validate(words)
+            return cls.model_validate({key: _number(word) for key, word in words.items()})
         except ValidationError as error:
-            lines = [f"plan.{e['loc'][0]} = {e['input']}: {e['msg']}" for e in error.errors()]
-            raise UserError("\n".join(lines)) from None
+            problems = [problem_of(e, cls, lambda key: Place("plan.")) for e in error.errors()]
+            raise UserError("\n".join(map(str, problems))) from None
 
     @property
     def world_size(self) -> int:
@@ -164,6 +164,13 @@ def words_of(text: str) -> dict[str, str]:
             raise UserError(f'plan = "{text}": {key} is there twice. Keep one.')
         words[key] = value
     return words
+
+
+def _number(word: str) -> int | str:
+    try:
+        return int(word)
+    except ValueError:
+        return word
 
 
 def _word(value: object) -> str:

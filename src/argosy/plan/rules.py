@@ -61,11 +61,14 @@ def batch_is_dealt_out(plan: Plan, run: RunConfig) -> str:
 def heads_are_dealt_out(plan: Plan, run: RunConfig) -> str:
     heads, kv_heads = run.model.heads, run.model.kv_heads
     if heads % plan.tp:
-        return f"plan.tp = {plan.tp} does not divide model.heads = {heads}: each rank computes as many heads."
-    return (
-        f"plan.tp = {plan.tp} and model.kv_heads = {kv_heads}: one must divide the other, "
-        "so that each rank has as many key/value heads, or shares one."
-    )
+        problem = f"plan.tp = {plan.tp} does not divide model.heads = {heads}: each rank computes as many heads."
+    else:
+        problem = (
+            f"plan.tp = {plan.tp} and model.kv_heads = {kv_heads}: one must divide the other, "
+            "so that each rank has as many key/value heads, or shares one."
+        )
+    good = [tp for tp in divisors(heads) if tp > 1 and (kv_heads % tp == 0 or tp % kv_heads == 0)]
+    return f"{problem} Try plan.tp = {_around(plan.tp, good)}." if good else problem
 
 
 @rule(lambda p, run: run.model.ffn_width % p.tp != 0)
@@ -136,10 +139,11 @@ def schedule_admits_the_microbatches(plan: Plan, run: RunConfig) -> str:
     n = plan.microbatches(run.train.global_batch)
     problem = f"plan.schedule = {plan.schedule} with plan.pp = {plan.pp} cannot run {n} microbatches a step"
     remedy = "(train.global_batch / data-parallel ranks / plan.microbatch)"
-    if plan.schedule == "1f1b":
-        return f"{problem} {remedy}: at least {plan.stages}."
-    if plan.schedule == "dualpipev":
-        return f"{problem} {remedy}: at least {plan.stages}, its stages."
+    if plan.schedule in ("1f1b", "dualpipev"):
+        rows = run.train.global_batch // plan.dp
+        most = max((size for size in divisors(rows) if rows // size >= plan.stages), default=0)
+        smaller = f" Try plan.microbatch = {most}{' or less' if most > 1 else ''}." if most else ""
+        return f"{problem} {remedy}: at least {plan.stages}, its stages.{smaller}"
     below, above = n // plan.pp * plan.pp, -(-n // plan.pp) * plan.pp
     return f"{problem} {remedy}: try {below} or {above}."
 
@@ -170,7 +174,9 @@ def experts_are_dealt_out(plan: Plan, run: RunConfig) -> str:
     if not experts:
         return f"plan.ep = {plan.ep}, and the model has no experts (model.moe.experts = 0). Leave ep out."
     if experts % plan.ep:
-        return f"plan.ep = {plan.ep} does not divide model.moe.experts = {experts}."
+        good = [ep for ep in divisors(experts) if ep > 1]
+        remedy = f" Try plan.ep = {_around(plan.ep, good)}." if good else ""
+        return f"plan.ep = {plan.ep} does not divide model.moe.experts = {experts}.{remedy}"
     return (
         f"plan.ep = {plan.ep} does not divide plan.dp_shard x plan.cp = {plan.dp_shard * plan.cp}, "
         "the ranks that it is laid over."
@@ -250,7 +256,7 @@ def nearest(plan: Plan, run: RunConfig, many: int = 3) -> list[Plan]:
     choices = (
         (*sizes, ep, microbatch)
         for sizes in _factorizations(plan.world_size, len(axes) - 1)
-        for ep in {1, plan.ep, math.gcd(plan.ep, max(1, run.model.moe.experts))}
+        for ep in {1, plan.ep, *_neighbours(plan.ep, divisors(max(1, run.model.moe.experts)))}
         for microbatch in {1, plan.microbatch}
     )
     others = (
@@ -258,6 +264,16 @@ def nearest(plan: Plan, run: RunConfig, many: int = 3) -> list[Plan]:
         for choice in sorted(choices, key=distance)
     )
     return list(islice((other for other in others if first_problem(other, run) is None), many))
+
+
+def _neighbours(size: int, good: list[int]) -> list[int]:
+    """Of the sorted `good` ones: the largest below `size`, `size` itself, the smallest above it."""
+    below, above = [n for n in good if n <= size], [n for n in good if n >= size]
+    return sorted({*below[-1:], *above[:1]})
+
+
+def _around(size: int, good: list[int]) -> str:
+    return " or ".join(map(str, _neighbours(size, good)))
 
 
 def _factorizations(number: int, factors: int) -> Iterator[tuple[int, ...]]:

@@ -87,6 +87,8 @@ class Job:
         self.progress.say(headline(self._run, self._plan, self._peak_flops, self._prediction))
         if checkpoint is not None:
             self.progress.say(f" from {checkpoint.folder}")
+        if self._plan.compile:
+            self.progress.say(" compiling: the first steps take a minute or two")
         if self._world.is_first:
             self.metrics.forget_from(self.state.step)
         self.events.write(

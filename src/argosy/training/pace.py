@@ -10,6 +10,8 @@ from argosy.config.schema import RunConfig
 
 SLACK = 0.92
 """Share of the budget given to steps and evaluations; saves and the sample at the end take the rest."""
+SLOW = 3.0
+"""Times the median of recent steps: one that took longer compiled, evaluated or met something else."""
 FORWARD = 0.4
 """Time of a forward pass over that of a training step on as many tokens, about."""
 
@@ -44,7 +46,11 @@ class Pace:
         return done + max(1, int(left_s / step_s))
 
     def left_s(self, done: int) -> float:
-        """Seconds to the end at the recent speed."""
+        """Seconds to the end at the recent speed, of which slow steps (compiling, mostly) are no sign."""
         if self.steps is None:
             return max(0.0, self._budget_s - (time.monotonic() - self._began))
-        return (self.steps - done) * statistics.mean(self._recent) if self._recent else 0.0
+        if not self._recent:
+            return 0.0
+        slow = SLOW * statistics.median(self._recent)
+        step_s = statistics.mean(s for s in self._recent if s <= slow)
+        return (self.steps - done) * step_s * (1 + self._evaluation_per_step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from argosy.config.schema import RunConfig
-from argosy.errors import ArgosyWarning, RunFailed, UserError
+from argosy.errors import ArgosyWarning, Interrupted, RunFailed, UserError
 from argosy.launch.devices import find_devices
 from argosy.launch.local import train
 from argosy.observe.metrics import Metrics
@@ -27,6 +27,11 @@ TOLERANCE = 1e-5
 LOOSER = {"loss": 1.0, "grad_norm": 10.0, "weights": 100.0}
 """Times the tolerance. AdamW divides by the root of the second moment: where a gradient is little more than rounding,
 rounding decides a whole step of the weight."""
+
+
+def limits(tolerance: float) -> dict[str, float]:
+    """The largest relative difference of each quantity, for this one of the loss."""
+    return {name: tolerance * times for name, times in LOOSER.items()}
 
 
 @dataclass(frozen=True)
@@ -51,8 +56,8 @@ class Differences:
     """Of any weight after the last step: the norm of the difference over the norm of the reference's."""
 
     def beyond(self, tolerance: float) -> dict[str, Difference]:
-        """What is further apart than `tolerance` times what `LOOSER` grants it."""
-        return {name: d for name, d in vars(self).items() if not d.relative <= tolerance * LOOSER[name]}
+        """What is further apart than its limit (`limits`)."""
+        return {name: d for name, d in vars(self).items() if not d.relative <= limits(tolerance)[name]}
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,9 @@ class Parity:
         return self.tolerance is None or not self.differences.beyond(self.tolerance)
 
 
-def parity(run: RunConfig, *, steps: int = 5, tolerance: float | None = None) -> Parity:
+def parity(
+    run: RunConfig, *, steps: int = 5, tolerance: float | None = None, say: Callable[[str], None] = lambda text: None
+) -> Parity:
     """Train `steps` steps of `run` in one process and as `run.plan` says, from the same weights on the same data.
 
     Real processes of this machine do it, as many as the plan is for, in temporary run folders. One process must have
@@ -81,8 +88,8 @@ def parity(run: RunConfig, *, steps: int = 5, tolerance: float | None = None) ->
     lengths and `schedule` are not used: the learning rate has its peak from the first step, so that wrong updates show.
 
     tolerance: largest relative difference of the loss (`LOOSER` is that of the rest); None is `TOLERANCE` for a plan
-    in fp32, and for others none. Raises: UserError, before any process starts, if the plan cannot train the run;
-    RunFailed if a process dies.
+    in fp32, and for others none. say: is told when each half is done. Raises: UserError, before any process starts,
+    if the plan cannot train the run; RunFailed if a process dies; Interrupted after SIGTERM or SIGINT.
     """
     if steps < 1:
         raise UserError(f"steps = {steps}: must be at least 1. Try 5.")
@@ -94,7 +101,9 @@ def parity(run: RunConfig, *, steps: int = 5, tolerance: float | None = None) ->
     with tempfile.TemporaryDirectory(prefix="argosy-parity-") as folder:
         alone, together = Path(folder, "reference"), Path(folder, "plan")
         _train(run, reference, alone)
+        say(f"single process, {steps} steps: done")
         _train(run, plan, together)
+        say(f"{plan}, {steps} steps: done")
         differences = compare(alone, together)
     if tolerance is None and (plan.precision, plan.weights, plan.reduce) == ("fp32", "fp32", "fp32"):
         tolerance = TOLERANCE
@@ -153,7 +162,10 @@ def _train(run: RunConfig, plan: Plan, run_dir: Path) -> None:
     run = run.model_copy(update={"plan": str(plan), "launch": launch})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ArgosyWarning)
-        train(run, run_dir, quiet=True)
+        try:
+            train(run, run_dir, quiet=True)
+        except Interrupted as stop:  # its own words name a folder that is gone by now
+            raise Interrupted("stopped; parity keeps nothing.", stop.exit_code - 128) from None
 
 
 def _steps(run_dir: Path) -> list[dict[str, Any]]:
