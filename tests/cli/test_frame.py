@@ -69,6 +69,20 @@ def test_help_lists_the_commands_and_version_the_version(capsys):
     assert capsys.readouterr().out == f"argosy {argosy.__version__}\n"
 
 
+@pytest.mark.parametrize("action", ["list", "verify", "prune", "export", "import"])
+def test_an_action_opens_its_help_with_its_own_example(action, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["checkpoint", action, "--help"])
+    examples = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  argosy checkpoint")]
+    assert len(examples) == 1 and examples[0].startswith(f"  argosy checkpoint {action} ")
+
+
+def test_parity_refuses_a_plan_before_it_imports_torch():
+    code = "import sys; from argosy.cli import main; code = main(['parity', '--plan', 'tp=3'])"
+    done = run_python("-c", f"{code}; assert code == 2 and 'torch' not in sys.modules")
+    assert done.returncode == 0 and "Try plan.tp = 2 or 4." in done.stderr
+
+
 def test_an_unknown_command_gets_the_near_one(capsys):
     assert cli.main(["trian"]) == 2
     assert capsys.readouterr().err == "argosy: no command 'trian'; did you mean train?\n"

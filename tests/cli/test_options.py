@@ -50,6 +50,18 @@ def test_without_options_it_is_what_load_gives(run_file):
     assert run_with("run.toml") == load("run.toml")
 
 
+def test_a_key_that_is_typed_counts_even_if_it_repeats_the_files_value(run_file):
+    layers = load("demo").model.layers
+    run = run_with("demo", "--model.preset", "llama-60m", "--model.layers", str(layers))
+    assert (run.model.layers, run.model.width) == (layers, 640)
+
+
+def test_an_option_that_may_be_left_out_is_shown_by_what_it_takes(capsys):
+    with pytest.raises(SystemExit):
+        run_with("--help")
+    assert "--run-dir PATH" in capsys.readouterr().out
+
+
 def test_the_commands_own_options_stand_beside_the_keys(run_file):
     extra, run = parse_run(["run.toml", "--run-dir", "x", "--train.steps", "9", "--json"], "argosy test", Extra)
     assert extra == Extra(Path("x"), True)

@@ -39,6 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "latent": {
         **UNEVEN,
         "kv_heads": 4,
+        "head_width": 4,
         "mla": {"q_rank": 12, "kv_rank": 8, "nope_width": 8, "rope_width": 4, "value_width": 8},
     },
 }

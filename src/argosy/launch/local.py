@@ -60,8 +60,8 @@ def train(run: RunConfig, run_dir: Path | None = None, *, accept_changes: bool =
         progress.close()
         if (report := _report_if_finished(run_dir, run)) is not None:
             progress.say(
-                f"{run_dir} is finished. A larger --train.steps or --train.minutes makes it longer, --name or --run-dir "
-                "another one."
+                f"{run_dir} is finished. More --train.steps or --train.minutes make it longer; --name or --run-dir "
+                "another run."
             )
             progress.say(report.in_words())
             return report
