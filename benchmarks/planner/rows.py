@@ -67,6 +67,11 @@ class Row:
     notes: str
 
     @property
+    def is_stated(self) -> bool:
+        """Whether the source says what was trained; if not, an error may be that of whoever read it."""
+        return "seq_len not stated" not in self.notes
+
+    @property
     def key(self) -> str:
         """Rows that an offset is shared by: same source, device, and kind of model."""
         return f"{self.source}|{self.device}|{self.section}"

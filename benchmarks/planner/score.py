@@ -142,7 +142,9 @@ def fitted(model: Model, chosen: NDArray[np.bool_], begin: Constants | None = No
     """The constants that fit the chosen rows best."""
     found = begin
     for metric, free in (("time", OF_TIME), ("memory", OF_MEMORY)):
-        rows = [row for row, take in zip(model.rows, chosen, strict=True) if take and row.metric == metric]
+        rows = [
+            row for row, take in zip(model.rows, chosen, strict=True) if take and row.metric == metric and row.is_stated
+        ]
         if not rows:
             continue
         part = Model(rows)

@@ -208,9 +208,9 @@ def test_where_no_plan_uses_all_devices_it_says_with_how_many_there_are_some() -
     [
         ("tp=2,tp=4", "tp is there twice"),
         ("tq=2", "unknown key 'tq'"),
-        ("tp=two", "plan.tp = two"),
+        ("tp=two", 'plan.tp = "two"'),
         ("auto,tp=2", "leave auto out"),
-        ("recompute=some", "plan.recompute = some"),
+        ("recompute=some", 'plan.recompute = "some"'),
     ],
 )
 def test_pins_that_make_no_sense_are_refused(text: str, message: str) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from argosy.cli.options import parse_run
@@ -53,9 +52,13 @@ def main(argv: list[str]) -> int:
     check_written(run)  # before torch is imported, which takes seconds
     from argosy.use.parity import parity
 
-    found = parity(run, steps=options.steps, tolerance=options.tolerance, say=partial(print, file=sys.stderr))
+    found = parity(run, steps=options.steps, tolerance=options.tolerance, say=None if options.json else _say)
     print(json.dumps(asdict(found) | {"holds": found.holds}) if options.json else _in_words(found))
     return 0 if found.holds else 1
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def _in_words(found: Parity) -> str:

@@ -79,7 +79,7 @@ class Parity:
 
 
 def parity(
-    run: RunConfig, *, steps: int = 5, tolerance: float | None = None, say: Callable[[str], None] = lambda text: None
+    run: RunConfig, *, steps: int = 5, tolerance: float | None = None, say: Callable[[str], None] | None = None
 ) -> Parity:
     """Train `steps` steps of `run` in one process and as `run.plan` says, from the same weights on the same data.
 
@@ -91,6 +91,7 @@ def parity(
     in fp32, and for others none. say: is told when each half is done. Raises: UserError, before any process starts,
     if the plan cannot train the run; RunFailed if a process dies; Interrupted after SIGTERM or SIGINT.
     """
+    tell = say or (lambda text: None)
     if steps < 1:
         raise UserError(f"steps = {steps}: must be at least 1. Try 5.")
     run = _brief(run, steps)
@@ -101,9 +102,9 @@ def parity(
     with tempfile.TemporaryDirectory(prefix="argosy-parity-") as folder:
         alone, together = Path(folder, "reference"), Path(folder, "plan")
         _train(run, reference, alone)
-        say(f"single process, {steps} steps: done")
+        tell(f"single process, {steps} steps: done")
         _train(run, plan, together)
-        say(f"{plan}, {steps} steps: done")
+        tell(f"{plan}, {steps} steps: done")
         differences = compare(alone, together)
     if tolerance is None and (plan.precision, plan.weights, plan.reduce) == ("fp32", "fp32", "fp32"):
         tolerance = TOLERANCE
