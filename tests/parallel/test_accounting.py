@@ -71,6 +71,23 @@ MUON_PLANS = [
     ("experts", "dp_shard=4,ep=2,zero=3"),
 ]
 """Muon needs whole matrices, and each worked on once."""
+QUICK = {
+    ("dense", "dp_shard=4,zero=0", "adamw"),
+    ("dense", "dp_shard=4,zero=1", "adamw"),
+    ("dense", "dp_shard=4,zero=2", "adamw"),
+    ("dense", "dp_shard=4,zero=3", "adamw"),
+    ("dense", "tp=2,microbatch=2", "adamw"),
+    ("dense", "pp=2", "adamw"),
+    ("dense", "cp=2,zero=0,microbatch=4", "adamw"),
+    ("tied, biased, one key/value head", "tp=2,dp_shard=2,zero=2", "adamw"),
+    ("experts", "dp_shard=2,ep=2,tp=2,zero=1", "adamw"),
+    ("dense", "dp_shard=2,tp=2", "muon"),
+}
+"""In every run of the tests; the others in `make test-all`."""
+TABLE = [
+    pytest.param(*row, marks=() if row in QUICK else pytest.mark.slow)
+    for row in [*((*row, "adamw") for row in PLANS), *((*row, "muon") for row in MUON_PLANS)]
+]
 
 
 @dataclass
@@ -112,9 +129,7 @@ def memory(tensors: Iterable[Tensor]) -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize(
-    "model, plan, kind", [*((*row, "adamw") for row in PLANS), *((*row, "muon") for row in MUON_PLANS)]
-)
+@pytest.mark.parametrize("model, plan, kind", TABLE)
 def test_bytes_held_and_sent_are_as_the_formulas_say(workers, model: str, plan: str, kind: str):
     layout, config = eager(plan), run_of(model, kind)
     found = workers.run(layout.world_size, measure, plan, model, kind)

@@ -17,12 +17,12 @@ from argosy.plan.workload import Workload
 from argosy.simulate.simulate import simulate
 
 QUICK = [
-    ("llama3-8b", "microbatch=2"),
     ("llama3-8b", "dp_shard=8,recompute=full"),
-    ("llama3-8b", "tp=4,dp_shard=2,recompute=selective"),
     ("mixtral-8x7b", "dp_shard=4,ep=4"),
 ]
 SLOW = [
+    ("llama3-8b", "microbatch=2"),
+    ("llama3-8b", "tp=4,dp_shard=2,recompute=selective"),
     ("llama3-8b", "microbatch=2,recompute=full"),
     ("llama3-8b", "microbatch=2,recompute=selective"),
     ("llama3-8b", "dp_replicate=2,zero=0,microbatch=2"),

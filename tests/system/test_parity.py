@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
+import pytest
 from commands import Folder
 
 
@@ -18,6 +19,7 @@ def test_a_plan_of_two_processes_gives_the_numbers_of_one(folder: Folder) -> Non
     assert not (folder.path / "runs").exists()  # it leaves none of its runs behind
 
 
+@pytest.mark.slow
 def test_coarser_arithmetic_is_beyond_a_tolerance_that_is_asked_for(folder: Folder) -> None:
     folder.write_run()
     plan = "dp_replicate=2,precision=bf16"
