@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 
 import pytest
+
 from commands import Folder
 
 
