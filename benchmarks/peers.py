@@ -113,10 +113,10 @@ def argosy(setting: Setting, turns: Turns, compiled: bool) -> None:
     from argosy.observe.clock import StepClock
     from argosy.optim.optimizer import Optimizer
     from argosy.parallel.apply import apply
-    from argosy.parallel.pieces import clip_gradients
+    from argosy.parallel.gradients import clip, square_share
     from argosy.parallel.world import World, keep_freed_memory
     from argosy.plan.plan import Plan
-    from argosy.training.step import Wishes, forward_backward
+    from argosy.training.step import Share, exchange, forward_backward
 
     config = ModelConfig(
         layers=setting.layers,
@@ -141,8 +141,9 @@ def argosy(setting: Setting, turns: Turns, compiled: bool) -> None:
     clock = StepClock(world.device)
     for rows in setting.batches():
         batch = microbatches(rows.numpy(), setting.batch, END_OF_DOCUMENT, world.device)
-        forward_backward(model, batch, 1.0, world, clock, Wishes())
-        clip_gradients(model.pieces, MAX_NORM).item()
+        loss = forward_backward(model, batch, 1.0, clock)
+        outcome = exchange(Share(loss, square_share(model.pieces)), world)
+        clip(model.pieces, MAX_NORM, outcome.gradient_norm)
         optimizer.step()
         model.zero_gradients()
         clock.lap()

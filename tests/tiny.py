@@ -11,6 +11,7 @@ import torch
 import argosy
 from argosy.checkpoint import store
 from argosy.checkpoint.load import load_into
+from argosy.checkpoint.shards import wholes
 from argosy.config.schema import ModelConfig, PrepareConfig, RunConfig
 from argosy.data.prepare import prepare
 from argosy.models.decoder import Decoder
@@ -116,5 +117,5 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
     choice = store.newest_whole(run_dir)
     assert choice is not None
     model = dict(decoder(seed=99).named_parameters())
-    load_into({"model": model}, choice.checkpoint, World())
+    load_into(wholes(model, "model."), choice.checkpoint)
     return {name: tensor.detach() for name, tensor in model.items()}

@@ -23,7 +23,7 @@ def main() -> None:
     rows, _ = read(PUBLISHED)
     constants = fitted(Model(rows), np.ones(len(rows), bool))
     log_error, _ = errors(rows, rows)
-    sections = np.array([row.section if row.is_stated else "" for row in rows])
+    sections = np.array([row.section for row in rows])
     lines = [f"# Written by benchmarks/planner/fit.py from {len(rows)} rows of benchmarks/planner/published.csv.", ""]
     lines += ["[constants]", *(f"{name} = {value:.4g}" for name, value in vars(constants).items()), "", "[spread]"]
     for section in SECTIONS:

@@ -19,6 +19,7 @@ from systems import system_of
 from argosy.errors import UserError
 from argosy.plan.constants import Constants
 from argosy.plan.footprint import MemoryModel
+from argosy.plan.hardware import find_device
 from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import Schedule
 from argosy.plan.plan import Plan
@@ -33,6 +34,10 @@ COLUMNS = (
 )  # fmt: skip
 COMPARABLE = ("source", "model", "gpu", "n_gpus", "precision", "global_batch", "seq_len", "metric")
 """Rows that have all of these in common differ in their layout."""
+COUNTS_CAUSAL = ("megatron-bridge", "megatron-moe-modelzoo")
+"""Sources whose TFLOPS count half of the attention (the latter's step times and TFLOPS agree so)."""
+HEAD_WIDTHS = (("gpt-oss", 64.0), ("qwen3", 128.0))
+"""Of models whose heads together are not as wide as the hidden state; by what their names begin with."""
 METRICS = ("tokens_per_s_per_gpu", "step_time_s", "tflops_per_gpu", "mfu", "peak_mem_gb")
 GIB = 2**30
 
@@ -43,6 +48,7 @@ class Row:
 
     id: str
     source: str
+    model: str
     family: str
     """The publisher: sources of one repository or paper measure alike."""
     group: str
@@ -67,14 +73,14 @@ class Row:
     notes: str
 
     @property
-    def is_stated(self) -> bool:
-        """Whether the source says what was trained; if not, an error may be that of whoever read it."""
-        return "seq_len not stated" not in self.notes
+    def shared(self) -> tuple[str, str]:
+        """What a row's error may have in common with others': its source, device and kind of model; its model."""
+        return f"{self.source}|{self.device}|{self.section}", f"{self.family}|{self.model}|{self.section}"
 
     @property
-    def key(self) -> str:
-        """Rows that an offset is shared by: same source, device, and kind of model."""
-        return f"{self.source}|{self.device}|{self.section}"
+    def job(self) -> str:
+        """What was run, whatever the release of the software."""
+        return f"{self.model}|{self.device}|{self.gpus}|{self.work.seq_len}|{self.batch}|{self.narrow}|{self.plan}"
 
     @property
     def section(self) -> str:
@@ -97,7 +103,7 @@ def read(path: Path) -> tuple[list[Row], list[tuple[str, str]]]:
     skipped: list[tuple[str, str]] = []
     for line, cell in enumerate(cells, start=2):
         try:
-            rows.append(_row(cell))
+            rows.append(completed(_row(cell)))
         except Skip as why:
             skipped.append((cell["id"], str(why)))
         except BadCell as bad:
@@ -129,7 +135,8 @@ def _row(cell: dict[str, str]) -> Row:
     if not cell["precision"]:
         cell = {**cell, "precision": "fp8" if "Megatron-Bridge" in cell["source"] else "bf16"}
     if number["global_batch"] is None:  # a speed does not depend on it much
-        microbatches = 8 * number["pp"] if (number["pp"] or 1) > 1 else 1
+        counted = re.search(r"micro_num (\d+)", cell["notes"])
+        microbatches = int(counted[1]) if counted else 8 * number["pp"] if (number["pp"] or 1) > 1 else 1
         number["global_batch"] = (number["dp"] or number["n_gpus"]) * (number["micro_batch"] or 1) * microbatches
     work = _workload(cell, number)
     system = system_of(cell)
@@ -137,6 +144,7 @@ def _row(cell: dict[str, str]) -> Row:
     return Row(
         id=cell["id"],
         source=cell["source"],
+        model=cell["model"],
         family=re.split(r"[ ,(]", cell["source"])[0],
         group="|".join(cell[key] for key in COMPARABLE),
         work=work,
@@ -176,12 +184,13 @@ def _workload(cell: dict[str, str], number: dict[str, float | None]) -> Workload
     layers, width, heads = given("layers"), given("hidden"), given("heads")
     latent = name.startswith(("deepseek-v3", "kimi"))
     gated = given("ffn_hidden") != 4 * width or name == "palm-540b"  # GPT's are four times as wide, and have no gate
-    head_width = {"gpt-oss-120b": 64.0, "qwen3-235b-a22b": 128.0, "qwen3-30b-a3b": 128.0}.get(name, width / heads)
+    head_width = next((known for start, known in HEAD_WIDTHS if name.startswith(start)), width / heads)
     seq_len = given("seq_len")
     experts = given("moe_experts")
     moe_layers = 0.0 if not experts else layers - {"deepseek-v3": 3, "kimi-k2": 1}.get(name, 0)
     span = seq_len / 2
-    if name == "gpt-oss-120b":  # every other layer sees a window of 128 tokens
+    biased = name.startswith("gpt-oss")
+    if biased:  # every other layer sees a window of 128 tokens
         span = (span + 128) / 2
     return Workload(
         layers=layers,
@@ -202,6 +211,7 @@ def _workload(cell: dict[str, str], number: dict[str, float | None]) -> Workload
         experts_per_token=given("moe_topk"),
         expert_ffn_width=given("moe_ffn"),
         shared_ffn_width=given("moe_ffn") if latent else 0.0,
+        expert_biases=float(biased),
         q_rank=1536.0 if latent else 0.0,
         kv_rank=512.0 if latent else 0.0,
         rope_width=64.0 if latent else 0.0,
@@ -222,7 +232,7 @@ def _plan(cell: dict[str, str], number: dict[str, float | None], system: System)
     if batch and dp > batch:
         raise Skip(f"{dp} data-parallel ranks, and a batch of {int(batch)}")
     zero = int(number["zero_stage"] or 0) if cell["zero_stage"] else 1
-    interleave = int(number["interleave"] or 1)
+    interleave = int(number["interleave"] or (2 if "interleaved" in cell["notes"].lower() else 1))
     hybrid = "hsdp" in cell["notes"].lower() and dp % 8 == 0
     precision = "fp8" if "fp8" in cell["precision"] or "fp4" in cell["precision"] else cell["precision"]
     if precision not in ("fp32", "bf16", "fp16", "fp8"):
@@ -243,6 +253,7 @@ def _plan(cell: dict[str, str], number: dict[str, float | None], system: System)
             schedule=_schedule(cell, interleave if pp > 1 else 1),
             stages_per_rank=max(1, interleave),
             recompute=cell["recompute"] or "none",
+            compile=bool(system.fused),
             microbatch=microbatch,
             precision=precision,
         ),
@@ -250,11 +261,16 @@ def _plan(cell: dict[str, str], number: dict[str, float | None], system: System)
     )  # fmt: skip
 
 
-def completed(row: Row, rates: Rates) -> Row:
+def rates_of(row: Row) -> Rates:
+    """The device of a row, in the network that its source names."""
+    return Rates.of_device(find_device(row.device), row.narrow, row.nic_bytes_per_s)
+
+
+def completed(row: Row) -> Row:
     """The row with what its source leaves open as the planner would choose it: what fits, and is fastest."""
     if not row.open:
         return row
-    said = row.plan
+    said, rates = row.plan, rates_of(row)
     choices = {
         "tp": [1, 2, 4, 8] if "tp" in row.open else [said.tp],
         "pp": [1, 2, 4, 8, 16] if "pp" in row.open else [said.pp],
@@ -289,8 +305,9 @@ def _schedule(cell: dict[str, str], interleave: int) -> Schedule:
 
 
 def _recomputes(row: Row) -> list[str]:
-    """NVIDIA's recipes recompute chosen modules, and never all of a layer."""
-    return ["none", "selective"] if "Megatron-Bridge" in row.source else ["none", "selective", "full"]
+    """NVIDIA's recipes and DeepSeek recompute chosen modules, and never all of a layer."""
+    chosen = any(name in row.source for name in ("Megatron-Bridge", "Megatron-MoE-ModelZoo", "DeepSeek"))
+    return ["none", "selective"] if chosen else ["none", "selective", "full"]
 
 
 def _nic(text: str) -> float | None:
@@ -303,7 +320,7 @@ def _measured(value: float, work: Workload, number: dict[str, float | None], cel
     """The value as seconds of a step, or bytes."""
     metric = cell["metric"]
     if metric == "peak_mem_gb":
-        return value * GIB
+        return value * (GIB if "gib" in cell["notes"].lower() else 1e9)
     if metric == "step_time_s":
         return value
     gpus = float(number["n_gpus"] or 1)
@@ -324,7 +341,7 @@ def _flops_per_token(work: Workload, cell: dict[str, str]) -> float:
     """As the source counts them."""
     notes = cell["notes"].lower()
     matmuls, scores = 6 * work.matmul_parameters, work.train_flops_per_token - 6 * work.matmul_parameters
-    causal = "causal" in notes
+    causal = "causal" in notes or any(name in cell["source"].lower() for name in COUNTS_CAUSAL)
     flops = matmuls + scores * (1 if causal else 2)
     hardware = ("hardware flops" in notes and cell["recompute"] == "full") or "percent of peak" in notes
     hardware = hardware or "150 tflops" in notes

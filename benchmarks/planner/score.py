@@ -16,21 +16,20 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
+from kinship import expected_errors
 from numpy.typing import NDArray
-from rows import Row, completed, read
+from rows import Row, rates_of, read
 
 from argosy.errors import UserError
 from argosy.plan.constants import Constants
 from argosy.plan.constants import fitted as fitted_constants
 from argosy.plan.fit import fit
 from argosy.plan.footprint import MemoryModel
-from argosy.plan.hardware import find_device
 from argosy.plan.layouts import Layouts
-from argosy.plan.rates import Rates
 from argosy.plan.step_time import StepModel
 from argosy.plan.workload import stack
 
@@ -51,7 +50,6 @@ class Model:
     """Rows, stacked so that one evaluation predicts all of them."""
 
     def __init__(self, rows: Sequence[Row]):
-        rows = [completed(row, rates_of(row)) for row in rows]
         self.rows = rows
         self.plans = Layouts.of([row.plan for row in rows])
         self.work, self.system, self.rates = (
@@ -69,14 +67,11 @@ class Model:
 
     def memory(self, constants: Constants) -> Floats:
         """Bytes at the peak; of a figure that was computed, not measured, without what only runs have."""
-        found = MemoryModel(self.plans, self.work, self.system, constants).predict()
+        model = MemoryModel(self.plans, self.work, self.system, constants)
+        found = model.predict()
         computed = np.array(["ANALYTIC" in row.notes for row in self.rows])
-        return np.where(computed, found.total - found.workspace - found.reserve, found.total)
-
-
-def rates_of(row: Row) -> Rates:
-    """The device of a row, in the network that its source names."""
-    return Rates.of_device(find_device(row.device), row.narrow, row.nic_bytes_per_s)
+        only_in_runs = found.workspace + found.reserve + model.working
+        return np.where(computed, found.total - only_in_runs, found.total)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -122,19 +117,20 @@ def score(rows: list[Row], published: list[Row], calibration_rows: int = 0) -> d
 
 def errors(rows: list[Row], published: list[Row], calibration_rows: int = 0) -> tuple[Floats, NDArray[np.bool_]]:
     """Logarithm of predicted over measured, row by row, and which rows count (those that did not calibrate)."""
-    model, base = Model(rows), Model(published)
+    base = Model(published)
     everything, _ = fitted_constants()
     families, known = np.array([row.family for row in rows]), np.array([row.family for row in published])
     log_error, is_scored = np.zeros(len(rows)), np.ones(len(rows), bool)
     for family in dict.fromkeys(families.tolist()):
         mine = families == family
+        model = Model([row for row in rows if row.family == family])
         constants = everything if family not in known else fitted(base, known != family, begin=everything)
         predicted = np.log(model.predict(constants))
         if calibration_rows:
             drawn = _drawn(rows, mine, calibration_rows)
-            predicted = calibrated(model, constants, predicted, drawn, mine)
+            predicted = calibrated(model, constants, predicted, drawn[mine])
             is_scored &= ~drawn
-        log_error[mine] = (predicted - np.log(model.measured))[mine]
+        log_error[mine] = predicted - np.log(model.measured)
     return log_error, is_scored
 
 
@@ -142,40 +138,38 @@ def fitted(model: Model, chosen: NDArray[np.bool_], begin: Constants | None = No
     """The constants that fit the chosen rows best."""
     found = begin
     for metric, free in (("time", OF_TIME), ("memory", OF_MEMORY)):
-        rows = [
-            row for row, take in zip(model.rows, chosen, strict=True) if take and row.metric == metric and row.is_stated
-        ]
+        rows = [row for row, take in zip(model.rows, chosen, strict=True) if take and row.metric == metric]
         if not rows:
             continue
         part = Model(rows)
         near = np.abs(np.log(part.predict(Constants()) / part.measured)) < FIT_OUTLIER
         part = Model([row for row, take in zip(rows, near, strict=True) if take])
-        keys = [row.key for row in part.rows]
-        fit_of = fit(part.predict, part.measured, keys, free=free, begin=begin)
+        shared = [row.shared for row in part.rows]
+        fit_of = fit(part.predict, part.measured, shared, free=free, begin=begin)
         values = {name: getattr(fit_of.constants, name) for name in free}
         found = Constants(**{**vars(found or Constants()), **values})
     assert found is not None
     return found
 
 
-def calibrated(
-    model: Model, constants: Constants, predicted: Floats, drawn: NDArray[np.bool_], mine: NDArray[np.bool_]
-) -> Floats:
-    """Logarithms of predictions for `mine`, adjusted to the `drawn` rows."""
-    keys = np.array([row.key for row in model.rows])
+def calibrated(model: Model, constants: Constants, predicted: Floats, drawn: NDArray[np.bool_]) -> Floats:
+    """Logarithms of predictions, adjusted to the `drawn` rows."""
     adjusted = predicted.copy()
     for metric, free in (("time", OF_TIME), ("memory", OF_MEMORY)):
         here = np.array([row.metric == metric for row in model.rows])
-        taken, rest = drawn & here, mine & here
-        if not taken.any():
+        if not (drawn & here).any():
             continue
-        part = Model([model.rows[i] for i in np.flatnonzero(taken)])
-        found = fit(
-            part.predict, part.measured, keys[taken].tolist(), start=constants, free=free, spread=CALIBRATED_SPREAD
-        )
-        shift = np.array([found.offsets.get(key, 0.0) for key in keys[rest]])
-        adjusted[rest] = np.log(model.predict(found.constants))[rest] + shift
+        part = Model([row for row in model.rows if row.metric == metric])
+        errors = np.log(part.measured) - predicted[here]
+        adjusted[here] += expected_errors(part.rows, _slopes(part, constants, free), errors, drawn[here])
     return adjusted
+
+
+def _slopes(model: Model, constants: Constants, free: Sequence[str]) -> Floats:
+    """What a factor of CALIBRATED_SPREAD to each constant changes, in logarithms of predictions: rows x constants."""
+    before = np.log(model.predict(constants))
+    moved = [replace(constants, **{name: getattr(constants, name) * CALIBRATED_SPREAD}) for name in free]
+    return np.column_stack([np.log(model.predict(each)) - before for each in moved])
 
 
 def _drawn(rows: list[Row], mine: NDArray[np.bool_], many: int) -> NDArray[np.bool_]:

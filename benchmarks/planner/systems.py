@@ -22,10 +22,11 @@ MEGATRON_CORE = System(
 """Megatron-Core from 2023: flash attention, tp-comm-overlap, overlapped gradient sums, experts whole (ETP 1)."""
 FSDP = System(whole_logits=11, reduced_bytes=4, selective=0.42)
 """FSDP2 with torch.compile (torchtitan)."""
-FSDP_EAGER = replace(FSDP, fused=0)
+FSDP_EAGER = replace(FSDP, fused=0, whole_logits=14)
+"""Of each logit: itself in bf16, and in fp32 its softmax and the gradients of that and of itself."""
 FSDP1 = System(whole_logits=11, reduced_bytes=2, fused=0, sums_once=0, selective=0.55)
 """FSDP of torch 1.13 and 2.0 with flash attention (llm-foundry)."""
-JAX = System(whole_logits=6, sums_once=0, selective=0.55)
+JAX = System(whole_logits=6, sums_once=0, selective=0.55, even_experts=1)
 
 Cell = dict[str, str]
 
@@ -52,17 +53,62 @@ def _titan(cell: Cell) -> System:
 
 
 def _megatron_2021(cell: Cell) -> System:
-    """Where these used ZeRO 3, it was DeepSpeed's, which gathered parameter by parameter, or fairscale's."""
-    if cell["zero_stage"] == "3":
-        return replace(MEGATRON_2021, reduced_bytes=2, gathers=12 if "SC'21" in cell["source"] else 1)
-    return MEGATRON_2021
+    """Where these used ZeRO 3, it was fairscale's, or DeepSpeed's: that gathered parameter by parameter, and gave up a
+    layer after each forward, that of recomputation too."""
+    if cell["zero_stage"] != "3":
+        return MEGATRON_2021
+    of_deepspeed = "SC'21" in cell["source"]
+    return replace(
+        MEGATRON_2021, reduced_bytes=2, gathers=12 if of_deepspeed else 1, gathers_recomputed=float(of_deepspeed)
+    )
 
 
 def _megatron_core(cell: Cell) -> System:
-    """DeepEP and HybridEP are what NVIDIA and DeepSeek publish with; DeepSeek overlaps them (DualPipe)."""
-    notes = cell["notes"].lower()
-    overlaps = "1f1b overlap" in notes or "deepseek" in cell["source"].lower()
-    return replace(MEGATRON_CORE, sends_once=float("a2a" not in notes), overlaps_experts=float(overlaps))
+    """DeepEP or HybridEP, or what notes and recipes say. DeepSeek overlaps the exchange (DualPipe), and is alone in
+    publishing what a router did that learned."""
+    notes, trained = cell["notes"].lower(), "deepseek" in cell["source"].lower()
+    return replace(
+        MEGATRON_CORE,
+        sends_once=float("a2a" not in notes and not (_is_bridge(cell) and _has_plain_exchange(cell))),
+        overlaps_experts=float(trained or "1f1b overlap" in notes or (_is_bridge(cell) and _overlaps(cell))),
+        even_experts=float(not trained and "real routing" not in notes),
+        launched=_launched(cell),
+    )
+
+
+def _launched(cell: Cell) -> float:
+    """What recipes do not capture as CUDA graphs: on Blackwell nothing if tokens are dropped, so that shapes are fixed;
+    with Grace hosts the experts and their exchange, but not attention and router (`cuda_graph_scope`).
+    """
+    if cell["gpu"].startswith("H"):
+        return 1
+    if "tokendrop" in cell["notes"]:
+        return 0
+    captures = cell["gpu"].startswith("GB") and not (cell["model"].startswith("gpt-oss") and cell["gpu"] == "GB200")
+    return 0.4 if captures else 1
+
+
+def _is_bridge(cell: Cell) -> bool:
+    return "megatron-bridge" in cell["source"].lower()
+
+
+def _has_plain_exchange(cell: Cell) -> bool:
+    """Recipes with `moe_token_dispatcher_type="alltoall"` (Megatron-Bridge, scripts/performance/configs)."""
+    model = cell["model"]
+    return model.startswith("gpt-oss") or (model.startswith("qwen3-235b") and not cell["gpu"].startswith("GB"))
+
+
+def _overlaps(cell: Cell) -> bool:
+    """Recipes with `moe_a2a_overlap`: where experts of large models span nodes of eight."""
+    large = cell["model"].startswith(("deepseek", "kimi", "qwen3-235b"))
+    return large and not cell["gpu"].startswith("GB") and int(cell["ep"] or 1) > 8
+
+
+def _internevo(cell: Cell) -> System:
+    """Gradients in bf16, which the update copies to one flat tensor (not with FSDP) and to fp32; AdamW in single
+    operations, whose two results are as large as the weights (`hybrid_zero_optim.py`, `fsdp_optimizer.py`)."""
+    flat = 2 * (cell["zero_stage"] != "3")
+    return replace(MEGATRON_CORE, whole_logits=8, gradient_bytes=2, update_bytes=flat + 4 + 2 * 4)
 
 
 SYSTEMS: tuple[tuple[tuple[str, ...], Callable[[Cell], System]], ...] = (
@@ -70,7 +116,7 @@ SYSTEMS: tuple[tuple[tuple[str, ...], Callable[[Cell], System]], ...] = (
     (("fms-fsdp",), _fms),
     (("torchtitan",), _titan),
     (("tpu-recipes", "palm"), lambda cell: JAX),
-    (("internevo",), lambda cell: replace(MEGATRON_CORE, whole_logits=8)),
+    (("internevo",), _internevo),
     (("sc'21", "tables.tex", "vtrain", "bigscience", "opt-", "glm", "bloom", "dash"), _megatron_2021),
     (("korthikanti",), lambda cell: MEGATRON_2022 if cell["sp"] == "true" else MEGATRON_2021),
     (("llama (",), lambda cell: replace(FSDP1, fused=1)),

@@ -16,9 +16,33 @@ class UserError(ArgosyError):
 
 
 class RunFailed(ArgosyError):
-    """The run started and could not go on (a worker kept crashing, the disk is full, ...)."""
+    """The run started and could not go on, and the same command again would not change that."""
 
     exit_code = 1
+
+
+class DataError(ArgosyError):
+    """The prepared data are not what was written: a shard is cut off, was changed, or is of another tokenizer."""
+
+    exit_code = 65  # EX_DATAERR of sysexits.h, as the others
+
+
+class Poisoned(ArgosyError):
+    """The same crash came at the same step again: starting again does not help, and no machine is to blame."""
+
+    exit_code = 70  # EX_SOFTWARE
+
+
+class StorageError(ArgosyError):
+    """The state could not be saved, or no checkpoint can be read: the disk is full, gone or failing."""
+
+    exit_code = 74  # EX_IOERR
+
+
+class Retryable(ArgosyError):
+    """The run lost its processes or machines more often than it may; what it saved is whole: try again later."""
+
+    exit_code = 75  # EX_TEMPFAIL
 
 
 class Interrupted(ArgosyError):
@@ -35,6 +59,26 @@ class ArgosyWarning(UserWarning):
 
 FINAL = 64
 """A worker process adds this to the exit code of an error that a restart would only meet again."""
+
+
+def error_of(kind: str, text: str) -> ArgosyError:
+    """The error of the class that is named `kind`, as another process reports it; RunFailed if it is none of ours."""
+    classes = {c.__name__: c for c in (UserError, DataError, Poisoned, StorageError, Retryable)}
+    return classes.get(kind, RunFailed)(text)
+
+
+EXIT_CODES = {
+    0: "done",
+    1: "failed: the message says why, and the same command again would fail again",
+    UserError.exit_code: "wrong input: nothing was written",
+    DataError.exit_code: "damaged data: restore the shard that is named, or set data.on_bad_shard = skip",
+    Poisoned.exit_code: "the same crash at the same step, twice",
+    StorageError.exit_code: "the disk: the state could not be saved, or no checkpoint can be read",
+    Retryable.exit_code: "processes or machines were lost: the same command goes on from what is saved",
+    130: "stopped by Ctrl-C, state saved: the same command goes on",
+    143: "stopped by SIGTERM, state saved: the same command goes on",
+}
+"""What a script that starts runs can tell from the exit code of `argosy`."""
 
 
 def missing_extra(package: str, extra: str, what_for: str) -> UserError:

@@ -1,75 +1,102 @@
-"""A checkpoint is read by any number of processes, whole or in part."""
+"""A checkpoint is read by any number of processes under any layout, whole or in part."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from argosy.checkpoint import store
+from argosy.checkpoint.boxes import Box
 from argosy.checkpoint.load import load_into, missing_from
 from argosy.checkpoint.save import Saver
-from argosy.checkpoint.store import Checkpoint, CheckpointManifest
+from argosy.checkpoint.shards import part_box, wholes
+from argosy.checkpoint.store import Checkpoint, Damaged
+from argosy.errors import UserError
 from argosy.parallel.world import World
+from checkpoint.saving import ALONE, manifest
 
-ALONE = World()
-MODEL = {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(5.0)}
-
-
-def state(world: World = ALONE, **model: torch.Tensor) -> dict[str, Any]:
-    """A blank state of the shapes that `write` writes."""
-    blank = {name: torch.zeros_like(tensor) for name, tensor in MODEL.items()}
-    return {"model": blank | model, "rng": {f"rank{world.rank}": torch.zeros(1, dtype=torch.uint8)}}
+MODEL = {"a": torch.arange(60.0).view(10, 6), "b": torch.arange(5.0)}
 
 
-def write(world: World, run_dir: Path) -> None:
-    facts = {"tokens": 0, "saved_at_s": 0.0, "plan": "", "data_identity": "", "has_optimizer": False, "files": {}}
-    full = {"model": MODEL, "rng": {f"rank{world.rank}": torch.tensor([world.rank + 1], dtype=torch.uint8)}}
-    Saver(run_dir, world, lambda result: None).save(full, CheckpointManifest(step=1, **facts), background=False)
+def cut(rank: int, size: int, dim: int) -> dict[Box, Tensor]:
+    """A rank's rows, or columns, of `a`, as evenly as they go; all have all of `b`, and a number of their own."""
+    whole = MODEL["a"]
+    length = -(-whole.shape[dim] // size)
+    start = min(rank * length, whole.shape[dim])
+    part = whole.narrow(dim, start, min(length, whole.shape[dim] - start)).clone()
+    offset = (start, 0) if dim == 0 else (0, start)
+    own = torch.tensor([rank + 1], dtype=torch.uint8)
+    return {part_box("model.a", part, whole.shape, offset): part} | wholes(
+        {"model.b": MODEL["b"], f"rng.rank{rank}": own}
+    )
+
+
+def write(world: World, run_dir: Path, dim: int = 0) -> None:
+    saver = Saver(run_dir, world, lambda news, **facts: None)
+    saver.save(cut(world.rank, world.size, dim), manifest(1))
+    saver.close()
 
 
 @pytest.fixture
-def checkpoint(tmp_path) -> Checkpoint:
+def checkpoint(tmp_path: Path) -> Checkpoint:
     write(ALONE, tmp_path)
     return store.find(tmp_path)
 
 
-def read(world: World, run_dir: Path) -> dict[str, Any]:
-    blank = state(world)
-    load_into(blank, store.find(run_dir), world)
-    return {name: tensor.tolist() for name, tensor in {**blank["model"], **blank["rng"]}.items()}
+def read(world: World, run_dir: Path, dim: int) -> tuple[bool, list[int]]:
+    """Whether the model came back, and this rank's own number."""
+    expected = cut(world.rank, world.size, dim)
+    blank = {box: torch.zeros_like(tensor) for box, tensor in expected.items()}
+    load_into(blank, store.find(run_dir))
+    same = all(torch.equal(blank[box], tensor) for box, tensor in expected.items() if box.name.startswith("model."))
+    return same, blank[next(box for box in blank if box.name.startswith("rng."))].tolist()
 
 
-@pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1), (2, 4), (4, 2)])
-def test_any_number_of_processes_reads_what_any_number_wrote(workers, tmp_path, writers, readers):
-    workers.run(writers, write, tmp_path)
-    for rank, found in enumerate(workers.run(readers, read, tmp_path)):
-        assert {name: found[name] for name in MODEL} == {name: tensor.tolist() for name, tensor in MODEL.items()}
-        assert found[f"rank{rank}"] == ([rank + 1] if rank < writers else [0])
+@pytest.mark.parametrize(
+    ("writers", "readers", "dims"), [(1, 2, (0, 1)), (2, 1, (1, 0)), (3, 4, (0, 0)), (4, 2, (0, 1)), (3, 2, (1, 0))]
+)
+def test_any_number_of_processes_reads_what_any_number_wrote(workers, tmp_path, writers, readers, dims):
+    workers.run(writers, write, tmp_path, dims[0])
+    for rank, (same, own) in enumerate(workers.run(readers, read, tmp_path, dims[1])):
+        assert same
+        assert own == ([rank + 1] if rank < writers else [0])
 
 
-def test_tensors_are_filled_in_place(checkpoint):
-    live = torch.nn.Parameter(torch.zeros(3, 4))
-    load_into({"model": {"a": live}}, checkpoint, ALONE)
+def test_tensors_are_filled_in_place_and_in_their_own_dtype(checkpoint):
+    live, half = torch.nn.Parameter(torch.zeros(10, 6)), torch.zeros(5, dtype=torch.float16)
+    load_into(wholes({"model.a": live, "model.b": half}), checkpoint)
     assert torch.equal(live, MODEL["a"]) and live.requires_grad
+    assert half.tolist() == MODEL["b"].tolist()
 
 
 def test_a_part_may_be_read_alone_and_the_rest_is_left_as_it_is(checkpoint):
-    part = {"model": {"b": torch.zeros(5)}, "optimizer": {"b": torch.full((5,), 7.0)}}
-    load_into(part, checkpoint, ALONE)
-    assert torch.equal(part["model"]["b"], MODEL["b"])
-    assert part["optimizer"]["b"].tolist() == [7.0] * 5
+    found, other = torch.zeros(5), torch.full((5,), 7.0)
+    load_into(wholes({"model.b": found, "optimizer.b": other}), checkpoint)
+    assert torch.equal(found, MODEL["b"])
+    assert other.tolist() == [7.0] * 5
 
 
 def test_nothing_is_missing_from_a_checkpoint_of_the_same_state(checkpoint):
-    assert missing_from(state(), checkpoint) == []
+    assert missing_from(wholes(MODEL, "model."), checkpoint) == []
+    assert missing_from(cut(1, 3, dim=1) | wholes({"model.b": MODEL["b"]}), checkpoint) == ["rng.rank1 is not there"]
 
 
-def test_what_is_missing_or_of_another_shape_is_said(checkpoint):
-    other = state(a=torch.zeros(3, 5), c=torch.zeros(2))
+def test_what_is_missing_or_of_another_shape_is_said_and_nothing_is_read(checkpoint):
+    b = torch.zeros(5)
+    other = wholes({"a": torch.zeros(10, 5), "b": b, "c": torch.zeros(2)}, "model.")
     assert missing_from(other, checkpoint) == [
-        "model.a is [3, 4] there and [3, 5] here",
-        "model.c is not in it",
+        "model.a is [10, 6] there and [10, 5] here",
+        "model.c is not there",
     ]
+    with pytest.raises(UserError, match=r"does not fit: model\.a is \[10, 6\] there"):
+        load_into(other, checkpoint)
+    assert not b.any()
+
+
+def test_a_file_that_is_no_shard_file_is_named(checkpoint):
+    (checkpoint.folder / store.shard_name(0)).write_bytes(b"\xff" * 100)
+    with pytest.raises(Damaged, match=r"file rank-00000\.safetensors cannot be read"):
+        load_into(wholes(MODEL, "model."), checkpoint)

@@ -2,206 +2,323 @@
 
 from __future__ import annotations
 
-import errno
 import multiprocessing
 import os
-import resource
+import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
+from argosy.checkpoint import save as save_module
 from argosy.checkpoint import store
-from argosy.checkpoint.load import load_into
-from argosy.checkpoint.save import Saver, SaveResult
-from argosy.checkpoint.store import CheckpointManifest
+from argosy.checkpoint.boxes import Box
+from argosy.checkpoint.save import deal
+from argosy.checkpoint.shards import box_bytes
+from argosy.checkpoint.writer import Upkeep
 from argosy.parallel.world import World
-
-ALONE = World()
-WIDTH = 20_000
+from checkpoint.saving import WIDTH, Saving, a_disk_that_fails_past, manifest, saved, state
 
 
-def state(value: float, rank: int = 0) -> dict[str, Any]:
-    """Some matrices that all ranks share, and something of each rank's own."""
-    shared = {f"layer{i}": torch.full((WIDTH,), float(value + i)) for i in range(4)}
-    return {"model": shared, "rng": {f"rank{rank}": torch.full((8,), rank, dtype=torch.uint8)}}
+@pytest.fixture
+def saving(tmp_path: Path) -> Iterator[Saving]:
+    found = Saving(tmp_path)
+    yield found
+    found.saver.abandon()
 
 
-def manifest(step: int) -> CheckpointManifest:
-    facts = {"tokens": 0, "saved_at_s": 0.0, "plan": "", "data_identity": "", "has_optimizer": True, "files": {}}
-    return CheckpointManifest(step=step, **facts)
+def wait_until(condition: Callable[[], object], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.01)
 
 
-def saved(run_dir: Path) -> dict[int, dict[str, Any]]:
-    """Step -> the state in its checkpoint, of all that are committed; each must be whole."""
-    found = {}
-    for checkpoint in store.committed(run_dir):
-        checkpoint.verify()
-        found[checkpoint.step] = state(-1.0)
-        load_into(found[checkpoint.step], checkpoint, ALONE)
-    return found
-
-
-@contextmanager
-def a_disk_that_fails_past(size: int) -> Iterator[None]:
-    """No file of this process grows beyond `size` bytes: writing more fails, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+def is_alive(pid: int) -> bool:
     try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
-@pytest.fixture
-def results() -> list[SaveResult]:
-    return []
+def assert_saved(run_dir: Path, values: dict[int, float]) -> None:
+    torch.testing.assert_close(saved(run_dir), {step: state(value) for step, value in values.items()}, rtol=0, atol=0)
 
 
-@pytest.fixture
-def saver(tmp_path, results) -> Saver:
-    return Saver(tmp_path, ALONE, results.append)
+def test_a_save_that_was_waited_for_is_committed(tmp_path, saving):
+    saving.save(1.0, step=4)
+    assert_saved(tmp_path, {4: 1.0})
+    (told,) = saving.told("save")
+    assert told["step"] == 4 and told["bytes"] == store.committed(tmp_path)[0].bytes > 4 * 4 * WIDTH
+    assert saving.saver.last_error is None and saving.saver.committed == {4}
 
 
-def test_a_save_in_the_foreground_is_committed_when_it_returns(tmp_path, saver, results):
-    saver.save(state(1.0), manifest(4), background=False)
-    torch.testing.assert_close(saved(tmp_path), {4: state(1.0)})
-    assert [(result.step, result.error) for result in results] == [(4, None)]
-    assert results[0].bytes == store.committed(tmp_path)[0].bytes > 4 * 4 * WIDTH
-
-
-def test_a_save_in_the_background_is_the_state_at_the_call_whatever_training_does_to_it_then(tmp_path, saver):
+def test_what_is_saved_is_the_state_at_the_call_whatever_training_does_to_it_then(tmp_path, saving):
     live = state(1.0)
-    saver.save(live, manifest(4), background=True)
-    for tensor in live["model"].values():
+    saving.saver.save(live, manifest(4))
+    for tensor in live.values():
         tensor.zero_()
-    saver.wait()
-    torch.testing.assert_close(saved(tmp_path), {4: state(1.0)})
+    saving.saver.wait()
+    assert_saved(tmp_path, {4: 1.0})
 
 
-def test_a_save_waits_for_the_one_before_it(tmp_path, saver, results):
+def test_a_save_waits_for_the_one_before_it(tmp_path, saving):
     for step in (1, 2, 3):
-        saver.save(state(step), manifest(step), background=True)
-    saver.wait()
-    torch.testing.assert_close(saved(tmp_path), {step: state(step) for step in (1, 2, 3)})
-    assert [result.step for result in results] == [1, 2, 3]
+        saving.save(step, step, wait=False)
+    saving.saver.wait()
+    assert_saved(tmp_path, {step: step for step in (1, 2, 3)})
+    assert [told["step"] for told in saving.told("save")] == [1, 2, 3]
 
 
-def test_a_save_that_has_ended_is_reported_by_a_look(saver, results):
-    saver.poll()
-    assert results == []
-    saver.save(state(1.0), manifest(4), background=True)
-    deadline = time.monotonic() + 20
-    while not results and time.monotonic() < deadline:
-        saver.poll()
-    assert [result.step for result in results] == [4]
+def test_a_save_that_has_ended_is_heard_of_without_waiting(saving):
+    saving.saver.poll()
+    saving.save(1.0, step=4, wait=False)
+    wait_until(lambda: saving.saver.poll() or saving.told("save"))
 
 
-def test_a_step_that_is_committed_stays_as_it_is(tmp_path, saver, results):
-    for value in (1.0, 2.0):
-        saver.save(state(value), manifest(4), background=False)
-    torch.testing.assert_close(saved(tmp_path), {4: state(1.0)})
-    assert len(results) == 1
+def test_a_step_that_is_committed_is_not_saved_again(tmp_path, saving):
+    saving.save(1.0, step=4)
+    saving.save(2.0, step=4)
+    assert_saved(tmp_path, {4: 1.0})
+    assert len(saving.told("save")) == 1
 
 
-def test_what_a_process_that_died_left_in_the_folder_is_swept_away(tmp_path, saver):
-    folder = store.step_folder(tmp_path, 4)
+def test_what_a_process_that_died_left_in_the_folder_is_swept_away(tmp_path):
+    saving = Saving(tmp_path)
+    folder = store.partial_folder(tmp_path, 4, 0)
     folder.mkdir(parents=True)
-    (folder / "__7_0.distcp").write_bytes(b"half of somethi")
-    saver.save(state(1.0), manifest(4), background=False)
-    assert {path.name for path in folder.iterdir()} == {"__0_0.distcp", ".metadata", store.MANIFEST}
+    (folder / "rank-00007.safetensors").write_bytes(b"half of somethi")
+    (folder / "rank-00000.json").write_bytes(b'{"ticket": "another", "bytes": 15, "sha256": ""}')
+    saving.save(1.0, step=4)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000004"]
+    saving.close()
+    names = {path.name for path in store.step_folder(tmp_path, 4).iterdir()}
+    assert names == {"rank-00000.safetensors", store.MANIFEST, store.VERIFIED}
 
 
-def test_a_disk_that_fails_leaves_the_checkpoint_before_as_the_newest_and_the_next_save_works(tmp_path, saver, results):
-    saver.save(state(1.0), manifest(1), background=False)
-    with a_disk_that_fails_past(WIDTH):
-        saver.save(state(2.0), manifest(2), background=False)
-    assert results[1].error == "[Errno 27] File too large"
-    assert not store.step_folder(tmp_path, 2).exists()
-    assert store.newest_whole(tmp_path).checkpoint.step == 1
-    saver.save(state(3.0), manifest(3), background=False)
-    torch.testing.assert_close(saved(tmp_path), {1: state(1.0), 3: state(3.0)})
+def test_a_disk_that_fails_leaves_the_checkpoint_before_as_the_newest_and_the_next_save_works(tmp_path, saving):
+    saving.save(1.0, step=1)
+    with a_disk_that_fails_past(WIDTH, saving.saver.writer_pid):
+        saving.save(2.0, step=2)
+    assert saving.told("save_failed") == [{"step": 2, "error": "[Errno 27] File too large"}]
+    assert saving.saver.last_error == "[Errno 27] File too large"
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+    saving.save(3.0, step=3)
+    assert_saved(tmp_path, {1: 1.0, 3: 3.0})
+    assert saving.saver.last_error is None
 
 
 @pytest.mark.parametrize("in_the_way", ["checkpoints", "checkpoints/step-00000002"])
-def test_a_file_in_place_of_a_folder_is_an_error_and_no_end(tmp_path, saver, results, in_the_way):
+def test_a_file_in_place_of_a_folder_is_an_error_and_no_end(tmp_path, saving, in_the_way):
     (tmp_path / in_the_way).parent.mkdir(exist_ok=True)
     (tmp_path / in_the_way).write_text("not a folder")
-    saver.save(state(2.0), manifest(2), background=False)
-    assert in_the_way in results[0].error
+    saving.save(2.0, step=2)
+    assert in_the_way in saving.told("save_failed")[0]["error"]
     assert (tmp_path / in_the_way).read_text() == "not a folder"
 
 
-def test_a_process_killed_at_any_moment_of_a_save_leaves_no_half_checkpoint(tmp_path):
+def test_memory_that_is_short_is_an_error_and_no_end(tmp_path, saving):
+    with a_disk_that_fails_past(WIDTH, os.getpid()):
+        saving.save(1.0, step=1)
+    assert saving.told("save_failed") == [{"step": 1, "error": "[Errno 27] File too large"}]
+    saving.save(2.0, step=2)
+    assert_saved(tmp_path, {2: 2.0})
+
+
+def test_a_writer_that_is_killed_is_told_of_and_replaced_at_the_next_save(tmp_path, saving):
+    saving.save(1.0, step=1)
+    pid = saving.saver.writer_pid
+    os.kill(pid, signal.SIGSTOP)
+    saving.save(2.0, step=2, wait=False)
+    os.kill(pid, signal.SIGKILL)
+    saving.saver.wait()
+    assert saving.told("writer_died") == [{"pid": pid, "why": "signal SIGKILL"}]
+    assert saving.told("save_failed") == [{"step": 2, "error": "the writer process died (signal SIGKILL)"}]
+    assert saving.saver.writer_pid is None
+    saving.save(3.0, step=3)
+    assert_saved(tmp_path, {1: 1.0, 3: 3.0})
+
+
+def test_a_writer_that_hangs_does_not_hold_up_training_for_ever(tmp_path, saving, monkeypatch):
+    monkeypatch.setattr(save_module, "HUNG_S", 0.5)
+    saving.save(1.0, step=1)
+    os.kill(saving.saver.writer_pid, signal.SIGSTOP)
+    saving.save(2.0, step=2)
+    assert "hung" in saving.told("save_failed")[0]["error"] and len(saving.told("writer_died")) == 1
+    monkeypatch.setattr(save_module, "HUNG_S", 60.0)
+    saving.save(3.0, step=3)
+    assert_saved(tmp_path, {1: 1.0, 3: 3.0})
+
+
+@pytest.mark.parametrize(
+    ("fault", "survives"),
+    [
+        ("kill@save:step=2,fraction=0.1", False),
+        ("kill@save:step=2,fraction=0.5", False),
+        ("kill@save:step=2,fraction=0.9", False),
+        ("kill@rename:step=2", False),
+        ("kill@renamed:step=2", True),
+        ("eio@save:step=2,fraction=0.5", False),
+        ("enospc@rename:step=2", False),
+        ("kill@verify:step=2", True),
+    ],
+)
+def test_a_writer_killed_or_failing_anywhere_leaves_whole_checkpoints_only(tmp_path, monkeypatch, fault, survives):
+    monkeypatch.setenv("ARGOSY_FAULTS", fault)
+    monkeypatch.setenv("ARGOSY_RUN_DIR", str(tmp_path))
+    saving = Saving(tmp_path)
+    for step in (1, 2):
+        saving.save(step, step)
+    assert_saved(tmp_path, {1: 1.0, **({2: 2.0} if survives else {})})
+    assert len(saving.told("save")) == 1 + survives
+    saving.save(3.0, step=3)
+    saving.close()
+    assert all(checkpoint.is_verified for checkpoint in store.committed(tmp_path))
+    assert_saved(tmp_path, {1: 1.0, 3: 3.0, **({2: 2.0} if survives else {})})
+    assert not list((tmp_path / "checkpoints").glob("*.partial"))
+
+
+def test_a_process_killed_at_any_moment_of_a_save_leaves_no_half_checkpoint_and_no_writer(tmp_path):
     context = multiprocessing.get_context("fork")
-    for attempt in range(8):
-        run_dir = tmp_path / str(attempt)
-        saving = context.Process(target=save_forever, args=(run_dir,))
-        saving.start()
-        while not store.committed(run_dir):
-            assert saving.is_alive()
-        time.sleep(0.0015 * attempt)
-        saving.kill()
-        saving.join()
-        found = saved(run_dir)
-        torch.testing.assert_close(found, {step: state(step) for step in found})
+    for attempt in range(4):
+        run_dir, pids = tmp_path / str(attempt), context.SimpleQueue()
+        process = context.Process(target=save_forever, args=(run_dir, pids))
+        process.start()
+        writer = pids.get()
+        wait_until(lambda run_dir=run_dir: store.committed(run_dir))
+        time.sleep(0.003 * attempt)
+        process.kill()
+        process.join()
+        wait_until(lambda writer=writer: not is_alive(writer))
+        assert_saved(run_dir, {step: step for step in saved(run_dir)})
 
 
-def save_forever(run_dir: Path) -> None:
-    saver = Saver(run_dir, ALONE, lambda result: None)
+def save_forever(run_dir: Path, pids: Any) -> None:
+    saving = Saving(run_dir)
     for step in range(10_000):
-        saver.save(state(step), manifest(step), background=True)
+        saving.save(step, step, wait=False)
+        if step == 0:
+            pids.put(saving.saver.writer_pid)
 
 
-def test_two_processes_share_the_work_of_one_checkpoint(workers, tmp_path):
-    first, second = workers.run(2, save_together, tmp_path, None)
-    assert first == second and first[0].error is None
-    torch.testing.assert_close(saved(tmp_path), {1: state(1.0), 2: state(2.0)})
-    assert {"__0_0.distcp", "__1_0.distcp", ".metadata"} == store.committed(tmp_path)[0].manifest.files.keys()
+def test_a_writer_ends_with_its_parent_even_if_another_process_keeps_the_pipe_open(tmp_path):
+    context = multiprocessing.get_context("fork")
+    pids = context.SimpleQueue()
+    process = context.Process(target=save_and_fork, args=(tmp_path, pids))
+    process.start()
+    writer, child = pids.get(), pids.get()
+    process.kill()
+    process.join()
+    wait_until(lambda: not is_alive(writer), 10)
+    assert is_alive(child)
+    os.kill(child, signal.SIGKILL)
+
+
+def save_and_fork(run_dir: Path, pids: Any) -> None:
+    saving = Saving(run_dir)
+    saving.save(1.0, step=1)
+    pids.put(saving.saver.writer_pid)
+    child = os.fork()
+    if child:
+        pids.put(child)
+    time.sleep(60)
+
+
+def test_what_is_of_an_epoch_before_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv(store.EPOCH, "4")
+    saving = Saving(tmp_path)
+    saving.save(1.0, step=1)
+    assert store.committed(tmp_path)[0].manifest.epoch == 4
+    (tmp_path / store.EPOCH_FILE).write_text("5")
+    saving.save(2.0, step=2)
+    assert "epoch 5" in saving.told("save_failed")[0]["error"]
+    saving.close()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+def test_what_is_committed_is_verified_and_older_ones_are_deleted_after_that(tmp_path):
+    saving = Saving(tmp_path, upkeep=Upkeep(keep_last=1))
+    for step in (1, 2, 3, 4):
+        saving.save(step, step)
+    saving.close()
+    assert [told["step"] for told in saving.told("verified")] == [1, 2, 3, 4]
+    assert [told["step"] for told in saving.told("prune")] == [1, 2]
+    order = [(news, facts["step"]) for news, facts in saving.news]
+    assert order.index(("verified", 3)) < order.index(("prune", 1))
+    assert_saved(tmp_path, {3: 3.0, 4: 4.0})
+
+
+def test_one_that_is_found_damaged_when_it_is_read_back_is_set_aside(tmp_path):
+    first = Saving(tmp_path)
+    first.save(1.0, step=1)
+    first.close()
+    folder = store.step_folder(tmp_path, 1)
+    (folder / store.VERIFIED).unlink()
+    data = bytearray((folder / store.shard_name(0)).read_bytes())
+    data[-1] ^= 1
+    (folder / store.shard_name(0)).write_bytes(data)
+    second = Saving(tmp_path)
+    second.save(2.0, step=2)
+    second.close()
+    assert "rank-00000.safetensors does not match" in second.told("damaged_checkpoint")[0]["problem"]
+    assert_saved(tmp_path, {2: 2.0})
+
+
+def test_processes_share_the_work_of_one_checkpoint(workers, tmp_path):
+    first, *others = workers.run(3, save_together, tmp_path, None)
+    assert [kind for kind, _ in first if kind == "save"] == ["save"] * 2
+    assert not any(others)
+    assert_saved(tmp_path, {1: 1.0, 2: 2.0})
+    sizes = [file.bytes for file in store.committed(tmp_path)[0].manifest.files.values()]
+    assert len(sizes) == 3 and max(sizes) - min(sizes) < 1.1 * 4 * WIDTH
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_if_the_disk_of_one_process_fails_all_are_told_the_same_and_go_on(workers, tmp_path, failing):
-    first, second = workers.run(2, save_together, tmp_path, failing)
-    assert first == second
-    assert first[0].error == "[Errno 27] File too large"
-    assert first[1].error is None
-    torch.testing.assert_close(saved(tmp_path), {2: state(2.0)})
+def test_if_the_disk_of_one_process_fails_there_is_no_checkpoint_and_the_next_save_works(workers, tmp_path, failing):
+    first, _ = workers.run(2, save_together, tmp_path, failing)
+    (error,) = [facts["error"] for kind, facts in first if kind == "save_failed"]
+    assert error.startswith(("rank 1: " if failing else "") + "[Errno 28] No space left on device")
+    assert_saved(tmp_path, {2: 2.0})
 
 
-def save_together(world: World, run_dir: Path, failing: int | None) -> list[SaveResult]:
-    """Two saves, during the first of which the disk of rank `failing` fails; without their times."""
-    results: list[SaveResult] = []
-    saver = Saver(run_dir, world, results.append)
-    with a_disk_that_fails_past(WIDTH if world.rank == failing else resource.RLIM_INFINITY):
-        saver.save(state(1.0, world.rank), manifest(1), background=False)
-    saver.save(state(2.0, world.rank), manifest(2), background=False)
-    return [replace(result, seconds=0.0) for result in results]
-
-
-def test_if_the_marker_cannot_be_written_all_are_told_and_there_is_no_checkpoint(workers, tmp_path):
-    assert workers.run(2, save_without_a_marker, tmp_path) == ["[Errno 5] no marker"] * 2
-    assert not store.step_folder(tmp_path, 1).exists()
-
-
-def save_without_a_marker(world: World, run_dir: Path) -> str | None:
-    """A save whose last write the disk refuses; its error."""
-    results: list[SaveResult] = []
+def save_together(world: World, run_dir: Path, failing: int | None) -> list[tuple[str, dict[str, Any]]]:
+    """Two saves, during the first of which the disk of rank `failing` fails; what was told."""
+    saving = Saving(run_dir, world)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", refuse_the_marker)
-        Saver(run_dir, world, results.append).save(state(1.0, world.rank), manifest(1), background=False)
-    return results[0].error
+        patch.setenv("ARGOSY_FAULTS", f"enospc@save:step=1,rank={failing}" if failing is not None else "")
+        saving.save(1.0, step=1)
+        dist.barrier()
+        saving.save(2.0, step=2)
+        saving.close()
+    return saving.news
 
 
-def refuse_the_marker(file: int) -> None:
-    if store.MANIFEST in Path(f"/proc/self/fd/{file}").readlink().name:
-        raise OSError(errno.EIO, "no marker")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_death_of_another_ranks_writer_is_told_by_the_first(workers, tmp_path, number):
+    first, second = workers.run(2, save_while_a_writer_dies, tmp_path, number)
+    assert "rank 1: the writer process" in first[0] and second == ["writer_died"]
+    assert_saved(tmp_path, {1: 1.0, 3: 3.0})
+
+
+def save_while_a_writer_dies(world: World, run_dir: Path, number: int) -> list[str]:
+    saving = Saving(run_dir, world)
+    saving.save(1.0, step=1)
+    dist.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            patch.setattr(save_module, "HUNG_S", 0.5)
+            os.kill(saving.saver.writer_pid, number)
+        saving.save(2.0, step=2)
+    dist.barrier()
+    saving.save(3.0, step=3)
+    saving.close()
+    return [facts["error"] for facts in saving.told("save_failed")] or [kind for kind, _ in saving.news]
 
 
 def test_a_save_does_not_meet_the_collectives_of_training(workers, tmp_path):
@@ -210,12 +327,41 @@ def test_a_save_does_not_meet_the_collectives_of_training(workers, tmp_path):
 
 
 def save_and_reduce(world: World, run_dir: Path) -> bool:
-    saver = Saver(run_dir, world, lambda result: None)
+    saving = Saving(run_dir, world)
     sums = []
     for step in (1, 2, 3):
-        saver.save(state(step, world.rank), manifest(step), background=True)
+        saving.save(step, step, wait=False)
         for i in range(50):
             sums.append(world.sum(torch.tensor(float(i + world.rank))).item() == 2 * i + 1)
-    saver.wait()
+    saving.close()
     dist.barrier()
     return all(sums)
+
+
+@st.composite
+def holdings(draw: st.DrawFn) -> list[list[Box]]:
+    boxes = [
+        Box(f"w{i}", "float32", (n,), (0,), (n,)) for i, n in enumerate(draw(st.lists(st.integers(0, 99), max_size=9)))
+    ]
+    ranks = draw(st.integers(1, 5))
+    held: list[list[Box]] = [[] for _ in range(ranks)]
+    for box in boxes:
+        for rank in draw(st.sets(st.integers(0, ranks - 1), min_size=1)):
+            held[rank].append(box)
+    return held
+
+
+@given(holdings())
+def test_every_box_is_dealt_to_one_of_its_holders(held: list[list[Box]]) -> None:
+    dealt = deal(held)
+    for mine, can in zip(dealt, held, strict=True):
+        assert set(mine) <= set(can)
+    everything = [box for mine in dealt for box in mine]
+    assert sorted(everything, key=str) == sorted({box for can in held for box in can if box.elements}, key=str)
+
+
+@given(st.lists(st.integers(1, 99), min_size=1, max_size=20), st.integers(1, 5))
+def test_what_all_hold_is_dealt_evenly(sizes: list[int], ranks: int) -> None:
+    boxes = [Box(f"w{i}", "float32", (n,), (0,), (n,)) for i, n in enumerate(sizes)]
+    loads = [sum(map(box_bytes, mine)) for mine in deal([boxes] * ranks)]
+    assert max(loads) - min(loads) <= 4 * max(sizes)

@@ -3,36 +3,34 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 from pathlib import Path
 
 import pytest
 
 from argosy.checkpoint import store
-from argosy.checkpoint.store import MANIFEST, CheckpointManifest, Damaged
-from argosy.errors import RunFailed, UserError
+from argosy.checkpoint.history import History
+from argosy.checkpoint.store import EPOCH_FILE, MANIFEST, VERIFIED, Checkpoint, CheckpointManifest, Damaged, Fenced
+from argosy.errors import StorageError, UserError
 from argosy.files import PARTIAL
+from checkpoint.saving import flip_a_bit, manifest
 
-FILES = {"__0_0.distcp": bytes(range(100)), ".metadata": b"names and shapes"}
+FILES = {"rank-00000.safetensors": bytes(range(100)), "rank-00001.safetensors": b"names and shapes"}
+ALL = [*FILES, MANIFEST, VERIFIED]
 
 
-def write(run_dir: Path, step: int) -> Path:
-    """The files of a checkpoint and its manifest, as a save leaves them."""
-    folder = store.step_folder(run_dir, step)
+def write(run_dir: Path, step: int, verified: bool = False, **facts: object) -> Path:
+    """A checkpoint as a save leaves it."""
+    folder = store.partial_folder(run_dir, step, epoch=0)
     folder.mkdir(parents=True)
     for name, data in FILES.items():
-        (folder / name).write_bytes(data)
-    manifest = CheckpointManifest(
-        step=step,
-        tokens=step * 1024,
-        saved_at_s=1_700_000_000.25,
-        plan="dp_replicate=2",
-        data_identity="0123456789abcdef",
-        has_optimizer=True,
-        files={name: store.file_sum(folder / name) for name in FILES},
-    )
-    store.commit(folder, manifest)
-    return folder
+        (folder / name).write_bytes(data[: 50 + step % 50])
+    files = {name: store.file_sum(folder / name) for name in FILES}
+    found = store.commit(folder, manifest(step, tokens=step * 1024, saved_at_s=1_700_000_000.25, files=files, **facts))
+    if verified:
+        found.mark_verified()
+    return found.folder
 
 
 def steps(run_dir: Path) -> list[int]:
@@ -46,11 +44,17 @@ def test_what_was_committed_is_there_and_whole(tmp_path):
     for checkpoint in store.committed(tmp_path):
         checkpoint.verify()
         assert checkpoint.manifest.tokens == checkpoint.step * 1024
-        assert checkpoint.bytes == sum(map(len, FILES.values()))
+        assert checkpoint.bytes == sum(path.stat().st_size for path in checkpoint.folder.glob("rank-*"))
+
+
+def test_all_of_a_manifest_comes_back(tmp_path):
+    history = History(3, (("ab", 5), ("cd", 7)), "ef")
+    given = manifest(7, plan="dp_replicate=2", skipped=((3, 5), (9, 10)), history=history, epoch=4, config_sha256="aa")
+    assert CheckpointManifest.from_bytes(given.to_bytes(), "here") == given
 
 
 @pytest.mark.parametrize("marker", [None, f"{MANIFEST}{PARTIAL}"])
-def test_a_folder_without_its_marker_does_not_exist(tmp_path, marker):
+def test_a_folder_without_its_manifest_does_not_exist(tmp_path, marker):
     folder = write(tmp_path, 4)
     (folder / MANIFEST).rename(folder / marker) if marker else (folder / MANIFEST).unlink()
     assert store.committed(tmp_path) == []
@@ -60,54 +64,94 @@ def test_a_folder_without_its_marker_does_not_exist(tmp_path, marker):
             store.find(named)
 
 
-@pytest.mark.parametrize("name", ["step-1", "step-00000003.old", "old-step-00000003", "step-abcdefgh"])
+@pytest.mark.parametrize(
+    "name", ["step-1", "step-00000003.old", "old-step-00000003", "step-00000003.epoch-0001.partial"]
+)
 def test_other_folders_are_no_checkpoints(tmp_path, name):
     write(tmp_path, 3).rename(tmp_path / "checkpoints" / name)
     assert store.committed(tmp_path) == []
 
 
-@pytest.mark.parametrize("name", [*FILES, MANIFEST])
+@pytest.mark.parametrize("name", ALL)
 def test_one_flipped_bit_is_found_wherever_it_is(tmp_path, name):
-    path = write(tmp_path, 4) / name
+    path = write(tmp_path, 4, verified=True) / name
     whole = path.read_bytes()
-    for bit in range(8 * len(whole)):
-        path.write_bytes(_flipped(whole, bit))
-        with pytest.raises(Damaged):
-            store.Checkpoint(path.parent).verify()
+    for bit in range(0, 8 * len(whole), 11):
+        flip_a_bit(path, bit)
+        with pytest.raises(Damaged, match=name):
+            Checkpoint(path.parent).verify()
+        path.write_bytes(whole)
+    Checkpoint(path.parent).verify()
 
 
-def _flipped(data: bytes, bit: int) -> bytes:
-    changed = bytearray(data)
-    changed[bit // 8] ^= 1 << bit % 8
-    return bytes(changed)
+@pytest.mark.parametrize("flips", [10, pytest.param(200, marks=pytest.mark.slow)])
+def test_bits_that_flip_anywhere_are_found_named_and_the_older_one_is_used(tmp_path, flips):
+    older, newer = write(tmp_path, 4, verified=True), write(tmp_path, 6, verified=True)
+    assert store.newest_whole(tmp_path).checkpoint.folder == newer
+    choose = random.Random(6)
+    for _ in range(flips):
+        name = choose.choice(ALL)
+        whole = (newer / name).read_bytes()
+        flip_a_bit(newer / name, choose.randrange(8 * len(whole)))
+        choice = store.newest_whole(tmp_path)
+        assert choice.checkpoint.folder == older
+        assert name in choice.damaged[0] and "step-00000006" in choice.damaged[0]
+        (newer / name).write_bytes(whole)
+        assert store.newest_whole(tmp_path).damaged == ()
 
 
-@pytest.mark.parametrize("name", [*FILES, MANIFEST])
-@pytest.mark.parametrize("left", [0, 1, -1], ids=["emptied", "cut to a byte", "cut by a byte"])
-def test_a_file_that_lost_its_end_is_found(tmp_path, name, left):
-    path = write(tmp_path, 4) / name
-    path.write_bytes(path.read_bytes()[:left])
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("harm", ["emptied", "cut to a byte", "cut by a byte", "longer by a byte", "zeroed", "stale"])
+def test_a_file_that_is_not_what_was_written_is_found_and_named(tmp_path, name, harm):
+    other, path = write(tmp_path, 2, verified=True) / name, write(tmp_path, 4, verified=True) / name
+    whole = path.read_bytes()
+    path.write_bytes(
+        {
+            "emptied": b"",
+            "cut to a byte": whole[:1],
+            "cut by a byte": whole[:-1],
+            "longer by a byte": whole + b"\0",
+            "zeroed": bytes(len(whole)),
+            "stale": other.read_bytes(),
+        }[harm]
+    )
+    if path.read_bytes() == whole:
+        pytest.skip("this file is the same in both")
     with pytest.raises(Damaged, match=name):
-        store.Checkpoint(path.parent).verify()
+        Checkpoint(path.parent).verify()
+    choice = store.newest_whole(tmp_path)
+    assert choice.checkpoint.step == 2 and name in choice.damaged[0]
 
 
 def test_a_missing_file_is_named(tmp_path):
     folder = write(tmp_path, 4)
-    (folder / "__0_0.distcp").unlink()
-    with pytest.raises(Damaged, match=r"step-00000004: file __0_0\.distcp is missing"):
-        store.Checkpoint(folder).verify()
+    (folder / "rank-00000.safetensors").unlink()
+    with pytest.raises(Damaged, match=r"step-00000004: file rank-00000\.safetensors is missing"):
+        Checkpoint(folder).verify()
 
 
-def test_the_manifest_of_another_step_is_found(tmp_path):
-    older, newer = write(tmp_path, 4), write(tmp_path, 6)
-    shutil.copyfile(older / MANIFEST, newer / MANIFEST)
-    with pytest.raises(Damaged, match="the manifest is that of step 4"):
-        store.Checkpoint(newer).verify()
+def test_a_verified_marker_may_be_missing_but_not_be_that_of_another(tmp_path):
+    older, newer = write(tmp_path, 4, verified=True), write(tmp_path, 6)
+    Checkpoint(newer).verify()
+    assert not Checkpoint(newer).is_verified
+    shutil.copyfile(older / VERIFIED, newer / VERIFIED)
+    assert not Checkpoint(newer).is_verified
+    with pytest.raises(Damaged, match=r"verified\.json is that of another checkpoint"):
+        Checkpoint(newer).verify()
+
+
+def test_a_checkpoint_of_the_format_before_is_refused_and_not_taken_for_damaged(tmp_path):
+    folder = write(tmp_path, 4)
+    record = {"format": 1, "step": 4, "tokens": 0, "files": {}}
+    (folder / MANIFEST).write_bytes(store.signed(record))
+    for look in (store.newest_whole, store.find):
+        with pytest.raises(UserError, match=r"manifest\.json: format = 1, and this version reads .* format 2\. Go on"):
+            look(tmp_path)
 
 
 def test_the_newest_whole_one_is_taken_and_each_damaged_one_is_told(tmp_path):
     write(tmp_path, 2)
-    (write(tmp_path, 4) / ".metadata").unlink()
+    (write(tmp_path, 4) / "rank-00001.safetensors").unlink()
     (write(tmp_path, 6) / MANIFEST).write_text("{")
     choice = store.newest_whole(tmp_path)
     assert choice.checkpoint.step == 2
@@ -115,10 +159,21 @@ def test_the_newest_whole_one_is_taken_and_each_damaged_one_is_told(tmp_path):
     assert str(choice).endswith("Using step-00000002, verified just now.")
 
 
+def test_one_of_at_most_a_given_step_can_be_asked_for(tmp_path):
+    for step in (2, 4, 6):
+        write(tmp_path, step)
+    assert [store.newest_whole(tmp_path, at_most=step).checkpoint.step for step in (2, 3, 5, 9)] == [2, 2, 4, 6]
+    assert store.newest_whole(tmp_path, at_most=1) is None
+
+
 def test_if_all_are_damaged_the_run_does_not_silently_start_again(tmp_path):
     for step in (2, 4):
-        (write(tmp_path, step) / ".metadata").unlink()
-    with pytest.raises(RunFailed, match=r"(?s)step-00000004.*step-00000002.*another --run-dir"):
+        (write(tmp_path, step) / "rank-00000.safetensors").unlink()
+    with pytest.raises(StorageError, match=r"(?s)step-00000004.*step-00000002.*another --run-dir"):
+        store.newest_whole(tmp_path)
+    for checkpoint in store.committed(tmp_path):
+        store.withdraw(checkpoint)
+    with pytest.raises(StorageError, match=r"(?s)step-00000002\.withdrawn: was withdrawn before"):
         store.newest_whole(tmp_path)
 
 
@@ -130,17 +185,19 @@ def test_a_user_names_a_run_or_one_of_its_checkpoints(tmp_path):
 
 def test_a_damaged_checkpoint_is_refused_even_by_name(tmp_path):
     folder = write(tmp_path, 4)
-    (folder / ".metadata").unlink()
-    with pytest.raises(UserError, match=r"\.metadata is missing\. Name the run's folder instead"):
+    (folder / "rank-00001.safetensors").unlink()
+    with pytest.raises(UserError, match=r"rank-00001\.safetensors is missing\. Name the run's folder instead"):
         store.find(folder)
 
 
-def test_a_damaged_checkpoint_that_is_withdrawn_keeps_its_files(tmp_path):
+def test_a_checkpoint_that_is_withdrawn_keeps_its_files_and_leaves_its_place(tmp_path):
     write(tmp_path, 2)
-    folder = write(tmp_path, 4)
-    store.withdraw(store.Checkpoint(folder))
-    assert steps(tmp_path) == [2]
-    assert {path.name for path in folder.iterdir()} == {*FILES, f"{MANIFEST}.damaged"}
+    for _ in range(2):
+        folder = write(tmp_path, 4)
+        store.withdraw(Checkpoint(folder))
+        assert steps(tmp_path) == [2]
+        aside = folder.with_name(folder.name + ".withdrawn")
+        assert {path.name for path in aside.iterdir()} == {*FILES, MANIFEST}
 
 
 @pytest.mark.parametrize(
@@ -156,7 +213,18 @@ def test_pruning_keeps_the_newest_and_the_round_steps(tmp_path, keep_last, keep_
     assert len(list((tmp_path / "checkpoints").iterdir())) == len(kept)
 
 
-def test_removing_a_checkpoint_begins_with_its_marker(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("verified", "kept"),
+    [((), [6, 7]), ((1,), [1, 6, 7]), ((1, 2, 3), [2, 3, 6, 7]), ((3, 6), [3, 6, 7]), (range(1, 8), [6, 7])],
+)
+def test_pruning_keeps_the_two_newest_verified_ones_whatever_is_newer(tmp_path, verified, kept):
+    for step in range(1, 8):
+        write(tmp_path, step, verified=step in verified)
+    store.prune(tmp_path, keep_last=2, keep_every=0)
+    assert steps(tmp_path) == kept
+
+
+def test_removing_a_checkpoint_begins_with_its_manifest(tmp_path, monkeypatch):
     folder = write(tmp_path, 4)
     met = []
     monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: met.append(steps(tmp_path)))
@@ -166,6 +234,46 @@ def test_removing_a_checkpoint_begins_with_its_marker(tmp_path, monkeypatch):
 
 def test_a_commit_waits_for_the_disk(tmp_path, monkeypatch):
     synced = []
-    monkeypatch.setattr(os, "fsync", lambda file: synced.append(Path(f"/proc/self/fd/{file}").readlink()))
-    folder = write(tmp_path, 4)
-    assert synced == [folder / f"{MANIFEST}{PARTIAL}", folder, folder.parent]
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(Path(f"/proc/self/fd/{file}").readlink().name))
+    partial, folder = store.partial_folder(tmp_path, 4, 0), write(tmp_path, 4)
+    assert synced == [f"{MANIFEST}{PARTIAL}", partial.name, folder.parent.name]
+
+
+def test_a_commit_takes_what_the_manifest_lists_and_nothing_else(tmp_path):
+    partial = store.partial_folder(tmp_path, 4, 0)
+    partial.mkdir(parents=True)
+    for name in ("rank-00000.json", "rank-00007.safetensors", "rank-00000.safetensors"):
+        (partial / name).write_bytes(b"data")
+    files = {"rank-00000.safetensors": store.file_sum(partial / "rank-00000.safetensors")}
+    folder = store.commit(partial, manifest(4, files=files)).folder
+    assert {path.name for path in folder.iterdir()} == {"rank-00000.safetensors", MANIFEST}
+
+
+def test_a_step_that_is_committed_stays_as_it_is(tmp_path):
+    folder = write(tmp_path, 4, plan="first")
+    write(tmp_path, 4, plan="second")
+    assert Checkpoint(folder).manifest.plan == "first"
+    assert not list((tmp_path / "checkpoints").glob(f"*{PARTIAL}"))
+
+
+@pytest.mark.parametrize(("epoch", "now", "refused"), [(0, "1", True), (2, "2", False), (3, "2", False), (2, "", True)])
+def test_what_is_of_an_epoch_before_is_not_committed(tmp_path, epoch, now, refused):
+    (tmp_path / EPOCH_FILE).write_text(now)
+    if refused:
+        with pytest.raises(Fenced, match="nothing"):
+            write(tmp_path, 4, epoch=epoch)
+    else:
+        write(tmp_path, 4, epoch=epoch)
+    assert steps(tmp_path) == ([] if refused else [4])
+
+
+def test_what_dead_writers_left_is_swept_away_but_not_what_a_later_epoch_writes(tmp_path):
+    write(tmp_path, 3)
+    for step, epoch in ((4, 0), (4, 2), (5, 1), (6, 3)):
+        store.partial_folder(tmp_path, step, epoch).mkdir()
+    store.sweep(tmp_path, epoch=2, before_step=5)
+    left = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert left == {"step-00000003", "step-00000005.epoch-0001.partial", "step-00000006.epoch-0003.partial"}
+    store.sweep(tmp_path, epoch=2)
+    left = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert left == {"step-00000003", "step-00000006.epoch-0003.partial"}

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from argosy.config.schema import DataConfig, DataStage, PrepareConfig
 from argosy.data.loader import OpenData, open_data
+from argosy.data.stream import BadShard
 from argosy.data.tokenizer import train
-from argosy.errors import UserError
+from argosy.errors import DataError, UserError
 from data.conftest import MakeFolder, damage, write_folder
 
 SEQ_LEN, GLOBAL_BATCH = 8, 12
@@ -99,7 +100,7 @@ def test_an_error_while_reading_ahead_surfaces_in_its_step(make_folder: MakeFold
             loader.batch(step)
             continue
         for _ in range(2):  # and again when the step is asked for again
-            with pytest.raises(UserError, match=r"train-00001\.bin"):
+            with pytest.raises(BadShard, match=r"train-00001\.bin"):
                 loader.batch(step)
     loader.close()
 
@@ -137,3 +138,72 @@ def test_corpus_shorter_than_a_sequence_is_refused(folders: tuple[Path, Path]) -
         UserError, match=r"seq_len = 150: the train split .* has only 150 tokens.*seq_len = 149 or less"
     ):
         open_data(DataConfig(seq_len=150, sources={str(folders[0]): 1}), 0, 4)
+
+
+def test_skipped_samples_are_read_by_no_step_and_the_next_ones_move_up(mixed: OpenData) -> None:
+    skipped = [(5, 9), (24, 36)]
+    kept_samples = [i for i in range(5 * GLOBAL_BATCH) if not any(a <= i < b for a, b in skipped)]
+    expected = all_rows(mixed, 5).reshape(-1, SEQ_LEN + 1)[kept_samples]
+    loaders = [mixed.loader(slice(rank * 4, (rank + 1) * 4)) for rank in range(3)]
+    for loader in loaders:
+        loader.batch(0)  # has read ahead what is skipped now
+        loader.skip(skipped)
+    rows = [np.concatenate([loader.batch(step) for loader in loaders]) for step in range(3)]
+    for loader in loaders:
+        loader.close()
+    np.testing.assert_array_equal(np.concatenate(rows), expected[: 3 * GLOBAL_BATCH])
+
+
+def quarantined(data: OpenData, rows: slice, order: list[int]) -> tuple[dict[int, np.ndarray], set[int]]:
+    """The rows of these steps, read by one who learns of bad shards as he meets them; and the samples replaced."""
+    loader = data.loader(rows)
+    found: dict[int, np.ndarray] = {}
+    replaced: set[int] = set()
+    for step in order:
+        while step not in found:
+            try:
+                found[step] = loader.batch(step)
+            except BadShard as problem:
+                loader.quarantine([problem.place])
+        replaced |= set(loader.replaced(step))
+    loader.close()
+    return found, replaced
+
+
+def test_samples_of_a_bad_shard_are_replaced_alike_by_whoever_meets_it_whenever(make_folder: MakeFolder) -> None:
+    folder = make_folder("a", train=[[list(range(s * 50, s * 50 + 50))] for s in range(6)])
+    damage(folder / "train-00001.bin", 30)
+    (folder / "train-00004.bin").write_bytes(b"")
+    data = open_data(DataConfig(seq_len=9, sources={str(folder): 1}, on_bad_shard="skip"), 3, 4)
+    steps = list(range(12))
+    rows, replaced = quarantined(data, slice(0, 4), steps)
+    backwards, _ = quarantined(data, slice(0, 4), steps[::-1])
+    half, replaced_of_half = quarantined(data, slice(2, 4), steps)
+    for step in steps:
+        assert not np.isin(rows[step], [*range(50, 100), *range(200, 250)]).any()
+        np.testing.assert_array_equal(rows[step], backwards[step])
+        np.testing.assert_array_equal(rows[step][2:], half[step])
+    windows = data.order.samples(0, 48).windows
+    bad = {i for i, w in enumerate(windows.tolist()) if {w * 9 // 50, (w * 9 + 9) // 50} & {1, 4}}
+    assert replaced == bad and replaced_of_half == {i for i in bad if i % 4 >= 2}
+
+
+def test_a_source_of_bad_shards_only_is_refused(make_folder: MakeFolder) -> None:
+    folder = make_folder("a", train=[[list(range(100))]])
+    data = open_data(DataConfig(seq_len=9, sources={str(folder): 1}, on_bad_shard="skip"), 3, 4)
+    damage(folder / "train-00000.bin", 30)
+    loader = data.loader(slice(0, 4))
+    with pytest.raises(BadShard, match="checksum"):
+        loader.batch(0)
+    loader.quarantine([(str(folder), 0)])
+    with pytest.raises(DataError, match="hardly any shard"):
+        loader.batch(0)
+    loader.close()
+
+
+def test_a_shard_that_is_cut_off_is_refused_at_once_unless_it_may_be_skipped(make_folder: MakeFolder) -> None:
+    folder = make_folder("a", train=[[list(range(100))]])
+    (folder / "train-00000.bin").write_bytes(b"1234")
+    with pytest.raises(DataError, match="has 4 bytes instead of 200"):
+        open_data(DataConfig(seq_len=9, sources={str(folder): 1}), 0, 4)
+    open_data(DataConfig(seq_len=9, sources={str(folder): 1}, on_bad_shard="skip"), 0, 4)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from argosy.data.manifest import TOKENIZER, Manifest, verify
-from argosy.errors import UserError
+from argosy.errors import DataError, UserError
 from data.conftest import MakeFolder, damage
 
 DOCUMENTS = [[1, 2, 3, 0], [4, 5, 0]]
@@ -44,10 +44,10 @@ def test_damaged_manifest_is_refused(folder: Path, content: str) -> None:
 def test_truncated_or_missing_file_is_found_at_once(folder: Path, name: str) -> None:
     path = folder / name
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(UserError, match=rf"{name} has \d+ bytes instead of \d+.*argosy prepare"):
+    with pytest.raises(DataError, match=rf"{name} has \d+ bytes instead of \d+.*argosy prepare"):
         Manifest.load(folder)
     path.unlink()
-    with pytest.raises(UserError, match=f"{name} is missing"):
+    with pytest.raises(DataError, match=f"{name} is missing"):
         Manifest.load(folder)
 
 
@@ -64,7 +64,7 @@ def test_manifest_of_another_tokenizer_is_refused(folder: Path) -> None:
 def test_verify_finds_a_flipped_bit(folder: Path, name: str) -> None:
     assert verify(folder) == Manifest.load(folder)
     damage(folder / name, 3)
-    with pytest.raises(UserError, match=f"{name} does not match its checksum"):
+    with pytest.raises(DataError, match=f"{name} does not match its checksum"):
         verify(folder)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy.data.order import SampleOrder, Samples, Stage
+from argosy.data.order import SampleOrder, Samples, Stage, kept, skipped_by
 
 
 def listed(samples: Samples) -> list[tuple[int, int, int]]:
@@ -85,3 +85,27 @@ def test_far_into_a_huge_run_nothing_overflows() -> None:
 
 def test_an_empty_range_is_empty() -> None:
     assert len(SampleOrder(0, [4], [Stage(0, (1.0,))]).samples(7, 7)) == 0
+
+
+@st.composite
+def ranges(draw: st.DrawFn) -> list[tuple[int, int]]:
+    """Ranges below 80 that do not overlap, in any order."""
+    ends = sorted(draw(st.lists(st.integers(0, 80), unique=True, max_size=10)))
+    return draw(st.permutations(list(zip(ends[::2], ends[1::2], strict=False))))
+
+
+@given(ranges(), st.integers(0, 40), st.integers(1, 30))
+def test_kept_samples_are_those_that_are_left_when_the_skipped_ones_are_taken_out(
+    skipped: list[tuple[int, int]], start: int, length: int
+) -> None:
+    left = [i for i in range(200) if not any(first <= i < stop for first, stop in skipped)]
+    found = kept(start, start + length, skipped)
+    assert [i for first, stop in found for i in range(first, stop)] == left[start : start + length]
+
+
+@given(ranges(), st.integers(1, 9))
+def test_each_skipped_range_belongs_to_the_one_step_that_goes_past_it(
+    skipped: list[tuple[int, int]], batch: int
+) -> None:
+    by_step = [skipped_by(step * batch, (step + 1) * batch, skipped) for step in range(200 // batch)]
+    assert [hole for holes in by_step for hole in holes] == sorted(skipped)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from argosy.data.checksum import BLOCK_BYTES, BlockChecksums, write_checksums
 from argosy.data.shards import ShardIndex, ShardReader, ShardWriter, token_dtype
-from argosy.errors import UserError
+from argosy.errors import DataError, UserError
 from data.conftest import damage
 
 U16 = np.dtype("<u2")
@@ -108,7 +108,7 @@ def test_flipped_bit_is_found_before_its_tokens_are_used(tmp_path: Path) -> None
     reader = ShardReader(path, U16, vocab_size=500)
     block = BLOCK_BYTES // 2
     assert len(reader.tokens(0, block)) == block
-    with pytest.raises(UserError, match=rf"train-00000\.bin: the block at byte {BLOCK_BYTES} .*[Rr]estore the file"):
+    with pytest.raises(DataError, match=rf"train-00000\.bin: the block at byte {BLOCK_BYTES} .*[Rr]estore the file"):
         reader.tokens(block - 1, block + 1)
 
 
@@ -129,14 +129,14 @@ def test_without_checksums_a_shard_is_read_unchecked(tmp_path: Path) -> None:
 
 
 def test_token_outside_the_vocabulary_names_the_shard(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"train-00000\.bin.*token 499.*499 tokens"):
+    with pytest.raises(DataError, match=r"train-00000\.bin.*token 499.*499 tokens"):
         ShardReader(three_blocks(tmp_path), U16, vocab_size=499).tokens(0, 10)
 
 
 def test_checksums_of_another_length_are_refused(tmp_path: Path) -> None:
     path = three_blocks(tmp_path)
     path.with_suffix(".crc32").write_bytes(b"\0" * 8)
-    with pytest.raises(UserError, match="2 checksums for 3 blocks"):
+    with pytest.raises(DataError, match="2 checksums for 3 blocks"):
         ShardReader(path, U16, vocab_size=500)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from argosy.data.stream import TokenSource, spread_windows
-from argosy.errors import UserError
+from argosy.errors import DataError, UserError
 from data.conftest import MakeFolder, damage, write_folder
 
 
@@ -54,7 +54,7 @@ def test_damage_surfaces_when_its_window_is_read(make_folder: MakeFolder) -> Non
     damage(folder / "train-00001.bin", 0)
     source = TokenSource(folder)
     assert source.tokens(0, 4).tolist() == [1, 2, 3, 0]
-    with pytest.raises(UserError, match=r"train-00001\.bin"):
+    with pytest.raises(DataError, match=r"train-00001\.bin"):
         source.tokens(3, 5)
 
 

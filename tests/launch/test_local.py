@@ -16,15 +16,16 @@ from typing import Any
 import pytest
 
 from argosy.checkpoint import store
-from argosy.config.schema import LaunchConfig, RunConfig
+from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
 from argosy.errors import RunFailed, UserError
 from argosy.launch import run_folder
-from argosy.launch.local import Supervisor
+from argosy.launch.local import nursery
 from argosy.observe.events import read_lines
 from argosy.observe.metrics import Metrics
 from argosy.observe.report import Report
 from argosy.parallel.world import World
+from argosy.resilience.agent import Agent
 from tiny import EAGER, losses, run_config, train_in
 
 ENDLESS = {"train": {"steps": 1_000_000}, "evaluate": {"every_steps": 0}}
@@ -33,8 +34,10 @@ ENDLESS = {"train": {"steps": 1_000_000}, "evaluate": {"every_steps": 0}}
 def launch(run: RunConfig, corpus: Path, run_dir: Path, **settings: Any) -> None:
     """Train `run` in a process of its own, until it is done."""
     run_dir.mkdir(exist_ok=True)
+    run = run.model_copy(update={"launch": run.launch.model_copy(update=settings)})
     run_folder.write(run_dir, run, EAGER, corpus / TOKENIZER)
-    Supervisor(run_dir, LaunchConfig(**settings), EAGER).run()
+    with nursery() as forks:
+        Agent(run_dir, run, EAGER, forks).run()
 
 
 def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
@@ -58,7 +61,7 @@ def the_worker_killed_after(steps: int, run_dir: Path) -> Iterator[None]:
 
     def kill() -> None:
         wait_until(lambda: steps_done(run_dir) >= steps, 60)
-        os.kill(events(run_dir, "workers_started")[0]["pids"][0], signal.SIGKILL)
+        os.kill(events(run_dir, "worker_started")[0]["pid"], signal.SIGKILL)
 
     killer = Thread(target=kill, daemon=True)
     killer.start()
@@ -80,7 +83,7 @@ def test_a_worker_that_is_killed_costs_no_loss(corpus, tmp_path):
 def test_workers_that_keep_dying_end_the_run_with_how_to_go_on(corpus, tmp_path):
     with (
         the_worker_killed_after(3, tmp_path),
-        pytest.raises(RunFailed, match=r"died 1 times \(launch\.max_restarts = 0\)\. The same command goes on"),
+        pytest.raises(RunFailed, match=r"died 1 times \(launch\.max_restarts = 0\) without a step.*The same command goes on"),
     ):
         launch(run_config(corpus, **ENDLESS), corpus, tmp_path, max_restarts=0)
 
@@ -89,7 +92,7 @@ def test_an_error_that_a_restart_would_only_meet_again_is_raised_here(corpus, tm
     run = run_config(corpus, optimizer={"lr": 1e30, "grad_clip": 0.0})
     with pytest.raises(RunFailed, match=r"the last 5 steps were not finite.*Try a smaller optimizer\.lr"):
         launch(run, corpus, tmp_path)
-    assert len(events(tmp_path, "workers_started")) == 1
+    assert len(events(tmp_path, "worker_started")) == 1
     for number, handler in own_handlers.items():
         assert signal.getsignal(number) is handler, "a run leaves the signals of its caller alone"
 
@@ -113,8 +116,8 @@ def test_workers_do_not_outlive_their_launcher(corpus, tmp_path, begun, seconds)
     run = run_config(corpus, **ENDLESS)
     launcher = multiprocessing.get_context("fork").Process(target=launch, args=(run, corpus, tmp_path))
     launcher.start()
-    wait_until(lambda: bool(events(tmp_path, "workers_started")), 20)
-    (pid,) = events(tmp_path, "workers_started")[0]["pids"]
+    wait_until(lambda: bool(events(tmp_path, "worker_started")), 20)
+    pid = events(tmp_path, "worker_started")[0]["pid"]
     wait_until(lambda: steps_done(tmp_path) > 0 or not begun, 60)
     assert is_alive(pid)
     launcher.kill()
@@ -129,9 +132,9 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_a_port_in_use_is_refused_before_any_worker_starts(tmp_path):
+def test_a_port_in_use_is_refused_before_any_worker_starts(corpus, tmp_path):
     with create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=rf"launch\.port = {port} is in use .* Try launch\.port = 0"):
-            Supervisor(tmp_path, LaunchConfig(port=port), EAGER).run()
-    assert not events(tmp_path, "workers_started") and not store.committed(tmp_path)
+            launch(run_config(corpus), corpus, tmp_path, port=port)
+    assert not events(tmp_path, "worker_started") and not store.committed(tmp_path)

@@ -17,12 +17,12 @@ from argosy.models.layers import local
 from argosy.observe.clock import StepClock
 from argosy.observe.wire import Counts, count_wire
 from argosy.optim.optimizer import Optimizer
-from argosy.parallel.expert import balance_experts
-from argosy.parallel.pieces import clip_gradients
+from argosy.parallel.expert import loads_of
+from argosy.parallel.gradients import clip, square_share
 from argosy.parallel.world import World
 from argosy.plan.memory import StateBytes, state_bytes
 from argosy.plan.traffic import traffic
-from argosy.training.step import Wishes, forward_backward
+from argosy.training.step import Share, exchange, forward_backward
 from tiny import eager, laid_out, run_config
 
 UNEVEN = {"layers": 4, "vocab_size": 403}  # rows that no number of ranks here divides
@@ -111,13 +111,12 @@ def measure(world: World, plan: str, model_name: str, kind: str) -> Found:
     for _ in range(2):
         batch = microbatches(rows, layout.microbatch, 0, world.device)
         with count_wire(model.meshes) as sent:
-            forward_backward(model, batch, 1.0, world, StepClock(world.device), Wishes())
+            loss = forward_backward(model, batch, 1.0, StepClock(world.device))
             gradients = memory(x for p in model.pieces for x in (p.parameter.grad, p.value.grad) if x is not None)
-            clip_gradients(model.pieces, 1.0)
+            share = Share(loss, square_share(model.pieces), loads_of(model.moes, config.model, world.device))
+            clip(model.pieces, 1.0, exchange(share, world).gradient_norm)
             optimizer.step()
             model.after_update()
-            if model.moes:
-                balance_experts(model.moes, config.model, world)
         model.zero_gradients()
     parameters = memory(x for p in model.pieces for x in (p.parameter.detach(), p.value))
     return Found(StateBytes(parameters, gradients, optimizer.state_bytes), sent)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from argosy.config.schema import ModelConfig, MoEConfig
 from argosy.models.experts import Load, MoE
 from argosy.parallel.context import shard_sequence, unshard_sequence
-from argosy.parallel.expert import ExpertParallel, SplitRows, balance_experts, exchange_rows
+from argosy.parallel.expert import ExpertParallel, SplitRows, exchange_rows, loads_by_layer, loads_of, update_biases
 from argosy.parallel.world import World
 
 ROWS, TOKENS, WIDTH, EXPERTS = 4, 16, 24, 8
@@ -164,8 +164,9 @@ def end_a_step(world: World) -> tuple[dict[int, Load], Tensor]:
     mine = {2 if world.rank > 1 else 1: layer("deepseek-v3")}
     for module in mine.values():
         module(batch().chunk(2)[world.rank % 2].requires_grad_()).sum().backward()
-    loads = balance_experts(mine, config, world)
-    return loads, next(iter(mine.values())).router.bias
+    loads = world.sum(loads_of(mine, config, world.device))
+    update_biases(mine, loads)
+    return loads_by_layer(loads, config), next(iter(mine.values())).router.bias
 
 
 def test_biases_follow_the_load_of_all_ranks_and_stay_equal(workers):

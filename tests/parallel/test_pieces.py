@@ -7,10 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from argosy.models.layers import local
-from argosy.parallel.pieces import clip_gradients
 from argosy.parallel.world import World
 from tiny import decoder, eager, laid_out
 
@@ -35,18 +32,18 @@ PLANS = [
 
 
 def holdings(world: World, plan: str, model: dict) -> dict[str, tuple[np.ndarray, int, bool, bool, bool]]:
-    """Of each piece: where its elements are in the whole, copies, and whether value, gather and wrap agree with it."""
+    """Of each piece: where its elements are in the whole, copies, whether value, gather and offset agree with it."""
     whole = {name: weight.detach() for name, weight in decoder(**model).named_parameters()}
     found = {}
     for piece in laid_out(world, eager(plan), model=model).pieces:
         places = piece.scatter(torch.arange(whole[piece.name].numel()).view(piece.shape))
-        wrapped = piece.wrap(piece.value)
+        box = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.value.shape, strict=True))
         found[piece.name] = (
             places.flatten().numpy(),
             piece.copies,
             torch.equal(piece.value, piece.scatter(whole[piece.name])),
             torch.equal(piece.gather(piece.value), whole[piece.name]),
-            tuple(wrapped.shape) == piece.shape and torch.equal(local(wrapped), piece.value),
+            torch.equal(piece.value, whole[piece.name][box]),
         )
     return found
 
@@ -91,39 +88,3 @@ def test_a_piece_says_along_which_dims_it_is_cut(workers):
         norms = {"attention_norm.weight", "mlp_norm.weight", "attention.q_norm.weight", "attention.k_norm.weight"}
         assert part_of_sum == norms | {"attention.o.bias", "norm.weight"}
         assert not any(expert for _, _, expert in found.values())
-
-
-def drawn(name: str, shape: tuple[int, ...]) -> Tensor:
-    """A gradient of the whole parameter."""
-    seed = sum(name.encode())
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def clipped(world: World, plan: str, model: dict, max_norm: float, scale: float) -> tuple[float, dict[str, Tensor]]:
-    pieces = laid_out(world, eager(plan), model=model).pieces
-    for piece in pieces:
-        piece.value.grad = piece.scatter(drawn(piece.name, piece.shape)) * scale
-    norm = clip_gradients(pieces, max_norm, scale)
-    return norm.item(), {piece.name: piece.gather(piece.value.grad) for piece in pieces}
-
-
-@pytest.mark.parametrize(("max_norm", "scale"), [(0.5, 1.0), (0.5, 256.0), (1e6, 1.0), (0.0, 256.0)])
-@pytest.mark.parametrize("plan", ["", "dp_shard=4", "tp=2,dp_shard=2,zero=1", "pp=2,tp=2", "dp_shard=2,zero=0,pp=2"])
-def test_clipping_is_that_of_torch_on_the_whole_model(workers, plan, max_norm, scale):
-    """Each parameter counts once, the embedding that both ends of a pipeline hold and what all replicas hold too."""
-    reference = decoder(**TIED)
-    for name, parameter in reference.named_parameters():
-        parameter.grad = drawn(name, parameter.shape)
-    expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), max_norm or float("inf")).item()
-    for norm, gradients in workers.run(eager(plan).world_size, clipped, plan, TIED, max_norm, scale):
-        assert norm == pytest.approx(expected, rel=1e-5)
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, reference.get_parameter(name).grad, rtol=1e-5, atol=1e-7, msg=name)
-
-
-def test_the_norm_of_bf16_gradients_is_not_rounded_to_bf16():
-    pieces = laid_out(World(), eager("weights=bf16"), model=TIED).pieces
-    for piece in pieces:
-        piece.value.grad = drawn(piece.name, piece.shape).bfloat16()
-    squares = sum(piece.value.grad.double().square().sum().item() for piece in pieces)
-    assert clip_gradients(pieces, 0.0).item() == pytest.approx(squares**0.5, rel=1e-6)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -84,6 +84,19 @@ def test_everything_is_positive_and_adds_up():
     parts = {f.name: float(np.squeeze(getattr(found, f.name))) for f in fields(found)}
     assert all(value >= 0 for value in parts.values())
     assert sum(parts.values()) == pytest.approx(float(found.total[0]))
+
+
+def test_what_the_update_needs_counts_once_it_exceeds_the_activations():
+    plain, copies = footprint("", GPT), footprint("", GPT, System(update_bytes=100))
+    held = sum(float(np.squeeze(getattr(plain, name))) for name in ("activations", "logits", "gathered"))
+    assert copies.optimizer - plain.optimizer == pytest.approx(100 * GPT.parameters - held, rel=1e-3)
+    assert footprint("", GPT, System(update_bytes=1e-3)).total == pytest.approx(float(plain.total[0]))
+
+
+def test_the_fullest_rank_counts_where_layers_are_dealt_out_evenly():
+    five = replace(GPT, layers=5)
+    uneven, mean = (footprint("pp=2", five, System(balanced_stages=given)) for given in (0, 1))
+    assert uneven.weights / mean.weights == pytest.approx(3 / 2.5, rel=0.05)
 
 
 def test_offload_takes_the_optimizer_and_activations_off_the_device():

@@ -64,10 +64,67 @@ def test_an_axis_costs_in_its_category(category, without, with_it):
     assert getattr(step(with_it), category) > 0
 
 
+def test_what_goes_to_the_host_is_paid_for():
+    what = ("none", "activations", "optimizer", "all")
+    kept, activations, state, both = step(*(f"dp_shard=64,offload={word}" for word in what)).step
+    assert kept < state < both and kept < activations < both
+
+
+def test_a_faster_link_to_the_host_helps_those_who_use_it_alone():
+    faster = replace(H100, host_link_bytes_per_s=2 * H100.host_link_bytes_per_s)
+    for plan, gains in (("dp_shard=64", False), ("dp_shard=64,offload=activations,recompute=full", True)):
+        assert (step(plan, rates=faster).step < step(plan).step) == gains, plan
+
+
+def test_a_recomputed_layer_sends_its_input_alone_to_the_host():
+    none, full = step("dp_shard=64,offload=activations", "dp_shard=64,offload=activations,recompute=full").offload
+    assert 0 < full < none / 10
+
+
+def test_no_schedule_is_faster_than_one_microbatch_on_its_way_through_all_ranks():
+    alone = step("pp=8,dp_shard=8,zero=1,schedule=zbv,microbatch=32")
+    assert alone.bubble[0] > 3 * (alone.step[0] - alone.bubble[0])
+
+
 def test_experts_that_live_elsewhere_are_waited_for():
     times = step("dp_shard=64", "dp_shard=64,ep=8", preset="mixtral-8x7b")
     assert times.experts[0] == 0
     assert times.experts[1] > 0
+
+
+def test_a_ring_of_one_rank_in_each_node_has_one_adapter():
+    """With ep=8 an eighth of the experts, but each on one rank of each of eight nodes: an eighth of the bandwidth."""
+    all_ranks, apart = step("dp_shard=64,zero=1,ep=1", "dp_shard=64,zero=1,ep=8", preset="mixtral-8x7b").gradients
+    assert apart > all_ranks / 2
+
+
+def test_a_learned_router_waits_for_its_busiest_expert():
+    even, learned = (
+        step("dp_shard=64,ep=8", preset="mixtral-8x7b", system=System(even_experts=given)).experts for given in (1, 0)
+    )
+    assert even < learned
+
+
+def test_many_experts_in_small_microbatches_wait_for_the_host():
+    small, large = (
+        StepModel(
+            Layouts.of([Plan.parse("dp_shard=8,ep=8,precision=bf16")]),
+            replace(work("mixtral-8x7b"), seq_len=seq_len),
+            H100, System(), Constants(),
+        ).predict()
+        for seq_len in (64, 32768)
+    )  # fmt: skip
+    assert small.host / small.step > 0.5
+    assert large.host / large.step < 0.01
+
+
+def test_narrow_heads_are_slower():
+    wide = work()
+    narrow = replace(wide, heads=wide.heads * 2, kv_heads=wide.kv_heads * 2, key_width=64, value_width=64)
+    layouts = Layouts.of([Plan.parse("dp_shard=64,precision=bf16")])
+    of_wide, of_narrow = (StepModel(layouts, each, H100, System(), Constants()).predict() for each in (wide, narrow))
+    assert of_narrow.ideal == pytest.approx(of_wide.ideal)
+    assert of_narrow.attention > of_wide.attention
 
 
 def test_the_bubble_of_a_pipeline_is_that_of_its_schedule():

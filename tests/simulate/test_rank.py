@@ -15,8 +15,8 @@ from argosy.observe.clock import StepClock
 from argosy.observe.live import LiveBytes
 from argosy.observe.wire import Counts, count_wire
 from argosy.optim.optimizer import Optimizer
-from argosy.parallel.expert import balance_experts
-from argosy.parallel.pieces import clip_gradients
+from argosy.parallel.expert import loads_of, update_biases
+from argosy.parallel.gradients import clip, square_share
 from argosy.parallel.world import World
 from argosy.plan.flops import train_flops_per_token
 from argosy.plan.memory import state_bytes
@@ -24,7 +24,7 @@ from argosy.plan.plan import Plan
 from argosy.plan.traffic import traffic
 from argosy.simulate.rank import even_choice, simulate_rank
 from argosy.simulate.record import Change, Sent, Trace, Work
-from argosy.training.step import Wishes, forward_backward
+from argosy.training.step import Share, exchange, forward_backward
 from tiny import eager, laid_out, run_config
 from workers import WorkerPool
 
@@ -97,10 +97,12 @@ def really(world: World, plan: str, model_config: dict[str, Any]) -> Found:
         for _ in range(2):
             live.most, wire = live.now, count_wire(model.meshes)
             with wire:
-                forward_backward(model, batch, 1.0, world, StepClock(world.device), Wishes())
-                if model.moes:
-                    balance_experts(model.moes, run.model, world)
-                clip_gradients(model.pieces, 1.0).item()
+                loss = forward_backward(model, batch, 1.0, StepClock(world.device))
+                share = Share(loss, square_share(model.pieces), loads_of(model.moes, run.model, world.device))
+                outcome = exchange(share, world)
+                clip(model.pieces, 1.0, outcome.gradient_norm)
+                if outcome.loads is not None:
+                    update_biases(model.moes, outcome.loads)
                 model.before_update()
                 optimizer.step()
                 model.after_update()
@@ -182,7 +184,7 @@ def test_microbatches_that_repeat_need_not_be_traced(model: str, plan: str, rank
     layout = Plan.parse(plan)
     microbatches = 13 if layout.pp > 1 else 6
     run = run_config(Path("no data"), model=MODELS[model], train={"global_batch": microbatches * layout.dp})
-    some, each = simulate_rank(layout, run, rank), simulate_rank(layout, run, rank, every_microbatch=True)
+    some, each = simulate_rank(layout, run, rank), simulate_rank(layout, run, rank, in_full=True)
     assert simulated(some) == simulated(each)
     kinds = [[event for event in trace.events if isinstance(event, Work | Sent)] for trace in (some, each)]
     assert [e[:2] for e in kinds[0]] == [e[:2] for e in kinds[1]]

@@ -104,8 +104,8 @@ def test_a_flipped_byte_in_a_shard_stops_the_run_and_names_the_file(folder: Fold
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
     edited(folder.write_run(), str(folder.corpus), str(corpus))
-    assert shard.name in folder.argosy("train", "run.toml", code=2)
-    assert shard.name in folder.argosy("prepare", "--out", "damaged", "--verify", code=2)
+    assert shard.name in folder.argosy("train", "run.toml", code=65)
+    assert shard.name in folder.argosy("prepare", "--out", "damaged", "--verify", code=65)
 
 
 def test_data_of_another_tokenizer_is_refused(folder: Folder, refused: Refused) -> None:

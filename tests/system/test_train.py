@@ -41,10 +41,9 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.02)
 
 
-def workers(process: subprocess.Popen[str]) -> list[int]:
-    """The worker processes of a launcher."""
-    path = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    return [int(pid) for pid in path.read_text().split()]
+def workers(run_dir: Path) -> list[int]:
+    """The worker processes of a run that has just been started."""
+    return [event["pid"] for event in events(run_dir, "worker_started")]
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +88,7 @@ def test_kill_9_at_any_moment_changes_no_loss(
     run_dir = folder.path / "runs/tiny"
     process = folder.start("train", "run.toml")
     wait_until(lambda: len(losses(run_dir)) >= after_steps)
-    pids = workers(process)
+    pids = workers(run_dir)
     if victim == "worker":
         os.kill(pids[-1], signal.SIGKILL)
         _, err = process.communicate(timeout=120)
@@ -125,7 +124,7 @@ def test_workers_do_not_outlive_a_killed_launcher(folder: Folder) -> None:
     folder.write_run(steps=100_000)
     process = folder.start("train", "run.toml")
     wait_until(lambda: len(losses(folder.path / "runs/tiny")) >= 1)
-    pids = workers(process)
+    pids = workers(folder.path / "runs/tiny")
     process.kill()
     process.communicate()
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), seconds=10)
@@ -156,7 +155,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(folder: Folder
     run = folder.write_run(steps=40)
     folder.argosy("train", "run.toml", "--train.steps", 10)
     run_dir = folder.path / "runs/tiny"
-    file = next((run_dir / "checkpoints/step-00000010").glob("*.distcp"))
+    file = run_dir / "checkpoints/step-00000010/rank-00000.safetensors"
     data = bytearray(file.read_bytes())
     data[len(data) // 3] ^= 4
     file.write_bytes(data)

@@ -8,8 +8,9 @@ import torch
 
 from argosy.models.batch import microbatches
 from argosy.observe.clock import StepClock
+from argosy.parallel.gradients import square_share
 from argosy.parallel.world import World
-from argosy.training.step import StepOutcome, Wishes, forward_backward
+from argosy.training.step import Share, StepOutcome, Wishes, exchange, forward_backward
 from tiny import decoder, eager, gradients, laid_out
 
 END = 0
@@ -19,7 +20,11 @@ Gradients = dict[str, np.ndarray]
 
 
 def step(
-    world: World, plan: str, loss_scale: float = 1.0, wishes: dict[int, Wishes] | None = None
+    world: World,
+    plan: str,
+    loss_scale: float = 1.0,
+    wishes: dict[int, Wishes] | None = None,
+    fingerprints: dict[int, int] | None = None,
 ) -> tuple[StepOutcome, Gradients]:
     """The outcome and this rank's parameters' whole gradients of one step on ROWS, laid out as `plan` says."""
     layout = eager(plan)
@@ -27,7 +32,9 @@ def step(
     rows = ROWS[model.dp_rank * share : (model.dp_rank + 1) * share]
     batch = microbatches(rows, layout.microbatch, END, world.device)
     mine = (wishes or {}).get(world.rank, Wishes())
-    outcome = forward_backward(model, batch, loss_scale, world, StepClock(world.device), mine)
+    loss = forward_backward(model, batch, loss_scale, StepClock(world.device))
+    fingerprint = torch.tensor(fingerprints[world.rank]) if fingerprints else None
+    outcome = exchange(Share(loss, square_share(model.pieces), fingerprint=fingerprint, wishes=mine), world)
     return outcome, {name: gradient.numpy() for name, gradient in gradients(model).items()}
 
 
@@ -71,8 +78,10 @@ def test_the_gradient_is_that_of_the_whole_batch_at_once(workers, whole, plan):
     loss, expected = whole
     found = workers.run(eager(plan).world_size, step, plan)
     assert set().union(*(mine for _, mine in found)) == set(expected)
+    norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm().item()
     for outcome, found_gradients in found:
         assert outcome.loss == pytest.approx(loss, rel=1e-5)
+        assert outcome.gradient_norm == pytest.approx(norm, rel=1e-5)
         for name, gradient in found_gradients.items():
             torch.testing.assert_close(torch.from_numpy(gradient), expected[name], rtol=1e-4, atol=1e-7, msg=name)
 
@@ -93,3 +102,18 @@ def test_what_one_process_wishes_is_granted_to_all(workers, plan):
     outcomes = [outcome for outcome, _ in workers.run(4, step, plan, 1.0, wishes)]
     assert [outcome.wishes for outcome in outcomes] == [Wishes(stop=True, save=True)] * 4
     assert len({outcome.loss for outcome in outcomes}) == 1
+
+
+@pytest.mark.parametrize(
+    ("fingerprints", "differ"),
+    [
+        ({0: 2 * 77, 1: -77, 2: -77}, False),
+        ({0: 2 * 77, 1: -77, 2: -78}, True),
+        ({0: 2**63 - 1, 1: -(2**63), 2: 1}, False),  # as 64-bit integers they wrap around to 0
+        ({0: 2**63 - 1, 1: -(2**63), 2: 0}, True),
+        ({0: -(2**63), 1: 0, 2: 0}, True),
+    ],
+)
+def test_shares_of_a_fingerprint_that_do_not_add_up_to_nothing_are_seen_by_all(workers, fingerprints, differ):
+    outcomes = [outcome for outcome, _ in workers.run(3, step, "dp_replicate=3", 1.0, None, fingerprints)]
+    assert [outcome.copies_differ for outcome in outcomes] == [differ] * 3

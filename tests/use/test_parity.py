@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from argosy.checkpoint.save import Saver
+from argosy.checkpoint.shards import wholes
 from argosy.checkpoint.store import CheckpointManifest
 from argosy.errors import RunFailed, UserError
 from argosy.parallel.world import World
@@ -71,7 +72,9 @@ def test_the_weight_that_differs_most_is_named(trained: Path, copy: Path) -> Non
     manifest = CheckpointManifest(
         step=40, tokens=0, saved_at_s=time.time(), plan="", data_identity="", has_optimizer=False, files={}
     )
-    Saver(copy, World(), lambda result: None).save({"model": state}, manifest, background=False)
+    saver = Saver(copy, World(), lambda news, **facts: None)
+    saver.save(wholes(state, "model."), manifest)
+    saver.close()
     found = compare(trained, copy)
     assert found.weights.relative == pytest.approx(0.01, rel=1e-4) and found.weights.where == name
 

@@ -1,47 +1,57 @@
-"""Reading a committed checkpoint back, whole or only the model."""
+"""Reading a committed checkpoint back, by any rank under any layout: the boxes that it wants, from whichever files."""
 
 from __future__ import annotations
 
-import warnings
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 
-import torch.distributed.checkpoint as dcp
+import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
-from argosy.checkpoint.store import Checkpoint
-from argosy.parallel.world import World
+from argosy.checkpoint.boxes import Box, Misfit, cover
+from argosy.checkpoint.shards import ShardFile
+from argosy.checkpoint.store import Checkpoint, Damaged
+from argosy.errors import UserError
+
+Held = Mapping[str, list[tuple[ShardFile, Box]]]
+"""Name of a tensor -> which files hold which boxes of it."""
 
 
-def load_into(state: dict[str, Any], checkpoint: Checkpoint, world: World) -> None:
-    """Fill the tensors of `state` (nested dicts) in place; what the checkpoint does not hold stays as it is.
+@contextmanager
+def opened(checkpoint: Checkpoint) -> Iterator[Held]:
+    """The files of `checkpoint`, mapped into memory. Raises: Damaged."""
+    held: dict[str, list[tuple[ShardFile, Box]]] = {}
+    with ExitStack() as files:
+        for name in checkpoint.manifest.files:
+            try:
+                file = files.enter_context(ShardFile(checkpoint.folder / name))
+            except (OSError, SafetensorError) as problem:
+                raise Damaged(f"{checkpoint.folder}: file {name} cannot be read ({problem})") from None
+            for box in file.boxes:
+                held.setdefault(box.name, []).append((file, box))
+        yield held
 
-    All ranks call it together. The checkpoint may have been written by any number of processes.
+
+@torch.no_grad()
+def load_into(parts: Mapping[Box, Tensor], checkpoint: Checkpoint) -> None:
+    """Fill the tensors of `parts`, this rank's, in place; one of which the checkpoint has nothing stays as it is.
+
+    Numbers are converted to the dtypes of the tensors. Raises: UserError if a tensor is of another shape there, before
+    anything is read.
     """
-    reader = dcp.FileSystemReader(checkpoint.folder)
-    saved = reader.read_metadata().state_dict_metadata
-    wanted = {name: tensor for name, tensor in _flat(state).items() if name in saved}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a world of one is no mistake
-        dcp.load(wanted, storage_reader=reader, no_dist=world.size == 1)
+    with opened(checkpoint) as held:
+        found = {box: cover(box, held[box.name]) for box in parts if box.name in held}
+        problems = [str(way) for way in found.values() if isinstance(way, Misfit)]
+        if problems:
+            raise UserError(f"{checkpoint.folder} does not fit: {'; '.join(problems)}.")
+        for box, way in found.items():
+            for file, source, part in way if not isinstance(way, Misfit) else ():
+                parts[box][part.within(box)].copy_(file.read(source, part))
 
 
-def missing_from(state: dict[str, Any], checkpoint: Checkpoint) -> list[str]:
-    """What of `state` the checkpoint does not hold, or holds in another shape, in words."""
-    saved = dcp.FileSystemReader(checkpoint.folder).read_metadata().state_dict_metadata
-    problems = []
-    for name, tensor in _flat(state).items():
-        entry = saved.get(name)
-        size = getattr(entry, "size", None)
-        if entry is None:
-            problems.append(f"{name} is not in it")
-        elif size is not None and tuple(size) != tuple(tensor.shape):
-            problems.append(f"{name} is {list(size)} there and {list(tensor.shape)} here")
-    return problems
-
-
-def _flat(state: dict[str, Any], prefix: str = "") -> dict[str, Tensor]:
-    """Nested dicts as one, with the dotted names that DCP gives them."""
-    flat: dict[str, Tensor] = {}
-    for key, value in state.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
+def missing_from(parts: Mapping[Box, Tensor], checkpoint: Checkpoint) -> list[str]:
+    """What of `parts` the checkpoint does not hold, or holds in another shape, in words."""
+    with opened(checkpoint) as held:
+        ways = (cover(box, held.get(box.name, [])) for box in parts)
+        return [str(way) for way in ways if isinstance(way, Misfit)]

@@ -1,179 +1,284 @@
-"""Saving: copy the state, write it while training goes on, commit it when it is whole on the disk."""
+"""Saving: copy this rank's part of the state, hand the copy to a process of its own, hear how it went.
+
+There is no collective in a save: one that hangs on a disk cannot hold up those of a step.
+"""
 
 from __future__ import annotations
 
-import shutil
-import threading
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
 import time
-import warnings
-from collections.abc import Callable
+import uuid
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from torch import Tensor
 
 from argosy.checkpoint import store
-from argosy.checkpoint.store import CheckpointManifest, FileSum
+from argosy.checkpoint.boxes import Box
+from argosy.checkpoint.part import Note, SaveOrder, leave_note, words
+from argosy.checkpoint.shards import box_bytes, write_shard
+from argosy.checkpoint.store import CheckpointManifest
+from argosy.checkpoint.writer import Tell, Upkeep
+from argosy.faults import fault
 from argosy.parallel.world import World
 
-
-@dataclass(frozen=True)
-class SaveResult:
-    """How a save ended, the same on every rank."""
-
-    step: int
-    seconds: float
-    """From the call to the commit, most of it in the background."""
-    bytes: int
-    error: str | None
-    """Why there is no new checkpoint (the older ones are as they were); None if it is committed."""
+HUNG_S = 300.0
+"""A writer whose file has not grown for so long, though it is to be waited for, is given up."""
 
 
 class Saver:
-    """Writes the checkpoints of a run. All ranks call it alike; one save is under way at a time.
+    """Writes the checkpoints of a run. All ranks call it alike; one save is under way at a time."""
 
-    It has a process group of its own: collectives of a save never meet those of a step.
-    """
+    def __init__(self, run_dir: Path, world: World, heard: Tell, upkeep: Upkeep | None = None):
+        """`heard(news, **facts)` is called, by `save`, `poll`, `wait` and `close`, with what becomes of checkpoints.
 
-    def __init__(self, run_dir: Path, world: World, done: Callable[[SaveResult], None]):
-        """`done` hears of every save that ends, from the thread that waits for it."""
-        self._run_dir = run_dir
-        self._world = world
-        self._group = dist.new_group(backend="gloo") if world.size > 1 else None
-        self._done = done
-        self._thread: threading.Thread | None = None
-        self._result: SaveResult | None = None
+        On the first rank: "save" (step, seconds, bytes), "save_failed" (step, error), "verified" (step, seconds),
+        "damaged_checkpoint" (problem), "prune" (step), "upkeep_failed" (error), "drained" (step, seconds, bytes),
+        "drain_failed" (step, error). On every rank: "writer_died" (pid, why).
+        """
+        self._run_dir, self._world, self._heard = run_dir, world, heard
+        self._upkeep = upkeep or Upkeep()
+        self._epoch = store.own_epoch()
+        # Memory without a name: whichever process dies last, the kernel frees it. Kept from save to save, since
+        # having the kernel clear its pages anew takes as long as copying.
+        self._memory = os.memfd_create("argosy-snapshot")
+        self._process: WriterProcess | None = None
+        self._under_way: SaveOrder | None = None
+        self._mine: list[Box] | None = None
+        self._ticket, self._attempts = "", 0
+        self.committed: set[int] = set()
+        """Steps that need no saving: those of its own checkpoints, and what is added to them, alike on all ranks."""
+        self.last_error: str | None = None
+        """Why the newest save of this rank's part failed, on the first rank: of the whole; None if it did not."""
 
-    def save(self, state: dict[str, Any], manifest: CheckpointManifest, background: bool) -> None:
-        """Save `state` (nested dicts of tensors) as the checkpoint of `manifest.step`.
+    @property
+    def writer_pid(self) -> int | None:
+        """The process that writes this rank's part; None before the first save, and after one died until the next."""
+        return None if self._process is None else self._process.pid
 
-        Returns once the state is copied, or with `background` off once it is committed. A step that is
-        committed already is left as it is.
+    def save(self, parts: Mapping[Box, Tensor], manifest: CheckpointManifest) -> None:
+        """Save the checkpoint of `manifest.step`; `parts`, this rank's, have the same boxes each time.
+
+        Returns once the state is copied; waits before that for the save under way. What several ranks hold one of them
+        writes, which they settle at the first call: it is a collective. A failure is heard of, not raised.
         """
         self.wait()
-        there = store.Checkpoint(store.step_folder(self._run_dir, manifest.step)) in store.committed(self._run_dir)
-        if self._gather(there)[0]:  # the first rank's word: on a shared disk others may see it later
+        if manifest.step in self.committed:
             return
-        began = time.perf_counter()
-        copy = _to_host(state)
-        self._result = None
-        self._thread = threading.Thread(target=self._write, args=(copy, manifest, began), name="argosy-save")
-        self._thread.start()
-        if not background:
-            self.wait()
-
-    def wait(self) -> None:
-        """Wait for the save under way, if any, and report how it ended."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-            assert self._result is not None
-            self._done(self._result)
+        began_s = time.monotonic()
+        if self._mine is None:
+            self._share_out(list(parts))
+        assert self._mine is not None
+        self._attempts += 1
+        order = SaveOrder(
+            run_dir=str(self._run_dir),
+            ticket=f"{self._ticket}-{self._attempts}",
+            epoch=self._epoch,
+            step=manifest.step,
+            rank=self._world.rank,
+            size=self._world.size,
+            bytes=0,
+            began_s=began_s,
+            manifest=replace(manifest, epoch=self._epoch).to_record(),
+        )
+        about = {"step": str(order.step), "rank": str(order.rank)}
+        try:
+            fault("snapshot", step=order.step)
+            size = write_shard(self._memory, {box: parts[box] for box in self._mine}, about)
+            self._hand_over(replace(order, bytes=size))
+        except OSError as problem:  # too little memory, no more processes: no reason to end training
+            self._failed(order, words(problem))
 
     def poll(self) -> None:
-        """Report a save that has ended, without waiting for one that has not."""
-        if self._thread is not None and not self._thread.is_alive():
-            self.wait()
+        """Hear what has happened, without waiting."""
+        self._listen(0.0)
 
-    def _write(self, state: dict[str, Any], manifest: CheckpointManifest, began: float) -> None:
-        folder = store.step_folder(self._run_dir, manifest.step)
-        files: dict[str, FileSum] = {}
-        error: str | None = None
-        try:
-            self._write_files(state, folder)
-            # Every rank must reach the collectives below, so its error travels through them.
-        except BaseException as problem:
-            error = _words(problem)
-        try:
-            if error is None:
-                files = self._sums_of_my_files(folder)
-        except OSError as problem:
-            error = str(problem)
-        reports = self._gather((error, files))
-        error = next((e for e, _ in reports if e), None)
-        files = {name: file for _, part in reports for name, file in part.items()}
+    def wait(self) -> None:
+        """Wait for the save under way, if any."""
+        grown, since_s = -1, time.monotonic()
+        while self._under_way is not None:
+            self._listen(1.0)
+            size = _size(self._under_way.file) if self._under_way else 0
+            if size != grown:
+                grown, since_s = size, time.monotonic()
+            if self._under_way is not None and time.monotonic() - since_s > HUNG_S:
+                self._give_up(self._under_way)
+        self._listen(0.0)
+
+    def close(self) -> None:
+        """Wait until all that was saved is read back and copied away as well, and end the writer."""
+        self.wait()
+        if self._process is not None:
+            with suppress(OSError):
+                self._process.send({"order": "close"})
+            while self._process is not None:
+                self._listen(1.0)
+        os.close(self._memory)
+
+    def abandon(self) -> None:
+        """End the writer at once, whatever it is at: its checkpoint will not be committed."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.reap()
+        self._process, self._under_way = None, None
+        os.close(self._memory)
+
+    def _share_out(self, boxes: list[Box]) -> None:
+        """Settle with the other ranks which boxes are whose to write, and what this run's attempts are called."""
         if self._world.is_first:
-            error = error or _commit(folder, manifest.model_copy(update={"files": files}))
-            if error:
-                with suppress(OSError):  # a disk that fails may refuse this too, and the others wait to hear
-                    store.remove(folder)
-        error = self._gather(error)[0]
-        size = sum(file.bytes for file in files.values())
-        self._result = SaveResult(manifest.step, time.perf_counter() - began, size, error)
+            store.sweep(self._run_dir, self._epoch)  # before any rank begins to write
+        everyone: list[Any] = [(boxes, uuid.uuid4().hex)]
+        if self._world.size > 1:
+            everyone *= self._world.size
+            dist.all_gather_object(everyone, everyone[0])
+        self._mine = deal([held for held, _ in everyone])[self._world.rank]
+        self._ticket = everyone[0][1]
 
-    def _write_files(self, state: dict[str, Any], folder: Path) -> None:
-        problems = self._gather(_make_empty(folder) if self._world.is_first else None)
-        if problems[0]:
-            raise OSError(problems[0])
-        writer = _Writer(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a world of one is no mistake
-            dcp.save(state, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
+    def _hand_over(self, order: SaveOrder) -> None:
+        if self._process is None:
+            self._process = WriterProcess(self._memory)
+        self._under_way = order
+        with suppress(BrokenPipeError):  # it has died: `_listen` finds out, and says why
+            self._process.send({"order": "save", "save": asdict(order), "upkeep": asdict(self._upkeep)})
 
-    def _sums_of_my_files(self, folder: Path) -> dict[str, FileSum]:
-        """Checksums of what this rank wrote: the writer names its files __RANK_NUMBER.distcp."""
-        mine = f"__{self._world.rank}_"
-        paths = [p for p in store.files_of(folder) if p.name.startswith(mine)]
+    def _listen(self, timeout_s: float) -> None:
+        """Hear what the writer has to say, waiting for it as long as that; also that it has died."""
+        process = self._process
+        if process is None:
+            return
+        for record in process.news(timeout_s):
+            self._take(record.pop("news"), record)
+        if not process.is_open and self._process is process:
+            self._process = None
+            self._take_death(process)
+
+    def _take(self, news: str, facts: dict[str, Any]) -> None:
+        if news in ("save", "save_failed"):
+            self._under_way = None
+            self.last_error = facts.get("error")
+            if news == "save":
+                self.committed.add(facts["step"])
+            if not self._world.is_first:
+                return  # the first rank knows more
+        if news == "closed":
+            assert self._process is not None
+            self._process.kill()
+            self._process.reap()
+            self._process = None
+            return
+        self._heard(news, **facts)
+
+    def _give_up(self, order: SaveOrder) -> None:
+        """Kill a writer that hangs: on a disk, it may not even die, so nobody waits for that."""
+        assert self._process is not None
+        self._process.kill()
+        why = f"nothing has come of it for {HUNG_S:.0f} s"
+        self._heard("writer_died", pid=self._process.pid, why=why)
+        self._process = None
+        self._failed(order, f"the writer process hung ({why})")
+
+    def _take_death(self, process: WriterProcess) -> None:
+        why = process.reap()
+        self._heard("writer_died", pid=process.pid, why=why)
+        order, self._under_way = self._under_way, None
+        if order is None:
+            return
+        if self._world.is_first and store.Checkpoint(store.step_folder(self._run_dir, order.step)).is_there:
+            self._take("save", {"step": order.step, "seconds": round(time.monotonic() - order.began_s, 3)})
+        else:
+            self._failed(order, f"the writer process died ({why})")
+
+    def _failed(self, order: SaveOrder, error: str) -> None:
+        """Note a failure that the writer could not tell of."""
+        self._under_way, self.last_error = None, error
         if self._world.is_first:
-            paths.append(folder / ".metadata")
-        return {path.name: store.file_sum(path) for path in paths}
-
-    def _gather(self, mine: Any) -> list[Any]:
-        if self._group is None:
-            return [mine]
-        everyone: list[Any] = [None] * self._world.size
-        dist.all_gather_object(everyone, mine, group=self._group)
-        return everyone
+            self._heard("save_failed", step=order.step, error=error)
+            return
+        with suppress(OSError):
+            leave_note(order, Note(order.ticket, error=error))
 
 
-def _make_empty(folder: Path) -> str | None:
+class WriterProcess:
+    """A process that runs `checkpoint.writer`, reading from the file in memory with descriptor `memory`."""
+
+    def __init__(self, memory: int):
+        """Raises: OSError if there can be no more processes."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "argosy.checkpoint.writer", str(memory), str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            pass_fds=[memory],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)},
+            start_new_session=True,  # ctrl-C is for training, which saves then
+        )
+        self._rest = b""
+        self.is_open = True
+        """Whether it may have more to say."""
+
+    @property
+    def pid(self) -> int:
+        """The process's number."""
+        return self._process.pid
+
+    def send(self, order: Mapping[str, Any]) -> None:
+        """Raises: BrokenPipeError if it is gone."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order).encode() + b"\n")
+
+    def news(self, timeout_s: float) -> list[dict[str, Any]]:
+        """What it has said; waits for that up to `timeout_s`."""
+        assert self._process.stdout is not None
+        said, out = b"", self._process.stdout
+        while self.is_open and select.select([out], [], [], 0.0 if said else timeout_s)[0]:
+            data = os.read(out.fileno(), 2**16)
+            said += data
+            self.is_open = bool(data)
+        *lines, self._rest = (self._rest + said).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def kill(self) -> None:
+        """End it, whatever it is at; it may take its time in a system call."""
+        self._process.kill()
+
+    def reap(self) -> str:
+        """How it ended, in words; to be called when it has, or soon will."""
+        with self._process:  # closes the pipes, and waits
+            pass
+        code = self._process.returncode
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def deal(holdings: Sequence[Sequence[Box]]) -> list[list[Box]]:
+    """Which boxes each rank writes, of those that each holds: each box once, and as equal shares of the bytes as come
+    of giving the largest first to the holder who has the least. A pure function: every rank computes the same.
+    """
+    holders: dict[Box, list[int]] = {}
+    for rank, boxes in enumerate(holdings):
+        for box in boxes:
+            if box.elements:
+                holders.setdefault(box, []).append(rank)
+    dealt: list[list[Box]] = [[] for _ in holdings]
+    load = [0] * len(holdings)
+    # What only one rank can write comes first, for the others to be dealt around it.
+    for box in sorted(holders, key=lambda b: (len(holders[b]) > 1, -box_bytes(b), b.name, b.offset)):
+        rank = min(holders[box], key=lambda r: (load[r], r))
+        dealt[rank].append(box)
+        load[rank] += box_bytes(box)
+    return dealt
+
+
+def _size(path: Path) -> int:
     try:
-        if folder.exists():
-            shutil.rmtree(folder)  # left by a process that died while writing: it has no marker
-        folder.mkdir(parents=True)
-    except OSError as problem:
-        return str(problem)
-    return None
-
-
-def _commit(folder: Path, manifest: CheckpointManifest) -> str | None:
-    try:
-        store.commit(folder, manifest)
-    except OSError as problem:
-        return str(problem)
-    return None
-
-
-def _to_host(value: Any) -> Any:
-    """A copy of the state in host memory, which the next step cannot change."""
-    if isinstance(value, dict):
-        return {key: _to_host(inner) for key, inner in value.items()}
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    return value
-
-
-class _Writer(dcp.FileSystemWriter):
-    """DCP's, but it says what the system said of a disk: torch's zip writer covers that with a remark of its own."""
-
-    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as problem:
-            if isinstance(problem.__context__, OSError):
-                raise problem.__context__ from None
-            raise
-
-
-def _words(problem: BaseException) -> str:
-    """The failure inside DCP's wrapping, in a line, e.g. "[Errno 28] No space left on device"."""
-    if isinstance(problem, dcp.CheckpointException):
-        problem = next(iter(problem.failures.values()))[0]
-    line = (str(problem).splitlines() or [""])[0]
-    return line if isinstance(problem, OSError) and line else f"{type(problem).__name__}: {line}"
+        return path.stat().st_size
+    except OSError:
+        return 0

@@ -1,67 +1,122 @@
 """Checkpoints on disk: which exist, whether they are whole, which are kept.
 
-    checkpoints/step-00000100/   files written by torch.distributed.checkpoint, and manifest.json
+    checkpoints/step-00000100/                      rank-00000.safetensors ..., manifest.json, verified.json
+    checkpoints/step-00000200.epoch-0002.partial/   being written, by the processes of epoch 2
+    checkpoints/step-00000050.withdrawn/            found damaged, kept to be looked at
 
-The manifest is the commit marker: it is renamed into place last, after every file it lists is on the disk with
-its checksum. A folder without it is not a checkpoint, and no reader looks at it.
+A checkpoint comes to be by the renaming of its folder, once all its files and the manifest, with the checksum of each,
+are on the disk. The marker verified.json is added when every byte was read back and found as it was written. Only the
+standard library is needed: the process that writes checkpoints has no torch.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import re
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from argosy.checkpoint.history import History
+from argosy.errors import ArgosyError, StorageError, UserError
+from argosy.faults import fault
+from argosy.files import PARTIAL, atomic_write, sync_folder
 
-from argosy.errors import ArgosyError, RunFailed, UserError
-from argosy.files import atomic_write, file_sha256, sync_folder
+FORMAT = 2
+MANIFEST, VERIFIED = "manifest.json", "verified.json"
+EPOCH_FILE = ".epoch"
+"""In the run's folder: the number of the epoch, by the members of which alone checkpoints are committed."""
+EPOCH = "ARGOSY_EPOCH"
+"""Environment variable: the epoch that a process belongs to."""
+VERIFIED_KEPT = 2
+"""So many verified checkpoints of a run are never deleted by itself."""
+READERS = 8
+"""Threads that read files back: hashing lets go of the interpreter."""
+CHUNK_BYTES = 4 * 2**20
+FOLDER = re.compile(r"step-(\d{8,})")
+"""A checkpoint's name."""
+WITHDRAWN = ".withdrawn"
+_PARTIAL = re.compile(r"step-(\d{8,})\.epoch-(\d{4,})" + re.escape(PARTIAL))
 
-MANIFEST = "manifest.json"
-_FOLDER = re.compile(r"step-(\d{8,})")
 
-
-class FileSum(BaseModel):
+@dataclass(frozen=True)
+class FileSum:
     """Size and checksum of one file."""
 
-    model_config = ConfigDict(frozen=True)
     bytes: int
     sha256: str
 
 
-class CheckpointManifest(BaseModel):
-    """What a checkpoint holds; its presence says that all of it is there."""
+@dataclass(frozen=True, kw_only=True)
+class CheckpointManifest:
+    """What a checkpoint holds; its presence in a folder of that name says that all of it is there."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    format: int = 1
+    format: int = FORMAT
     step: int
     """Optimizer steps done; also the data cursor: the next sample is step * global_batch."""
     tokens: int
     """Tokens trained on."""
     saved_at_s: float
     """Seconds since 1970."""
+    skipped: tuple[tuple[int, int], ...] = ()
+    """Ranges of samples that are part of the cursor: no update is made from them."""
+    history: History = field(default_factory=History)
     plan: str
     """The layout it was saved under."""
     data_identity: str
     """Identity of the prepared data (`Manifest.identity`); empty for imported weights."""
+    config_sha256: str = ""
+    """Of the run file, without what may change when a run goes on (`config.identity`)."""
     has_optimizer: bool
     """False for imported weights: good for generate, evaluate and model.weights, not to resume from."""
+    epoch: int = 0
+    """Which wrote it."""
     files: dict[str, FileSum]
-    sha256: str = ""
-    """Of all the rest; set by `commit`."""
 
-    def checksum(self) -> str:
-        """What `sha256` is if nothing of the manifest has changed."""
-        return hashlib.sha256(self.model_dump_json(exclude={"sha256"}).encode()).hexdigest()
+    def to_record(self) -> dict[str, Any]:
+        """All of it, as JSON has it."""
+        return asdict(self)
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> CheckpointManifest:
+        """What `to_record` gave."""
+        rest = {key: value for key, value in record.items() if key not in ("files", "skipped", "history")}
+        past = record["history"]
+        return cls(
+            files={name: FileSum(**file) for name, file in record["files"].items()},
+            skipped=tuple((first, end) for first, end in record["skipped"]),
+            history=History(past["depth"], tuple((name, last) for name, last in past["ended"]), past["world"]),
+            **rest,
+        )
+
+    def to_bytes(self) -> bytes:
+        """As it stands in the file, signed."""
+        return signed(self.to_record())
+
+    @classmethod
+    def from_bytes(cls, data: bytes, path: Path | str) -> CheckpointManifest:
+        """What `to_bytes` gave. Raises: Damaged, UserError if it is of another format; both name `path`."""
+        record = checked(data, path)
+        if record.get("format") != FORMAT:
+            raise UserError(
+                f"{path}: format = {record.get('format')}, and this version reads checkpoints of format {FORMAT}. Go "
+                "on with the version that wrote it, or start anew with another --run-dir."
+            )
+        return cls.from_record(record)
 
 
 class Damaged(ArgosyError):
     """A committed checkpoint is not what was written."""
+
+
+class Fenced(ArgosyError):
+    """The run has gone on without this process: a later epoch has begun, and what it writes is not wanted."""
 
 
 @dataclass(frozen=True)
@@ -73,43 +128,81 @@ class Checkpoint:
     @cached_property
     def manifest(self) -> CheckpointManifest:
         """Raises: Damaged if the manifest itself cannot be read, or is not what was written."""
-        path = self.folder / MANIFEST
-        try:
-            manifest = CheckpointManifest.model_validate_json(path.read_bytes())
-        except (ValidationError, OSError) as error:
-            raise Damaged(f"{path}: cannot be read ({str(error).splitlines()[0]})") from None
-        if manifest.sha256 != manifest.checksum():
-            raise Damaged(f"{path}: does not match its own checksum")
-        return manifest
+        return CheckpointManifest.from_bytes(_read(self.folder / MANIFEST), self.folder / MANIFEST)
 
     @property
     def step(self) -> int:
         """The step in the folder's name."""
-        match = _FOLDER.fullmatch(self.folder.name)
+        match = FOLDER.fullmatch(self.folder.name)
         assert match is not None
         return int(match[1])
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it has been committed, and not deleted since."""
+        return (self.folder / MANIFEST).exists()
 
     @property
     def bytes(self) -> int:
         """Size of its files."""
         return sum(file.bytes for file in self.manifest.files.values())
 
+    @property
+    def is_verified(self) -> bool:
+        """Whether it was read back after it was committed, and was whole then."""
+        try:
+            return (self.folder / VERIFIED).exists() and not self._marker_differs()
+        except ArgosyError:
+            return False
+
     def verify(self) -> None:
-        """Read every file back. Raises: Damaged, naming the first file that is missing or differs."""
+        """Read every file back, from the disk. Raises: Damaged, naming the first that is missing or differs."""
+        fault("verify", step=self.step)
         if self.manifest.step != self.step:
-            raise Damaged(f"{self.folder}: the manifest is that of step {self.manifest.step}")
-        for name, wanted in self.manifest.files.items():
-            path = self.folder / name
-            if not path.is_file():
-                raise Damaged(f"{self.folder}: file {name} is missing")
+            raise Damaged(f"{self.folder}: {MANIFEST} is that of step {self.manifest.step}")
+        if (self.folder / VERIFIED).exists() and self._marker_differs():
+            raise Damaged(f"{self.folder}: {VERIFIED} is that of another checkpoint")
+        check_files(self.folder, self.manifest)
+
+    def mark_verified(self) -> None:
+        """Note that `verify` found it whole."""
+        if self.is_verified:
+            return
+        with atomic_write(self.folder / VERIFIED) as file:
+            file.write(_marker(self.manifest))
+
+    def _marker_differs(self) -> bool:
+        path = self.folder / VERIFIED
+        checked(found := _read(path), path)
+        return found != _marker(self.manifest)
+
+
+def _marker(manifest: CheckpointManifest) -> bytes:
+    """What verified.json is; nothing of the moment, so that two processes that write it write the same bytes."""
+    return signed({"manifest_sha256": hashlib.sha256(manifest.to_bytes()).hexdigest()})
+
+
+def check_files(folder: Path, manifest: CheckpointManifest) -> None:
+    """Read the files of `manifest` in `folder` back. Raises: Damaged, naming the first that is missing or differs."""
+
+    def problem(name: str) -> str | None:
+        path, wanted = folder / name, manifest.files[name]
+        try:
             found = file_sum(path)
-            if found.bytes != wanted.bytes:
-                raise Damaged(f"{self.folder}: file {name} has {found.bytes} bytes, its manifest says {wanted.bytes}")
-            if found.sha256 != wanted.sha256:
-                raise Damaged(
-                    f"{self.folder}: file {name} does not match its checksum "
-                    f"(manifest {wanted.sha256[:8]}..., file {found.sha256[:8]}...)"
-                )
+        except FileNotFoundError:
+            return "is missing"
+        except OSError as error:
+            return f"cannot be read ({error})"
+        if found.bytes != wanted.bytes:
+            return f"has {found.bytes} bytes, its manifest says {wanted.bytes}"
+        if found.sha256 != wanted.sha256:
+            return f"does not match its checksum (manifest {wanted.sha256[:8]}..., file {found.sha256[:8]}...)"
+        return None
+
+    with ThreadPoolExecutor(min(READERS, max(1, len(manifest.files)))) as pool:
+        for name, found in zip(manifest.files, pool.map(problem, manifest.files), strict=True):
+            if found:
+                raise Damaged(f"{folder}: file {name} {found}")
 
 
 def step_folder(run_dir: Path, step: int) -> Path:
@@ -117,10 +210,43 @@ def step_folder(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step-{step:08d}"
 
 
+def partial_folder(run_dir: Path, step: int, epoch: int) -> Path:
+    """Where the processes of `epoch` write it."""
+    return run_dir / "checkpoints" / f"step-{step:08d}.epoch-{epoch:04d}{PARTIAL}"
+
+
+def shard_name(rank: int) -> str:
+    """The file that `rank` writes."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def own_epoch() -> int:
+    """The epoch that this process belongs to; 0 where nobody counts."""
+    return int(os.environ.get(EPOCH, "0"))
+
+
+def check_epoch(run_dir: Path, epoch: int) -> None:
+    """Raises: Fenced if an epoch after `epoch` has begun in `run_dir`, or if that cannot be told."""
+    try:
+        text = (run_dir / EPOCH_FILE).read_text()
+        newest = int(text)
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        raise Fenced(f"{run_dir / EPOCH_FILE}: cannot be read ({error}), so nothing is written") from None
+    if newest > epoch:
+        raise Fenced(f"epoch {newest} of {run_dir} has begun, and this process is of epoch {epoch}: it writes nothing")
+
+
 def committed(run_dir: Path) -> list[Checkpoint]:
     """The committed checkpoints of a run, oldest first."""
-    folders = [f for f in (run_dir / "checkpoints").glob("step-*") if _FOLDER.fullmatch(f.name)]
-    return sorted((Checkpoint(f) for f in folders if (f / MANIFEST).exists()), key=lambda c: c.step)
+    folders = [f for f in (run_dir / "checkpoints").glob("step-*") if FOLDER.fullmatch(f.name)]
+    return sorted((c for c in map(Checkpoint, folders) if c.is_there), key=lambda c: c.step)
+
+
+def newest_verified(run_dir: Path) -> Checkpoint | None:
+    """The newest checkpoint that was read back and found whole."""
+    return next((c for c in reversed(committed(run_dir)) if c.is_verified), None)
 
 
 @dataclass(frozen=True)
@@ -135,23 +261,28 @@ class Choice:
         return "\n".join(lines)
 
 
-def newest_whole(run_dir: Path) -> Choice | None:
-    """The newest committed checkpoint whose files are all as written; None if there never was one.
+def newest_whole(run_dir: Path, at_most: int | None = None) -> Choice | None:
+    """The newest committed checkpoint whose files are all as written, of step `at_most` or an earlier one if that is
+    given; None if there never was one.
 
-    Raises: RunFailed if there are checkpoints and every one is damaged: a run never silently starts again.
+    Raises: StorageError if there are checkpoints and every one is damaged: a run never silently starts again. UserError
+    if one is of another format.
     """
     damaged: list[str] = []
     for checkpoint in reversed(committed(run_dir)):
+        if at_most is not None and checkpoint.step > at_most:
+            continue
         try:
             checkpoint.verify()
         except Damaged as problem:
             damaged.append(str(problem))
             continue
         return Choice(checkpoint, tuple(damaged))
-    if damaged:
-        raise RunFailed(
-            "\n".join(damaged)
-            + f"\n  No checkpoint of {run_dir} is whole. Restore one from a copy, or start anew with "
+    withdrawn = sorted((run_dir / "checkpoints").glob(f"step-*{WITHDRAWN}"))
+    if damaged or withdrawn:
+        lines = [*damaged, *(f"{folder}: was withdrawn before" for folder in withdrawn)]
+        raise StorageError(
+            "\n".join(lines) + f"\n  No checkpoint of {run_dir} is whole. Restore one from a copy, or start anew with "
             "another --run-dir."
         )
     return None
@@ -159,7 +290,7 @@ def newest_whole(run_dir: Path) -> Choice | None:
 
 def find(path: Path) -> Checkpoint:
     """The checkpoint that a user names: its folder, or a run folder (the newest whole one). Raises: UserError."""
-    if _FOLDER.fullmatch(path.name) and (path / MANIFEST).exists():
+    if FOLDER.fullmatch(path.name) and Checkpoint(path).is_there:
         return _verified(Checkpoint(path))
     choice = newest_whole(path)
     if choice is None:
@@ -178,42 +309,109 @@ def _verified(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint
 
 
-def prune(run_dir: Path, keep_last: int, keep_every: int) -> list[Checkpoint]:
-    """Delete all checkpoints but the newest `keep_last` and those at multiples of `keep_every` (0: none of these).
+def prune(
+    run_dir: Path, keep_last: int, keep_every: int, keep_verified: int = VERIFIED_KEPT, spare: Iterable[int] = ()
+) -> list[Checkpoint]:
+    """Delete all checkpoints but the newest `keep_last`, the newest `keep_verified` of those that are verified, those
+    at multiples of `keep_every` (0: none of these) and those of the steps `spare`. Returns the deleted ones.
 
-    Returns the deleted ones.
+    So no verified one goes before a newer one is verified.
     """
-    older = committed(run_dir)[:-keep_last]
-    dropped = [c for c in older if not (keep_every and c.step % keep_every == 0)]
+    there = committed(run_dir)
+    verified = [c for c in there if c.is_verified]
+    kept = {c.step for c in (*there[-keep_last:], *verified[-keep_verified:])} | {*spare}
+    dropped = [c for c in there if c.step not in kept and not (keep_every and c.step % keep_every == 0)]
     for checkpoint in dropped:
         remove(checkpoint.folder)
     return dropped
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint's folder; its marker goes first, so that no reader meets a part of it."""
+    """Delete a checkpoint's folder; its manifest goes first, so that no reader meets a part of it."""
     (folder / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def discard(partial: Path) -> None:
+    """Delete what was written of a checkpoint that is not to be; a disk that refuses is left with it."""
+    shutil.rmtree(partial, ignore_errors=True)
+
+
 def withdraw(checkpoint: Checkpoint) -> None:
-    """Make a damaged checkpoint none: its files stay to be looked at, until its step is saved again."""
-    (checkpoint.folder / MANIFEST).rename(checkpoint.folder / f"{MANIFEST}.damaged")
+    """Make a checkpoint that is damaged, or of a past that did not come to stay, none: its files stay to be looked at,
+    in a folder of another name.
+    """
+    aside = checkpoint.folder.with_name(checkpoint.folder.name + WITHDRAWN)
+    shutil.rmtree(aside, ignore_errors=True)
+    checkpoint.folder.rename(aside)
 
 
-def commit(folder: Path, manifest: CheckpointManifest) -> None:
-    """Make `folder` a checkpoint: its files are on the disk already; write the marker, whole or not at all."""
-    signed = manifest.model_copy(update={"sha256": manifest.checksum()})
-    with atomic_write(folder / MANIFEST) as file:
-        file.write(signed.model_dump_json(indent=1).encode())
-    sync_folder(folder.parent)
+def sweep(run_dir: Path, epoch: int, before_step: int | None = None) -> None:
+    """Delete what writers of `epoch` or older ones left unfinished: all, or only of steps before `before_step`."""
+    for folder in (run_dir / "checkpoints").glob(f"step-*{PARTIAL}"):
+        match = _PARTIAL.fullmatch(folder.name)
+        if match and int(match[2]) <= epoch and (before_step is None or int(match[1]) < before_step):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def commit(partial: Path, manifest: CheckpointManifest, epoch: int | None = None) -> Checkpoint:
+    """Make `partial`, whose files are on the disk already, the checkpoint of `manifest.step`; a file that the manifest
+    does not list goes. A step that is committed already stays as it is.
+
+    Raises: Fenced if an epoch after `epoch` (the manifest's) has begun, OSError.
+    """
+    checkpoints = partial.parent
+    folder = step_folder(checkpoints.parent, manifest.step)
+    for path in partial.iterdir():
+        if path.name not in manifest.files:
+            path.unlink()
+    with atomic_write(partial / MANIFEST) as file:
+        file.write(manifest.to_bytes())
+    check_epoch(checkpoints.parent, manifest.epoch if epoch is None else epoch)
+    if Checkpoint(folder).is_there:
+        shutil.rmtree(partial, ignore_errors=True)
+        return Checkpoint(folder)
+    if folder.is_dir():  # what is left of one that was being deleted
+        shutil.rmtree(folder)
+    fault("rename", step=manifest.step)
+    partial.rename(folder)
+    fault("renamed", step=manifest.step)
+    sync_folder(checkpoints)
+    return Checkpoint(folder)
 
 
 def file_sum(path: Path) -> FileSum:
-    """Size and SHA-256 of a file."""
-    return FileSum(bytes=path.stat().st_size, sha256=file_sha256(path))
+    """Size and SHA-256 of a file as the disk has it, not as the kernel remembers it where it lets go of that."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        chunk = bytearray(CHUNK_BYTES)
+        while count := file.readinto(chunk):
+            digest.update(memoryview(chunk)[:count])
+    return FileSum(bytes=size, sha256=digest.hexdigest())
 
 
-def files_of(folder: Path) -> Iterator[Path]:
-    """The data files of a checkpoint's folder (not the marker)."""
-    return (f for f in sorted(folder.iterdir()) if not f.name.startswith(MANIFEST))
+def signed(record: Mapping[str, Any]) -> bytes:
+    """`record` as JSON, with the SHA-256 of the rest as its last entry."""
+    digest = hashlib.sha256(json.dumps(record, separators=(",", ":")).encode()).hexdigest()
+    return json.dumps({**record, "sha256": digest}, indent=1).encode()
+
+
+def checked(data: bytes, path: Path | str) -> dict[str, Any]:
+    """The record that `signed` made `data` of, byte for byte. Raises: Damaged, naming `path`."""
+    try:
+        record = json.loads(data)
+    except ValueError as error:
+        raise Damaged(f"{path}: cannot be read ({error})") from None
+    rest = {key: value for key, value in record.items() if key != "sha256"} if isinstance(record, dict) else {}
+    if not rest or signed(rest) != data:
+        raise Damaged(f"{path}: does not match its own checksum")
+    return rest
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise Damaged(f"{path}: cannot be read ({error.strerror})") from None

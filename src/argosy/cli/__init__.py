@@ -19,6 +19,8 @@ COMMANDS = {
     "generate": "continue a text with a checkpoint",
     "evaluate": "measure a checkpoint's loss on held-out text",
     "parity": "train some steps in one process and as a plan says, and compare",
+    "replay": "do steps of a run again, and compare them bit for bit",
+    "chaos": "train a run twice, left alone and while its processes are killed, and compare",
     "probe": "measure this machine, and write it as a cluster to plan for",
     "plan": "rank layouts for a model on a cluster: time, memory, cost, and why",
     "scaling": "fit a scaling law to small runs, and ask it for the best size or a loss",
@@ -31,7 +33,7 @@ BROKEN_PIPE = 128 + 13
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 1 failed, 2 wrong input, 130 interrupted."""
+    """Run one command and return its exit code: `argosy.errors.EXIT_CODES`."""
     argv = sys.argv[1:] if argv is None else argv
     name = argv[0] if argv else "--help"
     if name in ("-h", "--help", "help"):
@@ -85,8 +87,11 @@ def _show_warning(
 
 
 def _help() -> str:
+    from argosy.errors import EXIT_CODES
+
     width = max(map(len, COMMANDS))
     table = "\n".join(f"  {name:{width}}  {line}" for name, line in COMMANDS.items())
+    codes = "\n".join(f"  {code:>3}  {meaning}" for code, meaning in EXIT_CODES.items())
     return f"""\
 usage: argosy COMMAND [RUN] [--section.key VALUE ...]
 
@@ -101,6 +106,9 @@ examples:
   argosy train                                     the built-in demo, in a few minutes on a laptop
   argosy train run.toml --optimizer.lr 1e-3        a run of your own, with one key changed
   argosy config show run.toml                      what that run comes to, every key with its meaning
+
+exit codes:
+{codes}
 
 argosy COMMAND --help says more; argosy --version prints the version."""
 

@@ -1,7 +1,7 @@
 """Look at checkpoints, check them, thin them out, and move weights to and from Hugging Face folders.
 
 Examples:
-  argosy checkpoint list runs/demo                      what there is, newest last
+  argosy checkpoint list runs/demo                      what there is, newest last, and whether it was read back
   argosy checkpoint verify runs/demo                    read every byte back against its checksum
   argosy checkpoint prune runs/demo --keep-last 1       delete all but the newest
   argosy checkpoint export runs/demo --out demo-hf      weights and tokenizer for transformers, vLLM, ...
@@ -14,6 +14,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -22,7 +23,10 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from argosy.cli.options import parse
-from argosy.errors import UserError
+from argosy.errors import ArgosyError, UserError
+
+HIDDEN = ("files", "step", "history")
+"""What `list` does not show of a manifest."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Pruning:
     run_dir: Annotated[Path, tyro.conf.Positional]
     """A run's folder."""
     keep_last: int = 2
-    """How many of the newest are kept."""
+    """How many of the newest are kept; of those that are verified at least one."""
     keep_every: int = 0
     """Steps that are a multiple of this are kept too; 0 keeps none."""
 
@@ -87,21 +91,23 @@ def main(argv: list[str]) -> int:
 
 
 def _list(argv: list[str]) -> int:
-    """Show what checkpoints a run has, newest last: step, size, tokens seen, time.
+    """Show what checkpoints a run has, newest last: step, size, tokens seen, time, whether it is verified: read back
+    after it was written, and found whole.
 
     Example:
       argosy checkpoint list runs/demo
     """
-    from argosy.checkpoint.store import Damaged, committed
+    from argosy.checkpoint.store import committed
 
     options = parse(argv, "argosy checkpoint list", Looking, inspect.getdoc(_list))
     _must_be_folder(options.path)
     rows: list[dict[str, Any]] = []
     for checkpoint in committed(options.path):
         try:
-            rest = checkpoint.manifest.model_dump(exclude={"files", "step", "sha256"})
-            rows.append({"step": checkpoint.step, "bytes": checkpoint.bytes, **rest})
-        except Damaged as damage:
+            rest = {key: value for key, value in checkpoint.manifest.to_record().items() if key not in HIDDEN}
+            verified = {"verified": checkpoint.is_verified}
+            rows.append({"step": checkpoint.step, "bytes": checkpoint.bytes, **verified, **rest})
+        except ArgosyError as damage:
             rows.append({"step": checkpoint.step, "damaged": str(damage)})
     if options.json:
         print(json.dumps(rows, indent=2))
@@ -115,11 +121,13 @@ def _line(row: dict[str, Any]) -> str:
     if "damaged" in row:
         return f"{name}  {row['damaged']}"
     saved = datetime.fromtimestamp(row["saved_at_s"]).strftime("%Y-%m-%d %H:%M:%S")
-    return f"{name}  {row['bytes'] / 1e6:9.1f} MB  {row['tokens'] / 1e6:9.2f}M tokens  {saved}"
+    verified = "verified" if row["verified"] else "not verified"
+    return f"{name}  {row['bytes'] / 1e6:9.1f} MB  {row['tokens'] / 1e6:9.2f}M tokens  {saved}  {verified}"
 
 
 def _verify(argv: list[str]) -> int:
-    """Read every byte of a run's checkpoints, or of one, back against its checksum; exit code 1 if any is damaged.
+    """Read every byte of a run's checkpoints, or of one, back against its checksum; exit code 1 if any is damaged. What
+    is whole counts as verified from then on.
 
     Example:
       argosy checkpoint verify runs/demo
@@ -137,6 +145,8 @@ def _verify(argv: list[str]) -> int:
         try:
             checkpoint.verify()
             problems[checkpoint.folder.name] = None
+            with suppress(OSError):  # a copy that may only be read is as whole
+                checkpoint.mark_verified()
         except Damaged as damage:
             problems[checkpoint.folder.name] = str(damage)
         if not options.json:
@@ -147,12 +157,12 @@ def _verify(argv: list[str]) -> int:
 
 
 def _prune(argv: list[str]) -> int:
-    """Delete a run's checkpoints, all but the newest ones.
+    """Delete a run's checkpoints, all but the newest ones. The newest verified one stays, whatever is newer.
 
     Example:
       argosy checkpoint prune runs/demo --keep-last 1
     """
-    from argosy.checkpoint.store import prune
+    from argosy.checkpoint.store import VERIFIED_KEPT, prune
     from argosy.launch.run_folder import locked
 
     options = parse(argv, "argosy checkpoint prune", Pruning, inspect.getdoc(_prune))
@@ -160,7 +170,8 @@ def _prune(argv: list[str]) -> int:
     if options.keep_last < 1 or options.keep_every < 0:
         raise UserError("--keep-last must be at least 1 and --keep-every at least 0: the newest is always kept.")
     with locked(options.run_dir):
-        dropped = prune(options.run_dir, options.keep_last, options.keep_every)
+        keep_verified = min(options.keep_last, VERIFIED_KEPT)
+        dropped = prune(options.run_dir, options.keep_last, options.keep_every, keep_verified)
     print("\n".join(f"deleted {c.folder.name}" for c in dropped) or "nothing to delete")
     return 0
 

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 SHORT = {"--model": "--model.preset", "--global-batch": "--train.global-batch", "--seq-len": "--data.seq-len"}
 """Options -> the keys of a run that they stand for."""
 KeyT = TypeVar("KeyT")
-NODE = 8
-"""Devices of a node of the default cluster."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,8 @@ class Options:
     all_stages: bool = False
     """Also the ranks at the same place in all other pipeline stages."""
     cluster: str | None = None
-    """What the timeline is drawn for: NxDEVICE, a file or a preset; none: H100s in nodes of 8."""
+    """What the timeline is drawn for, and what the plan leaves open: NxDEVICE, a file or a preset; none: H100s in nodes
+    of 8."""
     trace: Path | None = None
     """Write the timeline to this file, in Chrome's and Perfetto's format."""
     json: bool = False
@@ -58,13 +57,14 @@ def main(argv: list[str]) -> None:
     """`argosy simulate [RUN] --plan PLAN ...`."""
     options, run = parse_run(list(map(_in_full, argv)), "argosy simulate", Options)
     from argosy.plan.clusters import Cluster
-    from argosy.simulate.simulate import ranks_of_stages, settle, simulate
+    from argosy.simulate.simulate import nodes_for, ranks_of_stages, settle, simulate
     from argosy.simulate.timeline import write_chrome_trace
 
-    run, plan = settle(run, options.world_size)
+    named = Cluster.parse(options.cluster) if options.cluster else None
+    run, plan = settle(run, options.world_size, named)
     if not 0 <= options.rank < plan.world_size:
         raise UserError(f"--rank {options.rank}: there are ranks 0 to {plan.world_size - 1}. Try --rank 0.")
-    cluster = Cluster.parse(options.cluster or f"{-(-plan.world_size // NODE)}x{NODE}xh100")
+    cluster = named or nodes_for(plan.world_size)
     ranks = ranks_of_stages(plan, options.rank) if options.all_stages else [options.rank]
     found = simulate(plan, run, ranks, cluster)
     if options.trace is not None:

@@ -278,6 +278,9 @@ class DataConfig(Section):
     """Prepared folder -> weight; the weights are made to add up to 1. Empty: `prepare.out`."""
     stages: Annotated[tuple[DataStage, ...], tyro.conf.Suppress] = ()
     """Mixtures that replace `sources` from a given step on."""
+    on_bad_shard: Literal["stop", "skip"] = "stop"
+    """A token shard that is cut off, does not match its checksum or has tokens that are not in the vocabulary: the run
+    ends; or it goes on, with other samples of the same source in place of those that the shard has a part of."""
     prepare: PrepareConfig = PrepareConfig()
     """If its `input` is given, the run prepares the data first, once."""
 
@@ -342,6 +345,8 @@ class TrainConfig(Section):
     """Sequences per optimizer step, over all processes."""
     deterministic: bool = False
     """Only deterministic kernels: the same numbers again, at some cost in speed on a GPU."""
+    pause_at: NonNegativeInt = 0
+    """Stop, with the state saved, once so many steps are done: the schedule is still that of all; 0 does not stop."""
 
     @model_validator(mode="after")
     def _has_an_end(self) -> Self:
@@ -369,11 +374,14 @@ class CheckpointConfig(Section):
     every_minutes: NonNegativeFloat = 10.0
     """Minutes between saves; 0 does not save by time."""
     keep_last: PositiveInt = 2
-    """How many of the newest are kept."""
+    """How many of the newest are kept; the two newest that were read back and found whole are kept in any case."""
     keep_every: NonNegativeInt = 0
     """Steps that are a multiple of this are kept for good; 0 keeps none."""
     background: bool = True
     """Write while training goes on; false waits for the disk."""
+    remote: str = ""
+    """Where verified checkpoints are copied to in the background, and taken from if those here are lost or damaged: a URL
+    that fsspec knows, s3://bucket/folder or a path; the run's name is added."""
 
 
 class LaunchConfig(Section):
@@ -386,14 +394,60 @@ class LaunchConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What the workers compute on."""
     max_restarts: NonNegativeInt = 3
-    """How often crashed workers are started again, from the newest checkpoint."""
+    """How often in a row lost workers are replaced without a step being made in between."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """TCP port where workers meet; 0 takes a free one."""
+    """TCP port of the coordinator where `coordinator` is not given; 0 takes a free one."""
+    nodes: PositiveInt = 1
+    """Machines that share the run: the same command is given on each of them, with the same `coordinator`."""
+    coordinator: Annotated[str, Field(pattern=r"^$|^[^\s:]+:\d{1,5}$")] = ""
+    """HOST:PORT where the nodes meet; the agent of the machine that HOST names starts the coordinator there."""
+    node: str = ""
+    """Name of this machine among the nodes; empty takes the host's name."""
     timeout_s: PositiveFloat = 600.0
     """How long a collective may wait for a peer."""
     cluster: str = ""
     """What predictions are made for: NxDEVICE, a preset, a file; empty: ./cluster.toml if `argosy probe` wrote it here,
     else roughly what the catalogue has of the devices at hand."""
+
+
+class ResilienceConfig(Section):
+    """What is done about what goes wrong."""
+
+    grace_s: PositiveFloat = 60.0
+    """After SIGTERM or SIGINT: what has not saved its state by then is killed."""
+    wait_for_nodes_s: NonNegativeFloat = 60.0
+    """How long a lost node is waited for before the run goes on with those that are left, under another plan."""
+    coordinator_timeout_s: PositiveFloat = 600.0
+    """How long an agent tries to reach a coordinator that is gone, and a new run waits for all its nodes."""
+    hang_s: NonNegativeFloat = 0.0
+    """A rank that others have waited for so long is killed and replaced; 0: ten median steps, at least 30 seconds."""
+    beat_timeout_s: PositiveFloat = 10.0
+    """A process that shows no sign of life for so long, stopped or holding Python's lock, is killed and replaced."""
+    first_step_s: PositiveFloat = 600.0
+    """How long what may have to be compiled, or waits for a disk, may take: first steps, recovery, saving."""
+    straggler_factor: Annotated[float, Field(gt=1.0)] = 1.5
+    """A step is slow on a rank whose own work takes so many times as long as its peers'."""
+    straggler_steps: PositiveInt = 20
+    """A rank that is always slow is named after so many steps; one that is so now and then, within ten times that."""
+    straggler_s: NonNegativeFloat = 10.0
+    """Those steps span at least this time: what passes sooner is no reason to act."""
+    on_bad_step: Literal["skip", "rewind", "stop"] = "skip"
+    """A step whose loss or gradient is not finite, or far off, changes nothing, and its samples are skipped. rewind:
+    after `rewind_after` of them in a row the run also goes back to its newest checkpoint; stop: it ends at the first."""
+    rewind_after: PositiveInt = 3
+    """Bad steps in a row after which the state goes back, with on_bad_step = "rewind"."""
+    spike_window: PositiveInt = 128
+    """Steps that a loss and a gradient norm are compared with: their median, and the median distance from it."""
+    spike_warmup_steps: PositiveInt = 64
+    """Steps of the run, and of each of data.stages, that are not judged by others but only by being finite."""
+    loss_spike_sigmas: NonNegativeFloat = 10.0
+    """A loss so many standard deviations above its median is a spike; 0 sees none."""
+    norm_outlier_sigmas: NonNegativeFloat = 15.0
+    """A gradient norm whose logarithm is so many standard deviations above its median is an outlier; 0 sees none."""
+    fingerprint_every_steps: NonNegativeInt = 1
+    """Steps between comparisons of what several ranks hold of weights and optimizer state; 0 compares nothing."""
+    memory_every_steps: NonNegativeInt = 16
+    """Steps between copies in host memory of a state that has parts without a replica on another node; 0 makes none."""
 
 
 class RunConfig(Section):
@@ -413,6 +467,7 @@ class RunConfig(Section):
     evaluate: EvaluateConfig = EvaluateConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     launch: LaunchConfig = LaunchConfig()
+    resilience: ResilienceConfig = ResilienceConfig()
 
     @model_validator(mode="after")
     def _sequences_fit(self) -> Self:

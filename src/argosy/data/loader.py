@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from argosy.config.schema import DataConfig
 from argosy.data.manifest import TOKENIZER
-from argosy.data.order import SampleOrder, Samples, Stage
-from argosy.data.stream import I32, TokenSource
+from argosy.data.order import I64, Range, SampleOrder, Samples, Stage, kept
+from argosy.data.permutation import key_of
+from argosy.data.stream import I32, Place, TokenSource
 from argosy.data.tokenizer import Tokenizer
-from argosy.errors import UserError
+from argosy.errors import DataError, UserError
 
 AHEAD = 4
 """Steps that are read before they are asked for."""
+
+DRAWS = 1000
+"""Windows that are tried in place of a bad one."""
 
 LOCATED = 8192
 """Samples that are looked up in the order at once: a few cost nearly as much as thousands."""
@@ -29,8 +34,8 @@ LOCATED = 8192
 class Loader:
     """One rank's rows of each step.
 
-    Its whole state is the step that is asked for: a resumed run asks for the step that it resumes at, at
-    whatever number of ranks.
+    Its whole state is the step that is asked for, and the samples to skip: a resumed run asks for the step that it
+    resumes at, at whatever number of ranks. Shards that are known to be bad are found again when they are read again.
 
     Args:
         sources: in the order that `order` knows them by.
@@ -46,8 +51,10 @@ class Loader:
         self._sources, self._order, self._seq_len = sources, order, seq_len
         self._global_batch = global_batch
         self._first, self._stop, stride = rows.indices(global_batch)
-        self._steps_at_once = max(LOCATED // global_batch, 1)
-        self._locate = lru_cache(2)(self._locate_steps)
+        self._skipped: tuple[Range, ...] = ()
+        self._bad: dict[str, set[int]] = {}
+        self._at_once = max(LOCATED // global_batch, 1) * global_batch
+        self._locate = lru_cache(2)(self._locate_block)
         if stride != 1:
             raise ValueError(f"rows = {rows}: the rows of a rank are consecutive")
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="argosy-data")
@@ -58,7 +65,7 @@ class Loader:
 
         Asked for in sequence, steps have been read by the time they are asked for.
 
-        Raises: UserError if a shard is damaged where the step reads it.
+        Raises: BadShard if a shard is damaged where the step reads it.
         """
         if not self._coming or self._coming[0][0] != step:
             self._forget()
@@ -67,6 +74,31 @@ class Loader:
         self._read_ahead(self._coming[-1][0] + 1 if self._coming else step + 1)
         return rows.result()
 
+    def skip(self, samples: Sequence[Range]) -> None:
+        """Leave these samples out from now on: each step has the next ones of those that are left."""
+        if tuple(samples) != self._skipped:
+            self._forget()
+            self._skipped = tuple(samples)
+
+    def quarantine(self, shards: Iterable[Place]) -> None:
+        """Read no more from these shards (`BadShard.place`): another window of the same source stands in for each that
+        has a part in one of them.
+
+        Which one follows from the sample's number and from where the shard is, not from when it was found to be bad.
+        """
+        self._forget()
+        for folder, shard in shards:
+            self._bad.setdefault(folder, set()).add(shard)
+
+    def replaced(self, step: int) -> list[int]:
+        """The numbers of this rank's samples of a step that others stand in for."""
+        numbers, samples = self._numbers(step), self._samples(step)
+        return numbers[self._is_bad(samples.sources, samples.windows)].tolist() if self._bad else []
+
+    def stand_in(self, token: int) -> I32:
+        """Rows of `token` alone, in place of such as cannot be read."""
+        return np.full((self._stop - self._first, self._seq_len + 1), token, np.int32)
+
     def close(self) -> None:
         """Stop reading ahead; the loader is of no use after that."""
         self._forget()
@@ -74,7 +106,7 @@ class Loader:
 
     def read(self, step: int) -> I32:
         """What `batch` returns, read now and in this thread."""
-        samples = self._samples(step)
+        samples = self._sound(step, self._samples(step))
         out = np.empty((len(samples), self._seq_len + 1), np.int32)
         for number, source in enumerate(self._sources):
             here = np.flatnonzero(samples.sources == number)
@@ -86,16 +118,55 @@ class Loader:
                 out[here] = part
         return out
 
-    def _samples(self, step: int) -> Samples:
-        """This rank's samples of a step."""
-        block, place = divmod(step, self._steps_at_once)
-        start = place * self._global_batch
-        return self._locate(block)[start + self._first : start + self._stop]
+    def _ranges(self, step: int) -> list[Range]:
+        """This rank's samples of a step, by number."""
+        start = step * self._global_batch
+        return kept(start + self._first, start + self._stop, self._skipped)
 
-    def _locate_steps(self, block: int) -> Samples:
-        """All ranks' samples of consecutive steps."""
-        size = self._steps_at_once * self._global_batch
-        return self._order.samples(block * size, (block + 1) * size)
+    def _numbers(self, step: int) -> I64:
+        return np.concatenate([np.arange(first, stop) for first, stop in self._ranges(step)])
+
+    def _samples(self, step: int) -> Samples:
+        """The same, by where they are."""
+        parts = [part for first, stop in self._ranges(step) for part in self._located(first, stop)]
+        return Samples.joined(parts)
+
+    def _sound(self, step: int, samples: Samples) -> Samples:
+        """`samples`, those of a step, with others in the place of bad ones."""
+        if not self._bad:
+            return samples
+        windows = samples.windows.copy()
+        bad = np.flatnonzero(self._is_bad(samples.sources, windows))
+        for row, number in zip(bad.tolist(), self._numbers(step)[bad].tolist(), strict=True):
+            source = samples.sources[row : row + 1]
+            n = self._sources[int(source[0])].windows(self._seq_len)
+            draws = (np.array([key_of("in place of", number, draw) % n]) for draw in range(DRAWS))
+            found = next((window for window in draws if not self._is_bad(source, window)[0]), None)
+            if found is None:
+                folder = self._sources[int(source[0])].folder
+                raise DataError(f"{folder}: hardly any shard of it is whole. Prepare it again: argosy prepare")
+            windows[row] = found[0]
+        return Samples(samples.sources, samples.epochs, windows)
+
+    def _is_bad(self, sources: I64, windows: I64) -> npt.NDArray[np.bool_]:
+        """Which of these windows have a part in a shard that is known to be bad."""
+        bad = np.zeros(windows.shape, bool)
+        for number, source in enumerate(self._sources):
+            if shards := self._bad.get(str(source.folder)):
+                bad |= (sources == number) & source.in_shards(windows, self._seq_len, shards)
+        return bad
+
+    def _located(self, start: int, stop: int) -> Iterator[Samples]:
+        """Samples `start` to `stop`, block by block; usually one has them all."""
+        while start < stop:
+            block, place = divmod(start, self._at_once)
+            end = min(stop, (block + 1) * self._at_once)
+            yield self._locate(block)[place : place + end - start]
+            start = end
+
+    def _locate_block(self, block: int) -> Samples:
+        """All ranks' samples of some steps."""
+        return self._order.samples(block * self._at_once, (block + 1) * self._at_once)
 
     def _read_ahead(self, step: int) -> None:
         while len(self._coming) <= AHEAD:
@@ -150,7 +221,8 @@ class OpenData:
 def open_data(config: DataConfig, seed: int, global_batch: int) -> OpenData:
     """Open what a run's [data] section names; `config.prepare.out` if it names no sources.
 
-    Raises: UserError if a folder is not prepared or shorter than one sample, or two have different tokenizers.
+    Raises: UserError if a folder is not prepared or shorter than one sample, or two have different tokenizers;
+    DataError if a shard is missing or cut off, unless config.on_bad_shard is "skip".
     """
     mixtures = [(0, config.sources or {str(config.prepare.out): 1.0})]
     mixtures += [(stage.from_step, stage.sources) for stage in config.stages]
@@ -159,7 +231,8 @@ def open_data(config: DataConfig, seed: int, global_batch: int) -> OpenData:
         raise UserError(f"data.stages: from_step = {starts[1:]} must ascend. Put the stages in order of from_step")
 
     folders = list(dict.fromkeys(folder for _, weights in mixtures for folder in weights))
-    sources = tuple(TokenSource(Path(folder)) for folder in folders)
+    check_shards = config.on_bad_shard == "stop"
+    sources = tuple(TokenSource(Path(folder), check_shards=check_shards) for folder in folders)
     _check_same_tokenizer(sources)
     stages = [
         Stage(step * global_batch, tuple(weights.get(folder, 0.0) for folder in folders)) for step, weights in mixtures

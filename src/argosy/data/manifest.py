@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from argosy.errors import UserError
+from argosy.errors import DataError, UserError
 from argosy.files import atomic_write, file_sha256
 
 NAME = "manifest.json"
@@ -83,15 +83,16 @@ class Manifest(_Record):
             file.write(self.model_dump_json(indent=1).encode())
 
     @classmethod
-    def load(cls, folder: Path) -> Manifest:
+    def load(cls, folder: Path, check_shards: bool = True) -> Manifest:
         """Read `folder/manifest.json` and check that its files are there, as long as they should be.
 
-        Raises: UserError if they are not, or tokenizer.json is not the one that made the shards.
+        Raises: UserError if there is none, or tokenizer.json is not the one that made the shards; DataError if a shard
+        is missing or cut off (`check_shards`).
         """
         manifest = cls._parse(folder)
         manifest._check_tokenizer(folder)
-        for shard in manifest._shards():
-            manifest._check_sizes(folder, shard)
+        for shard in manifest._shards() if check_shards else ():
+            manifest.check_sizes(folder, shard)
         return manifest
 
     @classmethod
@@ -123,14 +124,15 @@ class Manifest(_Record):
                 f"and prepare it again: argosy prepare --out {folder}"
             )
 
-    def _check_sizes(self, folder: Path, shard: Shard) -> None:
+    def check_sizes(self, folder: Path, shard: Shard) -> None:
+        """Raises: DataError if a file of `shard` is missing, or not as long as it was."""
         sizes = {".bin": shard.tokens * np.dtype(self.dtype).itemsize, ".idx": shard.idx_bytes}
         for suffix, size in sizes.items():
             path = folder / (shard.name + suffix)
             found = path.stat().st_size if path.exists() else None
             if found != size:
                 state = "is missing" if found is None else f"has {found} bytes instead of {size}"
-                raise UserError(
+                raise DataError(
                     f"{path} {state}. Restore the file, or delete {folder} and prepare it again: "
                     f"argosy prepare --out {folder}"
                 )
@@ -139,14 +141,14 @@ class Manifest(_Record):
 def verify(folder: Path) -> Manifest:
     """Hash every file of a prepared folder again; returns its manifest.
 
-    Raises: UserError that names the first file that is not what the manifest says.
+    Raises: DataError that names the first file that is not what the manifest says; UserError as `Manifest.load`.
     """
     manifest = Manifest.load(folder)
     for shard in manifest._shards():
         for suffix, expected in ((".bin", shard.bin_sha256), (".idx", shard.idx_sha256)):
             path = folder / (shard.name + suffix)
             if (found := file_sha256(path)) != expected:
-                raise UserError(
+                raise DataError(
                     f"{path} does not match its checksum (manifest {expected[:12]}, file {found[:12]}). Restore the "
                     f"file, or delete {folder} and prepare it again: argosy prepare --out {folder}"
                 )

@@ -1,8 +1,9 @@
 """Which sample comes when: a pure function of the seed, the sample's index and the sizes of the sources.
 
-A run's samples are numbered 0, 1, 2, ...; step s of a run with global batch G takes samples s G to (s + 1) G.
-Nothing else enters, so the order is the same for any number of processes, after any number of restarts, and a
-run's whole position in its data is one integer. Sample i is found in two moves:
+A run's samples are numbered 0, 1, 2, ...; step s of a run with global batch G takes samples s G to (s + 1) G of
+those that are not skipped (`kept`; usually none is). Nothing else enters, so the order is the same for any number of
+processes, after any number of restarts, and a run's whole position in its data is one integer, and the short list of
+ranges that bad steps made it skip. Sample i is found in two moves:
 
 1. `mixture`: the source s that i comes from, and the number c of samples that came from s before i;
 2. `permutation`: c = epoch * windows(s) + place; the window is where `place` goes under the permutation of
@@ -23,6 +24,9 @@ from argosy.data.mixture import Mixture
 from argosy.data.permutation import U64, key_of, mix, permute
 
 I64 = npt.NDArray[np.int64]
+
+Range = tuple[int, int]
+"""The first sample, and the one after the last."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,43 @@ class Samples:
 
     def __getitem__(self, part: slice) -> Samples:
         return Samples(self.sources[part], self.epochs[part], self.windows[part])
+
+    @classmethod
+    def joined(cls, parts: Sequence[Samples]) -> Samples:
+        """Those of all parts, in order."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(
+            np.concatenate([part.sources for part in parts]),
+            np.concatenate([part.epochs for part in parts]),
+            np.concatenate([part.windows for part in parts]),
+        )
+
+
+def kept(start: int, stop: int, skipped: Sequence[Range] = ()) -> list[Range]:
+    """Where samples `start` to `stop` of those that are not skipped are among all samples, in order.
+
+    `skipped`: ranges, in any order, that do not overlap.
+    """
+    ranges: list[Range] = []
+    for first, end in sorted(skipped):
+        if stop <= first:
+            break
+        if start < first:
+            ranges.append((start, first))
+        passed = max(start, first) + end - first
+        start, stop = passed, stop + end - first
+    return [*ranges, (start, stop)] if start < stop else ranges
+
+
+def skipped_by(start: int, stop: int, skipped: Sequence[Range]) -> list[Range]:
+    """The skipped ranges that lie right before or among samples `start` to `stop` of those that are not skipped.
+
+    So each range belongs to exactly one step: the first one that goes past it.
+    """
+    begin = kept(start - 1, start, skipped)[0][1] if start else 0
+    end = kept(stop - 1, stop, skipped)[0][1]
+    return [(first, last) for first, last in sorted(skipped) if begin <= first < end]
 
 
 class SampleOrder:

@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from argosy.data.checksum import BLOCK_BYTES, BlockChecksums, read_checksums
 from argosy.data.manifest import Shard
-from argosy.errors import UserError
+from argosy.errors import DataError, UserError
 from argosy.files import PartialFile, atomic_write, file_sha256
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -165,7 +165,7 @@ class ShardReader:
         blocks = -(-len(self._tokens) // self._block_tokens)
         self._checked, self._unchecked = bytearray(blocks), blocks
         if self._checksums is not None and len(self._checksums) != blocks:
-            raise UserError(
+            raise DataError(
                 f"{bin_path.with_suffix('.crc32')}: {len(self._checksums)} checksums for {blocks} blocks. "
                 "Restore the file, or prepare the data again: argosy prepare"
             )
@@ -176,7 +176,7 @@ class ShardReader:
     def tokens(self, start: int, stop: int) -> Tokens:
         """Tokens `start` to `stop` of the shard, a view of the file.
 
-        Raises: UserError if a block that they lie in does not match its checksum, or holds an id that is not
+        Raises: DataError if a block that they lie in does not match its checksum, or holds an id that is not
         in the vocabulary.
         """
         if self._unchecked:
@@ -192,13 +192,13 @@ class ShardReader:
         if self._checksums is not None:
             found, expected = zlib.crc32(tokens.data.cast("B")), int(self._checksums[block])
             if found != expected:
-                raise UserError(
+                raise DataError(
                     f"{where} does not match its checksum (expected {expected:08x}, found {found:08x}): the file "
                     "was changed or the disk is failing. Restore the file, or prepare the data again: argosy prepare"
                 )
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= self._vocab_size:
-            raise UserError(
+            raise DataError(
                 f"{where} holds token {low if low < 0 else high}, but the vocabulary has {self._vocab_size} tokens. "
                 "The shard was made with another tokenizer: prepare the data again with this one"
             )

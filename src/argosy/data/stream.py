@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -12,12 +13,22 @@ import numpy.typing as npt
 
 from argosy.data.manifest import Manifest, SplitName
 from argosy.data.shards import ShardReader
-from argosy.errors import UserError
+from argosy.errors import DataError, UserError
 
 I32 = npt.NDArray[np.int32]
+Place = tuple[str, int]
+"""Of a shard: the folder, and its number in its split."""
 
 OPEN_SHARDS = 256
 """Memory maps kept open by a source; each holds a file descriptor, of which a process often has 1024."""
+
+
+class BadShard(DataError):
+    """A shard is missing, cut off, not what was written, or of another vocabulary."""
+
+    def __init__(self, text: str, folder: Path, shard: int):
+        super().__init__(text)
+        self.place: Place = (str(folder), shard)
 
 
 class TokenSource:
@@ -26,13 +37,14 @@ class TokenSource:
     Args:
         folder: a prepared folder.
         split: "train" or "validation".
+        check_shards: whether all shards are looked at now, and not each when it is first read.
 
-    Raises: UserError if the folder is not whole (see `Manifest.load`).
+    Raises: UserError, DataError if the folder is not whole (see `Manifest.load`).
     """
 
-    def __init__(self, folder: Path | str, split: SplitName = "train"):
+    def __init__(self, folder: Path | str, split: SplitName = "train", check_shards: bool = True):
         self.folder, self.split = Path(folder), split
-        self.manifest = Manifest.load(self.folder)
+        self.manifest = Manifest.load(self.folder, check_shards)
         self._shards = [shard for shard in self.manifest.splits.get(split, ()) if shard.tokens]
         self._starts = [0, *accumulate(shard.tokens for shard in self._shards)]
         self._reader = lru_cache(OPEN_SHARDS)(self._open)
@@ -48,7 +60,7 @@ class TokenSource:
 
     def held_out(self) -> TokenSource:
         """The validation split of the same folder."""
-        return TokenSource(self.folder, "validation")
+        return TokenSource(self.folder, "validation", check_shards=False)  # it was done, or is not to be
 
     def windows(self, seq_len: int) -> int:
         """Whole windows of `seq_len` tokens and their successors.
@@ -67,17 +79,25 @@ class TokenSource:
     def tokens(self, start: int, stop: int) -> I32:
         """Tokens `start` to `stop` of the stream.
 
-        Raises: UserError if a shard is damaged there, or holds an id outside the vocabulary.
+        Raises: BadShard if a shard is damaged there, or holds an id outside the vocabulary.
         """
         out = np.empty(max(min(stop, len(self)) - start, 0), np.int32)
         self._copy(start, out)
         return out
 
     def read_windows(self, windows: npt.NDArray[np.int64], out: I32) -> None:
-        """Copy the windows with these numbers into the rows of `out` [len(windows), seq_len + 1]."""
+        """Copy the windows with these numbers into the rows of `out` [len(windows), seq_len + 1]. Raises: BadShard."""
         seq_len = out.shape[1] - 1
         for row, window in enumerate(windows.tolist()):
             self._copy(window * seq_len, out[row])
+
+    def in_shards(self, windows: npt.NDArray[np.int64], seq_len: int, shards: Iterable[int]) -> npt.NDArray[np.bool_]:
+        """Whether each of these windows of `seq_len` tokens and their successors has a part in any of `shards`."""
+        starts = windows * seq_len
+        inside = np.zeros(windows.shape, bool)
+        for shard in shards:
+            inside |= (starts < self._starts[shard + 1]) & (starts + seq_len >= self._starts[shard])
+        return inside
 
     def _copy(self, start: int, out: I32) -> None:
         done = 0
@@ -85,10 +105,14 @@ class TokenSource:
             shard = bisect_right(self._starts, start + done) - 1
             offset = start + done - self._starts[shard]
             stop = min(offset + len(out) - done, self._starts[shard + 1] - self._starts[shard])
-            out[done : done + stop - offset] = self._reader(shard).tokens(offset, stop)
+            try:
+                out[done : done + stop - offset] = self._reader(shard).tokens(offset, stop)
+            except DataError as problem:
+                raise BadShard(str(problem), self.folder, shard) from None
             done += stop - offset
 
     def _open(self, shard: int) -> ShardReader:
+        self.manifest.check_sizes(self.folder, self._shards[shard])
         path = self.folder / f"{self._shards[shard].name}.bin"
         return ShardReader(path, np.dtype(self.manifest.dtype), self.manifest.vocab_size)
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import warnings
-
-import torch
+from dataclasses import asdict
 
 from argosy.config.schema import LaunchConfig
-from argosy.errors import ArgosyWarning, UserError
-from argosy.observe.peak import matmul_peak_flops
+from argosy.errors import ArgosyWarning, RunFailed, UserError
 from argosy.plan.auto import Devices
+from argosy.plan.machine import host_memory_bytes
+from argosy.resilience.channel import Gone
+from argosy.resilience.nursery import Nursery, channel_to_parent
 
+LAUNCH, PLANNED = "ARGOSY_LAUNCH", "ARGOSY_PLANNED"
 FAST_BF16 = 1.5
 """bf16 pays where its matmuls are this much faster than fp32's: GPUs, and CPUs with AMX."""
 
@@ -21,6 +23,8 @@ def find_devices(launch: LaunchConfig, processes: int | None = None, planned: in
 
     Raises: UserError if `launch` asks for a GPU and there is none, or for more processes than GPUs.
     """
+    import torch  # `ask` does without
+
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if launch.device == "cuda" and not gpus:
         raise UserError('launch.device = "cuda", and torch sees no GPU here. Try launch.device = "cpu".')
@@ -28,7 +32,9 @@ def find_devices(launch: LaunchConfig, processes: int | None = None, planned: in
         count = processes or launch.processes or planned or gpus
         if not processes and count > gpus:
             raise UserError(f"launch.processes = {count}, and there are {gpus} GPUs. Try launch.processes = {gpus}.")
-        return Devices(count, "cuda", torch.cuda.is_bf16_supported())
+        memory_bytes = float(torch.cuda.get_device_properties(0).total_memory)
+        name, fast_bf16 = torch.cuda.get_device_name(0), torch.cuda.is_bf16_supported()
+        return Devices(count, "cuda", fast_bf16, name, memory_bytes, per_node=gpus)
     count = processes or launch.processes or planned or 1
     cores = len(os.sched_getaffinity(0))
     if not processes and count > cores:
@@ -37,9 +43,45 @@ def find_devices(launch: LaunchConfig, processes: int | None = None, planned: in
             ArgosyWarning,
             stacklevel=2,
         )
-    return Devices(count, "cpu", _bf16_is_fast())
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", count)) if processes else count
+    return Devices(count, "cpu", _bf16_is_fast(), memory_bytes=host_memory_bytes() / here, per_node=here)
+
+
+def tell() -> None:
+    """Entry of a process forked to look for devices where the asker has no torch: what `find_devices` says."""
+    asker = channel_to_parent()
+    launch = LaunchConfig.model_validate_json(os.environ[LAUNCH])
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            devices = find_devices(launch, planned=int(os.environ[PLANNED]))
+        except UserError as error:
+            asker.send("refused", text=str(error))
+            return
+    asker.send("found", devices=asdict(devices), warned=[str(w.message) for w in warned])
+
+
+def ask(nursery: Nursery, launch: LaunchConfig, planned: int) -> Devices:
+    """The same without torch here, by a process of `nursery`, which has it. Raises: UserError, RunFailed."""
+    settings = {LAUNCH: launch.model_dump_json(), PLANNED: str(planned)}
+    channel = nursery.fork("devices", f"{__name__}:tell", settings)
+    try:
+        answer = channel.receive()
+    except Gone:
+        raise RunFailed("the process that looks for devices died; what it printed says why") from None
+    finally:
+        channel.close()
+    if answer["kind"] == "refused":
+        raise UserError(answer["text"])
+    for text in answer["warned"]:
+        warnings.warn(text, ArgosyWarning, stacklevel=2)
+    return Devices(**answer["devices"])
 
 
 def _bf16_is_fast() -> bool:
+    import torch
+
+    from argosy.observe.peak import matmul_peak_flops
+
     cpu = torch.device("cpu")
     return matmul_peak_flops(cpu, torch.bfloat16) > FAST_BF16 * matmul_peak_flops(cpu, torch.float32)

@@ -12,7 +12,7 @@ from typing import Any
 from argosy.checkpoint import store
 from argosy.checkpoint.store import Checkpoint, Damaged
 from argosy.config.dump import save_run
-from argosy.config.keys import dotted, flatten
+from argosy.config.identity import is_under, lasting_values
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
@@ -20,21 +20,18 @@ from argosy.errors import UserError
 from argosy.files import atomic_write
 from argosy.plan.plan import Plan
 
-MAY_CHANGE = ("name", "plan", "model.preset", "model.weights", "train.steps", "train.minutes", "train.deterministic",
-              "evaluate", "checkpoint", "launch", "data.prepare")  # fmt: skip
-"""What a resumed run may have otherwise: it does not change what the checkpoint means, nor the samples' order."""
 NEVER = ("model",)
 """What even `--accept-changes` cannot change: the checkpoint would not fit."""
 
 
 @contextmanager
-def locked(run_dir: Path) -> Iterator[None]:
+def locked(run_dir: Path, node: str = "") -> Iterator[None]:
     """Hold the run's folder for this process; the system lets go of it when the process dies.
 
-    Raises: UserError if another process holds it.
+    With `node`, only that node's part of it. Raises: UserError if another process holds it.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / ".lock").open("a+") as file:
+    with (run_dir / (f".lock-{node}" if node else ".lock")).open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -49,6 +46,14 @@ def locked(run_dir: Path) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def settling(run_dir: Path) -> Iterator[None]:
+    """Of several nodes, one at a time prepares data and settles what the run is; the others wait and find it done."""
+    with (run_dir / ".settling").open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def enter(run_dir: Path, run: RunConfig, data_identity: str, accept_changes: bool) -> RunConfig:
     """Settle which configuration goes on in `run_dir`: `run`, unless state is there that it does not fit.
 
@@ -60,7 +65,7 @@ def enter(run_dir: Path, run: RunConfig, data_identity: str, accept_changes: boo
         return run
     before = load(run_dir / "run.toml")
     changed = _differences(before, run)
-    fatal = {key: values for key, values in changed.items() if _is_under(key, NEVER)}
+    fatal = {key: values for key, values in changed.items() if is_under(key, NEVER)}
     identity = _data_identity(checkpoints)
     if identity not in (None, data_identity):
         changed["data"] = (f"prepared data {identity}", f"prepared data {data_identity}")
@@ -100,15 +105,5 @@ def _data_identity(checkpoints: list[Checkpoint]) -> str | None:
 
 def _differences(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Dotted key -> both values, for the keys that may not change silently."""
-    old, new = _values(before), _values(now)
-    keys = [key for key in old | new if not _is_under(key, MAY_CHANGE)]
-    return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
-
-
-def _values(run: RunConfig) -> dict[str, Any]:
-    """Dotted key -> value."""
-    return {dotted(key): value for key, value in flatten(run.model_dump(mode="json"), RunConfig).items()}
-
-
-def _is_under(key: str, prefixes: tuple[str, ...]) -> bool:
-    return any(key == prefix or key.startswith(prefix + ".") for prefix in prefixes)
+    old, new = lasting_values(before), lasting_values(now)
+    return {key: (old.get(key), new.get(key)) for key in old | new if old.get(key) != new.get(key)}

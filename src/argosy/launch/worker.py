@@ -1,60 +1,177 @@
-"""A worker process: joins its world, trains its part of the run in the folder that it is given."""
+"""A worker process: it joins one world after another, as its agent says, and trains its part of the run in each."""
 
 from __future__ import annotations
 
 import os
+import queue
 import sys
 import threading
-import time
+import traceback
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from torch.distributed import DistError
 
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.errors import FINAL, ArgosyError
-from argosy.parallel.world import LAUNCHER, World, join_world, leave_world
+from argosy.observe.sequences import sequence_numbers
+from argosy.observe.vitals import Vitals
+from argosy.parallel.world import World, break_connections, connections, join_world, leave_world
 from argosy.plan.plan import Plan
+from argosy.resilience.channel import Channel, Gone, Message
+from argosy.resilience.nursery import channel_to_parent
 from argosy.training.loop import train
+from argosy.training.state import Survivor
 from argosy.training.stop import StopSignal
 
+AGAIN_S = 0.2
+"""How often the connections of a broken world are broken, until the process has left it."""
+GLOO = ("gloo", "Connection closed by peer", "Connection reset by peer", "TCPStore", "store")
+"""Words of the RuntimeErrors with which gloo and the store tell of a peer that is gone."""
 
-def work(run: RunConfig, plan: Plan, world: World, run_dir: Path, stop: StopSignal) -> None:
-    """Train in an existing world, and leave it."""
+
+class Link:
+    """The worker's side of the conversation with its agent, which a thread listens to."""
+
+    def __init__(self, channel: Channel, stop: StopSignal):
+        self._channel, self._stop = channel, stop
+        self._worlds: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._kept = connections()
+        self._epoch = 0
+        self._broken = threading.Event()
+        self._why = ""
+        threading.Thread(target=self._listen, name="argosy-agent", daemon=True).start()
+
+    def worlds(self) -> Iterator[Message]:
+        """The worlds to join, one after the other."""
+        while True:
+            world = self._worlds.get()
+            self._epoch = world["epoch"]
+            self._broken.clear()
+            self._stop.world_is_over = False
+            yield world
+
+    def is_broken(self) -> bool:
+        """Whether the agent has said that the world at hand is over."""
+        return self._broken.is_set()
+
+    def say(self, kind: str, **facts: object) -> None:
+        """Tell the agent; without one there is nothing left to live for."""
+        try:
+            self._channel.send(kind, **facts)
+        except Gone:
+            os._exit(1)
+
+    def left(self, why: str) -> None:
+        """The world is left: the process is ready for another."""
+        epoch, self._epoch = self._epoch, 0
+        self.say("ready", epoch=epoch, why=self._why if self._broken.is_set() else why)
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                message = self._channel.receive()
+            except Gone:
+                os._exit(1)  # the agent is gone, and no orphan trains on
+            if message["kind"] == "join":
+                self._worlds.put(message)
+            elif message["kind"] == "break" and message["epoch"] == self._epoch:
+                self._why = message["why"]
+                self._broken.set()
+                self._stop.world_is_over = True
+                threading.Thread(target=self._break, args=(self._epoch,), daemon=True).start()
+
+    def _break(self, epoch: int) -> None:
+        """End what the main thread waits for, and what it may still begin to wait for, in this world."""
+        while self._epoch == epoch:
+            break_connections(self._kept)
+            threading.Event().wait(AGAIN_S)
+
+
+def work(
+    run: RunConfig, plan: Plan, world: World, run_dir: Path, stop: StopSignal, survivor: Survivor | None = None,
+    vitals: Vitals | None = None,
+) -> bool:  # fmt: skip
+    """Train in an existing world, and leave it. Returns whether the run's last step is made."""
     try:
-        train(run, plan, world, run_dir, stop)
+        return train(run, plan, world, run_dir, stop, survivor or Survivor(), vitals)
     finally:
         leave_world()
 
 
 def main() -> None:
-    """Entry of the processes that `launch.local` starts: `python -m argosy.launch.worker RUN_DIR`.
+    """Entry of the processes that an agent has forked: train in the worlds that it is told of, to the run's end.
 
-    What goes wrong is left for the launcher, which knows whose error came first and tells the user that one.
+    What goes wrong is told to the agent, which knows whose error came first and tells the user that one.
     """
-    get_error_handler().initialize()
-    run_dir = Path(sys.argv[1])
-    stop = StopSignal().listen()
-    _die_with_parent()
-    try:
-        run, plan = load(run_dir / "run.toml"), Plan.load(run_dir / "plan.toml")
-        work(run, plan, join_world(run.launch), run_dir, stop)
-    except Exception as error:
-        get_error_handler().record_exception(error)
-        sys.exit(FINAL + error.exit_code if isinstance(error, ArgosyError) else 1)
+    run_dir, stop = Path(os.environ["ARGOSY_RUN_DIR"]), StopSignal().listen()
+    link = Link(channel_to_parent(), stop)
+    terminal = _to_log(run_dir)
+    vitals = Vitals(Path(os.environ["ARGOSY_SCRATCH"]))
+    survivor = Survivor()
+    link.left("")
+    for message in link.worlds():
+        _speak(terminal, message)
+        try:
+            finished = _train_in(message, run_dir, stop, survivor, vitals)
+        except Exception as error:
+            why = str(error)
+            if link.is_broken() or _is_of_a_connection(error):
+                traceback.clear_frames(error.__traceback__)  # they hold the job, and the job its groups
+            else:
+                _fail(link, error)
+        else:
+            link.say("done", finished=finished)
+            return
+        leave_world()
+        vitals.enter("waiting")
+        link.left(why)
 
 
-def _die_with_parent() -> None:
-    """End this process when the one that started it is gone, however it went: no orphan trains on."""
-    launcher = int(os.environ[LAUNCHER])  # getppid() would name another one if it is gone already
+def _train_in(message: Message, run_dir: Path, stop: StopSignal, survivor: Survivor, vitals: Vitals) -> bool:
+    os.environ |= {
+        "RANK": str(message["rank"]),
+        "WORLD_SIZE": str(message["size"]),
+        "LOCAL_RANK": str(message["local_rank"]),
+        "LOCAL_WORLD_SIZE": str(message["local_size"]),
+        "MASTER_ADDR": message["host"],
+        "MASTER_PORT": str(message["port"]),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "ARGOSY_EPOCH": str(message["epoch"]),
+    }
+    run, plan = load(run_dir / "run.toml"), Plan.parse(message["plan"])
+    vitals.join(message["epoch"], message["rank"], sequence_numbers)
+    return work(run, plan, join_world(run.launch), run_dir, stop, survivor, vitals)
 
-    def watch() -> None:
-        while os.getppid() == launcher:
-            time.sleep(1.0)
-        os._exit(1)
 
-    threading.Thread(target=watch, name="argosy-watch-parent", daemon=True).start()
+def _is_of_a_connection(error: Exception) -> bool:
+    """Whether it is what a collective raises when a peer is gone, rather than something that went wrong here."""
+    return isinstance(error, DistError) or (isinstance(error, RuntimeError) and any(w in str(error) for w in GLOO))
 
 
-if __name__ == "__main__":
-    main()
+def _fail(link: Link, error: Exception) -> None:
+    code = FINAL + error.exit_code if isinstance(error, ArgosyError) else 1
+    link.say("failed", error=type(error).__name__, text=str(error), traceback=traceback.format_exc())
+    sys.exit(code)
+
+
+def _to_log(run_dir: Path) -> tuple[int, int]:
+    """Keep what this process prints in a file of the run's logs; returns descriptors of the terminal."""
+    terminal = os.dup(1), os.dup(2)
+    path = run_dir / "logs" / f"worker-{os.environ['ARGOSY_NODE']}-{os.environ['ARGOSY_SLOT']}.log"
+    with suppress(OSError):  # a disk that takes nothing: it prints to the terminal
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as log:
+            for descriptor in (1, 2):
+                os.dup2(log.fileno(), descriptor)
+    return terminal
+
+
+def _speak(terminal: tuple[int, int], message: Message) -> None:
+    """Let the first process of the world print to the terminal."""
+    if message["rank"] == 0 and os.environ["ARGOSY_QUIET"] == "0":
+        sys.stdout.flush()
+        for descriptor, original in zip((1, 2), terminal, strict=True):
+            os.dup2(original, descriptor)

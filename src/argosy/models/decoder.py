@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,7 +41,7 @@ class Block(nn.Module):
 class Part:
     """What of the decoder one pipeline stage holds; without pipelining, all of it."""
 
-    layers: range
+    layers: Sequence[int]
     first: bool = True
     """It takes tokens, through the embedding; other parts take the hidden states of the one before."""
     last: bool = True

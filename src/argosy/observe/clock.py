@@ -9,9 +9,14 @@ from typing import Literal
 
 import torch
 
+from argosy.observe.vitals import Vitals
+
 Category = Literal["data", "forward", "backward", "pipeline", "communication", "optimizer", "checkpoint", "evaluate"]
 """`communication` is what backward did not hide; `pipeline` is forward and backward where a schedule interleaves them,
 with what it waits; `other` is the rest of the wall time."""
+
+OWN_WORK: tuple[Category, ...] = ("data", "forward", "backward", "pipeline", "optimizer")
+"""What a process does for itself, though where layers need other ranks it waits for those too."""
 
 Mark = float | torch.cuda.Event
 
@@ -22,19 +27,25 @@ class StepClock:
     On a GPU the marks are events in its stream: nothing waits for the device until `lap` reads them.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, vitals: Vitals | None = None):
+        """`vitals` is told which part the process is in, and at each lap how long its own work took."""
         self._on_gpu = device.type == "cuda"
+        self._vitals = vitals
         self._spans: list[tuple[Category, Mark, Mark]] = []
         self._began = time.perf_counter()
 
     @contextmanager
     def time(self, category: Category) -> Iterator[None]:
         """Count the time of this block as `category`. Blocks do not nest."""
+        if self._vitals is not None:
+            self._vitals.enter(category)
         start = self._mark()
         try:
             yield
         finally:
             self._spans.append((category, start, self._mark()))
+            if self._vitals is not None:
+                self._vitals.enter("other")
 
     def lap(self) -> dict[str, float]:
         """Seconds of each category since the last lap, "other", and "step": the wall time, their sum."""
@@ -46,6 +57,8 @@ class StepClock:
         self._spans.clear()
         now = time.perf_counter()
         step_s, self._began = now - self._began, now
+        if self._vitals is not None:
+            self._vitals.took(sum(seconds.get(category, 0.0) for category in OWN_WORK))
         return {**seconds, "other": max(0.0, step_s - sum(seconds.values())), "step": step_s}
 
     def _mark(self) -> Mark:

@@ -29,6 +29,7 @@ class Muon(UpdateRule):
     """
 
     moments = ("momentum_buffer",)
+    is_local = False
 
     def step(self, slots: Sequence[Slot], lr: float, weight_decay: float) -> None:
         """All ranks that share a parameter take part, also those whose part is empty."""

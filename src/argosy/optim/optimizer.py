@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from argosy.config.schema import OptimizerConfig
+from argosy.faults import fault
 from argosy.optim.groups import Settings, settings_of
 from argosy.optim.muon import Muon
 from argosy.optim.piece import Piece
@@ -49,6 +50,12 @@ class Optimizer:
         """Memory that its state takes on this rank."""
         return sum(slot.nbytes for slot in self._slots.values())
 
+    @property
+    def is_local(self) -> bool:
+        """Whether `step` takes no other rank."""
+        slots = self._slots.values()
+        return all(RULES[slot.settings.rule].is_local or slot.piece.group is None for slot in slots)
+
     def set_learning_rate(self, lr: float) -> None:
         """The rate of the next steps, before each group's factor."""
         self._lr = lr
@@ -58,6 +65,7 @@ class Optimizer:
         """Apply the gradients. Ranks that share parameters call it together. Raises: ValueError if one is missing."""
         for settings, slots in self._groups.items():
             self._rules[settings.rule].step(slots, self._lr * settings.lr_factor, settings.weight_decay)
+            fault("optimizer")
 
     def zero_grad(self) -> None:
         """Let go of the gradients."""
@@ -74,6 +82,10 @@ class Optimizer:
         steps = torch.tensor(float(slot.steps), device=piece.value.device)
         with torch.no_grad():
             return {"step": steps, **slot.moments()}
+
+    def kept_of(self, piece: Piece) -> dict[str, Tensor]:
+        """The live tensors that the piece's moments are kept in, in whatever format; none before the first step."""
+        return self._slots[piece.name].kept()
 
     @torch.no_grad()
     def load_state(self, piece: Piece, state: dict[str, Tensor]) -> None:

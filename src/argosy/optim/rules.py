@@ -18,6 +18,8 @@ class UpdateRule(ABC):
 
     moments: ClassVar[tuple[str, ...]]
     """Names of the tensors it keeps for each parameter."""
+    is_local: ClassVar[bool] = True
+    """Whether a step takes no other rank."""
 
     def __init__(self, config: OptimizerConfig):
         self.config = config

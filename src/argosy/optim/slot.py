@@ -61,6 +61,16 @@ class Slot:
                 self._keep(name, torch.zeros_like(like, dtype=torch.float32), None)
         return {n: dequantize(m) if isinstance(m, Quantized) else m for n, m in self._moments.items()}
 
+    def kept(self) -> dict[str, Tensor]:
+        """The tensors that its moments are kept in, live; none before the first step."""
+        tensors: dict[str, Tensor] = {}
+        for name, moment in self._moments.items():
+            if isinstance(moment, Quantized):
+                tensors |= {f"{name}.codes": moment.codes, f"{name}.scales": moment.scales}
+            else:
+                tensors[name] = moment
+        return tensors
+
     def load(self, moments: dict[str, Tensor]) -> None:
         """Take over moments; what `moments` gave comes back bit for bit."""
         for name in self.names:

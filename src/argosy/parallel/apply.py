@@ -32,9 +32,16 @@ Materialize = Callable[[Decoder, ModelConfig, torch.device, int], None]
 """`models.initialize.materialize`, or what takes its place: gives a model memory, and weights."""
 
 
-def apply(plan: Plan, run: RunConfig, world: World, materialize: Materialize = materialize) -> ParallelModel:
+def apply(
+    plan: Plan,
+    run: RunConfig,
+    world: World,
+    materialize: Materialize = materialize,
+    parts_of: Callable[[Plan, RunConfig, int], dict[int, Part]] | None = None,
+) -> ParallelModel:
     """Build this rank's part of the model as `plan` says, with its initial weights; all ranks call it alike.
 
+    parts_of: what takes the place of `parts_on`.
     Raises: UserError if the device cannot do what the plan asks of it (fp8).
     """
     tied = run.model.tie_embeddings and plan.pp > 1 and not SCHEDULES[plan.schedule].v_shaped
@@ -43,7 +50,7 @@ def apply(plan: Plan, run: RunConfig, world: World, materialize: Materialize = m
         meshes = lay_out_meshes(world.device.type, plan, tied, run.launch.timeout_s)
     parts = {
         stage: Decoder(run.model, DTYPES[plan.precision], part)
-        for stage, part in _parts(plan, run, 0 if meshes is None else meshes.rank("pp")).items()
+        for stage, part in (parts_of or parts_on)(plan, run, 0 if meshes is None else meshes.rank("pp")).items()
     }
     for model in parts.values():
         if plan.weights == "bf16":
@@ -90,7 +97,7 @@ def split_model(model: Decoder, plan: Plan, meshes: Meshes) -> None:
         moe.rows = rows or moe.rows
 
 
-def _parts(plan: Plan, run: RunConfig, rank: int) -> dict[int, Part]:
+def parts_on(plan: Plan, run: RunConfig, rank: int) -> dict[int, Part]:
     """Stage -> what of the decoder it holds, for the stages of pipeline rank `rank`."""
     if plan.pp == 1:
         return {0: Part(range(run.model.layers))}

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from argosy.faults import fault
 from argosy.models.layers import local
 from argosy.parallel.collectives import all_gather_single, reduce_scatter_single
 from argosy.parallel.pieces import Held
@@ -48,6 +49,7 @@ class _Bucket:
         """Start to sum the gradients over the ranks; they are freed unless they are to be kept."""
         rows = [_in_rows(_gradient(piece), self._n, width) for piece, width in self._widths()]
         self._flat = torch.cat(rows, dim=1).to(self._dtype)
+        fault("bucket", tensors=lambda: {"bucket": self._flat})
         if not self._keep:
             for piece in self.pieces:
                 piece.parameter.grad = None

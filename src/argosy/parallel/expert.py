@@ -20,7 +20,6 @@ from argosy.config.schema import ModelConfig
 from argosy.models.experts import Compute, Load, MoE, Rows, inverse, take_rows
 from argosy.parallel.collectives import gather_sequence, reduce_scatter_sequence
 from argosy.parallel.tensor import split
-from argosy.parallel.world import World
 
 # n ranks, E experts, e of them on each rank, P pairs of token and expert that this rank has, Q that it computes
 # D model width, B rows, T tokens of a row, t of them on this rank, K experts of a token
@@ -127,18 +126,27 @@ class SplitRows(Rows):
         return self._cut(self._around.places(self._join(parts)))
 
 
-def balance_experts(mine: Mapping[int, MoE], config: ModelConfig, world: World) -> dict[int, Load]:
-    """End a step: take the loads of all ranks, move the biases; returns each MoE layer's load, the same on all ranks.
+def loads_of(mine: Mapping[int, MoE], config: ModelConfig, device: torch.device) -> Tensor | None:
+    """Take this rank's loads of the step, fp64 [layers, 2E+1]: to be summed over all ranks. None without experts.
 
-    `mine`: this rank's MoE layers by number. One message, whatever the layout. Where several ranks count the same
-    tokens they all do so alike, which changes neither the biases nor what a `Load` tells but for its counts.
+    `mine`: this rank's MoE layers by number. Where several ranks count the same tokens they all do so alike, which
+    changes neither the biases nor what a `Load` tells but for its counts.
     """
-    experts = config.moe.experts
-    loads = torch.zeros(config.layers, 2 * experts + 1, dtype=torch.float64, device=world.device)
+    if not config.moe.experts:
+        return None
+    loads = torch.zeros(config.layers, 2 * config.moe.experts + 1, dtype=torch.float64, device=device)
     for layer, moe in mine.items():
         loads[layer] = moe.take_load()
-    world.sum(loads)
+    return loads
+
+
+def update_biases(mine: Mapping[int, MoE], loads: Tensor) -> None:
+    """Move the experts' biases by the loads of all ranks, on any device: the same on all ranks that have the layer."""
     for layer, moe in mine.items():
-        moe.update_bias(loads[layer, :experts])
+        moe.update_bias(loads[layer, : loads.shape[1] // 2].to(moe.router.weight.device))
+
+
+def loads_by_layer(loads: Tensor, config: ModelConfig) -> dict[int, Load]:
+    """How each MoE layer's experts were used, from the loads of all ranks; the host waits for the device."""
     host = loads.cpu()
     return {layer: Load.of(host[layer]) for layer in range(config.layers) if config.is_moe_layer(layer)}

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from argosy.config.schema import RunConfig
+from argosy.faults import fault
 from argosy.models.batch import Microbatch
 from argosy.models.decoder import Decoder
 from argosy.models.experts import MoE
@@ -93,6 +94,7 @@ class ParallelModel:
             rule.arm(len(batch))
         if self._pipeline is not None:
             with clock.time("pipeline"):
+                fault("forward")
                 return self._share(self._pipeline.forward_backward(batch, scale))
         (model,) = self._parts
         total = torch.zeros((), device=model.device)
@@ -100,8 +102,10 @@ class ParallelModel:
             for rule in self._rules:
                 rule.before_backward(last=micro is batch[-1])
             with clock.time("forward"):
+                fault("forward")
                 loss = model(micro.tokens_BT, micro.targets_BT, micro.positions_BT, micro.documents)
             with clock.time("backward"):
+                fault("backward")
                 (loss * scale).backward()
             total += loss.detach()
         return self._share(total)

@@ -60,6 +60,7 @@ class _OnHost:
     copied: torch.cuda.Event | None = None
 
     def to_device(self) -> Tensor:
+        """A copy on the device; on a CUDA device in the computation's order, so that what needs it waits."""
         if self.copied is not None:
             torch.cuda.current_stream(self.device).wait_event(self.copied)
         return self.host.to(self.device, non_blocking=True)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -32,6 +31,8 @@ class Held(Piece):
 
     parameter: nn.Parameter
     """The model's own, whose `grad` autograd fills."""
+    offset: tuple[int, ...]
+    """Of `value` in the whole."""
     copies: int
     """How many ranks of the world hold this very part."""
     mesh: DeviceMesh | None = None
@@ -52,12 +53,6 @@ class Held(Piece):
         if not isinstance(parameter, DTensor) or "tp" not in (parameter.device_mesh.mesh_dim_names or ()):
             return False
         return parameter.placements[-1].is_replicate()
-
-    def wrap(self, part: Tensor) -> Tensor:
-        """`part`, of the same shape as `value`, as a DTensor that knows its place in the whole."""
-        if self.mesh is None or part.shape != self.value.shape:
-            return part
-        return _wrap(part, self.mesh, self.placements, self.shape)
 
 
 def pieces_of(model: Decoder, meshes: Meshes | None, zero: int) -> Iterator[Held]:
@@ -88,35 +83,11 @@ def pieces_of(model: Decoder, meshes: Meshes | None, zero: int) -> Iterator[Held
             group=None if meshes is None else meshes.stage,
             scatter=partial(_box, offset=tuple(offset), shape=value.shape),
             parameter=parameter,
+            offset=tuple(offset),
             copies=copies,
             mesh=mesh,
             placements=placements,
         )
-
-
-def clip_gradients(pieces: Sequence[Held], max_norm: float, scale: float = 1.0) -> Tensor:
-    """Divide the pieces' gradients by `scale`, then scale them down to a global norm of `max_norm` (0: leave them).
-
-    Returns the norm before the latter. Every rank adds the squares of what it holds, divided by the number of those
-    that hold the same.
-    """
-    if scale != 1.0:
-        for piece in pieces:
-            if piece.value.grad is not None:
-                piece.value.grad /= scale
-    squares = torch.zeros((), device=pieces[0].value.device)
-    for copies in sorted({piece.copies for piece in pieces}):
-        gradients = [p.value.grad for p in pieces if p.copies == copies and p.value.grad is not None]
-        if gradients:
-            # What nn.utils.get_total_norm does, but in fp32: that rounds the norms of bf16 gradients to bf16.
-            norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-            squares += torch.stack(norms).square().sum() / copies
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(squares)
-    norm = squares.sqrt()
-    if max_norm:
-        nn.utils.clip_grads_with_norm_([piece.value for piece in pieces], max_norm, norm)
-    return norm
 
 
 def _gather(

@@ -139,4 +139,4 @@ def _the_trainer_s(run: RunConfig, place: Cluster) -> Plan:
     """The plan that `argosy train` would take."""
     kind: Literal["cpu", "cuda"] = "cpu" if place.device.kind == "cpu" else "cuda"
     fast = Problem.of(run, place).precision == "bf16"
-    return choose_plan(run, Devices(place.devices, kind, fast))
+    return choose_plan(run, Devices(place.devices, kind, fast), place)

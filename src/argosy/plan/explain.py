@@ -30,6 +30,7 @@ MEANING = {
     "pointwise": "norms, activations, residuals: as fast as memory is",
     "host": "kernels too small for the host to keep up",
     "recompute": "activations computed again in backward",
+    "offload": "waiting for activations on their way to the host's memory and back",
     "tensor": "waiting for tensor-parallel ranks",
     "context": "waiting for context-parallel ranks",
     "experts": "waiting for tokens on their way to experts, and for the busiest of these",

@@ -17,7 +17,7 @@ CostT = TypeVar("CostT", StepTime, Footprint)
 Parts = Mapping[Category, tuple[str, ...]]
 
 OF_TIME: Parts = {
-    "compute": ("ideal", "matmul", "attention", "pointwise", "host", "recompute", "bubble"),
+    "compute": ("ideal", "matmul", "attention", "pointwise", "host", "recompute", "offload", "bubble"),
     "network": ("tensor", "context", "experts", "pipeline", "gradients"),
     "optimizer": ("optimizer",),
     "rest": ("other",),

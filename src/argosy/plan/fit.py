@@ -1,7 +1,8 @@
 """Fitting the cost model's constants to measured steps: the most probable ones, given what was assumed beforehand.
 
 Each constant's logarithm is normal around its guess; a measurement's is normal around the prediction, with outliers
-(Student's t), plus an offset that all measurements of one source share: the software, the cluster, the way of counting.
+(Student's t), plus offsets that it shares with others: all of one source (the software, the cluster, the way of
+counting), all of one model.
 Levenberg-Marquardt (Marquardt 1963) on reweighted residuals finds the maximum.
 """
 
@@ -20,8 +21,8 @@ Floats = NDArray[Any]
 
 ROW_STD = 0.08
 """Of the logarithm of a measurement around its source's mean: what no model of this kind will know."""
-SOURCE_STD = 0.12
-"""Of a source's offset."""
+SHARED_STD = 0.12
+"""Of an offset."""
 OUTLIER_FREEDOM = 4
 """Degrees of freedom of the t distribution."""
 STEPS, STEP_DIFFERENCE = 40, 1e-4
@@ -33,7 +34,7 @@ class Fit:
 
     constants: Constants
     offsets: dict[str, float]
-    """Source -> logarithm of measured over predicted, shrunk towards 0."""
+    """What is shared -> logarithm of measured over predicted, shrunk towards 0."""
     covariance: Floats
     """Of the logarithms of the constants that were fitted, and of the offsets."""
 
@@ -41,7 +42,7 @@ class Fit:
 def fit(
     predict: Callable[[Constants], Floats],
     measured: Floats,
-    sources: Sequence[str],
+    shared: Sequence[tuple[str, ...]],
     start: Constants | None = None,
     free: Sequence[str] | None = None,
     spread: float | None = None,
@@ -49,24 +50,25 @@ def fit(
 ) -> Fit:
     """The constants with which `predict` is nearest to `measured`.
 
-    predict: constants -> one positive figure for each of `measured`; sources: where each comes from; start: what is
-    assumed beforehand (default: the guesses); free: the constants that may move (default all); spread: how far they
-    may well be off, a factor (default: as declared for each); begin: where to look first (default: start).
+    predict: constants -> one positive figure for each of `measured`; shared: what each has in common with others, such
+    as its source and its model; start: what is assumed beforehand (default: the guesses); free: the constants that may
+    move (default all); spread: how far they may well be off, a factor (default: as declared for each); begin: where to
+    look first (default: start).
     """
     declared = {f.name: f.metadata for f in fields(Constants)}
     start = start or Constants()
     names = list(free or declared)
     center = np.log([getattr(start, name) for name in names])
     width = np.log([spread or declared[name]["spread"] for name in names])
-    kinds = sorted(set(sources))
-    member = np.array([kinds.index(source) for source in sources])
+    kinds = sorted({key for keys in shared for key in keys})
+    member = np.array([[float(kind in keys) for kind in kinds] for keys in shared])
     logs = np.log(measured)
 
     def residuals(point: Floats) -> Floats:
         constants = replace(start, **dict(zip(names, np.exp(point[: len(names)]), strict=True)))
-        return (np.log(predict(constants)) + point[len(names) :][member] - logs) / ROW_STD
+        return (np.log(predict(constants)) + member @ point[len(names) :] - logs) / ROW_STD
 
-    scale = np.concatenate([width, np.full(len(kinds), SOURCE_STD)])
+    scale = np.concatenate([width, np.full(len(kinds), SHARED_STD)])
     origin = np.concatenate([center, np.zeros(len(kinds))])
     point, damping = origin.copy(), 1e-2
     if begin is not None:
@@ -74,7 +76,7 @@ def fit(
     miss = residuals(point)
     best = _cost(miss, (point - origin) / scale)
     for _ in range(STEPS):
-        slopes = _slopes(residuals, point, miss, len(names), member, len(kinds))
+        slopes = _slopes(residuals, point, miss, len(names), member)
         weights = (OUTLIER_FREEDOM + 1) / (OUTLIER_FREEDOM + miss**2)
         curvature = slopes.T * weights @ slopes + np.diag(scale**-2)
         gradient = slopes.T @ (weights * miss) + (point - origin) / scale**2
@@ -105,14 +107,11 @@ def _slopes(
     point: Floats,
     miss: Floats,
     constants: int,
-    member: NDArray[np.int64],
-    kinds: int,
+    member: Floats,
 ) -> Floats:
     columns = []
     for index in range(constants):
         moved = point.copy()
         moved[index] += STEP_DIFFERENCE
         columns.append((residuals(moved) - miss) / STEP_DIFFERENCE)
-    shared = np.zeros((len(miss), kinds))
-    shared[np.arange(len(miss)), member] = 1 / ROW_STD
-    return np.column_stack([*columns, shared])
+    return np.column_stack([*columns, member / ROW_STD])

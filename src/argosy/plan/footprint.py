@@ -87,7 +87,7 @@ class MemoryModel:
     def _rank(self, first: bool, last: bool | None = None) -> Footprint:
         last = not first if last is None else last
         p, w, s, c = self.p, self.w, self.s, self.c
-        dense, experts = self._parameters(w.layers / p.pp)
+        dense, experts = self._parameters(self._layers)
         ends = (w.vocabulary_parameters / p.tp) * (np.where(w.tied > 0, 1, 2) if first and last else 1)
         n = p.shares_state
         expert_n = np.maximum(1, n / p.ep)
@@ -98,21 +98,31 @@ class MemoryModel:
         summed = np.where(adds_up, whole, mine)
         weight_bytes = np.where(p.weights == 1, 2.0, s.weight_bytes)
         kept = self._in_flight(first, last) * self._kept
-        activations = kept + self._working
-        activations = np.where(self.offloads_activations, self._working + 2 * self._of_layer, activations)
+        activations = kept + self.working
+        left = self._in_flight(first, last) * (self._kept - self.moved)
+        activations = np.where(self.offloads_activations, left + self.working + 2 * self._of_layer, activations)
         logits = self._logits() if last else np.zeros(1)
         gathered = self._gathered(ends)
+        comes_and_goes = activations + logits + gathered
+        update = np.maximum(0.0, mine * s.update_bytes - comes_and_goes)  # when activations are gone
         used = Footprint(
             weights=held * weight_bytes,
             gradients=self._beside(kept, summed * s.gradient_bytes, ends * s.gradient_bytes),
-            optimizer=np.where(self.offloads_optimizer, 0.0, mine * s.moment_bytes),
+            optimizer=np.where(self.offloads_optimizer, 0.0, mine * s.moment_bytes + update),
             activations=activations,
             logits=logits,
             gathered=gathered,
             workspace=c.workspace_bytes + self._received(),
             reserve=np.zeros(1),
         )
-        return Footprint(**{**vars(used), "reserve": c.fragmentation * (activations + logits + gathered)})
+        return Footprint(**{**vars(used), "reserve": c.fragmentation * (comes_and_goes + update)})
+
+    @property
+    def _layers(self) -> Numbers:
+        """Layers of the fullest rank: the mean where they are dealt out by cost."""
+        p = self.p
+        full = np.ceil(self.w.layers / p.stages) * p.stages_here
+        return np.where(self.s.balanced_stages > 0, self.w.layers / p.pp, full)
 
     def _beside(self, kept: Numbers, gradients: Numbers, of_ends: Numbers) -> Numbers:
         """Gradients at the peak: one microbatch's take the place of its activations, layer by layer."""
@@ -155,11 +165,18 @@ class MemoryModel:
     def _of_layer(self) -> Numbers:
         """Bytes that one layer keeps of one microbatch, nothing recomputed; the mean over layers."""
         w, s = self.w, self.s
-        widths = 4 + s.kept_widths + np.where(self.eager, EAGER_WIDTHS - s.kept_widths, 0)
-        hidden = widths * w.width / self.shared + self._inputs
-        elements = hidden + self._attention + self._feed_forward(w.ffn_matrices + EAGER_FFN * self.eager)
+        wider = np.where(self.eager, EAGER_WIDTHS - s.kept_widths, 0) * w.width / self.shared
+        ffn = self._feed_forward(w.ffn_matrices + EAGER_FFN * self.eager) - self._feed_forward(w.ffn_matrices)
+        return self._fused_layer + self.tokens * (wider + ffn) * self.element + self._casts
+
+    @cached_property
+    def _fused_layer(self) -> Numbers:
+        """Bytes that one layer of fused operations keeps."""
+        w, s = self.w, self.s
+        hidden = (4 + s.kept_widths) * w.width / self.shared + self._inputs
+        elements = hidden + self._attention + self._feed_forward(w.ffn_matrices)
         masks = s.dropout * 2 * DROPOUT_BYTES * w.width / self.shared
-        return self.tokens * (elements * self.element + masks + self._scores) + self._casts
+        return self.tokens * (elements * self.element + masks + self._scores)
 
     @cached_property
     def _inputs(self) -> Numbers:
@@ -174,6 +191,14 @@ class MemoryModel:
         return np.where(is_cast, sum(self._parameters(1.0)) * self.element, 0.0)
 
     @cached_property
+    def moved(self) -> Numbers:
+        """Bytes of a layer and microbatch that go to the host: what it keeps, or of a recomputed layer its input."""
+        p = self.p
+        boundary = self.tokens * self.w.width / self.shared * self.element
+        whole, again = self._of_layer - self._casts, np.where(p.recompute > 0, 1 / p.recompute_every, 0.0)
+        return np.where(self.offloads_activations, again * boundary + (1 - again) * whole, 0.0)
+
+    @cached_property
     def _kept(self) -> Numbers:
         """Bytes that one layer keeps until backward, with the plan's recompute."""
         p, w, s = self.p, self.w, self.s
@@ -181,15 +206,14 @@ class MemoryModel:
         boundary = self.tokens * w.width / self.shared * self.element
         results = 3 * w.width / self.shared + self._inputs + self._attention + self._feed_forward(w.ffn_matrices - 1)
         of_matmuls = self.tokens * (results * self.element + self._scores)
-        cheap = np.where(s.selective > 0, s.selective * whole, of_matmuls)
+        cheap = np.where(s.selective > 0, s.selective * self._fused_layer, of_matmuls)
         cheap = np.where(s.flash > 0, cheap, whole - self.tokens * self._scores)
         kept = np.where(p.recompute == 2, boundary, np.where(p.recompute == 1, cheap, whole))
         return kept / p.recompute_every + whole * (1 - 1 / p.recompute_every)
 
     def _in_flight(self, first: bool, last: bool) -> Numbers:
         """Layers' activations that are alive at once: microbatches of the schedule times layers of the rank."""
-        p, m = self.p, self.microbatches
-        layers = self.w.layers / p.pp
+        p, m, layers = self.p, self.microbatches, self._layers
         v = p.stages_here
         at_once = np.minimum(m, p.pp if first else 1)
         chunks = 2 * (p.pp - 1) + (v - 1) * p.pp + 1 if first else (v - 1) * p.pp + 1
@@ -203,7 +227,7 @@ class MemoryModel:
         return np.where(p.pp == 1, 1, microbatches) * layers
 
     @cached_property
-    def _working(self) -> Numbers:
+    def working(self) -> Numbers:
         """What backward of one layer needs beside what was kept: recomputed activations, gradients on their way."""
         p, w = self.p, self.w
         again = np.where(p.recompute > 0, np.maximum(0, self._of_layer - self._kept), 0.0)
@@ -225,15 +249,15 @@ class MemoryModel:
         of_logit = np.where(self.eager, LOSS_CHUNK_BYTES_EAGER, LOSS_CHUNK_BYTES)
         chunk = np.minimum(whole, LOSS_CHUNK_LOGITS) * of_logit
         saved = (4 + self.element) * w.vocabulary_parameters / p.tp + self.tokens * w.width * self.element
-        return np.where(s.whole_logits > 0, whole * s.whole_logits, saved + np.maximum(0, chunk - self._working))
+        return np.where(s.whole_logits > 0, whole * s.whole_logits, saved + np.maximum(0, chunk - self.working))
 
     def _gathered(self, ends: Numbers) -> Numbers:
         """Stage 3: parameters that ranks share are whole while they are used, and gradients until they are summed.
 
         Those of two layers, or of all of a pipeline rank's, whose stages give none up after a backward.
         """
-        p, w = self.p, self.w
-        of_layer, layers = sum(self._parameters(1.0)), w.layers / p.pp
+        p = self.p
+        of_layer, layers = sum(self._parameters(1.0)), self._layers
         adds_up = (self.microbatches > 1) & (self.s.sums_once > 0)
         parameters = np.where(p.pp > 1, layers, np.minimum(2, layers)) * of_layer
         moving = parameters * self.element + np.where(adds_up, 0, (of_layer + ends) * self.s.gradient_bytes)

@@ -110,6 +110,10 @@ class Device(Section):
     """Typical share of one device in its machine's network, one direction."""
     nic_latency_s: PositiveFloat
     """Of a message between two nodes."""
+    host_link_bytes_per_s: PositiveFloat = 32e9
+    """To its host's memory, one direction, by the specification; left out: PCIe 4.0 x16."""
+    host_memory_bytes_per_s: PositiveFloat = 50e9
+    """Share of one device in that memory's bandwidth; left out: 8 devices on 16 channels of DDR4-3200."""
     power_w: PositiveFloat | None = None
     """Specified power of the device."""
     node_power_w: PositiveFloat | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ NOT_OF_THE_NAME = re.compile(r"nvidia|amd|instinct|tesla|hbm\d?e?")
 """Words in what drivers call a device, which the catalogue leaves out."""
 PROBED = Path("cluster.toml")
 """Where `argosy probe` leaves the description of a machine."""
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,13 @@ def machine_at_hand(run: RunConfig, hardware: Hardware) -> Cluster | None:
     """
     cluster = cluster_of(run) or _rough(hardware)
     return cluster and resized(cluster, hardware.processes)
+
+
+def host_memory_bytes() -> float:
+    """What the machine has, or the container may have."""
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.exists() else "max"
+    return float(whole if limit == "max" else min(whole, int(limit)))
 
 
 def device_named(driver_s: str) -> str:

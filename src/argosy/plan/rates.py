@@ -35,6 +35,10 @@ class Rates:
     """Devices that the fast link joins."""
     reduction_gain: Numbers = 1.0
     """All-reduce inside a node, where the switch adds up (NVLS): its bandwidth over that of a ring."""
+    host_link_bytes_per_s: Numbers = 32e9
+    """Of a device to its host's memory."""
+    host_memory_bytes_per_s: Numbers = 50e9
+    """Of that memory, the share of one device."""
     host_waits: Numbers = 0.0
     """1: the host computes itself, so that its time for starting operations comes on top (CPUs)."""
 
@@ -47,7 +51,7 @@ class Rates:
         half: Format = "bf16" if "bf16" in device.formats else "fp16" if "fp16" in device.formats else "fp32"
         full: Format = "fp32" if "fp32" in device.formats else half
         small: Format = narrow if narrow in device.formats else half
-        ring = device.ring_bytes_per_s
+        ring, is_cpu = device.ring_bytes_per_s, device.kind == "cpu"
         return cls(
             fp32=device.peak(full),
             half=device.peak(half),
@@ -61,7 +65,9 @@ class Rates:
             nic_bytes_per_s=nic_bytes_per_s or device.nic_bytes_per_s,
             node=device.devices_per_node,
             reduction_gain=(device.nvls_busbw_bytes_per_s or ring) / ring,
-            host_waits=float(device.kind == "cpu"),
+            host_link_bytes_per_s=device.memory_bytes_per_s if is_cpu else device.host_link_bytes_per_s,
+            host_memory_bytes_per_s=device.memory_bytes_per_s if is_cpu else device.host_memory_bytes_per_s,
+            host_waits=float(is_cpu),
         )
 
     @classmethod
@@ -86,6 +92,8 @@ class Rates:
             nic_bytes_per_s=network.bytes_per_s if network else min(g.nic_bytes_per_s for g in cluster.groups),
             node=cluster.devices_per_node,
             reduction_gain=min(kind.reduction_gain for kind in kinds),
+            host_link_bytes_per_s=min(kind.host_link_bytes_per_s for kind in kinds),
+            host_memory_bytes_per_s=min(kind.host_memory_bytes_per_s for kind in kinds),
         )
 
 
@@ -105,6 +113,10 @@ class System:
     """1: tensor-parallel ranks have whole experts for a share of the tokens; 0: a share of each expert."""
     sends_once: Numbers = 0
     """1: a token that goes to several experts of a node crosses the network once (DeepEP)."""
+    even_experts: Numbers = 0
+    """1: tokens are dealt to experts evenly, as benchmarks do, whatever the router says."""
+    launched: Numbers = 1
+    """Of the kernels of a layer with experts, the share that the host launches one by one, and not as CUDA graphs."""
     weight_bytes: Numbers = 4
     """Of a weight that ranks share (ZeRO)."""
     gradient_bytes: Numbers = 4
@@ -112,6 +124,8 @@ class System:
     """1: gradients have their memory for the whole run, and not only from their layer's backward on."""
     moment_bytes: Numbers = 8
     """Of the optimizer's state for a weight, master copy included."""
+    update_bytes: Numbers = 0
+    """What the optimizer's step needs besides for each weight that it updates: copies of gradients, results."""
     reduced_bytes: Numbers = 4
     """Of a gradient on the wire."""
     updated_bytes: Numbers = 4
@@ -134,6 +148,8 @@ class System:
     """1: with ZeRO 3, gradients of several microbatches add up on the rank and are summed over ranks once."""
     gathers: Numbers = 1
     """Collectives in which ZeRO 3 gathers a layer: one, or one for each parameter."""
+    gathers_recomputed: Numbers = 0
+    """1: a layer that is recomputed is gathered for that too, beside forward and backward."""
     overlaps_gradients: Numbers = 1
     """1: gradients are summed, and parameters gathered, while other layers compute."""
     overlaps_experts: Numbers = 0

@@ -2,7 +2,7 @@
 
 What cannot matter is left out: tensor parallelism stays inside a node, ranks that share state are all of a replica's
 or those of a node or of the first tier outside, and GPipe is tried only where 1F1B cannot run (it is as fast, and holds
-more). What changes the numbers of training, or what no formula prices yet (`offload`), has one value. Pins open and
+more). What changes the numbers of training, or only serves where nothing fits (`offload`), has one value. Pins open and
 close all of this.
 """
 

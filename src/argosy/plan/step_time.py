@@ -19,17 +19,28 @@ from functools import cached_property
 import numpy as np
 
 from argosy.plan.constants import Constants
+from argosy.plan.footprint import MemoryModel
 from argosy.plan.layouts import SCHEDULE_NAMES, Layouts
 from argosy.plan.network import all_reduce_s, all_to_all_s, gather_s, group_of, send_s
 from argosy.plan.rates import Rates, System, in_precision
+from argosy.plan.rules import SPLITTING
 from argosy.plan.workload import Numbers, Workload
 
 BACKWARD_ATTENTION = 2.5
 """Attention's backward over its forward: it computes the scores again (Dao 2023)."""
 BACKWARD_POINTWISE = 1.6
 """Backward reads the gradient beside what forward read, and writes one result."""
+HOST_LINK = 0.8
+"""Share of the link to the host that large copies from pinned memory reach (PCIe 4.0: 25 of 32 GB/s)."""
 INTENSITY = 156e0
 """FLOPs for each byte of memory bandwidth of an A100 in bf16, for which `Constants.half_size` is stated."""
+FULL_HEAD = 128
+"""Head width from which tiled attention is as fast as it gets: half as wide, it takes as many exponentials for half the
+FLOPs (Shah et al. 2024: 0.65 to 0.75 of the FLOP/s)."""
+FUSED_EXCHANGE = 0.6
+"""Passes over rows on their way to experts that are left where the exchange sorts them itself (DeepEP, HybridEP)."""
+BIAS_PASSES = 4
+"""Over experts' results where they have biases, which are added expert by expert and put together again."""
 BUBBLE_LEFT = {
     "gpipe": 1.0,
     "1f1b": 1.0,
@@ -57,6 +68,8 @@ class StepTime:
     host: Numbers
     """Kernels so small that the host cannot start them fast enough."""
     recompute: Numbers
+    offload: Numbers
+    """Waiting for activations on their way to the host's memory and back."""
     tensor: Numbers
     """Waiting for tensor-parallel ranks."""
     context: Numbers
@@ -125,7 +138,11 @@ class StepModel:
         self.context_group = group_of(p.cp, p.tp, r, constants)
         self.data_group = group_of(p.dp * p.cp, p.tp, r, constants)
         self.shard_group = group_of(p.dp_shard * p.cp, p.tp, r, constants)
-        self.expert_group = group_of(p.ep, np.where(system.whole_experts > 0, 1, p.tp), r, constants)
+        stride = np.where(system.whole_experts > 0, 1, p.tp)
+        self.expert_group = group_of(p.ep, stride, r, constants)
+        copies = p.cp * p.tp / (p.ep * stride)  # of an expert among the ranks of one replica
+        self.expert_data_group = group_of(np.maximum(1, p.dp * copies), p.ep * stride, r, constants)
+        self.expert_shard_group = group_of(np.maximum(1, p.dp_shard * copies), p.ep * stride, r, constants)
 
     def predict(self) -> StepTime:
         """Seconds of a step by category."""
@@ -135,13 +152,13 @@ class StepModel:
         per_rank = w.layers / p.pp
         head = self._head
         forward_backward = layer.forward + layer.backward + again
-        hidden = np.where(self.r.host_waits > 0, 0.0, forward_backward)
-        host = np.maximum(0.0, c.host * np.where(p.compile, 0.5, 1.0) - hidden)
         tensor = self._tensor()
         context = self._context(layer)
         experts = self._experts()
         gathered = self._gathered(forward_backward)
-        of_layer = forward_backward + host + tensor + context + experts + gathered
+        offload = self._offload(layer)
+        host = self._host(forward_backward + tensor + context + experts + gathered)
+        of_layer = forward_backward + host + offload + tensor + context + experts + gathered
         of_head = head.forward + head.backward
         heaviest = self._heaviest(of_layer, of_head)
         mean = (w.layers * of_layer + of_head) / p.pp
@@ -156,6 +173,7 @@ class StepModel:
             pointwise=m * (1 + BACKWARD_POINTWISE) * (per_rank * layer.pointwise + head.pointwise / p.pp),
             host=m * per_rank * host,
             recompute=m * per_rank * again,
+            offload=m * per_rank * offload,
             tensor=m * per_rank * tensor,
             context=m * per_rank * context,
             experts=m * per_rank * experts,
@@ -210,7 +228,8 @@ class StepModel:
         """Scores and their weighted sum of values."""
         w, p, s = self.w, self.p, self.s
         flops = self._score_flops()
-        tiled = flops / self.attention_rate
+        narrow = np.sqrt(np.minimum(1.0, w.key_width / FULL_HEAD))
+        tiled = flops / (self.attention_rate * narrow)
         all_scores = self.tokens * w.seq_len * w.heads / p.tp
         passes = (self.c.score_passes + 4 * s.dropout) * self.element * all_scores / self.r.memory_bytes_per_s
         whole = flops * w.seq_len / w.span / self.rate + passes
@@ -243,7 +262,10 @@ class StepModel:
         grouped = self._matmul(of_one, w.width, (w.ffn_matrices - 1) * hidden, rate) + self._matmul(
             of_one, hidden, w.width, rate
         )
-        moved = c.permute * pairs * w.width + c.pointwise_ffn * pairs * hidden
+        fused = np.where(s.sends_once > 0, FUSED_EXCHANGE, 1.0)
+        results = (w.ffn_matrices - 1) * hidden + w.width
+        moved = c.permute * fused * pairs * w.width + c.pointwise_ffn * pairs * hidden
+        moved = moved + w.expert_biases * BIAS_PASSES * pairs * results
         sorting = Layer(0.0, 0.0, moved * self.element * self.passes / self.r.memory_bytes_per_s)
         router = self._matmul(self.tokens / self.shared, w.width, w.experts)
         return grouped * experts_here + sorting + router + self._mlp(self.tokens, w.shared_ffn_width / p.tp)
@@ -279,6 +301,17 @@ class StepModel:
         which = np.where(p.recompute == 2, layer.forward, np.where(p.recompute == 1, cheap, 0.0))
         return which / p.recompute_every
 
+    def _host(self, device: Numbers) -> Numbers:
+        """What the host adds to a layer that takes the device so many seconds.
+
+        It starts kernels ahead of the device, so that the slower of both counts; softened, as neither is spread evenly.
+        """
+        p, w, c = self.p, self.w, self.c
+        of_experts = c.host_experts + c.host_expert * np.maximum(1, w.experts / p.ep)
+        needed = c.host * np.where(p.compile, 0.5, 1.0) + w.moe_layers / w.layers * of_experts * self.s.launched
+        beyond = np.sqrt(np.hypot(device * device, needed * needed)) - device
+        return np.where(self.r.host_waits > 0, needed, beyond)
+
     # What a layer waits for
 
     @cached_property
@@ -307,70 +340,86 @@ class StepModel:
     def _experts(self) -> Numbers:
         """Tokens to their experts and back; and the wait for the busiest."""
         p, w, c = self.p, self.w, self.c
-        pairs = self.tokens / self.shared * np.maximum(1, w.experts_per_token) * np.where(w.experts > 0, 1.0, 0.0)
-        message = pairs * w.width * np.where(p.precision == 0, 4, 2)
+        copies = self._copies(p.ep) * np.where(w.experts > 0, 1.0, 0.0)
+        message = self.tokens / self.shared * copies * w.width * np.where(p.precision == 0, 4, 2)
         exposed = c.exposed_experts * np.where(self.s.overlaps_experts > 0, 0.25, 1.0)
         exchange = 2 * self._forwards * exposed * all_to_all_s(message, self.expert_group, self._crossing())
         mixture = self._mixture
-        busiest = (c.imbalance - 1) * (mixture.forward + mixture.backward)
+        busiest = (c.imbalance - 1) * np.where(self.s.even_experts > 0, 0.0, mixture.forward + mixture.backward)
         return w.moe_layers / w.layers * (exchange + np.where(p.ep > 1, busiest, 0.0))
 
-    def _crossing(self) -> Numbers:
-        """Of a token's copies to experts, the share that crosses the network: nodes that it goes to, over experts."""
-        nodes = np.maximum(1, self.p.ep * np.where(self.s.whole_experts > 0, 1, self.p.tp) / self.r.node)
+    def _copies(self, places: Numbers) -> Numbers:
+        """Of a token: one for each of its experts, or one for each rank, or node, of so many that it goes to."""
         k = np.maximum(1, self.w.experts_per_token)
-        different = nodes * (1 - (1 - 1 / nodes) ** k)
-        return np.where(self.s.sends_once > 0, np.minimum(1, different / k), 1.0)
+        return np.where(self.s.sends_once > 0, np.minimum(k, places * (1 - (1 - 1 / places) ** k)), k)
+
+    def _crossing(self) -> Numbers:
+        """Of a token's copies to ranks, the share that crosses the network."""
+        nodes = np.maximum(1, self.p.ep * np.where(self.s.whole_experts > 0, 1, self.p.tp) / self.r.node)
+        return np.minimum(1, self._copies(nodes) / self._copies(self.p.ep))
 
     def _gathered(self, compute: Numbers) -> Numbers:
         """ZeRO 3: what gathering a layer's parameters and scattering its gradients adds to its compute."""
         p, s = self.p, self.s
-        of_layer = self._parameters_here(self.w.layers) / self.w.layers * p.pp
-        gather = gather_s(of_layer * self.element, self.shard_group) * self._forwards
+        dense, experts = self._parameters_here(p.pp)
+        gathers = np.where(p.pp > 1, 1 + 1 / self.microbatches, 2.0)  # a pipeline gives up nothing after a backward
+        gathers = gathers + (self._forwards - 2) * s.gathers_recomputed
         times = np.where(s.sums_once > 0, 1 / self.microbatches, 1.0)
-        moved = gather + times * gather_s(of_layer * s.reduced_bytes, self.shard_group)
-        moved = moved + (s.gathers - 1) * (self._forwards + times) * gather_s(0.0, self.shard_group)
+        moved = (s.gathers - 1) * (gathers + times) * gather_s(0.0, self.shard_group)
+        for parameters, group in (dense, self.shard_group), (experts, self.expert_shard_group):
+            gather = gather_s(parameters * self.element, group) * gathers
+            both = gather + times * gather_s(parameters * s.reduced_bytes, group)
+            moved = moved + np.where(parameters > 0, both, 0.0)
         under = np.maximum(compute, moved) - compute + self.c.exposed_gradients * np.minimum(moved, compute)
-        both = np.where(s.overlaps_gradients > 0, under, moved)
-        return np.where((p.zero == 3) & (p.dp_shard * p.cp > 1), both, 0.0)
+        added = np.where(s.overlaps_gradients > 0, under, moved)
+        return np.where((p.zero == 3) & (p.dp_shard * p.cp > 1), added, 0.0)
 
     # What comes once a step
 
-    def _parameters_here(self, layers: Numbers) -> Numbers:
-        """Parameters of a pipeline rank's layers after tensor and expert parallelism, those of `layers` layers."""
+    def _parameters_here(self, layers: Numbers) -> tuple[Numbers, Numbers]:
+        """Parameters on a rank of `layers` layers in all, those outside experts and those of experts."""
         w, p = self.w, self.p
         moe = w.moe_layers / w.layers
         whole = w.whole_parameters
         dense = w.attention_parameters + (1 - moe) * w.ffn_parameters + moe * w.shared_parameters - whole
         cut = np.where(self.s.whole_experts > 0, 1, p.tp)
-        return layers * (dense / p.tp + whole + moe * w.expert_parameters / p.ep / cut) / p.pp
+        return layers / p.pp * (dense / p.tp + whole), layers / p.pp * moe * w.expert_parameters / p.ep / cut
 
     def _gradients(self, compute: Numbers, window: Numbers) -> Numbers:
         """ZeRO 0 to 2: one sum of all gradients a step, the last microbatch's backward hiding what it can."""
         p, w, s, c = self.p, self.w, self.s, self.c
-        parameters = self._parameters_here(w.layers) + w.vocabulary_parameters / p.tp
+        dense, experts = self._parameters_here(w.layers)
+        dense = dense + w.vocabulary_parameters / p.tp
         updated = np.where(p.zero == 0, s.reduced_bytes, np.where(p.precision == 0, 4, s.updated_bytes))
-        moved = gather_s(parameters * s.reduced_bytes, self.data_group) + gather_s(
-            parameters * updated, self.data_group
-        )
+        moved: Numbers = 0.0
+        for parameters, group in (dense, self.data_group), (experts, self.expert_data_group):
+            both = gather_s(parameters * s.reduced_bytes, group) + gather_s(parameters * updated, group)
+            moved = moved + np.where(parameters > 0, both, 0.0)
         under = 0.6 * window * s.overlaps_gradients
         hidden = np.minimum((1 - c.exposed_gradients) * moved, under)
         once = np.where(p.zero == 3, 0.0, moved - hidden)
         replicas = group_of(p.dp_replicate, p.tp * p.cp * p.dp_shard, self.r, c)
-        of_shard = parameters * s.reduced_bytes / (p.dp_shard * p.cp)
+        of_shard = (dense + experts) * s.reduced_bytes / (p.dp_shard * p.cp)
         return once + np.where(p.zero == 3, all_reduce_s(of_shard, replicas) * 0.5, 0.0)
 
     def _optimizer(self) -> Numbers:
         """Reading gradient and state, writing state and weight."""
         p, s = self.p, self.s
-        parameters = self._parameters_here(self.w.layers) + self.w.vocabulary_parameters / p.tp
-        mine = parameters / p.shares_state
-        return (
-            self.c.optimizer
-            * mine
-            * (s.gradient_bytes * 2 + 2 * s.moment_bytes + s.weight_bytes)
-            / (self.r.memory_bytes_per_s)
-        )
+        dense, experts = self._parameters_here(self.w.layers)
+        mine = (dense + self.w.vocabulary_parameters / p.tp) / p.shares_state
+        mine = mine + experts / np.maximum(1, p.shares_state / p.ep)
+        moved = self.c.optimizer * mine * (s.gradient_bytes * 2 + 2 * s.moment_bytes + s.weight_bytes)
+        # Gradients to the host, its update, and new values back: one after the other (`parallel.offload`).
+        copied = mine * (s.gradient_bytes + s.weight_bytes) / (HOST_LINK * self.r.host_link_bytes_per_s)
+        on_host = copied + moved / self.r.host_memory_bytes_per_s
+        return np.where(p.is_("offload", "optimizer", "all"), on_host, moved / self.r.memory_bytes_per_s)
+
+    def _offload(self, layer: Layer) -> Numbers:
+        """What copying a layer's activations adds: they leave beside forward, and backward waits for their return."""
+        if not np.any(self.p.is_("offload", "activations", "all")):
+            return np.zeros(1)
+        moved = MemoryModel(self.p, self.w, self.s, self.c).moved / (HOST_LINK * self.r.host_link_bytes_per_s)
+        return moved + np.where(self.r.host_waits > 0, moved, np.maximum(0.0, moved - layer.forward))
 
     # The pipeline
 
@@ -387,7 +436,10 @@ class StepModel:
     def _bubble(self, of_microbatch: Numbers) -> Numbers:
         p = self.p
         left = np.array([BUBBLE_LEFT[name] for name in SCHEDULE_NAMES])[p.schedule]
-        return left * (p.pp - 1) / p.stages_here * of_microbatch
+        filled = left * (p.pp - 1) / p.stages_here * of_microbatch
+        # One microbatch's way through all ranks and back; where backward is split, weights' gradients can wait.
+        way = np.where(p.is_("schedule", *SPLITTING), 2 / 3, 1.0) * p.pp
+        return np.maximum(filled, (way - self.microbatches) * of_microbatch)
 
     def _sends(self) -> Numbers:
         """Hidden states to the next stage, gradients back, of one microbatch on one rank."""

@@ -54,6 +54,8 @@ class Workload:
     expert_ffn_width: Numbers = 0
     shared_ffn_width: Numbers = 0
     """Of all shared experts of a layer together."""
+    expert_biases: Numbers = 0
+    """1: experts add biases to what their matrices give."""
     q_rank: Numbers = 0
     """Latent attention's; 0: queries come from the hidden state."""
     kv_rank: Numbers = 0

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,9 +12,7 @@ from argosy.errors import UserError
 from argosy.observe.peak import software
 from argosy.parallel.world import World
 from argosy.plan.hardware import Device, find_device
-from argosy.plan.machine import device_named
-
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+from argosy.plan.machine import device_named, host_memory_bytes
 
 
 def catalogue_device(kind: str, name: str | None) -> Device:
@@ -69,12 +65,5 @@ def machine_of(world: World) -> Machine:
     if kind == "cuda":
         memory_bytes = float(torch.cuda.get_device_properties(world.device).total_memory)
     else:
-        memory_bytes = _host_memory_bytes() / hosts.count(hosts[world.rank])
+        memory_bytes = host_memory_bytes() / hosts.count(hosts[world.rank])
     return Machine(kind, tuple(hosts), memory_bytes, software(world.device))
-
-
-def _host_memory_bytes() -> float:
-    """What the machine has, or the container may have."""
-    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.exists() else "max"
-    return float(whole if limit == "max" else min(whole, int(limit)))

@@ -11,7 +11,6 @@ from typing import Any
 from argosy.config.schema import RunConfig
 from argosy.observe.progress import Progress
 from argosy.parallel.world import World
-from argosy.plan.auto import MICROBATCH_TOKENS
 from argosy.plan.clusters import Cluster
 from argosy.plan.hardware import Device
 from argosy.plan.measured import Measurements
@@ -29,6 +28,8 @@ from argosy.probe.machine import machine_of
 from argosy.probe.storage import FILE_BYTES, measure_disk, measure_loader
 from argosy.probe.timing import LONGEST_SLICE_S
 
+MICROBATCH_TOKENS = {"cpu": 4096, "cuda": 16_384}
+"""Of the microbatches whose matmuls are measured: enough to keep a device at full speed."""
 COMPUTE_SHARE, COLLECTIVES_SHARE, LOADER_SHARE = 0.4, 0.4, 0.02
 """Of the probe's time; the rest is for starting, the disk, and what takes longer than it should."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -124,8 +125,8 @@ def fake_memory() -> Iterator[Fake]:
 
 
 @contextmanager
-def replaced(owner: type, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """`function` is the method `name` of `owner` while this block runs."""
+def replaced(owner: type | ModuleType, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """`function` is the method or function `name` of `owner` while this block runs."""
     original = getattr(owner, name)
     setattr(owner, name, function)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -12,56 +13,123 @@ import numpy as np
 import torch
 from torch import Tensor
 
+# torch has no public name for where FSDP2 sums gradients, nor a hook around it.
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
 from argosy.config.schema import ModelConfig, RunConfig
 from argosy.models.batch import Microbatch, microbatches
-from argosy.models.decoder import Decoder
+from argosy.models.decoder import Decoder, Part
 from argosy.observe.wire import axes_of
 from argosy.optim.optimizer import Optimizer
-from argosy.parallel.apply import apply
-from argosy.parallel.expert import balance_experts
+from argosy.parallel.apply import apply, parts_on
+from argosy.parallel.expert import loads_of, update_biases
+from argosy.parallel.gradients import clip, square_share
 from argosy.parallel.model import ParallelModel
 from argosy.parallel.offload import ActivationOffload
-from argosy.parallel.pieces import clip_gradients
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 from argosy.simulate.fake import Fake, fake_memory, fake_world, replaced
-from argosy.simulate.record import Recorder, Trace
-from argosy.training.step import Wishes, forward_backward
+from argosy.simulate.layers import layers_alike
+from argosy.simulate.record import Pass, Recorder, Trace
+from argosy.simulate.repeat import grown
+from argosy.training.step import Share, exchange, forward_backward
+
+WORTH_IT = 1.3
+"""Repetitions of layers over those to be traced instead, from which that takes less time."""
 
 
-def simulate_rank(plan: Plan, run: RunConfig, rank: int, every_microbatch: bool = False) -> Trace:
+def simulate_rank(plan: Plan, run: RunConfig, rank: int, in_full: bool = False) -> Trace:
     """A step of rank `rank` under `plan`, with no device, no weights and no other rank; nothing is compiled.
 
-    Its batch is of whole documents, and goes to all experts alike. Many microbatches repeat: without a pipeline, and
-    under 1f1b once it is filled, some are traced, and one of those that turn out to be alike stands for the others,
-    unless `every_microbatch` says to trace each.
+    Its batch is of whole documents, and goes to all experts alike. Equal layers repeat, and so do microbatches: a few
+    are traced, then one more, and if that adds what the ones before it did, it stands for all others
+    (`simulate.repeat`). If there is no telling, or `in_full` says so, all are traced.
 
     Raises: UserError if the step depends on numbers that only a real run knows, or on a device that is not here.
     """
-    # The first one makes gradients, and after the last one they are summed; between them are two that may be alike.
-    enough = plan.pp + 3
-    more = plan.microbatches(run.train.global_batch) - enough
-    if plan.pp > 1:  # is traced twice: what it makes beforehand for all microbatches shows by one more
-        enough, more = enough + 1, more - 1
-        if plan.schedule != "1f1b" or more < enough:
-            every_microbatch = True
-    if every_microbatch or more <= 0:
-        return _traced(plan, run, rank, None)
-    trace = _traced(plan, run, rank, enough)
-    shorter = _traced(plan, run, rank, enough - 1) if plan.pp > 1 else None
-    return trace.extended(more, shorter) or _traced(plan, run, rank, None)
+    if in_full:
+        return _traced(plan, run, rank, None, None)
+    some = partial(_of_few_layers, plan, run, rank)
+    total, enough = plan.microbatches(run.train.global_batch), _enough(plan)
+    if enough is None or total <= (enough + 1 if plan.pp == 1 else 2 * enough + 1):
+        return some(None)
+    longer = some(enough + 1)
+    shorter = _without_third(longer) if plan.pp == 1 else some(enough)
+    return grown(shorter, longer, total - enough - 1) or some(None)
 
 
-def _traced(plan: Plan, run: RunConfig, rank: int, microbatches: int | None) -> Trace:
+def _enough(plan: Plan) -> int | None:
+    """Microbatches of a step of which one more only repeats another: the first one makes gradients, after the last one
+    they are summed, and a pipeline must be filled. None: there is no telling.
+    """
+    if plan.pp == 1 or plan.schedule == "gpipe":
+        return 3
+    return {"1f1b": plan.pp + 3, "zbv": 2 * plan.pp + 4, "dualpipev": 2 * plan.pp + 4}.get(plan.schedule)
+
+
+def _without_third(trace: Trace) -> Trace:
+    """The trace without its third microbatch: those of a rank alone come one after the other."""
+    begins = [i for i, event in enumerate(trace.events) if isinstance(event, Pass)]
+    return Trace(trace.before, [*trace.events[: begins[2]], *trace.events[begins[3] :]])
+
+
+def _of_few_layers(plan: Plan, run: RunConfig, rank: int, microbatches: int | None) -> Trace:
+    """The trace of a step with so many microbatches (None: all), from some of the layers if they repeat."""
+    alike = layers_alike(plan, run, rank)
+    # The first and the last of them do what has to do with those around them, FSDP2's second too.
+    few = 3 if plan.shards_parameters else 2
+    if alike is not None and alike.times >= WORTH_IT * (2 * few + 1):
+        shorter, longer = (_traced(plan, run, rank, microbatches, alike.few(n)) for n in (few, few + 1))
+        if (whole := grown(shorter, longer, alike.times - few - 1)) is not None:
+            return _renumbered(whole, alike.stage.layers)
+    return _traced(plan, run, rank, microbatches, None)
+
+
+def _renumbered(trace: Trace, layers: Sequence[int] | Mapping[int, int]) -> Trace:
+    """The trace with other numbers of layers: `layers[i]` in the place of i."""
+    where = {
+        event.where: event.where._replace(layer=layers[event.where.layer])
+        for event in trace.events
+        if not isinstance(event, Pass) and event.where.layer is not None
+    }
+    events = [
+        event if isinstance(event, Pass) or event.where.layer is None else event._replace(where=where[event.where])
+        for event in trace.events
+    ]
+    return Trace(trace.before, events)
+
+
+def _traced(plan: Plan, run: RunConfig, rank: int, microbatches: int | None, layers: Sequence[int] | None) -> Trace:
+    """A step with so many of the batch's microbatches, and these of the stage's layers, numbered from 0.
+
+    By default all, with their own numbers.
+    """
     eager = plan.model_copy(update={"compile": False})
     with fake_world(rank, plan.world_size) as world, fake_memory() as fake, Recorder() as recorder:
-        return _record(recorder, fake, eager, run, world, microbatches)
+        trace = _record(recorder, fake, eager, run, world, microbatches, layers)
+    if layers is None:
+        return trace
+    places = {layer: place for place, layer in enumerate(layers)}
+    return _renumbered(trace, places)
 
 
-def _record(recorder: Recorder, fake: Fake, plan: Plan, run: RunConfig, world: World, traced: int | None) -> Trace:
-    """Write down a step with `traced` of the batch's microbatches, by default all."""
-    with _host_copies_labelled(recorder):
-        model = apply(plan, run, world, _without_values)
+def _record(
+    recorder: Recorder,
+    fake: Fake,
+    plan: Plan,
+    run: RunConfig,
+    world: World,
+    traced: int | None,
+    layers: Sequence[int] | None,
+) -> Trace:
+    """Write down a step with `traced` of the batch's microbatches and `layers` of this stage's, by default all."""
+
+    def parts_of(plan: Plan, run: RunConfig, at: int) -> dict[int, Part]:
+        parts = parts_on(plan, run, at)
+        return parts if layers is None else {stage: replace(part, layers=layers) for stage, part in parts.items()}
+
+    with _host_copies_labelled(recorder), _sums_beside(recorder):
+        model = apply(plan, run, world, _without_values, parts_of)
         for moe in model.moes.values():
             moe.router.choose = partial(even_choice, run.model.moe.experts_per_token)  # type: ignore[method-assign]
         recorder.label([x for p in model.pieces for x in (p.parameter.detach(), p.value)], "parameters")
@@ -77,12 +145,15 @@ def _record(recorder: Recorder, fake: Fake, plan: Plan, run: RunConfig, world: W
         some = batch if traced is None else [*batch[: traced - 1], batch[-1]]
         recorder.begin(axes_of(model.meshes))
         # What the loop does in a step, as `training.job` does it.
-        forward_backward(model, some, 1.0, world, recorder.clock, Wishes())
-        if model.moes:
-            with recorder.clock.time("communication"):
-                balance_experts(model.moes, run.model, world)
+        loss = forward_backward(model, some, 1.0, recorder.clock)
         with recorder.clock.time("optimizer"):
-            clip_gradients(model.pieces, run.optimizer.grad_clip).item()
+            squares = square_share(model.pieces)
+        with recorder.clock.time("communication"):
+            outcome = exchange(Share(loss, squares, loads_of(model.moes, run.model, world.device)), world)
+        with recorder.clock.time("optimizer"):
+            clip(model.pieces, run.optimizer.grad_clip, outcome.gradient_norm)
+            if outcome.loads is not None:
+                update_biases(model.moes, outcome.loads)
         _update(recorder, model, optimizer)
         return recorder.end()
 
@@ -132,3 +203,14 @@ def _host_copies_labelled(recorder: Recorder) -> AbstractContextManager[None]:
         return copy
 
     return replaced(ActivationOffload, "to_host", labelled)
+
+
+def _sums_beside(recorder: Recorder) -> AbstractContextManager[None]:
+    """FSDP2 sums gradients in streams of its own; on a CPU, one after the other with all else."""
+    foreach_reduce = _fsdp_param_group.foreach_reduce
+
+    def summed(*args: Any, **kwargs: Any) -> Any:
+        with recorder.summing():
+            return foreach_reduce(*args, **kwargs)
+
+    return replaced(_fsdp_param_group, "foreach_reduce", summed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -87,6 +87,8 @@ class Work(NamedTuple):
     """Read and written."""
     dtype: torch.dtype
     where: Where
+    after: int | None = None
+    """It is done beside the computation, as soon as the message so many messages ago has arrived."""
 
 
 class Sent(NamedTuple):
@@ -104,6 +106,8 @@ class Sent(NamedTuple):
     peer: int | None
     """The other end's rank, where there is one: who this sends to ("send") or receives from ("recv")."""
     where: Where
+    after: int | None = None
+    """It goes out beside the computation, as soon as the message so many messages before it has arrived."""
 
 
 class Wait(NamedTuple):
@@ -128,55 +132,6 @@ class Trace:
     """Bytes alive when it begins."""
     events: list[Event] = field(default_factory=list)
 
-    def content(self) -> list[tuple[Any, ...]]:
-        """What happens in it: two traces are alike if these are equal."""
-        return [tuple(self.before.items()), *map(_content, self.events)]
-
-    def extended(self, passes: int, shorter: Trace | None = None) -> Trace | None:
-        """The same with `passes` more microbatches like the last but one; None if that is not like the one before it.
-
-        `shorter` is a trace of one microbatch less: what is made for all of them beforehand, and freed afterwards,
-        grows by as much again for each. Without it, nothing grows.
-        """
-        begins = [i for i, event in enumerate(self.events) if isinstance(event, Pass)]
-        before, like, last = self.events[begins[-3] : begins[-2]], self.events[begins[-2] : begins[-1]], begins[-1]
-        if list(map(_content, before)) != list(map(_content, like)):
-            return None
-        first, end = begins[0], len(self.events)
-        if shorter is None:
-            return Trace(self.before, [*self.events[:last], *like * passes, *self.events[last:]])
-        others = [i for i, event in enumerate(shorter.events) if isinstance(event, Pass)]
-        setup = self._growth(0, first, shorter, 0, others[0], passes)
-        clearing = self._growth(last, end, shorter, others[-1], len(shorter.events), passes)
-        events = [
-            *self.events[:first],
-            *setup,
-            *self.events[first:last],
-            *like * passes,
-            *self.events[last:],
-            *clearing,
-        ]
-        return Trace(self.before, events)
-
-    def _growth(self, begin: int, end: int, shorter: Trace, first: int, last: int, times: int) -> list[Change]:
-        """By how much more memory changes from `begin` to `end` than in `shorter`, `times` over."""
-        growth = _changes(self.events[begin:end])
-        growth.subtract(_changes(shorter.events[first:last]))
-        return [Change(size * times, Memory(whose), Where("other", None)) for whose, size in growth.items() if size]
-
-
-def _changes(events: Sequence[Event]) -> Counter[Category]:
-    changes: Counter[Category] = Counter()
-    for event in events:
-        if isinstance(event, Change):
-            changes[event.memory.category] += event.bytes
-    return changes
-
-
-def _content(event: Event) -> tuple[Any, ...]:
-    """What must be equal for two events to be alike: of memory, not which it is, but what it is for."""
-    return (event.bytes, event.memory.category, event.where) if isinstance(event, Change) else tuple(event)
-
 
 class Recorder(LiveBytes):
     """While it is on, sees all that the rank does; from `begin` to `end` it writes it down."""
@@ -200,6 +155,8 @@ class Recorder(LiveBytes):
         self._members: dict[str, list[int]] = {}  # of groups, by name
         self._messages = 0
         self._under_way: dict[int, int] = {}  # memory -> number of the message that fills it
+        self._lent: dict[int, int] = {}  # memory -> number of the message that reads it, and is to be waited for
+        self._summing_since: int | None = None
         self._hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> Self:
@@ -224,6 +181,18 @@ class Recorder(LiveBytes):
             if memory is not None:
                 memory.category = category
 
+    @contextmanager
+    def summing(self) -> Iterator[None]:
+        """FSDP2 sums gradients in this block: from the first message on, in a stream of its own."""
+        self._summing_since = self._messages
+        yield
+        self._summing_since = None
+
+    @property
+    def _is_beside(self) -> bool:
+        """Whether what is seen now is done beside the computation, after the last message."""
+        return self._summing_since is not None and self._messages > self._summing_since
+
     def begin(self, axes: dict[str, str]) -> None:
         """A step begins. `axes`: those of the process groups (`observe.wire.axes_of`)."""
         self._axes = axes
@@ -240,16 +209,21 @@ class Recorder(LiveBytes):
 
     def saw(self, operator: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> None:
         """Write down the operation, the memory that it makes, and what it waits for."""
-        if operator.namespace == "prim":  # a question about a tensor
+        if operator.namespace in ("prim", "profiler"):  # a question about a tensor, a name for what follows
             return
         self._enter(self._place())
-        self._await(args)
+        after = 0 if self._is_beside else None
+        if after is None:
+            self._await(args)
         super().saw(operator, args, result)
         message = message_of(operator, args, self._axes) if self._trace is not None else None
         if message is not None:
-            self._send(message, args)
-        elif not _is_free(operator):
-            self._write(_work(operator, args, result, self._where))
+            self._send(message, args, after)
+            return
+        if not _is_free(operator):
+            self._write(_work(operator, args, result, self._where, after))
+        if after is not None:
+            self._fill([*tensors_in(args), *tensors_in(result)])
 
     def changed(self, memory: int, before: int, after: int) -> None:
         """Memory has come, gone, or changed its size: only gathered parameters do that."""
@@ -265,12 +239,14 @@ class Recorder(LiveBytes):
         """Forget it."""
         self._memories.pop(memory).alive = False
         self._under_way.pop(memory, None)
+        if (number := self._lent.pop(memory, None)) is not None:
+            self._write(Wait(self._messages - number, self._where))
 
     def _write(self, event: Event) -> None:
         if self._trace is not None:
             self._trace.events.append(event)
 
-    def _send(self, message: Message, args: tuple[Any, ...]) -> None:
+    def _send(self, message: Message, args: tuple[Any, ...], after: int | None) -> None:
         is_pair = message.kind == "send"
         if message.kind == "barrier" or (is_pair and not next(tensors_in(args[0])).is_floating_point()):
             return  # a pipeline's ranks greet each other in their first step
@@ -280,10 +256,17 @@ class Recorder(LiveBytes):
         size = nbytes(args[0]) if is_pair else max(nbytes(args[0]), nbytes(args[1]))
         self._messages += 1
         stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-        self._write(Sent(kind, message.axis, len(ranks), message.sent_bytes, size, stride, peer, self._where))
+        self._write(Sent(kind, message.axis, len(ranks), message.sent_bytes, size, stride, peer, self._where, after))
         if kind != "send":
-            for tensor in tensors_in(args[0]):
-                self._under_way[id(tensor.untyped_storage())] = self._messages
+            self._fill(tensors_in(args[0]))
+        if self._is_beside and after is None:
+            # What it reads is freed no sooner than it has ended, and FSDP2's computation waits for that.
+            self._lent |= {id(tensor.untyped_storage()): self._messages for tensor in tensors_in(args[1])}
+
+    def _fill(self, tensors: Iterable[Tensor]) -> None:
+        """The last message, or what is done once it has arrived, fills these."""
+        for tensor in tensors:
+            self._under_way[id(tensor.untyped_storage())] = self._messages
 
     def _ranks(self, group: dist.ProcessGroup) -> list[int]:
         if group.group_name not in self._members:
@@ -385,12 +368,11 @@ class _Clock(StepClock):
         self._recorder.phase = "other"
 
 
-def _work(operator: torch._ops.OpOverload, args: tuple[Any, ...], result: Any, where: Where) -> Work:
+def _work(operator: torch._ops.OpOverload, args: tuple[Any, ...], result: Any, where: Where, after: int | None) -> Work:
     some = next(tensors_in(result), None)
     dtype = torch.float32 if some is None else some.dtype
-    return Work(
-        str(operator.overloadpacket), flops_of(operator, args, result), nbytes(args) + nbytes(result), dtype, where
-    )
+    moved_bytes = nbytes(args) + nbytes(result)
+    return Work(str(operator.overloadpacket), flops_of(operator, args, result), moved_bytes, dtype, where, after)
 
 
 @cache

@@ -91,9 +91,10 @@ def simulate(plan: Plan, run: RunConfig, ranks: Sequence[int], cluster: Cluster)
     return [_summary(plan, rank, traces[rank], timelines[rank], seconds[rank]) for rank in ranks]
 
 
-def settle(run: RunConfig, world_size: int | None) -> tuple[RunConfig, Plan]:
+def settle(run: RunConfig, world_size: int | None, cluster: Cluster | None = None) -> tuple[RunConfig, Plan]:
     """The run with a vocabulary, and its plan for `world_size` GPUs; None: as many as the plan is for.
 
+    cluster: what the plan leaves open is chosen for its devices; none: H100s in nodes of 8.
     Raises: UserError if there is neither, or the plan cannot train the run.
     """
     if not run.model.vocab_size:
@@ -106,7 +107,12 @@ def settle(run: RunConfig, world_size: int | None) -> tuple[RunConfig, Plan]:
             f'--world-size {size}: the plan "{run.plan}" is for {written} ranks. Try --world-size {written}.'
         )
     run = run.model_copy(update={"launch": run.launch.model_copy(update={"processes": size})})
-    return run, choose_plan(run, Devices(size, "cuda", fast_bf16=True))
+    return run, choose_plan(run, Devices(size, "cuda", fast_bf16=True), cluster or nodes_for(size))
+
+
+def nodes_for(ranks: int) -> Cluster:
+    """As many H100s in nodes of 8 as hold so many ranks."""
+    return Cluster.parse(f"{-(-ranks // 8)}x8xh100")
 
 
 def _vocab_size(run: RunConfig) -> int:

@@ -130,7 +130,9 @@ class _Player:
         return moved
 
     def _take(self, event: Event, posts: Posts) -> bool:
-        if isinstance(event, Work):
+        if isinstance(event, Work) and event.after is not None:
+            self._work_beside(event, event.after)
+        elif isinstance(event, Work):
             duration = self._durations.of_work(event)
             self._span(event.name.removeprefix("aten."), COMPUTE, self._now, duration, event.where)
             self._now += duration
@@ -153,6 +155,8 @@ class _Player:
             self._expected[line] += 1
             return
         begin = max(self._now, self._free.get(sent.axis, 0.0)) if sent.kind != "recv" else self._now
+        if sent.after is not None:
+            begin = max(begin, self._arrival(sent.after)[1])
         duration = self._durations.of_message(sent)
         if sent.kind != "recv":
             self._free[sent.axis] = begin + duration
@@ -160,6 +164,19 @@ class _Player:
         if sent.kind == "send" and sent.peer in self._ranks:
             posts.setdefault((self._rank, sent.peer, sent.axis), []).append(begin + duration)
         self._ends.append((sent.axis, begin + duration))
+
+    def _work_beside(self, work: Work, messages_ago: int) -> None:
+        """What follows a message in its own stream: whoever waits for the message waits for this too."""
+        (axis, begin), duration = self._arrival(messages_ago), self._durations.of_work(work)
+        self._span(work.name.removeprefix("aten."), axis, begin, duration, work.where)
+        self._ends[-1 - messages_ago] = (axis, begin + duration)
+        self._free[axis] = max(self._free.get(axis, 0.0), begin + duration)
+
+    def _arrival(self, messages_ago: int) -> tuple[str, float]:
+        """The axis of a message that all of its ranks send, and when it has arrived."""
+        axis, end = self._ends[-1 - messages_ago]
+        assert isinstance(end, float)
+        return axis, end
 
     def _wait(self, wait: Wait, posts: Posts) -> bool:
         axis, end = self._ends[-1 - wait.messages_ago]

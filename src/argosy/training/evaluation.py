@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from argosy.data.stream import TokenSource, spread_windows
+from argosy.data.stream import BadShard, TokenSource, spread_windows
 from argosy.models.batch import microbatches
 from argosy.models.loss import IGNORED
 from argosy.parallel.model import ParallelModel
@@ -17,6 +18,8 @@ from argosy.parallel.world import World
 
 BASELINE_TOKENS = 20_000_000
 """Training tokens that the unigram baseline counts, from each source."""
+BASELINE_CHUNK = 100_000
+"""That are read at once."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,9 @@ def unigram_score(sources: Sequence[TokenSource], held_out: HeldOut, vocab_size:
     """The score of a model that knows only how often each token occurs in the training text (add-one)."""
     counts = np.ones(vocab_size)
     for source in sources:
-        counts += np.bincount(source.tokens(0, min(len(source), BASELINE_TOKENS)), minlength=vocab_size)
+        for start in range(0, min(len(source), BASELINE_TOKENS), BASELINE_CHUNK):
+            with suppress(BadShard):  # a baseline that lacks a part of the text is still one
+                tokens = source.tokens(start, min(start + BASELINE_CHUNK, BASELINE_TOKENS))
+                counts += np.bincount(tokens, minlength=vocab_size)
     nats = -np.log(counts / counts.sum())
     return Score.of(float(nats[held_out.windows[:, 1:]].sum()), held_out)

@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
+import math
 import time
+from bisect import bisect_right
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Self
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from argosy.checkpoint.exchange import travels
+from argosy.checkpoint.history import Position
+from argosy.checkpoint.memory import MemoryCopies, memory_folder
+from argosy.checkpoint.recover import recover
 from argosy.config.dump import save_run
+from argosy.config.identity import config_sha256
 from argosy.config.schema import RunConfig
 from argosy.data.loader import open_data
-from argosy.errors import RunFailed
+from argosy.data.order import Range, kept, skipped_by
+from argosy.data.stream import BadShard, Place
+from argosy.errors import Retryable, RunFailed, StorageError
+from argosy.faults import fault
 from argosy.models.batch import Microbatch, microbatches
-from argosy.models.experts import Load
 from argosy.observe.clock import StepClock
 from argosy.observe.events import Events
 from argosy.observe.metrics import Metrics, peak_memory_bytes
 from argosy.observe.peak import device_name, matmul_peak_flops, software
 from argosy.observe.progress import Progress
+from argosy.observe.vitals import Vitals
 from argosy.optim.optimizer import Optimizer
 from argosy.parallel.apply import apply
-from argosy.parallel.expert import balance_experts
+from argosy.parallel.expert import loads_by_layer, loads_of
+from argosy.parallel.gradients import square_share, unscale
 from argosy.parallel.model import DTYPES
-from argosy.parallel.pieces import clip_gradients
 from argosy.parallel.world import World, processes_here
 from argosy.plan.flops import train_flops_per_token
 from argosy.plan.machine import Hardware, machine_at_hand
@@ -31,23 +45,43 @@ from argosy.plan.plan import Plan
 from argosy.plan.predict import Prediction, predict
 from argosy.precision.scaler import LossScaler
 from argosy.training.evaluation import HeldOut, Score, evaluate
-from argosy.training.judge import Judge, Verdict
+from argosy.training.fingerprint import Fingerprints
+from argosy.training.judge import MOST_REWINDS, REMEDY, Judge, Ruling, Verdict
 from argosy.training.keeper import Keeper
 from argosy.training.pace import Pace
 from argosy.training.schedule import learning_rate_factor
-from argosy.training.state import TrainState
-from argosy.training.step import StepOutcome, Wishes, forward_backward
+from argosy.training.state import Decision, Survivor, TrainState
+from argosy.training.step import Share, StepOutcome, Wishes, exchange, forward_backward
 from argosy.training.stop import StopSignal
 from argosy.training.summary import headline, write_report
+
+FROM = {
+    "live": "which survivors have",
+    "memory": "of copies in memory",
+    "disk": "of the newest checkpoint",
+}
+"""Where a state was taken from -> in words."""
+MOST_RETRIES = 20
+"""How often a step is done again with the same samples: a loss scale is found in fewer."""
 
 
 class Job:
     """One process's part of a run. Each method is one line of the loop."""
 
-    def __init__(self, run: RunConfig, plan: Plan, world: World, run_dir: Path, stop: StopSignal):
+    def __init__(
+        self,
+        run: RunConfig,
+        plan: Plan,
+        world: World,
+        run_dir: Path,
+        stop: StopSignal,
+        survivor: Survivor,
+        vitals: Vitals | None = None,
+    ):
         self._began = time.monotonic()
         self._memory_before_bytes = peak_memory_bytes(world.device)
         self._run, self._plan, self._world, self._run_dir, self._stop = run, plan, world, run_dir, stop
+        self._survivor, self._vitals = survivor, vitals
         torch.use_deterministic_algorithms(run.train.deterministic)
         torch.manual_seed(run.seed * 1_000_003 + world.rank)
         self.progress = Progress(enabled=world.is_first)
@@ -64,150 +98,205 @@ class Job:
         scaler = LossScaler() if plan.precision == "fp16" else LossScaler(scale=1.0, growth_steps=0)
         self.state = TrainState(model, Optimizer(model.masters, run.optimizer, run.seed), scaler)
 
-        self._keeper = Keeper(run_dir, run.checkpoint, plan, self._data.identity, world, self.events, self.progress)
-        self._judge, self._pace = Judge(), Pace(run, self._held_out.tokens)
-        self._clock = StepClock(world.device)
+        identity, lasting = self._data.identity, config_sha256(run)
+        self._keeper = Keeper(run_dir, run.checkpoint, plan, identity, world, self.events, self.progress, lasting)
+        self._judge, self._pace = Judge(run.resilience, self._stage_of), Pace(run, self._held_out.tokens)
+        self._fingerprints = Fingerprints(model, self.state.optimizer, world)
+        self._clock = StepClock(world.device, vitals)
+        self._outcome = StepOutcome(0.0, 0.0, False, Wishes(), None)
+        self._retries = 0
+        self._found_bad: list[Place] = []
+        self._copies: MemoryCopies | None = None
         self._score: Score | None = None
-        self._gradient_norm = 0.0
-        self._loads: dict[int, Load] = {}
         self._flops_per_token = train_flops_per_token(run.model, run.data.seq_len)
         self._peak_flops = self._measure_peak()
         self._prediction: Prediction | None = None
         self._time_to_first_step_s: float | None = None
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """What goes wrong here, or in another process of this world, leaves no thread or process of this one behind."""
+        if kind is not None:
+            self._keeper.abandon()
+            self._loader.close()
+
     def restore_or_initialize(self) -> None:
-        """Go on from the newest whole checkpoint; without one, from model.weights or the initial weights."""
-        checkpoint = self._keeper.restore(self.state)
-        if checkpoint is None and self._run.model.weights is not None:
-            checkpoint = self._keeper.read_weights(self.state, self._run.model.weights)
+        """Go on from the newest state there is: of survivors, in memory, on disk; or from the initial weights."""
+        found = recover(self.state, self._survivor.state, self._keeper, memory_folder(), self._world)
+        if found.tier == "none" and self._run.model.weights is not None:
+            self._keeper.read_weights(self.state, self._run.model.weights)
+        self._loader.skip(self.state.skipped)
+        self._begin_copies()
         if self._world.is_first:
             self._prediction = self._predict()
             self._run_dir.mkdir(parents=True, exist_ok=True)
             self._plan.save(self._run_dir / "plan.toml", self._prediction.toml() if self._prediction else "")
         self.progress.say(headline(self._run, self._plan, self._peak_flops, self._prediction))
-        if checkpoint is not None:
-            self.progress.say(f" from {checkpoint.folder}")
+        if found.tier != "none":
+            lost = f", {found.steps_lost} steps lost" if found.steps_lost else ""
+            self.progress.say(f" from step {found.step}, {FROM[found.tier]}{lost}")
+            facts = {key: getattr(found, key) for key in ("tier", "step", "steps_lost", "sent_bytes", "own_bytes")}
+            self._tell("recover", **facts, seconds=round(found.seconds, 3), refused=list(found.refused))
         if self._plan.compile:
             self.progress.say(" compiling: the first steps take a minute or two")
         if self._world.is_first:
             self.metrics.forget_from(self.state.step)
+            self._write_missing_line(found.decided)
+        self._judge.remember(self._recalled())
+        self._survivor.state = self.state
         self.events.write(
             "start",
             step=self.state.step,
             plan=str(self._plan),
             world_size=self._world.size,
             peak_flops=self._peak_flops,
+            hardware=vars(self._hardware()),
             torch=torch.__version__,
         )
         self._clock.lap()
 
     def remaining_steps(self) -> Iterator[int]:
         """The steps still to do, 0-based; a run given in minutes learns their number on the way."""
-        while self._pace.steps is None or self.state.step < self._pace.steps:
+        self._stop.check()
+        while not self._is_paused and (self._pace.steps is None or self.state.step < self._pace.steps):
+            if self._vitals is not None:
+                self._vitals.begin(self.state.step)
             yield self.state.step
+            self._stop.check()
             self._decide_length()
 
     def batch(self, step: int) -> list[Microbatch]:
         """This process's share of the step's samples."""
+        fault("batch", step=step, rank=self._world.rank)
         with self._clock.time("data"):
-            rows = self._loader.batch(step)
+            rows = self._rows(step)
             return microbatches(rows, self._plan.microbatch, self._data.eod_id, self._world.device)
 
-    def forward_backward(self, batch: list[Microbatch]) -> StepOutcome:
-        """Leave the global batch's gradient in the parameters."""
-        wishes = Wishes(stop=self._stop.number is not None, save=self._keeper.is_due_by_time)
-        model, scale = self.state.model, self.state.scaler.scale
-        outcome = forward_backward(model, batch, scale, self._world, self._clock, wishes)
-        if self._run.model.moe.experts:
-            with self._clock.time("communication"):
-                self._loads = balance_experts(model.moes, self._run.model, self._world)
-        return outcome
+    def forward_backward(self, batch: list[Microbatch]) -> Tensor:
+        """Leave the global batch's gradient in the pieces; returns this rank's share of the loss."""
+        loss = forward_backward(self.state.model, batch, self.state.scaler.scale, self._clock)
+        pieces, at = self.state.model.pieces, {"step": self.state.step, "rank": self._world.rank}
+        fault("gradient", **at, tensors=lambda: {p.name: p.value.grad for p in pieces if p.value.grad is not None})
+        fault("loss", **at, tensors=lambda: {"loss": loss})
+        return loss
 
-    def judge(self, step: int, outcome: StepOutcome) -> Verdict:
-        """Clip the gradients and decide whether they may be applied; the step counts either way."""
-        with self._clock.time("optimizer"):
-            pieces, scaler = self.state.model.pieces, self.state.scaler
-            self._gradient_norm = clip_gradients(pieces, self._run.optimizer.grad_clip, scaler.scale).item()
-        if not scaler.update(self._gradient_norm) and not scaler.is_at_floor:
-            self.events.write("loss_scale", step=step, scale=scaler.scale)
-            return Verdict.SKIP
-        verdict = self._judge.rule(step, outcome.loss, self._gradient_norm)
-        if verdict is Verdict.SKIP:
-            self.events.write("bad_step", step=step, loss=str(outcome.loss), grad_norm=str(self._gradient_norm))
-            self.progress.say(f" step {step} skipped: loss {outcome.loss}, gradient norm {self._gradient_norm}")
-        return verdict
+    def judge(self, step: int, loss: Tensor) -> Verdict:
+        """Meet all ranks, and decide what becomes of the step. Raises: RunFailed if the run ends with it."""
+        self._outcome = outcome = self._exchange(step, loss)
+        if outcome.copies_differ or outcome.wishes.quarantine:
+            return Verdict.RETRY
+        if not math.isfinite(outcome.gradient_norm) and not self.state.scaler.is_at_floor:
+            self.state.scaler.update(outcome.gradient_norm)
+            self._tell("loss_scale", step=step, scale=self.state.scaler.scale)
+            return Verdict.RETRY
+        ruling = self._judge.rule(step, outcome.loss, outcome.gradient_norm)
+        if ruling.reason is not None:
+            self._tell_of_bad_step(step, outcome, ruling)
+        return ruling.verdict
 
-    def optimizer_step(self, step: int) -> None:
-        """Apply the gradients at the step's learning rate."""
+    def apply(self, step: int) -> None:
+        """Apply the gradients at the step's learning rate; the step counts from then on."""
+        fault("commit", step=step, rank=self._world.rank)
         with self._clock.time("optimizer"):
-            self.state.optimizer.set_learning_rate(self._learning_rate(step))
-            self.state.model.before_update()
-            self.state.optimizer.step()
+            self.state.apply(
+                Decision(
+                    step=step,
+                    loss=self._outcome.loss,
+                    gradient_norm=self._outcome.gradient_norm,
+                    max_norm=self._run.optimizer.grad_clip,
+                    learning_rate=self._learning_rate(step),
+                    tokens=self._tokens_per_step,
+                    loads=self._outcome.loads,
+                )
+            )
         with self._clock.time("communication"):
             self.state.model.after_update()
-
-    def evaluate_if_due(self, step: int) -> None:
-        """Score the model on held-out text every evaluate.every_steps, and after the last step."""
         self.state.model.zero_gradients()
-        self.state.step = step + 1
-        self.state.tokens += self._tokens_per_step
-        every = self._run.evaluate.every_steps
-        if not ((every and self.state.step % every == 0) or self.state.step == self._pace.steps):
+        self._retries = 0
+        rank, pieces = self._world.rank, self.state.model.pieces
+        fault("weights", step=step, rank=rank, tensors=lambda: {p.name: p.value for p in pieces})
+        fault("moments", step=step, rank=rank, tensors=self._moments)
+
+    def set_aside(self, step: int, verdict: Verdict) -> None:
+        """Drop the gradient, mend what is wrong, and leave the state such that the step can be done (again).
+
+        Raises: RunFailed, Retryable if that cannot be.
+        """
+        self.state.drop_gradient()
+        if verdict is Verdict.RETRY:
+            self._retries = 0 if self._outcome.wishes.quarantine else self._retries + 1
+            if self._retries > MOST_RETRIES:
+                raise RunFailed(f"step {step} was done {MOST_RETRIES} times, and every time something else was wrong.")
+            if self._outcome.wishes.quarantine:
+                self._quarantine()
+            if self._outcome.copies_differ:
+                self._mend_copies()
+            return
+        self._skip_samples(step)
+        if verdict is Verdict.REWIND and self._go_back() and not self._judge.rewound(self.state.step, self._recalled()):
+            raise RunFailed(
+                f"step {step} is bad again after the run went back to step {self.state.step} {MOST_REWINDS} times and "
+                f"skipped other samples. {REMEDY}"
+            )
+
+    def evaluate_if_due(self) -> None:
+        """Score the model on held-out text every evaluate.every_steps, and after the last step."""
+        every, done = self._run.evaluate.every_steps, self.state.step
+        if not ((every and done % every == 0) or done == self._pace.steps):
             return
         with self._clock.time("evaluate"):
             self._score = self._evaluate()
         if self._score and self._world.is_first:
             score = {"validation_loss": self._score.loss, "bits_per_byte": self._score.bits_per_byte}
-            self.metrics.write({"step": step, **score})
+            self.metrics.write({"step": done - 1, **score})
 
-    def observe(self, step: int, outcome: StepOutcome) -> None:
-        """Write the step's line and show it."""
+    def observe(self) -> None:
+        """Write the line of the step that was applied, and show it."""
         seconds = self._clock.lap()
         self._pace.took(seconds["step"])
         if self._time_to_first_step_s is None:
             self._time_to_first_step_s = time.monotonic() - self._began
         self._keeper.poll()
-        if not self._world.is_first:
-            return
-        step_s = seconds["step"] - seconds.get("evaluate", 0.0) - seconds.get("checkpoint", 0.0)
-        tokens_per_s = self._tokens_per_step / step_s
-        record = {
-            "step": step,
-            "tokens": self.state.tokens,
-            "loss": outcome.loss,
-            "grad_norm": self._gradient_norm,
-            "lr": self._learning_rate(step),
-            "step_time_s": round(step_s, 6),
-            "tokens_per_s": round(tokens_per_s, 1),
-            "mfu": round(tokens_per_s * self._flops_per_token / self._peak_flops, 4),
-            "memory_bytes": peak_memory_bytes(self._world.device),
-            "seconds": {category: round(value, 6) for category, value in seconds.items()},
-        }
-        if self._loads:
-            record["experts"] = {str(layer): load.record() for layer, load in self._loads.items()}
-        self.metrics.write(record)
-        validation_loss = self._score.loss if self._score else None
-        self.progress.step(record, self._pace.steps, validation_loss, self._pace.left_s(self.state.step))
+        if self._world.is_first and self.state.decided is not None:
+            record = self._record(self.state.decided, seconds)
+            self.metrics.write(record)
+            validation_loss = self._score.loss if self._score else None
+            self.progress.step(record, self._pace.steps, validation_loss, self._pace.left_s(self.state.step))
 
-    def save_if_due(self, outcome: StepOutcome) -> None:
+    def save_if_due(self) -> None:
         """Save by steps, by minutes, or because the run is asked to stop (its time counts in the next step)."""
-        if outcome.wishes.stop:
+        if self.is_asked_to_stop:
             return  # `finish` saves, and waits for it
         with self._clock.time("checkpoint"):
-            if outcome.wishes.save or self._keeper.is_due_by_steps(self.state.step):
+            saves = self._outcome.wishes.save or self._keeper.is_due_by_steps(self.state.step)
+            copies = self._copies is not None and self.state.step % self._run.resilience.memory_every_steps == 0
+            if saves or copies:
+                self._make_copies_agree()
+            if saves:
                 self._keeper.save(self.state, self._run.checkpoint.background)
+            if copies and self._copies is not None:
+                position = Position(self.state.step, self.state.tokens, self.state.skipped)
+                self._copies.save(position, self.state.boxes())
 
-    def finish(self) -> None:
-        """Save the last state, wait for the disk, write the report. Raises: RunFailed if it cannot be saved."""
+    @property
+    def is_asked_to_stop(self) -> bool:
+        """Whether any process was, before the step that was judged last."""
+        return self._outcome.wishes.stop
+
+    def finish(self) -> bool:
+        """Save the last state, wait for the disk, write the report.
+
+        Returns whether nothing is left to do. Raises: StorageError if the state cannot be saved.
+        """
         self.progress.close()
         self._loader.close()
-        self._keeper.save(self.state, background=False)
-        self._keeper.wait()
-        if self._keeper.last_error:
-            raise RunFailed(
-                f"{self._run_dir}: the state after step {self.state.step} could not be saved "
-                f"({self._keeper.last_error}). Mend that, and run the same command again to go on from the newest "
-                "checkpoint."
+        self._make_copies_agree()
+        if error := self._keeper.finish(self.state):
+            raise StorageError(
+                f"{self._run_dir}: the state after step {self.state.step} could not be saved ({error}). Mend that, and "
+                "run the same command again to go on from the newest checkpoint."
             )
         finished = self.state.step == self._pace.steps
         if finished and self._score is None:
@@ -231,7 +320,210 @@ class Job:
                     "software": software(self._world.device),
                 },
             )
+        if self._copies is not None:
+            self._copies.wait()
+        self._keeper.close()
         self.events.write("end", step=self.state.step, finished=finished)
+        return finished or self._is_paused
+
+    def _exchange(self, step: int, loss: Tensor) -> StepOutcome:
+        """From here on the gradient is whole, and other ranks may rely on it (`TrainState.pending`)."""
+        state, every = self.state, self._run.resilience.fingerprint_every_steps
+        with self._clock.time("optimizer"):
+            unscale(state.model.pieces, state.scaler.scale)
+            squares = square_share(state.model.pieces)
+            fingerprint = self._fingerprints.share() if every and step % every == 0 else None
+        state.pending = True
+        fault("judge", step=step, rank=self._world.rank)
+        with self._clock.time("communication"):
+            loads = loads_of(state.model.moes, self._run.model, self._world.device)
+            stop, save = self._stop.number is not None, self._keeper.is_due_by_time
+            wishes = Wishes(stop, save, quarantine=bool(self._found_bad))
+            return exchange(Share(loss, squares, loads, fingerprint, wishes), self._world)
+
+    def _rows(self, step: int) -> np.ndarray:
+        """This process's rows of the step. Raises: BadShard if one cannot be read, and the policy is to stop."""
+        try:
+            rows = self._loader.batch(step)
+        except BadShard as problem:
+            skips = self._run.data.on_bad_shard == "skip"
+            facts = {"samples": [list(some) for some in self._samples(step)], "problem": str(problem)}
+            self.events.write("bad_shard", step=step, **facts, outcome="quarantined" if skips else "stop")
+            if not skips:
+                raise
+            # All ranks go through the step before all can know; what it computes is dropped.
+            self._found_bad = [problem.place]
+            return self._loader.stand_in(1 if self._data.eod_id == 0 else 0)
+        if replaced := self._loader.replaced(step):
+            self.events.write("samples_replaced", step=step, samples=replaced)
+        return rows
+
+    def _quarantine(self) -> None:
+        """Some ranks could not read a shard: from now on none reads it."""
+        of_all: list[list[Place]] = [self._found_bad] * self._world.size
+        if self._world.size > 1:
+            dist.all_gather_object(of_all, self._found_bad)
+        self._loader.quarantine(place for found in of_all for place in found)
+        self._found_bad = []
+
+    def _moments(self) -> dict[str, Tensor]:
+        pieces, optimizer = self.state.model.masters, self.state.optimizer
+        return {f"{p.name}.{name}": tensor for p in pieces for name, tensor in optimizer.kept_of(p).items()}
+
+    def _skip_samples(self, step: int) -> None:
+        """Make no update from the step's samples, now or later."""
+        self.state.skipped = (*self.state.skipped, *self._samples(step))
+        self._loader.skip(self.state.skipped)
+
+    def _samples(self, step: int) -> list[Range]:
+        """Where the samples of `step` are among all."""
+        batch = self._run.train.global_batch
+        return kept(step * batch, (step + 1) * batch, self.state.skipped)
+
+    def _stage_of(self, step: int) -> int:
+        """The mixture that the step's first sample comes from."""
+        starts = [stage.from_step * self._run.train.global_batch for stage in self._run.data.stages]
+        return bisect_right(starts, self._samples(step)[0][0])
+
+    def _mend_copies(self) -> None:
+        """Copies of the state differ: heal those of a minority, or go back to a checkpoint.
+
+        Raises: Retryable if there is no majority and no checkpoint.
+        """
+        found = self._fingerprints.find()
+        heals = all(corrupt.healthy is not None for corrupt in found)
+        outcome = "healed" if heals else "rolled_back"
+        for corrupt in found:
+            facts = {"tensor": corrupt.name, "ranks": list(corrupt.ranks), "healthy_rank": corrupt.healthy}
+            self._tell("corruption", step=self.state.step, **facts, outcome=outcome)
+            who = f"{corrupt.name} of rank {', '.join(map(str, corrupt.ranks))}"
+            self.progress.say(f" step {self.state.step}: {who} is corrupt: {outcome.replace('_', ' ')}")
+        if not found:  # they are equal by now: what differed was a sum, or mended itself
+            self._tell("corruption", step=self.state.step, outcome="gone")
+        elif heals:
+            self.state.in_update = True
+            self._fingerprints.heal(found)
+            self.state.in_update = False
+        elif self._go_back():
+            self._judge.remember(self._recalled())
+        else:
+            self._survivor.state = None  # it is not to be trusted
+            raise Retryable(
+                f"{found[0].name} differs between ranks {found[0].ranks}, there is no telling which is right, and no "
+                "checkpoint was saved yet. The same command starts from the beginning."
+            )
+
+    def _go_back(self) -> bool:
+        """Take the state back from the newest checkpoint, which was clean when it was saved; False if there is none.
+
+        Samples that were skipped stay so.
+        """
+        skipped, history, left = self.state.skipped, self.state.history, self.state.step
+        self.state.in_update = True
+        checkpoint = self._keeper.restore(self.state, at_most=left)
+        self.state.in_update = False
+        if checkpoint is None:
+            return False
+        self.state.skipped, self.state.decided = skipped, None
+        self.state.history = history.turned_back(self.state.step)
+        self._begin_copies()
+        self._loader.skip(skipped)
+        if self._world.is_first:
+            self.metrics.forget_from(self.state.step)
+        self._tell("rewind", step=left, to_step=self.state.step)
+        self.progress.say(f" back from step {left} to {self.state.step}: {checkpoint.folder}")
+        return True
+
+    def _begin_copies(self) -> None:
+        """From now on copies in host memory are of the present history."""
+        self._copies, folder = None, memory_folder()
+        if folder is not None and self._run.resilience.memory_every_steps:
+            boxes = [box for box in self.state.boxes() if travels(box)]
+
+            def failed(why: str) -> None:
+                self.events.write("memory_copy_failed", why=why)
+
+            self._copies = MemoryCopies(folder, boxes, self._world, self.state.history, failed)
+
+    def _write_missing_line(self, decided: Decision | None) -> None:
+        """The process that was to write the line of the last step may have died before it could."""
+        if decided is not None and all(record["step"] < decided.step for record in self.metrics.read()):
+            self.metrics.write(self._record(decided, {"step": 0.0}))
+
+    def _make_copies_agree(self) -> None:
+        """Before a save: what is saved is clean, as far as it can be known."""
+        if self._run.resilience.fingerprint_every_steps and self._fingerprints.differ():
+            self._mend_copies()
+
+    def _recalled(self) -> list[tuple[int, float, float]]:
+        """Step, loss and gradient norm of the last steps, as the first process has them in its metrics."""
+        steps: list[Any] = [None]
+        if self._world.is_first:
+            records = [r for r in self.metrics.read() if "loss" in r and r["step"] < self.state.step]
+            last = records[-self._run.resilience.spike_window :]
+            steps = [[(record["step"], record["loss"], record["grad_norm"]) for record in last]]
+        if self._world.size > 1:
+            dist.broadcast_object_list(steps, device=self._world.device)
+        return list(steps[0])
+
+    def _record(self, decision: Decision, seconds: dict[str, float]) -> dict[str, Any]:
+        """The line of a step in metrics.jsonl; `seconds` as the clock gives them."""
+        step_s = seconds["step"] - seconds.get("evaluate", 0.0) - seconds.get("checkpoint", 0.0)
+        tokens_per_s = decision.tokens / step_s if step_s else 0.0
+        batch = self._run.train.global_batch
+        first, last = decision.step * batch, (decision.step + 1) * batch
+        record = {
+            "step": decision.step,
+            "tokens": self.state.tokens,
+            "loss": decision.loss,
+            "grad_norm": decision.gradient_norm,
+            "lr": decision.learning_rate,
+            "first_sample": kept(first, last, self.state.skipped)[0][0],
+            "samples": batch,
+            "step_time_s": round(step_s, 6),
+            "tokens_per_s": round(tokens_per_s, 1),
+            "mfu": round(tokens_per_s * self._flops_per_token / self._peak_flops, 4),
+            "memory_bytes": peak_memory_bytes(self._world.device),
+            "seconds": {category: round(value, 6) for category, value in seconds.items()},
+        }
+        if skipped := skipped_by(first, last, self.state.skipped):
+            record["samples_skipped"] = [list(samples) for samples in skipped]
+        if decision.loads is not None:
+            loads = loads_by_layer(decision.loads, self._run.model)
+            record["experts"] = {str(layer): load.record() for layer, load in loads.items()}
+        return record
+
+    def _tell_of_bad_step(self, step: int, outcome: StepOutcome, ruling: Ruling) -> None:
+        """Raises: RunFailed if the run ends with it."""
+        assert ruling.reason is not None
+        samples = self._samples(step)
+        self._tell(
+            "bad_step",
+            step=step,
+            reason=ruling.reason.name.lower(),
+            loss=_number(outcome.loss),
+            grad_norm=_number(outcome.gradient_norm),
+            largest_loss=_number(ruling.limits.loss),
+            largest_grad_norm=_number(ruling.limits.gradient_norm),
+            samples=[list(some) for some in samples],
+            policy=self._run.resilience.on_bad_step,
+            outcome=ruling.verdict.value,
+        )
+        what = f"loss {outcome.loss}, gradient norm {outcome.gradient_norm}"
+        self.progress.say(f" step {step} is {ruling.reason.value}: {what}; samples {samples}: {ruling.verdict.value}")
+        if ruling.verdict is Verdict.STOP:
+            row = f"the last {ruling.in_a_row} steps were" if ruling.in_a_row > 1 else "the step is"
+            raise RunFailed(f"{what} at step {step}: {row} {ruling.reason.value}, and changed nothing. {REMEDY}")
+
+    def _tell(self, kind: str, **facts: Any) -> None:
+        """Record an event that is the same on all ranks, once."""
+        if self._world.is_first:
+            self.events.write(kind, **facts)
+
+    @property
+    def _is_paused(self) -> bool:
+        """Whether the run is to stop here, for now."""
+        return 0 < self._run.train.pause_at <= self.state.step
 
     @property
     def _tokens_per_step(self) -> int:
@@ -261,18 +553,25 @@ class Job:
 
     def _predict(self) -> Prediction | None:
         """What the plan will take, if anybody knows this machine's devices."""
+        machine = machine_at_hand(self._run, self._hardware())
+        return None if machine is None else predict(self._plan, self._run, machine)
+
+    def _hardware(self) -> Hardware:
         world, number_format = self._world, "bf16" if self._plan.precision == "fp8" else self._plan.precision
-        hardware = Hardware(
+        return Hardware(
             device=device_name(world.device),
             processes=world.size,
             per_node=processes_here(world.size),
             peak_flops_per_s={number_format: self._peak_flops / world.size},
         )
-        machine = machine_at_hand(self._run, hardware)
-        return None if machine is None else predict(self._plan, self._run, machine)
 
     def _measure_peak(self) -> float:
         """The matmul peak of all processes, measured on all at once, since they share the machine."""
         self._world.barrier()
         mine = matmul_peak_flops(self._world.device, DTYPES[self._plan.precision])
         return self._world.sum(torch.tensor(mine, dtype=torch.float64, device=self._world.device)).item()
+
+
+def _number(value: float) -> float | str:
+    """JSON has no word for a number that is not finite."""
+    return value if math.isfinite(value) else str(value)

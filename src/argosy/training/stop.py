@@ -7,12 +7,18 @@ import threading
 from types import FrameType
 
 
+class WorldIsOver(Exception):
+    """Raised between steps, where no collective is there to raise."""
+
+
 class StopSignal:
     """Remembers the first SIGTERM or SIGINT; a second SIGINT ends the process at once."""
 
     def __init__(self) -> None:
         self.number: int | None = None
         """The signal that came, if any."""
+        self.world_is_over = False
+        """The process is to leave the world it is in, at once and without saving: another is formed."""
 
     def listen(self) -> StopSignal:
         """Catch the signals from now on (main thread only)."""
@@ -20,6 +26,11 @@ class StopSignal:
             signal.signal(signal.SIGTERM, self._remember)
             signal.signal(signal.SIGINT, self._remember)
         return self
+
+    def check(self) -> None:
+        """Raises: WorldIsOver."""
+        if self.world_is_over:
+            raise WorldIsOver
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.number = self.number or number

@@ -8,6 +8,7 @@ from typing import Any
 
 from argosy.checkpoint import store
 from argosy.checkpoint.load import load_into
+from argosy.checkpoint.shards import wholes
 from argosy.config.schema import RunConfig
 from argosy.data.loader import OpenData
 from argosy.models.decoder import Decoder
@@ -16,7 +17,6 @@ from argosy.observe.events import read_lines
 from argosy.observe.metrics import Metrics
 from argosy.observe.progress import Progress
 from argosy.observe.report import Report, totals, typical
-from argosy.parallel.world import World
 from argosy.plan.flops import parameters
 from argosy.plan.plan import Plan
 from argosy.plan.predict import Prediction
@@ -108,7 +108,7 @@ def _sample(run: RunConfig, run_dir: Path, data: OpenData) -> str:
     choice = store.newest_whole(run_dir)
     assert choice is not None
     model = Decoder(run.model).to_empty(device="cpu")
-    load_into({"model": model.state_dict()}, choice.checkpoint, World())
+    load_into(wholes(model.state_dict(), "model."), choice.checkpoint)
     prompt = run.evaluate.sample_prompt or ""
     ids = [data.eod_id, *data.tokenizer.encode(prompt)]
     room = min(SAMPLE_TOKENS, run.model.max_seq_len - len(ids))

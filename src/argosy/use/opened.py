@@ -9,6 +9,7 @@ import torch
 
 from argosy.checkpoint import store
 from argosy.checkpoint.load import load_into
+from argosy.checkpoint.shards import wholes
 from argosy.checkpoint.store import Checkpoint
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
@@ -16,7 +17,6 @@ from argosy.data.manifest import TOKENIZER
 from argosy.data.tokenizer import Tokenizer
 from argosy.errors import UserError
 from argosy.models.decoder import Decoder
-from argosy.parallel.world import World
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Opened:
         """The model with the checkpoint's weights (fp32), computing in `dtype`, on `device` (a GPU if there is one)."""
         model = Decoder(self.run.model, dtype)
         model.to_empty(device=device or default_device())
-        load_into({"model": model.state_dict()}, self.checkpoint, World())
+        load_into(wholes(model.state_dict(), "model."), self.checkpoint)
         return model.eval()
 
 

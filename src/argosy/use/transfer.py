@@ -5,16 +5,17 @@ from __future__ import annotations
 import shutil
 import time
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from argosy.checkpoint.save import Saver, SaveResult
+from argosy.checkpoint.save import Saver
+from argosy.checkpoint.shards import wholes
 from argosy.checkpoint.store import CheckpointManifest
 from argosy.config.dump import save_run
 from argosy.config.schema import DataConfig, RunConfig
 from argosy.data.manifest import TOKENIZER
-from argosy.errors import RunFailed, UserError
+from argosy.errors import StorageError, UserError
 from argosy.models import hf
 from argosy.parallel.world import World
 from argosy.use.opened import open_checkpoint
@@ -61,13 +62,17 @@ def import_checkpoint(folder: Path, run_dir: Path) -> None:
         manifest = CheckpointManifest(
             step=0, tokens=0, saved_at_s=time.time(), plan="", data_identity="", has_optimizer=False, files={}
         )
-        state = {"model": {name: tensor.float() for name, tensor in weights.items()}}
-        Saver(partial, World(), _must_succeed).save(state, manifest, background=False)
+        saver = Saver(partial, World(), _must_succeed)
+        try:
+            saver.save(wholes({name: tensor.float() for name, tensor in weights.items()}, "model."), manifest)
+            saver.wait()
+        finally:
+            saver.close()
         partial.rename(run_dir)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _must_succeed(result: SaveResult) -> None:
-    if result.error:
-        raise RunFailed(f"the weights could not be written: {result.error}")
+def _must_succeed(news: str, /, **facts: Any) -> None:
+    if news == "save_failed":
+        raise StorageError(f"the weights could not be written: {facts['error']}")

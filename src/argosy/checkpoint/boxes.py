@@ -1,0 +1,106 @@
+"""Which part of a tensor is held where: what a file, a rank or a copy in memory has, and how a whole comes of them.
+
+Every tier of a run's state, live replicas, copies in memory and files alike, offers boxes; a rank that wants some,
+under whatever layout, takes them from whoever has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+Holder = TypeVar("Holder")
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular part of a named tensor. A scalar's is (), and is its whole; one with a 0 in `shape` is empty."""
+
+    name: str
+    dtype: str
+    """As torch and safetensors-in-torch spell it, without the module: float32, bfloat16, int64, ..."""
+    whole: tuple[int, ...]
+    """Shape of the whole tensor."""
+    offset: tuple[int, ...]
+    """Where in the whole it begins."""
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """How many numbers it has."""
+        count = 1
+        for length in self.shape:
+            count *= length
+        return count
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        """One past its last index in each dim of the whole."""
+        return tuple(o + n for o, n in zip(self.offset, self.shape, strict=True))
+
+    def within(self, other: Box) -> tuple[slice, ...]:
+        """The slices that take this box out of a tensor that holds `other`, which contains it."""
+        return tuple(slice(o - p, o - p + n) for o, p, n in zip(self.offset, other.offset, self.shape, strict=True))
+
+    def overlap(self, other: Box) -> Box | None:
+        """What both hold; None if that is nothing."""
+        start = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
+        end = tuple(min(a, b) for a, b in zip(self.end, other.end, strict=True))
+        if any(a >= b for a, b in zip(start, end, strict=True)):
+            return None
+        return self._part(start, end)
+
+    def minus(self, hole: Box) -> Iterator[Box]:
+        """Boxes that make up this one without `hole`, which lies in it."""
+        start, end = list(self.offset), list(self.end)
+        for dim, (first, last) in enumerate(zip(hole.offset, hole.end, strict=True)):
+            if start[dim] < first:
+                yield self._part(start, [*end[:dim], first, *end[dim + 1 :]])
+            if last < end[dim]:
+                yield self._part([*start[:dim], last, *start[dim + 1 :]], end)
+            start[dim], end[dim] = first, last
+
+    def _part(self, start: Sequence[int], end: Sequence[int]) -> Box:
+        shape = tuple(b - a for a, b in zip(start, end, strict=True))
+        return Box(self.name, self.dtype, self.whole, tuple(start), shape)
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """Why a wanted box cannot be had."""
+
+    wanted: Box
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.wanted.name} {self.why}"
+
+
+def cover(wanted: Box, held: Sequence[tuple[Holder, Box]]) -> list[tuple[Holder, Box, Box]] | Misfit:
+    """Take `wanted` from those that hold parts of it, the first in `held` before later ones.
+
+    Returns (holder, its box, the part to take from it), which together are `wanted`, each number once.
+    """
+    if not wanted.elements:
+        return []
+    if not held:
+        return Misfit(wanted, "is not there")
+    taken: list[tuple[Holder, Box, Box]] = []
+    missing = [wanted]
+    for holder, box in held:
+        if box.whole != wanted.whole:
+            return Misfit(wanted, f"is {list(box.whole)} there and {list(wanted.whole)} here")
+        still = []
+        for hole in missing:
+            part = hole.overlap(box)
+            if part is None:
+                still.append(hole)
+                continue
+            taken.append((holder, box, part))
+            still += hole.minus(part)
+        missing = still
+        if not missing:
+            return taken
+    count = sum(box.elements for box in missing)
+    return Misfit(wanted, f"lacks {count:,} of its {wanted.elements:,} numbers there")

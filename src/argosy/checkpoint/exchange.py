@@ -1,0 +1,264 @@
+"""State from rank to rank: each says what it holds and what it wants, and boxes travel, from any layout to any other.
+
+Every rank computes alike who sends what to whom. Then, in round k of n - 1, rank i sends to rank i + k and receives
+from rank i - k: nobody has more than one message under way in each direction, and no two send to one at a time.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from argosy.checkpoint.boxes import Box, Misfit, cover
+from argosy.errors import ArgosyError
+from argosy.parallel.world import World
+
+MESSAGE_BYTES = 32 * 2**20
+"""The most that travels at once between two ranks: what their buffers take, and what one checksum is over."""
+CHECKSUM_BYTES = 4
+ALIGNMENT = 16
+"""Numbers in a message begin at multiples of this, so that they can be read where they lie."""
+
+
+class CorruptMessage(ArgosyError):
+    """What one rank received is not what another sent."""
+
+
+class NobodyHas(ArgosyError):
+    """Something is wanted that no rank holds."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A part of a box that goes from one rank to another, or from one place of a rank's memory to another."""
+
+    sender: int
+    receiver: int
+    source: Box
+    """What the sender has."""
+    wanted: Box
+    """What the receiver fills."""
+    part: Box
+    """Of both, in the dtype of `source`."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Of the numbers that were wanted, what one rank sent, received, and found in its own memory."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    own_bytes: int = 0
+
+
+def exchange(held: Mapping[Box, Tensor], wanted: Mapping[Box, Tensor], group: dist.ProcessGroup | None) -> Traffic:
+    """Fill the tensors of `wanted` from what the ranks of `group` hold; all of them call it together.
+
+    Tensors are plain and have their box's shape; they may lie on any device. A rank may hold nothing, or want nothing.
+    `group` carries tensors in host memory (`host_group`); None: this rank has only its own.
+
+    Raises: NobodyHas if something is wanted that no rank holds, CorruptMessage if a message is not what was sent; the
+    same on all ranks.
+    """
+    everyone = gather((list(held), list(wanted)), group)
+    transfers = route([holding for holding, _ in everyone], [wants for _, wants in everyone])
+    if isinstance(transfers, Misfit):
+        raise NobodyHas(f"no rank has all of it: {transfers}")
+    return carry(transfers, held, wanted, group)
+
+
+def host_group(world: World) -> dist.ProcessGroup | None:
+    """A new group of all ranks for tensors in host memory; None alone. All ranks call it together."""
+    return dist.new_group(backend="gloo") if world.size > 1 else None
+
+
+def gather(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """What each rank of `group` gives, by rank. Raises: RuntimeError if one of them is gone."""
+    if group is None:
+        return [mine]
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
+def travels(box: Box) -> bool:
+    """Whether a rank may have it from another: not a random generator, which is each rank's own. No step draws from
+    one, and that of a lost rank could not be had.
+    """
+    return not box.name.startswith("rng.")
+
+
+def route(held: Sequence[Sequence[Box]], wanted: Sequence[Sequence[Box]]) -> list[Transfer] | Misfit:
+    """Who sends what to whom, given what each rank holds and wants; the first that cannot be had, if any.
+
+    A rank takes what it can from its own memory, the rest from whoever has the least to send so far. It follows from
+    the arguments alone, so that all ranks find the same.
+    """
+    holders: dict[str, list[tuple[int, Box]]] = {}
+    for rank, boxes in enumerate(held):
+        for box in boxes:
+            holders.setdefault(box.name, []).append((rank, box))
+    to_send = [0] * len(held)
+    transfers: list[Transfer] = []
+    for receiver, wants in enumerate(wanted):
+        for box in wants:
+            parts = cover(box, _preferred(holders.get(box.name, []), receiver, to_send))
+            if isinstance(parts, Misfit):
+                return parts
+            for sender, source, part in parts:
+                transfers.append(Transfer(sender, receiver, source, box, replace(part, dtype=source.dtype)))
+                if sender != receiver:
+                    to_send[sender] += bytes_of(transfers[-1].part)
+    return transfers
+
+
+def _preferred(holders: Sequence[tuple[int, Box]], receiver: int, to_send: Sequence[int]) -> list[tuple[int, Box]]:
+    return sorted(holders, key=lambda holder: (holder[0] != receiver, to_send[holder[0]], holder[0]))
+
+
+def carry(
+    transfers: Sequence[Transfer],
+    held: Mapping[Box, Tensor],
+    wanted: Mapping[Box, Tensor],
+    group: dist.ProcessGroup | None,
+) -> Traffic:
+    """Do what `route` found; all ranks of `group` call it together.
+
+    Raises: CorruptMessage, the same on all ranks, when all other messages have arrived; it may be called again.
+    """
+    rank, size = (group.rank(), group.size()) if group else (0, 1)
+    by_peers: dict[tuple[int, int], list[Transfer]] = {}
+    for transfer in transfers:
+        by_peers.setdefault((transfer.sender, transfer.receiver), []).append(transfer)
+    own = by_peers.get((rank, rank), [])
+    for transfer in own:
+        _place(transfer, wanted).copy_(_place(transfer, held, at_source=True))
+    problems: list[str] = []
+    for distance in range(1, size):
+        to, origin = (rank + distance) % size, (rank - distance) % size
+        outgoing, incoming = (_messages(*pair, by_peers.get(pair, [])) for pair in ((rank, to), (origin, rank)))
+        for out, arriving in zip_longest(outgoing, incoming):
+            operations = []
+            if out is not None:
+                operations.append(dist.P2POp(dist.isend, out.pack(held), group=group, group_peer=to))
+            if arriving is not None:
+                buffer = arriving.buffer()
+                operations.append(dist.P2POp(dist.irecv, buffer, group=group, group_peer=origin))
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+            if arriving is not None and not arriving.unpack(buffer, wanted):
+                problems.append(str(arriving))
+    problems = [problem for some in gather(problems, group) for problem in some]
+    if problems:
+        raise CorruptMessage(
+            f"{'; '.join(problems[:3])}. Nothing of it is used; if it happens again, take the machine of one of the "
+            "two out of the run: its memory or its network changes data."
+        )
+    return Traffic(
+        sent_bytes=sum(bytes_of(t.part) for t in transfers if t.sender == rank != t.receiver),
+        received_bytes=sum(bytes_of(t.part) for t in transfers if t.receiver == rank != t.sender),
+        own_bytes=sum(bytes_of(t.part) for t in own),
+    )
+
+
+def bytes_of(box: Box) -> int:
+    """What its numbers take in memory."""
+    dtype: torch.dtype = getattr(torch, box.dtype)
+    return box.elements * dtype.itemsize
+
+
+@dataclass
+class _Message:
+    """Parts that travel together from one rank to another, with a checksum behind them."""
+
+    sender: int
+    receiver: int
+    number: int
+    """Among those of the two, from 0."""
+    parts: list[tuple[int, Transfer]] = field(default_factory=list)
+    """(where it begins, what)."""
+    bytes: int = 0
+
+    def add(self, transfer: Transfer) -> None:
+        self.parts.append((self.bytes, transfer))
+        self.bytes += -(-bytes_of(transfer.part) // ALIGNMENT) * ALIGNMENT
+
+    def buffer(self) -> Tensor:
+        return torch.zeros(self.bytes + CHECKSUM_BYTES, dtype=torch.uint8)
+
+    def pack(self, held: Mapping[Box, Tensor]) -> Tensor:
+        buffer = self.buffer()
+        for window, transfer in self._windows(buffer):
+            window.copy_(_place(transfer, held, at_source=True))
+        buffer[self.bytes :].view(torch.int32).fill_(self._checksum(buffer))
+        return buffer
+
+    def unpack(self, buffer: Tensor, wanted: Mapping[Box, Tensor]) -> bool:
+        """Whether it is what was sent; only then does it reach its places."""
+        if self._checksum(buffer) != int(buffer[self.bytes :].view(torch.int32)):
+            return False
+        for window, transfer in self._windows(buffer):
+            _place(transfer, wanted).copy_(window)
+        return True
+
+    def _windows(self, buffer: Tensor) -> Iterator[tuple[Tensor, Transfer]]:
+        """Each part's numbers where they lie in the buffer."""
+        for begin, transfer in self.parts:
+            part = transfer.part
+            raw = buffer[begin : begin + bytes_of(part)]
+            yield raw.view(getattr(torch, part.dtype)).view(part.shape), transfer
+
+    def _checksum(self, buffer: Tensor) -> int:
+        """CRC-32 of whose message it is, and which, and its bytes: one that strayed is found too; as int32."""
+        whose = zlib.crc32(f"{self.sender} {self.receiver} {self.number}".encode())
+        crc = zlib.crc32(buffer[: self.bytes].numpy().data, whose)
+        return crc - 2**32 if crc >= 2**31 else crc
+
+    def __str__(self) -> str:
+        names = list(dict.fromkeys(transfer.part.name for _, transfer in self.parts))
+        more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+        return (
+            f"what rank {self.sender} sent to rank {self.receiver} ({', '.join(names[:2])}{more}) does not match "
+            "its checksum"
+        )
+
+
+def _messages(sender: int, receiver: int, transfers: Sequence[Transfer]) -> Iterator[_Message]:
+    """What goes from one rank to another, in messages of at most MESSAGE_BYTES."""
+    message = _Message(sender, receiver, 0)
+    for transfer in transfers:
+        for part in _cut(transfer.part):
+            if message.bytes + bytes_of(part) > MESSAGE_BYTES and message.parts:
+                yield message
+                message = _Message(sender, receiver, message.number + 1)
+            message.add(replace(transfer, part=part))
+    if message.parts:
+        yield message
+
+
+def _cut(box: Box) -> Iterator[Box]:
+    """Boxes of at most MESSAGE_BYTES that make up `box`: runs of rows, or parts of rows where one is too large."""
+    dim = next((dim for dim, length in enumerate(box.shape) if length > 1), None)
+    if bytes_of(box) <= MESSAGE_BYTES or dim is None:
+        yield box
+        return
+    length = box.shape[dim]
+    at_once = max(1, MESSAGE_BYTES * length // bytes_of(box))
+    for first in range(0, length, at_once):
+        offset, shape = list(box.offset), list(box.shape)
+        offset[dim] += first
+        shape[dim] = min(at_once, length - first)
+        yield from _cut(replace(box, offset=tuple(offset), shape=tuple(shape)))
+
+
+def _place(transfer: Transfer, tensors: Mapping[Box, Tensor], at_source: bool = False) -> Tensor:
+    """Where in a rank's memory the part comes from, or goes to."""
+    box = transfer.source if at_source else transfer.wanted
+    return tensors[box].detach()[transfer.part.within(box)]

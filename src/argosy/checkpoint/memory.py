@@ -1,0 +1,287 @@
+"""Copies of the state in host memory, for what no live replica has (GEMINI: Wang et al., SOSP 2023).
+
+Every `resilience.memory_every_steps` steps each rank writes the boxes that it is to keep into a shard file in a folder
+in memory (/dev/shm), which belongs to the node's agent and outlives the worker, and sends the file to a rank of the
+next node, which outlives the node. Files are written under another name; the name that they get in the end says step
+and checksum. Two generations are kept, and the older is written over only when all ranks have the newer.
+
+Interval: with copies that cost a share c of a step, and M steps between failures, N = sqrt(2 c M) steps lose least
+(Young 1974). The default, 16, is that of c = 0.05 and M = 2,560: 0.6 % of the time. Being off by 4 either way makes it
+1.3 %, so that it need not be measured.
+
+Placement: a state all of whose boxes are held on two nodes or more needs no copies, since a live replica is newer than
+any copy. Otherwise every box is copied, as going back to a step takes all of its state: by one of its holders, dealt
+out evenly, and to the next node in the ring of nodes. On a single node there is the one copy.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import socket
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor
+
+from argosy.checkpoint.boxes import Box
+from argosy.checkpoint.exchange import CorruptMessage, bytes_of, exchange, gather, travels
+from argosy.checkpoint.history import History, Position, from_metadata, to_metadata
+from argosy.checkpoint.shards import ShardFile, write_shard
+from argosy.files import PARTIAL
+from argosy.parallel.world import World
+
+FOLDER = "ARGOSY_MEMORY"
+"""Environment variable: the folder of this node's copies; the agent makes and removes it."""
+NODE = "ARGOSY_NODE"
+"""Environment variable: name of this node; the host's if it is not set."""
+TIMEOUT_S = 60.0
+"""How long a copy waits for another rank's; then there are no more copies in this world."""
+READ_BYTES = 16 * 2**20
+_NAME = re.compile(r"(?P<world>[0-9a-f]+)\.(?P<step>\d{8,})\.(?P<rank>\d{5,})\.(?P<crc>[0-9a-f]{8})")
+
+
+def memory_folder() -> Path | None:
+    """Where this node's copies are; None if no agent offers a place."""
+    folder = os.environ.get(FOLDER)
+    return Path(folder) if folder else None
+
+
+def node_name() -> str:
+    """Name of the node that this process is on."""
+    return os.environ.get(NODE) or socket.gethostname()
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What each rank keeps a copy of, and which other rank keeps it too."""
+
+    kept: tuple[tuple[Box, ...], ...]
+    mirror: tuple[int | None, ...]
+
+
+def place(nodes: Sequence[str], held: Sequence[Sequence[Box]]) -> Placement:
+    """Deal the boxes out, given each rank's node and what it holds (see the top of this file)."""
+    holders: dict[Box, list[int]] = {}
+    for rank, boxes in enumerate(held):
+        for box in boxes:
+            if box.elements and travels(box):
+                holders.setdefault(box, []).append(rank)
+    if all(len({nodes[rank] for rank in ranks}) > 1 for ranks in holders.values()):
+        return Placement(((),) * len(nodes), (None,) * len(nodes))
+    kept: list[list[Box]] = [[] for _ in nodes]
+    load = [0] * len(nodes)
+    for box in sorted(holders, key=lambda box: -bytes_of(box)):
+        rank = min(holders[box], key=lambda rank: (load[rank], rank))
+        kept[rank].append(box)
+        load[rank] += bytes_of(box)
+    return Placement(tuple(map(tuple, kept)), tuple(map(_next_in_ring(nodes), range(len(nodes)))))
+
+
+def _next_in_ring(nodes: Sequence[str]) -> Callable[[int], int | None]:
+    ranks_of: dict[str, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        ranks_of.setdefault(node, []).append(rank)
+    ring = list(ranks_of)
+
+    def mirror(rank: int) -> int | None:
+        here = nodes[rank]
+        there = ranks_of[ring[(ring.index(here) + 1) % len(ring)]]
+        return None if len(ring) == 1 else there[ranks_of[here].index(rank) % len(there)]
+
+    return mirror
+
+
+@dataclass(frozen=True)
+class MemoryCopy:
+    """The copy of what one rank kept, as it is found in a folder."""
+
+    path: Path
+    world: str
+    """Name of the world that made it (`History.world`)."""
+    step: int
+    """Optimizer steps done."""
+    rank: int
+    """Of the world: who kept it."""
+    crc: int
+
+    def is_whole(self) -> bool:
+        """Whether it is, to the bit, what was written. Reads all of it."""
+        try:
+            return _crc_of(self.path) == self.crc
+        except OSError:
+            return False
+
+    @cached_property
+    def file(self) -> ShardFile:
+        """Its tensors. Raises: OSError, SafetensorError if it is no shard file."""
+        return ShardFile(self.path)
+
+    @cached_property
+    def state(self) -> tuple[Position, History] | None:
+        """Where in its run the state stood; None if it cannot be read."""
+        try:
+            return from_metadata(self.file.about)
+        except (OSError, SafetensorError, KeyError, ValueError):
+            return None
+
+
+def copies_in(folder: Path | None) -> list[MemoryCopy]:
+    """The finished copies in a folder, whole or not, in a fixed order."""
+    if folder is None or not folder.is_dir():
+        return []
+    found = [(path, _NAME.fullmatch(path.name)) for path in sorted(folder.iterdir())]
+    return [MemoryCopy(path, m["world"], int(m["step"]), int(m["rank"]), int(m["crc"], 16)) for path, m in found if m]
+
+
+class MemoryCopies:
+    """Makes the copies of one world. All its ranks make and call it alike; one copy is under way at a time."""
+
+    def __init__(
+        self, folder: Path, boxes: Sequence[Box], world: World, history: History, failed: Callable[[str], None]
+    ):
+        """`boxes`: what this rank holds. `failed` hears why a copy was not made, from the thread that waits for it."""
+        self._folder, self._rank, self._history, self._failed = folder, world.rank, history, failed
+        # Of its own, as its messages must not meet those of a step; and no rank waits for a lost one as long as a step.
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S)) if world.size > 1 else None
+        everyone = gather((node_name(), list(boxes)), self._group)
+        placement = place([node for node, _ in everyone], [held for _, held in everyone])
+        self._kept = placement.kept[world.rank]
+        self._guests = [r for r, mirror in enumerate(placement.mirror) if mirror == world.rank and placement.kept[r]]
+        self._is_mirrored = placement.mirror[world.rank] is not None
+        self._thread: threading.Thread | None = None
+        self._problem: str | None = None
+        self.is_on = any(placement.kept)
+        """Whether copies are made: there is need of them, and nothing has gone wrong for good."""
+        self.step: int | None = None
+        """Of the newest copy that all ranks have."""
+
+    def save(self, position: Position, tensors: Mapping[Box, Tensor]) -> None:
+        """Copy the state. Returns when this rank's part is copied; the rest is in the background.
+
+        `tensors`: of the boxes that this rank holds.
+        """
+        self.wait()
+        if not self.is_on:
+            return
+        problem = None
+        try:
+            if self._kept:
+                parts, about = {box: tensors[box] for box in self._kept}, to_metadata(position, self._history)
+                with _opened(self._recycled(self._rank)) as file:
+                    write_shard(file, parts, about)
+        except OSError as error:
+            problem = str(error)  # the others must hear of it, so it travels through what follows
+        finish = partial(self._finish, position.step, problem)
+        self._thread = threading.Thread(target=finish, name="argosy-memory", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the copy under way, if any, and report if it failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            if self._problem is not None:
+                self._failed(self._problem)
+                self._problem = None
+
+    def _finish(self, step: int, problem: str | None) -> None:
+        """Send and receive; then give the files their names, and tell the others."""
+        try:
+            self._all_have(step, problem)
+            self.step = step
+            for path in self._folder.iterdir():  # left by worlds before this one, whose state is older now
+                if not path.name.startswith(f"{self._history.world}."):
+                    path.unlink(missing_ok=True)
+        except CorruptMessage as error:
+            self._problem = str(error)  # the same on all ranks: the next copy may fare better
+        except Exception as error:  # no room, a rank is gone, or the world is: nothing of it may end training
+            self._problem, self.is_on = f"{error}; there will be no more copies in memory", False
+
+    def _all_have(self, step: int, problem: str | None) -> None:
+        """Raises: OSError if a rank lacks room, CorruptMessage, RuntimeError if a rank is gone."""
+        path, size, crc = self._partial(self._rank), 0, 0
+        if self._kept and problem is None:
+            size, crc = path.stat().st_size, _crc_of(path)
+        everyone = self._agree(problem, (size, crc))
+        held = {_file_box(self._rank, size): _pages(path, mmap.ACCESS_COPY)} if self._is_mirrored and size else {}
+        wanted = {}
+        try:
+            for rank in self._guests:
+                guest = self._recycled(rank)
+                with _opened(guest) as file:
+                    os.ftruncate(file, everyone[rank][0])
+                    os.posix_fallocate(file, 0, everyone[rank][0])  # or a page that cannot be had would be a SIGBUS
+                wanted[_file_box(rank, everyone[rank][0])] = _pages(guest, mmap.ACCESS_WRITE)
+        except OSError as error:
+            problem = str(error)
+        self._agree(problem, None)
+        exchange(held, wanted, self._group)
+        for rank in (self._rank, *self._guests):
+            if everyone[rank][0]:
+                name = f"{self._history.world}.{step:08d}.{rank:05d}.{everyone[rank][1]:08x}"
+                self._partial(rank).rename(self._folder / name)
+        gather(None, self._group)
+
+    def _agree(self, problem: str | None, mine: Any) -> list[Any]:
+        """What each rank has to say, if none has a problem. Raises: OSError, the same on all ranks."""
+        everyone = gather((problem, mine), self._group)
+        first = next((why for why, _ in everyone if why), None)
+        if first is not None:
+            raise OSError(first)
+        return [said for _, said in everyone]
+
+    def _recycled(self, rank: int) -> Path:
+        """Where the next copy of what `rank` keeps is written: over the older of two, whose pages need no clearing.
+
+        All ranks have the newer one: `save` has waited for that.
+        """
+        path = self._partial(rank)
+        mine = [copy for copy in copies_in(self._folder) if (copy.world, copy.rank) == (self._history.world, rank)]
+        if len(mine) > 1:
+            min(mine, key=lambda copy: copy.step).path.rename(path)
+        return path
+
+    def _partial(self, rank: int) -> Path:
+        return self._folder / f"{self._history.world}.{rank:05d}{PARTIAL}"
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """A descriptor to write to, of the file as it is, or of a new one."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def _pages(path: Path, access: int) -> Tensor:
+    """A file's bytes where they lie."""
+    with path.open("r+b") as file:
+        return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=access), dtype=torch.uint8)
+
+
+def _file_box(rank: int, size: int) -> Box:
+    """The file of what `rank` keeps, as something to exchange."""
+    return Box(f"copy of rank {rank}", "uint8", (size,), (0,), (size,))
+
+
+def _crc_of(path: Path) -> int:
+    """CRC-32 of a file's bytes."""
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(READ_BYTES):
+            crc = zlib.crc32(block, crc)
+    return crc

@@ -1,0 +1,129 @@
+"""Copies of checkpoints in another place: an object store, or any file system that fsspec knows."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fsspec.core import url_to_fs
+
+from argosy.checkpoint import store
+from argosy.checkpoint.store import CHUNK_BYTES, FOLDER, MANIFEST, Checkpoint, CheckpointManifest, Damaged, FileSum
+from argosy.errors import UserError
+
+
+class Remote:
+    """The copies of one run's checkpoints: URL/NAME/step-00000100/ for the run folder .../NAME.
+
+    Each has its manifest last, once all its files were read back from there. Besides what methods say, they raise
+    whatever the file system raises, mostly OSError.
+    """
+
+    def __init__(self, url: str, run_dir: Path):
+        """Raises: UserError if fsspec has no such file system, or lacks the package for it."""
+        self._run_dir = run_dir
+        self._fs: Any
+        self._root: str
+        try:
+            self._fs, self._root = url_to_fs(f"{url.rstrip('/')}/{run_dir.name}")
+        except (ImportError, ValueError) as problem:
+            raise UserError(
+                f"checkpoint.remote = {url}: {problem}. Give a URL that fsspec knows, such as s3://bucket/folder, and "
+                "install its package, or leave the key out."
+            ) from None
+
+    def steps(self) -> list[int]:
+        """Of which steps there are copies, in order."""
+        self._fs.invalidate_cache()
+        try:
+            names = [path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._root, detail=False)]
+        except FileNotFoundError:
+            return []
+        steps = [int(match[1]) for match in map(FOLDER.fullmatch, names) if match]
+        return sorted(step for step in steps if self._fs.exists(self._path(step, MANIFEST)))
+
+    def put(self, checkpoint: Checkpoint, check_epoch: Callable[[], None]) -> bool:
+        """Copy `checkpoint`, file by file; False if it is there already.
+
+        `check_epoch` is called before anything is written, and again before the manifest is. Raises: Damaged if what is
+        there then is not what was written.
+        """
+        manifest = checkpoint.manifest
+        there = self._path(checkpoint.step, MANIFEST)
+        if self._fs.exists(there):
+            if self._fs.cat_file(there) == manifest.to_bytes():
+                return False
+            self._fs.rm_file(there)
+        check_epoch()
+        self._fs.makedirs(self._path(checkpoint.step), exist_ok=True)
+        for name, wanted in manifest.files.items():
+            self._fs.put_file(str(checkpoint.folder / name), self._path(checkpoint.step, name))
+            if self._sum(self._path(checkpoint.step, name)) != wanted:
+                raise Damaged(f"{self._path(checkpoint.step, name)}: does not match its checksum after it was copied")
+        check_epoch()
+        self._fs.pipe_file(there, manifest.to_bytes())
+        return True
+
+    def fetch(self, step: int, epoch: int) -> Checkpoint:
+        """Bring the copy of `step` into the run's folder, as a committed and verified checkpoint; one of that step that
+        is there, and hence damaged, is withdrawn.
+
+        Raises: Damaged if the copy is, UserError if it is of another format, Fenced.
+        """
+        path = self._path(step, MANIFEST)
+        manifest = CheckpointManifest.from_bytes(self._fs.cat_file(path), path)
+        if manifest.step != step:
+            raise Damaged(f"{path}: is that of step {manifest.step}")
+        partial = store.partial_folder(self._run_dir, step, epoch)
+        store.check_epoch(self._run_dir, epoch)
+        store.discard(partial)
+        partial.mkdir(parents=True)
+        try:
+            for name in manifest.files:
+                self._fs.get_file(self._path(step, name), str(partial / name))
+                _sync(partial / name)
+            store.check_files(partial, manifest)
+            if store.step_folder(self._run_dir, step).exists():
+                store.withdraw(Checkpoint(store.step_folder(self._run_dir, step)))
+            checkpoint = store.commit(partial, manifest, epoch)
+        except BaseException:
+            store.discard(partial)
+            raise
+        checkpoint.mark_verified()
+        return checkpoint
+
+    def prune(self, keep_last: int, keep_every: int) -> None:
+        """Delete the copies that would not be kept if they were here, all of them verified."""
+        for step in self.steps()[: -max(keep_last, store.VERIFIED_KEPT)]:
+            if not (keep_every and step % keep_every == 0):
+                self._remove(step)
+
+    def forget_after(self, step: int) -> None:
+        """Delete the copies of later steps: the run has turned away from them."""
+        for later in self.steps():
+            if later > step:
+                self._remove(later)
+
+    def _remove(self, step: int) -> None:
+        self._fs.rm_file(self._path(step, MANIFEST))
+        self._fs.rm(self._path(step), recursive=True)
+
+    def _path(self, step: int, name: str = "") -> str:
+        folder = f"{self._root}/step-{step:08d}"
+        return f"{folder}/{name}" if name else folder
+
+    def _sum(self, path: str) -> FileSum:
+        digest, size = hashlib.sha256(), 0
+        with self._fs.open(path, "rb") as file:
+            while chunk := file.read(CHUNK_BYTES):
+                digest.update(chunk)
+                size += len(chunk)
+        return FileSum(size, digest.hexdigest())
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

@@ -1,0 +1,152 @@
+"""Shard files: boxes of tensors in the safetensors format, whose metadata says where in its whole each of them lies.
+
+A box that is its whole bears its plain name, so that any safetensors library reads it; another one bears its place too,
+as in "model.head.weight[0:64,32:64]".
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from argosy.checkpoint.boxes import Box
+
+PLACES = "argosy.places"
+"""Metadata key: JSON of {key of a box: [name, shape of the whole, offset]}, of boxes that are not their whole."""
+CODES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+"""What safetensors calls torch's dtypes."""
+DTYPES = {code: name for name, code in CODES.items()}
+
+
+def part_box(name: str, part: Tensor, whole: Iterable[int], offset: Iterable[int]) -> Box:
+    """The box that `part` is, at `offset` of a tensor `name` of shape `whole`."""
+    return Box(name, str(part.dtype).removeprefix("torch."), tuple(whole), tuple(offset), tuple(part.shape))
+
+
+def wholes(tensors: Mapping[str, Tensor], prefix: str = "") -> dict[Box, Tensor]:
+    """The boxes that whole tensors are; their names with `prefix` before them."""
+    return {part_box(prefix + name, t, t.shape, (0,) * t.ndim): t.detach() for name, t in tensors.items()}
+
+
+def box_bytes(box: Box) -> int:
+    """Memory of its numbers."""
+    return box.elements * _itemsize(box)
+
+
+def write_shard(memory: int, parts: Mapping[Box, Tensor], about: Mapping[str, str]) -> int:
+    """Make the file with descriptor `memory`, which must be one in memory (memfd, tmpfs), a shard file of `parts`.
+
+    Each tensor is copied once, straight into the file's pages. Returns the file's size, bytes.
+    Raises: OSError if memory is short.
+    """
+    order = sorted(parts, key=lambda box: -_itemsize(box))  # so that each lies at a multiple of its items' size
+    header = _header(order, about)
+    size = len(header) + sum(box_bytes(box) for box in order)
+    os.ftruncate(memory, size)
+    os.posix_fallocate(memory, 0, size)  # an error here: storing to a page that cannot be had would be a SIGBUS
+    pages = torch.frombuffer(mmap.mmap(memory, size), dtype=torch.uint8)
+    pages[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    start = len(header)
+    for box in order:
+        end = start + box_bytes(box)
+        if end > start:
+            pages[start:end].view(_dtype(box)).view(box.shape).copy_(parts[box].detach())
+        start = end
+    return size
+
+
+class ShardFile:
+    """A shard file, mapped into memory: what is read of it is what is asked for. A context manager."""
+
+    def __init__(self, path: Path):
+        """Raises: OSError, SafetensorError if it is not a whole safetensors file."""
+        self.path = path
+        self._file: Any = safe_open(path, framework="pt")
+        metadata: dict[str, str] = dict(self._file.metadata() or {})
+        places: dict[str, Any] = json.loads(metadata.pop(PLACES, "{}"))
+        self.about = metadata
+        """What `write_shard` was told."""
+        self._keys = {self._box(key, places.get(key)): key for key in self._file.keys()}  # noqa: SIM118
+
+    @property
+    def boxes(self) -> list[Box]:
+        """What it holds."""
+        return list(self._keys)
+
+    def read(self, box: Box, part: Box) -> Tensor:
+        """`part`, which lies in `box`, one of `boxes`: a tensor on the CPU. Only its pages are read."""
+        key = self._keys[box]
+        if part.shape == box.shape:
+            whole: Tensor = self._file.get_tensor(key)
+            return whole
+        some: Tensor = self._file.get_slice(key)[part.within(box)]
+        return some
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._file.__exit__(kind, error, at)
+
+    def _box(self, key: str, place: list[Any] | None) -> Box:
+        held = self._file.get_slice(key)
+        shape, code = tuple(held.get_shape()), held.get_dtype()
+        if code not in DTYPES:
+            raise SafetensorError(f"{self.path}: {key} has the dtype {code}, which is not one of {', '.join(DTYPES)}")
+        name, whole, offset = place or (key, shape, (0,) * len(shape))
+        return Box(name, DTYPES[code], tuple(whole), tuple(offset), shape)
+
+
+def _header(order: list[Box], about: Mapping[str, str]) -> bytes:
+    """The file's beginning: 8 bytes of length, JSON, blanks up to a multiple of 8 (huggingface/safetensors, Format)."""
+    entries: dict[str, Any] = {}
+    places: dict[str, Any] = {}
+    start = 0
+    for box in order:
+        key = _key(box)
+        end = start + box_bytes(box)
+        entries[key] = {"dtype": CODES[box.dtype], "shape": box.shape, "data_offsets": (start, end)}
+        if key != box.name:
+            places[key] = (box.name, box.whole, box.offset)
+        start = end
+    metadata = {**about, PLACES: json.dumps(places, separators=(",", ":"))}
+    text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _key(box: Box) -> str:
+    if box.shape == box.whole:
+        return box.name
+    return f"{box.name}[{','.join(f'{a}:{b}' for a, b in zip(box.offset, box.end, strict=True))}]"
+
+
+def _dtype(box: Box) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, box.dtype)
+    return dtype
+
+
+def _itemsize(box: Box) -> int:
+    return _dtype(box).itemsize

@@ -1,0 +1,198 @@
+"""The process that writes one rank's part of each checkpoint, so that no disk, however slow, holds up training.
+
+    python -m argosy.checkpoint.writer SNAPSHOT PARENT
+
+SNAPSHOT is the descriptor of a file in memory that training fills; PARENT is training's process. A line of JSON on
+standard input is an order, one on standard output news. What the first rank's has committed it reads back; then it
+deletes what is older, and copies it to the remote place if there is one. It ends with its parent, and since memory is
+shared by descriptor alone, nothing of it is left then.
+
+It imports neither torch nor numpy: it starts in a moment and takes little memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from argosy.checkpoint import store
+from argosy.checkpoint.part import SaveOrder, commit_part, words
+from argosy.checkpoint.store import Checkpoint, Damaged
+
+PARENT_S = 0.5
+"""How soon the parent's death is noticed if another process keeps the pipe open."""
+NICENESS = 5
+"""Training comes first."""
+
+
+@dataclass(frozen=True)
+class Upkeep:
+    """What becomes of checkpoints once they are committed."""
+
+    keep_last: int = 2
+    keep_every: int = 0
+    remote: str = ""
+    """An fsspec URL; empty: none."""
+
+
+class Tell(Protocol):
+    """Passes news on."""
+
+    def __call__(self, news: str, /, **facts: Any) -> None: ...
+
+
+class Writer:
+    """Saves in one thread, looks after what is saved in a second, copies it away in a third; each in order."""
+
+    def __init__(self, snapshot: int, tell: Tell):
+        self._snapshot, self._tell = snapshot, tell
+        self._saves, self._upkeep, self._copies = _Line(self._save), _Line(self._look_after), _Line(self._drain)
+        self._draining: int | None = None
+
+    def save(self, order: SaveOrder, upkeep: Upkeep) -> None:
+        """Take an order: "save" or "save_failed" will be told, then what becomes of it."""
+        self._saves.put(order, upkeep)
+
+    def close(self) -> None:
+        """Tell "closed" once all is done; returns at once."""
+        threading.Thread(target=self._finish, daemon=True).start()
+
+    def _finish(self) -> None:
+        for line in (self._saves, self._upkeep, self._copies):
+            line.finish()
+        self._tell("closed")
+
+    def _save(self, order: SaveOrder, upkeep: Upkeep) -> None:
+        try:
+            size = commit_part(order, self._snapshot)
+        except Exception as problem:  # whatever it was, training is to hear of it
+            self._tell("save_failed", step=order.step, error=words(problem))
+            return
+        seconds = round(time.monotonic() - order.began_s, 3)
+        self._tell("save", step=order.step, seconds=seconds, bytes=size)
+        if order.rank == 0:
+            self._upkeep.put(order, upkeep)
+
+    def _look_after(self, order: SaveOrder, upkeep: Upkeep) -> None:
+        """Read back what has not been yet, and delete what is not to be kept."""
+        run_dir = Path(order.run_dir)
+        try:
+            order.check_epoch()
+            for checkpoint in store.committed(run_dir):
+                if not checkpoint.is_verified:
+                    self._verify(checkpoint)
+            spare = [self._draining] if self._draining is not None else []
+            for gone in store.prune(run_dir, upkeep.keep_last, upkeep.keep_every, spare=spare):
+                self._tell("prune", step=gone.step)
+        except Exception as problem:  # more is kept than was asked for, or less is known: no reason to end
+            self._tell("upkeep_failed", error=words(problem))
+        if upkeep.remote:
+            self._copies.put(order, upkeep)
+
+    def _verify(self, checkpoint: Checkpoint) -> None:
+        began_s = time.monotonic()
+        try:
+            checkpoint.verify()
+        except Damaged as problem:
+            self._tell("damaged_checkpoint", problem=str(problem))
+            store.withdraw(checkpoint)
+            return
+        checkpoint.mark_verified()
+        self._tell("verified", step=checkpoint.step, seconds=round(time.monotonic() - began_s, 3))
+
+    def _drain(self, order: SaveOrder, upkeep: Upkeep) -> None:
+        """Copy the newest verified checkpoint away, unless it is there."""
+        from argosy.checkpoint.remote import Remote  # fsspec and its file systems, only where they are wanted
+
+        run_dir, began_s = Path(order.run_dir), time.monotonic()
+        try:
+            newest = store.newest_verified(run_dir)
+            if newest is None:
+                return
+            self._draining = newest.step
+            remote = Remote(upkeep.remote, run_dir)
+            if remote.put(newest, order.check_epoch):
+                seconds = round(time.monotonic() - began_s, 3)
+                self._tell("drained", step=newest.step, seconds=seconds, bytes=newest.bytes)
+            remote.prune(upkeep.keep_last, upkeep.keep_every)
+        except Exception as problem:  # of whichever of fsspec's file systems
+            self._tell("drain_failed", step=self._draining, error=words(problem))
+        finally:
+            self._draining = None
+
+
+class _Line:
+    """A thread that does one thing after the other."""
+
+    def __init__(self, work: Callable[[SaveOrder, Upkeep], None]):
+        self._work = work
+        self._waiting: queue.SimpleQueue[tuple[SaveOrder, Upkeep] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def put(self, order: SaveOrder, upkeep: Upkeep) -> None:
+        self._waiting.put((order, upkeep))
+
+    def finish(self) -> None:
+        """Wait until all that was put has been done."""
+        self._waiting.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            self._work(*item)
+
+
+def main() -> None:
+    """Take orders until there is nobody to give any."""
+    snapshot, parent = (int(word) for word in sys.argv[1:])
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # meant for training, which saves then
+    os.nice(NICENESS)
+    writer = Writer(snapshot, _teller())
+    for line in _lines(parent):
+        record = json.loads(line)
+        if record["order"] == "close":
+            writer.close()
+        else:
+            writer.save(SaveOrder(**record["save"]), Upkeep(**record["upkeep"]))
+    os._exit(0)  # in the middle of whatever the threads are at: without its parent a checkpoint is not committed
+
+
+def _teller() -> Tell:
+    lock = threading.Lock()
+
+    def tell(news: str, /, **facts: Any) -> None:
+        with lock:
+            try:
+                os.write(sys.stdout.fileno(), json.dumps({"news": news, **facts}).encode() + b"\n")
+            except BrokenPipeError:
+                os._exit(0)
+
+    return tell
+
+
+def _lines(parent: int) -> Iterator[bytes]:
+    """Lines of standard input, until it ends or `parent` is gone."""
+    stdin, rest = sys.stdin.fileno(), b""
+    while os.getppid() == parent:
+        if not select.select([stdin], [], [], PARENT_S)[0]:
+            continue
+        data = os.read(stdin, 2**16)
+        if not data:
+            return
+        *lines, rest = (rest + data).split(b"\n")
+        yield from lines
+
+
+if __name__ == "__main__":
+    main()

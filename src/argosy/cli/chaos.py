@@ -1,0 +1,63 @@
+"""Train a run twice, left alone and while its processes are killed, and compare what they come to.
+
+The first training says how long the run takes and what its weights should be; the second one meets faults at times that
+follow from --seed: kills and stops of workers, of the process that writes checkpoints, of the coordinator and of the
+command itself, and kills at fault points inside a step. A folder whose first training is done already is reused.
+
+The exit code is 0 if the weights are the same bit for bit, every sample was trained on once and nothing is left
+behind, else 1.
+
+Examples:
+  argosy chaos run.toml --seed 7 --minutes 30
+  argosy chaos run.toml --seed 7 --every-s 20 --kinds kill stop
+  argosy chaos run.toml --json
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from argosy.cli.options import parse_run
+from argosy.errors import UserError
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `argosy chaos`."""
+
+    seed: int = 0
+    """What strikes, and when, follows from it."""
+    minutes: float = 0.0
+    """How long the undisturbed training is to take; 0: as many steps as the run says."""
+    every_s: float = 60.0
+    """Seconds between faults, on average."""
+    kinds: tuple[str, ...] = ()
+    """kill, stop, point, writer, coordinator, nursery, term, launcher; none given: all."""
+    folder: Path | None = None
+    """Where both trainings are kept; runs/NAME-chaos if not given."""
+    json: bool = False
+    """Print the report as JSON on the last line."""
+
+
+def main(argv: list[str]) -> int:
+    """`argosy chaos [RUN] ...`."""
+    options, run = parse_run(argv, "argosy chaos", Options)
+    if options.every_s <= 0:
+        raise UserError(f"--every-s {options.every_s:g}: must be more than 0. Try --every-s 60.")
+    from argosy.config.dump import save_run
+    from argosy.resilience.campaign import KINDS
+    from argosy.resilience.chaos import run_chaos
+
+    if options.minutes:
+        train = run.train.model_copy(update={"minutes": options.minutes, "steps": 0})
+        run = run.model_copy(update={"train": train})
+    folder = (options.folder or Path("runs") / f"{run.name}-chaos").absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    save_run(run, folder / "run.toml")
+    report = run_chaos(
+        folder / "run.toml", folder, seed=options.seed, every_s=options.every_s, kinds=options.kinds or tuple(KINDS)
+    )
+    (folder / "chaos.json").write_text(report.model_dump_json(indent=1) + "\n")
+    print(report.model_dump_json() if options.json else report.in_words())
+    return 0 if report.is_passed else 1

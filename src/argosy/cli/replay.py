@@ -1,0 +1,64 @@
+"""Do steps of a run again, from the checkpoint before them, and compare their losses and gradient norms bit for bit.
+
+Ends with exit code 0 if all are equal, 1 if one differs, 2 if it cannot be done here. Nothing is written into the run's
+folder. A step that differs was computed wrongly, then or now, unless device, versions or threads are others; a step
+that is equal, and yet bad, is bad because of its data or settings.
+
+Examples:
+  argosy replay runs/demo --step 120
+  argosy replay runs/demo --step 120 --json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from argosy.cli.options import parse
+
+if TYPE_CHECKING:
+    from argosy.use.replay import Replay
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `argosy replay`."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """A run's folder."""
+    step: int
+    """The last step to do again, counted from 0 as in metrics.jsonl."""
+    json: bool = False
+    """Print what was found as one JSON object."""
+
+
+def main(argv: list[str]) -> int:
+    """`argosy replay RUN --step N`."""
+    options = parse(argv, "argosy replay", Options)
+    from argosy.use.replay import replay
+
+    found = replay(options.run, options.step, say=None if options.json else _say)
+    print(json.dumps(asdict(found) | {"equal": found.is_equal}) if options.json else _in_words(found))
+    return 0 if found.is_equal else 1
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _in_words(found: Replay) -> str:
+    lines = [f"{'step':>8}  {'loss':24}{'gradient norm':24}"]
+    for step in found.steps:
+        numbers = "".join(f"{step.before[key]!r:24}" for key in ("loss", "grad_norm"))
+        lines.append(f"{step.step:8}  {numbers}{'equal' if step.is_equal else 'differs'}")
+        if not step.is_equal:
+            now = "".join(f"{step.now[key]!r:24}" for key in ("loss", "grad_norm")) if step.now else "not reached"
+            lines.append(f"{'now':>8}  {now}")
+    different = sum(not step.is_equal for step in found.steps)
+    lines.append(f"{different} of {len(found.steps)} steps differ" if different else "the same, bit for bit")
+    return "\n".join(lines)

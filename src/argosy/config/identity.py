@@ -1,0 +1,31 @@
+"""What of a run file a checkpoint depends on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from argosy.config.keys import dotted, flatten
+from argosy.config.schema import RunConfig
+
+MAY_CHANGE = ("name", "plan", "model.preset", "model.weights", "train.steps", "train.minutes", "train.pause_at",
+              "train.deterministic", "evaluate", "checkpoint", "launch", "resilience", "data.prepare",
+              "data.on_bad_shard")  # fmt: skip
+"""What a resumed run may have otherwise: it does not change what the checkpoint means, nor the samples' order."""
+
+
+def lasting_values(run: RunConfig) -> dict[str, Any]:
+    """Dotted key -> value, of all keys but those that may change."""
+    values = {dotted(key): value for key, value in flatten(run.model_dump(mode="json"), RunConfig).items()}
+    return {key: value for key, value in values.items() if not is_under(key, MAY_CHANGE)}
+
+
+def config_sha256(run: RunConfig) -> str:
+    """A checksum of the run file, without what may change."""
+    return hashlib.sha256(json.dumps(lasting_values(run), sort_keys=True).encode()).hexdigest()
+
+
+def is_under(key: str, prefixes: tuple[str, ...]) -> bool:
+    """Whether a dotted key is one of `prefixes`, or in the table that one of them names."""
+    return any(key == prefix or key.startswith(prefix + ".") for prefix in prefixes)

@@ -1,0 +1,398 @@
+"""Fault points: named places where a run can be made to go wrong on purpose, to see that it survives.
+
+    ARGOSY_FAULTS='kill@optimizer:step=5,rank=1; flip@weights:step=7,rank=2,bit=30; slow@forward:rank=1,factor=2'
+
+ACTION@POINT:KEY=VALUE,... says what happens where; the same as JSON: [{"action": "kill", "point": "optimizer",
+"step": 5, "rank": 1}]. Keys `step`, `rank`, `epoch` and `fraction` (of a file; reached or passed) say when, and what is
+left out may be any. A fault strikes once for each rank of a run, also if the run is started again in between, unless
+`again` (once in each epoch), `steps` (so many steps in a row) or `every` (each step that it divides, without end) say
+otherwise. What has struck stands in events/faults.jsonl of the run's folder.
+
+Without the variable a fault point is one comparison.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fnmatch
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NoReturn
+
+from argosy.errors import UserError
+
+VARIABLE = "ARGOSY_FAULTS"
+RUN_DIR = "ARGOSY_RUN_DIR"
+"""Environment variable: the run's folder, in whose events what has struck is kept."""
+RECORD = Path("events") / "faults.jsonl"
+FOR_EVER_S = 1_000_000
+
+POINTS = {
+    "join": "before a worker joins its world",
+    "recover": "in a new world, before state is taken from others or from disk",
+    "loader": "in the thread that reads a step's rows",
+    "batch": "before the step's batch is taken",
+    "forward": "before the forward of each microbatch (of a pipeline: before its schedule)",
+    "backward": "before the backward of each microbatch",
+    "bucket": "before a bucket of gradients is summed over ranks; tensors: bucket",
+    "gradient": "when gradients are summed, before the step is judged; tensors: each piece's gradient",
+    "loss": "before the loss is summed over ranks; tensors: loss",
+    "judge": "before the collective that decides whether the step counts",
+    "commit": "after that decision, before the optimizer",
+    "optimizer": "inside the optimizer's step, when some of the pieces are updated",
+    "weights": "after the optimizer's step; tensors: each piece's values",
+    "moments": "after the optimizer's step; tensors: the optimizer's state of each piece",
+    "evaluate": "before an evaluation",
+    "snapshot": "before state is copied for a checkpoint",
+    "save": "when the writer of a checkpoint begins, and as it goes on (`fraction` of its file)",
+    "rename": "before a checkpoint is given its name",
+    "renamed": "after a checkpoint was given its name",
+    "verify": "before a checkpoint is read again",
+    "load": "before a checkpoint is loaded",
+}
+"""Where faults can strike."""
+STEP_BEGINS = "batch"
+"""The point that says which step it is, for those that do not know."""
+
+Tensors = Callable[[], Mapping[str, Any]]
+"""Tensors by name, made only if a fault wants them."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that is to go wrong."""
+
+    action: str
+    point: str
+    step: int | None = None
+    rank: int | None = None
+    epoch: int | None = None
+    fraction: float | None = None
+    """Strikes once at least this part is done."""
+    steps: int = 1
+    """From `step` on, so many in a row."""
+    every: int | None = None
+    """Strikes in each step that it divides, again and again."""
+    again: bool = False
+    """Strikes again in each epoch."""
+    seconds: float | None = None
+    """sleep, hang, gil: how long."""
+    factor: float | None = None
+    """slow: of its own work; spike: of all numbers."""
+    bit: int = 30
+    """flip: which, the lowest being 0."""
+    index: int = 0
+    """flip, nan, inf: of which number of the flattened tensor."""
+    tensor: str = "*"
+    """flip, nan, inf, spike: the first tensor of such a name."""
+    code: int = 1
+    """exit: the exit code."""
+    gib: float | None = None
+    """oom: how much memory to take."""
+
+    def __str__(self) -> str:
+        keys = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        given = ",".join(f"{name}={value}" for name, value in keys.items() if name not in ("action", "point"))
+        return f"{self.action}@{self.point}" + (f":{given}" if given else "")
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether it strikes without end, and so is recorded only once."""
+        return self.every is not None or self.action == "slow"
+
+    def matches(self, point: str, step: int | None, rank: int, epoch: int, fraction: float | None) -> bool:
+        """Whether it is to strike here and now, if it has not yet."""
+        if point != self.point or self.rank not in (None, rank) or self.epoch not in (None, epoch):
+            return False
+        if self.fraction is not None and (fraction is None or fraction < self.fraction):
+            return False
+        if self.step is not None and (step is None or not self.step <= step):
+            return False
+        if self.every is not None:
+            return step is not None and step % self.every == 0
+        return self.step is None or self.action == "slow" or (step is not None and step < self.step + self.steps)
+
+
+class Faults:
+    """The faults of a run, in one of its processes."""
+
+    def __init__(self, faults: Iterable[Fault], run_dir: Path | None = None):
+        """`run_dir`: the run's folder; none: what the environment says, and if that is nothing, it is kept in mind."""
+        self._faults = tuple(faults)
+        self._points = {fault.point for fault in self._faults}
+        self._run_dir = run_dir
+        self._struck: set[str] = set()
+        self._lock = threading.Lock()
+        self._worked_s: dict[Fault, float] = {}
+        self._step: int | None = None
+
+    def meet(
+        self, point: str, step: int | None, rank: int | None, fraction: float | None, tensors: Tensors | None
+    ) -> None:
+        """Let strike what is to strike here."""
+        if point == STEP_BEGINS:
+            self._step = step
+        if point not in self._points:
+            return
+        step = self._step if step is None else step
+        rank = int(os.environ.get("RANK", "0")) if rank is None else rank
+        epoch = int(os.environ.get("ARGOSY_EPOCH", "0"))
+        for fault in self._faults:
+            if fault.matches(point, step, rank, epoch, fraction) and self._is_due(fault, step, rank, epoch):
+                self._strike(fault, {} if tensors is None else tensors())
+
+    def _is_due(self, fault: Fault, step: int | None, rank: int, epoch: int) -> bool:
+        """Whether it has not struck before. It is recorded first: a process that dies of it records nothing."""
+        key = f"{fault} rank={rank}"
+        if fault.again:
+            key += f" epoch={epoch}"
+        if fault.steps > 1:
+            key += f" step={step}"
+        with self._lock:
+            record = self._record()
+            struck = key in self._struck or key in _recorded(record)
+            if not struck:
+                self._struck.add(key)
+                _append(
+                    record,
+                    {"time_s": round(time.time(), 3), "event": "fault", "key": key, "fault": str(fault), "rank": rank,
+                     "step": step, "epoch": epoch, "pid": os.getpid()},
+                )  # fmt: skip
+        return not struck or fault.is_lasting
+
+    def _record(self) -> Path | None:
+        """Looked up late: a forked process learns its run's folder after it has imported this module."""
+        run_dir = self._run_dir or os.environ.get(RUN_DIR)
+        return Path(run_dir) / RECORD if run_dir else None
+
+    def _strike(self, fault: Fault, tensors: Mapping[str, Any]) -> None:
+        if fault.action == "slow":
+            self._slow_down(fault)
+        elif fault.action in _ON_TENSORS:
+            name = next((name for name in tensors if fnmatch.fnmatch(name, fault.tensor)), None)
+            if name is not None:
+                _ON_TENSORS[fault.action](tensors[name], fault)
+        else:
+            _ACTIONS[fault.action](fault)
+
+    def _slow_down(self, fault: Fault) -> None:
+        """Sleep as long as this process has computed since it was here last, times `factor` - 1."""
+        worked_s = time.process_time()
+        own_s = worked_s - self._worked_s.get(fault, worked_s)
+        self._worked_s[fault] = worked_s
+        time.sleep(max(0.0, own_s * ((fault.factor or 2.0) - 1)) if fault.seconds is None else fault.seconds)
+
+
+def fault(
+    point: str,
+    *,
+    step: int | None = None,
+    rank: int | None = None,
+    fraction: float | None = None,
+    tensors: Tensors | None = None,
+) -> None:
+    """A place where things can be made to go wrong; `point` is one of `POINTS`.
+
+    step: if not given, that whose batch was taken last. rank: if not given, that of this process.
+    Raises: what the fault is: OSError, RuntimeError.
+    """
+    if _armed is not None:
+        _armed.meet(point, step, rank, fraction, tensors)
+
+
+def arm(text: str, run_dir: Path | None = None) -> None:
+    """Let the faults that `text` describes strike in this process; an empty text lets none.
+
+    run_dir: the run's folder, where what has struck is kept. Raises: UserError.
+    """
+    global _armed  # noqa: PLW0603  (a fault point must cost nothing: it asks one name)
+    _armed = Faults(parse(text), run_dir) if text.strip() else None
+
+
+def parse(text: str) -> list[Fault]:
+    """The faults that `text` describes, JSON or ACTION@POINT:KEY=VALUE,...; ... Raises: UserError."""
+    if text.lstrip().startswith("["):
+        try:
+            entries = json.loads(text)
+        except json.JSONDecodeError as problem:
+            raise UserError(f"{VARIABLE}: no JSON: {problem}") from None
+    else:
+        entries = [_split(part.strip()) for part in text.split(";") if part.strip()]
+    return [_checked(entry) for entry in entries]
+
+
+def _split(text: str) -> dict[str, Any]:
+    head, _, tail = text.partition(":")
+    action, at, point = head.partition("@")
+    if not at:
+        raise UserError(f"{VARIABLE}: {text!r} is no ACTION@POINT. Try kill@optimizer:step=5,rank=1.")
+    pairs = [pair.partition("=") for pair in tail.split(",") if pair.strip()]
+    return {"action": action.strip(), "point": point.strip()} | {k.strip(): v.strip() for k, _, v in pairs}
+
+
+def _checked(entry: Mapping[str, Any]) -> Fault:
+    known = {f.name: f for f in fields(Fault)}
+    values: dict[str, Any] = {}
+    for name, value in entry.items():
+        if name not in known:
+            raise UserError(f"{VARIABLE}: a fault has no key {name!r}; {_near(name, known)}")
+        kind = str(known[name].type).partition(" ")[0]
+        try:
+            values[name] = _READ[kind](value)
+        except (ValueError, TypeError):
+            raise UserError(f"{VARIABLE}: {name} = {value!r} is no {_NUMBERS[kind]}.") from None
+    actions = [*_ACTIONS, *_ON_TENSORS, "slow"]
+    for key, names in (("action", actions), ("point", list(POINTS))):
+        if values.get(key) not in names:
+            raise UserError(f"{VARIABLE}: there is no {key} {values.get(key)!r}; {_near(str(values.get(key)), names)}")
+    if values["action"] == "oom" and values.get("gib") is None:
+        raise UserError(f"{VARIABLE}: oom needs gib=, how much memory to take.")
+    return Fault(**values)
+
+
+def _near(word: str, words: Iterable[str]) -> str:
+    words = list(words)
+    near = get_close_matches(word, words, n=1)
+    return f"did you mean {near[0]}?" if near else f"there are {', '.join(words)}."
+
+
+def _truth(word: Any) -> bool:
+    return str(word).lower() in ("", "1", "true", "yes")
+
+
+_READ: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "bool": _truth, "str": str}
+_NUMBERS = {"int": "whole number", "float": "number", "bool": "true or false", "str": "text"}
+
+
+# ---- what can happen --------------------------------------------------------------------------------------------
+
+
+def _stop(_: Fault) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _kill(_: Fault) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _terminate(_: Fault) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _exit(fault: Fault) -> NoReturn:
+    os._exit(fault.code)
+
+
+def _raise(fault: Fault) -> NoReturn:
+    raise RuntimeError(f"injected fault: {fault}")
+
+
+def _io_error(code: int) -> Callable[[Fault], NoReturn]:
+    def fail(fault: Fault) -> NoReturn:
+        raise OSError(code, f"{os.strerror(code)} (injected fault: {fault})")
+
+    return fail
+
+
+def _sleep(fault: Fault) -> None:
+    time.sleep(FOR_EVER_S if fault.seconds is None else fault.seconds)
+
+
+def _hold_gil(fault: Fault) -> None:
+    seconds = FOR_EVER_S if fault.seconds is None else fault.seconds
+    ctypes.PyDLL(None).usleep(ctypes.c_uint(int(seconds % 1 * 1e6)))  # PyDLL, unlike CDLL, keeps the lock
+    ctypes.PyDLL(None).sleep(ctypes.c_uint(int(seconds)))
+
+
+def _begin_collective(_: Fault) -> None:
+    """One that no other rank begins."""
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.zeros(1, device="cuda" if dist.get_backend() == "nccl" else "cpu"))
+
+
+def _take_memory(fault: Fault) -> None:
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")  # of all processes, the kernel is to take this one
+    assert fault.gib is not None
+    _hoard.append(b"\1" * int(fault.gib * 2**30))
+
+
+_hoard: list[bytes] = []
+
+_ACTIONS: dict[str, Callable[[Fault], None]] = {
+    "kill": _kill,
+    "stop": _stop,
+    "term": _terminate,
+    "exit": _exit,
+    "raise": _raise,
+    "sleep": _sleep,
+    "hang": _sleep,
+    "gil": _hold_gil,
+    "eio": _io_error(errno.EIO),
+    "enospc": _io_error(errno.ENOSPC),
+    "oom": _take_memory,
+    "collective": _begin_collective,
+}
+
+
+def _set(value: float) -> Callable[[Any, Fault], None]:
+    def strike(tensor: Any, fault: Fault) -> None:
+        tensor.detach().view(-1)[fault.index % tensor.numel()] = value
+
+    return strike
+
+
+def _scale(tensor: Any, fault: Fault) -> None:
+    tensor.detach().mul_(1e4 if fault.factor is None else fault.factor)
+
+
+def _flip(tensor: Any, fault: Fault) -> None:
+    """Flip one bit of one number, in place."""
+    import torch
+
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    bits = tensor.detach().view(-1)[fault.index % tensor.numel()].view(integer)
+    width = 8 * tensor.element_size()
+    place = fault.bit % width
+    mask = 1 << place if place < width - 1 or integer is torch.uint8 else -(1 << place)
+    bits.bitwise_xor_(torch.tensor(mask, dtype=integer, device=tensor.device))
+
+
+_ON_TENSORS: dict[str, Callable[[Any, Fault], None]] = {
+    "nan": _set(float("nan")),
+    "inf": _set(float("inf")),
+    "spike": _scale,
+    "flip": _flip,
+}
+
+
+# ---- what has struck --------------------------------------------------------------------------------------------
+
+
+def _recorded(path: Path | None) -> set[str]:
+    if path is None or not path.exists():
+        return set()
+    return {json.loads(line)["key"] for line in path.read_text().splitlines() if line.endswith("}")}
+
+
+def _append(path: Path | None, record: Mapping[str, Any]) -> None:
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        file.write(json.dumps(record).encode() + b"\n")  # one write: lines of several processes do not mix
+
+
+_armed: Faults | None = None
+arm(os.environ.get(VARIABLE, ""))

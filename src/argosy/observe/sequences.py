@@ -1,0 +1,24 @@
+"""How far each of this process's groups has got: the numbers by which a hang is told from a slow step."""
+
+from __future__ import annotations
+
+from torch.distributed import distributed_c10d
+
+NAME_END = 12
+"""Characters kept of a group's name, which torch may make of a hash."""
+
+
+def sequence_numbers() -> dict[str, int]:
+    """Process group -> collectives that this process has begun in it.
+
+    A name is what the group is for and the end of torch's name for it, the same on all its ranks. It may be called from
+    any thread, also while another waits in a collective.
+
+    Torch has no public list of groups (`pg_map`), and its flight recorder, which has such numbers in public, only knows
+    NCCL's; `_get_sequence_number_for_group` is what torch itself names in the message of a collective that timed out.
+    """
+    world = distributed_c10d._world
+    return {
+        f"{group.group_desc}#{name[-NAME_END:]}": group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+        for group, name in list(world.pg_names.items())
+    }

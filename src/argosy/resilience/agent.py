@@ -1,0 +1,502 @@
+"""The agent of a node: it holds the node's worker processes, and does what the coordinator says.
+
+It starts workers, hears of their end at once, kills the one that hangs, keeps what must outlive them (the store where
+they meet, copies of their state in memory), and shows the coordinator their vital signs.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import selectors
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from argosy.checkpoint.store import committed
+from argosy.config.schema import LaunchConfig, RunConfig
+from argosy.errors import FINAL, ArgosyError, Interrupted, RunFailed, UserError
+from argosy.observe.events import Events
+from argosy.observe.vitals import read_vitals, vitals_path
+from argosy.plan.plan import Plan
+from argosy.resilience.channel import Channel, Gone, Message
+from argosy.resilience.detect.finding import Finding, process_state
+from argosy.resilience.detect.node import NodeWatch
+from argosy.resilience.membership import Cause, State
+from argosy.resilience.nursery import Nursery
+
+WORKER = "argosy.launch.worker:main"
+STORE = "argosy.resilience.meeting:main"
+TICK_S = 0.05
+"""How often it looks at the clock; what others say or do wakes it at once."""
+TELL_S = 0.5
+"""How often the coordinator is shown the workers' vital signs."""
+BREAK_S = 10.0
+"""A worker that has not left a broken world by then is killed."""
+SIOCGIFADDR = 0x8915  # linux/sockios.h
+SCRATCH = Path("/dev/shm")
+"""What need not outlive the node, and must be fast."""
+
+
+@dataclass
+class Process:
+    """A worker process and what is known of it."""
+
+    slot: int
+    channel: Channel
+    pid: int = 0
+    """0 until it is born."""
+    state: State = State.STARTING
+    rank: int | None = None
+    epoch: int = 0
+    failure: Message | None = None
+    """What it said before it ended with an error."""
+    killed: str = ""
+    """Why its agent killed it."""
+    leave_by: float | None = None
+    """When it must have left the world that broke."""
+    is_finished: bool = False
+    """With state DONE: whether the run's last step was made."""
+
+
+class Agent:
+    """Holds a run's processes on one node until the run has ended."""
+
+    def __init__(self, run_dir: Path, run: RunConfig, plan: Plan, nursery: Nursery, quiet: bool = False):
+        """`nursery` has imported `WORKER`'s module; `quiet` keeps what the first worker prints in the logs too."""
+        self._run_dir, self._run, self._plan, self._nursery, self._quiet = run_dir, run, plan, nursery, quiet
+        self._launch = run.launch
+        self._name = node_name(self._launch)
+        self._events = Events(run_dir, "launcher" if self._launch.nodes == 1 else f"launcher-{self._name}")
+        self._slots = -(-plan.world_size // self._launch.nodes)
+        self._processes: dict[int, Process] = {}
+        self._coordinator: Channel | None = None
+        self._server: subprocess.Popen[str] | None = None
+        self._address = _address(self._launch.coordinator)
+        self._interface = ""
+        self._lost_since: float | None = None
+        self._store: Channel | None = None
+        self._store_epoch = 0
+        self._signal: int | None = None
+        self._kill_at: float | None = None
+        self._finish: Message | None = None
+        self._node = NodeWatch(run_dir)
+        self._last_told = 0.0
+
+    def run(self) -> None:
+        """Hold the workers until the run has ended.
+
+        Raises: RunFailed, Interrupted, or the error that the workers themselves ended with.
+        """
+        _sweep()
+        self._scratch = Path(tempfile.mkdtemp(prefix=f"argosy-{os.getpid()}-", dir=SCRATCH))
+        try:
+            with self._signals_taken(), selectors.DefaultSelector() as self._selector:
+                self._selector.register(self._nursery, selectors.EVENT_READ, self._hear_nursery)
+                self._reach_coordinator()
+                while not self._is_over():
+                    self._turn()
+        finally:
+            self._end_all()
+            shutil.rmtree(self._scratch, ignore_errors=True)
+        self._raise_if_not_done()
+
+    def _is_over(self) -> bool:
+        if self._finish is not None and self._finish["exit_code"]:
+            return True
+        ended = self._finish is not None or self._signal is not None
+        return ended and not self._processes
+
+    def _turn(self) -> None:
+        for key, _ in self._selector.select(TICK_S):
+            key.data()
+        now = time.monotonic()
+        for process in list(self._processes.values()):
+            if process.leave_by is not None and now > process.leave_by:
+                self._kill(process, f"it did not leave a broken world within {BREAK_S:.0f} s")
+            if self._kill_at is not None and now > self._kill_at:
+                self._kill(process, f"it did not save within resilience.grace_s = {self._run.resilience.grace_s:g}")
+        if self._coordinator is None:
+            self._reach_coordinator()
+        elif now - self._last_told > TELL_S:
+            self._show_vitals()
+        self._alarm(self._node.look([process.pid for process in self._processes.values() if process.pid]))
+
+    # ---- workers ------------------------------------------------------------------------------------------------
+
+    def _start(self, slot: int) -> None:
+        environment = {
+            "ARGOSY_RUN_DIR": str(self._run_dir),
+            "ARGOSY_SCRATCH": str(self._scratch),
+            "ARGOSY_NODE": self._name,
+            "ARGOSY_SLOT": str(slot),
+            "ARGOSY_QUIET": str(int(self._quiet)),
+        }
+        if self._interface and "GLOO_SOCKET_IFNAME" not in os.environ:
+            environment["GLOO_SOCKET_IFNAME"] = self._interface  # else gloo takes what the host's name resolves to
+        process = Process(slot, self._nursery.fork(f"worker {slot}", WORKER, environment))
+        self._processes[slot] = process
+        self._selector.register(process.channel, selectors.EVENT_READ, partial(self._hear, process))
+
+    def _hear_nursery(self) -> None:
+        try:
+            messages = self._nursery.take()
+        except Gone:
+            self._replace_nursery()
+            return
+        for message in messages:
+            if message["kind"] == "ended":
+                process = next((p for p in self._processes.values() if p.pid == message["pid"]), None)
+                if process is not None:
+                    self._bury(process, message["exit_code"])
+            elif message["key"].startswith("worker"):
+                process = self._processes[int(message["key"].split()[1])]
+                process.pid = message["pid"]
+                self._events.write("worker_started", slot=process.slot, pid=process.pid)
+                self._tell("started", slot=process.slot, pid=process.pid)
+
+    def _replace_nursery(self) -> None:
+        """The nursery was killed. Its processes cannot be waited for any more, so they are ended with it.
+
+        Raises: RunFailed if it never gave birth: another would fare no better.
+        """
+        if not self._nursery.is_fertile:
+            raise RunFailed("the process that workers are forked from died at once; what it printed says why")
+        self._selector.unregister(self._nursery)
+        self._nursery.close()
+        self._nursery = Nursery(WORKER.partition(":")[0])
+        self._selector.register(self._nursery, selectors.EVENT_READ, self._hear_nursery)
+        self._events.write("nursery_replaced", pid=self._nursery.pid)
+        for process in list(self._processes.values()):
+            if process.pid:
+                self._kill(process, "the process that it was forked from was killed")
+            self._bury(process, -signal.SIGKILL)
+
+    def _hear(self, process: Process) -> None:
+        try:
+            messages = process.channel.take()
+        except Gone:
+            self._selector.unregister(process.channel)  # it is ending: the nursery tells how
+            return
+        for message in messages:
+            match message["kind"]:
+                case "ready":
+                    process.state, process.leave_by = State.READY, None
+                    self._tell("ready", slot=process.slot, epoch=message["epoch"], why=message["why"])
+                case "done":
+                    process.state, process.is_finished = State.DONE, message["finished"]
+                    self._tell("done", slot=process.slot)
+                case "failed":
+                    process.failure = message
+
+    def _bury(self, process: Process, exit_code: int) -> None:
+        with suppress(KeyError):
+            self._hear(process)  # its last words
+            self._selector.unregister(process.channel)
+        process.channel.close()
+        del self._processes[process.slot]
+        vitals = vitals_path(self._scratch, process.pid)
+        reading = read_vitals(vitals)
+        vitals.unlink(missing_ok=True)
+        if process.state is State.DONE and exit_code == 0:
+            if not process.is_finished and self._signal is None:
+                self._signal = signal.SIGTERM  # somebody sent it to a worker itself
+            return
+        if exit_code == -signal.SIGKILL and not process.killed:
+            self._blame_memory(process)
+        cause = _cause(process, exit_code, -1 if reading is None else reading.step)
+        if cause.exit_code < FINAL and self._signal is None:
+            self._say_lost(process, cause)
+        self._tell("lost", slot=process.slot, **asdict(cause))
+
+    def _blame_memory(self, process: Process) -> None:
+        """Somebody killed it: was it the kernel, for want of memory?"""
+        findings = self._node.look_at_memory()
+        self._alarm(findings)
+        process.killed = next((finding.why for finding in findings if finding.kind == "oom_kill"), "")
+
+    def _say_lost(self, process: Process, cause: Cause) -> None:
+        self._events.write(
+            "worker_died", rank=process.rank, pid=process.pid, exit_code=cause.exit_code, why=cause.why,
+            step=cause.step, epoch=process.epoch,
+        )  # fmt: skip
+        who = "a worker" if process.rank is None else f"worker {process.rank}"
+        print(f"argosy: {who} (process {process.pid}) died: {cause.why}", file=sys.stderr)
+        if process.failure is not None:
+            print(process.failure["traceback"], end="", file=sys.stderr)
+
+    def _kill(self, process: Process, why: str) -> None:
+        if process.killed or not process.pid:
+            return
+        process.killed = why
+        self._events.write("killed", slot=process.slot, rank=process.rank, pid=process.pid, why=why)
+        _signal(process, signal.SIGKILL)
+
+    def _alarm(self, findings: list[Finding]) -> None:
+        for finding in findings:
+            self._events.write(finding.kind, **finding.to_event())
+            print(f"argosy: {finding.why}", file=sys.stderr)
+
+    def _show_vitals(self) -> None:
+        self._last_told = time.monotonic()
+        workers = []
+        for process in self._processes.values():
+            reading = read_vitals(vitals_path(self._scratch, process.pid))
+            if reading is not None:
+                workers.append({"reading": reading.to_record(), "state": process_state(process.pid)})
+        self._tell("vitals", workers=workers)
+
+    def _end_all(self) -> None:
+        for process in self._processes.values():
+            if process.pid:
+                _signal(process, signal.SIGKILL)
+            process.channel.close()
+        self._processes.clear()
+        for channel in (self._store, self._coordinator):
+            if channel is not None:
+                channel.close()
+        if self._server is not None:
+            if self._launch.nodes == 1:  # else another node's agent may still need it; it ends when all have gone
+                self._server.kill()
+                self._server.wait()
+            for pipe in (self._server.stdout, self._server.stderr):
+                if pipe is not None:
+                    pipe.close()
+
+    # ---- the coordinator ----------------------------------------------------------------------------------------
+
+    def _reach_coordinator(self) -> None:
+        """Connect to the coordinator, and start it first if it is to run here and does not.
+
+        Without one training goes on, and only what it would decide has to wait.
+        """
+        self._lost_since = self._lost_since or time.monotonic()
+        if self._address is None or not _answers(self._address):
+            self._start_coordinator()
+        with suppress(OSError):
+            assert self._address is not None
+            connection = socket.create_connection(self._address, timeout=1.0)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._coordinator, self._lost_since = Channel(connection), None
+            self._selector.register(self._coordinator, selectors.EVENT_READ, self._hear_coordinator)
+            host = connection.getsockname()[0]
+            self._interface = _interface_of(host)
+            self._say_hello(host)
+            return
+        if time.monotonic() - self._lost_since > self._run.resilience.coordinator_timeout_s:
+            raise RunFailed(
+                f"the coordinator at {self._launch.coordinator} cannot be reached. Start "
+                "`argosy train` on its machine again, or mend the way to it."
+            )
+
+    def _start_coordinator(self) -> None:
+        """Start it where it is expected, if that is this machine; the port stays the same when it is replaced."""
+        host, port = self._address or ("127.0.0.1", self._launch.port)
+        if self._server is not None and self._server.poll() is None:
+            return
+        command = [
+            sys.executable, "-m", "argosy.resilience.coordinator", str(self._run_dir), "--host", host,
+            "--port", str(port), "--plan", str(self._plan),
+        ]  # fmt: skip
+        replaces = self._server is not None
+        self._server = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+        assert self._server.stdout is not None
+        line = self._server.stdout.readline()
+        if line:
+            self._address = (host, int(line))
+            self._events.write("coordinator_started", pid=self._server.pid, port=int(line), replaces=replaces)
+        elif self._launch.nodes == 1 and not replaces:
+            raise UserError(
+                f"launch.port = {port} is in use on this machine. Try launch.port = 0, which takes a free one."
+            )
+
+    def _say_hello(self, host: str) -> None:
+        workers = {
+            str(slot): {"state": p.state.value, "rank": p.rank, "epoch": p.epoch, "pid": p.pid}
+            for slot, p in self._processes.items()
+        }
+        self._tell("hello", name=self._name, host=host, slots=self._slots, workers=workers)
+        if self._signal is not None:
+            self._tell("stopping")
+
+    def _hear_coordinator(self) -> None:
+        assert self._coordinator is not None
+        try:
+            messages = self._coordinator.take()
+        except Gone:
+            self._selector.unregister(self._coordinator)
+            self._coordinator.close()
+            self._coordinator = None
+            if self._finish is None and self._signal is None:
+                self._events.write("coordinator_lost")
+            return
+        for message in messages:
+            self._obey(message.pop("kind"), message)
+
+    def _obey(self, order: str, facts: Message) -> None:
+        process = self._processes.get(facts.get("slot", -1))
+        match order:
+            case "start":
+                self._start(facts["slot"])
+            case "open_store":
+                self._open_store(facts["epoch"])
+            case "join" if process is not None:
+                process.state, process.rank, process.epoch = State.RUNNING, facts["rank"], facts["epoch"]
+                with suppress(Gone):
+                    process.channel.send("join", **facts)
+            case "break":
+                self._break(facts["epoch"], facts["why"])
+            case "kill" if process is not None and process.epoch == facts["epoch"]:
+                self._kill(process, facts["why"])
+            case "finish":
+                self._finish = facts
+
+    def _open_store(self, epoch: int) -> None:
+        """Where the members of the epoch meet: new for each, so that nobody finds the addresses of the dead; in a
+        process of its own, since in a worker it would die with the worker.
+        """
+        if self._store is not None:
+            with suppress(KeyError):
+                self._selector.unregister(self._store)
+            self._store.close()
+        self._store, self._store_epoch = self._nursery.fork("store", STORE, {}), epoch
+        self._selector.register(self._store, selectors.EVENT_READ, self._hear_store)
+
+    def _hear_store(self) -> None:
+        assert self._store is not None
+        try:
+            messages = self._store.take()
+        except Gone:
+            self._selector.unregister(self._store)
+            return
+        for message in messages:
+            self._tell("store", epoch=self._store_epoch, port=message["port"])
+
+    def _break(self, epoch: int, why: str) -> None:
+        for process in self._processes.values():
+            if process.epoch == epoch and process.state in (State.RUNNING, State.DONE):
+                process.leave_by = time.monotonic() + BREAK_S
+                with suppress(Gone):
+                    process.channel.send("break", epoch=epoch, why=why)
+
+    def _tell(self, kind: str, **facts: Any) -> None:
+        if self._coordinator is not None:
+            with suppress(Gone):  # it is found out when it is next listened to
+                self._coordinator.send(kind, **facts)
+
+    # ---- the end ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _signals_taken(self) -> Iterator[None]:
+        """Hand SIGTERM and SIGINT on to the workers, which save and end; a second one kills them."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # Python delivers signals to the main thread only
+            return
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._signal is not None:
+            self._kill_at = 0.0
+            return
+        self._signal, self._kill_at = number, time.monotonic() + self._run.resilience.grace_s
+        self._events.write("signal", number=number)
+        self._tell("stopping")
+        for process in self._processes.values():
+            if process.pid:
+                _signal(process, signal.SIGTERM)
+
+    def _raise_if_not_done(self) -> None:
+        finish = self._finish or {"exit_code": 0, "why": "", "error": ""}
+        if finish["exit_code"] and self._signal is None:
+            raise _as_error(finish, how_to_go_on(self._run_dir))
+        if self._signal is not None:
+            name = signal.Signals(self._signal).name
+            raise Interrupted(f"stopped by {name}. {how_to_go_on(self._run_dir)}", self._signal)
+
+
+def node_name(launch: LaunchConfig) -> str:
+    """What this machine is called among the nodes of a run."""
+    return launch.node or socket.gethostname()
+
+
+def _signal(process: Process, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(process.pid, number)
+
+
+def _cause(process: Process, exit_code: int, step: int) -> Cause:
+    if process.failure is not None:
+        text = process.failure["text"]
+        why = text if exit_code >= FINAL else f"exit code {exit_code}, {(text.splitlines() or [''])[0]}"
+        return Cause(why, process.failure["error"], exit_code, step)
+    if exit_code < 0:
+        return Cause(process.killed or f"signal {signal.Signals(-exit_code).name}", "", exit_code, step)
+    return Cause(f"exit code {exit_code}", "", exit_code or 1, step)
+
+
+def _as_error(finish: Message, how_to_go_on: str) -> ArgosyError:
+    """What ended the run, as the exception that its first witness would have raised."""
+    if finish["error"] == UserError.__name__:
+        return UserError(finish["why"])
+    return RunFailed(finish["why"] if finish["error"] else f"{finish['why']}. {how_to_go_on}")
+
+
+def how_to_go_on(run_dir: Path) -> str:
+    """What the user can do with a run that ended before its last step."""
+    checkpoints = committed(run_dir)
+    where = f"from step {checkpoints[-1].step}" if checkpoints else "from the start: nothing was saved yet"
+    return f"The same command goes on {where} ({run_dir})."
+
+
+def _address(text: str) -> tuple[str, int] | None:
+    if not text:
+        return None
+    host, _, port = text.rpartition(":")
+    return host, int(port)
+
+
+def _interface_of(address: str) -> str:
+    """The network interface that has an IPv4 address; empty if none does."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no IPv4 address
+                answer = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return ""
+
+
+def _answers(address: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(address, timeout=1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def _sweep() -> None:
+    """Remove what agents that were killed have left in memory."""
+    for folder in SCRATCH.glob("argosy-*-*"):
+        pid = folder.name.split("-")[1]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,253 @@
+"""The coordinator: a small process of its own that holds the membership of a run, and no state that training needs.
+
+Agents connect to it and say what happened; it answers with what to do. It may die: training goes on without it, and
+the one that takes its place learns from the agents who is there. It imports no torch, so that it is there in a moment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import selectors
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from argosy.config.load import load
+from argosy.config.schema import RunConfig
+from argosy.files import atomic_write
+from argosy.observe.events import Events
+from argosy.plan.plan import Plan
+from argosy.resilience.channel import Channel, Gone
+from argosy.resilience.membership import Break, Cause, Finish, Join, Membership, Order, Settings, Start, State, Worker
+from argosy.resilience.replanner import Replanner
+from argosy.resilience.watch import RunWatch
+
+TICK_S = 0.02
+LOOK_S = 0.25
+"""How often the detectors look at what agents have shown."""
+LEASE_S = 10.0
+"""An agent that says nothing for so long cannot be reached."""
+ALONE_S = 10.0
+"""Without any agent for so long there is no run to coordinate."""
+EPOCH = ".epoch"
+"""File in the run folder with the number of the epoch in force: who is of an older one may not commit anything."""
+
+
+class Agent:
+    """An agent as the coordinator sees it."""
+
+    def __init__(self, channel: Channel):
+        self.channel, self.name, self.heard_s = channel, "", time.monotonic()
+
+
+class Coordinator:
+    """Listens to agents, keeps a `Membership`, tells agents what to do."""
+
+    def __init__(self, run_dir: Path, listener: socket.socket, run: RunConfig, plan: Plan):
+        """`plan`: the one to be in force whenever there are processes enough."""
+        self._run_dir, self._listener = run_dir, listener
+        settings = Settings(
+            plan.world_size,
+            str(plan),
+            run.launch.max_restarts,
+            run.resilience.wait_for_nodes_s,
+            run.resilience.coordinator_timeout_s,
+        )
+        self._membership = Membership(settings, read_epoch(run_dir), Replanner(run_dir, run, plan))
+        self._watch = RunWatch(run.resilience)
+        self._events = Events(run_dir, "coordinator")
+        self._agents: dict[str, Agent] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._pending: Join | None = None
+        self._looked_s = 0.0
+        self._finished = False
+        self._alone_since = time.monotonic()
+
+    def run(self) -> None:
+        """Until the run has ended and all agents have gone, or none came for `ALONE_S`."""
+        while not self._is_over():
+            for key, _ in self._selector.select(TICK_S):
+                if key.fileobj is self._listener:
+                    self._welcome()
+                else:
+                    self._hear(key.data)
+            self._check_leases()
+            self._look()
+            if self._agents:
+                for order in self._membership.orders(time.monotonic()):
+                    self._carry_out(order)
+
+    def _is_over(self) -> bool:
+        if self._agents:
+            self._alone_since = time.monotonic()
+            return False
+        return self._finished or time.monotonic() - self._alone_since > ALONE_S
+
+    def _welcome(self) -> None:
+        connection, _ = self._listener.accept()
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        agent = Agent(Channel(connection))
+        self._selector.register(agent.channel, selectors.EVENT_READ, agent)
+
+    def _hear(self, agent: Agent) -> None:
+        try:
+            messages = agent.channel.take()
+        except Gone as problem:
+            self._drop(agent, str(problem))
+            return
+        agent.heard_s = time.monotonic()
+        for message in messages:
+            getattr(self, f"_on_{message.pop('kind')}")(agent, **message)
+
+    def _drop(self, agent: Agent, why: str) -> None:
+        self._selector.unregister(agent.channel)
+        agent.channel.close()
+        if self._agents.get(agent.name) is agent:
+            del self._agents[agent.name]
+            self._events.write("agent_left", node=agent.name, why=why)
+            self._membership.left(agent.name, why)
+
+    def _check_leases(self) -> None:
+        for agent in list(self._agents.values()):
+            if time.monotonic() - agent.heard_s > LEASE_S:
+                self._drop(agent, f"nothing was heard of it for {LEASE_S:.0f} s")
+
+    def _look(self) -> None:
+        """Let the detectors see the ranks, and do what they find to be done."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s < LOOK_S:
+            return
+        self._looked_s = now_s
+        membership = self._membership
+        if not membership.in_force:
+            return
+        for finding in self._watch.findings(now_s, membership.size):
+            self._events.write(finding.kind, epoch=membership.epoch, **finding.to_event())
+            for name, slot in membership.places_of(finding.ranks):
+                if finding.action == "kill":
+                    self._tell(name, "kill", slot=slot, epoch=membership.epoch, why=finding.why)
+                elif finding.action == "avoid":
+                    membership.avoid(name, finding.why)
+
+    # ---- what agents say ----------------------------------------------------------------------------------------
+
+    def _on_hello(self, agent: Agent, name: str, host: str, slots: int, workers: dict[str, dict[str, Any]]) -> None:
+        if (old := self._agents.get(name)) is not None:
+            self._drop(old, "its agent came back")
+        agent.name = name
+        self._agents[name] = agent
+        self._events.write("agent_came", node=name, host=host, slots=slots)
+        known = {int(slot): Worker(State(w.pop("state")), **w) for slot, w in workers.items()}
+        self._membership.arrived(name, host, slots, known)
+
+    def _on_started(self, agent: Agent, slot: int, pid: int) -> None:
+        self._membership.started(agent.name, slot, pid)
+
+    def _on_ready(self, agent: Agent, slot: int, epoch: int, why: str) -> None:
+        self._membership.ready(agent.name, slot, epoch, why)
+
+    def _on_done(self, agent: Agent, slot: int) -> None:
+        self._membership.done(agent.name, slot)
+
+    def _on_lost(self, agent: Agent, slot: int, **cause: Any) -> None:
+        self._membership.lost(agent.name, slot, Cause(**cause))
+
+    def _on_stopping(self, agent: Agent) -> None:
+        self._membership.stop()
+
+    def _on_vitals(self, agent: Agent, workers: list[dict[str, Any]]) -> None:
+        membership = self._membership
+        if membership.in_force:
+            membership.made_step(self._watch.shown(membership.epoch, agent.name, workers))
+
+    def _on_store(self, agent: Agent, epoch: int, port: int) -> None:
+        """The store of the epoch being formed is open: its members may join."""
+        join = self._pending
+        if join is None or join.epoch != epoch or not self._membership.in_force:
+            return
+        self._pending = None
+        host = self._membership.nodes[agent.name].host
+        local: dict[str, int] = {}
+        places = sorted(join.places.items(), key=lambda item: item[1])
+        counts = {name: sum(n == name for (n, _), _ in places) for (name, _), _ in places}
+        for (name, slot), rank in places:
+            local_rank = local[name] = local.get(name, -1) + 1
+            self._tell(
+                name,
+                "join",
+                slot=slot,
+                epoch=epoch,
+                rank=rank,
+                size=len(places),
+                local_rank=local_rank,
+                local_size=counts[name],
+                host=host,
+                port=port,
+                plan=join.plan,
+            )
+
+    # ---- what it tells them -------------------------------------------------------------------------------------
+
+    def _carry_out(self, order: Order) -> None:
+        match order:
+            case Start(node, slot):
+                self._tell(node, "start", slot=slot)
+            case Join(epoch, plan, places):
+                self._pending = order
+                with atomic_write(self._run_dir / EPOCH) as file:
+                    file.write(f"{epoch}\n".encode())
+                ranks = {f"{name}/{slot}": rank for (name, slot), rank in places.items()}
+                self._events.write("epoch", epoch=epoch, size=len(places), plan=plan, ranks=ranks)
+                first = next(name for (name, _), rank in places.items() if rank == 0)
+                self._tell(first, "open_store", epoch=epoch)
+            case Break(epoch, why):
+                self._pending = None
+                self._events.write("break", epoch=epoch, why=why)
+                for name in list(self._agents):
+                    self._tell(name, "break", epoch=epoch, why=why)
+            case Finish(exit_code, why, error):
+                self._finished = True
+                self._events.write("finish", exit_code=exit_code, why=why)
+                for name in list(self._agents):
+                    self._tell(name, "finish", exit_code=exit_code, why=why, error=error)
+
+    def _tell(self, name: str, kind: str, **facts: Any) -> None:
+        agent = self._agents.get(name)
+        if agent is None:
+            return
+        try:
+            agent.channel.send(kind, **facts)
+        except Gone as problem:
+            self._drop(agent, str(problem))
+
+
+def read_epoch(run_dir: Path) -> int:
+    """The number of the newest epoch of a run; 0 before the first."""
+    try:
+        return int((run_dir / EPOCH).read_text())
+    except FileNotFoundError:
+        return 0
+
+
+def main() -> None:
+    """`python -m argosy.resilience.coordinator RUN_DIR ...`: serve until the run has ended. Prints its port."""
+    parser = argparse.ArgumentParser(prog="argosy.resilience.coordinator")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--plan", required=True)
+    given = parser.parse_args()
+    try:
+        listener = socket.create_server((given.host, given.port))
+    except OSError as problem:
+        print(f"cannot listen on {given.host}:{given.port}: {problem}", file=sys.stderr)
+        sys.exit(2)
+    print(listener.getsockname()[1], flush=True)
+    Coordinator(given.run_dir, listener, load(given.run_dir / "run.toml"), Plan.parse(given.plan)).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""Wall clocks that jump. Nothing is decided by wall time; logs of several nodes are read by it, so a jump is told."""
+
+from __future__ import annotations
+
+from argosy.resilience.detect.finding import Finding
+
+JUMP_S = 1.0
+"""NTP moves a clock by at most half a millisecond a second; more than this between two readings is no adjustment."""
+
+
+class Clock:
+    """Compares the wall clock of a node with its CLOCK_MONOTONIC."""
+
+    def __init__(self) -> None:
+        self._offset_s: float | None = None
+
+    def observe(self, at_s: float, wall_s: float) -> list[Finding]:
+        """What is found at `at_s` of CLOCK_MONOTONIC, when the wall clock shows `wall_s`."""
+        before, self._offset_s = self._offset_s, wall_s - at_s
+        jump_s = 0.0 if before is None else self._offset_s - before
+        if abs(jump_s) < JUMP_S:
+            return []
+        way = "forward" if jump_s > 0 else "back"
+        why = f"the wall clock jumped {way} by {abs(jump_s):.1f} s: times in logs before and after do not compare"
+        return [Finding("clock_jump", "alarm", why, evidence={"jump_s": round(jump_s, 3)})]

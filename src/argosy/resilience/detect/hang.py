@@ -1,0 +1,256 @@
+"""A run that stands still: which process is to blame, and what the others wait for.
+
+Two signs are watched. The *beat* of a process is written by a thread of its own: it stands still when the process is
+stopped, or when something holds Python's lock. *Progress* is anything else that changes in its vitals: step, phase, the
+number of collectives it has begun. In a run whose ranks need each other all stand still soon after one does, so that
+duration blames nobody; but who has begun fewer collectives of a group than its fellows is waited for. Following who
+waits for whom to a rank that waits for nobody gives the culprit; where that goes round in a circle, ranks have begun
+collectives in different orders.
+
+Groups in which ranks send to single others (a pipeline's) have counts that differ by design, and are left out; a hang
+between two pipeline stages alone blames both.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Hashable, Iterator, Mapping
+from statistics import median
+from typing import Any
+
+from argosy.observe.vitals import Phase, VitalsReading
+from argosy.resilience.detect.finding import Finding, Sample
+
+MIN_AUTO_S = 30.0
+AUTO_STEPS = 10.0
+"""hang_s = 0 waits for as many median steps, and `MIN_AUTO_S` at least."""
+MAX_GAP_S = 1.0
+"""More time between two samples than this means that the watcher itself, or the whole machine, did not run."""
+SETTLED_S = 1.0
+"""All ranks must have stood still so long before who waits for whom is read."""
+POINT_TO_POINT = ("mesh_pp",)
+"""Groups, by how their names begin, in which ranks do not all make the same calls."""
+SLOW_PHASES: tuple[Phase, ...] = ("starting", "recovering", "checkpoint", "finishing")
+"""What may take long by nature: reading state, compiling, a slow disk."""
+WAITING_PHASES: tuple[Phase, ...] = ("communication", "pipeline")
+
+Waits = dict[int, dict[int, str]]
+"""Rank -> ranks that it waits for -> the group in which it does."""
+
+
+class Hang:
+    """Watches all ranks of a world."""
+
+    def __init__(self, hang_s: float = 0.0, beat_timeout_s: float = 10.0, first_step_s: float = 600.0):
+        """As the keys of [resilience]; `hang_s` = 0 is automatic."""
+        self._hang_s, self._beat_timeout_s, self._first_step_s = hang_s, beat_timeout_s, first_step_s
+        self._tracks: dict[int, _Track] = {}
+        self._step_s: deque[float] = deque(maxlen=100)
+        self._at_s = 0.0
+        self._has_evaluated = False
+
+    def observe(self, sample: Sample) -> list[Finding]:
+        """What is found in the newest sample; each rank is blamed once for as long as it does not move."""
+        passed_s = min(sample.at_s - self._at_s, MAX_GAP_S)
+        self._at_s = sample.at_s
+        self._tracks = {rank: self._track(rank, seen.reading) for rank, seen in sample.workers.items()}
+        for rank, seen in sample.workers.items():
+            track = self._tracks[rank]
+            self._has_evaluated |= track.reading.phase == "evaluate" and seen.reading.phase != "evaluate"
+            self._step_s.extend(track.update(seen.reading, passed_s))
+        without_beat = [rank for rank, track in self._tracks.items() if track.beat_still_s >= self._beat_timeout_s]
+        if without_beat:  # whatever else stands still may well wait for these
+            return list(self._without_beat(sample, without_beat))
+        return self._without_progress(sample)
+
+    def _track(self, rank: int, reading: VitalsReading) -> _Track:
+        """What is known of the rank; it begins anew with another process or another world."""
+        track = self._tracks.get(rank)
+        if track is None or (track.reading.pid, track.reading.epoch) != (reading.pid, reading.epoch):
+            return _Track(reading)
+        return track
+
+    def _without_beat(self, sample: Sample, ranks: list[int]) -> Iterator[Finding]:
+        for rank in ranks:
+            seen, track = sample.workers[rank], self._tracks[rank]
+            if track.is_blamed:
+                continue
+            track.is_blamed = True
+            kind, how = _words_of_state(seen.state)
+            still_s = round(track.beat_still_s, 2)
+            yield Finding(
+                kind,
+                "kill",
+                f"rank {rank} (process {seen.reading.pid}) {how}: no sign of life for {still_s:.1f} s, in "
+                f"{_place(seen.reading)}",
+                (rank,),
+                {"beat_still_s": still_s, "state": seen.state, **_facts(seen.reading)},
+            )
+
+    def _without_progress(self, sample: Sample) -> list[Finding]:
+        readings = {rank: seen.reading for rank, seen in sample.workers.items()}
+        if not readings or not _is_one_world(readings):
+            return []
+        if min(track.still_s for track in self._tracks.values()) < min(SETTLED_S, self._limit_s / 2):
+            return []
+        kind, ranks, waits = blame(readings)
+        blamed = [self._tracks[rank] for rank in ranks]
+        if any(track.is_blamed for track in blamed):
+            return []
+        if any(self._tracks[rank].still_s < self._patience_s(rank, readings[rank]) for rank in ranks):
+            return []
+        for track in blamed:
+            track.is_blamed = True
+        still_s = round(max(track.still_s for track in blamed), 2)
+        evidence = {
+            "still_s": still_s,
+            "limit_s": round(self._limit_s, 2),
+            "waits": {str(rank): {str(other): group for other, group in whom.items()} for rank, whom in waits.items()},
+            "ranks_seen": {str(rank): _facts(reading) for rank, reading in sorted(readings.items())},
+        }
+        return [Finding(kind, "kill", _sentence(kind, ranks, readings, waits, still_s), ranks, evidence)]
+
+    @property
+    def _limit_s(self) -> float:
+        if self._hang_s:
+            return self._hang_s
+        return max(MIN_AUTO_S, AUTO_STEPS * median(self._step_s)) if self._step_s else self._first_step_s
+
+    def _patience_s(self, rank: int, reading: VitalsReading) -> float:
+        """How long this rank may do what it does: what was never done before may have to be compiled."""
+        is_first = self._tracks[rank].steps_made < 1 or (reading.phase == "evaluate" and not self._has_evaluated)
+        slow = is_first or reading.phase in SLOW_PHASES
+        return max(self._limit_s, self._first_step_s) if slow else self._limit_s
+
+
+class _Track:
+    """How long a rank has stood still, in time that its watcher was awake."""
+
+    def __init__(self, reading: VitalsReading) -> None:
+        self.reading = reading
+        self.still_s = self.beat_still_s = 0.0
+        self.steps_made = 0
+        self.is_blamed = False
+        self._since_step_s = 0.0
+
+    def update(self, now: VitalsReading, passed_s: float) -> Iterator[float]:
+        """Take in a reading of the same process; yields how long a step took, if one has ended."""
+        before, self.reading = self.reading, now
+        self.still_s = 0.0 if _progress(before) != _progress(now) else self.still_s + passed_s
+        self.beat_still_s = 0.0 if before.beats != now.beats else self.beat_still_s + passed_s
+        if not self.still_s and not self.beat_still_s:
+            self.is_blamed = False
+        self._since_step_s += passed_s
+        if now.step > before.step:
+            if before.step >= 0:
+                self.steps_made += now.step - before.step
+                yield self._since_step_s / (now.step - before.step)
+            self._since_step_s = 0.0
+
+
+def blame(readings: Mapping[int, VitalsReading]) -> tuple[str, tuple[int, ...], Waits]:
+    """Of ranks that all stand still: the kind of hang, who is to blame, and who waits for whom."""
+    waits = who_waits(readings)
+    awaited = {other for whom in waits.values() for other in whom}
+    if culprits := awaited - waits.keys():
+        return _kind_of({readings[rank].phase for rank in culprits}), tuple(sorted(culprits)), waits
+    if waits:
+        circle = _circle(waits)
+        odd = _minority({rank: tuple(sorted(readings[rank].sequences.items())) for rank in circle})
+        return "mismatch", odd, waits
+    idle = [rank for rank, reading in readings.items() if reading.phase not in WAITING_PHASES]
+    if idle and len(idle) < len(readings):
+        return _kind_of({readings[rank].phase for rank in idle}), tuple(sorted(idle)), waits
+    places = {rank: (reading.step, reading.phase) for rank, reading in readings.items()}
+    if len(set(places.values())) > 1:
+        return "mismatch", _minority(places), waits
+    return _kind_of({reading.phase for reading in readings.values()}), tuple(sorted(readings)), waits
+
+
+def who_waits(readings: Mapping[int, VitalsReading]) -> Waits:
+    """A rank waits for another if it has begun more collectives in a group that both are in."""
+    begun: dict[str, dict[int, int]] = {}
+    for rank, reading in readings.items():
+        for group, number in reading.sequences.items():
+            if not group.startswith(POINT_TO_POINT):
+                begun.setdefault(group, {})[rank] = number
+    waits: Waits = {}
+    for group, numbers in begun.items():
+        most = max(numbers.values())
+        behind = [(rank, number) for rank, number in numbers.items() if number < most]
+        for rank, number in numbers.items() if behind else ():
+            for other, fewer in behind:
+                if fewer < number:
+                    waits.setdefault(rank, {}).setdefault(other, group)
+    return waits
+
+
+def _circle(waits: Waits) -> set[int]:
+    """The ranks that wait for each other: what is left when those that nobody waits for are taken away."""
+    left = set(waits)
+    while True:
+        awaited = {other for rank in left for other in waits[rank]} & left
+        if awaited == left:
+            return left
+        left = awaited
+
+
+def _minority(values: Mapping[int, Hashable]) -> tuple[int, ...]:
+    """The ranks whose value is the rarest; all of them if no value is rarer than another."""
+    counts = Counter(values.values())
+    least = min(counts.values())
+    return tuple(sorted(rank for rank, value in values.items() if counts[value] == least))
+
+
+def _kind_of(phases: set[Phase]) -> str:
+    return "stuck_loader" if phases == {"data"} else "hang"
+
+
+def _is_one_world(readings: Mapping[int, VitalsReading]) -> bool:
+    """Whether all are in the same epoch and none waits for the next: forming a world is the coordinator's affair."""
+    return len({r.epoch for r in readings.values()}) == 1 and all(r.phase != "waiting" for r in readings.values())
+
+
+def _progress(reading: VitalsReading) -> Hashable:
+    return reading.step, reading.phase, reading.phase_since_ns, tuple(reading.sequences.items())
+
+
+def _words_of_state(state: str) -> tuple[str, str]:
+    if state in ("T", "t"):
+        return "stopped", "was stopped"
+    if state == "D":
+        return "frozen", "waits in the kernel for a device"
+    return "frozen", "holds Python's lock"
+
+
+def _sentence(kind: str, ranks: tuple[int, ...], readings: Mapping[int, VitalsReading], waits: Waits, s: float) -> str:
+    who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    verb = "are" if len(ranks) > 1 else "is"
+    first = readings[ranks[0]]
+    if kind == "mismatch":
+        return (
+            f"{who} {verb} at another collective than the others ({_place(first)}), and all have waited for {s:.1f} s"
+        )
+    for rank, whom in waits.items():
+        if group := whom.get(ranks[0]):
+            begun, theirs = first.sequences[group], readings[rank].sequences[group]
+            waiting = sorted(r for r, others in waits.items() if ranks[0] in others)
+            return (
+                f"{who} {verb} stuck in {_place(first)} for {s:.1f} s: began {begun} collectives of {group}, "
+                f"ranks {', '.join(map(str, waiting))} wait in number {theirs}"
+            )
+    return f"{who} {verb} stuck in {_place(first)} for {s:.1f} s"
+
+
+def _place(reading: VitalsReading) -> str:
+    return f"{reading.phase} of step {reading.step}" if reading.step >= 0 else reading.phase
+
+
+def _facts(reading: VitalsReading) -> dict[str, Any]:
+    return {
+        "pid": reading.pid,
+        "epoch": reading.epoch,
+        "step": reading.step,
+        "phase": reading.phase,
+        "sequences": dict(reading.sequences),
+    }

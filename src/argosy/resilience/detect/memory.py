@@ -1,0 +1,162 @@
+"""A node's memory: is it about to run out, and was it the kernel that killed a process for want of it?
+
+What counts is the narrower of two: the machine's (MemAvailable), and the control group's that the run is in, version 2
+or 1, without the file pages that the kernel gives back at need.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, variance
+
+from argosy.resilience.detect.finding import Finding, Latch
+
+LOW = 0.04
+"""Share of the limit that is left: soon the kernel kills."""
+ENOUGH = 0.08
+FULL = 0.2
+"""With less than this left just before, a kill on the machine counts as one of ours."""
+SOON_S = 900.0
+"""Running out within this time is told, if the trend has lasted for `TREND_S`."""
+TREND_S = 300.0
+SURE = 5.0
+"""A trend is one if it is so many times what noise would make of it."""
+NO_LIMIT = 1 << 60
+"""Version 1 writes "none" as a number near 2^63."""
+
+
+@dataclass(frozen=True)
+class MemoryReading:
+    """A node's memory at one moment."""
+
+    available_bytes: int
+    """What can be had before something is killed."""
+    limit_bytes: int
+    """Of which that is a part: the machine's memory, or the control group's limit."""
+    oom_kills: int
+    """Processes of the control group that the kernel has killed for want of memory so far."""
+    machine_oom_kills: int
+    """All of the machine, those of other groups that met their own limit included."""
+
+
+def read_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> MemoryReading:
+    """How much memory is left to this process's node."""
+    machine = _table(proc / "meminfo")
+    found = [(machine["MemAvailable:"] * 1024, machine["MemTotal:"] * 1024)]
+    kills: int | None = None
+    for folder in _groups(proc, cgroup):
+        limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
+        used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes")
+        if limit is not None and limit < NO_LIMIT and used is not None:
+            reclaimable = _table(folder / "memory.stat").get("inactive_file", 0)
+            found.append((max(0, limit - used + reclaimable), limit))
+        if kills is None:  # of the group itself: those above it count what happens to others
+            kills = (_table(folder / "memory.events") or _table(folder / "memory.oom_control")).get("oom_kill")
+    return MemoryReading(*min(found), kills or 0, _table(proc / "vmstat").get("oom_kill", 0))
+
+
+class Memory:
+    """Watches a node's memory."""
+
+    def __init__(self) -> None:
+        self._past: deque[tuple[float, MemoryReading]] = deque()
+        self._least_before = math.inf
+        self._latch = Latch()
+
+    def observe(self, at_s: float, reading: MemoryReading) -> list[Finding]:
+        """What is found in a reading at `at_s` of CLOCK_MONOTONIC."""
+        before = self._past[-1][1] if self._past else reading
+        self._past.append((at_s, reading))
+        while len(self._past) > 2 and self._past[1][0] <= at_s - TREND_S:
+            self._least_before = min(self._least_before, self._past.popleft()[1].available_bytes)
+        return [*self._killed(before, reading), *self._low(reading), *self._shrinking(reading)]
+
+    def _killed(self, before: MemoryReading, now: MemoryReading) -> Iterator[Finding]:
+        ours = now.oom_kills - before.oom_kills
+        machine_was_full = before.available_bytes < FULL * before.limit_bytes
+        killed = ours or (now.machine_oom_kills - before.machine_oom_kills if machine_was_full else 0)
+        if killed > 0:
+            evidence = {"oom_kills": now.oom_kills, "machine_oom_kills": now.machine_oom_kills, **_facts(before)}
+            why = f"the kernel killed {killed} process{'es' if killed > 1 else ''} because memory ran out"
+            yield Finding("oom_kill", "alarm", why, evidence=evidence)
+
+    def _low(self, now: MemoryReading) -> Iterator[Finding]:
+        share = now.available_bytes / now.limit_bytes
+        if self._latch.rises("low", share < LOW, share > ENOUGH):
+            yield Finding("memory_low", "alarm", f"{_left(now)}: the kernel may soon kill", evidence=_facts(now))
+
+    def _shrinking(self, now: MemoryReading) -> Iterator[Finding]:
+        left_s = seconds_left([(at, reading.available_bytes) for at, reading in self._past])
+        # What comes and goes has been as low before: each save takes memory and gives it back.
+        is_new = now.available_bytes < self._least_before
+        is_soon = left_s is not None and left_s < SOON_S and is_new
+        if self._latch.rises("shrinking", is_soon, is_right=left_s is None):
+            why = f"{_left(now)}, and at the rate of the last {TREND_S:.0f} s it runs out in {left_s:.0f} s"
+            yield Finding("memory_low", "alarm", why, evidence={**_facts(now), "seconds_left": round(left_s or 0)})
+
+
+def seconds_left(past: Sequence[tuple[float, int]]) -> float | None:
+    """Seconds until nothing is left, from (seconds, bytes available); None without a steady trend downwards.
+
+    Steady: it lasted for `TREND_S`, each third of that time had less than the one before by more than noise would make,
+    and the last lost at least half as much as the one before, so that what grows while a run starts does not count once
+    it has slowed down.
+    """
+    if len(past) < 6 or past[-1][0] - past[0][0] < TREND_S:
+        return None
+    start, span_s = past[0][0], past[-1][0] - past[0][0]
+    thirds: list[list[int]] = [[], [], []]
+    for at, available in past:
+        thirds[min(2, int(3 * (at - start) / span_s))].append(available)
+    if min(map(len, thirds)) < 2:
+        return None
+    first, middle, last = map(fmean, thirds)
+    noise = sum(variance(third) / len(third) for third in thirds) ** 0.5
+    if min(first - middle, middle - last, first - last - SURE * noise) <= 0 or middle - last < 0.5 * (first - middle):
+        return None
+    return past[-1][1] / ((first - last) / (span_s * 2 / 3))
+
+
+def _groups(proc: Path, root: Path) -> Iterator[Path]:
+    """The control groups of this process that may limit its memory, with all above them."""
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        folder = root / ("memory" if controllers else "") / path.lstrip("/")
+        # In a container the path is that of the host, and the root is the group itself.
+        yield from (f for f in (folder, *folder.parents) if f.is_relative_to(root) and f.is_dir())
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None  # "max" is none
+
+
+def _table(path: Path) -> dict[str, int]:
+    """Lines of a name and a number."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return {}
+    words = [line.split() for line in lines]
+    return {w[0]: int(w[1]) for w in words if len(w) > 1 and w[1].isdigit()}
+
+
+def _facts(reading: MemoryReading) -> dict[str, int]:
+    return {"available_bytes": reading.available_bytes, "limit_bytes": reading.limit_bytes}
+
+
+def _left(reading: MemoryReading) -> str:
+    return f"{reading.available_bytes / 2**30:.2f} of {reading.limit_bytes / 2**30:.1f} GiB of memory are left"

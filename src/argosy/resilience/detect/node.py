@@ -1,0 +1,44 @@
+"""All that is watched on a node, apart from the ranks: read together, every few seconds, by its agent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from argosy.resilience.detect.clock import Clock
+from argosy.resilience.detect.disk import Disk, DiskProbe
+from argosy.resilience.detect.finding import Finding
+from argosy.resilience.detect.limits import Limits, read_limits
+from argosy.resilience.detect.memory import Memory, read_memory
+
+EVERY_S = 2.0
+"""Reading all takes about a millisecond."""
+
+
+class NodeWatch:
+    """Watches the memory, the disk under `folder`, the clock and the limits of this machine."""
+
+    def __init__(self, folder: Path):
+        self._memory, self._disk, self._clock, self._limits = Memory(), Disk(folder), Clock(), Limits()
+        self._probe = DiskProbe(folder)
+        self._due_s = 0.0
+
+    def look(self, pids: Iterable[int]) -> list[Finding]:
+        """What is found, `pids` being the node's workers; nothing if it is called again within `EVERY_S`."""
+        now_s = time.monotonic()
+        if now_s < self._due_s:
+            return []
+        self._due_s = now_s + EVERY_S
+        return [*self.look_at_memory(), *self._others(now_s, pids)]
+
+    def look_at_memory(self) -> list[Finding]:
+        """What is found of memory alone, at once: when a worker was killed, to know whether the kernel did it."""
+        return self._memory.observe(time.monotonic(), read_memory())
+
+    def _others(self, now_s: float, pids: Iterable[int]) -> list[Finding]:
+        return [
+            *self._disk.observe(self._probe.read()),
+            *self._clock.observe(now_s, time.time()),
+            *self._limits.observe(read_limits(pids)),
+        ]

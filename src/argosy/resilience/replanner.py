@@ -1,0 +1,57 @@
+"""The plan for what is left, from the planner, on the machine that the run has found itself on."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+from argosy.config.schema import RunConfig
+from argosy.errors import UserError
+from argosy.observe.events import Events, read_lines
+from argosy.plan.auto import Devices, choose_plan
+from argosy.plan.machine import Hardware, machine_at_hand
+from argosy.plan.plan import Plan
+from argosy.plan.replan import replan
+
+
+class Replanner:
+    """Called with the number of processes at hand, gives the plan for them, as text, and its size."""
+
+    def __init__(self, run_dir: Path, run: RunConfig, plan: Plan):
+        self._run_dir, self._run, self._plan = run_dir, run, plan
+        self._events = Events(run_dir, "coordinator")
+
+    def __call__(self, processes: int) -> tuple[str, int] | None:
+        """None if no plan fits so few."""
+        try:
+            plan, notes = self._choose(processes)
+        except UserError as error:
+            self._events.write("replan_failed", processes=processes, why=str(error))
+            return None
+        self._events.write("replan", processes=processes, plan=str(plan), notes=list(notes))
+        return str(plan), plan.world_size
+
+    def _choose(self, processes: int) -> tuple[Plan, tuple[str, ...]]:
+        found = self._hardware(processes)
+        machine = machine_at_hand(self._run, found) if found is not None else None
+        if machine is None:
+            # Nobody knows this hardware: no prediction can tell plans apart, so the plainest that is legal.
+            kind = "cpu" if found is None or found.device == "cpu" else "cuda"
+            run = self._run.model_copy(update={"plan": "auto"})
+            return choose_plan(run, Devices(processes, kind, self._plan.precision == "bf16")), ()
+        chosen = replan(self._run, self._plan, machine, processes)
+        return chosen.plan, chosen.notes
+
+    def _hardware(self, processes: int) -> Hardware | None:
+        """What the run's first process said of it when it started; None before."""
+        starts = [
+            event
+            for path in sorted((self._run_dir / "events").glob("rank-*.jsonl"))
+            for event in read_lines(path)
+            if event["event"] == "start" and "hardware" in event
+        ]
+        if not starts:
+            return None
+        newest = max(starts, key=lambda event: event["time_s"])["hardware"]
+        known = {field.name: newest[field.name] for field in fields(Hardware)}
+        return Hardware(**{**known, "processes": processes, "per_node": min(known["per_node"], processes)})

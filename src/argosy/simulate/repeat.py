@@ -1,0 +1,189 @@
+"""A step of many equal layers, or microbatches, from steps of a few: what one more adds is added as often as it takes.
+
+Two traces, of which the longer has one layer (or microbatch) more, are laid side by side. Wherever the longer one has
+more events, these must be the events just before once again: so the layer goes on being repeated there. All else must
+be the same in both, but for numbers (bytes of what is made for all layers at once, places, distances to messages),
+which then grow by as much with each further one. Anything else, and there is no telling.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from argosy.simulate.record import Category, Change, Event, Memory, Pass, Trace, Wait, Where, Work
+
+Ints = NDArray[np.int64]
+
+WINDOWS = (24, 8, 3)
+"""Events that must go on alike after a difference; fewer only if no place has more."""
+LONGEST = 200_000
+"""Events of a layer, or of a microbatch, at most."""
+
+
+@dataclass(frozen=True)
+class _Paired:
+    """`count` events from `short` on in the shorter trace are those from `long` on in the longer."""
+
+    short: int
+    long: int
+    count: int
+
+
+@dataclass(frozen=True)
+class _Again:
+    """`count` events from `long` on in the longer trace are those just before them once again."""
+
+    long: int
+    count: int
+
+
+def grown(shorter: Trace, longer: Trace, more: int) -> Trace | None:
+    """`longer`, which has one unit more than `shorter`, with `more` units yet; None if there is no telling."""
+    a, b = _Line(shorter.events), _Line(longer.events)
+    _number_alike(a, b)
+    runs = _aligned(a, b)
+    if runs is None:
+        return None
+    before: Counter[Category] = Counter()
+    for category in [*shorter.before, *(c for c in longer.before if c not in shorter.before)]:
+        small, large = shorter.before[category], longer.before[category]
+        before[category] = large + more * (large - small)
+    return Trace(before, list(_events(a, b, runs, more + 1)))
+
+
+class _Line:
+    """A trace's events, each as what it is (an integer, equal for equal ones), roughly what it is, and its numbers."""
+
+    def __init__(self, events: Sequence[Event]):
+        self.events = events
+        described = [_described(event) for event in events]
+        self.rough: list[Hashable] = [rough for rough, _, _ in described]
+        self.exact: list[Hashable] = [(rough, sizes) for rough, sizes, _ in described]
+        self.numbers = [sizes + places for _, sizes, places in described]
+        self.rough_ids = self.exact_ids = np.empty(0, np.int64)
+
+
+def _number_alike(*lines: _Line) -> None:
+    for kind in ("rough", "exact"):
+        known: dict[Hashable, int] = {}
+        for line in lines:
+            ids = [known.setdefault(token, len(known)) for token in getattr(line, kind)]
+            setattr(line, f"{kind}_ids", np.array(ids, np.int64))
+
+
+def _described(event: Event) -> tuple[Hashable, tuple[int, ...], tuple[int, ...]]:
+    """What kind of event it is; its sizes; its place in the step, which differs from layer to layer."""
+    if isinstance(event, Pass):
+        return "pass", (), ()
+    layer = event.where.layer
+    kind, place = (type(event).__name__, event.where.phase, layer is None), (layer or 0,)
+    if isinstance(event, Change):
+        return (*kind, event.memory.category), (event.bytes,), place
+    if isinstance(event, Wait):
+        return kind, (), (event.messages_ago, *place)
+    after = (event.after is None,)
+    if isinstance(event, Work):
+        return (*kind, *after, event.name, event.dtype), (event.flops, event.moved_bytes), (event.after or 0, *place)
+    same = (event.kind, event.axis, event.ranks, event.stride, event.peer)
+    return (*kind, *after, *same), (event.sent_bytes, event.message_bytes), (event.after or 0, *place)
+
+
+def _with(event: Event, numbers: Sequence[int]) -> Event:
+    """The event with other `_Line.numbers`."""
+    if isinstance(event, Pass):
+        return event
+    where = event.where if event.where.layer is None else Where(event.where.phase, numbers[-1])
+    if isinstance(event, Change):
+        return Change(numbers[0], Memory(event.memory.category), where)
+    if isinstance(event, Wait):
+        return Wait(numbers[0], where)
+    after = None if event.after is None else numbers[2]
+    if isinstance(event, Work):
+        return event._replace(flops=numbers[0], moved_bytes=numbers[1], after=after, where=where)
+    return event._replace(sent_bytes=numbers[0], message_bytes=numbers[1], after=after, where=where)
+
+
+def _aligned(a: _Line, b: _Line) -> list[_Paired | _Again] | None:
+    """The longer trace in terms of the shorter."""
+    runs: list[_Paired | _Again] = []
+    i = j = paired_from = 0
+    while i < len(a.events) or j < len(b.events):
+        if alike := _alike(a.exact_ids[i:], b.exact_ids[j:]):
+            runs.append(_Paired(i, j, alike))
+            i, j = i + alike, j + alike
+            continue
+        count = _repeated(a, b, i, j, paired_from)
+        if count is None:
+            return None
+        if count:
+            runs.append(_Again(j, count))
+            j += count
+            paired_from = j
+        else:
+            runs.append(_Paired(i, j, 1))
+            i, j = i + 1, j + 1
+    return runs
+
+
+def _alike(a: Ints, b: Ints) -> int:
+    """How many they have in common from the start on."""
+    both = min(len(a), len(b))
+    for start in range(0, both, 4096):
+        end = min(start + 4096, both)
+        differ = np.flatnonzero(a[start:end] != b[start:end])
+        if len(differ):
+            return start + int(differ[0])
+    return both
+
+
+def _repeated(a: _Line, b: _Line, i: int, j: int, since: int) -> int | None:
+    """How many events from `j` on are a repetition, after which both go on alike; 0: only numbers differ here."""
+    left = len(a.events) - i
+    if left == 0:
+        count = len(b.events) - j
+        return count if _is_repetition(b, j, count, since) else None
+    for of_a, of_b in ((a.exact_ids, b.exact_ids), (a.rough_ids, b.rough_ids)):
+        candidates = [int(count) for count in np.flatnonzero(of_b[j : j + LONGEST] == of_a[i])]
+        for window in (min(size, left) for size in WINDOWS):
+            for count in candidates:
+                goes_on = np.array_equal(of_b[j + count : j + count + window], of_a[i : i + window])
+                goes_on &= window < left or len(b.events) == j + count + left  # they end together
+                if goes_on and _is_repetition(b, j, count, since):
+                    return count
+    return None
+
+
+def _is_repetition(b: _Line, j: int, count: int, since: int) -> bool:
+    """Whether `count` events from `j` on are those before, none of them from before `since`."""
+    return j - count >= since and np.array_equal(b.exact_ids[j : j + count], b.exact_ids[j - count : j])
+
+
+def _events(a: _Line, b: _Line, runs: Sequence[_Paired | _Again], times: int) -> Iterator[Event]:
+    """The shorter trace's events, with what is repeated so many `times` more."""
+    partner: dict[int, int] = {}
+    for run in runs:
+        if isinstance(run, _Paired):
+            for k in range(run.count):
+                short, long = a.numbers[run.short + k], b.numbers[run.long + k]
+                partner[run.long + k] = run.short + k
+                event = b.events[run.long + k]
+                yield event if short == long else _with(event, _far(short, long, times))
+            continue
+        first = run.long - run.count
+        for again in range(1, times + 1):
+            for k in range(run.count):
+                begin = _far(a.numbers[partner[first + k]], b.numbers[first + k], times)
+                step = zip(b.numbers[first + k], b.numbers[run.long + k], begin, strict=True)
+                numbers = [start + again * (after - before) for before, after, start in step]
+                yield _with(b.events[run.long + k], numbers)
+
+
+def _far(short: Sequence[Any], long: Sequence[Any], times: int) -> list[int]:
+    """Numbers that differ by one unit between two traces, after so many units more than the shorter has."""
+    return [s + times * (n - s) for s, n in zip(short, long, strict=True)]

@@ -1,0 +1,242 @@
+"""Silent corruption: what several ranks hold must be the same bits on all of them; who differs is found and healed.
+
+Each tensor's fingerprint is the sum of its bits, read as 64-bit integers and wrapping: it runs at the speed of memory,
+does not depend on the order of summation, and any one flipped bit changes it (two cancel only if the same bit of two
+words flips in opposite directions). Fingerprints of a rank are weighted such that those of equal copies add up to 0
+over all ranks, so that one number in the step's exchange tells all ranks at once whether any copy differs. Only then
+are they compared one by one.
+
+Weights and optimizer state that a single rank holds cannot be checked like that.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement
+
+from argosy.data.permutation import key_of
+from argosy.errors import RunFailed
+from argosy.models.layers import local
+from argosy.optim.optimizer import Optimizer
+from argosy.parallel.mesh import Meshes
+from argosy.parallel.model import ParallelModel
+from argosy.parallel.world import World
+from argosy.training.step import is_nonzero, limbs_of
+
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes of an element."""
+EXPERT_AXES = {"expert_replicate", "expert_shard", "ep"}
+
+Key = tuple[int, tuple[str, ...]]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Holders:
+    """Ranks that hold the same part of something. Those of one place in the layout share all their parts alike."""
+
+    ranks: tuple[int, ...]
+    """Ascending."""
+    split: tuple[str, ...]
+    """Axes that the whole is split over; with the first rank, it tells these holders from all others."""
+
+    @property
+    def key(self) -> Key:
+        """Short, and equal on all of them."""
+        return self.ranks[0], self.split
+
+
+@dataclass(frozen=True)
+class Copy:
+    """This rank's copy of a tensor that others hold too."""
+
+    name: str
+    tensor: Tensor
+    holders: Holders
+
+
+@dataclass(frozen=True)
+class Corruption:
+    """A tensor whose copies differ."""
+
+    name: str
+    ranks: tuple[int, ...]
+    """Who holds what most others do not; with no majority, all holders: one of them is wrong."""
+    healthy: int | None
+    """A rank whose copy is that of the majority; None without one."""
+    fingerprint: int
+    """The majority's."""
+
+
+class Fingerprints:
+    """Compares the copies of weights and optimizer state that ranks hold of one another's."""
+
+    def __init__(self, model: ParallelModel, optimizer: Optimizer, world: World):
+        self._model, self._optimizer, self._world = model, optimizer, world
+        self._names: tuple[str, ...] = ()
+        self._factors = torch.empty(0)
+
+    def share(self) -> Tensor | None:
+        """This rank's share of a sum over all ranks that is 0 modulo 2**64 if all copies are equal; int64, no dims.
+
+        The host waits for nothing. None if no other rank has what this one has.
+        """
+        copies = list(self._copies())
+        if not copies:
+            return None
+        names = tuple(copy.name for copy in copies)
+        if names != self._names:  # once at the start, and once when the first update has made the moments
+            self._names = names
+            self._factors = torch.tensor([self._factor(copy) for copy in copies], device=self._world.device)
+        return (_mixed(self._sums(copies)) * self._factors).sum()
+
+    def differ(self) -> bool:
+        """Whether any copies differ; all ranks call it together, and get the same answer."""
+        return is_nonzero(self._world.sum(limbs_of(self.share(), self._world.device)).tolist())
+
+    def find(self) -> list[Corruption]:
+        """Which tensors have copies that differ, the same list on all ranks, which call it together."""
+        copies = list(self._copies())
+        sums = dict(zip((copy.name for copy in copies), self._sums(copies).tolist(), strict=True)) if copies else {}
+        by_holders: dict[Key, dict[str, int]] = defaultdict(dict)
+        for copy in copies:
+            by_holders[copy.holders.key][copy.name] = sums[copy.name]
+        of_all = self._gather({key: key_of(repr(sorted(some.items()))) for key, some in by_holders.items()})
+        suspect = _differing(of_all)
+        detail = self._gather({key: some for key, some in by_holders.items() if key in suspect})
+        found = []
+        for key in sorted(suspect):
+            held = {rank: some[key] for rank, some in enumerate(detail) if key in some}
+            for name in sorted(next(iter(held.values()))):
+                found += _judged(name, {rank: some[name] for rank, some in held.items()})
+        return found
+
+    def heal(self, corruptions: Sequence[Corruption]) -> None:
+        """Copy what is corrupt from a healthy rank; all ranks call it alike, and every one must have a majority.
+
+        Raises: RunFailed if what arrives is not what was sent for.
+        """
+        mine = {copy.name: copy.tensor for copy in self._copies()}
+        me, device = self._world.rank, self._world.device
+        for corrupt in corruptions:
+            assert corrupt.healthy is not None
+            for rank in corrupt.ranks:
+                if me == corrupt.healthy:
+                    dist.send(mine[corrupt.name].contiguous().to(device), rank)
+                elif me == rank:
+                    arrived = torch.empty_like(mine[corrupt.name], device=device).contiguous()
+                    dist.recv(arrived, corrupt.healthy)
+                    mine[corrupt.name].copy_(arrived)
+                    if int(sum_of_bits(mine[corrupt.name])) != corrupt.fingerprint:
+                        raise RunFailed(
+                            f"{corrupt.name} on rank {me} is corrupt, and its copy from rank {corrupt.healthy} is not "
+                            "what was sent. Take this machine out, and run the same command again."
+                        )
+        with torch.no_grad():
+            self._model.after_update()
+
+    def _copies(self) -> Iterator[Copy]:
+        """What this rank holds that others do too, in an order that all holders share."""
+        model, meshes = self._model, self._model.meshes
+        if meshes is None:
+            return
+        for piece, master in zip(model.pieces, model.masters, strict=True):
+            parameter = piece.parameter
+            mesh, placements = getattr(parameter, "device_mesh", None), getattr(parameter, "placements", ())
+            whole, part = _holders(meshes, mesh, placements), _holders(meshes, piece.mesh, piece.placements)
+            if len(whole.ranks) > 1:
+                yield Copy(f"model.{piece.name}", local(parameter.detach()), whole)
+            if len(part.ranks) > 1:
+                if master.value is not piece.value:
+                    yield Copy(f"master.{piece.name}", master.value.detach(), part)
+                for name, tensor in self._optimizer.kept_of(master).items():
+                    yield Copy(f"optimizer.{piece.name}.{name}", tensor, part)
+        everyone = _holders(meshes, None, ())
+        if len(everyone.ranks) > 1:
+            for name, buffer in model.buffers().items():
+                yield Copy(f"model.{name}", buffer, everyone)
+
+    def _sums(self, copies: Iterable[Copy]) -> Tensor:
+        device = self._world.device
+        with torch.no_grad():
+            return torch.stack([sum_of_bits(copy.tensor).to(device, non_blocking=True) for copy in copies])
+
+    def _factor(self, copy: Copy) -> int:
+        """The first holder counts as often as all others together, and against them."""
+        others = len(copy.holders.ranks) - 1
+        weight = others if self._world.rank == copy.holders.ranks[0] else -1
+        odd = key_of("fingerprint", copy.name) | 1  # so that two tensors' differences do not cancel
+        return _signed(weight * odd)
+
+    def _gather(self, mine: dict[Key, T]) -> list[dict[Key, T]]:
+        everyone: list[dict[Key, T]] = [{} for _ in range(self._world.size)]
+        dist.all_gather_object(everyone, mine)
+        return everyone
+
+
+def sum_of_bits(tensor: Tensor) -> Tensor:
+    """The sum of a tensor's bits, as 64-bit integers in the order of its elements, modulo 2**64; int64, no dims."""
+    flat = tensor.detach().reshape(-1)
+    per_word = 8 // flat.element_size()
+    if flat.storage_offset() % per_word:
+        flat = flat.clone()  # or its words would begin elsewhere than those of the other copies
+    in_words = flat.numel() // per_word * per_word
+    rest = flat[in_words:].view(INTEGERS[flat.element_size()])
+    return flat[:in_words].view(torch.int64).sum() + rest.sum(dtype=torch.int64)
+
+
+def _holders(meshes: Meshes, mesh: DeviceMesh | None, placements: Sequence[Placement]) -> Holders:
+    """The ranks of this one's pipeline stage that hold the same part as it of what is split like that."""
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    split = {name for name, placement in zip(names, placements, strict=True) if isinstance(_dim(placement), int)}
+    view = meshes.experts if EXPERT_AXES & set(names) else meshes.state
+    axes: tuple[str, ...] = view.mesh_dim_names or ()
+    mine: Sequence[int] = view.get_coordinate() or ()
+    place = tuple(at if axis == "pp" or axis in split else slice(None) for axis, at in zip(axes, mine, strict=True))
+    return Holders(tuple(sorted(view.mesh[place].flatten().tolist())), tuple(sorted(split)))
+
+
+def _dim(placement: Placement) -> object:
+    return getattr(placement, "dim", None)
+
+
+def _mixed(sums: Tensor) -> Tensor:
+    """A bijection of 64-bit integers, in which a difference of one bit becomes one of many.
+
+    Without it a flip of the topmost bit, 2**63, times an even factor would be 0.
+    """
+    mixed = sums * _signed(0xBF58476D1CE4E5B9)  # SplitMix64's
+    mixed = mixed ^ ((mixed >> 32) & 0xFFFFFFFF)
+    return mixed * _signed(0x94D049BB133111EB)
+
+
+def _signed(number: int) -> int:
+    """Modulo 2**64, as int64 has it."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def _differing(of_all: Sequence[dict[Key, int]]) -> set[Key]:
+    seen: dict[Key, set[int]] = defaultdict(set)
+    for of_rank in of_all:
+        for key, number in of_rank.items():
+            seen[key].add(number)
+    return {key for key, numbers in seen.items() if len(numbers) > 1}
+
+
+def _judged(name: str, sums: dict[int, int]) -> list[Corruption]:
+    """Nothing if all are equal."""
+    (number, count), *others = Counter(sums.values()).most_common()
+    if not others:
+        return []
+    if 2 * count <= len(sums):
+        return [Corruption(name, tuple(sums), None, number)]
+    healthy = [rank for rank, found in sums.items() if found == number]
+    return [Corruption(name, tuple(rank for rank in sums if rank not in healthy), healthy[0], number)]

@@ -1,0 +1,237 @@
+"""Copies in host memory: on two nodes, whole or refused, the one before kept until all ranks have the next."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from argosy.checkpoint.boxes import Box
+from argosy.checkpoint.history import History, Position
+from argosy.checkpoint.memory import FOLDER, NODE, MemoryCopies, copies_in, memory_folder, node_name, place
+from argosy.checkpoint.shards import wholes
+from argosy.parallel.world import World
+
+ALONE = World()
+HISTORY = History().next("abc", 0)
+
+
+def box(name: str, size: int = 4) -> Box:
+    return Box(name, "float32", (size,), (0,), (size,))
+
+
+def state(step: int, rank: int = 0) -> dict[Box, torch.Tensor]:
+    """Something of each rank's own."""
+    return wholes({"weight": torch.full((1000,), float(step)), "bias": torch.arange(7.0)}, f"rank{rank}.")
+
+
+def found(folder: Path) -> dict[tuple[int, int], dict[str, torch.Tensor]]:
+    """(step, rank) -> what the copy of it holds; each must be whole."""
+    copies = {}
+    for copy in copies_in(folder):
+        assert copy.is_whole()
+        copies[copy.step, copy.rank] = {b.name: copy.file.read(b, b).clone() for b in copy.file.boxes}
+    return copies
+
+
+def expected(step: int, rank: int = 0) -> dict[str, torch.Tensor]:
+    return {b.name: tensor for b, tensor in state(step, rank).items()}
+
+
+# Placement
+
+
+def test_what_live_replicas_on_two_nodes_hold_is_not_copied():
+    everything = [box("a"), box("b")]
+    assert place(["x", "y"], [everything] * 2).kept == ((), ())
+    assert place(["x", "x", "y", "y"], [everything[:1], everything[1:]] * 2).kept == ((),) * 4
+
+
+def test_if_one_box_has_no_replica_on_another_node_all_are_copied_since_going_back_takes_all():
+    placement = place(["x", "y"], [[box("both"), box("mine")], [box("both")]])
+    assert sorted(b.name for kept in placement.kept for b in kept) == ["both", "mine"]
+
+
+def test_a_generator_that_each_rank_has_of_its_own_is_no_reason_to_copy():
+    assert place(["x", "y"], [[box("a"), box(f"rng.rank{rank}")] for rank in range(2)]).kept == ((), ())
+
+
+def test_replicas_on_one_node_share_the_work_of_copying():
+    everything = [box("large", 8), box("a"), box("b")]
+    kept = place(["x"] * 2, [everything] * 2).kept
+    assert [[b.name for b in boxes] for boxes in kept] == [["large"], ["a", "b"]]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "mirror"),
+    [
+        ("x", (None,)),
+        ("xx", (None, None)),
+        ("xy", (1, 0)),
+        ("xxyy", (2, 3, 0, 1)),
+        ("xxyyzz", (2, 3, 4, 5, 0, 1)),
+        ("xxxy", (3, 3, 3, 0)),
+    ],
+)
+def test_the_second_copy_is_on_the_next_node_in_the_ring(nodes, mirror):
+    assert place(nodes, [[box(f"of{rank}")] for rank in range(len(nodes))]).mirror == mirror
+
+
+def test_the_environment_names_folder_and_node(monkeypatch):
+    monkeypatch.delenv(FOLDER, raising=False)
+    assert memory_folder() is None
+    monkeypatch.setenv(FOLDER, "/dev/shm/somewhere")
+    monkeypatch.setenv(NODE, "n7")
+    assert (memory_folder(), node_name()) == (Path("/dev/shm/somewhere"), "n7")
+
+
+# One rank
+
+
+def copies(folder: Path, world: World = ALONE, history: History = HISTORY) -> MemoryCopies:
+    return MemoryCopies(folder, list(state(0, world.rank)), world, history, refuse)
+
+
+def refuse(problem: str) -> None:
+    raise AssertionError(problem)
+
+
+def save(copying: MemoryCopies, *steps: int) -> None:
+    for step in steps:
+        copying.save(Position(step, step * 100, ((3, 5),)), state(step))
+    copying.wait()
+
+
+def test_two_generations_are_kept(tmp_path):
+    copying = copies(tmp_path)
+    save(copying, 10)
+    assert found(tmp_path).keys() == {(10, 0)}
+    save(copying, 20, 30, 40)
+    torch.testing.assert_close(found(tmp_path), {(step, 0): expected(step) for step in (30, 40)})
+    assert copying.step == 40
+
+
+def test_a_copy_knows_where_in_which_run_it_stood(tmp_path):
+    save(copies(tmp_path), 10)
+    (copy,) = copies_in(tmp_path)
+    assert copy.state == (Position(10, 1000, ((3, 5),)), HISTORY)
+
+
+def test_what_training_does_after_the_call_is_not_in_the_copy(tmp_path):
+    copying, live = copies(tmp_path), state(10)
+    copying.save(Position(10, 0), live)
+    for tensor in live.values():
+        tensor.zero_()
+    copying.wait()
+    torch.testing.assert_close(found(tmp_path), {(10, 0): expected(10)})
+
+
+def test_a_copy_in_which_a_bit_has_changed_is_refused(tmp_path):
+    save(copies(tmp_path), 10, 20)
+    path = copies_in(tmp_path)[1].path
+    data = bytearray(path.read_bytes())
+    for place_of_bit in (0, 20, len(data) // 2, len(data) - 1):
+        data[place_of_bit] ^= 16
+        path.write_bytes(data)
+        assert [copy.is_whole() for copy in copies_in(tmp_path)] == [True, False]
+        data[place_of_bit] ^= 16
+
+
+def test_what_is_no_copy_is_not_taken_for_one(tmp_path):
+    save(copies(tmp_path), 10)
+    (tmp_path / "abc.00000.partial").write_bytes(b"half of somethi")
+    (tmp_path / "notes.txt").write_text("of somebody else")
+    (tmp_path / "abc.00000020.00000.00000000").write_bytes(b"renamed")
+    assert [(copy.step, copy.is_whole(), copy.state is None) for copy in copies_in(tmp_path)] == [
+        (10, True, False),
+        (20, False, True),
+    ]
+    assert copies_in(tmp_path / "nowhere") == copies_in(None) == []
+
+
+def test_a_process_killed_at_any_moment_leaves_a_whole_copy_and_nothing_that_only_looks_like_one(tmp_path):
+    context = multiprocessing.get_context("fork")
+    for attempt in range(8):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        copying = context.Process(target=copy_for_ever, args=(folder,))
+        copying.start()
+        while not copies_in(folder):
+            assert copying.is_alive()
+        time.sleep(0.0015 * attempt)
+        copying.kill()
+        copying.join()
+        whole = found(folder)
+        assert whole
+        torch.testing.assert_close(whole, {key: expected(*key) for key in whole})
+
+
+def copy_for_ever(folder: Path) -> None:
+    copying = copies(folder)
+    for step in range(10_000):
+        save(copying, step)
+
+
+def test_without_room_there_are_no_more_copies_and_the_last_one_stays(tmp_path, monkeypatch):
+    problems: list[str] = []
+    copying = MemoryCopies(tmp_path, list(state(0)), ALONE, HISTORY, problems.append)
+    save(copying, 10)
+    monkeypatch.setattr(os, "posix_fallocate", no_room)
+    save(copying, 20)
+    assert problems == ["[Errno 28] no room; there will be no more copies in memory"]
+    assert not copying.is_on
+    save(copying, 30)
+    torch.testing.assert_close(found(tmp_path), {(10, 0): expected(10)})
+
+
+def no_room(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, "no room")
+
+
+def test_copies_of_the_world_before_go_once_there_is_a_newer_one(tmp_path):
+    save(copies(tmp_path), 10, 20)
+    copying = copies(tmp_path, history=HISTORY.next("def", 20))
+    assert found(tmp_path).keys() == {(10, 0), (20, 0)}
+    save(copying, 30)
+    assert found(tmp_path).keys() == {(30, 0)}
+
+
+# Several ranks
+
+
+def copy_together(world: World, folder: Path, nodes: list[str], full: int | None = None) -> tuple[Any, ...]:
+    """Three copies on these nodes, each with a folder of its own; of rank `full` the node has no room for the third."""
+    problems: list[str] = []
+    node = folder / nodes[world.rank]
+    node.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(NODE, nodes[world.rank])
+        copying = MemoryCopies(node, list(state(0, world.rank)), world, HISTORY, problems.append)
+        for step in (10, 20, 30):
+            if world.rank == full and step == 30:
+                patch.setattr(os, "posix_fallocate", no_room)
+            copying.save(Position(step, 0), state(step, world.rank))
+            copying.wait()
+    return copying.step, copying.is_on, problems
+
+
+def test_each_node_has_the_copies_of_the_one_before_it_too(workers, tmp_path):
+    answers = workers.run(3, copy_together, tmp_path, ["x", "y", "z"])
+    assert answers == [(30, True, [])] * 3
+    for node, ranks in {"x": (0, 2), "y": (1, 0), "z": (2, 1)}.items():
+        torch.testing.assert_close(
+            found(tmp_path / node), {(step, rank): expected(step, rank) for step in (20, 30) for rank in ranks}
+        )
+
+
+def test_if_one_node_has_no_room_all_ranks_stop_at_the_same_copy(workers, tmp_path):
+    answers = workers.run(2, copy_together, tmp_path, ["x", "y"], 1)
+    assert answers == [(20, False, ["[Errno 28] no room; there will be no more copies in memory"])] * 2
+    for node in "xy":
+        assert {(20, 0), (20, 1)} <= found(tmp_path / node).keys() <= {(10, 0), (10, 1), (20, 0), (20, 1)}

@@ -1,0 +1,132 @@
+"""Copies in another place: they come back whole, or not at all."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from argosy.checkpoint import store
+from argosy.checkpoint.remote import Remote
+from argosy.checkpoint.store import Checkpoint, Damaged, Fenced
+from argosy.errors import UserError
+from checkpoint.saving import flip_a_bit, manifest
+
+FILES = {"rank-00000.safetensors": bytes(range(200)), "rank-00001.safetensors": b"more"}
+
+
+def write(run_dir: Path, step: int, plan: str = "") -> Checkpoint:
+    partial = store.partial_folder(run_dir, step, 0)
+    partial.mkdir(parents=True)
+    for name, data in FILES.items():
+        (partial / name).write_bytes(data)
+    files = {name: store.file_sum(partial / name) for name in FILES}
+    return store.commit(partial, manifest(step, plan=plan, files=files))
+
+
+def anywhere() -> None:
+    """The fence that lets all pass."""
+
+
+@pytest.fixture(params=["memory", "file", "path"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    there = tmp_path / "there"
+    return {"memory": f"memory://{uuid.uuid4().hex}", "file": there.as_uri(), "path": str(there)}[request.param]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return tmp_path / "runs" / "mine"
+
+
+def test_a_copy_comes_back_as_a_verified_checkpoint(url, run_dir):
+    given = write(run_dir, 4)
+    assert Remote(url, run_dir).put(given, anywhere)
+    elsewhere = Path(run_dir.parent, "another disk", "mine")
+    remote = Remote(url, elsewhere)
+    assert remote.steps() == [4]
+    found = remote.fetch(4, epoch=0)
+    found.verify()
+    assert found.is_verified and found.manifest == given.manifest
+    assert [path.name for path in found.folder.parent.iterdir()] == ["step-00000004"]
+
+
+def test_what_is_there_is_not_copied_again_and_what_differs_is(url, run_dir):
+    remote = Remote(url, run_dir)
+    assert remote.put(write(run_dir, 4), anywhere)
+    assert not remote.put(store.committed(run_dir)[0], anywhere)
+    store.remove(store.step_folder(run_dir, 4))
+    assert remote.put(write(run_dir, 4, plan="another"), anywhere)
+
+
+def test_runs_do_not_meet(url, run_dir):
+    Remote(url, run_dir).put(write(run_dir, 4), anywhere)
+    assert Remote(url, run_dir.with_name("another")).steps() == []
+
+
+def test_the_manifest_comes_last_and_only_if_all_was_copied_well(tmp_path, run_dir, monkeypatch):
+    remote = Remote(str(tmp_path / "there"), run_dir)
+    put_file: Any = remote._fs.put_file
+
+    def damaging(source: str, target: str) -> None:
+        put_file(source, target)
+        flip_a_bit(Path(target), 9)
+
+    monkeypatch.setattr(remote._fs, "put_file", damaging)
+    with pytest.raises(Damaged, match=r"rank-00000\.safetensors: does not match"):
+        remote.put(write(run_dir, 4), anywhere)
+    assert remote.steps() == []
+
+
+def test_a_process_of_an_epoch_before_copies_nothing(url, run_dir):
+    checkpoint, remote = write(run_dir, 4), Remote(url, run_dir)
+    (run_dir / store.EPOCH_FILE).write_text("1")
+    with pytest.raises(Fenced):
+        remote.put(checkpoint, lambda: store.check_epoch(run_dir, 0))
+    assert remote.steps() == []
+
+
+@pytest.mark.parametrize("name", [*FILES, store.MANIFEST])
+def test_a_copy_that_is_damaged_is_refused_and_named_and_leaves_nothing(tmp_path, run_dir, name):
+    remote = Remote(str(tmp_path / "there"), run_dir)
+    remote.put(write(run_dir, 4), anywhere)
+    store.remove(store.step_folder(run_dir, 4))
+    flip_a_bit(next((tmp_path / "there").rglob(name)), 20)
+    with pytest.raises(Damaged, match=name):
+        remote.fetch(4, epoch=0)
+    assert list((run_dir / "checkpoints").iterdir()) == []
+
+
+def test_a_copy_takes_the_place_of_a_damaged_checkpoint(url, run_dir):
+    remote = Remote(url, run_dir)
+    remote.put(write(run_dir, 4), anywhere)
+    flip_a_bit(store.step_folder(run_dir, 4) / "rank-00000.safetensors", 3)
+    remote.fetch(4, epoch=0).verify()
+    assert store.newest_whole(run_dir).damaged == ()
+
+
+def test_as_many_copies_are_kept_as_checkpoints(url, run_dir):
+    remote = Remote(url, run_dir)
+    for step in range(1, 8):
+        remote.put(write(run_dir, step), anywhere)
+    remote.prune(keep_last=3, keep_every=0)
+    assert remote.steps() == [5, 6, 7]
+    remote.prune(keep_last=1, keep_every=5)
+    assert remote.steps() == [5, 6, 7]
+    remote.prune(keep_last=1, keep_every=0)
+    assert remote.steps() == [6, 7]
+
+
+def test_copies_of_steps_that_the_run_turned_away_from_go(url, run_dir):
+    remote = Remote(url, run_dir)
+    for step in (1, 2, 3):
+        remote.put(write(run_dir, step), anywhere)
+    remote.forget_after(1)
+    assert remote.steps() == [1]
+
+
+def test_a_place_that_cannot_be_used_is_said_before_anything_is_trained(run_dir):
+    with pytest.raises(UserError, match=r"checkpoint\.remote = nowhere://bucket: .*nowhere.*package"):
+        Remote("nowhere://bucket", run_dir)

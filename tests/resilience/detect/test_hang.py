@@ -1,0 +1,163 @@
+"""A run that stands still: the right rank is named, in time, and nobody while the run is well."""
+
+from __future__ import annotations
+
+import pytest
+
+from argosy.resilience.detect.hang import Hang, blame, who_waits
+from resilience.detect.samples import World
+
+
+@pytest.fixture
+def world() -> World:
+    """Four ranks in their 30th step."""
+    return World(4)
+
+
+@pytest.fixture
+def hang(world: World) -> Hang:
+    hang = Hang(hang_s=5.0, beat_timeout_s=3.0)
+    for _ in range(30):
+        world.step()
+        assert not hang.observe(world.sample())
+    return hang
+
+
+def test_the_rank_that_others_wait_for_is_named_with_the_collective(world, hang):
+    world.change(2, phase="backward")
+    world.count([0, 1, 3])
+    world.change([0, 1, 3], phase="communication")
+    found = world.watch(hang, 20)
+    assert len(found) == 1
+    after_s, finding = found[0]
+    assert 5 <= after_s <= 6
+    assert (finding.kind, finding.ranks, finding.action) == ("hang", (2,), "kill")
+    assert "rank 2 is stuck in backward of step 30" in finding.why and "default_pg#0" in finding.why
+    assert finding.evidence["waits"] == {rank: {"2": "default_pg#0"} for rank in "013"}
+
+
+def test_the_first_of_a_chain_of_waiting_ranks_is_named(world, hang):
+    """1 waits for 0 in their tp group, 2 and 3 for 0 and 1 in their dp groups: as in a mesh of 2 x 2."""
+    world.count([0, 1], "tp#1", 4)
+    world.count([2, 3], "tp#2", 6)
+    world.count([1], "tp#1", 1)
+    world.count([0, 2], "dp#3", 7)
+    world.count([1, 3], "dp#4", 7)
+    world.count([2], "dp#3")
+    world.count([3], "dp#4")
+    ((_, finding),) = world.watch(hang, 10)
+    assert finding.kind == "hang" and finding.ranks == (0,)
+
+
+def test_a_stuck_loader_is_told_from_a_stuck_computation(world, hang):
+    world.change(1, phase="data")
+    world.count([0, 2, 3])
+    ((_, finding),) = world.watch(hang, 10)
+    assert finding.kind == "stuck_loader" and finding.ranks == (1,)
+
+
+def test_ranks_that_began_collectives_in_different_orders_are_a_mismatch(world, hang):
+    world.count(range(4), "dp#3", 5)
+    world.count([0, 1, 2])
+    world.count([3], "dp#3")
+    ((_, finding),) = world.watch(hang, 10)
+    assert finding.kind == "mismatch" and finding.ranks == (3,)
+
+
+def test_a_rank_in_another_phase_at_equal_counts_is_a_mismatch(world, hang):
+    world.change([0, 1, 2], phase="communication", step=31)
+    world.change(3, phase="communication", step=30)
+    ((_, finding),) = world.watch(hang, 10)
+    assert finding.kind == "mismatch" and finding.ranks == (3,)
+
+
+def test_where_nobody_differs_all_are_named(world, hang):
+    ((_, finding),) = world.watch(hang, 10)
+    assert finding.kind == "hang" and finding.ranks == (0, 1, 2, 3)
+
+
+def test_counts_of_point_to_point_groups_blame_nobody():
+    world = World(2)
+    world.count([0], "mesh_pp#1", 3)
+    world.change([0, 1], phase="pipeline")
+    readings = {rank: seen.reading for rank, seen in world.sample().workers.items()}
+    assert who_waits(readings) == {}
+    assert blame(readings)[1] == (0, 1)
+
+
+@pytest.mark.parametrize(("state", "kind"), [("T", "stopped"), ("R", "frozen"), ("D", "frozen")])
+def test_a_process_without_a_beat_is_named_though_all_stand_still(world, hang, state, kind):
+    world.stopped, world.states = {1}, {1: state}
+    world.count([0, 2, 3])
+    found = world.watch(hang, 4.5)
+    assert len(found) == 1
+    after_s, finding = found[0]
+    assert 3 <= after_s <= 4
+    assert (finding.kind, finding.ranks, finding.action) == (kind, (1,), "kill")
+
+
+def test_a_rank_that_moves_again_can_be_blamed_again(world, hang):
+    world.stopped = {1}
+    assert len(world.watch(hang, 4.5)) == 1
+    world.stopped = set()
+    world.step()
+    hang.observe(world.sample())
+    world.stopped = {1}
+    assert len(world.watch(hang, 4.5)) == 1
+
+
+def test_time_that_the_watcher_itself_slept_counts_against_nobody(world, hang):
+    world.tick_s = 600.0
+    assert not hang.observe(world.sample())
+    world.tick_s = 0.5
+    assert not world.watch(hang, 2.0)
+
+
+def test_slow_steps_are_no_hang(world):
+    """With hang_s = 0 the limit follows the steps."""
+    hang = Hang()
+    for _ in range(20):
+        world.step()
+        assert not world.watch(hang, 60)
+    assert not world.watch(hang, 500)
+    found = world.watch(hang, 110)
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("phase", ["starting", "recovering", "checkpoint", "finishing"])
+def test_what_takes_long_by_nature_gets_longer(world, hang, phase):
+    world.change(range(4), phase=phase)
+    assert not world.watch(hang, 590)
+    assert world.watch(hang, 20)
+
+
+def test_the_first_step_and_the_first_evaluation_may_compile(world, hang):
+    fresh, fresh_world = Hang(hang_s=5.0), World(4)
+    assert not fresh_world.watch(fresh, 300)
+    world.change(range(4), phase="evaluate")
+    assert not world.watch(hang, 300)
+    world.change(range(4), phase="other")
+    world.step()
+    world.watch(hang, 1)
+    world.change(range(4), phase="evaluate")
+    assert world.watch(hang, 10)
+
+
+def test_nobody_is_blamed_while_a_world_is_formed(world, hang):
+    world.change([0, 1, 2], phase="waiting")
+    assert not world.watch(hang, 1000)
+    world.change([0, 1, 2], phase="other", epoch=2)
+    assert not world.watch(hang, 1000)
+
+
+def test_a_replaced_process_begins_anew(world, hang):
+    world.stopped = {1}
+    assert not world.watch(hang, 2.5)
+    world.change(1, pid=999)
+    assert not world.watch(hang, 2.5)
+
+
+def test_one_rank_that_moves_is_enough(world, hang):
+    for _ in range(40):
+        world.count([0], "tp#1")
+        assert not hang.observe(world.sample())

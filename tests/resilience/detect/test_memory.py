@@ -1,0 +1,111 @@
+"""Memory that runs out is told before it has; memory that only goes up and down is not."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from argosy.resilience.detect.memory import Memory, MemoryReading, read_memory, seconds_left
+
+GIB = 2**30
+LIMIT = 64 * GIB
+
+
+def watch(available_gib: list[float], kills: list[int] | None = None, every_s: float = 5.0) -> list[tuple[int, str]]:
+    """(index of the reading, kind of finding)."""
+    memory, found = Memory(), []
+    for i, free in enumerate(available_gib):
+        count = kills[i] if kills else 0
+        reading = MemoryReading(int(free * GIB), LIMIT, count, count)
+        found += [(i, finding.kind) for finding in memory.observe(i * every_s, reading)]
+    return found
+
+
+def test_a_steady_leak_is_told_while_there_is_time():
+    """0.5 GiB a minute from 20: it would run out after 40 minutes."""
+    found = watch([20 - 0.5 / 12 * i for i in range(480)])
+    assert [kind for _, kind in found] == ["memory_low", "memory_low"]
+    left_s = (20 / (0.5 / 60)) - found[0][0] * 5
+    assert 800 < left_s <= 910
+
+
+def test_little_memory_is_told_once():
+    assert watch([10, 2, 2.5, 3, 2]) == [(1, "memory_low")]
+    assert watch([10, 2, 8, 2]) == [(1, "memory_low"), (3, "memory_low")]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_healthy_memory_is_silent(seed):
+    noise = random.Random(seed)
+    assert not watch([20 + noise.gauss(0, 2) for _ in range(1000)])
+
+
+def test_a_start_that_takes_memory_quickly_and_then_no_more_is_silent():
+    assert not watch([60 - min(50, 3 * i) for i in range(200)])
+    assert not watch([60 * 0.9**i + 5 for i in range(200)])
+
+
+def test_a_sawtooth_of_saves_is_silent():
+    assert not watch([20 - 10 * (i % 24) / 24 for i in range(500)])
+
+
+def test_a_kill_by_the_kernel_is_told_from_others():
+    assert watch([20, 20, 20], kills=[3, 3, 3]) == []
+    assert watch([20, 20, 20], kills=[0, 0, 1]) == [(2, "oom_kill")]
+    memory = Memory()
+    memory.observe(0, MemoryReading(40 * GIB, LIMIT, 0, 7))
+    assert not memory.observe(1, MemoryReading(40 * GIB, LIMIT, 0, 8))  # somebody else's group met its limit
+    memory.observe(2, MemoryReading(5 * GIB, LIMIT, 0, 8))
+    assert memory.observe(3, MemoryReading(40 * GIB, LIMIT, 0, 9))
+
+
+def test_no_trend_no_time():
+    assert seconds_left([(0.0, 10), (1.0, 9)]) is None
+    falling = [(5.0 * i, 100 - i) for i in range(61)]
+    assert seconds_left(falling) == pytest.approx(40 * 5, rel=0.1)
+
+
+def files(root: Path, **content: str) -> Path:
+    for name, text in content.items():
+        path = root / name.replace("__", "/").replace("_DOT_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def proc(tmp_path: Path, cgroup: str) -> Path:
+    meminfo = "MemTotal:       65536000 kB\nMemFree: 1 kB\nMemAvailable:   32768000 kB\n"
+    return files(tmp_path / "proc", meminfo=meminfo, vmstat="pgfault 7\noom_kill 2\n", self__cgroup=cgroup)
+
+
+def test_the_machine_is_read(tmp_path):
+    reading = read_memory(proc(tmp_path, ""), tmp_path / "none")
+    assert reading == MemoryReading(32768000 * 1024, 65536000 * 1024, 0, 2)
+
+
+def test_a_group_of_version_2_with_a_limit_is_narrower(tmp_path):
+    group = tmp_path / "cgroup" / "job" / "inner"
+    files(group, memory_DOT_max="max\n", memory_DOT_current="1\n", memory_DOT_events="low 0\noom 3\noom_kill 1\n")
+    files(
+        group.parent, memory_DOT_max="1000000\n", memory_DOT_current="900000\n",
+        memory_DOT_stat="anon 5\ninactive_file 50000\n", memory_DOT_events="oom_kill 99\n",
+    )  # fmt: skip
+    reading = read_memory(proc(tmp_path, "0::/job/inner\n"), tmp_path / "cgroup")
+    assert reading == MemoryReading(150000, 1000000, 1, 2)
+
+
+def test_a_group_of_version_1_is_read_too(tmp_path):
+    group = tmp_path / "cgroup" / "memory" / "job"
+    files(
+        group, memory_DOT_limit_in_bytes="1000000\n", memory_DOT_usage_in_bytes="600000\n",
+        memory_DOT_oom_control="oom_kill_disable 0\nunder_oom 0\noom_kill 4\n",
+    )  # fmt: skip
+    reading = read_memory(proc(tmp_path, "4:memory:/job\n1:cpu:/\n"), tmp_path / "cgroup")
+    assert reading == MemoryReading(400000, 1000000, 4, 2)
+
+
+def test_this_machine_can_be_read():
+    reading = read_memory()
+    assert 0 < reading.available_bytes <= reading.limit_bytes

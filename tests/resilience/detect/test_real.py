@@ -1,0 +1,82 @@
+"""Detectors watch real processes in real collectives, and name the one that was made to misbehave."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from argosy.faults import arm, fault
+from argosy.observe.clock import StepClock
+from argosy.observe.sequences import sequence_numbers
+from argosy.observe.vitals import Vitals, read_vitals
+from argosy.parallel.world import World
+from argosy.resilience.detect.finding import Finding, Sample, WorkerSeen, process_state
+from argosy.resilience.detect.hang import Hang
+from argosy.resilience.detect.straggler import Straggler
+from workers import WorkerPool
+
+SIZE = 3
+
+
+def _steps(world: World, folder: Path, faults: str, steps: int) -> list[tuple[str, tuple[int, ...], str]]:
+    """Make steps that consist of some work and an all-reduce; the first rank also watches, and says what it found."""
+    vitals = Vitals(folder)
+    clock = StepClock(world.device, vitals)
+    vitals.join(1, world.rank, sequence_numbers)
+    dist.barrier()
+    found: list[Finding] = []
+    ended = threading.Event()
+    watcher = threading.Thread(target=_watch, args=(folder, found, ended))
+    if world.rank == 0:
+        watcher.start()
+    arm(faults)
+    try:
+        for step in range(steps):
+            vitals.begin(step)
+            with clock.time("forward"):
+                time.sleep(0.02)
+                fault("forward", step=step, rank=world.rank)
+            with clock.time("communication"):
+                dist.all_reduce(torch.ones(4))
+            clock.lap()
+    finally:
+        arm("")
+        ended.set()
+        if world.rank == 0:
+            watcher.join()
+        vitals.close()
+    return [(finding.kind, finding.ranks, finding.why) for finding in found]
+
+
+def _watch(folder: Path, found: list[Finding], ended: threading.Event) -> None:
+    detectors = [Hang(hang_s=2.5, beat_timeout_s=1.5), Straggler(seconds=0.5)]
+    while not ended.wait(0.05):
+        readings = [read_vitals(path) for path in folder.glob("*.vitals")]
+        workers = {r.rank: WorkerSeen(r, process_state(r.pid)) for r in readings if r is not None and r.rank >= 0}
+        if len(workers) == SIZE:
+            sample = Sample(time.monotonic(), workers)
+            found += [finding for detector in detectors for finding in detector.observe(sample)]
+
+
+@pytest.mark.parametrize(
+    ("faults", "kind", "rank"),
+    [
+        ("sleep@forward:step=10,rank=1,seconds=5", "hang", 1),
+        ("gil@forward:step=10,rank=2,seconds=3", "frozen", 2),
+        ("slow@forward:rank=1,seconds=0.1", "straggler", 1),
+    ],
+)
+def test_the_rank_that_misbehaves_is_named(workers: WorkerPool, tmp_path: Path, faults, kind, rank):
+    found = workers.run(SIZE, _steps, tmp_path, faults, 70)[0]
+    assert [(k, ranks) for k, ranks, _ in found][:1] == [(kind, (rank,))], found
+    if kind == "hang":
+        assert "forward of step 10" in found[0][2] and "default_pg#" in found[0][2]
+
+
+def test_healthy_ranks_are_left_alone(workers: WorkerPool, tmp_path: Path) -> None:
+    assert workers.run(SIZE, _steps, tmp_path, "", 60)[0] == []

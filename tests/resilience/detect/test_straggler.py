@@ -1,0 +1,114 @@
+"""Slow ranks are named within the window; noise, however heavy its tails, names nobody."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from argosy.resilience.detect.finding import Finding
+from argosy.resilience.detect.straggler import Straggler, chance_of
+from resilience.detect.samples import World
+
+STEP_S = 1.0
+Noise = Callable[[random.Random], float]
+NOISES: dict[str, Noise] = {
+    "none": lambda r: 1.0,
+    "uniform": lambda r: r.uniform(0.8, 1.2),
+    "lognormal": lambda r: r.lognormvariate(0, 0.3),
+    "wide lognormal": lambda r: r.lognormvariate(0, 1.0),
+    "pareto": lambda r: r.paretovariate(1.2),
+    "spikes of 50x in 1 of 20": lambda r: 50.0 if r.random() < 0.05 else r.uniform(0.9, 1.1),
+}
+
+
+def run(
+    ranks: int, steps: int, noise: Noise, slow: Callable[[int, int], float] = lambda rank, step: 1.0, seed: int = 0
+) -> list[tuple[int, Finding]]:
+    """(step, finding) of a world in which each rank's work takes noise times `slow(rank, step)`."""
+    world, straggler, random_ = World(ranks, tick_s=STEP_S), Straggler(), random.Random(seed)
+    found = []
+    for step in range(steps):
+        world.step(busy_s={rank: 0.1 * noise(random_) * slow(rank, step) for rank in range(ranks)})
+        found += [(step, finding) for finding in straggler.observe(world.sample())]
+    return found
+
+
+@pytest.mark.parametrize("factor", [2.0, 10.0])
+@pytest.mark.parametrize("ranks", [2, 4, 16])
+@pytest.mark.parametrize(("noise", "within"), [("none", 21), ("uniform", 21), ("lognormal", 60)])
+def test_a_rank_that_is_always_slow_is_named_within_the_window(factor, ranks, noise, within):
+    """Within more than one only where noise is about as large as the slowness."""
+    found = run(ranks, 100, NOISES[noise], lambda rank, step: factor if rank == 1 and step >= 30 else 1.0)
+    assert found and found[0][0] < 30 + within
+    assert {finding.ranks for _, finding in found} == {(1,)}
+    assert found[0][1].action == "alarm"
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 16])
+@pytest.mark.parametrize("noise", ["none", "uniform"])
+def test_a_rank_that_is_slow_in_one_step_of_five_is_named_within_ten_windows(ranks, noise):
+    found = run(ranks, 220, NOISES[noise], lambda rank, step: 10.0 if rank == 1 and step % 5 == 0 else 1.0)
+    assert found and {finding.ranks for _, finding in found} == {(1,)}
+
+
+def test_a_slow_rank_is_to_be_avoided_only_after_long(noise=NOISES["uniform"]):
+    found = run(4, 300, noise, lambda rank, step: 2.0 if rank == 3 else 1.0)
+    assert [finding.action for _, finding in found] == ["alarm", "avoid"]
+    assert found[1][0] - found[0][0] >= 80
+
+
+def test_one_that_becomes_well_again_is_not_avoided():
+    found = run(4, 400, NOISES["uniform"], lambda rank, step: 2.0 if rank == 3 and 50 <= step < 90 else 1.0)
+    assert [finding.action for _, finding in found] == ["alarm"]
+
+
+@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("ranks", [2, 4, 16])
+def test_noise_names_nobody(ranks, noise):
+    assert not run(ranks, 4000 // ranks, NOISES[noise], seed=ranks)
+
+
+def test_what_slows_all_blames_nobody():
+    assert not run(4, 300, NOISES["uniform"], lambda rank, step: 10.0 if step % 7 == 0 or step > 200 else 1.0)
+
+
+def test_a_short_time_of_slowness_is_no_straggler():
+    """Twenty steps of 10 ms are not enough: `straggler_s` must pass."""
+    world, straggler = World(2, tick_s=0.01), Straggler(seconds=10.0)
+    found = []
+    for step in range(1000):
+        world.step(busy_s={0: 0.01, 1: 0.03 if 500 <= step < 600 else 0.01})
+        found += straggler.observe(world.sample())
+    assert not found
+
+
+def test_peers_are_compared_with_each_other_only():
+    world, straggler = World(4, tick_s=STEP_S), Straggler(peers=[[0, 1], [2, 3]])
+    for _ in range(100):
+        world.step(busy_s={0: 0.1, 1: 0.1, 2: 0.5, 3: 0.5})
+        assert not straggler.observe(world.sample())
+
+
+def test_another_world_begins_anew():
+    world, straggler = World(2, tick_s=STEP_S), Straggler()
+    for step in range(100):
+        if step % 15 == 0:
+            world.change(range(2), epoch=step // 15, busy_s={})
+        world.step(busy_s={0: 0.1, 1: 1.0})
+        assert not straggler.observe(world.sample())
+
+
+def test_the_chance_is_that_of_dealing_out():
+    assert chance_of(10, 10, 2) == pytest.approx(2 * 0.5**10, rel=1e-6)
+    assert chance_of(5, 10, 2) == 1.0
+    assert chance_of(0, 0, 4) == 1.0
+    exact = 4 * sum(_choose(20, k) * 0.25**k * 0.75 ** (20 - k) for k in range(14, 21))
+    assert exact <= chance_of(14, 20, 4) <= 1.3 * exact
+
+
+def _choose(n: int, k: int) -> int:
+    import math
+
+    return math.comb(n, k)

@@ -1,0 +1,255 @@
+"""Who trains: what the coordinator decides when processes and nodes come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from argosy.errors import FINAL
+from argosy.resilience.membership import (
+    Break,
+    Cause,
+    Finish,
+    Join,
+    Membership,
+    Order,
+    Settings,
+    Start,
+    State,
+    Worker,
+)
+
+KILLED = Cause("signal SIGKILL", exit_code=-9)
+
+
+class Run:
+    """A membership, and agents that do at once what they are told."""
+
+    def __init__(self, nodes: dict[str, int], size: int = 0, **settings: object):
+        replan: Callable[[int], tuple[str, int] | None] = settings.pop("replan", None)  # type: ignore[assignment]
+        size = size or sum(nodes.values())
+        self.of = Membership(Settings(size, f"dp_replicate={size}", **settings), replan=replan)  # type: ignore[arg-type]
+        self.now = 0.0
+        self.said: list[Order] = []
+        for name, slots in nodes.items():
+            self.of.arrived(name, f"host-{name}", slots, {})
+
+    def go(self) -> Run:
+        """Until nothing is left to do: what is started becomes ready, whose world breaks leaves it."""
+        while orders := self.of.orders(self.now):
+            for order in orders:
+                self.said.append(order)
+                if isinstance(order, Start):
+                    self.of.started(order.node, order.slot, pid=len(self.said))
+                    self.of.ready(order.node, order.slot, epoch=0)
+                if isinstance(order, Break):
+                    for name, node in self.of.nodes.items():
+                        for slot, worker in node.workers.items():
+                            if worker.epoch == order.epoch and worker.state is State.RUNNING:
+                                self.of.ready(name, slot, order.epoch, "the world broke")
+        return self
+
+    def take(self, kind: type[Order]) -> list[Order]:
+        """The orders of one kind since the last time."""
+        self.said, mine = [], [order for order in self.said if isinstance(order, kind)]
+        return mine
+
+
+def test_a_world_is_formed_once_all_are_ready():
+    run = Run({"a": 2, "b": 2}).go()
+    starts = [order for order in run.said if isinstance(order, Start)]
+    assert {(s.node, s.slot) for s in starts} == {("a", 0), ("a", 1), ("b", 0), ("b", 1)}
+    (join,) = run.take(Join)
+    assert join == Join(1, "dp_replicate=4", {("a", 0): 0, ("a", 1): 1, ("b", 0): 2, ("b", 1): 3})
+
+
+def test_survivors_keep_their_ranks_and_a_new_process_takes_the_place_of_the_lost():
+    run = Run({"a": 2, "b": 2}).go()
+    run.take(Join)
+    run.of.lost("a", 1, KILLED)
+    run.go()
+    assert [o for o in run.said if isinstance(o, Break)] == [Break(1, "rank 1 is lost: signal SIGKILL")]
+    assert [o for o in run.said if isinstance(o, Start)] == [Start("a", 1)]
+    (join,) = run.take(Join)
+    assert join.epoch == 2 and join.places == {("a", 0): 0, ("a", 1): 1, ("b", 0): 2, ("b", 1): 3}
+
+
+def test_what_is_said_of_an_epoch_that_is_over_is_not_heard():
+    run = Run({"a": 2}).go()
+    run.of.lost("a", 1, KILLED)
+    run.go()
+    run.take(Join)
+    run.of.ready("a", 0, epoch=1, why="late")
+    assert run.of.in_force or run.go().take(Join)
+    assert run.of.epoch == 2
+
+
+def test_nobody_joins_before_all_have_left_the_world_that_broke():
+    run = Run({"a": 2}).go()
+    run.take(Join)
+    run.of.lost("a", 1, KILLED)
+    orders = run.of.orders(0.0)
+    assert orders == [Break(1, "rank 1 is lost: signal SIGKILL"), Start("a", 1)]
+    run.of.started("a", 1, pid=7)
+    run.of.ready("a", 1, epoch=0)
+    assert run.of.orders(0.0) == []
+    run.of.ready("a", 0, epoch=1, why="Connection closed by peer")
+    (join,) = run.of.orders(0.0)
+    assert isinstance(join, Join) and join.epoch == 2
+
+
+def test_a_connection_that_breaks_with_nobody_dead_makes_a_new_epoch_of_the_same_members():
+    run = Run({"a": 2}).go()
+    run.take(Join)
+    run.of.ready("a", 0, epoch=1, why="Connection reset by peer")
+    run.go()
+    assert [o for o in run.said if isinstance(o, Start)] == []
+    (join,) = run.take(Join)
+    assert join.places == {("a", 0): 0, ("a", 1): 1}
+
+
+def test_all_done_is_the_end():
+    run = Run({"a": 2}).go()
+    run.of.done("a", 0)
+    assert run.of.orders(0.0) == []
+    run.of.done("a", 1)
+    assert run.of.orders(0.0) == [Finish(0, "done")]
+
+
+def test_one_that_is_done_is_started_again_if_another_dies_before_its_end():
+    run = Run({"a": 2}).go()
+    run.of.done("a", 0)
+    run.of.lost("a", 1, KILLED)
+    run.take(Join)
+    run.go()
+    assert {(o.node, o.slot) for o in run.said if isinstance(o, Start)} == {("a", 0), ("a", 1)}
+    assert run.take(Join)
+
+
+def test_an_error_that_a_restart_would_only_meet_again_ends_the_run():
+    run = Run({"a": 2}).go()
+    run.of.lost("a", 1, Cause("the loss is NaN", "RunFailed", FINAL + 1))
+    assert Finish(1, "the loss is NaN", "RunFailed") in run.of.orders(0.0)
+    run.of.lost("a", 0, KILLED)
+    assert not any(isinstance(order, Start | Join | Finish) for order in run.of.orders(0.0))
+
+
+def test_lost_workers_are_replaced_as_long_as_steps_are_made():
+    run = Run({"a": 1}, max_restarts=2).go()
+    for step in range(10):
+        run.of.made_step(step)
+        run.of.lost("a", 0, KILLED)
+        run.go()
+    assert not run.take(Finish)
+    run.of.lost("a", 0, KILLED)
+    run.go()
+    run.of.lost("a", 0, KILLED)
+    run.go()
+    (finish,) = run.take(Finish)
+    assert finish.exit_code == 75 and "launch.max_restarts = 2" in finish.why
+
+
+def test_the_same_crash_at_the_same_step_again_ends_the_run():
+    run = Run({"a": 2}).go()
+    crash = Cause("exit code 1, ZeroDivisionError", "ZeroDivisionError", 1, step=7)
+    for _ in range(2):
+        run.of.made_step(7)
+        run.of.lost("a", 1, crash)
+        run.go()
+    (finish,) = run.take(Finish)
+    assert finish.exit_code == 70 and "step 7" in finish.why and "ZeroDivisionError" in finish.why
+
+
+@pytest.mark.parametrize("cause", [KILLED, Cause("exit code 1, another error", "ValueError", 1, step=7)])
+def test_other_crashes_at_that_step_do_not(cause):
+    run = Run({"a": 2}, max_restarts=5).go()
+    for one in (Cause("exit code 1, ZeroDivisionError", "ZeroDivisionError", 1, step=7), cause):
+        run.of.lost("a", 1, one)
+        run.go()
+    assert not run.take(Finish)
+
+
+def test_a_lost_node_is_waited_for_and_then_done_without():
+    run = Run({"a": 2, "b": 2}, wait_for_nodes_s=30, replan=lambda n: (f"dp_replicate={n}", n)).go()
+    run.take(Join)
+    run.of.left("b", "its connection closed")
+    run.go()
+    assert [o for o in run.said if isinstance(o, Break)] and not run.take(Join)
+    run.now = 29
+    assert not run.go().take(Join)
+    run.now = 31
+    (join,) = run.go().take(Join)
+    assert join == Join(2, "dp_replicate=2", {("a", 0): 0, ("a", 1): 1})
+
+
+def test_a_node_that_comes_back_in_time_changes_no_plan():
+    run = Run({"a": 2, "b": 2}, wait_for_nodes_s=30, replan=lambda n: (f"dp_replicate={n}", n)).go()
+    run.take(Join)
+    run.of.left("b", "its connection closed")
+    run.go()
+    run.now = 20
+    run.of.arrived("b", "host-b", 2, {})
+    (join,) = run.go().take(Join)
+    assert join.plan == "dp_replicate=4" and join.places[("a", 1)] == 1
+
+
+def test_a_run_begins_with_all_its_nodes_or_names_who_came():
+    run = Run({"a": 2}, size=4, wait_for_nodes_s=1, first_wait_s=100, replan=lambda n: (f"dp_replicate={n}", n)).go()
+    run.now = 99
+    assert not run.go().take(Join)
+    run.now = 101
+    (finish,) = run.go().take(Finish)
+    assert finish.exit_code == 75 and "2 of 4 workers came within 100 s, from a (2 workers)" in finish.why
+
+
+def test_a_run_that_had_to_shrink_grows_again():
+    run = Run({"a": 2, "b": 2}, wait_for_nodes_s=0, replan=lambda n: (f"dp_replicate={n}", n)).go()
+    run.of.left("b", "gone")
+    run.go()
+    assert run.of.size == 2
+    run.take(Join)
+    run.of.arrived("b", "host-b", 2, {})
+    (join,) = run.go().take(Join)
+    assert join.plan == "dp_replicate=4" and len(join.places) == 4 and join.places[("a", 0)] == 0
+
+
+def test_a_spare_node_takes_the_place_of_a_lost_one():
+    run = Run({"a": 2, "b": 2, "spare": 2}, size=4, wait_for_nodes_s=1000).go()
+    (join,) = run.take(Join)
+    assert {name for name, _ in join.places} == {"a", "b"}
+    run.of.left("b", "gone")
+    (join,) = run.go().take(Join)
+    assert join.places == {("a", 0): 0, ("a", 1): 1, ("spare", 0): 2, ("spare", 1): 3}
+
+
+def test_the_next_coordinator_learns_from_the_agents_what_is_in_force():
+    of = Membership(Settings(2, "dp_replicate=2"), epoch=5)
+    of.arrived("a", "host-a", 1, {0: Worker(State.RUNNING, rank=0, epoch=5)})
+    assert not of.in_force
+    of.arrived("b", "host-b", 1, {0: Worker(State.RUNNING, rank=1, epoch=5)})
+    assert of.in_force and of.orders(0.0) == []
+    of.lost("b", 0, KILLED)
+    assert of.orders(0.0)[0] == Break(5, "rank 1 is lost: signal SIGKILL")
+
+
+def test_a_node_that_comes_back_to_a_new_coordinator_with_dead_workers_breaks_the_epoch():
+    of = Membership(Settings(2, "dp_replicate=2"), epoch=5)
+    of.arrived("a", "host-a", 1, {0: Worker(State.RUNNING, rank=0, epoch=5)})
+    of.arrived("b", "host-b", 1, {})
+    orders = of.orders(0.0)
+    assert Break(5, "not all of its members are left") in orders and Start("b", 0) in orders
+
+
+def test_nobody_is_started_for_a_run_that_was_asked_to_stop():
+    run = Run({"a": 2}).go()
+    run.of.stop()
+    run.of.done("a", 0)
+    run.of.done("a", 1)
+    assert run.go().take(Finish) == [Finish(0, "done")]
+    run = Run({"a": 2}).go()
+    run.of.stop()
+    run.of.lost("a", 1, KILLED)
+    orders = run.of.orders(0.0)
+    assert any(isinstance(o, Finish) and o.exit_code == 75 for o in orders)
+    assert not any(isinstance(o, Start) for o in orders)

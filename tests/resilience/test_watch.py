@@ -1,0 +1,61 @@
+"""What agents show comes together, of the epoch in force only; who has ended is not taken for one that hangs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from argosy.config.schema import ResilienceConfig
+from argosy.observe.vitals import VitalsReading
+from argosy.resilience.watch import RunWatch
+from resilience.detect.samples import World
+
+TICK_S = 0.5
+
+
+@pytest.fixture
+def watch() -> RunWatch:
+    return RunWatch(ResilienceConfig(beat_timeout_s=3.0, hang_s=5.0))
+
+
+def shown(*readings: VitalsReading) -> list[dict[str, Any]]:
+    return [{"reading": reading.to_record(), "state": "S"} for reading in readings]
+
+
+def test_a_process_that_stands_still_on_one_of_two_nodes_is_found(watch):
+    world = World(4, tick_s=TICK_S)
+    found = []
+    for tick in range(20):
+        if tick == 8:
+            world.stopped = {3}
+        world.sample()
+        assert watch.shown(1, "a", shown(world.ranks[0], world.ranks[1])) == 0
+        watch.shown(1, "b", shown(world.ranks[2], world.ranks[3]))
+        found += watch.findings(world.at_s, 4)
+    assert [(finding.kind, finding.ranks) for finding in found] == [("frozen", (3,))]
+
+
+def test_ranks_of_an_older_epoch_and_incomplete_worlds_are_not_judged(watch):
+    world = World(2, tick_s=TICK_S)
+    world.stopped = {0, 1}
+    for _ in range(20):
+        world.sample()
+        watch.shown(2, "a", shown(world.ranks[0], replace(world.ranks[1], epoch=2)))
+        assert not watch.findings(world.at_s, 2)
+
+
+def test_a_worker_that_has_ended_is_not_found_to_hang(watch):
+    world = World(2, tick_s=TICK_S)
+    for tick in range(40):
+        world.sample()
+        watch.shown(1, "a", shown(*([world.ranks[0], world.ranks[1]] if tick < 10 else [world.ranks[0]])))
+        assert not watch.findings(world.at_s, 2)
+
+
+def test_the_furthest_step_is_told(watch):
+    world = World(2)
+    world.change(1, step=7)
+    assert watch.shown(1, "a", shown(*world.ranks.values())) == 7
+    assert watch.shown(5, "a", shown(*world.ranks.values())) == -1
