@@ -61,10 +61,10 @@ class Folder:
         (self.path / name).write_text(text)
         return self.path / name
 
-    def start(self, *words: object) -> subprocess.Popen[str]:
-        """`argosy WORDS ...`, running."""
+    def start(self, *words: object, **variables: str) -> subprocess.Popen[str]:
+        """`argosy WORDS ...`, running, with environment variables of its own."""
         command = [sys.executable, "-m", "argosy", *map(str, words)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **variables}
         pipe = subprocess.PIPE
         return subprocess.Popen(command, cwd=self.path, env=environment, text=True, stdout=pipe, stderr=pipe)
 

@@ -22,10 +22,16 @@ def blocks(document: Path) -> list[tuple[str, str | None, str]]:
     return [(m[1], m[2], m[3]) for m in BLOCK.finditer(document.read_text())]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "document", [d for d in DOCUMENTS if any(b[0] == "console" for b in blocks(d))], ids=lambda d: d.name
-)
+CHEAP = ("simulate.md",)
+"""Documents whose commands take seconds."""
+WITH_COMMANDS = [
+    pytest.param(d, id=d.name, marks=() if d.name in CHEAP else pytest.mark.slow)
+    for d in DOCUMENTS
+    if any(block[0] == "console" for block in blocks(d))
+]
+
+
+@pytest.mark.parametrize("document", WITH_COMMANDS)
 def test_the_commands_of_a_document_work_in_order(document: Path, tmp_path: Path) -> None:
     for language, name, text in blocks(document):
         if name:

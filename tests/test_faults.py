@@ -103,6 +103,11 @@ def test_steps_in_a_row_and_every():
     assert [step for step in range(10) if strikes("forward", step=step)] == [3, 6, 9]
 
 
+def test_after_a_step_is_the_first_that_comes_by():
+    arm("raise@rename:after=7")
+    assert [step for step in range(0, 30, 5) if strikes("rename", step=step)] == [10]
+
+
 def test_a_fraction_is_reached_or_passed():
     arm("eio@save:fraction=0.5")
     fault("save", fraction=0.4)

@@ -86,11 +86,20 @@ def gradients(model: ParallelModel) -> dict[str, torch.Tensor]:
     return {piece.name: piece.gather(piece.value.grad) for piece in model.pieces if piece.value.grad is not None}
 
 
+def flip(tensor: torch.Tensor, index: int, bit: int) -> None:
+    """Flip one bit of the `index`-th number."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    word = tensor.detach().view(integers).view(-1)[index : index + 1]
+    width = 8 * tensor.element_size()
+    word ^= torch.tensor((1 << bit) - (1 << width if bit == width - 1 else 0), dtype=integers)
+
+
 class StopAfter(StopSignal):
     """Asks for a stop in the last of `steps` steps, as SIGTERM would: the loop looks once a step."""
 
     def __init__(self, steps: int):
         self._steps_left = steps
+        self.world_is_over = False
 
     @property
     def number(self) -> int | None:

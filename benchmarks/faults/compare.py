@@ -35,7 +35,7 @@ HERE = Path(__file__).resolve().parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "1000", "--monitor-interval", "0.1"]
 AS_IT_WORKS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """With the store shared between attempts, restarts of torchrun fail at random."""
-LIGHTHOUSE = "http://localhost:29510"
+LIGHTHOUSE, FIRST_PORT = "http://localhost:29510", 29600
 Starter = Callable[[Path, Path, int, float], list[tuple[list[str], dict[str, str]]]]
 """(run file, folder, processes, timeout_s) -> commands, each with what it needs in its environment."""
 
@@ -89,12 +89,10 @@ def torchrun(run_file: Path, folder: Path, processes: int, timeout_s: float) -> 
 
 def torchft(run_file: Path, folder: Path, processes: int, timeout_s: float) -> list[tuple[list[str], dict[str, str]]]:
     script = [str(HERE / "torchft_ddp.py"), str(run_file), str(folder), str(timeout_s)]
-    command = ["--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    lighthouse = [str(Path(sys.executable).parent / "torchft_lighthouse"), "--min_replicas", "1",
-                  "--quorum_tick_ms", "100", "--join_timeout_ms", "1000"]  # fmt: skip
+    lighthouse = ["torchft_lighthouse", "--min_replicas", "1", "--quorum_tick_ms", "100", "--join_timeout_ms", "1000"]
     groups = [
         (
-            [*TORCHRUN, *command, *script],
+            [*TORCHRUN, "--nproc-per-node", "1", "--master-port", str(FIRST_PORT + group), *script],
             {
                 "TORCHFT_LIGHTHOUSE": LIGHTHOUSE,
                 "REPLICA_GROUP_ID": str(group),
@@ -131,8 +129,8 @@ def train(starter: Starter, options: Options, folder: Path, blows: list[Blow], l
                 break
             if steps and left and time.time() - steps[0]["time_s"] >= left[0].at_s:
                 victims = [pid for process in processes for pid in workers(process.pid)]
-                if victims:
-                    blow = left.pop(0)
+                blow = left.pop(0)
+                if victims:  # else it is left out: several must not come together when somebody is back
                     dealt.append(time.time())
                     pid = sorted(victims)[int(blow.pick * len(victims))]
                     os.kill(pid, signal.SIGSTOP if blow.kind == "stop" else signal.SIGKILL)
@@ -191,6 +189,7 @@ def of_argosy(options: Options) -> Result:
 
 def main() -> None:
     options = tyro.cli(Options, description=__doc__)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was started is ended
     options.folder = options.folder.absolute()
     options.run_file = options.run_file.absolute()
     print("| contender | faults | goodput | training again after s (median, worst) | steps repeated | same losses |")

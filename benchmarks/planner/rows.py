@@ -125,6 +125,7 @@ def _row(cell: dict[str, str]) -> Row:
     metric = cell["metric"]
     if metric not in METRICS:
         raise BadCell(f"metric = {metric!r} is none of {', '.join(METRICS)}")
+    cell = _documented(cell, _numbers(cell))
     number = _numbers(cell)
     value = number["value"]
     if value is None or value <= 0:
@@ -161,6 +162,17 @@ def _row(cell: dict[str, str]) -> Row:
         batch=float(work.global_batch),
         notes=cell["notes"],
     )
+
+
+def _documented(cell: dict[str, str], number: dict[str, float | None]) -> dict[str, str]:
+    """The row, with what its source says elsewhere of all such rows."""
+    batch, chips = number["global_batch"], number["n_gpus"]
+    if "tpu-recipes" not in cell["source"] or not batch or not chips:
+        return cell
+    # `run_recipe.sh`: FSDP alone, one microbatch, a long sequence shared, layers recomputed from their inputs.
+    cp, microbatch = max(1, round(chips / batch)), max(1, int(batch / chips))
+    says = {"tp": 1, "pp": 1, "cp": cp, "ep": 1, "zero_stage": 3, "micro_batch": microbatch, "recompute": "full"}
+    return cell | {key: str(word) for key, word in says.items() if not cell[key]}
 
 
 def _numbers(cell: dict[str, str]) -> dict[str, float | None]:

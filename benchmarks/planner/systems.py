@@ -26,7 +26,7 @@ FSDP_EAGER = replace(FSDP, fused=0, whole_logits=14)
 """Of each logit: itself in bf16, and in fp32 its softmax and the gradients of that and of itself."""
 FSDP1 = System(whole_logits=11, reduced_bytes=2, fused=0, sums_once=0, selective=0.55)
 """FSDP of torch 1.13 and 2.0 with flash attention (llm-foundry)."""
-JAX = System(whole_logits=6, sums_once=0, selective=0.55, even_experts=1)
+JAX = System(whole_logits=6, sums_once=0, selective=0.55, even_experts=1, launched=0)
 
 Cell = dict[str, str]
 
@@ -64,14 +64,15 @@ def _megatron_2021(cell: Cell) -> System:
 
 
 def _megatron_core(cell: Cell) -> System:
-    """DeepEP or HybridEP, or what notes and recipes say. DeepSeek overlaps the exchange (DualPipe), and is alone in
-    publishing what a router did that learned."""
-    notes, trained = cell["notes"].lower(), "deepseek" in cell["source"].lower()
+    """DeepEP or HybridEP, and tokens dealt out evenly, or what notes and recipes say. DeepSeek overlaps the exchange
+    (DualPipe), and its router balances the experts by itself (DeepSeek-V3, section 2.1.2)."""
+    notes = cell["notes"].lower()
+    overlaps = "deepseek" in cell["source"].lower() or "1f1b overlap" in notes
     return replace(
         MEGATRON_CORE,
         sends_once=float("a2a" not in notes and not (_is_bridge(cell) and _has_plain_exchange(cell))),
-        overlaps_experts=float(trained or "1f1b overlap" in notes or (_is_bridge(cell) and _overlaps(cell))),
-        even_experts=float(not trained and "real routing" not in notes),
+        overlaps_experts=float(overlaps or (_is_bridge(cell) and _overlaps(cell))),
+        even_experts=float("real routing" not in notes),
         launched=_launched(cell),
     )
 
@@ -101,7 +102,7 @@ def _has_plain_exchange(cell: Cell) -> bool:
 def _overlaps(cell: Cell) -> bool:
     """Recipes with `moe_a2a_overlap`: where experts of large models span nodes of eight."""
     large = cell["model"].startswith(("deepseek", "kimi", "qwen3-235b"))
-    return large and not cell["gpu"].startswith("GB") and int(cell["ep"] or 1) > 8
+    return large and not cell["gpu"].startswith("GB") and float(cell["ep"] or 1) > 8
 
 
 def _internevo(cell: Cell) -> System:

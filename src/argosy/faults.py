@@ -3,8 +3,8 @@
     ARGOSY_FAULTS='kill@optimizer:step=5,rank=1; flip@weights:step=7,rank=2,bit=30; slow@forward:rank=1,factor=2'
 
 ACTION@POINT:KEY=VALUE,... says what happens where; the same as JSON: [{"action": "kill", "point": "optimizer",
-"step": 5, "rank": 1}]. Keys `step`, `rank`, `epoch` and `fraction` (of a file; reached or passed) say when, and what is
-left out may be any. A fault strikes once for each rank of a run, also if the run is started again in between, unless
+"step": 5, "rank": 1}]. Keys `step`, `after` (a step, or a later one), `rank`, `epoch` and `fraction` (of a file; reached
+or passed) say when, and what is left out may be any. A fault strikes once for each rank of a run, also if the run is started again in between, unless
 `again` (once in each epoch), `steps` (so many steps in a row) or `every` (each step that it divides, without end) say
 otherwise. What has struck stands in events/faults.jsonl of the run's folder.
 
@@ -74,6 +74,8 @@ class Fault:
     action: str
     point: str
     step: int | None = None
+    after: int | None = None
+    """Strikes at this step or at the first one after it that comes by."""
     rank: int | None = None
     epoch: int | None = None
     fraction: float | None = None
@@ -115,7 +117,8 @@ class Fault:
             return False
         if self.fraction is not None and (fraction is None or fraction < self.fraction):
             return False
-        if self.step is not None and (step is None or not self.step <= step):
+        first = self.step if self.after is None else self.after
+        if first is not None and (step is None or step < first):
             return False
         if self.every is not None:
             return step is not None and step % self.every == 0

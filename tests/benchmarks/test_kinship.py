@@ -26,8 +26,8 @@ def planner(monkeypatch):
 
 def test_rows_that_have_more_in_common_are_expected_to_err_more_alike(planner):
     kinship, row = planner
-    rows = [row, replace(row, model="other"), replace(row, model="other", source="other"), replace(row, family="other")]
-    rows.append(row)
+    rows = [row, replace(row, model="other"), replace(row, model="other", source="other")]
+    rows += [replace(row, family="other", source="other"), row]
     known = np.array([False, False, False, False, True])
     expected = kinship.expected_errors(rows, np.zeros((5, 1)), np.array([0, 0, 0, 0, 0.1]), known)
     assert 0.1 > expected[0] > expected[1] > expected[2] > 0

@@ -77,6 +77,13 @@ def test_what_a_rank_has_does_not_travel_and_the_rest_comes_from_who_has_least_t
     assert sum(t.sender == t.receiver for t in transfers) == 5
 
 
+def test_of_what_a_rank_has_a_part_of_only_the_rest_travels():
+    whole, upper = part("matrix", (4, 4), [(0, 4), (0, 4)]), part("matrix", (4, 4), [(0, 2), (0, 4)])
+    transfers = route([[whole], [upper]], [[], [whole]])
+    assert not isinstance(transfers, Misfit)
+    assert [(t.sender, t.part.offset, t.part.shape) for t in transfers] == [(1, (0, 0), (2, 4)), (0, (2, 0), (2, 4))]
+
+
 def test_what_nobody_has_is_named():
     half = part("vector", (8,), [(0, 4)])
     assert str(route([[half]], [[part("vector", (8,), [(2, 6)])]])) == "vector lacks 2 of its 4 numbers there"

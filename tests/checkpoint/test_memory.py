@@ -6,6 +6,7 @@ import errno
 import multiprocessing
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,11 @@ def test_what_live_replicas_on_two_nodes_hold_is_not_copied():
     everything = [box("a"), box("b")]
     assert place(["x", "y"], [everything] * 2).kept == ((), ())
     assert place(["x", "x", "y", "y"], [everything[:1], everything[1:]] * 2).kept == ((),) * 4
+
+
+def test_if_an_update_may_leave_no_survivor_whole_replicas_are_copied_too():
+    kept = place(["x", "y"], [[box("a"), box("b")]] * 2, replicas_do=False).kept
+    assert sorted(b.name for boxes in kept for b in boxes) == ["a", "b"]
 
 
 def test_if_one_box_has_no_replica_on_another_node_all_are_copied_since_going_back_takes_all():
@@ -194,6 +200,12 @@ def no_room(*_: Any) -> None:
     raise OSError(errno.ENOSPC, "no room")
 
 
+def no_room_after(files: int) -> Callable[..., None]:
+    """In place of os.posix_fallocate: there is room for so many files."""
+    left = [None] * files
+    return lambda *_: left.pop() if left else no_room()
+
+
 def test_copies_of_the_world_before_go_once_there_is_a_newer_one(tmp_path):
     save(copies(tmp_path), 10, 20)
     copying = copies(tmp_path, history=HISTORY.next("def", 20))
@@ -205,8 +217,10 @@ def test_copies_of_the_world_before_go_once_there_is_a_newer_one(tmp_path):
 # Several ranks
 
 
-def copy_together(world: World, folder: Path, nodes: list[str], full: int | None = None) -> tuple[Any, ...]:
-    """Three copies on these nodes, each with a folder of its own; of rank `full` the node has no room for the third."""
+def copy_together(world: World, folder: Path, nodes: list[str], full: str = "") -> tuple[Any, ...]:
+    """Three copies on these nodes, each with a folder of its own; the last node has no room for the third copy of
+    "own" or of "guest".
+    """
     problems: list[str] = []
     node = folder / nodes[world.rank]
     node.mkdir(exist_ok=True)
@@ -214,8 +228,8 @@ def copy_together(world: World, folder: Path, nodes: list[str], full: int | None
         patch.setenv(NODE, nodes[world.rank])
         copying = MemoryCopies(node, list(state(0, world.rank)), world, HISTORY, problems.append)
         for step in (10, 20, 30):
-            if world.rank == full and step == 30:
-                patch.setattr(os, "posix_fallocate", no_room)
+            if full and world.rank == world.size - 1 and step == 30:
+                patch.setattr(os, "posix_fallocate", no_room_after(files=0 if full == "own" else 1))
             copying.save(Position(step, 0), state(step, world.rank))
             copying.wait()
     return copying.step, copying.is_on, problems
@@ -230,8 +244,9 @@ def test_each_node_has_the_copies_of_the_one_before_it_too(workers, tmp_path):
         )
 
 
-def test_if_one_node_has_no_room_all_ranks_stop_at_the_same_copy(workers, tmp_path):
-    answers = workers.run(2, copy_together, tmp_path, ["x", "y"], 1)
+@pytest.mark.parametrize("full", ["own", "guest"])
+def test_if_one_node_has_no_room_all_ranks_stop_at_the_same_copy(workers, tmp_path, full):
+    answers = workers.run(2, copy_together, tmp_path, ["x", "y"], full)
     assert answers == [(20, False, ["[Errno 28] no room; there will be no more copies in memory"])] * 2
     for node in "xy":
         assert {(20, 0), (20, 1)} <= found(tmp_path / node).keys() <= {(10, 0), (10, 1), (20, 0), (20, 1)}

@@ -17,7 +17,7 @@ from torch import Tensor
 from argosy.checkpoint.boxes import Box
 from argosy.checkpoint.history import History, Position, from_metadata, to_metadata
 from argosy.checkpoint.memory import NODE, MemoryCopies, copies_in
-from argosy.checkpoint.recover import Disk, Offer, Recovery, newest_covered, recover
+from argosy.checkpoint.recover import Disk, Facts, Offer, Recovery, follow, newest_covered, recover
 from argosy.config.schema import CheckpointConfig, RunConfig
 from argosy.models.batch import microbatches
 from argosy.observe.clock import StepClock
@@ -106,6 +106,35 @@ def test_position_and_history_go_through_the_metadata_of_a_file():
     assert from_metadata(to_metadata(position, SECOND)) == (position, SECOND)
 
 
+class Behind:
+    """A survivor of step 3 that has its gradient."""
+
+    step, tokens, skipped, pending, in_update, decided = 3, 0, (), True, False, None
+
+    def __init__(self, history: History = FIRST, pending: bool = True, can_follow: bool = True):
+        self.history, self.pending, self.can_follow, self.applied = history, pending, can_follow, list[Any]()
+
+    def apply(self, decision: Any) -> None:
+        self.applied.append(decision)
+
+
+@pytest.mark.parametrize(
+    ("survivor", "ahead", "follows"),
+    [
+        (Behind(), 3, True),
+        (Behind(), 2, False),  # as far as this one is
+        (Behind(pending=False), 3, False),
+        (Behind(history=SECOND), 3, False),
+        (Behind(can_follow=False), 3, False),  # its update takes ranks that are gone
+    ],
+)
+def test_who_follows_whom(survivor, ahead, follows):
+    decision = Decision(ahead, 1.0, 2.0, 1.0, 0.1, 256, None)
+    facts = [Facts("x"), Facts("x", FIRST, Position(ahead + 1, 0), decision)]
+    follow(survivor, facts)
+    assert survivor.applied == [decision] * follows
+
+
 # Runs
 
 
@@ -130,11 +159,10 @@ class Training:
         disk: Disk | None = None,
         folder: Path | None = None,
         nodes: str = NODES,
-        optimizer: str = "adamw",
         **model: Any,
     ):
         self.world, self.plan = world, eager(plan)
-        self.run: RunConfig = run_config(Path("no data"), model={"layers": 2, **model}, optimizer={"kind": optimizer})
+        self.run: RunConfig = run_config(Path("no data"), model={"layers": 2, **model})
         laid_out = apply(self.plan, self.run, world)
         self.state = TrainState(laid_out, Optimizer(laid_out.masters, self.run.optimizer), LossScaler(1.0, 0))
         self.node = None if folder is None else folder / nodes[world.rank]
@@ -265,13 +293,6 @@ def test_who_has_the_gradient_follows_who_has_applied_it(workers, tmp_path, undi
     for recovery, _ in answers:
         assert (recovery.tier, recovery.step, recovery.steps_lost) == ("live", 4, 0)
         assert recovery.decided.step == 3
-    assert_same_bits([values for _, values in answers], undisturbed(plan, 5, **model))
-
-
-def test_matrices_whose_update_takes_other_ranks_come_from_who_has_made_it(workers, tmp_path, undisturbed):
-    plan, model = "dp_replicate=3", {"optimizer": "muon"}
-    answers = workers.run(3, fall_behind, tmp_path / "store", plan, (0, 2), model)
-    assert [(r.tier, r.step, r.steps_lost) for r, _ in answers] == [("live", 4, 0)] * 3
     assert_same_bits([values for _, values in answers], undisturbed(plan, 5, **model))
 
 

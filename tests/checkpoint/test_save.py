@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -182,6 +183,56 @@ def test_a_writer_killed_or_failing_anywhere_leaves_whole_checkpoints_only(tmp_p
     assert all(checkpoint.is_verified for checkpoint in store.committed(tmp_path))
     assert_saved(tmp_path, {1: 1.0, 3: 3.0, **({2: 2.0} if survives else {})})
     assert not list((tmp_path / "checkpoints").glob("*.partial"))
+
+
+def test_a_slow_disk_does_not_hold_up_the_call(tmp_path, monkeypatch):
+    monkeypatch.setenv("ARGOSY_FAULTS", "sleep@save:step=2,seconds=3")
+    saving = Saving(tmp_path)
+    saving.save(1.0, step=1)
+    began = time.monotonic()
+    saving.save(2.0, step=2, wait=False)
+    assert time.monotonic() - began < 2 and not saving.told("save")[1:]
+    saving.close()
+    assert saving.told("save")[1]["seconds"] > 3
+    assert_saved(tmp_path, {1: 1.0, 2: 2.0})
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for little more than one checkpoint."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={5 * 4 * WIDTH}", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting needs the rights of root")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_disk_that_is_full_leaves_what_is_there_and_is_used_again_once_there_is_room(small_disk):
+    saving = Saving(small_disk / "run")
+    saving.save(1.0, step=1)
+    saving.save(2.0, step=2)
+    assert saving.told("save_failed") == [{"step": 2, "error": "[Errno 28] No space left on device"}]
+    assert [path.name for path in (small_disk / "run" / "checkpoints").iterdir()] == ["step-00000001"]
+    assert_saved(small_disk / "run", {1: 1.0})
+    store.remove(store.step_folder(small_disk / "run", 1))
+    saving.save(3.0, step=3)
+    saving.close()
+    assert_saved(small_disk / "run", {3: 3.0})
+
+
+def test_a_disk_that_may_only_be_read_leaves_what_is_there_and_is_used_again_once_it_may_be_written(small_disk):
+    saving = Saving(small_disk / "run")
+    saving.save(1.0, step=1)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    saving.save(2.0, step=2)
+    assert "[Errno 30] Read-only file system" in saving.told("save_failed")[0]["error"]
+    assert_saved(small_disk / "run", {1: 1.0})
+    subprocess.run(["mount", "-o", f"remount,rw,size={20 * 4 * WIDTH}", str(small_disk)], check=True)
+    saving.save(3.0, step=3)
+    saving.close()
+    assert_saved(small_disk / "run", {1: 1.0, 3: 3.0})
 
 
 def test_a_process_killed_at_any_moment_of_a_save_leaves_no_half_checkpoint_and_no_writer(tmp_path):

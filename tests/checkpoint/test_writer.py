@@ -46,13 +46,15 @@ def test_signals_that_are_meant_for_training_do_not_end_it(memory):
     assert process.news(0.0) == [] and process.is_open
     process.kill()
     assert process.reap() == "signal SIGKILL"
+    assert not process.is_open
 
 
 def test_an_order_for_a_dead_one_is_an_error(memory):
     process = WriterProcess(memory)
-    process.kill()
+    os.kill(process.pid, signal.SIGKILL)
     while process.is_open:
         process.news(1.0)
     with pytest.raises(BrokenPipeError):
-        process.send({"order": "close"})
+        while True:  # the kernel closes its pipes one after the other
+            process.send({"order": "close"})
     process.reap()

@@ -49,7 +49,8 @@ def test_fault_points_are_such_as_a_run_understands():
     faults = parse(as_faults(draw(3, 5000, 10, ["point"]), steps=100, ranks=4))
     assert len(faults) > 300
     assert {fault.rank for fault in faults} == {0, 1, 2, 3}
-    assert all(1 <= (fault.step or 0) < 99 for fault in faults)
+    assert all(1 <= (fault.step or fault.after or 0) < 99 for fault in faults)
+    assert {fault.point for fault in faults} == {*chaos.STEP_POINTS, *chaos.SAVE_POINTS}
 
 
 @pytest.fixture(autouse=True)

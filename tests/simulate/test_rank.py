@@ -23,7 +23,7 @@ from argosy.plan.memory import state_bytes
 from argosy.plan.plan import Plan
 from argosy.plan.traffic import traffic
 from argosy.simulate.rank import even_choice, simulate_rank
-from argosy.simulate.record import Change, Sent, Trace, Work
+from argosy.simulate.record import Change, Sent, Trace, Wait, Work
 from argosy.training.step import Share, exchange, forward_backward
 from tiny import eager, laid_out, run_config
 from workers import WorkerPool
@@ -107,6 +107,7 @@ def really(world: World, plan: str, model_config: dict[str, Any]) -> Found:
                 optimizer.step()
                 model.after_update()
             model.zero_gradients()
+            del loss, share, outcome
         return live.most, live.now, wire.counts, wire.messages
 
 
@@ -188,6 +189,24 @@ def test_microbatches_that_repeat_need_not_be_traced(model: str, plan: str, rank
     assert simulated(some) == simulated(each)
     kinds = [[event for event in trace.events if isinstance(event, Work | Sent)] for trace in (some, each)]
     assert [e[:2] for e in kinds[0]] == [e[:2] for e in kinds[1]]
+
+
+def test_backward_goes_on_while_fsdp_sums_gradients() -> None:
+    """Whoever needs a sum waits for it, and so does the next layer's, whose buffer takes its place; no one else."""
+    trace = simulate_rank(Plan(dp_shard=2), run_config(Path("no data"), model=UNEVEN, train={"global_batch": 2}), 0)
+    worked, sums, sent = 0, {}, 0
+    waited: dict[int, int] = {}
+    for event in trace.events:
+        if isinstance(event, Sent):
+            sent += 1
+            if event.kind == "reduce_scatter":
+                sums[sent] = worked
+        elif isinstance(event, Wait) and sent - event.messages_ago in sums:
+            waited.setdefault(sent - event.messages_ago, worked)
+        elif isinstance(event, Work) and event.after is None:
+            worked += event.flops
+    assert waited.keys() == sums.keys()
+    assert sum(waited[number] > begin for number, begin in sums.items()) >= UNEVEN["layers"] - 1
 
 
 def test_memory_at_the_peak_has_a_place_and_a_purpose() -> None:

@@ -66,12 +66,12 @@ class Made:
         self.events.append(Work(name, flops, moved_bytes, torch.float32, Where(phase, layer)))
 
 
-def test_layers_bytes_and_distances_grow_with_their_number():
+def test_layers_bytes_and_distances_grow_with_their_number() -> None:
     found = grown(Made(2).trace(), Made(3).trace(), more=6)
     assert found is not None and content(found) == content(Made(9).trace())
 
 
-def test_what_does_not_repeat_is_not_guessed():
+def test_what_does_not_repeat_is_not_guessed() -> None:
     longer = Made(3).trace()
     strange = Work("surprise", 1, 1, torch.float32, Where("forward", 1))
     assert grown(Made(2).trace(), Trace(longer.before, [*longer.events[:4], strange, *longer.events[4:]]), 5) is None
@@ -132,7 +132,7 @@ def test_a_few_layers_and_microbatches_give_the_trace_of_all(
         assert None not in traced, "it traced all layers"
 
 
-def test_layers_that_may_differ_are_not_taken_for_alike():
+def test_layers_that_may_differ_are_not_taken_for_alike() -> None:
     run = run_config(Path("no data"), model={**DENSE, "layers": 8})
     assert layers_alike(Plan(), run, 0) is not None
     assert layers_alike(Plan.parse("pp=2,schedule=zbv"), run, 0) is None

@@ -56,6 +56,17 @@ def test_a_message_hides_behind_work_until_its_result_is_needed():
     assert exposed.step_s == pytest.approx(message + work)
 
 
+def test_what_follows_a_message_beside_the_computation_delays_only_who_waits_for_it():
+    message, work = Durations(CLUSTER).of_message(all_gather()), Durations(CLUSTER).of_work(MATMUL)
+    follows = MATMUL._replace(after=0)
+    unseen = alone(all_gather(), follows, *[MATMUL] * 10)
+    assert unseen.compute_s == pytest.approx(10 * work) and not unseen.waited_s
+    seen = alone(all_gather(), follows, Wait(0, HERE))
+    assert seen.step_s == pytest.approx(message + work) and seen.compute_s == 0
+    second = alone(all_gather(), all_gather(axis="replicate")._replace(after=0))
+    assert second.step_s == pytest.approx(2 * message)
+
+
 def test_messages_of_one_axis_queue_and_those_of_two_do_not():
     message = Durations(CLUSTER).of_message(all_gather())
     assert alone(all_gather(), all_gather()).step_s == pytest.approx(2 * message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from torch import Tensor
 from argosy import faults
 from argosy.checkpoint import store
 from argosy.config.schema import RunConfig
-from argosy.errors import DataError, Retryable, RunFailed
+from argosy.errors import DataError, Retryable, RunFailed, UserError
 from argosy.models.batch import Microbatch
 from argosy.observe.events import read_lines
 from argosy.observe.ledger import read_ledger
@@ -23,6 +24,7 @@ from argosy.observe.report import Report
 from argosy.parallel.world import World
 from argosy.training.job import Job
 from argosy.training.judge import MOST_IN_A_ROW
+from argosy.training.recompute import check_can_recompute
 from tiny import EAGER, eager, losses, prepare_corpus, run_config, train_in, weights
 
 ALONE = World()
@@ -36,10 +38,12 @@ def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
 def train_with(world: World, run: RunConfig, plan: str, run_dir: Path, text: str) -> list[dict[str, Any]]:
     """Train while the faults of `text` strike."""
     faults.arm(text, run_dir)
+    os.environ["RANK"] = str(world.rank)  # some fault points have to ask for it
     try:
         return train_in(world, run, eager(plan), run_dir)
     finally:
         faults.arm("")
+        del os.environ["RANK"]
 
 
 @contextmanager
@@ -200,6 +204,44 @@ def test_a_corrupt_state_with_nothing_to_go_back_to_is_not_gone_on_with(workers,
     with pytest.raises(AssertionError, match="no checkpoint was saved yet"):
         workers.run(2, train_with, run_config(corpus), "dp_replicate=2", tmp_path, "flip@weights:step=3,rank=1,bit=22")
     assert issubclass(Retryable, Exception) and store.newest_whole(tmp_path) is None
+
+
+@pytest.mark.parametrize("fault", ["flip@bucket:rank=0,bit=1", "nan@loss:step=0,rank=0"])
+def test_a_gradient_that_others_cannot_reproduce_is_computed_again(workers, corpus, tmp_path, undisturbed, fault):
+    run = three(corpus, resilience={"recompute_every_steps": 2})
+    records = workers.run(3, train_with, run, "dp_replicate=3", tmp_path, fault)[0]
+    assert numbers(records) == numbers(undisturbed)
+    (event,) = events(tmp_path, "gradient_corrupt")
+    assert (event["step"], event["rank"], event["suspects"]) == (0, 0, [0])
+
+
+def test_of_two_both_are_suspects(workers, corpus, tmp_path):
+    run = run_config(corpus, resilience={"recompute_every_steps": 1})
+    workers.run(2, train_with, run, "dp_replicate=2,microbatch=2", tmp_path, "flip@bucket:rank=0,bit=0")
+    assert [event["suspects"] for event in events(tmp_path, "gradient_corrupt")] == [[0, 1]]
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=1"])
+def test_a_sum_of_gradients_that_does_not_fit_its_checksum_is_made_again(workers, corpus, tmp_path, plan):
+    clean = workers.run(2, train_in, run_config(corpus), eager(plan), tmp_path / "clean")[0]
+    run = run_config(corpus, resilience={"check_collectives": True})
+    records = workers.run(2, train_with, run, plan, tmp_path / "run", "flip@bucket:rank=1,bit=30")[0]
+    assert numbers(records) == numbers(clean)
+    files = (tmp_path / "run" / "events").glob("rank-*.jsonl")
+    assert any(event["event"] == "collective_corrupt" for file in files for event in read_lines(file))
+
+
+@pytest.mark.parametrize(
+    ("plan", "settings", "said"),
+    [
+        ("tp=2", {"recompute_every_steps": 5}, "only whole replicas"),
+        ("dp_shard=2", {"recompute_every_steps": 5}, "only whole replicas"),
+        ("dp_shard=2", {"check_collectives": True}, "under zero = 3"),
+    ],
+)
+def test_checks_that_a_plan_cannot_have_are_refused(corpus, plan, settings, said):
+    with pytest.raises(UserError, match=said):
+        check_can_recompute(run_config(corpus, resilience=settings), eager(plan), torch.device("cpu"))
 
 
 def test_without_fingerprints_nothing_is_compared(workers, corpus, tmp_path):

@@ -16,7 +16,15 @@ MODELS: dict[str, dict[str, Any]] = {
     # Neither the vocabulary nor the widths are multiples of the ranks: some hold less than others, or nothing.
     "uneven": {"layers": 4, "vocab_size": 403, "qk_norm": True, "family": "qwen3", "attention_bias": True},
     "tied": {"layers": 4, "tie_embeddings": True},
-}
+    "experts": {  # their routers' biases are part of the state too
+        "layers": 2, "family": "deepseek_v3", "kv_heads": 4,
+        "mla": {"kv_rank": 16, "q_rank": 24, "rope_width": 8, "nope_width": 16, "value_width": 16},
+        "moe": {
+            "experts": 4, "experts_per_token": 2, "expert_ffn_width": 16, "router": "sigmoid", "balance": "bias",
+            "bias_rate": 1e-2,
+        },
+    },
+}  # fmt: skip
 STEPS, SAVED_AT = 6, 3
 
 
@@ -51,6 +59,8 @@ def train(workers: WorkerPool, run: RunConfig, plan: Plan, run_dir, stop_after: 
         ("uneven", "cp=2,tp=2", "pp=2,dp_shard=2,schedule=zbv"),
         pytest.param("tied", "pp=2", "cp=2", marks=pytest.mark.slow),
         pytest.param("tied", "dp_replicate=2,dp_shard=2,zero=1", "pp=2,schedule=zbv", marks=pytest.mark.slow),
+        ("experts", "dp_shard=2,ep=2", "tp=2"),
+        pytest.param("experts", "pp=2", "dp_shard=4,ep=2", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_goes_on_under_another_plan_with_the_same_losses(

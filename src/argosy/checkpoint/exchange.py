@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from itertools import zip_longest
 from typing import Any
 
@@ -23,6 +24,8 @@ from argosy.parallel.world import World
 MESSAGE_BYTES = 32 * 2**20
 """The most that travels at once between two ranks: what their buffers take, and what one checksum is over."""
 CHECKSUM_BYTES = 4
+TIMEOUT_S = 600.0
+"""How long a rank waits for another's message beside a world of GPUs."""
 ALIGNMENT = 16
 """Numbers in a message begin at multiples of this, so that they can be read where they lie."""
 
@@ -75,8 +78,12 @@ def exchange(held: Mapping[Box, Tensor], wanted: Mapping[Box, Tensor], group: di
 
 
 def host_group(world: World) -> dist.ProcessGroup | None:
-    """A new group of all ranks for tensors in host memory; None alone. All ranks call it together."""
-    return dist.new_group(backend="gloo") if world.size > 1 else None
+    """A group of all ranks for tensors in host memory; None alone. All ranks call it together."""
+    if world.size == 1:
+        return None
+    if world.device.type == "cpu":
+        return dist.group.WORLD
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S))
 
 
 def gather(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
@@ -108,7 +115,11 @@ def route(held: Sequence[Sequence[Box]], wanted: Sequence[Sequence[Box]]) -> lis
     to_send = [0] * len(held)
     transfers: list[Transfer] = []
     for receiver, wants in enumerate(wanted):
+        own = set(held[receiver])
         for box in wants:
+            if box in own:  # most are, and there are ranks times boxes of them
+                transfers.append(Transfer(receiver, receiver, box, box, box))
+                continue
             parts = cover(box, _preferred(holders.get(box.name, []), receiver, to_send))
             if isinstance(parts, Misfit):
                 return parts

@@ -10,8 +10,9 @@ Interval: with copies that cost a share c of a step, and M steps between failure
 1.3 %, so that it need not be measured.
 
 Placement: a state all of whose boxes are held on two nodes or more needs no copies, since a live replica is newer than
-any copy. Otherwise every box is copied, as going back to a step takes all of its state: by one of its holders, dealt
-out evenly, and to the next node in the ring of nodes. On a single node there is the one copy.
+any copy, unless an update takes other ranks (Muon): a death in it leaves no survivor's state whole. Otherwise every box
+is copied, as going back to a step takes all of its state: by one of its holders, dealt out evenly, and to the next node
+in the ring of nodes. On a single node there is the one copy.
 """
 
 from __future__ import annotations
@@ -71,14 +72,17 @@ class Placement:
     mirror: tuple[int | None, ...]
 
 
-def place(nodes: Sequence[str], held: Sequence[Sequence[Box]]) -> Placement:
-    """Deal the boxes out, given each rank's node and what it holds (see the top of this file)."""
+def place(nodes: Sequence[str], held: Sequence[Sequence[Box]], replicas_do: bool = True) -> Placement:
+    """Deal the boxes out, given each rank's node and what it holds (see the top of this file).
+
+    replicas_do: nothing is copied if there are live replicas of all.
+    """
     holders: dict[Box, list[int]] = {}
     for rank, boxes in enumerate(held):
         for box in boxes:
             if box.elements and travels(box):
                 holders.setdefault(box, []).append(rank)
-    if all(len({nodes[rank] for rank in ranks}) > 1 for ranks in holders.values()):
+    if replicas_do and all(len({nodes[rank] for rank in ranks}) > 1 for ranks in holders.values()):
         return Placement(((),) * len(nodes), (None,) * len(nodes))
     kept: list[list[Box]] = [[] for _ in nodes]
     load = [0] * len(nodes)
@@ -149,14 +153,23 @@ class MemoryCopies:
     """Makes the copies of one world. All its ranks make and call it alike; one copy is under way at a time."""
 
     def __init__(
-        self, folder: Path, boxes: Sequence[Box], world: World, history: History, failed: Callable[[str], None]
+        self,
+        folder: Path,
+        boxes: Sequence[Box],
+        world: World,
+        history: History,
+        failed: Callable[[str], None],
+        replicas_do: bool = True,
     ):
-        """`boxes`: what this rank holds. `failed` hears why a copy was not made, from the thread that waits for it."""
+        """`boxes`: what this rank holds. `failed` hears why a copy was not made, from the thread that waits for it.
+
+        replicas_do: there is no need of copies where there are live replicas on other nodes.
+        """
         self._folder, self._rank, self._history, self._failed = folder, world.rank, history, failed
         # Of its own, as its messages must not meet those of a step; and no rank waits for a lost one as long as a step.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S)) if world.size > 1 else None
         everyone = gather((node_name(), list(boxes)), self._group)
-        placement = place([node for node, _ in everyone], [held for _, held in everyone])
+        placement = place([node for node, _ in everyone], [held for _, held in everyone], replicas_do)
         self._kept = placement.kept[world.rank]
         self._guests = [r for r, mirror in enumerate(placement.mirror) if mirror == world.rank and placement.kept[r]]
         self._is_mirrored = placement.mirror[world.rank] is not None
@@ -195,6 +208,12 @@ class MemoryCopies:
             if self._problem is not None:
                 self._failed(self._problem)
                 self._problem = None
+
+    def abandon(self) -> None:
+        """Let go of the copy under way: the world that it is of is over."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread, self._problem = None, None
 
     def _finish(self, step: int, problem: str | None) -> None:
         """Send and receive; then give the files their names, and tell the others."""

@@ -33,6 +33,8 @@ from argosy.parallel.world import World
 
 HUNG_S = 300.0
 """A writer whose file has not grown for so long, though it is to be waited for, is given up."""
+KILL_S = 1.0
+"""A killed one is waited for so long."""
 
 
 class Saver:
@@ -50,7 +52,7 @@ class Saver:
         self._epoch = store.own_epoch()
         # Memory without a name: whichever process dies last, the kernel frees it. Kept from save to save, since
         # having the kernel clear its pages anew takes as long as copying.
-        self._memory = os.memfd_create("argosy-snapshot")
+        self._memory = os.fdopen(os.memfd_create("argosy-snapshot"), "r+b", buffering=0)
         self._process: WriterProcess | None = None
         self._under_way: SaveOrder | None = None
         self._mine: list[Box] | None = None
@@ -93,7 +95,7 @@ class Saver:
         about = {"step": str(order.step), "rank": str(order.rank)}
         try:
             fault("snapshot", step=order.step)
-            size = write_shard(self._memory, {box: parts[box] for box in self._mine}, about)
+            size = write_shard(self._memory.fileno(), {box: parts[box] for box in self._mine}, about)
             self._hand_over(replace(order, bytes=size))
         except OSError as problem:  # too little memory, no more processes: no reason to end training
             self._failed(order, words(problem))
@@ -122,15 +124,14 @@ class Saver:
                 self._process.send({"order": "close"})
             while self._process is not None:
                 self._listen(1.0)
-        os.close(self._memory)
+        self._memory.close()
 
     def abandon(self) -> None:
         """End the writer at once, whatever it is at: its checkpoint will not be committed."""
         if self._process is not None:
             self._process.kill()
-            self._process.reap()
         self._process, self._under_way = None, None
-        os.close(self._memory)
+        self._memory.close()
 
     def _share_out(self, boxes: list[Box]) -> None:
         """Settle with the other ranks which boxes are whose to write, and what this run's attempts are called."""
@@ -145,7 +146,7 @@ class Saver:
 
     def _hand_over(self, order: SaveOrder) -> None:
         if self._process is None:
-            self._process = WriterProcess(self._memory)
+            self._process = WriterProcess(self._memory.fileno())
         self._under_way = order
         with suppress(BrokenPipeError):  # it has died: `_listen` finds out, and says why
             self._process.send({"order": "save", "save": asdict(order), "upkeep": asdict(self._upkeep)})
@@ -172,7 +173,6 @@ class Saver:
         if news == "closed":
             assert self._process is not None
             self._process.kill()
-            self._process.reap()
             self._process = None
             return
         self._heard(news, **facts)
@@ -247,15 +247,23 @@ class WriterProcess:
         return [json.loads(line) for line in lines]
 
     def kill(self) -> None:
-        """End it, whatever it is at; it may take its time in a system call."""
+        """End it, whatever it is at. In a system call that hangs it does so later, which nobody waits for."""
         self._process.kill()
+        self._close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(KILL_S)
 
     def reap(self) -> str:
         """How it ended, in words; to be called when it has, or soon will."""
-        with self._process:  # closes the pipes, and waits
-            pass
-        code = self._process.returncode
+        self._close()
+        code = self._process.wait()
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    def _close(self) -> None:
+        self.is_open = False
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
 
 
 def deal(holdings: Sequence[Sequence[Box]]) -> list[list[Box]]:

@@ -168,8 +168,12 @@ class Checkpoint:
         """Note that `verify` found it whole."""
         if self.is_verified:
             return
-        with atomic_write(self.folder / VERIFIED) as file:
-            file.write(_marker(self.manifest))
+        try:
+            with atomic_write(self.folder / VERIFIED) as file:
+                file.write(_marker(self.manifest))
+        except FileNotFoundError:  # another process marked it at the same moment, with the same bytes
+            if not self.is_verified:
+                raise
 
     def _marker_differs(self) -> bool:
         path = self.folder / VERIFIED

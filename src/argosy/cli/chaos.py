@@ -1,8 +1,10 @@
 """Train a run twice, left alone and while its processes are killed, and compare what they come to.
 
 The first training says how long the run takes and what its weights should be; the second one meets faults at times that
-follow from --seed: kills and stops of workers, of the process that writes checkpoints, of the coordinator and of the
-command itself, and kills at fault points inside a step. A folder whose first training is done already is reused.
+follow from --fault-seed: kills and stops of workers, of the process that writes checkpoints, of the coordinator and of
+the command itself, and kills at fault points inside a step. A first training that is done already is reused.
+
+--seed N is short for --fault-seed N; the run's own seed is that of its file.
 
 The exit code is 0 if the weights are the same bit for bit, every sample was trained on once and nothing is left
 behind, else 1.
@@ -26,7 +28,7 @@ from argosy.errors import UserError
 class Options:
     """Options of `argosy chaos`."""
 
-    seed: int = 0
+    fault_seed: int = 0
     """What strikes, and when, follows from it."""
     minutes: float = 0.0
     """How long the undisturbed training is to take; 0: as many steps as the run says."""
@@ -42,7 +44,7 @@ class Options:
 
 def main(argv: list[str]) -> int:
     """`argosy chaos [RUN] ...`."""
-    options, run = parse_run(argv, "argosy chaos", Options)
+    options, run = parse_run([_in_full(word) for word in argv], "argosy chaos", Options)
     if options.every_s <= 0:
         raise UserError(f"--every-s {options.every_s:g}: must be more than 0. Try --every-s 60.")
     from argosy.config.dump import save_run
@@ -55,9 +57,13 @@ def main(argv: list[str]) -> int:
     folder = (options.folder or Path("runs") / f"{run.name}-chaos").absolute()
     folder.mkdir(parents=True, exist_ok=True)
     save_run(run, folder / "run.toml")
-    report = run_chaos(
-        folder / "run.toml", folder, seed=options.seed, every_s=options.every_s, kinds=options.kinds or tuple(KINDS)
-    )
-    (folder / "chaos.json").write_text(report.model_dump_json(indent=1) + "\n")
+    seed, kinds = options.fault_seed, options.kinds or tuple(KINDS)
+    report = run_chaos(folder / "run.toml", folder, seed=seed, every_s=options.every_s, kinds=kinds)
+    (folder / f"seed-{seed}.json").write_text(report.model_dump_json(indent=1) + "\n")
     print(report.model_dump_json() if options.json else report.in_words())
     return 0 if report.is_passed else 1
+
+
+def _in_full(word: str) -> str:
+    name, equals, value = word.partition("=")
+    return "--fault-seed" + equals + value if name == "--seed" else word

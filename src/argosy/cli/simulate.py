@@ -18,6 +18,7 @@ Examples:
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +67,7 @@ def main(argv: list[str]) -> None:
         raise UserError(f"--rank {options.rank}: there are ranks 0 to {plan.world_size - 1}. Try --rank 0.")
     cluster = named or nodes_for(plan.world_size)
     ranks = ranks_of_stages(plan, options.rank) if options.all_stages else [options.rank]
-    found = simulate(plan, run, ranks, cluster)
+    found = simulate(plan, run, ranks, cluster, processes=len(os.sched_getaffinity(0)))
     if options.trace is not None:
         write_chrome_trace({one.rank: one.timeline for one in found}, options.trace)
     print(json.dumps([one.record() for one in found]) if options.json else "\n\n".join(map(_in_words, found)))

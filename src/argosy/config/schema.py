@@ -446,6 +446,10 @@ class ResilienceConfig(Section):
     """A gradient norm whose logarithm is so many standard deviations above its median is an outlier; 0 sees none."""
     fingerprint_every_steps: NonNegativeInt = 1
     """Steps between comparisons of what several ranks hold of weights and optimizer state; 0 compares nothing."""
+    recompute_every_steps: NonNegativeInt = 0
+    """Steps between samples of a replica's loss and gradient that others compute again and compare; 0 takes none."""
+    check_collectives: bool = False
+    """Sums of gradients over ranks are compared with checksums that travel beside them (not under zero = 3)."""
     memory_every_steps: NonNegativeInt = 16
     """Steps between copies in host memory of a state that has parts without a replica on another node; 0 makes none."""
 

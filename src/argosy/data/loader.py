@@ -104,6 +104,12 @@ class Loader:
         self._forget()
         self._thread.shutdown()
 
+    def of(self, rows: slice) -> Loader:
+        """Another rank's, which leaves out and replaces what this one does."""
+        other = Loader(self._sources, self._order, self._seq_len, self._global_batch, rows)
+        other._skipped, other._bad = self._skipped, self._bad
+        return other
+
     def read(self, step: int) -> I32:
         """What `batch` returns, read now and in this thread."""
         samples = self._sound(step, self._samples(step))

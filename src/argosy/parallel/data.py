@@ -19,9 +19,12 @@ from torch.nn import functional as F
 
 from argosy.faults import fault
 from argosy.models.layers import local
+from argosy.parallel.checks import checksums, is_sum, sum_of_bits
 from argosy.parallel.collectives import all_gather_single, reduce_scatter_single
 from argosy.parallel.pieces import Held
 
+NEVER = 2**62
+"""Backward passes: more than there are."""
 BUCKET_BYTES = 4 * 2**20
 """Gradients sent at once: large enough to hide a link's latency, small enough to start early."""
 
@@ -44,12 +47,20 @@ class _Bucket:
         self._work: dist.Work | None = None
         self._flat = self._mine = torch.empty(0)
         self.arrivals = 0
+        self.checksums: Tensor | None = None
+        self.bits: Tensor | None = None
 
-    def send(self) -> None:
-        """Start to sum the gradients over the ranks; they are freed unless they are to be kept."""
+    def gather_up(self) -> Tensor:
+        """This rank's gradients, a row for each rank."""
         rows = [_in_rows(_gradient(piece), self._n, width) for piece, width in self._widths()]
-        self._flat = torch.cat(rows, dim=1).to(self._dtype)
+        return torch.cat(rows, dim=1).to(self._dtype)
+
+    def send(self, checks: bool, watches: bool) -> None:
+        """Start to sum the gradients over the ranks; they are freed unless they are to be kept."""
+        self._flat = self.gather_up()
+        self.checksums = checksums(self._flat) if checks else None
         fault("bucket", tensors=lambda: {"bucket": self._flat})
+        self.bits = sum_of_bits(self._flat) if watches else None
         if not self._keep:
             for piece in self.pieces:
                 piece.parameter.grad = None
@@ -60,8 +71,8 @@ class _Bucket:
             self._mine = self._flat.flatten()
             self._work = dist.all_reduce(self._mine, group=self._ranks.replicate, async_op=True)
 
-    def receive(self) -> None:
-        """Wait for the sums, and make them the gradients of the pieces' values."""
+    def receive(self) -> Tensor:
+        """Wait for the sums, and make them the gradients of the pieces' values; returns them as they came."""
         assert self._work is not None
         self._work.wait()
         if self._ranks.shard is not None and self._ranks.replicate is not None:
@@ -69,7 +80,8 @@ class _Bucket:
         for piece, sums in zip(self.pieces, self._split(self._mine), strict=True):
             piece.value.grad = sums.to(piece.value.dtype)
         self._work, self._flat, self.arrivals = None, torch.empty(0), 0
-        self._mine = self._flat
+        received, self._mine = self._mine, self._flat
+        return received
 
     def gather_values(self) -> None:
         """Give every rank the values that the others have updated."""
@@ -100,8 +112,14 @@ class GradientSum:
     Alone, a rank has nothing to sum, and its gradients stay where they are.
     """
 
-    def __init__(self, pieces: Sequence[Held], ranks: Ranks, dtype: torch.dtype, keep: bool):
-        """`dtype`: that of the sums; `keep`: a gradient stays in memory after it was sent (ZeRO stage 1)."""
+    def __init__(self, pieces: Sequence[Held], ranks: Ranks, dtype: torch.dtype, keep: bool, checks: bool = False):
+        """`dtype`: that of the sums; `keep`: a gradient stays in memory after it was sent (ZeRO stage 1); `checks`:
+        the sums are compared with their checksums."""
+        self._ranks, self._checks = ranks, checks
+        self.watches = False
+        """Whether `bits` is to tell this rank's gradients of the next steps."""
+        self.is_sound: Tensor | None = None
+        """Whether the sums of the last step fit their checksums, bool, no dims; None if they were not checked."""
         self._alone = pieces if ranks.shard is None and ranks.replicate is None else ()
         self._shared = ranks.shard is not None
         self._expected = 0
@@ -123,8 +141,9 @@ class GradientSum:
     def finish(self) -> None:
         """Wait until every piece's gradient is the sum over the ranks."""
         self._send_until(len(self._buckets))  # a pipeline schedule may have set gradients without our hooks
-        for bucket in self._buckets:
-            bucket.receive()
+        received = [bucket.receive() for bucket in self._buckets]
+        if self._checks and received:
+            self.is_sound = self._check(received)
         self._expected = 0
         for piece in self._alone:
             piece.value.grad = _gradient(piece)
@@ -145,9 +164,38 @@ class GradientSum:
     def _is_whole(self, bucket: _Bucket) -> bool:
         return bucket.arrivals == self._expected * len(bucket.pieces)
 
+    def bits(self) -> Tensor:
+        """The bits of this rank's gradients of the last step, before they were summed over ranks; int64, no dims."""
+        return torch.stack([bucket.bits for bucket in self._buckets if bucket.bits is not None]).sum()
+
+    def hold(self) -> None:
+        """Say that backward passes follow whose gradients are to stay with this rank, until `let_go`."""
+        self._expected = NEVER
+
+    def let_go(self) -> Tensor:
+        """Drop the gradients of the passes since `hold`; returns their bits as `bits` gives them."""
+        found = torch.stack([sum_of_bits(bucket.gather_up()) for bucket in self._buckets]).sum()
+        for bucket in self._buckets:
+            bucket.arrivals = 0
+            for piece in bucket.pieces:
+                piece.parameter.grad = None
+        self._expected = 0
+        return found
+
+    def _check(self, received: Sequence[Tensor]) -> Tensor:
+        """Compare what came with what all ranks said that they sent: one small message for all buckets."""
+        sent = torch.stack([bucket.checksums for bucket in self._buckets if bucket.checksums is not None])
+        ranks = 1
+        for group in (self._ranks.shard, self._ranks.replicate):
+            if group is not None:
+                dist.all_reduce(sent, group=group)
+                ranks *= group.size()
+        mine = 0 if self._ranks.shard is None else self._ranks.shard.rank()
+        return torch.stack([is_sum(sums, total[mine], ranks) for sums, total in zip(received, sent, strict=True)]).all()
+
     def _send_until(self, end: int) -> None:
         for bucket in self._buckets[self._next : end]:
-            bucket.send()
+            bucket.send(self._checks, self.watches)
         self._next = max(self._next, end)
 
 

@@ -53,7 +53,7 @@ class ParallelModel:
         for model in parts.values():
             mine = list(pieces_of(model, meshes, plan.zero))
             self.pieces += mine
-            self._rules += _gradient_rules(plan, meshes, model, mine)
+            self._rules += _gradient_rules(plan, meshes, model, mine, run.resilience.check_collectives)
         # A rank with both ends of the pipeline has a tied embedding twice: it updates one and copies it to the other.
         tied = [piece for piece in self.pieces if piece.name == "embedding.weight"]
         self._tied = (tied[0], tied[-1]) if len(tied) == 2 else None
@@ -109,6 +109,39 @@ class ParallelModel:
                 (loss * scale).backward()
             total += loss.detach()
         return self._share(total)
+
+    def watch(self, on: bool) -> None:
+        """Whether `bits` is to tell this rank's gradients of the next step."""
+        for rule in self._sums:
+            rule.watches = on
+
+    def bits(self) -> int:
+        """The bits of this rank's gradients of the step, before they were summed over ranks, in one number."""
+        return int(sum(rule.bits() for rule in self._sums))
+
+    def recompute(self, batch: Sequence[Microbatch], loss_scale: float, tokens: int) -> tuple[float, int]:
+        """The loss over `tokens`, and the gradient's bits, that this rank gets from another's batch, and forgets.
+
+        The step's own results are left alone, and no other rank hears of it. Only where ranks are replicas of each
+        other, without experts.
+        """
+        for rule in self._sums:
+            rule.hold()
+        (model,) = self._parts
+        total = torch.zeros((), device=model.device)
+        for micro in batch:
+            loss = model(micro.tokens_BT, micro.targets_BT, micro.positions_BT, micro.documents)
+            (loss * (loss_scale / tokens)).backward()
+            total += loss.detach()
+        return (total / tokens).item(), int(sum(rule.let_go() for rule in self._sums))
+
+    def sums_are_sound(self) -> bool:
+        """Whether this rank's sums of gradients fit their checksums, as far as they were checked."""
+        return all(bool(rule.is_sound) for rule in self._sums if rule.is_sound is not None)
+
+    @property
+    def _sums(self) -> list[GradientSum]:
+        return [rule for rule in self._rules if isinstance(rule, GradientSum)]
 
     def finish_gradients(self) -> None:
         """Wait until every piece's gradient is the sum over all ranks."""
@@ -171,16 +204,18 @@ class ParallelModel:
         return Microbatch(tokens, targets, micro.positions_BT, micro.documents)
 
 
-def _gradient_rules(plan: Plan, meshes: Meshes | None, model: Decoder, pieces: Sequence[Held]) -> list[GradientRule]:
+def _gradient_rules(
+    plan: Plan, meshes: Meshes | None, model: Decoder, pieces: Sequence[Held], checks: bool
+) -> list[GradientRule]:
     if meshes is not None and plan.shards_parameters:
         return [FullySharded(model, pieces)]
     ranks = Ranks(None, None) if meshes is None else Ranks(meshes.group("shard"), meshes.group("replicate"))
     dense = [piece for piece in pieces if not piece.is_expert]
     experts = [piece for piece in pieces if piece.is_expert]
-    rules: list[GradientRule] = [GradientSum(dense, ranks, DTYPES[plan.reduce], keep=plan.zero < 2)]
+    rules: list[GradientRule] = [GradientSum(dense, ranks, DTYPES[plan.reduce], plan.zero < 2, checks)]
     if experts and meshes is not None:
         ranks = Ranks(meshes.group("expert_shard"), meshes.group("expert_replicate"))
-        rules.append(GradientSum(experts, ranks, DTYPES[plan.reduce], keep=plan.zero < 2))
+        rules.append(GradientSum(experts, ranks, DTYPES[plan.reduce], plan.zero < 2, checks))
     return rules
 
 

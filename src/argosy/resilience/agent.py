@@ -84,7 +84,8 @@ class Agent:
         self._slots = -(-plan.world_size // self._launch.nodes)
         self._processes: dict[int, Process] = {}
         self._coordinator: Channel | None = None
-        self._server: subprocess.Popen[str] | None = None
+        self._server: subprocess.Popen[bytes] | None = None
+        self._listener: socket.socket | None = None
         self._address = _address(self._launch.coordinator)
         self._interface = ""
         self._lost_since: float | None = None
@@ -103,6 +104,8 @@ class Agent:
         """
         _sweep()
         self._scratch = Path(tempfile.mkdtemp(prefix=f"argosy-{os.getpid()}-", dir=SCRATCH))
+        self._memory = self._scratch / "memory"
+        self._memory.mkdir()
         try:
             with self._signals_taken(), selectors.DefaultSelector() as self._selector:
                 self._selector.register(self._nursery, selectors.EVENT_READ, self._hear_nursery)
@@ -131,6 +134,8 @@ class Agent:
                 self._kill(process, f"it did not save within resilience.grace_s = {self._run.resilience.grace_s:g}")
         if self._coordinator is None:
             self._reach_coordinator()
+        elif self._server is not None and self._server.poll() is not None:
+            self._start_coordinator()  # a call that nobody answers yet goes through all the same
         elif now - self._last_told > TELL_S:
             self._show_vitals()
         self._alarm(self._node.look([process.pid for process in self._processes.values() if process.pid]))
@@ -141,6 +146,7 @@ class Agent:
         environment = {
             "ARGOSY_RUN_DIR": str(self._run_dir),
             "ARGOSY_SCRATCH": str(self._scratch),
+            "ARGOSY_MEMORY": str(self._memory),
             "ARGOSY_NODE": self._name,
             "ARGOSY_SLOT": str(slot),
             "ARGOSY_QUIET": str(int(self._quiet)),
@@ -268,13 +274,11 @@ class Agent:
         for channel in (self._store, self._coordinator):
             if channel is not None:
                 channel.close()
-        if self._server is not None:
-            if self._launch.nodes == 1:  # else another node's agent may still need it; it ends when all have gone
-                self._server.kill()
-                self._server.wait()
-            for pipe in (self._server.stdout, self._server.stderr):
-                if pipe is not None:
-                    pipe.close()
+        if self._server is not None and self._launch.nodes == 1:
+            self._server.kill()  # with several nodes others may still need it: it ends when all have gone
+            self._server.wait()
+        if self._listener is not None:
+            self._listener.close()
 
     # ---- the coordinator ----------------------------------------------------------------------------------------
 
@@ -284,10 +288,9 @@ class Agent:
         Without one training goes on, and only what it would decide has to wait.
         """
         self._lost_since = self._lost_since or time.monotonic()
-        if self._address is None or not _answers(self._address):
-            self._start_coordinator()
+        self._start_coordinator()
+        assert self._address is not None
         with suppress(OSError):
-            assert self._address is not None
             connection = socket.create_connection(self._address, timeout=1.0)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._coordinator, self._lost_since = Channel(connection), None
@@ -298,32 +301,38 @@ class Agent:
             return
         if time.monotonic() - self._lost_since > self._run.resilience.coordinator_timeout_s:
             raise RunFailed(
-                f"the coordinator at {self._launch.coordinator} cannot be reached. Start "
-                "`argosy train` on its machine again, or mend the way to it."
+                f"the coordinator at {self._launch.coordinator} cannot be reached. Start `argosy train` on its machine "
+                "again, or mend the way to it."
             )
 
     def _start_coordinator(self) -> None:
-        """Start it where it is expected, if that is this machine; the port stays the same when it is replaced."""
-        host, port = self._address or ("127.0.0.1", self._launch.port)
-        if self._server is not None and self._server.poll() is None:
+        """Start it where it is expected, if that is this machine, and again if it has died.
+
+        It listens on a socket that stays open here, so that who calls while it is being replaced only has to wait.
+        """
+        if self._listener is None and (self._address is None or not _answers(self._address)):
+            self._listener = self._open_listener()
+        if self._listener is None or (self._server is not None and self._server.poll() is None):
             return
-        command = [
-            sys.executable, "-m", "argosy.resilience.coordinator", str(self._run_dir), "--host", host,
-            "--port", str(port), "--plan", str(self._plan),
-        ]  # fmt: skip
-        replaces = self._server is not None
-        self._server = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-        )
-        assert self._server.stdout is not None
-        line = self._server.stdout.readline()
-        if line:
-            self._address = (host, int(line))
-            self._events.write("coordinator_started", pid=self._server.pid, port=int(line), replaces=replaces)
-        elif self._launch.nodes == 1 and not replaces:
+        replaces, descriptor = self._server is not None, self._listener.fileno()
+        module = "argosy.resilience.coordinator"
+        command = [sys.executable, "-m", module, str(self._run_dir), str(descriptor), str(self._plan)]
+        self._server = subprocess.Popen(command, pass_fds=[descriptor], start_new_session=True)
+        self._events.write("coordinator_started", pid=self._server.pid, port=self._address[1], replaces=replaces)
+
+    def _open_listener(self) -> socket.socket | None:
+        """A socket for the coordinator; None if it is to be on another machine. Raises: UserError."""
+        host, port = self._address or ("127.0.0.1", self._launch.port)
+        try:
+            listener = socket.create_server((host, port))
+        except OSError as problem:
+            if self._address is not None:  # another machine's address, or another agent of this one was faster
+                return None
             raise UserError(
                 f"launch.port = {port} is in use on this machine. Try launch.port = 0, which takes a free one."
-            )
+            ) from problem
+        self._address = listener.getsockname()[:2]
+        return listener
 
     def _say_hello(self, host: str) -> None:
         workers = {

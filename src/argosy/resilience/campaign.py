@@ -17,8 +17,8 @@ from pathlib import Path
 from argosy.observe.vitals import VitalsReading, read_vitals
 
 TICK_S = 0.05
-NOBODY_S = 10.0
-"""A blow that finds nobody to strike for so long is left out."""
+NOBODY_S = 1.0
+"""A blow that finds nobody to strike for so long is left out: several must not come together when somebody is back."""
 MOST_STARTS = 50
 """Of the command, before a run that says "try again" each time is given up."""
 RETRYABLE = 75

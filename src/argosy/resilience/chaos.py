@@ -24,7 +24,10 @@ from argosy.observe.events import read_lines
 from argosy.observe.ledger import read_ledger
 from argosy.resilience.campaign import KINDS, SCRATCH, Blow, Campaign, Dealt, command_of, is_alive
 
-FAULT_POINTS = ("forward", "bucket", "judge", "commit", "optimizer", "snapshot", "save", "rename", "renamed")
+STEP_POINTS = ("forward", "bucket", "judge", "commit", "optimizer")
+SAVE_POINTS = ("snapshot", "save", "rename", "renamed")
+FIRST_ONLY = ("rename", "renamed")
+"""What only the first rank's processes come by."""
 SCATTER_S = 5.0
 """What a run's processes may take to end after it."""
 
@@ -47,8 +50,10 @@ def as_faults(blows: Sequence[Blow], steps: int, ranks: int) -> str:
     for blow in blows:
         if blow.kind == "point":
             chance = random.Random(blow.pick)
-            step = 1 + int(chance.random() * max(1, steps - 2))
-            faults.append(f"kill@{chance.choice(FAULT_POINTS)}:step={step},rank={chance.randrange(ranks)}")
+            step, point = 1 + int(chance.random() * max(1, steps - 2)), chance.choice(STEP_POINTS + SAVE_POINTS)
+            when = "after" if point in SAVE_POINTS else "step"
+            rank = 0 if point in FIRST_ONLY else chance.randrange(ranks)
+            faults.append(f"kill@{point}:{when}={step},rank={rank}")
     return ";".join(faults)
 
 
@@ -86,7 +91,7 @@ class ChaosReport(BaseModel):
     chaos_s: float
     """From the disturbed run's first step to its end."""
     goodput: float
-    """The one over the other: the share of time that was of use (ETTR)."""
+    """The one, for the steps that were made, over the other: the share of time that was of use (ETTR)."""
     epochs: int
     """Worlds that were formed."""
     starts: int
@@ -113,7 +118,7 @@ class ChaosReport(BaseModel):
         """What a person wants to know of it."""
         lines = [
             f"chaos, seed {self.seed}: {len(self.blows)} faults in {self.chaos_s:.0f} s, {self.steps} steps; goodput "
-            f"{self.goodput:.0%} of the {self.reference_s:.0f} s that they take alone",
+            f"{self.goodput:.0%} (alone all take {self.reference_s:.0f} s)",
             f"worlds {self.epochs}, starts of the command {self.starts}",
             "  fault         times   seen after s (median, worst)   training after s   steps lost",
         ]
@@ -188,7 +193,7 @@ def _report(campaign: Campaign, reference: Path, reference_s: float, seed: int) 
         steps=len(losses),
         reference_s=round(reference_s, 2),
         chaos_s=round(chaos_s, 2),
-        goodput=round(min(1.0, reference_s / chaos_s), 4) if chaos_s > 0 else 0.0,
+        goodput=round(reference_s * len(losses) / max(1, len(wanted)) / chaos_s, 4) if chaos_s > 0 else 0.0,
         epochs=sum(event["event"] == "epoch" for event in events),
         starts=campaign.starts,
         same_losses=not differing,

@@ -6,7 +6,6 @@ the one that takes its place learns from the agents who is there. It imports no 
 
 from __future__ import annotations
 
-import argparse
 import selectors
 import socket
 import sys
@@ -233,20 +232,13 @@ def read_epoch(run_dir: Path) -> int:
 
 
 def main() -> None:
-    """`python -m argosy.resilience.coordinator RUN_DIR ...`: serve until the run has ended. Prints its port."""
-    parser = argparse.ArgumentParser(prog="argosy.resilience.coordinator")
-    parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--plan", required=True)
-    given = parser.parse_args()
-    try:
-        listener = socket.create_server((given.host, given.port))
-    except OSError as problem:
-        print(f"cannot listen on {given.host}:{given.port}: {problem}", file=sys.stderr)
-        sys.exit(2)
-    print(listener.getsockname()[1], flush=True)
-    Coordinator(given.run_dir, listener, load(given.run_dir / "run.toml"), Plan.parse(given.plan)).run()
+    """`python -m argosy.resilience.coordinator RUN_DIR DESCRIPTOR PLAN`: serve until the run has ended.
+
+    DESCRIPTOR is of a socket that listens already. PLAN is the one to be in force whenever there are processes enough.
+    """
+    run_dir, descriptor, plan = sys.argv[1:]
+    listener = socket.socket(fileno=int(descriptor))
+    Coordinator(Path(run_dir), listener, load(Path(run_dir) / "run.toml"), Plan.parse(plan)).run()
 
 
 if __name__ == "__main__":

@@ -323,7 +323,8 @@ class Membership:
 
     def _who_is_missing(self) -> str:
         here = ", ".join(f"{name} ({node.slots} workers)" for name, node in sorted(self.nodes.items()))
-        return f"{self._room()} of {self._settings.size} workers came within {self._settings.first_wait_s:.0f} s, from {here}"
+        came = f"{self._room()} of {self._settings.size} workers came within {self._settings.first_wait_s:.0f} s"
+        return f"{came}, from {here}"
 
     def _worker(self, name: str, slot: int) -> Worker | None:
         node = self.nodes.get(name)

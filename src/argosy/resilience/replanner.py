@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.observe.events import Events, read_lines
-from argosy.plan.auto import Devices, choose_plan
-from argosy.plan.machine import Hardware, machine_at_hand
 from argosy.plan.plan import Plan
-from argosy.plan.replan import replan
+
+if TYPE_CHECKING:
+    from argosy.plan.machine import Hardware
 
 
 class Replanner:
@@ -32,6 +33,11 @@ class Replanner:
         return str(plan), plan.world_size
 
     def _choose(self, processes: int) -> tuple[Plan, tuple[str, ...]]:
+        # Imported when they are needed, which they seldom are: the coordinator is to be there at once.
+        from argosy.plan.auto import Devices, choose_plan
+        from argosy.plan.machine import machine_at_hand
+        from argosy.plan.replan import replan
+
         found = self._hardware(processes)
         machine = machine_at_hand(self._run, found) if found is not None else None
         if machine is None:
@@ -44,6 +50,8 @@ class Replanner:
 
     def _hardware(self, processes: int) -> Hardware | None:
         """What the run's first process said of it when it started; None before."""
+        from argosy.plan.machine import Hardware
+
         starts = [
             event
             for path in sorted((self._run_dir / "events").glob("rank-*.jsonl"))

@@ -27,6 +27,7 @@ from argosy.parallel.gradients import clip, square_share
 from argosy.parallel.model import ParallelModel
 from argosy.parallel.offload import ActivationOffload
 from argosy.parallel.world import World
+from argosy.plan.memory import place_of
 from argosy.plan.plan import Plan
 from argosy.simulate.fake import Fake, fake_memory, fake_world, replaced
 from argosy.simulate.layers import layers_alike
@@ -50,27 +51,36 @@ def simulate_rank(plan: Plan, run: RunConfig, rank: int, in_full: bool = False) 
     if in_full:
         return _traced(plan, run, rank, None, None)
     some = partial(_of_few_layers, plan, run, rank)
-    total, enough = plan.microbatches(run.train.global_batch), _enough(plan)
+    total, enough = plan.microbatches(run.train.global_batch), _enough(plan, run, rank)
     if enough is None or total <= (enough + 1 if plan.pp == 1 else 2 * enough + 1):
         return some(None)
     longer = some(enough + 1)
-    shorter = _without_third(longer) if plan.pp == 1 else some(enough)
+    shorter = _without_last_but_one(longer) if plan.pp == 1 else some(enough)
     return grown(shorter, longer, total - enough - 1) or some(None)
 
 
-def _enough(plan: Plan) -> int | None:
-    """Microbatches of a step of which one more only repeats another: the first one makes gradients, after the last one
-    they are summed, and a pipeline must be filled. None: there is no telling.
+def _enough(plan: Plan, run: RunConfig, rank: int) -> int | None:
+    """Microbatches of a step of which one more only repeats another; None: there is no telling.
+
+    The first one makes gradients (and what is summed of experts' loads, which the second frees), after the last one
+    they are summed over ranks, and a pipeline has to be filled.
     """
-    if plan.pp == 1 or plan.schedule == "gpipe":
-        return 3
-    return {"1f1b": plan.pp + 3, "zbv": 2 * plan.pp + 4, "dualpipev": 2 * plan.pp + 4}.get(plan.schedule)
+    filled = {
+        "gpipe": 1,
+        "1f1b": plan.pp - place_of(rank, plan)["pp"],
+        "zbv": 2 * plan.pp + 2,
+        "dualpipev": 2 * plan.pp + 2,
+    }
+    alone = 2 + (run.model.moe.experts > 0)
+    if plan.pp == 1:
+        return alone + 1
+    return filled[plan.schedule] + alone if plan.schedule in filled else None
 
 
-def _without_third(trace: Trace) -> Trace:
-    """The trace without its third microbatch: those of a rank alone come one after the other."""
+def _without_last_but_one(trace: Trace) -> Trace:
+    """The trace without its last microbatch but one: those of a rank alone come one after the other."""
     begins = [i for i, event in enumerate(trace.events) if isinstance(event, Pass)]
-    return Trace(trace.before, [*trace.events[: begins[2]], *trace.events[begins[3] :]])
+    return Trace(trace.before, [*trace.events[: begins[-2]], *trace.events[begins[-1] :]])
 
 
 def _of_few_layers(plan: Plan, run: RunConfig, rank: int, microbatches: int | None) -> Trace:
@@ -144,18 +154,29 @@ def _record(
         batch = _batch(plan, run, world, fake)
         some = batch if traced is None else [*batch[: traced - 1], batch[-1]]
         recorder.begin(axes_of(model.meshes))
-        # What the loop does in a step, as `training.job` does it.
-        loss = forward_backward(model, some, 1.0, recorder.clock)
-        with recorder.clock.time("optimizer"):
-            squares = square_share(model.pieces)
-        with recorder.clock.time("communication"):
-            outcome = exchange(Share(loss, squares, loads_of(model.moes, run.model, world.device)), world)
-        with recorder.clock.time("optimizer"):
-            clip(model.pieces, run.optimizer.grad_clip, outcome.gradient_norm)
-            if outcome.loads is not None:
-                update_biases(model.moes, outcome.loads)
-        _update(recorder, model, optimizer)
+        _step(recorder, model, optimizer, some, run, world)
         return recorder.end()
+
+
+def _step(
+    recorder: Recorder,
+    model: ParallelModel,
+    optimizer: Optimizer,
+    batch: Sequence[Microbatch],
+    run: RunConfig,
+    world: World,
+) -> None:
+    """What the loop does in a step, as `training.job` does it."""
+    loss = forward_backward(model, batch, 1.0, recorder.clock)
+    with recorder.clock.time("optimizer"):
+        squares = square_share(model.pieces)
+    with recorder.clock.time("communication"):
+        outcome = exchange(Share(loss, squares, loads_of(model.moes, run.model, world.device)), world)
+    with recorder.clock.time("optimizer"):
+        clip(model.pieces, run.optimizer.grad_clip, outcome.gradient_norm)
+        if outcome.loads is not None:
+            update_biases(model.moes, outcome.loads)
+    _update(recorder, model, optimizer)
 
 
 def _update(recorder: Recorder, model: ParallelModel, optimizer: Optimizer) -> None:

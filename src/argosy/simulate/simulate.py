@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from argosy.config.schema import RunConfig
 from argosy.data.loader import open_data
-from argosy.errors import UserError
+from argosy.errors import RunFailed, UserError
 from argosy.observe.wire import Counts
 from argosy.plan.auto import Devices, choose_plan, processes_of
 from argosy.plan.clusters import Cluster
@@ -74,21 +78,34 @@ class Simulated:
         }
 
 
-def simulate(plan: Plan, run: RunConfig, ranks: Sequence[int], cluster: Cluster) -> list[Simulated]:
+def simulate(plan: Plan, run: RunConfig, ranks: Sequence[int], cluster: Cluster, processes: int = 1) -> list[Simulated]:
     """A step of `run` under `plan` on each of `ranks`, and when it would run what on `cluster`.
 
     `run` has its vocabulary's size, and `plan` is one that can train it (`settle`). Nothing is compiled: what compiled
-    kernels fuse they need not allocate. Raises: UserError for a rank out of range, or what cannot be simulated.
+    kernels fuse they need not allocate. processes: how many ranks are simulated at once; more than one need a main
+    module that may be imported again (`if __name__ == "__main__"`).
+    Raises: UserError for a rank out of range, or what cannot be simulated; RunFailed if a process dies.
     """
     if outside := [rank for rank in ranks if not 0 <= rank < plan.world_size]:
         raise UserError(f"rank {outside[0]}: there are ranks 0 to {plan.world_size - 1}. Try --rank 0.")
-    traces, seconds = {}, {}
-    for rank in ranks:
-        began = time.perf_counter()
-        traces[rank] = simulate_rank(plan, run, rank)
-        seconds[rank] = time.perf_counter() - began
+    timed = partial(_timed, plan, run)
+    if processes > 1 and len(ranks) > 1:
+        with ProcessPoolExecutor(min(processes, len(ranks)), multiprocessing.get_context("spawn")) as pool:
+            try:
+                found = list(pool.map(timed, ranks))
+            except BrokenProcessPool:
+                raise RunFailed("a process of the simulation died, perhaps of too little memory.") from None
+    else:
+        found = [timed(rank) for rank in ranks]
+    traces = {rank: trace for rank, (trace, _) in zip(ranks, found, strict=True)}
+    seconds = {rank: took for rank, (_, took) in zip(ranks, found, strict=True)}
     timelines = draw(traces, cluster)
     return [_summary(plan, rank, traces[rank], timelines[rank], seconds[rank]) for rank in ranks]
+
+
+def _timed(plan: Plan, run: RunConfig, rank: int) -> tuple[Trace, float]:
+    began = time.perf_counter()
+    return simulate_rank(plan, run, rank), time.perf_counter() - began
 
 
 def settle(run: RunConfig, world_size: int | None, cluster: Cluster | None = None) -> tuple[RunConfig, Plan]:

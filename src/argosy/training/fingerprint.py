@@ -26,13 +26,12 @@ from argosy.data.permutation import key_of
 from argosy.errors import RunFailed
 from argosy.models.layers import local
 from argosy.optim.optimizer import Optimizer
+from argosy.parallel.checks import sum_of_bits
 from argosy.parallel.mesh import Meshes
 from argosy.parallel.model import ParallelModel
 from argosy.parallel.world import World
 from argosy.training.step import is_nonzero, limbs_of
 
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes of an element."""
 EXPERT_AXES = {"expert_replicate", "expert_shard", "ep"}
 
 Key = tuple[int, tuple[str, ...]]
@@ -180,17 +179,6 @@ class Fingerprints:
         everyone: list[dict[Key, T]] = [{} for _ in range(self._world.size)]
         dist.all_gather_object(everyone, mine)
         return everyone
-
-
-def sum_of_bits(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's bits, as 64-bit integers in the order of its elements, modulo 2**64; int64, no dims."""
-    flat = tensor.detach().reshape(-1)
-    per_word = 8 // flat.element_size()
-    if flat.storage_offset() % per_word:
-        flat = flat.clone()  # or its words would begin elsewhere than those of the other copies
-    in_words = flat.numel() // per_word * per_word
-    rest = flat[in_words:].view(INTEGERS[flat.element_size()])
-    return flat[:in_words].view(torch.int64).sum() + rest.sum(dtype=torch.int64)
 
 
 def _holders(meshes: Meshes, mesh: DeviceMesh | None, placements: Sequence[Placement]) -> Holders:

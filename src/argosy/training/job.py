@@ -6,6 +6,7 @@ import math
 import time
 from bisect import bisect_right
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -49,6 +50,7 @@ from argosy.training.fingerprint import Fingerprints
 from argosy.training.judge import MOST_REWINDS, REMEDY, Judge, Ruling, Verdict
 from argosy.training.keeper import Keeper
 from argosy.training.pace import Pace
+from argosy.training.recompute import Result, check_can_recompute, compare
 from argosy.training.schedule import learning_rate_factor
 from argosy.training.state import Decision, Survivor, TrainState
 from argosy.training.step import Share, StepOutcome, Wishes, exchange, forward_backward
@@ -88,6 +90,7 @@ class Job:
         self.events = Events(run_dir, f"rank-{world.rank}")
         self.metrics = Metrics(run_dir)
 
+        check_can_recompute(run, plan, world.device)
         model = apply(plan, run, world)
         rows = run.train.global_batch // plan.dp
         self._data = open_data(run.data, run.seed, run.train.global_batch)
@@ -120,6 +123,8 @@ class Job:
         """What goes wrong here, or in another process of this world, leaves no thread or process of this one behind."""
         if kind is not None:
             self._keeper.abandon()
+            if self._copies is not None:
+                self._copies.abandon()
             self._loader.close()
 
     def restore_or_initialize(self) -> None:
@@ -137,8 +142,9 @@ class Job:
         if found.tier != "none":
             lost = f", {found.steps_lost} steps lost" if found.steps_lost else ""
             self.progress.say(f" from step {found.step}, {FROM[found.tier]}{lost}")
-            facts = {key: getattr(found, key) for key in ("tier", "step", "steps_lost", "sent_bytes", "own_bytes")}
-            self._tell("recover", **facts, seconds=round(found.seconds, 3), refused=list(found.refused))
+            facts = {key: getattr(found, key) for key in ("step", "steps_lost", "sent_bytes", "own_bytes")}
+            took_s, refused = round(found.seconds, 3), list(found.refused)
+            self._tell("recovered", source=found.tier, **facts, seconds=took_s, refused=refused)
         if self._plan.compile:
             self.progress.say(" compiling: the first steps take a minute or two")
         if self._world.is_first:
@@ -176,6 +182,7 @@ class Job:
 
     def forward_backward(self, batch: list[Microbatch]) -> Tensor:
         """Leave the global batch's gradient in the pieces; returns this rank's share of the loss."""
+        self.state.model.watch(self._is_recomputed)
         loss = forward_backward(self.state.model, batch, self.state.scaler.scale, self._clock)
         pieces, at = self.state.model.pieces, {"step": self.state.step, "rank": self._world.rank}
         fault("gradient", **at, tensors=lambda: {p.name: p.value.grad for p in pieces if p.value.grad is not None})
@@ -185,7 +192,7 @@ class Job:
     def judge(self, step: int, loss: Tensor) -> Verdict:
         """Meet all ranks, and decide what becomes of the step. Raises: RunFailed if the run ends with it."""
         self._outcome = outcome = self._exchange(step, loss)
-        if outcome.copies_differ or outcome.wishes.quarantine:
+        if outcome.copies_differ or outcome.wishes.quarantine or outcome.wishes.retry:
             return Verdict.RETRY
         if not math.isfinite(outcome.gradient_norm) and not self.state.scaler.is_at_floor:
             self.state.scaler.update(outcome.gradient_norm)
@@ -338,8 +345,39 @@ class Job:
         with self._clock.time("communication"):
             loads = loads_of(state.model.moes, self._run.model, self._world.device)
             stop, save = self._stop.number is not None, self._keeper.is_due_by_time
-            wishes = Wishes(stop, save, quarantine=bool(self._found_bad))
+            wishes = Wishes(stop, save, bool(self._found_bad), self._is_wrong(step, loss))
             return exchange(Share(loss, squares, loads, fingerprint, wishes), self._world)
+
+    def _is_wrong(self, step: int, loss: Tensor) -> bool:
+        """Whether this rank knows that the step's gradient was summed or computed wrongly."""
+        is_sound = self.state.model.sums_are_sound()
+        if not is_sound:
+            self.events.write("collective_corrupt", step=step, rank=self._world.rank)
+        if not self._is_recomputed:
+            return not is_sound
+        turn = step // self._run.resilience.recompute_every_steps
+        mine = loss.item(), self.state.model.bits()
+        found = compare(turn, mine, partial(self._recompute, step), self._world)
+        if found is not None:
+            self._tell("gradient_corrupt", step=step, rank=found.rank, suspects=list(found.suspects))
+            self.progress.say(
+                f" step {step}: the gradient of rank {found.rank} is in doubt; suspects: {found.suspects}"
+            )
+        return found is not None or not is_sound
+
+    def _recompute(self, step: int, rank: int) -> Result:
+        """The loss and gradient of another replica's samples."""
+        rows = self._run.train.global_batch // self._plan.dp
+        loader = self._loader.of(slice(rank * rows, (rank + 1) * rows))
+        batch = microbatches(loader.read(step), self._plan.microbatch, self._data.eod_id, self._world.device)
+        loader.close()
+        return self.state.model.recompute(batch, self.state.scaler.scale, self._tokens_per_step)
+
+    @property
+    def _is_recomputed(self) -> bool:
+        """Whether replicas compute each other's gradients in the step at hand."""
+        every = self._run.resilience.recompute_every_steps
+        return bool(every) and self.state.step % every == 0
 
     def _rows(self, step: int) -> np.ndarray:
         """This process's rows of the step. Raises: BadShard if one cannot be read, and the policy is to stop."""
@@ -436,6 +474,8 @@ class Job:
 
     def _begin_copies(self) -> None:
         """From now on copies in host memory are of the present history."""
+        if self._copies is not None:
+            self._copies.wait()
         self._copies, folder = None, memory_folder()
         if folder is not None and self._run.resilience.memory_every_steps:
             boxes = [box for box in self.state.boxes() if travels(box)]
@@ -443,7 +483,8 @@ class Job:
             def failed(why: str) -> None:
                 self.events.write("memory_copy_failed", why=why)
 
-            self._copies = MemoryCopies(folder, boxes, self._world, self.state.history, failed)
+            at, replicas_do = self.state.history, self.state.can_follow
+            self._copies = MemoryCopies(folder, boxes, self._world, at, failed, replicas_do)
 
     def _write_missing_line(self, decided: Decision | None) -> None:
         """The process that was to write the line of the last step may have died before it could."""

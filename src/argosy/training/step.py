@@ -26,6 +26,8 @@ class Wishes:
     save: bool = False
     quarantine: bool = False
     """It could not read its samples: the step is to be done again without the shard that they are in."""
+    retry: bool = False
+    """What it received of the gradients' sums cannot be right: the step is to be done again."""
 
 
 @dataclass(frozen=True)

@@ -123,8 +123,8 @@ def _plan_of(run_dir: Path, first: int, last: int) -> Plan:
     changed = next((start["step"] for start in of_steps if start["plan"] != of_steps[0]["plan"]), None)
     if changed is not None:
         raise UserError(
-            f"--step {last}: the plan changed at step {changed}, and the newest checkpoint before step {last} is of step "
-            f"{first}: other layouts round differently. Try --step {changed - 1}."
+            f"--step {last}: the plan changed at step {changed}, the newest checkpoint before step {last} is of step "
+            f"{first}, and other layouts round differently. Try --step {changed - 1}."
         )
     return Plan.parse(of_steps[0]["plan"])
 

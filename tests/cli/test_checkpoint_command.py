@@ -1,0 +1,66 @@
+"""`argosy checkpoint`: what there is, whether it is whole, what is deleted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from argosy.checkpoint import store
+from argosy.cli.checkpoint import main
+from argosy.errors import UserError
+from checkpoint.saving import flip_a_bit, manifest
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run with checkpoints of steps 1 to 4, the second and third verified."""
+    for step in (1, 2, 3, 4):
+        partial = store.partial_folder(tmp_path, step, 0)
+        partial.mkdir(parents=True)
+        (partial / "rank-00000.safetensors").write_bytes(bytes(1000 * step))
+        files = {"rank-00000.safetensors": store.file_sum(partial / "rank-00000.safetensors")}
+        checkpoint = store.commit(partial, manifest(step, tokens=step * 10**6, files=files))
+        if step in (2, 3):
+            checkpoint.mark_verified()
+    return tmp_path
+
+
+def steps(run_dir: Path) -> list[int]:
+    return [checkpoint.step for checkpoint in store.committed(run_dir)]
+
+
+def test_the_list_says_what_is_verified_and_what_is_damaged(run_dir, capsys):
+    (store.step_folder(run_dir, 1) / store.MANIFEST).write_text("{}")
+    assert main(["list", str(run_dir)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "manifest.json: does not match its own checksum" in lines[0]
+    assert [line.split()[-1] for line in lines[1:3]] == ["verified"] * 2 and lines[3].endswith("not verified")
+    assert main(["list", str(run_dir), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row.get("verified") for row in rows] == [None, True, True, False]
+    assert rows[2]["bytes"] == 3000 and rows[2]["tokens"] == 3_000_000 and rows[2]["format"] == 2
+
+
+def test_to_verify_finds_damage_and_marks_what_is_whole(run_dir, capsys):
+    flip_a_bit(store.step_folder(run_dir, 3) / "rank-00000.safetensors", 77)
+    assert main(["verify", str(run_dir)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.endswith(": whole") for line in lines] == [True, True, False, True]
+    assert "rank-00000.safetensors does not match its checksum" in lines[2]
+    assert [c.is_verified for c in store.committed(run_dir)] == [True, True, True, True]
+    assert main(["verify", str(store.step_folder(run_dir, 4))]) == 0
+
+
+@pytest.mark.parametrize(("keep_last", "kept"), [(1, [3, 4]), (2, [2, 3, 4]), (3, [2, 3, 4])])
+def test_to_prune_keeps_the_newest_and_what_is_known_to_be_whole(run_dir, capsys, keep_last, kept):
+    assert main(["prune", str(run_dir), "--keep-last", str(keep_last)]) == 0
+    assert steps(run_dir) == kept
+    assert "deleted step-00000001" in capsys.readouterr().out
+
+
+def test_a_checkpoint_of_another_format_is_refused(run_dir):
+    (store.step_folder(run_dir, 4) / store.MANIFEST).write_bytes(store.signed({"format": 1, "step": 4}))
+    with pytest.raises(UserError, match="reads checkpoints of format 2"):
+        main(["verify", str(run_dir)])

@@ -1,0 +1,46 @@
+"""A run whose processes are killed around it comes to the same weights as one that is left alone."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from commands import Folder
+
+
+def chaos(folder: Folder, *options: object, steps: int) -> dict[str, Any]:
+    """The report of a disturbed run, which has passed."""
+    folder.write_run(steps=steps, every_steps=10)
+    limits = ("--resilience.beat-timeout-s", 2, "--launch.max-restarts", 20)
+    report: dict[str, Any] = json.loads(
+        folder.argosy("chaos", "run.toml", *options, *limits, "--json").splitlines()[-1]
+    )
+    return report
+
+
+def check(report: dict[str, Any], steps: int) -> None:
+    assert report["finished"] and report["same_weights"] and report["same_losses"], report
+    assert not report["ledger"] and not report["left_behind"], report
+    assert report["steps"] == steps and report["blows"], report
+
+
+def test_kills_change_no_weight(folder: Folder) -> None:
+    report = chaos(folder, "--seed", 3, "--every-s", 3, "--kinds", "kill", steps=80)
+    check(report, 80)
+    for blow in report["blows"]:
+        assert blow["seen_s"] is not None and blow["seen_s"] < 2, blow
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_no_fault_changes_a_weight(folder: Folder, seed: int) -> None:
+    report = chaos(folder, "--seed", seed, "--every-s", 10, steps=600)
+    check(report, 600)
+
+
+def test_a_kind_of_fault_that_does_not_exist_is_refused(refused, folder: Folder) -> None:
+    folder.write_run()
+    refused("chaos", "run.toml", "--kinds", "kil", said=("--kinds kil", "there are kill"))
+    refused("chaos", "run.toml", "--every-s", "0", said=("--every-s 0",))

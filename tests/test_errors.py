@@ -1,0 +1,32 @@
+"""Exit codes tell apart who can mend what went wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from argosy import errors
+from argosy.cli import main
+from argosy.errors import EXIT_CODES, ArgosyError, Interrupted, RunFailed, error_of
+
+
+def classes() -> list[type[ArgosyError]]:
+    return [
+        kind for kind in ArgosyError.__subclasses__() if kind.__module__ == errors.__name__ and kind is not Interrupted
+    ]
+
+
+def test_every_exit_code_is_explained_and_stands_in_the_help(capsys):
+    assert {kind.exit_code for kind in classes()} | {0, 130, 143} == set(EXIT_CODES)
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(meaning in text for meaning in EXIT_CODES.values())
+
+
+@pytest.mark.parametrize("kind", classes())
+def test_an_error_of_another_process_is_raised_as_what_it_was(kind):
+    error = error_of(kind.__name__, "text")
+    assert type(error) is kind and str(error) == "text"
+
+
+def test_an_error_that_is_not_ours_is_a_failed_run():
+    assert type(error_of("ZeroDivisionError", "text")) is RunFailed
