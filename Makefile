@@ -1,5 +1,5 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Each sets up what it needs, once.
-.PHONY: demo test test-all lint docs bench bench-planner clean help
+.PHONY: demo test test-all test-faults chaos lint docs bench bench-planner clean help
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -10,6 +10,8 @@ help:
 	@echo "make demo      set up, train a small model on real text for some minutes, show what it learnt"
 	@echo "make test      set up, run the tests (under 15 minutes on 2 cores)"
 	@echo "make test-all  the slow ones too"
+	@echo "make test-faults  the whole matrix of faults, each at five places (an hour)"
+	@echo "make chaos     a run that is killed, stopped and corrupted at random for half an hour"
 	@echo "make lint      ruff and mypy"
 	@echo "make docs      check links and commands in the documents, write the run file's JSON schema"
 	@echo "make bench     the benchmarks, side by side with their peers"
@@ -24,6 +26,12 @@ test: .venv/.dev
 
 test-all: .venv/.dev
 	$(BIN)/python -m pytest -m ""
+
+test-faults: .venv/.dev
+	$(BIN)/python -m pytest tests/system/test_faults.py -m ""
+
+chaos: .venv/.dev
+	$(BIN)/argosy chaos --seed 7 --minutes 30
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

@@ -24,9 +24,9 @@ def test_every_exit_code_is_explained_and_stands_in_the_help(capsys):
 
 @pytest.mark.parametrize("kind", classes())
 def test_an_error_of_another_process_is_raised_as_what_it_was(kind):
-    error = error_of(kind.__name__, "text")
+    error = error_of(kind.exit_code, "text")
     assert type(error) is kind and str(error) == "text"
 
 
 def test_an_error_that_is_not_ours_is_a_failed_run():
-    assert type(error_of("ZeroDivisionError", "text")) is RunFailed
+    assert type(error_of(17, "text")) is RunFailed

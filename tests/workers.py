@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,6 +81,14 @@ class WorkerPool:
             theirs.close()  # so that the death of the process ends the pipe
             self._pipes.append(ours)
             self._processes.append(process)
+
+
+def next_world(world: World, store: Path, size: int | None = None) -> World:
+    """Leave `world` for another, of `size`, whose members meet at the file `store`: its rank is what it was."""
+    leave_world()
+    size = size or world.size
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=world.rank, world_size=size)
+    return World(world.rank, size)
 
 
 def _received(pipe: Connection) -> tuple[bool, Any]:

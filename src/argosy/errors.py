@@ -61,10 +61,10 @@ FINAL = 64
 """A worker process adds this to the exit code of an error that a restart would only meet again."""
 
 
-def error_of(kind: str, text: str) -> ArgosyError:
-    """The error of the class that is named `kind`, as another process reports it; RunFailed if it is none of ours."""
-    classes = {c.__name__: c for c in (UserError, DataError, Poisoned, StorageError, Retryable)}
-    return classes.get(kind, RunFailed)(text)
+def error_of(exit_code: int, text: str) -> ArgosyError:
+    """The error that ends with this exit code, as another process reports it; RunFailed if there is none."""
+    kinds: tuple[type[ArgosyError], ...] = (UserError, DataError, Poisoned, StorageError, Retryable)
+    return next((kind for kind in kinds if kind.exit_code == exit_code), RunFailed)(text)
 
 
 EXIT_CODES = {

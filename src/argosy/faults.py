@@ -3,10 +3,10 @@
     ARGOSY_FAULTS='kill@optimizer:step=5,rank=1; flip@weights:step=7,rank=2,bit=30; slow@forward:rank=1,factor=2'
 
 ACTION@POINT:KEY=VALUE,... says what happens where; the same as JSON: [{"action": "kill", "point": "optimizer",
-"step": 5, "rank": 1}]. Keys `step`, `after` (a step, or a later one), `rank`, `epoch` and `fraction` (of a file; reached
-or passed) say when, and what is left out may be any. A fault strikes once for each rank of a run, also if the run is started again in between, unless
-`again` (once in each epoch), `steps` (so many steps in a row) or `every` (each step that it divides, without end) say
-otherwise. What has struck stands in events/faults.jsonl of the run's folder.
+"step": 5, "rank": 1}]. Keys `step`, `after` (a step, or a later one), `rank`, `epoch` and `fraction` (of a file) say
+when; what is left out may be any. A fault strikes once for each rank of a run, also if the run is started
+again in between, unless `again` (once in each epoch), `steps` (so many steps in a row) or `every` (each step that it
+divides, without end) say otherwise. What has struck stands in events/faults.jsonl of the run's folder.
 
 Without the variable a fault point is one comparison.
 """

@@ -15,10 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from argosy.checkpoint.boxes import Box
+from argosy.checkpoint.exchange import CorruptMessage
 from argosy.checkpoint.history import History, Position, from_metadata, to_metadata
 from argosy.checkpoint.memory import NODE, MemoryCopies, copies_in
 from argosy.checkpoint.recover import Disk, Facts, Offer, Recovery, follow, newest_covered, recover
 from argosy.config.schema import CheckpointConfig, RunConfig
+from argosy.errors import StorageError
 from argosy.models.batch import microbatches
 from argosy.observe.clock import StepClock
 from argosy.observe.events import Events
@@ -27,13 +29,14 @@ from argosy.optim.optimizer import Optimizer
 from argosy.parallel.apply import apply
 from argosy.parallel.expert import loads_of
 from argosy.parallel.gradients import square_share, unscale
-from argosy.parallel.world import CPU, World, leave_world
+from argosy.parallel.world import CPU, World
 from argosy.plan.plan import Plan
 from argosy.precision.scaler import LossScaler
 from argosy.training.keeper import Keeper
 from argosy.training.state import Decision, TrainState
 from argosy.training.step import Share, exchange, forward_backward
 from tiny import eager, run_config
+from workers import next_world
 
 EXPERTS = {"experts": 4, "experts_per_token": 2, "expert_ffn_width": 16, "balance": "bias"}
 MIXTURE = {"moe": EXPERTS, "family": "qwen3_moe", "qk_norm": True}
@@ -205,14 +208,6 @@ class Training:
         return {box: tensor.clone() for box, tensor in self.state.boxes().items()}
 
 
-def next_world(world: World, store: Path, size: int | None = None) -> World:
-    """Leave the world for another, of `size`: in it a rank is what it was."""
-    leave_world()
-    size = size or world.size
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=world.rank, world_size=size)
-    return World(world.rank, size)
-
-
 def train_undisturbed(world: World, plan: str, steps: int, model: dict[str, Any]) -> dict[Box, Tensor]:
     return Training(world, plan, **model).until(steps).values()
 
@@ -283,7 +278,7 @@ def fall_behind(world: World, store: Path, plan: str, behind: Sequence[int], mod
 @pytest.mark.parametrize(
     ("plan", "behind", "model"),
     [
-        ("dp_replicate=3", (0,), {}),
+        pytest.param("dp_replicate=3", (0,), {}, marks=pytest.mark.slow),
         ("dp_shard=2,dp_replicate=2,zero=1", (1,), {}),
         ("dp_replicate=2,pp=2", (2,), MIXTURE),
     ],
@@ -350,10 +345,12 @@ def fall_back(world: World, folder: Path, plan: str, nodes_lost: str, damaged: s
 @pytest.mark.parametrize(
     ("plan", "nodes_lost", "damaged", "step"),
     [
-        ("dp_shard=2", "", "", 4),
+        pytest.param("dp_shard=2", "", "", 4, marks=pytest.mark.slow),
         ("dp_shard=2", "y", "", 4),  # with its node its own copy; the other node has one
         ("pp=2", "y", "", 4),
-        ("tp=2", "", "x", 4),  # of rank 0 or of rank 1; of both the other node has another
+        pytest.param(
+            "tp=2", "", "x", 4, marks=pytest.mark.slow
+        ),  # of rank 0 or of rank 1; of both the other node has another
         ("dp_shard=2", "y", "x", 2),  # x has both ranks' copies, and one of them is not what was written
         pytest.param("pp=2,dp_shard=2,zero=2", "w", "", 4, marks=pytest.mark.slow),
     ],
@@ -388,9 +385,9 @@ def change_plan(world: World, folder: Path, before: str, after: str, copies: boo
     ("before", "after", "copies", "tier"),
     [
         ("dp_replicate=4", "dp_replicate=2,zero=1", False, "live"),
-        ("dp_replicate=2,dp_shard=2", "tp=2", False, "live"),
+        pytest.param("dp_replicate=2,dp_shard=2", "tp=2", False, "live", marks=pytest.mark.slow),
         ("pp=2,tp=2", "dp_shard=2", True, "memory"),
-        ("dp_shard=4,zero=1", "pp=2", True, "memory"),
+        pytest.param("dp_shard=4,zero=1", "pp=2", True, "memory", marks=pytest.mark.slow),
         pytest.param("dp_replicate=2,dp_shard=2,zero=2", "dp_shard=2", True, "live", marks=pytest.mark.slow),
     ],
 )
@@ -441,3 +438,70 @@ def test_if_all_processes_are_lost_there_are_copies_and_if_these_are_too_there_i
     answers = workers.run(2, lose_everything, tmp_path, copies)
     assert [(r.tier, r.step) for r, _ in answers] == [(tier, step)] * 2
     assert_same_bits([values for _, values in answers], undisturbed("dp_shard=2", 7))
+
+
+class Checkpoints:
+    """A disk whose newest checkpoint is of step 9, or seems to be: what is whole is of step `whole`, if any is."""
+
+    def __init__(self, whole: int | None):
+        self._whole = whole
+
+    def newest_step(self) -> int | None:
+        return 9
+
+    def restore(self, state: TrainState) -> object | None:
+        if self._whole is None:
+            raise StorageError("all are damaged")
+        state.step = self._whole
+        return self
+
+
+@pytest.mark.parametrize(
+    ("whole", "expected"),
+    [
+        (9, ("disk", 9, 0, ())),
+        (2, ("live", 3, 6, ())),  # newer than it, as the newest turned out to be damaged
+        (None, ("live", 3, 6, ("all are damaged",))),
+    ],
+)
+def test_a_newer_checkpoint_comes_first_if_it_is_whole(whole, expected):
+    before = Training(World(), "").until(3)
+    found = Training(World(), "", before.state, Checkpoints(whole)).recovery
+    assert (found.tier, found.step, found.steps_lost, found.refused) == expected
+
+
+def test_if_neither_survivors_nor_checkpoints_can_be_used_the_run_does_not_start_again():
+    with pytest.raises(StorageError, match="all are damaged"):
+        Training(World(), "", None, Checkpoints(None))
+
+
+def damage_messages(world: World, store: Path, times: int) -> str:
+    """A recovery in which the first messages of rank 0 arrive damaged, so many times."""
+    before = Training(world, "dp_replicate=2").until(1)
+    real, left = dist.batch_isend_irecv, [None] * times
+
+    def damaging(operations: list[dist.P2POp]) -> Any:
+        for operation in operations:
+            if operation.op is dist.isend and left:
+                left.pop()
+                operation.tensor[5] ^= 1
+        return real(operations)
+
+    world = next_world(world, store)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "batch_isend_irecv", damaging)
+        try:
+            after = Training(world, "dp_replicate=2", None if world.rank else before.state)
+        except CorruptMessage as error:
+            return str(error)
+    assert_same_bits([after.values()], [before.values()])
+    return "recovered"
+
+
+def test_a_damaged_message_is_sent_again(workers, tmp_path):
+    assert workers.run(2, damage_messages, tmp_path / "store", 2) == ["recovered"] * 2
+
+
+def test_messages_that_are_damaged_again_and_again_end_it_on_all_ranks(workers, tmp_path):
+    first, second = workers.run(2, damage_messages, tmp_path / "store", 100)
+    assert first == second and "what rank 0 sent to rank 1 " in first

@@ -364,8 +364,11 @@ def save_while_a_writer_dies(world: World, run_dir: Path, number: int) -> list[s
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
             patch.setattr(save_module, "HUNG_S", 0.5)
+            os.kill(saving.saver.writer_pid, signal.SIGSTOP)
+        saving.save(2.0, step=2, wait=False)
+        if world.rank == 1:
             os.kill(saving.saver.writer_pid, number)
-        saving.save(2.0, step=2)
+        saving.saver.wait()
     dist.barrier()
     saving.save(3.0, step=3)
     saving.close()

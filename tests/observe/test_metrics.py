@@ -49,3 +49,13 @@ def test_peak_memory_is_what_the_system_says():
     status = Path("/proc/self/status").read_text()
     peak_kib = int(status.split("VmHWM:")[1].split()[0])
     assert peak_memory_bytes(torch.device("cpu")) == pytest.approx(peak_kib * 1024, rel=0.05)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 2**16])
+@pytest.mark.parametrize("resumed_at", [0, 3, 6])
+def test_a_file_is_read_backwards_in_pieces_of_any_size(metrics, monkeypatch, chunk, resumed_at):
+    monkeypatch.setattr("argosy.observe.metrics.CHUNK_BYTES", chunk)
+    assert [record["step"] for record in metrics.last(4)] == [2, 3, 4, 5]
+    metrics.forget_from(resumed_at)
+    assert [record["step"] for record in metrics.last(100)] == list(range(resumed_at))
+    assert steps(metrics, "validation_loss") == [step for step in (1, 3, 5) if step < resumed_at]

@@ -34,6 +34,13 @@ def test_the_stages_of_a_pipeline_are_simulated_together():
     assert all(one.timeline.waited_s["pp"] > 0 for one in found)
 
 
+@pytest.mark.slow
+def test_ranks_simulated_at_once_are_those_simulated_one_after_the_other():
+    plan, run = Plan.parse("pp=2,microbatch=4"), run_config(Path("no data"))
+    alone, together = (simulate(plan, run, [0, 1], CLUSTER, processes=n) for n in (1, 2))
+    assert [{**one.record(), "tracing_s": 0} for one in alone] == [{**one.record(), "tracing_s": 0} for one in together]
+
+
 def test_ranks_of_stages_stand_at_the_same_place():
     assert ranks_of_stages(Plan.parse("pp=4,dp_shard=2,tp=2"), 6) == [2, 6, 10, 14]
     assert ranks_of_stages(Plan.parse("dp_shard=4"), 3) == [3]

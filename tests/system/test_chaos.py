@@ -11,7 +11,7 @@ from commands import Folder
 
 
 def chaos(folder: Folder, *options: object, steps: int) -> dict[str, Any]:
-    """The report of a disturbed run, which has passed."""
+    """The report of a disturbed run, which has passed, or the exit code would be 1."""
     folder.write_run(steps=steps, every_steps=10)
     limits = ("--resilience.beat-timeout-s", 2, "--launch.max-restarts", 20)
     report: dict[str, Any] = json.loads(

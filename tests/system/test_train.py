@@ -72,6 +72,7 @@ def test_a_run_leaves_a_folder_that_says_all(folder: Folder) -> None:
     assert folder.argosy("generate", run_dir, "--prompt", "def ", "--max-tokens", 5).startswith("def ")
 
 
+@pytest.mark.slow
 def test_the_resolved_run_file_repeats_the_run(folder: Folder) -> None:
     folder.write_run()
     folder.argosy("train", "run.toml")
@@ -80,7 +81,7 @@ def test_the_resolved_run_file_repeats_the_run(folder: Folder) -> None:
 
 
 @pytest.mark.parametrize("victim", ["worker", "everything"])
-@pytest.mark.parametrize("after_steps", [3, 17])
+@pytest.mark.parametrize("after_steps", [3, pytest.param(17, marks=pytest.mark.slow)])
 def test_kill_9_at_any_moment_changes_no_loss(
     folder: Folder, undisturbed: list[float], victim: str, after_steps: int
 ) -> None:
@@ -103,7 +104,7 @@ def test_kill_9_at_any_moment_changes_no_loss(
     assert losses(run_dir) == undisturbed
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT])
 def test_a_signal_saves_and_the_run_goes_on_as_if_nothing_was(
     folder: Folder, undisturbed: list[float], number: signal.Signals
 ) -> None:
@@ -183,6 +184,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_as_the_newest(folder: Folder) 
         subprocess.run(["umount", "-l", disk], check=True)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_run_again(folder: Folder) -> None:
     folder.write_run()
     folder.argosy("train", "run.toml")
@@ -198,6 +200,7 @@ def test_it_joins_the_processes_of_torchrun(folder: Folder, undisturbed: list[fl
     assert losses(folder.path / "runs/tiny") == undisturbed
 
 
+@pytest.mark.slow
 def test_a_budget_of_minutes_ends_on_time(folder: Folder) -> None:
     run = folder.write_run(every_steps=0)
     run.write_text(run.read_text().replace("steps = 10", "steps = 0\nminutes = 0.15", 1))

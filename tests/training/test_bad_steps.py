@@ -53,7 +53,7 @@ def poisoned(samples: set[int]) -> Iterator[None]:
 
     def poison(self: Job, batch: list[Microbatch]) -> Tensor:
         loss = forward_backward(self, batch)
-        mine = {i for first, stop in self._samples(self.state.step) for i in range(first, stop)}
+        mine = {i for first, stop in self._batches.samples(self.state.step) for i in range(first, stop)}
         return loss * torch.nan if mine & samples else loss
 
     Job.forward_backward = poison

@@ -32,7 +32,7 @@ from argosy.faults import fault
 from argosy.parallel.world import World
 
 HUNG_S = 300.0
-"""A writer whose file has not grown for so long, though it is to be waited for, is given up."""
+"""A writer that is waited for is given up once nothing has been added to its checkpoint, by any rank, for so long."""
 KILL_S = 1.0
 """A killed one is waited for so long."""
 
@@ -109,7 +109,7 @@ class Saver:
         grown, since_s = -1, time.monotonic()
         while self._under_way is not None:
             self._listen(1.0)
-            size = _size(self._under_way.file) if self._under_way else 0
+            size = _bytes_in(self._under_way.partial) if self._under_way else 0
             if size != grown:
                 grown, since_s = size, time.monotonic()
             if self._under_way is not None and time.monotonic() - since_s > HUNG_S:
@@ -285,8 +285,8 @@ def deal(holdings: Sequence[Sequence[Box]]) -> list[list[Box]]:
     return dealt
 
 
-def _size(path: Path) -> int:
+def _bytes_in(folder: Path) -> int:
     try:
-        return path.stat().st_size
-    except OSError:
+        return sum(path.stat().st_size for path in folder.iterdir())
+    except OSError:  # it is not there yet, or no longer
         return 0

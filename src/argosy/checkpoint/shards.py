@@ -66,7 +66,8 @@ def write_shard(memory: int, parts: Mapping[Box, Tensor], about: Mapping[str, st
     size = len(header) + sum(box_bytes(box) for box in order)
     os.ftruncate(memory, size)
     os.posix_fallocate(memory, 0, size)  # an error here: storing to a page that cannot be had would be a SIGBUS
-    pages = torch.frombuffer(mmap.mmap(memory, size), dtype=torch.uint8)
+    # All pages at once: their faults one by one would take as long as the copying.
+    pages = torch.frombuffer(mmap.mmap(memory, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE), dtype=torch.uint8)
     pages[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
     start = len(header)
     for box in order:

@@ -20,6 +20,7 @@ from argosy.data.permutation import key_of
 from argosy.data.stream import I32, Place, TokenSource
 from argosy.data.tokenizer import Tokenizer
 from argosy.errors import DataError, UserError
+from argosy.faults import fault
 
 AHEAD = 4
 """Steps that are read before they are asked for."""
@@ -112,6 +113,7 @@ class Loader:
 
     def read(self, step: int) -> I32:
         """What `batch` returns, read now and in this thread."""
+        fault("loader", step=step)
         samples = self._sound(step, self._samples(step))
         out = np.empty((len(samples), self._seq_len + 1), np.int32)
         for number, source in enumerate(self._sources):

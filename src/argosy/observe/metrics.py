@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
-from argosy.files import atomic_write
 from argosy.observe.events import JsonLines, read_lines
+
+CHUNK_BYTES = 2**16
+"""Read at once, from the end of a file backwards."""
 
 
 class Metrics:
@@ -26,14 +31,55 @@ class Metrics:
 
     def forget_from(self, step: int) -> None:
         """Drop the records of `step` and later: those steps were lost and are about to be run again."""
-        kept = [record for record in read_lines(self.path) if record["step"] < step]
-        if self.path.exists():
-            with atomic_write(self.path) as file:
-                file.writelines(json.dumps(record).encode() + b"\n" for record in kept)
+        if not self.path.exists():
+            return
+        with self.path.open("rb+") as file:
+            end = file.seek(0, os.SEEK_END)
+            for start, record in _backwards(file):
+                if record is not None and record["step"] < step:
+                    break
+                end = start
+            file.truncate(end)
+
+    def last(self, count: int) -> list[dict[str, Any]]:
+        """The records of the last `count` steps (fewer if there are no more), in order."""
+        if not self.path.exists():
+            return []
+        with self.path.open("rb") as file:
+            steps = (record for _, record in _backwards(file) if record is not None and "loss" in record)
+            return list(islice(steps, count))[::-1]
 
     def read(self) -> list[dict[str, Any]]:
         """All records so far."""
         return read_lines(self.path)
+
+
+def _backwards(file: BinaryIO) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Where each line begins, and its record, from the last one on; None for a line that was cut off.
+
+    A long run's file is not read as a whole only to go on at its end.
+    """
+    position, rest = file.seek(0, os.SEEK_END), b""
+    while position:
+        size = min(CHUNK_BYTES, position)
+        position = file.seek(position - size)
+        first, *lines = (file.read(size) + rest).split(b"\n")
+        begin = position + len(first) + 1 + sum(len(line) + 1 for line in lines)
+        for line in reversed(lines):
+            begin -= len(line) + 1
+            if line:
+                yield begin, _parsed(line)
+        rest = first
+    if rest:
+        yield 0, _parsed(rest)
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        record: dict[str, Any] = json.loads(line)
+    except ValueError:
+        return None
+    return record
 
 
 def peak_memory_bytes(device: torch.device) -> int:

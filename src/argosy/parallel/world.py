@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from argosy.config.schema import LaunchConfig
+from argosy.faults import fault
 
 CPU = torch.device("cpu")
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # glibc's malloc.h
@@ -51,6 +52,7 @@ class World:
 def join_world(launch: LaunchConfig) -> World:
     """Join the processes that the environment names (RANK, WORLD_SIZE, MASTER_ADDR, ...; torchrun's and ours)."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    fault("join", rank=rank)
     device = _device(launch)
     if device.type == "cpu":
         keep_freed_memory()

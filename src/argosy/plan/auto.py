@@ -109,18 +109,20 @@ def _plain(run: RunConfig, written: Plan, words: dict[str, str], count: int) -> 
 
 
 def _problem(run: RunConfig, devices: Devices, machine: Cluster | None) -> Problem:
-    cluster = machine or _described(run, devices) or _by_the_catalogue(devices)
+    cluster = machine or machine_for(run, devices)
     problem = Problem.of(run, cluster).on(run, devices.count)
     if "memory_bytes" in cluster.device.assumed:  # nobody knows it, so that it is no reason to choose by
         return replace(problem, rates=replace(problem.rates, memory_bytes=math.inf))
     return problem
 
 
-def _described(run: RunConfig, devices: Devices) -> Cluster | None:
-    """What describes this machine, if that is of such devices: predictions may be made for others."""
+def machine_for(run: RunConfig, devices: Devices) -> Cluster:
+    """What describes this machine, if that is of such devices (predictions may be made for others); else what the
+    catalogue has of them, and of a GPU that it does not know something like it, with a warning.
+    """
     cluster = cluster_of(run)
     if cluster is None or (cluster.device.kind == "cpu") != (devices.kind == "cpu"):
-        return None
+        return _by_the_catalogue(devices)
     return resized(cluster, devices.count)
 
 
@@ -132,7 +134,7 @@ def _by_the_catalogue(devices: Devices) -> Cluster:
                 f"the catalogue does not know {devices.name}: the plan is chosen as if it were as fast as "
                 f"{UNKNOWN_GPU}. `argosy probe` or launch.cluster says it better.",
                 ArgosyWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
         name = UNKNOWN_GPU
     device = find_device(name)

@@ -59,8 +59,8 @@ def replan(run: RunConfig, plan: Plan, machine: Cluster, processes: int) -> Repl
     """The plan to go on with on `processes` processes of `machine`, where `plan` is in force.
 
     It has as many processes as are best: where a batch, a model or a mesh cannot be dealt out over all of them, some
-    are left as spares. What `run.plan` pins is kept if all of it can be, with no spares, or as much as costs no more than
-    `WORTH_A_PIN`.
+    are left as spares. What `run.plan` pins is kept if all of it can be, with no spares, or as much of it as costs no
+    more than `WORTH_A_PIN`.
     Raises: UserError if nothing fits, or there are no processes.
     """
     if processes < 1:

@@ -28,7 +28,7 @@ from typing import Any
 
 from argosy.checkpoint.store import committed
 from argosy.config.schema import LaunchConfig, RunConfig
-from argosy.errors import FINAL, ArgosyError, Interrupted, RunFailed, UserError
+from argosy.errors import FINAL, ArgosyError, Interrupted, RunFailed, UserError, error_of
 from argosy.observe.events import Events
 from argosy.observe.vitals import read_vitals, vitals_path
 from argosy.plan.plan import Plan
@@ -192,6 +192,8 @@ class Agent:
             self._bury(process, -signal.SIGKILL)
 
     def _hear(self, process: Process) -> None:
+        if process.channel.fileno() < 0:
+            return  # it was buried a moment ago
         try:
             messages = process.channel.take()
         except Gone:
@@ -287,7 +289,7 @@ class Agent:
 
         Without one training goes on, and only what it would decide has to wait.
         """
-        self._lost_since = self._lost_since or time.monotonic()
+        began = self._lost_since = self._lost_since or time.monotonic()
         self._start_coordinator()
         assert self._address is not None
         with suppress(OSError):
@@ -299,7 +301,7 @@ class Agent:
             self._interface = _interface_of(host)
             self._say_hello(host)
             return
-        if time.monotonic() - self._lost_since > self._run.resilience.coordinator_timeout_s:
+        if time.monotonic() - began > self._run.resilience.coordinator_timeout_s:
             raise RunFailed(
                 f"the coordinator at {self._launch.coordinator} cannot be reached. Start `argosy train` on its machine "
                 "again, or mend the way to it."
@@ -314,6 +316,7 @@ class Agent:
             self._listener = self._open_listener()
         if self._listener is None or (self._server is not None and self._server.poll() is None):
             return
+        assert self._address is not None
         replaces, descriptor = self._server is not None, self._listener.fileno()
         module = "argosy.resilience.coordinator"
         command = [sys.executable, "-m", module, str(self._run_dir), str(descriptor), str(self._plan)]
@@ -465,9 +468,7 @@ def _cause(process: Process, exit_code: int, step: int) -> Cause:
 
 def _as_error(finish: Message, how_to_go_on: str) -> ArgosyError:
     """What ended the run, as the exception that its first witness would have raised."""
-    if finish["error"] == UserError.__name__:
-        return UserError(finish["why"])
-    return RunFailed(finish["why"] if finish["error"] else f"{finish['why']}. {how_to_go_on}")
+    return error_of(finish["exit_code"], finish["why"] if finish["error"] else f"{finish['why']}. {how_to_go_on}")
 
 
 def how_to_go_on(run_dir: Path) -> str:

@@ -107,7 +107,7 @@ class ChaosReport(BaseModel):
     """Processes and shared memory that outlived the run."""
     blows: tuple[Struck, ...]
     missed: int
-    """Blows for which there was nobody to strike before the run ended."""
+    """Blows for which there was nobody to strike when they were due, or that the run did not live to see."""
 
     @property
     def is_passed(self) -> bool:
@@ -119,7 +119,7 @@ class ChaosReport(BaseModel):
         lines = [
             f"chaos, seed {self.seed}: {len(self.blows)} faults in {self.chaos_s:.0f} s, {self.steps} steps; goodput "
             f"{self.goodput:.0%} (alone all take {self.reference_s:.0f} s)",
-            f"worlds {self.epochs}, starts of the command {self.starts}",
+            f"worlds {self.epochs}, starts of the command {self.starts}; {self.missed} more faults found nobody to strike",
             "  fault         times   seen after s (median, worst)   training after s   steps lost",
         ]
         for kind in dict.fromkeys(blow.kind for blow in self.blows):

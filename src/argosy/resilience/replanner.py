@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
@@ -42,7 +42,7 @@ class Replanner:
         machine = machine_at_hand(self._run, found) if found is not None else None
         if machine is None:
             # Nobody knows this hardware: no prediction can tell plans apart, so the plainest that is legal.
-            kind = "cpu" if found is None or found.device == "cpu" else "cuda"
+            kind: Literal["cpu", "cuda"] = "cpu" if found is None or found.device == "cpu" else "cuda"
             run = self._run.model_copy(update={"plan": "auto"})
             return choose_plan(run, Devices(processes, kind, self._plan.precision == "bf16")), ()
         chosen = replan(self._run, self._plan, machine, processes)

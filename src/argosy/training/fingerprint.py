@@ -29,6 +29,7 @@ from argosy.optim.optimizer import Optimizer
 from argosy.parallel.checks import sum_of_bits
 from argosy.parallel.mesh import Meshes
 from argosy.parallel.model import ParallelModel
+from argosy.parallel.pieces import Held
 from argosy.parallel.world import World
 from argosy.training.step import is_nonzero, limbs_of
 
@@ -80,6 +81,14 @@ class Fingerprints:
 
     def __init__(self, model: ParallelModel, optimizer: Optimizer, world: World):
         self._model, self._optimizer, self._world = model, optimizer, world
+        self._everyone: Holders | None = None
+        self._held: list[tuple[Held, Held, Holders, Holders]] = []
+        if (meshes := model.meshes) is not None:
+            self._everyone = _holders(meshes, None, ())
+            for piece, master in zip(model.pieces, model.masters, strict=True):
+                mesh = getattr(piece.parameter, "device_mesh", None)
+                whole = _holders(meshes, mesh, getattr(piece.parameter, "placements", ()))
+                self._held.append((piece, master, whole, _holders(meshes, piece.mesh, piece.placements)))
         self._names: tuple[str, ...] = ()
         self._factors = torch.empty(0)
 
@@ -144,24 +153,17 @@ class Fingerprints:
 
     def _copies(self) -> Iterator[Copy]:
         """What this rank holds that others do too, in an order that all holders share."""
-        model, meshes = self._model, self._model.meshes
-        if meshes is None:
-            return
-        for piece, master in zip(model.pieces, model.masters, strict=True):
-            parameter = piece.parameter
-            mesh, placements = getattr(parameter, "device_mesh", None), getattr(parameter, "placements", ())
-            whole, part = _holders(meshes, mesh, placements), _holders(meshes, piece.mesh, piece.placements)
+        for piece, master, whole, part in self._held:
             if len(whole.ranks) > 1:
-                yield Copy(f"model.{piece.name}", local(parameter.detach()), whole)
+                yield Copy(f"model.{piece.name}", local(piece.parameter.detach()), whole)
             if len(part.ranks) > 1:
                 if master.value is not piece.value:
                     yield Copy(f"master.{piece.name}", master.value.detach(), part)
                 for name, tensor in self._optimizer.kept_of(master).items():
                     yield Copy(f"optimizer.{piece.name}.{name}", tensor, part)
-        everyone = _holders(meshes, None, ())
-        if len(everyone.ranks) > 1:
-            for name, buffer in model.buffers().items():
-                yield Copy(f"model.{name}", buffer, everyone)
+        if self._everyone is not None and len(self._everyone.ranks) > 1:
+            for name, buffer in self._model.buffers().items():
+                yield Copy(f"model.{name}", buffer, self._everyone)
 
     def _sums(self, copies: Iterable[Copy]) -> Tensor:
         device = self._world.device

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_right
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -23,11 +21,9 @@ from argosy.config.dump import save_run
 from argosy.config.identity import config_sha256
 from argosy.config.schema import RunConfig
 from argosy.data.loader import open_data
-from argosy.data.order import Range, kept, skipped_by
-from argosy.data.stream import BadShard, Place
 from argosy.errors import Retryable, RunFailed, StorageError
 from argosy.faults import fault
-from argosy.models.batch import Microbatch, microbatches
+from argosy.models.batch import Microbatch
 from argosy.observe.clock import StepClock
 from argosy.observe.events import Events
 from argosy.observe.metrics import Metrics, peak_memory_bytes
@@ -45,6 +41,7 @@ from argosy.plan.machine import Hardware, machine_at_hand
 from argosy.plan.plan import Plan
 from argosy.plan.predict import Prediction, predict
 from argosy.precision.scaler import LossScaler
+from argosy.training.batches import Batches
 from argosy.training.evaluation import HeldOut, Score, evaluate
 from argosy.training.fingerprint import Fingerprints
 from argosy.training.judge import MOST_REWINDS, REMEDY, Judge, Ruling, Verdict
@@ -92,23 +89,22 @@ class Job:
 
         check_can_recompute(run, plan, world.device)
         model = apply(plan, run, world)
-        rows = run.train.global_batch // plan.dp
         self._data = open_data(run.data, run.seed, run.train.global_batch)
-        self._loader = self._data.loader(slice(model.dp_rank * rows, (model.dp_rank + 1) * rows))
         held_out = [source.held_out() for source in self._data.sources]
         self._held_out = HeldOut.read(held_out, run.data.seq_len, run.evaluate.tokens)
 
         scaler = LossScaler() if plan.precision == "fp16" else LossScaler(scale=1.0, growth_steps=0)
         self.state = TrainState(model, Optimizer(model.masters, run.optimizer, run.seed), scaler)
 
+        self._batches = Batches(run, plan, self._data, self.state, world, self.events)
+
         identity, lasting = self._data.identity, config_sha256(run)
         self._keeper = Keeper(run_dir, run.checkpoint, plan, identity, world, self.events, self.progress, lasting)
-        self._judge, self._pace = Judge(run.resilience, self._stage_of), Pace(run, self._held_out.tokens)
+        self._judge, self._pace = Judge(run.resilience, self._batches.stage), Pace(run, self._held_out.tokens)
         self._fingerprints = Fingerprints(model, self.state.optimizer, world)
         self._clock = StepClock(world.device, vitals)
         self._outcome = StepOutcome(0.0, 0.0, False, Wishes(), None)
         self._retries = 0
-        self._found_bad: list[Place] = []
         self._copies: MemoryCopies | None = None
         self._score: Score | None = None
         self._flops_per_token = train_flops_per_token(run.model, run.data.seq_len)
@@ -125,14 +121,14 @@ class Job:
             self._keeper.abandon()
             if self._copies is not None:
                 self._copies.abandon()
-            self._loader.close()
+            self._batches.close()
 
     def restore_or_initialize(self) -> None:
         """Go on from the newest state there is: of survivors, in memory, on disk; or from the initial weights."""
         found = recover(self.state, self._survivor.state, self._keeper, memory_folder(), self._world)
         if found.tier == "none" and self._run.model.weights is not None:
             self._keeper.read_weights(self.state, self._run.model.weights)
-        self._loader.skip(self.state.skipped)
+        self._batches.follow()
         self._begin_copies()
         if self._world.is_first:
             self._prediction = self._predict()
@@ -177,8 +173,7 @@ class Job:
         """This process's share of the step's samples."""
         fault("batch", step=step, rank=self._world.rank)
         with self._clock.time("data"):
-            rows = self._rows(step)
-            return microbatches(rows, self._plan.microbatch, self._data.eod_id, self._world.device)
+            return self._batches.read(step)
 
     def forward_backward(self, batch: list[Microbatch]) -> Tensor:
         """Leave the global batch's gradient in the pieces; returns this rank's share of the loss."""
@@ -237,11 +232,11 @@ class Job:
             if self._retries > MOST_RETRIES:
                 raise RunFailed(f"step {step} was done {MOST_RETRIES} times, and every time something else was wrong.")
             if self._outcome.wishes.quarantine:
-                self._quarantine()
+                self._batches.quarantine()
             if self._outcome.copies_differ:
                 self._mend_copies()
             return
-        self._skip_samples(step)
+        self._batches.skip(step)
         if verdict is Verdict.REWIND and self._go_back() and not self._judge.rewound(self.state.step, self._recalled()):
             raise RunFailed(
                 f"step {step} is bad again after the run went back to step {self.state.step} {MOST_REWINDS} times and "
@@ -254,6 +249,7 @@ class Job:
         if not ((every and done % every == 0) or done == self._pace.steps):
             return
         with self._clock.time("evaluate"):
+            fault("evaluate", step=done)
             self._score = self._evaluate()
         if self._score and self._world.is_first:
             score = {"validation_loss": self._score.loss, "bits_per_byte": self._score.bits_per_byte}
@@ -297,8 +293,10 @@ class Job:
 
         Returns whether nothing is left to do. Raises: StorageError if the state cannot be saved.
         """
+        if self._vitals is not None:
+            self._vitals.enter("finishing")
         self.progress.close()
-        self._loader.close()
+        self._batches.close()
         self._make_copies_agree()
         if error := self._keeper.finish(self.state):
             raise StorageError(
@@ -345,7 +343,7 @@ class Job:
         with self._clock.time("communication"):
             loads = loads_of(state.model.moes, self._run.model, self._world.device)
             stop, save = self._stop.number is not None, self._keeper.is_due_by_time
-            wishes = Wishes(stop, save, bool(self._found_bad), self._is_wrong(step, loss))
+            wishes = Wishes(stop, save, self._batches.are_unreadable, self._is_wrong(step, loss))
             return exchange(Share(loss, squares, loads, fingerprint, wishes), self._world)
 
     def _is_wrong(self, step: int, loss: Tensor) -> bool:
@@ -367,10 +365,7 @@ class Job:
 
     def _recompute(self, step: int, rank: int) -> Result:
         """The loss and gradient of another replica's samples."""
-        rows = self._run.train.global_batch // self._plan.dp
-        loader = self._loader.of(slice(rank * rows, (rank + 1) * rows))
-        batch = microbatches(loader.read(step), self._plan.microbatch, self._data.eod_id, self._world.device)
-        loader.close()
+        batch = self._batches.of_rank(rank, step)
         return self.state.model.recompute(batch, self.state.scaler.scale, self._tokens_per_step)
 
     @property
@@ -379,49 +374,9 @@ class Job:
         every = self._run.resilience.recompute_every_steps
         return bool(every) and self.state.step % every == 0
 
-    def _rows(self, step: int) -> np.ndarray:
-        """This process's rows of the step. Raises: BadShard if one cannot be read, and the policy is to stop."""
-        try:
-            rows = self._loader.batch(step)
-        except BadShard as problem:
-            skips = self._run.data.on_bad_shard == "skip"
-            facts = {"samples": [list(some) for some in self._samples(step)], "problem": str(problem)}
-            self.events.write("bad_shard", step=step, **facts, outcome="quarantined" if skips else "stop")
-            if not skips:
-                raise
-            # All ranks go through the step before all can know; what it computes is dropped.
-            self._found_bad = [problem.place]
-            return self._loader.stand_in(1 if self._data.eod_id == 0 else 0)
-        if replaced := self._loader.replaced(step):
-            self.events.write("samples_replaced", step=step, samples=replaced)
-        return rows
-
-    def _quarantine(self) -> None:
-        """Some ranks could not read a shard: from now on none reads it."""
-        of_all: list[list[Place]] = [self._found_bad] * self._world.size
-        if self._world.size > 1:
-            dist.all_gather_object(of_all, self._found_bad)
-        self._loader.quarantine(place for found in of_all for place in found)
-        self._found_bad = []
-
     def _moments(self) -> dict[str, Tensor]:
         pieces, optimizer = self.state.model.masters, self.state.optimizer
         return {f"{p.name}.{name}": tensor for p in pieces for name, tensor in optimizer.kept_of(p).items()}
-
-    def _skip_samples(self, step: int) -> None:
-        """Make no update from the step's samples, now or later."""
-        self.state.skipped = (*self.state.skipped, *self._samples(step))
-        self._loader.skip(self.state.skipped)
-
-    def _samples(self, step: int) -> list[Range]:
-        """Where the samples of `step` are among all."""
-        batch = self._run.train.global_batch
-        return kept(step * batch, (step + 1) * batch, self.state.skipped)
-
-    def _stage_of(self, step: int) -> int:
-        """The mixture that the step's first sample comes from."""
-        starts = [stage.from_step * self._run.train.global_batch for stage in self._run.data.stages]
-        return bisect_right(starts, self._samples(step)[0][0])
 
     def _mend_copies(self) -> None:
         """Copies of the state differ: heal those of a minority, or go back to a checkpoint.
@@ -465,7 +420,7 @@ class Job:
         self.state.skipped, self.state.decided = skipped, None
         self.state.history = history.turned_back(self.state.step)
         self._begin_copies()
-        self._loader.skip(skipped)
+        self._batches.follow()
         if self._world.is_first:
             self.metrics.forget_from(self.state.step)
         self._tell("rewind", step=left, to_step=self.state.step)
@@ -488,7 +443,7 @@ class Job:
 
     def _write_missing_line(self, decided: Decision | None) -> None:
         """The process that was to write the line of the last step may have died before it could."""
-        if decided is not None and all(record["step"] < decided.step for record in self.metrics.read()):
+        if decided is not None and all(record["step"] < decided.step for record in self.metrics.last(1)):
             self.metrics.write(self._record(decided, {"step": 0.0}))
 
     def _make_copies_agree(self) -> None:
@@ -500,8 +455,7 @@ class Job:
         """Step, loss and gradient norm of the last steps, as the first process has them in its metrics."""
         steps: list[Any] = [None]
         if self._world.is_first:
-            records = [r for r in self.metrics.read() if "loss" in r and r["step"] < self.state.step]
-            last = records[-self._run.resilience.spike_window :]
+            last = self.metrics.last(self._run.resilience.spike_window)
             steps = [[(record["step"], record["loss"], record["grad_norm"]) for record in last]]
         if self._world.size > 1:
             dist.broadcast_object_list(steps, device=self._world.device)
@@ -511,24 +465,19 @@ class Job:
         """The line of a step in metrics.jsonl; `seconds` as the clock gives them."""
         step_s = seconds["step"] - seconds.get("evaluate", 0.0) - seconds.get("checkpoint", 0.0)
         tokens_per_s = decision.tokens / step_s if step_s else 0.0
-        batch = self._run.train.global_batch
-        first, last = decision.step * batch, (decision.step + 1) * batch
         record = {
             "step": decision.step,
             "tokens": self.state.tokens,
             "loss": decision.loss,
             "grad_norm": decision.gradient_norm,
             "lr": decision.learning_rate,
-            "first_sample": kept(first, last, self.state.skipped)[0][0],
-            "samples": batch,
+            **self._batches.line(decision.step),
             "step_time_s": round(step_s, 6),
             "tokens_per_s": round(tokens_per_s, 1),
             "mfu": round(tokens_per_s * self._flops_per_token / self._peak_flops, 4),
             "memory_bytes": peak_memory_bytes(self._world.device),
             "seconds": {category: round(value, 6) for category, value in seconds.items()},
         }
-        if skipped := skipped_by(first, last, self.state.skipped):
-            record["samples_skipped"] = [list(samples) for samples in skipped]
         if decision.loads is not None:
             loads = loads_by_layer(decision.loads, self._run.model)
             record["experts"] = {str(layer): load.record() for layer, load in loads.items()}
@@ -537,7 +486,7 @@ class Job:
     def _tell_of_bad_step(self, step: int, outcome: StepOutcome, ruling: Ruling) -> None:
         """Raises: RunFailed if the run ends with it."""
         assert ruling.reason is not None
-        samples = self._samples(step)
+        samples = self._batches.samples(step)
         self._tell(
             "bad_step",
             step=step,

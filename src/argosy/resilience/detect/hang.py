@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from argosy.observe.vitals import Phase, VitalsReading
-from argosy.resilience.detect.finding import Finding, Sample
+from argosy.resilience.detect.finding import Finding, Sample, WorkerSeen
 
 MIN_AUTO_S = 30.0
 AUTO_STEPS = 10.0
@@ -58,10 +58,20 @@ class Hang:
             track = self._tracks[rank]
             self._has_evaluated |= track.reading.phase == "evaluate" and seen.reading.phase != "evaluate"
             self._step_s.extend(track.update(seen.reading, passed_s))
-        without_beat = [rank for rank, track in self._tracks.items() if track.beat_still_s >= self._beat_timeout_s]
+        without_beat = [
+            rank
+            for rank, seen in sample.workers.items()
+            if self._tracks[rank].beat_still_s >= self._beat_patience_s(seen)
+        ]
         if without_beat:  # whatever else stands still may well wait for these
             return list(self._without_beat(sample, without_beat))
         return self._without_progress(sample)
+
+    def _beat_patience_s(self, seen: WorkerSeen) -> float:
+        """How long a beat may stand still: imports, and the making of a model, hold Python's lock for seconds."""
+        if seen.state != "T" and seen.reading.phase in SLOW_PHASES:
+            return max(self._beat_timeout_s, MIN_AUTO_S)
+        return self._beat_timeout_s
 
     def _track(self, rank: int, reading: VitalsReading) -> _Track:
         """What is known of the rank; it begins anew with another process or another world."""

@@ -1,0 +1,112 @@
+"""A rank's part of each step's samples: which they are, what is skipped, and what is done if they cannot be read."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from argosy.config.schema import RunConfig
+from argosy.data.loader import OpenData
+from argosy.data.order import Range, kept, skipped_by
+from argosy.data.stream import BadShard, Place
+from argosy.models.batch import Microbatch, microbatches
+from argosy.observe.events import Events
+from argosy.parallel.world import World
+from argosy.plan.plan import Plan
+from argosy.training.state import TrainState
+
+
+class Batches:
+    """Reads ahead what the next steps of `state` take, as its `skipped` says."""
+
+    def __init__(self, run: RunConfig, plan: Plan, data: OpenData, state: TrainState, world: World, events: Events):
+        self._run, self._plan, self._data, self._state = run, plan, data, state
+        self._world, self._events = world, events
+        self._rows = run.train.global_batch // plan.dp
+        self._loader = data.loader(self._rows_of(state.model.dp_rank))
+        self._found_bad: list[Place] = []
+
+    def read(self, step: int) -> list[Microbatch]:
+        """This rank's share of the step's samples.
+
+        Raises: BadShard if one cannot be read, and data.on_bad_shard = "stop".
+        """
+        return self._microbatches(self._read(step))
+
+    def of_rank(self, rank: int, step: int) -> list[Microbatch]:
+        """Data-parallel rank `rank`'s."""
+        loader = self._loader.of(self._rows_of(rank))
+        rows = loader.read(step)
+        loader.close()
+        return self._microbatches(rows)
+
+    def samples(self, step: int) -> list[Range]:
+        """Where the step's samples, those of all ranks, are among all."""
+        return kept(*self._numbers(step), self._state.skipped)
+
+    def stage(self, step: int) -> int:
+        """Number of the mixture that the step's first sample comes from."""
+        starts = [stage.from_step * self._run.train.global_batch for stage in self._run.data.stages]
+        return bisect_right(starts, self.samples(step)[0][0])
+
+    def line(self, step: int) -> dict[str, Any]:
+        """What the step's line of metrics says of its samples (`observe.ledger`)."""
+        line: dict[str, Any] = {"first_sample": self.samples(step)[0][0], "samples": self._run.train.global_batch}
+        if skipped := skipped_by(*self._numbers(step), self._state.skipped):
+            line["samples_skipped"] = [list(samples) for samples in skipped]
+        return line
+
+    def skip(self, step: int) -> None:
+        """Make no update from the step's samples, now or later."""
+        self._state.skipped = (*self._state.skipped, *self.samples(step))
+        self.follow()
+
+    def follow(self) -> None:
+        """The state has other samples to skip than before."""
+        self._loader.skip(self._state.skipped)
+
+    @property
+    def are_unreadable(self) -> bool:
+        """Whether this rank found a bad shard: what it computes from the batch read last is to be dropped."""
+        return bool(self._found_bad)
+
+    def quarantine(self) -> None:
+        """Read no more from shards that any rank has found to be bad; all ranks call it together."""
+        of_all: list[list[Place]] = [self._found_bad] * self._world.size
+        if self._world.size > 1:
+            dist.all_gather_object(of_all, self._found_bad)
+        self._loader.quarantine(place for found in of_all for place in found)
+        self._found_bad = []
+
+    def close(self) -> None:
+        """Read no more."""
+        self._loader.close()
+
+    def _read(self, step: int) -> np.ndarray:
+        try:
+            rows = self._loader.batch(step)
+        except BadShard as problem:
+            skips = self._run.data.on_bad_shard == "skip"
+            facts = {"samples": [list(some) for some in self.samples(step)], "problem": str(problem)}
+            self._events.write("bad_shard", step=step, **facts, outcome="quarantined" if skips else "stop")
+            if not skips:
+                raise
+            # All ranks have to go through the step before all can know.
+            self._found_bad = [problem.place]
+            return self._loader.stand_in(1 if self._data.eod_id == 0 else 0)
+        if replaced := self._loader.replaced(step):
+            self._events.write("samples_replaced", step=step, samples=replaced)
+        return rows
+
+    def _rows_of(self, rank: int) -> slice:
+        return slice(rank * self._rows, (rank + 1) * self._rows)
+
+    def _microbatches(self, rows: np.ndarray) -> list[Microbatch]:
+        return microbatches(rows, self._plan.microbatch, self._data.eod_id, self._world.device)
+
+    def _numbers(self, step: int) -> Range:
+        """The step's samples, counted without those that are skipped."""
+        return step * self._run.train.global_batch, (step + 1) * self._run.train.global_batch
