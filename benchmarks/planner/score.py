@@ -4,10 +4,10 @@
 
 Zero-shot (the default): the rows of each publisher are predicted with constants that were fitted without any row of
 that publisher, whatever its releases and tables. Few-shot: N rows of each source and device, drawn with a fixed seed,
-adjust the constants; the others are scored. By source and in all: median and mean absolute percentage error of the
-time of a step (or of peak memory), bias, Kendall's tau (of the rate of one device, so that larger jobs are no help),
-regret (how much slower than the best the plan is that the planner would have chosen, among rows that differ in their
-layout only), and how many measurements are in the 90 % interval.
+say what to expect of the others (`kinship.py`), which are scored. By source and in all: median and mean absolute
+percentage error of the time of a step (or of peak memory), bias, Kendall's tau (of the rate of one device, so that
+larger jobs are no help), regret (how much slower than the best the plan is that the planner would have chosen, among
+rows that differ in their layout only), and how many measurements are in the 90 % interval.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def parts(draw: st.DrawFn) -> dict[Box, Tensor]:
         offset = tuple(draw(st.integers(0, n - 1)) for n in whole)
         shape = tuple(draw(st.integers(0, n - o)) for n, o in zip(whole, offset, strict=True))
         tensor = random_bits(shape, dtype, seed=i)
-        found[part_box(f"w{i % 4}.{dtype}", tensor, whole, offset)] = tensor
+        found[part_box(f"w{whole}.{dtype}", tensor, whole, offset)] = tensor
     return found
 
 

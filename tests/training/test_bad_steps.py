@@ -244,6 +244,28 @@ def test_checks_that_a_plan_cannot_have_are_refused(corpus, plan, settings, said
         check_can_recompute(run_config(corpus, resilience=settings), eager(plan), torch.device("cpu"))
 
 
+EXPERTS = {"moe": {"experts": 4, "expert_ffn_width": 32, "balance": "bias"}}
+
+
+@pytest.mark.parametrize(
+    ("plan", "model"),
+    [
+        ("dp_replicate=2,dp_shard=2", {}),
+        ("tp=2,dp_replicate=2", {}),
+        ("tp=2,dp_shard=2,zero=1", {"qk_norm": True, "family": "qwen3"}),
+        ("pp=2,dp_replicate=2,microbatch=2", {"tie_embeddings": True}),
+        ("cp=2,dp_replicate=2,zero=0", {}),
+        ("dp_shard=2,ep=2,dp_replicate=2", EXPERTS),
+        ("dp_replicate=2,weights=bf16,precision=bf16", {}),
+    ],
+)
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_copies_of_a_healthy_run_stay_equal_under_any_layout(workers, corpus, tmp_path, plan, model, kind):
+    run = run_config(corpus, model=model, train={"steps": 3}, optimizer={"kind": kind})
+    workers.run(eager(plan).world_size, train_in, run, eager(plan), tmp_path)
+    assert not events(tmp_path, "corruption") and len(events(tmp_path, "end")) == 1
+
+
 def test_without_fingerprints_nothing_is_compared(workers, corpus, tmp_path):
     run = run_config(corpus, resilience={"fingerprint_every_steps": 0})
     workers.run(2, train_with, run, "dp_replicate=2", tmp_path, "flip@weights:step=3,rank=1,bit=2")

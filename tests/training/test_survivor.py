@@ -26,18 +26,18 @@ class OverAfter(StopSignal):
 
     def __init__(self, steps: int):
         super().__init__()
-        self._left = steps + 1  # it is asked once before the first
+        self._left = steps
 
     def check(self) -> None:
-        self._left -= 1
-        if self._left < 0:
+        if self._left == 0:
             raise WorldIsOver
+        self._left -= 1  # it is asked before the first step, and after each
 
 
 def interrupted(
     world: World, run: RunConfig, plan: str, folder: Path, lost: int, last_line_missing: bool
 ) -> list[dict[str, Any]]:
-    """A run whose world is over after 5 steps; in the next one there is a process that knows nothing for rank `lost`."""
+    """A run whose world is over after 5 steps; in the next, rank `lost` is a process that knows nothing."""
     memory = folder / f"memory-{world.rank}"
     memory.mkdir()
     with pytest.MonkeyPatch.context() as patch:
@@ -68,8 +68,8 @@ def test_a_run_goes_on_bit_for_bit_in_a_world_in_which_a_process_is_new(
         assert column(records, key) == column(expected, key), key
     found, wanted = weights(tmp_path / "run"), weights(tmp_path / "undisturbed")
     assert all((found[name] == wanted[name]).all() for name in found.keys() | wanted.keys())
-    events = [e for e in read_lines(tmp_path / "run" / "events" / "rank-0.jsonl") if e["event"] == "recover"]
-    assert [(e["tier"], e["step"], e["steps_lost"]) for e in events] == [(tier, from_step, 5 - from_step)]
+    events = [e for e in read_lines(tmp_path / "run" / "events" / "rank-0.jsonl") if e["event"] == "recovered"]
+    assert [(e["source"], e["step"], e["steps_lost"]) for e in events] == [(tier, from_step, 5 - from_step)]
     assert [c.step for c in store.committed(tmp_path / "run")] == [8]
 
 

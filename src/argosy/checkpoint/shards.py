@@ -132,6 +132,7 @@ def _header(order: list[Box], about: Mapping[str, str]) -> bytes:
         if key != box.name:
             places[key] = (box.name, box.whole, box.offset)
         start = end
+    assert len(entries) == len(order), "a tensor of two shapes or dtypes"
     metadata = {**about, PLACES: json.dumps(places, separators=(",", ":"))}
     text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -35,7 +35,7 @@ class Options:
     every_s: float = 60.0
     """Seconds between faults, on average."""
     kinds: tuple[str, ...] = ()
-    """kill, stop, point, writer, coordinator, nursery, term, launcher; none given: all."""
+    """kill, stop, point, writer, coordinator, nursery, store, term, launcher; none given: all."""
     folder: Path | None = None
     """Where both trainings are kept; runs/NAME-chaos if not given."""
     json: bool = False

@@ -23,6 +23,7 @@ MOST_STARTS = 50
 """Of the command, before a run that says "try again" each time is given up."""
 RETRYABLE = 75
 """Exit code of `errors.Retryable`."""
+NURSERY = "argosy.resilience.nursery"
 SCRATCH = Path("/dev/shm")
 """Where an agent keeps a folder for its workers, argosy-PID-..."""
 
@@ -47,6 +48,7 @@ KINDS = {
     "writer": Kind("SIGKILL to a process that writes checkpoints", 1, ("save_failed", "writer_died"), False),
     "coordinator": Kind("SIGKILL to the coordinator", 1, ("coordinator_lost",), False),
     "nursery": Kind("SIGKILL to the process that workers are forked from", 0.5, ("nursery_replaced",), True),
+    "store": Kind("SIGKILL to the process in which workers meet", 0.5, (), False),
     "term": Kind("SIGTERM to the launcher, then the same command again", 1, ("signal",), True),
     "launcher": Kind("SIGKILL to the launcher, then the same command again", 0.5, (), True),
 }
@@ -196,9 +198,19 @@ def _of_launcher(campaign: Campaign, launcher: subprocess.Popen[bytes]) -> list[
 
 def _of_module(module: str) -> Callable[[Campaign, subprocess.Popen[bytes]], list[int]]:
     def find(campaign: Campaign, launcher: subprocess.Popen[bytes]) -> list[int]:
-        return [pid for pid in descendants(launcher.pid) if module in command_of(pid) and pid not in campaign.readings]
+        return [pid for pid in descendants(launcher.pid) if module in command_of(pid)]
 
     return find
+
+
+def _nurseries(campaign: Campaign, launcher: subprocess.Popen[bytes]) -> list[int]:
+    return [pid for pid in children(launcher.pid) if NURSERY in command_of(pid)]
+
+
+def _stores(campaign: Campaign, launcher: subprocess.Popen[bytes]) -> list[int]:
+    """What nurseries have forked and does not train."""
+    forks = [pid for nursery in _nurseries(campaign, launcher) for pid in children(nursery)]
+    return [pid for pid in forks if pid not in campaign.workers_seen]
 
 
 _VICTIMS: dict[str, Callable[[Campaign, subprocess.Popen[bytes]], list[int]]] = {
@@ -206,7 +218,8 @@ _VICTIMS: dict[str, Callable[[Campaign, subprocess.Popen[bytes]], list[int]]] = 
     "stop": _of_workers,
     "writer": _of_module("argosy.checkpoint.writer"),
     "coordinator": _of_module("argosy.resilience.coordinator"),
-    "nursery": _of_module("argosy.resilience.nursery"),
+    "nursery": _nurseries,
+    "store": _stores,
     "term": _of_launcher,
     "launcher": _of_launcher,
 }
@@ -215,18 +228,20 @@ _SIGNALS = {"stop": signal.SIGSTOP, "term": signal.SIGTERM}
 
 def descendants(pid: int) -> list[int]:
     """All processes that come from `pid`, which are still in its line."""
-    parents: dict[int, list[int]] = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            with suppress(OSError):
-                after_name = (folder / "stat").read_text().rpartition(")")[2].split()
-                parents.setdefault(int(after_name[1]), []).append(int(folder.name))
     found, todo = [], [pid]
     while todo:
-        children = parents.get(todo.pop(), [])
-        found += children
-        todo += children
+        born = children(todo.pop())
+        found += born
+        todo += born
     return found
+
+
+def children(pid: int) -> list[int]:
+    """The processes whose parent is `pid`, whichever of its threads started them."""
+    with suppress(OSError):
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+        return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+    return []
 
 
 def command_of(pid: int) -> list[str]:

@@ -28,6 +28,8 @@ STEP_POINTS = ("forward", "bucket", "judge", "commit", "optimizer")
 SAVE_POINTS = ("snapshot", "save", "rename", "renamed")
 FIRST_ONLY = ("rename", "renamed")
 """What only the first rank's processes come by."""
+OF_A_PROCESS = ("worker_died", "killed", "writer_died")
+"""Events that name the process that was struck."""
 SCATTER_S = 5.0
 """What a run's processes may take to end after it."""
 
@@ -119,7 +121,7 @@ class ChaosReport(BaseModel):
         lines = [
             f"chaos, seed {self.seed}: {len(self.blows)} faults in {self.chaos_s:.0f} s, {self.steps} steps; goodput "
             f"{self.goodput:.0%} (alone all take {self.reference_s:.0f} s)",
-            f"worlds {self.epochs}, starts of the command {self.starts}; {self.missed} more faults found nobody to strike",
+            f"worlds {self.epochs}, starts of the command {self.starts}, faults without a victim {self.missed}",
             "  fault         times   seen after s (median, worst)   training after s   steps lost",
         ]
         for kind in dict.fromkeys(blow.kind for blow in self.blows):
@@ -222,7 +224,7 @@ def _struck(dealt: Dealt, events: Sequence[dict[str, Any]], campaign: Campaign, 
         for event in events
         if event["event"] in kind.seen_as
         and event["time_s"] >= dealt.time_s - 0.002  # events round to a millisecond
-        and event.get("pid", dealt.pid) == dealt.pid
+        and (event["event"] not in OF_A_PROCESS or event["pid"] == dealt.pid)
     )
     seen_s = min(seen, default=None)
     again = None
