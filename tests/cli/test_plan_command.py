@@ -141,7 +141,7 @@ def test_devices_of_several_kinds_get_uneven_shares_as_an_outlook(ask: Any) -> N
     assert "All plans wait for the slowest device, A100-80" in said
     assert "Outlook: work dealt out by speed (the trainer does not run this yet)" in said
     dealt = r"(replicas|pipeline ranks) on H100-SXM: \d+ (microbatches|layers) each; \d+ \1 on A100-80"
-    assert re.search(dealt, said)
+    assert re.search(dealt, " ".join(said.split()))  # however the lines are broken
 
 
 def test_sites_are_compared_with_local_sgd_as_an_outlook(ask: Any) -> None:

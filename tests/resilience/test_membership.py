@@ -64,6 +64,15 @@ def test_a_world_is_formed_once_all_are_ready():
     assert join == Join(1, "dp_replicate=4", {("a", 0): 0, ("a", 1): 1, ("b", 0): 2, ("b", 1): 3})
 
 
+def test_a_worker_may_be_ready_before_its_birth_is_heard_of():
+    of = Membership(Settings(1, ""))
+    of.arrived("a", "host-a", 1, {})
+    assert of.orders(0.0) == [Start("a", 0)]
+    of.ready("a", 0, epoch=0)
+    of.started("a", 0, pid=7)
+    assert of.orders(0.0) == [Join(1, "", {("a", 0): 0})]
+
+
 def test_survivors_keep_their_ranks_and_a_new_process_takes_the_place_of_the_lost():
     run = Run({"a": 2, "b": 2}).go()
     run.take(Join)

@@ -259,7 +259,7 @@ EXPERTS = {"moe": {"experts": 4, "expert_ffn_width": 32, "balance": "bias"}}
         ("dp_replicate=2,weights=bf16,precision=bf16", {}),
     ],
 )
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("kind", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_copies_of_a_healthy_run_stay_equal_under_any_layout(workers, corpus, tmp_path, plan, model, kind):
     run = run_config(corpus, model=model, train={"steps": 3}, optimizer={"kind": kind})
     workers.run(eager(plan).world_size, train_in, run, eager(plan), tmp_path)

@@ -229,13 +229,24 @@ def own_epoch() -> int:
     return int(os.environ.get(EPOCH, "0"))
 
 
+def newest_epoch(run_dir: Path) -> int:
+    """The epoch in force in a run's folder, or that was last; 0 if none has begun."""
+    try:
+        return int((run_dir / EPOCH_FILE).read_text())
+    except FileNotFoundError:
+        return 0
+
+
+def begin_epoch(run_dir: Path, epoch: int) -> None:
+    """From now on only processes of `epoch` commit checkpoints there."""
+    with atomic_write(run_dir / EPOCH_FILE) as file:
+        file.write(f"{epoch}\n".encode())
+
+
 def check_epoch(run_dir: Path, epoch: int) -> None:
     """Raises: Fenced if an epoch after `epoch` has begun in `run_dir`, or if that cannot be told."""
     try:
-        text = (run_dir / EPOCH_FILE).read_text()
-        newest = int(text)
-    except FileNotFoundError:
-        return
+        newest = newest_epoch(run_dir)
     except (OSError, ValueError) as error:
         raise Fenced(f"{run_dir / EPOCH_FILE}: cannot be read ({error}), so nothing is written") from None
     if newest > epoch:

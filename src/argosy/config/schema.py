@@ -380,8 +380,8 @@ class CheckpointConfig(Section):
     background: bool = True
     """Write while training goes on; false waits for the disk."""
     remote: str = ""
-    """Where verified checkpoints are copied to in the background, and taken from if those here are lost or damaged: a URL
-    that fsspec knows, s3://bucket/folder or a path; the run's name is added."""
+    """Where verified checkpoints are copied to in the background, and taken from if those here are lost or damaged: a
+    URL that fsspec knows, s3://bucket/folder or a path; the run's name is added."""
 
 
 class LaunchConfig(Section):
@@ -433,7 +433,7 @@ class ResilienceConfig(Section):
     """Those steps span at least this time: what passes sooner is no reason to act."""
     on_bad_step: Literal["skip", "rewind", "stop"] = "skip"
     """A step whose loss or gradient is not finite, or far off, changes nothing, and its samples are skipped. rewind:
-    after `rewind_after` of them in a row the run also goes back to its newest checkpoint; stop: it ends at the first."""
+    after `rewind_after` of them in a row the run also goes back to its newest checkpoint; stop: the first ends it."""
     rewind_after: PositiveInt = 3
     """Bad steps in a row after which the state goes back, with on_bad_step = "rewind"."""
     spike_window: PositiveInt = 128

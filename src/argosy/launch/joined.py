@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch.distributed as dist
 
+from argosy.checkpoint import store
 from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
 from argosy.errors import ArgosyError
@@ -34,7 +36,7 @@ def train_joined(run: RunConfig, run_dir: Path | None = None, *, accept_changes:
     stop = StopSignal().listen()
     world = join_world(run.launch)
     with ExitStack() as held:
-        settled: list[tuple[RunConfig, Plan] | ArgosyError | None] = [None]
+        settled: list[tuple[RunConfig, Plan, int] | ArgosyError | None] = [None]
         if world.is_first:
             try:
                 held.enter_context(run_folder.locked(run_dir))
@@ -48,15 +50,18 @@ def train_joined(run: RunConfig, run_dir: Path | None = None, *, accept_changes:
                 sys.exit(settled[0].exit_code)  # one of them says it
             raise settled[0]
         assert settled[0] is not None
-        run, plan = settled[0]
+        run, plan, epoch = settled[0]
+        os.environ[store.EPOCH] = str(epoch)
         work(run, plan, world, run_dir, stop)
     if stop.number is not None:
         sys.exit(128 + stop.number)
 
 
-def _settle(run: RunConfig, run_dir: Path, world: World, accept_changes: bool) -> tuple[RunConfig, Plan]:
+def _settle(run: RunConfig, run_dir: Path, world: World, accept_changes: bool) -> tuple[RunConfig, Plan, int]:
     run, data = resolve(run, Progress(enabled=True))
     run = run_folder.enter(run_dir, run, data.identity, accept_changes)
     plan = choose_plan(run, find_devices(run.launch, processes=world.size))
     run_folder.write(run_dir, run, plan, data.sources[0].folder / TOKENIZER)
-    return run, plan
+    epoch = store.newest_epoch(run_dir) + 1
+    store.begin_epoch(run_dir, epoch)
+    return run, plan, epoch

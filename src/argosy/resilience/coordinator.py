@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from argosy.checkpoint.store import begin_epoch, newest_epoch
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
-from argosy.files import atomic_write
 from argosy.observe.events import Events
 from argosy.plan.plan import Plan
 from argosy.resilience.channel import Channel, Gone
@@ -30,8 +30,6 @@ LEASE_S = 10.0
 """An agent that says nothing for so long cannot be reached."""
 ALONE_S = 10.0
 """Without any agent for so long there is no run to coordinate."""
-EPOCH = ".epoch"
-"""File in the run folder with the number of the epoch in force: who is of an older one may not commit anything."""
 
 
 class Agent:
@@ -54,7 +52,7 @@ class Coordinator:
             run.resilience.wait_for_nodes_s,
             run.resilience.coordinator_timeout_s,
         )
-        self._membership = Membership(settings, read_epoch(run_dir), Replanner(run_dir, run, plan))
+        self._membership = Membership(settings, newest_epoch(run_dir), Replanner(run_dir, run, plan))
         self._watch = RunWatch(run.resilience)
         self._events = Events(run_dir, "coordinator")
         self._agents: dict[str, Agent] = {}
@@ -196,8 +194,7 @@ class Coordinator:
                 self._tell(node, "start", slot=slot)
             case Join(epoch, plan, places):
                 self._pending = order
-                with atomic_write(self._run_dir / EPOCH) as file:
-                    file.write(f"{epoch}\n".encode())
+                begin_epoch(self._run_dir, epoch)
                 ranks = {f"{name}/{slot}": rank for (name, slot), rank in places.items()}
                 self._events.write("epoch", epoch=epoch, size=len(places), plan=plan, ranks=ranks)
                 first = next(name for (name, _), rank in places.items() if rank == 0)
@@ -221,14 +218,6 @@ class Coordinator:
             agent.channel.send(kind, **facts)
         except Gone as problem:
             self._drop(agent, str(problem))
-
-
-def read_epoch(run_dir: Path) -> int:
-    """The number of the newest epoch of a run; 0 before the first."""
-    try:
-        return int((run_dir / EPOCH).read_text())
-    except FileNotFoundError:
-        return 0
 
 
 def main() -> None:

@@ -161,8 +161,8 @@ class Membership:
             self._break(f"node {name} is lost: {why}")
 
     def started(self, name: str, slot: int, pid: int) -> None:
-        """A worker process was started."""
-        self.nodes[name].workers[slot] = Worker(pid=pid)
+        """A worker process was started; it may have said before that it is ready."""
+        self.nodes[name].workers.setdefault(slot, Worker()).pid = pid
 
     def ready(self, name: str, slot: int, epoch: int, why: str = "") -> None:
         """A worker waits for a world; `epoch` is that of the world that broke for it, with `why`, or 0."""
