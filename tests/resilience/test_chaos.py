@@ -97,6 +97,12 @@ def test_a_run_that_fails_by_itself_is_not(tmp_path):
     assert run.exit_code == 2 and run.starts == 1
 
 
+def test_a_run_that_does_not_end_is_ended(tmp_path):
+    run = Campaign([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "run", (), limit_s=0.5)
+    run.run()
+    assert run.exit_code == -9 and not list(chaos._left_behind(run.pids))
+
+
 def test_steps_that_are_made_again_count_as_lost():
     run = Campaign((), Path(), (), made=[Made(1, 0, 0.0), Made(2, 7, 14.0)], workers_seen={5})
     dealt = Dealt(Blow(1, "kill", 0), "", 5, 10.0, 1, 9)

@@ -17,6 +17,8 @@ Examples:
 
 from __future__ import annotations
 
+import signal
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,6 +59,7 @@ def main(argv: list[str]) -> int:
     folder = (options.folder or Path("runs") / f"{run.name}-chaos").absolute()
     folder.mkdir(parents=True, exist_ok=True)
     save_run(run, folder / "run.toml")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was started is ended
     seed, kinds = options.fault_seed, options.kinds or tuple(KINDS)
     report = run_chaos(folder / "run.toml", folder, seed=seed, every_s=options.every_s, kinds=kinds)
     (folder / f"seed-{seed}.json").write_text(report.model_dump_json(indent=1) + "\n")

@@ -9,7 +9,7 @@ NAME_END = 12
 
 
 def sequence_numbers() -> dict[str, int]:
-    """Process group -> collectives that this process has begun in it.
+    """Process group -> collectives that this process has begun in it; groups of one are left out.
 
     A name is what the group is for and the end of torch's name for it, the same on all its ranks. It may be called from
     any thread, also while another waits in a collective.
@@ -21,4 +21,5 @@ def sequence_numbers() -> dict[str, int]:
     return {
         f"{group.group_desc}#{name[-NAME_END:]}": group._get_sequence_number_for_group()  # type: ignore[attr-defined]
         for group, name in list(world.pg_names.items())
+        if group.size() > 1
     }

@@ -5,6 +5,7 @@ Processes are found by the vitals that workers show and by the process table.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -95,6 +96,8 @@ class Campaign:
     run_dir: Path
     blows: Sequence[Blow]
     environment: dict[str, str] = field(default_factory=dict)
+    limit_s: float = math.inf
+    """A run that has not ended by then is ended, with exit code -SIGKILL."""
     dealt: list[Dealt] = field(default_factory=list)
     starts: int = 0
     exit_code: int = 0
@@ -112,9 +115,11 @@ class Campaign:
     def run(self) -> None:
         """Start the command, deal the blows, start it again where that is part of one; until the run has ended."""
         left = [blow for blow in self.blows if blow.kind != "point"]
+        give_up_at = time.monotonic() + self.limit_s
         launcher = self._start()
+        self.exit_code = -signal.SIGKILL
         try:
-            while True:
+            while time.monotonic() < give_up_at:
                 time.sleep(TICK_S)
                 self._watch(launcher)
                 if (code := launcher.poll()) is not None:

@@ -30,6 +30,8 @@ FIRST_ONLY = ("rename", "renamed")
 """What only the first rank's processes come by."""
 OF_A_PROCESS = ("worker_died", "killed", "writer_died")
 """Events that name the process that was struck."""
+LIMIT, LEAST_LIMIT_S = 20, 900.0
+"""A disturbed run may take so many times as long as one that is left alone, and so long at least."""
 SCATTER_S = 5.0
 """What a run's processes may take to end after it."""
 
@@ -168,7 +170,8 @@ def run_chaos(
     blows = draw(seed, 2 * reference_s, every_s, kinds)
     command = [sys.executable, "-m", "argosy", "train", str(reference / "run.toml"), "--run-dir", str(chaos)]
     faults = as_faults([blow for blow in blows if blow.at_s < reference_s], len(steps), ranks)
-    campaign = Campaign(command, chaos, blows, {VARIABLE: faults} if faults else {})
+    limit_s = max(LEAST_LIMIT_S, LIMIT * reference_s)
+    campaign = Campaign(command, chaos, blows, {VARIABLE: faults} if faults else {}, limit_s)
     say(f"training again in {chaos}, with up to {len(blows)} faults")
     campaign.run()
     return _report(campaign, reference, reference_s, seed)

@@ -34,17 +34,15 @@ class Replanner:
 
     def _choose(self, processes: int) -> tuple[Plan, tuple[str, ...]]:
         # Imported when they are needed, which they seldom are: the coordinator is to be there at once.
-        from argosy.plan.auto import Devices, choose_plan
+        from argosy.plan.auto import Devices, machine_for
         from argosy.plan.machine import machine_at_hand
         from argosy.plan.replan import replan
 
         found = self._hardware(processes)
         machine = machine_at_hand(self._run, found) if found is not None else None
         if machine is None:
-            # Nobody knows this hardware: no prediction can tell plans apart, so the plainest that is legal.
             kind: Literal["cpu", "cuda"] = "cpu" if found is None or found.device == "cpu" else "cuda"
-            run = self._run.model_copy(update={"plan": "auto"})
-            return choose_plan(run, Devices(processes, kind, self._plan.precision == "bf16")), ()
+            machine = machine_for(self._run, Devices(processes, kind, self._plan.precision == "bf16"))
         chosen = replan(self._run, self._plan, machine, processes)
         return chosen.plan, chosen.notes
 

@@ -26,6 +26,8 @@ AUTO_STEPS = 10.0
 """hang_s = 0 waits for as many median steps, and `MIN_AUTO_S` at least."""
 MAX_GAP_S = 1.0
 """More time between two samples than this means that the watcher itself, or the whole machine, did not run."""
+SHOWN = 8
+"""Ranks to blame, and others, whose state the evidence has: a world may have thousands."""
 SETTLED_S = 1.0
 """All ranks must have stood still so long before who waits for whom is read."""
 POINT_TO_POINT = ("mesh_pp",)
@@ -112,11 +114,12 @@ class Hang:
         for track in blamed:
             track.is_blamed = True
         still_s = round(max(track.still_s for track in blamed), 2)
+        shown = {*ranks[:SHOWN], *sorted(readings)[:SHOWN], *sorted(waits)[:SHOWN]}
         evidence = {
             "still_s": still_s,
             "limit_s": round(self._limit_s, 2),
-            "waits": {str(rank): {str(other): group for other, group in whom.items()} for rank, whom in waits.items()},
-            "ranks_seen": {str(rank): _facts(reading) for rank, reading in sorted(readings.items())},
+            "waits": {str(rank): _whom(waits[rank], ranks) for rank in sorted(shown & waits.keys())},
+            "ranks_seen": {str(rank): _facts(readings[rank]) for rank in sorted(shown)},
         }
         return [Finding(kind, "kill", _sentence(kind, ranks, readings, waits, still_s), ranks, evidence)]
 
@@ -244,12 +247,17 @@ def _sentence(kind: str, ranks: tuple[int, ...], readings: Mapping[int, VitalsRe
     for rank, whom in waits.items():
         if group := whom.get(ranks[0]):
             begun, theirs = first.sequences[group], readings[rank].sequences[group]
-            waiting = sorted(r for r, others in waits.items() if ranks[0] in others)
+            waiting = sum(ranks[0] in others for others in waits.values())
+            others = "1 other waits" if waiting == 1 else f"{waiting} others wait"
             return (
-                f"{who} {verb} stuck in {_place(first)} for {s:.1f} s: began {begun} collectives of {group}, "
-                f"ranks {', '.join(map(str, waiting))} wait in number {theirs}"
+                f"{who} {verb} stuck in {_place(first)} for {s:.1f} s: began {begun} collectives of {group}, and "
+                f"{others} in number {theirs}"
             )
     return f"{who} {verb} stuck in {_place(first)} for {s:.1f} s"
+
+
+def _whom(groups: Mapping[int, str], blamed: tuple[int, ...]) -> dict[str, str]:
+    return {str(rank): groups[rank] for rank in blamed if rank in groups}
 
 
 def _place(reading: VitalsReading) -> str:
