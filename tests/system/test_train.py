@@ -174,7 +174,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_as_the_newest(folder: Folder) 
         pytest.skip("mounting needs the rights of root")
     try:
         folder.write_run(steps=10, every_steps=2)
-        text = folder.argosy("train", "run.toml", "--run-dir", disk / "run", "--checkpoint.keep_last", 5, code=1)
+        text = folder.argosy("train", "run.toml", "--run-dir", disk / "run", "--checkpoint.keep_last", 5, code=74)
         assert "No space left on device" in text
         kept = json.loads(folder.argosy("checkpoint", "list", disk / "run", "--json"))
         assert kept and kept[-1]["step"] < 10
