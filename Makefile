@@ -28,7 +28,7 @@ test-all: .venv/.dev
 	$(BIN)/python -m pytest -m ""
 
 test-faults: .venv/.dev
-	$(BIN)/python -m pytest tests/system/test_faults.py -m ""
+	$(BIN)/python -m pytest tests/system/test_matrix.py -m ""
 
 chaos: .venv/.dev
 	$(BIN)/argosy chaos --seed 7 --minutes 30

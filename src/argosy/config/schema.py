@@ -394,7 +394,7 @@ class LaunchConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What the workers compute on."""
     max_restarts: NonNegativeInt = 3
-    """How often in a row lost workers are replaced without a step being made in between."""
+    """How often in a row lost workers are replaced without the run getting any further in between."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """TCP port of the coordinator where `coordinator` is not given; 0 takes a free one."""
     nodes: PositiveInt = 1

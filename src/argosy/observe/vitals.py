@@ -64,8 +64,8 @@ class Vitals:
     """The worker's side. One thread, that of the loop, calls its methods; none of them waits for anything."""
 
     def __init__(self, folder: Path):
+        """Raises: FileNotFoundError if `folder` is not there: who gave it has ended, and must not find it again."""
         self.path = vitals_path(folder, os.getpid())
-        folder.mkdir(parents=True, exist_ok=True)
         fresh = self.path.with_suffix(".partial")
         with fresh.open("wb+") as file:
             file.truncate(8 * WORDS)

@@ -93,6 +93,7 @@ class Agent:
         self._store_epoch = 0
         self._signal: int | None = None
         self._kill_at: float | None = None
+        self._kill_why = ""
         self._finish: Message | None = None
         self._node = NodeWatch(run_dir)
         self._last_told = 0.0
@@ -131,7 +132,7 @@ class Agent:
             if process.leave_by is not None and now > process.leave_by:
                 self._kill(process, f"it did not leave a broken world within {BREAK_S:.0f} s")
             if self._kill_at is not None and now > self._kill_at:
-                self._kill(process, f"it did not save within resilience.grace_s = {self._run.resilience.grace_s:g}")
+                self._kill(process, self._kill_why)
         if self._coordinator is None:
             self._reach_coordinator()
         elif self._server is not None and self._server.poll() is not None:
@@ -428,9 +429,11 @@ class Agent:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._signal is not None:
-            self._kill_at = 0.0
+            self._kill_at, self._kill_why = 0.0, "a second signal came"
             return
-        self._signal, self._kill_at = number, time.monotonic() + self._run.resilience.grace_s
+        grace_s = self._run.resilience.grace_s
+        self._signal, self._kill_at = number, time.monotonic() + grace_s
+        self._kill_why = f"it did not save within resilience.grace_s = {grace_s:g}"
         self._events.write("signal", number=number)
         self._tell("stopping")
         for process in self._processes.values():

@@ -357,7 +357,9 @@ class Membership:
         self._failures += 1
         if self._failures > self._settings.max_restarts:
             times = f"{self._failures} times (launch.max_restarts = {self._settings.max_restarts})"
-            self._end(Finish(75, f"the workers died {times} without a step in between, the last time of: {cause.why}"))
+            self._end(
+                Finish(75, f"the workers died {times} without getting any further, the last time of: {cause.why}")
+            )
 
     def _end(self, finish: Finish) -> None:
         if not self._ended:
