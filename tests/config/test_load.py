@@ -148,7 +148,10 @@ def test_every_problem_of_a_file_is_told_with_its_line(run_file):
         ("optimizer.learning_rate = 1", "here it is optimizer.lr."),
         ("train.batch_size = 1", "here it is train.global_batch."),
         ("hidden_size = 1", "here it is model.width."),
-        ("launch.zzz = 1", "launch has: processes, threads, device, max_restarts, port, timeout_s, cluster."),
+        (
+            "launch.zzz = 1",
+            "launch has: processes, threads, device, max_restarts, port, nodes, coordinator, node, timeout_s, cluster.",
+        ),
     ],
 )
 def test_an_unknown_key_is_answered_with_the_one_that_was_meant(run_file, written, answer):

@@ -60,7 +60,9 @@ def held(model: nn.Module, world: World, zero: int, sharing: int | None = None) 
         if zero:
             rows = -(-value.shape[0] // n)
             value = value[rows * (world.rank % n) :][:rows]
-        pieces.append(Held(name, value, tuple(parameter.shape), parameter=parameter, copies=1))
+        pieces.append(
+            Held(name, value, tuple(parameter.shape), parameter=parameter, offset=(0,) * parameter.ndim, copies=1)
+        )
     return pieces
 
 

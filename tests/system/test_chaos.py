@@ -26,6 +26,7 @@ def check(report: dict[str, Any], steps: int) -> None:
     assert report["steps"] == steps and report["blows"], report
 
 
+@pytest.mark.slow
 def test_kills_change_no_weight(folder: Folder) -> None:
     report = chaos(folder, "--seed", 3, "--every-s", 3, "--kinds", "kill", steps=80)
     check(report, 80)

@@ -52,6 +52,7 @@ def writers(run_dir: Path) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.fixture(scope="module")
 def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of the run that nothing stopped."""

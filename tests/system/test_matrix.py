@@ -61,7 +61,16 @@ def step_of(seed: int) -> int:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("point", ["forward", "bucket", "judge", "commit", "optimizer"])
+@pytest.mark.parametrize(
+    "point",
+    [
+        "forward",
+        pytest.param("bucket", marks=pytest.mark.slow),
+        "judge",
+        pytest.param("commit", marks=pytest.mark.slow),
+        "optimizer",
+    ],
+)
 def test_a_kill_within_a_step_costs_no_step_where_there_is_a_replica(disturbed, undisturbed, point, seed):
     run = disturbed(PLANS["replicas"], f"kill@{point}:step={step_of(seed)},rank={seed % 2}").end()
     (fault,) = run.events("fault")
@@ -114,7 +123,8 @@ def test_the_coordinator_s_death_is_a_pause(disturbed, undisturbed):
     run.check_promises(undisturbed(PLANS["replicas"]))
 
 
-@pytest.mark.parametrize("whom", ["agent", pytest.param("nursery", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("whom", ["agent", "nursery"])
 def test_a_holder_s_death_leaves_no_orphan_and_loses_nothing(disturbed, undisturbed, whom):
     run = disturbed().wait_for_step(7)
     assert run.process is not None

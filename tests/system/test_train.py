@@ -80,6 +80,7 @@ def test_the_resolved_run_file_repeats_the_run(folder: Folder) -> None:
     assert losses(folder.path / "runs/again") == losses(folder.path / "runs/tiny")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["worker", "everything"])
 @pytest.mark.parametrize("after_steps", [3, pytest.param(17, marks=pytest.mark.slow)])
 def test_kill_9_at_any_moment_changes_no_loss(
@@ -104,6 +105,7 @@ def test_kill_9_at_any_moment_changes_no_loss(
     assert losses(run_dir) == undisturbed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT])
 def test_a_signal_saves_and_the_run_goes_on_as_if_nothing_was(
     folder: Folder, undisturbed: list[float], number: signal.Signals
@@ -121,6 +123,7 @@ def test_a_signal_saves_and_the_run_goes_on_as_if_nothing_was(
     assert losses(run_dir) == undisturbed
 
 
+@pytest.mark.slow
 def test_workers_do_not_outlive_a_killed_launcher(folder: Folder) -> None:
     folder.write_run(steps=100_000)
     process = folder.start("train", "run.toml")
@@ -141,6 +144,7 @@ def test_a_second_run_in_the_same_folder_is_refused(folder: Folder) -> None:
     first.communicate(timeout=60)
 
 
+@pytest.mark.slow
 def test_a_changed_model_or_data_is_refused_and_says_what_differs(folder: Folder) -> None:
     folder.write_run()
     folder.argosy("train", "run.toml")
@@ -152,6 +156,7 @@ def test_a_changed_model_or_data_is_refused_and_says_what_differs(folder: Folder
     assert len(losses(folder.path / "runs/tiny")) == 12
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(folder: Folder, undisturbed: list[float]) -> None:
     run = folder.write_run(steps=40)
     folder.argosy("train", "run.toml", "--train.steps", 10)

@@ -138,6 +138,7 @@ def curves(draw: np.random.Generator) -> Iterator[tuple[str, np.ndarray, np.ndar
     yield "growing norms", falling, 0.2 * np.exp(steps / 2000 + 0.1 * draw.normal(size=4000))
 
 
+@pytest.mark.slow
 def test_no_step_of_a_healthy_run_is_called_bad():
     """At most 1 in 20,000, over curves of many kinds: heavy tails are where that one would come from."""
     judged = bad = 0

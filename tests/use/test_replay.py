@@ -55,11 +55,13 @@ def test_steps_done_again_from_a_checkpoint_are_the_same_bits(run_dir: Path) -> 
     assert contents(run_dir) == before and set(run_dir.parent.iterdir()) == beside
 
 
+@pytest.mark.slow
 def test_without_a_checkpoint_before_it_a_step_is_done_from_the_initial_weights(run_dir: Path) -> None:
     found = replay(run_dir, 1)
     assert found.start == 0 and found.is_equal
 
 
+@pytest.mark.slow
 def test_a_step_that_differs_is_named(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copy = shutil.copytree(run_dir, tmp_path / "copy")
     edited(copy, 7, loss=5.0)
