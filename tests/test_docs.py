@@ -22,10 +22,8 @@ def blocks(document: Path) -> list[tuple[str, str | None, str]]:
     return [(m[1], m[2], m[3]) for m in BLOCK.finditer(document.read_text())]
 
 
-CHEAP = ("simulate.md",)
-"""Documents whose commands take seconds."""
 WITH_COMMANDS = [
-    pytest.param(d, id=d.name, marks=() if d.name in CHEAP else pytest.mark.slow)
+    pytest.param(d, id=d.name, marks=pytest.mark.slow)
     for d in DOCUMENTS
     if any(block[0] == "console" for block in blocks(d))
 ]

@@ -39,7 +39,7 @@ def edited(path: Path, old: str, new: str) -> Path:
             ("plan.ep = 2, and the model has no experts", "Plans near it", "dp_shard=2"),
         ),
         ("dp_replicate=2", "dp_replicate=4", ("launch.processes = 2", "Try")),
-        ("microbatch=2", "microbatch=3", ("train.global_batch = 8", "Try 6 or 12")),
+        pytest.param("microbatch=2", "microbatch=3", ("train.global_batch = 8", "Try 6 or 12"), marks=pytest.mark.slow),
         ("seq_len = 32", "seq_len = 1000000", ("seq_len",)),
     ],
 )

@@ -52,7 +52,6 @@ def writers(run_dir: Path) -> list[int]:
     return found
 
 
-@pytest.mark.slow
 @pytest.fixture(scope="module")
 def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of the run that nothing stopped."""
@@ -62,6 +61,7 @@ def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
     return losses(folder.path / "runs/tiny")
 
 
+@pytest.mark.slow
 def test_killed_writers_are_replaced_and_nothing_else_happens(folder: Folder, undisturbed: list[float]) -> None:
     folder.write_run(steps=20)
     run_dir = folder.path / "runs/tiny"
@@ -79,6 +79,7 @@ def test_killed_writers_are_replaced_and_nothing_else_happens(folder: Folder, un
     assert writers(run_dir) == []
 
 
+@pytest.mark.slow
 def test_a_run_whose_disk_is_lost_goes_on_from_its_copies(folder: Folder, undisturbed: list[float]) -> None:
     folder.write_run(steps=20)
     run_dir, remote = folder.path / "runs/tiny", ("--checkpoint.remote", "elsewhere")

@@ -174,6 +174,7 @@ def test_a_collective_that_only_one_rank_begins(disturbed, undisturbed):
 # ---- numbers -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_changes_nothing_and_its_samples_are_listed(disturbed):
     run = disturbed(PLANS["replicas"], "nan@gradient:step=6,rank=1").end()
     (bad,) = run.events("bad_step")

@@ -10,6 +10,7 @@ import pytest
 from commands import Folder
 
 
+@pytest.mark.slow
 def test_a_plan_of_two_processes_gives_the_numbers_of_one(folder: Folder) -> None:
     folder.write_run()
     found = json.loads(folder.argosy("parity", "run.toml", "--plan", "tp=2", "--steps", 3, "--json"))

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
+import pytest
+
 from commands import Folder
 
 
+@pytest.mark.slow
 def test_any_rank_of_a_run_file_is_simulated_on_its_own_data(folder: Folder, refused: Callable[..., str]) -> None:
     folder.write_run()
     words = ("simulate", "run.toml", "--plan", "dp_shard=4,zero=1")

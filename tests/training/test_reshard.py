@@ -49,14 +49,14 @@ def train(workers: WorkerPool, run: RunConfig, plan: Plan, run_dir, stop_after: 
 @pytest.mark.parametrize(
     ("model", "before", "after"),
     [
-        ("uneven", "dp_shard=4", "pp=2,tp=2"),
+        pytest.param("uneven", "dp_shard=4", "pp=2,tp=2", marks=pytest.mark.slow),
         pytest.param("uneven", "tp=4", "dp_shard=2,zero=1", marks=pytest.mark.slow),
         pytest.param("uneven", "dp_shard=2,zero=2", "", marks=pytest.mark.slow),
         ("uneven", "", "dp_shard=2,tp=2"),
         pytest.param(
             "uneven", "dp_shard=2,tp=2", "dp_shard=2,tp=2,zero=1", marks=pytest.mark.slow
         ),  # the same ranks; their parts are cut in another order
-        ("uneven", "cp=2,tp=2", "pp=2,dp_shard=2,schedule=zbv"),
+        pytest.param("uneven", "cp=2,tp=2", "pp=2,dp_shard=2,schedule=zbv", marks=pytest.mark.slow),
         pytest.param("tied", "pp=2", "cp=2", marks=pytest.mark.slow),
         pytest.param("tied", "dp_replicate=2,dp_shard=2,zero=1", "pp=2,schedule=zbv", marks=pytest.mark.slow),
         ("experts", "dp_shard=2,ep=2", "tp=2"),

@@ -66,9 +66,9 @@ def _watch(folder: Path, found: list[Finding], ended: threading.Event) -> None:
 @pytest.mark.parametrize(
     ("faults", "kind", "rank"),
     [
-        ("sleep@forward:step=10,rank=1,seconds=5", "hang", 1),
+        pytest.param("sleep@forward:step=10,rank=1,seconds=5", "hang", 1, marks=pytest.mark.slow),
         ("gil@forward:step=10,rank=2,seconds=3", "frozen", 2),
-        ("slow@forward:rank=1,seconds=0.1", "straggler", 1),
+        pytest.param("slow@forward:rank=1,seconds=0.1", "straggler", 1, marks=pytest.mark.slow),
     ],
 )
 def test_the_rank_that_misbehaves_is_named(workers: WorkerPool, tmp_path: Path, faults, kind, rank):
