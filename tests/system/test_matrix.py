@@ -281,7 +281,7 @@ def test_a_node_is_lost_and_comes_back(folder, corpus, tmp_path_factory):
     run = Disturbed(folder, PLANS["replicas"])
     nodes = ("--launch.processes", "1", "--launch.nodes", "2", "--resilience.wait_for_nodes_s", "1",
              "--launch.coordinator", "127.0.0.1:29417", "--train.steps", "60")  # fmt: skip
-    run.options, run.faults = (*nodes, "--launch.node", "a"), "slow@forward:seconds=0.1"
+    run.options, run.faults = (*nodes, "--launch.node", "a"), "slow@forward:seconds=0.4"
     run.start()
     other = ("train", "run.toml", "--resilience.memory_every_steps", "2", *nodes, "--launch.node", "b")
     b = folder.start(*other, ARGOSY_FAULTS=run.faults)
