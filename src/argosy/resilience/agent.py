@@ -321,7 +321,12 @@ class Agent:
         replaces, descriptor = self._server is not None, self._listener.fileno()
         module = "argosy.resilience.coordinator"
         command = [sys.executable, "-m", module, str(self._run_dir), str(descriptor), str(self._plan)]
-        self._server = subprocess.Popen(command, pass_fds=[descriptor], start_new_session=True)
+        log = self._run_dir / "logs" / "coordinator.log"  # it may outlive this agent, and must not hold its pipes open
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as out:
+            self._server = subprocess.Popen(
+                command, pass_fds=[descriptor], stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            )
         self._events.write("coordinator_started", pid=self._server.pid, port=self._address[1], replaces=replaces)
 
     def _open_listener(self) -> socket.socket | None:
