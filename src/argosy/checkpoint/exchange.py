@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from argosy.checkpoint.boxes import Box, Misfit, cover
+from argosy.checkpoint.shards import box_bytes
 from argosy.errors import ArgosyError
 from argosy.parallel.world import World
 
@@ -126,7 +127,7 @@ def route(held: Sequence[Sequence[Box]], wanted: Sequence[Sequence[Box]]) -> lis
             for sender, source, part in parts:
                 transfers.append(Transfer(sender, receiver, source, box, replace(part, dtype=source.dtype)))
                 if sender != receiver:
-                    to_send[sender] += bytes_of(transfers[-1].part)
+                    to_send[sender] += box_bytes(transfers[-1].part)
     return transfers
 
 
@@ -173,16 +174,10 @@ def carry(
             "two out of the run: its memory or its network changes data."
         )
     return Traffic(
-        sent_bytes=sum(bytes_of(t.part) for t in transfers if t.sender == rank != t.receiver),
-        received_bytes=sum(bytes_of(t.part) for t in transfers if t.receiver == rank != t.sender),
-        own_bytes=sum(bytes_of(t.part) for t in own),
+        sent_bytes=sum(box_bytes(t.part) for t in transfers if t.sender == rank != t.receiver),
+        received_bytes=sum(box_bytes(t.part) for t in transfers if t.receiver == rank != t.sender),
+        own_bytes=sum(box_bytes(t.part) for t in own),
     )
-
-
-def bytes_of(box: Box) -> int:
-    """What its numbers take in memory."""
-    dtype: torch.dtype = getattr(torch, box.dtype)
-    return box.elements * dtype.itemsize
 
 
 @dataclass
@@ -199,7 +194,7 @@ class _Message:
 
     def add(self, transfer: Transfer) -> None:
         self.parts.append((self.bytes, transfer))
-        self.bytes += -(-bytes_of(transfer.part) // ALIGNMENT) * ALIGNMENT
+        self.bytes += -(-box_bytes(transfer.part) // ALIGNMENT) * ALIGNMENT
 
     def buffer(self) -> Tensor:
         return torch.zeros(self.bytes + CHECKSUM_BYTES, dtype=torch.uint8)
@@ -223,7 +218,7 @@ class _Message:
         """Each part's numbers where they lie in the buffer."""
         for begin, transfer in self.parts:
             part = transfer.part
-            raw = buffer[begin : begin + bytes_of(part)]
+            raw = buffer[begin : begin + box_bytes(part)]
             yield raw.view(getattr(torch, part.dtype)).view(part.shape), transfer
 
     def _checksum(self, buffer: Tensor) -> int:
@@ -246,7 +241,7 @@ def _messages(sender: int, receiver: int, transfers: Sequence[Transfer]) -> Iter
     message = _Message(sender, receiver, 0)
     for transfer in transfers:
         for part in _cut(transfer.part):
-            if message.bytes + bytes_of(part) > MESSAGE_BYTES and message.parts:
+            if message.bytes + box_bytes(part) > MESSAGE_BYTES and message.parts:
                 yield message
                 message = _Message(sender, receiver, message.number + 1)
             message.add(replace(transfer, part=part))
@@ -257,11 +252,11 @@ def _messages(sender: int, receiver: int, transfers: Sequence[Transfer]) -> Iter
 def _cut(box: Box) -> Iterator[Box]:
     """Boxes of at most MESSAGE_BYTES that make up `box`: runs of rows, or parts of rows where one is too large."""
     dim = next((dim for dim, length in enumerate(box.shape) if length > 1), None)
-    if bytes_of(box) <= MESSAGE_BYTES or dim is None:
+    if box_bytes(box) <= MESSAGE_BYTES or dim is None:
         yield box
         return
     length = box.shape[dim]
-    at_once = max(1, MESSAGE_BYTES * length // bytes_of(box))
+    at_once = max(1, MESSAGE_BYTES * length // box_bytes(box))
     for first in range(0, length, at_once):
         offset, shape = list(box.offset), list(box.shape)
         offset[dim] += first

@@ -37,9 +37,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from argosy.checkpoint.boxes import Box
-from argosy.checkpoint.exchange import CorruptMessage, bytes_of, exchange, gather, travels
+from argosy.checkpoint.exchange import CorruptMessage, exchange, gather, travels
 from argosy.checkpoint.history import History, Position, from_metadata, to_metadata
-from argosy.checkpoint.shards import ShardFile, write_shard
+from argosy.checkpoint.shards import ShardFile, box_bytes, write_shard
 from argosy.files import PARTIAL
 from argosy.parallel.world import World
 
@@ -86,10 +86,10 @@ def place(nodes: Sequence[str], held: Sequence[Sequence[Box]], replicas_do: bool
         return Placement(((),) * len(nodes), (None,) * len(nodes))
     kept: list[list[Box]] = [[] for _ in nodes]
     load = [0] * len(nodes)
-    for box in sorted(holders, key=lambda box: -bytes_of(box)):
+    for box in sorted(holders, key=lambda box: -box_bytes(box)):
         rank = min(holders[box], key=lambda rank: (load[rank], rank))
         kept[rank].append(box)
-        load[rank] += bytes_of(box)
+        load[rank] += box_bytes(box)
     return Placement(tuple(map(tuple, kept)), tuple(map(_next_in_ring(nodes), range(len(nodes)))))
 
 

@@ -19,7 +19,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from argosy.checkpoint import store
@@ -137,10 +136,7 @@ class Saver:
         """Settle with the other ranks which boxes are whose to write, and what this run's attempts are called."""
         if self._world.is_first:
             store.sweep(self._run_dir, self._epoch)  # before any rank begins to write
-        everyone: list[Any] = [(boxes, uuid.uuid4().hex)]
-        if self._world.size > 1:
-            everyone *= self._world.size
-            dist.all_gather_object(everyone, everyone[0])
+        everyone = self._world.gather((boxes, uuid.uuid4().hex))
         self._mine = deal([held for held, _ in everyone])[self._world.rank]
         self._ticket = everyone[0][1]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torch.distributed import DistError
 
+from argosy.checkpoint.store import EPOCH
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.errors import FINAL, ArgosyError
@@ -139,7 +140,7 @@ def _train_in(message: Message, run_dir: Path, stop: StopSignal, survivor: Survi
         "MASTER_ADDR": message["host"],
         "MASTER_PORT": str(message["port"]),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "ARGOSY_EPOCH": str(message["epoch"]),
+        EPOCH: str(message["epoch"]),
     }
     run, plan = load(run_dir / "run.toml"), Plan.parse(message["plan"])
     vitals.join(message["epoch"], message["rank"], sequence_numbers)

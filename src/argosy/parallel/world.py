@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch import Tensor
 from argosy.config.schema import LaunchConfig
 from argosy.faults import fault
 
+T = TypeVar("T")
 CPU = torch.device("cpu")
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # glibc's malloc.h
 
@@ -42,6 +44,13 @@ class World:
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
+
+    def gather(self, mine: T) -> list[T]:
+        """What each process gives, by rank; any object that can be pickled."""
+        everyone = [mine] * self.size
+        if self.size > 1:
+            dist.all_gather_object(everyone, mine)
+        return everyone
 
     def barrier(self) -> None:
         """Wait for all processes."""

@@ -6,7 +6,6 @@ import socket
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from argosy.errors import UserError
 from argosy.observe.peak import software
@@ -58,9 +57,7 @@ class Machine:
 
 def machine_of(world: World) -> Machine:
     """What `world` runs on; all its processes call it."""
-    hosts = [socket.gethostname()] * world.size
-    if world.size > 1:
-        dist.all_gather_object(hosts, socket.gethostname())
+    hosts = world.gather(socket.gethostname())
     kind = world.device.type
     if kind == "cuda":
         memory_bytes = float(torch.cuda.get_device_properties(world.device).total_memory)

@@ -48,7 +48,7 @@ BREAK_S = 10.0
 """A worker that has not left a broken world by then is killed."""
 SIOCGIFADDR = 0x8915  # linux/sockios.h
 SCRATCH = Path("/dev/shm")
-"""What need not outlive the node, and must be fast."""
+"""Where an agent keeps a folder for its workers, argosy-PID-...: what need not outlive the node, and must be fast."""
 
 
 @dataclass

@@ -15,18 +15,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from argosy.errors import Retryable
 from argosy.observe.vitals import VitalsReading, read_vitals
+from argosy.resilience.agent import SCRATCH
+from argosy.resilience.detect.finding import process_state
 
 TICK_S = 0.05
 NOBODY_S = 1.0
 """A blow that finds nobody to strike for so long is left out: several must not come together when somebody is back."""
 MOST_STARTS = 50
 """Of the command, before a run that says "try again" each time is given up."""
-RETRYABLE = 75
-"""Exit code of `errors.Retryable`."""
 NURSERY = "argosy.resilience.nursery"
-SCRATCH = Path("/dev/shm")
-"""Where an agent keeps a folder for its workers, argosy-PID-..."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,7 @@ class Campaign:
         """Whether the command is to be given again: it was stopped by a blow, or says that it may be."""
         self.exit_code = code
         asked = code in (-signal.SIGKILL, 128 + signal.SIGTERM, -signal.SIGTERM)
-        return (asked or code == RETRYABLE) and self.starts < MOST_STARTS
+        return (asked or code == Retryable.exit_code) and self.starts < MOST_STARTS
 
     def _watch(self, launcher: subprocess.Popen[bytes]) -> None:
         """Take the workers' vitals, and note the first step of each epoch."""
@@ -256,7 +255,4 @@ def command_of(pid: int) -> list[str]:
 
 
 def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+    return process_state(pid) not in ("", "Z", "X")

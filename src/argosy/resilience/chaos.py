@@ -22,7 +22,8 @@ from argosy.errors import UserError
 from argosy.faults import VARIABLE
 from argosy.observe.events import read_lines
 from argosy.observe.ledger import read_ledger
-from argosy.resilience.campaign import KINDS, SCRATCH, Blow, Campaign, Dealt, command_of, is_alive
+from argosy.resilience.agent import SCRATCH
+from argosy.resilience.campaign import KINDS, Blow, Campaign, Dealt, command_of, is_alive
 
 STEP_POINTS = ("forward", "bucket", "judge", "commit", "optimizer")
 SAVE_POINTS = ("snapshot", "save", "rename", "renamed")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from argosy.errors import FINAL
+from argosy.errors import FINAL, Poisoned, Retryable
 
 
 class State(Enum):
@@ -195,7 +195,7 @@ class Membership:
         if was_member:
             self._break(f"rank {worker.rank} is lost: {cause.why}")
         if self._stopping:
-            self._end(Finish(75, f"a worker was lost while the run was stopping: {cause.why}"))
+            self._end(Finish(Retryable.exit_code, f"a worker was lost while the run was stopping: {cause.why}"))
         self._count(cause)
 
     def made_step(self, step: int) -> None:
@@ -271,12 +271,12 @@ class Membership:
             self._short_since = now_s if self._short_since is None else self._short_since
             waited_s = now_s - self._short_since
             if not self.epoch and waited_s > self._settings.first_wait_s:
-                self._end(Finish(75, self._who_is_missing()))
+                self._end(Finish(Retryable.exit_code, self._who_is_missing()))
             if not self.epoch or waited_s < self._settings.wait_for_nodes_s or self._replan is None:
                 return
             smaller = self._replan(self._room())
             if smaller is None:
-                self._end(Finish(75, f"{self._room()} workers are left, and no plan fits them"))
+                self._end(Finish(Retryable.exit_code, f"{self._room()} workers are left, and no plan fits them"))
                 return
             plan, size = smaller
         if len(ready) < size:
@@ -351,14 +351,17 @@ class Membership:
         self._is_counted = True
         crash = (cause.why, cause.step)
         if cause.is_own and cause.step >= 0 and crash == self._last_crash:
-            self._end(Finish(70, f"the same crash twice at step {cause.step}: {cause.why}"))
+            self._end(Finish(Poisoned.exit_code, f"the same crash twice at step {cause.step}: {cause.why}"))
             return
         self._last_crash = crash
         self._failures += 1
         if self._failures > self._settings.max_restarts:
             times = f"{self._failures} times (launch.max_restarts = {self._settings.max_restarts})"
             self._end(
-                Finish(75, f"the workers died {times} without getting any further, the last time of: {cause.why}")
+                Finish(
+                    Retryable.exit_code,
+                    f"the workers died {times} without getting any further, the last time of: {cause.why}",
+                )
             )
 
     def _end(self, finish: Finish) -> None:

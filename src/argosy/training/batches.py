@@ -6,7 +6,6 @@ from bisect import bisect_right
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 
 from argosy.config.schema import RunConfig
 from argosy.data.loader import OpenData
@@ -75,10 +74,7 @@ class Batches:
 
     def quarantine(self) -> None:
         """Read no more from shards that any rank has found to be bad; all ranks call it together."""
-        of_all: list[list[Place]] = [self._found_bad] * self._world.size
-        if self._world.size > 1:
-            dist.all_gather_object(of_all, self._found_bad)
-        self._loader.quarantine(place for found in of_all for place in found)
+        self._loader.quarantine(place for found in self._world.gather(self._found_bad) for place in found)
         self._found_bad = []
 
     def close(self) -> None:

@@ -117,9 +117,9 @@ class Fingerprints:
         by_holders: dict[Key, dict[str, int]] = defaultdict(dict)
         for copy in copies:
             by_holders[copy.holders.key][copy.name] = sums[copy.name]
-        of_all = self._gather({key: key_of(repr(sorted(some.items()))) for key, some in by_holders.items()})
+        of_all = self._world.gather({key: key_of(repr(sorted(some.items()))) for key, some in by_holders.items()})
         suspect = _differing(of_all)
-        detail = self._gather({key: some for key, some in by_holders.items() if key in suspect})
+        detail = self._world.gather({key: some for key, some in by_holders.items() if key in suspect})
         found = []
         for key in sorted(suspect):
             held = {rank: some[key] for rank, some in enumerate(detail) if key in some}
@@ -176,11 +176,6 @@ class Fingerprints:
         weight = others if self._world.rank == copy.holders.ranks[0] else -1
         odd = key_of("fingerprint", copy.name) | 1  # so that two tensors' differences do not cancel
         return _signed(weight * odd)
-
-    def _gather(self, mine: dict[Key, T]) -> list[dict[Key, T]]:
-        everyone: list[dict[Key, T]] = [{} for _ in range(self._world.size)]
-        dist.all_gather_object(everyone, mine)
-        return everyone
 
 
 def _holders(meshes: Meshes, mesh: DeviceMesh | None, placements: Sequence[Placement]) -> Holders:

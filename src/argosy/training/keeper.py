@@ -94,7 +94,7 @@ class Keeper:
         if not there:
             self._saver.committed.discard(state.step)
             self.save(state, background=False)
-        return next((e for e in self._gather(None if there else self._saver.last_error) if e), None)
+        return next((e for e in self._world.gather(None if there else self._saver.last_error) if e), None)
 
     def close(self) -> None:
         """Wait until what is saved is verified, and in the remote place as well; there is no saving after that."""
@@ -223,12 +223,6 @@ class Keeper:
             raise found[0]
         agreed: T = found[0]
         return agreed
-
-    def _gather(self, mine: T) -> list[T]:
-        everyone = [mine] * self._world.size
-        if self._world.size > 1:
-            dist.all_gather_object(everyone, mine)
-        return everyone
 
     def _hear(self, news: str, /, **facts: Any) -> None:
         """Keep in the run's records what has become of a checkpoint, and tell the user what he should know."""
