@@ -24,6 +24,8 @@ from argosy.data.shards import ShardWriter
 from argosy.data.tokenizer import train
 
 ROWS, STEPS, ROUNDS = 32, 300, 5
+SETTLE_S = 1.0
+"""Until the loader whose turn it was has read all that it reads ahead."""
 
 
 def main() -> None:
@@ -39,6 +41,7 @@ def main() -> None:
         rates: dict[str, list[float]] = {name: [] for name in loaders}
         for _ in range(ROUNDS):  # taken in turns, so that all meet the same machine
             for name, steps in loaders.items():
+                time.sleep(SETTLE_S)
                 rates[name].append(ROWS * options.seq_len * STEPS / seconds(steps))
     for name, measured in rates.items():
         best = max(measured[1:])  # the first round fills the cache and checks every block

@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from argosy.config import keys
 from argosy.config.layers import Entry, Source
 from argosy.config.load import OPTION_MARK, build, load
+from argosy.config.meaning import meanings
 from argosy.config.schema import RunConfig, Section
 from argosy.config.suggest import suggestion
 from argosy.errors import UserError
@@ -75,7 +76,7 @@ def parse(argv: list[str], prog: str, options: type[ExtraT], about: str | None =
 
 def _parse(argv: list[str], prog: str, extra: type[ExtraT], config: Section) -> tuple[ExtraT, dict[str, object]]:
     """The command's options, and the keys of `config` that the command line changes: dotted key -> value."""
-    form = _form(config)
+    form = _form(config, explained=any(word in ("-h", "--help") for word in argv))
     flat = tyro.conf.arg(name="")
     both = make_dataclass(
         "Both",
@@ -117,27 +118,28 @@ def _refuse(unknown: list[str], prog: str, extra: Any, schema: type[Section]) ->
 # A form is a section as the command line sees it: a dataclass of the same shape whose leaves are words.
 
 
-def _form(config: Section) -> Any:
-    """The form of `config`, with its values as defaults."""
+def _form(config: Section, explained: bool) -> Any:
+    """The form of `config`, with its values as defaults and, if it is to be shown, the meaning of each."""
+    meaning = meanings(type(config)) if explained else {}
     parts: list[tuple[str, Any, Any]] = []
     for name, info in type(config).model_fields.items():
         value = getattr(config, name)
         if isinstance(value, Section):
-            inner = _form(value)
+            inner = _form(value, explained)
             about = tyro.conf.arg(help=type(value).__doc__)
             parts.append((name, Annotated[type(inner), about], field(default=inner)))
         elif tyro.conf.Suppress not in info.metadata:
-            parts.append((name, _leaf(info), field(default=_words(value))))
+            parts.append((name, _leaf(info, meaning.get(name)), field(default=_words(value))))
     form = make_dataclass(type(config).__name__, parts, frozen=True)
     form.__doc__ = type(config).__doc__
     return form()
 
 
-def _leaf(info: FieldInfo) -> Any:
+def _leaf(info: FieldInfo, meaning: str | None) -> Any:
     """The form's type for one key: words, with the metavar and the help of the schema."""
     kind = keys.value_type(info)
     shape: Any = {tuple: tuple[str, ...], dict: tuple[tuple[str, str], ...]}.get(get_origin(kind), str)
-    about = tyro.conf.arg(help=info.description, metavar=_metavar(kind))
+    about = tyro.conf.arg(help=meaning, metavar=_metavar(kind))
     marks = [m for m in info.metadata if m is tyro.conf.Positional]
     for mark in (about, *marks):
         shape = Annotated[shape, mark]

@@ -9,6 +9,7 @@ import tomlkit
 from tomlkit.container import Container
 from tomlkit.items import AoT, Item, Table
 
+from argosy.config.meaning import meanings
 from argosy.config.schema import RunConfig, Section
 from argosy.files import atomic_write
 
@@ -23,7 +24,7 @@ def dump(config: Section) -> str:
 def _fill(table: Table | Container, section: Section, explained: bool = True) -> None:
     """Add the section's values, then its tables, as TOML's order wants it; a value of None is left out."""
     values = section.model_dump(mode="json", exclude_none=True)
-    fields = type(section).model_fields
+    meaning = meanings(type(section)) if explained else {}
     for name in sorted(values, key=lambda name: _is_table(getattr(section, name), values[name])):
         inner = getattr(section, name)
         if isinstance(inner, Section) and _is_table(inner, values[name]):
@@ -32,7 +33,7 @@ def _fill(table: Table | Container, section: Section, explained: bool = True) ->
             table.add(name, _tables(inner))
         else:
             item = _value(values[name])
-            table.add(name, _explained(item, fields[name].description) if explained else item)
+            table.add(name, _explained(item, meaning[name]) if name in meaning else item)
 
 
 def _is_table(inner: object, value: object) -> bool:

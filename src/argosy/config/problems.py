@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from argosy.config.keys import Key, dotted, element_of, fields, limits, sections, value_type
+from argosy.config.meaning import meanings
 from argosy.config.schema import Section
 from argosy.config.suggest import suggestion
 
@@ -50,7 +51,8 @@ def problem_of(error: ErrorDetails, schema: type[Section], place: Callable[[Key]
     field = fields(element).get(inside)
     if field is None:  # inside a list or a table of values: data.sources."folder"
         return Problem(place(key), f"{value}: {_lower_first(error['msg'])}.")
-    return Problem(place(key), f"{value}: must be {allowed(field)}.{_remedy(field, error['input'])}")
+    meaning = meanings(sections(element)[inside[:-1]]).get(str(inside[-1]), "")
+    return Problem(place(key), f"{value}: must be {allowed(field)}.{_remedy(field, error['input'], meaning)}")
 
 
 def _element_around(key: Key, schema: type[Section]) -> tuple[Key, type[Section]]:
@@ -105,9 +107,9 @@ def _kind(annotation: Any) -> str:
     return _KINDS[get_origin(annotation) or annotation]
 
 
-def _remedy(field: FieldInfo, value: object) -> str:
+def _remedy(field: FieldInfo, value: object, meaning: str) -> str:
     """A second line: a value to try, and what the key means."""
-    meaning = f" {field.description}" if field.description else ""
+    meaning = f" {meaning}" if meaning else ""
     choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
     if near := get_close_matches(str(value).lower(), choices, n=1):
         return f"\n  Try {shown(near[0])}.{meaning}"

@@ -22,6 +22,8 @@ from pydantic import (
     model_validator,
 )
 
+from argosy.config.meaning import explain
+
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -32,7 +34,7 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
-        use_attribute_docstrings=True,
+        json_schema_extra=explain,
         validate_default=True,
         allow_inf_nan=False,
     )

@@ -16,7 +16,7 @@ from argosy.plan.reconcile import Reconciled
 class Report(BaseModel):
     """The totals of a run, over all its restarts."""
 
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True, ser_json_inf_nan="constants")
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
 
     name: str
     run_dir: Path

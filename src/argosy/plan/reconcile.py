@@ -45,7 +45,7 @@ PARTS = {
 class Compared(BaseModel):
     """One figure, predicted and measured."""
 
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True)
 
     predicted: float
     measured: float
@@ -62,7 +62,7 @@ class Compared(BaseModel):
 class Reconciled(BaseModel):
     """A run's steps beside what they were predicted to take."""
 
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True)
 
     cluster: str
     """What the prediction was made for."""

@@ -65,7 +65,7 @@ def as_faults(blows: Sequence[Blow], steps: int, ranks: int) -> str:
 class Struck(BaseModel):
     """A blow that was dealt, and what followed."""
 
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True)
 
     kind: str
     what: str
@@ -85,7 +85,7 @@ class Struck(BaseModel):
 class ChaosReport(BaseModel):
     """What a run that was disturbed came to, beside one that was not."""
 
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True)
 
     seed: int
     finished: bool

@@ -1,0 +1,42 @@
+"""What keys mean: the text under each in the source of its section, read when somebody asks.
+
+pydantic's `use_attribute_docstrings` reads all of it at import, an eighth of what a short command takes.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+from pydantic import BaseModel
+
+
+@cache
+def meanings(section: type[BaseModel]) -> dict[str, str]:
+    """Key -> what stands under it, for the keys of `section` that are explained, those that it inherits included."""
+    found: dict[str, str] = {}
+    for owner in reversed(section.__mro__):
+        if issubclass(owner, BaseModel) and owner is not BaseModel:
+            found |= _under_names(owner)
+    return found
+
+
+def explain(schema: dict[str, Any], section: type[BaseModel]) -> None:
+    """Add the meanings to the JSON schema of `section`; pydantic's `json_schema_extra`."""
+    for key, meaning in meanings(section).items():
+        schema["properties"][key]["description"] = meaning
+
+
+def _under_names(owner: type) -> dict[str, str]:
+    body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    found = {}
+    for name, text in pairwise(body.body):
+        match name, text:
+            case ast.AnnAssign(target=ast.Name(id=key)), ast.Expr(value=ast.Constant(value=str(meaning))):
+                found[key] = inspect.cleandoc(meaning)
+    return found
