@@ -23,12 +23,12 @@ STYLE = """
 @media (prefers-color-scheme: dark) { :root { --ink: #e4e8ee; --quiet: #97a1b0; --paper: #14181e; --line: #323a45;
   --bar: #6aa5e2; --ideal: #6fbf8b; --mark: #f0875c; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 2rem auto;
-  max-width: 62rem; padding: 0 1rem; }
+  max-width: 70rem; padding: 0 1rem; }
 h1 { font-size: 1.35rem; } h2 { font-size: 1.05rem; margin-top: 2.2rem; }
 .quiet { color: var(--quiet); } .bad { color: var(--mark); }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px; }
 td, th { padding: .25rem .7rem .25rem 0; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
-td.text, th.text { text-align: left; } code { font-size: 12px; }
+td.text, th.text { text-align: left; } td.text { white-space: normal; min-width: 14rem; } code { font-size: 12px; }
 svg { max-width: 100%; height: auto; } svg text { fill: var(--ink); font: 13px system-ui, sans-serif; }
 svg .quiet { fill: var(--quiet); font-size: 12px; } svg .axis { stroke: var(--line); }
 .bar { fill: var(--bar); } .ideal { fill: var(--ideal); } .loss { fill: var(--mark); } .point { fill: var(--bar); }
@@ -86,7 +86,7 @@ def _facts(answer: Answer) -> str:
             f"{about.misfit.largest} ({gib(about.misfit.largest_bytes)} GiB).{near}</p>"
         )
     table = "".join(f'<tr><th class="text">{n}</th><td class="text">{escape(v)}</td></tr>' for n, v in rows)
-    return f"<p><code>{escape(choice.plan)}</code></p>{missing}<table>{table}</table>"
+    return f"<p><code>{_breakable(choice.plan)}</code></p>{missing}<table>{table}</table>"
 
 
 def _waterfall(values: dict[str, float]) -> str:
@@ -185,6 +185,11 @@ def _point(choice: Choice, x: Callable[[Numbers], float], y: Callable[[Numbers],
     )
 
 
+def _breakable(plan: str) -> str:
+    """A plan's text that may be broken after each comma."""
+    return escape(plan).replace(",", ",<wbr>")
+
+
 def _svg(width: float, height: float, parts: Sequence[str]) -> str:
     inner = "".join(parts)
     return f'<svg viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" role="img">{inner}</svg>'
@@ -192,7 +197,7 @@ def _svg(width: float, height: float, parts: Sequence[str]) -> str:
 
 def _choices(answer: Answer, choices: Sequence[Choice]) -> str:
     heads = ("step", "GiB", "MFU", "tokens/s", "devices", "run", answer.currency, "kWh")
-    head = "".join(f"<th>{name}</th>" for name in heads) + '<th class="text">plan</th>'
+    head = '<th class="text">plan</th>' + "".join(f"<th>{name}</th>" for name in heads)
     body = []
     for choice in choices:
         run = choice.run
@@ -207,7 +212,7 @@ def _choices(answer: Answer, choices: Sequence[Choice]) -> str:
             within(run.energy_kwh, count) if run.energy_kwh else "?",
         )
         row = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-        body.append(f'<tr>{row}<td class="text"><code>{escape(choice.plan)}</code></td></tr>')
+        body.append(f'<tr><td class="text"><code>{_breakable(choice.plan)}</code></td>{row}</tr>')
     return f'<div class="wide"><table><tr>{head}</tr>{"".join(body)}</table></div>'
 
 
