@@ -178,7 +178,7 @@ def test_all_ranks_together_compute_the_model_s_flops(model: str, plan: str) -> 
         pytest.param("dense", "dp_shard=2,zero=3", 0, marks=pytest.mark.slow),
         pytest.param("experts", "zero=1,tp=2", 1, marks=pytest.mark.slow),
         pytest.param("dense", "pp=2,dp_shard=2,zero=3", 0, marks=pytest.mark.slow),
-        ("dense", "pp=2,zero=0", 1),
+        ("dense", "pp=4,zero=0", 3),
     ],
 )
 def test_microbatches_that_repeat_need_not_be_traced(model: str, plan: str, rank: int) -> None:

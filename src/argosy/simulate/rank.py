@@ -74,7 +74,8 @@ def _enough(plan: Plan, run: RunConfig, rank: int) -> int | None:
     alone = 2 + (run.model.moe.experts > 0)
     if plan.pp == 1:
         return alone + 1
-    return filled[plan.schedule] + alone if plan.schedule in filled else None
+    # torch refuses a schedule of fewer microbatches than stages
+    return max(filled[plan.schedule] + alone, plan.stages) if plan.schedule in filled else None
 
 
 def _without_last_but_one(trace: Trace) -> Trace:
