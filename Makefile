@@ -1,16 +1,18 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Each sets up what it needs, once.
-.PHONY: demo test test-all test-faults chaos lint docs bench bench-planner clean help
+.PHONY: demo test test-all test-faults healthy chaos lint docs bench bench-planner clean help
 
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 INSTALL := $(PIP) --editable
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 help:
 	@echo "make demo      set up, train a small model on real text for some minutes, show what it learnt"
 	@echo "make test      set up, run the tests (under 15 minutes on 2 cores)"
 	@echo "make test-all  the slow ones too"
 	@echo "make test-faults  the whole matrix of faults, each at five places (an hour)"
+	@echo "make healthy   an hour of training that nobody disturbs: nothing is to be found wrong (RUN=run.toml)"
 	@echo "make chaos     a run that is killed, stopped and corrupted at random for half an hour"
 	@echo "make lint      ruff and mypy"
 	@echo "make docs      check links and commands in the documents, write the run file's JSON schema"
@@ -22,13 +24,18 @@ demo: .venv/.core
 	$(BIN)/argosy train
 
 test: .venv/.dev
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-all: .venv/.dev
-	$(BIN)/python -m pytest -m ""
+	$(PYTEST) -m ""
 
 test-faults: .venv/.dev
-	$(BIN)/python -m pytest tests/system/test_matrix.py -m ""
+	$(BIN)/python -m pytest tests/system/test_matrix*.py -m ""
+
+RUN ?= demo
+
+healthy: .venv/.dev
+	$(BIN)/python benchmarks/faults/healthy.py $(RUN) --minutes 60 --train.steps 0 --train.minutes 61
 
 chaos: .venv/.dev
 	$(BIN)/argosy chaos --seed 7 --minutes 30

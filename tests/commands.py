@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,9 +62,11 @@ class Folder:
         (self.path / name).write_text(text)
         return self.path / name
 
-    def start(self, *words: object, **variables: str) -> subprocess.Popen[str]:
-        """`argosy WORDS ...`, running, with environment variables of its own."""
-        command = [sys.executable, "-m", "argosy", *map(str, words)]
+    def start(self, *words: object, within: Sequence[str] = (), **variables: str) -> subprocess.Popen[str]:
+        """`argosy WORDS ...`, running, with environment variables of its own; `within` a command that becomes the one
+        given after it.
+        """
+        command = [*within, sys.executable, "-m", "argosy", *map(str, words)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **variables}
         pipe = subprocess.PIPE
         return subprocess.Popen(command, cwd=self.path, env=environment, text=True, stdout=pipe, stderr=pipe)

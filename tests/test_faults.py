@@ -103,6 +103,13 @@ def test_steps_in_a_row_and_every():
     assert [step for step in range(10) if strikes("forward", step=step)] == [3, 6, 9]
 
 
+def test_a_fault_strikes_as_often_as_it_is_told_to_also_after_a_restart(tmp_path):
+    arm("raise@forward:step=3,times=3", tmp_path)
+    assert strikes("forward", step=3) and strikes("forward", step=3)
+    arm("raise@forward:step=3,times=3", tmp_path)
+    assert [strikes("forward", step=3) for _ in range(3)] == [True, False, False]
+
+
 def test_after_a_step_is_the_first_that_comes_by():
     arm("raise@rename:after=7")
     assert [step for step in range(0, 30, 5) if strikes("rename", step=step)] == [10]

@@ -99,7 +99,7 @@ class StopAfter(StopSignal):
 
     def __init__(self, steps: int):
         self._steps_left = steps
-        self.world_is_over = False
+        self.world_is_over = self.is_to_hold = False
 
     @property
     def number(self) -> int | None:

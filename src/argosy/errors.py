@@ -27,6 +27,12 @@ class DataError(ArgosyError):
     exit_code = 65  # EX_DATAERR of sysexits.h, as the others
 
 
+class UnfitNode(ArgosyError):
+    """An examination of this machine found that it computes wrongly; the run goes on elsewhere, if it can."""
+
+    exit_code = 69  # EX_UNAVAILABLE
+
+
 class Poisoned(ArgosyError):
     """The same crash came at the same step again: starting again does not help, and no machine is to blame."""
 
@@ -63,7 +69,7 @@ FINAL = 64
 
 def error_of(exit_code: int, text: str) -> ArgosyError:
     """The error that ends with this exit code, as another process reports it; RunFailed if there is none."""
-    kinds: tuple[type[ArgosyError], ...] = (UserError, DataError, Poisoned, StorageError, Retryable)
+    kinds: tuple[type[ArgosyError], ...] = (UserError, DataError, UnfitNode, Poisoned, StorageError, Retryable)
     return next((kind for kind in kinds if kind.exit_code == exit_code), RunFailed)(text)
 
 
@@ -72,6 +78,7 @@ EXIT_CODES = {
     1: "failed: the message says why, and the same command again would fail again",
     UserError.exit_code: "wrong input: nothing was written",
     DataError.exit_code: "damaged data: restore the shard that is named, or set data.on_bad_shard = skip",
+    UnfitNode.exit_code: "this machine computes wrongly: take it out of service",
     Poisoned.exit_code: "the same crash at the same step, twice",
     StorageError.exit_code: "the disk: the state could not be saved, or no checkpoint can be read",
     Retryable.exit_code: "processes or machines were lost: the same command goes on from what is saved",

@@ -37,6 +37,7 @@ RECORD = Path("events") / "faults.jsonl"
 FOR_EVER_S = 1_000_000
 
 POINTS = {
+    "examine": "in an examination of a node; tensors: each result, as of `core 0 fp32 product` or `cuda:0 memory`",
     "join": "before a worker joins its world",
     "recover": "in a new world, before state is taken from others or from disk",
     "loader": "in the thread that reads a step's rows",
@@ -48,6 +49,7 @@ POINTS = {
     "loss": "before the loss is summed over ranks; tensors: loss",
     "judge": "before the collective that decides whether the step counts",
     "commit": "after that decision, before the optimizer",
+    "prepared": "before all ranks wait for each other once an update has what it takes of others (Muon)",
     "optimizer": "inside the optimizer's step, when some of the pieces are updated",
     "weights": "after the optimizer's step; tensors: each piece's values",
     "moments": "after the optimizer's step; tensors: the optimizer's state of each piece",
@@ -86,6 +88,8 @@ class Fault:
     """Strikes in each step that it divides, again and again."""
     again: bool = False
     """Strikes again in each epoch."""
+    times: int = 1
+    """So often before it is over: a step that looks bad is done again."""
     seconds: float | None = None
     """sleep, hang, gil: how long."""
     factor: float | None = None
@@ -150,11 +154,16 @@ class Faults:
         rank = int(os.environ.get("RANK", "0")) if rank is None else rank
         epoch = int(os.environ.get("ARGOSY_EPOCH", "0"))
         for fault in self._faults:
-            if fault.matches(point, step, rank, epoch, fraction) and self._is_due(fault, step, rank, epoch):
-                self._strike(fault, {} if tensors is None else tensors())
+            if not fault.matches(point, step, rank, epoch, fraction):
+                continue
+            target = _target(fault, tensors) if fault.action in _ON_TENSORS else None
+            if (target is not None or fault.action not in _ON_TENSORS) and self._is_due(fault, step, rank, epoch):
+                self._strike(fault, target)
 
     def _is_due(self, fault: Fault, step: int | None, rank: int, epoch: int) -> bool:
-        """Whether it has not struck before. It is recorded first: a process that dies of it records nothing."""
+        """Whether it has not struck before, or often enough. It is recorded first: a process that dies of it records
+        nothing.
+        """
         key = f"{fault} rank={rank}"
         if fault.again:
             key += f" epoch={epoch}"
@@ -162,28 +171,29 @@ class Faults:
             key += f" step={step}"
         with self._lock:
             record = self._record()
-            struck = key in self._struck or key in _recorded(record)
-            if not struck:
+            known = self._struck | _recorded(record)
+            keys = [key, *(f"{key} time={time}" for time in range(2, fault.times + 1))]
+            key = next((key for key in keys if key not in known), "")
+            if key:
                 self._struck.add(key)
                 _append(
                     record,
                     {"time_s": round(time.time(), 3), "event": "fault", "key": key, "fault": str(fault), "rank": rank,
                      "step": step, "epoch": epoch, "pid": os.getpid()},
                 )  # fmt: skip
-        return not struck or fault.is_lasting
+        return bool(key) or fault.is_lasting
 
     def _record(self) -> Path | None:
         """Looked up late: a forked process learns its run's folder after it has imported this module."""
         run_dir = self._run_dir or os.environ.get(RUN_DIR)
         return Path(run_dir) / RECORD if run_dir else None
 
-    def _strike(self, fault: Fault, tensors: Mapping[str, Any]) -> None:
+    def _strike(self, fault: Fault, target: Any) -> None:
+        """`target`: the tensor, of a fault that strikes at one."""
         if fault.action == "slow":
             self._slow_down(fault)
         elif fault.action in _ON_TENSORS:
-            name = next((name for name in tensors if fnmatch.fnmatch(name, fault.tensor)), None)
-            if name is not None:
-                _ON_TENSORS[fault.action](tensors[name], fault)
+            _ON_TENSORS[fault.action](target, fault)
         else:
             _ACTIONS[fault.action](fault)
 
@@ -370,6 +380,12 @@ def _flip(tensor: Any, fault: Fault) -> None:
     place = fault.bit % width
     mask = 1 << place if place < width - 1 or integer is torch.uint8 else -(1 << place)
     bits.bitwise_xor_(torch.tensor(mask, dtype=integer, device=tensor.device))
+
+
+def _target(fault: Fault, tensors: Tensors | None) -> Any:
+    """The tensor that it is to strike at; None if there is none of its name here."""
+    named = {} if tensors is None else tensors()
+    return next((tensor for name, tensor in named.items() if fnmatch.fnmatch(name, fault.tensor)), None)
 
 
 _ON_TENSORS: dict[str, Callable[[Any, Fault], None]] = {

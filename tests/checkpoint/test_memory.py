@@ -54,11 +54,6 @@ def test_what_live_replicas_on_two_nodes_hold_is_not_copied():
     assert place(["x", "x", "y", "y"], [everything[:1], everything[1:]] * 2).kept == ((),) * 4
 
 
-def test_if_an_update_may_leave_no_survivor_whole_replicas_are_copied_too():
-    kept = place(["x", "y"], [[box("a"), box("b")]] * 2, replicas_do=False).kept
-    assert sorted(b.name for boxes in kept for b in boxes) == ["a", "b"]
-
-
 def test_if_one_box_has_no_replica_on_another_node_all_are_copied_since_going_back_takes_all():
     placement = place(["x", "y"], [[box("both"), box("mine")], [box("both")]])
     assert sorted(b.name for kept in placement.kept for b in kept) == ["both", "mine"]

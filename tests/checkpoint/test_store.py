@@ -277,3 +277,11 @@ def test_what_dead_writers_left_is_swept_away_but_not_what_a_later_epoch_writes(
     store.sweep(tmp_path, epoch=2)
     left = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     assert left == {"step-00000003", "step-00000006.epoch-0003.partial"}
+
+
+def test_an_epoch_is_in_force_until_a_later_one_begins(tmp_path):
+    assert store.is_in_force(tmp_path, 0), "where nobody counts"
+    store.begin_epoch(tmp_path, 2)
+    assert store.is_in_force(tmp_path, 2) and not store.is_in_force(tmp_path, 1)
+    (tmp_path / store.EPOCH_FILE).write_text("no number")
+    assert not store.is_in_force(tmp_path, 2), "if that cannot be told, nothing is written"

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from argosy.observe.events import Events, JsonLines, read_lines
+from argosy.observe.events import Events, JsonLines, Tail, read_lines
 
 RECORDS = [{"step": 0, "loss": 5.25}, {"step": 1, "text": "a\nb \N{GREEK SMALL LETTER ALPHA}"}, {"step": 2}]
 
@@ -48,3 +48,19 @@ def test_an_event_has_its_time_and_its_facts_in_the_file_of_its_process(tmp_path
     (event,) = read_lines(tmp_path / "events" / "rank-3.jsonl")
     assert (event["event"], event["step"]) == ("save", 7)
     assert before - 0.01 < event["time_s"] < time.time() + 0.01
+
+
+def test_a_tail_gives_what_is_new_and_whole(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    tail = Tail(path)
+    assert tail.read() == []
+    path.write_bytes(b'{"step": 0}\n{"step": 1}\n{"st')
+    assert tail.read() == [{"step": 0}, {"step": 1}]
+    with path.open("ab") as file:
+        file.write(b'ep": 2}\n')
+    assert tail.read() == [{"step": 2}] and tail.read() == []
+    path.write_bytes(b'{"step": 0}\n')
+    assert tail.read() == []
+    with path.open("ab") as file:
+        file.write(b'{"step": 1}\n')
+    assert tail.read() == [{"step": 1}], "of a file that became shorter, what comes then"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from argosy.observe.metrics import Metrics, peak_memory_bytes
+from argosy.observe.metrics import Metrics, forget_peak_memory, peak_memory_bytes
 
 
 @pytest.fixture
@@ -51,6 +51,21 @@ def test_peak_memory_is_what_the_system_says():
     assert peak_memory_bytes(torch.device("cpu")) == pytest.approx(peak_kib * 1024, rel=0.05)
 
 
+def test_the_peak_of_memory_can_begin_anew():
+    device = torch.device("cpu")
+    large = bytearray(b"x" * 2**28)
+    assert len(large) < peak_memory_bytes(device)
+    del large
+    before = peak_memory_bytes(device)
+    forget_peak_memory(device)
+    assert peak_memory_bytes(device) < before - 2**27
+
+
+def test_it_is_known_what_was_written_of_the_last_steps(metrics):
+    assert metrics.has(5, "validation_loss") and not metrics.has(4, "validation_loss")
+    assert metrics.has(4, "loss") and not metrics.has(6, "loss")
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 64, 2**16])
 @pytest.mark.parametrize("resumed_at", [0, 3, 6])
 def test_a_file_is_read_backwards_in_pieces_of_any_size(metrics, monkeypatch, chunk, resumed_at):
@@ -59,3 +74,12 @@ def test_a_file_is_read_backwards_in_pieces_of_any_size(metrics, monkeypatch, ch
     metrics.forget_from(resumed_at)
     assert [record["step"] for record in metrics.last(100)] == list(range(resumed_at))
     assert steps(metrics, "validation_loss") == [step for step in (1, 3, 5) if step < resumed_at]
+
+
+def test_who_may_not_write_any_more_adds_nothing(tmp_path):
+    in_force = True
+    metrics = Metrics(tmp_path, lambda: in_force)
+    metrics.write({"step": 0})
+    in_force = False
+    metrics.write({"step": 1})
+    assert metrics.read() == [{"step": 0}]

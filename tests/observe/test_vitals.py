@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -64,6 +65,14 @@ def test_the_last_steps_are_remembered_and_another_world_begins_anew(vitals):
     vitals.join(epoch=1, rank=0, sequences=dict)
     seen = reading(vitals)
     assert seen.busy_s == {} and seen.step == -1 and seen.phase == "recovering"
+
+
+def test_doubts_outlive_a_world(vitals):
+    assert reading(vitals).doubts == 0
+    vitals.doubt()
+    vitals.doubt()
+    vitals.join(epoch=1, rank=0, sequences=dict)
+    assert reading(vitals).doubts == 2
 
 
 def test_sequence_numbers_that_cannot_be_had_stay_as_they_were(vitals):
@@ -157,3 +166,12 @@ def test_the_beat_of_a_stopped_process_stands_still_and_its_page_outlives_it(tmp
         process.wait()
     seen = read_vitals(path)
     assert seen is not None and (seen.rank, seen.step) == (2, 9)
+
+
+def test_a_folder_without_room_is_an_error_and_no_signal(tmp_path, monkeypatch):
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}"):
+        Vitals(tmp_path)

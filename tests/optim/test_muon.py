@@ -124,6 +124,35 @@ def test_every_cut_gives_the_weights_of_one_process(workers, alone, size, dim, d
             torch.testing.assert_close(result[name], weight, rtol=1e-5, atol=1e-6, msg=name)
 
 
+def prepare_and_step_alone(world: World) -> dict[str, torch.Tensor]:
+    """Prepare together; then step with no collective that anybody would answer."""
+    pieces = [dataclasses.replace(piece, group=dist.group.WORLD) for piece in whole_pieces()]
+    optimizer = Optimizer(pieces, CONFIG)
+    assert not optimizer.is_local
+    for piece in pieces:
+        piece.value.grad = normal(piece.shape, piece.name, 0) * 0.1
+    moments = [tensor.clone() for piece in pieces for tensor in optimizer.state_of(piece).values()]
+    optimizer.prepare()
+    for piece in pieces:
+        assert torch.equal(piece.value, normal(piece.shape, piece.name)), piece.name
+    assert all(map(torch.equal, moments, [t for piece in pieces for t in optimizer.state_of(piece).values()]))
+    with (
+        mock.patch.object(muon.dist, "broadcast", side_effect=AssertionError),
+        mock.patch.object(muon, "newton_schulz"),
+    ):
+        if world.is_first:  # the other is gone
+            optimizer.step()
+    return {piece.name: piece.value for piece in pieces}
+
+
+def test_a_prepared_step_takes_no_other_rank_and_nothing_has_changed_before_it(workers):
+    alone = whole_pieces()
+    train(alone, CONFIG, steps=1)
+    first, _ = workers.run(2, prepare_and_step_alone)
+    for piece in alone:
+        torch.testing.assert_close(first[piece.name], piece.value, rtol=1e-5, atol=1e-6)
+
+
 def test_replicas_deal_the_work_and_stay_equal(workers):
     alone = whole_pieces()
     train(alone, CONFIG, steps=1)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -52,6 +54,31 @@ def gather_in_a_mesh(world: World) -> list[float]:
 def test_leaving_a_world_that_was_never_joined_does_nothing():
     leave_world()
     leave_world()
+
+
+def test_a_world_that_could_not_be_joined_leaves_no_trace_in_the_next():
+    """The others would wait in a group of another name."""
+    brief = datetime.timedelta(seconds=0.2)
+    with pytest.raises(dist.DistError):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=2, timeout=brief)
+    leave_world()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD.group_name == "0"
+    leave_world()
+
+
+def looked(world: World) -> tuple[int, str]:
+    def fail() -> int:
+        raise LookupError(f"seen by rank {world.rank}")
+
+    with pytest.raises(LookupError) as caught:
+        world.share_first(fail)
+    return world.share_first(lambda: 7 + world.rank), str(caught.value)
+
+
+def test_what_the_first_process_finds_or_raises_is_for_all(workers):
+    assert workers.run(2, looked) == [(7, "seen by rank 0")] * 2
+    assert looked(World()) == (7, "seen by rank 0")
 
 
 def test_threads_are_what_the_user_says_or_an_equal_share_of_the_cores():

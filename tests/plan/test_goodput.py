@@ -10,6 +10,7 @@ from argosy.plan.estimate import Estimate
 from argosy.plan.goodput import (
     Saving,
     best_interval_s,
+    copy_interval_s,
     effective_share,
     goodput,
     mtbf_s,
@@ -100,6 +101,16 @@ def test_no_interval_does_noticeably_better_than_the_best(stall_s, mtbf):
 
 def test_for_rare_failures_the_best_interval_is_young_s():
     assert best_interval_s(10.0, 1e9) == pytest.approx(np.sqrt(2 * 10 * 1e9), rel=1e-3)
+
+
+def test_copies_in_memory_are_as_often_as_young_has_it_or_cost_a_thousandth():
+    assert copy_interval_s(0.5, 3 * HOUR) == pytest.approx(best_interval_s(0.5, 3 * HOUR))
+    assert copy_interval_s(0.001, 1e6 * HOUR) == pytest.approx(1.0)
+    of_run = goodput(LLAMA, saving_of(LLAMA, LLAMA_STATE))
+    assert of_run.copy_interval_s <= of_run.interval_s
+    waiting = goodput(LLAMA, saving_of(LLAMA, LLAMA_STATE, background=False))
+    assert waiting.copy_interval_s == of_run.copy_interval_s, "how checkpoints are written has no part in it"
+    assert goodput(LLAMA, saving_of(LLAMA, LLAMA_STATE), step_s=1e4).copy_interval_s == 1e4
 
 
 def test_more_of_what_costs_time_costs_time():

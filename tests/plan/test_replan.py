@@ -11,7 +11,8 @@ from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan.clusters import Cluster
 from argosy.plan.plan import Plan
-from argosy.plan.replan import Replanned, replan, worth_moving
+from argosy.plan.predict import predict
+from argosy.plan.replan import Replanned, replan, step_with_slow_rank_s, with_slow_link, worth_moving
 
 CPUS, GPUS = Cluster.parse("4xcpu"), Cluster.parse("16xh100")
 
@@ -110,3 +111,27 @@ def test_a_move_must_pay_for_itself_twice_and_save_a_tenth():
     assert not worth_moving(1.0, 1.2, steps_left=10**6, move_s=0)
     assert not worth_moving(math.nan, 0.8, steps_left=10**6, move_s=1)
     assert not worth_moving(math.inf, 0.8, steps_left=10**6, move_s=1)
+
+
+REPLICAS = Plan.parse("dp_replicate=4,precision=fp32,compile=false")
+
+
+@pytest.mark.parametrize("times", [1.0, 2.0, 6.0])
+def test_a_step_with_a_slow_rank_takes_that_rank_s_own_work_so_many_times_as_long(times):
+    usual = predict(REPLICAS, run(), CPUS)
+    waits_s = usual.seconds["gradients"] + usual.seconds["other"]
+    expected = times * (usual.step_s.mid - waits_s) + waits_s
+    assert step_with_slow_rank_s(run(), REPLICAS, CPUS, times) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("times", [1.5, 3.0])
+def test_links_are_as_slow_as_the_step_says(times):
+    slow = with_slow_link(run(), REPLICAS, CPUS, times)
+    assert predict(REPLICAS, run(), slow).step_s.mid == pytest.approx(times * predict(REPLICAS, run(), CPUS).step_s.mid)
+    twice = with_slow_link(run(), REPLICAS, slow, 2.0)
+    assert predict(REPLICAS, run(), twice).step_s.mid == pytest.approx(2 * predict(REPLICAS, run(), slow).step_s.mid)
+
+
+def test_no_link_explains_a_plan_that_sends_nothing():
+    with pytest.raises(UserError, match="waits for no link"):
+        with_slow_link(run(), Plan.parse("precision=fp32,compile=false"), CPUS, 2.0)

@@ -10,6 +10,7 @@ from argosy.errors import FINAL
 from argosy.resilience.membership import (
     Break,
     Cause,
+    Examine,
     Finish,
     Join,
     Membership,
@@ -32,6 +33,7 @@ class Run:
         self.of = Membership(Settings(size, f"dp_replicate={size}", **settings), replan=replan)  # type: ignore[arg-type]
         self.now = 0.0
         self.said: list[Order] = []
+        self.is_examined_at_once = True
         for name, slots in nodes.items():
             self.of.arrived(name, f"host-{name}", slots, {})
 
@@ -43,6 +45,8 @@ class Run:
                 if isinstance(order, Start):
                     self.of.started(order.node, order.slot, pid=len(self.said))
                     self.of.ready(order.node, order.slot, epoch=0)
+                if isinstance(order, Examine) and self.is_examined_at_once:
+                    self.of.examined(order.node)
                 if isinstance(order, Break):
                     for name, node in self.of.nodes.items():
                         for slot, worker in node.workers.items():
@@ -159,6 +163,30 @@ def test_lost_workers_are_replaced_as_long_as_steps_are_made():
     assert finish.exit_code == 75 and "launch.max_restarts = 2" in finish.why
 
 
+def ended_by(reached: list[tuple[int, int]]) -> bool:
+    """Whether a run that was in step 100 once gives up, if it comes so far (step, safe step) between its losses."""
+    run = Run({"a": 1}, max_restarts=2).go()
+    run.of.made_step(99, 80)
+    run.of.made_step(100, 80)
+    for step, safe in reached:
+        run.of.lost("a", 0, KILLED)
+        run.go()
+        for each in range(max(0, safe), step + 1):
+            run.of.made_step(each, safe)
+    return bool(run.take(Finish))
+
+
+def test_steps_that_are_made_again_are_no_progress():
+    assert ended_by([(90, 80)] * 3)
+    assert ended_by([(100, 80)] * 3)
+
+
+def test_a_newer_state_to_go_back_to_is_progress_and_so_is_a_step_further_than_ever():
+    assert not ended_by([(90, 80), (90, 82), (90, 84), (90, 86), (90, 88)])
+    assert not ended_by([(100, 80), (101, 80), (101, 80), (102, 80), (102, 80)])
+    assert ended_by([(90, 84), (90, 82), (90, 84), (90, 83)]), "back to where it was before is none"
+
+
 def test_the_same_crash_at_the_same_step_again_ends_the_run():
     run = Run({"a": 2}).go()
     crash = Cause("exit code 1, ZeroDivisionError", "ZeroDivisionError", 1, step=7)
@@ -232,6 +260,70 @@ def test_a_spare_node_takes_the_place_of_a_lost_one():
     assert join.places == {("a", 0): 0, ("a", 1): 1, ("spare", 0): 2, ("spare", 1): 3}
 
 
+def moved() -> Run:
+    """A run on three nodes whose third is left out."""
+    run = Run({"a": 2, "b": 2, "c": 2}, wait_for_nodes_s=30, replan=lambda n: (f"dp_replicate={n}", n)).go()
+    run.take(Join)
+    run.of.move("dp_replicate=4", 4, ["c"], "node c is slow")
+    run.go()
+    return run
+
+
+def test_a_run_that_moves_leaves_the_slow_node_out_and_others_keep_their_ranks():
+    run = moved()
+    assert [o for o in run.said if isinstance(o, Break)] == [Break(1, "node c is slow")]
+    (join,) = run.take(Join)
+    assert join == Join(2, "dp_replicate=4", {("a", 0): 0, ("a", 1): 1, ("b", 0): 2, ("b", 1): 3})
+    run.of.lost("a", 1, KILLED)
+    (join,) = run.go().take(Join)
+    assert join.plan == "dp_replicate=4" and {name for name, _ in join.places} == {"a", "b"}, "also after a loss"
+
+
+def test_a_spare_takes_the_place_of_the_slow_node_once_it_is_ready():
+    run = Run({"a": 1, "b": 1, "spare": 1}, size=2).go()
+    run.take(Join)
+    del run.of.nodes["spare"].workers[0]
+    run.of.move("dp_replicate=2", 2, ["b"], "node b is slow")
+    assert run.of.orders(0.0) == [Break(1, "node b is slow"), Examine("b"), Start("spare", 0)]
+    run.of.ready("a", 0, epoch=1)
+    run.of.ready("b", 0, epoch=1)
+    assert run.of.orders(0.0) == [], "node b is ready, and not wanted"
+    run.of.ready("spare", 0, epoch=0)
+    (join,) = run.of.orders(0.0)
+    assert isinstance(join, Join) and join.places == {("a", 0): 0, ("spare", 0): 1}
+
+
+def test_a_node_that_is_left_out_comes_back_when_it_is_started_anew_and_not_when_its_connection_was_lost():
+    run = moved()
+    run.take(Join)
+    workers = run.of.nodes["c"].workers
+    run.of.left("c", "its connection closed")
+    run.of.arrived("c", "host-c", 2, workers)
+    assert not run.go().take(Join) and run.of.in_force
+    run.of.left("c", "its connection closed")
+    run.of.arrived("c", "host-c", 2, {})
+    (join,) = run.go().take(Join)
+    assert join.plan == "dp_replicate=6" and len(join.places) == 6
+
+
+def test_a_node_that_is_left_out_is_taken_if_another_is_lost_for_good():
+    run = moved()
+    run.take(Join)
+    run.of.left("b", "gone")
+    run.go()
+    run.now = 31
+    (join,) = run.go().take(Join)
+    assert join.plan == "dp_replicate=4" and {name for name, _ in join.places} == {"a", "c"}
+
+
+def test_what_is_planned_is_no_failure():
+    run = Run({"a": 1, "b": 1}, max_restarts=1).go()
+    run.of.move("dp_replicate=1", 1, ["b"], "node b is slow")
+    assert not run.go().take(Finish)
+    run.of.arrived("b", "host-b", 1, {})
+    assert not run.go().take(Finish) and run.of.size == 2
+
+
 def test_the_next_coordinator_learns_from_the_agents_what_is_in_force():
     of = Membership(Settings(2, "dp_replicate=2"), epoch=5)
     of.arrived("a", "host-a", 1, {0: Worker(State.RUNNING, rank=0, epoch=5)})
@@ -262,3 +354,93 @@ def test_nobody_is_started_for_a_run_that_was_asked_to_stop():
     orders = run.of.orders(0.0)
     assert any(isinstance(o, Finish) and o.exit_code == 75 for o in orders)
     assert not any(isinstance(o, Start) for o in orders)
+
+
+# ---- nodes that are examined ------------------------------------------------------------------------------------
+
+
+def test_no_world_is_formed_of_a_node_before_it_is_examined():
+    run = Run({"a": 1}, size=2)
+    run.of.arrived("b", "host-b", 1, {}, is_in_examination=True)
+    assert not run.go().take(Join), "its worker is there, but waits"
+    run.of.examined("b")
+    (join,) = run.go().take(Join)
+    assert join.places == {("a", 0): 0, ("b", 0): 1}
+
+
+def test_a_node_that_is_refused_is_replaced_by_a_spare():
+    run = Run({"a": 1}, size=2)
+    run.of.arrived("b", "host-b", 1, {}, is_in_examination=True)
+    run.of.refuse("b", "it computes wrongly")
+    run.of.arrived("c", "host-c", 1, {})
+    (join,) = run.go().take(Join)
+    assert join.places == {("a", 0): 0, ("c", 0): 1}
+
+
+def test_a_node_in_doubt_is_examined_with_its_workers_alive_and_goes_on_at_its_place():
+    run = Run({"a": 1, "b": 1}).go()
+    run.is_examined_at_once = False
+    run.take(Join)
+    run.of.examine("b", "rank 1 is in doubt")
+    run.go()
+    assert [o for o in run.said if isinstance(o, Examine)] == [Examine("b")]
+    assert not [o for o in run.said if isinstance(o, Start | Join)]
+    run.take(Join)
+    run.of.examined("b")
+    (join,) = run.go().take(Join)
+    assert join.places == {("a", 0): 0, ("b", 0): 1}
+
+
+def test_a_node_in_doubt_keeps_nobody_waiting_where_a_spare_is_ready():
+    run = Run({"a": 1, "b": 1, "c": 1}, size=2).go()
+    run.is_examined_at_once = False
+    run.take(Join)
+    run.of.examine("b", "rank 1 is in doubt")
+    (join,) = run.go().take(Join)
+    assert set(join.places) == {("a", 0), ("c", 0)}
+    run.of.examined("b")
+    assert not run.go().take(Join), "it is a spare now"
+
+
+def test_a_node_is_not_examined_for_ever_but_last_in_line():
+    run = Run({"a": 1, "b": 1}, max_restarts=1).go()
+    for _ in range(3):
+        run.of.examine("b", "rank 1 is in doubt")
+        run.go()
+    assert len(run.take(Join)) == 4 and run.of.in_force, "no restart is counted for it"
+    run.of.examine("b", "rank 1 is in doubt")
+    assert not run.of.orders(0.0)
+    run.of.arrived("c", "host-c", 1, {})
+    run.go()
+    run.of.lost("a", 0, KILLED)
+    (join,) = run.go().take(Join)
+    assert set(join.places) == {("a", 0), ("c", 0)}
+
+
+def test_of_more_nodes_than_are_needed_the_one_that_is_last_is_left():
+    run = Run({"a": 1, "b": 1, "c": 1}, size=2)
+    run.of.put_last("a")
+    (join,) = run.go().take(Join)
+    assert set(join.places) == {("b", 0), ("c", 0)}
+    run.of.left("b", "its agent died")
+    (join,) = run.go().take(Join)
+    assert set(join.places) == {("a", 0), ("c", 0)}
+
+
+def test_a_node_that_is_left_out_for_being_slow_is_examined_meanwhile():
+    run = Run({"a": 1, "b": 1, "c": 1}, size=2).go()
+    run.is_examined_at_once = False
+    run.take(Join)
+    run.of.move("dp_replicate=2", 2, {"b"}, "node b is slow")
+    run.go()
+    assert [o for o in run.said if isinstance(o, Examine)] == [Examine("b")]
+    (join,) = run.take(Join)
+    assert set(join.places) == {("a", 0), ("c", 0)}, "nobody waits for what is found"
+    run.of.refuse("b", "it computes wrongly")
+    assert run.of.in_force
+
+
+def test_nothing_is_examined_where_that_is_not_wanted():
+    run = Run({"a": 1, "b": 1}, examines=False).go()
+    run.of.examine("b", "rank 1 is in doubt")
+    assert not run.of.orders(0.0) and run.of.in_force

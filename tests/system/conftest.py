@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from commands import Folder
+from matrix import PLANS, Disturbed
+
+Undisturbed = Callable[..., Disturbed]
 
 
 @pytest.fixture
@@ -28,3 +31,35 @@ def refused(folder: Folder) -> Callable[..., str]:
         return text
 
     return run
+
+
+@pytest.fixture(scope="session")
+def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """The run without faults under a plan, and with options, once for each."""
+    known: dict[tuple[str, ...], Disturbed] = {}
+
+    def run(plan: str = PLANS["replicas"], *options: str) -> Disturbed:
+        key = (plan, *options)
+        if key not in known:
+            folder = Folder(tmp_path_factory.mktemp("undisturbed"), corpus)
+            known[key] = Disturbed(folder, plan, options=options).start().end()
+            known[key].check(None)
+        return known[key]
+
+    return run
+
+
+@pytest.fixture
+def disturbed(folder: Folder) -> Iterator[Callable[..., Disturbed]]:
+    """A run that is to be disturbed; whatever becomes of the test, it ends."""
+    begun: list[Disturbed] = []
+
+    def run(plan: str = PLANS["replicas"], faults: str = "", *options: str, within: Sequence[str] = ()) -> Disturbed:
+        begun.append(Disturbed(folder, plan, faults, options, tuple(within)))
+        return begun[-1].start()
+
+    yield run
+    for one in begun:
+        if one.process is not None and one.process.poll() is None:
+            one.process.kill()
+            one.process.communicate()

@@ -90,7 +90,9 @@ def test_the_metrics_are_a_ledger_of_each_sample_once(undisturbed):
 
 
 @pytest.mark.parametrize(("size", "plan"), [(1, ""), (2, "dp_shard=2"), (2, "pp=2,microbatch=2")])
-@pytest.mark.parametrize("fault", ["nan@gradient:step=3", "inf@gradient:step=3", "nan@loss:step=3"])
+@pytest.mark.parametrize(
+    "fault", ["nan@gradient:step=3,times=2", "inf@gradient:step=3,times=2", "nan@loss:step=3,times=2"]
+)
 def test_a_step_that_is_not_finite_is_done_with_the_next_samples(workers, corpus, tmp_path, size, plan, fault):
     records = workers.run(size, train_with, run_config(corpus), plan, tmp_path, fault)[0]
     assert [record["step"] for record in records if "loss" in record] == list(range(8))
@@ -99,6 +101,21 @@ def test_a_step_that_is_not_finite_is_done_with_the_next_samples(workers, corpus
     (event,) = events(tmp_path, "bad_step")
     assert (event["step"], event["reason"], event["samples"]) == (3, "not_finite", [[24, 32]])
     assert (event["policy"], event["outcome"]) == ("skip", "skip")
+
+
+@pytest.mark.parametrize("policy", ["skip", "stop"])
+@pytest.mark.parametrize(
+    "fault", ["nan@gradient:step=3,rank=1", "inf@loss:step=0,rank=0", "spike@loss:step=7,factor=20"]
+)
+def test_what_goes_wrong_once_is_done_again_and_changes_nothing(workers, corpus, tmp_path, undisturbed, policy, fault):
+    run = three(corpus, resilience={"on_bad_step": policy, "spike_warmup_steps": 4})
+    records = workers.run(3, train_with, run, "dp_replicate=3", tmp_path, fault)[0]
+    assert numbers(records) == numbers(undisturbed)
+    assert not events(tmp_path, "bad_step")
+    (event,) = events(tmp_path, "transient")
+    record = next(record for record in undisturbed if record["step"] == event["step"] and "loss" in record)
+    assert (event["loss"], event["grad_norm"]) == (record["loss"], record["grad_norm"])
+    assert (event["first_loss"], event["first_grad_norm"]) != (event["loss"], event["grad_norm"])
 
 
 def test_a_bad_step_leaves_no_trace_but_the_samples_that_it_had(corpus, tmp_path):
@@ -164,13 +181,13 @@ def test_a_spike_is_seen_by_all_ranks_after_a_restart_too(workers, corpus, tmp_p
     settings = {"spike_warmup_steps": 4, "loss_spike_sigmas": 10.0}
     run = run_config(corpus, resilience=settings, checkpoint={"every_steps": 3})
     workers.run(2, train_in, run, eager("dp_replicate=2"), tmp_path, 6)
-    records = workers.run(2, train_with, run, "dp_replicate=2", tmp_path, "spike@loss:step=6,factor=20")[0]
+    records = workers.run(2, train_with, run, "dp_replicate=2", tmp_path, "spike@loss:step=6,factor=20,times=2")[0]
     assert read_ledger(records).skipped == ((48, 56),)
     assert [event["reason"] for event in events(tmp_path, "bad_step")] == ["loss_spike"]
 
 
 def test_an_overflow_in_fp16_is_done_again_with_the_same_samples(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr("argosy.training.job.matmul_peak_flops", lambda *_: 1e9)  # minutes, in fp16 on a CPU
+    monkeypatch.setattr("argosy.training.records.matmul_peak_flops", lambda *_: 1e9)  # minutes, in fp16 on a CPU
     run = run_config(corpus, train={"steps": 2, "global_batch": 2})
     records = train_with(ALONE, run, "precision=fp16", tmp_path, "inf@gradient:step=1")
     ledger = read_ledger(records)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from argosy.config.schema import ResilienceConfig
-from argosy.training.judge import MOST_IN_A_ROW, MOST_REWINDS, Judge, Reason, Verdict
+from argosy.training.judge import MOST_IN_A_ROW, MOST_REWINDS, Counts, Judge, Reason, Ruling, Verdict
 
 NOT_FINITE = [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, math.inf), (-math.inf, math.nan)]
-COMMIT, SKIP, REWIND, STOP = Verdict.COMMIT, Verdict.SKIP, Verdict.REWIND, Verdict.STOP
+COMMIT, RETRY, SKIP, REWIND, STOP = Verdict.COMMIT, Verdict.RETRY, Verdict.SKIP, Verdict.REWIND, Verdict.STOP
 
 
 def judge(stage_of: Callable[[int], int] = lambda step: 0, **settings: object) -> Judge:
@@ -31,13 +31,19 @@ def settled(**settings: object) -> Judge:
     return settled
 
 
+def twice(judging: Judge, step: int, loss: float, norm: float) -> Ruling:
+    """What becomes of a step that looks bad, and looks the same when it is done again."""
+    assert judging.rule(step, loss, norm).verdict is RETRY
+    return judging.rule(step, loss, norm)
+
+
 def test_a_finite_step_is_committed_while_there_is_nothing_to_compare_it_with():
     assert judge().rule(0, loss=5.0, gradient_norm=1e30).verdict is COMMIT
 
 
 @pytest.mark.parametrize(("loss", "norm"), NOT_FINITE)
 def test_a_step_that_is_not_finite_is_skipped(loss, norm):
-    ruling = judge().rule(0, loss, norm)
+    ruling = twice(judge(), 0, loss, norm)
     assert (ruling.verdict, ruling.reason) == (SKIP, Reason.NOT_FINITE)
 
 
@@ -52,9 +58,56 @@ def test_a_step_that_is_not_finite_is_skipped(loss, norm):
     ],
 )
 def test_what_is_far_above_the_steps_before_is_bad(loss, norm, reason):
-    ruling = settled().rule(100, loss, norm)
+    judging = settled()
+    ruling = twice(judging, 100, loss, norm) if reason else judging.rule(100, loss, norm)
     assert ruling.reason is reason
     assert ruling.verdict is (SKIP if reason else COMMIT)
+
+
+@pytest.mark.parametrize("policy", ["skip", "rewind", "stop"])
+@pytest.mark.parametrize(("loss", "norm"), [*NOT_FINITE, (5.0, 0.6), (3.1, 50.0)])
+def test_what_is_good_when_it_is_done_again_was_no_bad_step(policy, loss, norm):
+    judging, other = settled(on_bad_step=policy), settled(on_bad_step=policy)
+    assert judging.rule(100, loss, norm).verdict is RETRY
+    ruling = judging.rule(100, 3.1, 0.6)
+    assert (ruling.verdict, ruling.reason, ruling.in_a_row) == (COMMIT, None, 0)
+    assert ruling.doubt is not None and ruling.doubt.step == 100
+    other.rule(100, 3.1, 0.6)
+    assert judging.limits(101) == other.limits(101)
+    assert judging.rule(101, 3.1, 0.6).doubt is None
+
+
+def test_each_step_that_looks_bad_is_done_again_once():
+    judging = judge()
+    for _ in range(2):  # the same step with other samples is another
+        assert twice(judging, 3, math.nan, 1.0).verdict is SKIP
+
+
+def test_counts_go_on_in_a_new_world_from_who_has_the_newest():
+    before, new = Counts(), Counts()
+    twice(Judge(ResilienceConfig(), counts=before), 7, math.nan, 1.0)
+    judging = Judge(ResilienceConfig(), counts=new)
+    judging.go_on_from([Counts(), new, before])
+    assert new == before and new.rewinds is not before.rewinds
+    rulings = [twice(judging, 7, math.nan, 1.0) for _ in range(MOST_IN_A_ROW - 1)]
+    assert [ruling.in_a_row for ruling in rulings] == [2, 3, 4, 5] and rulings[-1].verdict is STOP
+
+
+def test_a_step_that_looked_bad_in_the_last_world_is_not_done_again_twice():
+    before, new = Counts(), Counts()
+    assert Judge(ResilienceConfig(), counts=before).rule(7, math.nan, 1.0).verdict is RETRY
+    judging = Judge(ResilienceConfig(), counts=new)
+    judging.go_on_from([before, new])
+    assert judging.rule(7, math.nan, 1.0).verdict is SKIP
+
+
+def test_rewinds_are_counted_on_where_the_state_is_an_older_one():
+    counts = Counts()
+    judging = Judge(ResilienceConfig(), counts=counts)
+    assert judging.rewound(6, [])
+    twice(judging, 6, math.nan, 1.0)
+    judging.went_back([])
+    assert (counts.in_a_row, counts.doubt, counts.rewinds[6]) == (0, None, 1)
 
 
 def test_a_detector_that_is_switched_off_sees_nothing():
@@ -65,13 +118,13 @@ def test_a_detector_that_is_switched_off_sees_nothing():
 def test_bad_steps_do_not_move_what_the_next_ones_are_compared_with():
     one, other = settled(), settled()
     for _ in range(MOST_IN_A_ROW - 1):
-        one.rule(100, 9.0, 0.6)
+        twice(one, 100, 9.0, 0.6)
     assert one.limits(100) == other.limits(100)
 
 
 def test_bad_steps_in_a_row_end_the_run():
     judging = judge()
-    rulings = [judging.rule(7, math.nan, 1.0) for _ in range(MOST_IN_A_ROW)]
+    rulings = [twice(judging, 7, math.nan, 1.0) for _ in range(MOST_IN_A_ROW)]
     assert [ruling.verdict for ruling in rulings] == [SKIP] * (MOST_IN_A_ROW - 1) + [STOP]
     assert [ruling.in_a_row for ruling in rulings] == [1, 2, 3, 4, 5]
 
@@ -80,24 +133,24 @@ def test_a_good_step_between_bad_ones_forgives_them():
     judging = judge()
     for _ in range(3):
         for _ in range(MOST_IN_A_ROW - 1):
-            assert judging.rule(4, math.inf, 1.0).verdict is SKIP
+            assert twice(judging, 4, math.inf, 1.0).verdict is SKIP
         assert judging.rule(5, 5.0, 1.0).verdict is COMMIT
 
 
 def test_the_policy_stop_ends_the_run_at_the_first_bad_step():
-    assert judge(on_bad_step="stop").rule(0, math.nan, 1.0).verdict is STOP
+    assert twice(judge(on_bad_step="stop"), 0, math.nan, 1.0).verdict is STOP
 
 
 def test_the_policy_rewind_goes_back_after_bad_steps_in_a_row():
     judging = judge(on_bad_step="rewind", rewind_after=2)
-    assert [judging.rule(9, math.nan, 1.0).verdict for _ in range(2)] == [SKIP, REWIND]
+    assert [twice(judging, 9, math.nan, 1.0).verdict for _ in range(2)] == [SKIP, REWIND]
     assert judging.rewound(6, healthy(6))
-    assert [judging.rule(6, 3.0, 0.5).verdict, judging.rule(7, math.nan, 1.0).verdict] == [COMMIT, SKIP]
+    assert [judging.rule(6, 3.0, 0.5).verdict, twice(judging, 7, math.nan, 1.0).verdict] == [COMMIT, SKIP]
 
 
 def test_with_nothing_to_go_back_to_bad_steps_are_skipped_until_the_run_ends():
     judging = judge(on_bad_step="rewind", rewind_after=2)
-    verdicts = [judging.rule(9, math.nan, 1.0).verdict for _ in range(MOST_IN_A_ROW)]
+    verdicts = [twice(judging, 9, math.nan, 1.0).verdict for _ in range(MOST_IN_A_ROW)]
     assert verdicts == [SKIP, REWIND, SKIP, SKIP, STOP]
 
 

@@ -86,6 +86,18 @@ def test_an_update_that_breaks_off_is_known_to_be_under_way(monkeypatch):
     assert state.in_update and state.step == 0
 
 
+def test_what_an_update_takes_of_other_ranks_changes_nothing_and_comes_before_it():
+    (first, decision), (second, _) = pending(), pending()
+    before, boxes = values(first), {box: tensor.clone() for box, tensor in first.boxes().items()}
+    first.prepare(decision)
+    assert (first.step, first.pending, first.in_update, first.can_follow) == (0, True, False, True)
+    assert all(map(torch.equal, before, values(first)))
+    assert all(torch.equal(tensor, boxes[box]) for box, tensor in first.boxes().items())
+    first.apply(decision)
+    second.apply(decision)
+    assert all(map(torch.equal, values(first), values(second))) and not first.is_prepared
+
+
 def test_a_gradient_that_is_dropped_leaves_the_state_as_it_was():
     state, _ = pending()
     before = values(state)

@@ -1,18 +1,13 @@
 """Copies of the state in host memory, for what no live replica has (GEMINI: Wang et al., SOSP 2023).
 
-Every `resilience.memory_every_steps` steps each rank writes the boxes that it is to keep into a shard file in a folder
-in memory (/dev/shm), which belongs to the node's agent and outlives the worker, and sends the file to a rank of the
-next node, which outlives the node. Files are written under another name; the name that they get in the end says step
+Every so many steps (`training.copying`) each rank writes the boxes that it is to keep into a shard file in a folder in
+memory (/dev/shm), which belongs to the node's agent and outlives the worker, and sends the file to a rank of the next
+node, which outlives the node. Files are written under another name; the name that they get in the end says step
 and checksum. Two generations are kept, and the older is written over only when all ranks have the newer.
 
-Interval: with copies that cost a share c of a step, and M steps between failures, N = sqrt(2 c M) steps lose least
-(Young 1974). The default, 16, is that of c = 0.05 and M = 2,560: 0.6 % of the time. Being off by 4 either way makes it
-1.3 %, so that it need not be measured.
-
 Placement: a state all of whose boxes are held on two nodes or more needs no copies, since a live replica is newer than
-any copy, unless an update takes other ranks (Muon): a death in it leaves no survivor's state whole. Otherwise every box
-is copied, as going back to a step takes all of its state: by one of its holders, dealt out evenly, and to the next node
-in the ring of nodes. On a single node there is the one copy.
+any copy. Otherwise every box is copied, as going back to a step takes all of its state: by one of its holders, dealt
+out evenly, and to the next node in the ring of nodes. On a single node there is the one copy.
 """
 
 from __future__ import annotations
@@ -22,6 +17,7 @@ import os
 import re
 import socket
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -72,17 +68,14 @@ class Placement:
     mirror: tuple[int | None, ...]
 
 
-def place(nodes: Sequence[str], held: Sequence[Sequence[Box]], replicas_do: bool = True) -> Placement:
-    """Deal the boxes out, given each rank's node and what it holds (see the top of this file).
-
-    replicas_do: nothing is copied if there are live replicas of all.
-    """
+def place(nodes: Sequence[str], held: Sequence[Sequence[Box]]) -> Placement:
+    """Deal the boxes out, given each rank's node and what it holds (see the top of this file)."""
     holders: dict[Box, list[int]] = {}
     for rank, boxes in enumerate(held):
         for box in boxes:
             if box.elements and travels(box):
                 holders.setdefault(box, []).append(rank)
-    if replicas_do and all(len({nodes[rank] for rank in ranks}) > 1 for ranks in holders.values()):
+    if all(len({nodes[rank] for rank in ranks}) > 1 for ranks in holders.values()):
         return Placement(((),) * len(nodes), (None,) * len(nodes))
     kept: list[list[Box]] = [[] for _ in nodes]
     load = [0] * len(nodes)
@@ -159,17 +152,13 @@ class MemoryCopies:
         world: World,
         history: History,
         failed: Callable[[str], None],
-        replicas_do: bool = True,
     ):
-        """`boxes`: what this rank holds. `failed` hears why a copy was not made, from the thread that waits for it.
-
-        replicas_do: there is no need of copies where there are live replicas on other nodes.
-        """
+        """`boxes`: what this rank holds. `failed` hears why a copy was not made, from the thread that waits for it."""
         self._folder, self._rank, self._history, self._failed = folder, world.rank, history, failed
         # Of its own, as its messages must not meet those of a step; and no rank waits for a lost one as long as a step.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S)) if world.size > 1 else None
         everyone = gather((node_name(), list(boxes)), self._group)
-        placement = place([node for node, _ in everyone], [held for _, held in everyone], replicas_do)
+        placement = place([node for node, _ in everyone], [held for _, held in everyone])
         self._kept = placement.kept[world.rank]
         self._guests = [r for r, mirror in enumerate(placement.mirror) if mirror == world.rank and placement.kept[r]]
         self._is_mirrored = placement.mirror[world.rank] is not None
@@ -179,12 +168,15 @@ class MemoryCopies:
         """Whether copies are made: there is need of them, and nothing has gone wrong for good."""
         self.step: int | None = None
         """Of the newest copy that all ranks have."""
+        self.stall_s: float | None = None
+        """How long it held up training, on the rank that it held up most."""
 
     def save(self, position: Position, tensors: Mapping[Box, Tensor]) -> None:
         """Copy the state. Returns when this rank's part is copied; the rest is in the background.
 
         `tensors`: of the boxes that this rank holds.
         """
+        began = time.monotonic()
         self.wait()
         if not self.is_on:
             return
@@ -196,7 +188,7 @@ class MemoryCopies:
                     write_shard(file, parts, about)
         except OSError as error:
             problem = str(error)  # the others must hear of it, so it travels through what follows
-        finish = partial(self._finish, position.step, problem)
+        finish = partial(self._finish, position.step, time.monotonic() - began, problem)
         self._thread = threading.Thread(target=finish, name="argosy-memory", daemon=True)
         self._thread.start()
 
@@ -215,10 +207,10 @@ class MemoryCopies:
             self._thread.join()
             self._thread, self._problem = None, None
 
-    def _finish(self, step: int, problem: str | None) -> None:
+    def _finish(self, step: int, stall_s: float, problem: str | None) -> None:
         """Send and receive; then give the files their names, and tell the others."""
         try:
-            self._all_have(step, problem)
+            self.stall_s = self._all_have(step, stall_s, problem)
             self.step = step
             for path in self._folder.iterdir():  # left by worlds before this one, whose state is older now
                 if not path.name.startswith(f"{self._history.world}."):
@@ -228,12 +220,15 @@ class MemoryCopies:
         except Exception as error:  # no room, a rank is gone, or the world is: nothing of it may end training
             self._problem, self.is_on = f"{error}; there will be no more copies in memory", False
 
-    def _all_have(self, step: int, problem: str | None) -> None:
-        """Raises: OSError if a rank lacks room, CorruptMessage, RuntimeError if a rank is gone."""
+    def _all_have(self, step: int, stall_s: float, problem: str | None) -> float:
+        """Returns the longest that any rank stood still.
+
+        Raises: OSError if a rank lacks room, CorruptMessage, RuntimeError if a rank is gone.
+        """
         path, size, crc = self._partial(self._rank), 0, 0
         if self._kept and problem is None:
             size, crc = path.stat().st_size, _crc_of(path)
-        everyone = self._agree(problem, (size, crc))
+        everyone = self._agree(problem, (size, crc, stall_s))
         held = {_file_box(self._rank, size): _pages(path, mmap.ACCESS_COPY)} if self._is_mirrored and size else {}
         wanted = {}
         try:
@@ -252,6 +247,7 @@ class MemoryCopies:
                 name = f"{self._history.world}.{step:08d}.{rank:05d}.{everyone[rank][1]:08x}"
                 self._partial(rank).rename(self._folder / name)
         gather(None, self._group)
+        return max(float(stalled_s) for _, _, stalled_s in everyone)
 
     def _agree(self, problem: str | None, mine: Any) -> list[Any]:
         """What each rank has to say, if none has a problem. Raises: OSError, the same on all ranks."""

@@ -66,6 +66,11 @@ class Saver:
         """The process that writes this rank's part; None before the first save, and after one died until the next."""
         return None if self._process is None else self._process.pid
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a save has begun of which it is not known yet what has become."""
+        return self._under_way is not None
+
     def save(self, parts: Mapping[Box, Tensor], manifest: CheckpointManifest) -> None:
         """Save the checkpoint of `manifest.step`; `parts`, this rank's, have the same boxes each time.
 

@@ -253,6 +253,15 @@ def check_epoch(run_dir: Path, epoch: int) -> None:
         raise Fenced(f"epoch {newest} of {run_dir} has begun, and this process is of epoch {epoch}: it writes nothing")
 
 
+def is_in_force(run_dir: Path, epoch: int) -> bool:
+    """Whether `check_epoch` has nothing against it."""
+    try:
+        check_epoch(run_dir, epoch)
+    except Fenced:
+        return False
+    return True
+
+
 def committed(run_dir: Path) -> list[Checkpoint]:
     """The committed checkpoints of a run, oldest first."""
     folders = [f for f in (run_dir / "checkpoints").glob("step-*") if FOLDER.fullmatch(f.name)]

@@ -19,6 +19,7 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     WithJsonSchema,
+    field_validator,
     model_validator,
 )
 
@@ -415,6 +416,9 @@ class LaunchConfig(Section):
 class ResilienceConfig(Section):
     """What is done about what goes wrong."""
 
+    examine_s: NonNegativeFloat = 0.5
+    """How long a machine is examined before it takes part in the run, and again when a rank on it is in doubt: products
+    whose bits are known, memory, speed, on all its cores and GPUs at once; 0 examines nothing."""
     grace_s: PositiveFloat = 60.0
     """After SIGTERM or SIGINT: what has not saved its state by then is killed."""
     wait_for_nodes_s: NonNegativeFloat = 60.0
@@ -452,8 +456,19 @@ class ResilienceConfig(Section):
     """Steps between samples of a replica's loss and gradient that others compute again and compare; 0 takes none."""
     check_collectives: bool = False
     """Sums of gradients over ranks are compared with checksums that travel beside them (not under zero = 3)."""
-    memory_every_steps: NonNegativeInt = 16
-    """Steps between copies in host memory of a state that has parts without a replica on another node; 0 makes none."""
+    memory_every_steps: NonNegativeInt | Literal["auto"] = "auto"
+    """Steps between copies in host memory of a state that has parts without a replica on another node; 0 makes none;
+    auto: as many as cost least, by the measured cost of a copy and the devices' rate of failures."""
+    move_for_speed: bool = True
+    """Leave a slow node out, or lay the run out otherwise where a link became slow, if the planner says that it pays;
+    false only tells of them."""
+
+    @field_validator("memory_every_steps", mode="before")
+    @classmethod
+    def _is_auto_or_steps(cls, value: object) -> object:
+        if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            raise ValueError('must be "auto", or a whole number of steps (0 makes no copies)')
+        return value
 
 
 class RunConfig(Section):

@@ -7,8 +7,6 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-import torch.distributed as dist
-
 from argosy.checkpoint import store
 from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
@@ -36,28 +34,23 @@ def train_joined(run: RunConfig, run_dir: Path | None = None, *, accept_changes:
     stop = StopSignal().listen()
     world = join_world(run.launch)
     with ExitStack() as held:
-        settled: list[tuple[RunConfig, Plan, int] | ArgosyError | None] = [None]
-        if world.is_first:
-            try:
-                held.enter_context(run_folder.locked(run_dir))
-                settled = [_settle(run, run_dir, world, accept_changes)]
-            except ArgosyError as error:
-                settled = [error]
-        if world.size > 1:
-            dist.broadcast_object_list(settled, device=world.device)
-        if isinstance(settled[0], ArgosyError):
+        try:
+            run, plan, epoch = world.share_first(lambda: _settle(run, run_dir, world, accept_changes, held))
+        except ArgosyError as error:
             if not world.is_first:
-                sys.exit(settled[0].exit_code)  # one of them says it
-            raise settled[0]
-        assert settled[0] is not None
-        run, plan, epoch = settled[0]
+                sys.exit(error.exit_code)  # one of them says it
+            raise
         os.environ[store.EPOCH] = str(epoch)
         work(run, plan, world, run_dir, stop)
     if stop.number is not None:
         sys.exit(128 + stop.number)
 
 
-def _settle(run: RunConfig, run_dir: Path, world: World, accept_changes: bool) -> tuple[RunConfig, Plan, int]:
+def _settle(
+    run: RunConfig, run_dir: Path, world: World, accept_changes: bool, held: ExitStack
+) -> tuple[RunConfig, Plan, int]:
+    """What is trained how, and in which epoch; `held` keeps the run's folder locked."""
+    held.enter_context(run_folder.locked(run_dir))
     run, data = resolve(run, Progress(enabled=True))
     run = run_folder.enter(run_dir, run, data.identity, accept_changes)
     plan = choose_plan(run, find_devices(run.launch, processes=world.size))

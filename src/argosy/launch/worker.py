@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 from torch.distributed import DistError
 
@@ -29,6 +30,8 @@ from argosy.training.stop import StopSignal
 
 AGAIN_S = 0.2
 """How often the connections of a broken world are broken, until the process has left it."""
+OWN = ("Too many open files", "Cannot allocate memory", "No space left on device")
+"""Words of what gloo may tell of too, but another world would only meet again: this process is to be replaced."""
 GLOO = ("gloo", "Connection closed by peer", "Connection reset by peer", "TCPStore", "store")
 """Words of the RuntimeErrors with which gloo and the store tell of a peer that is gone."""
 
@@ -51,7 +54,7 @@ class Link:
             world = self._worlds.get()
             self._epoch = world["epoch"]
             self._broken.clear()
-            self._stop.world_is_over = False
+            self._stop.world_is_over = self._stop.is_to_hold = False
             yield world
 
     def is_broken(self) -> bool:
@@ -78,6 +81,8 @@ class Link:
                 os._exit(1)  # the agent is gone, and no orphan trains on
             if message["kind"] == "join":
                 self._worlds.put(message)
+            elif message["kind"] == "hold" and message["epoch"] == self._epoch:
+                self._stop.is_to_hold = True
             elif message["kind"] == "break" and message["epoch"] == self._epoch:
                 self._why = message["why"]
                 self._broken.set()
@@ -110,7 +115,10 @@ def main() -> None:
     run_dir, stop = Path(os.environ["ARGOSY_RUN_DIR"]), StopSignal().listen()
     link = Link(channel_to_parent(), stop)
     terminal = _to_log(run_dir)
-    vitals = Vitals(Path(os.environ["ARGOSY_SCRATCH"]))
+    try:
+        vitals = Vitals(Path(os.environ["ARGOSY_SCRATCH"]))
+    except OSError as error:
+        _fail(link, error)
     survivor = Survivor()
     link.left("")
     for message in link.worlds():
@@ -149,10 +157,12 @@ def _train_in(message: Message, run_dir: Path, stop: StopSignal, survivor: Survi
 
 def _is_of_a_connection(error: Exception) -> bool:
     """Whether it is what a collective raises when a peer is gone, rather than something that went wrong here."""
-    return isinstance(error, DistError) or (isinstance(error, RuntimeError) and any(w in str(error) for w in GLOO))
+    text = str(error)
+    is_told_so = isinstance(error, DistError) or (isinstance(error, RuntimeError) and any(w in text for w in GLOO))
+    return is_told_so and not any(word in text for word in OWN)
 
 
-def _fail(link: Link, error: Exception) -> None:
+def _fail(link: Link, error: Exception) -> NoReturn:
     code = FINAL + error.exit_code if isinstance(error, ArgosyError) else 1
     link.say("failed", error=type(error).__name__, text=str(error), traceback=traceback.format_exc())
     sys.exit(code)

@@ -7,6 +7,7 @@ import math
 import os
 import time
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -64,12 +65,33 @@ class Events:
         self._lines.write({"time_s": round(time.time(), 3), "event": kind, **facts})
 
 
+class Tail:
+    """The end of a JSON-lines file that another process writes."""
+
+    def __init__(self, path: Path):
+        self._path, self._at = path, 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """The whole records that were added since it was last asked, or since the file became shorter."""
+        with suppress(OSError), self._path.open("rb") as file:
+            self._at = min(self._at, file.seek(0, os.SEEK_END))
+            file.seek(self._at)
+            whole, end, _ = file.read().rpartition(b"\n")
+            self._at += len(whole) + len(end)
+            return _records(whole.decode(errors="replace"))
+        return []
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The whole records of a JSON-lines file; a last line cut off by a kill does not count."""
     if not path.exists():
         return []
+    return _records(path.read_text())
+
+
+def _records(text: str) -> list[dict[str, Any]]:
     records = []
-    for line in path.read_text().splitlines():
+    for line in text.splitlines():
         try:
             records.append(json.loads(line))
         except json.JSONDecodeError:

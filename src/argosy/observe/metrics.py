@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import resource
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,18 +17,21 @@ from argosy.observe.events import JsonLines, read_lines
 
 CHUNK_BYTES = 2**16
 """Read at once, from the end of a file backwards."""
+CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 class Metrics:
     """The numbers of a run, step by step."""
 
-    def __init__(self, run_dir: Path):
+    def __init__(self, run_dir: Path, may_write: Callable[[], bool] = lambda: True):
+        """`may_write` is asked before each line: a process that the run has gone on without is to add none."""
         self.path = run_dir / "metrics.jsonl"
-        self._lines = JsonLines(self.path)
+        self._lines, self._may_write = JsonLines(self.path), may_write
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one record; it names its `step`."""
-        self._lines.write(record)
+        """Append one record, which names its `step`, if it may."""
+        if self._may_write():
+            self._lines.write(record)
 
     def forget_from(self, step: int) -> None:
         """Drop the records of `step` and later: those steps were lost and are about to be run again."""
@@ -48,6 +52,15 @@ class Metrics:
         with self.path.open("rb") as file:
             steps = (record for _, record in _backwards(file) if record is not None and "loss" in record)
             return list(islice(steps, count))[::-1]
+
+    def has(self, step: int, key: str) -> bool:
+        """Whether there is `key` in any record of `step`, which is among the last."""
+        if not self.path.exists():
+            return False
+        with self.path.open("rb") as file:
+            records = (record for _, record in _backwards(file) if record is not None)
+            last = takewhile(lambda record: record["step"] >= step, records)
+            return any(record["step"] == step and key in record for record in last)
 
     def read(self) -> list[dict[str, Any]]:
         """All records so far."""
@@ -83,7 +96,16 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory this process held: of the GPU, or resident on a CPU."""
+    """The most memory this process held, ever or since `forget_peak_memory`: of the GPU, or resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def forget_peak_memory(device: torch.device) -> None:
+    """Let `peak_memory_bytes` begin anew with what is held now, where the system can do that."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with suppress(OSError):  # not every kernel has it
+            CLEAR_REFS.write_text("5")  # proc(5): "reset the peak resident set size"

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, BinaryIO, Literal, Self, get_args
 
 Phase = Literal[
     "starting", "recovering", "waiting", "data", "forward", "backward", "pipeline", "communication", "optimizer",
@@ -31,7 +31,7 @@ and backward where they interleave."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 BEAT_S = 0.1
-FORMAT = 1
+FORMAT = 2
 MAGIC = int.from_bytes(b"ARGOSYVT", "little")
 LAST_STEPS = 64
 """Steps of which the page remembers how long they took."""
@@ -43,7 +43,7 @@ TRIES = 100
 
 # The page, in words of 8 bytes. Two writers, hence two parts, each with a version that is odd while it is written.
 MAGIC_AT, FORMAT_AT, PID_AT = range(3)
-LOOP_VERSION, EPOCH, RANK, STEP, PHASE, PHASE_SINCE = range(8, 14)
+LOOP_VERSION, EPOCH, RANK, STEP, PHASE, PHASE_SINCE, SAFE_STEP, DOUBTS = range(8, 16)
 TOOK = 16  # LAST_STEPS pairs: step, nanoseconds
 BEAT = TOOK + 2 * LAST_STEPS
 BEAT_VERSION, BEATS, BEAT_AT, PEAK_MEMORY, GROUP_COUNT = range(BEAT, BEAT + 5)
@@ -64,15 +64,17 @@ class Vitals:
     """The worker's side. One thread, that of the loop, calls its methods; none of them waits for anything."""
 
     def __init__(self, folder: Path):
-        """Raises: FileNotFoundError if `folder` is not there: who gave it has ended, and must not find it again."""
+        """Raises: FileNotFoundError if `folder` is not there: who gave it has ended, and must not find it again;
+        OSError if it has no room.
+        """
         self.path = vitals_path(folder, os.getpid())
         fresh = self.path.with_suffix(".partial")
         with fresh.open("wb+") as file:
-            file.truncate(8 * WORDS)
+            _take_room(file, 8 * WORDS)
             self._page = mmap.mmap(file.fileno(), 8 * WORDS)
         self._words = memoryview(self._page).cast("q")  # a store of an aligned word is never seen half done
         self._words[PID_AT], self._words[FORMAT_AT], self._words[MAGIC_AT] = os.getpid(), FORMAT, MAGIC
-        self._words[RANK] = self._words[STEP] = -1
+        self._words[RANK] = self._words[STEP] = self._words[SAFE_STEP] = -1
         for slot in range(LAST_STEPS):
             self._words[TOOK + 2 * slot] = -1
         self._sequences: Sequences = dict
@@ -92,7 +94,7 @@ class Vitals:
         self._sequences = sequences
         words = self._words
         words[LOOP_VERSION] += 1
-        words[EPOCH], words[RANK], words[STEP] = epoch, rank, -1
+        words[EPOCH], words[RANK], words[STEP], words[SAFE_STEP] = epoch, rank, -1, -1
         for slot in range(LAST_STEPS):
             words[TOOK + 2 * slot] = -1
         words[LOOP_VERSION] += 1
@@ -109,6 +111,14 @@ class Vitals:
     def begin(self, step: int) -> None:
         """Step `step` begins."""
         self._words[STEP] = step
+
+    def can_go_back_to(self, step: int) -> None:
+        """The run would lose nothing of the steps before `step`, whatever is lost now."""
+        self._words[SAFE_STEP] = step
+
+    def doubt(self) -> None:
+        """What this process computed, or holds, was found wrong, or may be what is."""
+        self._words[DOUBTS] += 1
 
     def took(self, busy_s: float) -> None:
         """The step that was begun last took `busy_s` seconds of this process's own work, waiting for others apart."""
@@ -180,6 +190,10 @@ class VitalsReading:
     """The most that was resident."""
     sequences: Mapping[str, int]
     """Process group -> collectives that this process has begun in it."""
+    safe_step: int = -1
+    """Steps that are in a copy in memory, or in a checkpoint, that all ranks have their part of; -1: none is known."""
+    doubts: int = 0
+    """How often its numbers were found wrong, or in doubt, since it was born."""
 
     def to_record(self) -> dict[str, Any]:
         """For JSON."""
@@ -189,6 +203,16 @@ class VitalsReading:
     def from_record(cls, record: Mapping[str, Any]) -> Self:
         """The reading whose `to_record` this is."""
         return cls(**{**record, "busy_s": {int(step): took for step, took in record["busy_s"].items()}})
+
+
+def _take_room(file: BinaryIO, size: int) -> None:
+    """Make it `size` bytes long, and theirs: a page that cannot be had when it is first written to is a SIGBUS, which
+    says nothing. Raises: OSError.
+    """
+    try:
+        os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as problem:
+        raise OSError(problem.errno, os.strerror(problem.errno or 0), file.name) from None
 
 
 def read_vitals(path: Path) -> VitalsReading | None:
@@ -238,6 +262,8 @@ def _reading(loop: list[int], beat: list[int]) -> VitalsReading:
         beats=beat[BEATS],
         beat_ns=beat[BEAT_AT],
         peak_memory_bytes=beat[PEAK_MEMORY],
+        safe_step=loop[SAFE_STEP],
+        doubts=loop[DOUBTS],
         sequences={_name(beat[at + 1 : at + GROUP_WORDS]): beat[at] for at in groups},
     )
 

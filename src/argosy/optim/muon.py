@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from argosy.config.schema import OptimizerConfig
 from argosy.optim.piece import Piece
 from argosy.optim.rules import UpdateRule
-from argosy.optim.slot import Slot, Update, opened
+from argosy.optim.slot import Slot, opened
 
 # E experts (or none), M rows, N columns
 
@@ -24,6 +25,9 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 class Muon(UpdateRule):
     """Nesterov momentum, kept as it is cut up; gathered whole, made orthogonal, and cut again in each step.
 
+    That takes other ranks, and comes first, for all matrices that ranks share: `prepare` keeps this rank's parts of the
+    directions (in bf16 on a GPU, in fp32 on a CPU). Weights and momenta change after it, with no other rank.
+
     The step's size is that of Liu et al. 2025 ("Muon is scalable for LLM training"): 0.2 sqrt(max(M, N)) gives it the
     root mean square of a typical AdamW step, so that both share one learning rate and weight decay.
     """
@@ -31,23 +35,38 @@ class Muon(UpdateRule):
     moments = ("momentum_buffer",)
     is_local = False
 
-    def step(self, slots: Sequence[Slot], lr: float, weight_decay: float) -> None:
-        """All ranks that share a parameter take part, also those whose part is empty."""
-        for group, batch in _rounds(slots):
-            with opened(batch) as updates:
-                momenta = [self._momentum(update) for update in updates]
-                directions = orthogonal([update.piece for update in updates], momenta, group)
-                for update, direction in zip(updates, directions, strict=True):
-                    size = 0.2 * math.sqrt(max(update.piece.shape[-2:]))
-                    update.weight.mul_(1 - lr * weight_decay).sub_(direction, alpha=lr * size)
+    def __init__(self, config: OptimizerConfig):
+        super().__init__(config)
+        self._directions: dict[str, Tensor] = {}
 
-    def _momentum(self, update: Update) -> Tensor:
-        momentum = update.moments["momentum_buffer"].lerp_(update.gradient, 1 - self.config.momentum)
-        return update.gradient.lerp(momentum, self.config.momentum)
+    def prepare(self, slots: Sequence[Slot]) -> None:
+        """All ranks that share a parameter take part, also those whose part is empty."""
+        self._directions = {}
+        for group, batch in _rounds([slot for slot in slots if _dealt_over(slot.piece) is not None]):
+            pieces = [slot.piece for slot in batch]
+            directions = orthogonal(pieces, [self._momentum(slot) for slot in batch], group)
+            self._directions |= {piece.name: part for piece, part in zip(pieces, directions, strict=True)}
+
+    def step(self, slots: Sequence[Slot], lr: float, weight_decay: float) -> None:
+        """What `prepare` has no direction of is this rank's alone."""
+        for slot in slots:
+            direction = self._directions.pop(slot.piece.name, None)
+            if direction is None:
+                (direction,) = orthogonal([slot.piece], [self._momentum(slot)], None)
+            with opened([slot]) as (update,):
+                update.moments["momentum_buffer"].lerp_(update.gradient, 1 - self.config.momentum)
+                size = 0.2 * math.sqrt(max(update.piece.shape[-2:]))
+                update.weight.mul_(1 - lr * weight_decay).sub_(direction.float(), alpha=lr * size)
+
+    def _momentum(self, slot: Slot) -> Tensor:
+        """What is to be made orthogonal; what the slot keeps stays as it is."""
+        gradient = slot.gradient()
+        momentum = slot.moments()["momentum_buffer"].lerp(gradient, 1 - self.config.momentum)
+        return gradient.lerp(momentum, self.config.momentum)
 
 
 def orthogonal(pieces: Sequence[Piece], tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
-    """This rank's parts (fp32) of whole matrices made orthogonal; `tensors` are its parts of the matrices.
+    """This rank's parts of whole matrices made orthogonal; `tensors` are its parts of the matrices.
 
     Rank i of `group` works on matrix i and sends it to the others, so there are no more matrices than ranks.
     """
@@ -62,7 +81,7 @@ def orthogonal(pieces: Sequence[Piece], tensors: Sequence[Tensor], group: dist.P
         whole = mine if rank == me else tensor.new_empty(piece.shape, dtype=_working_dtype(tensor))
         if group:
             dist.broadcast(whole, group=group, group_src=rank)
-        parts.append((piece.scatter(whole) if _is_matrix_cut(piece) else whole).float())
+        parts.append(piece.scatter(whole).clone() if _is_matrix_cut(piece) else whole)  # no view: that keeps the whole
     return parts
 
 

@@ -36,6 +36,7 @@ class Optimizer:
             settings = settings_of(piece.name, piece.shape, config)
             self._slots[piece.name] = Slot(piece, settings, seed, RULES[settings.rule].moments)
         assert len(self._slots) == len(pieces), "two pieces of one name"
+        self._is_prepared = False
         self._groups: dict[Settings, list[Slot]] = {}
         for slot in self._slots.values():
             self._groups.setdefault(slot.settings, []).append(slot)
@@ -52,7 +53,7 @@ class Optimizer:
 
     @property
     def is_local(self) -> bool:
-        """Whether `step` takes no other rank."""
+        """Whether `prepare` takes no other rank."""
         slots = self._slots.values()
         return all(RULES[slot.settings.rule].is_local or slot.piece.group is None for slot in slots)
 
@@ -61,8 +62,21 @@ class Optimizer:
         self._lr = lr
 
     @torch.no_grad()
+    def prepare(self) -> None:
+        """Take all that `step` needs of other ranks, of the gradients as they are. Nothing of the state changes.
+
+        Ranks that share parameters call it together. Raises: ValueError if a gradient is missing.
+        """
+        for settings, slots in self._groups.items():
+            self._rules[settings.rule].prepare(slots)
+        self._is_prepared = True
+
+    @torch.no_grad()
     def step(self) -> None:
-        """Apply the gradients. Ranks that share parameters call it together. Raises: ValueError if one is missing."""
+        """Apply the gradients, which takes no other rank once it is prepared. Raises: ValueError if one is missing."""
+        if not self._is_prepared:
+            self.prepare()
+        self._is_prepared = False
         for settings, slots in self._groups.items():
             self._rules[settings.rule].step(slots, self._lr * settings.lr_factor, settings.weight_decay)
             fault("optimizer")

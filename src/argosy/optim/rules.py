@@ -24,9 +24,12 @@ class UpdateRule(ABC):
     def __init__(self, config: OptimizerConfig):
         self.config = config
 
+    def prepare(self, slots: Sequence[Slot]) -> None:  # noqa: B027  (most rules take nothing)
+        """Take all that the next step of `slots` needs of other ranks; weights and moments stay as they are."""
+
     @abstractmethod
     def step(self, slots: Sequence[Slot], lr: float, weight_decay: float) -> None:
-        """One step of `slots`, which share these settings. Ranks that share parameters call it together."""
+        """One step of `slots`, which share these settings and are prepared: it takes no other rank."""
 
 
 class AdamW(UpdateRule):

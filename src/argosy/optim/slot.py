@@ -81,16 +81,20 @@ class Slot:
                 )
             self._keep(name, value.clone(), None)
 
+    def gradient(self) -> Tensor:
+        """fp32, local shape. Raises: ValueError if the piece has none."""
+        gradient = self.piece.value.grad
+        if gradient is not None:
+            return gradient.float()
+        if self.piece.value.numel():
+            raise ValueError(f"{self.piece.name} has no gradient; give it zeros if no token reached it")
+        return torch.zeros_like(self.piece.value, dtype=torch.float32)
+
     def open(self) -> Update:
         """The step's tensors. Raises: ValueError if the piece has no gradient."""
-        piece, value = self.piece, self.piece.value.detach()
-        gradient = piece.value.grad
-        if gradient is None:
-            if value.numel():
-                raise ValueError(f"{piece.name} has no gradient; give it zeros if no token reached it")
-            gradient = torch.zeros_like(value)
+        gradient = self.gradient()
         self.steps += 1
-        return Update(piece, value.float(), gradient.float(), self.moments(), self.steps)
+        return Update(self.piece, self.piece.value.detach().float(), gradient, self.moments(), self.steps)
 
     def close(self, update: Update) -> None:
         """Keep what the step made of them, rounded without bias where they are kept in fewer bits."""

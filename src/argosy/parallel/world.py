@@ -8,11 +8,11 @@ import functools
 import gc
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,25 @@ class World:
             dist.all_gather_object(everyone, mine)
         return everyone
 
+    def share_first(self, look: Callable[[], T]) -> T:
+        """What `look` gives the first process, for all: any object that can be pickled. The others do not look.
+
+        Raises: what `look` does, on all processes.
+        """
+        found: list[Any] = [None, None]
+        if self.is_first:
+            try:
+                found = [look(), None]
+            except Exception as error:
+                found = [None, error]
+        if self.size > 1:
+            dist.broadcast_object_list(found, device=self.device)
+        result, problem = found
+        if problem is not None:
+            raise problem
+        first: T = result
+        return first
+
     def barrier(self) -> None:
         """Wait for all processes."""
         if self.size > 1:
@@ -78,6 +97,9 @@ def leave_world() -> None:
     """Close the process groups of this world, so that the process may join another."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    # Groups are named by their number. One that could not be made has taken its number all the same, and torch has no
+    # public name to take it back: this process would wait for a group "1" in a world where the others meet in "0".
+    torch.distributed.distributed_c10d._world.group_count = 0
     _forget_meshes()
     gc.collect()  # a model's cycles of references hold groups too
 
@@ -138,6 +160,14 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(M_MMAP_MAX, 0)
         mallopt(M_TRIM_THRESHOLD, -1)
+
+
+def give_back_freed_memory() -> None:
+    """Return what the process has freed and kept to the system, where the C library is glibc."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def processes_here(size: int) -> int:

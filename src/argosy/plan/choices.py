@@ -148,6 +148,7 @@ def first_of(failures: Goodput) -> Goodput:
         mtbf_s=row_of(failures.mtbf_s, 0),
         stops_per_day=row_of(failures.stops_per_day, 0),
         interval_s=float(np.atleast_1d(failures.interval_s)[0]),
+        copy_interval_s=float(np.atleast_1d(failures.copy_interval_s)[0]),
         overhead=row_of(failures.overhead, 0),
         effective=row_of(failures.effective, 0),
     )

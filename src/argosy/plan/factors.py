@@ -40,6 +40,13 @@ def calibrated(cost: CostT, factors: Factors) -> CostT:
     return replace(cost, **scaled)
 
 
+def slowed(factors: Factors, times: float, *categories: Category) -> dict[Category, Factor]:
+    """The factors of a cluster some of whose parts of a step take so many times as long as they did."""
+    unknown = Factor(value=1.0, std=0.0)
+    before = {category: factors.get(category, unknown) for category in categories}
+    return {**factors, **{c: f.model_copy(update={"value": f.value * times}) for c, f in before.items()}}
+
+
 def spread(costs: Mapping[str, float], parts: Parts, factors: Factors, std: float) -> float:
     """Standard deviation of the logarithm of a total's error; `costs` are what the total is made of, by category.
 

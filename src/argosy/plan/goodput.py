@@ -34,6 +34,9 @@ RESTART_S = Estimate(300.0, 600.0, 1200.0)
 """Detecting the failure, replacing the node, starting processes, loading: minutes (Kokolis et al. 2024 take 5)."""
 HOST_COPY_BYTES_PER_S = 10e9
 """Device to host memory, with all devices of a node at it; assumed."""
+COPIES_MAY_COST = 0.001
+"""Share of the time that copies in host memory may take in any case: rates of failure are those of hardware, and
+processes die of other causes too, the more so where nobody has published a rate."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class Saving:
     """Training stands still (delta)."""
     write_s: Numbers
     """From its begin until it is safe (w), the stall included; the next one cannot begin before."""
+    copy_s: Numbers = 0.0
+    """Training stands still for a copy in host memory, which is all that there is to such a copy."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,8 @@ class Goodput:
     stops_per_day: Estimate
     interval_s: Numbers
     """Best work time between checkpoints, for the middle of mtbf_s."""
+    copy_interval_s: Numbers
+    """Between copies in host memory."""
     overhead: Estimate
     """Time lost over time of progress: checkpoints, restarts, work done twice."""
     effective: Estimate
@@ -83,6 +90,7 @@ def goodput(
         mtbf_s=mtbf,
         stops_per_day=propagate(lambda m: 86_400 / m, mtbf),
         interval_s=interval_s,
+        copy_interval_s=np.maximum(copy_interval_s(saving.copy_s, mtbf.mid), step_s),
         overhead=lost,
         effective=propagate(lambda o: 1 / (1 + o), lost),
     )
@@ -104,10 +112,8 @@ def saving_of(
     background: the state is copied to host memory, and written from there while training goes on.
     """
     write_s = state_bytes / cluster.storage_bytes_per_s
-    if not background:
-        return Saving(write_s, write_s)
     copy_s = state_bytes / (cluster.devices if devices is None else devices) / HOST_COPY_BYTES_PER_S
-    return Saving(copy_s, copy_s + write_s)
+    return Saving(copy_s, copy_s + write_s, copy_s) if background else Saving(write_s, write_s, copy_s)
 
 
 def best_interval_s(stall_s: Numbers, mtbf_s: Numbers) -> Numbers:
@@ -118,6 +124,11 @@ def best_interval_s(stall_s: Numbers, mtbf_s: Numbers) -> Numbers:
     root = np.sqrt(stall_s / (2 * mtbf_s))
     daly = 2 * mtbf_s * root * (1 + root / 3 + root**2 / 9) - stall_s
     return np.where(root < 1, daly, mtbf_s)[()]
+
+
+def copy_interval_s(copy_s: Numbers, mtbf_s: Numbers) -> Numbers:
+    """Work time between copies in host memory: that of `best_interval_s`, or less while they hardly cost anything."""
+    return np.minimum(best_interval_s(copy_s, mtbf_s), copy_s / COPIES_MAY_COST)[()]
 
 
 def effective_share(interval_s: Numbers, saving: Saving, restart_s: Numbers, mtbf_s: Numbers) -> Numbers:

@@ -69,7 +69,8 @@ def _facts(answer: Answer) -> str:
         ("whole run", f"{within(run.time_s, seconds)}; {within(run.device_hours, count)} device-hours"),
         (
             "failures",
-            f"one in {within(about.failures.mtbf_s, seconds)}; save every {seconds(about.failures.interval_s)}; "
+            f"one in {within(about.failures.mtbf_s, seconds)}; save every {seconds(about.failures.interval_s)}, "
+            f"copy to host memory every {seconds(about.failures.copy_interval_s)}; "
             f"{percent(about.failures.effective.mid)} of the time is progress; "
             f"spare nodes to hold, if a repair takes {REPAIR_H:.0f} h: {about.spare_nodes}",
         ),

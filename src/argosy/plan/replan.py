@@ -17,8 +17,10 @@ from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan.best import plainest, search_to_run, why_nothing_fits
 from argosy.plan.clusters import Cluster
+from argosy.plan.factors import OF_TIME, slowed
 from argosy.plan.machine import resized
 from argosy.plan.plan import Plan, words_of
+from argosy.plan.predict import predict
 from argosy.plan.search import Found, Problem, rows
 from argosy.plan.space import Pins
 
@@ -36,6 +38,8 @@ WORTH_A_PIN = 1.25
 """What the user wrote is kept if steps with it take no more than so many times those without."""
 COUNTS_TRIED = 16
 """Numbers of processes below the given one that are tried, one by one, and then as many of whole nodes."""
+LEAST_WAITING = 0.001
+"""Share of a predicted step below which what it waits for links is as good as nothing."""
 LEAST_GAIN = 0.1
 """Share of the step that another plan must save: predictions are not surer of two plans of one machine."""
 MOVES_WORTH = 2.0
@@ -79,6 +83,25 @@ def replan(run: RunConfig, plan: Plan, machine: Cluster, processes: int) -> Repl
         if all_of_it or found.step_s <= WORTH_A_PIN * freest.step_s:
             return _noted(found, plan, run)
     return _noted(freest, plan, run)
+
+
+def step_with_slow_rank_s(run: RunConfig, plan: Plan, machine: Cluster, times: float) -> float:
+    """Predicted seconds of a step in which one rank's own work takes so many times as long: the others wait for it."""
+    factors = slowed(machine.factors, times, "compute", "optimizer")
+    return float(predict(plan, run, machine.model_copy(update={"factors": factors})).step_s.mid)
+
+
+def with_slow_link(run: RunConfig, plan: Plan, machine: Cluster, times: float) -> Cluster:
+    """The machine whose links are so slow that a step of `plan` takes so many times as long as it is predicted to.
+
+    Raises: UserError if the plan sends too little for any link to explain that.
+    """
+    usual = predict(plan, run, machine)
+    waits_s = sum(usual.seconds[name] for name in OF_TIME["network"])
+    if waits_s < LEAST_WAITING * usual.step_s.mid:
+        raise UserError(f'"{plan}" waits for no link, as predicted: it is something else that is slow.')
+    slower = 1 + (times - 1) * float(usual.step_s.mid) / waits_s
+    return machine.model_copy(update={"factors": slowed(machine.factors, slower, "network")})
 
 
 def worth_moving(predicted_now_s: float, predicted_new_s: float, steps_left: int, move_s: float) -> bool:

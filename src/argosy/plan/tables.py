@@ -113,7 +113,8 @@ def _explained(answer: Answer) -> Iterator[RenderableType]:
     facts.add_row(
         "failures",
         f"one in {within(failures.mtbf_s, seconds)}",
-        f"save every {seconds(failures.interval_s)}; {percent(failures.effective.mid)} of the time is progress; "
+        f"save every {seconds(failures.interval_s)}, copy to host memory every {seconds(failures.copy_interval_s)}; "
+        f"{percent(failures.effective.mid)} of the time is progress; "
         f"hold {about.spare_nodes} spare node{'s' * (about.spare_nodes != 1)}, if a repair takes {REPAIR_H:.0f} h",
     )
     yield facts

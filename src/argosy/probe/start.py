@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import logging
+import base64
 import os
-from dataclasses import replace
-from typing import Any
-
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher import api as elastic
+import pickle
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
+from types import FrameType
 
 from argosy.config.schema import LaunchConfig
 from argosy.errors import Interrupted, RunFailed
@@ -18,9 +22,15 @@ from argosy.parallel.world import World, join_world, leave_world
 from argosy.plan.auto import Devices
 from argosy.plan.clusters import Cluster
 from argosy.probe.probe import Asked, measure
+from argosy.resilience.channel import Channel, Gone
+from argosy.resilience.nursery import Nursery, channel_to_parent
 
 MOST_CPU_PROCESSES = 8
 """Where the user does not say how many: ranks beyond the first few share what is there in the same way."""
+MEETING, MEMBER = "argosy.resilience.meeting:main", "argosy.probe.start:main"
+"""What the processes call: that in which the others meet, and those that measure."""
+LINGER_S = 1.0
+"""Once something is wrong, so long for more news: who lost a peer may say so before it is known that the peer died."""
 
 
 def find_probed(launch: LaunchConfig) -> Devices:
@@ -36,33 +46,38 @@ def find_probed(launch: LaunchConfig) -> Devices:
 
 
 def probe_here(asked: Asked, processes: int) -> Cluster:
-    """Measure this machine with so many processes, started for it.
+    """Measure this machine with so many processes, started for it; they end with it.
 
     Raises: RunFailed if one of them dies; Interrupted after SIGTERM or SIGINT.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it is said below
-    settings = elastic.LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=processes,
-        run_id="probe",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        monitor_interval=0.1,
-        start_method="spawn",
-    )
+    with _interrupted_by_signals(), closing(Nursery(__name__)) as nursery, ExitStack() as held:
+
+        def fork(key: str, entry: str, environment: Mapping[str, str]) -> Channel:
+            return held.enter_context(closing(nursery.fork(key, entry, environment)))
+
+        try:
+            port = fork("meeting", MEETING, {}).receive()["port"]
+            members = [fork(str(rank), MEMBER, _environment(rank, processes, port)) for rank in range(processes)]
+            for channel in members:
+                channel.send("measure", asked=base64.b64encode(pickle.dumps(asked)).decode())
+            return _cluster_of(nursery, members)
+        except Gone as problem:
+            raise RunFailed(f"a process of the probe is gone ({problem}). Nothing was written.") from None
+
+
+def main() -> None:
+    """Entry of the processes that `probe_here` starts: measure, tell what was found, and end with who asked for it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; who asked for it says what it means
+    asker = channel_to_parent()
+    asked: Asked = pickle.loads(base64.b64decode(asker.receive()["asked"]))
+    threading.Thread(target=_end_with, args=(asker,), daemon=True).start()
     try:
-        found: dict[int, Cluster] = elastic.elastic_launch(settings, _work)(asked)
-    except SignalException as stopped:
-        raise Interrupted(f"stopped by {stopped.sigval.name}; nothing was written.", stopped.sigval) from None
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        recorded: Any = failure.message  # declared a str; a dict once it is read from the worker's error file
-        why = recorded["message"] if isinstance(recorded, dict) else recorded
-        raise RunFailed(f"process {rank} of the probe ended: {why}. Nothing was written.") from None
-    return found[0]
+        cluster = measure(asked, join_world(asked.run.launch))
+    except Exception as error:  # told before the others can lose their connections to this process
+        asker.send("failed", why=f"{type(error).__name__}: {error}", at_s=time.monotonic())
+        sys.exit(1)
+    asker.send("measured", cluster=cluster.model_dump_json())
+    leave_world()
 
 
 def probe_joined(asked: Asked) -> tuple[Cluster, World]:
@@ -74,6 +89,79 @@ def probe_joined(asked: Asked) -> tuple[Cluster, World]:
         leave_world()
 
 
-def _work(asked: Asked) -> Cluster:
-    """What each process that `probe_here` starts does."""
-    return probe_joined(asked)[0]
+def _environment(rank: int, processes: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(processes),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's way to say that the store is there already
+    }
+
+
+def _end_with(asker: Channel) -> None:
+    try:
+        asker.receive()
+    except Gone:
+        os._exit(1)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    rank: int
+    why: str
+    at_s: float
+    """By the machine's monotonic clock, which its processes share."""
+    is_killed: bool = False
+
+
+def _cluster_of(nursery: Nursery, members: list[Channel]) -> Cluster:
+    """What the first member to be done has found; they all find the same. Raises: RunFailed, Gone."""
+    speaking = dict(enumerate(members))
+    rank_of: dict[int, int] = {}
+    failures: list[_Failure] = []
+    while True:
+        listened_to: list[Nursery | Channel] = [nursery, *speaking.values()]
+        ready, _, _ = select.select(listened_to, [], [], LINGER_S if failures else None)
+        if not ready:
+            failure = min(failures, key=lambda failure: (not failure.is_killed, failure.at_s))
+            raise RunFailed(f"process {failure.rank} of the probe ended: {failure.why}. Nothing was written.")
+        for rank, channel in list(speaking.items()):
+            if channel not in ready:
+                continue
+            try:
+                for message in channel.take():
+                    if message["kind"] == "measured":
+                        return Cluster.model_validate_json(message["cluster"])
+                    failures.append(_Failure(rank, message["why"], message["at_s"]))
+            except Gone:
+                del speaking[rank]  # it is ending: the nursery tells how
+        for message in nursery.take() if nursery in ready else []:
+            if message["kind"] == "born" and message["key"].isdigit():
+                rank_of[message["pid"]] = int(message["key"])
+            elif message["kind"] == "ended" and message["pid"] in rank_of:
+                failures.append(_ended(rank_of[message["pid"]], message["exit_code"]))
+
+
+def _ended(rank: int, exit_code: int) -> _Failure:
+    if exit_code < 0:
+        return _Failure(rank, f"killed by {signal.Signals(-exit_code).name}", time.monotonic(), is_killed=True)
+    return _Failure(rank, f"exit code {exit_code}", time.monotonic())
+
+
+@contextmanager
+def _interrupted_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGINT raise Interrupted in here."""
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        name = signal.Signals(number)
+        raise Interrupted(f"stopped by {name.name}; nothing was written.", name)
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -26,15 +27,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from argosy.checkpoint.store import committed
+from argosy.checkpoint.store import EPOCH, committed
 from argosy.config.schema import LaunchConfig, RunConfig
-from argosy.errors import FINAL, ArgosyError, Interrupted, RunFailed, UserError, error_of
+from argosy.errors import FINAL, ArgosyError, Interrupted, Retryable, RunFailed, UserError, error_of
 from argosy.observe.events import Events
 from argosy.observe.vitals import read_vitals, vitals_path
 from argosy.plan.plan import Plan
-from argosy.resilience.channel import Channel, Gone, Message
+from argosy.resilience.channel import Address, Channel, Gone, Message, call
 from argosy.resilience.detect.finding import Finding, process_state
 from argosy.resilience.detect.node import NodeWatch
+from argosy.resilience.health import Asked, Examination, Health
 from argosy.resilience.membership import Cause, State
 from argosy.resilience.nursery import Nursery
 
@@ -43,7 +45,14 @@ STORE = "argosy.resilience.meeting:main"
 TICK_S = 0.05
 """How often it looks at the clock; what others say or do wakes it at once."""
 TELL_S = 0.5
-"""How often the coordinator is shown the workers' vital signs."""
+"""How often the coordinator is shown the workers' vital signs, to which it answers."""
+SILENCE_S = 20.0
+"""A coordinator elsewhere that does not answer for so long is called anew. Longer than it waits for an agent: who is
+cut off misses nothing by that."""
+HANG_S = 60.0
+"""One that runs here, where no way could be cut, is replaced. It may have to wait for a disk, or to search a plan."""
+MOST_STILLBORN = 5
+"""Coordinators in a row that die before they say anything; another would fare no better."""
 BREAK_S = 10.0
 """A worker that has not left a broken world by then is killed."""
 SIOCGIFADDR = 0x8915  # linux/sockios.h
@@ -85,9 +94,14 @@ class Agent:
         self._processes: dict[int, Process] = {}
         self._coordinator: Channel | None = None
         self._server: subprocess.Popen[bytes] | None = None
+        self._is_heard = False
+        self._stillborn = 0
         self._listener: socket.socket | None = None
         self._address = _address(self._launch.coordinator)
+        self._bound_to: Address | None = None
         self._interface = ""
+        self._call: Future[socket.socket] | None = None
+        self._asked_s: float | None = None
         self._lost_since: float | None = None
         self._store: Channel | None = None
         self._store_epoch = 0
@@ -96,6 +110,8 @@ class Agent:
         self._kill_why = ""
         self._finish: Message | None = None
         self._node = NodeWatch(run_dir)
+        self._examination: Examination | None = None
+        self._health: Health | None = None
         self._last_told = 0.0
 
     def run(self) -> None:
@@ -110,7 +126,7 @@ class Agent:
         try:
             with self._signals_taken(), selectors.DefaultSelector() as self._selector:
                 self._selector.register(self._nursery, selectors.EVENT_READ, self._hear_nursery)
-                self._reach_coordinator()
+                self._examine()
                 while not self._is_over():
                     self._turn()
         finally:
@@ -121,8 +137,9 @@ class Agent:
     def _is_over(self) -> bool:
         if self._finish is not None and self._finish["exit_code"]:
             return True
-        ended = self._finish is not None or self._signal is not None
-        return ended and not self._processes
+        if self._finish is not None:  # who was not needed waits for a world for ever
+            return not any(process.state is State.DONE for process in self._processes.values())
+        return self._signal is not None and not self._processes
 
     def _turn(self) -> None:
         for key, _ in self._selector.select(TICK_S):
@@ -133,12 +150,9 @@ class Agent:
                 self._kill(process, f"it did not leave a broken world within {BREAK_S:.0f} s")
             if self._kill_at is not None and now > self._kill_at:
                 self._kill(process, self._kill_why)
-        if self._coordinator is None:
-            self._reach_coordinator()
-        elif self._server is not None and self._server.poll() is not None:
-            self._start_coordinator()  # a call that nobody answers yet goes through all the same
-        elif now - self._last_told > TELL_S:
-            self._show_vitals()
+        if self._examination is not None:
+            self._examination.hurry()
+        self._keep_in_touch(now)
         self._alarm(self._node.look([process.pid for process in self._processes.values() if process.pid]))
 
     # ---- workers ------------------------------------------------------------------------------------------------
@@ -169,6 +183,10 @@ class Agent:
                 process = next((p for p in self._processes.values() if p.pid == message["pid"]), None)
                 if process is not None:
                     self._bury(process, message["exit_code"])
+                elif self._examination is not None and self._examination.pid == message["pid"]:
+                    self._tell_health(self._examination.ended(message["exit_code"]))
+            elif message["key"] == "examination" and self._examination is not None:
+                self._examination.pid = message["pid"]
             elif message["key"].startswith("worker"):
                 process = self._processes[int(message["key"].split()[1])]
                 process.pid = message["pid"]
@@ -191,6 +209,9 @@ class Agent:
             if process.pid:
                 self._kill(process, "the process that it was forked from was killed")
             self._bury(process, -signal.SIGKILL)
+        if self._examination is not None:
+            self._examination.kill()
+            self._examine()
 
     def _hear(self, process: Process) -> None:
         if process.channel.fileno() < 0:
@@ -259,8 +280,8 @@ class Agent:
             self._events.write(finding.kind, **finding.to_event())
             print(f"argosy: {finding.why}", file=sys.stderr)
 
-    def _show_vitals(self) -> None:
-        self._last_told = time.monotonic()
+    def _show_vitals(self, now: float) -> None:
+        self._last_told = self._asked_s = now
         workers = []
         for process in self._processes.values():
             reading = read_vitals(vitals_path(self._scratch, process.pid))
@@ -269,6 +290,8 @@ class Agent:
         self._tell("vitals", workers=workers)
 
     def _end_all(self) -> None:
+        if self._examination is not None:
+            self._examination.kill()
         for process in self._processes.values():
             if process.pid:
                 _signal(process, signal.SIGKILL)
@@ -283,45 +306,103 @@ class Agent:
         if self._listener is not None:
             self._listener.close()
 
+    # ---- the node -----------------------------------------------------------------------------------------------
+
+    def _examine(self) -> None:
+        """Have this node examined by a process of its own; until it ends, no worker of the node is given a rank."""
+        seconds = self._run.resilience.examine_s
+        if not seconds:
+            return
+        gpus = 0 if self._launch.device == "cpu" else self._slots
+        epoch = max((process.epoch for process in self._processes.values()), default=0)
+        environment = {"ARGOSY_RUN_DIR": str(self._run_dir), EPOCH: str(epoch)}
+        self._examination = Examination(self._nursery, Asked(seconds, self._plan.precision, gpus), environment)
+
+    def _tell_health(self, health: Health) -> None:
+        self._examination, self._health = None, health
+        record = health.to_record()
+        self._events.write("examined", **record)
+        if health.unknown:
+            print(f"argosy: this machine could not be examined: {health.unknown}", file=sys.stderr)
+        self._tell("examined", health=record)
+
     # ---- the coordinator ----------------------------------------------------------------------------------------
 
-    def _reach_coordinator(self) -> None:
-        """Connect to the coordinator, and start it first if it is to run here and does not.
+    def _keep_in_touch(self, now: float) -> None:
+        if self._coordinator is None:
+            self._reach_coordinator(now)
+        elif self._server is not None and self._server.poll() is not None:
+            self._start_coordinator()  # a call that nobody answers yet goes through all the same
+        elif self._asked_s is not None and now - self._asked_s > (limit_s := HANG_S if self._server else SILENCE_S):
+            self._check_patience(now)
+            self._lose_coordinator(f"it did not answer for {limit_s:.0f} s")
+            if self._server is not None:
+                self._server.kill()
+                self._server.wait()
+        elif self._asked_s is None and now - self._last_told > TELL_S:  # nothing piles up while it does not answer
+            self._show_vitals(now)
+
+    def _reach_coordinator(self, now: float) -> None:
+        """Call the coordinator, and start it first if it is to run here and does not: to be done until it answers.
 
         Without one training goes on, and only what it would decide has to wait.
         """
-        began = self._lost_since = self._lost_since or time.monotonic()
-        self._start_coordinator()
-        assert self._address is not None
-        with suppress(OSError):
-            connection = socket.create_connection(self._address, timeout=1.0)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._coordinator, self._lost_since = Channel(connection), None
-            self._selector.register(self._coordinator, selectors.EVENT_READ, self._hear_coordinator)
-            host = connection.getsockname()[0]
-            self._interface = _interface_of(host)
-            self._say_hello(host)
+        self._lost_since = self._lost_since or now
+        if self._call is None:
+            self._start_coordinator()
+            assert self._address is not None
+            self._call = call(self._address)
+        if not self._call.done():
             return
-        if time.monotonic() - began > self._run.resilience.coordinator_timeout_s:
-            raise RunFailed(
-                f"the coordinator at {self._launch.coordinator} cannot be reached. Start `argosy train` on its machine "
-                "again, or mend the way to it."
+        answered, self._call = self._call, None
+        if answered.exception() is None:
+            self._introduce_itself(answered.result())
+        else:
+            self._check_patience(now)
+
+    def _check_patience(self, now: float) -> None:
+        """Raises: Retryable once the coordinator has been called for too long."""
+        timeout_s = self._run.resilience.coordinator_timeout_s
+        if self._lost_since is not None and now - self._lost_since > timeout_s and self._signal is None:
+            raise Retryable(
+                f"the coordinator at {self._launch.coordinator} could not be reached for {timeout_s:g} s "
+                "(resilience.coordinator_timeout_s). Mend the way to it, or start `argosy train` on its machine again. "
+                + how_to_go_on(self._run_dir)
             )
+
+    def _introduce_itself(self, connection: socket.socket) -> None:
+        host = connection.getsockname()[0]
+        self._interface, self._bound_to = _interface_of(host), connection.getpeername()[:2]
+        self._coordinator, self._asked_s = Channel(connection), time.monotonic()
+        self._selector.register(self._coordinator, selectors.EVENT_READ, self._hear_coordinator)
+        self._say_hello(host)
+
+    def _lose_coordinator(self, why: str) -> None:
+        assert self._coordinator is not None
+        self._selector.unregister(self._coordinator)
+        self._coordinator.close()
+        self._coordinator, self._lost_since = None, self._lost_since or self._asked_s
+        if self._finish is None and self._signal is None:
+            self._events.write("coordinator_lost", why=why)
 
     def _start_coordinator(self) -> None:
         """Start it where it is expected, if that is this machine, and again if it has died.
 
         It listens on a socket that stays open here, so that who calls while it is being replaced only has to wait.
+        Raises: RunFailed if none lives long enough to say anything.
         """
-        if self._listener is None and (self._address is None or not _answers(self._address)):
-            self._listener = self._open_listener()
+        self._listener = self._listener or self._open_listener()
         if self._listener is None or (self._server is not None and self._server.poll() is None):
             return
         assert self._address is not None
         replaces, descriptor = self._server is not None, self._listener.fileno()
+        log = self._run_dir / "logs" / "coordinator.log"  # it may outlive this agent, and must not hold its pipes open
+        self._stillborn = self._stillborn + 1 if replaces and not self._is_heard else 0
+        if self._stillborn == MOST_STILLBORN:
+            raise RunFailed(f"the coordinator died {self._stillborn} times before it said anything: {log} says why")
+        self._is_heard = False
         module = "argosy.resilience.coordinator"
         command = [sys.executable, "-m", module, str(self._run_dir), str(descriptor), str(self._plan)]
-        log = self._run_dir / "logs" / "coordinator.log"  # it may outlive this agent, and must not hold its pipes open
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as out:
             self._server = subprocess.Popen(
@@ -331,14 +412,15 @@ class Agent:
 
     def _open_listener(self) -> socket.socket | None:
         """A socket for the coordinator; None if it is to be on another machine. Raises: UserError."""
-        host, port = self._address or ("127.0.0.1", self._launch.port)
+        # Where it was once reached is a number: to ask what its name means takes long when the network is gone.
+        address = self._bound_to or self._address or ("127.0.0.1", self._launch.port)
         try:
-            listener = socket.create_server((host, port))
+            listener = socket.create_server(address)
         except OSError as problem:
             if self._address is not None:  # another machine's address, or another agent of this one was faster
                 return None
             raise UserError(
-                f"launch.port = {port} is in use on this machine. Try launch.port = 0, which takes a free one."
+                f"launch.port = {address[1]} is in use on this machine. Try launch.port = 0, which takes a free one."
             ) from problem
         self._address = listener.getsockname()[:2]
         return listener
@@ -348,7 +430,11 @@ class Agent:
             str(slot): {"state": p.state.value, "rank": p.rank, "epoch": p.epoch, "pid": p.pid}
             for slot, p in self._processes.items()
         }
-        self._tell("hello", name=self._name, host=host, slots=self._slots, workers=workers)
+        health = None if self._health is None else self._health.to_record()
+        self._tell(
+            "hello", name=self._name, host=host, slots=self._slots, workers=workers, health=health,
+            examining=self._examination is not None,
+        )  # fmt: skip
         if self._signal is not None:
             self._tell("stopping")
 
@@ -356,13 +442,10 @@ class Agent:
         assert self._coordinator is not None
         try:
             messages = self._coordinator.take()
-        except Gone:
-            self._selector.unregister(self._coordinator)
-            self._coordinator.close()
-            self._coordinator = None
-            if self._finish is None and self._signal is None:
-                self._events.write("coordinator_lost")
+        except Gone as problem:
+            self._lose_coordinator(str(problem))
             return
+        self._asked_s, self._lost_since, self._is_heard = None, None, True
         for message in messages:
             self._obey(message.pop("kind"), message)
 
@@ -379,8 +462,12 @@ class Agent:
                     process.channel.send("join", **facts)
             case "break":
                 self._break(facts["epoch"], facts["why"])
+            case "hold":
+                self._pass_on("hold", facts["epoch"])
             case "kill" if process is not None and process.epoch == facts["epoch"]:
                 self._kill(process, facts["why"])
+            case "examine" if self._examination is None:
+                self._examine()
             case "finish":
                 self._finish = facts
 
@@ -404,6 +491,13 @@ class Agent:
             return
         for message in messages:
             self._tell("store", epoch=self._store_epoch, port=message["port"])
+
+    def _pass_on(self, kind: str, epoch: int) -> None:
+        """Say it to the members of the epoch."""
+        for process in self._processes.values():
+            if process.epoch == epoch and process.state is State.RUNNING:
+                with suppress(Gone):
+                    process.channel.send(kind, epoch=epoch)
 
     def _break(self, epoch: int, why: str) -> None:
         for process in self._processes.values():
@@ -442,7 +536,9 @@ class Agent:
         self._events.write("signal", number=number)
         self._tell("stopping")
         for process in self._processes.values():
-            if process.pid:
+            if process.state in (State.STARTING, State.READY):  # no world will be formed for it any more
+                self._kill(process, "the run is to stop, and it has nothing to save")
+            elif process.pid:
                 _signal(process, signal.SIGTERM)
 
     def _raise_if_not_done(self) -> None:
@@ -486,7 +582,7 @@ def how_to_go_on(run_dir: Path) -> str:
     return f"The same command goes on {where} ({run_dir})."
 
 
-def _address(text: str) -> tuple[str, int] | None:
+def _address(text: str) -> Address | None:
     if not text:
         return None
     host, _, port = text.rpartition(":")
@@ -502,14 +598,6 @@ def _interface_of(address: str) -> str:
                 if socket.inet_ntoa(answer[20:24]) == address:
                     return name
     return ""
-
-
-def _answers(address: tuple[str, int]) -> bool:
-    try:
-        socket.create_connection(address, timeout=1.0).close()
-    except OSError:
-        return False
-    return True
 
 
 def _sweep() -> None:

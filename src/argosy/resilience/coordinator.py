@@ -10,16 +10,33 @@ import selectors
 import socket
 import sys
 import time
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from argosy.checkpoint.store import begin_epoch, newest_epoch
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
+from argosy.errors import UnfitNode
 from argosy.observe.events import Events
 from argosy.plan.plan import Plan
-from argosy.resilience.channel import Channel, Gone
-from argosy.resilience.membership import Break, Cause, Finish, Join, Membership, Order, Settings, Start, State, Worker
+from argosy.resilience.channel import Channel, Gone, tcp
+from argosy.resilience.health import Health, slow_nodes
+from argosy.resilience.membership import (
+    Break,
+    Cause,
+    Examine,
+    Finish,
+    Join,
+    Membership,
+    Order,
+    Settings,
+    Start,
+    State,
+    Worker,
+)
+from argosy.resilience.moving import Mover
 from argosy.resilience.replanner import Replanner
 from argosy.resilience.watch import RunWatch
 
@@ -37,6 +54,7 @@ class Agent:
 
     def __init__(self, channel: Channel):
         self.channel, self.name, self.heard_s = channel, "", time.monotonic()
+        self.is_dropped = False
 
 
 class Coordinator:
@@ -51,16 +69,20 @@ class Coordinator:
             run.launch.max_restarts,
             run.resilience.wait_for_nodes_s,
             run.resilience.coordinator_timeout_s,
+            examines=run.resilience.examine_s > 0,
         )
         self._membership = Membership(settings, newest_epoch(run_dir), Replanner(run_dir, run, plan))
-        self._watch = RunWatch(run.resilience)
+        self._watch = RunWatch(run.resilience, run_dir / "metrics.jsonl")
+        self._mover = Mover(run_dir, self._membership, self._watch, self._hold, run.resilience.move_for_speed)
         self._events = Events(run_dir, "coordinator")
         self._agents: dict[str, Agent] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._pending: Join | None = None
+        self._rates: dict[str, Mapping[str, float]] = {}
+        self._slow: set[str] = set()
         self._looked_s = 0.0
-        self._finished = False
+        self._finish: Finish | None = None
         self._alone_since = time.monotonic()
 
     def run(self) -> None:
@@ -81,15 +103,16 @@ class Coordinator:
         if self._agents:
             self._alone_since = time.monotonic()
             return False
-        return self._finished or time.monotonic() - self._alone_since > ALONE_S
+        return self._finish is not None or time.monotonic() - self._alone_since > ALONE_S
 
     def _welcome(self) -> None:
         connection, _ = self._listener.accept()
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        agent = Agent(Channel(connection))
+        agent = Agent(Channel(tcp(connection)))
         self._selector.register(agent.channel, selectors.EVENT_READ, agent)
 
     def _hear(self, agent: Agent) -> None:
+        if agent.is_dropped:
+            return  # a moment ago
         try:
             messages = agent.channel.take()
         except Gone as problem:
@@ -97,9 +120,11 @@ class Coordinator:
             return
         agent.heard_s = time.monotonic()
         for message in messages:
-            getattr(self, f"_on_{message.pop('kind')}")(agent, **message)
+            if not agent.is_dropped:
+                getattr(self, f"_on_{message.pop('kind')}")(agent, **message)
 
     def _drop(self, agent: Agent, why: str) -> None:
+        agent.is_dropped = True
         self._selector.unregister(agent.channel)
         agent.channel.close()
         if self._agents.get(agent.name) is agent:
@@ -121,24 +146,72 @@ class Coordinator:
         membership = self._membership
         if not membership.in_force:
             return
-        for finding in self._watch.findings(now_s, membership.size):
+        for finding in self._watch.findings(now_s, membership.size, membership.plan):
             self._events.write(finding.kind, epoch=membership.epoch, **finding.to_event())
             for name, slot in membership.places_of(finding.ranks):
                 if finding.action == "kill":
                     self._tell(name, "kill", slot=slot, epoch=membership.epoch, why=finding.why)
+                elif finding.action == "examine":
+                    membership.examine(name, finding.why)
                 elif finding.action == "avoid":
-                    membership.avoid(name, finding.why)
+                    self._mover.slow_node(name, finding)
+            if finding.kind == "slow_link":
+                self._mover.slow_link(finding)
+        self._mover.look(now_s)
+
+    def _hold(self, epoch: int) -> None:
+        for name in list(self._agents):
+            self._tell(name, "hold", epoch=epoch)
 
     # ---- what agents say ----------------------------------------------------------------------------------------
 
-    def _on_hello(self, agent: Agent, name: str, host: str, slots: int, workers: dict[str, dict[str, Any]]) -> None:
+    def _on_hello(
+        self,
+        agent: Agent,
+        name: str,
+        host: str,
+        slots: int,
+        workers: dict[str, dict[str, Any]],
+        health: dict[str, Any] | None = None,
+        examining: bool = False,
+    ) -> None:
         if (old := self._agents.get(name)) is not None:
             self._drop(old, "its agent came back")
         agent.name = name
         self._agents[name] = agent
         self._events.write("agent_came", node=name, host=host, slots=slots)
         known = {int(slot): Worker(State(w.pop("state")), **w) for slot, w in workers.items()}
-        self._membership.arrived(name, host, slots, known)
+        self._membership.arrived(name, host, slots, known, examining)
+        if health is not None and not examining:
+            self._on_examined(agent, health)
+        self._tell_what_was_missed(name, known)
+        self._tell(name, "heard")
+
+    def _tell_what_was_missed(self, name: str, workers: dict[int, Worker]) -> None:
+        """While the node was cut off its workers' epoch may have ended, or the run."""
+        epochs = {worker.epoch for worker in workers.values() if worker.state is State.RUNNING}
+        for epoch in filter(self._membership.is_over, epochs):
+            self._tell(name, "break", epoch=epoch, why=f"it ended while node {name} was cut off")
+        if self._finish is not None:
+            self._tell(name, "finish", **asdict(self._finish))
+
+    def _on_examined(self, agent: Agent, health: dict[str, Any]) -> None:
+        found, name = Health.from_record(health), agent.name
+        if found.wrong:
+            why = f"node {name} computes wrongly: {found.wrong[0]}"
+            self._events.write("node_refused", node=name, why=why, evidence=health["wrong"])
+            self._membership.refuse(name, why)
+            self._rates.pop(name, None)
+            remedy = "Take it out of service, or have it mended. The run goes on without it, if others are left."
+            self._tell(name, "finish", exit_code=UnfitNode.exit_code, why=f"{why}. {remedy}", error=UnfitNode.__name__)
+            return
+        self._rates[name] = found.rates
+        for slow, why in slow_nodes({node: self._rates.get(node, {}) for node in self._agents}).items():
+            if slow not in self._slow:
+                self._slow.add(slow)
+                self._events.write("node_slow", node=slow, why=why)
+                self._membership.put_last(slow)
+        self._membership.examined(name)
 
     def _on_started(self, agent: Agent, slot: int, pid: int) -> None:
         self._membership.started(agent.name, slot, pid)
@@ -156,9 +229,10 @@ class Coordinator:
         self._membership.stop()
 
     def _on_vitals(self, agent: Agent, workers: list[dict[str, Any]]) -> None:
+        self._tell(agent.name, "heard")  # so it knows that it is not cut off
         membership = self._membership
         if membership.in_force:
-            membership.made_step(self._watch.shown(membership.epoch, agent.name, workers))
+            membership.made_step(*self._watch.shown(membership.epoch, agent.name, workers))
 
     def _on_store(self, agent: Agent, epoch: int, port: int) -> None:
         """The store of the epoch being formed is open: its members may join."""
@@ -193,10 +267,14 @@ class Coordinator:
             case Start(node, slot):
                 self._tell(node, "start", slot=slot)
             case Join(epoch, plan, places):
+                if (newest := newest_epoch(self._run_dir)) >= epoch:
+                    self._membership.fail(f"another coordinator has taken the run over: epoch {newest} has begun")
+                    return
                 self._pending = order
                 begin_epoch(self._run_dir, epoch)
                 ranks = {f"{name}/{slot}": rank for (name, slot), rank in places.items()}
                 self._events.write("epoch", epoch=epoch, size=len(places), plan=plan, ranks=ranks)
+                self._mover.joined(time.monotonic())
                 first = next(name for (name, _), rank in places.items() if rank == 0)
                 self._tell(first, "open_store", epoch=epoch)
             case Break(epoch, why):
@@ -204,11 +282,13 @@ class Coordinator:
                 self._events.write("break", epoch=epoch, why=why)
                 for name in list(self._agents):
                     self._tell(name, "break", epoch=epoch, why=why)
-            case Finish(exit_code, why, error):
-                self._finished = True
+            case Examine(node):
+                self._tell(node, "examine")
+            case Finish(exit_code, why):
+                self._finish = order
                 self._events.write("finish", exit_code=exit_code, why=why)
                 for name in list(self._agents):
-                    self._tell(name, "finish", exit_code=exit_code, why=why, error=error)
+                    self._tell(name, "finish", **asdict(order))
 
     def _tell(self, name: str, kind: str, **facts: Any) -> None:
         agent = self._agents.get(name)

@@ -7,11 +7,15 @@ who are ready to take the places of the lost. What happens in an epoch that is o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
 from argosy.errors import FINAL, Poisoned, Retryable
+
+MOST_DOUBTS = 3
+"""A node of which a rank was blamed, or that was refused, so often is last in line for the rest of the run."""
 
 
 class State(Enum):
@@ -49,6 +53,10 @@ class Node:
     workers: dict[int, Worker] = field(default_factory=dict)
     is_avoided: bool = False
     """It is taken only if there are not processes enough without it."""
+    is_last: bool = False
+    """It is slow, or was in doubt too often: where more are ready than a world needs, the others are taken first."""
+    is_in_examination: bool = False
+    """Its workers wait for what an examination finds."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +113,14 @@ class Finish:
     """Class of the error that the user is to see; empty if it is none of the workers' own."""
 
 
-Order = Start | Join | Break | Finish
+@dataclass(frozen=True)
+class Examine:
+    """Have a node examined; its agent tells when that is done."""
+
+    node: str
+
+
+Order = Start | Join | Break | Finish | Examine
 Replan = Callable[[int], tuple[str, int] | None]
 """Workers at hand -> the plan for them and its size; None if they cannot do it."""
 
@@ -121,6 +136,8 @@ class Settings:
     wait_for_nodes_s: float = 60.0
     first_wait_s: float = 600.0
     """How long the run waits for all its nodes before its first step."""
+    examines: bool = True
+    """Whether nodes are examined."""
 
 
 class Membership:
@@ -137,8 +154,12 @@ class Membership:
         self.in_force = False
         """Whether the epoch's world is formed and whole, as far as is known."""
         self._short_since: float | None = None
+        self._moved: tuple[str, int] | None = None
+        self._avoided: set[str] = set()
+        self._last: set[str] = set()
+        self._doubts: Counter[str] = Counter()
         self._failures = 0
-        self._progress = -1
+        self._progress = self._safe = -1
         self._last_crash: tuple[str, int] | None = None
         self._is_counted = True
         self._ended = self._stopping = False
@@ -146,13 +167,31 @@ class Membership:
 
     # ---- what happened ------------------------------------------------------------------------------------------
 
-    def arrived(self, name: str, host: str, slots: int, workers: dict[int, Worker]) -> None:
-        """An agent says hello, for the first time or again, with the workers that it has."""
-        self.nodes[name] = Node(host, slots, workers)
+    def arrived(
+        self, name: str, host: str, slots: int, workers: dict[int, Worker], is_in_examination: bool = False
+    ) -> None:
+        """An agent says hello, for the first time or again, with the workers that it has.
+
+        A node that is avoided is so until it is started anew: that its connection broke has not made it well.
+        """
+        if not workers:
+            self._avoided.discard(name)
+        self.nodes[name] = Node(host, slots, workers, name in self._avoided, name in self._last, is_in_examination)
         if self._is_inherited and len(self._members()) == self.size:
             self.in_force, self._is_inherited = True, False
-        elif self.in_force and self.size < self._settings.size and self._room() >= self._settings.size:
-            self._break(f"node {name} came")
+        elif not is_in_examination:
+            self._grow(name)
+
+    def examined(self, name: str) -> None:
+        """An examination found a node well: its workers may join a world."""
+        if (node := self.nodes.get(name)) is not None and node.is_in_examination:
+            node.is_in_examination = False
+            self._grow(name)
+
+    def refuse(self, name: str, why: str) -> None:
+        """An examination found that a node computes wrongly: the run goes on without it."""
+        self._doubt(name)
+        self.left(name, why)
 
     def left(self, name: str, why: str) -> None:
         """An agent and all its workers are gone, or cannot be reached."""
@@ -198,23 +237,64 @@ class Membership:
             self._end(Finish(Retryable.exit_code, f"a worker was lost while the run was stopping: {cause.why}"))
         self._count(cause)
 
-    def made_step(self, step: int) -> None:
-        """The run has come as far as `step`."""
-        if self.in_force and step > self._progress:
-            if self._progress >= 0:
-                self._failures = 0
-            self._progress = step
+    def made_step(self, step: int, safe_step: int = -1) -> None:
+        """The run is in `step`, and would go back to `safe_step` at most; -1: it is in none, or that is not known.
+
+        It gets further if either is further than ever: steps that are made again after going back count for nothing,
+        unless the next loss costs fewer of them.
+        """
+        if not self.in_force or step < 0:
+            return
+        is_first = self._progress < 0  # that a coordinator hears of: it does not know what was before
+        if not is_first and (step > self._progress or safe_step > self._safe):
+            self._failures = 0
+        self._progress, self._safe = max(step, self._progress), max(safe_step, self._safe)
 
     def stop(self) -> None:
         """A signal asked the run to end: its workers save and are done, and nobody is started any more."""
         self._stopping = True
 
-    def avoid(self, name: str, why: str) -> None:
-        """Go on without a node that slows the others down, if there are processes enough without it."""
+    def fail(self, why: str) -> None:
+        """The run cannot go on here; the same command may."""
+        self._end(Finish(Retryable.exit_code, why))
+
+    def room_without(self, *names: str) -> int:
+        """Workers that there is room for on nodes that are well, if these are not."""
+        return sum(n.slots for name, n in self.nodes.items() if not n.is_avoided and name not in names)
+
+    def move(self, plan: str, size: int, leave_out: Collection[str], why: str) -> None:
+        """Go on with this plan and so many workers, without these nodes, as long as there are so many on others.
+
+        Nodes that were left out are taken again once they are started anew, or if others are lost.
+        """
+        self._avoided |= set(leave_out)
+        for name in self.nodes.keys() & leave_out:
+            self.nodes[name].is_avoided = True
+        self._moved = (plan, size)
+        self._break(why, is_planned=True)
+        for name in sorted(self.nodes.keys() & leave_out):  # what is slow may be about to fail; nobody waits for it now
+            self._begin_examination(name)
+
+    def examine(self, name: str, why: str) -> None:
+        """A rank of a node is in doubt: examine it before it goes on, unless that was done often enough."""
         node = self.nodes.get(name)
-        if node is not None and not node.is_avoided and self._room() - node.slots >= self.size:
-            node.is_avoided = True
-            self._break(f"node {name} is avoided: {why}")
+        is_ending = self._stopping or any(worker.state is State.DONE for worker in self._members())
+        if node is None or node.is_in_examination or is_ending or self._doubts[name] >= MOST_DOUBTS:
+            return
+        if self._settings.examines:
+            self._doubt(name)
+            self._break(f"node {name} is examined: {why}", is_planned=True)
+            self._begin_examination(name)
+
+    def put_last(self, name: str) -> None:
+        """From the next world on a node is taken only if there are not enough others, for the rest of the run."""
+        self._last.add(name)
+        if (node := self.nodes.get(name)) is not None:
+            node.is_last = True
+
+    def is_over(self, epoch: int) -> bool:
+        """Whether an epoch that was begun has ended."""
+        return epoch < self.epoch or not (self.in_force or self._is_inherited)
 
     def places_of(self, ranks: Collection[int]) -> list[tuple[str, int]]:
         """(node, slot) of those members of the epoch that have these ranks."""
@@ -261,13 +341,15 @@ class Membership:
             (name, slot)
             for name, node in sorted(self.nodes.items())
             for slot, w in sorted(node.workers.items())
-            if w.state is State.READY
+            if w.state is State.READY and not node.is_in_examination
         ]
-        ready.sort(key=lambda place: self.nodes[place[0]].is_avoided)
+        ready.sort(key=lambda place: (self.nodes[place[0]].is_avoided, self.nodes[place[0]].is_last))
         if not ready:
             return
         plan, size = self._settings.plan, self._settings.size
-        if self._room() < size:
+        if self._moved is not None and self._well_room() >= self._moved[1]:
+            plan, size = self._moved
+        elif self._room() < size:
             self._short_since = now_s if self._short_since is None else self._short_since
             waited_s = now_s - self._short_since
             if not self.epoch and waited_s > self._settings.first_wait_s:
@@ -279,6 +361,8 @@ class Membership:
                 self._end(Finish(Retryable.exit_code, f"{self._room()} workers are left, and no plan fits them"))
                 return
             plan, size = smaller
+        if self._well_room() >= size:
+            ready = [place for place in ready if not self.nodes[place[0]].is_avoided]
         if len(ready) < size:
             return
         if not self._is_counted:
@@ -286,6 +370,7 @@ class Membership:
         if self._ended:
             return
         self._short_since, self._is_counted = None, False
+        self._moved = self._moved if self._moved == (plan, size) else None
         self.epoch += 1
         self.plan, self.size, self.in_force = plan, size, True
         places = self._places(ready[:size] if self._has_avoided(ready) else ready)
@@ -295,7 +380,7 @@ class Membership:
         self._queue.append(Join(self.epoch, plan, places))
 
     def _has_avoided(self, places: list[tuple[str, int]]) -> bool:
-        return any(self.nodes[name].is_avoided for name, _ in places)
+        return any(self.nodes[name].is_avoided or self.nodes[name].is_last for name, _ in places)
 
     def _places(self, ready: list[tuple[str, int]]) -> dict[tuple[str, int], int]:
         """Ranks 0 to size - 1 for members: survivors of the last world keep theirs, others fill what is free.
@@ -321,6 +406,22 @@ class Membership:
 
     # ---- parts --------------------------------------------------------------------------------------------------
 
+    def _grow(self, name: str) -> None:
+        """A node came: the run goes on under its own plan if it was laid out on fewer, and there is room again."""
+        if self.in_force and self.size < self._settings.size and self._well_room() >= self._settings.size:
+            self._moved = None
+            self._break(f"node {name} came", is_planned=True)
+
+    def _begin_examination(self, name: str) -> None:
+        if self._settings.examines and not self.nodes[name].is_in_examination:
+            self.nodes[name].is_in_examination = True
+            self._queue.append(Examine(name))
+
+    def _doubt(self, name: str) -> None:
+        self._doubts[name] += 1
+        if self._doubts[name] >= MOST_DOUBTS:
+            self.put_last(name)
+
     def _who_is_missing(self) -> str:
         here = ", ".join(f"{name} ({node.slots} workers)" for name, node in sorted(self.nodes.items()))
         came = f"{self._room()} of {self._settings.size} workers came within {self._settings.first_wait_s:.0f} s"
@@ -339,9 +440,14 @@ class Membership:
     def _room(self) -> int:
         return sum(node.slots for node in self.nodes.values())
 
-    def _break(self, why: str) -> None:
+    def _well_room(self) -> int:
+        return self.room_without()
+
+    def _break(self, why: str, is_planned: bool = False) -> None:
+        """`is_planned`: nothing went wrong that `launch.max_restarts` would count."""
         if self.in_force and not self._ended:
             self.in_force = False
+            self._is_counted |= is_planned
             self._queue.append(Break(self.epoch, why))
 
     def _count(self, cause: Cause) -> None:

@@ -12,7 +12,10 @@ from argosy.observe.events import Events, read_lines
 from argosy.plan.plan import Plan
 
 if TYPE_CHECKING:
+    from argosy.plan.clusters import Cluster
     from argosy.plan.machine import Hardware
+
+# The planner is imported when it is needed, which it seldom is: the coordinator is to be there at once.
 
 
 class Replanner:
@@ -33,31 +36,38 @@ class Replanner:
         return str(plan), plan.world_size
 
     def _choose(self, processes: int) -> tuple[Plan, tuple[str, ...]]:
-        # Imported when they are needed, which they seldom are: the coordinator is to be there at once.
-        from argosy.plan.auto import Devices, machine_for
-        from argosy.plan.machine import machine_at_hand
         from argosy.plan.replan import replan
 
-        found = self._hardware(processes)
-        machine = machine_at_hand(self._run, found) if found is not None else None
-        if machine is None:
-            kind: Literal["cpu", "cuda"] = "cpu" if found is None or found.device == "cpu" else "cuda"
-            machine = machine_for(self._run, Devices(processes, kind, self._plan.precision == "bf16"))
+        machine = machine_of(self._run_dir, self._run, self._plan, processes)
         chosen = replan(self._run, self._plan, machine, processes)
         return chosen.plan, chosen.notes
 
-    def _hardware(self, processes: int) -> Hardware | None:
-        """What the run's first process said of it when it started; None before."""
-        from argosy.plan.machine import Hardware
 
-        starts = [
-            event
-            for path in sorted((self._run_dir / "events").glob("rank-*.jsonl"))
-            for event in read_lines(path)
-            if event["event"] == "start" and "hardware" in event
-        ]
-        if not starts:
-            return None
-        newest = max(starts, key=lambda event: event["time_s"])["hardware"]
-        known = {field.name: newest[field.name] for field in fields(Hardware)}
-        return Hardware(**{**known, "processes": processes, "per_node": min(known["per_node"], processes)})
+def machine_of(run_dir: Path, run: RunConfig, plan: Plan, processes: int) -> Cluster:
+    """The machine that the run has found itself on, with so many of its processes. Raises: UserError."""
+    from argosy.plan.auto import Devices, machine_for
+    from argosy.plan.machine import machine_at_hand
+
+    found = _hardware(run_dir, processes)
+    machine = machine_at_hand(run, found) if found is not None else None
+    if machine is not None:
+        return machine
+    kind: Literal["cpu", "cuda"] = "cpu" if found is None or found.device == "cpu" else "cuda"
+    return machine_for(run, Devices(processes, kind, plan.precision == "bf16"))
+
+
+def _hardware(run_dir: Path, processes: int) -> Hardware | None:
+    """What the run's first process said of it when it started; None before."""
+    from argosy.plan.machine import Hardware
+
+    starts = [
+        event
+        for path in sorted((run_dir / "events").glob("rank-*.jsonl"))
+        for event in read_lines(path)
+        if event["event"] == "start" and "hardware" in event
+    ]
+    if not starts:
+        return None
+    newest = max(starts, key=lambda event: event["time_s"])["hardware"]
+    known = {field.name: newest[field.name] for field in fields(Hardware)}
+    return Hardware(**{**known, "processes": processes, "per_node": min(known["per_node"], processes)})

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from argosy.checkpoint.exchange import travels
 from argosy.checkpoint.history import Position
 from argosy.checkpoint.memory import MemoryCopies, memory_folder
 from argosy.checkpoint.recover import recover
+from argosy.checkpoint.shards import box_bytes
 from argosy.config.dump import save_run
 from argosy.config.identity import config_sha256
 from argosy.config.schema import RunConfig
@@ -25,41 +25,34 @@ from argosy.errors import Retryable, RunFailed, StorageError
 from argosy.faults import fault
 from argosy.models.batch import Microbatch
 from argosy.observe.clock import StepClock
-from argosy.observe.events import Events
-from argosy.observe.metrics import Metrics, peak_memory_bytes
-from argosy.observe.peak import device_name, matmul_peak_flops, software
-from argosy.observe.progress import Progress
+from argosy.observe.metrics import forget_peak_memory, peak_memory_bytes
+from argosy.observe.peak import device_name, software
 from argosy.observe.vitals import Vitals
 from argosy.optim.optimizer import Optimizer
 from argosy.parallel.apply import apply
-from argosy.parallel.expert import loads_by_layer, loads_of
+from argosy.parallel.expert import loads_of
 from argosy.parallel.gradients import square_share, unscale
-from argosy.parallel.model import DTYPES
-from argosy.parallel.world import World, processes_here
-from argosy.plan.flops import train_flops_per_token
-from argosy.plan.machine import Hardware, machine_at_hand
+from argosy.parallel.world import World, give_back_freed_memory
+from argosy.plan.goodput import HOST_COPY_BYTES_PER_S
 from argosy.plan.plan import Plan
-from argosy.plan.predict import Prediction, predict
 from argosy.precision.scaler import LossScaler
 from argosy.training.batches import Batches
+from argosy.training.copying import CopyPace
 from argosy.training.evaluation import HeldOut, Score, evaluate
 from argosy.training.fingerprint import Fingerprints
-from argosy.training.judge import MOST_REWINDS, REMEDY, Judge, Ruling, Verdict
+from argosy.training.judge import MOST_REWINDS, REMEDY, Judge, Verdict
 from argosy.training.keeper import Keeper
 from argosy.training.pace import Pace
 from argosy.training.recompute import Result, check_can_recompute, compare
+from argosy.training.records import Records
 from argosy.training.schedule import learning_rate_factor
 from argosy.training.state import Decision, Survivor, TrainState
 from argosy.training.step import Share, StepOutcome, Wishes, exchange, forward_backward
 from argosy.training.stop import StopSignal
-from argosy.training.summary import headline, write_report
+from argosy.training.summary import write_report
 
-FROM = {
-    "live": "which survivors have",
-    "memory": "of copies in memory",
-    "disk": "of the newest checkpoint",
-}
-"""Where a state was taken from -> in words."""
+HOLD_S = 20.0
+"""So long a rank stands still for a world that is to end; then it goes on, as nobody has ended it."""
 MOST_RETRIES = 20
 """How often a step is done again with the same samples: a loss scale is found in fewer."""
 
@@ -78,14 +71,13 @@ class Job:
         vitals: Vitals | None = None,
     ):
         self._began = time.monotonic()
-        self._memory_before_bytes = peak_memory_bytes(world.device)
+        if survivor.memory_before_bytes is None:
+            survivor.memory_before_bytes = peak_memory_bytes(world.device)
         self._run, self._plan, self._world, self._run_dir, self._stop = run, plan, world, run_dir, stop
         self._survivor, self._vitals = survivor, vitals
         torch.use_deterministic_algorithms(run.train.deterministic)
         torch.manual_seed(run.seed * 1_000_003 + world.rank)
-        self.progress = Progress(enabled=world.is_first)
-        self.events = Events(run_dir, f"rank-{world.rank}")
-        self.metrics = Metrics(run_dir)
+        self._records = records = Records(run, plan, world, run_dir)
 
         check_can_recompute(run, plan, world.device)
         model = apply(plan, run, world)
@@ -96,20 +88,20 @@ class Job:
         scaler = LossScaler() if plan.precision == "fp16" else LossScaler(scale=1.0, growth_steps=0)
         self.state = TrainState(model, Optimizer(model.masters, run.optimizer, run.seed), scaler)
 
-        self._batches = Batches(run, plan, self._data, self.state, world, self.events)
+        self._batches = Batches(run, plan, self._data, self.state, world, records.events)
 
         identity, lasting = self._data.identity, config_sha256(run)
-        self._keeper = Keeper(run_dir, run.checkpoint, plan, identity, world, self.events, self.progress, lasting)
-        self._judge, self._pace = Judge(run.resilience, self._batches.stage), Pace(run, self._held_out.tokens)
+        self._keeper = Keeper(run_dir, run.checkpoint, plan, identity, world, records.events, records.progress, lasting)
+        self._judge = Judge(run.resilience, self._batches.stage, survivor.counts)
+        self._pace = Pace(run, self._held_out.tokens)
         self._fingerprints = Fingerprints(model, self.state.optimizer, world)
         self._clock = StepClock(world.device, vitals)
         self._outcome = StepOutcome(0.0, 0.0, False, Wishes(), None)
         self._retries = 0
         self._copies: MemoryCopies | None = None
+        self._copy_pace: CopyPace | None = None
         self._score: Score | None = None
-        self._flops_per_token = train_flops_per_token(run.model, run.data.seq_len)
-        self._peak_flops = self._measure_peak()
-        self._prediction: Prediction | None = None
+        records.measure_peak()
         self._time_to_first_step_s: float | None = None
 
     def __enter__(self) -> Self:
@@ -119,6 +111,7 @@ class Job:
         """What goes wrong here, or in another process of this world, leaves no thread or process of this one behind."""
         if kind is not None:
             self._keeper.abandon()
+            self._survivor.last_save_s = self._keeper.last_save_s
             if self._copies is not None:
                 self._copies.abandon()
             self._batches.close()
@@ -130,34 +123,23 @@ class Job:
             self._keeper.read_weights(self.state, self._run.model.weights)
         self._batches.follow()
         self._begin_copies()
-        if self._world.is_first:
-            self._prediction = self._predict()
-            self._run_dir.mkdir(parents=True, exist_ok=True)
-            self._plan.save(self._run_dir / "plan.toml", self._prediction.toml() if self._prediction else "")
-        self.progress.say(headline(self._run, self._plan, self._peak_flops, self._prediction))
+        self._records.introduce()
         if found.tier != "none":
-            lost = f", {found.steps_lost} steps lost" if found.steps_lost else ""
-            self.progress.say(f" from step {found.step}, {FROM[found.tier]}{lost}")
-            facts = {key: getattr(found, key) for key in ("step", "steps_lost", "sent_bytes", "own_bytes")}
-            took_s, refused = round(found.seconds, 3), list(found.refused)
-            self._tell("recovered", source=found.tier, **facts, seconds=took_s, refused=refused)
+            self._records.recovered(found)
         if self._plan.compile:
-            self.progress.say(" compiling: the first steps take a minute or two")
+            self._records.progress.say(" compiling: the first steps take a minute or two")
         if self._world.is_first:
-            self.metrics.forget_from(self.state.step)
-            self._write_missing_line(found.decided)
-        self._judge.remember(self._recalled())
-        self._survivor.state = self.state
-        self.events.write(
-            "start",
-            step=self.state.step,
-            plan=str(self._plan),
-            world_size=self._world.size,
-            peak_flops=self._peak_flops,
-            hardware=vars(self._hardware()),
-            torch=torch.__version__,
-        )
+            self._records.metrics.forget_from(self.state.step)
+            if found.decided is not None:
+                self._records.write_missing_line(found.decided, self.state.tokens, self._batches.line)
+        self._judge.go_on_from(self._world.gather(self._survivor.counts))
+        remember = self._judge.remember if found.tier == "live" else self._judge.went_back
+        remember(self._recalled())
+        self._take_over()
+        self._records.started(self.state.step)
         self._clock.lap()
+        if found.tier == "live":
+            self._make_up()
 
     def remaining_steps(self) -> Iterator[int]:
         """The steps still to do, 0-based; a run given in minutes learns their number on the way."""
@@ -191,28 +173,35 @@ class Job:
             return Verdict.RETRY
         if not math.isfinite(outcome.gradient_norm) and not self.state.scaler.is_at_floor:
             self.state.scaler.update(outcome.gradient_norm)
-            self._tell("loss_scale", step=step, scale=self.state.scaler.scale)
+            self._records.tell("loss_scale", step=step, scale=self.state.scaler.scale)
             return Verdict.RETRY
         ruling = self._judge.rule(step, outcome.loss, outcome.gradient_norm)
-        if ruling.reason is not None:
-            self._tell_of_bad_step(step, outcome, ruling)
+        if ruling.reason is None and ruling.doubt is not None:
+            self._records.transient(outcome, ruling.doubt)
+        elif ruling.reason is not None and ruling.verdict is not Verdict.RETRY:
+            self._records.bad_step(step, outcome, ruling, self._batches.samples(step))
         return ruling.verdict
 
     def apply(self, step: int) -> None:
         """Apply the gradients at the step's learning rate; the step counts from then on."""
         fault("commit", step=step, rank=self._world.rank)
+        decision = Decision(
+            step=step,
+            loss=self._outcome.loss,
+            gradient_norm=self._outcome.gradient_norm,
+            max_norm=self._run.optimizer.grad_clip,
+            learning_rate=self._learning_rate(step),
+            tokens=self._tokens_per_step,
+            loads=self._outcome.loads,
+        )
         with self._clock.time("optimizer"):
-            self.state.apply(
-                Decision(
-                    step=step,
-                    loss=self._outcome.loss,
-                    gradient_norm=self._outcome.gradient_norm,
-                    max_norm=self._run.optimizer.grad_clip,
-                    learning_rate=self._learning_rate(step),
-                    tokens=self._tokens_per_step,
-                    loads=self._outcome.loads,
-                )
-            )
+            self.state.prepare(decision)
+        if not self.state.optimizer.is_local:
+            fault("prepared", step=step, rank=self._world.rank)
+            with self._clock.time("communication"):
+                self._world.barrier()  # who is here can follow, whoever applies it now (`TrainState`)
+        with self._clock.time("optimizer"):
+            self.state.apply(decision)
         with self._clock.time("communication"):
             self.state.model.after_update()
         self.state.model.zero_gradients()
@@ -250,10 +239,13 @@ class Job:
             return
         with self._clock.time("evaluate"):
             fault("evaluate", step=done)
+            self._make_copies_agree()
+            if self.state.step != done:
+                return  # it went back
             self._score = self._evaluate()
         if self._score and self._world.is_first:
             score = {"validation_loss": self._score.loss, "bits_per_byte": self._score.bits_per_byte}
-            self.metrics.write({"step": done - 1, **score})
+            self._records.metrics.write({"step": done - 1, **score})
 
     def observe(self) -> None:
         """Write the line of the step that was applied, and show it."""
@@ -262,11 +254,12 @@ class Job:
         if self._time_to_first_step_s is None:
             self._time_to_first_step_s = time.monotonic() - self._began
         self._keeper.poll()
+        self._show_safe_step()
         if self._world.is_first and self.state.decided is not None:
-            record = self._record(self.state.decided, seconds)
-            self.metrics.write(record)
+            decided = self.state.decided
+            record = self._records.step(decided, self.state.tokens, self._batches.line(decided.step), seconds)
             validation_loss = self._score.loss if self._score else None
-            self.progress.step(record, self._pace.steps, validation_loss, self._pace.left_s(self.state.step))
+            self._records.progress.step(record, self._pace.steps, validation_loss, self._pace.left_s(self.state.step))
 
     def save_if_due(self) -> None:
         """Save by steps, by minutes, or because the run is asked to stop (its time counts in the next step)."""
@@ -274,7 +267,7 @@ class Job:
             return  # `finish` saves, and waits for it
         with self._clock.time("checkpoint"):
             saves = self._outcome.wishes.save or self._keeper.is_due_by_steps(self.state.step)
-            copies = self._copies is not None and self.state.step % self._run.resilience.memory_every_steps == 0
+            copies = self._outcome.wishes.copy or self._outcome.wishes.hold
             if saves or copies:
                 self._make_copies_agree()
             if saves:
@@ -282,6 +275,19 @@ class Job:
             if copies and self._copies is not None:
                 position = Position(self.state.step, self.state.tokens, self.state.skipped)
                 self._copies.save(position, self.state.boxes())
+            if copies and self._copy_pace is not None:
+                self._copy_pace.made(self.state.step)
+        if self._outcome.wishes.hold:
+            self._hold()
+
+    def _hold(self) -> None:
+        """Stand still, with the state where others can take it over, until this world is over. Raises: WorldIsOver."""
+        if self._copies is not None:
+            self._copies.wait()
+        self._show_safe_step()
+        if self._vitals is not None:
+            self._vitals.enter("waiting")
+        self._stop.hold(HOLD_S)
 
     @property
     def is_asked_to_stop(self) -> bool:
@@ -295,7 +301,7 @@ class Job:
         """
         if self._vitals is not None:
             self._vitals.enter("finishing")
-        self.progress.close()
+        self._records.progress.close()
         self._batches.close()
         self._make_copies_agree()
         if error := self._keeper.finish(self.state):
@@ -313,14 +319,14 @@ class Job:
                 self._data,
                 self._held_out,
                 self._score,
-                self.progress,
+                self._records.progress,
                 self._plan,
-                self._prediction,
+                self._records.prediction,
                 {
                     "status": "finished" if finished else "stopped",
-                    "peak_flops": self._peak_flops,
+                    "peak_flops": self._records.peak_flops,
                     "time_to_first_step_s": self._time_to_first_step_s,
-                    "memory_before_bytes": self._memory_before_bytes,
+                    "memory_before_bytes": self._survivor.memory_before_bytes,
                     "device": device_name(self._world.device),
                     "software": software(self._world.device),
                 },
@@ -328,7 +334,7 @@ class Job:
         if self._copies is not None:
             self._copies.wait()
         self._keeper.close()
-        self.events.write("end", step=self.state.step, finished=finished)
+        self._records.events.write("end", step=self.state.step, finished=finished)
         return finished or self._is_paused
 
     def _exchange(self, step: int, loss: Tensor) -> StepOutcome:
@@ -343,25 +349,46 @@ class Job:
         with self._clock.time("communication"):
             loads = loads_of(state.model.moes, self._run.model, self._world.device)
             stop, save = self._stop.number is not None, self._keeper.is_due_by_time
-            wishes = Wishes(stop, save, self._batches.are_unreadable, self._is_wrong(step, loss))
+            wrong, copy = self._is_wrong(step, loss), self._is_copy_due(step + 1)
+            wishes = Wishes(stop, save, self._batches.are_unreadable, wrong, copy, self._stop.is_to_hold)
             return exchange(Share(loss, squares, loads, fingerprint, wishes), self._world)
+
+    def _is_copy_due(self, done: int) -> bool:
+        """Whether this rank, which is to know, says so."""
+        if self._copies is None or self._copy_pace is None or not self._copies.is_on:
+            return False
+        return self._copy_pace.is_due(done, self._pace.step_s, self._copies.stall_s)
+
+    def _show_safe_step(self) -> None:
+        """Show what the run would go back to if everything were lost now."""
+        copied = self._copies.step if self._copies is not None else None
+        steps = [*self._keeper.committed, *([] if copied is None else [copied])]
+        if self._vitals is not None and steps:
+            self._vitals.can_go_back_to(max(steps))
 
     def _is_wrong(self, step: int, loss: Tensor) -> bool:
         """Whether this rank knows that the step's gradient was summed or computed wrongly."""
         is_sound = self.state.model.sums_are_sound()
         if not is_sound:
-            self.events.write("collective_corrupt", step=step, rank=self._world.rank)
+            self._records.events.write("collective_corrupt", step=step, rank=self._world.rank)
+            self._show_doubt([self._world.rank])
         if not self._is_recomputed:
             return not is_sound
         turn = step // self._run.resilience.recompute_every_steps
         mine = loss.item(), self.state.model.bits()
         found = compare(turn, mine, partial(self._recompute, step), self._world)
         if found is not None:
-            self._tell("gradient_corrupt", step=step, rank=found.rank, suspects=list(found.suspects))
-            self.progress.say(
+            self._records.tell("gradient_corrupt", step=step, rank=found.rank, suspects=list(found.suspects))
+            self._records.progress.say(
                 f" step {step}: the gradient of rank {found.rank} is in doubt; suspects: {found.suspects}"
             )
+            self._show_doubt(found.suspects)
         return found is not None or not is_sound
+
+    def _show_doubt(self, ranks: Collection[int]) -> None:
+        """Those who are or may be to blame show it, and their nodes are examined."""
+        if self._vitals is not None and self._world.rank in ranks:
+            self._vitals.doubt()
 
     def _recompute(self, step: int, rank: int) -> Result:
         """The loss and gradient of another replica's samples."""
@@ -388,23 +415,24 @@ class Job:
         outcome = "healed" if heals else "rolled_back"
         for corrupt in found:
             facts = {"tensor": corrupt.name, "ranks": list(corrupt.ranks), "healthy_rank": corrupt.healthy}
-            self._tell("corruption", step=self.state.step, **facts, outcome=outcome)
+            self._records.tell("corruption", step=self.state.step, **facts, outcome=outcome)
             who = f"{corrupt.name} of rank {', '.join(map(str, corrupt.ranks))}"
-            self.progress.say(f" step {self.state.step}: {who} is corrupt: {outcome.replace('_', ' ')}")
+            self._records.progress.say(f" step {self.state.step}: {who} is corrupt: {outcome.replace('_', ' ')}")
         if not found:  # they are equal by now: what differed was a sum, or mended itself
-            self._tell("corruption", step=self.state.step, outcome="gone")
+            self._records.tell("corruption", step=self.state.step, outcome="gone")
         elif heals:
             self.state.in_update = True
             self._fingerprints.heal(found)
             self.state.in_update = False
         elif self._go_back():
-            self._judge.remember(self._recalled())
+            self._judge.went_back(self._recalled())
         else:
             self._survivor.state = None  # it is not to be trusted
             raise Retryable(
                 f"{found[0].name} differs between ranks {found[0].ranks}, there is no telling which is right, and no "
                 "checkpoint was saved yet. The same command starts from the beginning."
             )
+        self._show_doubt({rank for corrupt in found for rank in corrupt.ranks})
 
     def _go_back(self) -> bool:
         """Take the state back from the newest checkpoint, which was clean when it was saved; False if there is none.
@@ -422,93 +450,58 @@ class Job:
         self._begin_copies()
         self._batches.follow()
         if self._world.is_first:
-            self.metrics.forget_from(self.state.step)
-        self._tell("rewind", step=left, to_step=self.state.step)
-        self.progress.say(f" back from step {left} to {self.state.step}: {checkpoint.folder}")
+            self._records.metrics.forget_from(self.state.step)
+        self._records.tell("rewind", step=left, to_step=self.state.step)
+        self._records.progress.say(f" back from step {left} to {self.state.step}: {checkpoint.folder}")
         return True
 
     def _begin_copies(self) -> None:
         """From now on copies in host memory are of the present history."""
         if self._copies is not None:
             self._copies.wait()
-        self._copies, folder = None, memory_folder()
-        if folder is not None and self._run.resilience.memory_every_steps:
+        self._copies, self._copy_pace, folder = None, None, memory_folder()
+        every = self._run.resilience.memory_every_steps
+        if folder is not None and every:
             boxes = [box for box in self.state.boxes() if travels(box)]
 
             def failed(why: str) -> None:
-                self.events.write("memory_copy_failed", why=why)
+                self._records.events.write("memory_copy_failed", why=why)
 
-            at, replicas_do = self.state.history, self.state.can_follow
-            self._copies = MemoryCopies(folder, boxes, self._world, at, failed, replicas_do)
+            self._copies = MemoryCopies(folder, boxes, self._world, self.state.history, failed)
+            if self._world.is_first:
+                copy_s = sum(map(box_bytes, boxes)) / HOST_COPY_BYTES_PER_S
+                self._copy_pace = CopyPace(every, self._records.mtbf_s(), copy_s, self._records.events.write)
 
-    def _write_missing_line(self, decided: Decision | None) -> None:
-        """The process that was to write the line of the last step may have died before it could."""
-        if decided is not None and all(record["step"] < decided.step for record in self.metrics.last(1)):
-            self.metrics.write(self._record(decided, {"step": 0.0}))
+    def _take_over(self) -> None:
+        """Be what survives of this process; what survived of the last world has served."""
+        before, self._survivor.state = self._survivor.state, self.state
+        saved_s = self._survivor.last_save_s
+        unsaved_s = max(self._world.gather(0.0 if saved_s is None else time.monotonic() - saved_s))
+        self._keeper.last_save_s -= unsaved_s
+        if before is not None:  # two states were in memory, which no step needs
+            del before
+            give_back_freed_memory()
+            forget_peak_memory(self._world.device)
+
+    def _make_up(self) -> None:
+        """Do what was due after the last step, and was cut off when the world ended; a save also if due before."""
+        done = self.state.step
+        if done and not self._world.share_first(lambda: self._records.metrics.has(done - 1, "validation_loss")):
+            self.evaluate_if_due()
+        if self._keeper.has_missed(done):
+            with self._clock.time("checkpoint"):
+                self._make_copies_agree()
+                self._keeper.save(self.state, self._run.checkpoint.background)
 
     def _make_copies_agree(self) -> None:
-        """Before a save: what is saved is clean, as far as it can be known."""
+        """Before a save or an evaluation: what is saved or scored is clean, as far as it can be known."""
         if self._run.resilience.fingerprint_every_steps and self._fingerprints.differ():
             self._mend_copies()
 
     def _recalled(self) -> list[tuple[int, float, float]]:
         """Step, loss and gradient norm of the last steps, as the first process has them in its metrics."""
-        steps: list[Any] = [None]
-        if self._world.is_first:
-            last = self.metrics.last(self._run.resilience.spike_window)
-            steps = [[(record["step"], record["loss"], record["grad_norm"]) for record in last]]
-        if self._world.size > 1:
-            dist.broadcast_object_list(steps, device=self._world.device)
-        return list(steps[0])
-
-    def _record(self, decision: Decision, seconds: dict[str, float]) -> dict[str, Any]:
-        """The line of a step in metrics.jsonl; `seconds` as the clock gives them."""
-        step_s = seconds["step"] - seconds.get("evaluate", 0.0) - seconds.get("checkpoint", 0.0)
-        tokens_per_s = decision.tokens / step_s if step_s else 0.0
-        record = {
-            "step": decision.step,
-            "tokens": self.state.tokens,
-            "loss": decision.loss,
-            "grad_norm": decision.gradient_norm,
-            "lr": decision.learning_rate,
-            **self._batches.line(decision.step),
-            "step_time_s": round(step_s, 6),
-            "tokens_per_s": round(tokens_per_s, 1),
-            "mfu": round(tokens_per_s * self._flops_per_token / self._peak_flops, 4),
-            "memory_bytes": peak_memory_bytes(self._world.device),
-            "seconds": {category: round(value, 6) for category, value in seconds.items()},
-        }
-        if decision.loads is not None:
-            loads = loads_by_layer(decision.loads, self._run.model)
-            record["experts"] = {str(layer): load.record() for layer, load in loads.items()}
-        return record
-
-    def _tell_of_bad_step(self, step: int, outcome: StepOutcome, ruling: Ruling) -> None:
-        """Raises: RunFailed if the run ends with it."""
-        assert ruling.reason is not None
-        samples = self._batches.samples(step)
-        self._tell(
-            "bad_step",
-            step=step,
-            reason=ruling.reason.name.lower(),
-            loss=_number(outcome.loss),
-            grad_norm=_number(outcome.gradient_norm),
-            largest_loss=_number(ruling.limits.loss),
-            largest_grad_norm=_number(ruling.limits.gradient_norm),
-            samples=[list(some) for some in samples],
-            policy=self._run.resilience.on_bad_step,
-            outcome=ruling.verdict.value,
-        )
-        what = f"loss {outcome.loss}, gradient norm {outcome.gradient_norm}"
-        self.progress.say(f" step {step} is {ruling.reason.value}: {what}; samples {samples}: {ruling.verdict.value}")
-        if ruling.verdict is Verdict.STOP:
-            row = f"the last {ruling.in_a_row} steps were" if ruling.in_a_row > 1 else "the step is"
-            raise RunFailed(f"{what} at step {step}: {row} {ruling.reason.value}, and changed nothing. {REMEDY}")
-
-    def _tell(self, kind: str, **facts: Any) -> None:
-        """Record an event that is the same on all ranks, once."""
-        if self._world.is_first:
-            self.events.write(kind, **facts)
+        last = self._world.share_first(lambda: self._records.metrics.last(self._run.resilience.spike_window))
+        return [(record["step"], record["loss"], record["grad_norm"]) for record in last]
 
     @property
     def _is_paused(self) -> bool:
@@ -537,31 +530,6 @@ class Job:
         self._pace.steps = int(self._world.sum(mine))
         train = self._run.train.model_copy(update={"steps": self._pace.steps})
         self._run = self._run.model_copy(update={"train": train})
-        self.events.write("length", steps=self._pace.steps, minutes=train.minutes)
+        self._records.events.write("length", steps=self._pace.steps, minutes=train.minutes)
         if self._world.is_first:
             save_run(self._run, self._run_dir / "run.toml")
-
-    def _predict(self) -> Prediction | None:
-        """What the plan will take, if anybody knows this machine's devices."""
-        machine = machine_at_hand(self._run, self._hardware())
-        return None if machine is None else predict(self._plan, self._run, machine)
-
-    def _hardware(self) -> Hardware:
-        world, number_format = self._world, "bf16" if self._plan.precision == "fp8" else self._plan.precision
-        return Hardware(
-            device=device_name(world.device),
-            processes=world.size,
-            per_node=processes_here(world.size),
-            peak_flops_per_s={number_format: self._peak_flops / world.size},
-        )
-
-    def _measure_peak(self) -> float:
-        """The matmul peak of all processes, measured on all at once, since they share the machine."""
-        self._world.barrier()
-        mine = matmul_peak_flops(self._world.device, DTYPES[self._plan.precision])
-        return self._world.sum(torch.tensor(mine, dtype=torch.float64, device=self._world.device)).item()
-
-
-def _number(value: float) -> float | str:
-    """JSON has no word for a number that is not finite."""
-    return value if math.isfinite(value) else str(value)

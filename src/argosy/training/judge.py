@@ -8,6 +8,9 @@ factors, so their logarithms are compared. PaLM (Chowdhery et al. 2022, section 
 spike and skipped the data around it, which did not bring the spike back: hence the policy "rewind". ZClip (Kumar et
 al. 2025) and AdaGC (Wang et al. 2025) see spikes of the norm by z-scores as well, and clip instead; here
 optimizer.grad_clip does that, and the thresholds are such that only what no clipping mends is left.
+
+What looks bad is done again once, with the same samples: a bit that flipped on the way is gone then. Only if it is bad
+again is the step bad.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import math
 import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from argosy.config.schema import ResilienceConfig
@@ -69,6 +72,16 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Doubt:
+    """What a step looked like at first, when it looked bad."""
+
+    step: int
+    reason: Reason
+    loss: float
+    gradient_norm: float
+
+
+@dataclass(frozen=True)
 class Ruling:
     """A verdict, and why."""
 
@@ -78,43 +91,84 @@ class Ruling:
     limits: Limits
     in_a_row: int
     """Bad steps until now, this one with them."""
+    doubt: Doubt | None
+    """What the same step looked like before it was done again with the same samples, if it was."""
+
+
+@dataclass
+class Counts:
+    """What a judge counts; it goes on from one world to the next."""
+
+    rulings: int = 0
+    """In all: of two ranks' counts those of more rulings are the newer."""
+    in_a_row: int = 0
+    """Bad steps until now."""
+    doubt: Doubt | None = None
+    """Of the step that is being done again."""
+    rewinds: Counter[int] = field(default_factory=Counter)
+    """How often the run went back to a step."""
 
 
 class Judge:
     """Tells bad steps from good ones. It remembers the committed steps of a window, which `remember` brings back."""
 
-    def __init__(self, settings: ResilienceConfig, stage_of: Callable[[int], int] = lambda step: 0):
-        """`stage_of`: number of the mixture that a step's data come from: losses of two are not to be compared."""
+    def __init__(
+        self,
+        settings: ResilienceConfig,
+        stage_of: Callable[[int], int] = lambda step: 0,
+        counts: Counts | None = None,
+    ):
+        """`stage_of`: number of the mixture that a step's data come from: losses of two are not to be compared.
+
+        counts: what to count on from, in place.
+        """
         self._settings, self._stage_of = settings, stage_of
         self._stage: int | None = None
         self._losses: deque[float] = deque(maxlen=settings.spike_window)
         self._log_norms: deque[float] = deque(maxlen=settings.spike_window)
         self._judged_from = min(settings.spike_warmup_steps, settings.spike_window)
-        self._in_a_row = 0
-        self._rewinds: Counter[int] = Counter()
+        self._counts = counts or Counts()
 
     def rule(self, step: int, loss: float, gradient_norm: float) -> Ruling:
         """What becomes of step `step` (0-based), whose loss and gradient norm are these."""
-        limits = self.limits(step)
+        counts, limits = self._counts, self.limits(step)
         reason = _reason(loss, gradient_norm, limits)
+        doubt = counts.doubt if counts.doubt is not None and counts.doubt.step == step else None
+        counts.rulings += 1
+        counts.doubt = None
         if reason is None:
+            counts.in_a_row = 0
             self._commit(step, loss, gradient_norm)
+        elif doubt is None:
+            counts.doubt = Doubt(step, reason, loss, gradient_norm)
+            return Ruling(Verdict.RETRY, reason, limits, counts.in_a_row, None)
         else:
-            self._in_a_row += 1
-        return Ruling(self._verdict(reason), reason, limits, self._in_a_row)
+            counts.in_a_row += 1
+        return Ruling(self._verdict(reason), reason, limits, counts.in_a_row, doubt)
+
+    def go_on_from(self, everyone: Iterable[Counts]) -> None:
+        """Count on from what the ranks of a new world have counted: from the newest, which new processes lack."""
+        newest = max(everyone, key=lambda counts: counts.rulings)
+        mine = self._counts
+        mine.rulings, mine.in_a_row, mine.doubt = newest.rulings, newest.in_a_row, newest.doubt
+        mine.rewinds = Counter(newest.rewinds)
 
     def rewound(self, step: int, steps: Iterable[tuple[int, float, float]]) -> bool:
         """The state is that after `step` steps again; `steps` as `remember` takes them.
 
         Returns whether the run may go on: not if it was there too often, as what is bad there is not the data.
         """
+        self.went_back(steps)
+        self._counts.rewinds[step] += 1
+        return self._counts.rewinds[step] <= MOST_REWINDS
+
+    def went_back(self, steps: Iterable[tuple[int, float, float]]) -> None:
+        """The state is an older one, and what was bad after it is to come again; `steps` as `remember` takes them."""
+        self._counts.in_a_row, self._counts.doubt = 0, None
         self.remember(steps)
-        self._rewinds[step] += 1
-        return self._rewinds[step] <= MOST_REWINDS
 
     def remember(self, steps: Iterable[tuple[int, float, float]]) -> None:
-        """Forget all but these committed steps: (step, loss, gradient norm) of each, in order."""
-        self._in_a_row = 0
+        """Compare with these committed steps alone: (step, loss, gradient norm) of each, in order."""
         self._losses.clear()
         self._log_norms.clear()
         for step, loss, norm in steps:
@@ -134,7 +188,6 @@ class Judge:
             self._stage = stage
             self._losses.clear()
             self._log_norms.clear()
-        self._in_a_row = 0
         self._losses.append(loss)
         self._log_norms.append(math.log(max(norm, 1e-30)))
 
@@ -144,9 +197,9 @@ class Judge:
             return Verdict.COMMIT
         # Without a checkpoint to go back to, steps are skipped after the one that asked for it.
         most = max(MOST_IN_A_ROW, rewind_after + 1) if policy == "rewind" else MOST_IN_A_ROW
-        if policy == "stop" or self._in_a_row >= most:
+        if policy == "stop" or self._counts.in_a_row >= most:
             return Verdict.STOP
-        return Verdict.REWIND if policy == "rewind" and self._in_a_row == rewind_after else Verdict.SKIP
+        return Verdict.REWIND if policy == "rewind" and self._counts.in_a_row == rewind_after else Verdict.SKIP
 
 
 def _reason(loss: float, gradient_norm: float, limits: Limits) -> Reason | None:

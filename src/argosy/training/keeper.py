@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch.distributed as dist
+from typing import Any
 
 from argosy.checkpoint import store
 from argosy.checkpoint.boxes import Box
@@ -24,8 +22,6 @@ from argosy.observe.progress import Progress
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 from argosy.training.state import TrainState, generators, set_generators
-
-T = TypeVar("T")
 
 
 class Keeper:
@@ -49,17 +45,32 @@ class Keeper:
         self._remote = Remote(settings.remote, run_dir) if settings.remote else None
         upkeep = Upkeep(settings.keep_last, settings.keep_every, settings.remote)
         self._saver = Saver(run_dir, world, self._hear, upkeep)
-        self._last_save = time.monotonic()
+        self.last_save_s = self._save_before_s = time.monotonic()
+        """When the last save that was not cut off began."""
+
+    @property
+    def committed(self) -> Collection[int]:
+        """Steps whose checkpoints are known to be committed."""
+        return self._saver.committed
 
     @property
     def is_due_by_time(self) -> bool:
         """Whether checkpoint.every_minutes have passed on the process that keeps the time."""
         minutes = self._settings.every_minutes
-        return bool(minutes) and self._world.is_first and time.monotonic() - self._last_save >= minutes * 60
+        return bool(minutes) and self._world.is_first and time.monotonic() - self.last_save_s >= minutes * 60
 
     def is_due_by_steps(self, done: int) -> bool:
         """Whether a checkpoint is due once `done` steps are done."""
         return bool(self._settings.every_steps) and done % self._settings.every_steps == 0
+
+    def has_missed(self, done: int) -> bool:
+        """Whether the checkpoint that was due by steps when the first `done` steps were done, or before, is not there:
+        the world ended while it was written. All processes call it together.
+        """
+        every = self._settings.every_steps
+        due = done // every * every if every else 0
+        newest = self._world.share_first(lambda: max((c.step for c in store.committed(self._run_dir)), default=0))
+        return newest < due
 
     def save(self, state: TrainState, background: bool) -> None:
         """Save `state`; all processes call it together. Not in the background: wait until this one's part is done."""
@@ -76,7 +87,7 @@ class Keeper:
             files={},
         )
         self._saver.save(state.boxes() | generators(self._world), manifest)
-        self._last_save = time.monotonic()
+        self._save_before_s, self.last_save_s = self.last_save_s, time.monotonic()
         if not background:
             self._saver.wait()
 
@@ -90,7 +101,7 @@ class Keeper:
         All processes call it together. Returns why it could not be saved, the same on all; None if it was.
         """
         self._saver.wait()
-        there = self._agree(lambda: Checkpoint(store.step_folder(self._run_dir, state.step)).is_there)
+        there = self._world.share_first(lambda: Checkpoint(store.step_folder(self._run_dir, state.step)).is_there)
         if not there:
             self._saver.committed.discard(state.step)
             self.save(state, background=False)
@@ -102,13 +113,15 @@ class Keeper:
 
     def abandon(self) -> None:
         """Let go of the save under way: the world that it is of is over. It will not be committed."""
+        if self._saver.is_under_way:
+            self.last_save_s = self._save_before_s
         self._saver.abandon()
 
     def newest_step(self) -> int | None:
         """Of the newest checkpoint that there is, here or in the remote place; it may turn out to be damaged. None if
         there is none. All processes call it together.
         """
-        return self._agree(self._newest_step)
+        return self._world.share_first(self._newest_step)
 
     def restore(self, state: TrainState, at_most: int | None = None) -> Checkpoint | None:
         """Take `state` back from the newest whole checkpoint; None if the run has none. All processes call it together.
@@ -119,7 +132,7 @@ class Keeper:
         Raises: UserError if the checkpoint is of another model; StorageError if all checkpoints are damaged.
         """
         self._saver.wait()
-        found = self._agree(lambda: self._newest(at_most))
+        found = self._world.share_first(lambda: self._newest(at_most))
         if found is None:
             return None
         checkpoint, steps = found
@@ -143,7 +156,7 @@ class Keeper:
 
     def read_weights(self, state: TrainState, folder: Path) -> Checkpoint:
         """Start from the weights, and only them, of a checkpoint or run at `folder`. Raises: UserError."""
-        checkpoint = self._agree(lambda: store.find(folder))
+        checkpoint = self._world.share_first(lambda: store.find(folder))
         weights = state.weights()
         _check_fits(weights, checkpoint)
         load_into(weights, checkpoint)
@@ -208,21 +221,6 @@ class Keeper:
                 ) from None
             self._progress.say(f"checkpoint.remote = {self._settings.remote} cannot be read: {problem}")
             return []
-
-    def _agree(self, look: Callable[[], T]) -> T:
-        """What the first process finds, for all: they may see a shared disk at different moments."""
-        found: list[Any] = [None]
-        if self._world.is_first:
-            try:
-                found = [look()]
-            except Exception as problem:
-                found = [problem]
-        if self._world.size > 1:
-            dist.broadcast_object_list(found, device=self._world.device)
-        if isinstance(found[0], Exception):
-            raise found[0]
-        agreed: T = found[0]
-        return agreed
 
     def _hear(self, news: str, /, **facts: Any) -> None:
         """Keep in the run's records what has become of a checkpoint, and tell the user what he should know."""

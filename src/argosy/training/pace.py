@@ -37,6 +37,11 @@ class Pace:
         """Hear how long a step took, all of it."""
         self._recent.append(step_s)
 
+    @property
+    def step_s(self) -> float | None:
+        """Of the recent steps, as a rule; None before the first."""
+        return statistics.median(self._recent) if self._recent else None
+
     def steps_if_due(self, done: int) -> int | None:
         """The number of steps, if it is undecided and now is the time (`done` steps are done)."""
         if self.steps is not None or done < self._decide_at:

@@ -19,6 +19,7 @@ from argosy.parallel.model import ParallelModel
 from argosy.parallel.pieces import Held
 from argosy.parallel.world import World
 from argosy.precision.scaler import LossScaler
+from argosy.training.judge import Counts
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class TrainState:
 
     A step is all or nothing, over all ranks: none applies it before the exchange has ended that gives it the
     gradient's norm, and none enters that before its own gradient is whole (`pending`). So if any rank has applied step
-    s, each other rank has, or still holds its whole gradient of s, and can follow with the same `Decision`.
+    s, each other rank has, or still holds its whole gradient of s, and can follow with the same `Decision`. Where an
+    update takes other ranks (`prepare`), none applies it before all are prepared: then following takes no other rank.
     """
 
     model: ParallelModel
@@ -61,6 +63,8 @@ class TrainState:
     """The worlds that led to it."""
     pending: bool = False
     """Every piece has its gradient of step `step`: whole, divided by the loss scale, not clipped."""
+    is_prepared: bool = False
+    """What the update of step `step` takes of other ranks is here, and the gradients are clipped."""
     in_update: bool = False
     """Weights or optimizer are being written: what they hold now is of no step."""
     decided: Decision | None = None
@@ -68,20 +72,30 @@ class TrainState:
 
     @property
     def can_follow(self) -> bool:
-        """Whether `apply` takes no other rank, so that it may be made up for when the others are gone."""
-        return self.optimizer.is_local
+        """Whether `apply` takes no other rank now, so that it may be made up for when the others are gone.
 
-    def apply(self, decision: Decision) -> None:
-        """Update weights and optimizer; the step counts from then on. `model.after_update` remains to be called.
+        False only if none has applied the step.
+        """
+        return self.optimizer.is_local or self.is_prepared
 
-        Only matrices under Muon need other ranks in here: should one of these die meanwhile, `in_update` stays on.
+    def prepare(self, decision: Decision) -> None:
+        """Clip the gradients, and take of other ranks what the update needs of them; they call it together.
+
+        Weights and optimizer stay as they are: should a rank die meanwhile, the state is still whole.
         """
         assert decision.step == self.step, f"step {decision.step} applied to the state of step {self.step}"
-        self.in_update, self.pending = True, False
-        self.scaler.update(decision.gradient_norm)
         clip(self.model.pieces, decision.max_norm, decision.gradient_norm)
-        self.optimizer.set_learning_rate(decision.learning_rate)
         self.model.before_update()
+        self.optimizer.prepare()
+        self.is_prepared = True
+
+    def apply(self, decision: Decision) -> None:
+        """Update weights and optimizer; the step counts from then on. `model.after_update` remains to be called."""
+        if not self.is_prepared:
+            self.prepare(decision)
+        self.in_update, self.pending, self.is_prepared = True, False, False
+        self.scaler.update(decision.gradient_norm)
+        self.optimizer.set_learning_rate(decision.learning_rate)
         self.optimizer.step()
         if decision.loads is not None:
             update_biases(self.model.moes, decision.loads)
@@ -124,6 +138,12 @@ class Survivor:
 
     state: TrainState | None = None
     """None until it is whole for the first time."""
+    counts: Counts = field(default_factory=Counts)
+    """What its judge has counted."""
+    memory_before_bytes: int | None = None
+    """What the process held before it trained in any world; None before the first."""
+    last_save_s: float | None = None
+    """When it began the last save that was not cut off, by its monotonic clock."""
 
 
 def generators(world: World) -> dict[Box, Tensor]:

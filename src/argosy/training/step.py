@@ -28,6 +28,10 @@ class Wishes:
     """It could not read its samples: the step is to be done again without the shard that they are in."""
     retry: bool = False
     """What it received of the gradients' sums cannot be right: the step is to be done again."""
+    copy: bool = False
+    """The state is to be copied to host memory."""
+    hold: bool = False
+    """Likewise, and then all stand still: this world is to end, in order."""
 
 
 @dataclass(frozen=True)

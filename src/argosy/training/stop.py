@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from types import FrameType
+
+LOOK_S = 0.01
 
 
 class WorldIsOver(Exception):
@@ -19,6 +22,8 @@ class StopSignal:
         """The signal that came, if any."""
         self.world_is_over = False
         """The process is to leave the world it is in, at once and without saving: another is formed."""
+        self.is_to_hold = False
+        """The world is to end, in order: its ranks are to stand still after a step, with their state safe."""
 
     def listen(self) -> StopSignal:
         """Catch the signals from now on (main thread only)."""
@@ -31,6 +36,14 @@ class StopSignal:
         """Raises: WorldIsOver."""
         if self.world_is_over:
             raise WorldIsOver
+
+    def hold(self, seconds: float) -> None:
+        """Wait until this world is over, or a signal comes, but no longer than that. Raises: WorldIsOver."""
+        until = time.monotonic() + seconds
+        self.is_to_hold = False
+        while self.number is None and time.monotonic() < until:
+            self.check()
+            time.sleep(LOOK_S)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.number = self.number or number

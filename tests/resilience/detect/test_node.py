@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from argosy.resilience.detect.clock import Clock
+from argosy.resilience.detect.clock import Clock, read_clocks
 from argosy.resilience.detect.finding import Latch, process_state
 from argosy.resilience.detect.limits import Limits, LimitsReading, read_limits
 from argosy.resilience.detect.node import NodeWatch
@@ -71,3 +71,18 @@ def test_a_healthy_node_is_silent_and_cheap(tmp_path):
     for _ in range(100):
         assert not watch.look([os.getpid()])
     assert time.perf_counter() - began < 0.5
+
+
+def test_a_process_that_stands_still_between_two_clocks_sees_no_jump(monkeypatch):
+    """As it does on a machine that has more to do than processors."""
+    now_s, stalls = 100.0, iter([0.0, 1.2, *[0.0] * 8])
+
+    def wall() -> float:
+        nonlocal now_s
+        now_s += next(stalls, 0.0)
+        return 1e9 + now_s
+
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(time, "time", wall)
+    clock = Clock()
+    assert not any(clock.observe(*read_clocks()) for _ in range(3))

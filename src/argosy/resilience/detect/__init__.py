@@ -4,6 +4,7 @@
 |---|---|---|
 | `hang` | a `Sample` of all ranks | stopped, frozen, hang, stuck_loader, mismatch |
 | `straggler` | a `Sample` of all ranks | straggler |
+| `suspect` | a `Sample` of all ranks | suspect |
 | `memory` | `MemoryReading` of a node | oom_kill, memory_low |
 | `disk` | `DiskReading` of a folder | disk_failed, disk_slow, disk_full |
 | `clock` | monotonic and wall time of a node | clock_jump |

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import time
+
 from argosy.resilience.detect.finding import Finding
 
 JUMP_S = 1.0
 """NTP moves a clock by at most half a millisecond a second; more than this between two readings is no adjustment."""
+
+TRIES = 5
+
+
+def read_clocks() -> tuple[float, float]:
+    """CLOCK_MONOTONIC and the wall clock at one moment, seconds: of some readings the one that took the shortest, since
+    on a busy machine a process may well stand still for a second between two lines.
+    """
+    readings = ((time.monotonic(), time.time(), time.monotonic()) for _ in range(TRIES))
+    at_s, wall_s, _ = min(readings, key=lambda reading: reading[2] - reading[0])
+    return at_s, wall_s
 
 
 class Clock:

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from argosy.observe.vitals import VitalsReading
 
-Action = Literal["kill", "avoid", "alarm"]
+Action = Literal["kill", "avoid", "examine", "alarm"]
 """kill: the ranks will not go on by themselves; avoid: leave their node out of the next world, if there is another;
-alarm: tell somebody."""
+examine: have their node examined before it goes on; alarm: tell somebody."""
 
 
 @dataclass(frozen=True)

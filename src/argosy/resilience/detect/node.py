@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from argosy.resilience.detect.clock import Clock
+from argosy.resilience.detect.clock import Clock, read_clocks
 from argosy.resilience.detect.disk import Disk, DiskProbe
 from argosy.resilience.detect.finding import Finding
 from argosy.resilience.detect.limits import Limits, read_limits
@@ -30,15 +30,15 @@ class NodeWatch:
         if now_s < self._due_s:
             return []
         self._due_s = now_s + EVERY_S
-        return [*self.look_at_memory(), *self._others(now_s, pids)]
+        return [*self.look_at_memory(), *self._others(pids)]
 
     def look_at_memory(self) -> list[Finding]:
         """What is found of memory alone, at once: when a worker was killed, to know whether the kernel did it."""
         return self._memory.observe(time.monotonic(), read_memory())
 
-    def _others(self, now_s: float, pids: Iterable[int]) -> list[Finding]:
+    def _others(self, pids: Iterable[int]) -> list[Finding]:
         return [
             *self._disk.observe(self._probe.read()),
-            *self._clock.observe(now_s, time.time()),
+            *self._clock.observe(*read_clocks()),
             *self._limits.observe(read_limits(pids)),
         ]

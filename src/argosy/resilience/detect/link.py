@@ -1,0 +1,112 @@
+"""A link that became slow: steps take longer than they did, and it is no rank's own work that does.
+
+What is left of a step without the own work of its slowest rank is what all ranks waited for: their sums, each other's
+parts, on the way between them. It is compared with the run's own best under the same plan: a step that takes so much
+longer than that, all of it in waiting, counts against the links; a slow rank, a longer batch or a busy machine does
+not. What layers themselves wait for (tensor and context parallelism, fully sharded parameters) is in their ranks' own
+work, as the clock has it, and not seen here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
+from statistics import median
+
+from argosy.resilience.detect.finding import Finding, Latch, Sample
+
+GROWN = 0.5
+"""Share of a usual step by which waiting must have grown."""
+LASTING = 4
+"""Windows for which it must last."""
+MOST_STEPS = 0.75
+"""Share of the steps in these that must be so."""
+SKIPPED = 2
+"""The first steps of a world compile and warm up."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    at_s: float
+    took_s: float
+    waited_s: float
+
+
+class SlowLink:
+    """Watches the steps of one world after the other."""
+
+    def __init__(self, steps: int = 20, seconds: float = 10.0):
+        """As the keys straggler_steps and straggler_s of [resilience]."""
+        self._steps, self._seconds = steps, seconds
+        self._plan = ""
+        self._usual: _Step | None = None
+        self._start(-1)
+
+    @property
+    def step_s(self) -> float | None:
+        """What a step of this world takes, as a rule; None until it has made enough of them."""
+        return self._typical.took_s if len(self._window) >= self._steps else None
+
+    def observe(self, sample: Sample, took_s: Mapping[int, float], plan: str) -> list[Finding]:
+        """What is found in the newest sample. `took_s`: steps -> how long they took, of the newest ones."""
+        readings = [seen.reading for seen in sample.workers.values()]
+        epochs = {reading.epoch for reading in readings}
+        if len(epochs) != 1:
+            return []
+        if epochs != {self.epoch}:
+            self._start(epochs.pop())
+            if plan != self._plan:
+                self._plan, self._usual = plan, None
+        common = set.intersection(set(took_s), *(set(reading.busy_s) for reading in readings))
+        fresh = sorted(step for step in common if step > self._last)
+        for step in fresh:
+            own_s = max(reading.busy_s[step] for reading in readings)
+            self._take_in(step, _Step(sample.at_s, took_s[step], max(0.0, took_s[step] - own_s)))
+        return self._judge() if fresh and len(self._window) >= self._steps else []
+
+    def _start(self, epoch: int) -> None:
+        self.epoch, self._seen, self._last = epoch, 0, -1
+        self._window: deque[_Step] = deque()
+        self._latch = Latch()
+
+    def _take_in(self, number: int, step: _Step) -> None:
+        self._seen, self._last = self._seen + 1, number
+        if self._seen > SKIPPED:
+            self._window.append(step)
+        while len(self._window) > LASTING * self._steps and step.at_s - self._window[1].at_s >= LASTING * self._seconds:
+            self._window.popleft()
+
+    @property
+    def _typical(self) -> _Step:
+        """Of the newest window."""
+        steps = list(islice(reversed(self._window), self._steps))
+        return _Step(steps[-1].at_s, median(s.took_s for s in steps), median(s.waited_s for s in steps))
+
+    def _judge(self) -> list[Finding]:
+        now = self._typical
+        if self._usual is None or now.took_s < self._usual.took_s:
+            self._usual = now
+        usual, steps = self._usual, self._window
+        slow = sum(step.waited_s - usual.waited_s >= GROWN * usual.took_s for step in steps)
+        spans = steps[-1].at_s - steps[0].at_s >= LASTING * self._seconds
+        lasts = len(steps) >= LASTING * self._steps and spans and slow >= MOST_STEPS * len(steps)
+        if not self._latch.rises("slow", is_wrong=lasts, is_right=slow < (1 - MOST_STEPS) * len(steps)):
+            return []
+        waited_s = median(step.waited_s for step in steps)
+        evidence = {
+            "factor": round(1 + (waited_s - usual.waited_s) / usual.took_s, 2),
+            "step_s": round(now.took_s, 6),
+            "usual_step_s": round(usual.took_s, 6),
+            "waiting_s": round(waited_s, 6),
+            "usual_waiting_s": round(usual.waited_s, 6),
+            "slow_steps": slow,
+            "steps": len(steps),
+            "last_step": self._last,
+        }
+        why = (
+            f"ranks wait {waited_s * 1e3:.0f} ms of a step for each other, and used to wait "
+            f"{usual.waited_s * 1e3:.0f} ms: the links between them are slow, and nobody's own work"
+        )
+        return [Finding("slow_link", "alarm", why, (), evidence)]

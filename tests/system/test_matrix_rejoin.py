@@ -1,0 +1,142 @@
+"""The matrix of faults: nodes that are lost and come back, and one that only seemed to be lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import pytest
+
+from argosy.checkpoint import store
+from argosy.resilience.campaign import descendants
+from commands import Folder
+from matrix import PLANS, Disturbed, free_port
+
+EIGHT = ("--train.global_batch", "8")
+THREE = ("--train.global_batch", "12", "--data.seq_len", "128")
+"""A batch that can be dealt to three and to two, of a size that makes two better than one, as the planner has it."""
+
+
+class Nodes:
+    """A run on several nodes, all of them on this machine: an agent and a worker each. The first can be lost too."""
+
+    def __init__(self, run: Disturbed, names: str):
+        self.run = run
+        self._processes: dict[str, subprocess.Popen[str]] = {}
+        run.options += ("--launch.nodes", str(len(names)), "--launch.coordinator", f"127.0.0.1:{free_port()}",
+                        "--launch.processes", "1", "--resilience.wait_for_nodes_s", "1")  # fmt: skip
+        for name in names:
+            self.start(name)
+
+    def start(self, name: str) -> None:
+        if self.run.process is None:
+            self.run.start("--launch.node", name)
+            self._processes[name] = self.run.process
+        else:
+            self._processes[name] = self.run.launch("--launch.node", name)
+
+    def lose(self, names: str) -> None:
+        for name in names:
+            self._processes[name].kill()
+        for name in names:
+            self._processes.pop(name).communicate()
+
+    def wait_for_size(self, size: int) -> None:
+        """Until a world of that size has made some steps, and copies of them in memory."""
+        run = self.run
+        run.wait_until(lambda: run.events("epoch") and run.events("epoch")[-1]["size"] == size)
+        run.wait_for_step(run.steps() + 4)
+
+    def all_of(self, name: str) -> list[int]:
+        """Its agent and whatever that has started."""
+        pid = self._processes[name].pid
+        return [pid, *descendants(pid)]
+
+    def end(self) -> None:
+        self.run.end(timeout_s=300)
+        for process in self._processes.values():
+            process.communicate(timeout=60)
+            assert process.returncode == 0
+
+    def kill(self) -> None:
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+                process.communicate()
+
+
+@pytest.fixture
+def nodes(folder: Folder) -> Iterator[Callable[..., Nodes]]:
+    begun: list[Nodes] = []
+
+    def run(plan: str, faults: str, names: str, *options: str) -> Nodes:
+        begun.append(Nodes(Disturbed(folder, plan, faults, options), names))
+        return begun[-1]
+
+    yield run
+    for one in begun:
+        one.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plan", "sizes", "samples", "source"),
+    [
+        ("dp_replicate=3,microbatch=2", [3, 2, 3, 2], THREE, "live"),
+        ("dp_replicate=4,microbatch=2", [4, 1], EIGHT, "live"),
+        (PLANS["sharded"], [2, 1, 2], EIGHT, "memory"),
+        (PLANS["pipeline"], [2, 1, 2], EIGHT, "memory"),
+        (PLANS["tensor"], [2, 1, 2], EIGHT, "memory"),
+    ],
+    ids=["2-3-2", "4-1", "dp_shard", "pp", "tp"],
+)
+def test_nodes_that_are_lost_and_come_back(nodes, undisturbed, plan, sizes, samples, source):
+    """The state is cut anew for each world, and each step has the same samples."""
+    options = ("--train.steps", "100", *samples)
+    names = "abcd"[: sizes[0]]
+    cluster = nodes(plan, "slow@forward:seconds=0.2", names, *options)
+    run = cluster.run
+    cluster.wait_for_size(sizes[0])
+    for before, after in pairwise(sizes):
+        if after < before:
+            cluster.lose(names[after:before])
+        else:
+            for name in names[before:after]:
+                cluster.start(name)
+        cluster.wait_for_size(after)
+    cluster.end()
+    assert [e["size"] for e in run.events("epoch")] == sizes
+    lost = [e["node"] for e in run.events("agent_left")][: len(names) - 1]
+    assert set(lost) <= set(names[1:]), "a node that is lost is told of"
+    recovered = run.events("recovered")
+    assert recovered[0]["source"] == source and all(r["steps_lost"] <= 4 for r in recovered)
+    plans = dict.fromkeys(e["plan"] for e in run.events("epoch"))
+    run.check([undisturbed(one, *options) for one in plans])
+
+
+@pytest.mark.slow
+def test_a_node_that_wakes_after_it_was_replaced_writes_nothing(nodes, undisturbed):
+    """All of it is stopped, its agent too, after its worker agreed to a step and before that wrote it down."""
+    steps = ("--train.steps", "60")
+    cluster = nodes(PLANS["replicas"], "stop@commit:step=8,rank=0; slow@forward:seconds=0.2", "ba", *steps)
+    run = cluster.run
+    run.wait_until(lambda: run.struck("stop@"))
+    assert run.events("epoch")[0]["ranks"]["a/0"] == 0, "it would commit checkpoints, and write the steps down"
+    asleep = cluster.all_of("a")
+    for pid in asleep:
+        os.kill(pid, signal.SIGSTOP)
+    run.wait_until(lambda: run.events("epoch")[-1]["size"] == 1)
+    run.wait_for_step(run.steps() + 2)
+    for pid in asleep:
+        os.kill(pid, signal.SIGCONT)
+    run.wait_until(lambda: run.events("epoch")[-1]["size"] == 2)
+    cluster.end()
+    began = {e["epoch"]: e["time_s"] for e in run.events("epoch")}
+    for checkpoint in store.committed(run.run_dir):
+        written = checkpoint.manifest
+        assert written.epoch == max(e for e, at in began.items() if at <= written.saved_at_s)
+    run.check([undisturbed(e["plan"], *steps) for e in run.events("epoch")[:2]])
