@@ -57,8 +57,8 @@ AXES = ("pp", "tp", "cp", "shard", "replicate", "ep", "expert_shard", "expert_re
 """Axes of traffic: `shard` is dp_shard x cp. Where one spans all ranks, all bytes are under its name, the first of
 these: a process group knows its ranks, not what it is used for."""
 
-LOSS_BYTES = 80
-"""The step's loss, the squared gradient norm, the fingerprint's four parts and four votes, fp64."""
+LOSS_BYTES = 96
+"""The step's loss, the squared gradient norm, the fingerprint's four parts and six votes, fp64."""
 KV_GRADIENT_BYTES = 4
 """Gradients of keys and values travel round a ring in fp32."""
 MOMENTUM_BYTES = 4
