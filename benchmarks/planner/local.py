@@ -30,9 +30,9 @@ from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.launch.local import train
 from argosy.observe.report import Report
-from argosy.plan.clusters import Cluster
-from argosy.plan.learn import learn
-from argosy.plan.machine import resized
+from argosy.plan.calibration.learn import learn
+from argosy.plan.machines.clusters import Cluster
+from argosy.plan.machines.machine import resized
 from argosy.plan.plan import Plan
 from argosy.plan.predict import predict
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from argosy.plan.rates import System
+from argosy.plan.cost.rates import System
 
 MEGATRON_2021 = System(
     flash=0, sequence_parallel=0, balanced_stages=0, weight_bytes=2, moment_bytes=12, updated_bytes=2, whole_logits=6,

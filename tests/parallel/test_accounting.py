@@ -20,8 +20,8 @@ from argosy.optim.optimizer import Optimizer
 from argosy.parallel.expert import loads_of
 from argosy.parallel.gradients import clip, square_share
 from argosy.parallel.world import World
-from argosy.plan.memory import StateBytes, state_bytes
-from argosy.plan.traffic import traffic
+from argosy.plan.cost.memory import StateBytes, state_bytes
+from argosy.plan.cost.traffic import traffic
 from argosy.training.step import Share, exchange, forward_backward
 from tiny import eager, laid_out, run_config
 

@@ -11,9 +11,9 @@ from argosy.config.load import load
 from argosy.config.schema import DataConfig, RunConfig, TrainConfig
 from argosy.errors import ArgosyWarning, UserError
 from argosy.plan.auto import Devices, choose_plan
-from argosy.plan.clusters import Cluster
+from argosy.plan.choose.search import Problem, search
+from argosy.plan.machines.clusters import Cluster
 from argosy.plan.plan import Plan
-from argosy.plan.search import Problem, search
 
 LAPTOP = Devices(count=2, kind="cpu", fast_bf16=False)
 GPUS = Devices(count=8, kind="cuda", fast_bf16=True, name="NVIDIA H100 80GB HBM3")

@@ -8,12 +8,12 @@ import pytest
 
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
-from argosy.plan.clusters import Cluster, Factor
-from argosy.plan.factors import OF_TIME
-from argosy.plan.memory import state_bytes
+from argosy.plan.calibration.factors import OF_TIME
+from argosy.plan.cost.memory import state_bytes
+from argosy.plan.cost.traffic import traffic
+from argosy.plan.machines.clusters import Cluster, Factor
 from argosy.plan.plan import Plan
 from argosy.plan.predict import Prediction, predict
-from argosy.plan.traffic import traffic
 
 CLUSTER = Cluster.parse("8xh100")
 PLANS = [

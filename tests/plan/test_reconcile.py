@@ -8,11 +8,11 @@ from typing import get_args
 import pytest
 
 from argosy.observe.clock import Category
-from argosy.plan.estimate import Estimate
+from argosy.plan.cost.estimate import Estimate
+from argosy.plan.cost.step_time import StepTime
 from argosy.plan.plan import Plan
 from argosy.plan.predict import Prediction
 from argosy.plan.reconcile import PARTS, Reconciled, part_of, reconcile
-from argosy.plan.step_time import StepTime
 
 PREDICTION = Prediction(
     cluster="8 h100",

@@ -9,7 +9,7 @@ import pytest
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
-from argosy.plan.clusters import Cluster
+from argosy.plan.machines.clusters import Cluster
 from argosy.plan.plan import Plan
 from argosy.plan.predict import predict
 from argosy.plan.replan import Replanned, replan, step_with_slow_rank_s, with_slow_link, worth_moving

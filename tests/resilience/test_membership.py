@@ -207,6 +207,14 @@ def test_other_crashes_at_that_step_do_not(cause):
     assert not run.take(Finish)
 
 
+def test_the_same_crash_on_two_ranks_of_one_world_is_one():
+    run = Run({"a": 2}, max_restarts=5).go()
+    for slot in range(2):
+        run.of.lost("a", slot, Cause("exit code 1, ZeroDivisionError", "ZeroDivisionError", 1, step=7))
+    run.go()
+    assert not run.take(Finish)
+
+
 def test_a_lost_node_is_waited_for_and_then_done_without():
     run = Run({"a": 2, "b": 2}, wait_for_nodes_s=30, replan=lambda n: (f"dp_replicate={n}", n)).go()
     run.take(Join)

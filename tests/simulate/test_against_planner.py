@@ -7,13 +7,13 @@ import pytest
 
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
-from argosy.plan.clusters import Cluster
-from argosy.plan.constants import Constants
-from argosy.plan.footprint import MemoryModel
-from argosy.plan.layouts import Layouts
+from argosy.plan.calibration.constants import Constants
+from argosy.plan.cost.footprint import MemoryModel
+from argosy.plan.cost.layouts import Layouts
+from argosy.plan.cost.rates import System
+from argosy.plan.cost.workload import Workload
+from argosy.plan.machines.clusters import Cluster
 from argosy.plan.plan import Plan
-from argosy.plan.rates import System
-from argosy.plan.workload import Workload
 from argosy.simulate.simulate import simulate
 
 QUICK = [

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from argosy.errors import UserError
-from argosy.plan.clusters import Cluster
+from argosy.plan.cost.traffic import traffic
+from argosy.plan.machines.clusters import Cluster
 from argosy.plan.plan import Plan
-from argosy.plan.traffic import traffic
 from argosy.simulate.simulate import ranks_of_stages, settle, simulate
 from tiny import run_config
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from argosy.plan.goodput import COPIES_MAY_COST, copy_interval_s
+from argosy.plan.cost.goodput import COPIES_MAY_COST, copy_interval_s
 from argosy.training.copying import CopyPace
 
 HOUR = 3600.0

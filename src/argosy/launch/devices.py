@@ -9,7 +9,7 @@ from dataclasses import asdict
 from argosy.config.schema import LaunchConfig
 from argosy.errors import ArgosyWarning, RunFailed, UserError
 from argosy.plan.auto import Devices
-from argosy.plan.machine import host_memory_bytes
+from argosy.plan.machines.machine import host_memory_bytes
 from argosy.resilience.channel import Gone
 from argosy.resilience.nursery import Nursery, channel_to_parent
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from argosy.observe.dispatch import Watch, nbytes
-from argosy.plan.traffic import ENDS, STAGE, WORLD, spanning_axis
+from argosy.plan.cost.traffic import ENDS, STAGE, WORLD, spanning_axis
 
 if TYPE_CHECKING:
     from argosy.parallel.mesh import Meshes

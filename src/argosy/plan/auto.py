@@ -9,15 +9,15 @@ from typing import Literal
 
 from argosy.config.schema import RunConfig
 from argosy.errors import ArgosyWarning, UserError
-from argosy.plan.best import plainest, search_to_run, why_nothing_fits
-from argosy.plan.clusters import Cluster, NodeGroup
-from argosy.plan.hardware import device_names, find_device
-from argosy.plan.machine import cluster_of, device_named, resized
+from argosy.plan.choose.best import plainest, search_to_run, why_nothing_fits
+from argosy.plan.choose.search import Problem
+from argosy.plan.choose.space import Pins
+from argosy.plan.machines.clusters import Cluster, NodeGroup
+from argosy.plan.machines.hardware import device_names, find_device
+from argosy.plan.machines.machine import cluster_of, device_named, resized
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan, words_of
 from argosy.plan.rules import divisors, first_problem
-from argosy.plan.search import Problem
-from argosy.plan.space import Pins
 
 UNKNOWN_GPU = "a100-80"
 """Whose rates are taken for a GPU that the catalogue does not know: plans follow from how rates compare."""

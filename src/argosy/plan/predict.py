@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any, Self
 
 from argosy.config.schema import RunConfig
-from argosy.plan.clusters import Cluster
-from argosy.plan.estimate import Estimate
-from argosy.plan.explain import interval, memory_of, waterfall
-from argosy.plan.factors import OF_MEMORY, OF_TIME, spread
-from argosy.plan.layouts import Layouts
-from argosy.plan.memory import state_bytes
+from argosy.plan.answer.explain import interval, memory_of, waterfall
+from argosy.plan.answer.words import seconds
+from argosy.plan.calibration.factors import OF_MEMORY, OF_TIME, spread
+from argosy.plan.choose.search import Problem, predict_memory, predict_time
+from argosy.plan.cost.estimate import Estimate
+from argosy.plan.cost.layouts import Layouts
+from argosy.plan.cost.memory import state_bytes
+from argosy.plan.cost.traffic import traffic
+from argosy.plan.machines.clusters import Cluster
 from argosy.plan.plan import Plan
-from argosy.plan.search import Problem, predict_memory, predict_time
-from argosy.plan.traffic import traffic
-from argosy.plan.words import seconds
 
 TABLE = "prediction"
 """Of plan.toml."""

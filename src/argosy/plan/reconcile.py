@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict
 
-from argosy.plan.factors import OF_TIME
+from argosy.plan.answer.words import seconds
+from argosy.plan.calibration.factors import OF_TIME
+from argosy.plan.cost.workload import Numbers
 from argosy.plan.plan import Plan
 from argosy.plan.predict import Prediction
-from argosy.plan.words import seconds
-from argosy.plan.workload import Numbers
 
 PASSES, COMMUNICATION, OPTIMIZER, REST = "forward_backward", "communication", "optimizer", "rest"
 

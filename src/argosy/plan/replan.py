@@ -15,14 +15,14 @@ import numpy as np
 
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
-from argosy.plan.best import plainest, search_to_run, why_nothing_fits
-from argosy.plan.clusters import Cluster
-from argosy.plan.factors import OF_TIME, slowed
-from argosy.plan.machine import resized
+from argosy.plan.calibration.factors import OF_TIME, slowed
+from argosy.plan.choose.best import plainest, search_to_run, why_nothing_fits
+from argosy.plan.choose.search import Found, Problem, rows
+from argosy.plan.choose.space import Pins
+from argosy.plan.machines.clusters import Cluster
+from argosy.plan.machines.machine import resized
 from argosy.plan.plan import Plan, words_of
 from argosy.plan.predict import predict
-from argosy.plan.search import Found, Problem, rows
-from argosy.plan.space import Pins
 
 GIVEN_UP: tuple[tuple[str, ...], ...] = (
     ("dp_replicate", "dp_shard", "microbatch"),

@@ -17,7 +17,7 @@ from argosy.config.schema import RunConfig
 from argosy.plan.pipeline import SCHEDULES
 
 if TYPE_CHECKING:
-    from argosy.plan.layouts import Layouts
+    from argosy.plan.cost.layouts import Layouts
     from argosy.plan.plan import Plan
 
 Plans = Any

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from argosy.errors import UserError
-from argosy.plan.lbfgs import Array, minimize
+from argosy.plan.calibration.lbfgs import Array, minimize
 
 FLOPS_PER_PARAMETER_AND_TOKEN = 6
 HUBER_DELTA = 1e-3

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from argosy.plan.clusters import Cluster, NodeGroup, Tier
-from argosy.plan.hardware import Device, Efficiencies, Rates
-from argosy.plan.measured import CollectiveRate, Measurements, Operation
+from argosy.plan.machines.clusters import Cluster, NodeGroup, Tier
+from argosy.plan.machines.hardware import Device, Efficiencies, Rates
+from argosy.plan.machines.measured import CollectiveRate, Measurements, Operation
 from argosy.probe.machine import Machine
 from argosy.probe.timing import four_digits
 

@@ -20,7 +20,7 @@ from argosy.errors import Interrupted, RunFailed
 from argosy.launch.devices import find_devices
 from argosy.parallel.world import World, join_world, leave_world
 from argosy.plan.auto import Devices
-from argosy.plan.clusters import Cluster
+from argosy.plan.machines.clusters import Cluster
 from argosy.probe.probe import Asked, measure
 from argosy.resilience.channel import Channel, Gone
 from argosy.resilience.nursery import Nursery, channel_to_parent

@@ -161,6 +161,7 @@ class Membership:
         self._failures = 0
         self._progress = self._safe = -1
         self._last_crash: tuple[str, int] | None = None
+        self._last_crash_epoch = 0
         self._is_counted = True
         self._ended = self._stopping = False
         self._queue: list[Order] = []
@@ -456,10 +457,10 @@ class Membership:
             return
         self._is_counted = True
         crash = (cause.why, cause.step)
-        if cause.is_own and cause.step >= 0 and crash == self._last_crash:
+        if cause.is_own and cause.step >= 0 and crash == self._last_crash and self.epoch > self._last_crash_epoch:
             self._end(Finish(Poisoned.exit_code, f"the same crash twice at step {cause.step}: {cause.why}"))
             return
-        self._last_crash = crash
+        self._last_crash, self._last_crash_epoch = crash, self.epoch
         self._failures += 1
         if self._failures > self._settings.max_restarts:
             times = f"{self._failures} times (launch.max_restarts = {self._settings.max_restarts})"

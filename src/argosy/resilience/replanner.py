@@ -12,8 +12,8 @@ from argosy.observe.events import Events, read_lines
 from argosy.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from argosy.plan.clusters import Cluster
-    from argosy.plan.machine import Hardware
+    from argosy.plan.machines.clusters import Cluster
+    from argosy.plan.machines.machine import Hardware
 
 # The planner is imported when it is needed, which it seldom is: the coordinator is to be there at once.
 
@@ -46,7 +46,7 @@ class Replanner:
 def machine_of(run_dir: Path, run: RunConfig, plan: Plan, processes: int) -> Cluster:
     """The machine that the run has found itself on, with so many of its processes. Raises: UserError."""
     from argosy.plan.auto import Devices, machine_for
-    from argosy.plan.machine import machine_at_hand
+    from argosy.plan.machines.machine import machine_at_hand
 
     found = _hardware(run_dir, processes)
     machine = machine_at_hand(run, found) if found is not None else None
@@ -58,7 +58,7 @@ def machine_of(run_dir: Path, run: RunConfig, plan: Plan, processes: int) -> Clu
 
 def _hardware(run_dir: Path, processes: int) -> Hardware | None:
     """What the run's first process said of it when it started; None before."""
-    from argosy.plan.machine import Hardware
+    from argosy.plan.machines.machine import Hardware
 
     starts = [
         event

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 
 from argosy.config.schema import RunConfig
 from argosy.parallel.data import BUCKET_BYTES
-from argosy.plan.memory import DTYPE_BYTES, Parameter, Stage, Table, block_table, cut_of, parameter_table, stages_on
+from argosy.plan.cost.memory import (
+    DTYPE_BYTES,
+    Parameter,
+    Stage,
+    Table,
+    block_table,
+    cut_of,
+    parameter_table,
+    stages_on,
+)
 from argosy.plan.plan import Plan
 
 

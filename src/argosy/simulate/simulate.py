@@ -17,8 +17,8 @@ from argosy.data.loader import open_data
 from argosy.errors import RunFailed, UserError
 from argosy.observe.wire import Counts
 from argosy.plan.auto import Devices, choose_plan, processes_of
-from argosy.plan.clusters import Cluster
-from argosy.plan.memory import place_of
+from argosy.plan.cost.memory import place_of
+from argosy.plan.machines.clusters import Cluster
 from argosy.plan.plan import Plan
 from argosy.simulate.rank import simulate_rank
 from argosy.simulate.record import Category, Change, Phase, Sent, Trace, Where, Work

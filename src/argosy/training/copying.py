@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from argosy.plan.goodput import copy_interval_s
+from argosy.plan.cost.goodput import copy_interval_s
 
 TOLD_AGAIN = 2.0
 """The interval is told of again when it has changed by this factor."""

@@ -33,7 +33,7 @@ from argosy.parallel.apply import apply
 from argosy.parallel.expert import loads_of
 from argosy.parallel.gradients import square_share, unscale
 from argosy.parallel.world import World, give_back_freed_memory
-from argosy.plan.goodput import HOST_COPY_BYTES_PER_S
+from argosy.plan.cost.goodput import HOST_COPY_BYTES_PER_S
 from argosy.plan.plan import Plan
 from argosy.precision.scaler import LossScaler
 from argosy.training.batches import Batches

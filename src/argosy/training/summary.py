@@ -17,7 +17,7 @@ from argosy.observe.events import read_lines
 from argosy.observe.metrics import Metrics
 from argosy.observe.progress import Progress
 from argosy.observe.report import Report, totals, typical
-from argosy.plan.flops import parameters
+from argosy.plan.cost.flops import parameters
 from argosy.plan.plan import Plan
 from argosy.plan.predict import Prediction
 from argosy.plan.reconcile import Reconciled, reconcile

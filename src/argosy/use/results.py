@@ -14,7 +14,7 @@ from argosy.data.manifest import TOKENIZER
 from argosy.errors import UserError
 from argosy.files import file_sha256
 from argosy.observe.events import read_lines
-from argosy.plan.flops import active_parameters
+from argosy.plan.cost.flops import active_parameters
 from argosy.plan.scaling import Result
 
 

@@ -1,0 +1,1 @@
+"""The planner's answer: from what a user typed to tables, reasons and a page."""

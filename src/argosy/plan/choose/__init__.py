@@ -1,0 +1,1 @@
+"""All plans that are worth a look, priced as columns, and which of them is taken."""

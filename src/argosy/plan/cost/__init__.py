@@ -1,0 +1,1 @@
+"""What a plan costs: memory, traffic, time, failures, money and energy, in closed form."""

@@ -1,0 +1,59 @@
+"""A number that is known within an interval, and how intervals go through formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from argosy.plan.cost.workload import Numbers
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A positive quantity: nine times in ten it lies from `low` to `high`, and half of the time below `mid`."""
+
+    low: Numbers
+    mid: Numbers
+    high: Numbers
+
+    @classmethod
+    def exactly(cls, value: Numbers) -> Estimate:
+        """What is known for sure."""
+        return cls(value, value, value)
+
+    @classmethod
+    def within(cls, mid: Numbers, factor: Numbers) -> Estimate:
+        """From mid / factor to mid x factor."""
+        return cls(mid / factor, mid, mid * factor)
+
+
+def propagate(function: Callable[..., Numbers], *inputs: Estimate) -> Estimate:
+    """The estimate of function(*inputs), for independent inputs and a positive, monotone function.
+
+    Each input is moved to the ends of its interval in turn, the others staying in the middle; the logarithms of what
+    that does to the result add up in quadrature, upwards and downwards apart. Exact for products and quotients of
+    log-normal inputs, and the usual first-order propagation of errors (JCGM 100:2008, 5.1) otherwise.
+    """
+    middles = [each.mid for each in inputs]
+    mid = np.asarray(function(*middles), dtype=float)
+    down, up = np.zeros_like(mid), np.zeros_like(mid)
+    for i, each in enumerate(inputs):
+        ends = [_log_ratio(function(*middles[:i], end, *middles[i + 1 :]), mid) for end in (each.low, each.high)]
+        down = down + np.minimum(0.0, np.minimum(*ends)) ** 2
+        up = up + np.maximum(0.0, np.maximum(*ends)) ** 2
+    return Estimate(
+        *(_plain(mid * factor) for factor in (np.exp(-np.sqrt(down)), np.ones_like(mid), np.exp(np.sqrt(up))))
+    )
+
+
+def _log_ratio(value: Numbers, mid: NDArray[np.float64]) -> NDArray[np.float64]:
+    """log(value / mid); 0 where both are 0, such as the CO2 of clean electricity."""
+    return np.log(np.divide(value, mid, out=np.ones(np.broadcast(value, mid).shape), where=mid > 0))
+
+
+def _plain(values: NDArray[np.float64]) -> Numbers:
+    """A float if it is one number."""
+    return values if np.ndim(values) else float(values)

@@ -1,0 +1,74 @@
+"""One job on several sites that a slow link joins: gradients summed across it in every step, or weights now and then.
+
+Every site holds a whole copy of the model and has its share of the batch. Summed in every step (synchronous data
+parallelism), N gradients of r bytes make each of n sites send 2 (n-1)/n r N over its link (ring all-reduce, Thakur et
+al. 2005), after the step's last backward. With local SGD (DiLoCo: Douillard et al. 2023) the sites train alone for H
+steps and then sum how far their fp32 weights went: the same bytes, once in H steps. DiLoCo reached the synchronous
+loss with H = 500; how long H may be is a question of optimization that this arithmetic does not answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from argosy.errors import UserError
+from argosy.plan.choose.search import Problem
+from argosy.plan.machines.clusters import Cluster
+
+INNER_STEPS = (1, 10, 100, 500)
+"""H that are compared; 1 is synchronous."""
+WEIGHT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Sites that sum every so many steps."""
+
+    inner_steps: int
+    """H; 1: gradients, in every step."""
+    bytes_per_step: float
+    """That each site sends, on average over the steps."""
+    step_s: float
+    """Inside the site, and the step's part of the exchange."""
+
+
+def site_count(cluster: Cluster) -> int:
+    """Sites that share a job; 1 if all devices are in one place."""
+    return len(cluster.sites)
+
+
+def within_site(problem: Problem, cluster: Cluster) -> Problem:
+    """What each site does: its part of the batch on as many devices as the smallest site has.
+
+    Raises: UserError if the batch cannot be shared out.
+    """
+    sites, run = site_count(cluster), problem.run
+    batch, left_over = divmod(run.train.global_batch, sites)
+    if left_over:
+        raise UserError(
+            f"train.global_batch = {run.train.global_batch} cannot be shared by the {sites} sites of {cluster.name}. "
+            f"Try {max(1, batch) * sites}."
+        )
+    part = run.model_copy(update={"train": run.train.model_copy(update={"global_batch": batch})})
+    return problem.on(part, min(cluster.sites.values()))
+
+
+def exchange_bytes(problem: Problem, cluster: Cluster) -> float:
+    """What each site sends to sum all gradients, or weights, once."""
+    sites = site_count(cluster)
+    return 2 * (sites - 1) / sites * WEIGHT_BYTES * float(problem.workload.parameters)
+
+
+def exchange_s(problem: Problem, cluster: Cluster) -> float:
+    """Seconds of one such sum, over the thinnest link; 0 on a single site."""
+    if not cluster.links:
+        return 0.0
+    thinnest = min(link.bandwidth_bytes_per_s for link in cluster.links)
+    longest = max(link.latency_s for link in cluster.links)
+    return exchange_bytes(problem, cluster) / thinnest + 2 * (site_count(cluster) - 1) * longest
+
+
+def exchanges(problem: Problem, cluster: Cluster, inner_step_s: float) -> list[Exchange]:
+    """Synchronous training over all sites beside local SGD, for a plan whose step takes `inner_step_s` in a site."""
+    sent, seconds = exchange_bytes(problem, cluster), exchange_s(problem, cluster)
+    return [Exchange(h, sent / h, inner_step_s + seconds / h) for h in INNER_STEPS]

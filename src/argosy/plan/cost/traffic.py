@@ -1,0 +1,297 @@
+"""Bytes on the wire, in closed form: what each rank sends in one step, by mesh axis and collective.
+
+The convention is that of ring algorithms: of a message of `size` bytes in a group of n ranks, a rank sends
+
+    all_reduce   2 (n-1)/n size        all_gather, reduce_scatter, all_to_all   (n-1)/n size        send   size
+
+where size is that of the whole: what everyone has after an all-gather, or before a reduce-scatter (Thakur et al. 2005).
+`observe.wire` counts the same of a running step. With M microbatches of B rows, T tokens of a row on one cp rank,
+width D, e bytes of an activation, w of a weight, r of a gradient's sum, N elements of the rank's parameters (padded to
+equal shares), a step sends
+
+    axis       collective                     size                  times
+    replicate  all_reduce, zero 0             r N                   1           or of the shard, r N/n, after the others
+    shard      reduce_scatter, zero 1 to 3    r N                   1
+               all_gather, zero 1, 2          w N                   1           of updated values
+               all_gather, zero 3             e N                   2 M         blocks; what is around them M
+                                                                    M + 1       in a pipeline, around them 1;
+                                                                    1           if its schedule splits backward
+    tp         all_gather                     e B T D               4 M         each block; 1 M the embedding, the norm
+               reduce_scatter                 e B T D               4 M         each block; 1 M the embedding, the norm
+               all_gather                     8 tp B T              M           the loss
+               all_reduce                     w                     1           each element that all ranks have whole
+    cp         send, ring                     keys and values       2 (n-1) M   each block
+               send, ring                     their fp32 gradients  n M         each block
+               all_to_all, Ulysses            q, k, v and output    2 M         each block
+    pp         send                           e B T/tp D            M           each boundary, in either direction
+    ep         all_to_all                     e B T D k             4 M         each layer with k experts of a token
+    ends       all_reduce                     w                     1           each element of a tied embedding
+    all cuts   all_gather                     4                     1           each element of a matrix under Muon
+    stage      broadcast                      4 (on a GPU 2)        1           the same, over all ranks of the stage
+
+Blocks that are recomputed send what is in their forward once more, but for the last sum over tp ranks, which no
+gradient needs; with recompute=selective a ring's output is kept, and it sends nothing more. Sixteen bytes of every
+step's loss, votes and gradient norm cross all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from argosy.config.schema import ModelConfig, RunConfig
+from argosy.optim.groups import settings_of
+from argosy.plan.cost.memory import DTYPE_BYTES, Cut, Parameter, Stage, cut_of, parameter_table, place_of, stages_on
+from argosy.plan.pipeline import SCHEDULES
+from argosy.plan.plan import Plan
+
+Traffic = Counter[tuple[str, str]]
+"""(axis, kind of collective) -> bytes that one rank sends in one step."""
+
+WORLD, ENDS, STAGE = "world", "ends", "stage"
+"""The axis of all ranks; that of a tied embedding's two holders, in the first and the last pipeline stage; that of all
+ranks of a pipeline's rank, which need the same updates."""
+AXES = ("pp", "tp", "cp", "shard", "replicate", "ep", "expert_shard", "expert_replicate")
+"""Axes of traffic: `shard` is dp_shard x cp. Where one spans all ranks, all bytes are under its name, the first of
+these: a process group knows its ranks, not what it is used for."""
+
+LOSS_BYTES = 96
+"""The step's loss, the squared gradient norm, the fingerprint's four parts and six votes, fp64."""
+KV_GRADIENT_BYTES = 4
+"""Gradients of keys and values travel round a ring in fp32."""
+MOMENTUM_BYTES = 4
+"""Muon's, and in fp32 what it becomes."""
+INDEX_BYTES, ROUTING_WEIGHT_BYTES = 8, 4
+"""An expert's number, or a count of tokens, int64; its weight, fp32."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A message of this rank, or several alike."""
+
+    axis: str
+    kind: str
+    size: float
+    """Bytes of the whole, of all messages together."""
+    ranks: int
+
+    @property
+    def bytes(self) -> float:
+        """What the rank itself sends."""
+        rounds = {"all_reduce": 2, "send": self.ranks / max(1, self.ranks - 1)}.get(self.kind, 1)
+        return rounds * (self.ranks - 1) / self.ranks * self.size
+
+
+def traffic(plan: Plan, run: RunConfig, rank: int = 0) -> Traffic:
+    """What global rank `rank` sends in one step, padding included.
+
+    Exact for dense models; with experts, for a load that is even over the ranks. With zero 3 in a pipeline, for up to
+    three stages on a rank: of more, torch lets some go and gathers them again.
+    """
+    sums: Traffic = Counter()
+    spanning = spanning_axis(axis_sizes(plan), plan.world_size) or WORLD
+    for sends in (_gradients, _replicated, _tied_ends, _tensor, _context, _pipeline, _experts, _muon, _everyone):
+        for sent in sends(plan, run, rank):
+            if sent.ranks > 1 and sent.size:
+                by_all = sent.ranks == plan.world_size and sent.axis != ENDS
+                sums[spanning if by_all else sent.axis, sent.kind] += round(sent.bytes)
+    return sums
+
+
+def axis_sizes(plan: Plan) -> dict[str, int]:
+    """Ranks along each of `AXES`."""
+    together = plan.dp_shard * plan.cp
+    shard, expert_shard = (1, 1) if plan.zero == 0 else (together, together // plan.ep)
+    return {
+        "pp": plan.pp,
+        "tp": plan.tp,
+        "cp": plan.cp,
+        "shard": shard,
+        "replicate": plan.dp_replicate * together // shard,
+        "ep": plan.ep,
+        "expert_shard": expert_shard,
+        "expert_replicate": plan.dp_replicate * together // plan.ep // expert_shard,
+    }
+
+
+def spanning_axis(sizes: dict[str, int], world: int) -> str | None:
+    """The first axis that spans all ranks, if any."""
+    return next((axis for axis in AXES if 1 < sizes[axis] == world), None)
+
+
+def _held(plan: Plan, run: RunConfig, rank: int) -> Iterator[tuple[str, Parameter, Cut]]:
+    """Every parameter on this rank."""
+    for stage in stages_on(plan, run, rank):
+        for name, parameter in parameter_table(run.model, stage, plan.tp).items():
+            yield name, parameter, cut_of(parameter, plan, rank)
+
+
+def _gradients(plan: Plan, run: RunConfig, rank: int) -> Iterator[Sent]:
+    """The sum of gradients over data-parallel ranks, and what makes sharded values whole again."""
+    reduced, weight = DTYPE_BYTES[plan.reduce], DTYPE_BYTES[plan.weights]
+    gathered = weight if plan.precision == "fp32" else DTYPE_BYTES[plan.precision]
+    for name, parameter, cut in _held(plan, run, rank):
+        shard, replicate = (
+            ("expert_shard", "expert_replicate") if _is_dealt(parameter, plan) else ("shard", "replicate")
+        )
+        padded = cut.ranks * cut.chunk
+        if cut.ranks > 1:
+            yield Sent(shard, "reduce_scatter", reduced * padded, cut.ranks)
+            if plan.zero == 3:
+                times = _times_gathered(plan, run, is_block=name.startswith("blocks."))
+                yield Sent(shard, "all_gather", times * gathered * padded, cut.ranks)
+            else:
+                yield Sent(shard, "all_gather", weight * padded, cut.ranks)
+        yield Sent(replicate, "all_reduce", reduced * cut.chunk, cut.replicas)
+
+
+def _is_dealt(parameter: Parameter, plan: Plan) -> bool:
+    return parameter.is_expert and plan.ep > 1
+
+
+def _times_gathered(plan: Plan, run: RunConfig, is_block: bool) -> int:
+    """How often FSDP2 gathers a parameter in a step.
+
+    A block is given up after its forward, what is around the blocks (the root module) after backward. A pipeline's
+    stages give up nothing after a backward, so that a block is gathered for each forward but those right after a
+    backward, and for each backward right after a forward: M + 1 times, in whatever order. Schedules that split
+    backward keep all that they have gathered until the end of the step.
+    """
+    microbatches = plan.microbatches(run.train.global_batch)
+    if plan.pp > 1:
+        return microbatches + 1 if is_block and not SCHEDULES[plan.schedule].splits_backward else 1
+    return 2 * microbatches if is_block else microbatches
+
+
+def _replicated(plan: Plan, run: RunConfig, rank: int) -> Iterator[Sent]:
+    """Gradients of what all tp ranks have whole: each computed a part of the sum."""
+    elements = sum(math.prod(cut.mine) for _, parameter, cut in _held(plan, run, rank) if parameter.tp_dim is None)
+    yield Sent("tp", "all_reduce", DTYPE_BYTES[plan.weights] * elements, plan.tp)
+
+
+def _tied_ends(plan: Plan, run: RunConfig, rank: int) -> Iterator[Sent]:
+    """The gradient of a tied embedding, which the first and the last stage hold."""
+    if run.model.tie_embeddings and plan.pp > 1 and not SCHEDULES[plan.schedule].v_shaped:
+        elements = sum(math.prod(cut.mine) for name, _, cut in _held(plan, run, rank) if name == "embedding.weight")
+        yield Sent(ENDS, "all_reduce", DTYPE_BYTES[plan.weights] * elements, 2)
+
+
+def _tensor(plan: Plan, run: RunConfig, rank: int) -> Iterator[Sent]:
+    """Hidden states of all tokens before a layer's first matmul, sums after its last; in backward the other way."""
+    tokens, e = _tokens(plan, run), DTYPE_BYTES[plan.precision]
+    hidden = e * tokens * run.model.width
+    for stage in stages_on(plan, run, rank):
+        around = stage.first + stage.last  # the embedding's sum, the last norm's gathering, and their backwards
+        both_ways = 2 * sum(_gatherings(run.model, layer) for layer in stage.layers) + around
+        again = _recomputed(plan, stage)
+        gatherings = both_ways + sum(_gatherings(run.model, layer) for layer in again)
+        last_sums = sum(not run.model.is_moe_layer(layer) for layer in again)  # a mixture's is needed: it is weighted
+        yield Sent("tp", "all_gather", hidden * gatherings, plan.tp)
+        yield Sent("tp", "reduce_scatter", hidden * (gatherings - last_sums), plan.tp)
+        if stage.last:
+            yield Sent("tp", "all_gather", 8 * plan.tp * tokens, plan.tp)
+
+
+def _gatherings(model: ModelConfig, layer: int) -> int:
+    """Times that a block's forward gathers hidden states over tp ranks, and as often adds them up."""
+    has_shared = model.is_moe_layer(layer) and model.moe.shared_experts > 0
+    return 3 if has_shared else 2
+
+
+def _context(plan: Plan, run: RunConfig, rank: int) -> Iterator[Sent]:
+    """Attention to the tokens of other cp ranks."""
+    n, e, model = plan.cp, DTYPE_BYTES[plan.precision], run.model
+    width = model.mla.key_width if model.mla.kv_rank else model.head_width
+    heads, kv_heads = model.heads // plan.tp, max(1, model.kv_heads // plan.tp)
+    for stage in stages_on(plan, run, rank):
+        layers, again = len(stage.layers), len(_recomputed(plan, stage))
+        if plan.context == "ulysses":
+            exchanged = 2 * heads + 2 * max(kv_heads, n)
+            yield Sent("cp", "all_to_all", (2 * layers + again) * exchanged * _tokens(plan, run) * width * e, n)
+        else:
+            again = again if plan.recompute == "full" else 0
+            kv = 2 * kv_heads * width * _tokens(plan, run)
+            yield Sent("cp", "send", ((2 * layers + again) * (n - 1) * e + layers * n * KV_GRADIENT_BYTES) * kv, n)
+
+
+def _pipeline(plan: Plan, run: RunConfig, rank: int) -> Iterator[Sent]:
+    """Hidden states to the next stage, their gradients to the one before, if these are elsewhere."""
+    if plan.pp == 1:
+        return
+    hidden = DTYPE_BYTES[plan.precision] * _tokens(plan, run) // plan.tp * run.model.width
+    stages = stages_on(plan, run, rank)
+    turns_here = SCHEDULES[plan.schedule].v_shaped and place_of(rank, plan)["pp"] == plan.pp - 1
+    for stage in stages:
+        boundaries = (not stage.first) + (not stage.last) - turns_here
+        yield Sent("pp", "send", hidden * boundaries, plan.pp)
+
+
+def _experts(plan: Plan, run: RunConfig, rank: int) -> Iterator[Sent]:
+    """Tokens to their experts and back, and in backward again, for an even load; and what goes with them."""
+    model, moe, e = run.model, run.model.moe, DTYPE_BYTES[plan.precision]
+    rows = run.train.global_batch // plan.dp
+    pairs = _tokens(plan, run) * moe.experts_per_token
+    for stage in stages_on(plan, run, rank):
+        layers = sum(model.is_moe_layer(layer) for layer in stage.layers)
+        again = sum(model.is_moe_layer(layer) for layer in _recomputed(plan, stage))
+        yield Sent("ep", "all_to_all", (4 * layers + 2 * again) * pairs * model.width * e, plan.ep)
+        counts = plan.microbatches(run.train.global_batch) * moe.experts
+        yield Sent("ep", "all_to_all", (layers + again) * counts * INDEX_BYTES, plan.ep)
+        routing = INDEX_BYTES + ROUTING_WEIGHT_BYTES
+        yield Sent("tp", "all_gather", (layers + again) * pairs * routing, plan.tp)
+        yield Sent("tp", "reduce_scatter", layers * pairs * ROUTING_WEIGHT_BYTES, plan.tp)
+        for axis, ranks in (("tp", plan.tp), ("cp", plan.cp)):
+            if moe.balance != "none" and moe.aux_coefficient:  # how often each row chose each expert
+                yield Sent(axis, "all_reduce", (layers + again) * rows * moe.experts * INDEX_BYTES, ranks)
+            if moe.capacity_factor:  # which experts the row's other tokens chose
+                gathered = pairs * (plan.cp if axis == "cp" else 1)
+                yield Sent(axis, "all_gather", (layers + again) * gathered * INDEX_BYTES, ranks)
+
+
+def _muon(plan: Plan, run: RunConfig, rank: int) -> Iterator[Sent]:
+    """Momenta of matrices that are cut, made whole cut by cut; and what one rank made of each, to all that need it.
+
+    Stacks of experts that are cut between the experts alone are nobody else's concern.
+    """
+    for name, parameter, cut in _held(plan, run, rank):
+        if settings_of(name, parameter.shape, run.optimizer).rule != "muon":
+            continue
+        is_dealt, is_stack = _is_dealt(parameter, plan), len(parameter.shape) > 2
+        is_matrix_cut = (parameter.tp_dim is not None and plan.tp > 1) or (cut.ranks > 1 and not is_stack)
+        if is_matrix_cut:
+            yield Sent(
+                "expert_shard" if is_dealt else "shard", "all_gather", MOMENTUM_BYTES * cut.ranks * cut.chunk, cut.ranks
+            )
+            yield from _gathered_outer(parameter, cut, plan)
+        if is_matrix_cut or not (is_dealt or cut.ranks > 1):
+            yield Sent(STAGE, "broadcast", MOMENTUM_BYTES * math.prod(parameter.shape), plan.world_size // plan.pp)
+
+
+def _gathered_outer(parameter: Parameter, cut: Cut, plan: Plan) -> Iterator[Sent]:
+    """What tensor and expert parallelism cut; ZeRO 1 and 2 undo the cuts in the opposite order (`parallel.pieces`)."""
+    shape = list(cut.local)
+    for axis in ("tp", "ep") if plan.zero in (1, 2) else ("ep", "tp"):
+        ranks, dim = (plan.ep, 0) if axis == "ep" else (plan.tp, parameter.tp_dim)
+        if dim is None or (axis == "ep" and not parameter.is_expert):
+            continue
+        padded = [ranks * -(-parameter.shape[d] // ranks) if d == dim else size for d, size in enumerate(shape)]
+        yield Sent(axis, "all_gather", MOMENTUM_BYTES * math.prod(padded), ranks)
+        shape[dim] = parameter.shape[dim]
+
+
+def _everyone(plan: Plan, run: RunConfig, rank: int) -> Iterator[Sent]:
+    """What all ranks decide together, and the experts' loads."""
+    yield Sent(WORLD, "all_reduce", LOSS_BYTES, plan.world_size)
+    if run.model.moe.experts:
+        yield Sent(WORLD, "all_reduce", 8 * run.model.layers * (2 * run.model.moe.experts + 1), plan.world_size)
+
+
+def _tokens(plan: Plan, run: RunConfig) -> int:
+    """Tokens of a cp rank in a whole step, those of all its tp ranks together."""
+    return run.train.global_batch // plan.dp * run.data.seq_len // plan.cp
+
+
+def _recomputed(plan: Plan, stage: Stage) -> list[int]:
+    return [] if plan.recompute == "none" else [layer for layer in stage.layers if layer % plan.recompute_every == 0]

@@ -1,0 +1,1 @@
+"""Devices, nodes and networks: the catalogue, cluster files, and the machine at hand."""

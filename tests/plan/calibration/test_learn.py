@@ -1,0 +1,148 @@
+"""Finished runs teach a cluster how much longer than predicted things take there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from argosy.cli import main
+from argosy.config.dump import save_run
+from argosy.config.load import load
+from argosy.errors import UserError
+from argosy.plan.calibration.learn import PRIOR_STD, cluster_file, in_words, learn
+from argosy.plan.machines.clusters import Cluster, Factor
+from argosy.plan.machines.machine import resized
+from argosy.plan.plan import Plan
+from argosy.plan.predict import predict
+from argosy.plan.reconcile import PARTS, reconcile
+
+CLUSTER = Cluster.parse("4xcpu").model_copy(update={"software": "torch 2.13"})
+TRUTH = {"compute": 2.0, "network": 3.0, "optimizer": 0.5, "rest": 4.0, "memory": 1.5}
+PLANS = ("microbatch=4", "dp_replicate=4,microbatch=4", "dp_shard=2,microbatch=4", "tp=2,microbatch=4", "pp=4")
+NOISE = np.random.default_rng(0).normal(0.0, 0.05, 100)
+
+
+def finished(folder: Path, plan: str, noise: float = 0.0, **report: Any) -> Path:
+    """The folder of a run whose steps took TRUTH times what is predicted, and exp(noise) of that."""
+    layout = Plan.parse(f"{plan},compile=false")
+    sizes = {"train.minutes": 0, "train.steps": 8, "train.global_batch": 16, "model.vocab_size": 4096}
+    run = load("demo", {**sizes, "launch.processes": layout.world_size})
+    factors = {name: Factor(value=value, std=0.1) for name, value in TRUTH.items()}
+    plain = predict(layout, run, resized(CLUSTER, layout.world_size))
+    real = predict(layout, run, resized(CLUSTER.model_copy(update={"factors": factors}), layout.world_size))
+    compared = reconcile(plain, layout, {}, float(real.memory_bytes.mid) * np.exp(noise), with_reserve=True)
+    truth = reconcile(real, layout, {}, 0.0, with_reserve=True)
+    seconds = {name: truth.seconds[name].predicted * float(np.exp(noise)) for name in PARTS}
+    compared = compared.model_copy(
+        update={
+            "seconds": {name: c.model_copy(update={"measured": seconds[name]}) for name, c in compared.seconds.items()},
+            "step_s": compared.step_s.model_copy(update={"measured": sum(seconds.values())}),
+        }
+    )
+    folder.mkdir()
+    save_run(run, folder / "run.toml")
+    layout.save(folder / "plan.toml", plain.toml())
+    said = {"device": "cpu", "software": "torch 2.13", "predicted": compared.model_dump(), **report}
+    (folder / "report.json").write_text(json.dumps(said))
+    return folder
+
+
+def runs(tmp_path: Path, times: int) -> list[Path]:
+    """Every plan so many times, each a little otherwise."""
+    named = [(plan, i) for i in range(times) for plan in PLANS]
+    return [finished(tmp_path / f"{n}", plan, float(NOISE[n])) for n, (plan, _) in enumerate(named)]
+
+
+def test_many_runs_tell_each_factor_also_where_one_part_holds_several(tmp_path):
+    found = learn(runs(tmp_path, times=6), CLUSTER).factors
+    for name in ("compute", "network", "memory"):
+        assert abs(np.log(found[name].value / TRUTH[name])) < 3 * found[name].std / found[name].value + 0.05, name
+        assert found[name].value == pytest.approx(TRUTH[name], rel=0.15)
+
+
+def test_few_runs_move_a_factor_less_and_say_less_surely(tmp_path):
+    folders = runs(tmp_path, times=4)
+    one, many = (learn(some, CLUSTER).factors["compute"] for some in (folders[:1], folders))
+    assert 1 < one.value < many.value < 1.1 * TRUTH["compute"]
+    assert one.std / one.value > 2 * many.std / many.value
+
+
+def test_what_no_run_tells_about_has_no_factor(tmp_path):
+    found = learn([finished(tmp_path / "alone", "microbatch=4")], CLUSTER).factors
+    assert "network" not in found and "compute" in found
+    assert all(factor.std / factor.value < PRIOR_STD for factor in found.values())
+
+
+def test_learning_again_gives_the_same_since_it_starts_from_the_runs_alone(tmp_path):
+    folders = runs(tmp_path, times=1)
+    once = learn(folders, CLUSTER)
+    assert learn(folders, once) == once
+
+
+def test_a_taught_cluster_predicts_the_runs(tmp_path):
+    folders = runs(tmp_path, times=2)
+    taught = learn(folders, CLUSTER)
+    for folder in folders[: len(PLANS)]:
+        plan, run = Plan.load(folder / "plan.toml"), load(folder / "run.toml")
+        measured = json.loads((folder / "report.json").read_text())["predicted"]
+        found = predict(plan, run, resized(taught, plan.world_size))
+        assert found.step_s.mid == pytest.approx(measured["step_s"]["measured"], rel=0.2)
+        assert found.memory_bytes.mid == pytest.approx(measured["memory_bytes"]["measured"], rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("report", "message"),
+    [
+        ({"predicted": None}, "its report says nothing of its steps' parts"),
+        ({"device": "NVIDIA H100 80GB HBM3"}, "it ran on NVIDIA H100 80GB HBM3, and the cluster is of CPU"),
+        ({"software": "torch 2.12"}, "ran with torch 2.13, and"),
+    ],
+)
+def test_runs_that_tell_nothing_of_this_cluster_are_refused(tmp_path, report, message):
+    folders = [finished(tmp_path / "a", PLANS[0]), finished(tmp_path / "b", PLANS[0], **report)]
+    with pytest.raises(UserError, match="--learn") as error:
+        learn(folders, CLUSTER)
+    assert message in str(error.value)
+
+
+def test_a_folder_without_a_report_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"there is no report\.json\. Give the folders of finished runs"):
+        learn([tmp_path], CLUSTER)
+    (tmp_path / "report.json").write_text("{")
+    with pytest.raises(UserError, match=r"report\.json cannot be read"):
+        learn([tmp_path], CLUSTER)
+
+
+def test_the_command_corrects_the_file_and_says_how(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "--learn", "run"]) == 2
+    assert "argosy probe" in capsys.readouterr().err
+    CLUSTER.save(tmp_path / "cluster.toml")
+    finished(tmp_path / "run", PLANS[1])
+    assert main(["plan", "--learn", "run"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("cluster.toml: factors from 1 run with torch 2.13:\n")
+    after = Cluster.load(tmp_path / "cluster.toml")
+    assert f"compute    {after.factors['compute'].value:.2f} +- " in said
+    assert main(["plan", "--learn", "run", "--cluster", "8xh100"]) == 2
+
+
+def test_other_software_starts_anew(tmp_path):
+    folder = finished(tmp_path / "run", PLANS[0], software="torch 2.14")
+    before = CLUSTER.model_copy(update={"factors": {"network": Factor(value=2.0, std=0.1)}})
+    after = learn([folder], before)
+    assert after.software == "torch 2.14" and "network" not in after.factors
+    said = in_words(before, after, 1)
+    assert "(before, the file was about torch 2.13)" in said
+    assert "network    none: no run tells   was 2.00 +- 0.10" in said
+
+
+def test_only_a_file_can_be_corrected(tmp_path):
+    with pytest.raises(UserError, match="--learn writes factors into a cluster's file, and 8xh100 is none"):
+        cluster_file("8xh100")
+    CLUSTER.save(tmp_path / "mine.toml")
+    assert cluster_file(str(tmp_path / "mine.toml")) == tmp_path / "mine.toml"

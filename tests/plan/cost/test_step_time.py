@@ -1,0 +1,151 @@
+"""The time of a step: what must hold whatever the constants are."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+
+from argosy.config.load import load
+from argosy.plan.calibration.constants import Constants
+from argosy.plan.cost.layouts import Layouts
+from argosy.plan.cost.rates import Rates, System
+from argosy.plan.cost.step_time import StepModel, StepTime
+from argosy.plan.cost.workload import Workload
+from argosy.plan.machines.hardware import find_device
+from argosy.plan.plan import Plan
+
+H100 = Rates.of_device(find_device("h100"))
+SEQ_LEN, BATCH = 8192, 256
+
+
+def work(preset: str = "llama3-8b") -> Workload:
+    return Workload.of_model(load("demo", {"model.preset": preset}).model, SEQ_LEN, BATCH)
+
+
+def step(*plans: str, preset: str = "llama3-8b", rates: Rates = H100, system: System | None = None) -> StepTime:
+    layouts = Layouts.of([Plan.parse(f"precision=bf16,{plan}") for plan in plans])
+    return StepModel(layouts, work(preset), rates, system or System(), Constants()).predict()
+
+
+@pytest.mark.parametrize("preset", ["llama3-8b", "mixtral-8x7b", "deepseek-v3"])
+@pytest.mark.parametrize("plan", ["dp_shard=64", "tp=8,dp_shard=8", "pp=8,dp_shard=8,zero=1", "tp=2,cp=4,dp_shard=8"])
+def test_ideal_is_the_models_flops_at_the_data_sheets_rate(preset, plan):
+    flops = work(preset).train_flops_per_token * SEQ_LEN * BATCH
+    assert step(plan, preset=preset).ideal == pytest.approx(flops / 64 / 989e12, rel=1e-6)
+
+
+@pytest.mark.parametrize("plan", ["dp_shard=64", "pp=4,tp=4,dp_shard=4,zero=1,recompute=full", "cp=8,dp_shard=8"])
+def test_categories_are_never_negative_and_add_up(plan):
+    times = step(plan)
+    parts = {f.name: float(np.squeeze(getattr(times, f.name))) for f in fields(times)}
+    assert all(seconds >= 0 for seconds in parts.values()), parts
+    assert sum(parts.values()) == pytest.approx(float(times.step[0]))
+
+
+def test_many_plans_at_once_are_each_alone():
+    plans = ["dp_shard=64", "tp=8,dp_shard=8", "pp=8,dp_shard=8,zero=1,schedule=interleaved_1f1b,stages_per_rank=2"]
+    assert step(*plans).step == pytest.approx([step(plan).step[0] for plan in plans])
+
+
+@pytest.mark.parametrize(
+    ("category", "without", "with_it"),
+    [
+        ("tensor", "dp_shard=64", "dp_shard=8,tp=8"),
+        ("context", "dp_shard=64", "dp_shard=8,cp=8"),
+        ("recompute", "dp_shard=64", "dp_shard=64,recompute=full"),
+        ("bubble", "dp_shard=64", "dp_shard=8,pp=8,zero=1"),
+        ("pipeline", "dp_shard=64", "dp_shard=8,pp=8,zero=1"),
+    ],
+)
+def test_an_axis_costs_in_its_category(category, without, with_it):
+    assert getattr(step(without), category) == 0
+    assert getattr(step(with_it), category) > 0
+
+
+def test_what_goes_to_the_host_is_paid_for():
+    what = ("none", "activations", "optimizer", "all")
+    kept, activations, state, both = step(*(f"dp_shard=64,offload={word}" for word in what)).step
+    assert kept < state < both and kept < activations < both
+
+
+def test_a_faster_link_to_the_host_helps_those_who_use_it_alone():
+    faster = replace(H100, host_link_bytes_per_s=2 * H100.host_link_bytes_per_s)
+    for plan, gains in (("dp_shard=64", False), ("dp_shard=64,offload=activations,recompute=full", True)):
+        assert (step(plan, rates=faster).step < step(plan).step) == gains, plan
+
+
+def test_a_recomputed_layer_sends_its_input_alone_to_the_host():
+    none, full = step("dp_shard=64,offload=activations", "dp_shard=64,offload=activations,recompute=full").offload
+    assert 0 < full < none / 10
+
+
+def test_no_schedule_is_faster_than_one_microbatch_on_its_way_through_all_ranks():
+    alone = step("pp=8,dp_shard=8,zero=1,schedule=zbv,microbatch=32")
+    assert alone.bubble[0] > 3 * (alone.step[0] - alone.bubble[0])
+
+
+def test_experts_that_live_elsewhere_are_waited_for():
+    times = step("dp_shard=64", "dp_shard=64,ep=8", preset="mixtral-8x7b")
+    assert times.experts[0] == 0
+    assert times.experts[1] > 0
+
+
+def test_a_ring_of_one_rank_in_each_node_has_one_adapter():
+    """With ep=8 an eighth of the experts, but each on one rank of each of eight nodes: an eighth of the bandwidth."""
+    all_ranks, apart = step("dp_shard=64,zero=1,ep=1", "dp_shard=64,zero=1,ep=8", preset="mixtral-8x7b").gradients
+    assert apart > all_ranks / 2
+
+
+def test_a_learned_router_waits_for_its_busiest_expert():
+    even, learned = (
+        step("dp_shard=64,ep=8", preset="mixtral-8x7b", system=System(even_experts=given)).experts for given in (1, 0)
+    )
+    assert even < learned
+
+
+def test_many_experts_in_small_microbatches_wait_for_the_host():
+    small, large = (
+        StepModel(
+            Layouts.of([Plan.parse("dp_shard=8,ep=8,precision=bf16")]),
+            replace(work("mixtral-8x7b"), seq_len=seq_len),
+            H100, System(), Constants(),
+        ).predict()
+        for seq_len in (64, 32768)
+    )  # fmt: skip
+    assert small.host / small.step > 0.5
+    assert large.host / large.step < 0.01
+
+
+def test_narrow_heads_are_slower():
+    wide = work()
+    narrow = replace(wide, heads=wide.heads * 2, kv_heads=wide.kv_heads * 2, key_width=64, value_width=64)
+    layouts = Layouts.of([Plan.parse("dp_shard=64,precision=bf16")])
+    of_wide, of_narrow = (StepModel(layouts, each, H100, System(), Constants()).predict() for each in (wide, narrow))
+    assert of_narrow.ideal == pytest.approx(of_wide.ideal)
+    assert of_narrow.attention > of_wide.attention
+
+
+def test_the_bubble_of_a_pipeline_is_that_of_its_schedule():
+    plans = [
+        "pp=8,dp_shard=8,zero=1",
+        "pp=8,dp_shard=8,zero=1,schedule=interleaved_1f1b,stages_per_rank=2",
+        "pp=8,dp_shard=8,zero=1,schedule=interleaved_zero_bubble,stages_per_rank=2",
+    ]
+    one, interleaved, zero = step(*plans, system=System(balanced_stages=0)).bubble
+    assert zero < interleaved < one
+
+
+def test_faster_links_and_devices_never_cost_time():
+    plan = "tp=4,pp=2,dp_shard=8,cp=1,zero=1,ep=1"
+    before = float(step(plan).step[0])
+    for field in ("half", "memory_bytes_per_s", "link_bytes_per_s", "nic_bytes_per_s"):
+        faster = replace(H100, **{field: 2 * getattr(H100, field)})
+        assert float(step(plan, rates=faster).step[0]) < before, field
+
+
+def test_gradient_sums_hide_under_backward():
+    shown = step("dp_replicate=64,zero=0", system=System(overlaps_gradients=0)).gradients
+    hidden = step("dp_replicate=64,zero=0").gradients
+    assert hidden < shown

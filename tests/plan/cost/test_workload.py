@@ -1,0 +1,30 @@
+"""Sizes as numbers give the same arithmetic as the model's own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from argosy.config.catalog import preset_names
+from argosy.config.load import load
+from argosy.plan.cost.flops import matmul_parameters, parameters, train_flops_per_token
+from argosy.plan.cost.workload import Workload, stack
+
+
+@pytest.mark.parametrize("preset", preset_names("models"))
+def test_flops_and_parameters_are_those_of_the_model(preset):
+    model = load("demo", {"model.preset": preset}).model
+    model = model.model_copy(update={"vocab_size": model.vocab_size or 4096})
+    work = Workload.of_model(model, seq_len=512, global_batch=16)
+    assert work.matmul_parameters == matmul_parameters(model)
+    assert work.train_flops_per_token == pytest.approx(train_flops_per_token(model, 512))
+    assert work.parameters == pytest.approx(parameters(model), rel=2e-3)  # norms and biases are not in it
+
+
+def test_a_stack_has_the_figures_of_each():
+    works = [
+        Workload.of_model(load("demo", {"model.preset": preset}).model, seq_len=512, global_batch=16)
+        for preset in ("llama3-8b", "deepseek-v3", "qwen3-30b-a3b")
+    ]
+    together = stack(works)
+    assert np.asarray(together.parameters).tolist() == [work.parameters for work in works]
