@@ -16,7 +16,7 @@ from argosy.config.schema import LaunchConfig, ResilienceConfig, RunConfig
 from argosy.errors import Retryable, RunFailed
 from argosy.observe.events import read_lines
 from argosy.plan.plan import Plan
-from argosy.resilience import agent as module
+from argosy.resilience import link as module
 from argosy.resilience.agent import Agent
 from argosy.resilience.channel import Channel, Message
 

@@ -268,6 +268,13 @@ def committed(run_dir: Path) -> list[Checkpoint]:
     return sorted((c for c in map(Checkpoint, folders) if c.is_there), key=lambda c: c.step)
 
 
+def how_to_go_on(run_dir: Path) -> str:
+    """What the user can do with a run that ended before its last step."""
+    checkpoints = committed(run_dir)
+    where = f"from step {checkpoints[-1].step}" if checkpoints else "from the start: nothing was saved yet"
+    return f"The same command goes on {where} ({run_dir})."
+
+
 def newest_verified(run_dir: Path) -> Checkpoint | None:
     """The newest checkpoint that was read back and found whole."""
     return next((c for c in reversed(committed(run_dir)) if c.is_verified), None)

@@ -6,37 +6,33 @@ they meet, copies of their state in memory), and shows the coordinator their vit
 
 from __future__ import annotations
 
-import fcntl
 import os
 import selectors
 import shutil
 import signal
 import socket
-import struct
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
-from argosy.checkpoint.store import EPOCH, committed
+from argosy.checkpoint.store import EPOCH, how_to_go_on
 from argosy.config.schema import LaunchConfig, RunConfig
-from argosy.errors import FINAL, ArgosyError, Interrupted, Retryable, RunFailed, UserError, error_of
+from argosy.errors import FINAL, ArgosyError, Interrupted, RunFailed, error_of
 from argosy.observe.events import Events
 from argosy.observe.vitals import read_vitals, vitals_path
 from argosy.plan.plan import Plan
-from argosy.resilience.channel import Address, Channel, Gone, Message, call
+from argosy.resilience.channel import Channel, Gone, Message
 from argosy.resilience.detect.finding import Finding, process_state
 from argosy.resilience.detect.node import NodeWatch
 from argosy.resilience.health import Asked, Examination, Health
+from argosy.resilience.link import Link
 from argosy.resilience.membership import Cause, State
 from argosy.resilience.nursery import Nursery
 
@@ -44,18 +40,8 @@ WORKER = "argosy.launch.worker:main"
 STORE = "argosy.resilience.meeting:main"
 TICK_S = 0.05
 """How often it looks at the clock; what others say or do wakes it at once."""
-TELL_S = 0.5
-"""How often the coordinator is shown the workers' vital signs, to which it answers."""
-SILENCE_S = 20.0
-"""A coordinator elsewhere that does not answer for so long is called anew. Longer than it waits for an agent: who is
-cut off misses nothing by that."""
-HANG_S = 60.0
-"""One that runs here, where no way could be cut, is replaced. It may have to wait for a disk, or to search a plan."""
-MOST_STILLBORN = 5
-"""Coordinators in a row that die before they say anything; another would fare no better."""
 BREAK_S = 10.0
 """A worker that has not left a broken world by then is killed."""
-SIOCGIFADDR = 0x8915  # linux/sockios.h
 SCRATCH = Path("/dev/shm")
 """Where an agent keeps a folder for its workers, argosy-PID-...: what need not outlive the node, and must be fast."""
 
@@ -92,17 +78,7 @@ class Agent:
         self._events = Events(run_dir, "launcher" if self._launch.nodes == 1 else f"launcher-{self._name}")
         self._slots = -(-plan.world_size // self._launch.nodes)
         self._processes: dict[int, Process] = {}
-        self._coordinator: Channel | None = None
-        self._server: subprocess.Popen[bytes] | None = None
-        self._is_heard = False
-        self._stillborn = 0
-        self._listener: socket.socket | None = None
-        self._address = _address(self._launch.coordinator)
-        self._bound_to: Address | None = None
-        self._interface = ""
-        self._call: Future[socket.socket] | None = None
-        self._asked_s: float | None = None
-        self._lost_since: float | None = None
+        self._link = Link(run_dir, run, plan, self._events)
         self._store: Channel | None = None
         self._store_epoch = 0
         self._signal: int | None = None
@@ -112,7 +88,6 @@ class Agent:
         self._node = NodeWatch(run_dir)
         self._examination: Examination | None = None
         self._health: Health | None = None
-        self._last_told = 0.0
 
     def run(self) -> None:
         """Hold the workers until the run has ended.
@@ -126,6 +101,7 @@ class Agent:
         try:
             with self._signals_taken(), selectors.DefaultSelector() as self._selector:
                 self._selector.register(self._nursery, selectors.EVENT_READ, self._hear_nursery)
+                self._link.open(self._selector, self._say_hello, self._obey)
                 self._examine()
                 while not self._is_over():
                     self._turn()
@@ -152,7 +128,8 @@ class Agent:
                 self._kill(process, self._kill_why)
         if self._examination is not None:
             self._examination.hurry()
-        self._keep_in_touch(now)
+        if self._link.keep(now):
+            self._show_vitals(now)
         self._alarm(self._node.look([process.pid for process in self._processes.values() if process.pid]))
 
     # ---- workers ------------------------------------------------------------------------------------------------
@@ -166,8 +143,8 @@ class Agent:
             "ARGOSY_SLOT": str(slot),
             "ARGOSY_QUIET": str(int(self._quiet)),
         }
-        if self._interface and "GLOO_SOCKET_IFNAME" not in os.environ:
-            environment["GLOO_SOCKET_IFNAME"] = self._interface  # else gloo takes what the host's name resolves to
+        if self._link.interface and "GLOO_SOCKET_IFNAME" not in os.environ:
+            environment["GLOO_SOCKET_IFNAME"] = self._link.interface  # else gloo takes what the host's name resolves to
         process = Process(slot, self._nursery.fork(f"worker {slot}", WORKER, environment))
         self._processes[slot] = process
         self._selector.register(process.channel, selectors.EVENT_READ, partial(self._hear, process))
@@ -191,7 +168,7 @@ class Agent:
                 process = self._processes[int(message["key"].split()[1])]
                 process.pid = message["pid"]
                 self._events.write("worker_started", slot=process.slot, pid=process.pid)
-                self._tell("started", slot=process.slot, pid=process.pid)
+                self._link.tell("started", slot=process.slot, pid=process.pid)
 
     def _replace_nursery(self) -> None:
         """The nursery was killed. Its processes cannot be waited for any more, so they are ended with it.
@@ -225,10 +202,10 @@ class Agent:
             match message["kind"]:
                 case "ready":
                     process.state, process.leave_by = State.READY, None
-                    self._tell("ready", slot=process.slot, epoch=message["epoch"], why=message["why"])
+                    self._link.tell("ready", slot=process.slot, epoch=message["epoch"], why=message["why"])
                 case "done":
                     process.state, process.is_finished = State.DONE, message["finished"]
-                    self._tell("done", slot=process.slot)
+                    self._link.tell("done", slot=process.slot)
                 case "failed":
                     process.failure = message
 
@@ -250,7 +227,7 @@ class Agent:
         cause = _cause(process, exit_code, -1 if reading is None else reading.step)
         if cause.exit_code < FINAL and self._signal is None:
             self._say_lost(process, cause)
-        self._tell("lost", slot=process.slot, **asdict(cause))
+        self._link.tell("lost", slot=process.slot, **asdict(cause))
 
     def _blame_memory(self, process: Process) -> None:
         """Somebody killed it: was it the kernel, for want of memory?"""
@@ -281,13 +258,12 @@ class Agent:
             print(f"argosy: {finding.why}", file=sys.stderr)
 
     def _show_vitals(self, now: float) -> None:
-        self._last_told = self._asked_s = now
         workers = []
         for process in self._processes.values():
             reading = read_vitals(vitals_path(self._scratch, process.pid))
             if reading is not None:
                 workers.append({"reading": reading.to_record(), "state": process_state(process.pid)})
-        self._tell("vitals", workers=workers)
+        self._link.ask(now, "vitals", workers=workers)
 
     def _end_all(self) -> None:
         if self._examination is not None:
@@ -297,14 +273,9 @@ class Agent:
                 _signal(process, signal.SIGKILL)
             process.channel.close()
         self._processes.clear()
-        for channel in (self._store, self._coordinator):
-            if channel is not None:
-                channel.close()
-        if self._server is not None and self._launch.nodes == 1:
-            self._server.kill()  # with several nodes others may still need it: it ends when all have gone
-            self._server.wait()
-        if self._listener is not None:
-            self._listener.close()
+        if self._store is not None:
+            self._store.close()
+        self._link.close()
 
     # ---- the node -----------------------------------------------------------------------------------------------
 
@@ -324,106 +295,9 @@ class Agent:
         self._events.write("examined", **record)
         if health.unknown:
             print(f"argosy: this machine could not be examined: {health.unknown}", file=sys.stderr)
-        self._tell("examined", health=record)
+        self._link.tell("examined", health=record)
 
     # ---- the coordinator ----------------------------------------------------------------------------------------
-
-    def _keep_in_touch(self, now: float) -> None:
-        if self._coordinator is None:
-            self._reach_coordinator(now)
-        elif self._server is not None and self._server.poll() is not None:
-            self._start_coordinator()  # a call that nobody answers yet goes through all the same
-        elif self._asked_s is not None and now - self._asked_s > (limit_s := HANG_S if self._server else SILENCE_S):
-            self._check_patience(now)
-            self._lose_coordinator(f"it did not answer for {limit_s:.0f} s")
-            if self._server is not None:
-                self._server.kill()
-                self._server.wait()
-        elif self._asked_s is None and now - self._last_told > TELL_S:  # nothing piles up while it does not answer
-            self._show_vitals(now)
-
-    def _reach_coordinator(self, now: float) -> None:
-        """Call the coordinator, and start it first if it is to run here and does not: to be done until it answers.
-
-        Without one training goes on, and only what it would decide has to wait.
-        """
-        self._lost_since = self._lost_since or now
-        if self._call is None:
-            self._start_coordinator()
-            assert self._address is not None
-            self._call = call(self._address)
-        if not self._call.done():
-            return
-        answered, self._call = self._call, None
-        if answered.exception() is None:
-            self._introduce_itself(answered.result())
-        else:
-            self._check_patience(now)
-
-    def _check_patience(self, now: float) -> None:
-        """Raises: Retryable once the coordinator has been called for too long."""
-        timeout_s = self._run.resilience.coordinator_timeout_s
-        if self._lost_since is not None and now - self._lost_since > timeout_s and self._signal is None:
-            raise Retryable(
-                f"the coordinator at {self._launch.coordinator} could not be reached for {timeout_s:g} s "
-                "(resilience.coordinator_timeout_s). Mend the way to it, or start `argosy train` on its machine again. "
-                + how_to_go_on(self._run_dir)
-            )
-
-    def _introduce_itself(self, connection: socket.socket) -> None:
-        host = connection.getsockname()[0]
-        self._interface, self._bound_to = _interface_of(host), connection.getpeername()[:2]
-        self._coordinator, self._asked_s = Channel(connection), time.monotonic()
-        self._selector.register(self._coordinator, selectors.EVENT_READ, self._hear_coordinator)
-        self._say_hello(host)
-
-    def _lose_coordinator(self, why: str) -> None:
-        assert self._coordinator is not None
-        self._selector.unregister(self._coordinator)
-        self._coordinator.close()
-        self._coordinator, self._lost_since = None, self._lost_since or self._asked_s
-        if self._finish is None and self._signal is None:
-            self._events.write("coordinator_lost", why=why)
-
-    def _start_coordinator(self) -> None:
-        """Start it where it is expected, if that is this machine, and again if it has died.
-
-        It listens on a socket that stays open here, so that who calls while it is being replaced only has to wait.
-        Raises: RunFailed if none lives long enough to say anything.
-        """
-        self._listener = self._listener or self._open_listener()
-        if self._listener is None or (self._server is not None and self._server.poll() is None):
-            return
-        assert self._address is not None
-        replaces, descriptor = self._server is not None, self._listener.fileno()
-        log = self._run_dir / "logs" / "coordinator.log"  # it may outlive this agent, and must not hold its pipes open
-        self._stillborn = self._stillborn + 1 if replaces and not self._is_heard else 0
-        if self._stillborn == MOST_STILLBORN:
-            raise RunFailed(f"the coordinator died {self._stillborn} times before it said anything: {log} says why")
-        self._is_heard = False
-        module = "argosy.resilience.coordinator"
-        command = [sys.executable, "-m", module, str(self._run_dir), str(descriptor), str(self._plan)]
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as out:
-            self._server = subprocess.Popen(
-                command, pass_fds=[descriptor], stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-            )
-        self._events.write("coordinator_started", pid=self._server.pid, port=self._address[1], replaces=replaces)
-
-    def _open_listener(self) -> socket.socket | None:
-        """A socket for the coordinator; None if it is to be on another machine. Raises: UserError."""
-        # Where it was once reached is a number: to ask what its name means takes long when the network is gone.
-        address = self._bound_to or self._address or ("127.0.0.1", self._launch.port)
-        try:
-            listener = socket.create_server(address)
-        except OSError as problem:
-            if self._address is not None:  # another machine's address, or another agent of this one was faster
-                return None
-            raise UserError(
-                f"launch.port = {address[1]} is in use on this machine. Try launch.port = 0, which takes a free one."
-            ) from problem
-        self._address = listener.getsockname()[:2]
-        return listener
 
     def _say_hello(self, host: str) -> None:
         workers = {
@@ -431,23 +305,12 @@ class Agent:
             for slot, p in self._processes.items()
         }
         health = None if self._health is None else self._health.to_record()
-        self._tell(
+        self._link.tell(
             "hello", name=self._name, host=host, slots=self._slots, workers=workers, health=health,
             examining=self._examination is not None,
         )  # fmt: skip
         if self._signal is not None:
-            self._tell("stopping")
-
-    def _hear_coordinator(self) -> None:
-        assert self._coordinator is not None
-        try:
-            messages = self._coordinator.take()
-        except Gone as problem:
-            self._lose_coordinator(str(problem))
-            return
-        self._asked_s, self._lost_since, self._is_heard = None, None, True
-        for message in messages:
-            self._obey(message.pop("kind"), message)
+            self._link.tell("stopping")
 
     def _obey(self, order: str, facts: Message) -> None:
         process = self._processes.get(facts.get("slot", -1))
@@ -469,7 +332,7 @@ class Agent:
             case "examine" if self._examination is None:
                 self._examine()
             case "finish":
-                self._finish = facts
+                self._finish, self._link.is_ending = facts, True
 
     def _open_store(self, epoch: int) -> None:
         """Where the members of the epoch meet: new for each, so that nobody finds the addresses of the dead; in a
@@ -490,7 +353,7 @@ class Agent:
             self._selector.unregister(self._store)
             return
         for message in messages:
-            self._tell("store", epoch=self._store_epoch, port=message["port"])
+            self._link.tell("store", epoch=self._store_epoch, port=message["port"])
 
     def _pass_on(self, kind: str, epoch: int) -> None:
         """Say it to the members of the epoch."""
@@ -505,11 +368,6 @@ class Agent:
                 process.leave_by = time.monotonic() + BREAK_S
                 with suppress(Gone):
                     process.channel.send("break", epoch=epoch, why=why)
-
-    def _tell(self, kind: str, **facts: Any) -> None:
-        if self._coordinator is not None:
-            with suppress(Gone):  # it is found out when it is next listened to
-                self._coordinator.send(kind, **facts)
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
@@ -533,8 +391,9 @@ class Agent:
         grace_s = self._run.resilience.grace_s
         self._signal, self._kill_at = number, time.monotonic() + grace_s
         self._kill_why = f"it did not save within resilience.grace_s = {grace_s:g}"
+        self._link.is_ending = True
         self._events.write("signal", number=number)
-        self._tell("stopping")
+        self._link.tell("stopping")
         for process in self._processes.values():
             if process.state in (State.STARTING, State.READY):  # no world will be formed for it any more
                 self._kill(process, "the run is to stop, and it has nothing to save")
@@ -573,31 +432,6 @@ def _cause(process: Process, exit_code: int, step: int) -> Cause:
 def _as_error(finish: Message, how_to_go_on: str) -> ArgosyError:
     """What ended the run, as the exception that its first witness would have raised."""
     return error_of(finish["exit_code"], finish["why"] if finish["error"] else f"{finish['why']}. {how_to_go_on}")
-
-
-def how_to_go_on(run_dir: Path) -> str:
-    """What the user can do with a run that ended before its last step."""
-    checkpoints = committed(run_dir)
-    where = f"from step {checkpoints[-1].step}" if checkpoints else "from the start: nothing was saved yet"
-    return f"The same command goes on {where} ({run_dir})."
-
-
-def _address(text: str) -> Address | None:
-    if not text:
-        return None
-    host, _, port = text.rpartition(":")
-    return host, int(port)
-
-
-def _interface_of(address: str) -> str:
-    """The network interface that has an IPv4 address; empty if none does."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has no IPv4 address
-                answer = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(answer[20:24]) == address:
-                    return name
-    return ""
 
 
 def _sweep() -> None:
