@@ -245,7 +245,7 @@ def lose(world: World, store: Path, plan: str, lost: Sequence[int], model: dict[
     [
         ("dp_replicate=2", (1,), {}),
         ("dp_replicate=2", (0,), {"tie_embeddings": True}),
-        ("dp_replicate=2,dp_shard=2", (1, 2), {}),
+        pytest.param("dp_replicate=2,dp_shard=2", (1, 2), {}, marks=pytest.mark.slow),
         pytest.param("dp_replicate=2,dp_shard=2,zero=1", (3,), {}, marks=pytest.mark.slow),
         pytest.param("dp_replicate=2,tp=2", (0,), {}, marks=pytest.mark.slow),
         ("dp_replicate=2,pp=2", (0,), {"tie_embeddings": True}),
@@ -279,7 +279,7 @@ def fall_behind(world: World, store: Path, plan: str, behind: Sequence[int], mod
     ("plan", "behind", "model"),
     [
         pytest.param("dp_replicate=3", (0,), {}, marks=pytest.mark.slow),
-        ("dp_shard=2,dp_replicate=2,zero=1", (1,), {}),
+        pytest.param("dp_shard=2,dp_replicate=2,zero=1", (1,), {}, marks=pytest.mark.slow),
         ("dp_replicate=2,pp=2", (2,), MIXTURE),
     ],
 )

@@ -224,6 +224,13 @@ def test_pruning_keeps_the_two_newest_verified_ones_whatever_is_newer(tmp_path, 
     assert steps(tmp_path) == kept
 
 
+def test_pruning_can_spare_what_was_not_read_back_yet(tmp_path):
+    for step in range(1, 8):
+        write(tmp_path, step, verified=step in (1, 2, 3, 6))
+    store.prune(tmp_path, keep_last=1, keep_every=0, keep_unread=True)
+    assert steps(tmp_path) == [3, 4, 5, 6, 7]
+
+
 def test_removing_a_checkpoint_begins_with_its_manifest(tmp_path, monkeypatch):
     folder = write(tmp_path, 4)
     met = []

@@ -125,6 +125,7 @@ def test_a_port_in_use_is_named(folder: Folder, refused: Refused) -> None:
         refused("train", "run.toml", "--launch.port", port, said=(f"launch.port = {port}", "in use"))
 
 
+@pytest.mark.slow
 def test_more_processes_than_cores_is_a_warning(folder: Folder) -> None:
     cores = len(os.sched_getaffinity(0))
     edited(folder.write_run(steps=2), "dp_replicate=2,microbatch=2", f"dp_replicate={cores + 1},microbatch=1")

@@ -33,9 +33,7 @@ def step_of(seed: int) -> int:
         "forward",
         pytest.param("loader", marks=pytest.mark.slow),  # a thread, which dies with its process
         pytest.param("bucket", marks=pytest.mark.slow),
-        "judge",
-        pytest.param("commit", marks=pytest.mark.slow),
-        "optimizer",
+        *(pytest.param(point, marks=pytest.mark.slow) for point in ("judge", "commit", "optimizer")),
     ],
 )
 def test_a_kill_within_a_step_costs_no_step_where_there_is_a_replica(disturbed, undisturbed, point, seed):
@@ -163,7 +161,7 @@ def test_one_flipped_bit_in_one_of_two_replicas_is_seen_within_a_step_and_undone
     run = disturbed(PLANS["replicas"], f"flip@{where}:step=6,rank=1,bit=20").end()
     found = run.events("corruption")
     assert found and found[0]["step"] == 7
-    run.check(undisturbed(), "corruption")
+    run.check(undisturbed(), "corruption", "rewind")
 
 
 @pytest.mark.slow
@@ -237,7 +235,8 @@ def test_a_second_sigterm_ends_it_at_once(disturbed, undisturbed):
 def test_the_same_crash_at_the_same_step_again_ends_the_run(disturbed):
     run = disturbed(PLANS["replicas"], "raise@forward:step=6,rank=1,again=true").end(code=70)
     assert len(run.events("worker_died")) == 2 and "step 6" in run.text
-    run.check(None, "worker_died")
+    run.check_faults_are_told("worker_died")
+    run.check_nothing_is_left()
 
 
 # ---- nodes ---------------------------------------------------------------------------------------------------------

@@ -96,14 +96,8 @@ def test_of_200_flipped_bits_each_is_found_and_its_file_named(resumed: Disturbed
         assert choice is not None and choice.checkpoint.step == 10 and not choice.damaged, "no false alarm"
 
 
-@pytest.mark.parametrize(
-    "harm",
-    [
-        flip,
-        *(pytest.param(h, marks=pytest.mark.slow)
-          for h in (cut_off, remove, zero, put_in_a_stale_file, put_in_a_stale_manifest)),
-    ],
-)  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("harm", [flip, cut_off, remove, zero, put_in_a_stale_file, put_in_a_stale_manifest])
 def test_a_damaged_checkpoint_is_refused_its_file_named_and_the_older_one_used(resumed, undisturbed, harm):
     name = harm(resumed)
     resumed.start().end()

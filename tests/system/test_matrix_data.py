@@ -64,8 +64,8 @@ def elsewhere(folder: Folder, plan: str = PLANS["replicas"], *options: str) -> D
     return Disturbed(Folder(path, folder.corpus), plan, options=options)
 
 
-@pytest.mark.parametrize("harm", [pytest.param("truncated", marks=pytest.mark.slow),
-                                  pytest.param("changed", marks=pytest.mark.slow), "strange token"])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("harm", ["truncated", "changed", "strange token"])
 def test_a_bad_shard_is_left_out_by_all_ranks_alike_if_it_may_be(damaged, harm):
     shard = shard_of(damaged)
     HARMS[harm](shard)

@@ -36,6 +36,7 @@ class Machines:
         return out + err
 
 
+@pytest.mark.slow
 def test_a_machine_that_computes_wrongly_is_refused_before_it_joins_and_a_spare_takes_its_place(folder):
     run = Disturbed(folder, PLANS["replicas"], options=("--train.steps", "6"))
     machines = Machines(run)

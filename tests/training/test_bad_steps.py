@@ -91,7 +91,12 @@ def test_the_metrics_are_a_ledger_of_each_sample_once(undisturbed):
 
 @pytest.mark.parametrize(("size", "plan"), [(1, ""), (2, "dp_shard=2"), (2, "pp=2,microbatch=2")])
 @pytest.mark.parametrize(
-    "fault", ["nan@gradient:step=3,times=2", "inf@gradient:step=3,times=2", "nan@loss:step=3,times=2"]
+    "fault",
+    [
+        "nan@gradient:step=3,times=2",
+        pytest.param("inf@gradient:step=3,times=2", marks=pytest.mark.slow),
+        pytest.param("nan@loss:step=3,times=2", marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_that_is_not_finite_is_done_with_the_next_samples(workers, corpus, tmp_path, size, plan, fault):
     records = workers.run(size, train_with, run_config(corpus), plan, tmp_path, fault)[0]
@@ -103,7 +108,7 @@ def test_a_step_that_is_not_finite_is_done_with_the_next_samples(workers, corpus
     assert (event["policy"], event["outcome"]) == ("skip", "skip")
 
 
-@pytest.mark.parametrize("policy", ["skip", "stop"])
+@pytest.mark.parametrize("policy", ["skip", pytest.param("stop", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "fault", ["nan@gradient:step=3,rank=1", "inf@loss:step=0,rank=0", "spike@loss:step=7,factor=20"]
 )
@@ -267,13 +272,13 @@ EXPERTS = {"moe": {"experts": 4, "expert_ffn_width": 32, "balance": "bias"}}
 @pytest.mark.parametrize(
     ("plan", "model"),
     [
-        ("dp_replicate=2,dp_shard=2", {}),
+        pytest.param("dp_replicate=2,dp_shard=2", {}, marks=pytest.mark.slow),
         ("tp=2,dp_replicate=2", {}),
         ("tp=2,dp_shard=2,zero=1", {"qk_norm": True, "family": "qwen3"}),
-        ("pp=2,dp_replicate=2,microbatch=2", {"tie_embeddings": True}),
-        ("cp=2,dp_replicate=2,zero=0", {}),
-        ("dp_shard=2,ep=2,dp_replicate=2", EXPERTS),
-        ("dp_replicate=2,weights=bf16,precision=bf16", {}),
+        pytest.param("pp=2,dp_replicate=2,microbatch=2", {"tie_embeddings": True}, marks=pytest.mark.slow),
+        pytest.param("cp=2,dp_replicate=2,zero=0", {}, marks=pytest.mark.slow),
+        pytest.param("dp_shard=2,ep=2,dp_replicate=2", EXPERTS, marks=pytest.mark.slow),
+        pytest.param("dp_replicate=2,weights=bf16,precision=bf16", {}, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("kind", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])

@@ -341,16 +341,23 @@ def _verified(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def prune(
-    run_dir: Path, keep_last: int, keep_every: int, keep_verified: int = VERIFIED_KEPT, spare: Iterable[int] = ()
+    run_dir: Path,
+    keep_last: int,
+    keep_every: int,
+    keep_verified: int = VERIFIED_KEPT,
+    spare: Iterable[int] = (),
+    keep_unread: bool = False,
 ) -> list[Checkpoint]:
     """Delete all checkpoints but the newest `keep_last`, the newest `keep_verified` of those that are verified, those
-    at multiples of `keep_every` (0: none of these) and those of the steps `spare`. Returns the deleted ones.
+    at multiples of `keep_every` (0: none of these), those of the steps `spare`, and, with `keep_unread`, those that
+    were not read back yet. Returns the deleted ones.
 
     So no verified one goes before a newer one is verified.
     """
     there = committed(run_dir)
     verified = [c for c in there if c.is_verified]
-    kept = {c.step for c in (*there[-keep_last:], *verified[-keep_verified:])} | {*spare}
+    unread = [c for c in there if keep_unread and not c.is_verified]
+    kept = {c.step for c in (*there[-keep_last:], *verified[-keep_verified:], *unread)} | {*spare}
     dropped = [c for c in there if c.step not in kept and not (keep_every and c.step % keep_every == 0)]
     for checkpoint in dropped:
         remove(checkpoint.folder)

@@ -92,7 +92,7 @@ class Writer:
                 if not checkpoint.is_verified:
                     self._verify(checkpoint)
             spare = [self._draining] if self._draining is not None else []
-            for gone in store.prune(run_dir, upkeep.keep_last, upkeep.keep_every, spare=spare):
+            for gone in store.prune(run_dir, upkeep.keep_last, upkeep.keep_every, spare=spare, keep_unread=True):
                 self._tell("prune", step=gone.step)
         except Exception as problem:  # more is kept than was asked for, or less is known: no reason to end
             self._tell("upkeep_failed", error=words(problem))

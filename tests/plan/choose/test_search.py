@@ -69,7 +69,11 @@ def every_plan(problem: Problem) -> Layouts:
 
 @pytest.mark.parametrize(
     ("cluster", "global_batch", "memory_gib"),
-    [("2x2xh100", 32, 80), ("2x2xh100", 32, 4.2), ("2x2xh100", 32, 2.8), ("2x2xh100", 32, 2.4), ("3xh100", 18, 2.4)],
+    [
+        *(pytest.param("2x2xh100", 32, gib, marks=pytest.mark.slow) for gib in (80, 4.2, 2.8)),
+        ("2x2xh100", 32, 2.4),
+        ("3xh100", 18, 2.4),
+    ],
 )
 def test_no_plan_that_fits_is_faster_than_what_is_found(cluster: str, global_batch: int, memory_gib: float) -> None:
     """Against all plans, those that the search passes over included: large microbatches, tp across nodes, GPipe, ..."""
