@@ -1,4 +1,4 @@
-"""What a rank holds and sends is what `plan.memory` and `plan.traffic` say of its plan."""
+"""What a rank holds and sends is what `plan.cost.memory` and `plan.cost.traffic` say of its plan."""
 
 from __future__ import annotations
 

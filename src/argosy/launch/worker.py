@@ -9,6 +9,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,7 +21,7 @@ from argosy.config.schema import RunConfig
 from argosy.errors import FINAL, ArgosyError
 from argosy.observe.sequences import sequence_numbers
 from argosy.observe.vitals import Vitals
-from argosy.parallel.world import World, break_connections, connections, join_world, leave_world
+from argosy.parallel.world import Place, World, break_connections, connections, join_world, leave_world
 from argosy.plan.plan import Plan
 from argosy.resilience.channel import Channel, Gone, Message
 from argosy.resilience.nursery import channel_to_parent
@@ -140,16 +141,8 @@ def main() -> None:
 
 
 def _train_in(message: Message, run_dir: Path, stop: StopSignal, survivor: Survivor, vitals: Vitals) -> bool:
-    os.environ |= {
-        "RANK": str(message["rank"]),
-        "WORLD_SIZE": str(message["size"]),
-        "LOCAL_RANK": str(message["local_rank"]),
-        "LOCAL_WORLD_SIZE": str(message["local_size"]),
-        "MASTER_ADDR": message["host"],
-        "MASTER_PORT": str(message["port"]),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        EPOCH: str(message["epoch"]),
-    }
+    place = Place(**{field.name: message[field.name] for field in fields(Place)})
+    os.environ |= {**place.environment(), EPOCH: str(message["epoch"])}
     run, plan = load(run_dir / "run.toml"), Plan.parse(message["plan"])
     vitals.join(message["epoch"], message["rank"], sequence_numbers)
     return work(run, plan, join_world(run.launch), run_dir, stop, survivor, vitals)

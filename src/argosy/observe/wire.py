@@ -12,7 +12,7 @@ those of the whole message, in a group of n ranks
     gather             size              of this rank's part
     scatter            (n-1)/n size      at the root, which alone sends
 
-`plan.traffic` predicts the same numbers from the plan.
+`plan.cost.traffic` predicts the same numbers from the plan.
 """
 
 from __future__ import annotations

@@ -77,6 +77,32 @@ class World:
             dist.barrier()
 
 
+@dataclass(frozen=True)
+class Place:
+    """A process's place in a world that is to be joined, whose store is open already."""
+
+    rank: int
+    size: int
+    local_rank: int
+    """Among the processes of its node."""
+    local_size: int
+    host: str
+    """Where the store is."""
+    port: int
+
+    def environment(self) -> dict[str, str]:
+        """What `join_world` is told by."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_size),
+            "MASTER_ADDR": self.host,
+            "MASTER_PORT": str(self.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's way to say that the store is there already
+        }
+
+
 def join_world(launch: LaunchConfig) -> World:
     """Join the processes that the environment names (RANK, WORLD_SIZE, MASTER_ADDR, ...; torchrun's and ours)."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -60,7 +60,8 @@ def choose_plan(run: RunConfig, devices: Devices, machine: Cluster | None = None
 
     "auto" alone leaves everything open; "auto,precision=fp32" all but the precision; a string without "auto"
     says the axes itself, and leaves open only the microbatch, the precision and compilation if it does not name them.
-    machine: what the devices are; None: what describes this machine (`plan.machine`), else what the catalogue has.
+    machine: what the devices are; None: what describes this machine (`plan.machines.machine`), else what the
+        catalogue has.
     Raises: UserError if no plan can train this run, or "auto" finds none that fits the devices.
     """
     words = words_of(run.plan)

@@ -34,11 +34,11 @@ class Prediction:
     """What it is made for, in words."""
     step_s: Estimate
     seconds: dict[str, float]
-    """By category (`plan.step_time.StepTime`); they add up to the middle of `step_s`."""
+    """By category (`plan.cost.step_time.StepTime`); they add up to the middle of `step_s`."""
     memory_bytes: Estimate
     """Of the rank that needs most, at its peak."""
     memory: dict[str, float]
-    """By category (`plan.footprint.Footprint`), the state exact; they add up to the middle of `memory_bytes`."""
+    """By category (`plan.cost.footprint.Footprint`), the state exact; they add up to the middle of `memory_bytes`."""
     traffic: dict[str, int]
     """Axis of the mesh -> bytes that the first rank sends in a step."""
 

@@ -21,7 +21,7 @@ class Part:
     """A part of a step that both sides can tell."""
 
     predicted: tuple[str, ...]
-    """Categories of `plan.step_time.StepTime`."""
+    """Categories of `plan.cost.step_time.StepTime`."""
     measured: tuple[str, ...]
     """Categories of the step's clock."""
 

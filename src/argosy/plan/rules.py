@@ -1,7 +1,7 @@
 """Which plans can train a run, as a table of rules.
 
-Each says when it is broken, for one plan or for the columns of many (`plan.layouts`), and for one plan also in words:
-the values, the rule, and often what would do.
+Each says when it is broken, for one plan or for the columns of many (`plan.cost.layouts`), and for one plan also in
+words: the values, the rule, and often what would do.
 """
 
 from __future__ import annotations

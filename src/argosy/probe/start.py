@@ -18,7 +18,7 @@ from types import FrameType
 from argosy.config.schema import LaunchConfig
 from argosy.errors import Interrupted, RunFailed
 from argosy.launch.devices import find_devices
-from argosy.parallel.world import World, join_world, leave_world
+from argosy.parallel.world import Place, World, join_world, leave_world
 from argosy.plan.auto import Devices
 from argosy.plan.machines.clusters import Cluster
 from argosy.probe.probe import Asked, measure
@@ -57,7 +57,8 @@ def probe_here(asked: Asked, processes: int) -> Cluster:
 
         try:
             port = fork("meeting", MEETING, {}).receive()["port"]
-            members = [fork(str(rank), MEMBER, _environment(rank, processes, port)) for rank in range(processes)]
+            places = [Place(rank, processes, rank, processes, "127.0.0.1", port) for rank in range(processes)]
+            members = [fork(str(place.rank), MEMBER, place.environment()) for place in places]
             for channel in members:
                 channel.send("measure", asked=base64.b64encode(pickle.dumps(asked)).decode())
             return _cluster_of(nursery, members)
@@ -87,18 +88,6 @@ def probe_joined(asked: Asked) -> tuple[Cluster, World]:
         return measure(asked, world), world
     finally:
         leave_world()
-
-
-def _environment(rank: int, processes: int, port: int) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(processes),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(processes),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's way to say that the store is there already
-    }
 
 
 def _end_with(asker: Channel) -> None:

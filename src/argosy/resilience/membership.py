@@ -348,7 +348,7 @@ class Membership:
         if not ready:
             return
         plan, size = self._settings.plan, self._settings.size
-        if self._moved is not None and self._well_room() >= self._moved[1]:
+        if self._moved is not None and self.room_without() >= self._moved[1]:
             plan, size = self._moved
         elif self._room() < size:
             self._short_since = now_s if self._short_since is None else self._short_since
@@ -362,7 +362,7 @@ class Membership:
                 self._end(Finish(Retryable.exit_code, f"{self._room()} workers are left, and no plan fits them"))
                 return
             plan, size = smaller
-        if self._well_room() >= size:
+        if self.room_without() >= size:
             ready = [place for place in ready if not self.nodes[place[0]].is_avoided]
         if len(ready) < size:
             return
@@ -409,7 +409,7 @@ class Membership:
 
     def _grow(self, name: str) -> None:
         """A node came: the run goes on under its own plan if it was laid out on fewer, and there is room again."""
-        if self.in_force and self.size < self._settings.size and self._well_room() >= self._settings.size:
+        if self.in_force and self.size < self._settings.size and self.room_without() >= self._settings.size:
             self._moved = None
             self._break(f"node {name} came", is_planned=True)
 
@@ -440,9 +440,6 @@ class Membership:
 
     def _room(self) -> int:
         return sum(node.slots for node in self.nodes.values())
-
-    def _well_room(self) -> int:
-        return self.room_without()
 
     def _break(self, why: str, is_planned: bool = False) -> None:
         """`is_planned`: nothing went wrong that `launch.max_restarts` would count."""

@@ -27,7 +27,7 @@ class Durations:
 
     An operation takes as long as its arithmetic or its memory traffic, whichever is longer (the roofline: Williams et
     al. 2009): matmuls at the rate that large ones reach, everything at the specified bandwidth, and nothing to start.
-    Messages take what `plan.network` says. It is a best case, good for seeing what waits for what.
+    Messages take what `plan.cost.network` says. It is a best case, good for seeing what waits for what.
     """
 
     def __init__(self, cluster: Cluster) -> None:

@@ -1,8 +1,8 @@
 """How often the state is copied to host memory: so often that copies and what is lost between them cost least.
 
 With copies that hold training up for c seconds, and a failure every M seconds on average, copies are made every
-sqrt(2 c M) seconds of work (Young 1974; to higher order Daly 2006: `plan.goodput`), or more often as long as they take
-no more than a thousandth of the time. c is measured with each copy, M follows from the devices.
+sqrt(2 c M) seconds of work (Young 1974; to higher order Daly 2006: `plan.cost.goodput`), or more often as long as they
+take no more than a thousandth of the time. c is measured with each copy, M follows from the devices.
 """
 
 from __future__ import annotations

@@ -106,8 +106,8 @@ def _with_vocabulary(run: RunConfig) -> tuple[RunConfig, list[str]]:
 
 
 def this_machine(run: RunConfig) -> Cluster:
-    """The devices that a run would take here: of the cluster that describes this machine (`plan.machine`), if one does;
-    else the GPUs that nvidia-smi lists, else a process or more on CPU cores.
+    """The devices that a run would take here: of the cluster that describes this machine
+    (`plan.machines.machine`), if one does; else the GPUs that nvidia-smi lists, else a process or more on CPU cores.
 
     Raises: UserError for a GPU that the catalogue has not, or GPUs of several kinds.
     """

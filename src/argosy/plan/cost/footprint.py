@@ -1,8 +1,8 @@
 """How much memory a rank needs, by category, in closed form: for one plan, or for 100,000s in one go.
 
-State is Rajbhandari et al. 2020 (`plan.memory` has it to the byte, for one plan); activations are Korthikanti et al.
-2022 for unfused attention, without its score matrices where attention is tiled. With T tokens of a microbatch on the
-rank, e bytes of an activation and everything cut by tp, a layer keeps for backward
+State is Rajbhandari et al. 2020 (`plan.cost.memory` has it to the byte, for one plan); activations are Korthikanti
+et al. 2022 for unfused attention, without its score matrices where attention is tiled. With T tokens of a microbatch
+on the rank, e bytes of an activation and everything cut by tp, a layer keeps for backward
 
     4 h + extra     input and output of both norms, and what the software keeps besides    (x T e)
     q, k, v, out    the attention's operands and result

@@ -76,7 +76,8 @@ class Rates:
 
         Of the network this keeps two levels, the node and the first tier outside. A ring enters and leaves a unit of
         a farther tier once, so that its thin links carry few of all rings; groups that exchange all with all
-        (experts) beyond the first tier are predicted too fast, and links between sites are not in it (`plan.sites`).
+        (experts) beyond the first tier are predicted too fast, and links between sites are not in it: they are
+        `plan.cost.sites`.
         """
         network = cluster.tiers[1] if len(cluster.tiers) > 1 else None
         kinds = [cls.of_device(group.device, narrow) for group in cluster.groups]

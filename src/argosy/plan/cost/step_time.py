@@ -2,7 +2,7 @@
 
 The step of a pipeline rank with M microbatches is M times its stages' forward and backward, plus the bubble, plus what
 comes once a step. Shapes are those of one microbatch on one rank: T = microbatch x seq_len / cp tokens, matrices cut by
-tp. Every time is that of the slowest rank. What formulas do not say stands in `plan.constants`.
+tp. Every time is that of the slowest rank. What formulas do not say stands in `plan.calibration.constants`.
 
 Matmul of m x k by k x n: 2mkn FLOPs at the rate of large matmuls, slowed by (1 + c/m)(1 + c/k)(1 + c/n): tiles at the
 edges, and operands that are read too seldom; c grows with the device's FLOPs for each byte of memory bandwidth.
