@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from argosy.errors import FINAL
-from argosy.resilience.membership import (
-    Break,
-    Cause,
-    Examine,
-    Finish,
-    Join,
-    Membership,
-    Order,
-    Settings,
-    Start,
-    State,
-    Worker,
-)
+from argosy.resilience.membership import Cause, Membership, Settings, State
+from argosy.resilience.orders import Break, Examine, Finish, Join, Order, Start
 
 KILLED = Cause("signal SIGKILL", exit_code=-9)
 
@@ -30,7 +20,8 @@ class Run:
     def __init__(self, nodes: dict[str, int], size: int = 0, **settings: object):
         replan: Callable[[int], tuple[str, int] | None] = settings.pop("replan", None)  # type: ignore[assignment]
         size = size or sum(nodes.values())
-        self.of = Membership(Settings(size, f"dp_replicate={size}", **settings), replan=replan)  # type: ignore[arg-type]
+        self.settings = Settings(size, f"dp_replicate={size}", **settings)  # type: ignore[arg-type]
+        self.of = Membership(self.settings, replan=replan)
         self.now = 0.0
         self.said: list[Order] = []
         self.is_examined_at_once = True
@@ -332,22 +323,72 @@ def test_what_is_planned_is_no_failure():
     assert not run.go().take(Finish) and run.of.size == 2
 
 
-def test_the_next_coordinator_learns_from_the_agents_what_is_in_force():
-    of = Membership(Settings(2, "dp_replicate=2"), epoch=5)
-    of.arrived("a", "host-a", 1, {0: Worker(State.RUNNING, rank=0, epoch=5)})
-    assert not of.in_force
-    of.arrived("b", "host-b", 1, {0: Worker(State.RUNNING, rank=1, epoch=5)})
-    assert of.in_force and of.orders(0.0) == []
-    of.lost("b", 0, KILLED)
-    assert of.orders(0.0)[0] == Break(5, "rank 1 is lost: signal SIGKILL")
+# ---- one coordinator after another --------------------------------------------------------------------------------
 
 
-def test_a_node_that_comes_back_to_a_new_coordinator_with_dead_workers_breaks_the_epoch():
-    of = Membership(Settings(2, "dp_replicate=2"), epoch=5)
-    of.arrived("a", "host-a", 1, {0: Worker(State.RUNNING, rank=0, epoch=5)})
-    of.arrived("b", "host-b", 1, {})
-    orders = of.orders(0.0)
-    assert Break(5, "not all of its members are left") in orders and Start("b", 0) in orders
+def come_again(run: Run, *names: str) -> Membership:
+    """The run's next coordinator, to which these nodes come with the workers that they have."""
+    after = Membership(run.settings, run.of.legacy())
+    for name in names:
+        node = run.of.nodes[name]
+        after.arrived(name, node.host, node.slots, {slot: replace(worker) for slot, worker in node.workers.items()})
+    return after
+
+
+def test_the_next_coordinator_keeps_an_epoch_whose_members_are_all_there():
+    run = Run({"a": 1, "b": 1, "spare": 1}, size=2).go()
+    after = come_again(run, "spare", "a")
+    assert not after.in_force and after.orders(0.0) == []
+    after = come_again(run, "spare", "a", "b")
+    assert after.in_force and after.orders(0.0) == []
+    after.lost("b", 0, KILLED)
+    assert after.orders(0.0)[0] == Break(1, "rank 1 is lost: signal SIGKILL")
+
+
+def test_a_node_that_comes_back_to_a_new_coordinator_without_its_workers_breaks_the_epoch():
+    after = come_again(Run({"a": 1, "b": 1}).go(), "a")
+    after.arrived("b", "host-b", 1, {})
+    orders = after.orders(0.0)
+    assert Break(1, "node b has not all of its members left") in orders and Start("b", 0) in orders
+
+
+def test_an_inherited_epoch_is_over_when_one_of_its_members_dies_though_not_all_were_heard_of():
+    after = come_again(Run({"a": 1, "b": 1}).go(), "a")
+    after.lost("a", 0, KILLED)
+    assert after.is_over(1)
+
+
+def test_members_of_an_inherited_epoch_are_not_waited_for_for_ever():
+    after = come_again(Run({"a": 1, "b": 1}).go(), "a")
+    assert after.orders(0.0) == [] == after.orders(60.0)
+    assert after.orders(61.0) == [Break(1, "not all of its members are left")]
+
+
+def test_the_next_coordinator_knows_of_a_move():
+    run = moved()
+    after = come_again(run, "a", "b", "c")
+    assert after.in_force and (after.plan, after.size) == (run.of.plan, run.of.size)
+    assert after.nodes["c"].is_avoided
+    assert after.legacy() == run.of.legacy()
+
+
+def test_a_run_that_had_to_shrink_and_lost_its_coordinator_grows_when_nodes_come():
+    run = Run({"a": 1, "b": 1}, wait_for_nodes_s=10, replan=lambda _: ("dp_replicate=1", 1)).go()
+    run.of.left("b", "nothing was heard of it")
+    run.go()
+    run.now = 11.0
+    run.go()
+    assert run.of.size == 1 and run.of.in_force
+    after = come_again(run, "a")
+    assert after.in_force and after.size == 1
+    after.arrived("b", "host-b", 1, {})
+    assert Break(2, "node b came") in after.orders(0.0)
+
+
+def test_what_is_left_of_an_epoch_that_broke_is_not_waited_for():
+    run = Run({"a": 1, "b": 1}).go()
+    run.of.lost("b", 0, KILLED)
+    assert run.of.legacy().members == {} and come_again(run).is_over(1)
 
 
 def test_nobody_is_started_for_a_run_that_was_asked_to_stop():

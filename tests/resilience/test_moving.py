@@ -13,8 +13,9 @@ import pytest
 from argosy.observe.events import read_lines
 from argosy.resilience import moving
 from argosy.resilience.detect.finding import Finding
-from argosy.resilience.membership import Break, Join, Membership, Settings, Start
+from argosy.resilience.membership import Membership, Settings
 from argosy.resilience.moving import APART_S, MOVE_S, Mover
+from argosy.resilience.orders import Break, Join, Start
 from argosy.resilience.pricing import Answer, Question
 
 PAYS = Answer(True, "dp_replicate=2", 2, 2, 0.6, 0.3, steps_left=1000)

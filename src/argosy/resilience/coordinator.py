@@ -1,7 +1,8 @@
 """The coordinator: a small process of its own that holds the membership of a run, and no state that training needs.
 
 Agents connect to it and say what happened; it answers with what to do. It may die: training goes on without it, and
-the one that takes its place learns from the agents who is there. It imports no torch, so that it is there in a moment.
+the one that takes its place learns from the agents who is there, and the rest from what was left to it (`legacy`). It
+imports no torch, so that it is there in a moment.
 """
 
 from __future__ import annotations
@@ -23,20 +24,10 @@ from argosy.observe.events import Events
 from argosy.plan.plan import Plan
 from argosy.resilience.channel import Channel, Gone, tcp
 from argosy.resilience.health import Health, slow_nodes
-from argosy.resilience.membership import (
-    Break,
-    Cause,
-    Examine,
-    Finish,
-    Join,
-    Membership,
-    Order,
-    Settings,
-    Start,
-    State,
-    Worker,
-)
+from argosy.resilience.legacy import Legacy
+from argosy.resilience.membership import Cause, Membership, Settings, State, Worker
 from argosy.resilience.moving import Mover
+from argosy.resilience.orders import Break, Examine, Finish, Join, Order, Start
 from argosy.resilience.replanner import Replanner
 from argosy.resilience.watch import RunWatch
 
@@ -71,7 +62,8 @@ class Coordinator:
             run.resilience.coordinator_timeout_s,
             examines=run.resilience.examine_s > 0,
         )
-        self._membership = Membership(settings, newest_epoch(run_dir), Replanner(run_dir, run, plan))
+        legacy = Legacy.load(run_dir, newest_epoch(run_dir))
+        self._membership = Membership(settings, legacy, Replanner(run_dir, run, plan))
         self._watch = RunWatch(run.resilience, run_dir / "metrics.jsonl")
         self._mover = Mover(run_dir, self._membership, self._watch, self._hold, run.resilience.move_for_speed)
         self._events = Events(run_dir, "coordinator")
@@ -272,6 +264,7 @@ class Coordinator:
                     return
                 self._pending = order
                 begin_epoch(self._run_dir, epoch)
+                self._membership.legacy().save(self._run_dir)
                 ranks = {f"{name}/{slot}": rank for (name, slot), rank in places.items()}
                 self._events.write("epoch", epoch=epoch, size=len(places), plan=plan, ranks=ranks)
                 self._mover.joined(time.monotonic())
@@ -279,6 +272,7 @@ class Coordinator:
                 self._tell(first, "open_store", epoch=epoch)
             case Break(epoch, why):
                 self._pending = None
+                self._membership.legacy().save(self._run_dir)
                 self._events.write("break", epoch=epoch, why=why)
                 for name in list(self._agents):
                     self._tell(name, "break", epoch=epoch, why=why)

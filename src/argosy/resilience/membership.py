@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from argosy.errors import FINAL, Poisoned, Retryable
+from argosy.resilience.legacy import Legacy
+from argosy.resilience.orders import Break, Examine, Finish, Join, Order, Start
 
 MOST_DOUBTS = 3
 """A node of which a rank was blamed, or that was refused, so often is last in line for the rest of the run."""
@@ -77,50 +79,6 @@ class Cause:
         return self.exit_code not in (-9, -15)
 
 
-@dataclass(frozen=True)
-class Start:
-    """Start a worker in a slot."""
-
-    node: str
-    slot: int
-
-
-@dataclass(frozen=True)
-class Join:
-    """Form a world: the agent of rank 0 opens a store, then each member is told its place."""
-
-    epoch: int
-    plan: str
-    places: dict[tuple[str, int], int]
-    """(node, slot) -> rank."""
-
-
-@dataclass(frozen=True)
-class Break:
-    """The epoch is over: its members are to leave its world and wait."""
-
-    epoch: int
-    why: str
-
-
-@dataclass(frozen=True)
-class Finish:
-    """The run ends here."""
-
-    exit_code: int
-    why: str
-    error: str = ""
-    """Class of the error that the user is to see; empty if it is none of the workers' own."""
-
-
-@dataclass(frozen=True)
-class Examine:
-    """Have a node examined; its agent tells when that is done."""
-
-    node: str
-
-
-Order = Start | Join | Break | Finish | Examine
 Replan = Callable[[int], tuple[str, int] | None]
 """Workers at hand -> the plan for them and its size; None if they cannot do it."""
 
@@ -143,21 +101,22 @@ class Settings:
 class Membership:
     """Nodes, workers and the epoch in force. Callers tell what happened; `orders` is what to do about it."""
 
-    def __init__(self, settings: Settings, epoch: int = 0, replan: Replan | None = None):
+    def __init__(self, settings: Settings, legacy: Legacy | None = None, replan: Replan | None = None):
+        """`legacy`: of the coordinator before this one, whose epoch stays in force if its members are all there."""
+        legacy = legacy or Legacy()
         self._settings, self._replan = settings, replan
-        self.epoch = epoch
+        self.epoch = legacy.epoch
         """The newest that was formed, by this coordinator or by one before it."""
         self.nodes: dict[str, Node] = {}
-        self.size, self.plan = settings.size, settings.plan
-        self._is_inherited = epoch > 0
+        self.size, self.plan = legacy.size or settings.size, legacy.plan or settings.plan
+        self._inherited = legacy if legacy.members else None
         self._heard_since: float | None = None
         self.in_force = False
         """Whether the epoch's world is formed and whole, as far as is known."""
         self._short_since: float | None = None
-        self._moved: tuple[str, int] | None = None
-        self._avoided: set[str] = set()
-        self._last: set[str] = set()
-        self._doubts: Counter[str] = Counter()
+        self._moved = (legacy.plan, legacy.size) if legacy.is_moved else None
+        self._avoided, self._last = set(legacy.avoided), set(legacy.last)
+        self._doubts = Counter(legacy.doubts)
         self._failures = 0
         self._progress = self._safe = -1
         self._last_crash: tuple[str, int] | None = None
@@ -178,8 +137,8 @@ class Membership:
         if not workers:
             self._avoided.discard(name)
         self.nodes[name] = Node(host, slots, workers, name in self._avoided, name in self._last, is_in_examination)
-        if self._is_inherited and len(self._members()) == self.size:
-            self.in_force, self._is_inherited = True, False
+        if self._inherited is not None:
+            self._claim(name, self._inherited)
         elif not is_in_examination:
             self._grow(name)
 
@@ -196,8 +155,9 @@ class Membership:
 
     def left(self, name: str, why: str) -> None:
         """An agent and all its workers are gone, or cannot be reached."""
-        node = self.nodes.pop(name, None)
-        if node is not None and any(self._is_member(w) for w in node.workers.values()):
+        had_members = name in self.nodes and self._members_of(name)
+        self.nodes.pop(name, None)
+        if had_members:
             self._break(f"node {name} is lost: {why}")
 
     def started(self, name: str, slot: int, pid: int) -> None:
@@ -295,7 +255,21 @@ class Membership:
 
     def is_over(self, epoch: int) -> bool:
         """Whether an epoch that was begun has ended."""
-        return epoch < self.epoch or not (self.in_force or self._is_inherited)
+        return epoch < self.epoch or not (self.in_force or self._inherited is not None)
+
+    def legacy(self) -> Legacy:
+        """What a coordinator that takes this one's place has to know."""
+        members = {name: len(self._members_of(name)) for name in self.nodes} if self.in_force else {}
+        return Legacy(
+            self.epoch,
+            self.plan,
+            self.size,
+            members=members,
+            is_moved=self._moved is not None,
+            avoided=tuple(sorted(self._avoided)),
+            last=tuple(sorted(self._last)),
+            doubts=dict(self._doubts),
+        )
 
     def places_of(self, ranks: Collection[int]) -> list[tuple[str, int]]:
         """(node, slot) of those members of the epoch that have these ranks."""
@@ -312,20 +286,19 @@ class Membership:
         """What has to be done; `now_s` is any clock that only goes forward."""
         if not self._ended and not self._stopping:
             self._queue += self._start_missing()
-            if self._is_inherited:
-                self._give_up_inheritance(now_s)
+            if self._inherited is not None:
+                self._wait_for_the_inherited(now_s)
             if not self.in_force:
                 self._form(now_s)
         orders, self._queue = self._queue, []
         return orders
 
-    def _give_up_inheritance(self, now_s: float) -> None:
-        """End the epoch of the coordinator before this one, if its members are not all there and none is to come."""
+    def _wait_for_the_inherited(self, now_s: float) -> None:
+        """Give the epoch of the coordinator before this one up if its members do not come, or others would do."""
         self._heard_since = now_s if self._heard_since is None else self._heard_since
-        if self._room() >= self._settings.size or now_s - self._heard_since > self._settings.wait_for_nodes_s:
-            self._is_inherited = False
-            if self._members():
-                self._queue.append(Break(self.epoch, "not all of its members are left"))
+        others = sum(node.slots for name, node in self.nodes.items() if not self._members_of(name))
+        if others >= self._settings.size or now_s - self._heard_since > self._settings.wait_for_nodes_s:
+            self._forfeit("not all of its members are left")
 
     def _start_missing(self) -> Iterator[Start]:
         for name, node in self.nodes.items():
@@ -336,7 +309,7 @@ class Membership:
                     yield Start(name, slot)
 
     def _form(self, now_s: float) -> None:
-        if any(self._is_member(w) for node in self.nodes.values() for w in node.workers.values()):
+        if self._members():
             return  # some have not left the world that broke
         ready = [
             (name, slot)
@@ -407,6 +380,23 @@ class Membership:
 
     # ---- parts --------------------------------------------------------------------------------------------------
 
+    def _claim(self, name: str, inherited: Legacy) -> None:
+        """A node came, while it is not known whether the inherited epoch's members are all there."""
+        if len(self._members()) == self.size:
+            self.in_force, self._inherited = True, None
+            for other, node in self.nodes.items():
+                if not node.is_in_examination and not self._members_of(other):
+                    self._grow(other)
+        elif len(self._members_of(name)) < inherited.members.get(name, 0):
+            self._forfeit(f"node {name} has not all of its members left")
+
+    def _forfeit(self, why: str) -> None:
+        """The inherited epoch is over."""
+        self._inherited = self._moved = None
+        self.plan, self.size = self._settings.plan, self._settings.size
+        if self._members():
+            self._queue.append(Break(self.epoch, why))
+
     def _grow(self, name: str) -> None:
         """A node came: the run goes on under its own plan if it was laid out on fewer, and there is room again."""
         if self.in_force and self.size < self._settings.size and self.room_without() >= self._settings.size:
@@ -436,13 +426,18 @@ class Membership:
         return worker.epoch == self.epoch and worker.state in (State.RUNNING, State.DONE) and self.epoch > 0
 
     def _members(self) -> list[Worker]:
-        return [w for node in self.nodes.values() for w in node.workers.values() if self._is_member(w)]
+        return [worker for name in self.nodes for worker in self._members_of(name)]
+
+    def _members_of(self, name: str) -> list[Worker]:
+        return [worker for worker in self.nodes[name].workers.values() if self._is_member(worker)]
 
     def _room(self) -> int:
         return sum(node.slots for node in self.nodes.values())
 
     def _break(self, why: str, is_planned: bool = False) -> None:
         """`is_planned`: nothing went wrong that `launch.max_restarts` would count."""
+        if self._inherited is not None and not self._ended:
+            self._forfeit(why)
         if self.in_force and not self._ended:
             self.in_force = False
             self._is_counted |= is_planned
