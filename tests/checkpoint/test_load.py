@@ -11,9 +11,10 @@ from torch import Tensor
 from argosy.checkpoint import store
 from argosy.checkpoint.boxes import Box
 from argosy.checkpoint.load import load_into, missing_from
+from argosy.checkpoint.proof import Damaged
 from argosy.checkpoint.save import Saver
 from argosy.checkpoint.shards import part_box, wholes
-from argosy.checkpoint.store import Checkpoint, Damaged
+from argosy.checkpoint.store import Checkpoint
 from argosy.errors import UserError
 from argosy.parallel.world import World
 from checkpoint.saving import ALONE, manifest

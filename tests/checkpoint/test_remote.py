@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from argosy.checkpoint import store
+from argosy.checkpoint.proof import Damaged, file_sum
 from argosy.checkpoint.remote import Remote
-from argosy.checkpoint.store import Checkpoint, Damaged, Fenced
+from argosy.checkpoint.store import Checkpoint, Fenced
 from argosy.errors import UserError
 from checkpoint.saving import flip_a_bit, manifest
 
@@ -22,7 +23,7 @@ def write(run_dir: Path, step: int, plan: str = "") -> Checkpoint:
     partial.mkdir(parents=True)
     for name, data in FILES.items():
         (partial / name).write_bytes(data)
-    files = {name: store.file_sum(partial / name) for name in FILES}
+    files = {name: file_sum(partial / name) for name in FILES}
     return store.commit(partial, manifest(step, plan=plan, files=files))
 
 

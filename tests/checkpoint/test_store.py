@@ -11,7 +11,8 @@ import pytest
 
 from argosy.checkpoint import store
 from argosy.checkpoint.history import History
-from argosy.checkpoint.store import EPOCH_FILE, MANIFEST, VERIFIED, Checkpoint, CheckpointManifest, Damaged, Fenced
+from argosy.checkpoint.proof import Damaged, file_sum, signed
+from argosy.checkpoint.store import EPOCH_FILE, MANIFEST, VERIFIED, Checkpoint, CheckpointManifest, Fenced
 from argosy.errors import StorageError, UserError
 from argosy.files import PARTIAL
 from checkpoint.saving import flip_a_bit, manifest
@@ -26,7 +27,7 @@ def write(run_dir: Path, step: int, verified: bool = False, **facts: object) -> 
     folder.mkdir(parents=True)
     for name, data in FILES.items():
         (folder / name).write_bytes(data[: 50 + step % 50])
-    files = {name: store.file_sum(folder / name) for name in FILES}
+    files = {name: file_sum(folder / name) for name in FILES}
     found = store.commit(folder, manifest(step, tokens=step * 1024, saved_at_s=1_700_000_000.25, files=files, **facts))
     if verified:
         found.mark_verified()
@@ -143,7 +144,7 @@ def test_a_verified_marker_may_be_missing_but_not_be_that_of_another(tmp_path):
 def test_a_checkpoint_of_the_format_before_is_refused_and_not_taken_for_damaged(tmp_path):
     folder = write(tmp_path, 4)
     record = {"format": 1, "step": 4, "tokens": 0, "files": {}}
-    (folder / MANIFEST).write_bytes(store.signed(record))
+    (folder / MANIFEST).write_bytes(signed(record))
     for look in (store.newest_whole, store.find):
         with pytest.raises(UserError, match=r"manifest\.json: format = 1, and this version reads .* format 2\. Go on"):
             look(tmp_path)
@@ -251,7 +252,7 @@ def test_a_commit_takes_what_the_manifest_lists_and_nothing_else(tmp_path):
     partial.mkdir(parents=True)
     for name in ("rank-00000.json", "rank-00007.safetensors", "rank-00000.safetensors"):
         (partial / name).write_bytes(b"data")
-    files = {"rank-00000.safetensors": store.file_sum(partial / "rank-00000.safetensors")}
+    files = {"rank-00000.safetensors": file_sum(partial / "rank-00000.safetensors")}
     folder = store.commit(partial, manifest(4, files=files)).folder
     assert {path.name for path in folder.iterdir()} == {"rank-00000.safetensors", MANIFEST}
 

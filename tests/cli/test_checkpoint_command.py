@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from argosy.checkpoint import store
+from argosy.checkpoint.proof import file_sum, signed
 from argosy.cli.checkpoint import main
 from argosy.errors import UserError
 from checkpoint.saving import flip_a_bit, manifest
@@ -20,7 +21,7 @@ def run_dir(tmp_path: Path) -> Path:
         partial = store.partial_folder(tmp_path, step, 0)
         partial.mkdir(parents=True)
         (partial / "rank-00000.safetensors").write_bytes(bytes(1000 * step))
-        files = {"rank-00000.safetensors": store.file_sum(partial / "rank-00000.safetensors")}
+        files = {"rank-00000.safetensors": file_sum(partial / "rank-00000.safetensors")}
         checkpoint = store.commit(partial, manifest(step, tokens=step * 10**6, files=files))
         if step in (2, 3):
             checkpoint.mark_verified()
@@ -61,6 +62,6 @@ def test_to_prune_keeps_the_newest_and_what_is_known_to_be_whole(run_dir, capsys
 
 
 def test_a_checkpoint_of_another_format_is_refused(run_dir):
-    (store.step_folder(run_dir, 4) / store.MANIFEST).write_bytes(store.signed({"format": 1, "step": 4}))
+    (store.step_folder(run_dir, 4) / store.MANIFEST).write_bytes(signed({"format": 1, "step": 4}))
     with pytest.raises(UserError, match="reads checkpoints of format 2"):
         main(["verify", str(run_dir)])

@@ -21,7 +21,8 @@ TWELVE = ("--train.global_batch", "12")
 
 
 class Nodes:
-    """A run on several nodes, all of them on this machine: an agent and a worker each. The first can be lost too."""
+    """A run on several nodes, all of them on this machine: an agent and a worker each. The first has the coordinator,
+    and can be lost too."""
 
     def __init__(self, run: Disturbed, names: str):
         self.run = run
@@ -30,6 +31,7 @@ class Nodes:
                         "--launch.processes", "1", "--resilience.wait_for_nodes_s", "1")  # fmt: skip
         for name in names:
             self.start(name)
+            run.wait_until(lambda: run.events("coordinator_started"))  # the first has it
 
     def start(self, name: str) -> None:
         if self.run.process is None:
@@ -62,9 +64,10 @@ class Nodes:
             assert process.returncode == 0
 
     def kill(self) -> None:
-        for process in self._processes.values():
+        for name, process in self._processes.items():
             if process.poll() is None:
-                process.send_signal(signal.SIGCONT)
+                for pid in self.all_of(name):
+                    os.kill(pid, signal.SIGCONT)  # it would not notice that its agent is gone, and keep the pipes open
                 process.kill()
                 process.communicate()
 

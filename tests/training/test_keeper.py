@@ -120,6 +120,34 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before_it_and_the_even
     assert "step-00000006" in event["problem"] and "does not match its checksum" in event["problem"]
 
 
+def test_processes_share_the_reading_and_agree_on_what_is_damaged(workers, tmp_path):
+    """What one of them finds in its share is why all of them go on from the checkpoint before."""
+    assert workers.run(2, restored_together, tmp_path) == [(4, ["rank-00001"]), (4, ["rank-00000"])]
+    (event,) = events(tmp_path, "damaged_checkpoint")
+    assert "file rank-00000.safetensors does not match" in event["problem"]
+
+
+def restored_together(world: World, run_dir: Path) -> tuple[int, list[str]]:
+    """The step that two processes go on from, the newer one being damaged, and the files of it that this one read."""
+    keeping = keeper(run_dir, world)
+    for step in (4, 6):
+        keeping.save(state(step), background=False)
+    keeping.close()
+    if world.is_first:
+        damage(run_dir, 6)
+    world.barrier()
+    read, plain = [], store.check_files
+
+    def check_files(folder: Path, files: dict[str, Any]) -> None:
+        read.extend(Path(name).stem for name in files if folder == store.step_folder(run_dir, 4))
+        plain(folder, files)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "check_files", check_files)
+        checkpoint = keeper(run_dir, world).restore(state(seed=1))
+    return checkpoint.step, read
+
+
 def test_a_damaged_checkpoint_neither_keeps_its_step_from_being_saved_nor_counts_as_kept(tmp_path):
     save(tmp_path, 4, 6)
     damage(tmp_path, 6)

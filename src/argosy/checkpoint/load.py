@@ -10,8 +10,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from argosy.checkpoint.boxes import Box, Misfit, cover
+from argosy.checkpoint.proof import Damaged
 from argosy.checkpoint.shards import ShardFile
-from argosy.checkpoint.store import Checkpoint, Damaged
+from argosy.checkpoint.store import Checkpoint
 from argosy.errors import UserError
 
 Held = Mapping[str, list[tuple[ShardFile, Box]]]

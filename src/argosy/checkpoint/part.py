@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from argosy.checkpoint import store
-from argosy.checkpoint.store import CheckpointManifest, FileSum
+from argosy.checkpoint.proof import FileSum
+from argosy.checkpoint.store import CheckpointManifest
 from argosy.errors import ArgosyError
 from argosy.faults import fault
 from argosy.files import atomic_write

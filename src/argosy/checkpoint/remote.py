@@ -11,7 +11,8 @@ from typing import Any
 from fsspec.core import url_to_fs
 
 from argosy.checkpoint import store
-from argosy.checkpoint.store import CHUNK_BYTES, FOLDER, MANIFEST, Checkpoint, CheckpointManifest, Damaged, FileSum
+from argosy.checkpoint.proof import CHUNK_BYTES, Damaged, FileSum, check_files
+from argosy.checkpoint.store import FOLDER, MANIFEST, Checkpoint, CheckpointManifest
 from argosy.errors import UserError
 
 
@@ -85,7 +86,7 @@ class Remote:
             for name in manifest.files:
                 self._fs.get_file(self._path(step, name), str(partial / name))
                 _sync(partial / name)
-            store.check_files(partial, manifest)
+            check_files(partial, manifest.files)
             if store.step_folder(self._run_dir, step).exists():
                 store.withdraw(Checkpoint(store.step_folder(self._run_dir, step)))
             checkpoint = store.commit(partial, manifest, epoch)

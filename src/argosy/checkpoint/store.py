@@ -12,18 +12,17 @@ standard library is needed: the process that writes checkpoints has no torch.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from argosy.checkpoint.history import History
+from argosy.checkpoint.proof import Damaged, FileSum, check_files, checked, signed
 from argosy.errors import ArgosyError, StorageError, UserError
 from argosy.faults import fault
 from argosy.files import PARTIAL, atomic_write, sync_folder
@@ -36,21 +35,10 @@ EPOCH = "ARGOSY_EPOCH"
 """Environment variable: the epoch that a process belongs to."""
 VERIFIED_KEPT = 2
 """So many verified checkpoints of a run are never deleted by itself."""
-READERS = 8
-"""Threads that read files back: hashing lets go of the interpreter."""
-CHUNK_BYTES = 4 * 2**20
 FOLDER = re.compile(r"step-(\d{8,})")
 """A checkpoint's name."""
 WITHDRAWN = ".withdrawn"
 _PARTIAL = re.compile(r"step-(\d{8,})\.epoch-(\d{4,})" + re.escape(PARTIAL))
-
-
-@dataclass(frozen=True)
-class FileSum:
-    """Size and checksum of one file."""
-
-    bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +87,11 @@ class CheckpointManifest:
         """As it stands in the file, signed."""
         return signed(self.to_record())
 
+    @property
+    def sha256(self) -> str:
+        """Of `to_bytes`: which checkpoint it is."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
     @classmethod
     def from_bytes(cls, data: bytes, path: Path | str) -> CheckpointManifest:
         """What `to_bytes` gave. Raises: Damaged, UserError if it is of another format; both name `path`."""
@@ -109,10 +102,6 @@ class CheckpointManifest:
                 "on with the version that wrote it, or start anew with another --run-dir."
             )
         return cls.from_record(record)
-
-
-class Damaged(ArgosyError):
-    """A committed checkpoint is not what was written."""
 
 
 class Fenced(ArgosyError):
@@ -155,14 +144,30 @@ class Checkpoint:
         except ArgosyError:
             return False
 
-    def verify(self) -> None:
-        """Read every file back, from the disk. Raises: Damaged, naming the first that is missing or differs."""
+    def share(self, rank: int, size: int) -> list[str]:
+        """The files that one of `size` readers reads: where there are several, not what it wrote itself."""
+        return sorted(self.manifest.files)[(rank + 1) % size :: size]
+
+    def verify(self, names: Collection[str] | None = None) -> None:
+        """Read every file back, from the disk, or only those of `names`.
+
+        Raises: Damaged, naming the first that is missing or differs.
+        """
         fault("verify", step=self.step)
         if self.manifest.step != self.step:
             raise Damaged(f"{self.folder}: {MANIFEST} is that of step {self.manifest.step}")
         if (self.folder / VERIFIED).exists() and self._marker_differs():
             raise Damaged(f"{self.folder}: {VERIFIED} is that of another checkpoint")
-        check_files(self.folder, self.manifest)
+        files = self.manifest.files
+        check_files(self.folder, files if names is None else {name: files[name] for name in names})
+
+    def problem(self, rank: int = 0, size: int = 1) -> str | None:
+        """What `verify` finds in a reader's share; None if that is whole."""
+        try:
+            self.verify(self.share(rank, size))
+        except Damaged as problem:
+            return str(problem)
+        return None
 
     def mark_verified(self) -> None:
         """Note that `verify` found it whole."""
@@ -183,30 +188,7 @@ class Checkpoint:
 
 def _marker(manifest: CheckpointManifest) -> bytes:
     """What verified.json is; nothing of the moment, so that two processes that write it write the same bytes."""
-    return signed({"manifest_sha256": hashlib.sha256(manifest.to_bytes()).hexdigest()})
-
-
-def check_files(folder: Path, manifest: CheckpointManifest) -> None:
-    """Read the files of `manifest` in `folder` back. Raises: Damaged, naming the first that is missing or differs."""
-
-    def problem(name: str) -> str | None:
-        path, wanted = folder / name, manifest.files[name]
-        try:
-            found = file_sum(path)
-        except FileNotFoundError:
-            return "is missing"
-        except OSError as error:
-            return f"cannot be read ({error})"
-        if found.bytes != wanted.bytes:
-            return f"has {found.bytes} bytes, its manifest says {wanted.bytes}"
-        if found.sha256 != wanted.sha256:
-            return f"does not match its checksum (manifest {wanted.sha256[:8]}..., file {found.sha256[:8]}...)"
-        return None
-
-    with ThreadPoolExecutor(min(READERS, max(1, len(manifest.files)))) as pool:
-        for name, found in zip(manifest.files, pool.map(problem, manifest.files), strict=True):
-            if found:
-                raise Damaged(f"{folder}: file {name} {found}")
+    return signed({"manifest_sha256": manifest.sha256})
 
 
 def step_folder(run_dir: Path, step: int) -> Path:
@@ -292,23 +274,26 @@ class Choice:
         return "\n".join(lines)
 
 
-def newest_whole(run_dir: Path, at_most: int | None = None) -> Choice | None:
+def newest_whole(
+    run_dir: Path,
+    at_most: int | None = None,
+    there: Sequence[Checkpoint] | None = None,
+    check: Callable[[Checkpoint], str | None] = Checkpoint.problem,
+) -> Choice | None:
     """The newest committed checkpoint whose files are all as written, of step `at_most` or an earlier one if that is
     given; None if there never was one.
 
+    there: those that are committed, if the caller has looked. check: reads one back, and says what is wrong with it.
     Raises: StorageError if there are checkpoints and every one is damaged: a run never silently starts again. UserError
     if one is of another format.
     """
     damaged: list[str] = []
-    for checkpoint in reversed(committed(run_dir)):
+    for checkpoint in reversed(committed(run_dir) if there is None else there):
         if at_most is not None and checkpoint.step > at_most:
             continue
-        try:
-            checkpoint.verify()
-        except Damaged as problem:
-            damaged.append(str(problem))
-            continue
-        return Choice(checkpoint, tuple(damaged))
+        if (problem := check(checkpoint)) is None:
+            return Choice(checkpoint, tuple(damaged))
+        damaged.append(problem)
     withdrawn = sorted((run_dir / "checkpoints").glob(f"step-*{WITHDRAWN}"))
     if damaged or withdrawn:
         lines = [*damaged, *(f"{folder}: was withdrawn before" for folder in withdrawn)]
@@ -416,36 +401,6 @@ def commit(partial: Path, manifest: CheckpointManifest, epoch: int | None = None
     fault("renamed", step=manifest.step)
     sync_folder(checkpoints)
     return Checkpoint(folder)
-
-
-def file_sum(path: Path) -> FileSum:
-    """Size and SHA-256 of a file as the disk has it, not as the kernel remembers it where it lets go of that."""
-    digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        chunk = bytearray(CHUNK_BYTES)
-        while count := file.readinto(chunk):
-            digest.update(memoryview(chunk)[:count])
-    return FileSum(bytes=size, sha256=digest.hexdigest())
-
-
-def signed(record: Mapping[str, Any]) -> bytes:
-    """`record` as JSON, with the SHA-256 of the rest as its last entry."""
-    digest = hashlib.sha256(json.dumps(record, separators=(",", ":")).encode()).hexdigest()
-    return json.dumps({**record, "sha256": digest}, indent=1).encode()
-
-
-def checked(data: bytes, path: Path | str) -> dict[str, Any]:
-    """The record that `signed` made `data` of, byte for byte. Raises: Damaged, naming `path`."""
-    try:
-        record = json.loads(data)
-    except ValueError as error:
-        raise Damaged(f"{path}: cannot be read ({error})") from None
-    rest = {key: value for key, value in record.items() if key != "sha256"} if isinstance(record, dict) else {}
-    if not rest or signed(rest) != data:
-        raise Damaged(f"{path}: does not match its own checksum")
-    return rest
 
 
 def _read(path: Path) -> bytes:

@@ -3,9 +3,9 @@
     python -m argosy.checkpoint.writer SNAPSHOT PARENT
 
 SNAPSHOT is the descriptor of a file in memory that training fills; PARENT is training's process. A line of JSON on
-standard input is an order, one on standard output news. What the first rank's has committed it reads back; then it
-deletes what is older, and copies it to the remote place if there is one. It ends with its parent, and since memory is
-shared by descriptor alone, nothing of it is left then.
+standard input is an order, one on standard output news. What the first rank's has committed all read back, each a
+share of it; then the first deletes what is older, and copies it to the remote place if there is one. A writer ends with
+its parent, and since memory is shared by descriptor alone, nothing of it is left then.
 
 It imports neither torch nor numpy: it starts in a moment and takes little memory.
 """
@@ -27,7 +27,9 @@ from typing import Any, Protocol
 
 from argosy.checkpoint import store
 from argosy.checkpoint.part import SaveOrder, commit_part, words
-from argosy.checkpoint.store import Checkpoint, Damaged
+from argosy.checkpoint.proof import Damaged
+from argosy.checkpoint.reading import verify_together, vouch
+from argosy.checkpoint.store import Checkpoint
 
 PARENT_S = 0.5
 """How soon the parent's death is noticed if another process keeps the pipe open."""
@@ -58,6 +60,7 @@ class Writer:
         self._snapshot, self._tell = snapshot, tell
         self._saves, self._upkeep, self._copies = _Line(self._save), _Line(self._look_after), _Line(self._drain)
         self._draining: int | None = None
+        self._is_closing = threading.Event()
 
     def save(self, order: SaveOrder, upkeep: Upkeep) -> None:
         """Take an order: "save" or "save_failed" will be told, then what becomes of it."""
@@ -68,6 +71,7 @@ class Writer:
         threading.Thread(target=self._finish, daemon=True).start()
 
     def _finish(self) -> None:
+        self._is_closing.set()
         for line in (self._saves, self._upkeep, self._copies):
             line.finish()
         self._tell("closed")
@@ -80,17 +84,19 @@ class Writer:
             return
         seconds = round(time.monotonic() - order.began_s, 3)
         self._tell("save", step=order.step, seconds=seconds, bytes=size)
-        if order.rank == 0:
-            self._upkeep.put(order, upkeep)
+        self._upkeep.put(order, upkeep)
 
     def _look_after(self, order: SaveOrder, upkeep: Upkeep) -> None:
-        """Read back what has not been yet, and delete what is not to be kept."""
+        """Read back what has not been yet; as the first rank, delete what is not to be kept."""
+        if order.rank:
+            vouch(order, self._is_closing)
+            return
         run_dir = Path(order.run_dir)
         try:
             order.check_epoch()
             for checkpoint in store.committed(run_dir):
                 if not checkpoint.is_verified:
-                    self._verify(checkpoint)
+                    self._verify(checkpoint, order.size if checkpoint.step == order.step else 1)
             spare = [self._draining] if self._draining is not None else []
             for gone in store.prune(run_dir, upkeep.keep_last, upkeep.keep_every, spare=spare, keep_unread=True):
                 self._tell("prune", step=gone.step)
@@ -99,10 +105,10 @@ class Writer:
         if upkeep.remote:
             self._copies.put(order, upkeep)
 
-    def _verify(self, checkpoint: Checkpoint) -> None:
+    def _verify(self, checkpoint: Checkpoint, readers: int) -> None:
         began_s = time.monotonic()
         try:
-            checkpoint.verify()
+            verify_together(checkpoint, readers)
         except Damaged as problem:
             self._tell("damaged_checkpoint", problem=str(problem))
             store.withdraw(checkpoint)

@@ -132,7 +132,8 @@ def _verify(argv: list[str]) -> int:
     Example:
       argosy checkpoint verify runs/demo
     """
-    from argosy.checkpoint.store import MANIFEST, Checkpoint, Damaged, committed
+    from argosy.checkpoint.proof import Damaged
+    from argosy.checkpoint.store import MANIFEST, Checkpoint, committed
 
     options = parse(argv, "argosy checkpoint verify", Looking, inspect.getdoc(_verify))
     _must_be_folder(options.path)

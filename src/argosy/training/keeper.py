@@ -10,9 +10,10 @@ from typing import Any
 from argosy.checkpoint import store
 from argosy.checkpoint.boxes import Box
 from argosy.checkpoint.load import load_into, missing_from
+from argosy.checkpoint.proof import Damaged
 from argosy.checkpoint.remote import Remote
 from argosy.checkpoint.save import Saver
-from argosy.checkpoint.store import Checkpoint, CheckpointManifest, Choice, Damaged
+from argosy.checkpoint.store import Checkpoint, CheckpointManifest, Choice
 from argosy.checkpoint.writer import Upkeep
 from argosy.config.schema import CheckpointConfig
 from argosy.errors import StorageError, UserError
@@ -132,7 +133,11 @@ class Keeper:
         Raises: UserError if the checkpoint is of another model; StorageError if all checkpoints are damaged.
         """
         self._saver.wait()
-        found = self._world.share_first(lambda: self._newest(at_most))
+        try:
+            here, failure = self._newest_here(at_most), None
+        except StorageError as problem:
+            here, failure = None, problem
+        found = self._world.share_first(lambda: self._newest(here, failure, at_most))
         if found is None:
             return None
         checkpoint, steps = found
@@ -169,12 +174,21 @@ class Keeper:
             steps += self._remote_steps(self._remote, may_fail=bool(steps))
         return max(steps, default=None)
 
-    def _newest(self, at_most: int | None) -> tuple[Checkpoint, list[int]] | None:
-        """The checkpoint to go on from, and the steps of all that are left then."""
-        try:
-            here, failure = store.newest_whole(self._run_dir, at_most), None
-        except StorageError as problem:
-            here, failure = None, problem
+    def _newest_here(self, at_most: int | None) -> Choice | None:
+        """The newest whole one in the run's folder: each process reads a share of the files of each that it may be."""
+        world = self._world
+
+        def check(checkpoint: Checkpoint) -> str | None:
+            return next((p for p in world.gather(checkpoint.problem(world.rank, world.size)) if p), None)
+
+        there = world.share_first(lambda: store.committed(self._run_dir))
+        return store.newest_whole(self._run_dir, at_most, there, check)
+
+    def _newest(
+        self, here: Choice | None, failure: StorageError | None, at_most: int | None
+    ) -> tuple[Checkpoint, list[int]] | None:
+        """The checkpoint to go on from, `here` unless the remote place has a newer one, and the steps of all that are
+        left then. Raises: `failure`, why there is none here, if there is none there either."""
         choice = here if self._remote is None else self._newer_remote(self._remote, here, at_most)
         if choice is None:
             if failure is not None:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from argosy.checkpoint import store
-from argosy.checkpoint.store import Checkpoint, Damaged
+from argosy.checkpoint.proof import Damaged
+from argosy.checkpoint.store import Checkpoint
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.errors import ArgosyWarning, Interrupted, UserError

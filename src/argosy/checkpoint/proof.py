@@ -1,0 +1,83 @@
+"""How what was written is told from what is there: sizes and checksums of files, records that bear their own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from argosy.errors import ArgosyError
+
+READERS = 8
+"""Threads that read files back: hashing lets go of the interpreter."""
+CHUNK_BYTES = 4 * 2**20
+
+
+class Damaged(ArgosyError):
+    """A committed checkpoint is not what was written."""
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """Size and checksum of one file."""
+
+    bytes: int
+    sha256: str
+
+
+def check_files(folder: Path, files: Mapping[str, FileSum]) -> None:
+    """Read files of `folder` back. Raises: Damaged, naming the first that is missing, or is not what `files` says."""
+
+    def problem(name: str) -> str | None:
+        wanted = files[name]
+        try:
+            found = file_sum(folder / name)
+        except FileNotFoundError:
+            return "is missing"
+        except OSError as error:
+            return f"cannot be read ({error})"
+        if found.bytes != wanted.bytes:
+            return f"has {found.bytes} bytes, its manifest says {wanted.bytes}"
+        if found.sha256 != wanted.sha256:
+            return f"does not match its checksum (manifest {wanted.sha256[:8]}..., file {found.sha256[:8]}...)"
+        return None
+
+    with ThreadPoolExecutor(min(READERS, max(1, len(files)))) as pool:
+        for name, found in zip(files, pool.map(problem, files), strict=True):
+            if found:
+                raise Damaged(f"{folder}: file {name} {found}")
+
+
+def file_sum(path: Path) -> FileSum:
+    """Size and SHA-256 of a file as the disk has it, not as the kernel remembers it where it lets go of that."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        chunk = bytearray(CHUNK_BYTES)
+        while count := file.readinto(chunk):
+            digest.update(memoryview(chunk)[:count])
+    return FileSum(bytes=size, sha256=digest.hexdigest())
+
+
+def signed(record: Mapping[str, Any]) -> bytes:
+    """`record` as JSON, with the SHA-256 of the rest as its last entry."""
+    digest = hashlib.sha256(json.dumps(record, separators=(",", ":")).encode()).hexdigest()
+    return json.dumps({**record, "sha256": digest}, indent=1).encode()
+
+
+def checked(data: bytes, path: Path | str) -> dict[str, Any]:
+    """The record that `signed` made `data` of, byte for byte. Raises: Damaged, naming `path`."""
+    try:
+        record = json.loads(data)
+    except ValueError as error:
+        raise Damaged(f"{path}: cannot be read ({error})") from None
+    rest = {key: value for key, value in record.items() if key != "sha256"} if isinstance(record, dict) else {}
+    if not rest or signed(rest) != data:
+        raise Damaged(f"{path}: does not match its own checksum")
+    return rest
