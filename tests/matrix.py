@@ -40,7 +40,7 @@ PATIENCE = ("--resilience.beat_timeout_s", "1", "--resilience.hang_s", "2", "--r
 """Little of it, for rows in which somebody stands still."""
 TOLD = (
     "worker_died", "writer_died", "coordinator_lost", "nursery_replaced",
-    "stopped", "frozen", "hang", "stuck_loader", "mismatch", "straggler",
+    "stopped", "frozen", "hang", "stuck_loader", "mismatch", "straggler", "slow_link",
     "oom_kill", "memory_low", "disk_failed", "disk_slow", "disk_full", "clock_jump", "limit_near",
     "bad_step", "rewind", "bad_shard", "corruption", "collective_corrupt", "gradient_corrupt",
     "save_failed", "damaged_checkpoint", "upkeep_failed", "drain_failed", "replan_failed",

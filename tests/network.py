@@ -46,6 +46,12 @@ class Network:
         """The way to the node is mended."""
         _ip("-n", _namespace(SWITCH), "link", "set", _port(name), "master", BRIDGE)
 
+    def throttle(self, name: str, bits_per_s: int) -> None:
+        """What the node sends goes no faster than that from now on."""
+        rate = ("rate", f"{bits_per_s}bit", "burst", "32kb", "latency", "1s")
+        words = ("tc", "-n", _namespace(name), "qdisc", "replace", "dev", "eth0", "root", "tbf", *rate)
+        subprocess.run(words, check=True, capture_output=True)
+
     def build(self) -> None:
         """Raises: NotPermitted."""
         if os.geteuid():

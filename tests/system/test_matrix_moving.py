@@ -1,4 +1,4 @@
-"""The matrix of faults: a node that became slow, without which the run gets further."""
+"""The matrix of faults: a node or a link that became slow, without which the run gets further."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from commands import Folder
 from matrix import Disturbed, free_port
+from network import NotPermitted, network
 
 SIZES = ("--train.steps", "80", "--train.global_batch", "12", "--data.seq_len", "128")
 """Large enough that two nodes are better than one, as the planner has it."""
@@ -60,3 +61,40 @@ def test_a_slow_node_is_left_out_and_no_step_is_lost(slowed, undisturbed, plan, 
     assert [e["gained"] for e in run.events("move_measured")] == [True]
     assert not run.events("worker_died", "killed", "stayed")
     run.check([undisturbed(e["plan"], *SIZES) for e in run.events("epoch")], "straggler")
+
+
+SLOWED = 20_000_000
+"""Bits a second: half a megabyte of gradients takes 0.2 s, and a step took less than half of that."""
+
+
+@pytest.mark.slow
+def test_a_run_whose_link_became_slow_goes_on_without_it(folder, undisturbed):
+    sizes = ("--train.steps", "160", *SIZES[2:])
+    try:
+        with network("a", "b") as net:
+            meet = (
+                "--launch.coordinator",
+                f"{net.address('a')}:29400",
+                "--launch.nodes",
+                "2",
+                "--launch.processes",
+                "1",
+            )
+            a, b = (
+                Disturbed(folder, "dp_replicate=2,microbatch=6", within=net.inside(name),
+                          options=(*sizes, *SOON, *meet, "--launch.node", name)).start()
+                for name in "ab"
+            )  # fmt: skip
+            a.wait_for_step(40)
+            net.throttle("b", SLOWED)
+            for run in (a, b):
+                run.end(timeout_s=300)
+    except NotPermitted as why:
+        pytest.skip(str(why))
+    (moved,) = a.events("moved")
+    assert (moved["because"], moved["size"], moved["left_out"]) == ("slow_link", 1, ["b"])
+    assert moved["evidence"]["factor"] > 1.5 and moved["predicted_new_s"] < moved["predicted_now_s"]
+    assert [e["size"] for e in a.events("epoch")] == [2, 1]
+    assert [(r["source"], r["steps_lost"]) for r in a.events("recovered")] == [("live", 0)]
+    assert [e["gained"] for e in a.events("move_measured")] == [True]
+    a.check([undisturbed(e["plan"], *sizes) for e in a.events("epoch")], "slow_link")

@@ -142,4 +142,4 @@ def test_a_node_that_wakes_after_it_was_replaced_writes_nothing(nodes, undisturb
     for checkpoint in store.committed(run.run_dir):
         written = checkpoint.manifest
         assert written.epoch == max(e for e, at in began.items() if at <= written.saved_at_s)
-    run.check([undisturbed(e["plan"], *steps) for e in run.events("epoch")[:2]])
+    run.check([undisturbed(e["plan"], *steps) for e in run.events("epoch")[:2]], "coordinator_lost")  # says the sleeper

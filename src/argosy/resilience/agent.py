@@ -231,9 +231,8 @@ class Agent:
 
     def _blame_memory(self, process: Process) -> None:
         """Somebody killed it: was it the kernel, for want of memory?"""
-        findings = self._node.look_at_memory()
-        self._alarm(findings)
-        process.killed = next((finding.why for finding in findings if finding.kind == "oom_kill"), "")
+        self._alarm(self._node.look_at_memory())
+        process.killed = self._node.why_killed()
 
     def _say_lost(self, process: Process, cause: Cause) -> None:
         self._events.write(

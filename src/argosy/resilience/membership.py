@@ -309,32 +309,14 @@ class Membership:
                     yield Start(name, slot)
 
     def _form(self, now_s: float) -> None:
+        """Begin the next epoch, if there are workers enough for one."""
         if self._members():
             return  # some have not left the world that broke
-        ready = [
-            (name, slot)
-            for name, node in sorted(self.nodes.items())
-            for slot, w in sorted(node.workers.items())
-            if w.state is State.READY and not node.is_in_examination
-        ]
-        ready.sort(key=lambda place: (self.nodes[place[0]].is_avoided, self.nodes[place[0]].is_last))
-        if not ready:
+        ready = self._ready()
+        chosen = self._plan_and_size(now_s) if ready else None
+        if chosen is None:
             return
-        plan, size = self._settings.plan, self._settings.size
-        if self._moved is not None and self.room_without() >= self._moved[1]:
-            plan, size = self._moved
-        elif self._room() < size:
-            self._short_since = now_s if self._short_since is None else self._short_since
-            waited_s = now_s - self._short_since
-            if not self.epoch and waited_s > self._settings.first_wait_s:
-                self._end(Finish(Retryable.exit_code, self._who_is_missing()))
-            if not self.epoch or waited_s < self._settings.wait_for_nodes_s or self._replan is None:
-                return
-            smaller = self._replan(self._room())
-            if smaller is None:
-                self._end(Finish(Retryable.exit_code, f"{self._room()} workers are left, and no plan fits them"))
-                return
-            plan, size = smaller
+        plan, size = chosen
         if self.room_without() >= size:
             ready = [place for place in ready if not self.nodes[place[0]].is_avoided]
         if len(ready) < size:
@@ -352,6 +334,34 @@ class Membership:
             worker = self.nodes[name].workers[slot]
             worker.state, worker.rank, worker.epoch = State.RUNNING, rank, self.epoch
         self._queue.append(Join(self.epoch, plan, places))
+
+    def _ready(self) -> list[tuple[str, int]]:
+        """(node, slot) of the workers that can join a world, those first that are to be taken first."""
+        ready = [
+            (name, slot)
+            for name, node in sorted(self.nodes.items())
+            for slot, w in sorted(node.workers.items())
+            if w.state is State.READY and not node.is_in_examination
+        ]
+        return sorted(ready, key=lambda place: (self.nodes[place[0]].is_avoided, self.nodes[place[0]].is_last))
+
+    def _plan_and_size(self, now_s: float) -> tuple[str, int] | None:
+        """To go on with; None while nodes are waited for, or if this is the end."""
+        if self._moved is not None and self.room_without() >= self._moved[1]:
+            return self._moved
+        settings, room = self._settings, self._room()
+        if room >= settings.size:
+            return settings.plan, settings.size
+        self._short_since = now_s if self._short_since is None else self._short_since
+        waited_s = now_s - self._short_since
+        if not self.epoch and waited_s > settings.first_wait_s:
+            self._end(Finish(Retryable.exit_code, self._who_is_missing()))
+        if not self.epoch or waited_s < settings.wait_for_nodes_s or self._replan is None:
+            return None
+        smaller = self._replan(room)
+        if smaller is None:
+            self._end(Finish(Retryable.exit_code, f"{room} workers are left, and no plan fits them"))
+        return smaller
 
     def _has_avoided(self, places: list[tuple[str, int]]) -> bool:
         return any(self.nodes[name].is_avoided or self.nodes[name].is_last for name, _ in places)

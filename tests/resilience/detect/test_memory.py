@@ -51,6 +51,17 @@ def test_a_sawtooth_of_saves_is_silent():
     assert not watch([20 - 10 * (i % 24) / 24 for i in range(500)])
 
 
+def test_a_kill_by_the_kernel_explains_the_death_that_is_found_a_little_later_and_no_other():
+    memory = Memory()
+    for at_s, kills in ((0, 0), (2, 2), (3, 2)):
+        memory.observe(at_s, MemoryReading(40 * GIB, LIMIT, kills, kills))
+    assert [memory.why_killed(3) for _ in range(3)] == ["the kernel killed 2 processes because memory ran out"] * 2 + [
+        ""
+    ]
+    memory.observe(5, MemoryReading(40 * GIB, LIMIT, 3, 3))
+    assert not memory.why_killed(100)
+
+
 def test_a_kill_by_the_kernel_is_told_from_others():
     assert watch([20, 20, 20], kills=[3, 3, 3]) == []
     assert watch([20, 20, 20], kills=[0, 0, 1]) == [(2, "oom_kill")]

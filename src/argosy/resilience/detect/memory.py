@@ -25,6 +25,8 @@ SOON_S = 900.0
 TREND_S = 300.0
 SURE = 5.0
 """A trend is one if it is so many times what noise would make of it."""
+DYING_S = 10.0
+"""A process that the kernel has killed is counted at once, and gone when its memory is given back."""
 NO_LIMIT = 1 << 60
 """Version 1 writes "none" as a number near 2^63."""
 
@@ -66,6 +68,7 @@ class Memory:
         self._past: deque[tuple[float, MemoryReading]] = deque()
         self._least_before = math.inf
         self._latch = Latch()
+        self._kills: deque[tuple[float, str]] = deque()
 
     def observe(self, at_s: float, reading: MemoryReading) -> list[Finding]:
         """What is found in a reading at `at_s` of CLOCK_MONOTONIC."""
@@ -73,15 +76,26 @@ class Memory:
         self._past.append((at_s, reading))
         while len(self._past) > 2 and self._past[1][0] <= at_s - TREND_S:
             self._least_before = min(self._least_before, self._past.popleft()[1].available_bytes)
-        return [*self._killed(before, reading), *self._low(reading), *self._shrinking(reading)]
+        return [*self._killed(at_s, before, reading), *self._low(reading), *self._shrinking(reading)]
 
-    def _killed(self, before: MemoryReading, now: MemoryReading) -> Iterator[Finding]:
+    def why_killed(self, at_s: float) -> str:
+        """Why a process is dead that was found killed at `at_s`, if the kernel did it; empty if not. A kill that was
+        observed explains one death.
+        """
+        while self._kills:
+            killed_s, why = self._kills.popleft()
+            if at_s - killed_s < DYING_S:
+                return why
+        return ""
+
+    def _killed(self, at_s: float, before: MemoryReading, now: MemoryReading) -> Iterator[Finding]:
         ours = now.oom_kills - before.oom_kills
         machine_was_full = before.available_bytes < FULL * before.limit_bytes
         killed = ours or (now.machine_oom_kills - before.machine_oom_kills if machine_was_full else 0)
         if killed > 0:
             evidence = {"oom_kills": now.oom_kills, "machine_oom_kills": now.machine_oom_kills, **_facts(before)}
             why = f"the kernel killed {killed} process{'es' if killed > 1 else ''} because memory ran out"
+            self._kills.extend([(at_s, why)] * killed)
             yield Finding("oom_kill", "alarm", why, evidence=evidence)
 
     def _low(self, now: MemoryReading) -> Iterator[Finding]:

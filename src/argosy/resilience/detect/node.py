@@ -33,8 +33,12 @@ class NodeWatch:
         return [*self.look_at_memory(), *self._others(pids)]
 
     def look_at_memory(self) -> list[Finding]:
-        """What is found of memory alone, at once: when a worker was killed, to know whether the kernel did it."""
+        """What is found of memory alone, at once: when a worker was killed."""
         return self._memory.observe(time.monotonic(), read_memory())
+
+    def why_killed(self) -> str:
+        """Why a worker was killed, if the kernel did it for want of memory; empty if not."""
+        return self._memory.why_killed(time.monotonic())
 
     def _others(self, pids: Iterable[int]) -> list[Finding]:
         return [
