@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from argosy.errors import FINAL
-from argosy.resilience.membership import Cause, Membership, Settings, State
+from argosy.resilience.membership import Membership, Settings
+from argosy.resilience.nodes import Cause, State
 from argosy.resilience.orders import Break, Examine, Finish, Join, Order, Start
 
 KILLED = Cause("signal SIGKILL", exit_code=-9)

@@ -33,7 +33,7 @@ from argosy.resilience.detect.finding import Finding, process_state
 from argosy.resilience.detect.node import NodeWatch
 from argosy.resilience.health import Asked, Examination, Health
 from argosy.resilience.link import Link
-from argosy.resilience.membership import Cause, State
+from argosy.resilience.nodes import Cause, State
 from argosy.resilience.nursery import Nursery
 
 WORKER = "argosy.launch.worker:main"

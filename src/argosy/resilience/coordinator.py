@@ -25,8 +25,9 @@ from argosy.plan.plan import Plan
 from argosy.resilience.channel import Channel, Gone, tcp
 from argosy.resilience.health import Health, slow_nodes
 from argosy.resilience.legacy import Legacy
-from argosy.resilience.membership import Cause, Membership, Settings, State, Worker
+from argosy.resilience.membership import Membership, Settings
 from argosy.resilience.moving import Mover
+from argosy.resilience.nodes import Cause, State, Worker
 from argosy.resilience.orders import Break, Examine, Finish, Join, Order, Start
 from argosy.resilience.replanner import Replanner
 from argosy.resilience.watch import RunWatch
