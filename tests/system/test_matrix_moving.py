@@ -63,8 +63,8 @@ def test_a_slow_node_is_left_out_and_no_step_is_lost(slowed, undisturbed, plan, 
     run.check([undisturbed(e["plan"], *SIZES) for e in run.events("epoch")], "straggler")
 
 
-SLOWED = 20_000_000
-"""Bits a second: half a megabyte of gradients takes 0.2 s, and a step took less than half of that."""
+SLOWED = 3_000_000
+"""Bits a second: a step's gradients take half a second, and all of a step took a fraction of that."""
 
 
 @pytest.mark.slow
@@ -72,17 +72,11 @@ def test_a_run_whose_link_became_slow_goes_on_without_it(folder, undisturbed):
     sizes = ("--train.steps", "160", *SIZES[2:])
     try:
         with network("a", "b") as net:
-            meet = (
-                "--launch.coordinator",
-                f"{net.address('a')}:29400",
-                "--launch.nodes",
-                "2",
-                "--launch.processes",
-                "1",
-            )
+            nodes = ("--launch.nodes", "2", "--launch.processes", "1")
+            meet = ("--launch.coordinator", f"{net.address('a')}:29400")
             a, b = (
                 Disturbed(folder, "dp_replicate=2,microbatch=6", within=net.inside(name),
-                          options=(*sizes, *SOON, *meet, "--launch.node", name)).start()
+                          options=(*sizes, *SOON, *nodes, *meet, "--launch.node", name)).start()
                 for name in "ab"
             )  # fmt: skip
             a.wait_for_step(40)
