@@ -6,7 +6,7 @@ import pytest
 
 from argosy.resilience.legacy import FILE, Legacy
 
-LEFT = Legacy(3, "dp_replicate=2", 2, {"a": 1, "b": 1}, is_moved=True, avoided=("c",), last=("c",), doubts={"c": 3})
+LEFT = Legacy(3, "dp_replicate=2", 2, {"a": 1, "b": 1}, is_instead=True, avoided=("c",), last=("c",), doubts={"c": 3})
 
 
 def test_what_was_left_is_found(tmp_path):

@@ -251,6 +251,46 @@ def test_a_run_that_had_to_shrink_grows_again():
     assert join.plan == "dp_replicate=4" and len(join.places) == 4 and join.places[("a", 0)] == 0
 
 
+def shrunk(replan: Callable[[int], tuple[str, int] | None]) -> Run:
+    """A run on four nodes of which one is left."""
+    run = Run({"a": 1, "b": 1, "c": 1, "d": 1}, wait_for_nodes_s=30, replan=replan).go()
+    for name in "bcd":
+        run.of.left(name, "gone")
+    run.go()
+    run.now = 31
+    run.go()
+    assert run.of.size == 1 and run.of.in_force
+    run.take(Join)
+    return run
+
+
+def test_a_run_that_had_to_shrink_grows_with_those_that_come_when_no_more_do():
+    run = shrunk(lambda n: (f"dp_replicate={n}", n))
+    for name, at in (("b", 100), ("c", 120)):
+        run.of.arrived(name, f"host-{name}", 1, {})
+        run.now = at
+        run.go()
+    run.now = 149
+    assert not run.go().take(Join), "more may come"
+    run.now = 150
+    (join,) = run.go().take(Join)
+    assert join.plan == "dp_replicate=3" and join.places["a", 0] == 0
+    run.of.lost("c", 0, KILLED)
+    (join,) = run.go().take(Join)
+    assert join.plan == "dp_replicate=3", "nobody is waited for"
+    run.of.arrived("d", "host-d", 1, {})
+    (join,) = run.go().take(Join)
+    assert join.plan == "dp_replicate=4"
+
+
+def test_nodes_that_no_plan_makes_use_of_wait():
+    run = shrunk(lambda n: ("dp_replicate=1", 1))
+    run.of.arrived("b", "host-b", 1, {})
+    for run.now in (100, 131, 200):
+        assert not run.go().take(Join)
+    assert run.of.in_force and not [order for order in run.said if isinstance(order, Break) and order.epoch == 2]
+
+
 def test_a_spare_node_takes_the_place_of_a_lost_one():
     run = Run({"a": 2, "b": 2, "spare": 2}, size=4, wait_for_nodes_s=1000).go()
     (join,) = run.take(Join)

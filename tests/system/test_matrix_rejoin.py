@@ -90,12 +90,13 @@ def nodes(folder: Folder) -> Iterator[Callable[..., Nodes]]:
     ("plan", "sizes", "samples", "source"),
     [
         ("dp_replicate=3,microbatch=2", [3, 1, 3, 1], TWELVE, "live"),  # on two processes of one machine nothing gains
+        ("dp_replicate=3,microbatch=2", [3, 1, 2], (*TWELVE, "--data.seq_len", "128"), "live"),  # here it does
         ("dp_replicate=4,microbatch=2", [4, 1], EIGHT, "live"),
         (PLANS["sharded"], [2, 1, 2], EIGHT, "memory"),
         (PLANS["pipeline"], [2, 1, 2], EIGHT, "memory"),
         (PLANS["tensor"], [2, 1, 2], EIGHT, "memory"),
     ],
-    ids=["3-1-3", "4-1", "dp_shard", "pp", "tp"],
+    ids=["3-1-3", "3-1-2", "4-1", "dp_shard", "pp", "tp"],
 )
 def test_nodes_that_are_lost_and_come_back(nodes, undisturbed, plan, sizes, samples, source):
     """The state is cut anew for each world, and each step has the same samples."""

@@ -24,8 +24,8 @@ class Legacy:
     size: int = 0
     members: dict[str, int] = field(default_factory=dict)
     """Node -> how many of its workers are in it."""
-    is_moved: bool = False
-    """Its plan was chosen because something was slow: it stays when nodes come."""
+    is_instead: bool = False
+    """Its plan is in place of the run's own as long as there is room for it."""
     avoided: tuple[str, ...] = ()
     """Nodes to be taken only if there are not processes enough without them."""
     last: tuple[str, ...] = ()

@@ -7,6 +7,7 @@ who are ready to take the places of the lost. What happens in an epoch that is o
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -55,7 +56,10 @@ class Membership:
         self.in_force = False
         """Whether the epoch's world is formed and whole, as far as is known."""
         self._short_since: float | None = None
-        self._moved = (legacy.plan, legacy.size) if legacy.is_moved else None
+        self._instead = (legacy.plan, legacy.size) if legacy.is_instead else None
+        """Plan and size in place of the run's own, as long as there is room for them."""
+        self._newcomer, self._came_s = "", 0.0
+        """A node that the epoch may make use of, and since when none came after it."""
         self._avoided, self._last = set(legacy.avoided), set(legacy.last)
         self._doubts = Counter(legacy.doubts)
         self._failures = 0
@@ -172,7 +176,7 @@ class Membership:
         self._avoided |= set(leave_out)
         for name in self.nodes.keys() & leave_out:
             self.nodes[name].is_avoided = True
-        self._moved = (plan, size)
+        self._instead = (plan, size)
         self._break(why, is_planned=True)
         for name in sorted(self.nodes.keys() & leave_out):  # what is slow may be about to fail; nobody waits for it now
             self._begin_examination(name)
@@ -206,7 +210,7 @@ class Membership:
             self.plan,
             self.size,
             members=members,
-            is_moved=self._moved is not None,
+            is_instead=self._instead is not None,
             avoided=tuple(sorted(self._avoided)),
             last=tuple(sorted(self._last)),
             doubts=dict(self._doubts),
@@ -231,6 +235,8 @@ class Membership:
                 self._wait_for_the_inherited(now_s)
             if not self.in_force:
                 self._form(now_s)
+            elif self._newcomer:
+                self._grow_partly(now_s)
         orders, self._queue = self._queue, []
         return orders
 
@@ -266,8 +272,8 @@ class Membership:
             self._count(Cause("a connection between the workers broke", exit_code=-9))
         if self._ended:
             return
-        self._short_since, self._is_counted = None, False
-        self._moved = self._moved if self._moved == (plan, size) else None
+        self._short_since, self._is_counted, self._newcomer = None, False, ""
+        self._instead = self._instead if self._instead == (plan, size) else None
         self.epoch += 1
         self.plan, self.size, self.in_force = plan, size, True
         places = self._places(ready[:size] if self._has_avoided(ready) else ready)
@@ -288,8 +294,8 @@ class Membership:
 
     def _plan_and_size(self, now_s: float) -> tuple[str, int] | None:
         """To go on with; None while nodes are waited for, or if this is the end."""
-        if self._moved is not None and self.room_without() >= self._moved[1]:
-            return self._moved
+        if self._instead is not None and self.room_without() >= self._instead[1]:
+            return self._instead
         settings, room = self._settings, self._room()
         if room >= settings.size:
             return settings.plan, settings.size
@@ -343,15 +349,30 @@ class Membership:
 
     def _forfeit(self, why: str) -> None:
         """The inherited epoch is over."""
-        self._inherited = self._moved = None
+        self._inherited = self._instead = None
         self.plan, self.size = self._settings.plan, self._settings.size
         if self._members():
             self._queue.append(Break(self.epoch, why))
 
     def _grow(self, name: str) -> None:
-        """A node came: the run goes on under its own plan if it was laid out on fewer, and there is room again."""
-        if self.in_force and self.size < self._settings.size and self.room_without() >= self._settings.size:
-            self._moved = None
+        """A node came: a run that was laid out on fewer goes on under its own plan, if there is room again."""
+        if not self.in_force or self.size >= self._settings.size:
+            return
+        if self.room_without() >= self._settings.size:
+            self._instead = None
+            self._break(f"node {name} came", is_planned=True)
+        else:
+            self._newcomer, self._came_s = name, math.inf
+
+    def _grow_partly(self, now_s: float) -> None:
+        """No more nodes have come for a while: go on with those that have, if a plan makes use of them."""
+        self._came_s = min(self._came_s, now_s)
+        if now_s - self._came_s < self._settings.wait_for_nodes_s:
+            return
+        name, self._newcomer = self._newcomer, ""
+        larger = None if self._replan is None else self._replan(self.room_without())
+        if larger is not None and larger[1] > self.size:
+            self._instead = larger
             self._break(f"node {name} came", is_planned=True)
 
     def _begin_examination(self, name: str) -> None:
