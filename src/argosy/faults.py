@@ -43,7 +43,7 @@ POINTS = {
     "loader": "in the thread that reads a step's rows",
     "batch": "before the step's batch is taken",
     "forward": "before the forward of each microbatch (of a pipeline: before its schedule)",
-    "backward": "before the backward of each microbatch",
+    "backward": "before the backward of each microbatch (of a pipeline: in each of its stages)",
     "bucket": "before a bucket of gradients is summed over ranks; tensors: bucket",
     "gradient": "when gradients are summed, before the step is judged; tensors: each piece's gradient",
     "loss": "before the loss is summed over ranks; tensors: loss",

@@ -62,6 +62,25 @@ def test_losses_and_gradients_are_those_of_one_process(workers, reference, sched
             torch.testing.assert_close(gradient, summed, rtol=1e-4, atol=tolerance, msg=name)
 
 
+def backwards_met(world: World, plan: str) -> int:
+    """How often a fault may strike before a backward, in a step."""
+    layout = eager(plan)
+    parallel = laid_out(world, layout, model=UNTIED)
+    with mock.patch("argosy.parallel.pipeline.fault", return_value=None) as met:
+        batch = microbatches(ROWS, layout.microbatch, 0, world.device)
+        parallel.forward_backward(batch, 1.0, StepClock(world.device))
+        parallel.loss(batch)
+    assert all(call.args == ("backward",) for call in met.mock_calls)
+    return met.call_count
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_faults_may_strike_before_every_backward(workers, schedule):
+    stages = 2 if schedule not in ("gpipe", "1f1b") else 1
+    met = workers.run(2, backwards_met, f"pp=2,schedule={schedule},microbatch=2")
+    assert min(met) == 4 * stages  # what a schedule splits in two may come by twice
+
+
 def evaluated_where_sends_wait(world: World, plan: str) -> float:
     """The loss, if a send ends when its receiver has it: gloo buffers messages, NCCL need not."""
     layout = eager(plan)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
 
+from argosy.faults import fault
 from argosy.models.batch import Microbatch
 from argosy.models.decoder import Decoder
 from argosy.plan.pipeline import ScheduleRule
@@ -50,6 +51,8 @@ class Pipeline:
             for stage, part in parts.items()
         ]
         self._schedules: dict[int, PipelineScheduleSingle | PipelineScheduleMulti] = {}
+        for part in parts.values():
+            part.register_forward_hook(_await_backward)
 
     def forward_backward(self, batch: Sequence[Microbatch], scale: float) -> Tensor:
         """Add to the parameters' gradients those of `scale` times the summed loss; returns that loss, if known here."""
@@ -124,3 +127,9 @@ class Pipeline:
 
     def _loss(self, summed_loss: Tensor, _: Tensor) -> Tensor:
         return summed_loss * self._scale
+
+
+def _await_backward(part: Decoder, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    """Let faults strike when the schedule begins a backward: when the gradient of a part's output is there."""
+    if output.requires_grad:
+        output.register_hook(lambda _: fault("backward"))

@@ -10,10 +10,71 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from argosy.plan.cost.goodput import copy_interval_s
+from argosy.checkpoint.exchange import travels
+from argosy.checkpoint.history import Position
+from argosy.checkpoint.memory import MemoryCopies, memory_folder
+from argosy.checkpoint.shards import box_bytes
+from argosy.config.schema import RunConfig
+from argosy.parallel.world import World
+from argosy.plan.cost.goodput import HOST_COPY_BYTES_PER_S, copy_interval_s
+from argosy.training.records import Records
+from argosy.training.state import TrainState
 
 TOLD_AGAIN = 2.0
 """The interval is told of again when it has changed by this factor."""
+
+
+class Copying:
+    """One process's part in the copies that one world makes of its state; without any, it does nothing."""
+
+    def __init__(self, copies: MemoryCopies | None = None, pace: CopyPace | None = None):
+        """`pace`: on the process that says when."""
+        self._copies, self._pace = copies, pace
+
+    @classmethod
+    def begin(cls, run: RunConfig, state: TrainState, world: World, records: Records) -> Copying:
+        """From now on copies are of the present history. All processes call it together."""
+        folder, every = memory_folder(), run.resilience.memory_every_steps
+        if folder is None or not every:
+            return cls()
+        boxes = [box for box in state.boxes() if travels(box)]
+
+        def failed(why: str) -> None:
+            records.events.write("memory_copy_failed", why=why)
+
+        copies = MemoryCopies(folder, boxes, world, state.history, failed)
+        if not world.is_first:
+            return cls(copies)
+        copy_s = sum(map(box_bytes, boxes)) / HOST_COPY_BYTES_PER_S
+        return cls(copies, CopyPace(every, records.mtbf_s(), copy_s, records.events.write))
+
+    @property
+    def step(self) -> int | None:
+        """Of the newest copy that all processes have."""
+        return None if self._copies is None else self._copies.step
+
+    def is_due(self, done: int, step_s: float | None) -> bool:
+        """Whether this process, which is to know, says that the state after `done` steps is to be copied."""
+        if self._copies is None or self._pace is None or not self._copies.is_on:
+            return False
+        return self._pace.is_due(done, step_s, self._copies.stall_s)
+
+    def make(self, state: TrainState) -> None:
+        """Copy the state: returns when this process's part is copied."""
+        if self._copies is not None:
+            self._copies.save(Position(state.step, state.tokens, state.skipped), state.boxes())
+        if self._pace is not None:
+            self._pace.made(state.step)
+
+    def wait(self) -> None:
+        """Wait for the copy under way, if any."""
+        if self._copies is not None:
+            self._copies.wait()
+
+    def abandon(self) -> None:
+        """Let go of the copy under way: the world that it is of is over."""
+        if self._copies is not None:
+            self._copies.abandon()
 
 
 class CopyPace:

@@ -12,11 +12,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from argosy.checkpoint.exchange import travels
-from argosy.checkpoint.history import Position
-from argosy.checkpoint.memory import MemoryCopies, memory_folder
+from argosy.checkpoint.memory import memory_folder
 from argosy.checkpoint.recover import recover
-from argosy.checkpoint.shards import box_bytes
 from argosy.config.dump import save_run
 from argosy.config.identity import config_sha256
 from argosy.config.schema import RunConfig
@@ -33,11 +30,10 @@ from argosy.parallel.apply import apply
 from argosy.parallel.expert import loads_of
 from argosy.parallel.gradients import square_share, unscale
 from argosy.parallel.world import World, give_back_freed_memory
-from argosy.plan.cost.goodput import HOST_COPY_BYTES_PER_S
 from argosy.plan.plan import Plan
 from argosy.precision.scaler import LossScaler
 from argosy.training.batches import Batches
-from argosy.training.copying import CopyPace
+from argosy.training.copying import Copying
 from argosy.training.evaluation import HeldOut, Score, evaluate
 from argosy.training.fingerprint import Fingerprints
 from argosy.training.judge import MOST_REWINDS, REMEDY, Judge, Verdict
@@ -98,8 +94,7 @@ class Job:
         self._clock = StepClock(world.device, vitals)
         self._outcome = StepOutcome(0.0, 0.0, False, Wishes(), None)
         self._retries = 0
-        self._copies: MemoryCopies | None = None
-        self._copy_pace: CopyPace | None = None
+        self._copying = Copying()
         self._score: Score | None = None
         records.measure_peak()
         self._time_to_first_step_s: float | None = None
@@ -112,8 +107,7 @@ class Job:
         if kind is not None:
             self._keeper.abandon()
             self._survivor.last_save_s = self._keeper.last_save_s
-            if self._copies is not None:
-                self._copies.abandon()
+            self._copying.abandon()
             self._batches.close()
 
     def restore_or_initialize(self) -> None:
@@ -272,18 +266,14 @@ class Job:
                 self._make_copies_agree()
             if saves:
                 self._keeper.save(self.state, self._run.checkpoint.background)
-            if copies and self._copies is not None:
-                position = Position(self.state.step, self.state.tokens, self.state.skipped)
-                self._copies.save(position, self.state.boxes())
-            if copies and self._copy_pace is not None:
-                self._copy_pace.made(self.state.step)
+            if copies:
+                self._copying.make(self.state)
         if self._outcome.wishes.hold:
             self._hold()
 
     def _hold(self) -> None:
         """Stand still, with the state where others can take it over, until this world is over. Raises: WorldIsOver."""
-        if self._copies is not None:
-            self._copies.wait()
+        self._copying.wait()
         self._show_safe_step()
         if self._vitals is not None:
             self._vitals.enter("waiting")
@@ -331,8 +321,7 @@ class Job:
                     "software": software(self._world.device),
                 },
             )
-        if self._copies is not None:
-            self._copies.wait()
+        self._copying.wait()
         self._keeper.close()
         self._records.events.write("end", step=self.state.step, finished=finished)
         return finished or self._is_paused
@@ -349,19 +338,13 @@ class Job:
         with self._clock.time("communication"):
             loads = loads_of(state.model.moes, self._run.model, self._world.device)
             stop, save = self._stop.number is not None, self._keeper.is_due_by_time
-            wrong, copy = self._is_wrong(step, loss), self._is_copy_due(step + 1)
+            wrong, copy = self._is_wrong(step, loss), self._copying.is_due(step + 1, self._pace.step_s)
             wishes = Wishes(stop, save, self._batches.are_unreadable, wrong, copy, self._stop.is_to_hold)
             return exchange(Share(loss, squares, loads, fingerprint, wishes), self._world)
 
-    def _is_copy_due(self, done: int) -> bool:
-        """Whether this rank, which is to know, says so."""
-        if self._copies is None or self._copy_pace is None or not self._copies.is_on:
-            return False
-        return self._copy_pace.is_due(done, self._pace.step_s, self._copies.stall_s)
-
     def _show_safe_step(self) -> None:
         """Show what the run would go back to if everything were lost now."""
-        copied = self._copies.step if self._copies is not None else None
+        copied = self._copying.step
         steps = [*self._keeper.committed, *([] if copied is None else [copied])]
         if self._vitals is not None and steps:
             self._vitals.can_go_back_to(max(steps))
@@ -456,21 +439,8 @@ class Job:
         return True
 
     def _begin_copies(self) -> None:
-        """From now on copies in host memory are of the present history."""
-        if self._copies is not None:
-            self._copies.wait()
-        self._copies, self._copy_pace, folder = None, None, memory_folder()
-        every = self._run.resilience.memory_every_steps
-        if folder is not None and every:
-            boxes = [box for box in self.state.boxes() if travels(box)]
-
-            def failed(why: str) -> None:
-                self._records.events.write("memory_copy_failed", why=why)
-
-            self._copies = MemoryCopies(folder, boxes, self._world, self.state.history, failed)
-            if self._world.is_first:
-                copy_s = sum(map(box_bytes, boxes)) / HOST_COPY_BYTES_PER_S
-                self._copy_pace = CopyPace(every, self._records.mtbf_s(), copy_s, self._records.events.write)
+        self._copying.wait()
+        self._copying = Copying.begin(self._run, self.state, self._world, self._records)
 
     def _take_over(self) -> None:
         """Be what survives of this process; what survived of the last world has served."""
