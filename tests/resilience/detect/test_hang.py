@@ -131,6 +131,15 @@ def test_what_takes_long_by_nature_gets_longer(world, hang, phase):
     assert world.watch(hang, 20)
 
 
+def test_a_world_that_was_not_seen_in_its_first_step_is_not_taken_to_be_in_it(world):
+    """Its steps are faster than its watcher."""
+    for _ in range(6):
+        world.step()
+    world.count([0, 1, 3])
+    ((after_s, finding),) = world.watch(Hang(hang_s=5.0, first_step_s=60.0), 20)
+    assert finding.ranks == (2,) and after_s <= 6
+
+
 def test_the_first_step_and_the_first_evaluation_may_compile(world, hang):
     fresh, fresh_world = Hang(hang_s=5.0), World(4)
     assert not fresh_world.watch(fresh, 300)

@@ -131,7 +131,7 @@ class Hang:
 
     def _patience_s(self, rank: int, reading: VitalsReading) -> float:
         """How long this rank may do what it does: what was never done before may have to be compiled."""
-        is_first = self._tracks[rank].steps_made < 1 or (reading.phase == "evaluate" and not self._has_evaluated)
+        is_first = not reading.busy_s or (reading.phase == "evaluate" and not self._has_evaluated)
         slow = is_first or reading.phase in SLOW_PHASES
         return max(self._limit_s, self._first_step_s) if slow else self._limit_s
 
@@ -142,7 +142,6 @@ class _Track:
     def __init__(self, reading: VitalsReading) -> None:
         self.reading = reading
         self.still_s = self.beat_still_s = 0.0
-        self.steps_made = 0
         self.is_blamed = False
         self._since_step_s = 0.0
 
@@ -156,7 +155,6 @@ class _Track:
         self._since_step_s += passed_s
         if now.step > before.step:
             if before.step >= 0:
-                self.steps_made += now.step - before.step
                 yield self._since_step_s / (now.step - before.step)
             self._since_step_s = 0.0
 
