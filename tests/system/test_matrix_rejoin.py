@@ -90,7 +90,7 @@ def nodes(folder: Folder) -> Iterator[Callable[..., Nodes]]:
     ("plan", "sizes", "samples", "source"),
     [
         ("dp_replicate=3,microbatch=2", [3, 1, 3, 1], TWELVE, "live"),  # on two processes of one machine nothing gains
-        ("dp_replicate=3,microbatch=2", [3, 1, 2], (*TWELVE, "--data.seq_len", "128"), "live"),  # here it does
+        ("dp_replicate=3,microbatch=2", [3, 1, 2], (*TWELVE, "--data.seq_len", "512"), "live"),  # of long ones it does
         ("dp_replicate=4,microbatch=2", [4, 1], EIGHT, "live"),
         (PLANS["sharded"], [2, 1, 2], EIGHT, "memory"),
         (PLANS["pipeline"], [2, 1, 2], EIGHT, "memory"),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
@@ -35,11 +34,11 @@ from argosy.precision.scaler import LossScaler
 from argosy.training.batches import Batches
 from argosy.training.copying import Copying
 from argosy.training.evaluation import HeldOut, Score, evaluate
-from argosy.training.fingerprint import Fingerprints
+from argosy.training.integrity import Integrity
 from argosy.training.judge import MOST_REWINDS, REMEDY, Judge, Verdict
 from argosy.training.keeper import Keeper
 from argosy.training.pace import Pace
-from argosy.training.recompute import Result, check_can_recompute, compare
+from argosy.training.recompute import check_can_recompute
 from argosy.training.records import Records
 from argosy.training.schedule import learning_rate_factor
 from argosy.training.state import Decision, Survivor, TrainState
@@ -90,7 +89,7 @@ class Job:
         self._keeper = Keeper(run_dir, run.checkpoint, plan, identity, world, records.events, records.progress, lasting)
         self._judge = Judge(run.resilience, self._batches.stage, survivor.counts)
         self._pace = Pace(run, self._held_out.tokens)
-        self._fingerprints = Fingerprints(model, self.state.optimizer, world)
+        self._integrity = Integrity(run, self.state, self._batches, world, records, vitals)
         self._clock = StepClock(world.device, vitals)
         self._outcome = StepOutcome(0.0, 0.0, False, Wishes(), None)
         self._retries = 0
@@ -153,7 +152,7 @@ class Job:
 
     def forward_backward(self, batch: list[Microbatch]) -> Tensor:
         """Leave the global batch's gradient in the pieces; returns this rank's share of the loss."""
-        self.state.model.watch(self._is_recomputed)
+        self._integrity.watch()
         loss = forward_backward(self.state.model, batch, self.state.scaler.scale, self._clock)
         pieces, at = self.state.model.pieces, {"step": self.state.step, "rank": self._world.rank}
         fault("gradient", **at, tensors=lambda: {p.name: p.value.grad for p in pieces if p.value.grad is not None})
@@ -328,17 +327,17 @@ class Job:
 
     def _exchange(self, step: int, loss: Tensor) -> StepOutcome:
         """From here on the gradient is whole, and other ranks may rely on it (`TrainState.pending`)."""
-        state, every = self.state, self._run.resilience.fingerprint_every_steps
+        state = self.state
         with self._clock.time("optimizer"):
             unscale(state.model.pieces, state.scaler.scale)
             squares = square_share(state.model.pieces)
-            fingerprint = self._fingerprints.share() if every and step % every == 0 else None
+            fingerprint = self._integrity.share(step)
         state.pending = True
         fault("judge", step=step, rank=self._world.rank)
         with self._clock.time("communication"):
             loads = loads_of(state.model.moes, self._run.model, self._world.device)
             stop, save = self._stop.number is not None, self._keeper.is_due_by_time
-            wrong, copy = self._is_wrong(step, loss), self._copying.is_due(step + 1, self._pace.step_s)
+            wrong, copy = self._integrity.is_wrong(step, loss), self._copying.is_due(step + 1, self._pace.step_s)
             wishes = Wishes(stop, save, self._batches.are_unreadable, wrong, copy, self._stop.is_to_hold)
             return exchange(Share(loss, squares, loads, fingerprint, wishes), self._world)
 
@@ -349,41 +348,6 @@ class Job:
         if self._vitals is not None and steps:
             self._vitals.can_go_back_to(max(steps))
 
-    def _is_wrong(self, step: int, loss: Tensor) -> bool:
-        """Whether this rank knows that the step's gradient was summed or computed wrongly."""
-        is_sound = self.state.model.sums_are_sound()
-        if not is_sound:
-            self._records.events.write("collective_corrupt", step=step, rank=self._world.rank)
-            self._show_doubt([self._world.rank])
-        if not self._is_recomputed:
-            return not is_sound
-        turn = step // self._run.resilience.recompute_every_steps
-        mine = loss.item(), self.state.model.bits()
-        found = compare(turn, mine, partial(self._recompute, step), self._world)
-        if found is not None:
-            self._records.tell("gradient_corrupt", step=step, rank=found.rank, suspects=list(found.suspects))
-            self._records.progress.say(
-                f" step {step}: the gradient of rank {found.rank} is in doubt; suspects: {found.suspects}"
-            )
-            self._show_doubt(found.suspects)
-        return found is not None or not is_sound
-
-    def _show_doubt(self, ranks: Collection[int]) -> None:
-        """Those who are or may be to blame show it, and their nodes are examined."""
-        if self._vitals is not None and self._world.rank in ranks:
-            self._vitals.doubt()
-
-    def _recompute(self, step: int, rank: int) -> Result:
-        """The loss and gradient of another replica's samples."""
-        batch = self._batches.of_rank(rank, step)
-        return self.state.model.recompute(batch, self.state.scaler.scale, self._tokens_per_step)
-
-    @property
-    def _is_recomputed(self) -> bool:
-        """Whether replicas compute each other's gradients in the step at hand."""
-        every = self._run.resilience.recompute_every_steps
-        return bool(every) and self.state.step % every == 0
-
     def _moments(self) -> dict[str, Tensor]:
         pieces, optimizer = self.state.model.masters, self.state.optimizer
         return {f"{p.name}.{name}": tensor for p in pieces for name, tensor in optimizer.kept_of(p).items()}
@@ -393,29 +357,16 @@ class Job:
 
         Raises: Retryable if there is no majority and no checkpoint.
         """
-        found = self._fingerprints.find()
-        heals = all(corrupt.healthy is not None for corrupt in found)
-        outcome = "healed" if heals else "rolled_back"
-        for corrupt in found:
-            facts = {"tensor": corrupt.name, "ranks": list(corrupt.ranks), "healthy_rank": corrupt.healthy}
-            self._records.tell("corruption", step=self.state.step, **facts, outcome=outcome)
-            who = f"{corrupt.name} of rank {', '.join(map(str, corrupt.ranks))}"
-            self._records.progress.say(f" step {self.state.step}: {who} is corrupt: {outcome.replace('_', ' ')}")
-        if not found:  # they are equal by now: what differed was a sum, or mended itself
-            self._records.tell("corruption", step=self.state.step, outcome="gone")
-        elif heals:
-            self.state.in_update = True
-            self._fingerprints.heal(found)
-            self.state.in_update = False
-        elif self._go_back():
+        found, is_well = self._integrity.mend()
+        if not is_well:
+            if not self._go_back():
+                self._survivor.state = None  # it is not to be trusted
+                raise Retryable(
+                    f"{found[0].name} differs between ranks {found[0].ranks}, there is no telling which is right, and "
+                    "no checkpoint was saved yet. The same command starts from the beginning."
+                )
             self._judge.went_back(self._recalled())
-        else:
-            self._survivor.state = None  # it is not to be trusted
-            raise Retryable(
-                f"{found[0].name} differs between ranks {found[0].ranks}, there is no telling which is right, and no "
-                "checkpoint was saved yet. The same command starts from the beginning."
-            )
-        self._show_doubt({rank for corrupt in found for rank in corrupt.ranks})
+        self._integrity.show_doubt({rank for corrupt in found for rank in corrupt.ranks})
 
     def _go_back(self) -> bool:
         """Take the state back from the newest checkpoint, which was clean when it was saved; False if there is none.
@@ -465,7 +416,7 @@ class Job:
 
     def _make_copies_agree(self) -> None:
         """Before a save or an evaluation: what is saved or scored is clean, as far as it can be known."""
-        if self._run.resilience.fingerprint_every_steps and self._fingerprints.differ():
+        if self._integrity.copies_differ():
             self._mend_copies()
 
     def _recalled(self) -> list[tuple[int, float, float]]:

@@ -1,0 +1,99 @@
+"""Silent corruption, as a job meets it: what ranks tell each other of what they hold and compute, and what follows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import partial
+
+from torch import Tensor
+
+from argosy.config.schema import RunConfig
+from argosy.observe.vitals import Vitals
+from argosy.parallel.world import World
+from argosy.training.batches import Batches
+from argosy.training.fingerprint import Corruption, Fingerprints
+from argosy.training.recompute import Result, compare
+from argosy.training.records import Records
+from argosy.training.state import TrainState
+
+
+class Integrity:
+    """One process's part of the checks. What all processes do together is said with each method."""
+
+    def __init__(
+        self, run: RunConfig, state: TrainState, batches: Batches, world: World, records: Records, vitals: Vitals | None
+    ):
+        self._state, self._batches, self._world = state, batches, world
+        self._records, self._vitals = records, vitals
+        self._fingerprint_every = run.resilience.fingerprint_every_steps
+        self._recompute_every = run.resilience.recompute_every_steps
+        self._tokens_per_step = run.train.global_batch * run.data.seq_len
+        self._fingerprints = Fingerprints(state.model, state.optimizer, world)
+
+    def watch(self) -> None:
+        """Have the step at hand computed such that it can be checked."""
+        self._state.model.watch(self._is_recomputed)
+
+    def share(self, step: int) -> Tensor | None:
+        """This process's fingerprint of all that others hold too; None in a step that is not compared."""
+        is_due = self._fingerprint_every and step % self._fingerprint_every == 0
+        return self._fingerprints.share() if is_due else None
+
+    def is_wrong(self, step: int, loss: Tensor) -> bool:
+        """Whether this process knows that the step's gradient was summed or computed wrongly; all ask it together."""
+        is_sound = self._state.model.sums_are_sound()
+        if not is_sound:
+            self._records.events.write("collective_corrupt", step=step, rank=self._world.rank)
+            self.show_doubt([self._world.rank])
+        if not self._is_recomputed:
+            return not is_sound
+        mine = loss.item(), self._state.model.bits()
+        found = compare(step // self._recompute_every, mine, partial(self._recompute, step), self._world)
+        if found is not None:
+            self._records.tell("gradient_corrupt", step=step, rank=found.rank, suspects=list(found.suspects))
+            self._records.progress.say(
+                f" step {step}: the gradient of rank {found.rank} is in doubt; suspects: {found.suspects}"
+            )
+            self.show_doubt(found.suspects)
+        return found is not None or not is_sound
+
+    def copies_differ(self) -> bool:
+        """Whether copies of the state do, out of turn: all ask it together."""
+        return bool(self._fingerprint_every) and self._fingerprints.differ()
+
+    def mend(self) -> tuple[list[Corruption], bool]:
+        """Heal copies that differ where most are alike; all do so together.
+
+        Returns what was found, and whether all is well: False if there is no telling which copies of it are right.
+        """
+        found = self._fingerprints.find()
+        heals = all(corrupt.healthy is not None for corrupt in found)
+        outcome = "healed" if heals else "rolled_back"
+        step = self._state.step
+        for corrupt in found:
+            facts = {"tensor": corrupt.name, "ranks": list(corrupt.ranks), "healthy_rank": corrupt.healthy}
+            self._records.tell("corruption", step=step, **facts, outcome=outcome)
+            who = f"{corrupt.name} of rank {', '.join(map(str, corrupt.ranks))}"
+            self._records.progress.say(f" step {step}: {who} is corrupt: {outcome.replace('_', ' ')}")
+        if not found:  # they are equal by now: what differed was a sum, or mended itself
+            self._records.tell("corruption", step=step, outcome="gone")
+        elif heals:
+            self._state.in_update = True
+            self._fingerprints.heal(found)
+            self._state.in_update = False
+        return found, heals
+
+    def show_doubt(self, ranks: Collection[int]) -> None:
+        """Those who are or may be to blame show it, and their nodes are examined."""
+        if self._vitals is not None and self._world.rank in ranks:
+            self._vitals.doubt()
+
+    def _recompute(self, step: int, rank: int) -> Result:
+        """The loss and gradient of another replica's samples."""
+        batch = self._batches.of_rank(rank, step)
+        return self._state.model.recompute(batch, self._state.scaler.scale, self._tokens_per_step)
+
+    @property
+    def _is_recomputed(self) -> bool:
+        """Whether replicas compute each other's gradients in the step at hand."""
+        return bool(self._recompute_every) and self._state.step % self._recompute_every == 0
