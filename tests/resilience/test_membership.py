@@ -168,6 +168,18 @@ def ended_by(reached: list[tuple[int, int]]) -> bool:
     return bool(run.take(Finish))
 
 
+def test_how_far_a_worker_was_is_heard_of_when_it_dies_at_the_latest():
+    run = Run({"a": 2}, max_restarts=2).go()
+    for step in (3, 5, 7, 9, 11):
+        run.of.lost("a", 1, Cause("signal SIGKILL", exit_code=-9, step=step))
+        run.go()
+    assert not run.take(Finish)
+    for _ in range(2):
+        run.of.lost("a", 1, Cause("signal SIGKILL", exit_code=-9, step=11))
+        run.go()
+    assert run.take(Finish)
+
+
 def test_steps_that_are_made_again_are_no_progress():
     assert ended_by([(90, 80)] * 3)
     assert ended_by([(100, 80)] * 3)

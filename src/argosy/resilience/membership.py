@@ -138,6 +138,7 @@ class Membership:
         if cause.exit_code >= FINAL:
             self._end(Finish(cause.exit_code - FINAL, cause.why, cause.error))
         if was_member:
+            self.made_step(cause.step)  # which nobody may have shown yet
             self._break(f"rank {worker.rank} is lost: {cause.why}")
         if self._stopping:
             self._end(Finish(Retryable.exit_code, f"a worker was lost while the run was stopping: {cause.why}"))
