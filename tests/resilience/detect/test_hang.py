@@ -140,6 +140,13 @@ def test_a_world_that_was_not_seen_in_its_first_step_is_not_taken_to_be_in_it(wo
     assert finding.ranks == (2,) and after_s <= 6
 
 
+def test_the_time_before_a_world_was_first_seen_counts_against_nobody(world):
+    hang = Hang(hang_s=5.0, beat_timeout_s=1.0)
+    for epoch in (1, 2):
+        world.change(range(4), epoch=epoch, phase="forward")
+        assert not hang.observe(world.sample())
+
+
 def test_the_first_step_and_the_first_evaluation_may_compile(world, hang):
     fresh, fresh_world = Hang(hang_s=5.0), World(4)
     assert not fresh_world.watch(fresh, 300)

@@ -55,11 +55,13 @@ class Hang:
         """What is found in the newest sample; each rank is blamed once for as long as it does not move."""
         passed_s = min(sample.at_s - self._at_s, MAX_GAP_S)
         self._at_s = sample.at_s
+        before = self._tracks
         self._tracks = {rank: self._track(rank, seen.reading) for rank, seen in sample.workers.items()}
         for rank, seen in sample.workers.items():
             track = self._tracks[rank]
             self._has_evaluated |= track.reading.phase == "evaluate" and seen.reading.phase != "evaluate"
-            self._step_s.extend(track.update(seen.reading, passed_s))
+            is_new = track is not before.get(rank)  # since when it is as it is nobody knows
+            self._step_s.extend(track.update(seen.reading, 0.0 if is_new else passed_s))
         without_beat = [
             rank
             for rank, seen in sample.workers.items()
