@@ -20,7 +20,6 @@ from argosy.resilience.orders import Break, Examine, Finish, Join, Order, Start
 MOST_DOUBTS = 3
 """A node of which a rank was blamed, or that was refused, so often is last in line for the rest of the run."""
 
-
 Replan = Callable[[int], tuple[str, int] | None]
 """Workers at hand -> the plan for them and its size; None if they cannot do it."""
 
@@ -50,13 +49,14 @@ class Membership:
         self.epoch = legacy.epoch
         """The newest that was formed, by this coordinator or by one before it."""
         self.nodes: dict[str, Node] = {}
-        self.size, self.plan = legacy.size or settings.size, legacy.plan or settings.plan
         self._inherited = legacy if legacy.members else None
+        of: Settings | Legacy = self._inherited or settings
+        self.size, self.plan = of.size, of.plan
         self._heard_since: float | None = None
         self.in_force = False
         """Whether the epoch's world is formed and whole, as far as is known."""
         self._short_since: float | None = None
-        self._instead = (legacy.plan, legacy.size) if legacy.is_instead else None
+        self._instead = (of.plan, of.size) if self._inherited and legacy.is_instead else None
         """Plan and size in place of the run's own, as long as there is room for them."""
         self._newcomer, self._came_s = "", 0.0
         """A node that the epoch may make use of, and since when none came after it."""
