@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,11 +21,12 @@ from hypothesis import strategies as st
 from argosy.checkpoint import save as save_module
 from argosy.checkpoint import store
 from argosy.checkpoint.boxes import Box
-from argosy.checkpoint.save import deal
+from argosy.checkpoint.save import Saver, deal
 from argosy.checkpoint.shards import box_bytes
 from argosy.checkpoint.writer import Upkeep
 from argosy.parallel.world import World
-from checkpoint.saving import WIDTH, Saving, a_disk_that_fails_past, manifest, saved, state
+from argosy.training.stop import WorldIsOver
+from checkpoint.saving import ALONE, WIDTH, Saving, a_disk_that_fails_past, manifest, saved, state
 
 
 @pytest.fixture
@@ -147,14 +149,35 @@ def test_a_writer_that_is_killed_is_told_of_and_replaced_at_the_next_save(tmp_pa
 
 
 def test_a_writer_that_hangs_does_not_hold_up_training_for_ever(tmp_path, saving, monkeypatch):
-    monkeypatch.setattr(save_module, "HUNG_S", 0.5)
     saving.save(1.0, step=1)
+    monkeypatch.setattr(save_module, "HUNG_S", 0.5)
     os.kill(saving.saver.writer_pid, signal.SIGSTOP)
     saving.save(2.0, step=2)
     assert "hung" in saving.told("save_failed")[0]["error"] and len(saving.told("writer_died")) == 1
     monkeypatch.setattr(save_module, "HUNG_S", 60.0)
     saving.save(3.0, step=3)
     assert_saved(tmp_path, {1: 1.0, 3: 3.0})
+
+
+def test_what_is_waited_for_can_be_given_up(tmp_path):
+    """Where the world is over, the parts of the dead will never come."""
+    is_over = threading.Event()
+
+    def check() -> None:
+        if is_over.is_set():
+            raise WorldIsOver
+
+    saver = Saver(tmp_path, ALONE, lambda news, **facts: None, check=check)
+    saver.save(state(1.0), manifest(1))
+    saver.wait()
+    assert saver.writer_pid is not None
+    os.kill(saver.writer_pid, signal.SIGSTOP)
+    saver.save(state(2.0), manifest(2))
+    threading.Timer(0.3, is_over.set).start()
+    for waiting in (saver.wait, saver.close):
+        with pytest.raises(WorldIsOver):
+            waiting()
+    saver.abandon()
 
 
 @pytest.mark.parametrize(

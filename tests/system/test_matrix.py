@@ -177,6 +177,18 @@ def test_of_three_replicas_the_one_with_the_flipped_bit_is_blamed_and_healed(dis
 # ---- the disk ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
+def test_who_waits_for_a_save_leaves_when_the_world_is_over(disturbed, undisturbed):
+    """Else it would be killed, and what it holds be lost."""
+    run = disturbed(faults="hang@save:step=5,rank=1").wait_for_step(9)
+    time.sleep(1)
+    assert run.steps() == 10, "the next save waits for this one"
+    run.send(1, signal.SIGKILL)
+    run.end()
+    assert [(r["source"], r["steps_lost"]) for r in run.events("recovered")] == [("live", 0)]
+    run.check(undisturbed(), "worker_died")
+
+
 @pytest.mark.parametrize(
     "fault",
     [

@@ -28,7 +28,8 @@ def taken_port() -> Iterator[int]:
 def test_fifty_restarts_of_fifty_are_clean(disturbed, undisturbed, plan):
     """Each world has a new store, so that none of them meets the addresses of the dead."""
     steps, chance = ("--train.steps", "300"), random.Random(7)
-    run = disturbed(PLANS[plan], "slow@forward:seconds=0.02", *steps)
+    run = disturbed(PLANS[plan], "slow@forward:seconds=0.02", *steps, "--launch.max_restarts", str(RESTARTS))
+    run.wait_for_step(4)  # there is something to go back to
     for number in range(RESTARTS):
         run.wait_for_step(run.steps() + 1)
         run.send(chance.randrange(2), signal.SIGKILL)

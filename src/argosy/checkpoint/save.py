@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -32,6 +32,8 @@ from argosy.parallel.world import World
 
 HUNG_S = 300.0
 """A writer that is waited for is given up once nothing has been added to its checkpoint, by any rank, for so long."""
+WAIT_S = 0.1
+"""How long news are waited for at a time."""
 KILL_S = 1.0
 """A killed one is waited for so long."""
 
@@ -39,15 +41,23 @@ KILL_S = 1.0
 class Saver:
     """Writes the checkpoints of a run. All ranks call it alike; one save is under way at a time."""
 
-    def __init__(self, run_dir: Path, world: World, heard: Tell, upkeep: Upkeep | None = None):
-        """`heard(news, **facts)` is called, by `save`, `poll`, `wait` and `close`, with what becomes of checkpoints.
+    def __init__(
+        self,
+        run_dir: Path,
+        world: World,
+        heard: Tell,
+        upkeep: Upkeep | None = None,
+        check: Callable[[], None] = lambda: None,
+    ):
+        """`heard(news, **facts)` is called, by `save`, `poll`, `wait` and `close`, with what becomes of checkpoints;
+        `check()` all the time while they wait: what it raises ends the waiting.
 
         On the first rank: "save" (step, seconds, bytes), "save_failed" (step, error), "verified" (step, seconds),
         "damaged_checkpoint" (problem), "prune" (step), "upkeep_failed" (error), "drained" (step, seconds, bytes),
         "drain_failed" (step, error). On every rank: "writer_died" (pid, why).
         """
         self._run_dir, self._world, self._heard = run_dir, world, heard
-        self._upkeep = upkeep or Upkeep()
+        self._upkeep, self._check = upkeep or Upkeep(), check
         self._epoch = store.own_epoch()
         # Memory without a name: whichever process dies last, the kernel frees it. Kept from save to save, since
         # having the kernel clear its pages anew takes as long as copying.
@@ -112,7 +122,8 @@ class Saver:
         """Wait for the save under way, if any."""
         grown, since_s = -1, time.monotonic()
         while self._under_way is not None:
-            self._listen(1.0)
+            self._listen(WAIT_S)
+            self._check()  # of a world that is over the other parts may never come
             size = _bytes_in(self._under_way.partial) if self._under_way else 0
             if size != grown:
                 grown, since_s = size, time.monotonic()
@@ -127,7 +138,8 @@ class Saver:
             with suppress(OSError):
                 self._process.send({"order": "close"})
             while self._process is not None:
-                self._listen(1.0)
+                self._listen(WAIT_S)
+                self._check()
         self._memory.close()
 
     def abandon(self) -> None:

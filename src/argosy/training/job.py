@@ -86,7 +86,9 @@ class Job:
         self._batches = Batches(run, plan, self._data, self.state, world, records.events)
 
         identity, lasting = self._data.identity, config_sha256(run)
-        self._keeper = Keeper(run_dir, run.checkpoint, plan, identity, world, records.events, records.progress, lasting)
+        self._keeper = Keeper(
+            run_dir, run.checkpoint, plan, identity, world, records.events, records.progress, lasting, stop.check
+        )
         self._judge = Judge(run.resilience, self._batches.stage, survivor.counts)
         self._pace = Pace(run, self._held_out.tokens)
         self._integrity = Integrity(run, self.state, self._batches, world, records, vitals)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +38,18 @@ class Keeper:
         events: Events,
         progress: Progress,
         config_sha256: str = "",
+        check: Callable[[], None] = lambda: None,
     ):
-        """Raises: UserError if checkpoint.remote is no place that can be used, the same on all processes."""
+        """`check()` is called while a save is waited for, and may raise.
+
+        Raises: UserError if checkpoint.remote is no place that can be used, the same on all processes.
+        """
         self._run_dir, self._settings, self._plan = run_dir, settings, plan
         self._data_identity, self._config_sha256 = data_identity, config_sha256
         self._world, self._events, self._progress = world, events, progress
         self._remote = Remote(settings.remote, run_dir) if settings.remote else None
         upkeep = Upkeep(settings.keep_last, settings.keep_every, settings.remote)
-        self._saver = Saver(run_dir, world, self._hear, upkeep)
+        self._saver = Saver(run_dir, world, self._hear, upkeep, check)
         self.last_save_s = self._save_before_s = time.monotonic()
         """When the last save that was not cut off began."""
 
