@@ -287,6 +287,50 @@ def test_what_dead_writers_left_is_swept_away_but_not_what_a_later_epoch_writes(
     assert left == {"step-00000003", "step-00000006.epoch-0003.partial"}
 
 
+def half_written(run_dir: Path, step: int, epoch: int) -> tuple[Path, CheckpointManifest]:
+    """A checkpoint that processes of `epoch` have written, and not committed."""
+    partial = store.partial_folder(run_dir, step, epoch)
+    partial.mkdir(parents=True)
+    (partial / "rank-00000.safetensors").write_bytes(bytes([epoch]))
+    files = {"rank-00000.safetensors": file_sum(partial / "rank-00000.safetensors")}
+    return partial, manifest(step, epoch=epoch, files=files)
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_who_asked_before_an_epoch_began_and_wakes_after_it_commits_nothing(tmp_path, monkeypatch, is_there):
+    old, new = half_written(tmp_path, 4, epoch=1), half_written(tmp_path, 4, epoch=2)
+
+    def asleep(run_dir: Path, epoch: int) -> None:
+        monkeypatch.undo()
+        store.begin_epoch(tmp_path, 2)
+        if is_there:
+            store.commit(*new)
+
+    monkeypatch.setattr(store, "check_epoch", asleep)
+    if is_there:
+        assert store.commit(*old).manifest.epoch == 2
+    else:
+        with pytest.raises(FileNotFoundError):
+            store.commit(*old)
+        assert steps(tmp_path) == []
+        store.commit(*new)
+    store.committed(tmp_path)[0].verify()
+    store.sweep(tmp_path, epoch=2)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000004"]
+
+
+def test_one_that_is_committed_while_its_place_is_cleared_stays(tmp_path, monkeypatch):
+    old, new = half_written(tmp_path, 4, epoch=1), half_written(tmp_path, 4, epoch=2)
+    store.commit(*new)
+    looks = iter([False])  # it was not there yet
+    monkeypatch.setattr(Checkpoint, "is_there", property(lambda self: next(looks, True)))
+    with pytest.raises(OSError, match="not empty"):
+        store.commit(*old)
+    monkeypatch.undo()
+    assert store.committed(tmp_path)[0].manifest.epoch == 2
+    store.committed(tmp_path)[0].verify()
+
+
 def test_an_epoch_is_in_force_until_a_later_one_begins(tmp_path):
     assert store.is_in_force(tmp_path, 0), "where nobody counts"
     store.begin_epoch(tmp_path, 2)

@@ -3,6 +3,7 @@
     checkpoints/step-00000100/                      rank-00000.safetensors ..., manifest.json, verified.json
     checkpoints/step-00000200.epoch-0002.partial/   being written, by the processes of epoch 2
     checkpoints/step-00000050.withdrawn/            found damaged, kept to be looked at
+    checkpoints/step-00000040.epoch-0001.partial.gone/   of an epoch that is over, to be deleted
 
 A checkpoint comes to be by the renaming of its folder, once all its files and the manifest, with the checksum of each,
 are on the disk. The marker verified.json is added when every byte was read back and found as it was written. Only the
@@ -16,6 +17,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -38,6 +40,8 @@ VERIFIED_KEPT = 2
 FOLDER = re.compile(r"step-(\d{8,})")
 """A checkpoint's name."""
 WITHDRAWN = ".withdrawn"
+GONE = ".gone"
+"""Ends the names of folders that have lost theirs, for whoever has the time to delete them."""
 _PARTIAL = re.compile(r"step-(\d{8,})\.epoch-(\d{4,})" + re.escape(PARTIAL))
 
 
@@ -220,9 +224,17 @@ def newest_epoch(run_dir: Path) -> int:
 
 
 def begin_epoch(run_dir: Path, epoch: int) -> None:
-    """From now on only processes of `epoch` commit checkpoints there."""
+    """From now on only processes of `epoch` commit checkpoints there.
+
+    What those of older ones are writing loses its name, so that one which has just asked `check_epoch`, and stood still
+    since, has nothing to commit when it wakes.
+    """
     with atomic_write(run_dir / EPOCH_FILE) as file:
         file.write(f"{epoch}\n".encode())
+    for folder, _, theirs in _partials(run_dir):
+        if theirs < epoch:
+            with suppress(OSError):  # it has just been committed, or deleted
+                _set_aside(folder)
 
 
 def check_epoch(run_dir: Path, epoch: int) -> None:
@@ -371,9 +383,10 @@ def withdraw(checkpoint: Checkpoint) -> None:
 
 def sweep(run_dir: Path, epoch: int, before_step: int | None = None) -> None:
     """Delete what writers of `epoch` or older ones left unfinished: all, or only of steps before `before_step`."""
-    for folder in (run_dir / "checkpoints").glob(f"step-*{PARTIAL}"):
-        match = _PARTIAL.fullmatch(folder.name)
-        if match and int(match[2]) <= epoch and (before_step is None or int(match[1]) < before_step):
+    for folder in (run_dir / "checkpoints").glob(f"step-*{GONE}"):
+        shutil.rmtree(folder, ignore_errors=True)
+    for folder, step, theirs in _partials(run_dir):
+        if theirs <= epoch and (before_step is None or step < before_step):
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -395,12 +408,27 @@ def commit(partial: Path, manifest: CheckpointManifest, epoch: int | None = None
         shutil.rmtree(partial, ignore_errors=True)
         return Checkpoint(folder)
     if folder.is_dir():  # what is left of one that was being deleted
-        shutil.rmtree(folder)
+        left = _set_aside(folder)
+        if Checkpoint(left).is_there:  # it was committed this very moment
+            left.rename(folder)
     fault("rename", step=manifest.step)
     partial.rename(folder)
     fault("renamed", step=manifest.step)
     sync_folder(checkpoints)
     return Checkpoint(folder)
+
+
+def _partials(run_dir: Path) -> list[tuple[Path, int, int]]:
+    """The folders that checkpoints are being written in, or were, with step and epoch."""
+    folders = (run_dir / "checkpoints").glob(f"step-*{PARTIAL}")
+    return [(folder, int(m[1]), int(m[2])) for folder in folders if (m := _PARTIAL.fullmatch(folder.name))]
+
+
+def _set_aside(folder: Path) -> Path:
+    """Take its name from a folder, at once, whatever is in it."""
+    gone = folder.with_name(folder.name + GONE)
+    shutil.rmtree(gone, ignore_errors=True)
+    return folder.rename(gone)
 
 
 def _read(path: Path) -> bytes:
