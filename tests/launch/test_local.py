@@ -118,12 +118,14 @@ def test_workers_do_not_outlive_their_launcher(corpus, tmp_path, begun, seconds)
     run = run_config(corpus, **ENDLESS)
     launcher = multiprocessing.get_context("fork").Process(target=launch, args=(run, corpus, tmp_path))
     launcher.start()
-    wait_until(lambda: bool(events(tmp_path, "worker_started")), 20)
-    pid = events(tmp_path, "worker_started")[0]["pid"]
-    wait_until(lambda: steps_done(tmp_path) > 0 or not begun, 60)
-    assert is_alive(pid)
-    launcher.kill()
-    launcher.join()
+    try:
+        wait_until(lambda: bool(events(tmp_path, "worker_started")), 60)
+        pid = events(tmp_path, "worker_started")[0]["pid"]
+        wait_until(lambda: steps_done(tmp_path) > 0 or not begun, 60)
+        assert is_alive(pid)
+    finally:
+        launcher.kill()
+        launcher.join()
     wait_until(lambda: not is_alive(pid), seconds)
 
 

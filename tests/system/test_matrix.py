@@ -123,6 +123,8 @@ def test_who_does_not_go_on_is_named_killed_and_replaced(disturbed, undisturbed,
     found = run.events("stopped", "frozen", "hang", "stuck_loader", "mismatch")
     assert [(f["event"], f["ranks"]) for f in found] in ([(kind, [1])], [(kind, [0, 1])])
     assert found[0]["time_s"] - struck["time_s"] <= 2 + 1 + 1, "the timeout, a second, and what was left of the step"
+    (log,) = (run.run_dir / "logs").glob("worker-*-1.log")
+    assert kind == "stopped" or "argosy/faults.py" in log.read_text(), "it wrote down what it hung in"
     run.check(undisturbed(), kind, "worker_died")
 
 

@@ -20,6 +20,7 @@ from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.errors import FINAL, ArgosyError
 from argosy.observe.sequences import sequence_numbers
+from argosy.observe.stack import write_when_asked
 from argosy.observe.vitals import Vitals
 from argosy.parallel.world import Place, World, break_connections, connections, join_world, leave_world
 from argosy.plan.plan import Plan
@@ -162,7 +163,9 @@ def _fail(link: Link, error: Exception) -> NoReturn:
 
 
 def _to_log(run_dir: Path) -> tuple[int, int]:
-    """Keep what this process prints in a file of the run's logs; returns descriptors of the terminal."""
+    """Keep what this process prints in a file of the run's logs, and where it is when its agent asks; returns
+    descriptors of the terminal.
+    """
     terminal = os.dup(1), os.dup(2)
     path = run_dir / "logs" / f"worker-{os.environ['ARGOSY_NODE']}-{os.environ['ARGOSY_SLOT']}.log"
     with suppress(OSError):  # a disk that takes nothing: it prints to the terminal
@@ -170,6 +173,7 @@ def _to_log(run_dir: Path) -> tuple[int, int]:
         with path.open("ab") as log:
             for descriptor in (1, 2):
                 os.dup2(log.fileno(), descriptor)
+    write_when_asked(2)
     return terminal
 
 

@@ -25,6 +25,7 @@ from types import FrameType
 from argosy.checkpoint.store import EPOCH, how_to_go_on
 from argosy.config.schema import LaunchConfig, RunConfig
 from argosy.errors import FINAL, ArgosyError, Interrupted, RunFailed, error_of
+from argosy.observe import stack
 from argosy.observe.events import Events
 from argosy.observe.vitals import read_vitals, vitals_path
 from argosy.plan.plan import Plan
@@ -249,6 +250,8 @@ class Agent:
             return
         process.killed = why
         self._events.write("killed", slot=process.slot, rank=process.rank, pid=process.pid, why=why)
+        if process.state is State.RUNNING:
+            stack.ask(process.pid)  # its log says then what it hung in
         _signal(process, signal.SIGKILL)
 
     def _alarm(self, findings: list[Finding]) -> None:
