@@ -32,8 +32,8 @@ from argosy.parallel.world import World
 
 HUNG_S = 300.0
 """A writer that is waited for is given up once nothing has been added to its checkpoint, by any rank, for so long."""
-WAIT_S = 0.1
-"""How long news are waited for at a time."""
+LISTEN_S, CHECK_S = 1.0, 0.1
+"""So long news are waited for before the disk is looked at; so often it is asked whether to wait any longer."""
 KILL_S = 1.0
 """A killed one is waited for so long."""
 
@@ -122,8 +122,7 @@ class Saver:
         """Wait for the save under way, if any."""
         grown, since_s = -1, time.monotonic()
         while self._under_way is not None:
-            self._listen(WAIT_S)
-            self._check()  # of a world that is over the other parts may never come
+            self._attend()
             size = _bytes_in(self._under_way.partial) if self._under_way else 0
             if size != grown:
                 grown, since_s = size, time.monotonic()
@@ -138,8 +137,7 @@ class Saver:
             with suppress(OSError):
                 self._process.send({"order": "close"})
             while self._process is not None:
-                self._listen(WAIT_S)
-                self._check()
+                self._attend()
         self._memory.close()
 
     def abandon(self) -> None:
@@ -164,16 +162,28 @@ class Saver:
         with suppress(BrokenPipeError):  # it has died: `_listen` finds out, and says why
             self._process.send({"order": "save", "save": asdict(order), "upkeep": asdict(self._upkeep)})
 
-    def _listen(self, timeout_s: float) -> None:
-        """Hear what the writer has to say, waiting for it as long as that; also that it has died."""
+    def _attend(self) -> None:
+        """Listen until something is heard, but no longer than `LISTEN_S`, and only while `check` lets it: of a world
+        that is over the other parts may never come.
+        """
+        until_s = time.monotonic() + LISTEN_S
+        while not self._listen(CHECK_S) and time.monotonic() < until_s:
+            self._check()
+
+    def _listen(self, timeout_s: float) -> bool:
+        """Hear what the writer has to say, waiting for it as long as that; also that it has died. Returns whether
+        there may be something new.
+        """
         process = self._process
         if process is None:
-            return
-        for record in process.news(timeout_s):
+            return True
+        news = process.news(timeout_s)
+        for record in news:
             self._take(record.pop("news"), record)
         if not process.is_open and self._process is process:
             self._process = None
             self._take_death(process)
+        return bool(news) or self._process is not process
 
     def _take(self, news: str, facts: dict[str, Any]) -> None:
         if news in ("save", "save_failed"):

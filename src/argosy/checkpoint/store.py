@@ -91,7 +91,7 @@ class CheckpointManifest:
         """As it stands in the file, signed."""
         return signed(self.to_record())
 
-    @property
+    @cached_property
     def sha256(self) -> str:
         """Of `to_bytes`: which checkpoint it is."""
         return hashlib.sha256(self.to_bytes()).hexdigest()

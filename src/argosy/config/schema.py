@@ -490,6 +490,11 @@ class RunConfig(Section):
     launch: LaunchConfig = LaunchConfig()
     resilience: ResilienceConfig = ResilienceConfig()
 
+    @property
+    def tokens_per_step(self) -> int:
+        """Of all devices together."""
+        return self.train.global_batch * self.data.seq_len
+
     @model_validator(mode="after")
     def _sequences_fit(self) -> Self:
         seq_len, longest = self.data.seq_len, self.model.max_seq_len

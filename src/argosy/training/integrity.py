@@ -27,7 +27,7 @@ class Integrity:
         self._records, self._vitals = records, vitals
         self._fingerprint_every = run.resilience.fingerprint_every_steps
         self._recompute_every = run.resilience.recompute_every_steps
-        self._tokens_per_step = run.train.global_batch * run.data.seq_len
+        self._tokens_per_step = run.tokens_per_step
         self._fingerprints = Fingerprints(state.model, state.optimizer, world)
 
     def watch(self) -> None:

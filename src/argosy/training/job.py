@@ -186,7 +186,7 @@ class Job:
             gradient_norm=self._outcome.gradient_norm,
             max_norm=self._run.optimizer.grad_clip,
             learning_rate=self._learning_rate(step),
-            tokens=self._tokens_per_step,
+            tokens=self._run.tokens_per_step,
             loads=self._outcome.loads,
         )
         with self._clock.time("optimizer"):
@@ -430,10 +430,6 @@ class Job:
     def _is_paused(self) -> bool:
         """Whether the run is to stop here, for now."""
         return 0 < self._run.train.pause_at <= self.state.step
-
-    @property
-    def _tokens_per_step(self) -> int:
-        return self._run.train.global_batch * self._run.data.seq_len
 
     def _learning_rate(self, step: int) -> float:
         factor = learning_rate_factor(step, self._pace.steps, self._run.schedule)

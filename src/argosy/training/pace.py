@@ -30,7 +30,7 @@ class Pace:
         self._budget_s = run.train.minutes * 60
         self._began = time.monotonic()
         self._recent: deque[float] = deque(maxlen=20)
-        evaluation = FORWARD * held_out_tokens / (run.train.global_batch * run.data.seq_len)  # in steps' time
+        evaluation = FORWARD * held_out_tokens / run.tokens_per_step  # in steps' time
         self._evaluation_per_step = evaluation / run.evaluate.every_steps if run.evaluate.every_steps else 0.0
 
     def took(self, step_s: float) -> None:

@@ -47,7 +47,7 @@ def read_run(run_dir: Path) -> Result:
             f"{run_dir}: it has no loss on held-out text. Prepare the data with validation_fraction above 0, or give "
             "the losses as a CSV."
         )
-    return Result(active_parameters(run.model), done * run.train.global_batch * run.data.seq_len, losses[-1])
+    return Result(active_parameters(run.model), done * run.tokens_per_step, losses[-1])
 
 
 def planned_size(source: Path) -> tuple[int, int]:
@@ -59,7 +59,7 @@ def planned_size(source: Path) -> tuple[int, int]:
     ):
         if not value:
             raise UserError(f"{source}: {key} = 0, and the size of the run depends on it. Say {remedy}.")
-    return active_parameters(run.model), run.train.steps * run.train.global_batch * run.data.seq_len
+    return active_parameters(run.model), run.train.steps * run.tokens_per_step
 
 
 def read_csv(path: Path) -> list[Result]:

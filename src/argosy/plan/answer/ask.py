@@ -57,7 +57,7 @@ def ask(
         return Question(run, place, tokens, objective, pins, top, assumed=tuple(assumed))
     run, assumed = _of_run(str(source), global_batch, seq_len)
     if not tokens and run.train.steps:
-        tokens = float(run.train.steps * run.train.global_batch * run.data.seq_len)
+        tokens = float(run.train.steps * run.tokens_per_step)
     place = Cluster.parse(cluster) if cluster else this_machine(run)
     if cluster is None and place.measured is None:
         assumed.append("The machine's rates are the catalogue's; `argosy probe` measures them into a cluster file.")

@@ -52,7 +52,6 @@ class Economy:
         """problem: what each site of the cluster does; tokens: to train on."""
         self.run, self.cluster, self.problem, self.tokens = run, cluster, problem, tokens
         self.sites = site_count(cluster)
-        self.tokens_per_step = run.train.global_batch * run.data.seq_len
         self.between_sites_s = exchange_s(problem, cluster)
 
     def failures(self, devices: NDArray[np.int64], step_s: Numbers) -> Goodput:
@@ -66,7 +65,7 @@ class Economy:
         """Of jobs on so many devices of a site, with such steps and failures."""
         used = np.asarray(devices * self.sites, float)
         return whole_run(
-            self.cluster, step_s, failures, tokens=self.tokens, tokens_per_step=self.tokens_per_step, devices=used
+            self.cluster, step_s, failures, tokens=self.tokens, tokens_per_step=self.run.tokens_per_step, devices=used
         )
 
     def score(self, found: Found, objective: Objective) -> NDArray[np.float64]:
@@ -100,7 +99,7 @@ class Economy:
         made = self.whole(devices, step_s, failures)
         rates = problem.rates
         peak = np.broadcast_to(in_precision(plans.precision, rates.fp32, rates.half, rates.narrow), n)
-        flops = float(problem.workload.train_flops_per_token) * self.tokens_per_step
+        flops = float(problem.workload.train_flops_per_token) * self.run.tokens_per_step
         return tuple(
             Choice(
                 plan=str(self.over_sites(plans.plan(i))),
@@ -108,7 +107,7 @@ class Economy:
                 step_s=steps[i],
                 memory_bytes=ranks[i],
                 fits=bool(float(ranks[i].mid) <= problem.memory_bytes),
-                tokens_per_s=self.tokens_per_step / float(steps[i].mid),
+                tokens_per_s=self.run.tokens_per_step / float(steps[i].mid),
                 mfu=flops / float(steps[i].mid * devices[i] * self.sites * peak[i]),
                 run=_row(made, i),
                 effective=row_of(failures.effective, i),

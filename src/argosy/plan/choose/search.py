@@ -108,11 +108,6 @@ class Problem:
         """What a prediction may come to, so that it fits nine times of ten."""
         return float(self.rates.memory_bytes) / math.exp(FITS_Z * self.memory_std)
 
-    @property
-    def tokens_per_step(self) -> int:
-        """Of all devices."""
-        return self.run.train.global_batch * self.run.data.seq_len
-
 
 @dataclass(frozen=True)
 class Found:
