@@ -28,7 +28,7 @@ def workers() -> Iterator[WorkerPool]:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small real corpus, prepared: this package's own sources, 400-token vocabulary."""
+    """A small real corpus, prepared: the sources of a package, 400-token vocabulary."""
     from tiny import prepare_corpus
 
     return prepare_corpus(tmp_path_factory.mktemp("corpus") / "prepared")

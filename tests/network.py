@@ -49,8 +49,7 @@ class Network:
     def throttle(self, name: str, bits_per_s: int) -> None:
         """What the node sends goes no faster than that from now on."""
         rate = ("rate", f"{bits_per_s}bit", "burst", "32kb", "latency", "1s")
-        words = ("tc", "-n", _namespace(name), "qdisc", "replace", "dev", "eth0", "root", "tbf", *rate)
-        subprocess.run(words, check=True, capture_output=True)
+        _run("tc", "-n", _namespace(name), "qdisc", "replace", "dev", "eth0", "root", "tbf", *rate)
 
     def build(self) -> None:
         """Raises: NotPermitted."""
@@ -115,4 +114,8 @@ def _port(name: str) -> str:
 
 
 def _ip(*words: str) -> str:
-    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
+    return _run("ip", *words)
+
+
+def _run(*words: str) -> str:
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout
