@@ -304,7 +304,7 @@ def test_a_run_pauses_where_it_is_told_and_goes_on_as_if_it_had_not(corpus, tmp_
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory) -> Path:
     """The corpus in several shards, one of which has a flipped bit."""
-    folder = prepare_corpus(tmp_path_factory.mktemp("sharded") / "prepared", shard_tokens=60_000)
+    folder = prepare_corpus(tmp_path_factory.mktemp("sharded") / "prepared", shard_tokens=90_000)
     shard = sorted(folder.glob("train-*.bin"))[1]
     data = bytearray(shard.read_bytes())
     data[10] ^= 1

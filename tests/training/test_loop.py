@@ -120,7 +120,7 @@ def test_a_budget_of_minutes_ends_near_its_time_and_leaves_its_length_in_run_tom
     began = time.monotonic()
     records = train_in(ALONE, run, EAGER, tmp_path)
     assert 0.5 * budget_s < time.monotonic() - began < 4 * budget_s  # a busy machine takes a while to begin and to end
-    assert load(tmp_path / "run.toml").train.steps == len(losses(records)) > 8
+    assert load(tmp_path / "run.toml").train.steps == len(losses(records)) > 2
     assert [event["event"] for event in read_lines(tmp_path / "events/rank-0.jsonl")].count("length") == 1
 
 
