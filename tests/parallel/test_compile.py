@@ -38,6 +38,18 @@ def test_compiled_blocks_give_the_losses_and_gradients_of_eager_ones_and_are_not
         _compare(loss_and_gradients(compiled, batch(9)), loss_and_gradients(eager, batch(9)))
 
 
+def test_what_a_compiled_step_gives_does_not_depend_on_what_its_process_has_met_before():
+    """A process that takes a run up in its middle meets its batches in another order than the one that began it."""
+    found = []
+    for order in ([1, 5, 6], [5, 6, 1], [6, 1, 5]):
+        torch.compiler.reset()
+        model = decoder()
+        compile_blocks(model, enabled=True)
+        met = {documents: loss_and_gradients(model, batch(documents)) for documents in order}
+        found.append([met[documents] for documents in sorted(order)])
+    torch.testing.assert_close(found[1:], found[:1] * 2, rtol=0, atol=0)
+
+
 def _compare(found: tuple[float, list[torch.Tensor]], expected: tuple[float, list[torch.Tensor]]) -> None:
     assert found[0] == pytest.approx(expected[0], rel=1e-6)
     torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-6)

@@ -16,7 +16,7 @@ from argosy.models.rope import rotate
 # B batch, T tokens, S tokens in the cache, D model width, H query heads, K key/value heads, E head width
 
 
-AttentionCore = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+AttentionCore = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """What `packed_attention` does; context parallelism puts one in its place that sees the other ranks' tokens too."""
 
 
@@ -55,7 +55,7 @@ class Attention(nn.Module):
         self,
         x_BTD: Tensor,
         rotary: tuple[Tensor, Tensor],
-        documents: Tensor,
+        documents: Tensor | None,
         cache: LayerCache | None = None,
     ) -> Tensor:
         """`rotary`: cosines and sines of these tokens; `documents`: see `packed_attention`."""
@@ -70,13 +70,16 @@ class Attention(nn.Module):
         return self.o(y_BTHE.flatten(2))
 
 
-def packed_attention(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: Tensor) -> Tensor:
+def packed_attention(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: Tensor | None) -> Tensor:
     """Causal attention inside each document and never across; returns [B, T, H, E].
 
     `documents` holds where documents start in the B*T tokens laid end to end, then B*T itself (int32,
-    the `cu_seqlens` of variable-length attention kernels). A row's start is always the start of one.
+    the `cu_seqlens` of variable-length attention kernels). A row's start is always the start of one. None: no other
+    place is, which has to be known before compiled code is entered. If that looked at the length, whether rows without
+    a start inside went through the code for them or through the general one would depend on what the process has met
+    before, and their last bits with it.
     """
-    if len(documents) == len(q_BTHE) + 1:  # none starts inside a row
+    if documents is None:
         return causal_attention(q_BTHE, k_BTKE, v_BTKE)
     if q_BTHE.is_cuda and q_BTHE.dtype in (torch.bfloat16, torch.float16):
         from torch.nn.attention.varlen import varlen_attn  # it brings the compiler: seconds, where none is used

@@ -30,7 +30,7 @@ class Block(nn.Module):
         self.mlp = feed_forward_of(config, layer)
 
     def forward(
-        self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], documents: Tensor, cache: Cache | None = None
+        self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], documents: Tensor | None, cache: Cache | None = None
     ) -> Tensor:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary, documents, cache)
         x_BTD = x_BTD + self.mlp(self.mlp_norm(x_BTD))
@@ -93,8 +93,10 @@ class Decoder(nn.Module):
         start = cache[0].length if cache else 0
         if positions_BT is None:
             positions_BT = torch.arange(start, start + x.shape[1], device=x.device).expand(x.shape[:2])
-        if documents is None:
-            documents = document_starts(positions_BT) if cache is None else positions_BT
+        if cache is None:
+            documents = document_starts(positions_BT) if documents is None else documents
+            if len(documents) == len(x) + 1:  # none starts inside a row
+                documents = None
         cos, sin = self._rotary_to(start + positions_BT.shape[1], x.device)
         mine_BT = self.my_tokens(positions_BT)
         rotary = cos[mine_BT], sin[mine_BT]

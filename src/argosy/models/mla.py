@@ -80,7 +80,7 @@ class LatentAttention(nn.Module):
         self,
         x_BTD: Tensor,
         rotary: tuple[Tensor, Tensor],
-        documents: Tensor,
+        documents: Tensor | None,
         cache: LatentCache | None = None,
     ) -> Tensor:
         """`rotary`: cosines and sines of these tokens, of width R; `documents`: see `packed_attention`."""

@@ -56,11 +56,11 @@ class RingAttention:
         self._ring = _Ring(group)
         self.ranks = group.size()
         self._kernel = kernel
-        self._tiles: tuple[Tensor, list[list[Tile]]] | None = None
+        self._tiles: tuple[Tensor | None, torch.Size, list[list[Tile]]] | None = None
         self._handle = next(_HANDLES)
         _RINGS[self._handle] = self
 
-    def __call__(self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: Tensor) -> Tensor:
+    def __call__(self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: Tensor | None) -> Tensor:
         """This rank's [B, T, H, E]; `documents` are those of the whole rows (see `packed_attention`).
 
         The host waits for `documents`, once for all calls in a row with the same ones; do not change them in place.
@@ -70,7 +70,7 @@ class RingAttention:
         assert H % K == 0, f"{K} key/value heads do not divide {H} query heads"
         return _ring_attention(q_BTHE, k_BTKE, v_BTKE, documents, self._handle)[0]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:
         """The output, [B, T, H, E], and in fp32 the log-sum-exp of the scores, [B, T, H]; without autograd."""
         kernel = self._kernel or kernel_for(q)
         y_BTHE = q.new_empty(q.shape, dtype=torch.float32)
@@ -85,7 +85,7 @@ class RingAttention:
         return y_BTHE.to(q.dtype), lse_BTH
 
     def backward(
-        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor, y: Tensor, lse_BTH: Tensor
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, y: Tensor, lse_BTH: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The gradients of q and, stacked, of k and v, given that of `forward`'s output."""
         kernel = self._kernel or kernel_for(q)
@@ -108,11 +108,13 @@ class RingAttention:
         assert arriving is not None
         return dq.to(q.dtype), arriving().to(k.dtype)
 
-    def _tiles_of(self, documents: Tensor, q_BTHE: Tensor) -> list[list[Tile]]:
-        if self._tiles is None or not _is_same_memory(self._tiles[0], documents):
+    def _tiles_of(self, documents: Tensor | None, q_BTHE: Tensor) -> list[list[Tile]]:
+        if self._tiles is None or q_BTHE.shape != self._tiles[1] or not _is_same_memory(self._tiles[0], documents):
             rows, seq_len = q_BTHE.shape[0], q_BTHE.shape[1] * self._ring.size
-            self._tiles = documents, ring_tiles(documents.tolist(), rows, seq_len, self._ring.rank, self._ring.size)
-        return self._tiles[1]
+            starts = list(range(0, rows * seq_len + 1, seq_len)) if documents is None else documents.tolist()
+            tiles = ring_tiles(starts, rows, seq_len, self._ring.rank, self._ring.size)
+            self._tiles = documents, q_BTHE.shape, tiles
+        return self._tiles[2]
 
 
 class UlyssesAttention:
@@ -126,7 +128,7 @@ class UlyssesAttention:
         self._group = group
 
     @torch.compiler.disable  # an exchange in the middle: attention itself is one kernel anyway
-    def __call__(self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: Tensor) -> Tensor:
+    def __call__(self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: Tensor | None) -> Tensor:
         """This rank's [B, T, H, E]; `documents` are those of the whole rows (see `packed_attention`)."""
         n, H, K = self._group.size(), q_BTHE.shape[2], k_BTKE.shape[2]
         assert k_BTKE.shape == v_BTKE.shape
@@ -186,25 +188,25 @@ _RINGS: WeakValueDictionary[int, RingAttention] = WeakValueDictionary()
 
 
 @torch.library.custom_op("argosy::ring_attention", mutates_args=())
-def _ring_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, handle: int) -> tuple[Tensor, Tensor]:
+def _ring_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, handle: int) -> tuple[Tensor, Tensor]:
     return _RINGS[handle].forward(q, k, v, documents)
 
 
 @torch.library.custom_op("argosy::ring_attention_backward", mutates_args=())
 def _ring_attention_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor, y: Tensor, lse: Tensor, handle: int
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, y: Tensor, lse: Tensor, handle: int
 ) -> tuple[Tensor, Tensor]:
     return _RINGS[handle].backward(dy, q, k, v, documents, y, lse)
 
 
 @_ring_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, handle: int) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, handle: int) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @_ring_attention_backward.register_fake
 def _(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor, y: Tensor, lse: Tensor, handle: int
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, y: Tensor, lse: Tensor, handle: int
 ) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(2, *k.shape)
 
@@ -225,15 +227,17 @@ _ring_attention.register_autograd(_gradients, setup_context=_keep_for_backward)
 
 
 @register_flop_formula(torch.ops.argosy.ring_attention, get_raw=True)
-def _flops(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, handle: int, **_: Any) -> int:
+def _flops(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, handle: int, **_: Any) -> int:
     """Of this rank, as if all documents were equally long, and the future not spared, as torch counts attention."""
     tokens = q.shape[0] * q.shape[1] * _RINGS[handle].ranks
-    return 4 * q.numel() * tokens // (documents.shape[0] - 1)
+    return 4 * q.numel() * tokens // (q.shape[0] if documents is None else documents.shape[0] - 1)
 
 
-def _is_same_memory(a: Tensor, b: Tensor) -> bool:
+def _is_same_memory(a: Tensor | None, b: Tensor | None) -> bool:
     """Whether `b` is `a`, be it as another Python object: as `a` is alive, its address is not given to another."""
-    return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape)
+    if a is None or b is None:
+        return a is b
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape
 
 
 def _set(y_BTHE: Tensor, lse_BTH: Tensor, y_tile: Tensor, lse_tile: Tensor) -> None:
