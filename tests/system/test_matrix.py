@@ -60,6 +60,14 @@ def test_a_state_without_a_replica_comes_from_the_copies_in_memory(disturbed, un
     run.check(undisturbed(PLANS[plan]), "worker_died")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 3])
+def test_compiled_steps_give_the_same_bits_though_who_is_new_has_met_fewer_batches(disturbed, undisturbed, seed):
+    plan = f"{PLANS['replicas']},precision=fp32,compile=true"
+    run = disturbed(plan, f"kill@forward:step={step_of(seed)},rank={seed % 2}").end()
+    run.check(undisturbed(plan), "worker_died")
+
+
 # ---- kills from outside --------------------------------------------------------------------------------------------
 
 

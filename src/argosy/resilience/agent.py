@@ -82,6 +82,7 @@ class Agent:
         self._link = Link(run_dir, run, plan, self._events)
         self._store: Channel | None = None
         self._store_epoch = 0
+        self._signals: list[int] = []
         self._signal: int | None = None
         self._kill_at: float | None = None
         self._kill_why = ""
@@ -121,6 +122,8 @@ class Agent:
     def _turn(self) -> None:
         for key, _ in self._selector.select(TICK_S):
             key.data()
+        while self._signals:
+            self._take_signal(self._signals.pop(0))
         now = time.monotonic()
         for process in list(self._processes.values()):
             if process.leave_by is not None and now > process.leave_by:
@@ -387,6 +390,9 @@ class Agent:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signals.append(number)  # and no more: it may have come in the middle of a message to somebody
+
+    def _take_signal(self, number: int) -> None:
         if self._signal is not None:
             self._kill_at, self._kill_why = 0.0, "a second signal came"
             return
