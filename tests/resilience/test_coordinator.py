@@ -29,7 +29,8 @@ class Agent:
         self.close = self._channel.close
 
     def hello(self, workers: dict[str, Any] | None = None, **more: Any) -> Agent:
-        self.say("hello", name=self.name, host="127.0.0.1", slots=1, workers=workers or {}, **more)
+        facts = {"host": "127.0.0.1", "slots": 1, "folder": "mine", "workers": workers or {}}
+        self.say("hello", name=self.name, **facts | more)
         return self
 
     def hears(self, kind: str) -> Message:
@@ -72,7 +73,7 @@ def come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
     monkeypatch.setattr(coordinator, "ALONE_S", 0.2)
     listener = socket.create_server(("127.0.0.1", 0))
     run = RunConfig(launch=LaunchConfig(nodes=2), resilience=ResilienceConfig(wait_for_nodes_s=600))
-    of = Coordinator(tmp_path, listener, run, Plan.parse("dp_replicate=2"))
+    of = Coordinator(tmp_path, listener, run, Plan.parse("dp_replicate=2"), "mine")
     thread = threading.Thread(target=of.run)
     agents: list[Agent] = []
 
@@ -137,6 +138,16 @@ def test_a_stranger_who_calls_does_no_harm(come):
     with pytest.raises(Gone):
         stranger.hears("anything")
     assert come("a").hello().hears("start")
+
+
+def test_a_node_of_another_run_is_sent_away_and_disturbs_nobody(come):
+    a, _ = begun(come)
+    stray = come("a").hello(folder="another")
+    finish = stray.hears("finish")
+    assert finish["exit_code"] == 2 and "a port of its own" in finish["why"]
+    stray.say("started", slot=0, pid=1)
+    a.say("vitals", workers=[])
+    assert a.hears("heard")
 
 
 def test_a_coordinator_whose_run_was_taken_over_begins_nothing(come, tmp_path):

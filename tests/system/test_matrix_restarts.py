@@ -67,6 +67,19 @@ def test_a_coordinator_that_cannot_be_reached_is_waited_for_so_long_and_named(di
 
 
 @pytest.mark.slow
+def test_a_run_that_calls_the_coordinator_of_another_is_sent_away(disturbed, undisturbed, tmp_path):
+    there = ("--launch.processes", "1", "--launch.nodes", "2", "--launch.coordinator", f"127.0.0.1:{free_port()}")
+    run = disturbed(PLANS["replicas"], "", *there, "--launch.node", "a")
+    run.wait_until(lambda: run.events("agent_came"))
+    stray = run.launch("--launch.node", "b", "--run-dir", str(tmp_path / "elsewhere"))
+    _, err = stray.communicate(timeout=60)
+    assert stray.returncode == 2 and "a port of its own" in err, err
+    b = run.launch("--launch.node", "b")
+    run.end().check(undisturbed())
+    assert b.wait(60) == 0
+
+
+@pytest.mark.slow
 def test_the_same_command_at_the_same_port_goes_on_right_after_it_was_killed(disturbed, undisturbed):
     """What the killed one left, its coordinator and its epoch, is stale."""
     run = disturbed(PLANS["replicas"], "", "--launch.port", str(free_port())).wait_for_step(7)

@@ -71,15 +71,19 @@ class Process:
 class Agent:
     """Holds a run's processes on one node until the run has ended."""
 
-    def __init__(self, run_dir: Path, run: RunConfig, plan: Plan, nursery: Nursery, quiet: bool = False):
-        """`nursery` has imported `WORKER`'s module; `quiet` keeps what the first worker prints in the logs too."""
+    def __init__(
+        self, run_dir: Path, run: RunConfig, plan: Plan, nursery: Nursery, quiet: bool = False, folder: str = ""
+    ):
+        """`nursery` has imported `WORKER`'s module; `quiet` keeps what the first worker prints in the logs too;
+        `folder` tells this run from others, whose coordinator may be called by mistake.
+        """
         self._run_dir, self._run, self._plan, self._nursery, self._quiet = run_dir, run, plan, nursery, quiet
-        self._launch = run.launch
+        self._launch, self._folder = run.launch, folder
         self._name = node_name(self._launch)
         self._events = Events(run_dir, "launcher" if self._launch.nodes == 1 else f"launcher-{self._name}")
         self._slots = -(-plan.world_size // self._launch.nodes)
         self._processes: dict[int, Process] = {}
-        self._link = Link(run_dir, run, plan, self._events)
+        self._link = Link(run_dir, run, plan, self._events, folder)
         self._store: Channel | None = None
         self._store_epoch = 0
         self._signals: list[int] = []
@@ -311,8 +315,8 @@ class Agent:
         }
         health = None if self._health is None else self._health.to_record()
         self._link.tell(
-            "hello", name=self._name, host=host, slots=self._slots, workers=workers, health=health,
-            examining=self._examination is not None,
+            "hello", folder=self._folder, name=self._name, host=host, slots=self._slots, workers=workers,
+            health=health, examining=self._examination is not None,
         )  # fmt: skip
         if self._signal is not None:
             self._link.tell("stopping")

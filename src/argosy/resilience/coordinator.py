@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 from argosy.checkpoint.store import begin_epoch, newest_epoch
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
-from argosy.errors import UnfitNode
+from argosy.errors import UnfitNode, UserError
 from argosy.observe.events import Events
 from argosy.plan.plan import Plan
 from argosy.resilience.channel import Channel, Gone, tcp
@@ -52,9 +53,11 @@ class Agent:
 class Coordinator:
     """Listens to agents, keeps a `Membership`, tells agents what to do."""
 
-    def __init__(self, run_dir: Path, listener: socket.socket, run: RunConfig, plan: Plan):
-        """`plan`: the one to be in force whenever there are processes enough."""
-        self._run_dir, self._listener = run_dir, listener
+    def __init__(self, run_dir: Path, listener: socket.socket, run: RunConfig, plan: Plan, folder: str = ""):
+        """`plan`: the one to be in force whenever there are processes enough; `folder`: what agents of this run say of
+        it, and no others.
+        """
+        self._run_dir, self._listener, self._folder = run_dir, listener, folder
         settings = Settings(
             plan.world_size,
             str(plan),
@@ -113,7 +116,8 @@ class Coordinator:
             return
         agent.heard_s = time.monotonic()
         for message in messages:
-            if not agent.is_dropped:
+            is_known = bool(agent.name) or message["kind"] == "hello"
+            if is_known and not agent.is_dropped:
                 getattr(self, f"_on_{message.pop('kind')}")(agent, **message)
 
     def _drop(self, agent: Agent, why: str) -> None:
@@ -167,7 +171,11 @@ class Coordinator:
         workers: dict[str, dict[str, Any]],
         health: dict[str, Any] | None = None,
         examining: bool = False,
+        folder: str = "",
     ) -> None:
+        if folder != self._folder:
+            self._send_away(agent)
+            return
         if (old := self._agents.get(name)) is not None:
             self._drop(old, "its agent came back")
         agent.name = name
@@ -179,6 +187,14 @@ class Coordinator:
             self._on_examined(agent, health)
         self._tell_what_was_missed(name, known)
         self._tell(name, "heard")
+
+    def _send_away(self, agent: Agent) -> None:
+        why = (
+            f"launch.coordinator: another run is coordinated there, {self._run_dir}. Give this one a port of its own; "
+            "if it is to be the same run, its --run-dir has to be on storage that all machines see."
+        )
+        with suppress(Gone):
+            agent.channel.send("finish", **asdict(Finish(UserError.exit_code, why, UserError.__name__)))
 
     def _tell_what_was_missed(self, name: str, workers: dict[int, Worker]) -> None:
         """While the node was cut off its workers' epoch may have ended, or the run."""
@@ -296,13 +312,14 @@ class Coordinator:
 
 
 def main() -> None:
-    """`python -m argosy.resilience.coordinator RUN_DIR DESCRIPTOR PLAN`: serve until the run has ended.
+    """`python -m argosy.resilience.coordinator RUN_DIR DESCRIPTOR PLAN FOLDER`: serve until the run has ended.
 
     DESCRIPTOR is of a socket that listens already. PLAN is the one to be in force whenever there are processes enough.
+    FOLDER is what agents of this run say of it.
     """
-    run_dir, descriptor, plan = sys.argv[1:]
+    run_dir, descriptor, plan, folder = sys.argv[1:]
     listener = socket.socket(fileno=int(descriptor))
-    Coordinator(Path(run_dir), listener, load(Path(run_dir) / "run.toml"), Plan.parse(plan)).run()
+    Coordinator(Path(run_dir), listener, load(Path(run_dir) / "run.toml"), Plan.parse(plan), folder).run()
 
 
 if __name__ == "__main__":
