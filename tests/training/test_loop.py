@@ -114,13 +114,13 @@ def test_every_second_of_a_step_is_accounted_for(reference):
 
 
 def test_a_budget_of_minutes_ends_near_its_time_and_leaves_its_length_in_run_toml(corpus, tmp_path):
-    budget_s = 2.5
+    budget_s = 4.0
     minutes = {"steps": 0, "minutes": budget_s / 60}
     run = run_config(corpus, train=minutes, schedule={"warmup_steps": 6}, evaluate={"every_steps": 0})
     began = time.monotonic()
     records = train_in(ALONE, run, EAGER, tmp_path)
     assert 0.5 * budget_s < time.monotonic() - began < 4 * budget_s  # a busy machine takes a while to begin and to end
-    assert load(tmp_path / "run.toml").train.steps == len(losses(records)) > 2
+    assert load(tmp_path / "run.toml").train.steps == len(losses(records)) > 8
     assert [event["event"] for event in read_lines(tmp_path / "events/rank-0.jsonl")].count("length") == 1
 
 
