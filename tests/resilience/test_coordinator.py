@@ -18,18 +18,19 @@ from argosy.plan.plan import Plan
 from argosy.resilience import coordinator
 from argosy.resilience.channel import Channel, Gone, Message
 from argosy.resilience.coordinator import Coordinator
+from argosy.resilience.folder import name_of
 
 
 class Agent:
     """The other end, by hand: a node of one worker."""
 
-    def __init__(self, name: str, port: int):
-        self.name, self._channel = name, Channel(socket.create_connection(("127.0.0.1", port)))
+    def __init__(self, name: str, port: int, folder: str):
+        self.name, self._folder, self._channel = name, folder, Channel(socket.create_connection(("127.0.0.1", port)))
         self.say = self._channel.send
         self.close = self._channel.close
 
     def hello(self, workers: dict[str, Any] | None = None, **more: Any) -> Agent:
-        facts = {"host": "127.0.0.1", "slots": 1, "folder": "mine", "workers": workers or {}}
+        facts = {"host": "127.0.0.1", "slots": 1, "folder": self._folder, "workers": workers or {}}
         self.say("hello", name=self.name, **facts | more)
         return self
 
@@ -73,12 +74,12 @@ def come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
     monkeypatch.setattr(coordinator, "ALONE_S", 0.2)
     listener = socket.create_server(("127.0.0.1", 0))
     run = RunConfig(launch=LaunchConfig(nodes=2), resilience=ResilienceConfig(wait_for_nodes_s=600))
-    of = Coordinator(tmp_path, listener, run, Plan.parse("dp_replicate=2"), "mine")
+    of = Coordinator(tmp_path, listener, run, Plan.parse("dp_replicate=2"))
     thread = threading.Thread(target=of.run)
     agents: list[Agent] = []
 
     def new(name: str) -> Agent:
-        agents.append(Agent(name, listener.getsockname()[1]))
+        agents.append(Agent(name, listener.getsockname()[1], name_of(tmp_path)))
         return agents[-1]
 
     first = new("")  # it would not wait long for one

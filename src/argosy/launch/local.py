@@ -32,7 +32,7 @@ def train(run: RunConfig, run_dir: Path | None = None, *, accept_changes: bool =
     run_dir = (run_dir or Path("runs") / run.name).absolute()
     progress = Progress(enabled=not quiet)
     with nursery() as forks, run_folder.locked(run_dir, node=_name_of_node(run)):
-        with run_folder.settling(run_dir) as folder:
+        with run_folder.settling(run_dir):
             run, data = resolve(run, progress)
             run = run_folder.enter(run_dir, run, data.identity, accept_changes)
             plan = choose_plan(run, _devices(forks, run))
@@ -46,7 +46,7 @@ def train(run: RunConfig, run_dir: Path | None = None, *, accept_changes: bool =
             progress.say(report.in_words())
             return report
         (run_dir / "report.json").unlink(missing_ok=True)
-        Agent(run_dir, run, plan, forks, quiet, folder).run()
+        Agent(run_dir, run, plan, forks, quiet).run()
         return Report.load(run_dir)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -49,20 +48,11 @@ def locked(run_dir: Path, node: str = "") -> Iterator[None]:
 
 
 @contextmanager
-def settling(run_dir: Path) -> Iterator[str]:
-    """Of several nodes, one at a time prepares data and settles what the run is; the others wait and find it done.
-
-    Gives a name that no other folder has, so that nodes of different runs know each other apart.
-    """
+def settling(run_dir: Path) -> Iterator[None]:
+    """Of several nodes, one at a time prepares data and settles what the run is; the others wait and find it done."""
     with (run_dir / ".settling").open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-        name = file.read()
-        if not name:
-            name = uuid.uuid4().hex
-            file.write(name)
-            file.flush()
-        yield name
+        yield
 
 
 def enter(run_dir: Path, run: RunConfig, data_identity: str, accept_changes: bool) -> RunConfig:

@@ -32,6 +32,7 @@ from argosy.plan.plan import Plan
 from argosy.resilience.channel import Channel, Gone, Message
 from argosy.resilience.detect.finding import Finding, process_state
 from argosy.resilience.detect.node import NodeWatch
+from argosy.resilience.folder import name_of
 from argosy.resilience.health import Asked, Examination, Health
 from argosy.resilience.link import Link
 from argosy.resilience.nodes import Cause, State
@@ -71,19 +72,15 @@ class Process:
 class Agent:
     """Holds a run's processes on one node until the run has ended."""
 
-    def __init__(
-        self, run_dir: Path, run: RunConfig, plan: Plan, nursery: Nursery, quiet: bool = False, folder: str = ""
-    ):
-        """`nursery` has imported `WORKER`'s module; `quiet` keeps what the first worker prints in the logs too;
-        `folder` tells this run from others, whose coordinator may be called by mistake.
-        """
+    def __init__(self, run_dir: Path, run: RunConfig, plan: Plan, nursery: Nursery, quiet: bool = False):
+        """`nursery` has imported `WORKER`'s module; `quiet` keeps what the first worker prints in the logs too."""
         self._run_dir, self._run, self._plan, self._nursery, self._quiet = run_dir, run, plan, nursery, quiet
-        self._launch, self._folder = run.launch, folder
+        self._launch = run.launch
         self._name = node_name(self._launch)
         self._events = Events(run_dir, "launcher" if self._launch.nodes == 1 else f"launcher-{self._name}")
         self._slots = -(-plan.world_size // self._launch.nodes)
         self._processes: dict[int, Process] = {}
-        self._link = Link(run_dir, run, plan, self._events, folder)
+        self._link = Link(run_dir, run, plan, self._events)
         self._store: Channel | None = None
         self._store_epoch = 0
         self._signals: list[int] = []
@@ -315,7 +312,7 @@ class Agent:
         }
         health = None if self._health is None else self._health.to_record()
         self._link.tell(
-            "hello", folder=self._folder, name=self._name, host=host, slots=self._slots, workers=workers,
+            "hello", folder=name_of(self._run_dir), name=self._name, host=host, slots=self._slots, workers=workers,
             health=health, examining=self._examination is not None,
         )  # fmt: skip
         if self._signal is not None:

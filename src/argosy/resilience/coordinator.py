@@ -24,6 +24,7 @@ from argosy.errors import UnfitNode, UserError
 from argosy.observe.events import Events
 from argosy.plan.plan import Plan
 from argosy.resilience.channel import Channel, Gone, tcp
+from argosy.resilience.folder import name_of
 from argosy.resilience.health import Health, slow_nodes
 from argosy.resilience.legacy import Legacy
 from argosy.resilience.membership import Membership, Settings
@@ -53,11 +54,9 @@ class Agent:
 class Coordinator:
     """Listens to agents, keeps a `Membership`, tells agents what to do."""
 
-    def __init__(self, run_dir: Path, listener: socket.socket, run: RunConfig, plan: Plan, folder: str = ""):
-        """`plan`: the one to be in force whenever there are processes enough; `folder`: what agents of this run say of
-        it, and no others.
-        """
-        self._run_dir, self._listener, self._folder = run_dir, listener, folder
+    def __init__(self, run_dir: Path, listener: socket.socket, run: RunConfig, plan: Plan):
+        """`plan`: the one to be in force whenever there are processes enough."""
+        self._run_dir, self._listener, self._folder = run_dir, listener, name_of(run_dir)
         settings = Settings(
             plan.world_size,
             str(plan),
@@ -312,14 +311,13 @@ class Coordinator:
 
 
 def main() -> None:
-    """`python -m argosy.resilience.coordinator RUN_DIR DESCRIPTOR PLAN FOLDER`: serve until the run has ended.
+    """`python -m argosy.resilience.coordinator RUN_DIR DESCRIPTOR PLAN`: serve until the run has ended.
 
     DESCRIPTOR is of a socket that listens already. PLAN is the one to be in force whenever there are processes enough.
-    FOLDER is what agents of this run say of it.
     """
-    run_dir, descriptor, plan, folder = sys.argv[1:]
+    run_dir, descriptor, plan = sys.argv[1:]
     listener = socket.socket(fileno=int(descriptor))
-    Coordinator(Path(run_dir), listener, load(Path(run_dir) / "run.toml"), Plan.parse(plan), folder).run()
+    Coordinator(Path(run_dir), listener, load(Path(run_dir) / "run.toml"), Plan.parse(plan)).run()
 
 
 if __name__ == "__main__":

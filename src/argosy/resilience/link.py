@@ -39,10 +39,8 @@ SIOCGIFADDR = 0x8915  # linux/sockios.h
 class Link:
     """To the one coordinator of a run, whichever process that is at the moment."""
 
-    def __init__(self, run_dir: Path, run: RunConfig, plan: Plan, events: Events, folder: str):
-        """`folder`: what only agents of this run say of it."""
+    def __init__(self, run_dir: Path, run: RunConfig, plan: Plan, events: Events):
         self._run_dir, self._launch, self._plan, self._events = run_dir, run.launch, plan, events
-        self._folder = folder
         self._patience_s = run.resilience.coordinator_timeout_s
         self._channel: Channel | None = None
         self._server: subprocess.Popen[bytes] | None = None
@@ -173,7 +171,7 @@ class Link:
             raise RunFailed(f"the coordinator died {self._stillborn} times before it said anything: {log} says why")
         self._is_heard = False
         module = "argosy.resilience.coordinator"
-        command = [sys.executable, "-m", module, str(self._run_dir), str(descriptor), str(self._plan), self._folder]
+        command = [sys.executable, "-m", module, str(self._run_dir), str(descriptor), str(self._plan)]
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as out:
             self._server = subprocess.Popen(
