@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -37,6 +37,7 @@ from argosy.resilience.health import Asked, Examination, Health
 from argosy.resilience.link import Link
 from argosy.resilience.nodes import Cause, State
 from argosy.resilience.nursery import Nursery
+from argosy.resilience.worker_process import WorkerProcess
 
 WORKER = "argosy.launch.worker:main"
 STORE = "argosy.resilience.meeting:main"
@@ -46,27 +47,6 @@ BREAK_S = 10.0
 """A worker that has not left a broken world by then is killed."""
 SCRATCH = Path("/dev/shm")
 """Where an agent keeps a folder for its workers, argosy-PID-...: what need not outlive the node, and must be fast."""
-
-
-@dataclass
-class Process:
-    """A worker process and what is known of it."""
-
-    slot: int
-    channel: Channel
-    pid: int = 0
-    """0 until it is born."""
-    state: State = State.STARTING
-    rank: int | None = None
-    epoch: int = 0
-    failure: Message | None = None
-    """What it said before it ended with an error."""
-    killed: str = ""
-    """Why its agent killed it."""
-    leave_by: float | None = None
-    """When it must have left the world that broke."""
-    is_finished: bool = False
-    """With state DONE: whether the run's last step was made."""
 
 
 class Agent:
@@ -79,7 +59,7 @@ class Agent:
         self._name = node_name(self._launch)
         self._events = Events(run_dir, "launcher" if self._launch.nodes == 1 else f"launcher-{self._name}")
         self._slots = -(-plan.world_size // self._launch.nodes)
-        self._processes: dict[int, Process] = {}
+        self._processes: dict[int, WorkerProcess] = {}
         self._link = Link(run_dir, run, plan, self._events)
         self._store: Channel | None = None
         self._store_epoch = 0
@@ -150,7 +130,7 @@ class Agent:
         }
         if self._link.interface and "GLOO_SOCKET_IFNAME" not in os.environ:
             environment["GLOO_SOCKET_IFNAME"] = self._link.interface  # else gloo takes what the host's name resolves to
-        process = Process(slot, self._nursery.fork(f"worker {slot}", WORKER, environment))
+        process = WorkerProcess(slot, self._nursery.fork(f"worker {slot}", WORKER, environment))
         self._processes[slot] = process
         self._selector.register(process.channel, selectors.EVENT_READ, partial(self._hear, process))
 
@@ -195,7 +175,7 @@ class Agent:
             self._examination.kill()
             self._examine()
 
-    def _hear(self, process: Process) -> None:
+    def _hear(self, process: WorkerProcess) -> None:
         if process.channel.fileno() < 0:
             return  # it was buried a moment ago
         try:
@@ -214,7 +194,7 @@ class Agent:
                 case "failed":
                     process.failure = message
 
-    def _bury(self, process: Process, exit_code: int) -> None:
+    def _bury(self, process: WorkerProcess, exit_code: int) -> None:
         with suppress(KeyError):
             self._hear(process)  # its last words
             self._selector.unregister(process.channel)
@@ -229,17 +209,17 @@ class Agent:
             return
         if exit_code == -signal.SIGKILL and not process.killed:
             self._blame_memory(process)
-        cause = _cause(process, exit_code, -1 if reading is None else reading.step)
+        cause = process.cause_of_death(exit_code, -1 if reading is None else reading.step)
         if cause.exit_code < FINAL and self._signal is None:
             self._say_lost(process, cause)
         self._link.tell("lost", slot=process.slot, **asdict(cause))
 
-    def _blame_memory(self, process: Process) -> None:
+    def _blame_memory(self, process: WorkerProcess) -> None:
         """Somebody killed it: was it the kernel, for want of memory?"""
         self._alarm(self._node.look_at_memory())
         process.killed = self._node.why_killed()
 
-    def _say_lost(self, process: Process, cause: Cause) -> None:
+    def _say_lost(self, process: WorkerProcess, cause: Cause) -> None:
         self._events.write(
             "worker_died", rank=process.rank, pid=process.pid, exit_code=cause.exit_code, why=cause.why,
             step=cause.step, epoch=process.epoch,
@@ -249,14 +229,14 @@ class Agent:
         if process.failure is not None:
             print(process.failure["traceback"], end="", file=sys.stderr)
 
-    def _kill(self, process: Process, why: str) -> None:
+    def _kill(self, process: WorkerProcess, why: str) -> None:
         if process.killed or not process.pid:
             return
         process.killed = why
         self._events.write("killed", slot=process.slot, rank=process.rank, pid=process.pid, why=why)
         if process.state is State.RUNNING:
             stack.ask(process.pid)  # its log says then what it hung in
-        _signal(process, signal.SIGKILL)
+        process.signal(signal.SIGKILL)
 
     def _alarm(self, findings: list[Finding]) -> None:
         for finding in findings:
@@ -276,7 +256,7 @@ class Agent:
             self._examination.kill()
         for process in self._processes.values():
             if process.pid:
-                _signal(process, signal.SIGKILL)
+                process.signal(signal.SIGKILL)
             process.channel.close()
         self._processes.clear()
         if self._store is not None:
@@ -407,7 +387,7 @@ class Agent:
             if process.state in (State.STARTING, State.READY):  # no world will be formed for it any more
                 self._kill(process, "the run is to stop, and it has nothing to save")
             elif process.pid:
-                _signal(process, signal.SIGTERM)
+                process.signal(signal.SIGTERM)
 
     def _raise_if_not_done(self) -> None:
         finish = self._finish or {"exit_code": 0, "why": "", "error": ""}
@@ -421,21 +401,6 @@ class Agent:
 def node_name(launch: LaunchConfig) -> str:
     """What this machine is called among the nodes of a run."""
     return launch.node or socket.gethostname()
-
-
-def _signal(process: Process, number: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(process.pid, number)
-
-
-def _cause(process: Process, exit_code: int, step: int) -> Cause:
-    if process.failure is not None:
-        text = process.failure["text"]
-        why = text if exit_code >= FINAL else f"exit code {exit_code}, {(text.splitlines() or [''])[0]}"
-        return Cause(why, process.failure["error"], exit_code, step)
-    if exit_code < 0:
-        return Cause(process.killed or f"signal {signal.Signals(-exit_code).name}", "", exit_code, step)
-    return Cause(f"exit code {exit_code}", "", exit_code or 1, step)
 
 
 def _as_error(finish: Message, how_to_go_on: str) -> ArgosyError:
