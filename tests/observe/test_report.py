@@ -49,7 +49,7 @@ def test_a_typical_step_is_the_middle_half_without_what_comes_now_and_then():
     steps = [
         {
             "step_time_s": seconds,
-            "seconds": {"forward": seconds / 2, "other": seconds / 2, "evaluate": 9.0, "step": 9.0},
+            "seconds": {"forward": seconds / 2, "other": seconds / 2, "check": 9.0, "evaluate": 9.0, "step": 9.0},
         }
         for seconds in (30.0, 1.0, 8.0, 2.0, 3.0)  # the first one compiles
     ]

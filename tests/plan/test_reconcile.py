@@ -8,6 +8,7 @@ from typing import get_args
 import pytest
 
 from argosy.observe.clock import Category
+from argosy.observe.vitals import BESIDE
 from argosy.plan.cost.estimate import Estimate
 from argosy.plan.cost.step_time import StepTime
 from argosy.plan.plan import Plan
@@ -33,7 +34,7 @@ def test_every_second_is_in_one_part_on_both_sides():
     predicted = [name for part in PARTS.values() for name in part.predicted]
     measured = [name for part in PARTS.values() for name in part.measured]
     assert sorted(predicted) == sorted(f.name for f in fields(StepTime))
-    assert sorted(measured) == sorted({*get_args(Category), "other"} - {"evaluate", "checkpoint"})
+    assert sorted(measured) == sorted({*get_args(Category), "other"} - set(BESIDE))
 
 
 def test_parts_add_up_to_the_step():

@@ -21,6 +21,7 @@ from argosy.models.batch import Microbatch
 from argosy.observe.events import read_lines
 from argosy.observe.ledger import read_ledger
 from argosy.observe.report import Report
+from argosy.observe.vitals import BESIDE
 from argosy.parallel.world import World
 from argosy.training.job import Job
 from argosy.training.judge import MOST_IN_A_ROW
@@ -241,6 +242,15 @@ def test_of_two_both_are_suspects(workers, corpus, tmp_path):
     run = run_config(corpus, resilience={"recompute_every_steps": 1})
     workers.run(2, train_with, run, "dp_replicate=2,microbatch=2", tmp_path, "flip@bucket:rank=0,bit=0")
     assert [event["suspects"] for event in events(tmp_path, "gradient_corrupt")] == [[0, 1]]
+
+
+def test_what_a_check_takes_is_told_beside_the_step_and_not_as_a_part_of_it(workers, corpus, tmp_path):
+    run = run_config(corpus, resilience={"recompute_every_steps": 2})
+    lines = workers.run(2, train_in, run, eager("dp_replicate=2"), tmp_path)[0]
+    for line in (line for line in lines if "loss" in line):
+        assert ("check" in line["seconds"]) is (line["step"] % 2 == 0)
+        beside = sum(line["seconds"].get(name, 0.0) for name in BESIDE)
+        assert line["step_time_s"] == pytest.approx(line["seconds"]["step"] - beside, abs=1e-5)
 
 
 @pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=1"])

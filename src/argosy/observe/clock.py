@@ -11,9 +11,12 @@ import torch
 
 from argosy.observe.vitals import Vitals
 
-Category = Literal["data", "forward", "backward", "pipeline", "communication", "optimizer", "checkpoint", "evaluate"]
+Category = Literal[
+    "data", "forward", "backward", "pipeline", "communication", "optimizer", "check", "evaluate", "checkpoint"
+]
 """`communication` is what backward did not hide; `pipeline` is forward and backward where a schedule interleaves them,
-with what it waits; `other` is the rest of the wall time."""
+with what it waits; `check` is gradients that are computed again, with the wait for who does; `other` is the rest of the
+wall time."""
 
 OWN_WORK: tuple[Category, ...] = ("data", "forward", "backward", "pipeline", "optimizer")
 """What a process does for itself, though where layers need other ranks it waits for those too."""

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from argosy.files import atomic_write
 from argosy.observe.progress import duration
+from argosy.observe.vitals import BESIDE
 from argosy.plan.reconcile import Reconciled
 
 
@@ -117,9 +118,9 @@ def typical(steps: list[dict[str, Any]]) -> dict[str, float]:
     """Seconds of a step by category: the mean over the middle half of the steps' lines, by duration.
 
     So the categories add up, and what disturbs single steps is left out: compiling, a pause of the machine.
-    Evaluation and checkpoints are no part of it.
+    Checks, evaluation and checkpoints are no part of it.
     """
     ordered = sorted(steps[1:] or steps, key=lambda record: float(record["step_time_s"]))
     middle = ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]
-    names = {name for record in middle for name in record["seconds"]} - {"step", "evaluate", "checkpoint"}
+    names = {name for record in middle for name in record["seconds"]} - {"step", *BESIDE}
     return {name: statistics.mean(record["seconds"].get(name, 0.0) for record in middle) for name in sorted(names)}

@@ -23,15 +23,17 @@ from typing import Any, BinaryIO, Literal, Self, get_args
 
 Phase = Literal[
     "starting", "recovering", "waiting", "data", "forward", "backward", "pipeline", "communication", "optimizer",
-    "evaluate", "checkpoint", "finishing", "other",
+    "check", "evaluate", "checkpoint", "finishing", "other",
 ]  # fmt: skip
 """What a worker does. starting: until its first step; recovering: taking state from others or from disk; waiting: for
 a world to join; finishing: the last save and the report; communication: what backward did not hide; pipeline: forward
-and backward where they interleave."""
+and backward where they interleave; check: others' gradients computed again."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
+BESIDE: tuple[Phase, ...] = ("check", "evaluate", "checkpoint")
+"""What comes now and then, and is no part of what a step takes."""
 BEAT_S = 0.1
-FORMAT = 2
+FORMAT = 3
 MAGIC = int.from_bytes(b"ARGOSYVT", "little")
 LAST_STEPS = 64
 """Steps of which the page remembers how long they took."""

@@ -36,7 +36,7 @@ PARTS = {
     COMMUNICATION: Part(("gradients",), ("communication",)),
     # The update and the gradients' norm.
     OPTIMIZER: Part(("optimizer",), ("optimizer",)),
-    # Reading the batch, and what lies between the parts. Compiling, evaluation and checkpoints are in none.
+    # Reading the batch, and what lies between the parts. Compiling, checks, evaluation and checkpoints are in none.
     REST: Part(("other",), ("data", "other")),
 }
 """Part of a step -> what it is made of on both sides."""

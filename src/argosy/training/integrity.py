@@ -8,6 +8,7 @@ from functools import partial
 from torch import Tensor
 
 from argosy.config.schema import RunConfig
+from argosy.observe.clock import StepClock
 from argosy.observe.vitals import Vitals
 from argosy.parallel.world import World
 from argosy.training.batches import Batches
@@ -21,10 +22,17 @@ class Integrity:
     """One process's part of the checks. What all processes do together is said with each method."""
 
     def __init__(
-        self, run: RunConfig, state: TrainState, batches: Batches, world: World, records: Records, vitals: Vitals | None
+        self,
+        run: RunConfig,
+        state: TrainState,
+        batches: Batches,
+        world: World,
+        records: Records,
+        clock: StepClock,
+        vitals: Vitals | None,
     ):
         self._state, self._batches, self._world = state, batches, world
-        self._records, self._vitals = records, vitals
+        self._records, self._clock, self._vitals = records, clock, vitals
         self._fingerprint_every = run.resilience.fingerprint_every_steps
         self._recompute_every = run.resilience.recompute_every_steps
         self._tokens_per_step = run.tokens_per_step
@@ -47,8 +55,9 @@ class Integrity:
             self.show_doubt([self._world.rank])
         if not self._is_recomputed:
             return not is_sound
-        mine = loss.item(), self._state.model.bits()
-        found = compare(step // self._recompute_every, mine, partial(self._recompute, step), self._world)
+        with self._clock.time("check"):
+            mine = loss.item(), self._state.model.bits()
+            found = compare(step // self._recompute_every, mine, partial(self._recompute, step), self._world)
         if found is not None:
             self._records.tell("gradient_corrupt", step=step, rank=found.rank, suspects=list(found.suspects))
             self._records.progress.say(

@@ -91,8 +91,8 @@ class Job:
         )
         self._judge = Judge(run.resilience, self._batches.stage, survivor.counts)
         self._pace = Pace(run, self._held_out.tokens)
-        self._integrity = Integrity(run, self.state, self._batches, world, records, vitals)
         self._clock = StepClock(world.device, vitals)
+        self._integrity = Integrity(run, self.state, self._batches, world, records, self._clock, vitals)
         self._outcome = StepOutcome(0.0, 0.0, False, Wishes(), None)
         self._retries = 0
         self._copying = Copying()
@@ -336,10 +336,11 @@ class Job:
             fingerprint = self._integrity.share(step)
         state.pending = True
         fault("judge", step=step, rank=self._world.rank)
+        wrong = self._integrity.is_wrong(step, loss)
         with self._clock.time("communication"):
             loads = loads_of(state.model.moes, self._run.model, self._world.device)
             stop, save = self._stop.number is not None, self._keeper.is_due_by_time
-            wrong, copy = self._integrity.is_wrong(step, loss), self._copying.is_due(step + 1, self._pace.step_s)
+            copy = self._copying.is_due(step + 1, self._pace.step_s)
             wishes = Wishes(stop, save, self._batches.are_unreadable, wrong, copy, self._stop.is_to_hold)
             return exchange(Share(loss, squares, loads, fingerprint, wishes), self._world)
 

@@ -19,6 +19,7 @@ from argosy.observe.events import Events
 from argosy.observe.metrics import Metrics, peak_memory_bytes
 from argosy.observe.peak import device_name, matmul_peak_flops
 from argosy.observe.progress import Progress
+from argosy.observe.vitals import BESIDE
 from argosy.parallel.expert import loads_by_layer
 from argosy.parallel.model import DTYPES
 from argosy.parallel.world import World, processes_here
@@ -105,7 +106,7 @@ class Records:
 
         tokens: of the run until now. samples: what `Batches.line` says of the step. seconds: as the clock gives them.
         """
-        step_s = seconds["step"] - seconds.get("evaluate", 0.0) - seconds.get("checkpoint", 0.0)
+        step_s = seconds["step"] - sum(seconds.get(category, 0.0) for category in BESIDE)
         tokens_per_s = decision.tokens / step_s if step_s else 0.0
         record = {
             "step": decision.step,
