@@ -9,6 +9,8 @@ import pytest
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.plan.calibration.factors import OF_TIME
+from argosy.plan.choose.search import Problem, predict_memory
+from argosy.plan.cost.layouts import Layouts
 from argosy.plan.cost.memory import state_bytes
 from argosy.plan.cost.traffic import traffic
 from argosy.plan.machines.clusters import Cluster, Factor
@@ -48,6 +50,16 @@ def test_state_and_traffic_are_those_of_the_exact_tables(plan):
     state = tuple(found.memory[name] for name in ("weights", "gradients", "optimizer"))
     assert state in [(e.parameters, e.gradients, e.optimizer) for e in exact]
     assert sum(found.traffic.values()) == sum(traffic(plan, run).values())
+
+
+def test_a_run_that_checks_its_gradients_is_predicted_to_hold_two_at_a_time():
+    plan, run = Plan.parse("dp_replicate=8"), llama()
+    checks = run.model_copy(update={"resilience": run.resilience.model_copy(update={"recompute_every_steps": 9})})
+    once, twice = (predict(plan, each, CLUSTER) for each in (run, checks))
+    assert twice.memory["gradients"] == 2 * once.memory["gradients"]
+    problems = [Problem.of(each, CLUSTER) for each in (run, checks)]
+    searched = [float(predict_memory(problem, Layouts.of([plan])).total[0]) for problem in problems]
+    assert searched[1] - searched[0] == pytest.approx(once.memory["gradients"], rel=1e-3)
 
 
 def test_offloaded_moments_are_not_on_the_device():

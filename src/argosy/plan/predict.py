@@ -82,13 +82,17 @@ def predict(plan: Plan, run: RunConfig, cluster: Cluster) -> Prediction:
 
 
 def _state(plan: Plan, run: RunConfig, cluster: Cluster, last: bool) -> dict[str, float]:
-    """Exact bytes of the state on the first rank of the first pipeline stage, or of the last."""
+    """Exact bytes of the state on the first rank of the first pipeline stage, or of the last.
+
+    Where gradients are checked there are two at a time: this rank's own, and another's that it computes again.
+    """
     rank = (plan.pp - 1) * (plan.world_size // plan.pp) if last else 0
     state = state_bytes(plan, run, rank)
+    times = 2 if run.resilience.recompute_every_steps else 1
     elsewhere = plan.is_("offload", "optimizer", "all") and cluster.device.kind != "cpu"
     return {
         "weights": float(state.parameters),
-        "gradients": float(state.gradients),
+        "gradients": float(times * state.gradients),
         "optimizer": 0.0 if elsewhere else float(state.optimizer),
     }
 

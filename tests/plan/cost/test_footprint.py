@@ -93,6 +93,12 @@ def test_what_the_update_needs_counts_once_it_exceeds_the_activations():
     assert footprint("", GPT, System(update_bytes=1e-3)).total == pytest.approx(float(plain.total[0]))
 
 
+def test_where_gradients_are_checked_there_are_two_at_a_time():
+    once, twice = footprint("dp_replicate=2", GPT), footprint("dp_replicate=2", GPT, System(checks_gradients=1))
+    assert twice.gradients - once.gradients == pytest.approx(4 * GPT.parameters, rel=1e-3)
+    assert twice.total - once.total == pytest.approx(4 * GPT.parameters, rel=1e-3)
+
+
 def test_the_fullest_rank_counts_where_layers_are_dealt_out_evenly():
     five = replace(GPT, layers=5, vocab_size=1)
     uneven, mean = (footprint("pp=2", five, System(balanced_stages=given)) for given in (0, 1))

@@ -98,10 +98,13 @@ class Problem:
 
     @cached_property
     def system(self) -> System:
-        """Argosy, with the run's optimizer."""
+        """Argosy, with the run's optimizer and checks."""
         optimizer = self.run.optimizer
         of_moment = 4.0 if optimizer.state == "fp32" else 1.0 + 4 / INT8_BLOCK
-        return System(moment_bytes=MOMENTS[optimizer.kind] * of_moment)
+        return System(
+            moment_bytes=MOMENTS[optimizer.kind] * of_moment,
+            checks_gradients=float(self.run.resilience.recompute_every_steps > 0),
+        )
 
     @property
     def memory_bytes(self) -> float:

@@ -105,9 +105,10 @@ class MemoryModel:
         gathered = self._gathered(ends)
         comes_and_goes = activations + logits + gathered
         update = np.maximum(0.0, mine * s.update_bytes - comes_and_goes)  # when activations are gone
+        first_held = s.checks_gradients * whole * s.gradient_bytes
         used = Footprint(
             weights=held * weight_bytes,
-            gradients=self._beside(kept, summed * s.gradient_bytes, ends * s.gradient_bytes),
+            gradients=first_held + self._beside(kept, summed * s.gradient_bytes, ends * s.gradient_bytes),
             optimizer=np.where(self.offloads_optimizer, 0.0, mine * s.moment_bytes + update),
             activations=activations,
             logits=logits,

@@ -123,6 +123,8 @@ class System:
     gradient_bytes: Numbers = 4
     gradient_buffers: Numbers = 0
     """1: gradients have their memory for the whole run, and not only from their layer's backward on."""
+    checks_gradients: Numbers = 0
+    """1: now and then gradients are computed a second time while the first are held."""
     moment_bytes: Numbers = 8
     """Of the optimizer's state for a weight, master copy included."""
     update_bytes: Numbers = 0
