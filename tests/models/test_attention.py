@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from argosy.models import attention
 from argosy.models.attention import cached_attention, causal_attention, packed_attention
 
 ROWS = {
@@ -61,6 +62,29 @@ def test_packed_documents_attend_as_if_each_were_alone(rows, kv_heads):
 
     torch.testing.assert_close(together, alone)
     torch.testing.assert_close(gradients, gradients_alone)
+
+
+def test_in_bf16_documents_are_padded_to_few_lengths_and_attend_as_if_they_were_not(monkeypatch):
+    rows = [[100], [32, 1, 67], [31, 33, 36]]
+    lengths = set()
+
+    def spy(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        assert q.shape[1] == k.shape[1] == v.shape[1]
+        lengths.add(q.shape[1])
+        return causal_attention(q, k, v)
+
+    monkeypatch.setattr(attention, "causal_attention", spy)
+    wide = heads(4, 2, seq_len=100)
+    weights = torch.randn(wide[0].shape, generator=torch.Generator().manual_seed(1))
+    together = packed_attention(*(x.bfloat16() for x in wide), starts(rows)).float()
+    gradients = torch.autograd.grad((together * weights).sum(), wide)
+    assert lengths == {32, 64, 96, 128}
+
+    monkeypatch.undo()
+    expected = packed_attention(*wide, starts(rows))  # fp32: as long as they are
+    expected_gradients = torch.autograd.grad((expected * weights).sum(), wide)
+    for found, exact in zip((together, *gradients), (expected, *expected_gradients), strict=True):
+        torch.testing.assert_close(found, exact, rtol=0.03, atol=0.03)
 
 
 @pytest.mark.parametrize("pieces", [[12], [1] * 12, [5, 1, 6], [11, 1]], ids=str)
