@@ -77,6 +77,18 @@ def test_a_run_goes_on_bit_for_bit_in_a_world_in_which_a_process_is_new(
     assert [c.step for c in store.committed(tmp_path / "run")] == [8]
 
 
+def test_steps_that_nobody_lived_to_know_of_are_told_from_their_lines(corpus, tmp_path):
+    run = run_config(corpus, checkpoint={"every_steps": 100}, evaluate={"every_steps": 0})
+    paused = run_config(corpus, checkpoint={"every_steps": 100}, evaluate={"every_steps": 0}, train={"pause_at": 4})
+    train(paused, eager(""), World(), tmp_path, StopSignal(), Survivor())
+    with pytest.raises(WorldIsOver):
+        train(run, eager(""), World(), tmp_path, OverAfter(2), Survivor())
+    train(run, eager(""), World(), tmp_path, StopSignal(), Survivor())
+    events = [e for e in read_lines(tmp_path / "events" / "rank-0.jsonl") if e["event"] == "recovered"]
+    assert [(e["source"], e["step"], e["steps_lost"]) for e in events] == [("disk", 4, 0), ("disk", 4, 2)]
+    assert column(Metrics(tmp_path).read(), "step")[:8] == list(range(8))
+
+
 def broken_off(world: World, run: RunConfig, folder: Path, fault: str, unsaved_s: float) -> list[dict[str, Any]]:
     """A run whose world ends when `fault` strikes all ranks; the next goes on with new rank 0 and a survivor."""
     survivor = Survivor()

@@ -87,7 +87,8 @@ class Recovery:
     """none: there was nothing; the state is as it was."""
     step: int
     steps_lost: int
-    """Known to have been made, by a survivor, a copy or a checkpoint, and to be made again."""
+    """Known to have been made, by a survivor, a copy or a checkpoint, and to be made again. If none of those who made
+    them lives, metrics.jsonl may tell of more."""
     sent_bytes: int
     """From rank to rank, in all."""
     own_bytes: int

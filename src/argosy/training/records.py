@@ -73,12 +73,16 @@ class Records:
         self.progress.say(headline(self._run, self._plan, self.peak_flops, self.prediction))
 
     def recovered(self, found: Recovery) -> None:
-        """State was taken back from somewhere."""
-        lost = f", {found.steps_lost} steps lost" if found.steps_lost else ""
+        """State was taken back from somewhere; the lines of steps that were lost are still there."""
+        if not self._world.is_first:
+            return
+        made = max((record["step"] + 1 for record in self.metrics.last(1)), default=0)
+        steps_lost = max(found.steps_lost, made - found.step)  # if nobody lived to know of them, their lines tell
+        lost = f", {steps_lost} steps lost" if steps_lost else ""
         self.progress.say(f" from step {found.step}, {FROM[found.tier]}{lost}")
-        facts = {key: getattr(found, key) for key in ("step", "steps_lost", "sent_bytes", "own_bytes")}
+        facts = {key: getattr(found, key) for key in ("step", "sent_bytes", "own_bytes")}
         took_s, refused = round(found.seconds, 3), list(found.refused)
-        self.tell("recovered", source=found.tier, **facts, seconds=took_s, refused=refused)
+        self.tell("recovered", source=found.tier, steps_lost=steps_lost, **facts, seconds=took_s, refused=refused)
 
     def started(self, step: int) -> None:
         """Training is about to begin at `step`; each process says so."""
