@@ -56,7 +56,7 @@ def begin(multiple: int) -> None:
     torch.set_num_threads(1)
     keep_freed_memory()
     if multiple:
-        attention.LENGTHS = multiple
+        attention.PADDED_TO = multiple
     else:
         attention.packed_attention = masked_attention
 

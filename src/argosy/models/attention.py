@@ -13,7 +13,7 @@ from argosy.config.schema import ModelConfig
 from argosy.models.layers import Linear, RMSNorm
 from argosy.models.rope import rotate
 
-LENGTHS = 32
+PADDED_TO = 32
 """On a CPU documents are padded to a multiple of so many tokens in bf16. oneDNN makes a kernel for each shape of such a
 product and keeps it: of documents as long as they come, a gigabyte in an hour, made in half of attention's time."""
 
@@ -103,7 +103,7 @@ def _attention_by_document(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, docum
     runs = [(length, len(list(run))) for length, run in groupby(documents.diff().tolist())]
     sizes = [length * count for length, count in runs]
     q, k, v = (x.flatten(0, 1).split(sizes) for x in (q_BTHE, k_BTKE, v_BTKE))
-    multiple = LENGTHS if q_BTHE.dtype == torch.bfloat16 else 1
+    multiple = PADDED_TO if q_BTHE.dtype == torch.bfloat16 else 1
     parts = []
     for i, (length, count) in enumerate(runs):
         rows = (_padded(x[i].unflatten(0, (count, length)), multiple) for x in (q, k, v))

@@ -69,7 +69,7 @@ def predict(plan: Plan, run: RunConfig, cluster: Cluster) -> Prediction:
     problem, row = Problem.of(run, cluster), Layouts.of([plan])
     by_category = waterfall(predict_time(problem, row), 0)
     memory = memory_of(predict_memory(problem, row), 0)
-    memory |= _state(plan, run, cluster, last=plan.pp > 1 and memory["logits"] > 0)
+    memory |= _state(plan, problem, cluster, last=plan.pp > 1 and memory["logits"] > 0)
     step_s, memory_bytes = sum(by_category.values()), sum(memory.values())
     return Prediction(
         cluster=cluster.name or str(cluster.devices),
@@ -81,18 +81,17 @@ def predict(plan: Plan, run: RunConfig, cluster: Cluster) -> Prediction:
     )
 
 
-def _state(plan: Plan, run: RunConfig, cluster: Cluster, last: bool) -> dict[str, float]:
+def _state(plan: Plan, problem: Problem, cluster: Cluster, last: bool) -> dict[str, float]:
     """Exact bytes of the state on the first rank of the first pipeline stage, or of the last.
 
     Where gradients are checked there are two at a time: this rank's own, and another's that it computes again.
     """
     rank = (plan.pp - 1) * (plan.world_size // plan.pp) if last else 0
-    state = state_bytes(plan, run, rank)
-    times = 2 if run.resilience.recompute_every_steps else 1
+    state = state_bytes(plan, problem.run, rank)
     elsewhere = plan.is_("offload", "optimizer", "all") and cluster.device.kind != "cpu"
     return {
         "weights": float(state.parameters),
-        "gradients": float(times * state.gradients),
+        "gradients": float((1 + problem.system.checks_gradients) * state.gradients),
         "optimizer": 0.0 if elsewhere else float(state.optimizer),
     }
 

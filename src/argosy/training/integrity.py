@@ -49,7 +49,8 @@ class Integrity:
 
     def is_wrong(self, step: int, loss: Tensor) -> bool:
         """Whether this process knows that the step's gradient was summed or computed wrongly; all ask it together."""
-        is_sound = self._state.model.sums_are_sound()
+        with self._clock.time("communication"):  # on a GPU the host waits for the sums
+            is_sound = self._state.model.sums_are_sound()
         if not is_sound:
             self._records.events.write("collective_corrupt", step=step, rank=self._world.rank)
             self.show_doubt([self._world.rank])
