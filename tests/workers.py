@@ -8,6 +8,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from itertools import count
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -33,13 +34,15 @@ class WorkerPool:
         self._context = mp.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
+        self._stores = tempfile.TemporaryDirectory(prefix="argosy-pool-")
+        self._worlds = count()
         self._grow(STARTED_AT_ONCE)
 
     def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """`function(world, *arguments)` on ranks 0..size-1 at once; their results by rank."""
         assert size <= POOL_SIZE, f"a world of {size}, and the pool has {POOL_SIZE} processes at most"
         self._grow(size)
-        store = tempfile.mktemp(prefix="argosy-store-")  # gloo makes the file itself
+        store = f"{self._stores.name}/{next(self._worlds)}"  # gloo makes the file itself
         for rank in range(size):
             # Pickled twice, so that what cannot be imported over there is reported and not the worker's end.
             self._pipes[rank].send((pickle.dumps((function, arguments)), rank, size, store))
