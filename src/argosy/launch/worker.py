@@ -6,6 +6,7 @@ import os
 import queue
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
@@ -22,7 +23,8 @@ from argosy.errors import FINAL, ArgosyError
 from argosy.observe.sequences import sequence_numbers
 from argosy.observe.stack import write_when_asked
 from argosy.observe.vitals import Vitals
-from argosy.parallel.world import Place, World, break_connections, connections, join_world, leave_world
+from argosy.parallel.connections import Connections
+from argosy.parallel.world import Place, World, join_world, leave_world
 from argosy.plan.plan import Plan
 from argosy.resilience.channel import Channel, Gone, Message
 from argosy.resilience.nursery import channel_to_parent
@@ -44,8 +46,8 @@ class Link:
     def __init__(self, channel: Channel, stop: StopSignal):
         self._channel, self._stop = channel, stop
         self._worlds: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._kept = connections()
-        self._epoch = 0
+        self._connections = Connections()
+        self._epoch, self._changes = 0, threading.Lock()
         self._broken = threading.Event()
         self._why = ""
         threading.Thread(target=self._listen, name="argosy-agent", daemon=True).start()
@@ -54,6 +56,7 @@ class Link:
         """The worlds to join, one after the other."""
         while True:
             world = self._worlds.get()
+            self._connections.close()
             self._epoch = world["epoch"]
             self._broken.clear()
             self._stop.world_is_over = self._stop.is_to_hold = False
@@ -72,7 +75,8 @@ class Link:
 
     def left(self, why: str) -> None:
         """The world is left: the process is ready for another."""
-        epoch, self._epoch = self._epoch, 0
+        with self._changes:  # nobody breaks off the next world's connections for this one's
+            epoch, self._epoch = self._epoch, 0
         self.say("ready", epoch=epoch, why=self._why if self._broken.is_set() else why)
 
     def _listen(self) -> None:
@@ -93,9 +97,12 @@ class Link:
 
     def _break(self, epoch: int) -> None:
         """End what the main thread waits for, and what it may still begin to wait for, in this world."""
-        while self._epoch == epoch:
-            break_connections(self._kept)
-            threading.Event().wait(AGAIN_S)
+        while True:
+            with self._changes:
+                if self._epoch != epoch:
+                    return
+                self._connections.break_off()
+            time.sleep(AGAIN_S)
 
 
 def work(

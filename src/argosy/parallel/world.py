@@ -7,11 +7,8 @@ import datetime
 import functools
 import gc
 import os
-import socket
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -128,35 +125,6 @@ def leave_world() -> None:
     torch.distributed.distributed_c10d._world.group_count = 0
     _forget_meshes()
     gc.collect()  # a model's cycles of references hold groups too
-
-
-def connections() -> frozenset[str]:
-    """This process's TCP sockets, by what the kernel calls them, e.g. "socket:[4711]"."""
-    return frozenset(name for name, _ in _tcp_sockets())
-
-
-def break_connections(keep: frozenset[str]) -> None:
-    """Shut all TCP connections of this process but `keep`, so that what waits for a peer, in any thread, raises.
-
-    A collective of gloo that waits for a peer that is stopped, or cut off, has no other end than its timeout: torch
-    2.13's ProcessGroup.abort does not wake it.
-    """
-    for name, copy in _tcp_sockets():
-        # Not those that listen: gloo's thread takes the end of one for a mistake of its own, and aborts the process.
-        if name not in keep and not copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            with suppress(OSError):  # not connected
-                copy.shutdown(socket.SHUT_RDWR)
-
-
-def _tcp_sockets() -> Iterator[tuple[str, socket.socket]]:
-    """Each with a descriptor of its own, closed after use."""
-    for entry in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # closed meanwhile
-            name = str(entry.readlink())
-            if name.startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(entry.name))) as copy:
-                    if copy.family in (socket.AF_INET, socket.AF_INET6):
-                        yield name, copy
 
 
 def _forget_meshes() -> None:
