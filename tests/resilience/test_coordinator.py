@@ -73,7 +73,9 @@ def come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
     """A coordinator of a run of two processes, and agents that come to it."""
     monkeypatch.setattr(coordinator, "ALONE_S", 0.2)
     listener = socket.create_server(("127.0.0.1", 0))
-    run = RunConfig(launch=LaunchConfig(nodes=2), resilience=ResilienceConfig(wait_for_nodes_s=600))
+    run = RunConfig(
+        launch=LaunchConfig(nodes=2, coordinator="node0:29400"), resilience=ResilienceConfig(wait_for_nodes_s=600)
+    )
     of = Coordinator(tmp_path, listener, run, Plan.parse("dp_replicate=2"))
     thread = threading.Thread(target=of.run)
     agents: list[Agent] = []
@@ -199,3 +201,16 @@ def test_a_node_that_is_slower_than_the_others_is_told_of_once(come, tmp_path):
     (event,) = events(tmp_path, "node_slow")
     assert event["node"] == "c" and "core memory" in event["why"]
     assert a.hears("start")
+
+
+def test_the_coordinator_of_one_agent_ends_with_it(tmp_path):
+    """The same command again begins one of its own, which may need the port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        of = Coordinator(tmp_path, listener, RunConfig(), Plan.parse("dp_replicate=2"))
+        thread = threading.Thread(target=of.run)
+        thread.start()
+        agent = Agent("a", listener.getsockname()[1], name_of(tmp_path)).hello()
+        assert agent.hears("start")
+        agent.close()
+        thread.join(2)
+    assert not thread.is_alive()

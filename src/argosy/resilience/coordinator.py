@@ -78,10 +78,11 @@ class Coordinator:
         self._slow: set[str] = set()
         self._looked_s = 0.0
         self._finish: Finish | None = None
-        self._alone_since = time.monotonic()
+        self._alone_since, self._alone_s = time.monotonic(), ALONE_S
+        self._is_of_one_agent = not run.launch.coordinator
 
     def run(self) -> None:
-        """Until the run has ended and all agents have gone, or none came for `ALONE_S`."""
+        """Until the run has ended and all agents have gone, or there is nobody to wait for."""
         while not self._is_over():
             for key, _ in self._selector.select(TICK_S):
                 if key.fileobj is self._listener:
@@ -98,7 +99,7 @@ class Coordinator:
         if self._agents:
             self._alone_since = time.monotonic()
             return False
-        return self._finish is not None or time.monotonic() - self._alone_since > ALONE_S
+        return self._finish is not None or time.monotonic() - self._alone_since > self._alone_s
 
     def _welcome(self) -> None:
         connection, _ = self._listener.accept()
@@ -179,6 +180,8 @@ class Coordinator:
             self._drop(old, "its agent came back")
         agent.name = name
         self._agents[name] = agent
+        if self._is_of_one_agent:
+            self._alone_s = 0.0  # the next starts a coordinator of its own, and may be told to do so at the same port
         self._events.write("agent_came", node=name, host=host, slots=slots)
         known = {int(slot): Worker(State(w.pop("state")), **w) for slot, w in workers.items()}
         self._membership.arrived(name, host, slots, known, examining)
