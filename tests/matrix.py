@@ -38,6 +38,8 @@ PLANS = {
 }
 PATIENCE = ("--resilience.beat_timeout_s", "1", "--resilience.hang_s", "2", "--resilience.first_step_s", "20")
 """Little of it, for rows in which somebody stands still."""
+STEADY = ("--optimizer.lr", "1e-3")
+"""For rows of more than 64 steps, in which norms are judged: so low a rate that none is an outlier."""
 TOLD = (
     "worker_died", "writer_died", "coordinator_lost", "nursery_replaced",
     "stopped", "frozen", "hang", "stuck_loader", "mismatch", "straggler", "slow_link",

@@ -10,13 +10,14 @@ import pytest
 
 import argosy
 from commands import Folder
+from matrix import STEADY
 
 SCRIPT = Path(argosy.__file__).parents[2] / "benchmarks/faults/healthy.py"
 
 
 def healthy(folder: Folder, *options: str) -> subprocess.CompletedProcess[str]:
     folder.write_run(steps=100_000, every_steps=100)
-    command = [sys.executable, str(SCRIPT), "run.toml", *options]
+    command = [sys.executable, str(SCRIPT), "run.toml", *STEADY, *options]
     return subprocess.run(command, cwd=folder.path, capture_output=True, text=True, check=False, timeout=300)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from argosy.checkpoint import store
-from matrix import PATIENCE, PLANS, free_port
+from matrix import PATIENCE, PLANS, STEADY, free_port
 
 RESTARTS = 50
 
@@ -27,8 +27,8 @@ def taken_port() -> Iterator[int]:
 @pytest.mark.parametrize("plan", ["replicas", "sharded"])
 def test_fifty_restarts_of_fifty_are_clean(disturbed, undisturbed, plan):
     """Each world has a new store, so that none of them meets the addresses of the dead."""
-    steps, chance = ("--train.steps", "300"), random.Random(7)
-    run = disturbed(PLANS[plan], "slow@forward:seconds=0.02", *steps, "--launch.max_restarts", str(RESTARTS))
+    length, chance = ("--train.steps", "300", *STEADY), random.Random(7)
+    run = disturbed(PLANS[plan], "slow@forward:seconds=0.02", *length, "--launch.max_restarts", str(RESTARTS))
     run.wait_for_step(4)  # there is something to go back to
     for number in range(RESTARTS):
         run.wait_for_step(run.steps() + 1)
@@ -36,7 +36,7 @@ def test_fifty_restarts_of_fifty_are_clean(disturbed, undisturbed, plan):
         run.wait_until(lambda n=number: len(run.events("recovered")) == n + 1)
     run.end(timeout_s=300)
     assert len(run.events("epoch")) == RESTARTS + 1 == len(run.events("worker_died")) + 1
-    run.check(undisturbed(PLANS[plan], *steps), "worker_died")
+    run.check(undisturbed(PLANS[plan], *length), "worker_died")
 
 
 def test_a_peer_that_does_not_come_into_the_world_is_named_and_replaced(disturbed, undisturbed):

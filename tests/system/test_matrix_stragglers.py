@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from matrix import STEADY
+
 WINDOW = 20
 """resilience.straggler_steps, as it is by default."""
 BUSY_S = 0.05
@@ -23,7 +25,7 @@ BUSY_S = 0.05
 def test_a_slow_rank_is_named_within_the_window_and_no_healthy_one_is_evicted(
     disturbed, undisturbed, slow, steps, within
 ):
-    length = ("--train.steps", str(steps), "--optimizer.lr", "1e-3")  # so low that no gradient's norm is an outlier
+    length = ("--train.steps", str(steps), *STEADY)
     options = (*length, "--resilience.straggler_s", "1")
     run = disturbed("dp_replicate=2,microbatch=4", f"slow@forward:rank=0,seconds={BUSY_S}; {slow}", *options)
     run.end(timeout_s=300)
