@@ -74,17 +74,8 @@ class Result:
 
 
 def torchrun(run_file: Path, folder: Path, processes: int, timeout_s: float) -> list[tuple[list[str], dict[str, str]]]:
-    command = [
-        "--standalone",
-        "--nproc-per-node",
-        str(processes),
-        "--max-restarts",
-        "1000",
-        "--monitor-interval",
-        "0.1",
-    ]
     script = [str(HERE / "torchrun_dcp.py"), str(run_file), str(folder), str(timeout_s)]
-    return [([*TORCHRUN, *command, *script], AS_IT_WORKS)]
+    return [([*TORCHRUN, "--standalone", "--nproc-per-node", str(processes), *script], AS_IT_WORKS)]
 
 
 def torchft(run_file: Path, folder: Path, processes: int, timeout_s: float) -> list[tuple[list[str], dict[str, str]]]:
