@@ -107,7 +107,7 @@ class Turns:
 
 
 def argosy(setting: Setting, turns: Turns, compiled: bool) -> None:
-    """The step of `argosy.training.job`, without its files."""
+    """The step of `argosy.training.trainer`, without its files."""
     from argosy.config.schema import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
     from argosy.models.batch import microbatches
     from argosy.observe.clock import StepClock

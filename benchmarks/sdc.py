@@ -22,7 +22,7 @@ from torch import Tensor
 
 from argosy.config.schema import ResilienceConfig
 from argosy.parallel.checks import checksums, is_sum, sum_of_bits, tolerance
-from argosy.training.judge import Judge
+from argosy.training.bad_steps import BadStepPolicy
 
 BITS = 32
 NORM_NOISE = 0.1
@@ -99,7 +99,7 @@ def norm(elements: int) -> Sees:
     own = gradient(elements, 0)
     squares = own.double().square().sum().item()
     draw = random.Random(0)
-    judge = Judge(ResilienceConfig())
+    judge = BadStepPolicy(ResilienceConfig())
     judge.remember((s, 3.0, math.sqrt(squares) * math.exp(NORM_NOISE * draw.gauss(0, 1))) for s in range(128))
     limit = judge.limits(128).gradient_norm
 

@@ -36,12 +36,12 @@ PLANS = {
     "pipeline": "pp=2,microbatch=2",
     "tensor": "tp=2,microbatch=4",
 }
-PATIENCE = ("--resilience.beat_timeout_s", "1", "--resilience.hang_s", "2", "--resilience.first_step_s", "20")
+PATIENCE = ("--resilience.heartbeat_timeout_s", "1", "--resilience.hang_s", "2", "--resilience.first_step_s", "20")
 """Little of it, for rows in which somebody stands still."""
 STEADY = ("--optimizer.lr", "1e-3")
 """For rows of more than 64 steps, in which norms are judged: so low a rate that none is an outlier."""
 TOLD = (
-    "worker_died", "writer_died", "coordinator_lost", "nursery_replaced",
+    "worker_died", "writer_died", "coordinator_lost", "fork_server_replaced",
     "stopped", "frozen", "hang", "stuck_loader", "mismatch", "straggler", "slow_link",
     "oom_kill", "memory_low", "disk_failed", "disk_slow", "disk_full", "clock_jump", "limit_near",
     "bad_step", "rewind", "bad_shard", "corruption", "collective_corrupt", "gradient_corrupt",
@@ -92,7 +92,7 @@ class Disturbed:
             run.write_text(
                 text.replace("processes = 2\n", "").replace("every_steps = 5\ntokens", "every_steps = 0\ntokens")
             )
-        words = [*("train", "run.toml", "--resilience.memory_every_steps", "2"), *self.options, *more]
+        words = [*("train", "run.toml", "--resilience.memory_checkpoint_every_steps", "2"), *self.options, *more]
         process = self.folder.start(*words, within=self.within, ARGOSY_FAULTS=self.faults)
         self.agents.append(process.pid)
         return process
@@ -141,8 +141,8 @@ class Disturbed:
             time.sleep(0.01)
 
     def pids(self) -> dict[int, int]:
-        """Rank -> pid, in the newest epoch."""
-        ranks = self.events("epoch")[-1]["ranks"]
+        """Rank -> pid, in the newest generation."""
+        ranks = self.events("generation")[-1]["ranks"]
         started = {(e["by"], e["slot"]): e["pid"] for e in self.events("worker_started")}
         found = {}
         for place, rank in ranks.items():
@@ -218,7 +218,7 @@ class Disturbed:
         mine = np.array(self.losses())
         assert mine.shape == curves[0].shape, self._story()
         spread = (curves.max(0) - curves.min(0)).max()
-        changes = len(self.events("epoch")) - 1
+        changes = len(self.events("generation")) - 1
         off = np.abs(curves - mine).min(0).max()
         # Rounding drives them apart as it does those of healthy runs, of which two may happen to be near each other.
         assert off <= 3 * changes * spread, f"{off} from the nearest, {spread} between those of healthy runs"
@@ -251,7 +251,7 @@ class Disturbed:
                 yield words.replace(b"\0", b" ").decode()
 
     def _story(self) -> str:
-        kinds = (*TOLD, "epoch", "break", "killed", "recovered", "resume", "finish", "fault", "replan")
+        kinds = (*TOLD, "generation", "break", "killed", "recovered", "resume", "finish", "fault", "replan")
         return self.text[-3000:] + "\n".join(json.dumps(e) for e in self.events(*kinds))
 
     def time_to(self, began_s: float, *kinds: str) -> float:

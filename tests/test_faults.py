@@ -22,7 +22,7 @@ from argosy.faults import arm, fault, parse
 
 @pytest.fixture(autouse=True)
 def disarmed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delenv("ARGOSY_EPOCH", raising=False)
+    monkeypatch.delenv("ARGOSY_GENERATION", raising=False)
     monkeypatch.delenv("RANK", raising=False)
     yield
     arm("")
@@ -88,10 +88,10 @@ def test_it_strikes_each_rank_once(monkeypatch):
         assert not strikes("forward")
 
 
-def test_again_is_once_an_epoch(monkeypatch):
+def test_again_is_once_a_generation(monkeypatch):
     arm("raise@forward:again=1")
-    for epoch in ("1", "2"):
-        monkeypatch.setenv("ARGOSY_EPOCH", epoch)
+    for generation in ("1", "2"):
+        monkeypatch.setenv("ARGOSY_GENERATION", generation)
         assert strikes("forward")
         assert not strikes("forward")
 

@@ -26,10 +26,10 @@ from statistics import median
 
 import tyro
 
+from argosy.chaos.campaign import Blow, command_of, descendants, is_alive
+from argosy.chaos.chaos import draw, run_chaos
 from argosy.config.load import load
 from argosy.plan.plan import Plan
-from argosy.resilience.campaign import Blow, command_of, descendants, is_alive
-from argosy.resilience.chaos import draw, run_chaos
 
 HERE = Path(__file__).resolve().parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "1000", "--monitor-interval", "0.1"]

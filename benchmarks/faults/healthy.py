@@ -26,8 +26,9 @@ from argosy.observe.events import read_lines
 from argosy.observe.ledger import read_ledger
 
 EXPECTED = {
-    "worker_started", "coordinator_started", "agent_came", "agent_left", "examined", "epoch", "finish", "signal",
-    "start", "end", "length", "memory_interval", "recovered", "resume", "save", "verified", "prune", "drained",
+    "worker_started", "coordinator_started", "agent_came", "agent_left", "node_checked", "generation", "finish",
+    "signal", "start", "end", "length", "memory_interval", "recovered", "resume", "save", "verified", "prune",
+    "drained",
 }  # fmt: skip
 """Events of a healthy life. Whatever else there is tells of a fault, or of what was taken for one."""
 GRACE_S = 120.0
@@ -49,7 +50,7 @@ class Seen:
         """What should not be there."""
         found = [f"{event['event']}: {event}" for event in self.events if event["event"] not in EXPECTED]
         found += list(read_ledger(self.steps).problems)
-        if (worlds := sum(event["event"] == "epoch" for event in self.events)) != 1:
+        if (worlds := sum(event["event"] == "generation" for event in self.events)) != 1:
             found.append(f"{worlds} worlds were formed")
         if len(self.steps) <= SKIPPED:
             found.append(f"only {len(self.steps)} steps were made")

@@ -1,10 +1,10 @@
-"""What watching a healthy run costs: fingerprints, vital signs, copies in memory, as shares of its own steps.
+"""What watching a healthy run costs: fingerprints, heartbeat, copies in memory, as shares of its own steps.
 
     python benchmarks/faults/overhead.py RUN.toml [--train.steps 200 ...]
 
 One run, compared with itself: with `resilience.fingerprint_every_steps = 2` every other step sums the bits of weights
 and optimizer state, and those before and after it do not; copies in memory are in the accounts of the steps that follow
-them. What a step writes into its page of vital signs is timed by itself, and counted as often as a step writes. Only a
+them. What a step writes into its page of heartbeat is timed by itself, and counted as often as a step writes. Only a
 quiet machine gives figures that mean anything. It works in a folder of its own and leaves RUN's alone.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median, quantiles
 
 from argosy.observe.events import read_lines
-from argosy.observe.vitals import Vitals
+from argosy.observe.heartbeat import Heartbeat
 
 SKIPPED = 10
 """The first steps compile and warm up."""
@@ -33,20 +33,20 @@ def main() -> None:
         sys.exit((__doc__ or "").strip())
     with tempfile.TemporaryDirectory() as folder:
         steps = trained(Path(folder), sys.argv[1], sys.argv[2:])
-        writing_s = vital_signs(Path(folder))
+        writing_s = heartbeat(Path(folder))
     plain = [record["step_time_s"] for record in steps if record["step"] % 2]
     watched = paired(steps)
     low, _, high = quantiles(watched, n=4)
     print(f"{len(steps)} steps of {1e3 * median(plain):.1f} ms (those without fingerprints)")
     print(f"fingerprints       {median(watched) - 1:+.2%} of a step (quartiles {low - 1:+.2%} to {high - 1:+.2%})")
-    print(f"vital signs        {WRITES * writing_s / median(plain):+.4%} ({1e6 * writing_s:.1f} us a write)")
+    print(f"heartbeat        {WRITES * writing_s / median(plain):+.4%} ({1e6 * writing_s:.1f} us a write)")
     copy_s = median(record["seconds"]["checkpoint"] for record in steps if record["step"] % EVERY == 0)
     print(f"copies in memory   {copy_s / median(plain) / EVERY:+.2%} ({1e3 * copy_s:.1f} ms in {EVERY} steps)")
 
 
 def trained(folder: Path, run: str, overrides: list[str]) -> list[dict]:
     """The lines of the steps that count, of a run made here."""
-    settings = ["--resilience.fingerprint_every_steps", "2", "--resilience.memory_every_steps", str(EVERY)]
+    settings = ["--resilience.fingerprint_every_steps", "2", "--resilience.memory_checkpoint_every_steps", str(EVERY)]
     settings += ["--checkpoint.every_steps", "0", "--checkpoint.every_minutes", "0", "--evaluate.every_steps", "0"]
     command = [sys.executable, "-m", "argosy", "train", run, "--run-dir", str(folder / "run"), *settings, *overrides]
     subprocess.run(command, check=True, stdout=sys.stderr)
@@ -63,14 +63,14 @@ def paired(steps: list[dict]) -> list[float]:
     ]
 
 
-def vital_signs(folder: Path) -> float:
+def heartbeat(folder: Path) -> float:
     """Seconds of one write."""
-    vitals, writes = Vitals(folder), 10_000
+    heartbeat, writes = Heartbeat(folder), 10_000
     begin = time.perf_counter()
     for _ in range(writes):
-        vitals.enter("forward")
+        heartbeat.enter("forward")
     took_s = time.perf_counter() - begin
-    vitals.close()
+    heartbeat.close()
     return took_s / writes
 
 

@@ -12,14 +12,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from argosy.compare.parity import parity
     from argosy.config.load import load
     from argosy.config.schema import RunConfig
     from argosy.data.prepare import prepare
+    from argosy.inference.evaluate import evaluate
+    from argosy.inference.generate import generate
     from argosy.launch.local import train
     from argosy.plan.plan import Plan
-    from argosy.use.evaluate import evaluate
-    from argosy.use.generate import generate
-    from argosy.use.parity import parity
 
 __version__ = "0.1.0"
 __all__ = ["Plan", "RunConfig", "__version__", "evaluate", "generate", "load", "parity", "prepare", "train"]
@@ -27,10 +27,10 @@ __all__ = ["Plan", "RunConfig", "__version__", "evaluate", "generate", "load", "
 _HOME = {
     "Plan": "argosy.plan.plan",
     "RunConfig": "argosy.config.schema",
-    "evaluate": "argosy.use.evaluate",
-    "generate": "argosy.use.generate",
+    "evaluate": "argosy.inference.evaluate",
+    "generate": "argosy.inference.generate",
     "load": "argosy.config.load",
-    "parity": "argosy.use.parity",
+    "parity": "argosy.compare.parity",
     "prepare": "argosy.data.prepare",
     "train": "argosy.launch.local",
 }

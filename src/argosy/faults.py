@@ -3,10 +3,10 @@
     ARGOSY_FAULTS='kill@optimizer:step=5,rank=1; flip@weights:step=7,rank=2,bit=30; slow@forward:rank=1,factor=2'
 
 ACTION@POINT:KEY=VALUE,... says what happens where; the same as JSON: [{"action": "kill", "point": "optimizer",
-"step": 5, "rank": 1}]. Keys `step`, `after` (a step, or a later one), `rank`, `epoch` and `fraction` (of a file) say
-when; what is left out may be any. A fault strikes once for each rank of a run, also if the run is started
-again in between, unless `again` (once in each epoch), `steps` (so many steps in a row) or `every` (each step that it
-divides, without end) say otherwise. What has struck stands in events/faults.jsonl of the run's folder.
+"step": 5, "rank": 1}]. Keys `step`, `after` (a step, or a later one), `rank`, `generation` and `fraction` (of a
+file) say when; what is left out may be any. A fault strikes once for each rank of a run, also if the run is started
+again in between, unless `again` (once in each generation), `steps` (so many steps in a row) or `every` (each step that
+it divides, without end) say otherwise. What has struck stands in events/faults.jsonl of the run's folder.
 
 Without the variable a fault point is one comparison.
 """
@@ -37,7 +37,7 @@ RECORD = Path("events") / "faults.jsonl"
 FOR_EVER_S = 1_000_000
 
 POINTS = {
-    "examine": "in an examination of a node; tensors: each result, as of `core 0 fp32 product` or `cuda:0 memory`",
+    "check_node": "in an examination of a node; tensors: each result, as of `core 0 fp32 product` or `cuda:0 memory`",
     "join": "before a worker joins its world",
     "recover": "in a new world, before state is taken from others or from disk",
     "loader": "in the thread that reads a step's rows",
@@ -79,7 +79,7 @@ class Fault:
     after: int | None = None
     """Strikes at this step or at the first one after it that comes by."""
     rank: int | None = None
-    epoch: int | None = None
+    generation: int | None = None
     fraction: float | None = None
     """Strikes once at least this part is done."""
     steps: int = 1
@@ -87,7 +87,7 @@ class Fault:
     every: int | None = None
     """Strikes in each step that it divides, again and again."""
     again: bool = False
-    """Strikes again in each epoch."""
+    """Strikes again in each generation."""
     times: int = 1
     """So often before it is over: a step that looks bad is done again."""
     seconds: float | None = None
@@ -115,9 +115,9 @@ class Fault:
         """Whether it strikes without end, and so is recorded only once."""
         return self.every is not None or self.action == "slow"
 
-    def matches(self, point: str, step: int | None, rank: int, epoch: int, fraction: float | None) -> bool:
+    def matches(self, point: str, step: int | None, rank: int, generation: int, fraction: float | None) -> bool:
         """Whether it is to strike here and now, if it has not yet."""
-        if point != self.point or self.rank not in (None, rank) or self.epoch not in (None, epoch):
+        if point != self.point or self.rank not in (None, rank) or self.generation not in (None, generation):
             return False
         if self.fraction is not None and (fraction is None or fraction < self.fraction):
             return False
@@ -152,21 +152,21 @@ class Faults:
             return
         step = self._step if step is None else step
         rank = int(os.environ.get("RANK", "0")) if rank is None else rank
-        epoch = int(os.environ.get("ARGOSY_EPOCH", "0"))
+        generation = int(os.environ.get("ARGOSY_GENERATION", "0"))
         for fault in self._faults:
-            if not fault.matches(point, step, rank, epoch, fraction):
+            if not fault.matches(point, step, rank, generation, fraction):
                 continue
             target = _target(fault, tensors) if fault.action in _ON_TENSORS else None
-            if (target is not None or fault.action not in _ON_TENSORS) and self._is_due(fault, step, rank, epoch):
+            if (target is not None or fault.action not in _ON_TENSORS) and self._is_due(fault, step, rank, generation):
                 self._strike(fault, target)
 
-    def _is_due(self, fault: Fault, step: int | None, rank: int, epoch: int) -> bool:
+    def _is_due(self, fault: Fault, step: int | None, rank: int, generation: int) -> bool:
         """Whether it has not struck before, or often enough. It is recorded first: a process that dies of it records
         nothing.
         """
         key = f"{fault} rank={rank}"
         if fault.again:
-            key += f" epoch={epoch}"
+            key += f" generation={generation}"
         if fault.steps > 1:
             key += f" step={step}"
         with self._lock:
@@ -179,7 +179,7 @@ class Faults:
                 _append(
                     record,
                     {"time_s": round(time.time(), 3), "event": "fault", "key": key, "fault": str(fault), "rank": rank,
-                     "step": step, "epoch": epoch, "pid": os.getpid()},
+                     "step": step, "generation": generation, "pid": os.getpid()},
                 )  # fmt: skip
         return bool(key) or fault.is_lasting
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from argosy.checkpoint import store
 from argosy.checkpoint.boxes import Box
+from argosy.checkpoint.checksums import Damaged
 from argosy.checkpoint.load import load_into, missing_from
-from argosy.checkpoint.proof import Damaged
 from argosy.checkpoint.save import Saver
 from argosy.checkpoint.shards import part_box, wholes
 from argosy.checkpoint.store import Checkpoint

@@ -15,7 +15,15 @@ import torch
 
 from argosy.checkpoint.boxes import Box
 from argosy.checkpoint.history import History, Position
-from argosy.checkpoint.memory import FOLDER, NODE, MemoryCopies, copies_in, memory_folder, node_name, place
+from argosy.checkpoint.memory import (
+    FOLDER,
+    NODE,
+    MemoryCheckpointer,
+    memory_checkpoints_in,
+    memory_folder,
+    node_name,
+    place,
+)
 from argosy.checkpoint.shards import wholes
 from argosy.parallel.world import World
 
@@ -35,7 +43,7 @@ def state(step: int, rank: int = 0) -> dict[Box, torch.Tensor]:
 def found(folder: Path) -> dict[tuple[int, int], dict[str, torch.Tensor]]:
     """(step, rank) -> what the copy of it holds; each must be whole."""
     copies = {}
-    for copy in copies_in(folder):
+    for copy in memory_checkpoints_in(folder):
         assert copy.is_whole()
         copies[copy.step, copy.rank] = {b.name: copy.file.read(b, b).clone() for b in copy.file.boxes}
     return copies
@@ -95,15 +103,15 @@ def test_the_environment_names_folder_and_node(monkeypatch):
 # One rank
 
 
-def copies(folder: Path, world: World = ALONE, history: History = HISTORY) -> MemoryCopies:
-    return MemoryCopies(folder, list(state(0, world.rank)), world, history, refuse)
+def copies(folder: Path, world: World = ALONE, history: History = HISTORY) -> MemoryCheckpointer:
+    return MemoryCheckpointer(folder, list(state(0, world.rank)), world, history, refuse)
 
 
 def refuse(problem: str) -> None:
     raise AssertionError(problem)
 
 
-def save(copying: MemoryCopies, *steps: int) -> None:
+def save(copying: MemoryCheckpointer, *steps: int) -> None:
     for step in steps:
         copying.save(Position(step, step * 100, ((3, 5),)), state(step))
     copying.wait()
@@ -120,7 +128,7 @@ def test_two_generations_are_kept(tmp_path):
 
 def test_a_copy_knows_where_in_which_run_it_stood(tmp_path):
     save(copies(tmp_path), 10)
-    (copy,) = copies_in(tmp_path)
+    (copy,) = memory_checkpoints_in(tmp_path)
     assert copy.state == (Position(10, 1000, ((3, 5),)), HISTORY)
 
 
@@ -135,12 +143,12 @@ def test_what_training_does_after_the_call_is_not_in_the_copy(tmp_path):
 
 def test_a_copy_in_which_a_bit_has_changed_is_refused(tmp_path):
     save(copies(tmp_path), 10, 20)
-    path = copies_in(tmp_path)[1].path
+    path = memory_checkpoints_in(tmp_path)[1].path
     data = bytearray(path.read_bytes())
     for place_of_bit in (0, 20, len(data) // 2, len(data) - 1):
         data[place_of_bit] ^= 16
         path.write_bytes(data)
-        assert [copy.is_whole() for copy in copies_in(tmp_path)] == [True, False]
+        assert [copy.is_whole() for copy in memory_checkpoints_in(tmp_path)] == [True, False]
         data[place_of_bit] ^= 16
 
 
@@ -149,11 +157,11 @@ def test_what_is_no_copy_is_not_taken_for_one(tmp_path):
     (tmp_path / "abc.00000.partial").write_bytes(b"half of somethi")
     (tmp_path / "notes.txt").write_text("of somebody else")
     (tmp_path / "abc.00000020.00000.00000000").write_bytes(b"renamed")
-    assert [(copy.step, copy.is_whole(), copy.state is None) for copy in copies_in(tmp_path)] == [
+    assert [(copy.step, copy.is_whole(), copy.state is None) for copy in memory_checkpoints_in(tmp_path)] == [
         (10, True, False),
         (20, False, True),
     ]
-    assert copies_in(tmp_path / "nowhere") == copies_in(None) == []
+    assert memory_checkpoints_in(tmp_path / "nowhere") == memory_checkpoints_in(None) == []
 
 
 def test_a_process_killed_at_any_moment_leaves_a_whole_copy_and_nothing_that_only_looks_like_one(tmp_path):
@@ -163,7 +171,7 @@ def test_a_process_killed_at_any_moment_leaves_a_whole_copy_and_nothing_that_onl
         folder.mkdir()
         copying = context.Process(target=copy_for_ever, args=(folder,))
         copying.start()
-        while not copies_in(folder):
+        while not memory_checkpoints_in(folder):
             assert copying.is_alive()
         time.sleep(0.0015 * attempt)
         copying.kill()
@@ -181,7 +189,7 @@ def copy_for_ever(folder: Path) -> None:
 
 def test_without_room_there_are_no_more_copies_and_the_last_one_stays(tmp_path, monkeypatch):
     problems: list[str] = []
-    copying = MemoryCopies(tmp_path, list(state(0)), ALONE, HISTORY, problems.append)
+    copying = MemoryCheckpointer(tmp_path, list(state(0)), ALONE, HISTORY, problems.append)
     save(copying, 10)
     monkeypatch.setattr(os, "posix_fallocate", no_room)
     save(copying, 20)
@@ -221,7 +229,7 @@ def copy_together(world: World, folder: Path, nodes: list[str], full: str = "") 
     node.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(NODE, nodes[world.rank])
-        copying = MemoryCopies(node, list(state(0, world.rank)), world, HISTORY, problems.append)
+        copying = MemoryCheckpointer(node, list(state(0, world.rank)), world, HISTORY, problems.append)
         for step in (10, 20, 30):
             if full and world.rank == world.size - 1 and step == 30:
                 patch.setattr(os, "posix_fallocate", no_room_after(files=0 if full == "own" else 1))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from argosy.checkpoint import store
-from argosy.checkpoint.proof import Damaged, file_sum
+from argosy.checkpoint.checksums import Damaged, file_sum
 from argosy.checkpoint.remote import Remote
 from argosy.checkpoint.store import Checkpoint, Fenced
 from argosy.errors import UserError
@@ -48,7 +48,7 @@ def test_a_copy_comes_back_as_a_verified_checkpoint(url, run_dir):
     elsewhere = Path(run_dir.parent, "another disk", "mine")
     remote = Remote(url, elsewhere)
     assert remote.steps() == [4]
-    found = remote.fetch(4, epoch=0)
+    found = remote.fetch(4, generation=0)
     found.verify()
     assert found.is_verified and found.manifest == given.manifest
     assert [path.name for path in found.folder.parent.iterdir()] == ["step-00000004"]
@@ -81,11 +81,11 @@ def test_the_manifest_comes_last_and_only_if_all_was_copied_well(tmp_path, run_d
     assert remote.steps() == []
 
 
-def test_a_process_of_an_epoch_before_copies_nothing(url, run_dir):
+def test_a_process_of_a_generation_before_copies_nothing(url, run_dir):
     checkpoint, remote = write(run_dir, 4), Remote(url, run_dir)
-    (run_dir / store.EPOCH_FILE).write_text("1")
+    (run_dir / store.GENERATION_FILE).write_text("1")
     with pytest.raises(Fenced):
-        remote.put(checkpoint, lambda: store.check_epoch(run_dir, 0))
+        remote.put(checkpoint, lambda: store.check_generation(run_dir, 0))
     assert remote.steps() == []
 
 
@@ -96,7 +96,7 @@ def test_a_copy_that_is_damaged_is_refused_and_named_and_leaves_nothing(tmp_path
     store.remove(store.step_folder(run_dir, 4))
     flip_a_bit(next((tmp_path / "there").rglob(name)), 20)
     with pytest.raises(Damaged, match=name):
-        remote.fetch(4, epoch=0)
+        remote.fetch(4, generation=0)
     assert list((run_dir / "checkpoints").iterdir()) == []
 
 
@@ -104,7 +104,7 @@ def test_a_copy_takes_the_place_of_a_damaged_checkpoint(url, run_dir):
     remote = Remote(url, run_dir)
     remote.put(write(run_dir, 4), anywhere)
     flip_a_bit(store.step_folder(run_dir, 4) / "rank-00000.safetensors", 3)
-    remote.fetch(4, epoch=0).verify()
+    remote.fetch(4, generation=0).verify()
     assert store.newest_whole(run_dir).damaged == ()
 
 

@@ -306,14 +306,14 @@ def save_and_fork(run_dir: Path, pids: Any) -> None:
     time.sleep(60)
 
 
-def test_what_is_of_an_epoch_before_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv(store.EPOCH, "4")
+def test_what_is_of_a_generation_before_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv(store.GENERATION, "4")
     saving = Saving(tmp_path)
     saving.save(1.0, step=1)
-    assert store.committed(tmp_path)[0].manifest.epoch == 4
-    (tmp_path / store.EPOCH_FILE).write_text("5")
+    assert store.committed(tmp_path)[0].manifest.generation == 4
+    (tmp_path / store.GENERATION_FILE).write_text("5")
     saving.save(2.0, step=2)
-    assert "epoch 5" in saving.told("save_failed")[0]["error"]
+    assert "generation 5" in saving.told("save_failed")[0]["error"]
     saving.close()
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from argosy.checkpoint import store
+from argosy.checkpoint.checksums import Damaged, file_sum, signed
 from argosy.checkpoint.history import History
-from argosy.checkpoint.proof import Damaged, file_sum, signed
-from argosy.checkpoint.store import EPOCH_FILE, MANIFEST, VERIFIED, Checkpoint, CheckpointManifest, Fenced
+from argosy.checkpoint.store import GENERATION_FILE, MANIFEST, VERIFIED, Checkpoint, CheckpointManifest, Fenced
 from argosy.errors import StorageError, UserError
 from argosy.files import PARTIAL
 from checkpoint.saving import flip_a_bit, manifest
@@ -23,7 +23,7 @@ ALL = [*FILES, MANIFEST, VERIFIED]
 
 def write(run_dir: Path, step: int, verified: bool = False, **facts: object) -> Path:
     """A checkpoint as a save leaves it."""
-    folder = store.partial_folder(run_dir, step, epoch=0)
+    folder = store.partial_folder(run_dir, step, generation=0)
     folder.mkdir(parents=True)
     for name, data in FILES.items():
         (folder / name).write_bytes(data[: 50 + step % 50])
@@ -50,7 +50,9 @@ def test_what_was_committed_is_there_and_whole(tmp_path):
 
 def test_all_of_a_manifest_comes_back(tmp_path):
     history = History(3, (("ab", 5), ("cd", 7)), "ef")
-    given = manifest(7, plan="dp_replicate=2", skipped=((3, 5), (9, 10)), history=history, epoch=4, config_sha256="aa")
+    given = manifest(
+        7, plan="dp_replicate=2", skipped=((3, 5), (9, 10)), history=history, generation=4, config_sha256="aa"
+    )
     assert CheckpointManifest.from_bytes(given.to_bytes(), "here") == given
 
 
@@ -66,7 +68,7 @@ def test_a_folder_without_its_manifest_does_not_exist(tmp_path, marker):
 
 
 @pytest.mark.parametrize(
-    "name", ["step-1", "step-00000003.old", "old-step-00000003", "step-00000003.epoch-0001.partial"]
+    "name", ["step-1", "step-00000003.old", "old-step-00000003", "step-00000003.generation-0001.partial"]
 )
 def test_other_folders_are_no_checkpoints(tmp_path, name):
     write(tmp_path, 3).rename(tmp_path / "checkpoints" / name)
@@ -264,76 +266,78 @@ def test_a_step_that_is_committed_stays_as_it_is(tmp_path):
     assert not list((tmp_path / "checkpoints").glob(f"*{PARTIAL}"))
 
 
-@pytest.mark.parametrize(("epoch", "now", "refused"), [(0, "1", True), (2, "2", False), (3, "2", False), (2, "", True)])
-def test_what_is_of_an_epoch_before_is_not_committed(tmp_path, epoch, now, refused):
-    (tmp_path / EPOCH_FILE).write_text(now)
+@pytest.mark.parametrize(
+    ("generation", "now", "refused"), [(0, "1", True), (2, "2", False), (3, "2", False), (2, "", True)]
+)
+def test_what_is_of_a_generation_before_is_not_committed(tmp_path, generation, now, refused):
+    (tmp_path / GENERATION_FILE).write_text(now)
     if refused:
         with pytest.raises(Fenced, match="nothing"):
-            write(tmp_path, 4, epoch=epoch)
+            write(tmp_path, 4, generation=generation)
     else:
-        write(tmp_path, 4, epoch=epoch)
+        write(tmp_path, 4, generation=generation)
     assert steps(tmp_path) == ([] if refused else [4])
 
 
-def test_what_dead_writers_left_is_swept_away_but_not_what_a_later_epoch_writes(tmp_path):
+def test_what_dead_writers_left_is_swept_away_but_not_what_a_later_generation_writes(tmp_path):
     write(tmp_path, 3)
-    for step, epoch in ((4, 0), (4, 2), (5, 1), (6, 3)):
-        store.partial_folder(tmp_path, step, epoch).mkdir()
-    store.sweep(tmp_path, epoch=2, before_step=5)
+    for step, generation in ((4, 0), (4, 2), (5, 1), (6, 3)):
+        store.partial_folder(tmp_path, step, generation).mkdir()
+    store.sweep(tmp_path, generation=2, before_step=5)
     left = {path.name for path in (tmp_path / "checkpoints").iterdir()}
-    assert left == {"step-00000003", "step-00000005.epoch-0001.partial", "step-00000006.epoch-0003.partial"}
-    store.sweep(tmp_path, epoch=2)
+    assert left == {"step-00000003", "step-00000005.generation-0001.partial", "step-00000006.generation-0003.partial"}
+    store.sweep(tmp_path, generation=2)
     left = {path.name for path in (tmp_path / "checkpoints").iterdir()}
-    assert left == {"step-00000003", "step-00000006.epoch-0003.partial"}
+    assert left == {"step-00000003", "step-00000006.generation-0003.partial"}
 
 
-def half_written(run_dir: Path, step: int, epoch: int) -> tuple[Path, CheckpointManifest]:
-    """A checkpoint that processes of `epoch` have written, and not committed."""
-    partial = store.partial_folder(run_dir, step, epoch)
+def half_written(run_dir: Path, step: int, generation: int) -> tuple[Path, CheckpointManifest]:
+    """A checkpoint that processes of `generation` have written, and not committed."""
+    partial = store.partial_folder(run_dir, step, generation)
     partial.mkdir(parents=True)
-    (partial / "rank-00000.safetensors").write_bytes(bytes([epoch]))
+    (partial / "rank-00000.safetensors").write_bytes(bytes([generation]))
     files = {"rank-00000.safetensors": file_sum(partial / "rank-00000.safetensors")}
-    return partial, manifest(step, epoch=epoch, files=files)
+    return partial, manifest(step, generation=generation, files=files)
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-def test_who_asked_before_an_epoch_began_and_wakes_after_it_commits_nothing(tmp_path, monkeypatch, is_there):
-    old, new = half_written(tmp_path, 4, epoch=1), half_written(tmp_path, 4, epoch=2)
+def test_who_asked_before_a_generation_began_and_wakes_after_it_commits_nothing(tmp_path, monkeypatch, is_there):
+    old, new = half_written(tmp_path, 4, generation=1), half_written(tmp_path, 4, generation=2)
 
-    def asleep(run_dir: Path, epoch: int) -> None:
+    def asleep(run_dir: Path, generation: int) -> None:
         monkeypatch.undo()
-        store.begin_epoch(tmp_path, 2)
+        store.begin_generation(tmp_path, 2)
         if is_there:
             store.commit(*new)
 
-    monkeypatch.setattr(store, "check_epoch", asleep)
+    monkeypatch.setattr(store, "check_generation", asleep)
     if is_there:
-        assert store.commit(*old).manifest.epoch == 2
+        assert store.commit(*old).manifest.generation == 2
     else:
         with pytest.raises(FileNotFoundError):
             store.commit(*old)
         assert steps(tmp_path) == []
         store.commit(*new)
     store.committed(tmp_path)[0].verify()
-    store.sweep(tmp_path, epoch=2)
+    store.sweep(tmp_path, generation=2)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000004"]
 
 
 def test_one_that_is_committed_while_its_place_is_cleared_stays(tmp_path, monkeypatch):
-    old, new = half_written(tmp_path, 4, epoch=1), half_written(tmp_path, 4, epoch=2)
+    old, new = half_written(tmp_path, 4, generation=1), half_written(tmp_path, 4, generation=2)
     store.commit(*new)
     looks = iter([False])  # it was not there yet
     monkeypatch.setattr(Checkpoint, "is_there", property(lambda self: next(looks, True)))
     with pytest.raises(OSError, match="not empty"):
         store.commit(*old)
     monkeypatch.undo()
-    assert store.committed(tmp_path)[0].manifest.epoch == 2
+    assert store.committed(tmp_path)[0].manifest.generation == 2
     store.committed(tmp_path)[0].verify()
 
 
-def test_an_epoch_is_in_force_until_a_later_one_begins(tmp_path):
+def test_a_generation_is_in_force_until_a_later_one_begins(tmp_path):
     assert store.is_in_force(tmp_path, 0), "where nobody counts"
-    store.begin_epoch(tmp_path, 2)
+    store.begin_generation(tmp_path, 2)
     assert store.is_in_force(tmp_path, 2) and not store.is_in_force(tmp_path, 1)
-    (tmp_path / store.EPOCH_FILE).write_text("no number")
+    (tmp_path / store.GENERATION_FILE).write_text("no number")
     assert not store.is_in_force(tmp_path, 2), "if that cannot be told, nothing is written"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from argosy.checkpoint import store
-from argosy.checkpoint.proof import file_sum, signed
+from argosy.checkpoint.checksums import file_sum, signed
 from argosy.cli.checkpoint import main
 from argosy.errors import UserError
 from checkpoint.saving import flip_a_bit, manifest

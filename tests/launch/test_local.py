@@ -20,12 +20,12 @@ from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
 from argosy.errors import Retryable, RunFailed, UserError
 from argosy.launch import run_folder
-from argosy.launch.local import nursery
+from argosy.launch.local import fork_server
 from argosy.observe.events import read_lines
 from argosy.observe.metrics import Metrics
 from argosy.observe.report import Report
 from argosy.parallel.world import World
-from argosy.resilience.agent import Agent
+from argosy.supervise.agent import Agent
 from tiny import EAGER, losses, run_config, train_in
 
 ENDLESS = {"train": {"steps": 1_000_000}, "evaluate": {"every_steps": 0}}
@@ -36,7 +36,7 @@ def launch(run: RunConfig, corpus: Path, run_dir: Path, **settings: Any) -> None
     run_dir.mkdir(exist_ok=True)
     run = run.model_copy(update={"launch": run.launch.model_copy(update=settings)})
     run_folder.write(run_dir, run, EAGER, corpus / TOKENIZER)
-    with nursery() as forks:
+    with fork_server() as forks:
         Agent(run_dir, run, EAGER, forks).run()
 
 

@@ -35,7 +35,7 @@ def run(**sections: dict[str, object]) -> RunConfig:
 
 def hold(run_dir: Path, held: RunConfig, step: int = 4) -> RunConfig:
     """Make `run_dir` that of the run `held`, with a checkpoint."""
-    folder = store.partial_folder(run_dir, step, epoch=0)
+    folder = store.partial_folder(run_dir, step, generation=0)
     folder.mkdir(parents=True)
     facts = {"tokens": 0, "saved_at_s": 0.0, "plan": "", "has_optimizer": True, "files": {}}
     store.commit(folder, CheckpointManifest(step=step, data_identity=CORPUS, **facts))

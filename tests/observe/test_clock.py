@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from argosy.observe.clock import StepClock
-from argosy.observe.vitals import Vitals, read_vitals
+from argosy.observe.heartbeat import Heartbeat, read_heartbeat
 
 
 @pytest.fixture
@@ -53,15 +53,15 @@ def test_a_block_that_fails_is_counted_too(clock):
     assert clock.lap()["checkpoint"] > 0.009
 
 
-def test_the_vitals_show_the_part_and_how_long_own_work_took(tmp_path):
-    vitals = Vitals(tmp_path)
-    clock = StepClock(torch.device("cpu"), vitals)
-    vitals.begin(3)
+def test_the_heartbeat_show_the_part_and_how_long_own_work_took(tmp_path):
+    heartbeat = Heartbeat(tmp_path)
+    clock = StepClock(torch.device("cpu"), heartbeat)
+    heartbeat.begin(3)
     for category in ("data", "forward", "communication"):
         with clock.time(category):
             time.sleep(0.02)
-            assert read_vitals(vitals.path).phase == category
-        assert read_vitals(vitals.path).phase == "other"
+            assert read_heartbeat(heartbeat.path).phase == category
+        assert read_heartbeat(heartbeat.path).phase == "other"
     seconds = clock.lap()
-    assert read_vitals(vitals.path).busy_s == {3: pytest.approx(seconds["data"] + seconds["forward"])}
-    vitals.close()
+    assert read_heartbeat(heartbeat.path).busy_s == {3: pytest.approx(seconds["data"] + seconds["forward"])}
+    heartbeat.close()

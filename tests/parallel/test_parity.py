@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from argosy.compare.parity import TOLERANCE, compare
 from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
 from argosy.launch import run_folder
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
-from argosy.use.parity import TOLERANCE, compare
 from tiny import SOURCES, eager, prepare_corpus, train_in
 from workers import WorkerPool
 

@@ -54,7 +54,7 @@ def test_state_and_traffic_are_those_of_the_exact_tables(plan):
 
 def test_a_run_that_checks_its_gradients_is_predicted_to_hold_two_at_a_time():
     plan, run = Plan.parse("dp_replicate=8"), llama()
-    checks = run.model_copy(update={"resilience": run.resilience.model_copy(update={"recompute_every_steps": 9})})
+    checks = run.model_copy(update={"resilience": run.resilience.model_copy(update={"replay_check_every_steps": 9})})
     once, twice = (predict(plan, each, CLUSTER) for each in (run, checks))
     assert twice.memory["gradients"] == 2 * once.memory["gradients"]
     problems = [Problem.of(each, CLUSTER) for each in (run, checks)]

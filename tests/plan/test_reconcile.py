@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from argosy.observe.clock import Category
-from argosy.observe.vitals import BESIDE
+from argosy.observe.heartbeat import BESIDE
 from argosy.plan.cost.estimate import Estimate
 from argosy.plan.cost.step_time import StepTime
 from argosy.plan.plan import Plan

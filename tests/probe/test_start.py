@@ -17,12 +17,12 @@ from argosy.parallel.world import World
 from argosy.plan.machines.clusters import Cluster, NodeGroup
 from argosy.probe import start
 from argosy.probe.machine import catalogue_device
-from argosy.probe.probe import Asked
+from argosy.probe.probe import ProbeRequest
 from argosy.probe.start import probe_here
 
 
-def asked(folder: Path) -> Asked:
-    return Asked(RunConfig(name="tiny"), catalogue_device("cpu", None), folder, seconds=1.0, quiet=True)
+def asked(folder: Path) -> ProbeRequest:
+    return ProbeRequest(RunConfig(name="tiny"), catalogue_device("cpu", None), folder, seconds=1.0, quiet=True)
 
 
 # What the processes that are started here do in place of measuring: they import this module to find it.
@@ -34,7 +34,7 @@ def main() -> None:
     start.main()
 
 
-def greet(asked: Asked, world: World) -> Cluster:
+def greet(asked: ProbeRequest, world: World) -> Cluster:
     (asked.folder / f"rank-{world.rank}").write_text(str(os.getpid()))
     world.barrier()
     match asked.folder.name:

@@ -84,7 +84,7 @@ def test_all_workers_killed(disturbed, undisturbed, seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_killed_again_while_it_recovers(disturbed, undisturbed, seed):
-    faults = f"kill@forward:step={step_of(seed)},rank=1; kill@recover:rank={seed % 2},epoch=2"
+    faults = f"kill@forward:step={step_of(seed)},rank=1; kill@recover:rank={seed % 2},generation=2"
     disturbed(PLANS["replicas"], faults).end().check(undisturbed(), "worker_died")
 
 
@@ -94,12 +94,12 @@ def test_the_coordinator_s_death_is_a_pause(disturbed, undisturbed):
     run.wait_until(lambda: len(run.events("coordinator_started")) == 2)
     run.send(1, signal.SIGKILL)
     run.end()
-    assert run.events("recovered") and len({e["epoch"] for e in run.events("epoch")}) == 2
+    assert run.events("recovered") and len({e["generation"] for e in run.events("generation")}) == 2
     run.check(undisturbed(), "coordinator_lost", "worker_died")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whom", ["agent", "nursery"])
+@pytest.mark.parametrize("whom", ["agent", "fork_server"])
 def test_a_holder_s_death_leaves_no_orphan_and_loses_nothing(disturbed, undisturbed, whom):
     run = disturbed().wait_for_step(7)
     assert run.process is not None
@@ -110,9 +110,9 @@ def test_a_holder_s_death_leaves_no_orphan_and_loses_nothing(disturbed, undistur
         run.start()
     else:
         children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text().split()
-        nursery = next(p for p in children if b"resilience.nursery" in Path(f"/proc/{p}/cmdline").read_bytes())
-        os.kill(int(nursery), signal.SIGKILL)
-    run.end().check(undisturbed(), *(() if whom == "agent" else ("nursery_replaced", "worker_died")))
+        fork_server = next(p for p in children if b"processes.fork_server" in Path(f"/proc/{p}/cmdline").read_bytes())
+        os.kill(int(fork_server), signal.SIGKILL)
+    run.end().check(undisturbed(), *(() if whom == "agent" else ("fork_server_replaced", "worker_died")))
 
 
 # ---- processes that do not die -------------------------------------------------------------------------------------
@@ -278,10 +278,10 @@ def test_a_node_is_lost_and_comes_back(folder, undisturbed):
     run.wait_for_step(6)
     b.kill()
     b.communicate()
-    run.wait_until(lambda: run.events("epoch")[-1]["size"] == 1)
+    run.wait_until(lambda: run.events("generation")[-1]["size"] == 1)
     run.wait_for_step(run.steps() + 2)
     b = run.launch("--launch.node", "b")
-    run.wait_until(lambda: run.events("epoch")[-1]["size"] == 2)
+    run.wait_until(lambda: run.events("generation")[-1]["size"] == 2)
     run.end()
     b.communicate(timeout=60)
     assert b.returncode == 0

@@ -41,7 +41,7 @@ def test_a_machine_that_computes_wrongly_is_refused_before_it_joins_and_a_spare_
     run = Disturbed(folder, PLANS["replicas"], options=("--train.steps", "6"))
     machines = Machines(run)
     machines.start("a")
-    machines.start("b", "flip@examine:tensor=core*product,bit=12")
+    machines.start("b", "flip@check_node:tensor=core*product,bit=12")
     assert "b computes wrongly: core " in machines.text_of("b", UNFIT)
     machines.start("c")
     run.end()
@@ -49,16 +49,16 @@ def test_a_machine_that_computes_wrongly_is_refused_before_it_joins_and_a_spare_
     (refused,) = run.events("node_refused")
     (wrong,) = refused["evidence"]
     assert refused["node"] == "b" and wrong["test"] == "fp32 product" and wrong["times"] == 1
-    (epoch,) = run.events("epoch")
-    assert set(epoch["ranks"]) == {"a/0", "c/0"} and len(run.records()) == 6
+    (generation,) = run.events("generation")
+    assert set(generation["ranks"]) == {"a/0", "c/0"} and len(run.records()) == 6
     run.check_nothing_is_left()
 
 
 @pytest.mark.slow
 def test_the_only_machine_is_refused_and_says_so(folder):
-    run = Disturbed(folder, faults="flip@examine:tensor=*memory,bit=3").start().end(code=UNFIT)
+    run = Disturbed(folder, faults="flip@check_node:tensor=*memory,bit=3").start().end(code=UNFIT)
     assert "memory: 0x" in run.text and "Take it out of service" in run.text
-    assert run.events("node_refused") and not run.events("epoch")
+    assert run.events("node_refused") and not run.events("generation")
     run.check_nothing_is_left()
 
 
@@ -67,9 +67,9 @@ def test_a_rank_that_is_blamed_has_its_machine_examined_and_goes_on_if_that_is_w
     run = disturbed(REPLICAS_OF_FOUR, "flip@weights:step=6,rank=2,bit=20;slow@forward:seconds=0.05").end()
     (suspect,) = run.events("suspect")
     assert suspect["ranks"] == [2]
-    first, second = run.events("examined")
+    first, second = run.events("node_checked")
     assert not first["wrong"] and not second["wrong"] and second["time_s"] > suspect["time_s"]
-    assert len(run.events("epoch")) == 2 and not run.events("worker_died")
+    assert len(run.events("generation")) == 2 and not run.events("worker_died")
     assert {(r["source"], r["steps_lost"]) for r in run.events("recovered")} == {("live", 0)}
     run.check(undisturbed(REPLICAS_OF_FOUR), "corruption")
 
@@ -79,8 +79,8 @@ def test_a_machine_that_is_found_to_compute_wrongly_is_left_and_a_spare_takes_it
     run = Disturbed(folder, PLANS["replicas"])
     machines = Machines(run)
     machines.start("a", "slow@forward:seconds=0.1")
-    # Both machines are in doubt, as two copies differ; the one that is found so second is examined in the next epoch.
-    wrong = "flip@examine:epoch=1;flip@examine:epoch=2"
+    # Both machines are in doubt, as two replicas differ; the second that is found so is checked in the next generation.
+    wrong = "flip@check_node:generation=1;flip@check_node:generation=2"
     machines.start("b", f"slow@forward:seconds=0.1;flip@weights:step=6,rank=1,bit=20;{wrong}")
     run.wait_for_step(2, seconds=180)
     machines.start("c")
@@ -89,5 +89,5 @@ def test_a_machine_that_is_found_to_compute_wrongly_is_left_and_a_spare_takes_it
     machines.text_of("c", 0)
     (refused,) = run.events("node_refused")
     assert refused["node"] == "b"
-    assert set(run.events("epoch")[-1]["ranks"]) == {"a/0", "c/0"}
+    assert set(run.events("generation")[-1]["ranks"]) == {"a/0", "c/0"}
     run.check(undisturbed(), "corruption", "rewind")

@@ -41,7 +41,7 @@ def replicas(count: int) -> str:
 
 def plans_of(run: Disturbed) -> list[str]:
     """Those that it had, one after the other."""
-    return [e["plan"].removesuffix(plan_text("")) for e in run.events("epoch")]
+    return [e["plan"].removesuffix(plan_text("")) for e in run.events("generation")]
 
 
 @dataclass
@@ -67,11 +67,11 @@ class Cluster:
         """Process id of the node's worker."""
         return next(e["pid"] for e in reversed(self.run.events("worker_started")) if e["by"] == f"launcher-{name}")
 
-    def wait_for_epoch(self, number: int) -> dict[str, Any]:
+    def wait_for_generation(self, number: int) -> dict[str, Any]:
         """The event with which it began."""
 
         def begun() -> list[dict[str, Any]]:
-            return [e for e in self.run.events("epoch") if e["epoch"] == number]
+            return [e for e in self.run.events("generation") if e["generation"] == number]
 
         self.run.wait_until(begun, LONG_S)
         return begun()[0]
@@ -107,7 +107,7 @@ def cluster(folder: Folder) -> Iterator[Start]:
             *("--launch.processes", "1", "--launch.nodes", str(nodes), *of_length(steps)),
             *("--launch.coordinator", f"{net.address(host)}:{PORT}"),
             *("--resilience.wait_for_nodes_s", str(wait_for_nodes_s)),
-            *("--resilience.coordinator_timeout_s", str(PATIENCE_S), "--resilience.examine_s", "0"),
+            *("--resilience.coordinator_timeout_s", str(PATIENCE_S), "--resilience.node_check_s", "0"),
         )
         for name in names[:nodes]:
             one.nodes[name] = Disturbed(
@@ -132,8 +132,8 @@ def written_by(pid: int) -> int:
     return int(fields["wchar"])
 
 
-def epochs_of_checkpoints_after(run: Disturbed, moment_s: float) -> set[int]:
-    return {c.manifest.epoch for c in store.committed(run.run_dir) if c.manifest.saved_at_s > moment_s}
+def generations_of_checkpoints_after(run: Disturbed, moment_s: float) -> set[int]:
+    return {c.manifest.generation for c in store.committed(run.run_dir) if c.manifest.saved_at_s > moment_s}
 
 
 # ---- one of two nodes ----------------------------------------------------------------------------------------------
@@ -146,15 +146,15 @@ def test_a_node_that_is_cut_off_for_good(cluster, undisturbed, lost, how):
     run = nodes.run.wait_for_step(6, LONG_S)
     worker = nodes.worker(lost)
     getattr(nodes.net, how)(lost)
-    began_s = nodes.wait_for_epoch(2)["time_s"]
+    began_s = nodes.wait_for_generation(2)["time_s"]
     written = written_by(worker)
     nodes.wait_for_more_steps(4)
     assert written_by(worker) == written
     left = nodes.nodes[lost].end(code=75, timeout_s=LONG_S)
     assert f"could not be reached for {PATIENCE_S} s (resilience.coordinator_timeout_s)" in left.text
     run.end(timeout_s=LONG_S)
-    assert nodes.lost() == [lost] and len(run.events("epoch")) == 2
-    assert epochs_of_checkpoints_after(run, began_s) == {2}
+    assert nodes.lost() == [lost] and len(run.events("generation")) == 2
+    assert generations_of_checkpoints_after(run, began_s) == {2}
     assert {r["source"] for r in run.events("recovered")} == {"live"}
     run.check([undisturbed(plan, *of_length(30)) for plan in plans_of(run)], "coordinator_lost")
 
@@ -166,14 +166,14 @@ def test_a_node_that_comes_back_when_the_run_has_gone_on_without_it(cluster, und
     run = nodes.run.wait_for_step(6, LONG_S)
     worker = nodes.worker("b")
     getattr(nodes.net, cut)("b")
-    assert nodes.wait_for_epoch(2)["size"] == 1
+    assert nodes.wait_for_generation(2)["size"] == 1
     nodes.wait_for_more_steps(2)
     getattr(nodes.net, mend)("b")
-    assert nodes.wait_for_epoch(3)["size"] == 2
+    assert nodes.wait_for_generation(3)["size"] == 2
     run.end(timeout_s=LONG_S)
     nodes.nodes["b"].end(timeout_s=LONG_S)
     assert nodes.worker("b") == worker, "its process lived on"
-    assert nodes.lost() == ["b"] and len(run.events("epoch")) == 3
+    assert nodes.lost() == ["b"] and len(run.events("generation")) == 3
     assert {r["source"] for r in run.events("recovered")} == {"live"}
     run.check([undisturbed(plan, *of_length(60)) for plan in plans_of(run)], "coordinator_lost")
 
@@ -185,10 +185,10 @@ def test_a_node_that_comes_back_in_time_changes_no_number(cluster, undisturbed):
     nodes.net.cut_off("b")
     run.wait_until(nodes.lost, LONG_S)
     nodes.net.let_through("b")
-    assert nodes.wait_for_epoch(2)["size"] == 2
+    assert nodes.wait_for_generation(2)["size"] == 2
     run.end(timeout_s=LONG_S)
     nodes.nodes["b"].end(timeout_s=LONG_S)
-    assert nodes.lost() == ["b"] and len(run.events("epoch")) == 2
+    assert nodes.lost() == ["b"] and len(run.events("generation")) == 2
     run.check(undisturbed(replicas(2), *of_length(30)), "coordinator_lost")
 
 
@@ -201,7 +201,7 @@ def test_a_link_that_is_down_for_a_second_is_not_even_noticed(cluster, undisturb
     nodes.net.plug_in(whose)
     run.end(timeout_s=LONG_S)
     nodes.nodes["b"].end(timeout_s=LONG_S)
-    assert len(run.events("epoch")) == 1 and not run.events("break") and not nodes.lost()
+    assert len(run.events("generation")) == 1 and not run.events("break") and not nodes.lost()
     run.check(undisturbed(replicas(2), *of_length(30)))
 
 
@@ -213,16 +213,16 @@ def test_two_of_three_with_the_coordinator_go_on_until_the_third_is_back(cluster
     run = nodes.run.wait_for_step(6, LONG_S)
     worker = nodes.worker("a")
     nodes.net.cut_off("a")
-    epoch = nodes.wait_for_epoch(2)  # the planner may find that one of two does as well
-    assert not any(place.startswith("a/") for place in epoch["ranks"])
+    generation = nodes.wait_for_generation(2)  # the planner may find that one of two does as well
+    assert not any(place.startswith("a/") for place in generation["ranks"])
     written = written_by(worker)
     nodes.wait_for_more_steps(3)
-    assert written_by(worker) == written and epochs_of_checkpoints_after(run, epoch["time_s"]) <= {2}
+    assert written_by(worker) == written and generations_of_checkpoints_after(run, generation["time_s"]) <= {2}
     nodes.net.let_through("a")
-    assert nodes.wait_for_epoch(3)["size"] == 3
+    assert nodes.wait_for_generation(3)["size"] == 3
     for node in (run, nodes.nodes["a"], nodes.nodes["c"]):
         node.end(timeout_s=LONG_S)
-    assert nodes.lost() == ["a"] and len(run.events("epoch")) == 3
+    assert nodes.lost() == ["a"] and len(run.events("generation")) == 3
     run.check([undisturbed(plan, *of_length(60)) for plan in plans_of(run)], "coordinator_lost")
 
 
@@ -232,13 +232,13 @@ def test_two_of_three_without_the_coordinator_wait_and_end(cluster, undisturbed)
     run = nodes.run.wait_for_step(6, LONG_S)
     workers = {name: nodes.worker(name) for name in "bc"}
     nodes.net.cut_off("a")
-    began_s = nodes.wait_for_epoch(2)["time_s"]
+    began_s = nodes.wait_for_generation(2)["time_s"]
     written = {name: written_by(pid) for name, pid in workers.items()}
     nodes.wait_for_more_steps(4)
     assert {name: written_by(pid) for name, pid in workers.items()} == written
     for name in "bc":
         assert "could not be reached" in nodes.nodes[name].end(code=75, timeout_s=LONG_S).text
     run.end(timeout_s=LONG_S)
-    assert sorted(nodes.lost()) == ["b", "c"] and len(run.events("epoch")) == 2
-    assert epochs_of_checkpoints_after(run, began_s) == {2}
+    assert sorted(nodes.lost()) == ["b", "c"] and len(run.events("generation")) == 2
+    assert generations_of_checkpoints_after(run, began_s) == {2}
     run.check([undisturbed(plan, *of_length(30)) for plan in plans_of(run)], "coordinator_lost")

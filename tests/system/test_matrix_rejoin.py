@@ -10,8 +10,8 @@ from itertools import pairwise
 
 import pytest
 
+from argosy.chaos.campaign import descendants
 from argosy.checkpoint import store
-from argosy.resilience.campaign import descendants
 from commands import Folder
 from matrix import PLANS, Disturbed, free_port
 
@@ -49,7 +49,7 @@ class Nodes:
     def wait_for_size(self, size: int) -> None:
         """Until a world of that size has made some steps, and copies of them in memory."""
         run = self.run
-        run.wait_until(lambda: run.events("epoch") and run.events("epoch")[-1]["size"] == size)
+        run.wait_until(lambda: run.events("generation") and run.events("generation")[-1]["size"] == size)
         run.wait_for_step(run.steps() + 4)
 
     def all_of(self, name: str) -> list[int]:
@@ -113,12 +113,12 @@ def test_nodes_that_are_lost_and_come_back(nodes, undisturbed, plan, sizes, samp
                 cluster.start(name)
         cluster.wait_for_size(after)
     cluster.end()
-    assert [e["size"] for e in run.events("epoch")] == sizes
+    assert [e["size"] for e in run.events("generation")] == sizes
     lost = [e["node"] for e in run.events("agent_left")][: len(names) - 1]
     assert set(lost) <= set(names[1:]), "a node that is lost is told of"
     recovered = run.events("recovered")
     assert recovered[0]["source"] == source and all(r["steps_lost"] <= 4 for r in recovered)
-    plans = dict.fromkeys(e["plan"] for e in run.events("epoch"))
+    plans = dict.fromkeys(e["plan"] for e in run.events("generation"))
     run.check([undisturbed(one, *options) for one in plans])
 
 
@@ -129,18 +129,20 @@ def test_a_node_that_wakes_after_it_was_replaced_writes_nothing(nodes, undisturb
     cluster = nodes(PLANS["replicas"], "stop@commit:step=8,rank=0; slow@forward:seconds=0.2", "ba", *steps)
     run = cluster.run
     run.wait_until(lambda: run.struck("stop@"))
-    assert run.events("epoch")[0]["ranks"]["a/0"] == 0, "it would commit checkpoints, and write the steps down"
+    assert run.events("generation")[0]["ranks"]["a/0"] == 0, "it would commit checkpoints, and write the steps down"
     asleep = cluster.all_of("a")
     for pid in asleep:
         os.kill(pid, signal.SIGSTOP)
-    run.wait_until(lambda: run.events("epoch")[-1]["size"] == 1)
+    run.wait_until(lambda: run.events("generation")[-1]["size"] == 1)
     run.wait_for_step(run.steps() + 2)
     for pid in asleep:
         os.kill(pid, signal.SIGCONT)
-    run.wait_until(lambda: run.events("epoch")[-1]["size"] == 2)
+    run.wait_until(lambda: run.events("generation")[-1]["size"] == 2)
     cluster.end()
-    began = {e["epoch"]: e["time_s"] for e in run.events("epoch")}
+    began = {e["generation"]: e["time_s"] for e in run.events("generation")}
     for checkpoint in store.committed(run.run_dir):
         written = checkpoint.manifest
-        assert written.epoch == max(e for e, at in began.items() if at <= written.saved_at_s)
-    run.check([undisturbed(e["plan"], *steps) for e in run.events("epoch")[:2]], "coordinator_lost")  # says the sleeper
+        assert written.generation == max(e for e, at in began.items() if at <= written.saved_at_s)
+    run.check(
+        [undisturbed(e["plan"], *steps) for e in run.events("generation")[:2]], "coordinator_lost"
+    )  # says the sleeper

@@ -35,12 +35,12 @@ def test_fifty_restarts_of_fifty_are_clean(disturbed, undisturbed, plan):
         run.send(chance.randrange(2), signal.SIGKILL)
         run.wait_until(lambda n=number: len(run.events("recovered")) == n + 1)
     run.end(timeout_s=300)
-    assert len(run.events("epoch")) == RESTARTS + 1 == len(run.events("worker_died")) + 1
+    assert len(run.events("generation")) == RESTARTS + 1 == len(run.events("worker_died")) + 1
     run.check(undisturbed(PLANS[plan], *length), "worker_died")
 
 
 def test_a_peer_that_does_not_come_into_the_world_is_named_and_replaced(disturbed, undisturbed):
-    run = disturbed(PLANS["replicas"], "stop@join:rank=1,epoch=1", *PATIENCE).end()
+    run = disturbed(PLANS["replicas"], "stop@join:rank=1,generation=1", *PATIENCE).end()
     (found,) = run.events("stopped")
     assert found["ranks"] == [1] and "rank 1" in found["why"]
     run.check(undisturbed(), "stopped", "worker_died")
@@ -81,13 +81,13 @@ def test_a_run_that_calls_the_coordinator_of_another_is_sent_away(disturbed, und
 
 @pytest.mark.slow
 def test_the_same_command_at_the_same_port_goes_on_right_after_it_was_killed(disturbed, undisturbed):
-    """What the killed one left, its coordinator and its epoch, is stale."""
+    """What the killed one left, its coordinator and its generation, is stale."""
     run = disturbed(PLANS["replicas"], "", "--launch.port", str(free_port())).wait_for_step(7)
     assert run.process is not None
     run.process.kill()
     run.process.communicate()
     run.start().end().check(undisturbed())
-    assert [e["epoch"] for e in run.events("epoch")] == [1, 2]
+    assert [e["generation"] for e in run.events("generation")] == [1, 2]
 
 
 @pytest.mark.slow
@@ -99,6 +99,6 @@ def test_a_writer_that_wakes_after_its_worker_was_replaced_writes_nothing(distur
     run.wait_until(lambda: run.events("recovered"))
     os.kill(stopped["pid"], signal.SIGCONT)
     run.end()
-    epochs = {checkpoint.manifest.epoch for checkpoint in store.committed(run.run_dir)}
-    assert epochs == {2}, epochs
+    generations = {checkpoint.manifest.generation for checkpoint in store.committed(run.run_dir)}
+    assert generations == {2}, generations
     run.check(undisturbed(), "worker_died")

@@ -32,5 +32,5 @@ def test_a_slow_rank_is_named_within_the_window_and_no_healthy_one_is_evicted(
     found = run.events("straggler")
     assert {tuple(e["ranks"]) for e in found} == {(1,)}, found
     assert found[0]["action"] == "alarm" and found[0]["evidence"]["last_step"] < within
-    assert len(run.events("epoch")) == 1, "nobody was sent away"
+    assert len(run.events("generation")) == 1, "nobody was sent away"
     run.check(undisturbed("dp_replicate=2,microbatch=4", *length), "straggler")

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from argosy.checkpoint.memory import FOLDER, NODE, copies_in
+from argosy.checkpoint.memory import FOLDER, NODE, memory_checkpoints_in
 from argosy.config.schema import RunConfig
 from argosy.observe.events import read_lines
-from argosy.observe.vitals import Vitals, read_vitals
+from argosy.observe.heartbeat import Heartbeat, read_heartbeat
 from argosy.parallel.world import World
 from argosy.training.loop import train
 from argosy.training.state import Survivor
@@ -47,12 +47,12 @@ def held(world: World, run: RunConfig, plan: str, folder: Path) -> tuple[int, st
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(NODE, f"node-{world.rank}")
         patch.setenv(FOLDER, str(memory))
-        survivor, vitals = Survivor(), Vitals(folder)
-        vitals.join(1, world.rank, dict)
+        survivor, heartbeat = Survivor(), Heartbeat(folder)
+        heartbeat.join(1, world.rank, dict)
         with suppress(WorldIsOver):
-            train(run, eager(plan), world, folder / "run", HoldsAt(4 if world.rank == 1 else -1), survivor, vitals)
-        shown = read_vitals(vitals.path)
-        vitals.close()
+            train(run, eager(plan), world, folder / "run", HoldsAt(4 if world.rank == 1 else -1), survivor, heartbeat)
+        shown = read_heartbeat(heartbeat.path)
+        heartbeat.close()
         world = next_world(world, folder / "store")
         train(run, eager(plan), world, folder / "run", StopSignal(), Survivor() if world.rank == 1 else survivor)
     assert shown is not None
@@ -63,7 +63,7 @@ def held(world: World, run: RunConfig, plan: str, folder: Path) -> tuple[int, st
     ("plan", "source", "safe"), [("dp_replicate=2", "live", -1), ("dp_shard=2,zero=1", "memory", 5)]
 )
 def test_no_step_is_lost_by_a_world_that_ends_in_order(workers, corpus, tmp_path, plan, source, safe):
-    keys = {"memory_every_steps": 100}
+    keys = {"memory_checkpoint_every_steps": 100}
     run = run_config(corpus, evaluate={"every_steps": 0, "tokens": 600}, resilience=keys)
     assert workers.run(2, held, run, plan, tmp_path) == [(safe, "waiting")] * 2
     events = read_lines(tmp_path / "run" / "events" / "rank-0.jsonl")
@@ -79,12 +79,12 @@ def copying(world: World, run: RunConfig, folder: Path) -> list[int]:
         patch.setenv(NODE, f"node-{world.rank}")
         patch.setenv(FOLDER, str(memory))
         train(run, eager("dp_shard=2,zero=1"), world, folder / "run", StopSignal())
-    return [copy.step for copy in copies_in(memory)]
+    return [copy.step for copy in memory_checkpoints_in(memory)]
 
 
 def test_all_ranks_copy_at_the_steps_that_one_of_them_picks_and_says_why(workers, corpus, tmp_path):
     run = run_config(corpus, evaluate={"every_steps": 0, "tokens": 600}, train={"steps": 20})
-    assert run.resilience.memory_every_steps == "auto"
+    assert run.resilience.memory_checkpoint_every_steps == "auto"
     first, second = workers.run(2, copying, run, tmp_path)
     assert first and sorted(first) == sorted(second)
     told: list[dict[str, Any]] = read_lines(tmp_path / "run" / "events" / "rank-0.jsonl")

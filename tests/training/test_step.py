@@ -116,4 +116,4 @@ def test_what_one_process_wishes_is_granted_to_all(workers, plan):
 )
 def test_shares_of_a_fingerprint_that_do_not_add_up_to_nothing_are_seen_by_all(workers, fingerprints, differ):
     outcomes = [outcome for outcome, _ in workers.run(3, step, "dp_replicate=3", 1.0, None, fingerprints)]
-    assert [outcome.copies_differ for outcome in outcomes] == [differ] * 3
+    assert [outcome.replicas_differ for outcome in outcomes] == [differ] * 3

@@ -65,7 +65,9 @@ def interrupted(
 def test_a_run_goes_on_bit_for_bit_in_a_world_in_which_a_process_is_new(
     workers, corpus, tmp_path, plan, lost, tier, from_step
 ):
-    run = run_config(corpus, evaluate={"every_steps": 0, "tokens": 600}, resilience={"memory_every_steps": 2})
+    run = run_config(
+        corpus, evaluate={"every_steps": 0, "tokens": 600}, resilience={"memory_checkpoint_every_steps": 2}
+    )
     records = workers.run(2, interrupted, run, plan, tmp_path, lost, tier == "live")[0]
     expected = workers.run(2, train_in, run, eager(plan), tmp_path / "undisturbed")[0]
     for key in ("step", "tokens", "loss", "grad_norm", "lr", "validation_loss"):

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from argosy.checkpoint.boxes import Box, Misfit, cover
-from argosy.checkpoint.proof import Damaged
+from argosy.checkpoint.checksums import Damaged
 from argosy.checkpoint.shards import ShardFile
 from argosy.checkpoint.store import Checkpoint
 from argosy.errors import UserError

@@ -1,9 +1,9 @@
-"""Copies of the state in host memory, for what no live replica has (GEMINI: Wang et al., SOSP 2023).
+"""In-memory checkpoints: the state in host memory, for what no live replica has (GEMINI: Wang et al., SOSP 2023).
 
-Every so many steps (`training.copying`) each rank writes the boxes that it is to keep into a shard file in a folder in
-memory (/dev/shm), which belongs to the node's agent and outlives the worker, and sends the file to a rank of the next
-node, which outlives the node. Files are written under another name; the name that they get in the end says step
-and checksum. Two generations are kept, and the older is written over only when all ranks have the newer.
+Every so many steps (`training.memory_checkpoints`) each rank writes the boxes that it is to keep into a shard file in
+a folder in memory (/dev/shm), which belongs to the node's agent and outlives the worker, and sends the file to a rank
+of the next node, which outlives the node. A file is written under another name; the name that it gets in the end says
+step and checksum. Two steps are kept, and the older is written over only when all ranks have the newer.
 
 Placement: a state all of whose boxes are held on two nodes or more needs no copies, since a live replica is newer than
 any copy. Otherwise every box is copied, as going back to a step takes all of its state: by one of its holders, dealt
@@ -101,7 +101,7 @@ def _next_in_ring(nodes: Sequence[str]) -> Callable[[int], int | None]:
 
 
 @dataclass(frozen=True)
-class MemoryCopy:
+class MemoryCheckpoint:
     """The copy of what one rank kept, as it is found in a folder."""
 
     path: Path
@@ -134,15 +134,17 @@ class MemoryCopy:
             return None
 
 
-def copies_in(folder: Path | None) -> list[MemoryCopy]:
+def memory_checkpoints_in(folder: Path | None) -> list[MemoryCheckpoint]:
     """The finished copies in a folder, whole or not, in a fixed order."""
     if folder is None or not folder.is_dir():
         return []
     found = [(path, _NAME.fullmatch(path.name)) for path in sorted(folder.iterdir())]
-    return [MemoryCopy(path, m["world"], int(m["step"]), int(m["rank"]), int(m["crc"], 16)) for path, m in found if m]
+    return [
+        MemoryCheckpoint(path, m["world"], int(m["step"]), int(m["rank"]), int(m["crc"], 16)) for path, m in found if m
+    ]
 
 
-class MemoryCopies:
+class MemoryCheckpointer:
     """Makes the copies of one world. All its ranks make and call it alike; one copy is under way at a time."""
 
     def __init__(
@@ -263,7 +265,11 @@ class MemoryCopies:
         All ranks have the newer one: `save` has waited for that.
         """
         path = self._partial(rank)
-        mine = [copy for copy in copies_in(self._folder) if (copy.world, copy.rank) == (self._history.world, rank)]
+        mine = [
+            copy
+            for copy in memory_checkpoints_in(self._folder)
+            if (copy.world, copy.rank) == (self._history.world, rank)
+        ]
         if len(mine) > 1:
             min(mine, key=lambda copy: copy.step).path.rename(path)
         return path

@@ -11,7 +11,7 @@ from typing import Any
 from fsspec.core import url_to_fs
 
 from argosy.checkpoint import store
-from argosy.checkpoint.proof import CHUNK_BYTES, Damaged, FileSum, check_files
+from argosy.checkpoint.checksums import CHUNK_BYTES, Damaged, FileSum, check_files
 from argosy.checkpoint.store import FOLDER, MANIFEST, Checkpoint, CheckpointManifest
 from argosy.errors import UserError
 
@@ -46,11 +46,12 @@ class Remote:
         steps = [int(match[1]) for match in map(FOLDER.fullmatch, names) if match]
         return sorted(step for step in steps if self._fs.exists(self._path(step, MANIFEST)))
 
-    def put(self, checkpoint: Checkpoint, check_epoch: Callable[[], None]) -> bool:
+    def put(self, checkpoint: Checkpoint, check_generation: Callable[[], None]) -> bool:
         """Copy `checkpoint`, file by file; False if it is there already.
 
-        `check_epoch` is called before anything is written, and again before the manifest is. Raises: Damaged if what is
-        there then is not what was written.
+        `check_generation` is called before anything is written, and again before the manifest is.
+
+        Raises: Damaged if what is there then is not what was written.
         """
         manifest = checkpoint.manifest
         there = self._path(checkpoint.step, MANIFEST)
@@ -58,17 +59,17 @@ class Remote:
             if self._fs.cat_file(there) == manifest.to_bytes():
                 return False
             self._fs.rm_file(there)
-        check_epoch()
+        check_generation()
         self._fs.makedirs(self._path(checkpoint.step), exist_ok=True)
         for name, wanted in manifest.files.items():
             self._fs.put_file(str(checkpoint.folder / name), self._path(checkpoint.step, name))
             if self._sum(self._path(checkpoint.step, name)) != wanted:
                 raise Damaged(f"{self._path(checkpoint.step, name)}: does not match its checksum after it was copied")
-        check_epoch()
+        check_generation()
         self._fs.pipe_file(there, manifest.to_bytes())
         return True
 
-    def fetch(self, step: int, epoch: int) -> Checkpoint:
+    def fetch(self, step: int, generation: int) -> Checkpoint:
         """Bring the copy of `step` into the run's folder, as a committed and verified checkpoint; one of that step that
         is there, and hence damaged, is withdrawn.
 
@@ -78,8 +79,8 @@ class Remote:
         manifest = CheckpointManifest.from_bytes(self._fs.cat_file(path), path)
         if manifest.step != step:
             raise Damaged(f"{path}: is that of step {manifest.step}")
-        partial = store.partial_folder(self._run_dir, step, epoch)
-        store.check_epoch(self._run_dir, epoch)
+        partial = store.partial_folder(self._run_dir, step, generation)
+        store.check_generation(self._run_dir, generation)
         store.discard(partial)
         partial.mkdir(parents=True)
         try:
@@ -89,7 +90,7 @@ class Remote:
             check_files(partial, manifest.files)
             if store.step_folder(self._run_dir, step).exists():
                 store.withdraw(Checkpoint(store.step_folder(self._run_dir, step)))
-            checkpoint = store.commit(partial, manifest, epoch)
+            checkpoint = store.commit(partial, manifest, generation)
         except BaseException:
             store.discard(partial)
             raise

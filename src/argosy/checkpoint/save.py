@@ -23,7 +23,7 @@ from torch import Tensor
 
 from argosy.checkpoint import store
 from argosy.checkpoint.boxes import Box
-from argosy.checkpoint.part import Note, SaveOrder, leave_note, words
+from argosy.checkpoint.rank_writer import Note, SaveOrder, leave_note, words
 from argosy.checkpoint.shards import box_bytes, write_shard
 from argosy.checkpoint.store import CheckpointManifest
 from argosy.checkpoint.writer import Tell, Upkeep
@@ -58,7 +58,7 @@ class Saver:
         """
         self._run_dir, self._world, self._heard = run_dir, world, heard
         self._upkeep, self._check = upkeep or Upkeep(), check
-        self._epoch = store.own_epoch()
+        self._generation = store.own_generation()
         # Memory without a name: whichever process dies last, the kernel frees it. Kept from save to save, since
         # having the kernel clear its pages anew takes as long as copying.
         self._memory = os.fdopen(os.memfd_create("argosy-snapshot"), "r+b", buffering=0)
@@ -98,13 +98,13 @@ class Saver:
         order = SaveOrder(
             run_dir=str(self._run_dir),
             ticket=f"{self._ticket}-{self._attempts}",
-            epoch=self._epoch,
+            generation=self._generation,
             step=manifest.step,
             rank=self._world.rank,
             size=self._world.size,
             bytes=0,
             began_s=began_s,
-            manifest=replace(manifest, epoch=self._epoch).to_record(),
+            manifest=replace(manifest, generation=self._generation).to_record(),
         )
         about = {"step": str(order.step), "rank": str(order.rank)}
         try:
@@ -150,7 +150,7 @@ class Saver:
     def _share_out(self, boxes: list[Box]) -> None:
         """Settle with the other ranks which boxes are whose to write, and what this run's attempts are called."""
         if self._world.is_first:
-            store.sweep(self._run_dir, self._epoch)  # before any rank begins to write
+            store.sweep(self._run_dir, self._generation)  # before any rank begins to write
         everyone = self._world.gather((boxes, uuid.uuid4().hex))
         self._mine = deal([held for held, _ in everyone])[self._world.rank]
         self._ticket = everyone[0][1]

@@ -1,9 +1,9 @@
 """Checkpoints on disk: which exist, whether they are whole, which are kept.
 
     checkpoints/step-00000100/                      rank-00000.safetensors ..., manifest.json, verified.json
-    checkpoints/step-00000200.epoch-0002.partial/   being written, by the processes of epoch 2
+    checkpoints/step-00000200.generation-0002.partial/   being written, by the processes of generation 2
     checkpoints/step-00000050.withdrawn/            found damaged, kept to be looked at
-    checkpoints/step-00000040.epoch-0001.partial.gone/   of an epoch that is over, to be deleted
+    checkpoints/step-00000040.generation-0001.partial.gone/   of a generation that is over, to be deleted
 
 A checkpoint comes to be by the renaming of its folder, once all its files and the manifest, with the checksum of each,
 are on the disk. The marker verified.json is added when every byte was read back and found as it was written. Only the
@@ -23,18 +23,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from argosy.checkpoint.checksums import Damaged, FileSum, check_files, checked, signed
 from argosy.checkpoint.history import History
-from argosy.checkpoint.proof import Damaged, FileSum, check_files, checked, signed
 from argosy.errors import ArgosyError, StorageError, UserError
 from argosy.faults import fault
 from argosy.files import PARTIAL, atomic_write, sync_folder
 
 FORMAT = 2
 MANIFEST, VERIFIED = "manifest.json", "verified.json"
-EPOCH_FILE = ".epoch"
-"""In the run's folder: the number of the epoch, by the members of which alone checkpoints are committed."""
-EPOCH = "ARGOSY_EPOCH"
-"""Environment variable: the epoch that a process belongs to."""
+GENERATION_FILE = ".generation"
+"""In the run's folder: the number of the generation, by the members of which alone checkpoints are committed."""
+GENERATION = "ARGOSY_GENERATION"
+"""Environment variable: the generation that a process belongs to."""
 VERIFIED_KEPT = 2
 """So many verified checkpoints of a run are never deleted by itself."""
 FOLDER = re.compile(r"step-(\d{8,})")
@@ -42,7 +42,9 @@ FOLDER = re.compile(r"step-(\d{8,})")
 WITHDRAWN = ".withdrawn"
 GONE = ".gone"
 """Ends the names of folders that have lost theirs, for whoever has the time to delete them."""
-_PARTIAL = re.compile(r"step-(\d{8,})\.epoch-(\d{4,})" + re.escape(PARTIAL))
+_WAS_CALLED = "epoch"
+"""A generation's name in the folders of runs that began before it was called so: they go on."""
+_PARTIAL = re.compile(rf"step-(\d{{8,}})\.(?:generation|{_WAS_CALLED})-(\d{{4,}})" + re.escape(PARTIAL))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,7 @@ class CheckpointManifest:
     """Of the run file, without what may change when a run goes on (`config.identity`)."""
     has_optimizer: bool
     """False for imported weights: good for generate, evaluate and model.weights, not to resume from."""
-    epoch: int = 0
+    generation: int = 0
     """Which wrote it."""
     files: dict[str, FileSum]
 
@@ -80,6 +82,8 @@ class CheckpointManifest:
         """What `to_record` gave."""
         rest = {key: value for key, value in record.items() if key not in ("files", "skipped", "history")}
         past = record["history"]
+        if _WAS_CALLED in rest:
+            rest["generation"] = rest.pop(_WAS_CALLED)
         return cls(
             files={name: FileSum(**file) for name, file in record["files"].items()},
             skipped=tuple((first, end) for first, end in record["skipped"]),
@@ -109,7 +113,7 @@ class CheckpointManifest:
 
 
 class Fenced(ArgosyError):
-    """The run has gone on without this process: a later epoch has begun, and what it writes is not wanted."""
+    """The run has gone on without this process: a later generation has begun, and what it writes is not wanted."""
 
 
 @dataclass(frozen=True)
@@ -200,9 +204,9 @@ def step_folder(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step-{step:08d}"
 
 
-def partial_folder(run_dir: Path, step: int, epoch: int) -> Path:
-    """Where the processes of `epoch` write it."""
-    return run_dir / "checkpoints" / f"step-{step:08d}.epoch-{epoch:04d}{PARTIAL}"
+def partial_folder(run_dir: Path, step: int, generation: int) -> Path:
+    """Where the processes of `generation` write it."""
+    return run_dir / "checkpoints" / f"step-{step:08d}.generation-{generation:04d}{PARTIAL}"
 
 
 def shard_name(rank: int) -> str:
@@ -210,47 +214,50 @@ def shard_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def own_epoch() -> int:
-    """The epoch that this process belongs to; 0 where nobody counts."""
-    return int(os.environ.get(EPOCH, "0"))
+def own_generation() -> int:
+    """The generation that this process belongs to; 0 where nobody counts."""
+    return int(os.environ.get(GENERATION, "0"))
 
 
-def newest_epoch(run_dir: Path) -> int:
-    """The epoch in force in a run's folder, or that was last; 0 if none has begun."""
-    try:
-        return int((run_dir / EPOCH_FILE).read_text())
-    except FileNotFoundError:
-        return 0
+def newest_generation(run_dir: Path) -> int:
+    """The generation in force in a run's folder, or that was last; 0 if none has begun."""
+    for name in (GENERATION_FILE, f".{_WAS_CALLED}"):
+        with suppress(FileNotFoundError):
+            return int((run_dir / name).read_text())
+    return 0
 
 
-def begin_epoch(run_dir: Path, epoch: int) -> None:
-    """From now on only processes of `epoch` commit checkpoints there.
+def begin_generation(run_dir: Path, generation: int) -> None:
+    """From now on only processes of `generation` commit checkpoints there.
 
-    What those of older ones are writing loses its name, so that one which has just asked `check_epoch`, and stood still
-    since, has nothing to commit when it wakes.
+    What processes of older generations are writing loses its name: one which has just asked `check_generation`, and
+    stood still since, has nothing to commit when it wakes.
     """
-    with atomic_write(run_dir / EPOCH_FILE) as file:
-        file.write(f"{epoch}\n".encode())
+    with atomic_write(run_dir / GENERATION_FILE) as file:
+        file.write(f"{generation}\n".encode())
     for folder, _, theirs in _partials(run_dir):
-        if theirs < epoch:
+        if theirs < generation:
             with suppress(OSError):  # it has just been committed, or deleted
                 _set_aside(folder)
 
 
-def check_epoch(run_dir: Path, epoch: int) -> None:
-    """Raises: Fenced if an epoch after `epoch` has begun in `run_dir`, or if that cannot be told."""
+def check_generation(run_dir: Path, generation: int) -> None:
+    """Raises: Fenced if a generation after `generation` has begun in `run_dir`, or if that cannot be told."""
     try:
-        newest = newest_epoch(run_dir)
+        newest = newest_generation(run_dir)
     except (OSError, ValueError) as error:
-        raise Fenced(f"{run_dir / EPOCH_FILE}: cannot be read ({error}), so nothing is written") from None
-    if newest > epoch:
-        raise Fenced(f"epoch {newest} of {run_dir} has begun, and this process is of epoch {epoch}: it writes nothing")
+        raise Fenced(f"{run_dir / GENERATION_FILE}: cannot be read ({error}), so nothing is written") from None
+    if newest > generation:
+        raise Fenced(
+            f"generation {newest} of {run_dir} has begun, and this process is of generation {generation}: it writes "
+            "nothing"
+        )
 
 
-def is_in_force(run_dir: Path, epoch: int) -> bool:
-    """Whether `check_epoch` has nothing against it."""
+def is_in_force(run_dir: Path, generation: int) -> bool:
+    """Whether `check_generation` has nothing against it."""
     try:
-        check_epoch(run_dir, epoch)
+        check_generation(run_dir, generation)
     except Fenced:
         return False
     return True
@@ -381,20 +388,20 @@ def withdraw(checkpoint: Checkpoint) -> None:
     checkpoint.folder.rename(aside)
 
 
-def sweep(run_dir: Path, epoch: int, before_step: int | None = None) -> None:
-    """Delete what writers of `epoch` or older ones left unfinished: all, or only of steps before `before_step`."""
+def sweep(run_dir: Path, generation: int, before_step: int | None = None) -> None:
+    """Delete what writers of `generation` or older ones left unfinished: all, or only of steps before `before_step`."""
     for folder in (run_dir / "checkpoints").glob(f"step-*{GONE}"):
         shutil.rmtree(folder, ignore_errors=True)
     for folder, step, theirs in _partials(run_dir):
-        if theirs <= epoch and (before_step is None or step < before_step):
+        if theirs <= generation and (before_step is None or step < before_step):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def commit(partial: Path, manifest: CheckpointManifest, epoch: int | None = None) -> Checkpoint:
+def commit(partial: Path, manifest: CheckpointManifest, generation: int | None = None) -> Checkpoint:
     """Make `partial`, whose files are on the disk already, the checkpoint of `manifest.step`; a file that the manifest
     does not list goes. A step that is committed already stays as it is.
 
-    Raises: Fenced if an epoch after `epoch` (the manifest's) has begun, OSError.
+    Raises: Fenced if a generation after `generation` (the manifest's) has begun, OSError.
     """
     checkpoints = partial.parent
     folder = step_folder(checkpoints.parent, manifest.step)
@@ -403,7 +410,7 @@ def commit(partial: Path, manifest: CheckpointManifest, epoch: int | None = None
             path.unlink()
     with atomic_write(partial / MANIFEST) as file:
         file.write(manifest.to_bytes())
-    check_epoch(checkpoints.parent, manifest.epoch if epoch is None else epoch)
+    check_generation(checkpoints.parent, manifest.generation if generation is None else generation)
     if Checkpoint(folder).is_there:
         shutil.rmtree(partial, ignore_errors=True)
         return Checkpoint(folder)
@@ -419,7 +426,7 @@ def commit(partial: Path, manifest: CheckpointManifest, epoch: int | None = None
 
 
 def _partials(run_dir: Path) -> list[tuple[Path, int, int]]:
-    """The folders that checkpoints are being written in, or were, with step and epoch."""
+    """The folders that checkpoints are being written in, or were, with step and generation."""
     folders = (run_dir / "checkpoints").glob(f"step-*{PARTIAL}")
     return [(folder, int(m[1]), int(m[2])) for folder in folders if (m := _PARTIAL.fullmatch(folder.name))]
 

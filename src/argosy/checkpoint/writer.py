@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from argosy.checkpoint import store
-from argosy.checkpoint.part import SaveOrder, commit_part, words
-from argosy.checkpoint.proof import Damaged
-from argosy.checkpoint.reading import verify_together, vouch
+from argosy.checkpoint.checksums import Damaged
+from argosy.checkpoint.rank_writer import SaveOrder, commit_part, words
+from argosy.checkpoint.read_back import verify_together, vouch
 from argosy.checkpoint.store import Checkpoint
 
 PARENT_S = 0.5
@@ -93,7 +93,7 @@ class Writer:
             return
         run_dir = Path(order.run_dir)
         try:
-            order.check_epoch()
+            order.check_generation()
             for checkpoint in store.committed(run_dir):
                 if not checkpoint.is_verified:
                     self._verify(checkpoint, order.size if checkpoint.step == order.step else 1)
@@ -127,7 +127,7 @@ class Writer:
                 return
             self._draining = newest.step
             remote = Remote(upkeep.remote, run_dir)
-            if remote.put(newest, order.check_epoch):
+            if remote.put(newest, order.check_generation):
                 seconds = round(time.monotonic() - began_s, 3)
                 self._tell("drained", step=newest.step, seconds=seconds, bytes=newest.bytes)
             remote.prune(upkeep.keep_last, upkeep.keep_every)

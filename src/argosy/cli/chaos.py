@@ -37,7 +37,7 @@ class Options:
     every_s: float = 60.0
     """Seconds between faults, on average."""
     kinds: tuple[str, ...] = ()
-    """kill, stop, point, writer, coordinator, nursery, store, term, launcher; none given: all."""
+    """kill, stop, point, writer, coordinator, fork_server, store, term, launcher; none given: all."""
     folder: Path | None = None
     """Where both trainings are kept; runs/NAME-chaos if not given."""
     json: bool = False
@@ -49,9 +49,9 @@ def main(argv: list[str]) -> int:
     options, run = parse_run([_in_full(word) for word in argv], "argosy chaos", Options)
     if options.every_s <= 0:
         raise UserError(f"--every-s {options.every_s:g}: must be more than 0. Try --every-s 60.")
+    from argosy.chaos.campaign import KINDS
+    from argosy.chaos.chaos import run_chaos
     from argosy.config.dump import save_run
-    from argosy.resilience.campaign import KINDS
-    from argosy.resilience.chaos import run_chaos
 
     if options.minutes:
         train = run.train.model_copy(update={"minutes": options.minutes, "steps": 0})

@@ -132,7 +132,7 @@ def _verify(argv: list[str]) -> int:
     Example:
       argosy checkpoint verify runs/demo
     """
-    from argosy.checkpoint.proof import Damaged
+    from argosy.checkpoint.checksums import Damaged
     from argosy.checkpoint.store import MANIFEST, Checkpoint, committed
 
     options = parse(argv, "argosy checkpoint verify", Looking, inspect.getdoc(_verify))
@@ -185,7 +185,7 @@ def _export(argv: list[str]) -> int:
     """
     options = parse(argv, "argosy checkpoint export", Exporting, inspect.getdoc(_export))
     _must_be_folder(options.path)
-    from argosy.use.transfer import export_checkpoint
+    from argosy.inference.huggingface import export_checkpoint
 
     export_checkpoint(options.path, options.out, options.dtype)
     print(f"wrote {options.out}", file=sys.stderr)
@@ -200,7 +200,7 @@ def _import(argv: list[str]) -> int:
     """
     options = parse(argv, "argosy checkpoint import", Importing, inspect.getdoc(_import))
     _must_be_folder(options.folder)
-    from argosy.use.transfer import import_checkpoint
+    from argosy.inference.huggingface import import_checkpoint
 
     import_checkpoint(options.folder, options.out)
     print(f"wrote {options.out}", file=sys.stderr)

@@ -41,7 +41,7 @@ def main(argv: list[str]) -> None:
     options = parse(argv, "argosy evaluate", Options)
     if options.max_tokens < 1 or (options.seq_len or 1) < 1:
         raise UserError("--max-tokens and --seq-len must be at least 1.")
-    from argosy.use.evaluate import evaluate
+    from argosy.inference.evaluate import evaluate
 
     score = evaluate(
         options.path,

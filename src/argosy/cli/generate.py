@@ -45,7 +45,7 @@ def main(argv: list[str]) -> None:
     """`argosy generate PATH ...`."""
     options = parse(argv, "argosy generate", Options)
     _check(options)
-    from argosy.use.generate import stream
+    from argosy.inference.generate import stream
 
     pieces = stream(
         options.path,

@@ -19,6 +19,7 @@ from argosy.config import keys
 from argosy.config.layers import Entry, Source
 from argosy.config.load import OPTION_MARK, build, load
 from argosy.config.meaning import meanings
+from argosy.config.renamed import RENAMED, new_key
 from argosy.config.schema import RunConfig, Section
 from argosy.config.suggest import suggestion
 from argosy.errors import UserError
@@ -77,6 +78,7 @@ def parse(argv: list[str], prog: str, options: type[ExtraT], about: str | None =
 def _parse(argv: list[str], prog: str, extra: type[ExtraT], config: Section) -> tuple[ExtraT, dict[str, object]]:
     """The command's options, and the keys of `config` that the command line changes: dotted key -> value."""
     form = _form(config, explained=any(word in ("-h", "--help") for word in argv))
+    argv = [_by_new_name(word) for word in argv]
     flat = tyro.conf.arg(name="")
     both = make_dataclass(
         "Both",
@@ -93,6 +95,14 @@ def _parse(argv: list[str], prog: str, extra: type[ExtraT], config: Section) -> 
     _refuse(unknown, prog, extra, type(config))
     typed = {keys.key_of(word[2:].split("=")[0]) for word in argv if word.startswith("--")}
     return found.extra, dict(_changes(form, found.run, config, typed))
+
+
+def _by_new_name(word: str) -> str:
+    """The option by its new name, with a warning, if its key was called otherwise before."""
+    name, *value = word.split("=", 1)
+    key = keys.key_of(name.removeprefix(OPTION_MARK))
+    is_renamed = name.startswith(OPTION_MARK) and key in RENAMED
+    return "=".join([OPTION_MARK + keys.dotted(new_key(key, OPTION_MARK)), *value]) if is_renamed else word
 
 
 def _description(options: type) -> str:

@@ -24,7 +24,7 @@ from argosy.errors import UserError
 from argosy.plan.auto import check_written
 
 if TYPE_CHECKING:
-    from argosy.use.parity import Parity
+    from argosy.compare.parity import Parity
 
 RUN = "parity"
 """The preset that is trained when no run is named."""
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
     if options.tolerance is not None and options.tolerance < 0:
         raise UserError(f"--tolerance {options.tolerance}: must be 0 or more. Try 1e-5.")
     check_written(run)  # before torch is imported, which takes seconds
-    from argosy.use.parity import parity
+    from argosy.compare.parity import parity
 
     found = parity(run, steps=options.steps, tolerance=options.tolerance, say=None if options.json else _say)
     print(json.dumps(asdict(found) | {"holds": found.holds}) if options.json else _in_words(found))
@@ -62,7 +62,7 @@ def _say(text: str) -> None:
 
 
 def _in_words(found: Parity) -> str:
-    from argosy.use.parity import limits
+    from argosy.compare.parity import limits
 
     differences = found.differences
     beyond = {} if found.tolerance is None else differences.beyond(found.tolerance)

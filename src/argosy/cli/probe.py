@@ -52,12 +52,12 @@ def main(argv: list[str]) -> None:
     _check(options)
     from argosy.config.load import load
     from argosy.probe.machine import catalogue_device
-    from argosy.probe.probe import Asked
+    from argosy.probe.probe import ProbeRequest
     from argosy.probe.start import find_probed, probe_here, probe_joined
 
     run = load(options.run, _overrides(options))
     devices = find_probed(run.launch)
-    asked = Asked(
+    asked = ProbeRequest(
         run=run,
         device=catalogue_device(devices.kind, options.device),
         folder=options.out.absolute().parent,

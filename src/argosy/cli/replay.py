@@ -22,7 +22,7 @@ import tyro
 from argosy.cli.options import parse
 
 if TYPE_CHECKING:
-    from argosy.use.replay import Replay
+    from argosy.compare.replay import Replay
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Options:
 def main(argv: list[str]) -> int:
     """`argosy replay RUN --step N`."""
     options = parse(argv, "argosy replay", Options)
-    from argosy.use.replay import replay
+    from argosy.compare.replay import replay
 
     found = replay(options.run, options.step, say=None if options.json else _say)
     print(json.dumps(asdict(found) | {"equal": found.is_equal}) if options.json else _in_words(found))

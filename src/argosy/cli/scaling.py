@@ -53,8 +53,8 @@ def main(argv: list[str]) -> None:
     """`argosy scaling RESULTS ...`."""
     options = parse(argv, "argosy scaling", Options)
     _check(options)
+    from argosy.compare.results import planned_size, read_results
     from argosy.plan.scaling import fit
-    from argosy.use.results import planned_size, read_results
 
     sizes = (options.parameters, options.tokens) if options.predict is None else planned_size(options.predict)
     results = read_results(options.results)

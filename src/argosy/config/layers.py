@@ -11,6 +11,7 @@ from typing import Any
 from argosy.config.keys import Key, fields, flatten, key_of, value_type
 from argosy.config.lines import read_toml
 from argosy.config.problems import Place
+from argosy.config.renamed import new_key
 from argosy.config.schema import RunConfig, Section
 
 
@@ -73,8 +74,9 @@ def override_layer(overrides: Mapping[str, object], mark: str) -> Layer:
 
 
 def run_layer(values: Mapping[Key, object], source: Source, folder: Path) -> Layer:
-    """The values of a run, paths made absolute from `folder` on, and a plan's table made its string."""
-    return {key: Entry(_settled(key, value, folder), source) for key, value in values.items()}
+    """The values of a run by today's keys, paths made absolute from `folder` on, and a plan's table made its string."""
+    named = {new_key(key, source.place(key).text, values): value for key, value in values.items()}
+    return {key: Entry(_settled(key, value, folder), source) for key, value in named.items()}
 
 
 def _settled(key: Key, value: object, folder: Path) -> object:

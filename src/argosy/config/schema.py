@@ -416,7 +416,7 @@ class LaunchConfig(Section):
 class ResilienceConfig(Section):
     """What is done about what goes wrong."""
 
-    examine_s: NonNegativeFloat = 0.5
+    node_check_s: NonNegativeFloat = 0.5
     """How long a machine is examined before it takes part in the run, and again when a rank on it is in doubt: products
     whose bits are known, memory, speed, on all its cores and GPUs at once; 0 examines nothing."""
     grace_s: PositiveFloat = 60.0
@@ -427,7 +427,7 @@ class ResilienceConfig(Section):
     """How long an agent tries to reach a coordinator that is gone, and a new run waits for all its nodes."""
     hang_s: NonNegativeFloat = 0.0
     """A rank that others have waited for so long is killed and replaced; 0: ten median steps, at least 30 seconds."""
-    beat_timeout_s: PositiveFloat = 10.0
+    heartbeat_timeout_s: PositiveFloat = 10.0
     """A process that shows no sign of life for so long, stopped or holding Python's lock, is killed and replaced."""
     first_step_s: PositiveFloat = 600.0
     """How long what may have to be compiled, or waits for a disk, may take: first steps, recovery, saving."""
@@ -452,18 +452,18 @@ class ResilienceConfig(Section):
     """A gradient norm whose logarithm is so many standard deviations above its median is an outlier; 0 sees none."""
     fingerprint_every_steps: NonNegativeInt = 1
     """Steps between comparisons of what several ranks hold of weights and optimizer state; 0 compares nothing."""
-    recompute_every_steps: NonNegativeInt = 0
+    replay_check_every_steps: NonNegativeInt = 0
     """Steps between samples of a replica's loss and gradient that others compute again and compare; 0 takes none."""
     check_collectives: bool = False
     """Sums of gradients over ranks are compared with checksums that travel beside them (not under zero = 3)."""
-    memory_every_steps: NonNegativeInt | Literal["auto"] = "auto"
+    memory_checkpoint_every_steps: NonNegativeInt | Literal["auto"] = "auto"
     """Steps between copies in host memory of a state that has parts without a replica on another node; 0 makes none;
     auto: as many as cost least, by the measured cost of a copy and the devices' rate of failures."""
-    move_for_speed: bool = True
+    migrate: bool = True
     """Leave a slow node out, or lay the run out otherwise where a link became slow, if the planner says that it pays;
     false only tells of them."""
 
-    @field_validator("memory_every_steps", mode="before")
+    @field_validator("memory_checkpoint_every_steps", mode="before")
     @classmethod
     def _is_auto_or_steps(cls, value: object) -> object:
         if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 0):

@@ -10,8 +10,8 @@ from argosy.config.schema import LaunchConfig
 from argosy.errors import ArgosyWarning, RunFailed, UserError
 from argosy.plan.auto import Devices
 from argosy.plan.machines.machine import host_memory_bytes
-from argosy.resilience.channel import Gone
-from argosy.resilience.nursery import Nursery, channel_to_parent
+from argosy.processes.channel import Gone
+from argosy.processes.fork_server import ForkServer, channel_to_parent
 
 LAUNCH, PLANNED = "ARGOSY_LAUNCH", "ARGOSY_PLANNED"
 FAST_BF16 = 1.5
@@ -61,10 +61,10 @@ def tell() -> None:
     asker.send("found", devices=asdict(devices), warned=[str(w.message) for w in warned])
 
 
-def ask(nursery: Nursery, launch: LaunchConfig, planned: int) -> Devices:
-    """The same without torch here, by a process of `nursery`, which has it. Raises: UserError, RunFailed."""
+def ask(fork_server: ForkServer, launch: LaunchConfig, planned: int) -> Devices:
+    """The same without torch here, by a process of `fork server`, which has it. Raises: UserError, RunFailed."""
     settings = {LAUNCH: launch.model_dump_json(), PLANNED: str(planned)}
-    channel = nursery.fork("devices", f"{__name__}:tell", settings)
+    channel = fork_server.fork("devices", f"{__name__}:tell", settings)
     try:
         answer = channel.receive()
     except Gone:

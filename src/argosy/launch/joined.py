@@ -14,11 +14,11 @@ from argosy.errors import ArgosyError
 from argosy.launch import run_folder
 from argosy.launch.devices import find_devices
 from argosy.launch.resolve import resolve
-from argosy.launch.worker import work
 from argosy.observe.progress import Progress
 from argosy.parallel.world import World, join_world
 from argosy.plan.auto import choose_plan
 from argosy.plan.plan import Plan
+from argosy.supervise.worker import work
 from argosy.training.stop import StopSignal
 
 
@@ -35,12 +35,12 @@ def train_joined(run: RunConfig, run_dir: Path | None = None, *, accept_changes:
     world = join_world(run.launch)
     with ExitStack() as held:
         try:
-            run, plan, epoch = world.share_first(lambda: _settle(run, run_dir, world, accept_changes, held))
+            run, plan, generation = world.share_first(lambda: _settle(run, run_dir, world, accept_changes, held))
         except ArgosyError as error:
             if not world.is_first:
                 sys.exit(error.exit_code)  # one of them says it
             raise
-        os.environ[store.EPOCH] = str(epoch)
+        os.environ[store.GENERATION] = str(generation)
         work(run, plan, world, run_dir, stop)
     if stop.number is not None:
         sys.exit(128 + stop.number)
@@ -49,12 +49,12 @@ def train_joined(run: RunConfig, run_dir: Path | None = None, *, accept_changes:
 def _settle(
     run: RunConfig, run_dir: Path, world: World, accept_changes: bool, held: ExitStack
 ) -> tuple[RunConfig, Plan, int]:
-    """What is trained how, and in which epoch; `held` keeps the run's folder locked."""
+    """What is trained how, and in which generation; `held` keeps the run's folder locked."""
     held.enter_context(run_folder.locked(run_dir))
     run, data = resolve(run, Progress(enabled=True))
     run = run_folder.enter(run_dir, run, data.identity, accept_changes)
     plan = choose_plan(run, find_devices(run.launch, processes=world.size))
     run_folder.write(run_dir, run, plan, data.sources[0].folder / TOKENIZER)
-    epoch = store.newest_epoch(run_dir) + 1
-    store.begin_epoch(run_dir, epoch)
-    return run, plan, epoch
+    generation = store.newest_generation(run_dir) + 1
+    store.begin_generation(run_dir, generation)
+    return run, plan, generation

@@ -16,8 +16,8 @@ from argosy.launch.resolve import resolve
 from argosy.observe.progress import Progress
 from argosy.observe.report import Report
 from argosy.plan.auto import Devices, choose_plan, processes_of
-from argosy.resilience.agent import WORKER, Agent, node_name
-from argosy.resilience.nursery import Nursery
+from argosy.processes.fork_server import ForkServer
+from argosy.supervise.agent import WORKER, Agent, node_name
 
 
 def train(run: RunConfig, run_dir: Path | None = None, *, accept_changes: bool = False, quiet: bool = False) -> Report:
@@ -31,7 +31,7 @@ def train(run: RunConfig, run_dir: Path | None = None, *, accept_changes: bool =
     """
     run_dir = (run_dir or Path("runs") / run.name).absolute()
     progress = Progress(enabled=not quiet)
-    with nursery() as forks, run_folder.locked(run_dir, node=_name_of_node(run)):
+    with fork_server() as forks, run_folder.locked(run_dir, node=_name_of_node(run)):
         with run_folder.settling(run_dir):
             run, data = resolve(run, progress)
             run = run_folder.enter(run_dir, run, data.identity, accept_changes)
@@ -51,9 +51,9 @@ def train(run: RunConfig, run_dir: Path | None = None, *, accept_changes: bool =
 
 
 @contextmanager
-def nursery() -> Iterator[Nursery]:
+def fork_server() -> Iterator[ForkServer]:
     """Where a run's processes come from; it imports torch while the run is being settled."""
-    forks = Nursery(WORKER.partition(":")[0])
+    forks = ForkServer(WORKER.partition(":")[0])
     try:
         yield forks
     finally:
@@ -73,7 +73,7 @@ def _name_of_node(run: RunConfig) -> str:
     return "" if run.launch.nodes == 1 else node_name(run.launch)
 
 
-def _devices(forks: Nursery, run: RunConfig) -> Devices:
+def _devices(forks: ForkServer, run: RunConfig) -> Devices:
     """Those of all nodes, which are taken to be like this one. Raises: UserError."""
     nodes = run.launch.nodes
     here = ask(forks, run.launch, planned=-(-processes_of(run.plan) // nodes))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.checkpoint import store
-from argosy.checkpoint.proof import Damaged
+from argosy.checkpoint.checksums import Damaged
 from argosy.checkpoint.store import Checkpoint
 from argosy.config.dump import save_run
 from argosy.config.identity import is_under, lasting_values

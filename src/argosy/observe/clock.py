@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from argosy.observe.vitals import Vitals
+from argosy.observe.heartbeat import Heartbeat
 
 Category = Literal[
     "data", "forward", "backward", "pipeline", "communication", "optimizer", "check", "evaluate", "checkpoint"
@@ -30,25 +30,25 @@ class StepClock:
     On a GPU the marks are events in its stream: nothing waits for the device until `lap` reads them.
     """
 
-    def __init__(self, device: torch.device, vitals: Vitals | None = None):
-        """`vitals` is told which part the process is in, and at each lap how long its own work took."""
+    def __init__(self, device: torch.device, heartbeat: Heartbeat | None = None):
+        """`heartbeat` is told which part the process is in, and at each lap how long its own work took."""
         self._on_gpu = device.type == "cuda"
-        self._vitals = vitals
+        self._heartbeat = heartbeat
         self._spans: list[tuple[Category, Mark, Mark]] = []
         self._began = time.perf_counter()
 
     @contextmanager
     def time(self, category: Category) -> Iterator[None]:
         """Count the time of this block as `category`. Blocks do not nest."""
-        if self._vitals is not None:
-            self._vitals.enter(category)
+        if self._heartbeat is not None:
+            self._heartbeat.enter(category)
         start = self._mark()
         try:
             yield
         finally:
             self._spans.append((category, start, self._mark()))
-            if self._vitals is not None:
-                self._vitals.enter("other")
+            if self._heartbeat is not None:
+                self._heartbeat.enter("other")
 
     def lap(self) -> dict[str, float]:
         """Seconds of each category since the last lap, "other", and "step": the wall time, their sum."""
@@ -60,8 +60,8 @@ class StepClock:
         self._spans.clear()
         now = time.perf_counter()
         step_s, self._began = now - self._began, now
-        if self._vitals is not None:
-            self._vitals.took(sum(seconds.get(category, 0.0) for category in OWN_WORK))
+        if self._heartbeat is not None:
+            self._heartbeat.took(sum(seconds.get(category, 0.0) for category in OWN_WORK))
         return {**seconds, "other": max(0.0, step_s - sum(seconds.values())), "step": step_s}
 
     def _mark(self) -> Mark:

@@ -9,8 +9,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from argosy.files import atomic_write
+from argosy.observe.heartbeat import BESIDE
 from argosy.observe.progress import duration
-from argosy.observe.vitals import BESIDE
 from argosy.plan.reconcile import Reconciled
 
 

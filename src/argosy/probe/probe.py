@@ -35,7 +35,7 @@ COMPUTE_SHARE, COLLECTIVES_SHARE, LOADER_SHARE = 0.4, 0.4, 0.02
 
 
 @dataclass(frozen=True)
-class Asked:
+class ProbeRequest:
     """What is to be measured."""
 
     run: RunConfig
@@ -50,7 +50,7 @@ class Asked:
     """Nothing is printed on the way."""
 
 
-def measure(asked: Asked, world: World) -> Cluster:
+def measure(asked: ProbeRequest, world: World) -> Cluster:
     """The cluster that this world runs on; all its processes call it, and all get the same."""
     progress = Progress(enabled=world.is_first and not asked.quiet)
     began = time.monotonic()

@@ -21,13 +21,13 @@ from argosy.launch.devices import find_devices
 from argosy.parallel.world import Place, World, join_world, leave_world
 from argosy.plan.auto import Devices
 from argosy.plan.machines.clusters import Cluster
-from argosy.probe.probe import Asked, measure
-from argosy.resilience.channel import Channel, Gone
-from argosy.resilience.nursery import Nursery, channel_to_parent
+from argosy.probe.probe import ProbeRequest, measure
+from argosy.processes.channel import Channel, Gone
+from argosy.processes.fork_server import ForkServer, channel_to_parent
 
 MOST_CPU_PROCESSES = 8
 """Where the user does not say how many: ranks beyond the first few share what is there in the same way."""
-MEETING, MEMBER = "argosy.resilience.meeting:main", "argosy.probe.start:main"
+RENDEZVOUS, MEMBER = "argosy.processes.rendezvous:main", "argosy.probe.start:main"
 """What the processes call: that in which the others meet, and those that measure."""
 LINGER_S = 1.0
 """Once something is wrong, so long for more news: who lost a peer may say so before it is known that the peer died."""
@@ -45,23 +45,23 @@ def find_probed(launch: LaunchConfig) -> Devices:
     return replace(found, count=min(len(os.sched_getaffinity(0)), MOST_CPU_PROCESSES))
 
 
-def probe_here(asked: Asked, processes: int) -> Cluster:
+def probe_here(asked: ProbeRequest, processes: int) -> Cluster:
     """Measure this machine with so many processes, started for it; they end with it.
 
     Raises: RunFailed if one of them dies; Interrupted after SIGTERM or SIGINT.
     """
-    with _interrupted_by_signals(), closing(Nursery(__name__)) as nursery, ExitStack() as held:
+    with _interrupted_by_signals(), closing(ForkServer(__name__)) as fork_server, ExitStack() as held:
 
         def fork(key: str, entry: str, environment: Mapping[str, str]) -> Channel:
-            return held.enter_context(closing(nursery.fork(key, entry, environment)))
+            return held.enter_context(closing(fork_server.fork(key, entry, environment)))
 
         try:
-            port = fork("meeting", MEETING, {}).receive()["port"]
+            port = fork("rendezvous", RENDEZVOUS, {}).receive()["port"]
             places = [Place(rank, processes, rank, processes, "127.0.0.1", port) for rank in range(processes)]
             members = [fork(str(place.rank), MEMBER, place.environment()) for place in places]
             for channel in members:
                 channel.send("measure", asked=base64.b64encode(pickle.dumps(asked)).decode())
-            return _cluster_of(nursery, members)
+            return _cluster_of(fork_server, members)
         except Gone as problem:
             raise RunFailed(f"a process of the probe is gone ({problem}). Nothing was written.") from None
 
@@ -70,7 +70,7 @@ def main() -> None:
     """Entry of the processes that `probe_here` starts: measure, tell what was found, and end with who asked for it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; who asked for it says what it means
     asker = channel_to_parent()
-    asked: Asked = pickle.loads(base64.b64decode(asker.receive()["asked"]))
+    asked: ProbeRequest = pickle.loads(base64.b64decode(asker.receive()["asked"]))
     threading.Thread(target=_end_with, args=(asker,), daemon=True).start()
     try:
         cluster = measure(asked, join_world(asked.run.launch))
@@ -81,7 +81,7 @@ def main() -> None:
     leave_world()
 
 
-def probe_joined(asked: Asked) -> tuple[Cluster, World]:
+def probe_joined(asked: ProbeRequest) -> tuple[Cluster, World]:
     """Measure in the world that RANK, WORLD_SIZE, ... describe; every process gets the cluster, and who it is."""
     world = join_world(asked.run.launch)
     try:
@@ -106,13 +106,13 @@ class _Failure:
     is_killed: bool = False
 
 
-def _cluster_of(nursery: Nursery, members: list[Channel]) -> Cluster:
+def _cluster_of(fork_server: ForkServer, members: list[Channel]) -> Cluster:
     """What the first member to be done has found; they all find the same. Raises: RunFailed, Gone."""
     speaking = dict(enumerate(members))
     rank_of: dict[int, int] = {}
     failures: list[_Failure] = []
     while True:
-        listened_to: list[Nursery | Channel] = [nursery, *speaking.values()]
+        listened_to: list[ForkServer | Channel] = [fork_server, *speaking.values()]
         ready, _, _ = select.select(listened_to, [], [], LINGER_S if failures else None)
         if not ready:
             failure = min(failures, key=lambda failure: (not failure.is_killed, failure.at_s))
@@ -126,8 +126,8 @@ def _cluster_of(nursery: Nursery, members: list[Channel]) -> Cluster:
                         return Cluster.model_validate_json(message["cluster"])
                     failures.append(_Failure(rank, message["why"], message["at_s"]))
             except Gone:
-                del speaking[rank]  # it is ending: the nursery tells how
-        for message in nursery.take() if nursery in ready else []:
+                del speaking[rank]  # it is ending: the fork server tells how
+        for message in fork_server.take() if fork_server in ready else []:
             if message["kind"] == "born" and message["key"].isdigit():
                 rank_of[message["pid"]] = int(message["key"])
             elif message["kind"] == "ended" and message["pid"] in rank_of:

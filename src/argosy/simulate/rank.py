@@ -167,7 +167,7 @@ def _step(
     run: RunConfig,
     world: World,
 ) -> None:
-    """What the loop does in a step, as `training.job` does it."""
+    """What the loop does in a step, as `training.trainer` does it."""
     loss = forward_backward(model, batch, 1.0, recorder.clock)
     with recorder.clock.time("optimizer"):
         squares = square_share(model.pieces)

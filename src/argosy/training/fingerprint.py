@@ -55,7 +55,7 @@ class Holders:
 
 
 @dataclass(frozen=True)
-class Copy:
+class Replica:
     """This rank's copy of a tensor that others hold too."""
 
     name: str
@@ -151,26 +151,26 @@ class Fingerprints:
         with torch.no_grad():
             self._model.after_update()
 
-    def _copies(self) -> Iterator[Copy]:
+    def _copies(self) -> Iterator[Replica]:
         """What this rank holds that others do too, in an order that all holders share."""
         for piece, master, whole, part in self._held:
             if len(whole.ranks) > 1:
-                yield Copy(f"model.{piece.name}", local(piece.parameter.detach()), whole)
+                yield Replica(f"model.{piece.name}", local(piece.parameter.detach()), whole)
             if len(part.ranks) > 1:
                 if master.value is not piece.value:
-                    yield Copy(f"master.{piece.name}", master.value.detach(), part)
+                    yield Replica(f"master.{piece.name}", master.value.detach(), part)
                 for name, tensor in self._optimizer.kept_of(master).items():
-                    yield Copy(f"optimizer.{piece.name}.{name}", tensor, part)
+                    yield Replica(f"optimizer.{piece.name}.{name}", tensor, part)
         if self._everyone is not None and len(self._everyone.ranks) > 1:
             for name, buffer in self._model.buffers().items():
-                yield Copy(f"model.{name}", buffer, self._everyone)
+                yield Replica(f"model.{name}", buffer, self._everyone)
 
-    def _sums(self, copies: Iterable[Copy]) -> Tensor:
+    def _sums(self, copies: Iterable[Replica]) -> Tensor:
         device = self._world.device
         with torch.no_grad():
             return torch.stack([sum_of_bits(copy.tensor).to(device, non_blocking=True) for copy in copies])
 
-    def _factor(self, copy: Copy) -> int:
+    def _factor(self, copy: Replica) -> int:
         """The first holder counts as often as all others together, and against them."""
         others = len(copy.holders.ranks) - 1
         weight = others if self._world.rank == copy.holders.ranks[0] else -1

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from argosy.config.schema import RunConfig
 from argosy.observe.clock import StepClock
-from argosy.observe.vitals import Vitals
+from argosy.observe.heartbeat import Heartbeat
 from argosy.parallel.world import World
 from argosy.training.batches import Batches
 from argosy.training.fingerprint import Corruption, Fingerprints
-from argosy.training.recompute import Result, compare
 from argosy.training.records import Records
+from argosy.training.replay_check import Result, compare
 from argosy.training.state import TrainState
 
 
@@ -29,18 +29,18 @@ class Integrity:
         world: World,
         records: Records,
         clock: StepClock,
-        vitals: Vitals | None,
+        heartbeat: Heartbeat | None,
     ):
         self._state, self._batches, self._world = state, batches, world
-        self._records, self._clock, self._vitals = records, clock, vitals
+        self._records, self._clock, self._heartbeat = records, clock, heartbeat
         self._fingerprint_every = run.resilience.fingerprint_every_steps
-        self._recompute_every = run.resilience.recompute_every_steps
+        self._replay_check_every = run.resilience.replay_check_every_steps
         self._tokens_per_step = run.tokens_per_step
         self._fingerprints = Fingerprints(state.model, state.optimizer, world)
 
     def watch(self) -> None:
         """Have the step at hand computed such that it can be checked."""
-        self._state.model.watch(self._is_recomputed)
+        self._state.model.watch(self._is_replayed)
 
     def share(self, step: int) -> Tensor | None:
         """This process's fingerprint of all that others hold too; None in a step that is not compared."""
@@ -54,11 +54,11 @@ class Integrity:
         if not is_sound:
             self._records.events.write("collective_corrupt", step=step, rank=self._world.rank)
             self.show_doubt([self._world.rank])
-        if not self._is_recomputed:
+        if not self._is_replayed:
             return not is_sound
         with self._clock.time("check"):
             mine = loss.item(), self._state.model.bits()
-            found = compare(step // self._recompute_every, mine, partial(self._recompute, step), self._world)
+            found = compare(step // self._replay_check_every, mine, partial(self._recompute, step), self._world)
         if found is not None:
             self._records.tell("gradient_corrupt", step=step, rank=found.rank, suspects=list(found.suspects))
             self._records.progress.say(
@@ -67,7 +67,7 @@ class Integrity:
             self.show_doubt(found.suspects)
         return found is not None or not is_sound
 
-    def copies_differ(self) -> bool:
+    def replicas_differ(self) -> bool:
         """Whether copies of the state do, out of turn: all ask it together."""
         return bool(self._fingerprint_every) and self._fingerprints.differ()
 
@@ -95,8 +95,8 @@ class Integrity:
 
     def show_doubt(self, ranks: Collection[int]) -> None:
         """Those who are or may be to blame show it, and their nodes are examined."""
-        if self._vitals is not None and self._world.rank in ranks:
-            self._vitals.doubt()
+        if self._heartbeat is not None and self._world.rank in ranks:
+            self._heartbeat.doubt()
 
     def _recompute(self, step: int, rank: int) -> Result:
         """The loss and gradient of another replica's samples."""
@@ -104,6 +104,6 @@ class Integrity:
         return self._state.model.recompute(batch, self._state.scaler.scale, self._tokens_per_step)
 
     @property
-    def _is_recomputed(self) -> bool:
+    def _is_replayed(self) -> bool:
         """Whether replicas compute each other's gradients in the step at hand."""
-        return bool(self._recompute_every) and self._state.step % self._recompute_every == 0
+        return bool(self._replay_check_every) and self._state.step % self._replay_check_every == 0

@@ -11,15 +11,14 @@ from typing import Any
 import torch
 
 from argosy.checkpoint import store
-from argosy.checkpoint.recover import Recovery
 from argosy.config.schema import RunConfig
 from argosy.data.order import Range
 from argosy.errors import RunFailed
 from argosy.observe.events import Events
+from argosy.observe.heartbeat import BESIDE
 from argosy.observe.metrics import Metrics, peak_memory_bytes
 from argosy.observe.peak import device_name, matmul_peak_flops
 from argosy.observe.progress import Progress
-from argosy.observe.vitals import BESIDE
 from argosy.parallel.expert import loads_by_layer
 from argosy.parallel.model import DTYPES
 from argosy.parallel.world import World, processes_here
@@ -30,7 +29,8 @@ from argosy.plan.machines.hardware import find_device
 from argosy.plan.machines.machine import Hardware, machine_at_hand
 from argosy.plan.plan import Plan
 from argosy.plan.predict import Prediction, predict
-from argosy.training.judge import REMEDY, Doubt, Ruling, Verdict
+from argosy.training.bad_steps import REMEDY, Doubt, Ruling, Verdict
+from argosy.training.recovery import Recovery
 from argosy.training.state import Decision
 from argosy.training.step import StepOutcome
 from argosy.training.summary import headline
@@ -50,7 +50,7 @@ class Records:
         self._run, self._plan, self._world, self._run_dir = run, plan, world, run_dir
         self.progress = Progress(enabled=world.is_first)
         self.events = Events(run_dir, f"rank-{world.rank}")
-        self.metrics = Metrics(run_dir, partial(store.is_in_force, run_dir, store.own_epoch()))
+        self.metrics = Metrics(run_dir, partial(store.is_in_force, run_dir, store.own_generation()))
         self.prediction: Prediction | None = None
         """On the first process, once the run is introduced, if its devices are known."""
         self.peak_flops = 0.0

@@ -19,7 +19,7 @@ from argosy.parallel.model import ParallelModel
 from argosy.parallel.pieces import Held
 from argosy.parallel.world import World
 from argosy.precision.scaler import LossScaler
-from argosy.training.judge import Counts
+from argosy.training.bad_steps import Counts
 
 
 @dataclass(frozen=True)

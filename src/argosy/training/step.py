@@ -57,7 +57,7 @@ class StepOutcome:
     """Mean over the global batch's tokens, nats."""
     gradient_norm: float
     """Global, before clipping."""
-    copies_differ: bool
+    replicas_differ: bool
     """Ranks that should hold the same weights or optimizer state do not."""
     wishes: Wishes
     loads: Tensor | None
@@ -93,7 +93,7 @@ def exchange(share: Share, world: World) -> StepOutcome:
     return StepOutcome(
         loss=loss,
         gradient_norm=math.sqrt(squares),
-        copies_differ=is_nonzero(rest[:LIMBS]),
+        replicas_differ=is_nonzero(rest[:LIMBS]),
         wishes=Wishes(*(votes > 0 for votes in rest[LIMBS:])),
         loads=None if share.loads is None else sums[head:].view_as(share.loads),
     )

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from argosy.observe.vitals import VitalsReading
+from argosy.observe.heartbeat import HeartbeatReading
 from argosy.resilience.detect.finding import Finding, Sample, WorkerSeen
 
-READING = VitalsReading(
+READING = HeartbeatReading(
     pid=100,
-    epoch=1,
+    generation=1,
     rank=0,
     step=0,
     phase="forward",
@@ -31,7 +31,7 @@ class World:
     size: int
     tick_s: float = 0.5
     at_s: float = 1000.0
-    ranks: dict[int, VitalsReading] = field(init=False)
+    ranks: dict[int, HeartbeatReading] = field(init=False)
     states: dict[int, str] = field(default_factory=dict)
     stopped: set[int] = field(default_factory=set)
 

@@ -10,21 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from argosy.resilience.detect.disk import PROBE, Disk, DiskProbe, DiskReading
+from argosy.resilience.detect.disk import PROBE, DiskDetector, DiskProbe, DiskReading
 
 WELL = DiskReading(100 * 2**30, 200 * 2**30, 10**6, 2 * 10**6, False, 0.01)
 
 
 @pytest.fixture
-def disk() -> Disk:
+def disk() -> DiskDetector:
     """With a history of writes that take 10 ms."""
-    disk = Disk(Path("/run"))
+    disk = DiskDetector(Path("/run"))
     for _ in range(20):
         assert not disk.observe(WELL)
     return disk
 
 
-def kinds(disk: Disk, **values: object) -> list[str]:
+def kinds(disk: DiskDetector, **values: object) -> list[str]:
     return [finding.kind for finding in disk.observe(replace(WELL, **values))]  # type: ignore[arg-type]
 
 
@@ -56,7 +56,7 @@ def test_now_and_then_a_slow_write_is_nothing(disk):
 
 
 def test_a_disk_that_was_always_slow_is_usual():
-    disk = Disk(Path("/run"))
+    disk = DiskDetector(Path("/run"))
     for _ in range(50):
         assert not kinds(disk, write_s=3.0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from argosy.resilience.detect.hang import Hang, blame, who_waits
+from argosy.resilience.detect.hang import HangDetector, blame, who_waits
 from resilience.detect.samples import World
 
 
@@ -15,8 +15,8 @@ def world() -> World:
 
 
 @pytest.fixture
-def hang(world: World) -> Hang:
-    hang = Hang(hang_s=5.0, beat_timeout_s=3.0)
+def hang(world: World) -> HangDetector:
+    hang = HangDetector(hang_s=5.0, heartbeat_timeout_s=3.0)
     for _ in range(30):
         world.step()
         assert not hang.observe(world.sample())
@@ -115,7 +115,7 @@ def test_time_that_the_watcher_itself_slept_counts_against_nobody(world, hang):
 
 def test_slow_steps_are_no_hang(world):
     """With hang_s = 0 the limit follows the steps."""
-    hang = Hang()
+    hang = HangDetector()
     for _ in range(20):
         world.step()
         assert not world.watch(hang, 60)
@@ -136,19 +136,19 @@ def test_a_world_that_was_not_seen_in_its_first_step_is_not_taken_to_be_in_it(wo
     for _ in range(6):
         world.step()
     world.count([0, 1, 3])
-    ((after_s, finding),) = world.watch(Hang(hang_s=5.0, first_step_s=60.0), 20)
+    ((after_s, finding),) = world.watch(HangDetector(hang_s=5.0, first_step_s=60.0), 20)
     assert finding.ranks == (2,) and after_s <= 6
 
 
 def test_the_time_before_a_world_was_first_seen_counts_against_nobody(world):
-    hang = Hang(hang_s=5.0, beat_timeout_s=1.0)
-    for epoch in (1, 2):
-        world.change(range(4), epoch=epoch, phase="forward")
+    hang = HangDetector(hang_s=5.0, heartbeat_timeout_s=1.0)
+    for generation in (1, 2):
+        world.change(range(4), generation=generation, phase="forward")
         assert not hang.observe(world.sample())
 
 
 def test_the_first_step_and_the_first_evaluation_may_compile(world, hang):
-    fresh, fresh_world = Hang(hang_s=5.0), World(4)
+    fresh, fresh_world = HangDetector(hang_s=5.0), World(4)
     assert not fresh_world.watch(fresh, 300)
     world.change(range(4), phase="evaluate")
     assert not world.watch(hang, 300)
@@ -162,7 +162,7 @@ def test_the_first_step_and_the_first_evaluation_may_compile(world, hang):
 def test_nobody_is_blamed_while_a_world_is_formed(world, hang):
     world.change([0, 1, 2], phase="waiting")
     assert not world.watch(hang, 1000)
-    world.change([0, 1, 2], phase="other", epoch=2)
+    world.change([0, 1, 2], phase="other", generation=2)
     assert not world.watch(hang, 1000)
 
 

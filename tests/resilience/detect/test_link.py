@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from argosy.resilience.detect.finding import Finding
-from argosy.resilience.detect.link import SlowLink
+from argosy.resilience.detect.link import SlowLinkDetector
 from resilience.detect.samples import World
 
 STEP_S = 1.0
@@ -22,13 +22,13 @@ def run(
     seed: int = 0,
 ) -> list[tuple[int, Finding]]:
     """(step, finding) of a world whose own work and waiting take 0.1 s and 0.05 s times what is given."""
-    world, link, random_, took = World(4, tick_s=STEP_S), SlowLink(), random.Random(seed), {}
+    world, link, random_, took = World(4, tick_s=STEP_S), SlowLinkDetector(), random.Random(seed), {}
     found = []
     for step in range(steps):
         busy_s = {rank: 0.1 * random_.uniform(0.8, 1.2) * own(rank, step) for rank in range(4)}
         took[step] = max(busy_s.values()) + 0.05 * random_.uniform(0.8, 1.2) * waited(step)
         if step == 100 and next_world:
-            world.change(range(4), epoch=2, busy_s={})
+            world.change(range(4), generation=2, busy_s={})
         plan = next_world if step >= 100 and next_world else "dp_replicate=4"
         world.step(busy_s=busy_s)
         found += [(step, finding) for finding in link.observe(world.sample(), took, plan)]
@@ -61,7 +61,7 @@ def test_a_new_world_is_compared_with_the_one_before_if_it_has_its_plan(plan, fo
 
 
 def test_what_a_step_takes_is_known_after_a_window():
-    world, link = World(2, tick_s=STEP_S), SlowLink()
+    world, link = World(2, tick_s=STEP_S), SlowLinkDetector()
     for step in range(30):
         world.step()
         link.observe(world.sample(), dict.fromkeys(range(step + 1), 0.15), "")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from argosy.resilience.detect.memory import Memory, MemoryReading, read_memory, seconds_left
+from argosy.resilience.detect.memory import MemoryDetector, MemoryReading, read_memory, seconds_left
 
 GIB = 2**30
 LIMIT = 64 * GIB
@@ -15,7 +15,7 @@ LIMIT = 64 * GIB
 
 def watch(available_gib: list[float], kills: list[int] | None = None, every_s: float = 5.0) -> list[tuple[int, str]]:
     """(index of the reading, kind of finding)."""
-    memory, found = Memory(), []
+    memory, found = MemoryDetector(), []
     for i, free in enumerate(available_gib):
         count = kills[i] if kills else 0
         reading = MemoryReading(int(free * GIB), LIMIT, count, count)
@@ -52,7 +52,7 @@ def test_a_sawtooth_of_saves_is_silent():
 
 
 def test_a_kill_by_the_kernel_explains_the_death_that_is_found_a_little_later_and_no_other():
-    memory = Memory()
+    memory = MemoryDetector()
     for at_s, kills in ((0, 0), (2, 2), (3, 2)):
         memory.observe(at_s, MemoryReading(40 * GIB, LIMIT, kills, kills))
     assert [memory.why_killed(3) for _ in range(3)] == ["the kernel killed 2 processes because memory ran out"] * 2 + [
@@ -65,7 +65,7 @@ def test_a_kill_by_the_kernel_explains_the_death_that_is_found_a_little_later_an
 def test_a_kill_by_the_kernel_is_told_from_others():
     assert watch([20, 20, 20], kills=[3, 3, 3]) == []
     assert watch([20, 20, 20], kills=[0, 0, 1]) == [(2, "oom_kill")]
-    memory = Memory()
+    memory = MemoryDetector()
     memory.observe(0, MemoryReading(40 * GIB, LIMIT, 0, 7))
     assert not memory.observe(1, MemoryReading(40 * GIB, LIMIT, 0, 8))  # somebody else's group met its limit
     memory.observe(2, MemoryReading(5 * GIB, LIMIT, 0, 8))

@@ -8,15 +8,15 @@ import time
 
 import pytest
 
-from argosy.resilience.detect.clock import Clock, read_clocks
+from argosy.resilience.detect.clock import ClockDetector, read_clocks
 from argosy.resilience.detect.finding import Latch, process_state
-from argosy.resilience.detect.limits import Limits, LimitsReading, read_limits
+from argosy.resilience.detect.limits import LimitsDetector, LimitsReading, read_limits
 from argosy.resilience.detect.node import NodeWatch
 
 
 @pytest.mark.parametrize("jump_s", [-3600.0, -2.0, 1.5, 86400.0])
 def test_a_wall_clock_that_jumps_is_told_once(jump_s):
-    clock = Clock()
+    clock = ClockDetector()
     assert not clock.observe(10.0, 1000.0)
     assert not clock.observe(12.0, 1002.0)
     (finding,) = clock.observe(14.0, 1004.0 + jump_s)
@@ -25,7 +25,7 @@ def test_a_wall_clock_that_jumps_is_told_once(jump_s):
 
 
 def test_a_clock_that_is_adjusted_slowly_is_well():
-    clock, noise = Clock(), random.Random(0)
+    clock, noise = ClockDetector(), random.Random(0)
     wall_s = 1e9
     for second in range(10000):
         wall_s += 1 + 5e-4 + noise.uniform(-1e-3, 1e-3)
@@ -33,7 +33,7 @@ def test_a_clock_that_is_adjusted_slowly_is_well():
 
 
 def test_limits_that_are_nearly_met_are_told_once():
-    limits = Limits()
+    limits = LimitsDetector()
     assert not limits.observe(LimitsReading({7: (100, 1024)}, (1, 100), (50, 1000)))
     (finding,) = limits.observe(LimitsReading({7: (1000, 1024)}, (1, 100), (50, 1000)))
     assert finding.kind == "limit_near" and "process 7 has 1000 open files" in finding.why
@@ -44,7 +44,7 @@ def test_limits_that_are_nearly_met_are_told_once():
 
 
 def test_no_limit_is_never_met():
-    assert not Limits().observe(LimitsReading({}, (0, 0)))
+    assert not LimitsDetector().observe(LimitsReading({}, (0, 0)))
 
 
 def test_the_limits_of_a_process_are_read():
@@ -84,5 +84,5 @@ def test_a_process_that_stands_still_between_two_clocks_sees_no_jump(monkeypatch
 
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     monkeypatch.setattr(time, "time", wall)
-    clock = Clock()
+    clock = ClockDetector()
     assert not any(clock.observe(*read_clocks()) for _ in range(3))

@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from argosy.faults import arm, fault
 from argosy.observe.clock import StepClock
+from argosy.observe.heartbeat import Heartbeat, read_heartbeat
 from argosy.observe.sequences import sequence_numbers
-from argosy.observe.vitals import Vitals, read_vitals
 from argosy.parallel.world import World
 from argosy.resilience.detect.finding import Finding, Sample, WorkerSeen, process_state
-from argosy.resilience.detect.hang import Hang
-from argosy.resilience.detect.straggler import Straggler
+from argosy.resilience.detect.hang import HangDetector
+from argosy.resilience.detect.straggler import StragglerDetector
 from workers import WorkerPool
 
 SIZE = 3
@@ -25,9 +25,9 @@ SIZE = 3
 
 def _steps(world: World, folder: Path, faults: str, steps: int) -> list[tuple[str, tuple[int, ...], str]]:
     """Make steps that consist of some work and an all-reduce; the first rank also watches, and says what it found."""
-    vitals = Vitals(folder)
-    clock = StepClock(world.device, vitals)
-    vitals.join(1, world.rank, sequence_numbers)
+    heartbeat = Heartbeat(folder)
+    clock = StepClock(world.device, heartbeat)
+    heartbeat.join(1, world.rank, sequence_numbers)
     dist.barrier()
     found: list[Finding] = []
     ended = threading.Event()
@@ -37,7 +37,7 @@ def _steps(world: World, folder: Path, faults: str, steps: int) -> list[tuple[st
     arm(faults)
     try:
         for step in range(steps):
-            vitals.begin(step)
+            heartbeat.begin(step)
             with clock.time("forward"):
                 time.sleep(0.02)
                 fault("forward", step=step, rank=world.rank)
@@ -49,14 +49,14 @@ def _steps(world: World, folder: Path, faults: str, steps: int) -> list[tuple[st
         ended.set()
         if world.rank == 0:
             watcher.join()
-        vitals.close()
+        heartbeat.close()
     return [(finding.kind, finding.ranks, finding.why) for finding in found]
 
 
 def _watch(folder: Path, found: list[Finding], ended: threading.Event) -> None:
-    detectors = [Hang(hang_s=2.5, beat_timeout_s=1.5), Straggler(seconds=0.5)]
+    detectors = [HangDetector(hang_s=2.5, heartbeat_timeout_s=1.5), StragglerDetector(seconds=0.5)]
     while not ended.wait(0.05):
-        readings = [read_vitals(path) for path in folder.glob("*.vitals")]
+        readings = [read_heartbeat(path) for path in folder.glob("*.heartbeat")]
         workers = {r.rank: WorkerSeen(r, process_state(r.pid)) for r in readings if r is not None and r.rank >= 0}
         if len(workers) == SIZE:
             sample = Sample(time.monotonic(), workers)

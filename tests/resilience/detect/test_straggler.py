@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from argosy.resilience.detect.finding import Finding
-from argosy.resilience.detect.straggler import Straggler, chance_of
+from argosy.resilience.detect.straggler import StragglerDetector, chance_of
 from resilience.detect.samples import World
 
 STEP_S = 1.0
@@ -27,7 +27,7 @@ def run(
     ranks: int, steps: int, noise: Noise, slow: Callable[[int, int], float] = lambda rank, step: 1.0, seed: int = 0
 ) -> list[tuple[int, Finding]]:
     """(step, finding) of a world in which each rank's work takes noise times `slow(rank, step)`."""
-    world, straggler, random_ = World(ranks, tick_s=STEP_S), Straggler(), random.Random(seed)
+    world, straggler, random_ = World(ranks, tick_s=STEP_S), StragglerDetector(), random.Random(seed)
     found = []
     for step in range(steps):
         world.step(busy_s={rank: 0.1 * noise(random_) * slow(rank, step) for rank in range(ranks)})
@@ -76,7 +76,7 @@ def test_what_slows_all_blames_nobody():
 
 def test_a_short_time_of_slowness_is_no_straggler():
     """Twenty steps of 10 ms are not enough: `straggler_s` must pass."""
-    world, straggler = World(2, tick_s=0.01), Straggler(seconds=10.0)
+    world, straggler = World(2, tick_s=0.01), StragglerDetector(seconds=10.0)
     found = []
     for step in range(1000):
         world.step(busy_s={0: 0.01, 1: 0.03 if 500 <= step < 600 else 0.01})
@@ -85,17 +85,17 @@ def test_a_short_time_of_slowness_is_no_straggler():
 
 
 def test_peers_are_compared_with_each_other_only():
-    world, straggler = World(4, tick_s=STEP_S), Straggler(peers=[[0, 1], [2, 3]])
+    world, straggler = World(4, tick_s=STEP_S), StragglerDetector(peers=[[0, 1], [2, 3]])
     for _ in range(100):
         world.step(busy_s={0: 0.1, 1: 0.1, 2: 0.5, 3: 0.5})
         assert not straggler.observe(world.sample())
 
 
 def test_another_world_begins_anew():
-    world, straggler = World(2, tick_s=STEP_S), Straggler()
+    world, straggler = World(2, tick_s=STEP_S), StragglerDetector()
     for step in range(100):
         if step % 15 == 0:
-            world.change(range(2), epoch=step // 15, busy_s={})
+            world.change(range(2), generation=step // 15, busy_s={})
         world.step(busy_s={0: 0.1, 1: 1.0})
         assert not straggler.observe(world.sample())
 

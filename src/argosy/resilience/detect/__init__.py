@@ -10,7 +10,7 @@
 | `clock` | monotonic and wall time of a node | clock_jump |
 | `limits` | `LimitsReading` of a node and its workers | limit_near |
 
-Those of all ranks run where all are known, in the coordinator (`resilience.watch`); `node.NodeWatch` runs the others,
+Those of all ranks run where all are known, in the coordinator (`supervise.watch`); `node.NodeWatch` runs the others,
 in each agent.
-What a run's own numbers show (bad steps, diverged replicas) is judged by the workers: `training.judge`.
+What a run's own numbers show (bad steps, diverged replicas) is judged by the workers: `training.bad_steps`.
 """

@@ -21,7 +21,7 @@ def read_clocks() -> tuple[float, float]:
     return at_s, wall_s
 
 
-class Clock:
+class ClockDetector:
     """Compares the wall clock of a node with its CLOCK_MONOTONIC."""
 
     def __init__(self) -> None:

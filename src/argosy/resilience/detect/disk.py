@@ -47,7 +47,7 @@ class DiskReading:
     """How long a trial write is under way that has not returned."""
 
 
-class Disk:
+class DiskDetector:
     """Watches the disk of one folder."""
 
     def __init__(self, folder: Path):

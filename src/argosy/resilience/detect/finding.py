@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from argosy.observe.vitals import VitalsReading
+from argosy.observe.heartbeat import HeartbeatReading
 
-Action = Literal["kill", "avoid", "examine", "alarm"]
+Action = Literal["kill", "avoid", "check_node", "alarm"]
 """kill: the ranks will not go on by themselves; avoid: leave their node out of the next world, if there is another;
 examine: have their node examined before it goes on; alarm: tell somebody."""
 
@@ -38,7 +38,7 @@ class Finding:
 class WorkerSeen:
     """One worker at one moment."""
 
-    reading: VitalsReading
+    reading: HeartbeatReading
     state: str
     """As /proc/PID/stat has it: R and S run and sleep, D waits for a device, T is stopped, Z ended; empty: unknown."""
 

@@ -1,11 +1,11 @@
 """A run that stands still: which process is to blame, and what the others wait for.
 
 Two signs are watched. The *beat* of a process is written by a thread of its own: it stands still when the process is
-stopped, or when something holds Python's lock. *Progress* is anything else that changes in its vitals: step, phase, the
-number of collectives it has begun. In a run whose ranks need each other all stand still soon after one does, so that
-duration blames nobody; but who has begun fewer collectives of a group than its fellows is waited for. Following who
-waits for whom to a rank that waits for nobody gives the culprit; where that goes round in a circle, ranks have begun
-collectives in different orders.
+stopped, or when something holds Python's lock. *Progress* is anything else that changes in its heartbeat: step, phase,
+the number of collectives it has begun. In a run whose ranks need each other all stand still soon after one does, so
+that duration blames nobody; but a rank which has begun fewer collectives of a group than its peers is waited for.
+Following who waits for whom to a rank that waits for nobody gives the culprit; where that goes round in a circle, ranks
+have begun collectives in different orders.
 
 Groups in which ranks send to single others (a pipeline's) have counts that differ by design, and are left out; a hang
 between two pipeline stages alone blames both.
@@ -18,7 +18,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from statistics import median
 from typing import Any
 
-from argosy.observe.vitals import Phase, VitalsReading
+from argosy.observe.heartbeat import HeartbeatReading, Phase
 from argosy.resilience.detect.finding import Finding, Sample, WorkerSeen
 
 MIN_AUTO_S = 30.0
@@ -40,12 +40,12 @@ Waits = dict[int, dict[int, str]]
 """Rank -> ranks that it waits for -> the group in which it does."""
 
 
-class Hang:
+class HangDetector:
     """Watches all ranks of a world."""
 
-    def __init__(self, hang_s: float = 0.0, beat_timeout_s: float = 10.0, first_step_s: float = 600.0):
+    def __init__(self, hang_s: float = 0.0, heartbeat_timeout_s: float = 10.0, first_step_s: float = 600.0):
         """As the keys of [resilience]; `hang_s` = 0 is automatic."""
-        self._hang_s, self._beat_timeout_s, self._first_step_s = hang_s, beat_timeout_s, first_step_s
+        self._hang_s, self._heartbeat_timeout_s, self._first_step_s = hang_s, heartbeat_timeout_s, first_step_s
         self._tracks: dict[int, _Track] = {}
         self._step_s: deque[float] = deque(maxlen=100)
         self._at_s = 0.0
@@ -74,13 +74,13 @@ class Hang:
     def _beat_patience_s(self, seen: WorkerSeen) -> float:
         """How long a beat may stand still: imports, and the making of a model, hold Python's lock for seconds."""
         if seen.state != "T" and seen.reading.phase in SLOW_PHASES:
-            return max(self._beat_timeout_s, MIN_AUTO_S)
-        return self._beat_timeout_s
+            return max(self._heartbeat_timeout_s, MIN_AUTO_S)
+        return self._heartbeat_timeout_s
 
-    def _track(self, rank: int, reading: VitalsReading) -> _Track:
+    def _track(self, rank: int, reading: HeartbeatReading) -> _Track:
         """What is known of the rank; it begins anew with another process or another world."""
         track = self._tracks.get(rank)
-        if track is None or (track.reading.pid, track.reading.epoch) != (reading.pid, reading.epoch):
+        if track is None or (track.reading.pid, track.reading.generation) != (reading.pid, reading.generation):
             return _Track(reading)
         return track
 
@@ -131,7 +131,7 @@ class Hang:
             return self._hang_s
         return max(MIN_AUTO_S, AUTO_STEPS * median(self._step_s)) if self._step_s else self._first_step_s
 
-    def _patience_s(self, rank: int, reading: VitalsReading) -> float:
+    def _patience_s(self, rank: int, reading: HeartbeatReading) -> float:
         """How long this rank may do what it does: what was never done before may have to be compiled."""
         is_first = not reading.busy_s or (reading.phase == "evaluate" and not self._has_evaluated)
         slow = is_first or reading.phase in SLOW_PHASES
@@ -141,13 +141,13 @@ class Hang:
 class _Track:
     """How long a rank has stood still, in time that its watcher was awake."""
 
-    def __init__(self, reading: VitalsReading) -> None:
+    def __init__(self, reading: HeartbeatReading) -> None:
         self.reading = reading
         self.still_s = self.beat_still_s = 0.0
         self.is_blamed = False
         self._since_step_s = 0.0
 
-    def update(self, now: VitalsReading, passed_s: float) -> Iterator[float]:
+    def update(self, now: HeartbeatReading, passed_s: float) -> Iterator[float]:
         """Take in a reading of the same process; yields how long a step took, if one has ended."""
         before, self.reading = self.reading, now
         self.still_s = 0.0 if _progress(before) != _progress(now) else self.still_s + passed_s
@@ -161,7 +161,7 @@ class _Track:
             self._since_step_s = 0.0
 
 
-def blame(readings: Mapping[int, VitalsReading]) -> tuple[str, tuple[int, ...], Waits]:
+def blame(readings: Mapping[int, HeartbeatReading]) -> tuple[str, tuple[int, ...], Waits]:
     """Of ranks that all stand still: the kind of hang, who is to blame, and who waits for whom."""
     waits = who_waits(readings)
     awaited = {other for whom in waits.values() for other in whom}
@@ -180,7 +180,7 @@ def blame(readings: Mapping[int, VitalsReading]) -> tuple[str, tuple[int, ...], 
     return _kind_of({reading.phase for reading in readings.values()}), tuple(sorted(readings)), waits
 
 
-def who_waits(readings: Mapping[int, VitalsReading]) -> Waits:
+def who_waits(readings: Mapping[int, HeartbeatReading]) -> Waits:
     """A rank waits for another if it has begun more collectives in a group that both are in."""
     begun: dict[str, dict[int, int]] = {}
     for rank, reading in readings.items():
@@ -219,12 +219,12 @@ def _kind_of(phases: set[Phase]) -> str:
     return "stuck_loader" if phases == {"data"} else "hang"
 
 
-def _is_one_world(readings: Mapping[int, VitalsReading]) -> bool:
-    """Whether all are in the same epoch and none waits for the next: forming a world is the coordinator's affair."""
-    return len({r.epoch for r in readings.values()}) == 1 and all(r.phase != "waiting" for r in readings.values())
+def _is_one_world(readings: Mapping[int, HeartbeatReading]) -> bool:
+    """True if all are in one generation and none waits for the next: forming a world is the coordinator's affair."""
+    return len({r.generation for r in readings.values()}) == 1 and all(r.phase != "waiting" for r in readings.values())
 
 
-def _progress(reading: VitalsReading) -> Hashable:
+def _progress(reading: HeartbeatReading) -> Hashable:
     return reading.step, reading.phase, reading.phase_since_ns, tuple(reading.sequences.items())
 
 
@@ -236,7 +236,9 @@ def _words_of_state(state: str) -> tuple[str, str]:
     return "frozen", "holds Python's lock"
 
 
-def _sentence(kind: str, ranks: tuple[int, ...], readings: Mapping[int, VitalsReading], waits: Waits, s: float) -> str:
+def _sentence(
+    kind: str, ranks: tuple[int, ...], readings: Mapping[int, HeartbeatReading], waits: Waits, s: float
+) -> str:
     who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
     verb = "are" if len(ranks) > 1 else "is"
     first = readings[ranks[0]]
@@ -260,14 +262,14 @@ def _whom(groups: Mapping[int, str], blamed: tuple[int, ...]) -> dict[str, str]:
     return {str(rank): groups[rank] for rank in blamed if rank in groups}
 
 
-def _place(reading: VitalsReading) -> str:
+def _place(reading: HeartbeatReading) -> str:
     return f"{reading.phase} of step {reading.step}" if reading.step >= 0 else reading.phase
 
 
-def _facts(reading: VitalsReading) -> dict[str, Any]:
+def _facts(reading: HeartbeatReading) -> dict[str, Any]:
     return {
         "pid": reading.pid,
-        "epoch": reading.epoch,
+        "generation": reading.generation,
         "step": reading.step,
         "phase": reading.phase,
         "sequences": dict(reading.sequences),

@@ -27,7 +27,7 @@ class LimitsReading:
     """Of the control group, if that is limited: how many there are, and may be."""
 
 
-class Limits:
+class LimitsDetector:
     """Watches them."""
 
     def __init__(self) -> None:

@@ -34,7 +34,7 @@ class _Step:
     waited_s: float
 
 
-class SlowLink:
+class SlowLinkDetector:
     """Watches the steps of one world after the other."""
 
     def __init__(self, steps: int = 20, seconds: float = 10.0):
@@ -52,11 +52,11 @@ class SlowLink:
     def observe(self, sample: Sample, took_s: Mapping[int, float], plan: str) -> list[Finding]:
         """What is found in the newest sample. `took_s`: steps -> how long they took, of the newest ones."""
         readings = [seen.reading for seen in sample.workers.values()]
-        epochs = {reading.epoch for reading in readings}
-        if len(epochs) != 1:
+        generations = {reading.generation for reading in readings}
+        if len(generations) != 1:
             return []
-        if epochs != {self.epoch}:
-            self._start(epochs.pop())
+        if generations != {self.generation}:
+            self._start(generations.pop())
             if plan != self._plan:
                 self._plan, self._usual = plan, None
         common = set.intersection(set(took_s), *(set(reading.busy_s) for reading in readings))
@@ -66,8 +66,8 @@ class SlowLink:
             self._take_in(step, _Step(sample.at_s, took_s[step], max(0.0, took_s[step] - own_s)))
         return self._judge() if fresh and len(self._window) >= self._steps else []
 
-    def _start(self, epoch: int) -> None:
-        self.epoch, self._seen, self._last = epoch, 0, -1
+    def _start(self, generation: int) -> None:
+        self.generation, self._seen, self._last = generation, 0, -1
         self._window: deque[_Step] = deque()
         self._latch = Latch()
 

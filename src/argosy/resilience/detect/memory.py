@@ -61,7 +61,7 @@ def read_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"
     return MemoryReading(*min(found), kills or 0, _table(proc / "vmstat").get("oom_kill", 0))
 
 
-class Memory:
+class MemoryDetector:
     """Watches a node's memory."""
 
     def __init__(self) -> None:

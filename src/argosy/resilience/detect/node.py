@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from argosy.resilience.detect.clock import Clock, read_clocks
-from argosy.resilience.detect.disk import Disk, DiskProbe
+from argosy.resilience.detect.clock import ClockDetector, read_clocks
+from argosy.resilience.detect.disk import DiskDetector, DiskProbe
 from argosy.resilience.detect.finding import Finding
-from argosy.resilience.detect.limits import Limits, read_limits
-from argosy.resilience.detect.memory import Memory, read_memory
+from argosy.resilience.detect.limits import LimitsDetector, read_limits
+from argosy.resilience.detect.memory import MemoryDetector, read_memory
 
 EVERY_S = 2.0
 """Reading all takes about a millisecond."""
@@ -20,7 +20,12 @@ class NodeWatch:
     """Watches the memory, the disk under `folder`, the clock and the limits of this machine."""
 
     def __init__(self, folder: Path):
-        self._memory, self._disk, self._clock, self._limits = Memory(), Disk(folder), Clock(), Limits()
+        self._memory, self._disk, self._clock, self._limits = (
+            MemoryDetector(),
+            DiskDetector(folder),
+            ClockDetector(),
+            LimitsDetector(),
+        )
         self._probe = DiskProbe(folder)
         self._due_s = 0.0
 

@@ -21,7 +21,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from argosy.observe.vitals import VitalsReading
+from argosy.observe.heartbeat import HeartbeatReading
 from argosy.resilience.detect.finding import Action, Finding, Latch, Sample
 
 LONG = 10
@@ -43,7 +43,7 @@ class _Step:
     """Rank -> its time over the median of its peers', of ranks for which it still counts."""
 
 
-class Straggler:
+class StragglerDetector:
     """Watches the ranks of a world; peers are those that do the same work, by default all."""
 
     def __init__(
@@ -51,31 +51,31 @@ class Straggler:
     ):
         """As the keys of [resilience]: slow is `factor` times; windows have `steps` steps and span `seconds`."""
         self._factor, self._steps, self._seconds, self._peers = factor, steps, seconds, peers
-        self._epoch = -1
+        self._generation = -1
         self._start(-1)
 
     def observe(self, sample: Sample) -> list[Finding]:
         """What is found in the newest sample."""
         readings = {rank: seen.reading for rank, seen in sample.workers.items()}
-        epochs = {reading.epoch for reading in readings.values()}
-        if len(epochs) != 1 or len(readings) < 2:
+        generations = {reading.generation for reading in readings.values()}
+        if len(generations) != 1 or len(readings) < 2:
             return []
-        if epochs != {self._epoch}:
-            self._start(epochs.pop())
+        if generations != {self._generation}:
+            self._start(generations.pop())
         if not self._take_in(readings, sample.at_s):
             return []
         self._in_all = self._slow.total()
         return [finding for rank in sorted(readings) if (finding := self._judge(rank)) is not None]
 
-    def _start(self, epoch: int) -> None:
-        self._epoch, self._seen, self._last = epoch, 0, -1
+    def _start(self, generation: int) -> None:
+        self._generation, self._seen, self._last = generation, 0, -1
         self._window: deque[_Step] = deque()
         self._slow: Counter[int] = Counter()
         self._in_all = 0
         self._latch = Latch()
         self._found_at: dict[int, int] = {}
 
-    def _take_in(self, readings: Mapping[int, VitalsReading], at_s: float) -> bool:
+    def _take_in(self, readings: Mapping[int, HeartbeatReading], at_s: float) -> bool:
         """Add the steps that all ranks have made by now; whether there were any."""
         common = set.intersection(*(set(reading.busy_s) for reading in readings.values()))
         fresh = sorted(step for step in common if step > self._last)

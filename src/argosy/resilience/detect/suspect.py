@@ -1,6 +1,6 @@
 """A rank that the workers' own checks have blamed, of copies that differ, gradients or sums: is its machine to blame?
 
-A worker shows how often that happened to it (`Vitals.doubt`); what was found is an event of its own, by the workers.
+A worker shows how often that happened to it (`Heartbeat.doubt`); what was found is an event of its own, by the workers.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from argosy.resilience.detect.finding import Finding, Sample
 
 
-class Suspect:
+class SuspectDetector:
     """Watches the ranks of a world."""
 
     def __init__(self) -> None:
@@ -23,5 +23,5 @@ class Suspect:
             if doubts > self._known.get(pid, 0):
                 self._known[pid] = doubts
                 why = f"what rank {rank} holds or computes was found wrong, or in doubt"
-                found.append(Finding("suspect", "examine", why, (rank,), {"times": doubts, "pid": pid}))
+                found.append(Finding("suspect", "check_node", why, (rank,), {"times": doubts, "pid": pid}))
         return found

@@ -1,0 +1,258 @@
+"""A run while it is disturbed from outside: it is started, watched, struck, and started again where that is part of it.
+
+Processes are found by the heartbeat that workers show and by the process table.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from argosy.errors import Retryable
+from argosy.observe.heartbeat import HeartbeatReading, read_heartbeat
+from argosy.resilience.detect.finding import process_state
+from argosy.supervise.agent import SCRATCH
+
+TICK_S = 0.05
+NOBODY_S = 1.0
+"""A blow that finds nobody to strike for so long is left out: several must not come together when somebody is back."""
+MOST_STARTS = 50
+"""Of the command, before a run that says "try again" each time is given up."""
+FORK_SERVER = "argosy.processes.fork_server"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A way in which a run is disturbed."""
+
+    about: str
+    weight: float
+    """How often it is drawn, relative to others."""
+    seen_as: tuple[str, ...]
+    """Events that say it was noticed."""
+    breaks_world: bool
+    """Whether the run goes on in another generation."""
+
+
+KINDS = {
+    "kill": Kind("SIGKILL to a worker", 4, ("worker_died",), True),
+    "stop": Kind("SIGSTOP to a worker, for good", 2, ("stopped", "killed", "worker_died"), True),
+    "point": Kind("SIGKILL at a fault point inside a worker", 4, ("worker_died", "save_failed", "writer_died"), True),
+    "writer": Kind("SIGKILL to a process that writes checkpoints", 1, ("save_failed", "writer_died"), False),
+    "coordinator": Kind("SIGKILL to the coordinator", 1, ("coordinator_lost",), False),
+    "fork_server": Kind("SIGKILL to the process that workers are forked from", 0.5, ("fork_server_replaced",), True),
+    "store": Kind("SIGKILL to the process in which workers meet", 0.5, (), False),
+    "term": Kind("SIGTERM to the launcher, then the same command again", 1, ("signal",), True),
+    "launcher": Kind("SIGKILL to the launcher, then the same command again", 0.5, (), True),
+}
+"""What can happen, by its name on the command line."""
+
+
+@dataclass(frozen=True)
+class Blow:
+    """One disturbance that is to come."""
+
+    at_s: float
+    """From the first step on."""
+    kind: str
+    pick: float
+    """In [0, 1): which of those that it may strike, or of the steps at which it may."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """The first step that was seen made in a generation."""
+
+    generation: int
+    step: int
+    time_s: float
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """A blow that was dealt, to which process and when (wall time, as events have it); the generation and step then."""
+
+    blow: Blow
+    what: str
+    pid: int
+    time_s: float
+    generation: int
+    step: int
+
+
+@dataclass
+class Campaign:
+    """A run while it is disturbed, from its first start to its end."""
+
+    command: Sequence[str]
+    run_dir: Path
+    blows: Sequence[Blow]
+    environment: dict[str, str] = field(default_factory=dict)
+    limit_s: float = math.inf
+    """A run that has not ended by then is ended, with exit code -SIGKILL."""
+    dealt: list[Dealt] = field(default_factory=list)
+    starts: int = 0
+    exit_code: int = 0
+    began_s: float | None = None
+    """Wall time of the first step, as events have it."""
+    ended_s: float = 0.0
+    made: list[Made] = field(default_factory=list)
+    readings: dict[int, HeartbeatReading] = field(default_factory=dict)
+    """Of the workers at hand, by process."""
+    workers_seen: set[int] = field(default_factory=set)
+    pids: set[int] = field(default_factory=set)
+    """Other processes that were part of the run."""
+    _first_step_at: float = 0.0
+
+    def run(self) -> None:
+        """Start the command, deal the blows, start it again where that is part of one; until the run has ended."""
+        left = [blow for blow in self.blows if blow.kind != "point"]
+        give_up_at = time.monotonic() + self.limit_s
+        launcher = self._start()
+        self.exit_code = -signal.SIGKILL
+        try:
+            while time.monotonic() < give_up_at:
+                time.sleep(TICK_S)
+                self._watch(launcher)
+                if (code := launcher.poll()) is not None:
+                    if not self._goes_on(code):
+                        break
+                    launcher = self._start()
+                elif left and self._is_due(left[0]):
+                    is_dealt = self._deal(left[0], launcher)
+                    if is_dealt or self._is_due(left[0], since_s=NOBODY_S):
+                        left.pop(0)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(launcher.pid, signal.SIGKILL)
+            launcher.wait()
+            self.ended_s = time.time()
+
+    def _is_due(self, blow: Blow, since_s: float = 0.0) -> bool:
+        return self.began_s is not None and time.monotonic() - self._first_step_at >= blow.at_s + since_s
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self.starts += 1
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        with (self.run_dir.parent / f"{self.run_dir.name}.log").open("ab") as log:
+            return subprocess.Popen(
+                list(self.command), env=os.environ | self.environment, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def _goes_on(self, code: int) -> bool:
+        """Whether the command is to be given again: it was stopped by a blow, or says that it may be."""
+        self.exit_code = code
+        asked = code in (-signal.SIGKILL, 128 + signal.SIGTERM, -signal.SIGTERM)
+        return (asked or code == Retryable.exit_code) and self.starts < MOST_STARTS
+
+    def _watch(self, launcher: subprocess.Popen[bytes]) -> None:
+        """Take the workers' heartbeat, and note the first step of each generation."""
+        self.readings = {}
+        for path in SCRATCH.glob(f"argosy-{launcher.pid}-*/worker-*.heartbeat"):
+            with suppress(ValueError, OSError):
+                reading = read_heartbeat(path)
+                if reading is not None:
+                    self.readings[reading.pid] = reading
+        self.pids.add(launcher.pid)
+        self.workers_seen |= set(self.readings)
+        if self.began_s is None and any(reading.step >= 0 for reading in self.readings.values()):
+            self.began_s, self._first_step_at = time.time(), time.monotonic()
+        for reading in self.readings.values():
+            if reading.busy_s and all(made.generation != reading.generation for made in self.made):
+                self.made.append(Made(reading.generation, min(reading.busy_s), time.time()))
+
+    def _deal(self, blow: Blow, launcher: subprocess.Popen[bytes]) -> bool:
+        """Strike; False if there is nobody (yet) whom it could."""
+        victims = sorted(_VICTIMS[blow.kind](self, launcher))
+        if not victims or not self.readings:
+            return False
+        pid = victims[int(blow.pick * len(victims))]
+        generation = max(reading.generation for reading in self.readings.values())
+        step = max(reading.step for reading in self.readings.values())
+        rank = self.readings[pid].rank if pid in self.readings else None
+        what = KINDS[blow.kind].about + (f" (rank {rank})" if rank is not None else "")
+        self.pids.add(pid)
+        dealt = Dealt(blow, what, pid, time.time(), generation, step)
+        try:
+            os.kill(pid, _SIGNALS.get(blow.kind, signal.SIGKILL))
+        except ProcessLookupError:
+            return False
+        self.dealt.append(dealt)
+        return True
+
+    def workers(self) -> list[int]:
+        """The workers that have a rank now."""
+        return [pid for pid, r in self.readings.items() if r.rank >= 0 and r.phase != "waiting" and is_alive(pid)]
+
+
+def _of_workers(campaign: Campaign, launcher: subprocess.Popen[bytes]) -> list[int]:
+    return campaign.workers()
+
+
+def _of_launcher(campaign: Campaign, launcher: subprocess.Popen[bytes]) -> list[int]:
+    return [launcher.pid]
+
+
+def _of_module(module: str) -> Callable[[Campaign, subprocess.Popen[bytes]], list[int]]:
+    def find(campaign: Campaign, launcher: subprocess.Popen[bytes]) -> list[int]:
+        return [pid for pid in descendants(launcher.pid) if module in command_of(pid)]
+
+    return find
+
+
+def _fork_servers(campaign: Campaign, launcher: subprocess.Popen[bytes]) -> list[int]:
+    return [pid for pid in children(launcher.pid) if FORK_SERVER in command_of(pid)]
+
+
+def _stores(campaign: Campaign, launcher: subprocess.Popen[bytes]) -> list[int]:
+    """What fork servers have forked and does not train."""
+    forks = [pid for fork_server in _fork_servers(campaign, launcher) for pid in children(fork_server)]
+    return [pid for pid in forks if pid not in campaign.workers_seen]
+
+
+_VICTIMS: dict[str, Callable[[Campaign, subprocess.Popen[bytes]], list[int]]] = {
+    "kill": _of_workers,
+    "stop": _of_workers,
+    "writer": _of_module("argosy.checkpoint.writer"),
+    "coordinator": _of_module("argosy.supervise.coordinator"),
+    "fork_server": _fork_servers,
+    "store": _stores,
+    "term": _of_launcher,
+    "launcher": _of_launcher,
+}
+_SIGNALS = {"stop": signal.SIGSTOP, "term": signal.SIGTERM}
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes that come from `pid`, which are still in its line."""
+    found, todo = [], [pid]
+    while todo:
+        born = children(todo.pop())
+        found += born
+        todo += born
+    return found
+
+
+def children(pid: int) -> list[int]:
+    """The processes whose parent is `pid`, whichever of its threads started them."""
+    with suppress(OSError):
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+        return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+    return []
+
+
+def command_of(pid: int) -> list[str]:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    return []
+
+
+def is_alive(pid: int) -> bool:
+    return process_state(pid) not in ("", "Z", "X")

@@ -1,0 +1,309 @@
+"""Chaos: a run is trained twice, left alone and while things are killed around it, and must come to the same.
+
+What strikes, and when, follows from a seed: times are those of a Poisson process, so that some faults meet a run that
+has not yet got over the last. Most strike from outside (`campaign`), some are fault points inside (`argosy.faults`).
+How long it took to be seen and to train again is read from the event log and from the workers' heartbeat.
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from argosy.chaos.campaign import KINDS, Blow, Campaign, Dealt, command_of, is_alive
+from argosy.errors import UserError
+from argosy.faults import VARIABLE
+from argosy.observe.events import read_lines
+from argosy.observe.ledger import read_ledger
+from argosy.supervise.agent import SCRATCH
+
+STEP_POINTS = ("forward", "bucket", "judge", "commit", "optimizer")
+SAVE_POINTS = ("snapshot", "save", "rename", "renamed")
+FIRST_ONLY = ("rename", "renamed")
+"""What only the first rank's processes come by."""
+OF_A_PROCESS = ("worker_died", "killed", "writer_died")
+"""Events that name the process that was struck."""
+LIMIT, LEAST_LIMIT_S = 20, 900.0
+"""A disturbed run may take so many times as long as one that is left alone, and so long at least."""
+SCATTER_S = 5.0
+"""What a run's processes may take to end after it."""
+
+
+def draw(seed: int, seconds: float, every_s: float, kinds: Sequence[str] = tuple(KINDS)) -> list[Blow]:
+    """Blows of a Poisson process with one in `every_s` on average, none before one second. The same for a seed."""
+    unknown = [kind for kind in kinds if kind not in KINDS]
+    if unknown:
+        raise UserError(f"--kinds {unknown[0]}: there are {', '.join(KINDS)}.")
+    chance, blows, at_s = random.Random(seed), [], 1.0
+    while (at_s := at_s + chance.expovariate(1 / every_s)) < seconds:
+        (kind,) = chance.choices(kinds, [KINDS[kind].weight for kind in kinds])
+        blows.append(Blow(round(at_s, 3), kind, chance.random()))
+    return blows
+
+
+def as_faults(blows: Sequence[Blow], steps: int, ranks: int) -> str:
+    """The blows of kind "point" as ARGOSY_FAULTS has them: each at a step of the run's middle, a rank and a point."""
+    faults = []
+    for blow in blows:
+        if blow.kind == "point":
+            chance = random.Random(blow.pick)
+            step, point = 1 + int(chance.random() * max(1, steps - 2)), chance.choice(STEP_POINTS + SAVE_POINTS)
+            when = "after" if point in SAVE_POINTS else "step"
+            rank = 0 if point in FIRST_ONLY else chance.randrange(ranks)
+            faults.append(f"kill@{point}:{when}={step},rank={rank}")
+    return ";".join(faults)
+
+
+class Struck(BaseModel):
+    """A blow that was dealt, and what followed."""
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: str
+    what: str
+    at_s: float
+    """From the first step on."""
+    pid: int
+    step: int
+    """The step that was under way."""
+    seen_s: float | None
+    """Until the event log says so; None if it never did."""
+    again_s: float | None
+    """Until a step was made in a new generation; None if none was, or none was needed."""
+    steps_lost: int | None
+    """Steps that were made before and were made again."""
+
+
+class ChaosReport(BaseModel):
+    """What a run that was disturbed came to, beside one that was not."""
+
+    model_config = ConfigDict(frozen=True)
+
+    seed: int
+    finished: bool
+    """Whether the disturbed run made its last step."""
+    steps: int
+    reference_s: float
+    """What the undisturbed run's steps took."""
+    chaos_s: float
+    """From the disturbed run's first step to its end."""
+    goodput: float
+    """The one, for the steps that were made, over the other: the share of time that was of use (ETTR)."""
+    generations: int
+    """Worlds that were formed."""
+    starts: int
+    """How often the command was given."""
+    same_losses: bool
+    same_weights: bool
+    """Whether the last checkpoints of both are the same, bit for bit."""
+    differences: tuple[str, ...]
+    """Of weights and losses, the first few."""
+    ledger: tuple[str, ...]
+    """Samples that were trained on twice or left out."""
+    left_behind: tuple[str, ...]
+    """Processes and shared memory that outlived the run."""
+    blows: tuple[Struck, ...]
+    missed: int
+    """Blows for which there was nobody to strike when they were due, or that the run did not live to see."""
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether the run came to the same, and left nothing."""
+        return self.finished and self.same_weights and self.same_losses and not (self.ledger or self.left_behind)
+
+    def in_words(self) -> str:
+        """What a person wants to know of it."""
+        lines = [
+            f"chaos, seed {self.seed}: {len(self.blows)} faults in {self.chaos_s:.0f} s, {self.steps} steps; goodput "
+            f"{self.goodput:.0%} (alone all take {self.reference_s:.0f} s)",
+            f"worlds {self.generations}, starts of the command {self.starts}, faults without a victim {self.missed}",
+            "  fault         times   seen after s (median, worst)   training after s   steps lost",
+        ]
+        for kind in dict.fromkeys(blow.kind for blow in self.blows):
+            blows = [blow for blow in self.blows if blow.kind == kind]
+            lines.append(
+                f"  {kind:12} {len(blows):6}   {_both([b.seen_s for b in blows]):>28}   "
+                f"{_both([b.again_s for b in blows]):>16}   {_both([b.steps_lost for b in blows]):>10}"
+            )
+        same = {True: "the same, bit for bit", False: "NOT the same"}
+        lines.append(f"final weights {same[self.same_weights]}; losses {same[self.same_losses]}")
+        lines += [f"  {problem}" for problem in (*self.differences, *self.ledger, *self.left_behind)]
+        lines.append("passed" if self.is_passed else "FAILED" + ("" if self.finished else ": the run did not end"))
+        return "\n".join(lines)
+
+
+def _both(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{median(known):.2f}, {max(known):.2f}" if known else "-"
+
+
+def run_chaos(
+    run_file: Path,
+    folder: Path,
+    *,
+    seed: int,
+    every_s: float,
+    kinds: Sequence[str] = tuple(KINDS),
+    say: Callable[[str], None] = print,
+) -> ChaosReport:
+    """Train `run_file` in folder/reference, unless that is done already, and in folder/seed-SEED, disturbed; compare.
+
+    Raises: UserError if the reference does not come to its end, kinds are unknown, or folder/seed-SEED is there.
+    """
+    draw(seed, 1.0, every_s, kinds)  # a kind that does not exist is told before anything takes time
+    reference, chaos = folder / "reference", folder / f"seed-{seed}"
+    if chaos.exists():
+        raise UserError(f"{chaos} is there already. Remove it, or try another --seed or --folder.")
+    say(f"training undisturbed in {reference}")
+    _train_undisturbed(run_file, reference)
+    steps = [record for record in read_lines(reference / "metrics.jsonl") if "loss" in record]
+    reference_s = sum(record["seconds"]["step"] for record in steps)
+    ranks = next(e["world_size"] for e in _events(reference) if e["event"] == "start")
+    # Twice the time, since a disturbed run takes longer; blows after its end are not dealt.
+    blows = draw(seed, 2 * reference_s, every_s, kinds)
+    command = [sys.executable, "-m", "argosy", "train", str(reference / "run.toml"), "--run-dir", str(chaos)]
+    faults = as_faults([blow for blow in blows if blow.at_s < reference_s], len(steps), ranks)
+    limit_s = max(LEAST_LIMIT_S, LIMIT * reference_s)
+    campaign = Campaign(command, chaos, blows, {VARIABLE: faults} if faults else {}, limit_s)
+    say(f"training again in {chaos}, with up to {len(blows)} faults")
+    campaign.run()
+    return _report(campaign, reference, reference_s, seed)
+
+
+def _train_undisturbed(run_file: Path, folder: Path) -> None:
+    command = [sys.executable, "-m", "argosy", "train", str(run_file), "--run-dir", str(folder)]
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise UserError(f"{run_file} does not train undisturbed:\n{done.stderr.strip()}")
+
+
+def _report(campaign: Campaign, reference: Path, reference_s: float, seed: int) -> ChaosReport:
+    began_s = campaign.began_s or campaign.ended_s
+    events = _events(campaign.run_dir)
+    dealt = sorted([*campaign.dealt, *_dealt_inside(events, campaign)], key=lambda d: d.time_s)
+    losses, wanted = _losses(campaign.run_dir), _losses(reference)
+    weights = list(weight_differences(reference, campaign.run_dir)) if campaign.exit_code == 0 else ["no weights"]
+    chaos_s = campaign.ended_s - began_s
+    differing = [step for step in sorted(wanted | losses) if wanted.get(step) != losses.get(step)]
+    return ChaosReport(
+        seed=seed,
+        finished=campaign.exit_code == 0,
+        steps=len(losses),
+        reference_s=round(reference_s, 2),
+        chaos_s=round(chaos_s, 2),
+        goodput=round(reference_s * len(losses) / max(1, len(wanted)) / chaos_s, 4) if chaos_s > 0 else 0.0,
+        generations=sum(event["event"] == "generation" for event in events),
+        starts=campaign.starts,
+        same_losses=not differing,
+        same_weights=not weights,
+        differences=(*weights[:5], *(f"loss of step {step}" for step in differing[:5])),
+        ledger=read_ledger(read_lines(campaign.run_dir / "metrics.jsonl")).problems[:5],
+        left_behind=tuple(_left_behind(campaign.pids | campaign.workers_seen)),
+        blows=tuple(_struck(d, events, campaign, began_s) for d in dealt),
+        missed=len(campaign.blows) - len(dealt),
+    )
+
+
+def _dealt_inside(events: Sequence[dict[str, Any]], campaign: Campaign) -> Iterator[Dealt]:
+    """The fault points that struck, as they recorded it."""
+    for event in events:
+        if event["event"] == "fault":
+            blow = Blow(event["time_s"] - (campaign.began_s or 0.0), "point", 0.0)
+            what = f"{event['fault']} (rank {event['rank']})"
+            yield Dealt(blow, what, event["pid"], event["time_s"], event["generation"], event["step"] or 0)
+
+
+def _struck(dealt: Dealt, events: Sequence[dict[str, Any]], campaign: Campaign, began_s: float) -> Struck:
+    kind = KINDS[dealt.blow.kind]
+    seen = (
+        event["time_s"]
+        for event in events
+        if event["event"] in kind.seen_as
+        and event["time_s"] >= dealt.time_s - 0.002  # events round to a millisecond
+        and (event["event"] not in OF_A_PROCESS or event["pid"] == dealt.pid)
+    )
+    seen_s = min(seen, default=None)
+    again = None
+    if kind.breaks_world and (dealt.blow.kind != "point" or dealt.pid in campaign.workers_seen):
+        again = next(
+            (made for made in campaign.made if made.generation > dealt.generation and made.time_s > dealt.time_s), None
+        )
+    return Struck(
+        kind=dealt.blow.kind,
+        what=dealt.what,
+        at_s=round(dealt.time_s - began_s, 3),
+        pid=dealt.pid,
+        step=dealt.step,
+        seen_s=None if seen_s is None else round(max(0.0, seen_s - dealt.time_s), 3),
+        again_s=None if again is None else round(again.time_s - dealt.time_s, 3),
+        steps_lost=None if again is None else max(0, dealt.step - again.step),
+    )
+
+
+def _events(run_dir: Path) -> list[dict[str, Any]]:
+    found = [event for path in (run_dir / "events").glob("*.jsonl") for event in read_lines(path)]
+    return sorted(found, key=lambda event: event["time_s"])
+
+
+def _losses(run_dir: Path) -> dict[int, float]:
+    return {record["step"]: record["loss"] for record in read_lines(run_dir / "metrics.jsonl") if "loss" in record}
+
+
+def weight_differences(one: Path, other: Path) -> Iterator[str]:
+    """What differs, in any bit, between the newest checkpoints of two runs, in whatever pieces they lie."""
+    from argosy.checkpoint.store import committed
+
+    newest = [saved[-1] for saved in map(committed, (one, other)) if saved]
+    if len(newest) < 2:
+        yield "a checkpoint is missing"
+        return
+    if newest[0].step != newest[1].step:
+        yield f"the last checkpoints are of steps {newest[0].step} and {newest[1].step}"
+        return
+    wholes = [_Tensors(checkpoint.folder) for checkpoint in newest]
+    for name in sorted(wholes[0].names | wholes[1].names):
+        if wholes[0].bits(name) != wholes[1].bits(name):
+            yield name
+
+
+class _Tensors:
+    """The tensors of a checkpoint, put together from its shard files."""
+
+    def __init__(self, folder: Path):
+        from argosy.checkpoint.shards import ShardFile
+
+        self._files = [ShardFile(path) for path in sorted(folder.glob("*.safetensors"))]
+        self.names = {box.name for file in self._files for box in file.boxes}
+
+    def bits(self, name: str) -> bytes:
+        """The whole tensor's bytes; none if it is not there."""
+        import torch
+
+        whole = None
+        for file in self._files:
+            for box in file.boxes:
+                if box.name == name:
+                    part = file.read(box, box)
+                    whole = torch.zeros(box.whole, dtype=part.dtype) if whole is None else whole
+                    whole[tuple(slice(a, b) for a, b in zip(box.offset, box.end, strict=True))] = part
+        return b"" if whole is None else whole.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _left_behind(pids: set[int]) -> Iterator[str]:
+    """Processes of the run that live on, and their shared memory, some seconds after its end."""
+    deadline = time.monotonic() + SCATTER_S
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for pid in sorted(pids):
+        if is_alive(pid):
+            yield f"process {pid} lives on: {' '.join(command_of(pid))[:80]}"
+        for path in SCRATCH.glob(f"argosy-{pid}-*"):
+            yield f"{path} was left"

@@ -1,0 +1,168 @@
+"""Steps of a run done again: from a checkpoint before them, as they were laid out, and compared with what they gave."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from argosy.checkpoint import store
+from argosy.checkpoint.checksums import Damaged
+from argosy.checkpoint.store import Checkpoint
+from argosy.config.load import load
+from argosy.config.schema import RunConfig
+from argosy.errors import ArgosyWarning, Interrupted, UserError
+from argosy.launch import run_folder
+from argosy.launch.local import train
+from argosy.observe.events import read_lines
+from argosy.observe.metrics import Metrics
+from argosy.plan.plan import Plan
+
+COMPARED = ("loss", "grad_norm", "first_sample")
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One step, as it was and as it is now."""
+
+    step: int
+    before: dict[str, float]
+    """loss, grad_norm and first_sample."""
+    now: dict[str, float]
+    """The same; empty if the step was not reached."""
+
+    @property
+    def is_equal(self) -> bool:
+        """Bit for bit."""
+        return self.before == self.now
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What `replay` found."""
+
+    start: int
+    """The step of the checkpoint that it began with; 0 without one: the initial weights."""
+    plan: str
+    steps: tuple[Replayed, ...]
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether every step gave what it gave before."""
+        return all(step.is_equal for step in self.steps)
+
+
+def replay(run_dir: Path, step: int, *, say: Callable[[str], None] | None = None) -> Replay:
+    """Do the steps of the run in `run_dir` up to `step` (0-based) again, from the newest checkpoint before them.
+
+    Processes of this machine do it, under the plan that the steps were done under, in a folder of its own beside the
+    run's, in which nothing is written. Numbers can only be the same bits on the same kind of device, with the same
+    versions and the same number of threads in each process. say: is told what begins.
+
+    Raises: UserError if the run has no such step, or it cannot be done here; RunFailed if a process dies; Interrupted
+    after SIGTERM or SIGINT.
+    """
+    if not (run_dir / "run.toml").is_file():
+        raise UserError(f"{run_dir}: no run there (run.toml is missing). Give a run's folder, such as runs/NAME.")
+    records = Metrics(run_dir).read()
+    steps = {record["step"]: record for record in records if "loss" in record}
+    if step not in steps:
+        last = f"its last is {max(steps)}" if steps else "it has none"
+        raise UserError(f"--step {step}: {run_dir} has no such step; {last}.")
+    checkpoint = _newest_before(run_dir, step)
+    start = 0 if checkpoint is None else checkpoint.step
+    plan = _plan_of(run_dir, start, step)
+    run = _until(load(run_dir / "run.toml"), plan, step)
+    if say:
+        begin = "the initial weights" if checkpoint is None else checkpoint.folder.name
+        say(f"steps {start} to {step} again, from {begin}: {plan}")
+    with tempfile.TemporaryDirectory(prefix=".argosy-replay-", dir=_writable(run_dir.absolute().parent)) as folder:
+        copy = Path(folder)
+        run_folder.write(copy, run, plan, run_dir / "tokenizer.json")
+        if checkpoint is not None:
+            _link(checkpoint, copy)
+        before = [json.dumps(record) + "\n" for record in records if record["step"] < start]
+        Metrics(copy).path.write_text("".join(before))  # the judge of steps knows them
+        _train(run, copy)
+        now = {record["step"]: record for record in Metrics(copy).read() if "loss" in record}
+    found = [Replayed(i, _compared(steps[i]), _compared(now.get(i, {}))) for i in range(start, step + 1) if i in steps]
+    return Replay(start, str(plan), tuple(found))
+
+
+def _compared(record: dict[str, Any]) -> dict[str, float]:
+    return {key: record[key] for key in COMPARED if key in record}
+
+
+def _newest_before(run_dir: Path, step: int) -> Checkpoint | None:
+    """The newest whole checkpoint from which `step` is still to be done."""
+    for checkpoint in reversed(store.committed(run_dir)):
+        if checkpoint.step > step or not checkpoint.manifest.has_optimizer:
+            continue
+        try:
+            checkpoint.verify()
+        except Damaged:
+            continue
+        return checkpoint
+    return None
+
+
+def _plan_of(run_dir: Path, first: int, last: int) -> Plan:
+    """The plan of all these steps. Raises: UserError if there were several."""
+    starts = [e for e in read_lines(run_dir / "events" / "rank-0.jsonl") if e["event"] == "start" and e["step"] <= last]
+    kept: list[dict[str, Any]] = []
+    for start in starts:  # what was done from this step on took the place of what there was
+        kept = [other for other in kept if other["step"] < start["step"]] + [start]
+    of_steps = [start for start in kept if start["step"] <= first][-1:] + [s for s in kept if s["step"] > first]
+    if not of_steps:
+        return Plan.load(run_dir / "plan.toml")
+    changed = next((start["step"] for start in of_steps if start["plan"] != of_steps[0]["plan"]), None)
+    if changed is not None:
+        raise UserError(
+            f"--step {last}: the plan changed at step {changed}, the newest checkpoint before step {last} is of step "
+            f"{first}, and other layouts round differently. Try --step {changed - 1}."
+        )
+    return Plan.parse(of_steps[0]["plan"])
+
+
+def _until(run: RunConfig, plan: Plan, step: int) -> RunConfig:
+    """`run`, to stop after `step`, with nothing in it that does not bear on the steps' numbers."""
+    changes: dict[str, dict[str, Any]] = {
+        "train": {"pause_at": step + 1},
+        "data": {"prepare": run.data.prepare.model_copy(update={"input": ()})},
+        "evaluate": {"every_steps": 0, "tokens": 1, "sample_prompt": None},
+        "checkpoint": {"every_steps": 0, "every_minutes": 0.0, "remote": ""},
+        "launch": {"max_restarts": 0, "processes": plan.world_size, "nodes": 1, "coordinator": "", "port": 0},
+    }
+    sections = {name: getattr(run, name).model_copy(update=keys) for name, keys in changes.items()}
+    return run.model_copy(update={"plan": str(plan), **sections})
+
+
+def _writable(folder: Path) -> Path | None:
+    """`folder`, where files can be linked rather than copied; None, for the system's own, if it cannot be written."""
+    return folder if os.access(folder, os.W_OK) else None
+
+
+def _link(checkpoint: Checkpoint, run_dir: Path) -> None:
+    """Put the checkpoint into another run's folder, without copying where the file system can do that."""
+    folder = store.step_folder(run_dir, checkpoint.step)
+    folder.mkdir(parents=True)
+    for path in checkpoint.folder.iterdir():
+        try:
+            os.link(path, folder / path.name)
+        except OSError:
+            shutil.copy(path, folder / path.name)
+
+
+def _train(run: RunConfig, run_dir: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ArgosyWarning)
+        try:
+            train(run, run_dir, quiet=True)
+        except Interrupted as stop:  # its own words name a folder that is gone by now
+            raise Interrupted("stopped; replay keeps nothing.", stop.exit_code - 128) from None

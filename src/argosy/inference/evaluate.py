@@ -1,0 +1,51 @@
+"""How well a trained model predicts prepared text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from argosy.data.stream import TokenSource
+from argosy.errors import UserError
+from argosy.inference.trained_model import open_checkpoint
+from argosy.parallel.model import ParallelModel
+from argosy.parallel.world import World
+from argosy.plan.plan import Plan
+from argosy.training.evaluation import HeldOut, Score
+from argosy.training.evaluation import evaluate as score
+
+BATCH_TOKENS = 4096
+
+
+def evaluate(
+    path: str | Path,
+    data: str | Path | None = None,
+    *,
+    split: Literal["train", "validation"] = "validation",
+    max_tokens: int = 1_000_000,
+    seq_len: int | None = None,
+) -> Score:
+    """Loss, perplexity and bits per byte of a run's or checkpoint's model at `path`.
+
+    data: a folder that `argosy prepare` wrote; by default the run's own sources. seq_len: tokens per window; by
+    default what the run trained with. Raises: UserError if the data is of another tokenizer, or too short.
+    """
+    opened = open_checkpoint(Path(path))
+    folders = [Path(data)] if data is not None else [Path(folder) for folder in opened.run.data.sources]
+    if not folders:
+        raise UserError(f"{path}: the run names no data. Give a prepared folder with --data.")
+    sources = [TokenSource(folder, split) for folder in folders]
+    for source in sources:
+        if source.manifest.tokenizer_sha256 != opened.tokenizer.sha256:
+            raise UserError(
+                f"{source.folder}: prepared with another tokenizer than {opened.run_dir}/tokenizer.json. Prepare the "
+                f"text with --tokenizer {opened.run_dir}/tokenizer.json."
+            )
+    length = seq_len or opened.run.data.seq_len
+    held_out = HeldOut.read(sources, length, max_tokens)
+    if not held_out.tokens:
+        raise UserError(f"{folders[0]}: its {split} split is empty. Prepare it with a larger --validation-fraction.")
+    model = ParallelModel(Plan(), opened.run, None, {0: opened.model(torch.device("cpu"))})
+    return score(model, held_out, max(1, BATCH_TOKENS // length), World())

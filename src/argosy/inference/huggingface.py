@@ -1,0 +1,78 @@
+"""Weights between run folders and Hugging Face folders."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from argosy.checkpoint.save import Saver
+from argosy.checkpoint.shards import wholes
+from argosy.checkpoint.store import CheckpointManifest
+from argosy.config.dump import save_run
+from argosy.config.schema import DataConfig, RunConfig
+from argosy.data.manifest import TOKENIZER
+from argosy.errors import StorageError, UserError
+from argosy.inference.trained_model import open_checkpoint
+from argosy.models import hf
+from argosy.parallel.world import World
+
+ExportDtype = Literal["fp32", "bf16", "fp16"]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def export_checkpoint(path: Path, out: Path, dtype: ExportDtype = "fp32") -> None:
+    """Write the model of a run or checkpoint at `path` as the Hugging Face folder `out`.
+
+    Raises: UserError if there is no checkpoint, `out` exists, or the family's class cannot express the model.
+    """
+    opened = open_checkpoint(path)
+    tokenizer = opened.run_dir / TOKENIZER
+    known = tokenizer.is_file()
+    hf.export_folder(
+        opened.run.model,
+        dict(opened.model(torch.device("cpu")).named_parameters()),
+        out,
+        dtype=DTYPES[dtype],
+        tokenizer=tokenizer if known else None,
+        eod_id=opened.tokenizer.eod_id if known else None,
+    )
+
+
+def import_checkpoint(folder: Path, run_dir: Path) -> None:
+    """Turn a Hugging Face folder into the run folder `run_dir` with one checkpoint, of step 0, weights only.
+
+    It serves `generate`, `evaluate` and `checkpoint export`, and a run that starts from it with model.weights.
+    Raises: UserError if `run_dir` exists, or the folder holds a model that our decoder would compute differently.
+    """
+    if run_dir.exists():
+        raise UserError(f"{run_dir} exists already. Choose another folder, or remove it first.")
+    model, weights = hf.import_folder(folder)
+    partial = run_dir.absolute().with_name(f".{run_dir.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        data = DataConfig(seq_len=min(DataConfig().seq_len, model.max_seq_len))
+        save_run(RunConfig(model=model, data=data), partial / "run.toml")
+        if (folder / TOKENIZER).is_file():
+            shutil.copyfile(folder / TOKENIZER, partial / TOKENIZER)
+        manifest = CheckpointManifest(
+            step=0, tokens=0, saved_at_s=time.time(), plan="", data_identity="", has_optimizer=False, files={}
+        )
+        saver = Saver(partial, World(), _must_succeed)
+        try:
+            saver.save(wholes({name: tensor.float() for name, tensor in weights.items()}, "model."), manifest)
+            saver.wait()
+        finally:
+            saver.close()
+        partial.rename(run_dir)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _must_succeed(news: str, /, **facts: Any) -> None:
+    if news == "save_failed":
+        raise StorageError(f"the weights could not be written: {facts['error']}")

@@ -1,0 +1,55 @@
+"""A trained model, ready to be used: weights, sizes and tokenizer from a run's folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from argosy.checkpoint import store
+from argosy.checkpoint.load import load_into
+from argosy.checkpoint.shards import wholes
+from argosy.checkpoint.store import Checkpoint
+from argosy.config.load import load
+from argosy.config.schema import RunConfig
+from argosy.data.manifest import TOKENIZER
+from argosy.data.tokenizer import Tokenizer
+from argosy.errors import UserError
+from argosy.models.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A checkpoint and what it takes to use it."""
+
+    checkpoint: Checkpoint
+    run: RunConfig
+    run_dir: Path
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that the model was trained with. Raises: UserError if the run has none."""
+        path = self.run_dir / TOKENIZER
+        if not path.is_file():
+            raise UserError(f"{path}: no tokenizer there. Copy the model's tokenizer.json to it.")
+        return Tokenizer.load(path)
+
+    def model(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Decoder:
+        """The model with the checkpoint's weights (fp32), computing in `dtype`, on `device` (a GPU if there is one)."""
+        model = Decoder(self.run.model, dtype)
+        model.to_empty(device=device or default_device())
+        load_into(wholes(model.state_dict(), "model."), self.checkpoint)
+        return model.eval()
+
+
+def open_checkpoint(path: Path) -> TrainedModel:
+    """Open what a user names: a run folder (its newest whole checkpoint) or one checkpoint. Raises: UserError."""
+    checkpoint = store.find(path)
+    run_dir = checkpoint.folder.parent.parent
+    return TrainedModel(checkpoint, load(run_dir / "run.toml"), run_dir)
+
+
+def default_device() -> torch.device:
+    """The first GPU, or the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,275 @@
+"""What a worker shows of itself while it runs, in a page of memory that its agent reads: no locks, no system calls.
+
+The loop writes what it does (generation, step, phase since when, how long its own work took) with plain stores; a
+thread, `argosy-beat`, writes every 0.1 s that the process lives, and how far each process group has got. When the
+process is stopped, or holds Python's lock for ever, the beat stands still; when it is dead, the page can still be read.
+
+The file belongs in memory (/dev/shm): on a disk a store may wait while the kernel writes the page back. This module
+does without torch, since those who read have none.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, Self, get_args
+
+Phase = Literal[
+    "starting", "recovering", "waiting", "data", "forward", "backward", "pipeline", "communication", "optimizer",
+    "check", "evaluate", "checkpoint", "finishing", "other",
+]  # fmt: skip
+"""What a worker does. starting: until its first step; recovering: taking state from others or from disk; waiting: for
+a world to join; finishing: the last save and the report; communication: what backward did not hide; pipeline: forward
+and backward where they interleave; check: others' gradients computed again."""
+
+PHASES: tuple[Phase, ...] = get_args(Phase)
+BESIDE: tuple[Phase, ...] = ("check", "evaluate", "checkpoint")
+"""What comes now and then, and is no part of what a step takes."""
+BEAT_S = 0.1
+FORMAT = 3
+MAGIC = int.from_bytes(b"ARGOSYVT", "little")
+LAST_STEPS = 64
+"""Steps of which the page remembers how long they took."""
+GROUPS = 32
+"""Process groups that it has room for; a rank is in far fewer."""
+NAME_BYTES = 56
+TRIES = 100
+"""Readings that a reader takes before it makes do with one that was under way."""
+
+# The page, in words of 8 bytes. Two writers, hence two parts, each with a version that is odd while it is written.
+MAGIC_AT, FORMAT_AT, PID_AT = range(3)
+LOOP_VERSION, GENERATION, RANK, STEP, PHASE, PHASE_SINCE, SAFE_STEP, DOUBTS = range(8, 16)
+TOOK = 16  # LAST_STEPS pairs: step, nanoseconds
+BEAT = TOOK + 2 * LAST_STEPS
+BEAT_VERSION, BEATS, BEAT_AT, PEAK_MEMORY, GROUP_COUNT = range(BEAT, BEAT + 5)
+GROUP = BEAT + 8  # GROUPS times: sequence number, name
+GROUP_WORDS = 1 + NAME_BYTES // 8
+WORDS = GROUP + GROUPS * GROUP_WORDS
+
+Sequences = Callable[[], Mapping[str, int]]
+"""How many collectives each process group has begun, by its name, which is the same on all its ranks."""
+
+
+def heartbeat_path(folder: Path, pid: int) -> Path:
+    """Where the process `pid` of this machine writes, if `folder` was given to it."""
+    return folder / f"worker-{pid}.heartbeat"
+
+
+class Heartbeat:
+    """The worker's side. One thread, that of the loop, calls its methods; none of them waits for anything."""
+
+    def __init__(self, folder: Path):
+        """Raises: FileNotFoundError if `folder` is not there: who gave it has ended, and must not find it again;
+        OSError if it has no room.
+        """
+        self.path = heartbeat_path(folder, os.getpid())
+        fresh = self.path.with_suffix(".partial")
+        with fresh.open("wb+") as file:
+            _take_room(file, 8 * WORDS)
+            self._page = mmap.mmap(file.fileno(), 8 * WORDS)
+        self._words = memoryview(self._page).cast("q")  # a store of an aligned word is never seen half done
+        self._words[PID_AT], self._words[FORMAT_AT], self._words[MAGIC_AT] = os.getpid(), FORMAT, MAGIC
+        self._words[RANK] = self._words[STEP] = self._words[SAFE_STEP] = -1
+        for slot in range(LAST_STEPS):
+            self._words[TOOK + 2 * slot] = -1
+        self._sequences: Sequences = dict
+        self.enter("starting")
+        self._beat()
+        fresh.replace(self.path)  # whoever finds the file finds it filled in
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._keep_beating, name="argosy-beat", daemon=True)
+        self._thread.start()
+
+    def join(self, generation: int, rank: int, sequences: Sequences) -> None:
+        """This process is now `rank` of the world of `generation`.
+
+        `sequences` is called by the beat's thread, every 0.1 s, and may fail while groups are made or closed. The steps
+        of the world before are forgotten, and the phase is recovering.
+        """
+        self._sequences = sequences
+        words = self._words
+        words[LOOP_VERSION] += 1
+        words[GENERATION], words[RANK], words[STEP], words[SAFE_STEP] = generation, rank, -1, -1
+        for slot in range(LAST_STEPS):
+            words[TOOK + 2 * slot] = -1
+        words[LOOP_VERSION] += 1
+        self.enter("recovering")
+
+    def enter(self, phase: Phase) -> None:
+        """From now on the loop does `phase`."""
+        words = self._words
+        words[LOOP_VERSION] += 1
+        words[PHASE] = _NUMBER[phase]
+        words[PHASE_SINCE] = time.monotonic_ns()
+        words[LOOP_VERSION] += 1
+
+    def begin(self, step: int) -> None:
+        """Step `step` begins."""
+        self._words[STEP] = step
+
+    def can_go_back_to(self, step: int) -> None:
+        """The run would lose nothing of the steps before `step`, whatever is lost now."""
+        self._words[SAFE_STEP] = step
+
+    def doubt(self) -> None:
+        """What this process computed, or holds, was found wrong, or may be what is."""
+        self._words[DOUBTS] += 1
+
+    def took(self, busy_s: float) -> None:
+        """The step that was begun last took `busy_s` seconds of this process's own work, waiting for others apart."""
+        words = self._words
+        step = words[STEP]
+        if step < 0:
+            return
+        slot = TOOK + 2 * (step % LAST_STEPS)
+        words[LOOP_VERSION] += 1
+        words[slot], words[slot + 1] = step, round(busy_s * 1e9)
+        words[LOOP_VERSION] += 1
+
+    def close(self) -> None:
+        """End the beat and remove the file."""
+        self._closed.set()
+        self._thread.join()
+        self._words.release()
+        self._page.close()
+        self.path.unlink(missing_ok=True)
+
+    def _keep_beating(self) -> None:
+        while not self._closed.wait(BEAT_S):
+            self._beat()
+
+    def _beat(self) -> None:
+        sequences: Mapping[str, int] | None = None
+        with suppress(Exception):  # a group was just closed: the next beat has those that are left
+            sequences = self._sequences()
+        words = self._words
+        words[BEAT_VERSION] += 1
+        words[BEATS] += 1
+        words[BEAT_AT] = time.monotonic_ns()
+        words[PEAK_MEMORY] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if sequences is not None:
+            self._write_sequences(sequences)
+        words[BEAT_VERSION] += 1
+
+    def _write_sequences(self, sequences: Mapping[str, int]) -> None:
+        some = list(sequences.items())[:GROUPS]
+        for number, (name, sequence) in enumerate(some):
+            at = GROUP + number * GROUP_WORDS
+            self._words[at] = sequence
+            self._page[8 * (at + 1) : 8 * (at + GROUP_WORDS)] = name.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
+        self._words[GROUP_COUNT] = len(some)
+
+
+_NUMBER = {phase: number for number, phase in enumerate(PHASES)}
+
+
+@dataclass(frozen=True)
+class HeartbeatReading:
+    """What a worker showed at one moment. Times are of its machine's CLOCK_MONOTONIC, in nanoseconds."""
+
+    pid: int
+    generation: int
+    rank: int
+    """-1 until it joined a world."""
+    step: int
+    """The step that it is in, or did last; -1 before its first in this world."""
+    phase: Phase
+    phase_since_ns: int
+    busy_s: Mapping[int, float]
+    """Its last steps -> seconds of its own work."""
+    beats: int
+    """Grows by one every `BEAT_S` while the process runs."""
+    beat_ns: int
+    """When it grew last."""
+    peak_memory_bytes: int
+    """The most that was resident."""
+    sequences: Mapping[str, int]
+    """Process group -> collectives that this process has begun in it."""
+    safe_step: int = -1
+    """Steps that are in a copy in memory, or in a checkpoint, that all ranks have their part of; -1: none is known."""
+    doubts: int = 0
+    """How often its numbers were found wrong, or in doubt, since it was born."""
+
+    def to_record(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**vars(self), "busy_s": {str(step): took for step, took in self.busy_s.items()}}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Self:
+        """The reading whose `to_record` this is."""
+        return cls(**{**record, "busy_s": {int(step): took for step, took in record["busy_s"].items()}})
+
+
+def _take_room(file: BinaryIO, size: int) -> None:
+    """Make it `size` bytes long, and theirs: a page that cannot be had when it is first written to is a SIGBUS, which
+    says nothing. Raises: OSError.
+    """
+    try:
+        os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as problem:
+        raise OSError(problem.errno, os.strerror(problem.errno or 0), file.name) from None
+
+
+def read_heartbeat(path: Path) -> HeartbeatReading | None:
+    """What the worker whose file this is shows now; None if it shows nothing (yet).
+
+    A worker that was stopped or killed while it wrote leaves a part half written for ever: it is read as it is, each
+    number whole in itself.
+
+    Raises: ValueError if the file is no page of heartbeat, or one of another version.
+    """
+    try:
+        with path.open("rb") as file:
+            page = mmap.mmap(file.fileno(), 8 * WORDS, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        return None
+    except ValueError:  # of mmap: the file is too short
+        raise ValueError(f"{path} is no page of heartbeat") from None
+    with page, memoryview(page) as view, view.cast("q") as words:
+        if words[MAGIC_AT] != MAGIC or words[FORMAT_AT] != FORMAT:
+            raise ValueError(f"{path} is no page of heartbeat of format {FORMAT}")
+        loop = _consistent(words, LOOP_VERSION, slice(0, BEAT))
+        beat = _consistent(words, BEAT_VERSION, slice(0, WORDS))
+    return _reading(loop, beat)
+
+
+def _consistent(words: memoryview, version: int, part: slice) -> list[int]:
+    """A copy of `part` that was not written to meanwhile, if there is one to be had."""
+    for _ in range(TRIES):
+        before = words[version]
+        copy = words[part].tolist()
+        if before % 2 == 0 and words[version] == before:
+            break
+    return copy
+
+
+def _reading(loop: list[int], beat: list[int]) -> HeartbeatReading:
+    took = ((loop[at], loop[at + 1]) for at in range(TOOK, TOOK + 2 * LAST_STEPS, 2))
+    groups = range(GROUP, GROUP + min(beat[GROUP_COUNT], GROUPS) * GROUP_WORDS, GROUP_WORDS)
+    return HeartbeatReading(
+        pid=loop[PID_AT],
+        generation=loop[GENERATION],
+        rank=loop[RANK],
+        step=loop[STEP],
+        phase=PHASES[loop[PHASE]],
+        phase_since_ns=loop[PHASE_SINCE],
+        busy_s={step: ns / 1e9 for step, ns in sorted(took) if step >= 0},
+        beats=beat[BEATS],
+        beat_ns=beat[BEAT_AT],
+        peak_memory_bytes=beat[PEAK_MEMORY],
+        safe_step=loop[SAFE_STEP],
+        doubts=loop[DOUBTS],
+        sequences={_name(beat[at + 1 : at + GROUP_WORDS]): beat[at] for at in groups},
+    )
+
+
+def _name(words: list[int]) -> str:
+    raw = b"".join(word.to_bytes(8, "little", signed=True) for word in words)
+    return raw.rstrip(b"\0").decode(errors="replace")

@@ -1,0 +1,270 @@
+"""An examination: does every core and GPU of this node compute and remember what it should, and how fast?
+
+Each core has a thread pinned to it, each GPU one of its own, and all work at once, as they will in training:
+
+- *products* of matrices of whole numbers, small enough for every partial sum to be exact in the format at hand: any
+  order of summation gives the same bits, and integer arithmetic, which uses none of the units that are examined, says
+  which (Freivalds 1977, "Probabilistic machines can use less running time"). Every product must be those bits.
+- *memory*: patterns that depend on the address, or walk a bit through all places, are written, copied, and compared
+  with what they should be, in more memory than caches hold.
+
+That cores may compute wrongly, each by itself, now and then, and with some data only: Hochschild et al. 2021, "Cores
+that don't count"; Dixit et al. 2021, "Silent data corruptions at scale".
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
+
+import torch
+from torch import Tensor
+
+from argosy.faults import fault
+from argosy.processes.fork_server import channel_to_parent
+from argosy.resilience.detect.memory import read_memory
+from argosy.resilience.node_health import Health, NodeCheckRequest, Wrong
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+"""fp8 products need matrices in a layout of their own: bf16's take the same way through a GPU."""
+SIDE = {"cpu": 512, "cuda": 8192}
+INNER = 256
+"""Products are of matrices [side, INNER] and [INNER, side]: the longest sums that bf16 still has exactly."""
+ROWS = 512
+"""Of a product that are checked at a time: 64-bit numbers take room."""
+MEMORY_BYTES = {"cpu": 2**26, "cuda": 2**30}
+"""Written and copied to, for each core or GPU; no more than `MOST_MEMORY` of what is free."""
+MOST_CORES_BYTES = 2**30
+"""All cores together: more than any cache."""
+MOST_MEMORY = 1 / 8
+CHUNK = {"cpu": 2**14, "cuda": 2**22}
+"""Words of a pattern that are made at a time: few enough for a core's own cache, many enough to keep a GPU busy."""
+ODD = 0x9E3779B97F4A7C15 - 2**64  # 2**64 over the golden ratio: neighbours' values differ in about half of their bits
+BROKEN = ("uncorrectable", "hardware stack error", "illegal instruction", "unspecified launch failure")
+"""Words of the errors with which CUDA tells of a GPU that is broken, rather than in use or too small."""
+
+Pattern = Callable[[Tensor], Tensor]
+"""Addresses, in words -> what is to stand there; int64."""
+PATTERNS: dict[str, Pattern] = {
+    "address": lambda at: at * ODD,
+    "address inverted": lambda at: ~(at * ODD),
+    "walking one": lambda at: torch.ones_like(at) << at % 64,
+    "walking zero": lambda at: ~(torch.ones_like(at) << at % 64),
+}
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What computes by itself: a core, or a GPU."""
+
+    device: torch.device
+    number: int
+    memory_bytes: int
+    """That it is examined with."""
+
+    @property
+    def kind(self) -> str:
+        return "core" if self.device.type == "cpu" else "cuda"
+
+    def __str__(self) -> str:
+        return f"core {self.number}" if self.device.type == "cpu" else str(self.device)
+
+
+@dataclass(frozen=True)
+class UnitResult:
+    """What one test of a unit has found."""
+
+    test: str
+    """Its name in `Health.rates`, after the kind of the unit."""
+    rate: float
+    """The best: FLOP/s or bytes/s."""
+    wrong: Wrong | None
+
+
+def main() -> None:
+    """Entry of the process: examine this node, tell the asker, and end."""
+    asker, asked = channel_to_parent(), NodeCheckRequest.read()
+    torch.set_num_threads(1)  # of each of the threads to come
+    began_s = time.monotonic()
+    try:
+        health = check_node(units(asked.gpus), asked)
+    except Exception as problem:
+        broken = any(word in str(problem) for word in BROKEN)
+        text = f"{type(problem).__name__}: {problem}"
+        wrong = (Wrong("node", "node_check", text),) if broken else ()
+        health = Health(wrong, {}, round(time.monotonic() - began_s, 3), "" if broken else text)
+    asker.send("node_checked", health=health.to_record())
+
+
+def units(gpus: int) -> list[Unit]:
+    """The cores that this process may use, and up to `gpus` GPUs, if torch has any."""
+    cores = sorted(os.sched_getaffinity(0))
+    free_bytes = read_memory().available_bytes
+    of_core = int(min(MEMORY_BYTES["cpu"], MOST_CORES_BYTES / len(cores), MOST_MEMORY * free_bytes / len(cores)))
+    found = [Unit(torch.device("cpu"), core, of_core) for core in cores]
+    for number in range(min(gpus, torch.cuda.device_count())):
+        device = torch.device("cuda", number)
+        of_gpu = int(min(MEMORY_BYTES["cuda"], MOST_MEMORY * torch.cuda.mem_get_info(device)[0]))
+        found.append(Unit(device, number, of_gpu))
+    return found
+
+
+def check_node(some: Iterable[Unit], asked: NodeCheckRequest) -> Health:
+    """Examine them all at once, for `asked.seconds`: an equal part for each test, and at least one try."""
+    chosen, began_s = list(some), time.monotonic()
+    with ThreadPoolExecutor(len(chosen)) as threads:
+        of_units = list(threads.map(partial(_check_unit, asked=asked), chosen))
+    rates: dict[str, float] = {}
+    for unit, found in zip(chosen, of_units, strict=True):
+        for test in found:
+            what = f"{unit.kind} {test.test}"
+            rates[what] = min(rates.get(what, math.inf), float(f"{test.rate:.3g}"))
+    wrong = tuple(test.wrong for found in of_units for test in found if test.wrong is not None)
+    return Health(wrong, rates, round(time.monotonic() - began_s, 3))
+
+
+def _check_unit(unit: Unit, asked: NodeCheckRequest) -> list[UnitResult]:
+    if unit.device.type == "cpu":
+        os.sched_setaffinity(0, {unit.number})  # of this thread alone
+    formats = dict.fromkeys(["fp32", "bf16" if asked.number_format == "fp8" else asked.number_format])
+    share_s = asked.seconds / (len(formats) + 1)
+    return [*(multiply(unit, number_format, share_s) for number_format in formats), remember(unit, share_s)]
+
+
+# ---- products ---------------------------------------------------------------------------------------------------
+
+
+def multiply(unit: Unit, number_format: str, seconds: float) -> UnitResult:
+    """Multiply the same two matrices again and again: the bits of every product are known."""
+    test, dtype = f"{number_format} product", DTYPES[number_format]
+    seed = int.from_bytes(os.urandom(4), "little")  # some faults need special data: others each time
+    a, b = factors(SIDE[unit.device.type], dtype, unit.device, seed)
+    exact = a @ b  # warms up, too
+    if (problem := wrong_number(a, b, exact)) is not None:
+        return UnitResult(test, 0.0, Wrong(str(unit), test, problem))
+    product, best_s, done, wrong = torch.empty_like(exact), math.inf, 0, 0
+    for _ in _until(seconds):
+        took_s = _seconds(unit, partial(torch.mm, a, b, out=product), test, product)
+        best_s, done = min(best_s, took_s), done + 1
+        if not _same_bits(product, exact):
+            problem, wrong = problem or _difference(product, exact, 0), wrong + 1
+    found = Wrong(str(unit), test, problem, wrong, done) if problem is not None else None
+    return UnitResult(test, 2.0 * a.numel() * b.shape[1] / best_s, found)
+
+
+def factors(side: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Matrices [side, INNER] and [INNER, side] of whole numbers: `dtype` has their product exactly, in any order.
+
+    All whole numbers up to 2 / eps are exact, and no partial sum is larger than that.
+    """
+    largest = math.isqrt(int(2 / torch.finfo(dtype).eps) // INNER)
+    seeded = torch.Generator().manual_seed(seed)
+    shapes = (side, INNER), (INNER, side)
+    a, b = (torch.randint(-largest, largest + 1, shape, generator=seeded) for shape in shapes)
+    return a.to(device, dtype), b.to(device, dtype)
+
+
+def wrong_number(a: Tensor, b: Tensor, product: Tensor) -> str | None:
+    """Which number of the product of two matrices of whole numbers is wrong, by integer arithmetic alone; None if none.
+
+    Freivalds' check: product x = a (b x), modulo 2**64. With odd x a row in which one number is wrong is always seen,
+    one with several but for a chance of about 2**-62.
+    """
+    seeded = torch.Generator().manual_seed(1)
+    x = torch.randint(-(2**62), 2**62, (product.shape[1],), generator=seeded).to(product.device) | 1
+    expected = (a.long() * (b.long() * x).sum(1)).sum(1)
+    for first in range(0, len(product), ROWS):
+        rows = product[first : first + ROWS]
+        whole = rows.long()
+        wrong = (whole * x).sum(1) != expected[first : first + ROWS]
+        wrong |= (whole.to(rows.dtype) != rows).any(1)  # no whole number, or no number at all
+        if wrong.any():
+            row = first + int(wrong.nonzero()[0])
+            exact = (a[row].long()[:, None] * b.long()).sum(0).to(product.dtype)
+            return _difference(product[row : row + 1], exact[None], row)
+    return None
+
+
+def _difference(found: Tensor, expected: Tensor, first_row: int) -> str:
+    """The first number that differs in any bit, in rows of a matrix from `first_row` on."""
+    row, byte = (_bytes(found) != _bytes(expected)).nonzero()[0].tolist()
+    column = byte // found.element_size()
+    numbers = f"{found[row, column].item():.9g}, not {expected[row, column].item():.9g}"
+    return f"{numbers}, at [{first_row + row}, {column}]"
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)
+
+
+# ---- memory -----------------------------------------------------------------------------------------------------
+
+
+def remember(unit: Unit, seconds: float) -> UnitResult:
+    """Write a pattern, copy it, and read the copy, pattern after pattern."""
+    chunk = torch.arange(CHUNK[unit.device.type], device=unit.device)
+    chunks = max(1, unit.memory_bytes // (2 * 8 * len(chunk)))
+    source, target = torch.zeros(2, chunks, len(chunk), dtype=torch.int64, device=unit.device)
+    best_s, done, wrong, problem = math.inf, 0, 0, ""
+    for _, (name, pattern) in zip(_until(seconds), cycle(PATTERNS.items()), strict=False):
+        for number, words in enumerate(source):
+            words.copy_(pattern(chunk + number * len(chunk)))
+        took_s = _seconds(unit, partial(target.copy_, source), "memory", target)
+        best_s, done = min(best_s, took_s), done + 1
+        if (forgotten := _forgotten(pattern, target, chunk)) is not None:
+            problem, wrong = problem or f"{forgotten} ({name})", wrong + 1
+    found = Wrong(str(unit), "memory", problem, wrong, done) if problem else None
+    return UnitResult("memory", 2.0 * source.nbytes / best_s, found)
+
+
+def _forgotten(pattern: Pattern, memory: Tensor, chunk: Tensor) -> str | None:
+    """The first word of `memory` [chunks, words of a chunk] that does not have the pattern; None if all have."""
+    for number, found in enumerate(memory):
+        expected = pattern(chunk + number * len(chunk))
+        if not torch.equal(found, expected):
+            word = int((found != expected).nonzero()[0])
+            words = f"{_hexadecimal(found[word])}, not {_hexadecimal(expected[word])}"
+            return f"{words}, at byte {8 * (number * len(chunk) + word)}"
+    return None
+
+
+def _hexadecimal(word: Tensor) -> str:
+    return f"{int(word) % 2**64:#018x}"
+
+
+# ---- parts ------------------------------------------------------------------------------------------------------
+
+
+def _until(seconds: float) -> Iterator[None]:
+    """At least once, and again until so much time has passed."""
+    end_s = time.monotonic() + seconds
+    yield
+    while time.monotonic() < end_s:
+        yield
+
+
+def _seconds(unit: Unit, call: Callable[[], object], test: str, result: Tensor) -> float:
+    """How long it takes; of a core the time that it had for it, as other processes have work too."""
+    clock = time.thread_time if unit.device.type == "cpu" else time.perf_counter
+    _synchronize(unit)
+    began_s = clock()
+    call()
+    _synchronize(unit)
+    took_s = clock() - began_s
+    fault("check_node", tensors=lambda: {f"{unit} {test}": result})
+    return took_s
+
+
+def _synchronize(unit: Unit) -> None:
+    if unit.device.type == "cuda":
+        torch.cuda.synchronize(unit.device)

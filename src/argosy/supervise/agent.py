@@ -1,0 +1,422 @@
+"""The agent of a node: it holds the node's worker processes, and does what the coordinator says.
+
+It starts workers, hears of their end at once, kills the one that hangs, keeps what must outlive them (the store where
+they meet, copies of their state in memory), and shows the coordinator their heartbeat.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+from argosy.checkpoint.store import GENERATION, how_to_go_on
+from argosy.config.schema import LaunchConfig, RunConfig
+from argosy.errors import FINAL, ArgosyError, Interrupted, RunFailed, error_of
+from argosy.observe import stack
+from argosy.observe.events import Events
+from argosy.observe.heartbeat import heartbeat_path, read_heartbeat
+from argosy.plan.plan import Plan
+from argosy.processes.channel import Channel, Gone, Message
+from argosy.processes.fork_server import ForkServer
+from argosy.resilience.detect.finding import Finding, process_state
+from argosy.resilience.detect.node import NodeWatch
+from argosy.resilience.node_health import Health, NodeCheck, NodeCheckRequest
+from argosy.supervise.coordinator_client import CoordinatorClient
+from argosy.supervise.folder import name_of
+from argosy.supervise.nodes import Cause, State
+from argosy.supervise.worker_process import WorkerProcess
+
+WORKER = "argosy.supervise.worker:main"
+STORE = "argosy.processes.rendezvous:main"
+TICK_S = 0.05
+"""How often it looks at the clock; what others say or do wakes it at once."""
+BREAK_S = 10.0
+"""A worker that has not left a broken world by then is killed."""
+SCRATCH = Path("/dev/shm")
+"""Where an agent keeps a folder for its workers, argosy-PID-...: what need not outlive the node, and must be fast."""
+
+
+class Agent:
+    """Holds a run's processes on one node until the run has ended."""
+
+    def __init__(self, run_dir: Path, run: RunConfig, plan: Plan, fork_server: ForkServer, quiet: bool = False):
+        """`fork server` has imported `WORKER`'s module; `quiet` keeps what the first worker prints in the logs too."""
+        self._run_dir, self._run, self._plan, self._fork_server, self._quiet = run_dir, run, plan, fork_server, quiet
+        self._launch = run.launch
+        self._name = node_name(self._launch)
+        self._events = Events(run_dir, "launcher" if self._launch.nodes == 1 else f"launcher-{self._name}")
+        self._slots = -(-plan.world_size // self._launch.nodes)
+        self._processes: dict[int, WorkerProcess] = {}
+        self._coordinator = CoordinatorClient(run_dir, run, plan, self._events)
+        self._store: Channel | None = None
+        self._store_generation = 0
+        self._signals: list[int] = []
+        self._signal: int | None = None
+        self._kill_at: float | None = None
+        self._kill_why = ""
+        self._finish: Message | None = None
+        self._node = NodeWatch(run_dir)
+        self._node_check: NodeCheck | None = None
+        self._health: Health | None = None
+
+    def run(self) -> None:
+        """Hold the workers until the run has ended.
+
+        Raises: RunFailed, Interrupted, or the error that the workers themselves ended with.
+        """
+        _sweep()
+        self._scratch = Path(tempfile.mkdtemp(prefix=f"argosy-{os.getpid()}-", dir=SCRATCH))
+        self._memory = self._scratch / "memory"
+        self._memory.mkdir()
+        try:
+            with self._signals_taken(), selectors.DefaultSelector() as self._selector:
+                self._selector.register(self._fork_server, selectors.EVENT_READ, self._hear_fork_server)
+                self._coordinator.open(self._selector, self._say_hello, self._obey)
+                self._check_node()
+                while not self._is_over():
+                    self._turn()
+        finally:
+            self._end_all()
+            shutil.rmtree(self._scratch, ignore_errors=True)
+        self._raise_if_not_done()
+
+    def _is_over(self) -> bool:
+        if self._finish is not None and self._finish["exit_code"]:
+            return True
+        if self._finish is not None:  # who was not needed waits for a world for ever
+            return not any(process.state is State.DONE for process in self._processes.values())
+        return self._signal is not None and not self._processes
+
+    def _turn(self) -> None:
+        for key, _ in self._selector.select(TICK_S):
+            key.data()
+        while self._signals:
+            self._take_signal(self._signals.pop(0))
+        now = time.monotonic()
+        for process in list(self._processes.values()):
+            if process.leave_by is not None and now > process.leave_by:
+                self._kill(process, f"it did not leave a broken world within {BREAK_S:.0f} s")
+            if self._kill_at is not None and now > self._kill_at:
+                self._kill(process, self._kill_why)
+        if self._node_check is not None:
+            self._node_check.hurry()
+        if self._coordinator.keep(now):
+            self._show_heartbeat(now)
+        self._alarm(self._node.look([process.pid for process in self._processes.values() if process.pid]))
+
+    # ---- workers ------------------------------------------------------------------------------------------------
+
+    def _start(self, slot: int) -> None:
+        environment = {
+            "ARGOSY_RUN_DIR": str(self._run_dir),
+            "ARGOSY_SCRATCH": str(self._scratch),
+            "ARGOSY_MEMORY": str(self._memory),
+            "ARGOSY_NODE": self._name,
+            "ARGOSY_SLOT": str(slot),
+            "ARGOSY_QUIET": str(int(self._quiet)),
+        }
+        if self._coordinator.interface and "GLOO_SOCKET_IFNAME" not in os.environ:
+            environment["GLOO_SOCKET_IFNAME"] = (
+                self._coordinator.interface
+            )  # else gloo takes what the host's name resolves to
+        process = WorkerProcess(slot, self._fork_server.fork(f"worker {slot}", WORKER, environment))
+        self._processes[slot] = process
+        self._selector.register(process.channel, selectors.EVENT_READ, partial(self._hear, process))
+
+    def _hear_fork_server(self) -> None:
+        try:
+            messages = self._fork_server.take()
+        except Gone:
+            self._replace_fork_server()
+            return
+        for message in messages:
+            if message["kind"] == "ended":
+                process = next((p for p in self._processes.values() if p.pid == message["pid"]), None)
+                if process is not None:
+                    self._bury(process, message["exit_code"])
+                elif self._node_check is not None and self._node_check.pid == message["pid"]:
+                    self._tell_health(self._node_check.ended(message["exit_code"]))
+            elif message["key"] == "node_check" and self._node_check is not None:
+                self._node_check.pid = message["pid"]
+            elif message["key"].startswith("worker"):
+                process = self._processes[int(message["key"].split()[1])]
+                process.pid = message["pid"]
+                self._events.write("worker_started", slot=process.slot, pid=process.pid)
+                self._coordinator.tell("started", slot=process.slot, pid=process.pid)
+
+    def _replace_fork_server(self) -> None:
+        """The fork server was killed. Its processes cannot be waited for any more, so they are ended with it.
+
+        Raises: RunFailed if it never gave birth: another would fare no better.
+        """
+        if not self._fork_server.is_fertile:
+            raise RunFailed("the process that workers are forked from died at once; what it printed says why")
+        self._selector.unregister(self._fork_server)
+        self._fork_server.close()
+        self._fork_server = ForkServer(WORKER.partition(":")[0])
+        self._selector.register(self._fork_server, selectors.EVENT_READ, self._hear_fork_server)
+        self._events.write("fork_server_replaced", pid=self._fork_server.pid)
+        for process in list(self._processes.values()):
+            if process.pid:
+                self._kill(process, "the process that it was forked from was killed")
+            self._bury(process, -signal.SIGKILL)
+        if self._node_check is not None:
+            self._node_check.kill()
+            self._check_node()
+
+    def _hear(self, process: WorkerProcess) -> None:
+        if process.channel.fileno() < 0:
+            return  # it was buried a moment ago
+        try:
+            messages = process.channel.take()
+        except Gone:
+            self._selector.unregister(process.channel)  # it is ending: the fork server tells how
+            return
+        for message in messages:
+            match message["kind"]:
+                case "ready":
+                    process.state, process.leave_by = State.READY, None
+                    self._coordinator.tell(
+                        "ready", slot=process.slot, generation=message["generation"], why=message["why"]
+                    )
+                case "done":
+                    process.state, process.is_finished = State.DONE, message["finished"]
+                    self._coordinator.tell("done", slot=process.slot)
+                case "failed":
+                    process.failure = message
+
+    def _bury(self, process: WorkerProcess, exit_code: int) -> None:
+        with suppress(KeyError):
+            self._hear(process)  # its last words
+            self._selector.unregister(process.channel)
+        process.channel.close()
+        del self._processes[process.slot]
+        heartbeat = heartbeat_path(self._scratch, process.pid)
+        reading = read_heartbeat(heartbeat)
+        heartbeat.unlink(missing_ok=True)
+        if process.state is State.DONE and exit_code == 0:
+            if not process.is_finished and self._signal is None:
+                self._signal = signal.SIGTERM  # somebody sent it to a worker itself
+            return
+        if exit_code == -signal.SIGKILL and not process.killed:
+            self._blame_memory(process)
+        cause = process.cause_of_death(exit_code, -1 if reading is None else reading.step)
+        if cause.exit_code < FINAL and self._signal is None:
+            self._say_lost(process, cause)
+        self._coordinator.tell("lost", slot=process.slot, **asdict(cause))
+
+    def _blame_memory(self, process: WorkerProcess) -> None:
+        """Somebody killed it: was it the kernel, for want of memory?"""
+        self._alarm(self._node.look_at_memory())
+        process.killed = self._node.why_killed()
+
+    def _say_lost(self, process: WorkerProcess, cause: Cause) -> None:
+        self._events.write(
+            "worker_died", rank=process.rank, pid=process.pid, exit_code=cause.exit_code, why=cause.why,
+            step=cause.step, generation=process.generation,
+        )  # fmt: skip
+        who = "a worker" if process.rank is None else f"worker {process.rank}"
+        print(f"argosy: {who} (process {process.pid}) died: {cause.why}", file=sys.stderr)
+        if process.failure is not None:
+            print(process.failure["traceback"], end="", file=sys.stderr)
+
+    def _kill(self, process: WorkerProcess, why: str) -> None:
+        if process.killed or not process.pid:
+            return
+        process.killed = why
+        self._events.write("killed", slot=process.slot, rank=process.rank, pid=process.pid, why=why)
+        if process.state is State.RUNNING:
+            stack.ask(process.pid)  # its log says then what it hung in
+        process.signal(signal.SIGKILL)
+
+    def _alarm(self, findings: list[Finding]) -> None:
+        for finding in findings:
+            self._events.write(finding.kind, **finding.to_event())
+            print(f"argosy: {finding.why}", file=sys.stderr)
+
+    def _show_heartbeat(self, now: float) -> None:
+        workers = []
+        for process in self._processes.values():
+            reading = read_heartbeat(heartbeat_path(self._scratch, process.pid))
+            if reading is not None:
+                workers.append({"reading": reading.to_record(), "state": process_state(process.pid)})
+        self._coordinator.ask(now, "heartbeat", workers=workers)
+
+    def _end_all(self) -> None:
+        if self._node_check is not None:
+            self._node_check.kill()
+        for process in self._processes.values():
+            if process.pid:
+                process.signal(signal.SIGKILL)
+            process.channel.close()
+        self._processes.clear()
+        if self._store is not None:
+            self._store.close()
+        self._coordinator.close()
+
+    # ---- the node -----------------------------------------------------------------------------------------------
+
+    def _check_node(self) -> None:
+        """Have this node examined by a process of its own; until it ends, no worker of the node is given a rank."""
+        seconds = self._run.resilience.node_check_s
+        if not seconds:
+            return
+        gpus = 0 if self._launch.device == "cpu" else self._slots
+        generation = max((process.generation for process in self._processes.values()), default=0)
+        environment = {"ARGOSY_RUN_DIR": str(self._run_dir), GENERATION: str(generation)}
+        self._node_check = NodeCheck(
+            self._fork_server, NodeCheckRequest(seconds, self._plan.precision, gpus), environment
+        )
+
+    def _tell_health(self, health: Health) -> None:
+        self._node_check, self._health = None, health
+        record = health.to_record()
+        self._events.write("node_checked", **record)
+        if health.unknown:
+            print(f"argosy: this machine could not be examined: {health.unknown}", file=sys.stderr)
+        self._coordinator.tell("node_checked", health=record)
+
+    # ---- the coordinator ----------------------------------------------------------------------------------------
+
+    def _say_hello(self, host: str) -> None:
+        workers = {
+            str(slot): {"state": p.state.value, "rank": p.rank, "generation": p.generation, "pid": p.pid}
+            for slot, p in self._processes.items()
+        }
+        health = None if self._health is None else self._health.to_record()
+        self._coordinator.tell(
+            "hello", folder=name_of(self._run_dir), name=self._name, host=host, slots=self._slots, workers=workers,
+            health=health, is_checking=self._node_check is not None,
+        )  # fmt: skip
+        if self._signal is not None:
+            self._coordinator.tell("stopping")
+
+    def _obey(self, order: str, facts: Message) -> None:
+        process = self._processes.get(facts.get("slot", -1))
+        match order:
+            case "start":
+                self._start(facts["slot"])
+            case "open_store":
+                self._open_store(facts["generation"])
+            case "join" if process is not None:
+                process.state, process.rank, process.generation = State.RUNNING, facts["rank"], facts["generation"]
+                with suppress(Gone):
+                    process.channel.send("join", **facts)
+            case "break":
+                self._break(facts["generation"], facts["why"])
+            case "hold":
+                self._pass_on("hold", facts["generation"])
+            case "kill" if process is not None and process.generation == facts["generation"]:
+                self._kill(process, facts["why"])
+            case "check_node" if self._node_check is None:
+                self._check_node()
+            case "finish":
+                self._finish, self._coordinator.is_ending = facts, True
+
+    def _open_store(self, generation: int) -> None:
+        """Where the members of the generation meet: new for each, so that nobody finds the addresses of the dead; in a
+        process of its own, since in a worker it would die with the worker.
+        """
+        if self._store is not None:
+            with suppress(KeyError):
+                self._selector.unregister(self._store)
+            self._store.close()
+        self._store, self._store_generation = self._fork_server.fork("store", STORE, {}), generation
+        self._selector.register(self._store, selectors.EVENT_READ, self._hear_store)
+
+    def _hear_store(self) -> None:
+        assert self._store is not None
+        try:
+            messages = self._store.take()
+        except Gone:
+            self._selector.unregister(self._store)
+            return
+        for message in messages:
+            self._coordinator.tell("store", generation=self._store_generation, port=message["port"])
+
+    def _pass_on(self, kind: str, generation: int) -> None:
+        """Say it to the members of the generation."""
+        for process in self._processes.values():
+            if process.generation == generation and process.state is State.RUNNING:
+                with suppress(Gone):
+                    process.channel.send(kind, generation=generation)
+
+    def _break(self, generation: int, why: str) -> None:
+        for process in self._processes.values():
+            if process.generation == generation and process.state in (State.RUNNING, State.DONE):
+                process.leave_by = time.monotonic() + BREAK_S
+                with suppress(Gone):
+                    process.channel.send("break", generation=generation, why=why)
+
+    # ---- the end ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _signals_taken(self) -> Iterator[None]:
+        """Hand SIGTERM and SIGINT on to the workers, which save and end; a second one kills them."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # Python delivers signals to the main thread only
+            return
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signals.append(number)  # and no more: it may have come in the middle of a message to somebody
+
+    def _take_signal(self, number: int) -> None:
+        if self._signal is not None:
+            self._kill_at, self._kill_why = 0.0, "a second signal came"
+            return
+        grace_s = self._run.resilience.grace_s
+        self._signal, self._kill_at = number, time.monotonic() + grace_s
+        self._kill_why = f"it did not save within resilience.grace_s = {grace_s:g}"
+        self._coordinator.is_ending = True
+        self._events.write("signal", number=number)
+        self._coordinator.tell("stopping")
+        for process in self._processes.values():
+            if process.state in (State.STARTING, State.READY):  # no world will be formed for it any more
+                self._kill(process, "the run is to stop, and it has nothing to save")
+            elif process.pid:
+                process.signal(signal.SIGTERM)
+
+    def _raise_if_not_done(self) -> None:
+        finish = self._finish or {"exit_code": 0, "why": "", "error": ""}
+        if finish["exit_code"] and self._signal is None:
+            raise _as_error(finish, how_to_go_on(self._run_dir))
+        if self._signal is not None:
+            name = signal.Signals(self._signal).name
+            raise Interrupted(f"stopped by {name}. {how_to_go_on(self._run_dir)}", self._signal)
+
+
+def node_name(launch: LaunchConfig) -> str:
+    """What this machine is called among the nodes of a run."""
+    return launch.node or socket.gethostname()
+
+
+def _as_error(finish: Message, how_to_go_on: str) -> ArgosyError:
+    """What ended the run, as the exception that its first witness would have raised."""
+    return error_of(finish["exit_code"], finish["why"] if finish["error"] else f"{finish['why']}. {how_to_go_on}")
+
+
+def _sweep() -> None:
+    """Remove what agents that were killed have left in memory."""
+    for folder in SCRATCH.glob("argosy-*-*"):
+        pid = folder.name.split("-")[1]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(folder, ignore_errors=True)

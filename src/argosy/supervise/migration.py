@@ -1,0 +1,206 @@
+"""Migration: the run goes on without a slow node, or under another plan where a link became slow, if that pays.
+
+Detectors name the slow node or link. A spare node takes the place of a slow one if there is one; else the planner says
+(`resilience.migration_cost`, in a process of its own) what a step takes now and what it would take otherwise. If a
+migration pays, all ranks are told to stand still after a step, with their state where others can take it over; when
+they do, the generation is ended, and no step is lost. Migrations are at least `APART_S` apart, and one that did not
+make steps faster is not made again.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from argosy.observe.events import Events
+from argosy.resilience.detect.finding import Finding
+from argosy.resilience.migration_cost import MigrationAnswer, MigrationQuestion
+from argosy.supervise.membership import Membership
+from argosy.supervise.watch import RunWatch
+
+APART_S = 300.0
+"""Between two moves."""
+MOVE_S = 60.0
+"""What a move is taken to cost before this run's coordinator has seen a world begin."""
+GAINED = 0.05
+"""Share of a step that a move must have saved to count as one that gained."""
+HOLD_WITHIN_S = 120.0
+"""So long it may take all ranks to stand still."""
+
+
+@dataclass
+class _Case:
+    """A suspicion, of one generation."""
+
+    generation: int
+    finding: Finding
+    leave_out: tuple[str, ...]
+    """Nodes, if it comes to a move."""
+    question: MigrationQuestion
+    asked: subprocess.Popen[bytes] | None = None
+    answer: MigrationAnswer | None = None
+    """Once it is to be moved."""
+    hold_until_s: float = 0.0
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        return (self.question.kind, self.question.plan, *self.leave_out)
+
+
+class Migrator:
+    """Of one coordinator, whose loop it never holds up."""
+
+    def __init__(
+        self, run_dir: Path, membership: Membership, watch: RunWatch, hold: Callable[[int], None], is_on: bool = True
+    ):
+        """`hold` tells the workers of a generation to stand still. Unless `is_on`, nothing is ever moved."""
+        self._run_dir, self._membership, self._watch, self._hold, self._is_on = run_dir, membership, watch, hold, is_on
+        self._events = Events(run_dir, "coordinator")
+        self._case: _Case | None = None
+        self._move_s, self._joined_s = MOVE_S, 0.0
+        self._awaits_step = False
+        self._not_before_s = 0.0
+        self._in_vain: set[tuple[str, ...]] = set()
+        self._made: tuple[_Case, int] | None = None
+
+    def joined(self, now_s: float) -> None:
+        """A world was told to join."""
+        self._joined_s, self._awaits_step = now_s, True
+
+    def slow_node(self, name: str, finding: Finding) -> None:
+        """The node of the ranks of `finding` slows the others down."""
+        membership = self._membership
+        left = membership.room_without(name)
+        if left:
+            question = self._question("slow_node", finding, min(left, membership.size))
+            self._suspect(_Case(membership.generation, finding, (name,), question))
+
+    def slow_link(self, finding: Finding) -> None:
+        """The links became slow."""
+        membership = self._membership
+        ((first, _),) = membership.places_of([0])
+        here = membership.nodes[first].slots
+        others = tuple(sorted(membership.nodes.keys() - {first}))
+        on = (membership.size,) if here >= membership.size else (membership.size, here)
+        self._suspect(_Case(membership.generation, finding, others, self._question("slow_link", finding, *on)))
+
+    def look(self, now_s: float) -> None:
+        """Do what is due, with a generation in force."""
+        if self._watch.generation == self._membership.generation:
+            self._measure(now_s)
+        case = self._case
+        if case is None:
+            return
+        if case.generation != self._membership.generation:
+            self._drop()
+        elif case.answer is not None:
+            self._go_when_all_stand(case, case.answer, now_s)
+        elif case.asked is not None:
+            self._hear(case, case.asked, now_s)
+        elif now_s >= self._not_before_s:
+            self._ask(case, now_s)
+
+    def _question(self, kind: Any, finding: Finding, *on: int) -> MigrationQuestion:
+        evidence = finding.evidence
+        step_s = self._watch.step_s
+        return MigrationQuestion(
+            kind, self._membership.plan, evidence["factor"], on, evidence["last_step"], step_s, self._move_s
+        )
+
+    def _suspect(self, case: _Case) -> None:
+        if self._is_on and self._case is None and case.key not in self._in_vain:
+            self._case = case
+
+    def _ask(self, case: _Case, now_s: float) -> None:
+        membership = self._membership
+        if case.question.kind == "slow_node" and case.question.on[0] >= membership.size:  # spares: the plan stays
+            self._agree(case, MigrationAnswer(True, membership.plan, membership.size), now_s)
+            return
+        command = [
+            sys.executable,
+            "-m",
+            "argosy.resilience.migration_cost",
+            str(self._run_dir),
+            json.dumps(asdict(case.question)),
+        ]
+        case.asked = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+
+    def _hear(self, case: _Case, asked: subprocess.Popen[bytes], now_s: float) -> None:
+        if asked.poll() is None:
+            return
+        assert asked.stdout is not None
+        text = asked.stdout.read()
+        asked.stdout.close()
+        said = (
+            MigrationAnswer(**json.loads(text))
+            if asked.returncode == 0
+            else MigrationAnswer(False, why="the planner failed")
+        )
+        if said.pays:
+            self._agree(case, said, now_s)
+        else:
+            self._tell("stayed", case, said, why=said.why or "it would not pay")
+            self._drop()
+
+    def _agree(self, case: _Case, said: MigrationAnswer, now_s: float) -> None:
+        case.answer, case.hold_until_s = said, now_s + HOLD_WITHIN_S
+        self._hold(case.generation)
+
+    def _go_when_all_stand(self, case: _Case, said: MigrationAnswer, now_s: float) -> None:
+        if self._watch.are_all("waiting", self._membership.size):
+            is_smaller = said.size < self._membership.size or case.question.kind == "slow_node"
+            leave_out = case.leave_out if is_smaller else ()
+            self._tell("moved", case, said, left_out=list(leave_out), why=case.finding.why)
+            self._in_vain.add(case.key)
+            self._made = (case, self._membership.generation)
+            self._not_before_s = now_s + APART_S
+            self._case = None
+            self._membership.move(said.plan, said.size, leave_out, f"the run moves: {case.finding.why}")
+        elif now_s > case.hold_until_s:
+            self._tell("stayed", case, said, why=f"not all ranks stood still within {HOLD_WITHIN_S:.0f} s")
+            self._drop()
+
+    def _measure(self, now_s: float) -> None:
+        """What moves cost, and what the last one has gained."""
+        if self._awaits_step and self._watch.has_made_a_step:
+            self._awaits_step, self._move_s = False, now_s - self._joined_s
+        if self._made is None or self._membership.generation == self._made[1]:
+            return
+        (case, _), after_s = self._made, self._watch.step_s
+        if after_s is not None:
+            before_s = case.question.step_s
+            gained = before_s is not None and after_s <= (1 - GAINED) * before_s
+            self._events.write("move_measured", before_s=before_s, after_s=after_s, gained=gained)
+            if gained:
+                self._in_vain.discard(case.key)
+            self._made = None
+
+    def _drop(self) -> None:
+        """Let go of the case: it is decided, or its generation is over."""
+        if self._case is not None and self._case.asked is not None and self._case.asked.poll() is None:
+            self._case.asked.kill()
+            self._case.asked.wait()
+        self._case = None
+
+    def _tell(self, kind: str, case: _Case, said: MigrationAnswer, **facts: Any) -> None:
+        asked = case.question
+        self._events.write(
+            kind,
+            generation=case.generation,
+            step=asked.step,
+            because=asked.kind,
+            plan=said.plan,
+            size=said.size,
+            step_s=asked.step_s,
+            predicted_now_s=said.predicted_now_s,
+            predicted_new_s=said.predicted_new_s,
+            move_s=round(asked.move_s, 3),
+            steps_left=said.steps_left,
+            evidence=dict(case.finding.evidence),
+            **facts,
+        )

@@ -1,0 +1,192 @@
+"""A worker process: it joins one world after another, as its agent says, and trains its part of the run in each."""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+from typing import NoReturn
+
+from torch.distributed import DistError
+
+from argosy.checkpoint.store import GENERATION
+from argosy.config.load import load
+from argosy.config.schema import RunConfig
+from argosy.errors import FINAL, ArgosyError
+from argosy.observe.heartbeat import Heartbeat
+from argosy.observe.sequences import sequence_numbers
+from argosy.observe.stack import write_when_asked
+from argosy.parallel.connections import Connections
+from argosy.parallel.world import Place, World, join_world, leave_world
+from argosy.plan.plan import Plan
+from argosy.processes.channel import Channel, Gone, Message
+from argosy.processes.fork_server import channel_to_parent
+from argosy.training.loop import train
+from argosy.training.state import Survivor
+from argosy.training.stop import StopSignal
+
+AGAIN_S = 0.2
+"""How often the connections of a broken world are broken, until the process has left it."""
+OWN = ("Too many open files", "Cannot allocate memory", "No space left on device")
+"""Words of what gloo may tell of too, but another world would only meet again: this process is to be replaced."""
+GLOO = ("gloo", "Connection closed by peer", "Connection reset by peer", "TCPStore", "store")
+"""Words of the RuntimeErrors with which gloo and the store tell of a peer that is gone."""
+
+
+class AgentClient:
+    """The worker's side of the conversation with its agent, which a thread listens to."""
+
+    def __init__(self, channel: Channel, stop: StopSignal):
+        self._channel, self._stop = channel, stop
+        self._worlds: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._connections = Connections()
+        self._generation, self._changes = 0, threading.Lock()
+        self._broken = threading.Event()
+        self._why = ""
+        threading.Thread(target=self._listen, name="argosy-agent", daemon=True).start()
+
+    def worlds(self) -> Iterator[Message]:
+        """The worlds to join, one after the other."""
+        while True:
+            world = self._worlds.get()
+            self._connections.close()
+            self._generation = world["generation"]
+            self._broken.clear()
+            self._stop.world_is_over = self._stop.is_to_hold = False
+            yield world
+
+    def is_broken(self) -> bool:
+        """Whether the agent has said that the world at hand is over."""
+        return self._broken.is_set()
+
+    def say(self, kind: str, **facts: object) -> None:
+        """Tell the agent; without one there is nothing left to live for."""
+        try:
+            self._channel.send(kind, **facts)
+        except Gone:
+            os._exit(1)
+
+    def left(self, why: str) -> None:
+        """The world is left: the process is ready for another."""
+        with self._changes:  # nobody breaks off the next world's connections for this one's
+            generation, self._generation = self._generation, 0
+        self.say("ready", generation=generation, why=self._why if self._broken.is_set() else why)
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                message = self._channel.receive()
+            except Gone:
+                os._exit(1)  # the agent is gone, and no orphan trains on
+            if message["kind"] == "join":
+                self._worlds.put(message)
+            elif message["kind"] == "hold" and message["generation"] == self._generation:
+                self._stop.is_to_hold = True
+            elif message["kind"] == "break" and message["generation"] == self._generation:
+                self._why = message["why"]
+                self._broken.set()
+                self._stop.world_is_over = True
+                threading.Thread(target=self._break, args=(self._generation,), daemon=True).start()
+
+    def _break(self, generation: int) -> None:
+        """End what the main thread waits for, and what it may still begin to wait for, in this world."""
+        while True:
+            with self._changes:
+                if self._generation != generation:
+                    return
+                self._connections.break_off()
+            time.sleep(AGAIN_S)
+
+
+def work(
+    run: RunConfig, plan: Plan, world: World, run_dir: Path, stop: StopSignal, survivor: Survivor | None = None,
+    heartbeat: Heartbeat | None = None,
+) -> bool:  # fmt: skip
+    """Train in an existing world, and leave it. Returns whether the run's last step is made."""
+    try:
+        return train(run, plan, world, run_dir, stop, survivor or Survivor(), heartbeat)
+    finally:
+        leave_world()
+
+
+def main() -> None:
+    """Entry of the processes that an agent has forked: train in the worlds that it is told of, to the run's end.
+
+    What goes wrong is told to the agent, which knows whose error came first and tells the user that one.
+    """
+    run_dir, stop = Path(os.environ["ARGOSY_RUN_DIR"]), StopSignal().listen()
+    agent = AgentClient(channel_to_parent(), stop)
+    terminal = _to_log(run_dir)
+    try:
+        heartbeat = Heartbeat(Path(os.environ["ARGOSY_SCRATCH"]))
+    except OSError as error:
+        _fail(agent, error)
+    survivor = Survivor()
+    agent.left("")
+    for message in agent.worlds():
+        _speak(terminal, message)
+        try:
+            finished = _train_in(message, run_dir, stop, survivor, heartbeat)
+        except Exception as error:
+            why = str(error)
+            if agent.is_broken() or _is_of_a_connection(error):
+                traceback.clear_frames(error.__traceback__)  # they hold the job, and the job its groups
+            else:
+                _fail(agent, error)
+        else:
+            agent.say("done", finished=finished)
+            return
+        leave_world()
+        heartbeat.enter("waiting")
+        agent.left(why)
+
+
+def _train_in(message: Message, run_dir: Path, stop: StopSignal, survivor: Survivor, heartbeat: Heartbeat) -> bool:
+    place = Place(**{field.name: message[field.name] for field in fields(Place)})
+    os.environ |= {**place.environment(), GENERATION: str(message["generation"])}
+    run, plan = load(run_dir / "run.toml"), Plan.parse(message["plan"])
+    heartbeat.join(message["generation"], message["rank"], sequence_numbers)
+    return work(run, plan, join_world(run.launch), run_dir, stop, survivor, heartbeat)
+
+
+def _is_of_a_connection(error: Exception) -> bool:
+    """Whether it is what a collective raises when a peer is gone, rather than something that went wrong here."""
+    text = str(error)
+    is_told_so = isinstance(error, DistError) or (isinstance(error, RuntimeError) and any(w in text for w in GLOO))
+    return is_told_so and not any(word in text for word in OWN)
+
+
+def _fail(agent: AgentClient, error: Exception) -> NoReturn:
+    code = FINAL + error.exit_code if isinstance(error, ArgosyError) else 1
+    agent.say("failed", error=type(error).__name__, text=str(error), traceback=traceback.format_exc())
+    sys.exit(code)
+
+
+def _to_log(run_dir: Path) -> tuple[int, int]:
+    """Keep what this process prints in a file of the run's logs, and where it is when its agent asks; returns
+    descriptors of the terminal.
+    """
+    terminal = os.dup(1), os.dup(2)
+    path = run_dir / "logs" / f"worker-{os.environ['ARGOSY_NODE']}-{os.environ['ARGOSY_SLOT']}.log"
+    with suppress(OSError):  # a disk that takes nothing: it prints to the terminal
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as log:
+            for descriptor in (1, 2):
+                os.dup2(log.fileno(), descriptor)
+    write_when_asked(2)
+    return terminal
+
+
+def _speak(terminal: tuple[int, int], message: Message) -> None:
+    """Let the first process of the world print to the terminal."""
+    if message["rank"] == 0 and os.environ["ARGOSY_QUIET"] == "0":
+        sys.stdout.flush()
+        for descriptor, original in zip((1, 2), terminal, strict=True):
+            os.dup2(original, descriptor)

@@ -1,0 +1,267 @@
+"""Keeping a run's state safe: when a checkpoint is due, what is in it, where a run goes on from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from argosy.checkpoint import store
+from argosy.checkpoint.boxes import Box
+from argosy.checkpoint.checksums import Damaged
+from argosy.checkpoint.load import load_into, missing_from
+from argosy.checkpoint.remote import Remote
+from argosy.checkpoint.save import Saver
+from argosy.checkpoint.store import Checkpoint, CheckpointManifest, Choice
+from argosy.checkpoint.writer import Upkeep
+from argosy.config.schema import CheckpointConfig
+from argosy.errors import StorageError, UserError
+from argosy.faults import fault
+from argosy.observe.events import Events
+from argosy.observe.progress import Progress
+from argosy.parallel.world import World
+from argosy.plan.plan import Plan
+from argosy.training.state import TrainState, generators, set_generators
+
+
+class Checkpointer:
+    """Saves a run's state by steps, by minutes and on request, and finds it again."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        settings: CheckpointConfig,
+        plan: Plan,
+        data_identity: str,
+        world: World,
+        events: Events,
+        progress: Progress,
+        config_sha256: str = "",
+        check: Callable[[], None] = lambda: None,
+    ):
+        """`check()` is called while a save is waited for, and may raise.
+
+        Raises: UserError if checkpoint.remote is no place that can be used, the same on all processes.
+        """
+        self._run_dir, self._settings, self._plan = run_dir, settings, plan
+        self._data_identity, self._config_sha256 = data_identity, config_sha256
+        self._world, self._events, self._progress = world, events, progress
+        self._remote = Remote(settings.remote, run_dir) if settings.remote else None
+        upkeep = Upkeep(settings.keep_last, settings.keep_every, settings.remote)
+        self._saver = Saver(run_dir, world, self._hear, upkeep, check)
+        self.last_save_s = self._save_before_s = time.monotonic()
+        """When the last save that was not cut off began."""
+
+    @property
+    def committed(self) -> Collection[int]:
+        """Steps whose checkpoints are known to be committed."""
+        return self._saver.committed
+
+    @property
+    def is_due_by_time(self) -> bool:
+        """Whether checkpoint.every_minutes have passed on the process that keeps the time."""
+        minutes = self._settings.every_minutes
+        return bool(minutes) and self._world.is_first and time.monotonic() - self.last_save_s >= minutes * 60
+
+    def is_due_by_steps(self, done: int) -> bool:
+        """Whether a checkpoint is due once `done` steps are done."""
+        return bool(self._settings.every_steps) and done % self._settings.every_steps == 0
+
+    def has_missed(self, done: int) -> bool:
+        """Whether the checkpoint that was due by steps when the first `done` steps were done, or before, is not there:
+        the world ended while it was written. All processes call it together.
+        """
+        every = self._settings.every_steps
+        due = done // every * every if every else 0
+        newest = self._world.share_first(lambda: max((c.step for c in store.committed(self._run_dir)), default=0))
+        return newest < due
+
+    def save(self, state: TrainState, background: bool) -> None:
+        """Save `state`; all processes call it together. Not in the background: wait until this one's part is done."""
+        manifest = CheckpointManifest(
+            step=state.step,
+            tokens=state.tokens,
+            skipped=state.skipped,
+            history=state.history,
+            saved_at_s=time.time(),
+            plan=str(self._plan),
+            data_identity=self._data_identity,
+            config_sha256=self._config_sha256,
+            has_optimizer=True,
+            files={},
+        )
+        self._saver.save(state.boxes() | generators(self._world), manifest)
+        self._save_before_s, self.last_save_s = self.last_save_s, time.monotonic()
+        if not background:
+            self._saver.wait()
+
+    def poll(self) -> None:
+        """Report what has become of checkpoints meanwhile."""
+        self._saver.poll()
+
+    def finish(self, state: TrainState) -> str | None:
+        """Save `state`, the run's last, if it is not saved yet, and wait until it is committed.
+
+        All processes call it together. Returns why it could not be saved, the same on all; None if it was.
+        """
+        self._saver.wait()
+        there = self._world.share_first(lambda: Checkpoint(store.step_folder(self._run_dir, state.step)).is_there)
+        if not there:
+            self._saver.committed.discard(state.step)
+            self.save(state, background=False)
+        return next((e for e in self._world.gather(None if there else self._saver.last_error) if e), None)
+
+    def close(self) -> None:
+        """Wait until what is saved is verified, and in the remote place as well; there is no saving after that."""
+        self._saver.close()
+
+    def abandon(self) -> None:
+        """Let go of the save under way: the world that it is of is over. It will not be committed."""
+        if self._saver.is_under_way:
+            self.last_save_s = self._save_before_s
+        self._saver.abandon()
+
+    def newest_step(self) -> int | None:
+        """Of the newest checkpoint that there is, here or in the remote place; it may turn out to be damaged. None if
+        there is none. All processes call it together.
+        """
+        return self._world.share_first(self._newest_step)
+
+    def restore(self, state: TrainState, at_most: int | None = None) -> Checkpoint | None:
+        """Take `state` back from the newest whole checkpoint; None if the run has none. All processes call it together.
+
+        at_most: only from one of that step or an earlier one; the later ones are withdrawn, since the run turns away
+        from them.
+
+        Raises: UserError if the checkpoint is of another model; StorageError if all checkpoints are damaged.
+        """
+        self._saver.wait()
+        try:
+            here, failure = self._newest_here(at_most), None
+        except StorageError as problem:
+            here, failure = None, problem
+        found = self._world.share_first(lambda: self._newest(here, failure, at_most))
+        if found is None:
+            return None
+        checkpoint, steps = found
+        self._saver.committed = set(steps)
+        weights, boxes, random = state.weights(), state.boxes(), generators(self._world)
+        _check_fits(weights, checkpoint)
+        fault("load", step=checkpoint.step)
+        load_into(boxes | random, checkpoint)
+        state.restored(boxes)
+        set_generators(random, self._world)
+        manifest = checkpoint.manifest
+        state.step, state.tokens, state.skipped, state.history = (
+            manifest.step,
+            manifest.tokens,
+            manifest.skipped,
+            manifest.history,
+        )
+        changed = {"config_changed": True} if self._config_sha256 not in ("", manifest.config_sha256) else {}
+        self._events.write("resume", step=state.step, checkpoint=str(checkpoint.folder), **changed)
+        return checkpoint
+
+    def read_weights(self, state: TrainState, folder: Path) -> Checkpoint:
+        """Start from the weights, and only them, of a checkpoint or run at `folder`. Raises: UserError."""
+        checkpoint = self._world.share_first(lambda: store.find(folder))
+        weights = state.weights()
+        _check_fits(weights, checkpoint)
+        load_into(weights, checkpoint)
+        state.model.after_update()
+        return checkpoint
+
+    def _newest_step(self) -> int | None:
+        steps = [c.step for c in store.committed(self._run_dir)]
+        if self._remote is not None:
+            steps += self._remote_steps(self._remote, may_fail=bool(steps))
+        return max(steps, default=None)
+
+    def _newest_here(self, at_most: int | None) -> Choice | None:
+        """The newest whole one in the run's folder: each process reads a share of the files of each that it may be."""
+        world = self._world
+
+        def check(checkpoint: Checkpoint) -> str | None:
+            return next((p for p in world.gather(checkpoint.problem(world.rank, world.size)) if p), None)
+
+        there = world.share_first(lambda: store.committed(self._run_dir))
+        return store.newest_whole(self._run_dir, at_most, there, check)
+
+    def _newest(
+        self, here: Choice | None, failure: StorageError | None, at_most: int | None
+    ) -> tuple[Checkpoint, list[int]] | None:
+        """The checkpoint to go on from, `here` unless the remote place has a newer one, and the steps of all that are
+        left then. Raises: `failure`, why there is none here, if there is none there either."""
+        choice = here if self._remote is None else self._newer_remote(self._remote, here, at_most)
+        if choice is None:
+            if failure is not None:
+                raise failure
+            return None
+        for words in choice.damaged:
+            self._events.write("damaged_checkpoint", problem=words)
+        if choice.damaged:
+            self._progress.say(str(choice))
+        for newer in store.committed(self._run_dir):
+            if newer.step > choice.checkpoint.step:
+                store.withdraw(newer)  # or its step would count as saved, and as one of those to keep
+        if self._remote is not None and at_most is not None:
+            self._remote.forget_after(at_most)
+        choice.checkpoint.mark_verified()
+        return choice.checkpoint, [c.step for c in store.committed(self._run_dir)]
+
+    def _newer_remote(self, remote: Remote, here: Choice | None, at_most: int | None) -> Choice | None:
+        """The newest whole one of the remote place, brought here, if that is newer than `here`; else `here`.
+
+        Raises: StorageError if that cannot be told and there is none here.
+        """
+        damaged = here.damaged if here else ()
+        for step in reversed(self._remote_steps(remote, may_fail=here is not None)):
+            if (at_most is not None and step > at_most) or (here and step <= here.checkpoint.step):
+                continue
+            try:
+                checkpoint = remote.fetch(step, store.own_generation())
+            except Damaged as problem:
+                damaged = (*damaged, str(problem))
+                continue
+            self._events.write("fetched", step=step, remote=self._settings.remote)
+            return Choice(checkpoint, damaged)
+        return Choice(here.checkpoint, damaged) if here else None
+
+    def _remote_steps(self, remote: Remote, may_fail: bool) -> list[int]:
+        try:
+            return remote.steps()
+        except Exception as problem:  # of whichever of fsspec's file systems
+            if not may_fail:
+                raise StorageError(
+                    f"checkpoint.remote = {self._settings.remote}: cannot be read ({problem}), and {self._run_dir} has "
+                    "no whole checkpoint. Mend that, or leave the key out to start without what is there."
+                ) from None
+            self._progress.say(f"checkpoint.remote = {self._settings.remote} cannot be read: {problem}")
+            return []
+
+    def _hear(self, news: str, /, **facts: Any) -> None:
+        """Keep in the run's records what has become of a checkpoint, and tell the user what he should know."""
+        self._events.write(news, **facts)
+        if news == "save_failed":
+            self._progress.say(
+                f"checkpoint of step {facts['step']} FAILED: {facts['error']}\n"
+                "  Training goes on; the checkpoints before it are as they were. Free some space, or stop the run."
+            )
+        elif news == "drain_failed":
+            self._progress.say(
+                f"the checkpoint of step {facts['step']} could not be copied to {self._settings.remote}: "
+                f"{facts['error']}\n  It is whole in {self._run_dir}; the next one is tried again."
+            )
+        elif news == "damaged_checkpoint":
+            self._progress.say(f"{facts['problem']}\n  It was found when it was read back, and is set aside.")
+
+
+def _check_fits(weights: dict[Box, Any], checkpoint: Checkpoint) -> None:
+    problems = missing_from(weights, checkpoint)
+    if problems:
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise UserError(
+            f"{checkpoint.folder} is of another model: {'; '.join(problems[:3])}{more}.\n"
+            "  Use the model section that it was saved with, or another --run-dir to start anew."
+        )

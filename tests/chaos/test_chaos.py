@@ -1,0 +1,159 @@
+"""What strikes follows from the seed; it is dealt, measured and compared rightly."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from argosy.chaos import chaos
+from argosy.chaos.campaign import KINDS, SCRATCH, Blow, Campaign, Dealt, Made, descendants, is_alive
+from argosy.chaos.chaos import ChaosReport, Struck, as_faults, draw, weight_differences
+from argosy.errors import UserError
+from argosy.faults import parse
+from chaos import fake_run
+
+STEPS = 60
+
+
+def test_the_same_seed_draws_the_same():
+    assert draw(7, 600, 20) == draw(7, 600, 20)
+    assert draw(7, 600, 20) != draw(8, 600, 20)
+
+
+def test_faults_come_as_often_as_asked_and_of_all_kinds():
+    blows = draw(1, 200_000, 20)
+    gaps = [b.at_s - a.at_s for a, b in pairwise(blows)]
+    assert mean(gaps) == pytest.approx(20, rel=0.05)
+    assert sum(gap < 2 for gap in gaps) > 0.05 * len(gaps)  # some meet a run that has not got over the last
+    total = sum(kind.weight for kind in KINDS.values())
+    for name, kind in KINDS.items():
+        assert sum(blow.kind == name for blow in blows) == pytest.approx(len(blows) * kind.weight / total, rel=0.15)
+
+
+def test_kinds_can_be_chosen_and_must_exist():
+    assert {blow.kind for blow in draw(1, 1000, 10, ["kill", "term"])} == {"kill", "term"}
+    with pytest.raises(UserError, match="--kinds kil: there are kill"):
+        draw(1, 1000, 10, ["kil"])
+
+
+def test_fault_points_are_such_as_a_run_understands():
+    faults = parse(as_faults(draw(3, 5000, 10, ["point"]), steps=100, ranks=4))
+    assert len(faults) > 300
+    assert {fault.rank for fault in faults} == {0, 1, 2, 3}
+    assert all(1 <= (fault.step or fault.after or 0) < 99 for fault in faults)
+    assert {fault.point for fault in faults} == {*chaos.STEP_POINTS, *chaos.SAVE_POINTS}
+
+
+@pytest.fixture(autouse=True)
+def swept() -> Iterator[None]:
+    """A launcher that was killed leaves its folder; a real one's is swept away by the next."""
+    before = set(SCRATCH.glob("argosy-*"))
+    yield
+    for folder in set(SCRATCH.glob("argosy-*")) - before:
+        if not is_alive(int(folder.name.split("-")[1])):
+            shutil.rmtree(folder)
+
+
+def campaign(tmp_path: Path, *blows: Blow) -> Campaign:
+    run_dir = tmp_path / "run"
+    command = [sys.executable, fake_run.__file__, str(run_dir), str(STEPS)]
+    return Campaign(command, run_dir, blows, {"PYTHONPATH": os.pathsep.join(sys.path)})
+
+
+def test_a_run_is_struck_and_watched_until_its_end(tmp_path):
+    run = campaign(tmp_path, Blow(0.3, "kill", 0.0), Blow(1.0, "coordinator", 0.0))
+    run.run()
+    assert run.exit_code == 0 and run.starts == 1
+    (dealt,) = run.dealt  # a run without a coordinator cannot lose it
+    assert dealt.blow.kind == "kill" and dealt.pid in run.workers_seen and dealt.step >= 3
+    struck = chaos._struck(dealt, chaos._events(run.run_dir), run, run.began_s)
+    assert struck.seen_s is not None and struck.seen_s < 1.0
+    assert struck.again_s is not None and struck.seen_s < struck.again_s < 10
+    assert struck.steps_lost == 0
+    assert (tmp_path / "run" / "made").read_text() == str(STEPS)
+    assert not list(chaos._left_behind(run.pids | run.workers_seen))
+
+
+@pytest.mark.parametrize("kind", ["term", "launcher"])
+def test_a_run_whose_command_was_struck_is_started_again(tmp_path, kind):
+    run = campaign(tmp_path, Blow(0.3, kind, 0.5))
+    run.run()
+    assert run.exit_code == 0 and run.starts == 2
+    assert [made.generation for made in run.made] == [1, 2] and run.made[1].step >= 1
+
+
+def test_a_run_that_fails_by_itself_is_not(tmp_path):
+    run = Campaign([sys.executable, "-c", "raise SystemExit(2)"], tmp_path / "run", ())
+    run.run()
+    assert run.exit_code == 2 and run.starts == 1
+
+
+def test_a_run_that_does_not_end_is_ended(tmp_path):
+    run = Campaign([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "run", (), limit_s=0.5)
+    run.run()
+    assert run.exit_code == -9 and not list(chaos._left_behind(run.pids))
+
+
+def test_steps_that_are_made_again_count_as_lost():
+    run = Campaign((), Path(), (), made=[Made(1, 0, 0.0), Made(2, 7, 14.0)], workers_seen={5})
+    dealt = Dealt(Blow(1, "kill", 0), "", 5, 10.0, 1, 9)
+    struck = chaos._struck(dealt, [{"event": "worker_died", "time_s": 10.4, "pid": 5}], run, 0.0)
+    assert (struck.seen_s, struck.again_s, struck.steps_lost) == (0.4, 4.0, 2)
+    other = chaos._struck(dealt, [{"event": "worker_died", "time_s": 10.4, "pid": 6}], run, 0.0)
+    assert other.seen_s is None
+
+
+def test_what_comes_of_a_process_is_found():
+    assert os.getpid() in descendants(os.getppid())
+    assert descendants(2**22 + 1) == []
+
+
+def checkpoint(run_dir: Path, step: int, **tensors: torch.Tensor) -> Path:
+    folder = run_dir / "checkpoints" / f"step-{step:08d}"
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "rank-00000.safetensors")
+    (folder / "manifest.json").write_text("{}")
+    return run_dir
+
+
+def test_weights_are_compared_bit_for_bit(tmp_path):
+    a = torch.randn(3, 4)
+    b = a.clone()
+    b.view(torch.int32)[1, 2] ^= 1
+    same = checkpoint(tmp_path / "a", 5, x=a, y=torch.zeros(2))
+    again = checkpoint(tmp_path / "b", 5, x=a, y=torch.zeros(2))
+    other = checkpoint(tmp_path / "c", 5, x=b, z=torch.zeros(2))
+    assert list(weight_differences(same, again)) == []
+    assert list(weight_differences(same, other)) == ["x", "y", "z"]
+    assert list(weight_differences(same, tmp_path / "none")) == ["a checkpoint is missing"]
+    assert list(weight_differences(same, checkpoint(tmp_path / "d", 6, x=a))) == [
+        "the last checkpoints are of steps 5 and 6"
+    ]
+
+
+def report(**values: object) -> ChaosReport:
+    struck = Struck(
+        kind="kill", what="SIGKILL", at_s=3.0, pid=5, step=9, seen_s=0.1, again_s=2.5, steps_lost=0
+    )  # fmt: skip
+    well: dict[str, object] = {
+        "seed": 7, "finished": True, "steps": 100, "reference_s": 60.0, "chaos_s": 80.0, "goodput": 0.75,
+        "generations": 2, "starts": 1, "same_losses": True, "same_weights": True, "differences": (),
+        "ledger": (), "left_behind": (), "blows": (struck,), "missed": 0,
+    }  # fmt: skip
+    return ChaosReport.model_validate(well | values)
+
+
+def test_a_report_says_whether_it_is_well():
+    assert report().is_passed and "passed" in report().in_words() and "75%" in report().in_words()
+    for wrong in ({"finished": False}, {"same_weights": False}, {"ledger": ("samples 0 to 3 are missing",)}):
+        assert not report(**wrong).is_passed and "FAILED" in report(**wrong).in_words()
+    assert ChaosReport.model_validate_json(report().model_dump_json()) == report()

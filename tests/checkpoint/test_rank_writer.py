@@ -1,0 +1,127 @@
+"""One rank's part of a checkpoint: what the first rank waits for, and what it does not take for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from argosy.checkpoint import rank_writer, store
+from argosy.checkpoint.rank_writer import Note, SaveOrder, commit_part, leave_note
+from argosy.checkpoint.store import Fenced
+from checkpoint.saving import manifest
+
+DATA = bytes(range(256)) * 100
+
+
+@pytest.fixture
+def snapshot() -> int:
+    memory = os.memfd_create("test")
+    os.write(memory, DATA)
+    return memory
+
+
+def order(run_dir: Path, rank: int = 0, size: int = 1, ticket: str = "this") -> SaveOrder:
+    record = manifest(4).to_record()
+    return SaveOrder(str(run_dir), ticket, 0, 4, rank, size, len(DATA), time.monotonic(), record)
+
+
+def test_the_parts_of_all_ranks_become_a_checkpoint(tmp_path, snapshot):
+    for rank in (2, 1):
+        assert commit_part(order(tmp_path, rank, 3), snapshot) == len(DATA)
+        assert store.committed(tmp_path) == []
+    assert commit_part(order(tmp_path, 0, 3), snapshot) == 3 * len(DATA)
+    (checkpoint,) = store.committed(tmp_path)
+    checkpoint.verify()
+    assert list(checkpoint.manifest.files) == [store.shard_name(rank) for rank in range(3)]
+    assert (checkpoint.folder / store.shard_name(2)).read_bytes() == DATA
+
+
+def test_the_first_rank_waits_for_the_others_notes_of_this_attempt(tmp_path, snapshot):
+    commit_part(order(tmp_path, 1, 2, ticket="an attempt before"), snapshot)
+    first = threading.Thread(target=commit_part, args=(order(tmp_path, 0, 2), snapshot))
+    first.start()
+    time.sleep(0.1)
+    assert first.is_alive() and store.committed(tmp_path) == []
+    commit_part(order(tmp_path, 1, 2), snapshot)
+    first.join(10)
+    assert len(store.committed(tmp_path)) == 1
+
+
+def test_a_part_that_failed_is_the_end_of_the_attempt(tmp_path, snapshot):
+    leave_note(order(tmp_path, 1, 2), Note("this", error="[Errno 5] Input/output error"))
+    with pytest.raises(OSError, match=r"rank 1: \[Errno 5\] Input/output error"):
+        commit_part(order(tmp_path, 0, 2), snapshot)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_ranks_of_whose_parts_nothing_comes_are_named(tmp_path, snapshot, monkeypatch):
+    monkeypatch.setattr(rank_writer, "STALL_S", 0.3)
+    commit_part(order(tmp_path, 2, 4), snapshot)
+    with pytest.raises(OSError, match="part of rank 1, 3 for 0 s"):
+        commit_part(order(tmp_path, 0, 4), snapshot)
+
+
+def test_a_part_that_grows_is_waited_for(tmp_path, snapshot, monkeypatch):
+    monkeypatch.setattr(rank_writer, "STALL_S", 0.5)
+    slow = order(tmp_path, 1, 2)
+    slow.partial.mkdir(parents=True)
+
+    def write_slowly() -> None:
+        for _ in range(10):
+            with slow.file.open("ab") as file:
+                file.write(b"a little")
+            time.sleep(0.1)
+        commit_part(slow, snapshot)
+
+    other = threading.Thread(target=write_slowly)
+    other.start()
+    commit_part(order(tmp_path, 0, 2), snapshot)
+    other.join()
+    store.committed(tmp_path)[0].verify()
+
+
+@pytest.mark.parametrize("note", ["", "{", "[]", json.dumps({"ticket": "this", "what": 1}), "null"])
+def test_a_note_that_makes_no_sense_is_none(tmp_path, snapshot, monkeypatch, note):
+    monkeypatch.setattr(rank_writer, "STALL_S", 0.1)
+    mine = order(tmp_path, 0, 2)
+    mine.partial.mkdir(parents=True)
+    mine.note_of(1).write_text(note)
+    with pytest.raises(OSError, match="nothing has come"):
+        commit_part(mine, snapshot)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_of_a_generation_before_writes_nothing(tmp_path, snapshot, rank):
+    (tmp_path / store.GENERATION_FILE).write_text("1")
+    with pytest.raises(Fenced):
+        commit_part(order(tmp_path, rank, 2), snapshot)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_generation_that_begins_during_a_long_write_ends_it(tmp_path, snapshot, monkeypatch):
+    monkeypatch.setattr(rank_writer, "SYNC_BYTES", 1000)
+    checks = []
+
+    def begins_at_the_third_look(run_dir: Path, generation: int) -> None:
+        checks.append(generation)
+        if len(checks) == 3:
+            raise Fenced("generation 1 has begun")
+
+    monkeypatch.setattr(store, "check_generation", begins_at_the_third_look)
+    with pytest.raises(Fenced):
+        commit_part(order(tmp_path), snapshot)
+    assert store.committed(tmp_path) == []
+
+
+def test_a_part_that_fails_leaves_a_note_of_why(tmp_path, snapshot):
+    mine = order(tmp_path, 1, 2)
+    mine.file.mkdir(parents=True)  # what cannot be replaced by a file
+    with pytest.raises(OSError):
+        commit_part(mine, snapshot)
+    note = json.loads(mine.note_of(1).read_bytes())
+    assert note["ticket"] == "this" and note["error"].startswith("[Errno ")

@@ -1,0 +1,67 @@
+"""Weights between run folders and Hugging Face folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from argosy.checkpoint import store
+from argosy.errors import UserError
+from argosy.inference.generate import generate
+from argosy.inference.huggingface import export_checkpoint, import_checkpoint
+from argosy.inference.trained_model import open_checkpoint
+
+TOKENS = torch.randint(0, 400, (2, 16), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def exported(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("huggingface") / "model"
+    export_checkpoint(trained, out)
+    return out
+
+
+@torch.no_grad()
+def logits(run_dir: Path) -> torch.Tensor:
+    return open_checkpoint(run_dir).model()(TOKENS)
+
+
+def test_there_and_back_the_model_computes_the_same(trained, exported, tmp_path):
+    import_checkpoint(exported, tmp_path / "back")
+    assert torch.equal(logits(tmp_path / "back"), logits(trained))
+    assert generate(tmp_path / "back", "def ") == generate(trained, "def ")
+
+
+def test_what_was_imported_is_a_whole_checkpoint_of_weights_only(exported, tmp_path):
+    import_checkpoint(exported, tmp_path / "back")
+    checkpoint = store.newest_whole(tmp_path / "back").checkpoint
+    assert (checkpoint.step, checkpoint.manifest.has_optimizer) == (0, False)
+    assert {path.name for path in tmp_path.iterdir()} == {"back"}
+
+
+def test_half_precision_is_near(trained, tmp_path):
+    export_checkpoint(trained, tmp_path / "half", "bf16")
+    import_checkpoint(tmp_path / "half", tmp_path / "back")
+    torch.testing.assert_close(logits(tmp_path / "back"), logits(trained), rtol=0.05, atol=0.05)
+
+
+def test_nothing_is_written_over(trained, exported, tmp_path):
+    with pytest.raises(UserError, match="exists"):
+        export_checkpoint(trained, exported)
+    with pytest.raises(UserError, match="exists already"):
+        import_checkpoint(exported, tmp_path)
+
+
+def test_a_folder_that_is_no_model_leaves_nothing_behind(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError):
+        import_checkpoint(tmp_path / "empty", tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"empty"}
+
+
+@pytest.mark.parametrize("name", ["my model", "_model", ".model"])
+def test_a_run_folder_may_have_any_name(exported, tmp_path, name):
+    import_checkpoint(exported, tmp_path / name)
+    assert store.newest_whole(tmp_path / name).checkpoint.step == 0

@@ -1,0 +1,94 @@
+"""Processes forked from one that has imported what they need."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from argosy.processes.channel import Gone, Message
+from argosy.processes.fork_server import ForkServer, channel_to_parent
+
+HERE = "processes.test_fork_server"
+
+
+def greet() -> None:
+    """Entry: say who it is, and echo what it hears until the asker is gone."""
+    parent = channel_to_parent()
+    parent.send("hello", pid=os.getpid(), colour=os.environ["COLOUR"], imported="colorsys" in sys.modules)
+    while True:
+        try:
+            parent.send("echo", of=parent.receive()["text"])
+        except Gone:
+            sys.exit(7)
+
+
+def fail() -> None:
+    """Entry: end with an error."""
+    raise SystemExit(3)
+
+
+@pytest.fixture
+def fork_server() -> Iterator[ForkServer]:
+    forks = ForkServer("colorsys")
+    yield forks
+    forks.close()
+
+
+def wait_for(forks: ForkServer, condition: Callable[[list[Message]], bool]) -> list[Message]:
+    """What the fork server says until `condition` holds of it."""
+    said: list[Message] = []
+    end = time.monotonic() + 10
+    while not condition(said):
+        assert time.monotonic() < end, said
+        said += forks.take()
+        time.sleep(0.005)
+    return said
+
+
+def test_it_forks_what_is_asked_for_with_a_channel_and_an_environment_of_its_own(fork_server):
+    red = fork_server.fork("a", f"{HERE}:greet", {"COLOUR": "red"})
+    blue = fork_server.fork("b", f"{HERE}:greet", {"COLOUR": "blue"})
+    hellos = [channel.receive() for channel in (red, blue)]
+    assert [h["colour"] for h in hellos] == ["red", "blue"] and all(h["imported"] for h in hellos)
+    born = {m["key"]: m["pid"] for m in wait_for(fork_server, lambda said: len(said) == 2)}
+    assert born == {"a": hellos[0]["pid"], "b": hellos[1]["pid"]}
+    blue.send("say", text="x" * 200_000)
+    assert len(blue.receive()["of"]) == 200_000
+
+
+def test_it_tells_how_each_of_them_ended(fork_server):
+    channels = [fork_server.fork("loop", f"{HERE}:greet", {"COLOUR": ""}), fork_server.fork("fail", f"{HERE}:fail", {})]
+    killed, other = channels[0].receive()["pid"], fork_server.fork("left", f"{HERE}:greet", {"COLOUR": ""})
+    left = other.receive()["pid"]
+    os.kill(killed, signal.SIGKILL)
+    other.close()
+    said = wait_for(fork_server, lambda said: sum(m["kind"] == "ended" for m in said) == 3)
+    ended = {m["pid"]: m["exit_code"] for m in said if m["kind"] == "ended"}
+    failed = next(m["pid"] for m in said if m["kind"] == "born" and m["key"] == "fail")
+    assert ended == {killed: -signal.SIGKILL, left: 7, failed: 3}
+    with pytest.raises(Gone):
+        channels[0].receive()
+
+
+def test_a_fork_server_that_was_killed_is_gone_and_its_processes_hear_of_their_asker_still(fork_server):
+    channel = fork_server.fork("a", f"{HERE}:greet", {"COLOUR": "red"})
+    channel.receive()
+    os.kill(fork_server.pid, signal.SIGKILL)
+    channel.send("say", text="still here")
+    assert channel.receive()["of"] == "still here"
+    with pytest.raises(Gone):
+        wait_for(fork_server, lambda said: False)
+    with pytest.raises(Gone):
+        fork_server.fork("b", f"{HERE}:greet", {})
+
+
+def test_signals_that_a_terminal_sends_to_all_do_not_end_it(fork_server):
+    fork_server.fork("a", f"{HERE}:greet", {"COLOUR": "red"}).receive()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(fork_server.pid, number)
+    assert fork_server.fork("b", f"{HERE}:greet", {"COLOUR": "blue"}).receive()["colour"] == "blue"

@@ -1,0 +1,216 @@
+"""What the coordinator says to agents that come, go silent, and come back."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from argosy.checkpoint.store import begin_generation, newest_generation
+from argosy.config.schema import LaunchConfig, ResilienceConfig, RunConfig
+from argosy.observe.events import read_lines
+from argosy.plan.plan import Plan
+from argosy.processes.channel import Channel, Gone, Message
+from argosy.supervise import coordinator
+from argosy.supervise.coordinator import Coordinator
+from argosy.supervise.folder import name_of
+
+
+class AgentConnection:
+    """The other end, by hand: a node of one worker."""
+
+    def __init__(self, name: str, port: int, folder: str):
+        self.name, self._folder, self._channel = name, folder, Channel(socket.create_connection(("127.0.0.1", port)))
+        self.say = self._channel.send
+        self.close = self._channel.close
+
+    def hello(self, workers: dict[str, Any] | None = None, **more: Any) -> AgentConnection:
+        facts = {"host": "127.0.0.1", "slots": 1, "folder": self._folder, "workers": workers or {}}
+        self.say("hello", name=self.name, **facts | more)
+        return self
+
+    def hears(self, kind: str) -> Message:
+        """The next message of this kind; others are passed over."""
+        while (message := self._channel.receive())["kind"] != kind:
+            pass
+        return message
+
+    def keeps_talking_until(self, kind: str) -> Message:
+        """It hears a message of this kind."""
+        end = time.monotonic() + 10
+        while time.monotonic() < end:
+            self.say("heartbeat", workers=[])
+            if found := [message for message in self._channel.take() if message["kind"] == kind]:
+                return found[0]
+            time.sleep(0.01)
+        raise AssertionError(f"it heard of no {kind}")
+
+    def calls_with(self, data: bytes) -> None:
+        """As somebody who speaks another language."""
+        self._channel._socket.sendall(data)
+
+    def begins(self) -> AgentConnection:
+        return self.hello().begins_worker()
+
+    def begins_worker(self) -> AgentConnection:
+        self.hears("start")
+        self.say("started", slot=0, pid=1)
+        self.say("ready", slot=0, generation=0, why="")
+        return self
+
+
+def in_generation(generation: int, rank: int) -> dict[str, Any]:
+    return {"0": {"state": "running", "rank": rank, "generation": generation, "pid": 1}}
+
+
+@pytest.fixture
+def come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], AgentConnection]]:
+    """A coordinator of a run of two processes, and agents that come to it."""
+    monkeypatch.setattr(coordinator, "ALONE_S", 0.2)
+    listener = socket.create_server(("127.0.0.1", 0))
+    run = RunConfig(
+        launch=LaunchConfig(nodes=2, coordinator="node0:29400"), resilience=ResilienceConfig(wait_for_nodes_s=600)
+    )
+    of = Coordinator(tmp_path, listener, run, Plan.parse("dp_replicate=2"))
+    thread = threading.Thread(target=of.run)
+    agents: list[AgentConnection] = []
+
+    def new(name: str) -> AgentConnection:
+        agents.append(AgentConnection(name, listener.getsockname()[1], name_of(tmp_path)))
+        return agents[-1]
+
+    first = new("")  # it would not wait long for one
+    thread.start()
+    yield new
+    for agent in (first, *agents):
+        agent.close()
+    thread.join(10)
+    listener.close()
+    assert not thread.is_alive()
+
+
+def begun(come: Callable[[str], AgentConnection]) -> tuple[AgentConnection, AgentConnection]:
+    """Two agents whose workers are in generation 1."""
+    a, b = come("a").begins(), come("b").begins()
+    a.say("store", generation=a.hears("open_store")["generation"], port=1)
+    assert (a.hears("join")["rank"], b.hears("join")["rank"]) == (0, 1)
+    return a, b
+
+
+def test_who_shows_what_it_has_is_answered(come):
+    a = come("a").hello()
+    a.say("heartbeat", workers=[])
+    assert a.hears("heard")
+
+
+def test_a_node_that_was_cut_off_hears_that_its_generation_is_over_though_the_next_has_not_begun(come, monkeypatch):
+    a, _ = begun(come)
+    monkeypatch.setattr(coordinator, "LEASE_S", 0.3)
+    assert "nothing was heard" in a.keeps_talking_until("break")["why"]
+    assert come("b").hello(in_generation(1, rank=1)).hears("break")["generation"] == 1
+
+
+def test_who_comes_back_after_the_end_is_told_of_it(come):
+    a, b = begun(come)
+    for agent in (a, b):
+        agent.say("done", slot=0)
+    assert b.hears("finish")["exit_code"] == 0
+    assert come("b").hello(in_generation(1, rank=1)).hears("finish")["exit_code"] == 0
+
+
+def test_a_node_that_comes_twice_is_there_once(come):
+    """The connection that it gave up may still be open here, and say something in the same moment."""
+    a, b = begun(come)
+    for _ in range(20):
+        b.say("heartbeat", workers=[])
+        again = come("b").hello(in_generation(1, rank=1))
+        b.close()
+        b = again
+    b.say("heartbeat", workers=[])
+    assert b.hears("heard") and a.hears("break")
+
+
+def test_a_stranger_who_calls_does_no_harm(come):
+    stranger = come("")
+    stranger.calls_with(b"GET / HTTP/1.1\r\n\r\n")
+    with pytest.raises(Gone):
+        stranger.hears("anything")
+    assert come("a").hello().hears("start")
+
+
+def test_a_node_of_another_run_is_sent_away_and_disturbs_nobody(come):
+    a, _ = begun(come)
+    stray = come("a").hello(folder="another")
+    finish = stray.hears("finish")
+    assert finish["exit_code"] == 2 and "a port of its own" in finish["why"]
+    stray.say("started", slot=0, pid=1)
+    a.say("heartbeat", workers=[])
+    assert a.hears("heard")
+
+
+def test_a_coordinator_whose_run_was_taken_over_begins_nothing(come, tmp_path):
+    """Somebody has started another elsewhere: there is one that begins generations."""
+    begin_generation(tmp_path, 7)
+    a, _ = come("a").begins(), come("b").begins()
+    finish = a.hears("finish")
+    assert finish["exit_code"] == 75 and "generation 7" in finish["why"] and newest_generation(tmp_path) == 7
+
+
+# ---- nodes that are examined ------------------------------------------------------------------------------------
+
+WELL = {"wrong": [], "rates": {"core memory": 5e9}, "seconds": 0.5, "unknown": ""}
+EVIDENCE = {"device": "core 1", "test": "memory", "problem": "0x1, not 0x0, at byte 8 (address)", "times": 1, "of": 4}
+
+
+def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_lines(run_dir / "events" / "coordinator.jsonl") if event["event"] == kind]
+
+
+def test_nobody_joins_before_all_are_examined(come, tmp_path):
+    a, b = come("a"), come("b")
+    for agent in (a, b):
+        agent.hello(is_checking=True).begins_worker()
+    a.say("node_checked", health=WELL)
+    a.say("heartbeat", workers=[])
+    assert a.hears("heard") and not events(tmp_path, "generation")
+    b.say("node_checked", health=WELL)
+    assert a.hears("open_store")["generation"] == 1
+
+
+def test_a_node_that_computes_wrongly_is_sent_away_with_the_evidence(come, tmp_path):
+    a, b = come("a").begins(), come("b").hello(is_checking=True)
+    b.say("node_checked", health={**WELL, "wrong": [EVIDENCE]})
+    finish = b.hears("finish")
+    assert finish["exit_code"] == 69 and finish["error"] == "UnfitNode"
+    assert "b computes wrongly: core 1, memory: 0x1, not 0x0" in finish["why"]
+    (refused,) = events(tmp_path, "node_refused")
+    assert refused["node"] == "b" and refused["evidence"] == [EVIDENCE]
+    come("c").begins()
+    assert a.hears("open_store"), "another takes its place"
+
+
+def test_a_node_that_is_slower_than_the_others_is_told_of_once(come, tmp_path):
+    a, _ = come("a").hello(health=WELL), come("b").hello(health=WELL)
+    for _ in range(2):
+        come("c").hello(health={**WELL, "rates": {"core memory": 2e9}}).hears("start")
+    (event,) = events(tmp_path, "node_slow")
+    assert event["node"] == "c" and "core memory" in event["why"]
+    assert a.hears("start")
+
+
+def test_the_coordinator_of_one_agent_ends_with_it(tmp_path):
+    """The same command again begins one of its own, which may need the port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        of = Coordinator(tmp_path, listener, RunConfig(), Plan.parse("dp_replicate=2"))
+        thread = threading.Thread(target=of.run)
+        thread.start()
+        agent = AgentConnection("a", listener.getsockname()[1], name_of(tmp_path)).hello()
+        assert agent.hears("start")
+        agent.close()
+        thread.join(2)
+    assert not thread.is_alive()

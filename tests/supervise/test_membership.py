@@ -1,0 +1,548 @@
+"""Who trains: what the coordinator decides when processes and nodes come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from argosy.errors import FINAL
+from argosy.supervise.membership import Membership, Settings
+from argosy.supervise.nodes import Cause, State
+from argosy.supervise.orders import Break, CheckNode, Finish, Join, Order, Start
+
+KILLED = Cause("signal SIGKILL", exit_code=-9)
+
+
+class Run:
+    """A membership, and agents that do at once what they are told."""
+
+    def __init__(self, nodes: dict[str, int], size: int = 0, **settings: object):
+        replan: Callable[[int], tuple[str, int] | None] = settings.pop("replan", None)  # type: ignore[assignment]
+        size = size or sum(nodes.values())
+        self.settings = Settings(size, f"dp_replicate={size}", **settings)  # type: ignore[arg-type]
+        self.of = Membership(self.settings, replan=replan)
+        self.now = 0.0
+        self.said: list[Order] = []
+        self.is_checked_at_once = True
+        for name, slots in nodes.items():
+            self.of.arrived(name, f"host-{name}", slots, {})
+
+    def go(self) -> Run:
+        """Until nothing is left to do: what is started becomes ready, whose world breaks leaves it."""
+        while orders := self.of.orders(self.now):
+            for order in orders:
+                self.said.append(order)
+                if isinstance(order, Start):
+                    self.of.started(order.node, order.slot, pid=len(self.said))
+                    self.of.ready(order.node, order.slot, generation=0)
+                if isinstance(order, CheckNode) and self.is_checked_at_once:
+                    self.of.node_checked(order.node)
+                if isinstance(order, Break):
+                    for name, node in self.of.nodes.items():
+                        for slot, worker in node.workers.items():
+                            if worker.generation == order.generation and worker.state is State.RUNNING:
+                                self.of.ready(name, slot, order.generation, "the world broke")
+        return self
+
+    def take(self, kind: type[Order]) -> list[Order]:
+        """The orders of one kind since the last time."""
+        self.said, mine = [], [order for order in self.said if isinstance(order, kind)]
+        return mine
+
+
+def test_a_world_is_formed_once_all_are_ready():
+    run = Run({"a": 2, "b": 2}).go()
+    starts = [order for order in run.said if isinstance(order, Start)]
+    assert {(s.node, s.slot) for s in starts} == {("a", 0), ("a", 1), ("b", 0), ("b", 1)}
+    (join,) = run.take(Join)
+    assert join == Join(1, "dp_replicate=4", {("a", 0): 0, ("a", 1): 1, ("b", 0): 2, ("b", 1): 3})
+
+
+def test_a_worker_may_be_ready_before_its_birth_is_heard_of():
+    of = Membership(Settings(1, ""))
+    of.arrived("a", "host-a", 1, {})
+    assert of.orders(0.0) == [Start("a", 0)]
+    of.ready("a", 0, generation=0)
+    of.started("a", 0, pid=7)
+    assert of.orders(0.0) == [Join(1, "", {("a", 0): 0})]
+
+
+def test_survivors_keep_their_ranks_and_a_new_process_takes_the_place_of_the_lost():
+    run = Run({"a": 2, "b": 2}).go()
+    run.take(Join)
+    run.of.lost("a", 1, KILLED)
+    run.go()
+    assert [o for o in run.said if isinstance(o, Break)] == [Break(1, "rank 1 is lost: signal SIGKILL")]
+    assert [o for o in run.said if isinstance(o, Start)] == [Start("a", 1)]
+    (join,) = run.take(Join)
+    assert join.generation == 2 and join.places == {("a", 0): 0, ("a", 1): 1, ("b", 0): 2, ("b", 1): 3}
+
+
+def test_what_is_said_of_a_generation_that_is_over_is_not_heard():
+    run = Run({"a": 2}).go()
+    run.of.lost("a", 1, KILLED)
+    run.go()
+    run.take(Join)
+    run.of.ready("a", 0, generation=1, why="late")
+    assert run.of.in_force or run.go().take(Join)
+    assert run.of.generation == 2
+
+
+def test_nobody_joins_before_all_have_left_the_world_that_broke():
+    run = Run({"a": 2}).go()
+    run.take(Join)
+    run.of.lost("a", 1, KILLED)
+    orders = run.of.orders(0.0)
+    assert orders == [Break(1, "rank 1 is lost: signal SIGKILL"), Start("a", 1)]
+    run.of.started("a", 1, pid=7)
+    run.of.ready("a", 1, generation=0)
+    assert run.of.orders(0.0) == []
+    run.of.ready("a", 0, generation=1, why="Connection closed by peer")
+    (join,) = run.of.orders(0.0)
+    assert isinstance(join, Join) and join.generation == 2
+
+
+def test_a_connection_that_breaks_with_nobody_dead_makes_a_new_generation_of_the_same_members():
+    run = Run({"a": 2}).go()
+    run.take(Join)
+    run.of.ready("a", 0, generation=1, why="Connection reset by peer")
+    run.go()
+    assert [o for o in run.said if isinstance(o, Start)] == []
+    (join,) = run.take(Join)
+    assert join.places == {("a", 0): 0, ("a", 1): 1}
+
+
+def test_all_done_is_the_end():
+    run = Run({"a": 2}).go()
+    run.of.done("a", 0)
+    assert run.of.orders(0.0) == []
+    run.of.done("a", 1)
+    assert run.of.orders(0.0) == [Finish(0, "done")]
+
+
+def test_one_that_is_done_is_started_again_if_another_dies_before_its_end():
+    run = Run({"a": 2}).go()
+    run.of.done("a", 0)
+    run.of.lost("a", 1, KILLED)
+    run.take(Join)
+    run.go()
+    assert {(o.node, o.slot) for o in run.said if isinstance(o, Start)} == {("a", 0), ("a", 1)}
+    assert run.take(Join)
+
+
+def test_an_error_that_a_restart_would_only_meet_again_ends_the_run():
+    run = Run({"a": 2}).go()
+    run.of.lost("a", 1, Cause("the loss is NaN", "RunFailed", FINAL + 1))
+    assert Finish(1, "the loss is NaN", "RunFailed") in run.of.orders(0.0)
+    run.of.lost("a", 0, KILLED)
+    assert not any(isinstance(order, Start | Join | Finish) for order in run.of.orders(0.0))
+
+
+def test_lost_workers_are_replaced_as_long_as_steps_are_made():
+    run = Run({"a": 1}, max_restarts=2).go()
+    for step in range(10):
+        run.of.made_step(step)
+        run.of.lost("a", 0, KILLED)
+        run.go()
+    assert not run.take(Finish)
+    run.of.lost("a", 0, KILLED)
+    run.go()
+    run.of.lost("a", 0, KILLED)
+    run.go()
+    (finish,) = run.take(Finish)
+    assert finish.exit_code == 75 and "launch.max_restarts = 2" in finish.why
+
+
+def ended_by(reached: list[tuple[int, int]]) -> bool:
+    """Whether a run that was in step 100 once gives up, if it comes so far (step, safe step) between its losses."""
+    run = Run({"a": 1}, max_restarts=2).go()
+    run.of.made_step(99, 80)
+    run.of.made_step(100, 80)
+    for step, safe in reached:
+        run.of.lost("a", 0, KILLED)
+        run.go()
+        for each in range(max(0, safe), step + 1):
+            run.of.made_step(each, safe)
+    return bool(run.take(Finish))
+
+
+def test_how_far_a_worker_was_is_heard_of_when_it_dies_at_the_latest():
+    run = Run({"a": 2}, max_restarts=2).go()
+    for step in (3, 5, 7, 9, 11):
+        run.of.lost("a", 1, Cause("signal SIGKILL", exit_code=-9, step=step))
+        run.go()
+    assert not run.take(Finish)
+    for _ in range(2):
+        run.of.lost("a", 1, Cause("signal SIGKILL", exit_code=-9, step=11))
+        run.go()
+    assert run.take(Finish)
+
+
+def test_steps_that_are_made_again_are_no_progress():
+    assert ended_by([(90, 80)] * 3)
+    assert ended_by([(100, 80)] * 3)
+
+
+def test_a_newer_state_to_go_back_to_is_progress_and_so_is_a_step_further_than_ever():
+    assert not ended_by([(90, 80), (90, 82), (90, 84), (90, 86), (90, 88)])
+    assert not ended_by([(100, 80), (101, 80), (101, 80), (102, 80), (102, 80)])
+    assert ended_by([(90, 84), (90, 82), (90, 84), (90, 83)]), "back to where it was before is none"
+
+
+def test_the_same_crash_at_the_same_step_again_ends_the_run():
+    run = Run({"a": 2}).go()
+    crash = Cause("exit code 1, ZeroDivisionError", "ZeroDivisionError", 1, step=7)
+    for _ in range(2):
+        run.of.made_step(7)
+        run.of.lost("a", 1, crash)
+        run.go()
+    (finish,) = run.take(Finish)
+    assert finish.exit_code == 70 and "step 7" in finish.why and "ZeroDivisionError" in finish.why
+
+
+@pytest.mark.parametrize("cause", [KILLED, Cause("exit code 1, another error", "ValueError", 1, step=7)])
+def test_other_crashes_at_that_step_do_not(cause):
+    run = Run({"a": 2}, max_restarts=5).go()
+    for one in (Cause("exit code 1, ZeroDivisionError", "ZeroDivisionError", 1, step=7), cause):
+        run.of.lost("a", 1, one)
+        run.go()
+    assert not run.take(Finish)
+
+
+def test_the_same_crash_on_two_ranks_of_one_world_is_one():
+    run = Run({"a": 2}, max_restarts=5).go()
+    for slot in range(2):
+        run.of.lost("a", slot, Cause("exit code 1, ZeroDivisionError", "ZeroDivisionError", 1, step=7))
+    run.go()
+    assert not run.take(Finish)
+
+
+def test_a_lost_node_is_waited_for_and_then_done_without():
+    run = Run({"a": 2, "b": 2}, wait_for_nodes_s=30, replan=lambda n: (f"dp_replicate={n}", n)).go()
+    run.take(Join)
+    run.of.left("b", "its connection closed")
+    run.go()
+    assert [o for o in run.said if isinstance(o, Break)] and not run.take(Join)
+    run.now = 29
+    assert not run.go().take(Join)
+    run.now = 31
+    (join,) = run.go().take(Join)
+    assert join == Join(2, "dp_replicate=2", {("a", 0): 0, ("a", 1): 1})
+
+
+def test_a_node_that_comes_back_in_time_changes_no_plan():
+    run = Run({"a": 2, "b": 2}, wait_for_nodes_s=30, replan=lambda n: (f"dp_replicate={n}", n)).go()
+    run.take(Join)
+    run.of.left("b", "its connection closed")
+    run.go()
+    run.now = 20
+    run.of.arrived("b", "host-b", 2, {})
+    (join,) = run.go().take(Join)
+    assert join.plan == "dp_replicate=4" and join.places[("a", 1)] == 1
+
+
+def test_a_run_begins_with_all_its_nodes_or_names_who_came():
+    run = Run({"a": 2}, size=4, wait_for_nodes_s=1, first_wait_s=100, replan=lambda n: (f"dp_replicate={n}", n)).go()
+    run.now = 99
+    assert not run.go().take(Join)
+    run.now = 101
+    (finish,) = run.go().take(Finish)
+    assert finish.exit_code == 75 and "2 of 4 workers came within 100 s, from a (2 workers)" in finish.why
+
+
+def test_a_run_that_had_to_shrink_grows_again():
+    run = Run({"a": 2, "b": 2}, wait_for_nodes_s=0, replan=lambda n: (f"dp_replicate={n}", n)).go()
+    run.of.left("b", "gone")
+    run.go()
+    assert run.of.size == 2
+    run.take(Join)
+    run.of.arrived("b", "host-b", 2, {})
+    (join,) = run.go().take(Join)
+    assert join.plan == "dp_replicate=4" and len(join.places) == 4 and join.places[("a", 0)] == 0
+
+
+def shrunk(replan: Callable[[int], tuple[str, int] | None]) -> Run:
+    """A run on four nodes of which one is left."""
+    run = Run({"a": 1, "b": 1, "c": 1, "d": 1}, wait_for_nodes_s=30, replan=replan).go()
+    for name in "bcd":
+        run.of.left(name, "gone")
+    run.go()
+    run.now = 31
+    run.go()
+    assert run.of.size == 1 and run.of.in_force
+    run.take(Join)
+    return run
+
+
+def test_a_run_that_had_to_shrink_grows_with_those_that_come_when_no_more_do():
+    run = shrunk(lambda n: (f"dp_replicate={n}", n))
+    for name, at in (("b", 100), ("c", 120)):
+        run.of.arrived(name, f"host-{name}", 1, {})
+        run.now = at
+        run.go()
+    run.now = 149
+    assert not run.go().take(Join), "more may come"
+    run.now = 150
+    (join,) = run.go().take(Join)
+    assert join.plan == "dp_replicate=3" and join.places["a", 0] == 0
+    run.of.lost("c", 0, KILLED)
+    (join,) = run.go().take(Join)
+    assert join.plan == "dp_replicate=3", "nobody is waited for"
+    run.of.arrived("d", "host-d", 1, {})
+    (join,) = run.go().take(Join)
+    assert join.plan == "dp_replicate=4"
+
+
+def test_nodes_that_no_plan_makes_use_of_wait():
+    run = shrunk(lambda n: ("dp_replicate=1", 1))
+    run.of.arrived("b", "host-b", 1, {})
+    for run.now in (100, 131, 200):
+        assert not run.go().take(Join)
+    assert run.of.in_force and not [order for order in run.said if isinstance(order, Break) and order.generation == 2]
+
+
+def test_a_spare_node_takes_the_place_of_a_lost_one():
+    run = Run({"a": 2, "b": 2, "spare": 2}, size=4, wait_for_nodes_s=1000).go()
+    (join,) = run.take(Join)
+    assert {name for name, _ in join.places} == {"a", "b"}
+    run.of.left("b", "gone")
+    (join,) = run.go().take(Join)
+    assert join.places == {("a", 0): 0, ("a", 1): 1, ("spare", 0): 2, ("spare", 1): 3}
+
+
+def moved() -> Run:
+    """A run on three nodes whose third is left out."""
+    run = Run({"a": 2, "b": 2, "c": 2}, wait_for_nodes_s=30, replan=lambda n: (f"dp_replicate={n}", n)).go()
+    run.take(Join)
+    run.of.move("dp_replicate=4", 4, ["c"], "node c is slow")
+    run.go()
+    return run
+
+
+def test_a_run_that_moves_leaves_the_slow_node_out_and_others_keep_their_ranks():
+    run = moved()
+    assert [o for o in run.said if isinstance(o, Break)] == [Break(1, "node c is slow")]
+    (join,) = run.take(Join)
+    assert join == Join(2, "dp_replicate=4", {("a", 0): 0, ("a", 1): 1, ("b", 0): 2, ("b", 1): 3})
+    run.of.lost("a", 1, KILLED)
+    (join,) = run.go().take(Join)
+    assert join.plan == "dp_replicate=4" and {name for name, _ in join.places} == {"a", "b"}, "also after a loss"
+
+
+def test_a_spare_takes_the_place_of_the_slow_node_once_it_is_ready():
+    run = Run({"a": 1, "b": 1, "spare": 1}, size=2).go()
+    run.take(Join)
+    del run.of.nodes["spare"].workers[0]
+    run.of.move("dp_replicate=2", 2, ["b"], "node b is slow")
+    assert run.of.orders(0.0) == [Break(1, "node b is slow"), CheckNode("b"), Start("spare", 0)]
+    run.of.ready("a", 0, generation=1)
+    run.of.ready("b", 0, generation=1)
+    assert run.of.orders(0.0) == [], "node b is ready, and not wanted"
+    run.of.ready("spare", 0, generation=0)
+    (join,) = run.of.orders(0.0)
+    assert isinstance(join, Join) and join.places == {("a", 0): 0, ("spare", 0): 1}
+
+
+def test_a_node_that_is_left_out_comes_back_when_it_is_started_anew_and_not_when_its_connection_was_lost():
+    run = moved()
+    run.take(Join)
+    workers = run.of.nodes["c"].workers
+    run.of.left("c", "its connection closed")
+    run.of.arrived("c", "host-c", 2, workers)
+    assert not run.go().take(Join) and run.of.in_force
+    run.of.left("c", "its connection closed")
+    run.of.arrived("c", "host-c", 2, {})
+    (join,) = run.go().take(Join)
+    assert join.plan == "dp_replicate=6" and len(join.places) == 6
+
+
+def test_a_node_that_is_left_out_is_taken_if_another_is_lost_for_good():
+    run = moved()
+    run.take(Join)
+    run.of.left("b", "gone")
+    run.go()
+    run.now = 31
+    (join,) = run.go().take(Join)
+    assert join.plan == "dp_replicate=4" and {name for name, _ in join.places} == {"a", "c"}
+
+
+def test_what_is_planned_is_no_failure():
+    run = Run({"a": 1, "b": 1}, max_restarts=1).go()
+    run.of.move("dp_replicate=1", 1, ["b"], "node b is slow")
+    assert not run.go().take(Finish)
+    run.of.arrived("b", "host-b", 1, {})
+    assert not run.go().take(Finish) and run.of.size == 2
+
+
+# ---- one coordinator after another --------------------------------------------------------------------------------
+
+
+def come_again(run: Run, *names: str) -> Membership:
+    """The run's next coordinator, to which these nodes come with the workers that they have."""
+    after = Membership(run.settings, run.of.handover())
+    for name in names:
+        node = run.of.nodes[name]
+        after.arrived(name, node.host, node.slots, {slot: replace(worker) for slot, worker in node.workers.items()})
+    return after
+
+
+def test_the_next_coordinator_keeps_a_generation_whose_members_are_all_there():
+    run = Run({"a": 1, "b": 1, "spare": 1}, size=2).go()
+    after = come_again(run, "spare", "a")
+    assert not after.in_force and after.orders(0.0) == []
+    after = come_again(run, "spare", "a", "b")
+    assert after.in_force and after.orders(0.0) == []
+    after.lost("b", 0, KILLED)
+    assert after.orders(0.0)[0] == Break(1, "rank 1 is lost: signal SIGKILL")
+
+
+def test_a_node_that_comes_back_to_a_new_coordinator_without_its_workers_breaks_the_generation():
+    after = come_again(Run({"a": 1, "b": 1}).go(), "a")
+    after.arrived("b", "host-b", 1, {})
+    orders = after.orders(0.0)
+    assert Break(1, "node b has not all of its members left") in orders and Start("b", 0) in orders
+
+
+def test_an_inherited_generation_is_over_when_one_of_its_members_dies_though_not_all_were_heard_of():
+    after = come_again(Run({"a": 1, "b": 1}).go(), "a")
+    after.lost("a", 0, KILLED)
+    assert after.is_over(1)
+
+
+def test_members_of_an_inherited_generation_are_not_waited_for_for_ever():
+    after = come_again(Run({"a": 1, "b": 1}).go(), "a")
+    assert after.orders(0.0) == [] == after.orders(60.0)
+    assert after.orders(61.0) == [Break(1, "not all of its members are left")]
+
+
+def test_the_next_coordinator_knows_of_a_move():
+    run = moved()
+    after = come_again(run, "a", "b", "c")
+    assert after.in_force and (after.plan, after.size) == (run.of.plan, run.of.size)
+    assert after.nodes["c"].is_avoided
+    assert after.handover() == run.of.handover()
+
+
+def test_a_run_that_had_to_shrink_and_lost_its_coordinator_grows_when_nodes_come():
+    run = Run({"a": 1, "b": 1}, wait_for_nodes_s=10, replan=lambda _: ("dp_replicate=1", 1)).go()
+    run.of.left("b", "nothing was heard of it")
+    run.go()
+    run.now = 11.0
+    run.go()
+    assert run.of.size == 1 and run.of.in_force
+    after = come_again(run, "a")
+    assert after.in_force and after.size == 1
+    after.arrived("b", "host-b", 1, {})
+    assert Break(2, "node b came") in after.orders(0.0)
+
+
+def test_what_is_left_of_a_generation_that_broke_is_not_waited_for():
+    run = Run({"a": 1, "b": 1}).go()
+    run.of.lost("b", 0, KILLED)
+    assert run.of.handover().members == {} and come_again(run).is_over(1)
+
+
+def test_nobody_is_started_for_a_run_that_was_asked_to_stop():
+    run = Run({"a": 2}).go()
+    run.of.stop()
+    run.of.done("a", 0)
+    run.of.done("a", 1)
+    assert run.go().take(Finish) == [Finish(0, "done")]
+    run = Run({"a": 2}).go()
+    run.of.stop()
+    run.of.lost("a", 1, KILLED)
+    orders = run.of.orders(0.0)
+    assert any(isinstance(o, Finish) and o.exit_code == 75 for o in orders)
+    assert not any(isinstance(o, Start) for o in orders)
+
+
+# ---- nodes that are examined ------------------------------------------------------------------------------------
+
+
+def test_no_world_is_formed_of_a_node_before_it_is_examined():
+    run = Run({"a": 1}, size=2)
+    run.of.arrived("b", "host-b", 1, {}, is_being_checked=True)
+    assert not run.go().take(Join), "its worker is there, but waits"
+    run.of.node_checked("b")
+    (join,) = run.go().take(Join)
+    assert join.places == {("a", 0): 0, ("b", 0): 1}
+
+
+def test_a_node_that_is_refused_is_replaced_by_a_spare():
+    run = Run({"a": 1}, size=2)
+    run.of.arrived("b", "host-b", 1, {}, is_being_checked=True)
+    run.of.refuse("b", "it computes wrongly")
+    run.of.arrived("c", "host-c", 1, {})
+    (join,) = run.go().take(Join)
+    assert join.places == {("a", 0): 0, ("c", 0): 1}
+
+
+def test_a_node_in_doubt_is_examined_with_its_workers_alive_and_goes_on_at_its_place():
+    run = Run({"a": 1, "b": 1}).go()
+    run.is_checked_at_once = False
+    run.take(Join)
+    run.of.check_node("b", "rank 1 is in doubt")
+    run.go()
+    assert [o for o in run.said if isinstance(o, CheckNode)] == [CheckNode("b")]
+    assert not [o for o in run.said if isinstance(o, Start | Join)]
+    run.take(Join)
+    run.of.node_checked("b")
+    (join,) = run.go().take(Join)
+    assert join.places == {("a", 0): 0, ("b", 0): 1}
+
+
+def test_a_node_in_doubt_keeps_nobody_waiting_where_a_spare_is_ready():
+    run = Run({"a": 1, "b": 1, "c": 1}, size=2).go()
+    run.is_checked_at_once = False
+    run.take(Join)
+    run.of.check_node("b", "rank 1 is in doubt")
+    (join,) = run.go().take(Join)
+    assert set(join.places) == {("a", 0), ("c", 0)}
+    run.of.node_checked("b")
+    assert not run.go().take(Join), "it is a spare now"
+
+
+def test_a_node_is_not_examined_for_ever_but_last_in_line():
+    run = Run({"a": 1, "b": 1}, max_restarts=1).go()
+    for _ in range(3):
+        run.of.check_node("b", "rank 1 is in doubt")
+        run.go()
+    assert len(run.take(Join)) == 4 and run.of.in_force, "no restart is counted for it"
+    run.of.check_node("b", "rank 1 is in doubt")
+    assert not run.of.orders(0.0)
+    run.of.arrived("c", "host-c", 1, {})
+    run.go()
+    run.of.lost("a", 0, KILLED)
+    (join,) = run.go().take(Join)
+    assert set(join.places) == {("a", 0), ("c", 0)}
+
+
+def test_of_more_nodes_than_are_needed_the_one_that_is_last_is_left():
+    run = Run({"a": 1, "b": 1, "c": 1}, size=2)
+    run.of.put_last("a")
+    (join,) = run.go().take(Join)
+    assert set(join.places) == {("b", 0), ("c", 0)}
+    run.of.left("b", "its agent died")
+    (join,) = run.go().take(Join)
+    assert set(join.places) == {("a", 0), ("c", 0)}
+
+
+def test_a_node_that_is_left_out_for_being_slow_is_examined_meanwhile():
+    run = Run({"a": 1, "b": 1, "c": 1}, size=2).go()
+    run.is_checked_at_once = False
+    run.take(Join)
+    run.of.move("dp_replicate=2", 2, {"b"}, "node b is slow")
+    run.go()
+    assert [o for o in run.said if isinstance(o, CheckNode)] == [CheckNode("b")]
+    (join,) = run.take(Join)
+    assert set(join.places) == {("a", 0), ("c", 0)}, "nobody waits for what is found"
+    run.of.refuse("b", "it computes wrongly")
+    assert run.of.in_force
+
+
+def test_nothing_is_examined_where_that_is_not_wanted():
+    run = Run({"a": 1, "b": 1}, checks_nodes=False).go()
+    run.of.check_node("b", "rank 1 is in doubt")
+    assert not run.of.orders(0.0) and run.of.in_force

@@ -1,0 +1,211 @@
+"""When a run moves because of measured speed, what it waits for first, and what it does not try again."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from argosy.observe.events import read_lines
+from argosy.resilience.detect.finding import Finding
+from argosy.resilience.migration_cost import MigrationAnswer, MigrationQuestion
+from argosy.supervise import migration
+from argosy.supervise.membership import Membership, Settings
+from argosy.supervise.migration import APART_S, MOVE_S, Migrator
+from argosy.supervise.orders import Break, Join, Start
+
+PAYS = MigrationAnswer(True, "dp_replicate=2", 2, 2, 0.6, 0.3, steps_left=1000)
+SLOW = Finding("straggler", "avoid", "rank 2 is slow", (2,), {"factor": 6.0, "last_step": 40})
+LINK = Finding("slow_link", "alarm", "links are slow", (), {"factor": 3.0, "last_step": 40})
+
+
+class Watch:
+    """What is seen of the ranks, as the test says."""
+
+    def __init__(self) -> None:
+        self.generation, self.step_s, self.has_made_a_step, self.stand = 1, 1.0, False, False
+
+    def are_all(self, phase: str, size: int) -> bool:
+        return phase == "waiting" and self.stand
+
+
+class Planner:
+    """In place of the process that asks the planner."""
+
+    answer, returncode, asked = PAYS, 0, list[MigrationQuestion]()
+
+    def __init__(self, command: list[str], **_: Any):
+        said = json.loads(command[-1])
+        self.asked.append(MigrationQuestion(**{**said, "on": tuple(said["on"])}))
+        self.stdout = io.BytesIO(json.dumps(asdict(self.answer)).encode())
+
+    def poll(self) -> int:
+        return self.returncode
+
+
+class Run:
+    """Three nodes, `slots` workers each, the clock of the test, and what the coordinator does."""
+
+    def __init__(self, folder: Path, slots: int = 1, spare: bool = False, **options: Any):
+        self.folder, self.held, self.watch, self.now_s = folder, list[int](), Watch(), 1000.0
+        size = 3 * slots
+        self.of = Membership(Settings(size, f"dp_replicate={size}"))
+        for name in "abcd" if spare else "abc":
+            self.of.arrived(name, f"host-{name}", slots, {})
+        self.migrator = Migrator(folder, self.of, self.watch, self.held.append, **options)  # type: ignore[arg-type]
+        self.orders()
+
+    def orders(self) -> list[Any]:
+        """Agents do at once what they are told."""
+        said: list[Any] = []
+        while orders := self.of.orders(self.now_s):
+            said += orders
+            for order in orders:
+                if isinstance(order, Start):
+                    self.of.ready(order.node, order.slot, 0)
+                if isinstance(order, Join):
+                    self.migrator.joined(self.now_s)
+                if isinstance(order, Break):
+                    for name, node in self.of.nodes.items():
+                        for slot in node.workers:
+                            self.of.ready(name, slot, order.generation)
+        return said
+
+    def look(self, seconds: float = 0.25) -> None:
+        self.now_s += seconds
+        self.migrator.look(self.now_s)
+
+    def move(self) -> list[Any]:
+        """Ask, hear, hold, and go."""
+        for _ in range(3):
+            self.look()
+        self.watch.stand = True
+        self.look()
+        said = self.orders()
+        self.watch.stand, self.watch.generation, self.watch.has_made_a_step = False, self.of.generation, False
+        return said
+
+    def events(self, *kinds: str) -> list[dict[str, Any]]:
+        return [e for e in read_lines(self.folder / "events" / "coordinator.jsonl") if e["event"] in kinds]
+
+
+@pytest.fixture(autouse=True)
+def planner(monkeypatch: pytest.MonkeyPatch) -> type[Planner]:
+    monkeypatch.setattr(migration.subprocess, "Popen", Planner)
+    monkeypatch.setattr(Planner, "asked", [])
+    return Planner
+
+
+def test_a_slow_node_is_left_out_once_all_ranks_stand_still(tmp_path, planner):
+    run = Run(tmp_path)
+    run.migrator.slow_node("c", SLOW)
+    run.look()
+    assert planner.asked == [MigrationQuestion("slow_node", "dp_replicate=3", 6.0, (2,), 40, 1.0, MOVE_S)]
+    run.look()
+    assert run.held == [1]
+    run.look()
+    assert run.orders() == [], "not before they stand"
+    run.watch.stand = True
+    run.look()
+    joins = [order for order in run.orders() if isinstance(order, Join)]
+    assert joins == [Join(2, "dp_replicate=2", {("a", 0): 0, ("b", 0): 1})]
+    (moved,) = run.events("moved")
+    assert moved["left_out"] == ["c"] and moved["evidence"]["factor"] == 6.0 and moved["because"] == "slow_node"
+    assert (moved["predicted_now_s"], moved["predicted_new_s"], moved["step_s"]) == (0.6, 0.3, 1.0)
+
+
+def test_a_spare_takes_its_place_and_the_planner_is_not_asked(tmp_path, planner):
+    run = Run(tmp_path, spare=True)
+    run.migrator.slow_node("c", SLOW)
+    (join,) = [order for order in run.move() if isinstance(order, Join)]
+    assert join.plan == "dp_replicate=3" and set(join.places) == {("a", 0), ("b", 0), ("d", 0)}
+    assert not planner.asked
+
+
+def test_it_stays_where_it_would_not_pay_or_is_not_to_move(tmp_path, planner, monkeypatch):
+    monkeypatch.setattr(Planner, "answer", MigrationAnswer(False, "dp_replicate=2", 2, 2, 0.6, 0.55, 1000))
+    run = Run(tmp_path)
+    run.migrator.slow_node("c", SLOW)
+    assert not run.move() and not run.held
+    assert run.events("stayed")[0]["predicted_new_s"] == 0.55
+    off = Run(tmp_path, is_on=False)
+    off.migrator.slow_node("c", SLOW)
+    assert not off.move() and len(planner.asked) == 1
+
+
+def test_a_planner_that_fails_is_no_reason_to_move(tmp_path, monkeypatch):
+    monkeypatch.setattr(Planner, "returncode", 1)
+    run = Run(tmp_path)
+    run.migrator.slow_node("c", SLOW)
+    assert not run.move() and run.events("stayed")[0]["why"] == "the planner failed"
+
+
+def test_a_generation_that_ends_meanwhile_ends_the_case(tmp_path):
+    run = Run(tmp_path)
+    run.migrator.slow_node("c", SLOW)
+    run.look()
+    run.of.ready("a", 0, 1, "a connection broke")
+    run.orders()
+    assert not run.move() and not run.events("moved")
+
+
+def test_ranks_that_do_not_come_to_stand_are_not_waited_for_for_ever(tmp_path):
+    run = Run(tmp_path)
+    run.migrator.slow_node("c", SLOW)
+    for _ in range(3):
+        run.look()
+    run.look(seconds=migration.HOLD_WITHIN_S)
+    assert not run.move() and "stood still" in run.events("stayed")[0]["why"]
+
+
+def test_moves_are_apart_and_what_they_cost_is_measured(tmp_path, planner, monkeypatch):
+    run = Run(tmp_path)
+    run.migrator.slow_node("c", SLOW)
+    run.move()
+    run.watch.has_made_a_step = True
+    run.look(seconds=7.0)
+    monkeypatch.setattr(Planner, "answer", MigrationAnswer(True, "", 1, 1, 0.6, 0.3, 1000))
+    run.migrator.slow_node("b", SLOW)
+    run.look(seconds=1.0)
+    assert len(planner.asked) == 1
+    run.look(seconds=APART_S)
+    assert len(planner.asked) == 2 and planner.asked[1].move_s == pytest.approx(7.0)
+
+
+@pytest.mark.parametrize(("after_s", "again"), [(0.99, False), (0.5, True)])
+def test_a_move_that_did_not_gain_is_not_tried_again(tmp_path, planner, after_s, again):
+    run = Run(tmp_path)
+    run.migrator.slow_node("c", SLOW)
+    run.move()
+    run.watch.step_s = after_s
+    run.look()
+    assert [e["gained"] for e in run.events("move_measured")] == [again]
+    run.of.left("c", "gone")
+    run.of.arrived("c", "host-c", 1, {})
+    run.orders()
+    run.watch.generation = run.of.generation
+    assert run.of.size == 3
+    run.migrator.slow_node("c", SLOW)
+    run.look(seconds=2 * APART_S)
+    assert len(planner.asked) == 1 + again
+
+
+def test_a_slow_link_is_priced_for_all_nodes_and_for_one(tmp_path, planner, monkeypatch):
+    run = Run(tmp_path, slots=2)
+    monkeypatch.setattr(Planner, "answer", MigrationAnswer(True, "dp_replicate=2", 2, 2, 0.6, 0.3, 1000))
+    run.migrator.slow_link(LINK)
+    (join,) = [order for order in run.move() if isinstance(order, Join)]
+    assert planner.asked[0].on == (6, 2) and planner.asked[0].kind == "slow_link"
+    assert join.places == {("a", 0): 0, ("a", 1): 1}
+
+
+def test_around_a_slow_link_all_nodes_may_go_on_under_another_plan(tmp_path, monkeypatch):
+    run = Run(tmp_path, slots=2)
+    monkeypatch.setattr(Planner, "answer", MigrationAnswer(True, "pp=6", 6, 6, 0.6, 0.3, 1000))
+    run.migrator.slow_link(LINK)
+    (join,) = [order for order in run.move() if isinstance(order, Join)]
+    assert join.plan == "pp=6" and len(join.places) == 6 and run.events("moved")[0]["left_out"] == []
