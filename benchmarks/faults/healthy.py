@@ -27,8 +27,8 @@ from argosy.observe.ledger import read_ledger
 
 EXPECTED = {
     "worker_started", "coordinator_started", "agent_came", "agent_left", "node_checked", "generation", "finish",
-    "signal", "start", "end", "length", "memory_interval", "recovered", "resume", "save", "verified", "prune",
-    "drained",
+    "signal", "start", "end", "length", "memory_checkpoint_interval", "recovered", "resume", "save", "verified",
+    "prune", "drained",
 }  # fmt: skip
 """Events of a healthy life. Whatever else there is tells of a fault, or of what was taken for one."""
 GRACE_S = 120.0

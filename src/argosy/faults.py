@@ -37,7 +37,7 @@ RECORD = Path("events") / "faults.jsonl"
 FOR_EVER_S = 1_000_000
 
 POINTS = {
-    "check_node": "in an examination of a node; tensors: each result, as of `core 0 fp32 product` or `cuda:0 memory`",
+    "node_check": "in a node health check; tensors: each result, as of `core 0 fp32 product` or `cuda:0 memory`",
     "join": "before a worker joins its world",
     "recover": "in a new world, before state is taken from others or from disk",
     "loader": "in the thread that reads a step's rows",

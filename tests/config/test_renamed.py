@@ -20,9 +20,7 @@ def test_each_old_key_has_gone_and_its_new_one_exists(old, new):
 def test_an_old_key_of_a_run_file_works_with_a_warning_that_names_the_line_and_the_new_key(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text("[resilience]\nexamine_s = 2.0\n")
-    with pytest.warns(
-        ArgosyWarning, match=r"run\.toml:2: resilience\.examine_s is called .*node_check_s now"
-    ):
+    with pytest.warns(ArgosyWarning, match=r"run\.toml:2: resilience\.examine_s is called .*node_check_s now"):
         run = load(path)
     assert run.resilience.node_check_s == 2.0
 

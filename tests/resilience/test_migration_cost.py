@@ -28,7 +28,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def ask(run_dir: Path, kind: Any = "slow_node", on: tuple[int, ...] = (3,), **keys: Any) -> MigrationAnswer:
-    facts = {"plan": PLAN, "times": 6.0, "step": 1000, "step_s": 2.0, "move_s": 10.0, **keys}
+    facts = {"plan": PLAN, "times": 6.0, "step": 1000, "step_s": 2.0, "migration_s": 10.0, **keys}
     return answer(run_dir, MigrationQuestion(kind, on=on, **facts))
 
 
@@ -41,13 +41,13 @@ def test_without_a_node_that_takes_six_times_as_long_the_others_are_faster(run_d
 def test_it_does_not_pay_for_a_node_that_is_a_little_slow_nor_shortly_before_the_end(run_dir):
     assert not ask(run_dir, times=1.2).pays
     assert not ask(run_dir, step=4995).pays
-    assert not ask(run_dir, move_s=1e5).pays
+    assert not ask(run_dir, migration_s=1e5).pays
 
 
 def test_seconds_are_those_measured(run_dir):
     """What is predicted to save 60 % of a step saves 60 % of a step that takes a hundred times as long."""
-    assert not ask(run_dir, step=4900, move_s=100.0, step_s=0.5).pays
-    assert ask(run_dir, step=4900, move_s=100.0, step_s=50.0).pays
+    assert not ask(run_dir, step=4900, migration_s=100.0, step_s=0.5).pays
+    assert ask(run_dir, step=4900, migration_s=100.0, step_s=50.0).pays
 
 
 def test_where_a_link_became_very_slow_fewer_nodes_or_messages_pay(run_dir):

@@ -63,14 +63,14 @@ def test_a_core_that_is_well_is_not_called_wrong_and_its_rates_are_told():
 
 
 def test_a_product_that_is_wrong_once_is_told_with_its_place(armed):
-    armed("flip@check_node:tensor=*product,index=517,bit=12")
+    armed("flip@node_check:tensor=*product,index=517,bit=12")
     wrong = multiply(CORE, "fp32", 0.05).wrong
     assert wrong is not None and wrong.times == 1
     assert (wrong.device, wrong.test) == (str(CORE), "fp32 product") and wrong.problem.endswith("at [1, 5]")
 
 
 def test_a_bit_that_memory_does_not_keep_is_told_with_its_place(armed):
-    armed("flip@check_node:tensor=*memory,index=100,bit=3")
+    armed("flip@node_check:tensor=*memory,index=100,bit=3")
     assert multiply(CORE, "fp32", 0.0).wrong is None, "that is no memory"
     wrong = remember(CORE, 0.0).wrong
     assert wrong is not None and wrong.problem.endswith(", at byte 800 (address)")

@@ -312,17 +312,17 @@ def test_a_spare_node_takes_the_place_of_a_lost_one():
     assert join.places == {("a", 0): 0, ("a", 1): 1, ("spare", 0): 2, ("spare", 1): 3}
 
 
-def moved() -> Run:
+def migrated() -> Run:
     """A run on three nodes whose third is left out."""
     run = Run({"a": 2, "b": 2, "c": 2}, wait_for_nodes_s=30, replan=lambda n: (f"dp_replicate={n}", n)).go()
     run.take(Join)
-    run.of.move("dp_replicate=4", 4, ["c"], "node c is slow")
+    run.of.migrate("dp_replicate=4", 4, ["c"], "node c is slow")
     run.go()
     return run
 
 
 def test_a_run_that_moves_leaves_the_slow_node_out_and_others_keep_their_ranks():
-    run = moved()
+    run = migrated()
     assert [o for o in run.said if isinstance(o, Break)] == [Break(1, "node c is slow")]
     (join,) = run.take(Join)
     assert join == Join(2, "dp_replicate=4", {("a", 0): 0, ("a", 1): 1, ("b", 0): 2, ("b", 1): 3})
@@ -335,7 +335,7 @@ def test_a_spare_takes_the_place_of_the_slow_node_once_it_is_ready():
     run = Run({"a": 1, "b": 1, "spare": 1}, size=2).go()
     run.take(Join)
     del run.of.nodes["spare"].workers[0]
-    run.of.move("dp_replicate=2", 2, ["b"], "node b is slow")
+    run.of.migrate("dp_replicate=2", 2, ["b"], "node b is slow")
     assert run.of.orders(0.0) == [Break(1, "node b is slow"), CheckNode("b"), Start("spare", 0)]
     run.of.ready("a", 0, generation=1)
     run.of.ready("b", 0, generation=1)
@@ -346,7 +346,7 @@ def test_a_spare_takes_the_place_of_the_slow_node_once_it_is_ready():
 
 
 def test_a_node_that_is_left_out_comes_back_when_it_is_started_anew_and_not_when_its_connection_was_lost():
-    run = moved()
+    run = migrated()
     run.take(Join)
     workers = run.of.nodes["c"].workers
     run.of.left("c", "its connection closed")
@@ -359,7 +359,7 @@ def test_a_node_that_is_left_out_comes_back_when_it_is_started_anew_and_not_when
 
 
 def test_a_node_that_is_left_out_is_taken_if_another_is_lost_for_good():
-    run = moved()
+    run = migrated()
     run.take(Join)
     run.of.left("b", "gone")
     run.go()
@@ -370,7 +370,7 @@ def test_a_node_that_is_left_out_is_taken_if_another_is_lost_for_good():
 
 def test_what_is_planned_is_no_failure():
     run = Run({"a": 1, "b": 1}, max_restarts=1).go()
-    run.of.move("dp_replicate=1", 1, ["b"], "node b is slow")
+    run.of.migrate("dp_replicate=1", 1, ["b"], "node b is slow")
     assert not run.go().take(Finish)
     run.of.arrived("b", "host-b", 1, {})
     assert not run.go().take(Finish) and run.of.size == 2
@@ -418,7 +418,7 @@ def test_members_of_an_inherited_generation_are_not_waited_for_for_ever():
 
 
 def test_the_next_coordinator_knows_of_a_move():
-    run = moved()
+    run = migrated()
     after = come_again(run, "a", "b", "c")
     assert after.in_force and (after.plan, after.size) == (run.of.plan, run.of.size)
     assert after.nodes["c"].is_avoided
@@ -533,7 +533,7 @@ def test_a_node_that_is_left_out_for_being_slow_is_examined_meanwhile():
     run = Run({"a": 1, "b": 1, "c": 1}, size=2).go()
     run.is_checked_at_once = False
     run.take(Join)
-    run.of.move("dp_replicate=2", 2, {"b"}, "node b is slow")
+    run.of.migrate("dp_replicate=2", 2, {"b"}, "node b is slow")
     run.go()
     assert [o for o in run.said if isinstance(o, CheckNode)] == [CheckNode("b")]
     (join,) = run.take(Join)

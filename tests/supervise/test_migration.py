@@ -15,7 +15,7 @@ from argosy.resilience.detect.finding import Finding
 from argosy.resilience.migration_cost import MigrationAnswer, MigrationQuestion
 from argosy.supervise import migration
 from argosy.supervise.membership import Membership, Settings
-from argosy.supervise.migration import APART_S, MOVE_S, Migrator
+from argosy.supervise.migration import APART_S, MIGRATION_S, Migrator
 from argosy.supervise.orders import Break, Join, Start
 
 PAYS = MigrationAnswer(True, "dp_replicate=2", 2, 2, 0.6, 0.3, steps_left=1000)
@@ -79,7 +79,7 @@ class Run:
         self.now_s += seconds
         self.migrator.look(self.now_s)
 
-    def move(self) -> list[Any]:
+    def migrate(self) -> list[Any]:
         """Ask, hear, hold, and go."""
         for _ in range(3):
             self.look()
@@ -104,7 +104,7 @@ def test_a_slow_node_is_left_out_once_all_ranks_stand_still(tmp_path, planner):
     run = Run(tmp_path)
     run.migrator.slow_node("c", SLOW)
     run.look()
-    assert planner.asked == [MigrationQuestion("slow_node", "dp_replicate=3", 6.0, (2,), 40, 1.0, MOVE_S)]
+    assert planner.asked == [MigrationQuestion("slow_node", "dp_replicate=3", 6.0, (2,), 40, 1.0, MIGRATION_S)]
     run.look()
     assert run.held == [1]
     run.look()
@@ -113,15 +113,17 @@ def test_a_slow_node_is_left_out_once_all_ranks_stand_still(tmp_path, planner):
     run.look()
     joins = [order for order in run.orders() if isinstance(order, Join)]
     assert joins == [Join(2, "dp_replicate=2", {("a", 0): 0, ("b", 0): 1})]
-    (moved,) = run.events("moved")
-    assert moved["left_out"] == ["c"] and moved["evidence"]["factor"] == 6.0 and moved["because"] == "slow_node"
-    assert (moved["predicted_now_s"], moved["predicted_new_s"], moved["step_s"]) == (0.6, 0.3, 1.0)
+    (migrated,) = run.events("migrated")
+    assert (
+        migrated["left_out"] == ["c"] and migrated["evidence"]["factor"] == 6.0 and migrated["because"] == "slow_node"
+    )
+    assert (migrated["predicted_now_s"], migrated["predicted_new_s"], migrated["step_s"]) == (0.6, 0.3, 1.0)
 
 
 def test_a_spare_takes_its_place_and_the_planner_is_not_asked(tmp_path, planner):
     run = Run(tmp_path, spare=True)
     run.migrator.slow_node("c", SLOW)
-    (join,) = [order for order in run.move() if isinstance(order, Join)]
+    (join,) = [order for order in run.migrate() if isinstance(order, Join)]
     assert join.plan == "dp_replicate=3" and set(join.places) == {("a", 0), ("b", 0), ("d", 0)}
     assert not planner.asked
 
@@ -130,18 +132,18 @@ def test_it_stays_where_it_would_not_pay_or_is_not_to_move(tmp_path, planner, mo
     monkeypatch.setattr(Planner, "answer", MigrationAnswer(False, "dp_replicate=2", 2, 2, 0.6, 0.55, 1000))
     run = Run(tmp_path)
     run.migrator.slow_node("c", SLOW)
-    assert not run.move() and not run.held
+    assert not run.migrate() and not run.held
     assert run.events("stayed")[0]["predicted_new_s"] == 0.55
     off = Run(tmp_path, is_on=False)
     off.migrator.slow_node("c", SLOW)
-    assert not off.move() and len(planner.asked) == 1
+    assert not off.migrate() and len(planner.asked) == 1
 
 
 def test_a_planner_that_fails_is_no_reason_to_move(tmp_path, monkeypatch):
     monkeypatch.setattr(Planner, "returncode", 1)
     run = Run(tmp_path)
     run.migrator.slow_node("c", SLOW)
-    assert not run.move() and run.events("stayed")[0]["why"] == "the planner failed"
+    assert not run.migrate() and run.events("stayed")[0]["why"] == "the planner failed"
 
 
 def test_a_generation_that_ends_meanwhile_ends_the_case(tmp_path):
@@ -150,7 +152,7 @@ def test_a_generation_that_ends_meanwhile_ends_the_case(tmp_path):
     run.look()
     run.of.ready("a", 0, 1, "a connection broke")
     run.orders()
-    assert not run.move() and not run.events("moved")
+    assert not run.migrate() and not run.events("migrated")
 
 
 def test_ranks_that_do_not_come_to_stand_are_not_waited_for_for_ever(tmp_path):
@@ -159,13 +161,13 @@ def test_ranks_that_do_not_come_to_stand_are_not_waited_for_for_ever(tmp_path):
     for _ in range(3):
         run.look()
     run.look(seconds=migration.HOLD_WITHIN_S)
-    assert not run.move() and "stood still" in run.events("stayed")[0]["why"]
+    assert not run.migrate() and "stood still" in run.events("stayed")[0]["why"]
 
 
 def test_moves_are_apart_and_what_they_cost_is_measured(tmp_path, planner, monkeypatch):
     run = Run(tmp_path)
     run.migrator.slow_node("c", SLOW)
-    run.move()
+    run.migrate()
     run.watch.has_made_a_step = True
     run.look(seconds=7.0)
     monkeypatch.setattr(Planner, "answer", MigrationAnswer(True, "", 1, 1, 0.6, 0.3, 1000))
@@ -173,17 +175,17 @@ def test_moves_are_apart_and_what_they_cost_is_measured(tmp_path, planner, monke
     run.look(seconds=1.0)
     assert len(planner.asked) == 1
     run.look(seconds=APART_S)
-    assert len(planner.asked) == 2 and planner.asked[1].move_s == pytest.approx(7.0)
+    assert len(planner.asked) == 2 and planner.asked[1].migration_s == pytest.approx(7.0)
 
 
 @pytest.mark.parametrize(("after_s", "again"), [(0.99, False), (0.5, True)])
 def test_a_move_that_did_not_gain_is_not_tried_again(tmp_path, planner, after_s, again):
     run = Run(tmp_path)
     run.migrator.slow_node("c", SLOW)
-    run.move()
+    run.migrate()
     run.watch.step_s = after_s
     run.look()
-    assert [e["gained"] for e in run.events("move_measured")] == [again]
+    assert [e["gained"] for e in run.events("migration_measured")] == [again]
     run.of.left("c", "gone")
     run.of.arrived("c", "host-c", 1, {})
     run.orders()
@@ -198,7 +200,7 @@ def test_a_slow_link_is_priced_for_all_nodes_and_for_one(tmp_path, planner, monk
     run = Run(tmp_path, slots=2)
     monkeypatch.setattr(Planner, "answer", MigrationAnswer(True, "dp_replicate=2", 2, 2, 0.6, 0.3, 1000))
     run.migrator.slow_link(LINK)
-    (join,) = [order for order in run.move() if isinstance(order, Join)]
+    (join,) = [order for order in run.migrate() if isinstance(order, Join)]
     assert planner.asked[0].on == (6, 2) and planner.asked[0].kind == "slow_link"
     assert join.places == {("a", 0): 0, ("a", 1): 1}
 
@@ -207,5 +209,5 @@ def test_around_a_slow_link_all_nodes_may_go_on_under_another_plan(tmp_path, mon
     run = Run(tmp_path, slots=2)
     monkeypatch.setattr(Planner, "answer", MigrationAnswer(True, "pp=6", 6, 6, 0.6, 0.3, 1000))
     run.migrator.slow_link(LINK)
-    (join,) = [order for order in run.move() if isinstance(order, Join)]
-    assert join.plan == "pp=6" and len(join.places) == 6 and run.events("moved")[0]["left_out"] == []
+    (join,) = [order for order in run.migrate() if isinstance(order, Join)]
+    assert join.plan == "pp=6" and len(join.places) == 6 and run.events("migrated")[0]["left_out"] == []

@@ -41,7 +41,7 @@ def test_a_machine_that_computes_wrongly_is_refused_before_it_joins_and_a_spare_
     run = Disturbed(folder, PLANS["replicas"], options=("--train.steps", "6"))
     machines = Machines(run)
     machines.start("a")
-    machines.start("b", "flip@check_node:tensor=core*product,bit=12")
+    machines.start("b", "flip@node_check:tensor=core*product,bit=12")
     assert "b computes wrongly: core " in machines.text_of("b", UNFIT)
     machines.start("c")
     run.end()
@@ -56,7 +56,7 @@ def test_a_machine_that_computes_wrongly_is_refused_before_it_joins_and_a_spare_
 
 @pytest.mark.slow
 def test_the_only_machine_is_refused_and_says_so(folder):
-    run = Disturbed(folder, faults="flip@check_node:tensor=*memory,bit=3").start().end(code=UNFIT)
+    run = Disturbed(folder, faults="flip@node_check:tensor=*memory,bit=3").start().end(code=UNFIT)
     assert "memory: 0x" in run.text and "Take it out of service" in run.text
     assert run.events("node_refused") and not run.events("generation")
     run.check_nothing_is_left()
@@ -80,7 +80,7 @@ def test_a_machine_that_is_found_to_compute_wrongly_is_left_and_a_spare_takes_it
     machines = Machines(run)
     machines.start("a", "slow@forward:seconds=0.1")
     # Both machines are in doubt, as two replicas differ; the second that is found so is checked in the next generation.
-    wrong = "flip@check_node:generation=1;flip@check_node:generation=2"
+    wrong = "flip@node_check:generation=1;flip@node_check:generation=2"
     machines.start("b", f"slow@forward:seconds=0.1;flip@weights:step=6,rank=1,bit=20;{wrong}")
     run.wait_for_step(2, seconds=180)
     machines.start("c")

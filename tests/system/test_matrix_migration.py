@@ -53,12 +53,12 @@ def test_a_slow_node_is_left_out_and_no_step_is_lost(slowed, undisturbed, plan, 
     for process in others:
         process.communicate(timeout=60)
         assert process.returncode == 0
-    (moved,) = run.events("moved")
-    assert moved["left_out"] == ["c"] and moved["evidence"]["factor"] > 1.5
-    assert moved["predicted_new_s"] < moved["predicted_now_s"] and moved["move_s"] > 0
+    (migrated,) = run.events("migrated")
+    assert migrated["left_out"] == ["c"] and migrated["evidence"]["factor"] > 1.5
+    assert migrated["predicted_new_s"] < migrated["predicted_now_s"] and migrated["migration_s"] > 0
     assert [e["size"] for e in run.events("generation")] == [3, 2]
     assert [(r["source"], r["steps_lost"]) for r in run.events("recovered")] == [(source, 0)]
-    assert [e["gained"] for e in run.events("move_measured")] == [True]
+    assert [e["gained"] for e in run.events("migration_measured")] == [True]
     assert not run.events("worker_died", "killed", "stayed")
     run.check([undisturbed(e["plan"], *SIZES) for e in run.events("generation")], "straggler")
 
@@ -85,10 +85,10 @@ def test_a_run_whose_link_became_slow_goes_on_without_it(folder, undisturbed):
                 run.end(timeout_s=300)
     except NotPermitted as why:
         pytest.skip(str(why))
-    (moved,) = a.events("moved")
-    assert (moved["because"], moved["size"], moved["left_out"]) == ("slow_link", 1, ["b"])
-    assert moved["evidence"]["factor"] > 1.5 and moved["predicted_new_s"] < moved["predicted_now_s"]
+    (migrated,) = a.events("migrated")
+    assert (migrated["because"], migrated["size"], migrated["left_out"]) == ("slow_link", 1, ["b"])
+    assert migrated["evidence"]["factor"] > 1.5 and migrated["predicted_new_s"] < migrated["predicted_now_s"]
     assert [e["size"] for e in a.events("generation")] == [2, 1]
     assert [(r["source"], r["steps_lost"]) for r in a.events("recovered")] == [("live", 0)]
-    assert [e["gained"] for e in a.events("move_measured")] == [True]
+    assert [e["gained"] for e in a.events("migration_measured")] == [True]
     a.check([undisturbed(e["plan"], *sizes) for e in a.events("generation")], "slow_link")

@@ -88,7 +88,7 @@ def test_all_ranks_copy_at_the_steps_that_one_of_them_picks_and_says_why(workers
     first, second = workers.run(2, copying, run, tmp_path)
     assert first and sorted(first) == sorted(second)
     told: list[dict[str, Any]] = read_lines(tmp_path / "run" / "events" / "rank-0.jsonl")
-    chosen = [e for e in told if e["event"] == "memory_interval"]
+    chosen = [e for e in told if e["event"] == "memory_checkpoint_interval"]
     assert chosen and all(e["steps"] >= 1 and e["copy_s"] > 0 and e["mtbf_s"] > 0 for e in chosen)
 
 

@@ -39,7 +39,7 @@ def test_the_first_copy_is_made_at_once_and_the_others_as_its_measure_says():
     assert every == pytest.approx((2 * 0.5 * 3 * HOUR) ** 0.5 / 2.0, abs=1), "Young's"
     assert found == list(range(1, 1001, every))
     (event,) = told
-    assert event["event"] == "memory_interval" and event["steps"] == every and event["copy_s"] == 0.5
+    assert event["event"] == "memory_checkpoint_interval" and event["steps"] == every and event["copy_s"] == 0.5
 
 
 def test_where_failures_are_rare_copies_still_cost_a_thousandth_at_most():

@@ -388,7 +388,7 @@ class CheckpointConfig(Section):
 
 
 class LaunchConfig(Section):
-    """The processes on this machine."""
+    """The machines of the run, and the processes on each."""
 
     processes: NonNegativeInt = 0
     """Worker processes; 0 takes as many as the plan says, and with auto one per GPU, or one where there is none."""
@@ -417,8 +417,8 @@ class ResilienceConfig(Section):
     """What is done about what goes wrong."""
 
     node_check_s: NonNegativeFloat = 0.5
-    """How long a machine is examined before it takes part in the run, and again when a rank on it is in doubt: products
-    whose bits are known, memory, speed, on all its cores and GPUs at once; 0 examines nothing."""
+    """Duration of the node health check, before a machine takes part in the run and when a rank on it is in doubt:
+    products whose bits are known, memory, speed, on all its cores and GPUs at once; 0 checks nothing."""
     grace_s: PositiveFloat = 60.0
     """After SIGTERM or SIGINT: what has not saved its state by then is killed."""
     wait_for_nodes_s: NonNegativeFloat = 60.0
@@ -428,7 +428,7 @@ class ResilienceConfig(Section):
     hang_s: NonNegativeFloat = 0.0
     """A rank that others have waited for so long is killed and replaced; 0: ten median steps, at least 30 seconds."""
     heartbeat_timeout_s: PositiveFloat = 10.0
-    """A process that shows no sign of life for so long, stopped or holding Python's lock, is killed and replaced."""
+    """A process without a heartbeat for this long, stopped or holding Python's lock, is killed and replaced."""
     first_step_s: PositiveFloat = 600.0
     """How long what may have to be compiled, or waits for a disk, may take: first steps, recovery, saving."""
     straggler_factor: Annotated[float, Field(gt=1.0)] = 1.5
@@ -453,21 +453,22 @@ class ResilienceConfig(Section):
     fingerprint_every_steps: NonNegativeInt = 1
     """Steps between comparisons of what several ranks hold of weights and optimizer state; 0 compares nothing."""
     replay_check_every_steps: NonNegativeInt = 0
-    """Steps between samples of a replica's loss and gradient that others compute again and compare; 0 takes none."""
+    """Steps between replay checks: other replicas compute one replica's loss and gradient again, and compare the bits;
+    0 makes none."""
     check_collectives: bool = False
     """Sums of gradients over ranks are compared with checksums that travel beside them (not under zero = 3)."""
     memory_checkpoint_every_steps: NonNegativeInt | Literal["auto"] = "auto"
-    """Steps between copies in host memory of a state that has parts without a replica on another node; 0 makes none;
-    auto: as many as cost least, by the measured cost of a copy and the devices' rate of failures."""
+    """Steps between in-memory checkpoints of a state that has parts without a replica on another node; 0 makes none;
+    auto: the interval that costs least, by the measured cost of one and the devices' rate of failures."""
     migrate: bool = True
-    """Leave a slow node out, or lay the run out otherwise where a link became slow, if the planner says that it pays;
-    false only tells of them."""
+    """Leave a slow node out, or take another plan where a link became slow, if the planner says that it pays; false
+    only reports them."""
 
     @field_validator("memory_checkpoint_every_steps", mode="before")
     @classmethod
     def _is_auto_or_steps(cls, value: object) -> object:
         if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-            raise ValueError('must be "auto", or a whole number of steps (0 makes no copies)')
+            raise ValueError('must be "auto", or a whole number of steps (0 makes none)')
         return value
 
 

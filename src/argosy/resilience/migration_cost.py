@@ -36,7 +36,7 @@ class MigrationQuestion:
     """That the run is in."""
     step_s: float | None
     """Measured; None: not yet."""
-    move_s: float
+    migration_s: float
     """How long training stands still for a move."""
 
 
@@ -81,7 +81,7 @@ def answer(run_dir: Path, question: MigrationQuestion) -> MigrationAnswer:
     now_s = question.step_s or best.predicted_now_s
     new_s = now_s * best.predicted_new_s / best.predicted_now_s
     left = steps_left(run, question.step, now_s)
-    pays = best.plan != question.plan and worth_moving(now_s, new_s, left, question.move_s)
+    pays = best.plan != question.plan and worth_moving(now_s, new_s, left, question.migration_s)
     return MigrationAnswer(**{**asdict(best), "pays": pays, "steps_left": left})
 
 

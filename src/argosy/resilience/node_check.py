@@ -261,7 +261,7 @@ def _seconds(unit: Unit, call: Callable[[], object], test: str, result: Tensor) 
     call()
     _synchronize(unit)
     took_s = clock() - began_s
-    fault("check_node", tensors=lambda: {f"{unit} {test}": result})
+    fault("node_check", tensors=lambda: {f"{unit} {test}": result})
     return took_s
 
 

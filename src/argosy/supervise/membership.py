@@ -169,7 +169,7 @@ class Membership:
         """Workers that there is room for on nodes that are well, if these are not."""
         return sum(n.slots for name, n in self.nodes.items() if not n.is_avoided and name not in names)
 
-    def move(self, plan: str, size: int, leave_out: Collection[str], why: str) -> None:
+    def migrate(self, plan: str, size: int, leave_out: Collection[str], why: str) -> None:
         """Go on with this plan and so many workers, without these nodes, as long as there are so many on others.
 
         Nodes that were left out are taken again once they are started anew, or if others are lost.

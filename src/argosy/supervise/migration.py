@@ -25,7 +25,7 @@ from argosy.supervise.watch import RunWatch
 
 APART_S = 300.0
 """Between two moves."""
-MOVE_S = 60.0
+MIGRATION_S = 60.0
 """What a move is taken to cost before this run's coordinator has seen a world begin."""
 GAINED = 0.05
 """Share of a step that a move must have saved to count as one that gained."""
@@ -62,7 +62,7 @@ class Migrator:
         self._run_dir, self._membership, self._watch, self._hold, self._is_on = run_dir, membership, watch, hold, is_on
         self._events = Events(run_dir, "coordinator")
         self._case: _Case | None = None
-        self._move_s, self._joined_s = MOVE_S, 0.0
+        self._migration_s, self._joined_s = MIGRATION_S, 0.0
         self._awaits_step = False
         self._not_before_s = 0.0
         self._in_vain: set[tuple[str, ...]] = set()
@@ -109,7 +109,7 @@ class Migrator:
         evidence = finding.evidence
         step_s = self._watch.step_s
         return MigrationQuestion(
-            kind, self._membership.plan, evidence["factor"], on, evidence["last_step"], step_s, self._move_s
+            kind, self._membership.plan, evidence["factor"], on, evidence["last_step"], step_s, self._migration_s
         )
 
     def _suspect(self, case: _Case) -> None:
@@ -155,12 +155,12 @@ class Migrator:
         if self._watch.are_all("waiting", self._membership.size):
             is_smaller = said.size < self._membership.size or case.question.kind == "slow_node"
             leave_out = case.leave_out if is_smaller else ()
-            self._tell("moved", case, said, left_out=list(leave_out), why=case.finding.why)
+            self._tell("migrated", case, said, left_out=list(leave_out), why=case.finding.why)
             self._in_vain.add(case.key)
             self._made = (case, self._membership.generation)
             self._not_before_s = now_s + APART_S
             self._case = None
-            self._membership.move(said.plan, said.size, leave_out, f"the run moves: {case.finding.why}")
+            self._membership.migrate(said.plan, said.size, leave_out, f"the run migrates: {case.finding.why}")
         elif now_s > case.hold_until_s:
             self._tell("stayed", case, said, why=f"not all ranks stood still within {HOLD_WITHIN_S:.0f} s")
             self._drop()
@@ -168,14 +168,14 @@ class Migrator:
     def _measure(self, now_s: float) -> None:
         """What moves cost, and what the last one has gained."""
         if self._awaits_step and self._watch.has_made_a_step:
-            self._awaits_step, self._move_s = False, now_s - self._joined_s
+            self._awaits_step, self._migration_s = False, now_s - self._joined_s
         if self._made is None or self._membership.generation == self._made[1]:
             return
         (case, _), after_s = self._made, self._watch.step_s
         if after_s is not None:
             before_s = case.question.step_s
             gained = before_s is not None and after_s <= (1 - GAINED) * before_s
-            self._events.write("move_measured", before_s=before_s, after_s=after_s, gained=gained)
+            self._events.write("migration_measured", before_s=before_s, after_s=after_s, gained=gained)
             if gained:
                 self._in_vain.discard(case.key)
             self._made = None
@@ -199,7 +199,7 @@ class Migrator:
             step_s=asked.step_s,
             predicted_now_s=said.predicted_now_s,
             predicted_new_s=said.predicted_new_s,
-            move_s=round(asked.move_s, 3),
+            migration_s=round(asked.migration_s, 3),
             steps_left=said.steps_left,
             evidence=dict(case.finding.evidence),
             **facts,

@@ -40,7 +40,7 @@ class MemoryCheckpointing:
         boxes = [box for box in state.boxes() if travels(box)]
 
         def failed(why: str) -> None:
-            records.events.write("memory_copy_failed", why=why)
+            records.events.write("memory_checkpoint_failed", why=why)
 
         copies = MemoryCheckpointer(folder, boxes, world, state.history, failed)
         if not world.is_first:
@@ -116,5 +116,5 @@ class MemoryCheckpointPace:
         if measured_s is not None and (told is None or not told / TOLD_AGAIN < every < told * TOLD_AGAIN):
             self._told = every
             facts: dict[str, Any] = {"copy_s": round(copy_s, 6), "step_s": round(step_s, 6), "mtbf_s": self._mtbf_s}
-            self._tell("memory_interval", steps=every, seconds=round(every * step_s, 3), **facts)
+            self._tell("memory_checkpoint_interval", steps=every, seconds=round(every * step_s, 3), **facts)
         return every
