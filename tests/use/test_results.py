@@ -11,8 +11,8 @@ import pytest
 from argosy.config.dump import save_run
 from argosy.data.manifest import TOKENIZER
 from argosy.errors import UserError
-from argosy.plan.cost.flops import parameters
-from argosy.plan.scaling import Result
+from argosy.plan.flops import parameters
+from argosy.plan.scaling.law import Result
 from argosy.use.results import planned_size, read_results
 from tiny import run_config
 

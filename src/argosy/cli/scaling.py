@@ -24,7 +24,7 @@ from argosy.cli.options import parse
 from argosy.errors import UserError
 
 if TYPE_CHECKING:
-    from argosy.plan.scaling import Estimate
+    from argosy.plan.scaling.law import Estimate
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> None:
     """`argosy scaling RESULTS ...`."""
     options = parse(argv, "argosy scaling", Options)
     _check(options)
-    from argosy.plan.scaling import fit
+    from argosy.plan.scaling.law import fit
     from argosy.use.results import planned_size, read_results
 
     sizes = (options.parameters, options.tokens) if options.predict is None else planned_size(options.predict)

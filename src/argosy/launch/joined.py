@@ -17,8 +17,8 @@ from argosy.launch.resolve import resolve
 from argosy.launch.worker import work
 from argosy.observe.progress import Progress
 from argosy.parallel.world import World, join_world
-from argosy.plan.auto import choose_plan
 from argosy.plan.plan import Plan
+from argosy.plan.search.auto import choose_plan
 from argosy.training.stop import StopSignal
 
 

@@ -18,8 +18,8 @@ from argosy.launch.devices import find_devices
 from argosy.launch.local import train
 from argosy.observe.metrics import Metrics
 from argosy.parallel.world import threads_per_process
-from argosy.plan.auto import Devices, choose_plan
 from argosy.plan.plan import Plan, words_of
+from argosy.plan.search.auto import Devices, choose_plan
 from argosy.use.opened import open_checkpoint
 
 TOLERANCE = 1e-5
