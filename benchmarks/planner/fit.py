@@ -2,7 +2,7 @@
 
     python benchmarks/planner/fit.py
 
-It writes src/argosy/plan/calibration/fitted.toml: the constants, and the spread of errors on publishers that were left
+It writes src/argosy/plan/cost/fitted.toml: the constants, and the spread of errors on publishers that were left
 out.
 """
 
@@ -13,7 +13,7 @@ from rows import read
 from score import PUBLISHED, SECTIONS, Model, errors, fitted
 
 from argosy.files import atomic_write
-from argosy.plan.calibration.constants import FITTED
+from argosy.plan.cost.constants import FITTED
 
 NORMAL_90 = 1.645
 """Standard deviations that hold nine tenths of a normal distribution."""

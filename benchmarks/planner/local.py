@@ -31,10 +31,10 @@ from argosy.config.schema import RunConfig
 from argosy.launch.local import train
 from argosy.observe.report import Report
 from argosy.plan.calibration.learn import learn
-from argosy.plan.machines.clusters import Cluster
-from argosy.plan.machines.machine import resized
+from argosy.plan.cost.prediction import predict
+from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.hardware.local_machine import resized
 from argosy.plan.plan import Plan
-from argosy.plan.predict import predict
 
 Floats = NDArray[np.float64]
 

@@ -17,13 +17,13 @@ import numpy as np
 from systems import system_of
 
 from argosy.errors import UserError
-from argosy.plan.calibration.constants import Constants
-from argosy.plan.cost.footprint import MemoryModel
-from argosy.plan.cost.layouts import Layouts
+from argosy.plan.cost.constants import Constants
+from argosy.plan.cost.memory_model import MemoryModel
 from argosy.plan.cost.rates import Rates, System
 from argosy.plan.cost.step_time import StepModel
 from argosy.plan.cost.workload import Workload
-from argosy.plan.machines.hardware import find_device
+from argosy.plan.hardware.devices import find_device
+from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import Schedule
 from argosy.plan.plan import Plan
 

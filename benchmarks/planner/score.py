@@ -25,13 +25,13 @@ from numpy.typing import NDArray
 from rows import Row, rates_of, read
 
 from argosy.errors import UserError
-from argosy.plan.calibration.constants import Constants
-from argosy.plan.calibration.constants import fitted as fitted_constants
 from argosy.plan.calibration.fit import fit
-from argosy.plan.cost.footprint import MemoryModel
-from argosy.plan.cost.layouts import Layouts
+from argosy.plan.cost.constants import Constants
+from argosy.plan.cost.constants import fitted as fitted_constants
+from argosy.plan.cost.memory_model import MemoryModel
 from argosy.plan.cost.step_time import StepModel
 from argosy.plan.cost.workload import stack
+from argosy.plan.layouts import Layouts
 
 Floats = NDArray[np.float64]
 

@@ -19,11 +19,11 @@ from collections.abc import Callable
 import numpy as np
 
 from argosy.config.load import load
-from argosy.plan.choose.search import Problem, predict_memory, predict_time, search
-from argosy.plan.cost.layouts import Layouts
-from argosy.plan.machines.clusters import Cluster
+from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
 from argosy.plan.rules import breaks_any, first_problem
+from argosy.plan.search.search import Problem, predict_memory, predict_time, search
 
 BAR_PER_S = 100_000
 """Plans a second and core, at least."""

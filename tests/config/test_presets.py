@@ -5,7 +5,7 @@ import pytest
 from argosy.config.catalog import preset_names
 from argosy.config.load import load
 from argosy.config.schema import ModelConfig
-from argosy.plan.cost.flops import matmul_parameters, parameters
+from argosy.plan.flops import matmul_parameters, parameters
 
 PUBLISHED = {  # parameters, billions: the model cards, embeddings included, tied ones once
     "llama3-8b": 8.03,

@@ -8,7 +8,7 @@ from argosy.data.manifest import Manifest
 from argosy.errors import UserError
 from argosy.launch.resolve import resolve
 from argosy.observe.progress import Progress
-from argosy.plan.machines.clusters import Cluster
+from argosy.plan.hardware.clusters import Cluster
 from tiny import MODEL, SOURCES, run_config
 
 QUIET = Progress(enabled=False)

@@ -1,4 +1,4 @@
-"""Contractions count, by the convention of `plan.cost.flops`; all else does not."""
+"""Contractions count, by the convention of `plan.flops`; all else does not."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from argosy.observe.report import Report, totals, typical
-from argosy.plan.reconcile import Compared, Reconciled
+from argosy.plan.calibration.reconcile import Compared, Reconciled
 
 STEPS = [
     {

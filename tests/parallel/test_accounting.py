@@ -1,4 +1,4 @@
-"""What a rank holds and sends is what `plan.cost.memory` and `plan.cost.traffic` say of its plan."""
+"""What a rank holds and sends is what `plan.cost.exact_state` and `plan.cost.traffic` say of its plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from argosy.optim.optimizer import Optimizer
 from argosy.parallel.expert import loads_of
 from argosy.parallel.gradients import clip, square_share
 from argosy.parallel.world import World
-from argosy.plan.cost.memory import StateBytes, state_bytes
+from argosy.plan.cost.exact_state import StateBytes, state_bytes
 from argosy.plan.cost.traffic import traffic
 from argosy.training.step import Share, exchange, forward_backward
 from tiny import eager, laid_out, run_config

@@ -15,7 +15,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from argosy.config.schema import ModelConfig
-from argosy.plan.cost.flops import train_flops_per_token
+from argosy.plan.flops import train_flops_per_token
 from argosy.plan.pipeline import SCHEDULES, split_layers, stages_of_rank
 
 SEQ_LEN = 256

@@ -174,6 +174,6 @@ def test_a_plan_that_cannot_train_this_run_is_refused_with_a_remedy(plan, proces
 
 
 def test_planning_starts_without_torch():
-    modules = "argosy.plan.auto, argosy.plan.cost.flops, argosy.plan.plan"
+    modules = "argosy.plan.search.auto, argosy.plan.flops, argosy.plan.plan"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

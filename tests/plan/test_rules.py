@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan import rules
-from argosy.plan.cost.layouts import Layouts
+from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan
 from argosy.plan.rules import RULES, breaks_any, first_problem, nearest

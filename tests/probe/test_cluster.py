@@ -10,9 +10,9 @@ import torch
 from pytest import approx
 
 from argosy.errors import UserError
-from argosy.plan.machines.clusters import Cluster
-from argosy.plan.machines.hardware import find_device
-from argosy.plan.machines.measured import CollectiveRate, MatmulRate, Measurements
+from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.hardware.devices import find_device
+from argosy.plan.hardware.measurements import CollectiveRate, MatmulRate, Measurements
 from argosy.probe.cluster import as_cluster
 from argosy.probe.machine import Machine, catalogue_device
 

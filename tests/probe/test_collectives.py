@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argosy.parallel.world import World
-from argosy.plan.machines.measured import CollectiveRate
+from argosy.plan.hardware.measurements import CollectiveRate
 from argosy.probe.collectives import OPERATIONS, layouts, measure_collectives
 from workers import WorkerPool
 

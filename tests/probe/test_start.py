@@ -14,7 +14,7 @@ import torch
 from argosy.config.schema import RunConfig
 from argosy.errors import Interrupted, RunFailed
 from argosy.parallel.world import World
-from argosy.plan.machines.clusters import Cluster, NodeGroup
+from argosy.plan.hardware.clusters import Cluster, NodeGroup
 from argosy.probe import start
 from argosy.probe.machine import catalogue_device
 from argosy.probe.probe import ProbeRequest

@@ -7,12 +7,12 @@ import pytest
 
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
-from argosy.plan.calibration.constants import Constants
-from argosy.plan.cost.footprint import MemoryModel
-from argosy.plan.cost.layouts import Layouts
+from argosy.plan.cost.constants import Constants
+from argosy.plan.cost.memory_model import MemoryModel
 from argosy.plan.cost.rates import System
 from argosy.plan.cost.workload import Workload
-from argosy.plan.machines.clusters import Cluster
+from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
 from argosy.simulate.simulate import simulate
 

@@ -18,9 +18,9 @@ from argosy.optim.optimizer import Optimizer
 from argosy.parallel.expert import loads_of, update_biases
 from argosy.parallel.gradients import clip, square_share
 from argosy.parallel.world import World
-from argosy.plan.cost.flops import train_flops_per_token
-from argosy.plan.cost.memory import state_bytes
+from argosy.plan.cost.exact_state import state_bytes
 from argosy.plan.cost.traffic import traffic
+from argosy.plan.flops import train_flops_per_token
 from argosy.plan.plan import Plan
 from argosy.simulate.rank import even_choice, simulate_rank
 from argosy.simulate.record import Change, Sent, Trace, Wait, Work

@@ -9,7 +9,7 @@ import pytest
 
 from argosy.errors import UserError
 from argosy.plan.cost.traffic import traffic
-from argosy.plan.machines.clusters import Cluster
+from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import Plan
 from argosy.simulate.simulate import ranks_of_stages, settle, simulate
 from tiny import run_config

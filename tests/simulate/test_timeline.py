@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from argosy.plan.machines.clusters import Cluster
+from argosy.plan.hardware.clusters import Cluster
 from argosy.simulate.record import Change, Event, Memory, Sent, Trace, Wait, Where, Work
 from argosy.simulate.timeline import COMPUTE, Durations, Timeline, draw, write_chrome_trace
 

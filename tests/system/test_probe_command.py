@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from argosy.plan.machines.clusters import Cluster
+from argosy.plan.hardware.clusters import Cluster
 from commands import Folder
 
 

@@ -14,8 +14,8 @@ from argosy.errors import RunFailed
 from argosy.observe.events import read_lines
 from argosy.observe.report import Report
 from argosy.parallel.world import World
+from argosy.plan.cost.prediction import Prediction
 from argosy.plan.plan import Plan
-from argosy.plan.predict import Prediction
 from argosy.training.summary import plan_since
 from tiny import EAGER, eager, losses, prepare_corpus, run_config, train_in, weights
 

@@ -20,9 +20,9 @@ from argosy.config.layers import preset_layer
 from argosy.config.load import build
 from argosy.config.schema import ModelConfig, RunConfig
 from argosy.errors import UserError
-from argosy.plan.cost.flops import parameters
-from argosy.plan.machines.clusters import Cluster
-from argosy.plan.machines.hardware import find_device
+from argosy.plan.flops import parameters
+from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.hardware.devices import find_device
 
 LAPTOP_VOCABULARY = 4096
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from argosy.cli.options import parse_run
 from argosy.errors import UserError
-from argosy.plan.auto import check_written
+from argosy.plan.search.auto import check_written
 
 if TYPE_CHECKING:
     from argosy.compare.parity import Parity

@@ -24,10 +24,10 @@ import tyro
 
 from argosy.cli.options import parse
 from argosy.errors import UserError
-from argosy.plan.choose.choices import Objective
+from argosy.plan.search.choices import Objective
 
 if TYPE_CHECKING:
-    from argosy.plan.answer.answer import Answer
+    from argosy.plan.report.report import Answer
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> None:
     if options.learn:
         _learn(options)
         return
-    from argosy.plan.answer.ask import ask
+    from argosy.plan.report.question import ask
 
     question = ask(
         source=options.run,
@@ -89,14 +89,14 @@ def main(argv: list[str]) -> None:
         served = serve(question)
         print(_json(served) if options.json else words(served))
         return
-    from argosy.plan.answer.answer import answer
+    from argosy.plan.report.report import answer
 
     _print(answer(question), options)
 
 
 def _learn(options: Options) -> None:
     from argosy.plan.calibration.learn import cluster_file, in_words, learn
-    from argosy.plan.machines.clusters import Cluster
+    from argosy.plan.hardware.clusters import Cluster
 
     path = cluster_file(options.cluster)
     before = Cluster.load(path)
@@ -108,7 +108,7 @@ def _learn(options: Options) -> None:
 def _print(found: Answer, options: Options) -> None:
     if options.html is not None:
         from argosy.files import atomic_write
-        from argosy.plan.answer.page import page
+        from argosy.plan.report.html import page
 
         try:
             with atomic_write(options.html) as file:
@@ -120,7 +120,7 @@ def _print(found: Answer, options: Options) -> None:
     if options.json:
         print(_json(found))
         return
-    from argosy.plan.answer.tables import show
+    from argosy.plan.report.terminal import show
 
     show(found)
     if options.html is not None:

@@ -23,7 +23,7 @@ from argosy.cli.options import parse
 from argosy.errors import UserError
 
 if TYPE_CHECKING:
-    from argosy.plan.machines.clusters import Cluster
+    from argosy.plan.hardware.clusters import Cluster
 
 
 @dataclass(frozen=True)

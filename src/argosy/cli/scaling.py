@@ -24,7 +24,7 @@ from argosy.cli.options import parse
 from argosy.errors import UserError
 
 if TYPE_CHECKING:
-    from argosy.plan.scaling import Estimate
+    from argosy.plan.scaling.law import Estimate
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> None:
     options = parse(argv, "argosy scaling", Options)
     _check(options)
     from argosy.compare.results import planned_size, read_results
-    from argosy.plan.scaling import fit
+    from argosy.plan.scaling.law import fit
 
     sizes = (options.parameters, options.tokens) if options.predict is None else planned_size(options.predict)
     results = read_results(options.results)

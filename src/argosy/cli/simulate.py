@@ -57,7 +57,7 @@ class Options:
 def main(argv: list[str]) -> None:
     """`argosy simulate [RUN] --plan PLAN ...`."""
     options, run = parse_run(list(map(_in_full, argv)), "argosy simulate", Options)
-    from argosy.plan.machines.clusters import Cluster
+    from argosy.plan.hardware.clusters import Cluster
     from argosy.simulate.simulate import nodes_for, ranks_of_stages, settle, simulate
     from argosy.simulate.timeline import write_chrome_trace
 

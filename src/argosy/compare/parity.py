@@ -19,8 +19,8 @@ from argosy.launch.devices import find_devices
 from argosy.launch.local import train
 from argosy.observe.metrics import Metrics
 from argosy.parallel.world import threads_per_process
-from argosy.plan.auto import Devices, choose_plan
 from argosy.plan.plan import Plan, words_of
+from argosy.plan.search.auto import Devices, choose_plan
 
 TOLERANCE = 1e-5
 """Of the loss, in fp32: what another order of the same sums makes of it in some steps."""

@@ -14,8 +14,8 @@ from argosy.data.manifest import TOKENIZER
 from argosy.errors import UserError
 from argosy.files import file_sha256
 from argosy.observe.events import read_lines
-from argosy.plan.cost.flops import active_parameters
-from argosy.plan.scaling import Result
+from argosy.plan.flops import active_parameters
+from argosy.plan.scaling.law import Result
 
 
 def read_results(paths: Sequence[Path]) -> list[Result]:

@@ -8,8 +8,8 @@ from dataclasses import asdict
 
 from argosy.config.schema import LaunchConfig
 from argosy.errors import ArgosyWarning, RunFailed, UserError
-from argosy.plan.auto import Devices
-from argosy.plan.machines.machine import host_memory_bytes
+from argosy.plan.hardware.local_machine import host_memory_bytes
+from argosy.plan.search.auto import Devices
 from argosy.processes.channel import Gone
 from argosy.processes.fork_server import ForkServer, channel_to_parent
 

@@ -16,8 +16,8 @@ from argosy.launch.devices import find_devices
 from argosy.launch.resolve import resolve
 from argosy.observe.progress import Progress
 from argosy.parallel.world import World, join_world
-from argosy.plan.auto import choose_plan
 from argosy.plan.plan import Plan
+from argosy.plan.search.auto import choose_plan
 from argosy.supervise.worker import work
 from argosy.training.stop import StopSignal
 

@@ -15,7 +15,7 @@ from argosy.launch.devices import ask
 from argosy.launch.resolve import resolve
 from argosy.observe.progress import Progress
 from argosy.observe.report import Report
-from argosy.plan.auto import Devices, choose_plan, processes_of
+from argosy.plan.search.auto import Devices, choose_plan, processes_of
 from argosy.processes.fork_server import ForkServer
 from argosy.supervise.agent import WORKER, Agent, node_name
 

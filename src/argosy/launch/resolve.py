@@ -10,8 +10,8 @@ from argosy.data.prepare import PrepareProgress, prepare
 from argosy.errors import UserError
 from argosy.observe.progress import Progress
 from argosy.optim.groups import check_groups
-from argosy.plan.machines.hardware import is_path
-from argosy.plan.machines.machine import cluster_of
+from argosy.plan.hardware.devices import is_path
+from argosy.plan.hardware.local_machine import cluster_of
 
 
 def resolve(run: RunConfig, progress: Progress) -> tuple[RunConfig, OpenData]:

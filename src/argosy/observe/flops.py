@@ -16,7 +16,7 @@ Formula = Callable[..., int]
 def flops_of(operator: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> int:
     """FLOPs of `operator(*args)`, of which a multiplication and an addition are two; 0 for all but contractions.
 
-    Of causal attention the half that is not masked counts, and its backward as two forwards, as `plan.cost.flops` does:
+    Of causal attention the half that is not masked counts, and its backward as two forwards, as `plan.flops` does:
     that a fused kernel computes the scores once more is its own affair.
     """
     formula = _formula(operator.overloadpacket)

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from argosy.files import atomic_write
 from argosy.observe.heartbeat import BESIDE
 from argosy.observe.progress import duration
-from argosy.plan.reconcile import Reconciled
+from argosy.plan.calibration.reconcile import Reconciled
 
 
 class Report(BaseModel):

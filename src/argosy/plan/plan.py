@@ -135,7 +135,7 @@ class Plan(Section):
             raise UserError(f"{problem} {remedy}".rstrip())
 
     def save(self, path: Path, prediction: str = "") -> None:
-        """Write the plan as TOML, whole or not at all; below it what it is predicted to take (`plan.predict`)."""
+        """Write the plan as TOML, whole or not at all, and below it its `prediction` (`plan.cost.prediction`)."""
         lines = [f"{key} = {_toml(value)}" for key, value in self.model_dump().items()]
         with atomic_write(path) as file:
             file.write(("\n".join([*lines, "", prediction]).rstrip() + "\n").encode())

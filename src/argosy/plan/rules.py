@@ -1,6 +1,6 @@
 """Which plans can train a run, as a table of rules.
 
-Each says when it is broken, for one plan or for the columns of many (`plan.cost.layouts`), and for one plan also in
+Each says when it is broken, for one plan or for the columns of many (`plan.layouts`), and for one plan also in
 words: the values, the rule, and often what would do.
 """
 
@@ -17,7 +17,7 @@ from argosy.config.schema import RunConfig
 from argosy.plan.pipeline import SCHEDULES
 
 if TYPE_CHECKING:
-    from argosy.plan.cost.layouts import Layouts
+    from argosy.plan.layouts import Layouts
     from argosy.plan.plan import Plan
 
 Plans = Any

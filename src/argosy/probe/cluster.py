@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from argosy.plan.machines.clusters import Cluster, NodeGroup, Tier
-from argosy.plan.machines.hardware import Device, Efficiencies, Rates
-from argosy.plan.machines.measured import CollectiveRate, Measurements, Operation
+from argosy.plan.hardware.clusters import Cluster, NodeGroup, Tier
+from argosy.plan.hardware.devices import Device, Efficiencies, Rates
+from argosy.plan.hardware.measurements import CollectiveRate, Measurements, Operation
 from argosy.probe.machine import Machine
 from argosy.probe.timing import four_digits
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from argosy.parallel.collectives import all_gather_single, reduce_scatter_single
 from argosy.parallel.world import World
-from argosy.plan.machines.measured import CollectiveRate, Operation
+from argosy.plan.hardware.measurements import CollectiveRate, Operation
 from argosy.probe.timing import LONGEST_SLICE_S, four_digits, lower_quartile, synchronize
 
 MESSAGES = {"cpu": [2**p for p in range(10, 27, 2)], "cuda": [2**p for p in range(10, 31, 2)]}

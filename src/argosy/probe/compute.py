@@ -18,7 +18,7 @@ from argosy.models.decoder import Block, Decoder
 from argosy.models.initialize import materialize
 from argosy.models.rope import rotary_table
 from argosy.parallel.world import World
-from argosy.plan.machines.measured import AttentionRate, MatmulRate
+from argosy.plan.hardware.measurements import AttentionRate, MatmulRate
 from argosy.probe.timing import mean, seconds
 
 NumberFormat = Literal["fp32", "bf16", "fp16"]

@@ -11,9 +11,9 @@ from typing import Any
 from argosy.config.schema import RunConfig
 from argosy.observe.progress import Progress
 from argosy.parallel.world import World
-from argosy.plan.machines.clusters import Cluster
-from argosy.plan.machines.hardware import Device
-from argosy.plan.machines.measured import Measurements
+from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.hardware.devices import Device
+from argosy.plan.hardware.measurements import Measurements
 from argosy.probe.cluster import as_cluster
 from argosy.probe.collectives import MESSAGES, measure_collectives
 from argosy.probe.compute import (

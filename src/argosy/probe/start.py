@@ -19,8 +19,8 @@ from argosy.config.schema import LaunchConfig
 from argosy.errors import Interrupted, RunFailed
 from argosy.launch.devices import find_devices
 from argosy.parallel.world import Place, World, join_world, leave_world
-from argosy.plan.auto import Devices
-from argosy.plan.machines.clusters import Cluster
+from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.search.auto import Devices
 from argosy.probe.probe import ProbeRequest, measure
 from argosy.processes.channel import Channel, Gone
 from argosy.processes.fork_server import ForkServer, channel_to_parent

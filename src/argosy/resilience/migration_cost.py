@@ -69,7 +69,7 @@ def main() -> None:
 def answer(run_dir: Path, question: MigrationQuestion) -> MigrationAnswer:
     """What the planner says."""
     from argosy.config.load import load
-    from argosy.plan.replan import worth_moving
+    from argosy.plan.search.replan import worth_moving
 
     run = load(run_dir / "run.toml")
     try:
@@ -92,8 +92,8 @@ def steps_left(run: RunConfig, step: int, step_s: float) -> int:
 
 def _options(run_dir: Path, run: RunConfig, question: MigrationQuestion) -> Iterator[MigrationAnswer]:
     """The best plan for each number of processes. Raises: UserError if one has none."""
-    from argosy.plan.predict import predict
-    from argosy.plan.replan import replan, step_with_slow_rank_s, with_slow_link
+    from argosy.plan.cost.prediction import predict
+    from argosy.plan.search.replan import replan, step_with_slow_rank_s, with_slow_link
     from argosy.resilience.replanner import machine_of
 
     plan = Plan.parse(question.plan)

@@ -12,8 +12,8 @@ from argosy.observe.events import Events, read_lines
 from argosy.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from argosy.plan.machines.clusters import Cluster
-    from argosy.plan.machines.machine import Hardware
+    from argosy.plan.hardware.clusters import Cluster
+    from argosy.plan.hardware.local_machine import Hardware
 
 # The planner is imported when it is needed, which it seldom is: the coordinator is to be there at once.
 
@@ -36,7 +36,7 @@ class Replanner:
         return str(plan), plan.world_size
 
     def _choose(self, processes: int) -> tuple[Plan, tuple[str, ...]]:
-        from argosy.plan.replan import replan
+        from argosy.plan.search.replan import replan
 
         machine = machine_of(self._run_dir, self._run, self._plan, processes)
         chosen = replan(self._run, self._plan, machine, processes)
@@ -45,8 +45,8 @@ class Replanner:
 
 def machine_of(run_dir: Path, run: RunConfig, plan: Plan, processes: int) -> Cluster:
     """The machine that the run has found itself on, with so many of its processes. Raises: UserError."""
-    from argosy.plan.auto import Devices, machine_for
-    from argosy.plan.machines.machine import machine_at_hand
+    from argosy.plan.hardware.local_machine import machine_at_hand
+    from argosy.plan.search.auto import Devices, machine_for
 
     found = _hardware(run_dir, processes)
     machine = machine_at_hand(run, found) if found is not None else None
@@ -58,7 +58,7 @@ def machine_of(run_dir: Path, run: RunConfig, plan: Plan, processes: int) -> Clu
 
 def _hardware(run_dir: Path, processes: int) -> Hardware | None:
     """What the run's first process said of it when it started; None before."""
-    from argosy.plan.machines.machine import Hardware
+    from argosy.plan.hardware.local_machine import Hardware
 
     starts = [
         event

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from argosy.config.schema import RunConfig
 from argosy.parallel.data import BUCKET_BYTES
-from argosy.plan.cost.memory import (
+from argosy.plan.cost.exact_state import (
     DTYPE_BYTES,
     Parameter,
     Stage,

@@ -27,7 +27,7 @@ from argosy.parallel.gradients import clip, square_share
 from argosy.parallel.model import ParallelModel
 from argosy.parallel.offload import ActivationOffload
 from argosy.parallel.world import World
-from argosy.plan.cost.memory import place_of
+from argosy.plan.cost.exact_state import place_of
 from argosy.plan.plan import Plan
 from argosy.simulate.fake import Fake, fake_memory, fake_world, replaced
 from argosy.simulate.layers import layers_alike

@@ -16,10 +16,10 @@ from argosy.config.schema import RunConfig
 from argosy.data.loader import open_data
 from argosy.errors import RunFailed, UserError
 from argosy.observe.wire import Counts
-from argosy.plan.auto import Devices, choose_plan, processes_of
-from argosy.plan.cost.memory import place_of
-from argosy.plan.machines.clusters import Cluster
+from argosy.plan.cost.exact_state import place_of
+from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import Plan
+from argosy.plan.search.auto import Devices, choose_plan, processes_of
 from argosy.simulate.rank import simulate_rank
 from argosy.simulate.record import Category, Change, Phase, Sent, Trace, Where, Work
 from argosy.simulate.timeline import Timeline, draw

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from argosy.files import atomic_write
-from argosy.plan.calibration.constants import Constants
+from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.network import all_reduce_s, all_to_all_s, gather_s, group_of, send_s
 from argosy.plan.cost.rates import Rates
-from argosy.plan.machines.clusters import Cluster
+from argosy.plan.hardware.clusters import Cluster
 from argosy.simulate.record import Category, Change, Event, Sent, Trace, Wait, Where, Work
 
 COMPUTE = "compute"

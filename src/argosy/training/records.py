@@ -22,13 +22,13 @@ from argosy.observe.progress import Progress
 from argosy.parallel.expert import loads_by_layer
 from argosy.parallel.model import DTYPES
 from argosy.parallel.world import World, processes_here
-from argosy.plan.auto import UNKNOWN_GPU
-from argosy.plan.cost.flops import train_flops_per_token
 from argosy.plan.cost.goodput import mtbf_s
-from argosy.plan.machines.hardware import find_device
-from argosy.plan.machines.machine import Hardware, machine_at_hand
+from argosy.plan.cost.prediction import Prediction, predict
+from argosy.plan.flops import train_flops_per_token
+from argosy.plan.hardware.devices import find_device
+from argosy.plan.hardware.local_machine import Hardware, machine_at_hand
 from argosy.plan.plan import Plan
-from argosy.plan.predict import Prediction, predict
+from argosy.plan.search.auto import UNKNOWN_GPU
 from argosy.training.bad_steps import REMEDY, Doubt, Ruling, Verdict
 from argosy.training.recovery import Recovery
 from argosy.training.state import Decision

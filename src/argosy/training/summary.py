@@ -17,10 +17,10 @@ from argosy.observe.events import read_lines
 from argosy.observe.metrics import Metrics
 from argosy.observe.progress import Progress
 from argosy.observe.report import Report, totals, typical
-from argosy.plan.cost.flops import parameters
+from argosy.plan.calibration.reconcile import Reconciled, reconcile
+from argosy.plan.cost.prediction import Prediction
+from argosy.plan.flops import parameters
 from argosy.plan.plan import Plan
-from argosy.plan.predict import Prediction
-from argosy.plan.reconcile import Reconciled, reconcile
 from argosy.training.evaluation import HeldOut, Score, unigram_score
 
 SAMPLE_TOKENS = 200

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from argosy.plan.calibration.constants import Constants
 from argosy.plan.calibration.fit import fit
+from argosy.plan.cost.constants import Constants
 
 rng = np.random.default_rng(0)
 SIZES, MOVED = rng.uniform(1, 100, 200), rng.uniform(1, 100, 200)

@@ -14,11 +14,11 @@ from argosy.config.dump import save_run
 from argosy.config.load import load
 from argosy.errors import UserError
 from argosy.plan.calibration.learn import PRIOR_STD, cluster_file, in_words, learn
-from argosy.plan.machines.clusters import Cluster, Factor
-from argosy.plan.machines.machine import resized
+from argosy.plan.calibration.reconcile import PARTS, reconcile
+from argosy.plan.cost.prediction import predict
+from argosy.plan.hardware.clusters import Cluster, Factor
+from argosy.plan.hardware.local_machine import resized
 from argosy.plan.plan import Plan
-from argosy.plan.predict import predict
-from argosy.plan.reconcile import PARTS, reconcile
 
 CLUSTER = Cluster.parse("4xcpu").model_copy(update={"software": "torch 2.13"})
 TRUTH = {"compute": 2.0, "network": 3.0, "optimizer": 0.5, "rest": 4.0, "memory": 1.5}

@@ -8,7 +8,7 @@ import pytest
 from argosy.plan.cost.economy import power_per_device_w, price_per_device_h, whole_run
 from argosy.plan.cost.estimate import Estimate
 from argosy.plan.cost.goodput import Saving, goodput, saving_of
-from argosy.plan.machines.clusters import Cluster
+from argosy.plan.hardware.clusters import Cluster
 
 LLAMA = Cluster.parse("h100-16384")
 

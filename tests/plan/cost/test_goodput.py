@@ -16,7 +16,7 @@ from argosy.plan.cost.goodput import (
     saving_of,
     spare_nodes,
 )
-from argosy.plan.machines.clusters import Cluster
+from argosy.plan.hardware.clusters import Cluster
 
 HOUR = 3600.0
 LLAMA = Cluster.parse("h100-16384")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from argosy.errors import UserError
-from argosy.plan.answer.ask import ask
 from argosy.plan.cost.inference import Served, Serving, serve, words
+from argosy.plan.report.question import ask
 
 KIB = 1024
 

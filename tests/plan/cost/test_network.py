@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from argosy.plan.calibration.constants import Constants
+from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.network import all_reduce_s, all_to_all_s, gather_s, group_of, send_s
 from argosy.plan.cost.rates import Rates
-from argosy.plan.machines.hardware import find_device
+from argosy.plan.hardware.devices import find_device
 
 NODE = replace(Rates.of_device(find_device("h100")), link_bytes_per_s=400e9, nic_bytes_per_s=50e9, reduction_gain=1.0)
 FREE = Constants(link=1.0, nic=1.0, latency=1e-30, hop=1e-30)

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from argosy.plan.cost.rates import Rates
-from argosy.plan.machines.clusters import Cluster, Tier
-from argosy.plan.machines.hardware import find_device
+from argosy.plan.hardware.clusters import Cluster, Tier
+from argosy.plan.hardware.devices import find_device
 
 
 def test_alike_devices_are_the_device_and_its_network() -> None:

@@ -6,9 +6,9 @@ import pytest
 
 from argosy.config.load import load
 from argosy.errors import UserError
-from argosy.plan.choose.search import Problem
 from argosy.plan.cost.sites import exchange_bytes, exchange_s, exchanges, within_site
-from argosy.plan.machines.clusters import Cluster
+from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.search.search import Problem
 
 TWO = Cluster.parse("two-sites")
 RUN = load(None, {"model.preset": "llama3-8b", "train.global_batch": 128, "data.seq_len": 8192})

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from argosy.config.load import load
-from argosy.plan.calibration.constants import Constants
-from argosy.plan.cost.layouts import Layouts
+from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.rates import Rates, System
 from argosy.plan.cost.step_time import StepModel, StepTime
 from argosy.plan.cost.workload import Workload
-from argosy.plan.machines.hardware import find_device
+from argosy.plan.hardware.devices import find_device
+from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
 
 H100 = Rates.of_device(find_device("h100"))

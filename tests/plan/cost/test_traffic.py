@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from argosy.config.schema import ModelConfig, MoEConfig, RunConfig
-from argosy.plan.cost.flops import parameters
 from argosy.plan.cost.traffic import LOSS_BYTES, Traffic, axis_sizes, spanning_axis, traffic
+from argosy.plan.flops import parameters
 from argosy.plan.plan import Plan
 
 MODEL = ModelConfig(layers=4, width=64, heads=8, kv_heads=4, head_width=8, ffn_width=96, vocab_size=256)

@@ -7,8 +7,8 @@ import pytest
 
 from argosy.config.catalog import preset_names
 from argosy.config.load import load
-from argosy.plan.cost.flops import matmul_parameters, parameters, train_flops_per_token
 from argosy.plan.cost.workload import Workload, stack
+from argosy.plan.flops import matmul_parameters, parameters, train_flops_per_token
 
 
 @pytest.mark.parametrize("preset", preset_names("models"))

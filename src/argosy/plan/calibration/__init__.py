@@ -1,1 +1,1 @@
-"""The cost model's few free numbers, and how they are fitted to published, probed and finished runs."""
+"""What measurements teach the cost model: constants from published runs, factors from finished ones."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from argosy.plan.calibration.constants import Constants
+from argosy.plan.cost.constants import Constants
 
 Floats = NDArray[Any]
 

@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
-from argosy.plan.calibration.factors import OF_MEMORY, OF_TIME
-from argosy.plan.machines.clusters import Category, Cluster, Factor
-from argosy.plan.machines.hardware import device_names, find_device
-from argosy.plan.machines.machine import PROBED, device_named, resized
+from argosy.plan.calibration.reconcile import Reconciled, part_of
+from argosy.plan.cost.factors import OF_MEMORY, OF_TIME
+from argosy.plan.cost.prediction import Prediction, predict
+from argosy.plan.hardware.clusters import Category, Cluster, Factor
+from argosy.plan.hardware.devices import device_names, find_device
+from argosy.plan.hardware.local_machine import PROBED, device_named, resized
 from argosy.plan.plan import Plan
-from argosy.plan.predict import Prediction, predict
-from argosy.plan.reconcile import Reconciled, part_of
 
 Floats = NDArray[np.float64]
 

@@ -1,1 +1,1 @@
-"""What a plan costs: memory, traffic, time, failures, money and energy, in closed form."""
+"""What a plan costs, in closed form: memory, traffic, time, failures, money and energy; predictions made of these."""

@@ -24,7 +24,7 @@ import numpy as np
 
 from argosy.plan.cost.estimate import Estimate, propagate
 from argosy.plan.cost.workload import Numbers
-from argosy.plan.machines.clusters import Cluster
+from argosy.plan.hardware.clusters import Cluster
 
 MTBF_SPREAD = 1.67
 """Kokolis et al. 2024: 29.5 and 82.1 thousand GPU-hours in two clusters of A100 in one company."""

@@ -19,16 +19,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from argosy.errors import UserError
-from argosy.plan.answer.answer import Question, describe
-from argosy.plan.answer.explain import interval
-from argosy.plan.answer.words import count, gib, seconds, within
-from argosy.plan.choose.search import Problem
-from argosy.plan.choose.space import Pins
 from argosy.plan.cost.estimate import Estimate
+from argosy.plan.cost.formatting import count, gib, seconds, within
 from argosy.plan.cost.network import group_of, send_s
 from argosy.plan.cost.rates import in_precision
 from argosy.plan.cost.workload import Workload
+from argosy.plan.report.explain import interval
+from argosy.plan.report.report import Question, describe
 from argosy.plan.rules import divisors
+from argosy.plan.search.search import Problem
+from argosy.plan.search.space import Pins
 
 Floats = NDArray[np.float64]
 

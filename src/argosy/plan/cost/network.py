@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from argosy.plan.calibration.constants import Constants
+from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.rates import Rates
 from argosy.plan.cost.workload import Numbers
 

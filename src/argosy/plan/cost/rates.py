@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from argosy.plan.cost.workload import Numbers
-from argosy.plan.machines.clusters import Cluster
-from argosy.plan.machines.hardware import Device, Format
+from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.hardware.devices import Device, Format
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from argosy.errors import UserError
-from argosy.plan.choose.search import Problem
-from argosy.plan.machines.clusters import Cluster
+from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.search.search import Problem
 
 INNER_STEPS = (1, 10, 100, 500)
 """H that are compared; 1 is synchronous."""

@@ -2,7 +2,7 @@
 
 The step of a pipeline rank with M microbatches is M times its stages' forward and backward, plus the bubble, plus what
 comes once a step. Shapes are those of one microbatch on one rank: T = microbatch x seq_len / cp tokens, matrices cut by
-tp. Every time is that of the slowest rank. What formulas do not say stands in `plan.calibration.constants`.
+tp. Every time is that of the slowest rank. What formulas do not say stands in `plan.cost.constants`.
 
 Matmul of m x k by k x n: 2mkn FLOPs at the rate of large matmuls, slowed by (1 + c/m)(1 + c/k)(1 + c/n): tiles at the
 edges, and operands that are read too seldom; c grows with the device's FLOPs for each byte of memory bandwidth.
@@ -18,12 +18,12 @@ from functools import cached_property
 
 import numpy as np
 
-from argosy.plan.calibration.constants import Constants
-from argosy.plan.cost.footprint import MemoryModel
-from argosy.plan.cost.layouts import SCHEDULE_NAMES, Layouts
+from argosy.plan.cost.constants import Constants
+from argosy.plan.cost.memory_model import MemoryModel
 from argosy.plan.cost.network import all_reduce_s, all_to_all_s, gather_s, group_of, send_s
 from argosy.plan.cost.rates import Rates, System, in_precision
 from argosy.plan.cost.workload import Numbers, Workload
+from argosy.plan.layouts import SCHEDULE_NAMES, Layouts
 from argosy.plan.rules import SPLITTING
 
 BACKWARD_ATTENTION = 2.5

@@ -43,7 +43,16 @@ from dataclasses import dataclass
 
 from argosy.config.schema import ModelConfig, RunConfig
 from argosy.optim.groups import settings_of
-from argosy.plan.cost.memory import DTYPE_BYTES, Cut, Parameter, Stage, cut_of, parameter_table, place_of, stages_on
+from argosy.plan.cost.exact_state import (
+    DTYPE_BYTES,
+    Cut,
+    Parameter,
+    Stage,
+    cut_of,
+    parameter_table,
+    place_of,
+    stages_on,
+)
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan
 

@@ -151,7 +151,7 @@ class Workload:
 
     @property
     def matmul_parameters(self) -> Numbers:
-        """Those that one token is multiplied with: `plan.cost.flops.matmul_parameters`, from the sizes."""
+        """Those that one token is multiplied with: `plan.flops.matmul_parameters`, from the sizes."""
         active = self.ffn_matrices * self.width * self.expert_ffn_width * self.experts_per_token
         return (
             self.layers * self.attention_parameters
@@ -162,6 +162,6 @@ class Workload:
 
     @property
     def train_flops_per_token(self) -> Numbers:
-        """Model FLOPs of forward and backward: `plan.cost.flops.train_flops_per_token`, from the sizes."""
+        """Model FLOPs of forward and backward: `plan.flops.train_flops_per_token`, from the sizes."""
         attention = 6 * self.layers * self.span * self.heads * (self.key_width + self.value_width)
         return 6 * self.matmul_parameters + attention

@@ -1,1 +1,0 @@
-"""The planner's answer: from what a user typed to tables, reasons and a page."""

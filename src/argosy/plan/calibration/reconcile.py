@@ -1,0 +1,127 @@
+"""Predicted beside measured: how wrong the prediction of a run was, part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ConfigDict
+
+from argosy.plan.cost.factors import OF_TIME
+from argosy.plan.cost.formatting import seconds
+from argosy.plan.cost.prediction import Prediction
+from argosy.plan.cost.workload import Numbers
+from argosy.plan.plan import Plan
+
+PASSES, COMMUNICATION, OPTIMIZER, REST = "forward_backward", "communication", "optimizer", "rest"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a step that both sides can tell."""
+
+    predicted: tuple[str, ...]
+    """Categories of `plan.cost.step_time.StepTime`."""
+    measured: tuple[str, ...]
+    """Categories of the step's clock."""
+
+
+PARTS = {
+    # What a layer waits for (other ranks' tokens, hidden states, parameters), it waits for inside its passes.
+    PASSES: Part(
+        (*OF_TIME["compute"], "tensor", "context", "experts", "pipeline"),
+        ("forward", "backward", "pipeline"),
+    ),
+    # Gradients whose sums backward did not hide, and updated values on their way back.
+    COMMUNICATION: Part(("gradients",), ("communication",)),
+    # The update and the gradients' norm.
+    OPTIMIZER: Part(("optimizer",), ("optimizer",)),
+    # Reading the batch, and what lies between the parts. Compiling, checks, evaluation and checkpoints are in none.
+    REST: Part(("other",), ("data", "other")),
+}
+"""Part of a step -> what it is made of on both sides."""
+
+
+class Compared(BaseModel):
+    """One figure, predicted and measured."""
+
+    model_config = ConfigDict(frozen=True)
+
+    predicted: float
+    measured: float
+    low: float | None = None
+    """Ends of the 90 % interval of what is predicted; None for a part of a total."""
+    high: float | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over predicted."""
+        return self.measured / self.predicted if self.predicted else None
+
+
+class Reconciled(BaseModel):
+    """A run's steps beside what they were predicted to take."""
+
+    model_config = ConfigDict(frozen=True)
+
+    cluster: str
+    """What the prediction was made for."""
+    seconds: dict[str, Compared]
+    """Of a step, by part; they add up to step_s."""
+    step_s: Compared
+    memory_bytes: Compared
+    """Peak of a process beyond what it held before it made the model; predicted for the rank that needs most."""
+
+    def in_words(self) -> str:
+        """A small table, with the interval behind each total."""
+        rows = [_row(name.replace("_", " + "), each, seconds) for name, each in self.seconds.items()]
+        rows += [_row("step", self.step_s, seconds), _row("memory", self.memory_bytes, _megabytes)]
+        head = f"  {'':18}{'predicted':>12}{'measured':>12}{'ratio':>8}   nine times of ten"
+        return "\n".join([f"predicted for {self.cluster}:", head, *rows])
+
+
+def _row(name: str, each: Compared, write: Callable[[Numbers], str]) -> str:
+    ratio = "" if each.ratio is None else f"{each.ratio:.2f}"
+    interval = "" if each.low is None or each.high is None else f"   {write(each.low)} to {write(each.high)}"
+    return f"  {name:18}{write(each.predicted):>12}{write(each.measured):>12}{ratio:>8}{interval}"
+
+
+def _megabytes(value: Numbers) -> str:
+    return f"{float(value) / 1e6:,.0f} MB"
+
+
+def part_of(category: str, plan: Plan) -> str:
+    """The part of a step in whose measured time a predicted category is."""
+    if category == "gradients" and plan.shards_parameters:
+        return PASSES  # FSDP2 gathers parameters and sums gradients layer by layer, in forward and backward
+    return next(name for name, part in PARTS.items() if category in part.predicted)
+
+
+def reconcile(
+    prediction: Prediction, plan: Plan, clock: Mapping[str, float], memory_bytes: float, with_reserve: bool
+) -> Reconciled:
+    """Compare a prediction for `plan` with a typical step, seconds by the clock's categories, and the peak memory.
+
+    with_reserve: the memory that was measured counts what the allocator holds without use.
+    """
+    predicted = dict.fromkeys(PARTS, 0.0)
+    for category, value in prediction.seconds.items():
+        predicted[part_of(category, plan)] += value
+    measured = {name: sum(clock.get(c, 0.0) for c in part.measured) for name, part in PARTS.items()}
+    parts = {name: Compared(predicted=predicted[name], measured=measured[name]) for name in PARTS}
+    step, memory = prediction.step_s, prediction.memory_bytes
+    reserve = 0.0 if with_reserve else prediction.memory.get("reserve", 0.0)
+    share = 1 - reserve / float(memory.mid)
+    return Reconciled(
+        cluster=prediction.cluster,
+        seconds=parts,
+        step_s=Compared(
+            predicted=float(step.mid), measured=sum(measured.values()), low=float(step.low), high=float(step.high)
+        ),
+        memory_bytes=Compared(
+            predicted=float(memory.mid) * share,
+            measured=memory_bytes,
+            low=float(memory.low) * share,
+            high=float(memory.high) * share,
+        ),
+    )

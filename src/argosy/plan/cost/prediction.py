@@ -1,0 +1,112 @@
+"""What one plan of one run will take on one cluster: the claim that a run is held against when it ends."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from argosy.config.schema import RunConfig
+from argosy.plan.cost.estimate import Estimate
+from argosy.plan.cost.exact_state import state_bytes
+from argosy.plan.cost.factors import OF_MEMORY, OF_TIME, spread
+from argosy.plan.cost.formatting import seconds
+from argosy.plan.cost.traffic import traffic
+from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.layouts import Layouts
+from argosy.plan.plan import Plan
+from argosy.plan.report.explain import interval, memory_of, waterfall
+from argosy.plan.search.search import Problem, predict_memory, predict_time
+
+TABLE = "prediction"
+"""Of plan.toml."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One step of one plan; intervals hold nine times of ten."""
+
+    cluster: str
+    """What it is made for, in words."""
+    step_s: Estimate
+    seconds: dict[str, float]
+    """By category (`plan.cost.step_time.StepTime`); they add up to the middle of `step_s`."""
+    memory_bytes: Estimate
+    """Of the rank that needs most, at its peak."""
+    memory: dict[str, float]
+    """By category (`plan.cost.memory_model.Footprint`), the state exact; the sum is the middle of `memory_bytes`."""
+    traffic: dict[str, int]
+    """Axis of the mesh -> bytes that the first rank sends in a step."""
+
+    def in_words(self) -> str:
+        """Both totals, e.g. 410 ms a step, 310 MB a rank."""
+        return f"{seconds(self.step_s.mid)} a step, {float(self.memory_bytes.mid) / 1e6:,.0f} MB a rank"
+
+    def toml(self) -> str:
+        """The tables of plan.toml that `load` reads."""
+        lines = [f"[{TABLE}]", f"cluster = {json.dumps(self.cluster)}"]
+        for name in ("step_s", "memory_bytes"):
+            estimate = getattr(self, name)
+            lines.append(f"{name} = {[_short(end) for end in (estimate.low, estimate.mid, estimate.high)]}  # 90 %")
+        for name in ("seconds", "memory", "traffic"):
+            lines += ["", f"[{TABLE}.{name}]"]
+            lines += [f"{key} = {_short(value)}" for key, value in getattr(self, name).items() if value]
+        return "\n".join(lines) + "\n"
+
+    @classmethod
+    def load(cls, path: Path) -> Self | None:
+        """That of a plan.toml; None if it has none."""
+        table = tomllib.loads(path.read_text()).get(TABLE) if path.exists() else None
+        return None if table is None else cls(**{f.name: _value(f.name, table) for f in fields(cls)})
+
+
+def predict(plan: Plan, run: RunConfig, cluster: Cluster) -> Prediction:
+    """What a step of `run` takes on `cluster` as `plan` lays it out, calibrated by the cluster's factors."""
+    problem, row = Problem.of(run, cluster), Layouts.of([plan])
+    by_category = waterfall(predict_time(problem, row), 0)
+    memory = memory_of(predict_memory(problem, row), 0)
+    memory |= _state(plan, problem, cluster, last=plan.pp > 1 and memory["logits"] > 0)
+    step_s, memory_bytes = sum(by_category.values()), sum(memory.values())
+    return Prediction(
+        cluster=cluster.name or str(cluster.devices),
+        step_s=interval(step_s, spread(by_category, OF_TIME, problem.factors, problem.time_std)),
+        seconds=by_category,
+        memory_bytes=interval(memory_bytes, spread(memory, OF_MEMORY, problem.factors, problem.memory_std)),
+        memory=memory,
+        traffic=_by_axis(plan, run),
+    )
+
+
+def _state(plan: Plan, problem: Problem, cluster: Cluster, last: bool) -> dict[str, float]:
+    """Exact bytes of the state on the first rank of the first pipeline stage, or of the last.
+
+    Where gradients are checked there are two at a time: this rank's own, and another's that it computes again.
+    """
+    rank = (plan.pp - 1) * (plan.world_size // plan.pp) if last else 0
+    state = state_bytes(plan, problem.run, rank)
+    elsewhere = plan.is_("offload", "optimizer", "all") and cluster.device.kind != "cpu"
+    return {
+        "weights": float(state.parameters),
+        "gradients": float((1 + problem.system.checks_gradients) * state.gradients),
+        "optimizer": 0.0 if elsewhere else float(state.optimizer),
+    }
+
+
+def _by_axis(plan: Plan, run: RunConfig) -> dict[str, int]:
+    sums: Counter[str] = Counter()
+    for (axis, _), sent in traffic(plan, run).items():
+        sums[axis] += sent
+    return dict(sums)
+
+
+def _short(value: Any) -> float | int:
+    """Six figures: a prediction knows no more."""
+    return value if isinstance(value, int) else float(f"{float(value):.6g}")
+
+
+def _value(name: str, table: Mapping[str, Any]) -> Any:
+    return Estimate(*table[name]) if name in ("step_s", "memory_bytes") else table.get(name, {})

@@ -1,0 +1,345 @@
+"""A cluster: groups of nodes, the network from a node outwards, sites joined by slow links, and what running it costs.
+
+It is said as NxDEVICE, as the name of a preset, or as a file:
+
+    name = "two-generations"
+    software = "torch 2.13, nccl 2.27"
+
+    [[groups]]
+    device = "h100"               # of the catalogue, or the path of a device's file, or a table of its own
+    nodes = 32
+
+    [[groups]]
+    device = "a100"
+    nodes = 16
+    nic_bytes_per_s = 12.5e9      # of one device; what is left out is as the catalogue has it
+
+    [[network]]                   # outside of the node, inner tiers first; left out: one tier as fast as the NICs
+    name = "leaf"
+    devices = 256
+    bandwidth_bytes_per_s = 50e9  # of one device
+    latency_s = 8e-6
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    PlainSerializer,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
+
+from argosy.config.catalog import near_names, preset_names, preset_path
+from argosy.config.dump import dump
+from argosy.config.layers import Source, table_layer
+from argosy.config.lines import read_toml
+from argosy.config.load import build
+from argosy.config.schema import Section
+from argosy.errors import UserError
+from argosy.files import atomic_write
+from argosy.plan.hardware.devices import Device, device_names, find_device, is_path
+from argosy.plan.hardware.measurements import Measurements
+
+STORAGE_BYTES_PER_S_PER_DEVICE = 2e12 / 16_384
+"""Llama 3: a file system of 2 TB/s sustained for 16,384 GPUs (Dubey et al. 2024, section 3.3.1)."""
+
+Category = Literal["compute", "network", "optimizer", "rest", "memory"]
+"""What is calibrated apart: parts of a step's time, and memory beyond weights, gradients and optimizer state."""
+
+
+class Tier(Section):
+    """One level of the network: what joins the units of the level below."""
+
+    name: str
+    """node, leaf, spine, site, ..."""
+    devices: PositiveInt
+    """Devices that one unit of it holds."""
+    bandwidth_bytes_per_s: PositiveFloat
+    """Of one device into this level when all send at once, one direction, before oversubscription."""
+    latency_s: PositiveFloat
+    """Of a message between two devices whose paths meet at this level."""
+    oversubscription: Annotated[float, Field(ge=1)] = 1.0
+    """Bandwidth below this level over bandwidth through it."""
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What one device has when all send at once."""
+        return self.bandwidth_bytes_per_s / self.oversubscription
+
+
+class Factor(Section):
+    """Measured over predicted time (or bytes) of one category, as finished runs found it."""
+
+    value: PositiveFloat
+    """The prediction is multiplied by this."""
+    std: NonNegativeFloat
+    """Its standard error."""
+
+
+class SiteLink(Section):
+    """A slow link between two sites."""
+
+    sites: Annotated[tuple[str, str], BeforeValidator(lambda ends: tuple(ends) if isinstance(ends, list) else ends)]
+    """The two that it joins."""
+    bandwidth_bytes_per_s: PositiveFloat
+    """In all, one direction; the devices of a site share it."""
+    latency_s: PositiveFloat
+    """One way."""
+
+
+def _as_device(value: object) -> object:
+    """A name becomes the device; a table is read as a device's file is."""
+    try:
+        if isinstance(value, str):
+            return find_device(value)
+        return Device.of_table(value, Source("")) if isinstance(value, dict) else value
+    except UserError as error:
+        raise ValueError(str(error).rstrip(".")) from None
+
+
+def _as_written(device: Device) -> object:
+    """The name under which the catalogue has this very device, else all of it."""
+    name = device.name.lower()
+    known = name in device_names() and find_device(name) == device
+    return device.name if known else device.model_dump(mode="json", exclude_none=True)
+
+
+class NodeGroup(Section):
+    """Nodes that are alike. A node is what the fast link joins: a machine, or an NVLink domain of several."""
+
+    device: Annotated[Device, BeforeValidator(_as_device), PlainSerializer(_as_written)]
+    """A name of the catalogue, the path of a device's file, or a table of its keys."""
+    nodes: PositiveInt
+    """How many."""
+    devices_per_node: PositiveInt = Field(default_factory=lambda given: given["device"].devices_per_node)
+    """Devices of one node; left out: as the catalogue has it."""
+    link_bytes_per_s: PositiveFloat = Field(default_factory=lambda given: given["device"].link_bytes_per_s)
+    """Of one device to the others of its node, one direction."""
+    nic_bytes_per_s: PositiveFloat = Field(default_factory=lambda given: given["device"].nic_bytes_per_s)
+    """Share of one device in its node's network, one direction."""
+    site: str = "here"
+    """Where they stand."""
+
+    @property
+    def devices(self) -> int:
+        """Devices of all its nodes."""
+        return self.nodes * self.devices_per_node
+
+
+class Cluster(Section):
+    """What a job can run on."""
+
+    name: str = ""
+    """For people."""
+    groups: tuple[NodeGroup, ...]
+    """Kinds of nodes; ranks are laid over them in this order."""
+    network: tuple[Tier, ...] = ()
+    """Tiers outside of the node, inner first; none: one tier, as fast as the NICs."""
+    links: tuple[SiteLink, ...] = ()
+    """What joins the sites."""
+    storage_bytes_per_s: PositiveFloat = Field(
+        default_factory=lambda given: STORAGE_BYTES_PER_S_PER_DEVICE * sum(g.devices for g in given["groups"])
+    )
+    """Checkpoints are written at this rate, all nodes together; left out: 122 MB/s for each device."""
+    pue: Annotated[float, Field(ge=1)] = 1.2
+    """Power of the building over power of the computers (Uptime Institute 2024: 1.56 on average; hyperscalers 1.1)."""
+    grid_kg_per_kwh: NonNegativeFloat = 0.445
+    """CO2 of the electricity; the world's average in 2024 (IEA, Electricity 2025)."""
+    price_per_device_h: PositiveFloat | None = None
+    """What one device costs you; none: the catalogue's range, in USD."""
+    currency: str = "USD"
+    """Of price_per_device_h."""
+    software: str = ""
+    """Versions that the factors hold for."""
+    factors: dict[Category, Factor] = Field(default_factory=dict)
+    """Calibration, by category; `argosy plan --learn` writes them."""
+    measured: Measurements | None = None
+    """What `argosy probe` found beyond the devices' figures; none: there was no probe."""
+
+    @field_validator("groups")
+    @classmethod
+    def _has_nodes(cls, groups: tuple[NodeGroup, ...]) -> tuple[NodeGroup, ...]:
+        if not groups:
+            raise ValueError("a cluster needs at least one, with device and nodes")
+        return groups
+
+    @model_validator(mode="after")
+    def _holds_together(self) -> Self:
+        joined = {site for link in self.links for site in link.sites}
+        if strangers := joined - self.sites.keys():
+            raise ValueError(f"links names the site {min(strangers)!r}, and groups has {', '.join(self.sites)}")
+        if alone := [site for site in self.sites if len(self.sites) > 1 and site not in joined]:
+            raise ValueError(
+                f"links joins nothing to the site {alone[0]!r}; add [[links]] with sites = [...] and its speed"
+            )
+        sizes = [self.devices_per_node, *(tier.devices for tier in self.network)]
+        if sizes != sorted(set(sizes)):
+            raise ValueError(f"network must hold more devices from tier to tier, and has {sizes}, the node's first")
+        if self.network and sizes[-1] < self.site_devices:
+            raise ValueError(
+                f"network ends in a tier of {sizes[-1]} devices, and a site has {self.site_devices}; "
+                "add a tier that holds them all"
+            )
+        if self.currency != "USD" and self.price_per_device_h is None:
+            raise ValueError(
+                f"currency is {self.currency}, and the catalogue's prices are in USD; add price_per_device_h"
+            )
+        return self
+
+    @cached_property
+    def slowest(self) -> NodeGroup:
+        """The group whose device has the lowest rate of matmuls; the first of equals."""
+        return min(self.groups, key=lambda group: group.device.best_flops_per_s)
+
+    @property
+    def device(self) -> Device:
+        """The slowest device: a job whose work is dealt out evenly waits for it."""
+        return self.slowest.device
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all nodes are alike, wherever they stand."""
+        first = self.groups[0]
+        return all(
+            group.model_copy(update={"nodes": first.nodes, "site": first.site}) == first for group in self.groups
+        )
+
+    @property
+    def devices(self) -> int:
+        """Devices in all."""
+        return sum(group.devices for group in self.groups)
+
+    @property
+    def nodes(self) -> int:
+        """Nodes in all."""
+        return sum(group.nodes for group in self.groups)
+
+    @property
+    def devices_per_node(self) -> int:
+        """Devices of a node, of the smallest one where they differ."""
+        return min(group.devices_per_node for group in self.groups)
+
+    @property
+    def sites(self) -> dict[str, int]:
+        """Site -> devices there, in the order of the groups."""
+        return {
+            site: sum(group.devices for group in self.groups if group.site == site)
+            for site in dict.fromkeys(group.site for group in self.groups)
+        }
+
+    @property
+    def site_devices(self) -> int:
+        """Devices of the largest site."""
+        return max(self.sites.values())
+
+    @cached_property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The whole network, inner to outer: the node, `network`, and the links between sites.
+
+        Where groups differ, a tier is as fast as it is for the slowest. The tier "site" gives each device its share
+        of the thinnest link, when all devices of the largest site send at once.
+        """
+        node = Tier(
+            name="node",
+            devices=self.devices_per_node,
+            bandwidth_bytes_per_s=min(group.link_bytes_per_s for group in self.groups),
+            latency_s=max(group.device.link_latency_s for group in self.groups),
+        )
+        network = self.network or ((self._flat,) if self.site_devices > self.devices_per_node else ())
+        if not self.links:
+            return (node, *network)
+        site = Tier(
+            name="site",
+            devices=self.devices,
+            bandwidth_bytes_per_s=min(link.bandwidth_bytes_per_s for link in self.links) / self.site_devices,
+            latency_s=max(link.latency_s for link in self.links),
+        )
+        return (node, *network, site)
+
+    @property
+    def _flat(self) -> Tier:
+        return Tier(
+            name="network",
+            devices=self.site_devices,
+            bandwidth_bytes_per_s=min(group.nic_bytes_per_s for group in self.groups),
+            latency_s=max(group.device.nic_latency_s for group in self.groups),
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The cluster that a user names: "256xh100", "32x8xh100" (nodes x devices x device), several joined by "+",
+        the path of a file, or a preset.
+
+        Raises: UserError that says what would do.
+        """
+        if text in preset_names("clusters"):
+            return cls.load(preset_path("clusters", text))
+        groups = [re.fullmatch(r"\s*(\d+)x(?:(\d+)x)?(.+?)\s*", part, re.IGNORECASE) for part in text.split("+")]
+        if all(groups):
+            return cls(name=text, groups=tuple(_group(*group.groups(), text=text) for group in groups if group))
+        if is_path(text):
+            return cls.load(Path(text).expanduser())
+        raise UserError(
+            f"cluster {text!r} is neither NxDEVICE, such as 8xh100, nor a .toml file, nor a preset; "
+            f"{near_names(text, preset_names('clusters'))}"
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """The cluster of a file. Raises: UserError that names every wrong key, with its line."""
+        table, lines = read_toml(path)
+        if not isinstance(groups := table.get("groups"), list):
+            raise UserError(f'{path}: no [[groups]], which say what it is made of; e.g. device = "h100", nodes = 4.')
+        for group in groups:
+            _settle_device(group, path.absolute().parent)
+        return build(cls, table_layer(table, cls, Source(str(path), lines)))
+
+    def save(self, path: Path) -> None:
+        """Write the cluster's file, whole or not at all; a device that the catalogue has not is written out."""
+        with atomic_write(path) as file:
+            file.write(dump(self).encode())
+
+
+def _settle_device(group: Any, folder: Path) -> None:
+    """The path of a device's file starts at the cluster's."""
+    if isinstance(group, dict) and isinstance(device := group.get("device"), str) and is_path(device):
+        group["device"] = str(folder / Path(device).expanduser())
+
+
+def _group(count: str, per_node: str | None, device_name: str, *, text: str) -> NodeGroup:
+    """The nodes of NxDEVICE, or of NODESxNxDEVICE. Raises: UserError."""
+    device, number = find_device(device_name), int(count)
+    if number == 0 or per_node == "0":
+        raise UserError(f"cluster {text!r}: there must be at least one device. Try 8x{device_name}.")
+    if per_node:
+        return NodeGroup(device=device, nodes=number, devices_per_node=int(per_node))
+    size = _node_size(number, device)
+    if size is None:
+        full = device.devices_per_node
+        below, above = number // full * full, -(-number // full) * full
+        raise UserError(
+            f"cluster {text!r}: a node of {device.name} has {full} devices, and {number} is no multiple. "
+            f"Try {below}x{device_name} or {above}x{device_name}, or say the nodes: NODESxDEVICESx{device_name}."
+        )
+    return NodeGroup(device=device, nodes=number // size, devices_per_node=size)
+
+
+def _node_size(number: int, device: Device) -> int | None:
+    """Devices of each node when there are `number`: full nodes, or as much of each as whole hosts allow.
+
+    Jobs on NVL72 racks commonly take 64 of the 72 devices, so that sizes are powers of two.
+    """
+    if number <= device.devices_per_node:
+        return number
+    sizes = range(device.devices_per_node, device.devices_per_host - 1, -device.devices_per_host)
+    return next((size for size in sizes if number % size == 0), None)

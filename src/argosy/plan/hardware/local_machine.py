@@ -1,0 +1,163 @@
+"""The machine at hand as a cluster: as a probe described it, else as the catalogue has its devices, roughly."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from argosy.config.schema import RunConfig
+from argosy.errors import UserError
+from argosy.plan.hardware.clusters import Cluster, NodeGroup
+from argosy.plan.hardware.devices import Efficiencies, Rates, device_names, find_device
+from argosy.plan.hardware.measurements import Measurements
+
+NOT_OF_THE_NAME = re.compile(r"nvidia|amd|instinct|tesla|hbm\d?e?")
+"""Words in what drivers call a device, which the catalogue leaves out."""
+PROBED = Path("cluster.toml")
+"""Where `argosy probe` leaves the description of a machine."""
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a run finds when it starts."""
+
+    device: str
+    """cpu, or the GPU as its driver calls it."""
+    processes: int
+    per_node: int
+    """Processes of one host."""
+    peak_flops_per_s: Mapping[str, float]
+    """Number format -> the matmul rate of one process while all measure it."""
+
+
+def cluster_of(run: RunConfig) -> Cluster | None:
+    """What describes the machine: launch.cluster, else cluster.toml if it was probed on this host.
+
+    Raises: UserError if launch.cluster is no cluster.
+    """
+    if run.launch.cluster:
+        try:
+            return Cluster.parse(run.launch.cluster)
+        except UserError as error:
+            raise UserError(f"launch.cluster: {error}") from None
+    if not PROBED.is_file():
+        return None
+    try:
+        probed = Cluster.load(PROBED)
+    except UserError:  # a file of that name which is something else
+        return None
+    return probed if probed.measured and probed.measured.host == socket.gethostname() else None
+
+
+def machine_at_hand(run: RunConfig, hardware: Hardware) -> Cluster | None:
+    """What a prediction of `run` on this hardware is made for.
+
+    None if nobody described the machine and the catalogue does not know its devices.
+    Raises: UserError if launch.cluster is no cluster.
+    """
+    cluster = cluster_of(run) or _rough(hardware)
+    return cluster and resized(cluster, hardware.processes)
+
+
+def host_memory_bytes() -> float:
+    """What the machine has, or the container may have."""
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.exists() else "max"
+    return float(whole if limit == "max" else min(whole, int(limit)))
+
+
+def device_named(driver_s: str) -> str:
+    """What the catalogue would call a device, as its driver names it: NVIDIA H100 80GB HBM3 -> h100-80gb.
+
+    Nothing else is left out: an H100 NVL is not an H100 SXM, and it is better to ask.
+    """
+    words = driver_s.lower().replace("-", " ").split()
+    return "-".join(word for word in words if not NOT_OF_THE_NAME.fullmatch(word))
+
+
+def _rough(hardware: Hardware) -> Cluster | None:
+    if hardware.device == "cpu":
+        device, rates = find_device("cpu"), Rates(**hardware.peak_flops_per_s)
+        efficiency = Efficiencies(**dict.fromkeys(hardware.peak_flops_per_s, 1.0))
+        device = device.model_copy(update={"peak_flops_per_s": rates, "matmul_efficiency": efficiency})
+        name = "this CPU (argosy probe measures more of it)"
+    else:
+        driver_s = device_named(hardware.device)
+        if driver_s not in device_names():
+            return None
+        device = find_device(driver_s)
+        name = f"{hardware.processes} x {device.name}, by the catalogue"
+    nodes = -(-hardware.processes // hardware.per_node)
+    return Cluster(name=name, groups=(NodeGroup(device=device, nodes=nodes, devices_per_node=hardware.per_node),))
+
+
+def resized(cluster: Cluster, processes: int) -> Cluster:
+    """The cluster with so many processes on each of its CPU nodes: they share the cores, and so all that these do.
+
+    A process has its share of arithmetic and of memory; what one does alone (starting operations, messages) becomes
+    slower with more processes than there were, and not faster with fewer. Accelerators stay as they are.
+    """
+    if cluster.device.kind != "cpu" or len(cluster.groups) > 1:
+        return cluster
+    (group,) = cluster.groups
+    here = max(1, processes // group.nodes)
+    share = group.devices_per_node / here
+    alone = min(1.0, share)
+    device = group.device
+    smaller = device.model_copy(
+        update={
+            "peak_flops_per_s": _scaled(device.peak_flops_per_s, share),
+            "memory_bytes": device.memory_bytes * share,
+            "memory_bytes_per_s": device.memory_bytes_per_s * share,
+            "link_bytes_per_s": device.link_bytes_per_s * alone,
+            "ring_busbw_bytes_per_s": device.ring_busbw_bytes_per_s and device.ring_busbw_bytes_per_s * alone,
+            "link_latency_s": device.link_latency_s / alone,
+            "nic_bytes_per_s": device.nic_bytes_per_s * share,
+            "devices_per_node": here,
+            "devices_per_host": here,
+        }
+    )
+    changed = {
+        "groups": (NodeGroup(device=smaller, nodes=group.nodes, devices_per_node=here, site=group.site),),
+        "network": tuple(
+            tier.model_copy(update={"devices": max(1, round(tier.devices / share))}) for tier in cluster.network
+        ),
+        "measured": cluster.measured and _resized(cluster.measured, share, alone),
+    }
+    # Not a copy, which would remember what it has found out of the old devices.
+    return Cluster(**({name: getattr(cluster, name) for name in Cluster.model_fields} | changed))
+
+
+def _scaled(rates: Rates, share: float) -> Rates:
+    return Rates(**{name: rate * share for name, rate in rates.model_dump(exclude_none=True).items()})
+
+
+def _resized(found: Measurements, share: float, alone: float) -> Measurements:
+    scale = {
+        "matmuls": tuple(row.model_copy(update={"flops_per_s": row.flops_per_s * share}) for row in found.matmuls),
+        "attention": tuple(
+            row.model_copy(
+                update={
+                    "forward_flops_per_s": row.forward_flops_per_s * share,
+                    "backward_flops_per_s": row.backward_flops_per_s * share,
+                }
+            )
+            for row in found.attention
+        ),
+        "collectives": tuple(
+            row.model_copy(
+                update={
+                    "latency_s": row.latency_s / alone,
+                    "bytes_per_s": row.bytes_per_s and row.bytes_per_s * alone,
+                }
+            )
+            for row in found.collectives
+        ),
+        "layer_host_s": found.layer_host_s and found.layer_host_s / alone,
+    }
+    return found.model_copy(update=scale)

@@ -1,0 +1,287 @@
+"""`argosy plan`: from a run and a cluster to the plans that are best for it, and why. All figures are plain numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from argosy.config.schema import RunConfig
+from argosy.errors import UserError
+from argosy.plan.cost.goodput import Goodput, spare_nodes
+from argosy.plan.cost.heterogeneous import Uneven, uneven_splits
+from argosy.plan.cost.sites import Exchange, exchanges, site_count, within_site
+from argosy.plan.flops import active_parameters, parameters
+from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.layouts import Layouts
+from argosy.plan.plan import Plan
+from argosy.plan.report.explain import (
+    Misfit,
+    Sensitivity,
+    binding,
+    memory_of,
+    misfit,
+    nearest,
+    sensitivities,
+    waterfall,
+)
+from argosy.plan.search.choices import Choice, Economy, Objective, first_of
+from argosy.plan.search.search import Found, Problem, predict_memory, predict_time, search
+from argosy.plan.search.space import Pins
+
+TOKENS_PER_PARAMETER = 20
+"""Training tokens where nothing is said (Hoffmann et al. 2022)."""
+FEWEST_HALVINGS = 10
+"""Cost and energy may be least on fewer devices than there are: on a half of them, a quarter, ..."""
+REPAIR_H = 24.0
+"""Until a node that failed is back; assumed."""
+MOST_DOUBLINGS = 12
+"""Of the cluster, in search of one that is large enough."""
+OUTLOOK = "The trainer deals work out evenly so far: this is what it would bring."
+OUTLOOK_SITES = "The trainer sums gradients in every step (H = 1) so far; with larger H this is what it would bring."
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the user asks."""
+
+    run: RunConfig
+    cluster: Cluster
+    tokens: float | None = None
+    """To train on; None: 20 for each active parameter."""
+    objective: Objective = "time"
+    pins: Pins | None = None
+    top: int = 10
+    given: Plan | None = None
+    """A plan to be explained in place of the best."""
+    assumed: tuple[str, ...] = ()
+    """What was filled in for the user, in words."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why one plan takes what it takes."""
+
+    choice: Choice
+    misfit: Misfit | None
+    """By how much it does not fit."""
+    near: Choice | None
+    """If so, the plan most like it that does."""
+    waterfall: dict[str, float]
+    """Seconds of a step by category, from ideal to predicted, and what failures add."""
+    memory: dict[str, float]
+    """Bytes by category."""
+    binding: str
+    """What the step time depends on most."""
+    sensitivities: tuple[Sensitivity, ...]
+    failures: Goodput
+    spare_nodes: int
+    """To hold, so that none is missing in 95 of 100 cases if a repair takes `REPAIR_H`."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the planner says."""
+
+    model: str
+    parameters: float
+    active_parameters: float
+    cluster: str
+    devices: int
+    memory_bytes: float
+    """Of a device."""
+    seq_len: int
+    global_batch: int
+    tokens: float
+    objective: Objective
+    currency: str
+    prices_of: str
+    """When the catalogue's prices held; empty for the user's own."""
+    assumed: tuple[str, ...]
+    looked_at: int
+    fitting: int
+    choices: tuple[Choice, ...]
+    """The best first, one for each mesh."""
+    pareto: tuple[Choice, ...]
+    """Plans that no other beats in step time, memory and devices at once; the fastest first."""
+    explanation: Explanation
+    """Of the plan that was asked about, or of the best."""
+    uneven: tuple[Uneven, ...]
+    """On devices of several kinds: work dealt out by speed; an outlook."""
+    exchanges: tuple[Exchange, ...]
+    """On several sites: synchronous, and local SGD; an outlook."""
+    notes: tuple[str, ...]
+
+
+def answer(question: Question) -> Answer:
+    """Search, rank, explain. Raises: UserError if nothing is legal, or nothing fits, with what would."""
+    run, cluster = question.run, question.cluster
+    whole = Problem.of(run, cluster)
+    problem = within_site(whole, cluster) if site_count(cluster) > 1 else whole
+    pins = _of_a_site(question.pins or {}, cluster)
+    counts = _counts(problem, question.objective)
+    found = search(problem, pins, counts)
+    if not len(found):
+        raise UserError(_nothing_fits(problem, found, pins, counts))
+    tokens = question.tokens or TOKENS_PER_PARAMETER * float(active_parameters(run.model))
+    economy = Economy(run, cluster, problem, tokens)
+    best = found.best(economy.score(found, question.objective), max(question.top, 1))
+    explained = question.given or found.plans.plan(int(best[0]))
+    explanation = _explain(economy, explained, found, is_best=question.given is None)
+    front = found.pareto()
+    inside_s = float(explanation.choice.step_s.mid) - economy.between_sites_s
+    return Answer(
+        model=run.model.preset or run.name,
+        parameters=parameters(run.model),
+        active_parameters=active_parameters(run.model),
+        cluster=describe(cluster),
+        devices=cluster.devices,
+        memory_bytes=float(problem.rates.memory_bytes),
+        seq_len=run.data.seq_len,
+        global_batch=run.train.global_batch,
+        tokens=tokens,
+        objective=question.objective,
+        currency=cluster.currency,
+        prices_of=_prices_of(cluster),
+        assumed=question.assumed,
+        looked_at=found.looked_at,
+        fitting=len(found),
+        choices=economy.choices(found.plans[best]),
+        pareto=economy.choices(found.plans[front]),
+        explanation=explanation,
+        uneven=_uneven(problem, cluster, found, [*best, *front]) if problem is whole else (),
+        exchanges=tuple(exchanges(problem, cluster, inside_s)) if problem is not whole else (),
+        notes=tuple(_notes(question, problem)),
+    )
+
+
+def _uneven(problem: Problem, cluster: Cluster, found: Found, rows: Sequence[int]) -> tuple[Uneven, ...]:
+    """The best uneven shares on these plans; none on devices that are alike."""
+    if cluster.uniform:
+        return ()
+    return tuple(uneven_splits(problem, cluster, [found.plans.plan(int(row)) for row in dict.fromkeys(rows)]))
+
+
+def _explain(economy: Economy, plan: Plan, found: Found, is_best: bool) -> Explanation:
+    problem, row = economy.problem, Layouts.of([plan])
+    choice = economy.choices(row)[0]
+    failures = economy.failures(np.array([plan.world_size]), float(choice.step_s.mid))
+    seconds = waterfall(predict_time(problem, row), 0)
+    if economy.between_sites_s:
+        seconds["sites"] = economy.between_sites_s
+    seconds["failures"] = float(np.atleast_1d(failures.overhead.mid)[0]) * float(choice.step_s.mid)
+    missing = misfit(problem, plan)
+    near = nearest(plan, found) if missing else None
+    changes = sensitivities(problem, plan, found if is_best else None)
+    return Explanation(
+        choice=choice,
+        misfit=missing,
+        near=None if near is None else economy.choices(found.plans[np.array([near])])[0],
+        waterfall=seconds,
+        memory=memory_of(predict_memory(problem, row), 0),
+        binding=binding(changes),
+        sensitivities=tuple(changes),
+        failures=first_of(failures),
+        spare_nodes=spare_nodes(economy.cluster, REPAIR_H),
+    )
+
+
+def describe(cluster: Cluster) -> str:
+    """What a cluster is made of."""
+    return " + ".join(f"{group.devices} {group.device.name}" for group in cluster.groups)
+
+
+def _prices_of(cluster: Cluster) -> str:
+    if cluster.price_per_device_h is not None:
+        return ""
+    return ", ".join(dict.fromkeys(group.device.price_date for group in cluster.groups if group.device.price_date))
+
+
+def _of_a_site(pins: Pins, cluster: Cluster) -> Pins:
+    """The pins of a plan for all sites, as those of each site's part. Raises: UserError if that cannot be."""
+    sites, said = site_count(cluster), pins.get("dp_replicate")
+    if said is None or sites == 1:
+        return pins
+    inside = tuple(n // sites for n in said if n % sites == 0)
+    if not inside:
+        raise UserError(f"dp_replicate = {said[0]} is not a multiple of the {sites} sites, each of which has a copy.")
+    return {**pins, "dp_replicate": inside}
+
+
+def _counts(problem: Problem, objective: Objective) -> list[int]:
+    """Numbers of devices that a plan may be for: whole nodes, or parts of one."""
+    halves = [problem.devices >> n for n in range(FEWEST_HALVINGS if objective in ("cost", "energy") else 1)]
+    node = int(problem.rates.node)
+    return [
+        n
+        for i, n in enumerate(halves)
+        if n and problem.devices == n << i and (n % node == 0 or node % n == 0 or i == 0)
+    ]
+
+
+def _notes(question: Question, problem: Problem) -> list[str]:
+    notes = []
+    if not question.cluster.uniform:
+        notes.append(f"All plans wait for the slowest device, {question.cluster.device.name}. {OUTLOOK}")
+    if site_count(question.cluster) > 1:
+        notes.append(f"Each site has a whole copy of the model on {problem.devices} devices. {OUTLOOK_SITES}")
+    if question.cluster.device.assumed:
+        device = question.cluster.device
+        notes.append(f"Nobody published these of {device.name}, they are assumed: {', '.join(device.assumed)}.")
+    return notes
+
+
+def _nothing_fits(problem: Problem, found: Found, pins: Pins, counts: Sequence[int]) -> str:
+    """By how much the leanest plan does not fit, and what would do."""
+    missing = misfit(problem, found.leanest)
+    assert missing is not None  # or it would have been found
+    lines = [
+        f'nothing fits: of {found.looked_at:,} plans the leanest, "{found.leanest}", needs '
+        f"{missing.needs_bytes / GIB:.1f} GiB of each device, {missing.excess_bytes / GIB:.1f} GiB more than the "
+        f"{missing.has_bytes / GIB:.1f} GiB that it may (with a margin for the prediction); "
+        f"{missing.largest} takes {missing.largest_bytes / GIB:.1f} GiB."
+    ]
+    remedies = _remedies(problem, found.leanest, pins, counts)
+    return "\n  ".join([*lines, *(remedies or ["A larger device, or a smaller model, would do."])])
+
+
+def _remedies(problem: Problem, leanest: Plan, pins: Pins, counts: Sequence[int]) -> list[str]:
+    """What would make a plan fit, in words."""
+    remedies = []
+    if pins:
+        free = search(problem, {}, counts)
+        row = nearest(leanest, free)
+        if row is not None:
+            needs = free.memory_bytes[row] / GIB
+            remedies.append(f'With nothing fixed, the nearest that fits: "{free.plans.plan(row)}" ({needs:.1f} GiB).')
+    if "offload" not in pins:
+        offloaded = search(problem, {**pins, "offload": ("all", "optimizer")}, counts)
+        if len(offloaded):
+            row = int(np.argmin(offloaded.step_s))
+            remedies.append(
+                f'With state in host memory: --fix offload=all|optimizer, e.g. "{offloaded.plans.plan(row)}".'
+            )
+    for doublings in range(1, MOST_DOUBLINGS):
+        count = problem.devices << doublings
+        try:
+            larger = search(problem, pins, [count])
+        except UserError:  # no legal plan for so many devices
+            continue
+        if len(larger):
+            plan = larger.plans.plan(int(np.argmin(larger.step_s)))
+            remedies.append(f'On {count} such devices: "{plan}".')
+            break
+    return remedies
+
+
+def usual_batch(run: RunConfig, seq_len: int) -> int:
+    """Sequences of a step where nothing is said: DeepSeek's 0.2920 C^0.3271 tokens (Bi et al. 2024, equation 1).
+
+    C: FLOPs of training on 20 tokens for each active parameter; rounded to a power of two of sequences.
+    """
+    active = float(active_parameters(run.model))
+    tokens = 0.2920 * (6 * active * TOKENS_PER_PARAMETER * active) ** 0.3271
+    return int(2 ** max(0, round(math.log2(tokens / seq_len))))

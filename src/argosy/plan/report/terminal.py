@@ -1,0 +1,172 @@
+"""An answer of the planner for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from argosy.plan.cost.formatting import GIB, count, gib, percent, seconds, within
+from argosy.plan.cost.workload import Numbers
+from argosy.plan.report.explain import MEANING, MEMORY_MEANING
+from argosy.plan.report.report import REPAIR_H, Answer
+from argosy.plan.search.choices import Choice
+
+BAR = 24
+"""Characters of the longest bar."""
+LEAST_SHOWN = 0.001
+"""Share of the whole below which a category is left out."""
+LEAST_CHANGE = 0.0005
+"""Relative change of the step below which it is none."""
+HOLDERS = {"microbatches": "replicas", "layers": "pipeline ranks"}
+"""What is dealt out -> to whom."""
+PIPE_WIDTH = 200
+"""Characters of a line where the output is no terminal."""
+
+
+def show(answer: Answer, console: Console | None = None) -> None:
+    """Print all of it."""
+    console = console or Console()
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    console.print(Group(*_parts(answer)), highlight=False)
+
+
+def _parts(answer: Answer) -> Iterator[RenderableType]:
+    yield Text(headline(answer), style="bold")
+    for line in (*answer.assumed, *answer.notes):
+        yield Text(line, style="dim")
+    if answer.choices:
+        yield Text(f"\n{search_line(answer)}")
+        yield _choices(answer, answer.choices)
+    if len(answer.pareto) > 1:
+        yield Text("\nNo other is faster with as little memory on as few devices:")
+        yield _choices(answer, answer.pareto)
+    yield from _explained(answer)
+    yield from _outlooks(answer)
+
+
+def headline(answer: Answer) -> str:
+    """The question in a line."""
+    active = answer.active_parameters
+    of_them = "" if active == answer.parameters else f", {count(active)} active"
+    return (
+        f"{answer.model} ({count(answer.parameters)} parameters{of_them}) on {answer.cluster}; a step is "
+        f"{answer.global_batch} sequences of {answer.seq_len} tokens, the run {count(answer.tokens)} tokens"
+    )
+
+
+def search_line(answer: Answer) -> str:
+    """What the search came to."""
+    by = {"time": "step time", "cost": "cost", "energy": "energy", "goodput": "tokens a day, failures included"}
+    return (
+        f"{answer.looked_at:,} plans looked at, {answer.fitting:,} fit in {gib(answer.memory_bytes)} GiB a device; "
+        f"the best by {by[answer.objective]}, one for each mesh:"
+    )
+
+
+def _choices(answer: Answer, choices: tuple[Choice, ...]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("step", "GiB", "MFU", "tokens/s", "devices", "run", answer.currency, "kWh"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("plan", overflow="fold")
+    for choice in choices:
+        run = choice.run
+        table.add_row(
+            seconds(choice.step_s.mid),
+            gib(choice.memory_bytes.mid),
+            percent(choice.mfu),
+            count(choice.tokens_per_s),
+            str(choice.devices),
+            seconds(run.time_s.mid),
+            count(run.money.mid) if run.money else "?",
+            count(run.energy_kwh.mid) if run.energy_kwh else "?",
+            choice.plan,
+        )
+    return table
+
+
+def _explained(answer: Answer) -> Iterator[RenderableType]:
+    about = answer.explanation
+    choice, run, missing = about.choice, about.choice.run, about.misfit
+    yield Text(f'\n"{choice.plan}"', style="bold")
+    if missing:
+        yield Text(
+            f"does not fit: {gib(missing.excess_bytes)} GiB too much, most of it {missing.largest} "
+            f"({gib(missing.largest_bytes)} GiB)"
+            + (
+                f'; the nearest that fits: "{about.near.plan}" ({seconds(about.near.step_s.mid)})' if about.near else ""
+            ),
+            style="red",
+        )
+    facts = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    facts.add_row("step", within(choice.step_s, seconds), "nine times of ten within the interval")
+    facts.add_row("memory", f"{within(choice.memory_bytes, gib)} GiB", f"of {gib(answer.memory_bytes)} GiB")
+    facts.add_row("whole run", within(run.time_s, seconds), f"{within(run.device_hours, count)} device-hours")
+    if run.money:
+        facts.add_row("cost", f"{within(run.money, count)} {answer.currency}", prices(answer))
+    if run.energy_kwh and run.co2_kg:
+        facts.add_row("energy", f"{within(run.energy_kwh, count)} kWh", f"{within(run.co2_kg, count)} kg CO2")
+    failures = about.failures
+    facts.add_row(
+        "failures",
+        f"one in {within(failures.mtbf_s, seconds)}",
+        f"save every {seconds(failures.interval_s)}, copy to host memory every {seconds(failures.copy_interval_s)}; "
+        f"{percent(failures.effective.mid)} of the time is progress; "
+        f"hold {about.spare_nodes} spare node{'s' * (about.spare_nodes != 1)}, if a repair takes {REPAIR_H:.0f} h",
+    )
+    yield facts
+    yield Text("\nWhere a step's time goes, from the ideal on:")
+    yield _bars(about.waterfall, MEANING, seconds)
+    yield Text("\nMemory of the rank that needs most, GiB:")
+    yield _bars(about.memory, MEMORY_MEANING, gib)
+    yield Text(f"\nThe step time depends most on {about.binding}:")
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for change in about.sensitivities:
+        if abs(change.change) >= LEAST_CHANGE:
+            table.add_row(change.what, percent(change.change, signed=True), change.note)
+    yield table
+    if idle := [change.what for change in about.sensitivities if abs(change.change) < LEAST_CHANGE]:
+        yield Text(f"no change: {', '.join(idle)}", style="dim")
+
+
+def prices(answer: Answer) -> str:
+    """When the prices held, in words."""
+    return f"prices of {answer.prices_of}" if answer.prices_of else ""
+
+
+def _bars(values: dict[str, float], meaning: dict[str, str], write: Callable[[Numbers], str]) -> Table:
+    whole = sum(values.values())
+    longest = max(values.values())
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(style="dim")
+    for name, value in values.items():
+        if value > LEAST_SHOWN * whole:
+            bar = "█" * max(1, round(BAR * value / longest))
+            table.add_row(name, write(value), percent(value / whole), bar, meaning[name])
+    return table
+
+
+def _outlooks(answer: Answer) -> Iterator[RenderableType]:
+    if answer.uneven:
+        yield Text("\nOutlook: work dealt out by speed (the trainer does not run this yet):")
+        for split in answer.uneven:
+            shares = "; ".join(
+                f"{share.holders} {HOLDERS[split.what]} on {share.device}: {share.range} {split.what} each"
+                for share in split.shares
+            )
+            yield Text(f'  {seconds(split.step_s)} a step with "{split.plan}": {shares}')
+    if answer.exchanges:
+        yield Text("\nOutlook: sites that sum every H steps (the trainer runs H = 1):")
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 2))
+        for name in ("H", "GiB a step and site", "step"):
+            table.add_column(name, justify="right")
+        for exchange in answer.exchanges:
+            table.add_row(str(exchange.inner_steps), f"{exchange.bytes_per_step / GIB:.3g}", seconds(exchange.step_s))
+        yield table

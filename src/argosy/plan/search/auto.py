@@ -1,0 +1,149 @@
+"""`plan = "auto"`: the layout of a run on the devices at hand, where the user did not write one, by the search."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from argosy.config.schema import RunConfig
+from argosy.errors import ArgosyWarning, UserError
+from argosy.plan.hardware.clusters import Cluster, NodeGroup
+from argosy.plan.hardware.devices import device_names, find_device
+from argosy.plan.hardware.local_machine import cluster_of, device_named, resized
+from argosy.plan.pipeline import SCHEDULES
+from argosy.plan.plan import Plan, words_of
+from argosy.plan.rules import divisors, first_problem
+from argosy.plan.search.best import plainest, search_to_run, why_nothing_fits
+from argosy.plan.search.search import Problem
+from argosy.plan.search.space import Pins
+
+UNKNOWN_GPU = "a100-80"
+"""Whose rates are taken for a GPU that the catalogue does not know: plans follow from how rates compare."""
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What a plan is chosen for."""
+
+    count: int
+    """Processes, one device each."""
+    kind: Literal["cpu", "cuda"]
+    fast_bf16: bool
+    """bf16 matmuls are at least 1.5 times as fast as fp32 ones."""
+    name: str = ""
+    """Of a GPU, as its driver calls it; empty: nobody asked."""
+    memory_bytes: float | None = None
+    """Of one device; None: as the catalogue has it."""
+    per_node: int = 0
+    """Devices of one host; 0: all are on one."""
+
+
+def processes_of(plan: str) -> int:
+    """Processes that a written plan is for; 0 if `auto` is to fit it to what there is. Raises: UserError."""
+    words = words_of(plan)
+    return 0 if "auto" in words else Plan.from_words(words).world_size
+
+
+def check_written(run: RunConfig) -> None:
+    """Refuse a written plan that cannot train `run` on as many devices as it needs; any "auto" passes.
+
+    Raises: UserError.
+    """
+    if size := processes_of(run.plan):
+        choose_plan(run, Devices(size, "cuda", fast_bf16=False))  # only cuda has all number formats
+
+
+def choose_plan(run: RunConfig, devices: Devices, machine: Cluster | None = None) -> Plan:
+    """The plan that `run.plan` writes down, with what it leaves open chosen for `devices`, and checked.
+
+    "auto" alone leaves everything open; "auto,precision=fp32" all but the precision; a string without "auto"
+    says the axes itself, and leaves open only the microbatch, the precision and compilation if it does not name them.
+    machine: what the devices are; None: what describes this machine (`plan.hardware.local_machine`), else what the
+        catalogue has.
+    Raises: UserError if no plan can train this run, or "auto" finds none that fits the devices.
+    """
+    words = words_of(run.plan)
+    auto = words.pop("auto", None) is not None
+    written = Plan.from_words(words)
+    if written.precision == "fp8" and devices.kind != "cuda":
+        raise UserError(
+            f"plan.precision = fp8 needs GPUs with fp8, and this run is for {devices.kind}. Try precision=bf16."
+        )
+    if "precision" not in words:
+        written = written.model_copy(update={"precision": "bf16" if devices.fast_bf16 else "fp32"})
+    problem = _problem(run, devices, machine)
+    try:
+        found = search_to_run(problem, _pins(written, words.keys() | {"precision"}, auto))
+    except UserError:  # in the words of `argosy plan`
+        return _plain(run, written, words, devices.count)
+    if len(found):
+        return found.plans.plan(plainest(found))
+    if auto and devices.kind == "cuda":
+        raise UserError(
+            f'plan = "{run.plan}": {why_nothing_fits(problem, found)} `argosy plan` says what would do; '
+            "a plan that says its axes itself is tried all the same."
+        )
+    return found.leanest
+
+
+def _pins(written: Plan, said: set[str], auto: bool) -> Pins:
+    """What may not be chosen."""
+    keys = said if auto else Plan.model_fields.keys() - ({"microbatch", "compile"} - said)
+    return {key: (getattr(written, key),) for key in Plan.model_fields if key in keys}
+
+
+def _plain(run: RunConfig, written: Plan, words: dict[str, str], count: int) -> Plan:
+    """The written plan with the devices that are left on the plainest axis. Raises: UserError if it is not legal."""
+    chosen: dict[str, int | bool] = {}
+    if "auto" in words_of(run.plan) and "dp_replicate" not in words:
+        chosen["dp_replicate"] = max(1, count // written.world_size)
+    if "compile" not in words:
+        chosen["compile"] = not (written.pp > 1 and SCHEDULES[written.schedule].splits_backward)
+    plan = written.model_copy(update=chosen)
+    if "microbatch" not in words:
+        sizes = [plan.model_copy(update={"microbatch": n}) for n in divisors(max(1, run.train.global_batch // plan.dp))]
+        plan = next((sized for sized in sizes if first_problem(sized, run) is None), sizes[0])
+    plan.check(run, count)
+    return plan
+
+
+def _problem(run: RunConfig, devices: Devices, machine: Cluster | None) -> Problem:
+    cluster = machine or machine_for(run, devices)
+    problem = Problem.of(run, cluster).on(run, devices.count)
+    if "memory_bytes" in cluster.device.assumed:  # nobody knows it, so that it is no reason to choose by
+        return replace(problem, rates=replace(problem.rates, memory_bytes=math.inf))
+    return problem
+
+
+def machine_for(run: RunConfig, devices: Devices) -> Cluster:
+    """What describes this machine, if that is of such devices (predictions may be made for others); else what the
+    catalogue has of them, and of a GPU that it does not know something like it, with a warning.
+    """
+    cluster = cluster_of(run)
+    if cluster is None or (cluster.device.kind == "cpu") != (devices.kind == "cpu"):
+        return _by_the_catalogue(devices)
+    return resized(cluster, devices.count)
+
+
+def _by_the_catalogue(devices: Devices) -> Cluster:
+    name = "cpu" if devices.kind == "cpu" else device_named(devices.name)
+    if name not in device_names():
+        if name:
+            warnings.warn(
+                f"the catalogue does not know {devices.name}: the plan is chosen as if it were as fast as "
+                f"{UNKNOWN_GPU}. `argosy probe` or launch.cluster says it better.",
+                ArgosyWarning,
+                stacklevel=5,
+            )
+        name = UNKNOWN_GPU
+    device = find_device(name)
+    if devices.memory_bytes:
+        known = tuple(key for key in device.assumed if key != "memory_bytes")
+        device = device.model_copy(
+            update={"memory_bytes": devices.memory_bytes, "reserved_bytes": 0.0, "assumed": known}
+        )
+    per_node = min(devices.count, devices.per_node or devices.count)
+    nodes = -(-devices.count // per_node)
+    return Cluster(groups=(NodeGroup(device=device, nodes=nodes, devices_per_node=per_node),))

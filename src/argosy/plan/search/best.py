@@ -1,0 +1,66 @@
+"""The plan that is taken, of all that a search finds: the plainest of those about as fast as the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from argosy.plan.cost.formatting import GIB
+from argosy.plan.layouts import WORDS, Ints, Layouts
+from argosy.plan.report.explain import misfit
+from argosy.plan.search.search import Found, Problem, search
+from argosy.plan.search.space import Pins
+
+AS_FAST = 0.03
+"""Predictions do not tell plans apart whose steps differ by less (the regret of `benchmarks/planner`)."""
+OFFLOADS = tuple(word for word in WORDS["offload"] if word != "none")
+
+
+def search_to_run(problem: Problem, pins: Pins, counts: Sequence[int] | None = None) -> Found:
+    """`search`; where nothing fits an accelerator, and `pins` leave it open, with state in host memory.
+
+    Raises: UserError if no plan is legal.
+    """
+    found = search(problem, pins, counts)
+    if len(found) or "offload" in pins or problem.rates.host_waits:  # the host is the device
+        return found
+    offloaded = search(problem, {**pins, "offload": OFFLOADS}, counts)
+    return offloaded if len(offloaded) else found
+
+
+def plainest(found: Found) -> int:
+    """The row of the plan with fewest `features` of those about as fast as the fastest; of these, the fastest.
+
+    Something must have been found.
+    """
+    near = np.flatnonzero(found.step_s <= (1 + AS_FAST) * found.step_s.min())
+    order = np.lexsort((found.memory_bytes[near], found.step_s[near], features(found.plans[near])))
+    return int(near[order[0]])
+
+
+def features(plans: Layouts) -> Ints:
+    """How much each plan uses beside plain data parallelism: what can be in the way of understanding a run."""
+    plain_schedule = plans.is_("schedule", "1f1b")
+    shared = np.where(plans.dp_shard * plans.cp > 1, np.where(plans.zero == 3, 2, plans.zero > 0), 0)
+    used = (
+        (plans.pp > 1) * (2 - plain_schedule),
+        plans.tp > 1,
+        plans.cp > 1,
+        plans.ep > 1,
+        shared,
+        (plans.recompute > 0) * (1 + (plans.recompute_every > 1)),
+        ~plans.is_("offload", "none"),
+    )
+    return np.sum([column.astype(np.int64) for column in used], axis=0)
+
+
+def why_nothing_fits(problem: Problem, found: Found) -> str:
+    """By how much the leanest plan is too large, in words; `found` is empty."""
+    missing = misfit(problem, found.leanest)
+    assert missing is not None  # or it would have been found
+    return (
+        f'nothing fits: the leanest plan, "{found.leanest}", needs {missing.needs_bytes / GIB:.1f} GiB of each device, '
+        f"which may need {missing.has_bytes / GIB:.1f} GiB; {missing.largest} takes "
+        f"{missing.largest_bytes / GIB:.1f} GiB."
+    )

@@ -1,0 +1,158 @@
+"""What plans come to: step, memory, and a whole run with its failures, money and energy; each with its interval."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from argosy.config.schema import RunConfig
+from argosy.plan.cost.economy import WholeRun, whole_run
+from argosy.plan.cost.estimate import Estimate
+from argosy.plan.cost.factors import OF_MEMORY, OF_TIME, spread
+from argosy.plan.cost.goodput import Goodput, goodput, saving_of
+from argosy.plan.cost.rates import in_precision
+from argosy.plan.cost.sites import exchange_s, site_count
+from argosy.plan.cost.workload import Numbers
+from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.layouts import Layouts
+from argosy.plan.plan import Plan
+from argosy.plan.report.explain import interval, memory_of, waterfall
+from argosy.plan.search.search import Found, Problem, predict_memory, predict_time
+
+Objective = Literal["time", "cost", "energy", "goodput"]
+"""What plans are ranked by."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One plan, with what it comes to."""
+
+    plan: str
+    devices: int
+    step_s: Estimate
+    memory_bytes: Estimate
+    """On the rank that needs most."""
+    fits: bool
+    tokens_per_s: float
+    mfu: float
+    """Model FLOPs over the data sheet's, in the plan's precision."""
+    run: WholeRun
+    effective: Estimate
+    """Share of the time that is progress."""
+
+
+class Economy:
+    """What plans come to in a whole run."""
+
+    def __init__(self, run: RunConfig, cluster: Cluster, problem: Problem, tokens: float):
+        """problem: what each site of the cluster does; tokens: to train on."""
+        self.run, self.cluster, self.problem, self.tokens = run, cluster, problem, tokens
+        self.sites = site_count(cluster)
+        self.between_sites_s = exchange_s(problem, cluster)
+
+    def failures(self, devices: NDArray[np.int64], step_s: Numbers) -> Goodput:
+        """Of jobs on so many devices of a site."""
+        state_bytes = float(self.problem.workload.parameters) * (4 + float(self.problem.system.moment_bytes))
+        used = np.asarray(devices * self.sites, float)
+        saving = saving_of(self.cluster, state_bytes, used, self.run.checkpoint.background)
+        return goodput(self.cluster, saving, used, step_s=step_s)
+
+    def whole(self, devices: NDArray[np.int64], step_s: Estimate, failures: Goodput) -> WholeRun:
+        """Of jobs on so many devices of a site, with such steps and failures."""
+        used = np.asarray(devices * self.sites, float)
+        return whole_run(
+            self.cluster, step_s, failures, tokens=self.tokens, tokens_per_step=self.run.tokens_per_step, devices=used
+        )
+
+    def score(self, found: Found, objective: Objective) -> NDArray[np.float64]:
+        """The lower the better."""
+        if objective == "time":
+            return found.step_s
+        step_s = found.step_s + self.between_sites_s
+        made = self.whole(found.devices, Estimate.exactly(step_s), self.failures(found.devices, step_s))
+        chosen = {"cost": made.money, "energy": made.energy_kwh}.get(objective)
+        if objective == "goodput":
+            return -np.asarray(made.tokens_per_day.mid)
+        return np.asarray((chosen or made.device_hours).mid)
+
+    def choices(self, plans: Layouts) -> tuple[Choice, ...]:
+        """What these plans come to."""
+        problem, n = self.problem, len(plans)
+        devices = np.broadcast_to(plans.world_size, n)
+        time, memory = predict_time(problem, plans), predict_memory(problem, plans)
+        steps = [
+            interval(
+                sum(costs.values()) + self.between_sites_s, spread(costs, OF_TIME, problem.factors, problem.time_std)
+            )
+            for costs in (waterfall(time, i) for i in range(n))
+        ]
+        ranks = [
+            interval(sum(costs.values()), spread(costs, OF_MEMORY, problem.factors, problem.memory_std))
+            for costs in (memory_of(memory, i) for i in range(n))
+        ]
+        step_s = stacked(steps)
+        failures = self.failures(devices, step_s.mid)
+        made = self.whole(devices, step_s, failures)
+        rates = problem.rates
+        peak = np.broadcast_to(in_precision(plans.precision, rates.fp32, rates.half, rates.narrow), n)
+        flops = float(problem.workload.train_flops_per_token) * self.run.tokens_per_step
+        return tuple(
+            Choice(
+                plan=str(self.over_sites(plans.plan(i))),
+                devices=int(devices[i]) * self.sites,
+                step_s=steps[i],
+                memory_bytes=ranks[i],
+                fits=bool(float(ranks[i].mid) <= problem.memory_bytes),
+                tokens_per_s=self.run.tokens_per_step / float(steps[i].mid),
+                mfu=flops / float(steps[i].mid * devices[i] * self.sites * peak[i]),
+                run=_row(made, i),
+                effective=row_of(failures.effective, i),
+            )
+            for i in range(n)
+        )
+
+    def over_sites(self, plan: Plan) -> Plan:
+        """The plan of one site, as that of all."""
+        return plan.model_copy(update={"dp_replicate": plan.dp_replicate * self.sites})
+
+
+def stacked(estimates: Sequence[Estimate]) -> Estimate:
+    """Many as one of arrays."""
+    return Estimate(*(np.array([getattr(each, f.name) for each in estimates], float) for f in fields(Estimate)))
+
+
+def _row(made: WholeRun, i: int) -> WholeRun:
+    def one(estimate: Estimate | None) -> Estimate | None:
+        return estimate and row_of(estimate, i)
+
+    return replace(
+        made,
+        steps=float(made.steps),
+        time_s=row_of(made.time_s, i),
+        device_hours=row_of(made.device_hours, i),
+        money=one(made.money),
+        energy_kwh=one(made.energy_kwh),
+        co2_kg=one(made.co2_kg),
+        tokens_per_day=row_of(made.tokens_per_day, i),
+    )
+
+
+def first_of(failures: Goodput) -> Goodput:
+    """Those of the first of several plans."""
+    return Goodput(
+        mtbf_s=row_of(failures.mtbf_s, 0),
+        stops_per_day=row_of(failures.stops_per_day, 0),
+        interval_s=float(np.atleast_1d(failures.interval_s)[0]),
+        copy_interval_s=float(np.atleast_1d(failures.copy_interval_s)[0]),
+        overhead=row_of(failures.overhead, 0),
+        effective=row_of(failures.effective, 0),
+    )
+
+
+def row_of(estimate: Estimate, i: int) -> Estimate:
+    """One of many."""
+    return Estimate(*(float(np.atleast_1d(end)[i]) for end in (estimate.low, estimate.mid, estimate.high)))

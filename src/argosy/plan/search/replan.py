@@ -1,0 +1,204 @@
+"""The best plan on what is left of a machine, and whether another plan is worth moving to.
+
+What a run computes stays: the global batch (fewer ranks accumulate more microbatches), the number formats, and, where
+any plan can, whether weights are gathered in the format of the arithmetic. Everything else is chosen anew, by the
+search that `plan = "auto"` uses; what the user wrote in the run's plan is given up last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from argosy.config.schema import RunConfig
+from argosy.errors import UserError
+from argosy.plan.cost.factors import OF_TIME, slowed
+from argosy.plan.cost.prediction import predict
+from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.hardware.local_machine import resized
+from argosy.plan.plan import Plan, words_of
+from argosy.plan.search.best import plainest, search_to_run, why_nothing_fits
+from argosy.plan.search.search import Found, Problem, rows
+from argosy.plan.search.space import Pins
+
+GIVEN_UP: tuple[tuple[str, ...], ...] = (
+    ("dp_replicate", "dp_shard", "microbatch"),
+    ("pp", "schedule", "stages_per_rank", "ep"),
+    ("cp", "context"),
+    ("tp",),
+    ("zero", "recompute", "recompute_every", "offload"),
+)
+"""What the user wrote is given up in this order: first what follows from the number of ranks."""
+LAYOUT = tuple(key for keys in GIVEN_UP for key in keys)
+"""Keys of a plan that a user may have written, and that do not decide the numbers."""
+WORTH_A_PIN = 1.25
+"""What the user wrote is kept if steps with it take no more than so many times those without."""
+COUNTS_TRIED = 16
+"""Numbers of processes below the given one that are tried, one by one, and then as many of whole nodes."""
+LEAST_WAITING = 0.001
+"""Share of a predicted step below which what it waits for links is as good as nothing."""
+LEAST_GAIN = 0.1
+"""Share of the step that another plan must save: predictions are not surer of two plans of one machine."""
+MOVES_WORTH = 2.0
+"""Times that what is saved must make up for the move: the machine may change again before the run ends."""
+
+
+@dataclass(frozen=True)
+class Replanned:
+    """A plan for what is left."""
+
+    plan: Plan
+    spares: int
+    """Processes that it leaves idle."""
+    step_s: float
+    """Predicted."""
+    notes: tuple[str, ...]
+    """What is no longer as it was, or as the user wrote it, in words."""
+
+
+def replan(run: RunConfig, plan: Plan, machine: Cluster, processes: int) -> Replanned:
+    """The plan to go on with on `processes` processes of `machine`, where `plan` is in force.
+
+    It has as many processes as are best: where a batch, a model or a mesh cannot be dealt out over all of them, some
+    are left as spares. What `run.plan` pins is kept if all of it can be, with no spares, or as much of it as costs no
+    more than `WORTH_A_PIN`.
+    Raises: UserError if nothing fits, or there are no processes.
+    """
+    if processes < 1:
+        raise UserError("no process is left to go on with. Start some, and run the same command again.")
+    kept = _numerics(plan)
+    freest, pinned = _best(run, plan, machine, processes, kept), _pinned(run)
+    for given_up in range(len(GIVEN_UP)):
+        pins = {key: values for key, values in pinned.items() if not any(key in keys for keys in GIVEN_UP[:given_up])}
+        if not pins:
+            break
+        try:
+            found = _best(run, plan, machine, processes, {**kept, **pins})
+        except UserError:
+            continue
+        all_of_it = not given_up and not found.spares
+        if all_of_it or found.step_s <= WORTH_A_PIN * freest.step_s:
+            return _noted(found, plan, run)
+    return _noted(freest, plan, run)
+
+
+def step_with_slow_rank_s(run: RunConfig, plan: Plan, machine: Cluster, times: float) -> float:
+    """Predicted seconds of a step in which one rank's own work takes so many times as long: the others wait for it."""
+    factors = slowed(machine.factors, times, "compute", "optimizer")
+    return float(predict(plan, run, machine.model_copy(update={"factors": factors})).step_s.mid)
+
+
+def with_slow_link(run: RunConfig, plan: Plan, machine: Cluster, times: float) -> Cluster:
+    """The machine whose links are so slow that a step of `plan` takes so many times as long as it is predicted to.
+
+    Raises: UserError if the plan sends too little for any link to explain that.
+    """
+    usual = predict(plan, run, machine)
+    waits_s = sum(usual.seconds[name] for name in OF_TIME["network"])
+    if waits_s < LEAST_WAITING * usual.step_s.mid:
+        raise UserError(f'"{plan}" waits for no link, as predicted: it is something else that is slow.')
+    slower = 1 + (times - 1) * float(usual.step_s.mid) / waits_s
+    return machine.model_copy(update={"factors": slowed(machine.factors, slower, "network")})
+
+
+def worth_moving(predicted_now_s: float, predicted_new_s: float, steps_left: int, move_s: float) -> bool:
+    """Whether to replace a plan that runs by one that is predicted to be faster, because of measured speed.
+
+    predicted_now_s, predicted_new_s: a step of either, predicted for the machine as it is measured to be now (a rank
+    that became slow, a link that was lost), so that what the model gets wrong of this machine it gets wrong twice.
+    move_s: how long training stands still for the move: resharding, compiling, the first slow steps.
+
+    The new plan must save at least `LEAST_GAIN` of a step, and over the steps that are left `MOVES_WORTH` times what
+    the move takes. Never if either step is unknown (not finite).
+    """
+    saved_s = predicted_now_s - predicted_new_s
+    if not math.isfinite(saved_s):
+        return False
+    return saved_s >= LEAST_GAIN * predicted_now_s and saved_s * steps_left > MOVES_WORTH * move_s
+
+
+def _numerics(plan: Plan) -> Pins:
+    """What decides the numbers of training, as it is in the plan in force."""
+    return {key: (getattr(plan, key),) for key in ("precision", "weights", "reduce", "compile")}
+
+
+def _alike(found: Found, plan: Plan) -> Found:
+    """Of what was found, the plans that gather weights as `plan` does; if none does, all."""
+    plans = found.plans
+    gathers = (plans.zero == 3) & (plans.dp_shard * plans.cp > 1)
+    alike = np.broadcast_to(gathers == _gathers_narrow(plan), len(found))
+    if plan.precision == "fp32" or not alike.any():
+        return found
+    return replace(found, plans=plans[alike], memory=rows(found.memory, alike), time=rows(found.time, alike))
+
+
+def _gathers_narrow(plan: Plan) -> bool:
+    """Whether all weights, those of norms too, take part in the arithmetic's format: they are gathered in it."""
+    return plan.precision != "fp32" and plan.shards_parameters
+
+
+def _pinned(run: RunConfig) -> Pins:
+    """What the user wrote of the layout; without "auto", all of it but the microbatch is said."""
+    words = words_of(run.plan)
+    is_whole = words.pop("auto", None) is None
+    written = Plan.from_words(words)
+    keys = [key for key in LAYOUT if key in words or (is_whole and key != "microbatch")]
+    return {key: (getattr(written, key),) for key in keys}
+
+
+def _best(run: RunConfig, plan: Plan, machine: Cluster, processes: int, pins: Pins) -> Replanned:
+    """The fastest plan for so many processes, or for somewhat fewer. Raises: UserError."""
+    refused: list[UserError] = []
+    for counts in _counts(processes, machine):
+        try:
+            return _best_of(run, plan, machine, processes, counts, pins)
+        except UserError as error:
+            refused.append(error)
+    raise refused[0]
+
+
+def _counts(processes: int, machine: Cluster) -> Iterator[list[int]]:
+    """Numbers of processes to choose from, down to a half of them; and if these have no plan, smaller ones."""
+    half = max(1, processes // 2)
+    node = machine.devices_per_node
+    near = range(processes, max(half, processes - COUNTS_TRIED) - 1, -1)
+    nodes = range(processes // node * node, half - 1, -node)[:COUNTS_TRIED]
+    yield sorted({*near, *nodes}, reverse=True)
+    halves = {processes >> n for n in range(1, processes.bit_length())}
+    if fewer := sorted({n for n in {*halves, *range(1, COUNTS_TRIED)} if n < half}, reverse=True):
+        yield fewer
+
+
+def _best_of(
+    run: RunConfig, plan: Plan, machine: Cluster, processes: int, counts: Sequence[int], pins: Pins
+) -> Replanned:
+    """The plan for one of these numbers of processes. Raises: UserError if none is legal, or fits."""
+    problem = Problem.of(run, resized(machine, processes)).on(run, processes)
+    if "memory_bytes" in machine.device.assumed:  # nobody knows it, so that it is no reason to give up
+        problem = replace(problem, rates=replace(problem.rates, memory_bytes=math.inf))
+    found = search_to_run(problem, pins, counts)
+    if not len(found):
+        raise UserError(f"on the {processes} processes that are left {why_nothing_fits(problem, found)}")
+    found = _alike(found, plan)
+    row = plainest(found)
+    best = found.plans.plan(row)
+    return Replanned(best, processes - best.world_size, float(found.step_s[row]), ())
+
+
+def _noted(found: Replanned, before: Plan, run: RunConfig) -> Replanned:
+    """With what changes in words."""
+    plan, notes = found.plan, []
+    words = words_of(run.plan)
+    written = Plan.from_words({key: value for key, value in words.items() if key != "auto"})
+    lost = [f"{key}={words[key]}" for key in words if key != "auto" and getattr(plan, key) != getattr(written, key)]
+    if lost:
+        notes.append(f'of plan = "{run.plan}" this is not kept: {", ".join(lost)}.')
+    if found.spares:
+        notes.append(f"{found.spares} of {plan.world_size + found.spares} processes are spares: no plan gains by them.")
+    if _gathers_narrow(plan) != _gathers_narrow(before):
+        precision = plan.precision if _gathers_narrow(plan) else "fp32"
+        notes.append(f"norms and routers compute in {precision} from here on, as weights are gathered or not (zero=3).")
+    return replace(found, notes=tuple(notes))

@@ -1,0 +1,248 @@
+"""Which plan is best: all that a run and a cluster allow, as columns, their memory first, then the time of what fits.
+
+A mesh whose leanest plan does not fit (smallest microbatch, most recompute) is not looked at further.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from argosy.config.schema import RunConfig
+from argosy.errors import UserError
+from argosy.plan.cost.cluster_constants import constants_of, time_std
+from argosy.plan.cost.constants import Constants, fitted
+from argosy.plan.cost.exact_state import INT8_BLOCK, MOMENTS
+from argosy.plan.cost.factors import Factors, calibrated
+from argosy.plan.cost.memory_model import Footprint, MemoryModel
+from argosy.plan.cost.rates import Rates, System
+from argosy.plan.cost.step_time import StepModel, StepTime
+from argosy.plan.cost.workload import Workload
+from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.layouts import Layouts
+from argosy.plan.plan import Plan, Precision
+from argosy.plan.rules import breaks_any
+from argosy.plan.search.space import Pins, Space, columns_of, crossed, joined
+
+Floats = NDArray[np.float64]
+CostT = TypeVar("CostT", StepTime, Footprint)
+
+CHUNK = 4096
+"""Plans that are computed at once: their columns stay in the cache."""
+FAST_HALF = 1.5
+"""bf16 is chosen where its matmuls are this much faster than fp32's, as `plan.search.auto` does."""
+MORE = 0.1
+"""Share of a device's memory by which a plan may miss it and still be timed, to say what more memory would bring."""
+FITS_Z = 1.2816
+"""Standard deviations of memory's logarithm that must be left: a plan that fits does so nine times of ten."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be planned."""
+
+    run: RunConfig
+    """Model, sequence length, global batch, optimizer; its plan is not looked at."""
+    devices: int
+    rates: Rates
+    tier: int
+    """Devices of the first tier outside the node."""
+    precision: Precision
+    """That of the arithmetic, unless pinned."""
+    constants: Constants
+    time_std: float
+    """Standard deviation of the logarithm of measured over predicted."""
+    memory_std: float
+    factors: Factors = field(default_factory=dict)
+    """What finished runs on this cluster took, over the prediction without them."""
+
+    @classmethod
+    def of(cls, run: RunConfig, cluster: Cluster) -> Problem:
+        """The run on all devices of the cluster, in bf16 (or fp16) where the slowest has fast matmuls of it.
+
+        Constants and standard deviations are those that fit published runs, or what a probe found in their place.
+        """
+        device, tiers = cluster.device, cluster.tiers
+        _, spread = fitted()
+        half: Precision = "bf16" if "bf16" in device.formats else "fp16"
+        fast = half in device.formats and (
+            "fp32" not in device.formats
+            or device.matmul_flops_per_s(half) > FAST_HALF * device.matmul_flops_per_s("fp32")
+        )
+        return cls(
+            run=run,
+            devices=cluster.devices,
+            rates=Rates.of(cluster),
+            tier=tiers[1].devices if len(tiers) > 1 else cluster.devices_per_node,
+            precision=half if fast else "fp32",
+            constants=constants_of(cluster),
+            time_std=time_std(cluster, experts=run.model.moe.experts > 0),
+            memory_std=spread.memory,
+            factors=cluster.factors,
+        )
+
+    def on(self, run: RunConfig, devices: int) -> Problem:
+        """The same devices, another number of them, for another run."""
+        return replace(self, run=run, devices=devices)
+
+    @cached_property
+    def workload(self) -> Workload:
+        """What a step computes."""
+        return Workload.of(self.run)
+
+    @cached_property
+    def system(self) -> System:
+        """Argosy, with the run's optimizer and checks."""
+        optimizer = self.run.optimizer
+        of_moment = 4.0 if optimizer.state == "fp32" else 1.0 + 4 / INT8_BLOCK
+        return System(
+            moment_bytes=MOMENTS[optimizer.kind] * of_moment,
+            checks_gradients=float(self.run.resilience.replay_check_every_steps > 0),
+        )
+
+    @property
+    def memory_bytes(self) -> float:
+        """What a prediction may come to, so that it fits nine times of ten."""
+        return float(self.rates.memory_bytes) / math.exp(FITS_Z * self.memory_std)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search came to."""
+
+    problem: Problem
+    looked_at: int
+    """Plans whose memory was computed."""
+    plans: Layouts
+    """Those that fit; of none, this is empty."""
+    memory: Footprint
+    time: StepTime
+    leanest: Plan
+    """The plan that needs least memory, whether it fits or not."""
+    roomier_step_s: float
+    """The fastest step, were the memory of each device a tenth larger."""
+
+    @cached_property
+    def step_s(self) -> Floats:
+        """Of each plan."""
+        return np.asarray(self.time.step)
+
+    @cached_property
+    def memory_bytes(self) -> Floats:
+        """Of each plan, on the rank that needs most."""
+        return np.asarray(self.memory.total)
+
+    def __len__(self) -> int:
+        return len(self.step_s)
+
+    @property
+    def devices(self) -> NDArray[np.int64]:
+        """Of each plan."""
+        return np.broadcast_to(self.plans.world_size, len(self))
+
+    def best(self, score: Floats, many: int) -> NDArray[np.int64]:
+        """The rows with the lowest score, of equal ones the leanest, one for each mesh."""
+        order = np.lexsort((self.memory_bytes, score))
+        axes = np.stack([getattr(self.plans, axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")])
+        _, first = np.unique(axes[:, order], axis=1, return_index=True)
+        return order[np.sort(first)[:many]]
+
+    def pareto(self, many: int = 8) -> NDArray[np.int64]:
+        """Rows that no other beats in step time, memory and devices at once; the fastest first."""
+        order = np.lexsort((self.memory_bytes, self.devices, self.step_s))
+        return _thinned(_front(order, self.devices[order], self.memory_bytes[order]), many)
+
+
+def _front(order: NDArray[np.int64], devices: NDArray[np.int64], memory: Floats) -> NDArray[np.int64]:
+    """Of rows in the order of their time, those that need fewer devices or less memory than all before."""
+    keep = np.zeros(len(order), bool)
+    for count in np.unique(devices):
+        fewer = np.minimum.accumulate(np.where(devices <= count, memory, np.inf))
+        before = np.concatenate([[np.inf], fewer[:-1]])
+        keep |= (devices == count) & (memory < before * 0.999)
+    return order[keep]
+
+
+def _thinned(rows: NDArray[np.int64], many: int) -> NDArray[np.int64]:
+    if len(rows) <= many:
+        return rows
+    return rows[np.unique(np.linspace(0, len(rows) - 1, many).round().astype(int))]
+
+
+def search(problem: Problem, pins: Pins, counts: Sequence[int] | None = None) -> Found:
+    """All plans for `counts` devices (default: all there are), those that fit with their predicted time.
+
+    Raises: UserError if no plan is legal, with the rule in the way.
+    """
+    space = Space(problem, pins)
+    meshes = joined([space.meshes(count) for count in counts or [problem.devices]])
+    lean = space.plans(crossed(meshes, space.pipelines(), space.leanest()), any_microbatch=True)
+    lean_bytes = np.asarray(predict_memory(problem, lean).total)
+    fitting = lean[lean_bytes <= problem.memory_bytes * (1 + MORE)]
+    plans = space.plans(crossed(columns_of(fitting), space.microbatches(), space.recomputes()))
+    memory = predict_memory(problem, plans)
+    memory_bytes = np.asarray(memory.total)
+    near = memory_bytes <= problem.memory_bytes * (1 + MORE)
+    fits = memory_bytes[near] <= problem.memory_bytes
+    time = predict_time(problem, plans[near])
+    return Found(
+        problem=problem,
+        looked_at=len(lean) + len(near),
+        plans=plans[near][fits],
+        memory=rows(rows(memory, near), fits),
+        time=rows(time, fits),
+        leanest=_leanest(space, lean, lean_bytes),
+        roomier_step_s=float(np.min(time.step, initial=np.inf)),
+    )
+
+
+def _leanest(space: Space, lean: Layouts, memory_bytes: Floats) -> Plan:
+    """The plan that needs least memory of those with the leanest tail. Raises: UserError if none is legal."""
+    legal = np.flatnonzero(~np.broadcast_to(breaks_any(lean, space.run), len(lean)))
+    if len(legal):
+        return lean.plan(int(legal[np.argmin(memory_bytes[legal])]))
+    others = space.plans(crossed(columns_of(lean), space.microbatches()))
+    if not len(others):
+        raise UserError(space.why_none())
+    return others.plan(int(np.argmin(predict_memory(space.problem, others).total)))
+
+
+def predict_memory(problem: Problem, plans: Layouts) -> Footprint:
+    """Bytes of each plan."""
+    raw = _in_chunks(
+        plans, lambda some: MemoryModel(some, problem.workload, problem.system, problem.constants).predict(), Footprint
+    )
+    return calibrated(raw, problem.factors)
+
+
+def predict_time(problem: Problem, plans: Layouts, rates: Rates | None = None) -> StepTime:
+    """Seconds of each plan's step, with other `rates` than the problem's if given."""
+    rates = rates or problem.rates
+    raw = _in_chunks(
+        plans,
+        lambda some: StepModel(some, problem.workload, rates, problem.system, problem.constants).predict(),
+        StepTime,
+    )
+    return calibrated(raw, problem.factors)
+
+
+def _in_chunks(plans: Layouts, predict: Callable[[Layouts], CostT], kind: type[CostT]) -> CostT:
+    whole = {f.name: np.empty(len(plans)) for f in fields(kind)}
+    for start in range(0, len(plans), CHUNK):
+        some = plans[start : start + CHUNK]
+        alone = some.dp_shard * some.cp == 1
+        cost = predict(replace(some, zero=np.where(alone, 0, some.zero)))  # a rank alone shares nothing
+        for name, column in whole.items():
+            column[start : start + CHUNK] = getattr(cost, name)
+    return kind(**whole)
+
+
+def rows(cost: CostT, chosen: NDArray[Any]) -> CostT:
+    """The cost of the plans that a mask or numbers choose."""
+    return replace(cost, **{f.name: getattr(cost, f.name)[chosen] for f in fields(cost)})

@@ -1,0 +1,267 @@
+"""Which plans a search looks at, as tables of columns that are crossed with one another.
+
+What cannot matter is left out: tensor parallelism stays inside a node, ranks that share state are all of a replica's
+or those of a node or of the first tier outside, and GPipe is tried only where 1F1B cannot run (it is as fast, and holds
+more). What changes the numbers of training, or only serves where nothing fits (`offload`), has one value. Pins open and
+close all of this.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from argosy.errors import UserError
+from argosy.plan.layouts import WORDS, Layouts
+from argosy.plan.pipeline import SCHEDULES
+from argosy.plan.plan import AXES, Plan, words_of
+from argosy.plan.rules import INTERLEAVED, OF_MICROBATCHES, breaks_any, divisors, first_problem, nearest
+
+if TYPE_CHECKING:
+    from argosy.plan.search.search import Problem
+
+Mask = NDArray[np.bool_]
+Table = dict[str, NDArray[np.int64]]
+"""Columns of one length, words as their places in `layouts.WORDS`."""
+Pins = Mapping[str, tuple[Any, ...]]
+"""Key of a plan -> the values that it may have."""
+
+MICROBATCH_TOKENS = 32_768
+"""Of one rank; larger microbatches make no matmul faster."""
+CONTEXT_TOKENS = 4096
+"""Shorter pieces of a sequence are not worth a context-parallel rank."""
+STAGES_PER_RANK = (2, 3, 4, 6, 8)
+RECOMPUTE = (("none", 1), ("selective", 2), ("selective", 1), ("full", 4), ("full", 2), ("full", 1))
+"""What is computed again, in every n-th layer, from least to most."""
+FEWER_TRIED = 64
+"""Numbers of nodes below the cluster's that are tried where there is no plan for all of them."""
+
+
+def parse_pins(text: str) -> Pins:
+    """`"tp=2|4,recompute=selective"` -> the values that each key may have. Raises: UserError, as `Plan.parse`."""
+    pins: dict[str, tuple[Any, ...]] = {}
+    for key, values in words_of(text).items():
+        if key == "auto":
+            raise UserError(f'--fix "{text}": leave auto out; what is not fixed is chosen.')
+        plans = [Plan.from_words({key: value.strip()}) for value in values.split("|")]
+        pins[key] = tuple(dict.fromkeys(getattr(plan, key) for plan in plans))
+    return pins
+
+
+class Space:
+    """The plans that a search looks at, as tables of columns to be crossed."""
+
+    def __init__(self, problem: Problem, pins: Pins):
+        self.problem, self.pins, self.run = problem, pins, problem.run
+
+    def _of(self, key: str, *usual: Any) -> tuple[Any, ...]:
+        return self.pins.get(key, usual)
+
+    def meshes(self, devices: int) -> Table:
+        """Ways to lay the axes over so many devices, with the ZeRO stage and the kind of context parallelism."""
+        keys = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "zero", "context")
+        rows = list(self._meshes(devices))
+        context = WORDS["context"]
+        numbers = np.array([(*row[:-1], context.index(row[-1])) for row in rows], np.int64).reshape(-1, len(keys))
+        return dict(zip(keys, numbers.T, strict=True))
+
+    def _meshes(self, devices: int) -> Iterator[tuple[Any, ...]]:
+        run, model = self.run, self.run.model
+        node = int(self.problem.rates.node)
+        longest = max(1, run.data.seq_len // CONTEXT_TOKENS)
+        for tp in self._of("tp", *(n for n in divisors(devices) if n <= node and model.heads % n == 0)):
+            for cp in self._of("cp", *(n for n in divisors(devices) if n <= longest)):
+                for pp in self._of("pp", *(n for n in divisors(devices) if n <= model.layers)):
+                    dp, left_over = divmod(devices, tp * cp * pp)
+                    if left_over or not dp or run.train.global_batch % dp:
+                        continue
+                    for context in self._of("context", *(("ring", "ulysses") if cp > 1 else ("ring",))):
+                        for shared in self._shared(dp, cp, tp):
+                            yield pp, dp // shared[0], shared[0], cp, tp, *shared[1:], context
+
+    def _shared(self, dp: int, cp: int, tp: int) -> Iterator[tuple[int, int, int]]:
+        """(dp_shard, ep, zero) of `dp` data-parallel ranks."""
+        experts = self.run.model.moe.experts
+        near = {self.problem.rates.node // (tp * cp), self.problem.tier // (tp * cp), dp}
+        whole = divisors(dp)
+        usual = sorted({1, *(int(n) for n in near if n in whole)})
+        for shard in self._of("dp_shard", *usual):
+            replicate, left_over = divmod(dp, shard)
+            if left_over or replicate not in self._of("dp_replicate", replicate):
+                continue
+            for ep in self._of("ep", *(n for n in divisors(max(1, experts)) if shard * cp % n == 0)):
+                stages = (Plan().zero,) if shard * cp == 1 else (1, 2, 3) if shard > 1 else (0, 1, 2, 3)
+                for zero in self._of("zero", *stages):
+                    yield shard, ep, zero
+
+    def pipelines(self) -> Table:
+        """Schedules, with what they ask for."""
+        rows = []
+        for schedule in self._of("schedule", *SCHEDULES):
+            turns = STAGES_PER_RANK if schedule in INTERLEAVED else (Plan().stages_per_rank,)
+            compiled = not SCHEDULES[schedule].splits_backward
+            rows += [
+                (WORDS["schedule"].index(schedule), turn, int(compiles))
+                for turn in self._of("stages_per_rank", *turns)
+                for compiles in self._of("compile", compiled)
+            ]
+        return table_of(("schedule", "stages_per_rank", "compile"), rows)
+
+    def microbatches(self) -> Table:
+        """Sizes of a microbatch, as many sequences as divide the batch."""
+        return table_of(("microbatch",), [(n,) for n in self._microbatches()])
+
+    def _microbatches(self) -> tuple[int, ...]:
+        run = self.run
+        most = MICROBATCH_TOKENS * max(1, run.data.seq_len // CONTEXT_TOKENS) // run.data.seq_len
+        sizes = [n for n in divisors(run.train.global_batch) if n <= max(1, most)]
+        return self._of("microbatch", *sizes)
+
+    def recomputes(self) -> Table:
+        """What is computed again, from least to most."""
+        return table_of(("recompute", "recompute_every"), self._recomputes())
+
+    def _recomputes(self) -> list[tuple[int, int]]:
+        words = WORDS["recompute"]
+        pinned, every = self.pins.get("recompute"), self.pins.get("recompute_every")
+        usual = {word: [n for w, n in RECOMPUTE if w == word] for word in words}
+        return [
+            (words.index(word), n) for word in words if pinned is None or word in pinned for n in every or usual[word]
+        ]
+
+    def leanest(self) -> Table:
+        """The tail of a plan that needs least memory: one row."""
+        return crossed(table_of(("microbatch",), [(min(self._microbatches()),)]), self.leanest_recompute())
+
+    def leanest_recompute(self) -> Table:
+        """The most that may be recomputed: one row."""
+        most = max(self._recomputes(), key=lambda row: (row[0], -row[1]))
+        return table_of(("recompute", "recompute_every"), [most])
+
+    def plans(self, table: Table, any_microbatch: bool = False) -> Layouts:
+        """The rows of a table that are plans, each once, that can train the run.
+
+        any_microbatch: also those that could with another one.
+        """
+        rest = {
+            "offload": self._of("offload", "none"),
+            "precision": self._of("precision", self.problem.precision),
+            "weights": self._of("weights", "fp32"),
+            "reduce": self._of("reduce", "fp32"),
+        }
+        for key, values in rest.items():
+            if key not in table:
+                table = crossed(table, table_of((key,), [(WORDS[key].index(value),) for value in values]))
+        plans = Layouts(**table)
+        broken = breaks_any(plans, self.run, besides=OF_MICROBATCHES if any_microbatch else ())
+        return plans[~np.broadcast_to(broken, len(plans)) & self._worth_it(plans)]
+
+    def _worth_it(self, plans: Layouts) -> Mask:
+        """Not the same as another, nor slower than one that is as lean; and what is pinned plays a part."""
+        batch, seq_len = self.run.train.global_batch, self.run.data.seq_len
+        schedule = WORDS["schedule"].index(self._of("schedule", "1f1b")[0])
+        turns = min(self._of("stages_per_rank", Plan().stages_per_rank))
+        compiles = int(max(self._of("compile", True)))
+        alone = (plans.schedule == schedule) & (plans.stages_per_rank == turns) & (plans.compile == compiles)
+        worth = (plans.pp > 1) | alone
+        if "schedule" not in self.pins:
+            gpipe = plans.is_("schedule", "gpipe") & (plans.pp > 1)
+            worth &= ~(gpipe & (plans.microbatches(batch) >= plans.pp))
+        elif "pp" not in self.pins:
+            worth &= plans.pp > 1
+        if "context" in self.pins and "cp" not in self.pins:
+            worth &= plans.cp > 1
+        if "recompute_every" in self.pins and "recompute" not in self.pins:
+            worth &= ~plans.is_("recompute", "none")
+        if "microbatch" not in self.pins:
+            worth &= (plans.microbatch * seq_len <= MICROBATCH_TOKENS * plans.cp) | (plans.microbatch == 1)
+        return worth
+
+    def why_none(self) -> str:
+        """Why there is no plan at all: the first rule that the plainest plan breaks, and what would do."""
+        devices = self.problem.devices
+        fixed = ",".join(f"{key}={'|'.join(map(_word, values))}" for key, values in self.pins.items())
+        where = f'--fix "{fixed}": ' if fixed else f"no plan for {devices} devices: "
+        axes = {axis: min(self.pins[axis]) for axis in AXES if axis in self.pins}
+        product = math.prod(axes.values())
+        if devices % product:
+            made = " x ".join(f"{axis}={size}" for axis, size in axes.items() if size > 1)
+            near = [n for n in divisors(devices) if n <= product][-1]
+            step = math.lcm(product, int(self.problem.rates.node))
+            return (
+                f"{where}{made} takes {product} devices at a time, which does not divide {devices}. "
+                f"Try axes whose product is {near}, or a cluster of {-(-devices // step) * step} devices."
+            )
+        plainest = self._plainest(devices // product)
+        if plainest is None:
+            return f"{where}this is a plan for {product} devices, and the cluster has {devices}. Leave an axis open."
+        batch = self.run.train.global_batch
+        problem = first_problem(plainest, self.run) or (
+            f"train.global_batch = {batch} cannot be dealt out over {devices} devices by any plan."
+        )
+        plans = [f'"{other}"' for other in nearest(plainest, self.run) if self._keeps(other)]
+        fewer = self._fewer()
+        remedies = [
+            *([f"Plans that would do: {', '.join(plans)}."] if plans else []),
+            *([f"With {fewer} devices there are plans."] if fewer else []),
+        ]
+        return " ".join([where + problem, *remedies])
+
+    def _plainest(self, left: int) -> Plan | None:
+        """A plan with what is pinned, and the devices that are left on the plainest axis; None if all are pinned."""
+        first = {key: min(values) if key in AXES else values[0] for key, values in self.pins.items()}
+        for key, axis in (("schedule", "pp"), ("context", "cp")):  # it only plays a part with its axis
+            if key in first and axis not in first and left > 1:
+                first[axis] = divisors(left)[1]
+                left //= first[axis]
+        free = next((axis for axis in ("dp_shard", "dp_replicate", "cp", "pp", "tp") if axis not in first), None)
+        if left > 1 and free is None:
+            return None
+        return Plan(**{"precision": self.problem.precision, **first, **({free: left} if free else {})})
+
+    def _fewer(self) -> int | None:
+        """The largest smaller number of whole nodes for which there are plans, if one is near."""
+        node = int(self.problem.rates.node)
+        for count in range(self.problem.devices - node, 0, -node)[:FEWER_TRIED]:
+            table = crossed(self.meshes(count), self.pipelines(), self.microbatches(), self.leanest_recompute())
+            if len(self.plans(table)):
+                return count
+        return None
+
+    def _keeps(self, plan: Plan) -> bool:
+        return all(getattr(plan, key) in values for key, values in self.pins.items())
+
+
+def _word(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def table_of(keys: Sequence[str], rows: Sequence[tuple[int, ...]]) -> Table:
+    """The rows under these keys."""
+    columns = np.array(rows, np.int64).reshape(-1, len(keys)).T
+    return dict(zip(keys, columns, strict=True))
+
+
+def columns_of(plans: Layouts) -> Table:
+    """The plans as a table."""
+    return {f.name: getattr(plans, f.name) for f in fields(plans)}
+
+
+def joined(tables: Sequence[Table]) -> Table:
+    """The rows of one after those of the other."""
+    return {key: np.concatenate([table[key] for table in tables]) for key in tables[0]}
+
+
+def crossed(*tables: Table) -> Table:
+    """Every row of the first with every row of the next; a later table's columns take the place of an earlier's."""
+    whole = tables[0]
+    for table in tables[1:]:
+        before, after = len(next(iter(whole.values()))), len(next(iter(table.values())))
+        kept = {key: np.repeat(column, after) for key, column in whole.items() if key not in table}
+        whole = kept | {key: np.tile(column, before) for key, column in table.items()}
+    return whole

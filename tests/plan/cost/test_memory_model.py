@@ -1,0 +1,111 @@
+"""Memory in closed form: against the exact state, and against the published formulas for activations."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+
+from argosy.config.load import load
+from argosy.plan.cost.constants import Constants
+from argosy.plan.cost.exact_state import state_bytes
+from argosy.plan.cost.memory_model import Footprint, MemoryModel
+from argosy.plan.cost.rates import System
+from argosy.plan.cost.workload import Workload
+from argosy.plan.layouts import Layouts
+from argosy.plan.plan import Plan
+
+GELU_2022 = System(flash=0, dropout=1, kept_widths=0, gathers_again=1)
+"""What Korthikanti et al. 2022 describe."""
+GPT = Workload(
+    layers=4, width=2048, heads=16, kv_heads=16, key_width=128, value_width=128, ffn_width=8192, ffn_matrices=2,
+    vocab_size=50304, tied=1, seq_len=1024, global_batch=64, span=512,
+)  # fmt: skip
+
+
+def footprint(plan: str, work: Workload, system: System | None = None) -> Footprint:
+    return MemoryModel(Layouts.of([Plan.parse(plan)]), work, system or System(), Constants()).predict()
+
+
+@pytest.mark.parametrize("preset", ["llama3-8b", "qwen3-8b", "mixtral-8x7b", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp_replicate=8,zero=0",
+        "dp_shard=8,zero=1",
+        "dp_shard=8,zero=2",
+        "dp_shard=8",
+        "tp=8",
+        "tp=2,dp_shard=4,zero=1",
+        "dp_shard=4,cp=2",
+        "dp_shard=8,ep=4,zero=1",
+        "dp_shard=8,ep=8",
+    ],
+)
+def test_the_state_is_the_exact_one_but_for_norms_and_padding(preset, plan):
+    run = load("demo", {"model.preset": preset, "train.global_batch": 64, "model.vocab_size": 32000})
+    if not run.model.moe.experts and "ep=" in plan:
+        plan = plan.partition(",ep")[0]
+    exact = state_bytes(Plan.parse(plan), run)
+    summed = System(sums_once=0, gradient_buffers=1)  # as `state_bytes` has it: what is left when all is summed
+    found = footprint(plan, Workload.of(run), summed)
+    assert float(np.squeeze(found.weights)) == pytest.approx(exact.parameters, rel=5e-3)
+    if Plan.parse(plan).zero != 1:  # whose sums come when activations are gone: not at the peak
+        assert float(np.squeeze(found.gradients)) == pytest.approx(exact.gradients, rel=5e-3)
+    assert float(np.squeeze(found.optimizer)) == pytest.approx(exact.optimizer, rel=5e-3)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_activations_are_those_of_korthikanti(tp, recompute):
+    """Table 2 of the paper: s b h L (34/t + 5 a s / (h t)), 34 s b h L / t, and 2 s b h L / t (sharded inputs)."""
+    model = MemoryModel(
+        Layouts.of([Plan(tp=tp, recompute=recompute, microbatch=2, precision="bf16")]), GPT, GELU_2022, Constants()
+    )
+    sbh = 1024 * 2 * 2048
+    published = {"none": 34 + 5 * 16 * 1024 / 2048, "selective": 34, "full": 2}[recompute] * sbh / tp
+    assert float(model._kept[0]) == pytest.approx(published)
+
+
+def test_a_pipelines_first_rank_has_as_many_microbatches_in_flight_as_ranks():
+    alone = MemoryModel(Layouts.of([Plan(precision="bf16")]), GPT, System(), Constants())
+    piped = MemoryModel(Layouts.of([Plan(pp=4, precision="bf16")]), GPT, System(), Constants())
+    assert piped._rank(first=True).activations == pytest.approx(alone._rank(first=True, last=True).activations)
+    assert piped._rank(first=False).activations < alone._rank(first=True, last=True).activations / 2
+
+
+def test_chunks_of_the_loss_cost_less_than_whole_logits():
+    assert footprint("microbatch=8", GPT).logits < footprint("microbatch=8", GPT, System(whole_logits=10)).logits / 4
+
+
+def test_everything_is_positive_and_adds_up():
+    found = footprint("tp=2,dp_shard=4,precision=bf16", GPT)
+    parts = {f.name: float(np.squeeze(getattr(found, f.name))) for f in fields(found)}
+    assert all(value >= 0 for value in parts.values())
+    assert sum(parts.values()) == pytest.approx(float(found.total[0]))
+
+
+def test_what_the_update_needs_counts_once_it_exceeds_the_activations():
+    plain, copies = footprint("", GPT), footprint("", GPT, System(update_bytes=100))
+    held = sum(float(np.squeeze(getattr(plain, name))) for name in ("activations", "logits", "gathered"))
+    assert copies.optimizer - plain.optimizer == pytest.approx(100 * GPT.parameters - held, rel=1e-3)
+    assert footprint("", GPT, System(update_bytes=1e-3)).total == pytest.approx(float(plain.total[0]))
+
+
+def test_where_gradients_are_checked_there_are_two_at_a_time():
+    once, twice = footprint("dp_replicate=2", GPT), footprint("dp_replicate=2", GPT, System(checks_gradients=1))
+    assert twice.gradients - once.gradients == pytest.approx(4 * GPT.parameters, rel=1e-3)
+    assert twice.total - once.total == pytest.approx(4 * GPT.parameters, rel=1e-3)
+
+
+def test_the_fullest_rank_counts_where_layers_are_dealt_out_evenly():
+    five = replace(GPT, layers=5, vocab_size=1)
+    uneven, mean = (footprint("pp=2", five, System(balanced_stages=given)) for given in (0, 1))
+    assert uneven.weights / mean.weights == pytest.approx(3 / 2.5, rel=1e-3)
+
+
+def test_offload_takes_the_optimizer_and_activations_off_the_device():
+    here, away = footprint("microbatch=8", GPT), footprint("microbatch=8,offload=all", GPT)
+    assert away.optimizer == 0
+    assert away.activations < here.activations

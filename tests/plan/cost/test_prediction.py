@@ -1,0 +1,103 @@
+"""What one plan of one run will take: totals that add up, state and traffic exact, and a file that keeps it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from argosy.config.load import load
+from argosy.config.schema import RunConfig
+from argosy.plan.cost.exact_state import state_bytes
+from argosy.plan.cost.factors import OF_TIME
+from argosy.plan.cost.prediction import Prediction, predict
+from argosy.plan.cost.traffic import traffic
+from argosy.plan.hardware.clusters import Cluster, Factor
+from argosy.plan.layouts import Layouts
+from argosy.plan.plan import Plan
+from argosy.plan.search.search import Problem, predict_memory
+
+CLUSTER = Cluster.parse("8xh100")
+PLANS = [
+    "dp_shard=8,precision=bf16",
+    "dp_replicate=2,tp=4,precision=bf16",
+    "pp=2,dp_shard=2,tp=2,recompute=full,precision=bf16",
+    "dp_shard=4,cp=2,zero=1,precision=fp32",
+]
+
+
+def llama(batch: int = 16) -> RunConfig:
+    return load(
+        None,
+        {"model.preset": "llama3-8b", "data.seq_len": 4096, "train.global_batch": batch, "model.vocab_size": 128256},
+    )
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_parts_add_up_to_totals_inside_their_intervals(plan):
+    found = predict(Plan.parse(plan), llama(), CLUSTER)
+    for total, parts in ((found.step_s, found.seconds), (found.memory_bytes, found.memory)):
+        assert sum(parts.values()) == pytest.approx(total.mid)
+        assert min(parts.values()) >= 0
+        assert total.low < total.mid < total.high
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_state_and_traffic_are_those_of_the_exact_tables(plan):
+    plan, run = Plan.parse(plan), llama()
+    found = predict(plan, run, CLUSTER)
+    exact = [state_bytes(plan, run, rank) for rank in (0, plan.world_size // 2)]
+    state = tuple(found.memory[name] for name in ("weights", "gradients", "optimizer"))
+    assert state in [(e.parameters, e.gradients, e.optimizer) for e in exact]
+    assert sum(found.traffic.values()) == sum(traffic(plan, run).values())
+
+
+def test_a_run_that_checks_its_gradients_is_predicted_to_hold_two_at_a_time():
+    plan, run = Plan.parse("dp_replicate=8"), llama()
+    checks = run.model_copy(update={"resilience": run.resilience.model_copy(update={"replay_check_every_steps": 9})})
+    once, twice = (predict(plan, each, CLUSTER) for each in (run, checks))
+    assert twice.memory["gradients"] == 2 * once.memory["gradients"]
+    problems = [Problem.of(each, CLUSTER) for each in (run, checks)]
+    searched = [float(predict_memory(problem, Layouts.of([plan])).total[0]) for problem in problems]
+    assert searched[1] - searched[0] == pytest.approx(once.memory["gradients"], rel=1e-3)
+
+
+def test_offloaded_moments_are_not_on_the_device():
+    kept, gone = (predict(Plan.parse(f"dp_shard=8,offload={where}"), llama(), CLUSTER) for where in ("none", "all"))
+    assert kept.memory["optimizer"] > gone.memory["optimizer"] == 0
+
+
+def test_factors_of_the_cluster_change_their_parts_and_narrow_the_interval():
+    known = {"compute": Factor(value=2.0, std=0.01), "network": Factor(value=1.0, std=0.01)}
+    plan = Plan.parse(PLANS[1])
+    before = predict(plan, llama(), CLUSTER)
+    after = predict(plan, llama(), CLUSTER.model_copy(update={"factors": known}))
+    ratios = {name: after.seconds[name] / value for name, value in before.seconds.items() if value}
+    assert {name for name, ratio in ratios.items() if ratio == pytest.approx(2.0)} == set(OF_TIME["compute"]) & {
+        *ratios
+    }
+    assert after.step_s.high / after.step_s.mid < before.step_s.high / before.step_s.mid
+
+
+def test_the_plans_file_keeps_the_prediction_and_is_still_the_plan(tmp_path):
+    plan = Plan.parse(PLANS[0])
+    found = predict(plan, llama(), CLUSTER.model_copy(update={"name": 'the "big" one \\ here'}))
+    plan.save(tmp_path / "plan.toml", found.toml())
+    assert Plan.load(tmp_path / "plan.toml") == plan
+    kept = Prediction.load(tmp_path / "plan.toml")
+    assert kept.cluster == 'the "big" one \\ here' and kept.traffic == found.traffic
+    assert kept.step_s.high == pytest.approx(found.step_s.high, rel=1e-5)
+    assert kept.memory == pytest.approx({name: value for name, value in found.memory.items() if value}, rel=1e-5)
+    assert found.in_words().split(" a step, ")[1].endswith(" MB a rank")
+
+
+def test_a_file_without_a_prediction_has_none(tmp_path):
+    Plan().save(tmp_path / "plan.toml")
+    assert Prediction.load(tmp_path / "plan.toml") is None
+    assert Prediction.load(tmp_path / "none.toml") is None
+
+
+def test_a_run_waits_little_for_its_prediction():
+    began = time.process_time()
+    predict(Plan.parse(PLANS[2]), llama(), CLUSTER)
+    assert time.process_time() - began < 1.0

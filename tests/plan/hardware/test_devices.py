@@ -1,0 +1,99 @@
+"""The catalogue of devices: every file holds together, names are found, and none is ever guessed."""
+
+import pytest
+
+from argosy.config.catalog import preset_names, preset_path
+from argosy.errors import UserError
+from argosy.plan.hardware.devices import find_device
+
+DEVICES = preset_names("devices")
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_every_preset_is_a_device_that_its_name_and_aliases_find(name):
+    device = find_device(name)
+    assert all(find_device(other.upper()) is device for other in (device.name, *device.aliases))
+
+
+def test_no_two_devices_share_a_name():
+    names = [n for preset in DEVICES for n in {preset, *find_device(preset).aliases, find_device(preset).name.lower()}]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_figures_are_in_their_units(name):
+    device = find_device(name)
+    core = name == "cpu"
+    assert 1e9 < device.usable_bytes <= device.memory_bytes < 400 * 2**30
+    assert core or 5e11 < device.memory_bytes_per_s < 1e13
+    assert core or 5e12 < device.best_flops_per_s < 3e15
+    assert device.nic_bytes_per_s < device.link_bytes_per_s < device.memory_bytes_per_s
+    assert device.devices_per_node % device.devices_per_host == 0
+    assert all(0.3 < device.efficiency(fmt) <= 1 for fmt in device.formats)
+    assert device.ring_bytes_per_s <= device.link_bytes_per_s
+    unknown = set(device.assumed) - type(device).model_fields.keys()
+    assert not unknown
+
+
+def test_units_and_prices_of_a_device_that_everybody_knows():
+    h100 = find_device("h100")
+    assert (h100.name, h100.peak("bf16"), h100.memory_bytes) == ("H100-SXM", 989e12, 80 * 2**30)
+    assert h100.matmul_flops_per_s("bf16") == pytest.approx(794.5e12, rel=1e-3)
+    assert (h100.link_bytes_per_s, h100.nic_bytes_per_s) == (450e9, 400e9 / 8)
+    assert (h100.price_low_usd_per_h, h100.price_usd_per_h, h100.price_high_usd_per_h) == (1.99, 2.95, 5.00)
+    assert h100.mtbf_h == pytest.approx(16_384 * 54 * 24 / 419, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [("V100-32", "V100-SXM2-32"), ("a100", "A100-80"), ("A100_80", "A100-80"), ("gh200", "GH200-H100"), ("cpu", "CPU")],
+)
+def test_other_spellings_are_found(written, name):
+    assert find_device(written).name == name
+
+
+def test_an_efficiency_that_nobody_measured_is_that_of_the_nearest_format():
+    h100 = find_device("h100")
+    assert h100.efficiency("tf32") == h100.efficiency("fp16") == h100.matmul_efficiency.bf16
+    assert h100.efficiency("fp8") == h100.matmul_efficiency.fp8
+
+
+def test_a_format_that_the_device_has_not_is_refused():
+    with pytest.raises(UserError, match=r"V100-SXM2-32 has no bf16 matmuls. Try fp32 or fp16"):
+        find_device("v100").peak("bf16")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("h1000", r"no device is called 'h1000'; did you mean h100"),
+        ("abacus", r"there are: a100-40, .*, v100-sxm2-32. Or give the path"),
+        ("./none.toml", r"none.toml: cannot be read"),
+    ],
+)
+def test_an_unknown_device_is_an_error_with_suggestions(name, message):
+    with pytest.raises(UserError, match=message):
+        find_device(name)
+
+
+def test_a_file_of_the_same_keys_adds_a_device(tmp_path):
+    text = preset_path("devices", "h100-sxm").read_text().replace("nic_bytes_per_s = 50e9", "nic_bytes_per_s = 5e9")
+    path = tmp_path / "slow.toml"
+    path.write_text(text)
+    assert find_device(str(path)) == find_device("h100").model_copy(update={"nic_bytes_per_s": 5e9})
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("power_w = 700", "powr_w = 700", r"powr_w = 700: unknown key; did you mean power_w"),
+        ("mtbf_h = 50_677", "mtbf_h = 0", r"mtbf_h = 0: must be a finite number above 0"),
+        ("fp8 = 1.979e15", "fp7 = 1.979e15", r"peak_flops_per_s.fp7 = 1979000000000000.0: unknown key; did you mean"),
+        ("price_usd_per_h = 2.95", "price_usd_per_h = 9.0", r"price_usd_per_h needs all three"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named_with_its_line(tmp_path, old, new, message):
+    path = tmp_path / "mine.toml"
+    path.write_text(preset_path("devices", "h100-sxm").read_text().replace(old, new, 1))
+    with pytest.raises(UserError, match=rf"mine.toml:\d+: {message}"):
+        find_device(str(path))

@@ -1,0 +1,87 @@
+"""The machine at hand as a cluster."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from argosy.config.load import load
+from argosy.config.schema import RunConfig
+from argosy.errors import UserError
+from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.hardware.local_machine import Hardware, cluster_of, machine_at_hand, resized
+from argosy.plan.hardware.measurements import CollectiveRate, MatmulRate, Measurements
+
+TWO_CORES = Hardware("cpu", processes=2, per_node=2, peak_flops_per_s={"fp32": 5e10})
+SEND = CollectiveRate(operation="send", tier="node", ranks=2, groups=1, from_bytes=1, latency_s=1e-4, bytes_per_s=1e9)
+MATMUL = MatmulRate(m=8, k=8, n=8, kind="square", number_format="fp32", flops_per_s=1e10)
+FOUND = Measurements(host=socket.gethostname(), layer_host_s=1e-3, collectives=(SEND,), matmuls=(MATMUL,))
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def asked(cluster: str = "") -> RunConfig:
+    return load("demo", {"launch.cluster": cluster})
+
+
+def probed(host: str = FOUND.host, processes: int = 2) -> Cluster:
+    return Cluster.parse(f"{processes}xcpu").model_copy(update={"measured": FOUND.model_copy(update={"host": host})})
+
+
+def test_a_probe_of_this_host_is_taken_and_one_of_another_host_is_not(tmp_path):
+    assert cluster_of(asked()) is None
+    probed().save(tmp_path / "cluster.toml")
+    assert cluster_of(asked()) == probed()
+    probed(host="elsewhere").save(tmp_path / "cluster.toml")
+    assert cluster_of(asked()) is None
+    (tmp_path / "cluster.toml").write_text("name = 3")
+    assert cluster_of(asked()) is None
+
+
+def test_what_the_run_file_names_comes_first(tmp_path):
+    probed().save(tmp_path / "cluster.toml")
+    assert cluster_of(asked("8xh100")) == Cluster.parse("8xh100")
+    with pytest.raises(UserError, match=r"launch\.cluster: no device is called 'h1000'; did you mean h100"):
+        cluster_of(asked("8xh1000"))
+
+
+def test_a_cpu_that_nobody_probed_is_as_fast_as_the_run_found_it():
+    cluster = machine_at_hand(asked(), TWO_CORES)
+    assert cluster.devices == 2 and cluster.device.matmul_flops_per_s("fp32") == 5e10
+
+
+def test_a_gpu_is_the_catalogues_if_that_knows_it():
+    cluster = machine_at_hand(asked(), Hardware("NVIDIA H100 80GB HBM3", 16, 8, {"bf16": 6e14}))
+    assert (cluster.device.name, cluster.nodes, cluster.devices) == (Cluster.parse("8xh100").device.name, 2, 16)
+    assert machine_at_hand(asked(), Hardware("NVIDIA H999", 8, 8, {"bf16": 6e14})) is None
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4, 8])
+def test_processes_share_what_the_cores_can_do(processes):
+    before, after = probed(), resized(probed(), processes)
+    assert after.devices == after.devices_per_node == processes
+    for rate in (
+        lambda cluster: cluster.device.matmul_flops_per_s("fp32"),
+        lambda cluster: cluster.device.memory_bytes_per_s,
+        lambda cluster: cluster.device.memory_bytes,
+        lambda cluster: cluster.measured.matmuls[0].flops_per_s,
+    ):
+        assert rate(after) * processes == pytest.approx(rate(before) * 2)
+
+
+def test_what_a_process_does_alone_is_slower_among_more_and_no_faster_among_fewer():
+    def seconds(cluster: Cluster) -> tuple[float, float, float]:
+        found = cluster.measured
+        return found.layer_host_s, found.collectives[0].latency_s, 1e9 / cluster.tiers[0].bandwidth_bytes_per_s
+
+    before = seconds(probed())
+    assert seconds(resized(probed(), 1)) == before
+    assert seconds(resized(probed(), 8)) == pytest.approx([4 * each for each in before])
+
+
+def test_accelerators_do_not_share():
+    assert resized(Cluster.parse("8xh100"), 4) == Cluster.parse("8xh100")

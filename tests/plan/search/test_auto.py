@@ -1,0 +1,147 @@
+"""`auto` fills in what the user left open, by the search, and nothing that was written."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from argosy.config.load import load
+from argosy.config.schema import DataConfig, RunConfig, TrainConfig
+from argosy.errors import ArgosyWarning, UserError
+from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.plan import Plan
+from argosy.plan.search.auto import Devices, choose_plan
+from argosy.plan.search.search import Problem, search
+
+LAPTOP = Devices(count=2, kind="cpu", fast_bf16=False)
+GPUS = Devices(count=8, kind="cuda", fast_bf16=True, name="NVIDIA H100 80GB HBM3")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _where_nobody_probed(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("elsewhere"))
+        yield
+
+
+def run(plan: str = "auto", global_batch: int = 16, seq_len: int = 512) -> RunConfig:
+    return RunConfig(plan=plan, train=TrainConfig(steps=1, global_batch=global_batch), data=DataConfig(seq_len=seq_len))
+
+
+def large(preset: str, plan: str = "auto", **keys: object) -> RunConfig:
+    sizes = {"train.global_batch": 64, "data.seq_len": 8192, "model.vocab_size": 128_256}
+    return load(None, {"model.preset": preset, "plan": plan, **sizes, **keys})
+
+
+@pytest.mark.parametrize(
+    ("written", "devices", "chosen"),
+    [
+        ("auto", LAPTOP, "dp_replicate=2,microbatch=8"),
+        ("auto", GPUS, "dp_replicate=8,microbatch=2,precision=bf16"),
+        ("auto,precision=fp32", GPUS, "dp_replicate=8,microbatch=2"),
+        ("auto,microbatch=1", LAPTOP, "dp_replicate=2"),
+        ("auto,compile=false", LAPTOP, "dp_replicate=2,microbatch=8,compile=false"),
+        ("auto,tp=2", LAPTOP, "tp=2,microbatch=16"),
+        ("auto,dp_shard=4,zero=1", GPUS, "dp_replicate=2,dp_shard=4,zero=1,microbatch=2,precision=bf16"),
+        ("auto,pp=2", GPUS, "pp=2,dp_replicate=4,microbatch=2,precision=bf16"),
+        ("auto,pp=2,schedule=zbv", LAPTOP, "pp=2,schedule=zbv,microbatch=2,compile=false"),
+        ("auto,schedule=zbv", Devices(1, "cpu", fast_bf16=False), "schedule=zbv"),
+        ("dp_replicate=2", LAPTOP, "dp_replicate=2,microbatch=8"),
+        ("dp_replicate=2,microbatch=2,precision=bf16", LAPTOP, "dp_replicate=2,microbatch=2,precision=bf16"),
+    ],
+)
+def test_what_is_left_open_is_chosen_and_what_is_written_stays(written, devices, chosen):
+    assert choose_plan(run(written), devices) == Plan.parse(chosen)
+
+
+def test_the_demo_is_plain_data_parallelism_with_one_microbatch():
+    demo = load("demo", {"model.vocab_size": 4096})
+    assert choose_plan(demo, LAPTOP) == Plan(dp_replicate=2, microbatch=4)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    per_rank=st.integers(1, 96),
+    count=st.integers(1, 16),
+    seq_len=st.sampled_from([1, 7, 64, 512, 8192]),
+    kind=st.sampled_from(["cpu", "cuda"]),
+)
+def test_any_batch_that_the_devices_can_share_gets_a_plan_for_all_of_them(per_rank, count, seq_len, kind):
+    run_ = run(global_batch=per_rank * count, seq_len=seq_len)
+    plan = choose_plan(run_, Devices(count, kind, fast_bf16=False))
+    plan.check(run_, count)
+
+
+@pytest.mark.parametrize(("global_batch", "near"), [(10, "8 or 12"), (3, "4"), (33, "32 or 36")])
+def test_a_batch_that_the_written_axes_cannot_share_is_refused_with_the_nearest_that_they_can(global_batch, near):
+    devices = Devices(count=4, kind="cpu", fast_bf16=False)
+    message = rf"global_batch = {global_batch} is not a multiple of 4 .*Try {near}\."
+    with pytest.raises(UserError, match=message):
+        choose_plan(run("auto,dp_replicate=4", global_batch=global_batch), devices)
+
+
+@pytest.mark.parametrize("global_batch", [10, 3, 33])
+def test_a_batch_that_data_parallelism_cannot_share_gets_another_layout(global_batch):
+    run_ = run(global_batch=global_batch)
+    choose_plan(run_, Devices(4, "cpu", fast_bf16=False)).check(run_, 4)
+
+
+def test_a_plan_for_other_devices_is_refused():
+    with pytest.raises(UserError, match=r"is for 4 processes, and launch\.processes = 2"):
+        choose_plan(run("dp_replicate=4"), LAPTOP)
+    with pytest.raises(UserError, match=r"is for 4 processes, and launch\.processes = 2"):
+        choose_plan(run("auto,tp=4"), LAPTOP)
+
+
+def test_a_plan_that_cannot_train_the_run_is_refused():
+    with pytest.raises(UserError, match=r"plan\.tp = 8 does not divide model\.heads = 4"):
+        choose_plan(run("auto,tp=8"), GPUS)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "zbv", "dualpipev"])
+@pytest.mark.parametrize("rows", [3, 9, 14, 18])
+def test_a_pipeline_gets_a_microbatch_that_its_schedule_can_run(schedule, rows):
+    run_ = run(f"auto,pp=4,schedule={schedule}", rows)
+    run_ = run_.model_copy(update={"model": run_.model.model_copy(update={"layers": 8})})
+    stages = 8 if schedule == "dualpipev" else 4
+    if rows < stages and schedule in ("1f1b", "dualpipev"):
+        with pytest.raises(UserError, match=f"cannot run {rows} microbatches"):
+            choose_plan(run_, Devices(4, "cuda", fast_bf16=True))
+        return
+    choose_plan(run_, Devices(4, "cuda", fast_bf16=True)).check(run_, 4)
+
+
+@pytest.mark.parametrize("preset", ["llama3-8b", "qwen3-14b"])
+def test_a_model_that_no_gpu_holds_gets_a_plan_that_fits_and_is_about_as_fast_as_any(preset):
+    run_ = large(preset)
+    plan = choose_plan(run_, GPUS)
+    assert plan.pp * plan.tp * plan.dp_shard > 1
+    problem = Problem.of(run_, Cluster.parse("8xh100"))
+    found = search(problem, {})
+    near = np.flatnonzero(found.step_s <= 1.03 * found.step_s.min())
+    assert plan in [found.plans.plan(int(row)) for row in near]
+
+
+def test_state_goes_to_the_host_only_where_it_must():
+    one = Devices(1, "cuda", fast_bf16=True, name="NVIDIA H100 80GB HBM3")
+    assert choose_plan(large("llama3.2-1b"), one).offload == "none"
+    assert choose_plan(large("llama3-8b"), one).offload in ("optimizer", "all")
+
+
+def test_what_fits_nowhere_is_refused_with_the_figures():
+    with pytest.raises(UserError, match=r"nothing fits: the leanest plan, .* needs [\d.]+ GiB .* optimizer takes"):
+        choose_plan(large("llama3-70b", "auto,offload=none"), GPUS)
+    assert choose_plan(large("llama3-70b", "dp_shard=8"), GPUS).dp_shard == 8  # who says the axes tries them
+
+
+def test_the_memory_that_the_driver_tells_counts():
+    small = Devices(8, "cuda", fast_bf16=True, name="NVIDIA H100 80GB HBM3", memory_bytes=20e9)
+    assert choose_plan(large("llama3-8b"), small) != choose_plan(large("llama3-8b"), GPUS)
+
+
+def test_a_gpu_that_the_catalogue_does_not_know_gets_a_plan_and_a_warning():
+    with pytest.warns(ArgosyWarning, match="does not know NVIDIA Titan Q"):
+        plan = choose_plan(run(), Devices(2, "cuda", fast_bf16=True, name="NVIDIA Titan Q", memory_bytes=24e9))
+    assert plan.world_size == 2

@@ -1,0 +1,37 @@
+"""Plans as columns are the plans."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from argosy.plan.layouts import Layouts
+from argosy.plan.plan import Plan
+
+PLANS = [
+    Plan(),
+    Plan(pp=4, tp=2, dp_shard=8, zero=1, schedule="interleaved_1f1b", stages_per_rank=3, microbatch=2),
+    Plan(pp=2, schedule="zbv", dp_replicate=2, cp=4, context="ulysses", recompute="full", offload="all", compile=False),
+    Plan(dp_shard=8, ep=8, precision="fp8", weights="bf16", reduce="bf16", recompute="selective", recompute_every=2),
+]
+
+
+def test_a_row_is_the_plan_it_was_made_of():
+    columns = Layouts.of(PLANS)
+    assert [columns.plan(row) for row in range(len(columns))] == PLANS
+
+
+@pytest.mark.parametrize("what", ["dp", "world_size"])
+def test_what_follows_from_the_axes(what):
+    assert getattr(Layouts.of(PLANS), what).tolist() == [getattr(plan, what) for plan in PLANS]
+
+
+def test_stages_on_a_rank():
+    assert Layouts.of(PLANS).stages_here.tolist() == [plan.stages // plan.pp if plan.pp > 1 else 1 for plan in PLANS]
+
+
+def test_rows_can_be_chosen():
+    columns = Layouts.of(PLANS)
+    assert columns[columns.is_("precision", "fp8")].plan(0) == PLANS[3]
+    assert [columns[np.array([2, 0])].plan(i) for i in (0, 1)] == [PLANS[2], PLANS[0]]
+    assert len(columns[1:3]) == 2
