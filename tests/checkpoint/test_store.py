@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 import shutil
@@ -341,3 +342,15 @@ def test_a_generation_is_in_force_until_a_later_one_begins(tmp_path):
     assert store.is_in_force(tmp_path, 2) and not store.is_in_force(tmp_path, 1)
     (tmp_path / store.GENERATION_FILE).write_text("no number")
     assert not store.is_in_force(tmp_path, 2), "if that cannot be told, nothing is written"
+
+
+def test_a_folder_from_before_generations_were_called_so_goes_on(tmp_path):
+    # The two names are of folders that the version before this one left, and stand nowhere else.
+    before = {name: value for name, value in manifest(7, generation=4).to_record().items() if name != "generation"}
+    data = signed(before | {"epoch": 4})
+    assert (read := CheckpointManifest.from_bytes(data, "here")).generation == 4
+    assert read.sha256 == hashlib.sha256(data).hexdigest()  # which verified.json names
+    (tmp_path / ".epoch").write_text("4\n")
+    assert store.newest_generation(tmp_path) == 4
+    store.begin_generation(tmp_path, 5)
+    assert store.newest_generation(tmp_path) == 5

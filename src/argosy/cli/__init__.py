@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(name: str, argv: list[str]) -> int:
     from argosy.errors import ArgosyError, ArgosyWarning
 
-    warnings.simplefilter("always", ArgosyWarning)
+    warnings.simplefilter("default", ArgosyWarning)  # each text once
     warnings.showwarning = _show_warning
     try:
         code = import_module(f"argosy.cli.{name}").main(argv)
