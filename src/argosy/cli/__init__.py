@@ -1,4 +1,4 @@
-"""The `argosy` command: finds the command's module, runs it, and turns what went wrong into an exit code.
+"""The `argosy` command: find the command's module, run it, and turn errors into exit codes.
 
 Nothing heavy is imported here: `argosy --help` answers at once.
 """
@@ -19,15 +19,15 @@ COMMANDS = {
     "generate": "continue a text with a checkpoint",
     "evaluate": "measure a checkpoint's loss on held-out text",
     "parity": "train some steps in one process and as a plan says, and compare",
-    "replay": "do steps of a run again, and compare them bit for bit",
-    "chaos": "train a run twice, left alone and while its processes are killed, and compare",
+    "replay": "run steps again, and compare them bit for bit",
+    "chaos": "train twice, undisturbed and with processes being killed, and compare",
     "probe": "measure this machine, and write it as a cluster to plan for",
     "plan": "rank layouts for a model on a cluster: time, memory, cost, and why",
     "scaling": "fit a scaling law to small runs, and ask it for the best size or a loss",
     "simulate": "run the train step of any rank without devices: memory, FLOPs, bytes, timeline",
     "config": "show the resolved run file, its JSON schema, the presets",
 }
-"""Command -> what it does, in a line; its module is argosy.cli.COMMAND, with `main(argv) -> int | None`."""
+"""Command -> its purpose, in a line; its module is argosy.cli.COMMAND, with `main(argv) -> int | None`."""
 
 BROKEN_PIPE = 128 + 13
 
@@ -79,7 +79,7 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """A warning of ours is a sentence for the user; others keep the place that they come from."""
+    """Print a warning; one of ours is a sentence for the user, any other keeps its place in the source."""
     from argosy.errors import ArgosyWarning
 
     where = "" if issubclass(category, ArgosyWarning) else f"{filename}:{lineno}: "

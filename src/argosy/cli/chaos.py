@@ -1,10 +1,10 @@
-"""Train a run twice, left alone and while its processes are killed, and compare what they come to.
+"""Train a run twice, undisturbed and while its processes are killed, and compare the results.
 
-The first training says how long the run takes and what its weights should be; the second one meets faults at times that
-follow from --fault-seed: kills and stops of workers, of the process that writes checkpoints, of the coordinator and of
-the command itself, and kills at fault points inside a step. A first training that is done already is reused.
+The first training shows how long the run takes and what its weights should be. The second one meets faults at times
+that --fault-seed determines: kills and stops of workers, of the process that writes checkpoints, of the coordinator and
+of the command itself, and kills at fault points inside a step. A first training that is finished already is reused.
 
---seed N is short for --fault-seed N; the run's own seed is that of its file.
+--seed N is short for --fault-seed N; the run's own seed is in its file.
 
 The exit code is 0 if the weights are the same bit for bit, every sample was trained on once and nothing is left
 behind, else 1.
@@ -31,15 +31,15 @@ class Options:
     """Options of `argosy chaos`."""
 
     fault_seed: int = 0
-    """What strikes, and when, follows from it."""
+    """Determines the faults and their times."""
     minutes: float = 0.0
-    """How long the undisturbed training is to take; 0: as many steps as the run says."""
+    """Length of the undisturbed training; 0: as many steps as the run says."""
     every_s: float = 60.0
     """Seconds between faults, on average."""
     kinds: tuple[str, ...] = ()
     """kill, stop, point, writer, coordinator, fork_server, store, term, launcher; none given: all."""
     folder: Path | None = None
-    """Where both trainings are kept; runs/NAME-chaos if not given."""
+    """Folder of both trainings; runs/NAME-chaos if not given."""
     json: bool = False
     """Print the report as JSON on the last line."""
 

@@ -1,7 +1,7 @@
-"""Look at checkpoints, check them, thin them out, and move weights to and from Hugging Face folders.
+"""List, verify and prune checkpoints; export and import weights as Hugging Face folders.
 
 Examples:
-  argosy checkpoint list runs/demo                      what there is, newest last, and whether it was read back
+  argosy checkpoint list runs/demo                      all checkpoints, newest last, and which were read back
   argosy checkpoint verify runs/demo                    read every byte back against its checksum
   argosy checkpoint prune runs/demo --keep-last 1       delete all but the newest
   argosy checkpoint export runs/demo --out demo-hf      weights and tokenizer for transformers, vLLM, ...
@@ -26,7 +26,7 @@ from argosy.cli.options import parse
 from argosy.errors import ArgosyError, UserError
 
 HIDDEN = ("files", "step", "history")
-"""What `list` does not show of a manifest."""
+"""Keys of a manifest that `list` does not show."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Pruning:
     run_dir: Annotated[Path, tyro.conf.Positional]
     """A run's folder."""
     keep_last: int = 2
-    """How many of the newest are kept; of those that are verified at least one."""
+    """Number of newest checkpoints to keep; at least one verified one always stays."""
     keep_every: int = 0
-    """Steps that are a multiple of this are kept too; 0 keeps none."""
+    """Checkpoints at multiples of this many steps are kept too; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Exporting:
     out: Path
     """The Hugging Face folder to write; it must not exist yet."""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """The weights' number format; training keeps them in fp32."""
+    """Number format of the weights; training keeps them in fp32."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ def main(argv: list[str]) -> int:
 
 
 def _list(argv: list[str]) -> int:
-    """Show what checkpoints a run has, newest last: step, size, tokens seen, time, whether it is verified: read back
-    after it was written, and found whole.
+    """List a run's checkpoints, newest last: step, size, tokens seen, time, and if it is verified (read back after it
+    was written, and found whole).
 
     Example:
       argosy checkpoint list runs/demo
@@ -126,8 +126,8 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _verify(argv: list[str]) -> int:
-    """Read every byte of a run's checkpoints, or of one, back against its checksum; exit code 1 if any is damaged. What
-    is whole counts as verified from then on.
+    """Read every byte of a run's checkpoints, or of one, back against its checksum; exit code 1 if any is damaged. A
+    whole one counts as verified from then on.
 
     Example:
       argosy checkpoint verify runs/demo
@@ -158,7 +158,7 @@ def _verify(argv: list[str]) -> int:
 
 
 def _prune(argv: list[str]) -> int:
-    """Delete a run's checkpoints, all but the newest ones. The newest verified one stays, whatever is newer.
+    """Delete a run's checkpoints except the newest ones. The newest verified one always stays.
 
     Example:
       argosy checkpoint prune runs/demo --keep-last 1
@@ -193,7 +193,7 @@ def _export(argv: list[str]) -> int:
 
 
 def _import(argv: list[str]) -> int:
-    """Make a Hugging Face folder a run folder, to generate with, or to train from (`model.weights`).
+    """Turn a Hugging Face folder into a run folder, to generate with, or to train from (`model.weights`).
 
     Example:
       argosy checkpoint import Qwen3-0.6B --out runs/qwen

@@ -1,4 +1,4 @@
-"""Show what a run comes to, the JSON schema of run files, and the presets.
+"""Show a resolved run, the JSON schema of run files, and the presets.
 
 Examples:
   argosy config show                                the built-in demo, every key with its meaning

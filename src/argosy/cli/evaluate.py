@@ -1,4 +1,4 @@
-"""Measure how well a trained model predicts text: loss, perplexity, bits per byte.
+"""Measure a trained model on held-out text: loss, perplexity, bits per byte.
 
 Examples:
   argosy evaluate runs/demo                                 on the held-out part of its own data
@@ -27,11 +27,11 @@ class Options:
     data: Path | None = None
     """A folder that `argosy prepare` wrote; the run's own data if not given."""
     split: Literal["train", "validation"] = "validation"
-    """Which part of the data."""
+    """Split of the data."""
     max_tokens: int = 1_000_000
-    """Tokens to read at most."""
+    """Largest number of tokens to read."""
     seq_len: int | None = None
-    """Tokens per window; what the run trained with if not given."""
+    """Tokens per window; data.seq_len of the run if not given."""
     json: bool = False
     """Print the result as JSON."""
 

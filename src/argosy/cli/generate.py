@@ -26,17 +26,17 @@ class Options:
     path: Annotated[Path, tyro.conf.Positional]
     """A run's folder (its newest checkpoint) or one checkpoint."""
     prompt: str = ""
-    """The text to continue; without one, a document from its beginning."""
+    """The text to continue; without one, a new document."""
     max_tokens: int = 200
-    """Tokens to write at most."""
+    """Largest number of tokens to generate."""
     temperature: float = 0.8
-    """0 takes the likeliest token each time; higher is more varied."""
+    """0 takes the most likely token each time; higher is more varied."""
     top_p: float = 0.95
-    """Draw from the likeliest tokens that together have this probability."""
+    """Draw from the most likely tokens that together have this probability."""
     seed: int = 0
     """The same seed gives the same text."""
     stop: tuple[str, ...] = ()
-    """Texts before which to end."""
+    """Texts to stop before."""
     json: bool = False
     """Print {"prompt", "text"} as JSON."""
 

@@ -29,9 +29,9 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 RUN = " [RUN]"
 LOOKS = (tyro.conf.DisallowNone,)
-"""An option that may be left out is shown by what it takes: PATH, not {None}|PATH."""
+"""Show an optional option by its type alone: PATH, not {None}|PATH."""
 NONE = "none"
-"""How the command line writes the value that TOML writes by leaving the key out."""
+"""The word on the command line for a key that TOML would leave out."""
 
 
 def parse_run(argv: list[str], prog: str, extra: type[ExtraT]) -> tuple[ExtraT, RunConfig]:
@@ -57,7 +57,7 @@ def parse_section(argv: list[str], prog: str, extra: type[ExtraT], section: type
 
 
 def parse(argv: list[str], prog: str, options: type[ExtraT], about: str | None = None) -> ExtraT:
-    """The options of a command that takes no run: a dataclass, read by tyro. Raises: as `parse_run`.
+    """Parse the options of a command that takes no run into a dataclass. Raises: as `parse_run`.
 
     about: the description in --help, in place of the docstring of the module that defines `options`.
     """
@@ -98,7 +98,7 @@ def _parse(argv: list[str], prog: str, extra: type[ExtraT], config: Section) -> 
 
 
 def _by_new_name(word: str) -> str:
-    """The option by its new name, with a warning, if its key was called otherwise before."""
+    """Return the option under its new name, with a warning, if its key was renamed."""
     name, *value = word.split("=", 1)
     key = keys.key_of(name.removeprefix(OPTION_MARK))
     is_renamed = name.startswith(OPTION_MARK) and key in RENAMED
@@ -175,7 +175,7 @@ def _words(value: object) -> Any:
 
 
 def _changes(before: Any, after: Any, config: Section, typed: Collection[keys.Key], above: keys.Key = ()) -> Any:
-    """(dotted key, value) for each leaf of the form that was typed (a positional one: that is not as it was)."""
+    """Yield (dotted key, value) for each leaf of the form that was typed (positional: that has changed)."""
     for name, info in type(config).model_fields.items():
         value = getattr(config, name)
         old, new = getattr(before, name, None), getattr(after, name, None)
@@ -186,7 +186,7 @@ def _changes(before: Any, after: Any, config: Section, typed: Collection[keys.Ke
 
 
 def _meaning(words: Any, info: FieldInfo) -> object:
-    """What typed words stand for; those that make no sense stay words, for the schema to refuse."""
+    """Return the value that typed words mean; words without meaning stay words, for the schema to refuse."""
     kind = keys.value_type(info)
     if words == NONE and type(None) in get_args(info.annotation):
         return None

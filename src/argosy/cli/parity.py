@@ -1,8 +1,8 @@
 """Check that a plan gives the numbers of one process: train some steps both ways, and compare.
 
-It prints how far loss, gradient norm and final weights are apart, and ends with exit code 1 if that is more than
-rounding. Without a run file it trains a tiny built-in one, in as many processes as the plan is for, on this machine.
-Where training is unstable, rounding grows from step to step: the plan "microbatch=1" shows what it alone comes to, and
+It prints the differences of loss, gradient norm and final weights, with exit code 1 if they are more than rounding.
+Without a run file it trains a tiny built-in model, in as many processes as the plan has ranks, on this machine. Where
+training is unstable, rounding grows from step to step: the plan "microbatch=1" shows the effect of rounding alone, and
 a smaller --optimizer.lr or fewer --steps keep it small.
 
 Examples:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from argosy.compare.parity import Parity
 
 RUN = "parity"
-"""The preset that is trained when no run is named."""
+"""The preset to train if no run is named."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Options:
     """Options of `argosy parity`."""
 
     steps: int = 5
-    """Optimizer steps; the learning rate has its peak in all of them."""
+    """Optimizer steps, all at the peak learning rate."""
     tolerance: float | None = None
     """Largest relative difference of the loss: 1e-5 in fp32, else none. Gradient norm and weights get 10 and 100
     times as much."""
     json: bool = False
-    """Print what was found as one JSON object."""
+    """Print the result as one JSON object."""
 
 
 def main(argv: list[str]) -> int:

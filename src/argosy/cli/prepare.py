@@ -1,6 +1,6 @@
 """Turn text into token shards, once, for any number of runs.
 
-It goes on where it left off if it was interrupted, and does nothing if the folder holds the same already.
+After an interruption it goes on where it was. It does nothing if the folder already holds the same.
 
 Examples:
   argosy prepare book.txt notes/ --out data/mine                  files and folders; a tokenizer is trained on them
@@ -33,9 +33,9 @@ class Options:
     """Options of `argosy prepare`."""
 
     verify: bool = False
-    """Prepare nothing; check the folder `--out` byte by byte."""
+    """Only check the folder `--out`, byte by byte."""
     adopt: bool = False
-    """The input is one folder of Megatron .bin/.idx shards: write the manifest that makes it a prepared one."""
+    """The input is one folder of Megatron .bin/.idx shards: write a manifest for it, copy nothing."""
     json: bool = False
     """Print the manifest as JSON."""
 

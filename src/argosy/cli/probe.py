@@ -1,9 +1,9 @@
 """Measure the machine at hand, and write it as a cluster file that `argosy plan --cluster` takes.
 
 Matmuls at the model's shapes, attention, memory, the host's time for each operation and layer, collectives in groups
-of each size alone and at once, disk and loader: with all processes at work, as they would be in training. What it
-cannot measure (price, power, failures) is the catalogue's. Under torchrun or srun it joins the processes it finds, and
-measures between nodes too.
+of each size alone and at once, disk and loader: with all processes at work, as in training. Price, power and failure
+rates cannot be measured and come from the catalogue. Under torchrun it joins torchrun's processes, and measures between
+nodes too.
 
 Examples:
   argosy probe                                      the demo's model; writes cluster.toml
@@ -35,15 +35,15 @@ class Options:
     run: Path | None = None
     """A run file, in place of --model."""
     processes: int = 0
-    """How many measure at once; 0 takes one for each GPU, or where there is none for each core, 8 at most."""
+    """Processes that measure at once; 0: one per GPU, or without GPUs one per core, at most 8."""
     device: str | None = None
-    """What the catalogue calls the device, or a device's file; left out: what its driver says."""
+    """Device by its name in the catalogue, or a device file; if not given, the name that its driver gives."""
     out: Path = Path("cluster.toml")
     """The cluster file to write. Its disk is the one that is measured."""
     minutes: float = 5.0
-    """How long it may take, about."""
+    """About how long the probe may take."""
     json: bool = False
-    """Print the cluster as JSON, and nothing on the way."""
+    """Print only the cluster, as JSON."""
 
 
 def main(argv: list[str]) -> None:

@@ -1,8 +1,8 @@
-"""Do steps of a run again, from the checkpoint before them, and compare their losses and gradient norms bit for bit.
+"""Run steps again from the checkpoint before them, and compare losses and gradient norms bit for bit.
 
-Ends with exit code 0 if all are equal, 1 if one differs, 2 if it cannot be done here. Nothing is written into the run's
-folder. A step that differs was computed wrongly, then or now, unless device, versions or threads are others; a step
-that is equal, and yet bad, is bad because of its data or settings.
+The exit code is 0 if all are equal, 1 if one differs, 2 if the steps cannot be run here. Nothing is written into the
+run's folder. A step that differs was computed wrongly, then or now, unless device, versions or threads differ. A bad
+step that is equal is bad because of its data or settings.
 
 Examples:
   argosy replay runs/demo --step 120
@@ -32,9 +32,9 @@ class Options:
     run: Annotated[Path, tyro.conf.Positional]
     """A run's folder."""
     step: int
-    """The last step to do again, counted from 0 as in metrics.jsonl."""
+    """The last step to run again, counted from 0 as in metrics.jsonl."""
     json: bool = False
-    """Print what was found as one JSON object."""
+    """Print the result as one JSON object."""
 
 
 def main(argv: list[str]) -> int:

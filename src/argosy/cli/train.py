@@ -1,4 +1,4 @@
-"""Train a model: a run file, a run preset, or with neither the built-in demo.
+"""Train a model: a run file, a run preset, or without either the built-in demo.
 
 It starts its own processes on this machine; under torchrun it joins the ones that torchrun started. The same
 command again goes on from the newest checkpoint in the run's folder.
@@ -8,7 +8,7 @@ Examples:
   argosy train run.toml                                   your run; its folder is runs/NAME
   argosy train run.toml --run-dir runs/b --optimizer.lr 1e-3
   argosy train run.toml --launch.processes 2 --plan dp_replicate=2,microbatch=4
-  torchrun --nproc-per-node 2 -m argosy train run.toml    in processes that are there already
+  torchrun --nproc-per-node 2 -m argosy train run.toml    in the processes of torchrun
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ class Options:
     run_dir: Path | None = None
     """The run's folder; runs/NAME if not given."""
     accept_changes: bool = False
-    """Go on from the folder's checkpoint although data, batch or optimizer settings differ from what it was
-    saved with."""
+    """Go on from the folder's checkpoint although data, batch or optimizer settings have changed since."""
     json: bool = False
     """Print the report as JSON on the last line."""
 
@@ -53,7 +52,7 @@ def main(argv: list[str]) -> None:
 
 
 def _what_next(run_dir: Path) -> str:
-    """The three commands that one would run after the demo."""
+    """Return the three commands to run after the demo."""
     argosy = "argosy" if shutil.which("argosy") else os.path.relpath(sys.argv[0])  # as it can be typed here
     commands = {
         f'{argosy} generate {os.path.relpath(run_dir)} --prompt "class "': "let it write",

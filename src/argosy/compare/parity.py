@@ -1,4 +1,4 @@
-"""Whether a plan gives the numbers of one process: the same run, trained both ways and compared."""
+"""Parity: train the same run in one process and under a plan, and compare the numbers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from argosy.plan.plan import Plan, words_of
 from argosy.plan.search.auto import Devices, choose_plan
 
 TOLERANCE = 1e-5
-"""Of the loss, in fp32: what another order of the same sums makes of it in some steps."""
+"""Largest relative difference of the loss in fp32: another order of the same sums makes about as much."""
 LOOSER = {"loss": 1.0, "grad_norm": 10.0, "weights": 100.0}
-"""Times the tolerance. AdamW divides by the root of the second moment: where a gradient is little more than rounding,
-rounding decides a whole step of the weight."""
+"""Factors on the tolerance. AdamW divides by the root of the second moment: where a gradient is little more than
+rounding error, rounding decides a whole step of the weight."""
 
 
 def limits(tolerance: float) -> dict[str, float]:
-    """The largest relative difference of each quantity, for this one of the loss."""
+    """Return the largest relative difference allowed for each quantity, if that of the loss is `tolerance`."""
     return {name: tolerance * times for name, times in LOOSER.items()}
 
 
@@ -39,7 +39,7 @@ class Difference:
     """The largest difference of one quantity."""
 
     relative: float
-    """To the reference; infinite if one of the two is not finite."""
+    """Relative to the reference; infinite if one of the two is not finite."""
     where: str
     """The step, or the weight."""
 
@@ -49,14 +49,14 @@ class Differences:
     """How far two runs of the same steps are apart."""
 
     loss: Difference
-    """Of the training loss in any step."""
+    """The largest difference of the training loss in any step."""
     grad_norm: Difference
-    """Of the global gradient norm before clipping in any step."""
+    """The largest difference of the global gradient norm, before clipping, in any step."""
     weights: Difference
-    """Of any weight after the last step: the norm of the difference over the norm of the reference's."""
+    """The largest difference of any weight after the last step: norm of the difference over norm of the reference."""
 
     def beyond(self, tolerance: float) -> dict[str, Difference]:
-        """What is further apart than its limit (`limits`)."""
+        """Return the differences that exceed their limit (`limits`)."""
         return {name: d for name, d in vars(self).items() if not d.relative <= limits(tolerance)[name]}
 
 
@@ -69,12 +69,12 @@ class Parity:
     plan: str
     steps: int
     tolerance: float | None
-    """Of the loss; None if the plan rounds more than fp32, and none was asked for."""
+    """Tolerance of the loss; None if the plan rounds more than fp32 and the user gave none."""
     differences: Differences
 
     @property
     def holds(self) -> bool:
-        """Whether the plan gives the numbers of one process; without a tolerance, there is nothing to hold."""
+        """True if the plan gives the numbers of one process. Without a tolerance it is always true."""
         return self.tolerance is None or not self.differences.beyond(self.tolerance)
 
 
@@ -83,20 +83,25 @@ def parity(
 ) -> Parity:
     """Train `steps` steps of `run` in one process and as `run.plan` says, from the same weights on the same data.
 
-    Real processes of this machine do it, as many as the plan is for, in temporary run folders. One process must have
-    the memory for the whole model. What the plan leaves open is eager and fp32, as the reference is; of `run`, the
-    lengths and `schedule` are not used: the learning rate has its peak from the first step, so that wrong updates show.
+    Both runs use real processes of this machine, as many as the plan has ranks, in temporary run folders. One process
+    must have the memory for the whole model. What the plan leaves open is eager and fp32, as the reference is. The
+    lengths and the `schedule` of `run` are not used: the learning rate is at its peak from the first step, so that
+    wrong updates show.
 
-    tolerance: largest relative difference of the loss (`LOOSER` is that of the rest); None is `TOLERANCE` for a plan
-    in fp32, and for others none. say: is told when each half is done. Raises: UserError, before any process starts,
-    if the plan cannot train the run; RunFailed if a process dies; Interrupted after SIGTERM or SIGINT.
+    tolerance: largest relative difference of the loss (`LOOSER` gives the others'); None means `TOLERANCE` for a plan
+    in fp32, and no limit for others. say: called with a line when each half is done.
+
+    Raises: UserError, before any process starts, if the plan cannot train the run; RunFailed if a process dies;
+    Interrupted after SIGTERM or SIGINT.
     """
     tell = say or (lambda text: None)
     if steps < 1:
         raise UserError(f"steps = {steps}: must be at least 1. Try 5.")
     run = _brief(run, steps)
     plan = _complete(run)
-    threads = threads_per_process(run.launch, plan.world_size)  # alike: their number too is an order of sums
+    threads = threads_per_process(
+        run.launch, plan.world_size
+    )  # the same in both runs: the number of threads sets the order of sums too
     run = run.model_copy(update={"launch": run.launch.model_copy(update={"threads": threads})})
     reference = choose_plan(_under(run, REFERENCE), Devices(1, "cpu", fast_bf16=False))
     with tempfile.TemporaryDirectory(prefix="argosy-parity-") as folder:
@@ -112,7 +117,7 @@ def parity(
 
 
 def compare(reference: Path, other: Path) -> Differences:
-    """How far the finished run in the folder `other` is from that in `reference`, which has as many steps."""
+    """Compare the finished run in `other` with that in `reference`. Raises: RunFailed if either lacks steps."""
     expected, found = _steps(reference), _steps(other)
     if len(expected) != len(found) or not expected:
         raise RunFailed(f"{other} has {len(found)} steps, and {reference} has {len(expected)}: no two runs to compare.")
@@ -125,15 +130,16 @@ def compare(reference: Path, other: Path) -> Differences:
 
 
 REFERENCE = "precision=fp32,compile=false"
+"""The plan of the single process, and what a plan leaves open."""
 
 
 def _brief(run: RunConfig, steps: int) -> RunConfig:
-    """`run`, cut to `steps` steps and to what is compared."""
+    """Return `run` cut to `steps` steps and to what is compared."""
     changes: dict[str, dict[str, Any]] = {
         "train": {"steps": steps, "minutes": 0.0, "deterministic": True},
         "schedule": {"kind": "constant", "warmup_steps": 0},
         "evaluate": {"every_steps": 0, "tokens": 1, "sample_prompt": None},  # a window at the end, and no more
-        "checkpoint": {"every_steps": 0, "every_minutes": 0.0},  # only the last state, by which weights are compared
+        "checkpoint": {"every_steps": 0, "every_minutes": 0.0},  # only the last state: weights are compared by it
         "launch": {"max_restarts": 0},
     }
     sections = {name: getattr(run, name).model_copy(update=keys) for name, keys in changes.items()}
@@ -141,7 +147,7 @@ def _brief(run: RunConfig, steps: int) -> RunConfig:
 
 
 def _complete(run: RunConfig) -> Plan:
-    """The plan that `run.plan` writes down, for as many processes as its axes make. Raises: UserError."""
+    """Return the plan that `run.plan` writes down, for as many processes as its axes need. Raises: UserError."""
     words = words_of(run.plan)
     if "auto" in words:
         raise UserError(f'plan = "{run.plan}": write down the layout to compare, e.g. "tp=2,dp_shard=2".')
@@ -149,7 +155,7 @@ def _complete(run: RunConfig) -> Plan:
     run = _under(run, f"{run.plan},{eager}")
     size = Plan.from_words(words).world_size
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ArgosyWarning)  # more processes than cores: here it is numbers that count
+        warnings.simplefilter("ignore", ArgosyWarning)  # more processes than cores: only the numbers matter here
         devices = find_devices(run.launch.model_copy(update={"processes": size}))
     return choose_plan(run, devices)
 
@@ -165,7 +171,7 @@ def _train(run: RunConfig, plan: Plan, run_dir: Path) -> None:
         warnings.simplefilter("ignore", ArgosyWarning)
         try:
             train(run, run_dir, quiet=True)
-        except Interrupted as stop:  # its own words name a folder that is gone by now
+        except Interrupted as stop:  # its text names a folder which is gone by now
             raise Interrupted("stopped; parity keeps nothing.", stop.exit_code - 128) from None
 
 

@@ -1,4 +1,4 @@
-"""Steps of a run done again: from a checkpoint before them, as they were laid out, and compared with what they gave."""
+"""Replay: run steps again from the checkpoint before them, under the same plan, and compare the numbers bit for bit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COMPARED = ("loss", "grad_norm", "first_sample")
 
 @dataclass(frozen=True)
 class Replayed:
-    """One step, as it was and as it is now."""
+    """One step: its numbers in the run, and its numbers now."""
 
     step: int
     before: dict[str, float]
@@ -39,7 +39,7 @@ class Replayed:
 
     @property
     def is_equal(self) -> bool:
-        """Bit for bit."""
+        """True if all numbers are the same bits."""
         return self.before == self.now
 
 
@@ -48,25 +48,25 @@ class Replay:
     """What `replay` found."""
 
     start: int
-    """The step of the checkpoint that it began with; 0 without one: the initial weights."""
+    """The step of the checkpoint that the replay began with; 0 is the initial weights."""
     plan: str
     steps: tuple[Replayed, ...]
 
     @property
     def is_equal(self) -> bool:
-        """Whether every step gave what it gave before."""
+        """True if every step gave the same numbers as before."""
         return all(step.is_equal for step in self.steps)
 
 
 def replay(run_dir: Path, step: int, *, say: Callable[[str], None] | None = None) -> Replay:
-    """Do the steps of the run in `run_dir` up to `step` (0-based) again, from the newest checkpoint before them.
+    """Run the steps of the run in `run_dir` up to `step` (0-based) again, from the newest checkpoint before them.
 
-    Processes of this machine do it, under the plan that the steps were done under, in a folder of its own beside the
-    run's, in which nothing is written. Numbers can only be the same bits on the same kind of device, with the same
-    versions and the same number of threads in each process. say: is told what begins.
+    Processes of this machine run them, under the plan that the steps had, in a temporary folder beside the run's;
+    nothing is written to the run's folder. The bits can only be equal on the same kind of device, with the same
+    versions and the same number of threads in each process. say: called with a line when the steps begin.
 
-    Raises: UserError if the run has no such step, or it cannot be done here; RunFailed if a process dies; Interrupted
-    after SIGTERM or SIGINT.
+    Raises: UserError if the run has no such step, or the step cannot be run here; RunFailed if a process dies;
+    Interrupted after SIGTERM or SIGINT.
     """
     if not (run_dir / "run.toml").is_file():
         raise UserError(f"{run_dir}: no run there (run.toml is missing). Give a run's folder, such as runs/NAME.")
@@ -88,7 +88,7 @@ def replay(run_dir: Path, step: int, *, say: Callable[[str], None] | None = None
         if checkpoint is not None:
             _link(checkpoint, copy)
         before = [json.dumps(record) + "\n" for record in records if record["step"] < start]
-        Metrics(copy).path.write_text("".join(before))  # the judge of steps knows them
+        Metrics(copy).path.write_text("".join(before))  # the bad-step policy compares with them
         _train(run, copy)
         now = {record["step"]: record for record in Metrics(copy).read() if "loss" in record}
     found = [Replayed(i, _compared(steps[i]), _compared(now.get(i, {}))) for i in range(start, step + 1) if i in steps]
@@ -100,7 +100,7 @@ def _compared(record: dict[str, Any]) -> dict[str, float]:
 
 
 def _newest_before(run_dir: Path, step: int) -> Checkpoint | None:
-    """The newest whole checkpoint from which `step` is still to be done."""
+    """Return the newest whole checkpoint at or before `step`; None if there is none."""
     for checkpoint in reversed(store.committed(run_dir)):
         if checkpoint.step > step or not checkpoint.manifest.has_optimizer:
             continue
@@ -113,10 +113,10 @@ def _newest_before(run_dir: Path, step: int) -> Checkpoint | None:
 
 
 def _plan_of(run_dir: Path, first: int, last: int) -> Plan:
-    """The plan of all these steps. Raises: UserError if there were several."""
+    """Return the plan that all these steps had. Raises: UserError if there were several."""
     starts = [e for e in read_lines(run_dir / "events" / "rank-0.jsonl") if e["event"] == "start" and e["step"] <= last]
     kept: list[dict[str, Any]] = []
-    for start in starts:  # what was done from this step on took the place of what there was
+    for start in starts:  # a start replaces all that an earlier one did from its step on
         kept = [other for other in kept if other["step"] < start["step"]] + [start]
     of_steps = [start for start in kept if start["step"] <= first][-1:] + [s for s in kept if s["step"] > first]
     if not of_steps:
@@ -131,7 +131,7 @@ def _plan_of(run_dir: Path, first: int, last: int) -> Plan:
 
 
 def _until(run: RunConfig, plan: Plan, step: int) -> RunConfig:
-    """`run`, to stop after `step`, with nothing in it that does not bear on the steps' numbers."""
+    """Return `run` set to stop after `step`, without whatever does not affect the steps' numbers."""
     changes: dict[str, dict[str, Any]] = {
         "train": {"pause_at": step + 1},
         "data": {"prepare": run.data.prepare.model_copy(update={"input": ()})},
@@ -144,7 +144,7 @@ def _until(run: RunConfig, plan: Plan, step: int) -> RunConfig:
 
 
 def _writable(folder: Path) -> Path | None:
-    """`folder`, where files can be linked rather than copied; None, for the system's own, if it cannot be written."""
+    """Return `folder`, where files can be linked rather than copied; None (the system's) if it cannot be written."""
     return folder if os.access(folder, os.W_OK) else None
 
 

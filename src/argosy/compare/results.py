@@ -1,4 +1,4 @@
-"""What small runs came to: size, tokens and loss of each, from run folders and CSV files."""
+"""Results of runs (size, tokens and loss of each) from run folders and CSV files."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from argosy.plan.scaling.law import Result
 
 
 def read_results(paths: Sequence[Path]) -> list[Result]:
-    """The results in run folders (`read_run`) and CSV files (`read_csv`).
+    """Read the results in run folders (`read_run`) and CSV files (`read_csv`).
 
-    Raises: UserError if one cannot be read, or the runs have different tokenizers: losses per token do not compare
-    then.
+    Raises: UserError if one cannot be read, or if the runs have different tokenizers, since their losses per token
+    cannot be compared.
     """
     folders = [path for path in paths if path.is_dir()]
     _check_same_tokenizer(folders)
@@ -30,7 +30,7 @@ def read_results(paths: Sequence[Path]) -> list[Result]:
 
 
 def read_run(run_dir: Path) -> Result:
-    """The result of a finished run: its last loss on held-out text. Raises: UserError."""
+    """Return the result of a finished run: its last loss on held-out text. Raises: UserError."""
     if not (run_dir / "run.toml").exists():
         raise UserError(f"{run_dir}: not a run's folder, it has no run.toml. Give folders such as runs/NAME, or a CSV.")
     run = load(run_dir / "run.toml")
@@ -38,7 +38,7 @@ def read_run(run_dir: Path) -> Result:
     done = max((record["step"] + 1 for record in records), default=0)
     if not run.train.steps or done < run.train.steps:
         raise UserError(
-            f"{run_dir}: at step {done} of {run.train.steps or '?'}, and the loss of a run compares once its learning "
+            f"{run_dir}: at step {done} of {run.train.steps or '?'}, and losses can be compared only when the learning "
             f"rate has come down. Finish it: argosy train {run_dir / 'run.toml'} --run-dir {run_dir}"
         )
     losses = [record["validation_loss"] for record in records if "validation_loss" in record]
@@ -51,7 +51,7 @@ def read_run(run_dir: Path) -> Result:
 
 
 def planned_size(source: Path) -> tuple[int, int]:
-    """N and D, as in `Result`, of a run file that is to be trained. Raises: UserError if it leaves one open."""
+    """Return N and D, as in `Result`, of a run file. Raises: UserError if it leaves one open."""
     run = load(source)
     for key, value, remedy in (
         ("train.steps", run.train.steps, "the steps that it is to train"),
@@ -63,7 +63,7 @@ def planned_size(source: Path) -> tuple[int, int]:
 
 
 def read_csv(path: Path) -> list[Result]:
-    """The results in a CSV with the columns parameters, tokens, loss, in any order. Raises: UserError."""
+    """Read a CSV with the columns parameters, tokens, loss, in any order. Raises: UserError."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file, strict=True)
@@ -116,6 +116,6 @@ def _check_same_tokenizer(run_dirs: Sequence[Path]) -> None:
         first = first or (run_dir, digest)
         if digest != first[1]:
             raise UserError(
-                f"{first[0]} and {run_dir} have different tokenizers, and losses per token do not compare then. "
+                f"{first[0]} and {run_dir} have different tokenizers, so their losses per token cannot be compared. "
                 "Prepare the data of all runs with one tokenizer: argosy prepare --tokenizer."
             )

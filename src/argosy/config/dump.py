@@ -15,14 +15,14 @@ from argosy.files import atomic_write
 
 
 def dump(config: Section) -> str:
-    """The file that reads back as the same `config` (paths of a run being absolute, as `load` makes them)."""
+    """Return a TOML text that reads back as the same `config` (paths of a run are absolute, as `load` makes them)."""
     document = tomlkit.document()
     _fill(document, config)
     return tomlkit.dumps(document)
 
 
 def _fill(table: Table | Container, section: Section, explained: bool = True) -> None:
-    """Add the section's values, then its tables, as TOML's order wants it; a value of None is left out."""
+    """Add the section's values, then its tables, in the order that TOML needs; a value of None is left out."""
     values = section.model_dump(mode="json", exclude_none=True)
     meaning = meanings(type(section)) if explained else {}
     for name in sorted(values, key=lambda name: _is_table(getattr(section, name), values[name])):
@@ -37,7 +37,7 @@ def _fill(table: Table | Container, section: Section, explained: bool = True) ->
 
 
 def _is_table(inner: object, value: object) -> bool:
-    """Whether it is written as a table or as tables; a section may also be a mere name (a device of the catalogue)."""
+    """True if it is written as a table or tables; a section may also be just a name (a device of the catalogue)."""
     if isinstance(inner, Section):
         return isinstance(value, dict)
     return isinstance(inner, tuple) and bool(inner) and all(isinstance(element, Section) for element in inner)

@@ -1,4 +1,4 @@
-"""What of a run file a checkpoint depends on."""
+"""The part of a run file that a checkpoint depends on."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from argosy.config.schema import RunConfig
 MAY_CHANGE = ("name", "plan", "model.preset", "model.weights", "train.steps", "train.minutes", "train.pause_at",
               "train.deterministic", "evaluate", "checkpoint", "launch", "resilience", "data.prepare",
               "data.on_bad_shard")  # fmt: skip
-"""What a resumed run may have otherwise: it does not change what the checkpoint means, nor the samples' order."""
+"""Keys that a resumed run may change: they affect neither what the checkpoint means nor the order of the samples."""
 
 
 def lasting_values(run: RunConfig) -> dict[str, Any]:
-    """Dotted key -> value, of all keys but those that may change."""
+    """Return dotted key -> value for all keys except those that may change."""
     values = {dotted(key): value for key, value in flatten(run.model_dump(mode="json"), RunConfig).items()}
     return {key: value for key, value in values.items() if not is_under(key, MAY_CHANGE)}
 
 
 def config_sha256(run: RunConfig) -> str:
-    """A checksum of the run file, without what may change."""
+    """Return a checksum of the run file without the keys that may change."""
     return hashlib.sha256(json.dumps(lasting_values(run), sort_keys=True).encode()).hexdigest()
 
 
 def is_under(key: str, prefixes: tuple[str, ...]) -> bool:
-    """Whether a dotted key is one of `prefixes`, or in the table that one of them names."""
+    """Return True if the dotted key is one of `prefixes`, or in a table that one of them names."""
     return any(key == prefix or key.startswith(prefix + ".") for prefix in prefixes)

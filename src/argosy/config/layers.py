@@ -1,4 +1,4 @@
-"""Values with the place where they were written: run file, model preset and overrides are a layer each."""
+"""Values with the place where they were written. Run file, model preset and overrides are a layer each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from argosy.config.schema import RunConfig, Section
 
 @dataclass(frozen=True)
 class Source:
-    """Who wrote values, as messages name it: a file with its keys' lines, or a mark before the key ("--")."""
+    """The origin of values, as messages name it: a file with the lines of its keys, or a mark before the key ("--")."""
 
     name: str
     lines: Mapping[Key, int] | None = None
@@ -34,7 +34,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Entry:
-    """One value, and who wrote it."""
+    """One value and its origin."""
 
     value: object
     source: Source
@@ -74,7 +74,7 @@ def override_layer(overrides: Mapping[str, object], mark: str) -> Layer:
 
 
 def run_layer(values: Mapping[Key, object], source: Source, folder: Path) -> Layer:
-    """The values of a run by today's keys, paths made absolute from `folder` on, and a plan's table made its string."""
+    """Return the values of a run under today's keys; paths become absolute, a plan's table becomes its string."""
     named = {new_key(key, source.place(key).text, values): value for key, value in values.items()}
     return {key: Entry(_settled(key, value, folder), source) for key, value in named.items()}
 
@@ -107,7 +107,7 @@ def _absolute(path: object, folder: Path) -> object:
 
 
 def _plan_text(table: dict[str, object]) -> object:
-    """{auto = true, tp = 2} -> "auto,tp=2"; what the words mean is `argosy.plan`'s to say."""
+    """{auto = true, tp = 2} -> "auto,tp=2"; `argosy.plan` gives the words their meaning."""
     if any(isinstance(value, dict | list) for value in table.values()):
         return table
     words = {key: str(v).lower() if isinstance(v, bool) else str(v) for key, v in table.items()}

@@ -22,9 +22,9 @@ OPTION_MARK = "--"
 """Stands before a key in messages about the command line."""
 MODEL_PRESET: Key = ("model", "preset")
 OF_ANY_MODEL: tuple[Key, ...] = (("model", "weights"), ("model", "init_std"))
-"""Keys of the model that no model preset says."""
+"""Keys of the model that no preset sets."""
 _NO_DEFAULT = "default_factory_not_called"
-"""pydantic's error for a key whose default follows from a key that is wrong itself."""
+"""pydantic's error for a key whose default depends on a key that is itself wrong."""
 
 SectionT = TypeVar("SectionT", bound=Section)
 
@@ -35,12 +35,12 @@ def load(
     *,
     overrides_mark: str = "overrides: ",
 ) -> RunConfig:
-    """The resolved run: the model preset, the run file's keys over it, `overrides` over both.
+    """Return the resolved run: the model preset, the run file's keys over it, `overrides` over both.
 
     source: a run file (TOML), or the name of a run preset; None is the built-in demo.
-    overrides: dotted keys, e.g. {"train.steps": 100, "model.preset": "llama-20m"}; a preset stands in place of the
+    overrides: dotted keys, e.g. {"train.steps": 100, "model.preset": "llama-20m"}; a preset replaces the
         file's whole model.
-    overrides_mark: what stands before an override in an error message.
+    overrides_mark: text before an override in an error message.
 
     Paths in a run file are relative to it; in a preset or an override, to the current folder. The result's
     are absolute. Raises: UserError that names every wrong key and value, with file and line.
@@ -55,7 +55,7 @@ def load(
 
 
 def build(schema: type[SectionT], entries: Layer) -> SectionT:
-    """The `schema` of these values. Raises: UserError that tells all that is wrong with them."""
+    """Build a `schema` from these values. Raises: UserError that names everything that is wrong with them."""
     known = {key: entry for key, entry in entries.items() if key in fields(schema) or key in sections(schema)}
     problems = [_unknown_key(key, entry, schema) for key, entry in entries.items() if key not in known]
     # Strict, so that "100" is no number; as JSON, since strict Python input refuses text for a path. In turn
@@ -103,8 +103,8 @@ def _place(key: Key, entries: Layer) -> Place:
 def over_model_preset(file: Layer, given: Layer) -> Layer:
     """`file` over the model preset that it or `given` names.
 
-    A preset named in `given` is another model, in place of all that the file says of its own but `OF_ANY_MODEL`: sizes
-    of one model, left beside those of another, would make a third that nobody asked for.
+    A preset named in `given` is another model. It replaces all that the file says of its own model except
+    `OF_ANY_MODEL`: sizes of two models, mixed, would make a third which nobody asked for.
     Raises: UserError for an unknown preset.
     """
     new = _model_preset(file | given)

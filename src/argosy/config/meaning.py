@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 @cache
 def meanings(section: type[BaseModel]) -> dict[str, str]:
-    """Key -> what stands under it, for the keys of `section` that are explained, those that it inherits included."""
+    """Return key -> the text under it, for the documented keys of `section`, inherited ones included."""
     found: dict[str, str] = {}
     for owner in reversed(section.__mro__):
         if issubclass(owner, BaseModel) and owner is not BaseModel:

@@ -1,4 +1,4 @@
-"""What is wrong with a value, in a sentence that says what is allowed and ends in what to do."""
+"""Messages about wrong values: a sentence that says what is allowed and ends in what to do."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _element_around(key: Key, schema: type[Section]) -> tuple[Key, type[Section]
 
 
 def _broken_rule(key: Key, rule: str, schema: type[Section], place: Callable[[Key], Place]) -> Problem:
-    """A rule between keys; by custom its sentence begins with the key to blame, relative to its section."""
+    """A rule between keys; its sentence begins with the key to blame, relative to its section."""
     blamed = key + tuple(rule.split(" ", 1)[0].split("."))
     if blamed in fields(schema):
         return Problem(place(blamed), f"{dotted(key)}{'.' * bool(key)}{rule}.")
@@ -129,7 +129,7 @@ def _is_number_or_truth(text: str) -> bool:
 
 
 def shown(value: object) -> str:
-    """The value about as TOML writes it, cut if it is long."""
+    """Return the value about as TOML writes it, cut if it is long."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

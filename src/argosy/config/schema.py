@@ -1,6 +1,6 @@
 """The run file: every key, its type, its range and its meaning, said once.
 
-The command line's options and help, the editor's JSON schema, `argosy config show` and the error messages
+The options of the command line, their help, the editor's JSON schema, `argosy config show` and the error messages
 all come from these classes. A key that is not here is refused. Units stand in the names.
 """
 
@@ -42,7 +42,7 @@ class Section(BaseModel):
 
 
 class RopeScaling(Section):
-    """How rotary frequencies are stretched so that a model reads further than it was trained to."""
+    """Stretching of rotary frequencies, so that a model reads longer contexts than it was trained on."""
 
     kind: Literal["none", "linear", "llama3", "yarn"] = "none"
     """none; linear: position interpolation; llama3: as Llama 3.1, by wavelength; yarn: Peng et al. 2023."""
@@ -51,44 +51,44 @@ class RopeScaling(Section):
     original_max_seq_len: PositiveInt = 8192
     """Context length before stretching (llama3, yarn)."""
     low_freq_factor: PositiveFloat = 1.0
-    """llama3: wavelengths longer than original_max_seq_len / this are stretched in full."""
+    """llama3: wavelengths longer than original_max_seq_len / this are stretched fully."""
     high_freq_factor: PositiveFloat = 4.0
-    """llama3: wavelengths shorter than original_max_seq_len / this are left alone."""
+    """llama3: wavelengths shorter than original_max_seq_len / this stay as they are."""
     beta_fast: PositiveFloat = 32.0
-    """yarn: dimensions that turn more often than this over the original context are left alone."""
+    """yarn: dimensions that turn more often than this over the original context stay as they are."""
     beta_slow: PositiveFloat = 1.0
-    """yarn: dimensions that turn less often than this over the original context are stretched in full."""
+    """yarn: dimensions that turn less often than this over the original context are stretched fully."""
 
 
 class MoEConfig(Section):
-    """Mixture of experts in place of feed-forwards: Mixtral, Qwen3-MoE and DeepSeek-V3 are settings of it."""
+    """Mixture of experts in place of feed-forward layers, as in Mixtral, Qwen3-MoE and DeepSeek-V3."""
 
     experts: NonNegativeInt = 0
     """Routed experts of a layer; 0 makes every layer dense."""
     experts_per_token: PositiveInt = 2
-    """Routed experts that each token goes to."""
+    """Routed experts per token."""
     expert_ffn_width: PositiveInt = 704
     """Hidden width of one expert, a SwiGLU."""
     shared_experts: NonNegativeInt = 0
-    """Experts that every token goes to besides; together one feed-forward, so many times expert_ffn_width wide."""
+    """Experts that every token goes to as well; together one feed-forward of this times expert_ffn_width."""
     first_dense_layers: NonNegativeInt = 0
-    """The first layers keep a feed-forward of ffn_width."""
+    """Number of first layers that keep a feed-forward of ffn_width."""
     router: Literal["softmax", "sigmoid"] = "softmax"
-    """How logits become scores: over all experts together, or each for itself (DeepSeek-V3)."""
+    """How logits become scores: softmax over all experts, or a sigmoid for each (DeepSeek-V3)."""
     normalize_weights: bool = True
-    """The weights of a token's experts are made to add up to 1."""
+    """Scale the weights of a token's experts so that they add up to 1."""
     routed_scale: PositiveFloat = 1.0
-    """Times those weights."""
+    """Factor on those weights."""
     groups: PositiveInt = 1
-    """The experts are in so many groups, and a token's experts in the best top_groups of them (DeepSeek-V3)."""
+    """Number of groups of experts; a token's experts come from the best top_groups of them (DeepSeek-V3)."""
     top_groups: PositiveInt = 1
     """Groups that the experts of one token may come from."""
     balance: Literal["none", "aux", "bias"] = "aux"
-    """aux: a loss per sequence; bias: what is added to scores to choose by (Wang et al. 2024), and the loss as well."""
+    """aux: a loss per sequence; bias: a bias on the scores that choose experts (Wang et al. 2024), and that loss."""
     aux_coefficient: NonNegativeFloat = 1e-3
     """aux, bias: weight of the balance loss of each sequence (DeepSeek-V3, equations 17 to 20)."""
     bias_rate: NonNegativeFloat = 1e-3
-    """bias: how far an expert's bias moves in a step, up if it got too few tokens, down if too many."""
+    """bias: change of an expert's bias in a step, up if it got too few tokens, down if too many."""
     z_coefficient: NonNegativeFloat = 0.0
     """Weight of the squared log-sum-exp of a token's router logits (ST-MoE, Zoph et al. 2022)."""
     capacity_factor: NonNegativeFloat = 0.0
@@ -130,11 +130,11 @@ class MLAConfig(Section):
     kv_rank: NonNegativeInt = 0
     """Width of that vector; 0 is ordinary attention."""
     q_rank: NonNegativeInt = 0
-    """Width that queries are made from; 0 makes them from the hidden state."""
+    """Width of the latent that queries are made from; 0 makes them from the hidden state."""
     rope_width: PositiveInt = 64
-    """The part of a query or key head that is rotated; must be even, and model.head_width says the same."""
+    """Width of the rotated part of a query or key head; must be even and equal to model.head_width."""
     nope_width: PositiveInt = 128
-    """The part that is not."""
+    """Width of the part that is not rotated."""
     value_width: PositiveInt = 128
     """Width of a value head; at most nope_width + rope_width."""
 
@@ -159,12 +159,12 @@ class ModelConfig(Section):
     """The decoder: Llama 3, Qwen3, Mixtral and DeepSeek-V3 families. Sizes are data; a preset gives the rest."""
 
     preset: str | None = None
-    """Name of a model preset, e.g. llama-5m or llama3-8b; keys written beside it override it, and one given as an
-    option takes the place of the file's whole model."""
+    """Name of a model preset, e.g. llama-5m or llama3-8b; keys beside it override it. A preset given as an option
+    replaces the whole model of the file."""
     weights: Path | None = None
     """Start from these weights: a run folder or checkpoint, e.g. what `argosy checkpoint import` wrote."""
     family: Literal["llama", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3"] = "llama"
-    """Which Hugging Face classes and weight names the model maps to on export and import."""
+    """The Hugging Face classes and weight names that the model maps to on export and import."""
     layers: PositiveInt = 4
     """Decoder blocks."""
     width: PositiveInt = 256
@@ -174,15 +174,15 @@ class ModelConfig(Section):
     kv_heads: PositiveInt = 4
     """Key/value heads; fewer than `heads` is grouped-query attention."""
     head_width: PositiveInt = 64
-    """Width of one head; must be even (rotary pairs). With mla, of the part that is rotated: mla.rope_width."""
+    """Width of one head; must be even (rotary pairs). With mla: width of the rotated part, mla.rope_width."""
     ffn_width: PositiveInt = 704
     """Hidden width of the SwiGLU feed-forward of dense layers."""
     moe: MoEConfig = MoEConfig()
     mla: MLAConfig = MLAConfig()
     vocab_size: NonNegativeInt = 0
-    """Tokens in the vocabulary; 0 takes the tokenizer's size from the prepared data."""
+    """Tokens in the vocabulary; 0 takes the size of the prepared data's tokenizer."""
     max_seq_len: PositiveInt = 8192
-    """Longest sequence that the model is meant for; data.seq_len may not exceed it."""
+    """Longest sequence of the model; data.seq_len may not exceed it."""
     rope_theta: PositiveFloat = 500_000.0
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling = RopeScaling()
@@ -195,7 +195,7 @@ class ModelConfig(Section):
     tie_embeddings: bool = False
     """The head uses the embedding's weight."""
     init_std: PositiveFloat = 0.02
-    """Standard deviation of initial weights; over sqrt(2*layers) for projections into the residual stream."""
+    """Standard deviation of initial weights; divided by sqrt(2*layers) for projections into the residual stream."""
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:
@@ -248,7 +248,7 @@ class PrepareConfig(Section):
     vocab_size: PositiveInt = 4096
     """Size of the BPE that is trained when no tokenizer is given."""
     field: str = "text"
-    """Which field of a JSONL record, or column of a Parquet file, holds the text."""
+    """Field of a JSONL record, or column of a Parquet file, that holds the text."""
     validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.01
     """Share of the documents held out for evaluation, chosen by a hash of their text."""
     max_text_bytes: PositiveInt | None = None
@@ -278,32 +278,32 @@ class DataConfig(Section):
     seq_len: PositiveInt = 512
     """Tokens per sample."""
     sources: dict[str, PositiveFloat] = {}
-    """Prepared folder -> weight; the weights are made to add up to 1. Empty: `prepare.out`."""
+    """Prepared folder -> weight; weights are scaled to add up to 1. Empty: `prepare.out`."""
     stages: Annotated[tuple[DataStage, ...], tyro.conf.Suppress] = ()
     """Mixtures that replace `sources` from a given step on."""
     on_bad_shard: Literal["stop", "skip"] = "stop"
-    """A token shard that is cut off, does not match its checksum or has tokens that are not in the vocabulary: the run
-    ends; or it goes on, with other samples of the same source in place of those that the shard has a part of."""
+    """A token shard is cut off, does not match its checksum or has tokens outside of the vocabulary. stop: the run
+    ends; skip: it goes on, with other samples of the same source in place of those from the shard."""
     prepare: PrepareConfig = PrepareConfig()
-    """If its `input` is given, the run prepares the data first, once."""
+    """If its `input` is given, the run first prepares the data, once."""
 
 
 class OptimizerGroup(Section):
-    """Parameters that are trained otherwise than the rest."""
+    """Parameters with settings of their own."""
 
     match: str
-    """Parameters of these names; * stands for any characters, e.g. "*_norm.weight" or "head.*"."""
+    """Names of the parameters; * stands for any characters, e.g. "*_norm.weight" or "head.*"."""
     lr_factor: NonNegativeFloat = 1.0
-    """Times the learning rate; 0 leaves them as they are."""
+    """Factor on the learning rate; 0 freezes them."""
     weight_decay: NonNegativeFloat | None = None
-    """Weight decay in place of the default for these parameters."""
+    """Weight decay of these parameters; none given: the default."""
 
 
 class OptimizerConfig(Section):
-    """How gradients become steps."""
+    """The optimizer."""
 
     kind: Literal["adamw", "lion", "muon"] = "adamw"
-    """adamw; lion (Chen et al. 2023; wants a 3 to 10 times lower lr); muon (Jordan 2024), adamw beside it."""
+    """adamw; lion (Chen et al. 2023; needs a 3 to 10 times lower lr); muon (Jordan 2024), adamw beside it."""
     lr: PositiveFloat = 1e-3
     """Peak learning rate."""
     beta1: Beta = 0.9
@@ -317,9 +317,9 @@ class OptimizerConfig(Section):
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay, on matrices only (not on norms, biases)."""
     state: Literal["fp32", "int8"] = "fp32"
-    """Moments of adamw and lion: 4 bytes for each weight, or 1 (blocks of 256; Dettmers et al. 2022)."""
+    """Moments of adamw and lion: 4 bytes per number, or 1 (blocks of 256; Dettmers et al. 2022)."""
     groups: Annotated[tuple[OptimizerGroup, ...], tyro.conf.Suppress] = ()
-    """Parameters with a learning rate or weight decay of their own; the first group that matches a name counts."""
+    """Parameters with a learning rate or weight decay of their own; the first group that matches a name applies."""
     grad_clip: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0 does not clip."""
 
@@ -341,15 +341,15 @@ class TrainConfig(Section):
     """The length and the batch of the run."""
 
     steps: NonNegativeInt = 0
-    """Optimizer steps; 0 takes as many as fit in `minutes`, decided once from the first steps' speed."""
+    """Optimizer steps; 0: as many as fit in `minutes`, decided once from the speed of the first steps."""
     minutes: NonNegativeFloat = 0.0
     """Time budget, used when steps = 0."""
     global_batch: PositiveInt = 16
     """Sequences per optimizer step, over all processes."""
     deterministic: bool = False
-    """Only deterministic kernels: the same numbers again, at some cost in speed on a GPU."""
+    """Use deterministic kernels only: the same numbers again, slower on a GPU."""
     pause_at: NonNegativeInt = 0
-    """Stop, with the state saved, once so many steps are done: the schedule is still that of all; 0 does not stop."""
+    """Save and stop after this many steps, with the schedule of the whole run; 0 does not stop."""
 
     @model_validator(mode="after")
     def _has_an_end(self) -> Self:
@@ -362,7 +362,7 @@ class EvaluateConfig(Section):
     """Loss on the held-out split while training."""
 
     every_steps: NonNegativeInt = 100
-    """Steps between evaluations; 0 only at the end."""
+    """Steps between evaluations; 0: only at the end."""
     tokens: PositiveInt = 100_000
     """Held-out tokens per evaluation (fewer if the split is smaller)."""
     sample_prompt: str | None = None
@@ -377,86 +377,86 @@ class CheckpointConfig(Section):
     every_minutes: NonNegativeFloat = 10.0
     """Minutes between saves; 0 does not save by time."""
     keep_last: PositiveInt = 2
-    """How many of the newest are kept; the two newest that were read back and found whole are kept in any case."""
+    """Number of newest checkpoints to keep; the two newest that were read back and found whole are always kept."""
     keep_every: NonNegativeInt = 0
-    """Steps that are a multiple of this are kept for good; 0 keeps none."""
+    """Checkpoints at multiples of this many steps are never deleted; 0: none."""
     background: bool = True
-    """Write while training goes on; false waits for the disk."""
+    """Write while training goes on; false: training waits for the disk."""
     remote: str = ""
-    """Where verified checkpoints are copied to in the background, and taken from if those here are lost or damaged: a
-    URL that fsspec knows, s3://bucket/folder or a path; the run's name is added."""
+    """Place that verified checkpoints are copied to in the background, and read from if those here are lost or damaged:
+    a URL that fsspec knows, e.g. s3://bucket/folder, or a path; the run's name is added."""
 
 
 class LaunchConfig(Section):
     """The machines of the run, and the processes on each."""
 
     processes: NonNegativeInt = 0
-    """Worker processes; 0 takes as many as the plan says, and with auto one per GPU, or one where there is none."""
+    """Worker processes on each machine; 0: as many as the plan says; with auto one per GPU, or one without GPUs."""
     threads: NonNegativeInt = 0
-    """CPU threads per worker; 0 shares the cores out."""
+    """CPU threads per worker; 0 divides the cores equally."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """What the workers compute on."""
+    """Device of the workers."""
     max_restarts: NonNegativeInt = 3
-    """How often in a row lost workers are replaced without the run getting any further in between."""
+    """Number of times in a row that lost workers are replaced without progress in between."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """TCP port of the coordinator where `coordinator` is not given; 0 takes a free one."""
+    """TCP port of the coordinator if `coordinator` is not given; 0: a free one."""
     nodes: PositiveInt = 1
-    """Machines that share the run: the same command is given on each of them, with the same `coordinator`."""
+    """Number of machines; start the same command on each of them, with the same `coordinator`."""
     coordinator: Annotated[str, Field(pattern=r"^$|^[^\s:]+:\d{1,5}$")] = ""
-    """HOST:PORT where the nodes meet; the agent of the machine that HOST names starts the coordinator there."""
+    """HOST:PORT of the coordinator; the agent on the machine that HOST names starts it there."""
     node: str = ""
-    """Name of this machine among the nodes; empty takes the host's name."""
+    """Name of this machine among the nodes; empty: its host name."""
     timeout_s: PositiveFloat = 600.0
-    """How long a collective may wait for a peer."""
+    """Longest time that a collective may wait for a peer."""
     cluster: str = ""
-    """What predictions are made for: NxDEVICE, a preset, a file; empty: ./cluster.toml if `argosy probe` wrote it here,
-    else roughly what the catalogue has of the devices at hand."""
+    """Cluster that predictions are made for: NxDEVICE, a preset or a file; empty: ./cluster.toml if `argosy probe`
+    wrote it on this machine, else the catalogue's figures for the devices at hand."""
 
 
 class ResilienceConfig(Section):
-    """What is done about what goes wrong."""
+    """Detection of failures, and recovery from them."""
 
     node_check_s: NonNegativeFloat = 0.5
     """Duration of the node health check, before a machine takes part in the run and when a rank on it is in doubt:
     products whose bits are known, memory, speed, on all its cores and GPUs at once; 0 checks nothing."""
     grace_s: PositiveFloat = 60.0
-    """After SIGTERM or SIGINT: what has not saved its state by then is killed."""
+    """Time to save the state after SIGTERM or SIGINT; then processes are killed."""
     wait_for_nodes_s: NonNegativeFloat = 60.0
-    """How long a lost node is waited for before the run goes on with those that are left, under another plan."""
+    """Time to wait for a lost node before the run goes on without it, under another plan."""
     coordinator_timeout_s: PositiveFloat = 600.0
-    """How long an agent tries to reach a coordinator that is gone, and a new run waits for all its nodes."""
+    """Time that an agent tries to reach a lost coordinator, and that a new run waits for all its nodes."""
     hang_s: NonNegativeFloat = 0.0
-    """A rank that others have waited for so long is killed and replaced; 0: ten median steps, at least 30 seconds."""
+    """A rank that the others have waited for this long is killed and replaced; 0: ten median steps, at least 30 s."""
     heartbeat_timeout_s: PositiveFloat = 10.0
     """A process without a heartbeat for this long, stopped or holding Python's lock, is killed and replaced."""
     first_step_s: PositiveFloat = 600.0
-    """How long what may have to be compiled, or waits for a disk, may take: first steps, recovery, saving."""
+    """Longest time for what may compile or wait for a disk: first steps, recovery, saving."""
     straggler_factor: Annotated[float, Field(gt=1.0)] = 1.5
-    """A step is slow on a rank whose own work takes so many times as long as its peers'."""
+    """A step is slow on a rank if its own work takes this many times as long as its peers'."""
     straggler_steps: PositiveInt = 20
-    """A rank that is always slow is named after so many steps; one that is so now and then, within ten times that."""
+    """A rank that is always slow is reported after this many steps; one that is often slow, within ten times that."""
     straggler_s: NonNegativeFloat = 10.0
-    """Those steps span at least this time: what passes sooner is no reason to act."""
+    """Least time that those steps span: shorter slowness is no reason to act."""
     on_bad_step: Literal["skip", "rewind", "stop"] = "skip"
-    """A step whose loss or gradient is not finite, or far off, changes nothing, and its samples are skipped. rewind:
-    after `rewind_after` of them in a row the run also goes back to its newest checkpoint; stop: the first ends it."""
+    """A step whose loss or gradient norm is not finite, or an outlier, changes nothing, and its samples are skipped.
+    rewind: after `rewind_after` in a row the run also goes back to its newest checkpoint; stop: the first ends it."""
     rewind_after: PositiveInt = 3
-    """Bad steps in a row after which the state goes back, with on_bad_step = "rewind"."""
+    """Bad steps in a row after which on_bad_step = "rewind" goes back to a checkpoint."""
     spike_window: PositiveInt = 128
-    """Steps that a loss and a gradient norm are compared with: their median, and the median distance from it."""
+    """Number of past steps whose median, and median distance from it, a loss and a gradient norm are compared with."""
     spike_warmup_steps: PositiveInt = 64
-    """Steps of the run, and of each of data.stages, that are not judged by others but only by being finite."""
+    """First steps of the run, and of each of data.stages, of which only those that are not finite are bad."""
     loss_spike_sigmas: NonNegativeFloat = 10.0
-    """A loss so many standard deviations above its median is a spike; 0 sees none."""
+    """A loss this many standard deviations above the median is a spike; 0 turns this off."""
     norm_outlier_sigmas: NonNegativeFloat = 15.0
-    """A gradient norm whose logarithm is so many standard deviations above its median is an outlier; 0 sees none."""
+    """A gradient norm whose logarithm is this many standard deviations above the median is an outlier; 0: off."""
     fingerprint_every_steps: NonNegativeInt = 1
-    """Steps between comparisons of what several ranks hold of weights and optimizer state; 0 compares nothing."""
+    """Steps between comparisons of the replicas of weights and optimizer state, by fingerprints; 0: never."""
     replay_check_every_steps: NonNegativeInt = 0
     """Steps between replay checks: other replicas compute one replica's loss and gradient again, and compare the bits;
     0 makes none."""
     check_collectives: bool = False
-    """Sums of gradients over ranks are compared with checksums that travel beside them (not under zero = 3)."""
+    """Check the gradient all-reduces with checksums that travel beside them (not under zero = 3)."""
     memory_checkpoint_every_steps: NonNegativeInt | Literal["auto"] = "auto"
     """Steps between in-memory checkpoints of a state that has parts without a replica on another node; 0 makes none;
     auto: the interval that costs least, by the measured cost of one and the devices' rate of failures."""
@@ -478,7 +478,7 @@ class RunConfig(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
     """The run's name; its folder is runs/NAME."""
     seed: NonNegativeInt = 0
-    """Initial weights and sample order follow from it."""
+    """Initial weights and sample order depend on it."""
     plan: Annotated[str, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]})] = "auto"
     """The layout: auto, or axes such as "dp_replicate=2,microbatch=4"; "auto,precision=fp32" pins a part."""
     model: ModelConfig = ModelConfig()
@@ -493,7 +493,7 @@ class RunConfig(Section):
 
     @property
     def tokens_per_step(self) -> int:
-        """Of all devices together."""
+        """Tokens of one optimizer step, over all devices."""
         return self.train.global_batch * self.data.seq_len
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""What a key that does not exist was probably meant to be."""
+"""Suggestions for a key that does not exist: the key that was probably meant."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ ELSEWHERE: Mapping[str, str] = {
     "run_name": "name",
     "random_seed": "seed",
 }
-"""What others call a key of the run file -> the key here, or words that say where it went."""
+"""Other programs' name of a key -> the key here, or words that say where it went."""
 
 
 def suggestion(key: Key, known: Collection[Key], mark: str = "", elsewhere: Mapping[str, str] = ELSEWHERE) -> str:
@@ -141,7 +141,7 @@ def suggestion(key: Key, known: Collection[Key], mark: str = "", elsewhere: Mapp
 
 
 def _in_its_section(key: Key, known: Collection[Key], cutoff: float) -> Key | None:
-    """The known key that differs by a slip of the finger, in the section's name or in the key's own."""
+    """Return the known key that differs by a typing mistake, in the section's name or in the key's own."""
     tables = {dotted(k[:-1]): k[:-1] for k in known if len(k) > 1} | {"": ()}
     near_tables = get_close_matches(dotted(key[:-1]), tables, n=2, cutoff=0.75)
     for table in [tables[name] for name in near_tables] or [key[:-1]]:

@@ -1,4 +1,4 @@
-"""How well a trained model predicts prepared text."""
+"""Evaluate a trained model on prepared text."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def evaluate(
     max_tokens: int = 1_000_000,
     seq_len: int | None = None,
 ) -> Score:
-    """Loss, perplexity and bits per byte of a run's or checkpoint's model at `path`.
+    """Return loss, perplexity and bits per byte of the model of a run or checkpoint at `path`.
 
     data: a folder that `argosy prepare` wrote; by default the run's own sources. seq_len: tokens per window; by
-    default what the run trained with. Raises: UserError if the data is of another tokenizer, or too short.
+    default those that the run trained with. Raises: UserError if the data has another tokenizer, or is too short.
     """
     opened = open_checkpoint(Path(path))
     folders = [Path(data)] if data is not None else [Path(folder) for folder in opened.run.data.sources]

@@ -1,4 +1,4 @@
-"""Text from a trained model."""
+"""Generate text with a trained model."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def stream(
     seed: int,
     stop: Sequence[str],
 ) -> Iterator[str]:
-    """Yield the continuation of `prompt`, piece by piece, as the model writes it.
+    """Yield the continuation of `prompt`, piece by piece, as the model generates it.
 
     It ends with the end-of-document token, after `max_tokens`, or before the first of the strings `stop`.
-    temperature 0 takes the likeliest token each time; top_p as in `sample_tokens`.
+    temperature 0 takes the most likely token each time; top_p as in `sample_tokens`.
 
     Raises: UserError if there is no such checkpoint, or the prompt leaves no room in the model's context.
     """

@@ -1,4 +1,4 @@
-"""Weights between run folders and Hugging Face folders."""
+"""Export a run's model to a Hugging Face folder, and import one as a run."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def export_checkpoint(path: Path, out: Path, dtype: ExportDtype = "fp32") -> Non
 def import_checkpoint(folder: Path, run_dir: Path) -> None:
     """Turn a Hugging Face folder into the run folder `run_dir` with one checkpoint, of step 0, weights only.
 
-    It serves `generate`, `evaluate` and `checkpoint export`, and a run that starts from it with model.weights.
-    Raises: UserError if `run_dir` exists, or the folder holds a model that our decoder would compute differently.
+    The result works with `generate`, `evaluate`, `checkpoint export`, and as the model.weights of a run.
+    Raises: UserError if `run_dir` exists, or if our decoder would compute the folder's model differently.
     """
     if run_dir.exists():
         raise UserError(f"{run_dir} exists already. Choose another folder, or remove it first.")

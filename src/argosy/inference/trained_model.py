@@ -1,4 +1,4 @@
-"""A trained model, ready to be used: weights, sizes and tokenizer from a run's folder."""
+"""A trained model ready for use: weights, sizes and tokenizer from a run's folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from argosy.models.decoder import Decoder
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A checkpoint and what it takes to use it."""
+    """A checkpoint, with its run file and tokenizer."""
 
     checkpoint: Checkpoint
     run: RunConfig
@@ -29,14 +29,14 @@ class TrainedModel:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that the model was trained with. Raises: UserError if the run has none."""
+        """The tokenizer that the model was trained with. Raises: UserError if the run folder has none."""
         path = self.run_dir / TOKENIZER
         if not path.is_file():
             raise UserError(f"{path}: no tokenizer there. Copy the model's tokenizer.json to it.")
         return Tokenizer.load(path)
 
     def model(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Decoder:
-        """The model with the checkpoint's weights (fp32), computing in `dtype`, on `device` (a GPU if there is one)."""
+        """Return the model with the checkpoint's fp32 weights, computing in `dtype` on `device` (default: a GPU)."""
         model = Decoder(self.run.model, dtype)
         model.to_empty(device=device or default_device())
         load_into(wholes(model.state_dict(), "model."), self.checkpoint)
