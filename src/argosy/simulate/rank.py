@@ -19,7 +19,6 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from argosy.config.schema import ModelConfig, RunConfig
 from argosy.models.batch import Microbatch, microbatches
 from argosy.models.decoder import Decoder, Part
-from argosy.observe.wire import axes_of
 from argosy.optim.optimizer import Optimizer
 from argosy.parallel.apply import apply, parts_on
 from argosy.parallel.expert import loads_of, update_biases
@@ -154,7 +153,7 @@ def _record(
             recorder.label([*(p.value for p in model.masters), *moments], "host")
         batch = _batch(plan, run, world, fake)
         some = batch if traced is None else [*batch[: traced - 1], batch[-1]]
-        recorder.begin(axes_of(model.meshes))
+        recorder.begin(model.meshes.axis_of_groups())
         _step(recorder, model, optimizer, some, run, world)
         return recorder.end()
 
