@@ -19,11 +19,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from argosy.config.schema import ModelConfig, RunConfig
 from argosy.models.batch import Microbatch, microbatches
 from argosy.models.decoder import Decoder, Part
-from argosy.optim.optimizer import Optimizer
 from argosy.parallel.apply import apply, parts_on
-from argosy.parallel.expert import loads_of, update_biases
-from argosy.parallel.gradients import clip, square_share
-from argosy.parallel.model import ParallelModel
 from argosy.parallel.offload import ActivationOffload
 from argosy.parallel.world import World
 from argosy.plan.cost.exact_state import place_of
@@ -32,7 +28,8 @@ from argosy.simulate.fake import Fake, fake_memory, fake_world, replaced
 from argosy.simulate.layers import layers_alike
 from argosy.simulate.record import Pass, Recorder, Trace
 from argosy.simulate.repeat import grown
-from argosy.training.step import Share, exchange, forward_backward
+from argosy.training.state import Decision, TrainState
+from argosy.training.step import Step
 
 WORTH_IT = 1.3
 """Repetitions of layers over those to be traced instead, from which that takes less time."""
@@ -143,18 +140,15 @@ def _record(
         for moe in model.moes.values():
             moe.router.choose = partial(even_choice, run.model.moe.experts_per_token)  # type: ignore[method-assign]
         recorder.label([x for p in model.pieces for x in (p.parameter.detach(), p.value)], "parameters")
-        optimizer = Optimizer(model.masters, run.optimizer, run.seed)
-        # The first update makes what is kept from then on: moments, places, the host's gradients.
-        for piece in model.pieces:
-            piece.value.grad = torch.zeros_like(piece.value)
-        _update(recorder, model, optimizer)
-        if model.masters is not model.pieces:
-            moments = [m for p in optimizer.pieces for m in optimizer.state_of(p).values()]
-            recorder.label([*(p.value for p in model.masters), *moments], "host")
+        state = TrainState.begin(model, plan, run)
+        step = Step(run, state, world, recorder.clock)
+        _make_what_is_kept(step, state, run, recorder)
         batch = _batch(plan, run, world, fake)
         some = batch if traced is None else [*batch[: traced - 1], batch[-1]]
         recorder.begin(model.meshes.axis_of_groups())
-        _step(recorder, model, optimizer, some, run, world)
+        loss = step.forward_backward(some)
+        step.update(step.decide(step.exchange(loss), run.optimizer.lr))
+        del loss
         return recorder.end()
 
 
@@ -187,6 +181,18 @@ def _update(recorder: Recorder, model: ParallelModel, optimizer: Optimizer) -> N
         optimizer.step()
         model.after_update()
     model.zero_gradients()
+def _make_what_is_kept(step: Step, state: TrainState, run: RunConfig, recorder: Recorder) -> None:
+    """Make what the first steps make and later ones keep: moments, the host's gradients, factors of fingerprints."""
+    model = state.model
+    for piece in model.pieces:
+        piece.value.grad = torch.zeros_like(piece.value)
+    step.update(Decision(0, 0.0, 0.0, 0.0, run.optimizer.lr, 0, None))
+    if model.masters is not model.pieces:
+        moments = [m for p in state.optimizer.pieces for m in state.optimizer.state_of(p).values()]
+        gradients = [p.value.grad for p in model.masters if p.value.grad is not None]
+        recorder.label([*(p.value for p in model.masters), *gradients, *moments], "host")
+    state.step = 0  # a step that compares fingerprints, if any does
+    step.checks.fingerprint(state.step)
 
 
 def _batch(plan: Plan, run: RunConfig, world: World, fake: Fake) -> list[Microbatch]:

@@ -31,7 +31,9 @@ from argosy.parallel.mesh import Meshes
 from argosy.parallel.model import ParallelModel
 from argosy.parallel.pieces import Held
 from argosy.parallel.world import World
-from argosy.training.step import is_nonzero, limbs_of
+
+LIMBS, LIMB_BITS = 4, 16
+"""A 64-bit fingerprint travels as this many numbers of this many bits, which fp64 adds up exactly in any world."""
 
 Key = tuple[int, tuple[str, ...]]
 T = TypeVar("T")
@@ -174,6 +176,20 @@ class Fingerprints:
         weight = others if self._world.rank == copy.holders.ranks[0] else -1
         odd = key_of("fingerprint", copy.name) | 1  # so that two tensors' differences do not cancel
         return _signed(weight * odd)
+
+
+def limbs_of(number: Tensor | None, device: torch.device) -> Tensor:
+    """A 64-bit integer (int64, no dims; None is 0) in a form that can be summed over ranks modulo 2**64; fp64."""
+    if number is None:
+        return torch.zeros(LIMBS, dtype=torch.float64, device=device)
+    parts = [(number >> LIMB_BITS * place) & (2**LIMB_BITS - 1) for place in range(LIMBS)]
+    return torch.stack(parts).double().to(device)
+
+
+def is_nonzero(limbs: Sequence[float]) -> bool:
+    """Whether the integers whose limbs were summed add up to anything but 0 modulo 2**64."""
+    total = sum(int(limb) << LIMB_BITS * place for place, limb in enumerate(limbs))
+    return total % 2 ** (LIMBS * LIMB_BITS) != 0
 
 
 def _holders(meshes: Meshes, mesh: DeviceMesh | None, placements: Sequence[Placement]) -> Holders:
