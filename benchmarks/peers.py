@@ -107,7 +107,6 @@ class Turns:
 
 
 def argosy(setting: Setting, turns: Turns, compiled: bool) -> None:
-    """The step of `argosy.training.trainer`, without its files."""
     """Run the training step (`argosy.training.step`) without the trainer around it."""
     from argosy.config.schema import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
     from argosy.models.batch import microbatches

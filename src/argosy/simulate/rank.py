@@ -140,50 +140,19 @@ def _record(
         for moe in model.moes.values():
             moe.router.choose = partial(even_choice, run.model.moe.experts_per_token)  # type: ignore[method-assign]
         recorder.label([x for p in model.pieces for x in (p.parameter.detach(), p.value)], "parameters")
-        state = TrainState.begin(model, plan, run)
-        step = Step(run, state, world, recorder.clock)
-        _make_what_is_kept(step, state, run, recorder)
+        step = Step(run, TrainState.begin(model, plan, run), world, recorder.clock)
+        _make_what_is_kept(step, run, recorder)
         batch = _batch(plan, run, world, fake)
         some = batch if traced is None else [*batch[: traced - 1], batch[-1]]
         recorder.begin(model.meshes.axis_of_groups())
-        loss = step.forward_backward(some)
-        step.update(step.decide(step.exchange(loss), run.optimizer.lr))
-        del loss
+        outcome = step.exchange(step.forward_backward(some))
+        step.update(step.decide(outcome, run.optimizer.lr))
         return recorder.end()
 
 
-def _step(
-    recorder: Recorder,
-    model: ParallelModel,
-    optimizer: Optimizer,
-    batch: Sequence[Microbatch],
-    run: RunConfig,
-    world: World,
-) -> None:
-    """What the loop does in a step, as `training.trainer` does it."""
-    loss = forward_backward(model, batch, 1.0, recorder.clock)
-    with recorder.clock.time("optimizer"):
-        squares = square_share(model.pieces)
-    with recorder.clock.time("communication"):
-        outcome = exchange(Share(loss, squares, loads_of(model.moes, run.model, world.device)), world)
-    with recorder.clock.time("optimizer"):
-        clip(model.pieces, run.optimizer.grad_clip, outcome.gradient_norm)
-        if outcome.loads is not None:
-            update_biases(model.moes, outcome.loads)
-    _update(recorder, model, optimizer)
-
-
-def _update(recorder: Recorder, model: ParallelModel, optimizer: Optimizer) -> None:
-    with recorder.clock.time("optimizer"):
-        model.before_update()
-        if model.masters is not model.pieces:
-            recorder.label([p.value.grad for p in model.masters if p.value.grad is not None], "host")
-        optimizer.step()
-        model.after_update()
-    model.zero_gradients()
-def _make_what_is_kept(step: Step, state: TrainState, run: RunConfig, recorder: Recorder) -> None:
+def _make_what_is_kept(step: Step, run: RunConfig, recorder: Recorder) -> None:
     """Make what the first steps make and later ones keep: moments, the host's gradients, factors of fingerprints."""
-    model = state.model
+    state, model = step.state, step.state.model
     for piece in model.pieces:
         piece.value.grad = torch.zeros_like(piece.value)
     step.update(Decision(0, 0.0, 0.0, 0.0, run.optimizer.lr, 0, None))

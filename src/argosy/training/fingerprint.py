@@ -159,8 +159,6 @@ class Fingerprints:
                     yield Replica(f"master.{piece.name}", master.value.detach(), part)
                 for name, tensor in self._optimizer.kept_of(master).items():
                     yield Replica(f"optimizer.{piece.name}.{name}", tensor, part)
-        if self._everyone is not None and len(self._everyone.ranks) > 1:
-                    yield Copy(f"optimizer.{piece.name}.{name}", tensor, part)
         if len(self._everyone.ranks) > 1:
             for name, buffer in self._model.buffers().items():
                 yield Replica(f"model.{name}", buffer, self._everyone)

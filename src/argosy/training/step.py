@@ -21,7 +21,6 @@ from argosy.models.batch import Microbatch
 from argosy.observe.clock import StepClock
 from argosy.parallel.expert import loads_of
 from argosy.parallel.gradients import square_share, unscale
-from argosy.parallel.model import ParallelModel
 from argosy.parallel.world import World
 from argosy.training.fingerprint import LIMBS, Fingerprints, is_nonzero, limbs_of
 from argosy.training.state import Decision, TrainState
@@ -44,21 +43,6 @@ class Wishes:
 
 
 @dataclass(frozen=True)
-class Share:
-    """What one rank brings to the exchange of a step."""
-
-    loss: Tensor
-    """Over all ranks the shares add up to the mean over the global batch's tokens, nats; no dims."""
-    squares: Tensor
-    """Likewise to the square of the gradient's norm (`parallel.gradients.square_share`)."""
-    loads: Tensor | None = None
-    """Likewise to what the experts were sent (`parallel.expert.loads_of`)."""
-    fingerprint: Tensor | None = None
-    """Likewise to 0, modulo 2**64, if all copies of the state are equal (`training.fingerprint`); int64, no dims."""
-    wishes: Wishes = Wishes()
-
-
-@dataclass(frozen=True)
 class StepOutcome:
     """The step's result, the same on every process; the gradients wait in the pieces."""
 
@@ -71,41 +55,6 @@ class StepOutcome:
     wishes: Wishes
     loads: Tensor | None
     """In host memory."""
-
-
-def forward_backward(model: ParallelModel, batch: Sequence[Microbatch], loss_scale: float, clock: StepClock) -> Tensor:
-    """Leave in every piece's `grad` the gradient of the mean loss over the global batch's tokens, times `loss_scale`.
-
-    Returns this rank's share of that mean. Every target counts and every data-parallel rank has as many, so that the
-    sum over ranks of local sums over the global number of tokens is the mean over tokens, not a mean of means.
-    """
-    tokens = sum(micro.targets_BT.numel() for micro in batch) * model.dp
-    loss = model.forward_backward(batch, loss_scale / tokens, clock)
-    with clock.time("communication"):
-        model.finish_gradients()
-    return loss / tokens
-
-
-def exchange(share: Share, world: World) -> StepOutcome:
-    """Tell all ranks what each of them brings: one small all-reduce, from which every decision follows alike on all.
-
-    It is the one place of a step where all ranks meet, and the one time that the host waits for the device. A rank
-    enters it once its gradient is whole; what comes after it may rely on that for all ranks.
-    """
-    wishes = share.loss.new_tensor([*astuple(share.wishes)], dtype=torch.float64)
-    parts = [share.loss.double().view(1), share.squares.view(1), limbs_of(share.fingerprint, share.loss.device), wishes]
-    if share.loads is not None:
-        parts.append(share.loads.flatten())
-    sums = world.sum(torch.cat(parts)).cpu()
-    head = 2 + LIMBS + len(wishes)
-    loss, squares, *rest = sums[:head].tolist()
-    return StepOutcome(
-        loss=loss,
-        gradient_norm=math.sqrt(squares),
-        replicas_differ=is_nonzero(rest[:LIMBS]),
-        wishes=Wishes(*(votes > 0 for votes in rest[LIMBS:])),
-        loads=None if share.loads is None else sums[head:].view_as(share.loads),
-    )
 
 
 class Checks:
@@ -140,28 +89,35 @@ class Step:
     """
 
     def __init__(self, run: RunConfig, state: TrainState, world: World, clock: StepClock, checks: Checks | None = None):
-        self._run, self._state, self._world, self._clock = run, state, world, clock
-        self.checks = checks or Checks(run, state, world)
+        self.state, self.checks = state, checks or Checks(run, state, world)
+        self._run, self._world, self._clock = run, world, clock
 
     def forward_backward(self, batch: Sequence[Microbatch]) -> Tensor:
-        """Leave the gradient of the mean loss over the global batch's tokens, times the loss scale, in the pieces.
+        """Leave in every piece's `grad` the gradient of the mean loss over the global batch's tokens, times the scale.
 
-        Returns this rank's share of that mean, nats, no dims.
+        Returns this rank's share of that mean, nats, no dims. Every target counts and every data-parallel rank has as
+        many, so that the sum over ranks of local sums over the global number of tokens is the mean over tokens, not a
+        mean of means.
         """
-        state = self._state
+        state, step, rank = self.state, self.state.step, self._world.rank
         self.checks.watch()
-        loss = forward_backward(state.model, batch, state.scaler.scale, self._clock)
-        step, rank = state.step, self._world.rank
+        tokens = sum(micro.targets_BT.numel() for micro in batch) * state.model.dp
+        summed = state.model.forward_backward(batch, state.scaler.scale / tokens, self._clock)
+        with self._clock.time("communication"):
+            state.model.finish_gradients()
+        loss = summed / tokens
         fault("gradient", step=step, rank=rank, tensors=self._gradients)
         fault("loss", step=step, rank=rank, tensors=lambda: {"loss": loss})
         return loss
 
     def exchange(self, loss: Tensor, wishes: Callable[[], Wishes] = Wishes) -> StepOutcome:
-        """Tell all ranks what each of them found; from then on they may rely on this rank's gradient.
+        """Tell all ranks what each of them found: one small all-reduce, from which every decision follows alike on all.
 
-        `wishes`: what this process would like to happen after the step, asked once its gradient is whole.
+        It is the one place of a step where all ranks meet, and the one time that the host waits for the device. A rank
+        enters it once its gradient is whole; what comes after it may rely on that for all ranks (`TrainState.pending`).
+        `wishes` gives what this process would like to happen after the step; it is asked once the gradient is whole.
         """
-        state, step = self._state, self._state.step
+        state, step = self.state, self.state.step
         with self._clock.time("optimizer"):
             unscale(state.model.pieces, state.scaler.scale)
             squares = square_share(state.model.pieces)
@@ -171,13 +127,23 @@ class Step:
         is_wrong = self.checks.is_wrong(step, loss)
         with self._clock.time("communication"):
             loads = loads_of(state.model.moes, self._run.model, self._world.device)
-            share = Share(loss, squares, loads, fingerprint, replace(wishes(), retry=is_wrong))
-            return exchange(share, self._world)
+            votes = loss.new_tensor([*astuple(replace(wishes(), retry=is_wrong))], dtype=torch.float64)
+            numbers = [loss.double().view(1), squares.view(1), limbs_of(fingerprint, loss.device), votes]
+            sums = self._world.sum(torch.cat(numbers if loads is None else [*numbers, loads.flatten()])).cpu()
+        head = 2 + LIMBS + len(votes)
+        mean_loss, norm_squared, *rest = sums[:head].tolist()
+        return StepOutcome(
+            loss=mean_loss,
+            gradient_norm=math.sqrt(norm_squared),
+            replicas_differ=is_nonzero(rest[:LIMBS]),
+            wishes=Wishes(*(count > 0 for count in rest[LIMBS:])),
+            loads=None if loads is None else sums[head:].view_as(loads),
+        )
 
     def decide(self, outcome: StepOutcome, learning_rate: float) -> Decision:
         """Return the decision to apply the step with this outcome."""
         return Decision(
-            step=self._state.step,
+            step=self.state.step,
             loss=outcome.loss,
             gradient_norm=outcome.gradient_norm,
             max_norm=self._run.optimizer.grad_clip,
@@ -188,7 +154,7 @@ class Step:
 
     def update(self, decision: Decision) -> None:
         """Apply the gradients and free them; the step counts from then on."""
-        state, clock, step, rank = self._state, self._clock, decision.step, self._world.rank
+        state, clock, step, rank = self.state, self._clock, decision.step, self._world.rank
         with clock.time("optimizer"):
             state.prepare(decision)
         if not state.optimizer.is_local:
@@ -204,8 +170,8 @@ class Step:
         fault("moments", step=step, rank=rank, tensors=self._moments)
 
     def _gradients(self) -> dict[str, Tensor]:
-        return {p.name: p.value.grad for p in self._state.model.pieces if p.value.grad is not None}
+        return {p.name: p.value.grad for p in self.state.model.pieces if p.value.grad is not None}
 
     def _moments(self) -> dict[str, Tensor]:
-        pieces, optimizer = self._state.model.masters, self._state.optimizer
+        pieces, optimizer = self.state.model.masters, self.state.optimizer
         return {f"{p.name}.{name}": tensor for p in pieces for name, tensor in optimizer.kept_of(p).items()}
