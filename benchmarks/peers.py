@@ -107,16 +107,15 @@ class Turns:
 
 
 def argosy(setting: Setting, turns: Turns, compiled: bool) -> None:
-    """The step of `argosy.training.trainer`, without its files."""
+    """Run the training step (`argosy.training.step`) without the trainer around it."""
     from argosy.config.schema import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
     from argosy.models.batch import microbatches
     from argosy.observe.clock import StepClock
-    from argosy.optim.optimizer import Optimizer
     from argosy.parallel.apply import apply
-    from argosy.parallel.gradients import clip, square_share
     from argosy.parallel.world import World, keep_freed_memory
     from argosy.plan.plan import Plan
-    from argosy.training.step import Share, exchange, forward_backward
+    from argosy.training.state import TrainState
+    from argosy.training.step import Step
 
     config = ModelConfig(
         layers=setting.layers,
@@ -130,22 +129,19 @@ def argosy(setting: Setting, turns: Turns, compiled: bool) -> None:
         model=config,
         data=DataConfig(seq_len=setting.seq_len),
         train=TrainConfig(steps=1, global_batch=setting.batch),
-        optimizer=OptimizerConfig(lr=LEARNING_RATE),
+        optimizer=OptimizerConfig(lr=LEARNING_RATE, grad_clip=MAX_NORM),
     )
     keep_freed_memory()
     world = World()
     plan = Plan.model_validate({"microbatch": setting.batch, "precision": setting.precision, "compile": compiled})
     model = apply(plan, run, world)
     _check(setting, (piece.value for piece in model.pieces))
-    optimizer = Optimizer(model.masters, run.optimizer)
     clock = StepClock(world.device)
+    step = Step(run, TrainState.begin(model, plan, run), world, clock)
     for rows in setting.batches():
         batch = microbatches(rows.numpy(), setting.batch, END_OF_DOCUMENT, world.device)
-        loss = forward_backward(model, batch, 1.0, clock)
-        outcome = exchange(Share(loss, square_share(model.pieces)), world)
-        clip(model.pieces, MAX_NORM, outcome.gradient_norm)
-        optimizer.step()
-        model.zero_gradients()
+        outcome = step.exchange(step.forward_backward(batch))
+        step.update(step.decide(outcome, LEARNING_RATE))
         clock.lap()
         turns.step_done()
 

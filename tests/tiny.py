@@ -16,12 +16,15 @@ from argosy.config.schema import ModelConfig, PrepareConfig, RunConfig
 from argosy.data.prepare import prepare
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
+from argosy.observe.clock import StepClock
 from argosy.observe.metrics import Metrics
 from argosy.parallel.apply import apply
 from argosy.parallel.model import ParallelModel
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 from argosy.training.loop import train
+from argosy.training.state import TrainState
+from argosy.training.step import Step
 from argosy.training.stop import StopSignal
 
 SOURCES = Path(pydantic.__file__).parent
@@ -80,6 +83,12 @@ def decoder(seed: int = 0, **keys: Any) -> Decoder:
 def laid_out(world: World, plan: Plan, **sections: dict[str, Any]) -> ParallelModel:
     """The tiny model, with the initial weights of `decoder`, as `plan` lays it out; `sections` as in `run_config`."""
     return apply(plan, run_config(Path("no data"), **sections), world)
+
+
+def train_step(world: World, plan: Plan, **sections: dict[str, Any]) -> Step:
+    """The training step of that model, with nothing done yet."""
+    run = run_config(Path("no data"), **sections)
+    return Step(run, TrainState.begin(apply(plan, run, world), plan, run), world, StepClock(world.device))
 
 
 def gradients(model: ParallelModel) -> dict[str, torch.Tensor]:

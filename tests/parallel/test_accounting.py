@@ -14,16 +14,11 @@ from torch import Tensor
 from argosy.config.schema import RunConfig
 from argosy.models.batch import microbatches
 from argosy.models.layers import local
-from argosy.observe.clock import StepClock
 from argosy.observe.wire import Counts, count_wire
-from argosy.optim.optimizer import Optimizer
-from argosy.parallel.expert import loads_of
-from argosy.parallel.gradients import clip, square_share
 from argosy.parallel.world import World
 from argosy.plan.cost.exact_state import StateBytes, state_bytes
 from argosy.plan.cost.traffic import traffic
-from argosy.training.step import Share, exchange, forward_backward
-from tiny import eager, laid_out, run_config
+from tiny import eager, run_config, train_step
 
 UNEVEN = {"layers": 4, "vocab_size": 403}  # rows that no number of ranks here divides
 ROWS = np.random.default_rng(0).integers(1, 403, (8, 33)).astype(np.int32)
@@ -103,23 +98,19 @@ def run_of(model: str, optimizer: str) -> RunConfig:
 
 
 def measure(world: World, plan: str, model_name: str, kind: str) -> Found:
-    layout, config = eager(plan), run_of(model_name, kind)
-    model = laid_out(world, layout, model=MODELS[model_name])
-    optimizer = Optimizer(model.pieces, config.optimizer)
+    layout = eager(plan)
+    step = train_step(world, layout, model=MODELS[model_name], optimizer={"kind": kind})
+    model = step.state.model
     share = len(ROWS) // layout.dp
     rows = ROWS[model.dp_rank * share : (model.dp_rank + 1) * share]
     for _ in range(2):
         batch = microbatches(rows, layout.microbatch, 0, world.device)
         with count_wire(model.meshes) as sent:
-            loss = forward_backward(model, batch, 1.0, StepClock(world.device))
+            loss = step.forward_backward(batch)
             gradients = memory(x for p in model.pieces for x in (p.parameter.grad, p.value.grad) if x is not None)
-            share = Share(loss, square_share(model.pieces), loads_of(model.moes, config.model, world.device))
-            clip(model.pieces, 1.0, exchange(share, world).gradient_norm)
-            optimizer.step()
-            model.after_update()
-        model.zero_gradients()
+            step.update(step.decide(step.exchange(loss), learning_rate=1e-2))
     parameters = memory(x for p in model.pieces for x in (p.parameter.detach(), p.value))
-    return Found(StateBytes(parameters, gradients, optimizer.state_bytes), sent)
+    return Found(StateBytes(parameters, gradients, step.state.optimizer.state_bytes), sent)
 
 
 def memory(tensors: Iterable[Tensor]) -> int:

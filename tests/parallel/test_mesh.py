@@ -57,14 +57,14 @@ def facts(world: World, plan: Plan, tied: bool) -> dict[str, object]:
     return {
         "views": [getattr(meshes, view).mesh.flatten().tolist() for view in VIEWS],
         "place": [meshes.rank(axis) for axis in AXES],
-        "stage": dist.get_process_group_ranks(meshes.stage),
+        "stage": [world.rank] if meshes.stage is None else dist.get_process_group_ranks(meshes.stage),
         "ends": None if meshes.ends is None else dist.get_process_group_ranks(meshes.ends),
         "ranks_of_stage": [meshes.ranks_of_stage(is_shared_by_ends=shared) for shared in (False, True)],
-        "nested": None if meshes.nested is None else meshes.sharing(("tp",)).mesh.flatten().tolist(),
+        "nested": None if (sharing := meshes.sharing(("tp",))) is None else sharing.mesh.flatten().tolist(),
         "nested_experts": {
-            outer: meshes.sharing(outer).mesh.tolist()
+            outer: sharing.mesh.tolist()
             for outer in (("ep",), ("ep", "tp"))
-            if meshes.nested_experts is not None
+            if (sharing := meshes.sharing(outer)) is not None
         },
     }
 
@@ -118,10 +118,51 @@ def test_zero_1_and_2_split_what_expert_and_tensor_axes_left_of_an_expert(worker
         assert found["nested_experts"] == {}
 
 
+def shared(world: World, plan: Plan) -> list[bool]:
+    """Whether ranks share a dense parameter, and one of experts that are dealt out, beyond tp and ep."""
+    meshes = lay_out_meshes("cpu", plan, tied_ends=False, timeout_s=60)
+    return [meshes.sharing(outer) is not None for outer in ((), ("ep",))]
+
+
+@pytest.mark.parametrize(
+    ("plan", "expected"), [("tp=2,zero=1", [False, False]), ("dp_shard=2,ep=2,zero=1", [True, False])]
+)
+def test_a_rank_that_shares_with_no_other_has_no_mesh_to_share_over(workers, plan, expected):
+    assert workers.run(2, shared, Plan.parse(plan)) == [expected] * 2
+
+
+def test_a_single_process_is_a_mesh_of_ones_without_a_group():
+    meshes = lay_out_meshes("cpu", Plan(zero=1), tied_ends=False, timeout_s=60)
+    assert not dist.is_initialized()
+    assert [meshes.rank(axis) for axis in AXES] == [0] * len(AXES)
+    assert [meshes.group(axis) for axis in (*AXES, "replicate", "shard", "ep")] == [None] * (len(AXES) + 3)
+    assert (meshes.stage, meshes.ends, meshes.sharing(()), meshes.axis_of_groups()) == (None, None, None, {})
+    assert (meshes.ranks_of_stage(is_shared_by_ends=True), meshes.holders((), ())) == (1, (0,))
+    with pytest.raises(LookupError, match="nothing is split"):
+        meshes.device_mesh("tp")
+
+
+def holders(world: World, plan: Plan, names: tuple[str, ...], split: tuple[str, ...]) -> tuple[int, ...]:
+    return lay_out_meshes("cpu", plan, tied_ends=False, timeout_s=60).holders(names, split)
+
+
+@pytest.mark.parametrize(
+    ("plan", "names", "split", "expected"),
+    [
+        ("dp_replicate=2,tp=2", ("tp",), ("tp",), [(0, 2), (1, 3), (0, 2), (1, 3)]),
+        ("dp_replicate=2,tp=2", ("tp",), (), [(0, 1, 2, 3)] * 4),
+        ("pp=2,dp_replicate=2", (), (), [(0, 1), (0, 1), (2, 3), (2, 3)]),
+        ("dp_shard=4,ep=2,zero=0", ("ep",), ("ep",), [(0, 2), (1, 3), (0, 2), (1, 3)]),
+    ],
+)
+def test_holders_of_a_part_are_the_ranks_of_a_stage_at_its_place_along_the_split(workers, plan, names, split, expected):
+    assert workers.run(4, holders, Plan.parse(plan), names, split) == expected
+
+
 def timeouts(world: World, plan: Plan) -> set[timedelta]:
     """How long the groups of this rank wait."""
     meshes = lay_out_meshes("cpu", plan, tied_ends=plan.pp > 1, timeout_s=77)
-    views = [view for view in (meshes.axes, meshes.state, meshes.experts, meshes.nested, meshes.nested_experts) if view]
+    views = (meshes.axes, meshes.state, meshes.experts, *meshes.nested)
     groups = [group for view in views for group in view.get_all_groups()] + [meshes.stage, meshes.ends]
     return {group._get_backend(torch.device("cpu")).options._timeout for group in groups if group is not None}
 

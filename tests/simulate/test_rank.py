@@ -11,12 +11,8 @@ import numpy as np
 import pytest
 
 from argosy.models.batch import microbatches
-from argosy.observe.clock import StepClock
 from argosy.observe.live import LiveBytes
 from argosy.observe.wire import Counts, count_wire
-from argosy.optim.optimizer import Optimizer
-from argosy.parallel.expert import loads_of, update_biases
-from argosy.parallel.gradients import clip, square_share
 from argosy.parallel.world import World
 from argosy.plan.cost.exact_state import state_bytes
 from argosy.plan.cost.traffic import traffic
@@ -24,8 +20,7 @@ from argosy.plan.flops import train_flops_per_token
 from argosy.plan.plan import Plan
 from argosy.simulate.rank import even_choice, simulate_rank
 from argosy.simulate.record import Change, Sent, Trace, Wait, Work
-from argosy.training.step import Share, exchange, forward_backward
-from tiny import eager, laid_out, run_config
+from tiny import eager, run_config, train_step
 from workers import WorkerPool
 
 UNEVEN = {"layers": 4, "vocab_size": 403}  # rows that no number of ranks here divides
@@ -85,29 +80,20 @@ Found = tuple[int, int, Counts, Counts]
 
 
 def really(world: World, plan: str, model_config: dict[str, Any]) -> Found:
-    """The second step of a rank of gloo processes: the first makes what is kept."""
+    """The third step of a rank of gloo processes: the first two make what is kept."""
     layout, run = eager(plan), run_config(Path("no data"), model=model_config)
     with LiveBytes() as live:
-        model = laid_out(world, layout, model=model_config)
+        step = train_step(world, layout, model=model_config)
+        model = step.state.model
         for moe in model.moes.values():
             moe.router.choose = partial(even_choice, run.model.moe.experts_per_token)  # type: ignore[method-assign]
-        optimizer = Optimizer(model.masters, run.optimizer)
         rows = np.ones((run.train.global_batch // layout.dp, run.data.seq_len + 1), dtype=np.int32)
         batch = microbatches(rows, layout.microbatch, 0, world.device)
-        for _ in range(2):
+        for _ in range(3):  # the second has moments to compare for the first time
+            step.state.decided = None  # its loads are the host's, which on a CPU is the same memory
             live.most, wire = live.now, count_wire(model.meshes)
             with wire:
-                loss = forward_backward(model, batch, 1.0, StepClock(world.device))
-                share = Share(loss, square_share(model.pieces), loads_of(model.moes, run.model, world.device))
-                outcome = exchange(share, world)
-                clip(model.pieces, 1.0, outcome.gradient_norm)
-                if outcome.loads is not None:
-                    update_biases(model.moes, outcome.loads)
-                model.before_update()
-                optimizer.step()
-                model.after_update()
-            model.zero_gradients()
-            del loss, share, outcome
+                step.update(step.decide(step.exchange(step.forward_backward(batch)), run.optimizer.lr))
         return live.most, live.now, wire.counts, wire.messages
 
 

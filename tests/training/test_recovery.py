@@ -24,17 +24,13 @@ from argosy.models.batch import microbatches
 from argosy.observe.clock import StepClock
 from argosy.observe.events import Events
 from argosy.observe.progress import Progress
-from argosy.optim.optimizer import Optimizer
 from argosy.parallel.apply import apply
-from argosy.parallel.expert import loads_of
-from argosy.parallel.gradients import square_share, unscale
 from argosy.parallel.world import CPU, World
 from argosy.plan.plan import Plan
-from argosy.precision.scaler import LossScaler
 from argosy.training.checkpointer import Checkpointer
 from argosy.training.recovery import Disk, Facts, Offer, Recovery, follow, newest_covered, recover
 from argosy.training.state import Decision, TrainState
-from argosy.training.step import Share, exchange, forward_backward
+from argosy.training.step import Step
 from tiny import eager, run_config
 from workers import next_world
 
@@ -166,8 +162,8 @@ class Training:
     ):
         self.world, self.plan = world, eager(plan)
         self.run: RunConfig = run_config(Path("no data"), model={"layers": 2, **model})
-        laid_out = apply(self.plan, self.run, world)
-        self.state = TrainState(laid_out, Optimizer(laid_out.masters, self.run.optimizer), LossScaler(1.0, 0))
+        self.state = TrainState.begin(apply(self.plan, self.run, world), self.plan, self.run)
+        self.step = Step(self.run, self.state, world, StepClock(CPU))
         self.node = None if folder is None else folder / nodes[world.rank]
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(NODE, nodes[world.rank])
@@ -194,12 +190,8 @@ class Training:
         rows = np.random.default_rng(step).integers(1, 400, (8, 33)).astype(np.int32)
         share = len(rows) // self.plan.dp
         mine = rows[state.model.dp_rank * share :][:share]
-        loss = forward_backward(state.model, microbatches(mine, 1, 0, CPU), 1.0, StepClock(CPU))
-        unscale(state.model.pieces, 1.0)
-        squares = square_share(state.model.pieces)
-        state.pending = True
-        outcome = exchange(Share(loss, squares, loads_of(state.model.moes, self.run.model, CPU)), self.world)
-        return Decision(step, outcome.loss, outcome.gradient_norm, 1.0, 0.01 / (step + 1), 256, outcome.loads)
+        outcome = self.step.exchange(self.step.forward_backward(microbatches(mine, 1, 0, CPU)))
+        return self.step.decide(outcome, learning_rate=0.01 / (step + 1))
 
     def apply(self, decision: Decision) -> None:
         self.state.apply(decision)

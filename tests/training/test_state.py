@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,15 +9,9 @@ import pytest
 import torch
 
 from argosy.models.batch import microbatches
-from argosy.observe.clock import StepClock
-from argosy.optim.optimizer import Optimizer
-from argosy.parallel.expert import loads_of
-from argosy.parallel.gradients import square_share
 from argosy.parallel.world import World
-from argosy.precision.scaler import LossScaler
 from argosy.training.state import Decision, TrainState
-from argosy.training.step import Share, exchange, forward_backward
-from tiny import EAGER, laid_out, run_config
+from tiny import EAGER, train_step
 
 ALONE = World()
 EXPERTS = {"moe": {"experts": 4, "expert_ffn_width": 32, "balance": "bias"}}
@@ -27,23 +20,9 @@ ROWS = np.random.default_rng(0).integers(1, 400, (4, 33)).astype(np.int32)
 
 def pending(**model: Any) -> tuple[TrainState, Decision]:
     """A state with a whole gradient, and the decision to apply it."""
-    run = run_config(Path("no data"), model=model)
-    parallel = laid_out(ALONE, EAGER, model=model)
-    state = TrainState(parallel, Optimizer(parallel.masters, run.optimizer), LossScaler(scale=1.0, growth_steps=0))
-    loss = forward_backward(parallel, microbatches(ROWS, 2, 0, ALONE.device), 1.0, StepClock(ALONE.device))
-    loads = loads_of(parallel.moes, run.model, ALONE.device)
-    outcome = exchange(Share(loss, square_share(parallel.pieces), loads), ALONE)
-    state.pending = True
-    decision = Decision(
-        step=0,
-        loss=outcome.loss,
-        gradient_norm=outcome.gradient_norm,
-        max_norm=0.1,
-        learning_rate=1e-2,
-        tokens=128,
-        loads=outcome.loads,
-    )
-    return state, decision
+    step = train_step(ALONE, EAGER, model=model, optimizer={"grad_clip": 0.1}, train={"global_batch": 4})
+    outcome = step.exchange(step.forward_backward(microbatches(ROWS, 2, 0, ALONE.device)))
+    return step.state, step.decide(outcome, learning_rate=1e-2)
 
 
 def values(state: TrainState) -> list[torch.Tensor]:

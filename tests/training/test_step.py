@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from argosy.models.batch import microbatches
-from argosy.observe.clock import StepClock
-from argosy.parallel.gradients import square_share
 from argosy.parallel.world import World
-from argosy.training.step import Share, StepOutcome, Wishes, exchange, forward_backward
-from tiny import decoder, eager, gradients, laid_out
+from argosy.precision.scaler import LossScaler
+from argosy.training.step import StepOutcome, Wishes
+from tiny import decoder, eager, gradients, train_step
 
 END = 0
 ROWS = np.random.default_rng(0).integers(0, 400, (8, 33)).astype(np.int32)
@@ -28,14 +27,16 @@ def step(
 ) -> tuple[StepOutcome, Gradients]:
     """The outcome and this rank's parameters' whole gradients of one step on ROWS, laid out as `plan` says."""
     layout = eager(plan)
-    model, share = laid_out(world, layout, model={"layers": 4}), len(ROWS) // layout.dp
+    train = train_step(world, layout, model={"layers": 4})
+    train.state.scaler = LossScaler(loss_scale, growth_steps=0)
+    model, share = train.state.model, len(ROWS) // layout.dp
     rows = ROWS[model.dp_rank * share : (model.dp_rank + 1) * share]
     batch = microbatches(rows, layout.microbatch, END, world.device)
-    mine = (wishes or {}).get(world.rank, Wishes())
-    loss = forward_backward(model, batch, loss_scale, StepClock(world.device))
-    fingerprint = torch.tensor(fingerprints[world.rank]) if fingerprints else None
-    outcome = exchange(Share(loss, square_share(model.pieces), fingerprint=fingerprint, wishes=mine), world)
-    return outcome, {name: gradient.numpy() for name, gradient in gradients(model).items()}
+    if fingerprints:
+        train.checks.fingerprint = lambda step: torch.tensor(fingerprints[world.rank])
+    loss = train.forward_backward(batch)
+    scaled = {name: gradient.numpy().copy() for name, gradient in gradients(model).items()}
+    return train.exchange(loss, lambda: (wishes or {}).get(world.rank, Wishes())), scaled
 
 
 @pytest.fixture(scope="module")

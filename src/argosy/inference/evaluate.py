@@ -10,6 +10,7 @@ import torch
 from argosy.data.stream import TokenSource
 from argosy.errors import UserError
 from argosy.inference.trained_model import open_checkpoint
+from argosy.parallel.mesh import Meshes
 from argosy.parallel.model import ParallelModel
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
@@ -47,5 +48,5 @@ def evaluate(
     held_out = HeldOut.read(sources, length, max_tokens)
     if not held_out.tokens:
         raise UserError(f"{folders[0]}: its {split} split is empty. Prepare it with a larger --validation-fraction.")
-    model = ParallelModel(Plan(), opened.run, None, {0: opened.model(torch.device("cpu"))})
+    model = ParallelModel(Plan(), opened.run, Meshes(), {0: opened.model(torch.device("cpu"))})
     return score(model, held_out, max(1, BATCH_TOKENS // length), World())

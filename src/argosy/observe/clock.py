@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from argosy.observe.heartbeat import Heartbeat
+from argosy.observe.heartbeat import UNREAD, Heartbeat
 
 Category = Literal[
     "data", "forward", "backward", "pipeline", "communication", "optimizer", "check", "evaluate", "checkpoint"
@@ -30,7 +30,7 @@ class StepClock:
     On a GPU the marks are events in its stream: nothing waits for the device until `lap` reads them.
     """
 
-    def __init__(self, device: torch.device, heartbeat: Heartbeat | None = None):
+    def __init__(self, device: torch.device, heartbeat: Heartbeat = UNREAD):
         """`heartbeat` is told which part the process is in, and at each lap how long its own work took."""
         self._on_gpu = device.type == "cuda"
         self._heartbeat = heartbeat
@@ -40,15 +40,13 @@ class StepClock:
     @contextmanager
     def time(self, category: Category) -> Iterator[None]:
         """Count the time of this block as `category`. Blocks do not nest."""
-        if self._heartbeat is not None:
-            self._heartbeat.enter(category)
+        self._heartbeat.enter(category)
         start = self._mark()
         try:
             yield
         finally:
             self._spans.append((category, start, self._mark()))
-            if self._heartbeat is not None:
-                self._heartbeat.enter("other")
+            self._heartbeat.enter("other")
 
     def lap(self) -> dict[str, float]:
         """Seconds of each category since the last lap, "other", and "step": the wall time, their sum."""
@@ -60,8 +58,7 @@ class StepClock:
         self._spans.clear()
         now = time.perf_counter()
         step_s, self._began = now - self._began, now
-        if self._heartbeat is not None:
-            self._heartbeat.took(sum(seconds.get(category, 0.0) for category in OWN_WORK))
+        self._heartbeat.took(sum(seconds.get(category, 0.0) for category in OWN_WORK))
         return {**seconds, "other": max(0.0, step_s - sum(seconds.values())), "step": step_s}
 
     def _mark(self) -> Mark:

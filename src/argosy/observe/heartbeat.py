@@ -167,7 +167,24 @@ class Heartbeat:
         self._words[GROUP_COUNT] = len(some)
 
 
+class UnreadHeartbeat(Heartbeat):
+    """The heartbeat of a process without an agent: nobody reads it, so it has neither a file nor a thread."""
+
+    def __init__(self) -> None:
+        self._words = memoryview(bytearray(8 * WORDS)).cast("q")
+        self._words[STEP] = -1
+
+    def join(self, generation: int, rank: int, sequences: Sequences) -> None:
+        """Nobody watches this process in its world either."""
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
 _NUMBER = {phase: number for number, phase in enumerate(PHASES)}
+
+UNREAD = UnreadHeartbeat()
+"""For everything that is given a heartbeat where there is no agent."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from argosy.observe.dispatch import Watch, nbytes
-from argosy.plan.cost.traffic import ENDS, STAGE, WORLD, spanning_axis
+from argosy.plan.cost.traffic import WORLD
 
 if TYPE_CHECKING:
     from argosy.parallel.mesh import Meshes
@@ -139,7 +139,7 @@ class WireCounter(Watch):
 
 
 def message_of(operator: torch._ops.OpOverload, args: tuple[Any, ...], axes: dict[str, str]) -> Message | None:
-    """What `operator(*args)` sends, None if it is no collective; `axes` as `axes_of` gives them.
+    """What `operator(*args)` sends, None if it is no collective; `axes` as `Meshes.axis_of_groups` gives them.
 
     Raises: NotImplementedError for a collective that is not in `COLLECTIVES`.
     """
@@ -155,7 +155,7 @@ def message_of(operator: torch._ops.OpOverload, args: tuple[Any, ...], axes: dic
     return Message(name, axes.get(group.group_name, unnamed), kind, round(sent(args, group)), group)
 
 
-def count_wire(meshes: Meshes | None) -> WireCounter:
+def count_wire(meshes: Meshes) -> WireCounter:
     """Count the bytes that this rank sends, while the returned context is entered.
 
         with count_wire(meshes) as counts:
@@ -167,21 +167,4 @@ def count_wire(meshes: Meshes | None) -> WireCounter:
     "other" for what is none of these. A message counts when it is handed to torch, its padding with it. Not for
     measuring time: nothing is compiled meanwhile.
     """
-    return WireCounter(axes_of(meshes))
-
-
-def axes_of(meshes: Meshes | None) -> dict[str, str]:
-    """Name of each process group of this rank -> its axis."""
-    if meshes is None:
-        return {}
-    views = [meshes.axes, meshes.state, meshes.experts, meshes.nested, meshes.nested_experts]
-    groups = [(axis, mesh[axis].get_group()) for mesh in views if mesh for axis in mesh.mesh_dim_names or ()]
-    world = dist.get_world_size()
-    everyone = spanning_axis({axis: group.size() for axis, group in groups}, world) or WORLD
-    names: dict[str, str] = {group.group_name: axis if group.size() < world else everyone for axis, group in groups}
-    if meshes.ends is not None:
-        names[meshes.ends.group_name] = ENDS
-    names[meshes.stage.group_name] = STAGE if meshes.stage.size() < world else everyone
-    assert dist.group.WORLD is not None
-    names[dist.group.WORLD.group_name] = everyone
-    return names
+    return WireCounter(meshes.axis_of_groups())

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from argosy.config.schema import ModelConfig, RunConfig
 from argosy.models.decoder import Block, Decoder, Part
@@ -45,12 +46,10 @@ def apply(
     Raises: UserError if the device cannot do what the plan asks of it (fp8).
     """
     tied = run.model.tie_embeddings and plan.pp > 1 and not SCHEDULES[plan.schedule].v_shaped
-    meshes = None
-    if world.size > 1:
-        meshes = lay_out_meshes(world.device.type, plan, tied, run.launch.timeout_s)
+    meshes = lay_out_meshes(world.device.type, plan, tied, run.launch.timeout_s)
     parts = {
         stage: Decoder(run.model, DTYPES[plan.precision], part)
-        for stage, part in (parts_of or parts_on)(plan, run, 0 if meshes is None else meshes.rank("pp")).items()
+        for stage, part in (parts_of or parts_on)(plan, run, meshes.rank("pp")).items()
     }
     for model in parts.values():
         if plan.weights == "bf16":
@@ -58,17 +57,17 @@ def apply(
                 parameter.data = parameter.data.bfloat16()
         if plan.precision == "fp8":
             use_fp8(model, world.device)
-        if meshes is not None:
-            split_model(model, plan, meshes)
+        split_model(model, plan, meshes)
         blocks = [(int(layer), block) for layer, block in model.blocks.items()]
         apply_recompute(blocks, plan.recompute, plan.recompute_every, plan.compile)
         if plan.offload in ("activations", "all"):
             offload_activations(blocks)
         compile_blocks(model, plan.compile)
-        if meshes is not None and plan.shards_parameters:
-            experts = meshes.sharded("expert_replicate", "expert_shard") if plan.ep > 1 else None
+        if plan.shards_parameters:
+            experts = _fsdp_mesh(meshes, "expert_replicate", "expert_shard") if plan.ep > 1 else None
             keep_gathered = plan.pp > 1 and SCHEDULES[plan.schedule].splits_backward
-            shard_fully(model, meshes.sharded("replicate", "shard"), experts, DTYPES[plan.reduce], keep_gathered)
+            dense = _fsdp_mesh(meshes, "replicate", "shard")
+            shard_fully(model, dense, experts, DTYPES[plan.reduce], keep_gathered)
         materialize(model, run.model, world.device, run.seed)
     return ParallelModel(plan, run, meshes, parts)
 
@@ -78,9 +77,9 @@ def split_model(model: Decoder, plan: Plan, meshes: Meshes) -> None:
     axes = [axis for axis in ("ep", "tp") if getattr(plan, axis) > 1]
     if axes:
         for moe in moe_layers(model):
-            split_experts(moe, (meshes.experts if plan.ep > 1 else meshes.state)[tuple(axes)])
+            split_experts(moe, meshes.device_mesh(*axes))
     if plan.tp > 1:
-        split_over_ranks(model, meshes.state["tp"])
+        split_over_ranks(model, meshes.device_mesh("tp"))
     rows = None
     if (group := meshes.group("cp")) is not None:
         rank = meshes.rank("cp")
@@ -95,6 +94,11 @@ def split_model(model: Decoder, plan: Plan, meshes: Meshes) -> None:
         rows = SplitRows(group, partial(torch.cat, dim=1), lambda x: x.chunk(plan.tp, dim=1)[rank], around=rows)
     for moe in moe_layers(model):
         moe.rows = rows or moe.rows
+
+
+def _fsdp_mesh(meshes: Meshes, replicate: str, shard: str) -> DeviceMesh:
+    """Return the mesh that FSDP2 splits over: with the dimension of replicas where there are any."""
+    return meshes.device_mesh(replicate, shard) if meshes.group(replicate) else meshes.device_mesh(shard)
 
 
 def parts_on(plan: Plan, run: RunConfig, rank: int) -> dict[int, Part]:

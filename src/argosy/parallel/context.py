@@ -30,6 +30,8 @@ from argosy.parallel.attention_tiles import Kernel, Tile, kernel_for, ring_tiles
 
 def shard_sequence(x: Tensor, rank: int, size: int, dim: int = 1) -> Tensor:
     """The tokens of `x` that `rank` of `size` holds; along `dim`, their number must be a multiple of 2 * size."""
+    if size == 1:
+        return x
     assert x.shape[dim] % (2 * size) == 0, f"{x.shape[dim]} tokens cannot be cut into {2 * size} equal chunks"
     chunks = x.chunk(2 * size, dim)
     return torch.cat((chunks[rank], chunks[-1 - rank]), dim)

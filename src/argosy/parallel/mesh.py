@@ -11,7 +11,7 @@ ranks count as replicas.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -19,56 +19,122 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from argosy.plan.cost.traffic import ENDS, STAGE, WORLD, spanning_axis
 from argosy.plan.plan import AXES, Plan
+
+EXPERT_AXES = {"expert_replicate", "expert_shard", "ep"}
+
+
+class Meshes:
+    """How this rank sees the others. As it stands here it sees none: every axis has one rank, and nobody to talk to.
+
+    Code that is given meshes asks for groups, places and holders, and does not ask whether there are other ranks.
+    `RankMeshes` are those of a world of several.
+    """
+
+    stage: dist.ProcessGroup | None = None
+    """All ranks of this one's pipeline stages, which need the same update of whatever they share; None: it is alone."""
+    ends: dist.ProcessGroup | None = None
+    """This rank and its counterpart in the first or last pipeline stage, where both hold a tied embedding."""
+
+    def group(self, name: str) -> dist.ProcessGroup | None:
+        """Return the group along one dimension of any view; None where this rank is alone in it."""
+        return None
+
+    def rank(self, name: str) -> int:
+        """Return this rank's place along a dimension of `axes`."""
+        return 0
+
+    def device_mesh(self, *names: str) -> DeviceMesh:
+        """Return torch's mesh along these dimensions of one view. Raises: LookupError if this rank is alone."""
+        raise LookupError(f"one process has no mesh along {', '.join(names)}: nothing is split")
+
+    def sharing(self, outer: Sequence[str]) -> DeviceMesh | None:
+        """Return the mesh of a parameter that is split over `outer` (tp, ep), then over the ranks that share the state.
+
+        None where no ranks share it like that: they do under ZeRO 1 and 2.
+        """
+        return None
+
+    def ranks_of_stage(self, is_shared_by_ends: bool) -> int:
+        """Return how many ranks work on what this one has of the model's depth."""
+        return 1
+
+    def holders(self, names: Collection[str], split: Collection[str]) -> tuple[int, ...]:
+        """Return the ranks of this one's pipeline stage that hold the same part as it of a tensor, ascending.
+
+        `names`: the dimensions of the tensor's mesh; `split`: those that it is cut up over.
+        """
+        return (0,)
+
+    def axis_of_groups(self) -> dict[str, str]:
+        """Return the name of each of this rank's process groups -> the axis that it is along."""
+        return {}
 
 
 @dataclass(frozen=True)
-class Meshes:
-    """The views, and the process groups along their dimensions."""
+class RankMeshes(Meshes):
+    """The views of a world of several ranks, and the process groups along their dimensions."""
 
     axes: DeviceMesh
     state: DeviceMesh
     experts: DeviceMesh
-    nested: DeviceMesh | None
-    """`state` with tp before shard, for ZeRO 1 and 2, which split what tp left; `nested_experts` likewise."""
-    nested_experts: DeviceMesh | None
-    stage: dist.ProcessGroup
-    """All ranks of this one's pipeline stages: who needs the same update of whatever they share."""
+    nested: tuple[DeviceMesh, ...]
+    """`state` and `experts` with tp (and ep) before shard, for ZeRO 1 and 2, which split what tp left; else empty."""
+    stage: dist.ProcessGroup | None
     ends: dist.ProcessGroup | None
-    """This rank's fellow in the first or last pipeline stage, where both hold a tied embedding."""
 
     def group(self, name: str) -> dist.ProcessGroup | None:
-        """The group along one dimension of any view; None where this rank is alone in it."""
-        view = next(v for v in (self.axes, self.state, self.experts) if name in (v.mesh_dim_names or ()))
-        group = view[name].get_group()
+        group = self.device_mesh(name).get_group()
         return group if group.size() > 1 else None
 
-    def sharded(self, replicate: str, shard: str) -> DeviceMesh:
-        """The mesh over which FSDP2 splits: with the dimension of replicas where there are any."""
-        view = self.experts if shard == "expert_shard" else self.state
-        return view[replicate, shard] if view[replicate].size() > 1 else view[shard]
+    def rank(self, name: str) -> int:
+        return self.axes[name].get_local_rank()
 
-    def sharing(self, outer: tuple[str, ...]) -> DeviceMesh:
-        """The mesh of a parameter that is split over `outer` (tp, ep) and then over the ranks that share the state."""
-        assert self.nested is not None and self.nested_experts is not None
-        return self.nested_experts[*outer, "expert_shard"] if "ep" in outer else self.nested[*outer, "shard"]
+    def device_mesh(self, *names: str) -> DeviceMesh:
+        views = (self.axes, self.state, self.experts)
+        return next(view for view in views if set(names) <= set(view.mesh_dim_names or ()))[names]
+
+    def sharing(self, outer: Sequence[str]) -> DeviceMesh | None:
+        dim = "expert_shard" if "ep" in outer else "shard"
+        if not self.nested or self.group(dim) is None:
+            return None
+        return self.nested["ep" in outer][*outer, dim]
 
     def ranks_of_stage(self, is_shared_by_ends: bool) -> int:
-        """How many ranks work on what this one has of the model's depth."""
         ranks = self.axes.size() // self.axes["pp"].size()
         return 2 * ranks if is_shared_by_ends and self.ends is not None else ranks
 
-    def rank(self, name: str) -> int:
-        """This rank's place along a dimension of `axes`."""
-        return self.axes[name].get_local_rank()
+    def holders(self, names: Collection[str], split: Collection[str]) -> tuple[int, ...]:
+        view = self.experts if EXPERT_AXES & set(names) else self.state
+        axes: tuple[str, ...] = view.mesh_dim_names or ()
+        mine: Sequence[int] = view.get_coordinate() or ()
+        place = tuple(at if axis == "pp" or axis in split else slice(None) for axis, at in zip(axes, mine, strict=True))
+        return tuple(sorted(view.mesh[place].flatten().tolist()))
+
+    def axis_of_groups(self) -> dict[str, str]:
+        views = (self.axes, self.state, self.experts, *self.nested)
+        groups = [(axis, mesh[axis].get_group()) for mesh in views for axis in mesh.mesh_dim_names or ()]
+        world = self.axes.size()
+        everyone = spanning_axis({axis: group.size() for axis, group in groups}, world) or WORLD
+        names: dict[str, str] = {group.group_name: axis if group.size() < world else everyone for axis, group in groups}
+        if self.ends is not None:
+            names[self.ends.group_name] = ENDS
+        if self.stage is not None:
+            names[self.stage.group_name] = STAGE if self.stage.size() < world else everyone
+        assert dist.group.WORLD is not None
+        names[dist.group.WORLD.group_name] = everyone
+        return names
 
 
 def lay_out_meshes(device_type: str, plan: Plan, tied_ends: bool, timeout_s: float) -> Meshes:
-    """Make the views and their groups; every rank of the world calls it alike.
+    """Make the views and their groups, of which a single process needs none; every rank of the world calls it alike.
 
     `tied_ends`: the first and the last pipeline stage hold one parameter each that are to stay equal. `timeout_s`: how
     long a collective may wait for a peer.
     """
+    if plan.world_size == 1:
+        return Meshes()
     timeout = timedelta(seconds=timeout_s)
     together = plan.dp_shard * plan.cp
     copies, shard = (together, 1) if plan.zero == 0 else (1, together)
@@ -97,19 +163,19 @@ def lay_out_meshes(device_type: str, plan: Plan, tied_ends: bool, timeout_s: flo
             group = dist.new_group([column[0], column[-1]], timeout)
             if dist.get_rank() in (column[0], column[-1]):
                 ends = group
-    nested = nested_experts = None
+    nested: tuple[DeviceMesh, ...] = ()
     if plan.zero in (1, 2):
-        nested = DeviceMesh(
-            device_type, state.mesh.permute(0, 1, 3, 2), mesh_dim_names=("pp", "replicate", "tp", "shard")
+        nested = (
+            DeviceMesh(device_type, state.mesh.permute(0, 1, 3, 2), mesh_dim_names=("pp", "replicate", "tp", "shard")),
+            DeviceMesh(
+                device_type,
+                experts.mesh.permute(0, 1, 3, 4, 2),
+                mesh_dim_names=("pp", "expert_replicate", "ep", "tp", "expert_shard"),
+            ),
         )
-        nested_experts = DeviceMesh(
-            device_type,
-            experts.mesh.permute(0, 1, 3, 4, 2),
-            mesh_dim_names=("pp", "expert_replicate", "ep", "tp", "expert_shard"),
-        )
-    views = (axes, state, experts, nested, nested_experts)
-    _limit_waits((group for view in views if view is not None for group in view.get_all_groups()), timeout)
-    return Meshes(*views, stage, ends)
+    views = (axes, state, experts, *nested)
+    _limit_waits((group for view in views for group in view.get_all_groups()), timeout)
+    return RankMeshes(axes, state, experts, nested, stage if stage.size() > 1 else None, ends)
 
 
 def _limit_waits(groups: Iterable[dist.ProcessGroup], timeout: timedelta) -> None:

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from argosy.config.schema import RunConfig
-from argosy.faults import fault
 from argosy.models.batch import Microbatch
 from argosy.models.decoder import Decoder
 from argosy.models.experts import MoE
@@ -21,7 +20,7 @@ from argosy.parallel.data import GradientSum, Ranks
 from argosy.parallel.mesh import Meshes
 from argosy.parallel.offload import HostCopies
 from argosy.parallel.pieces import Held, pieces_of
-from argosy.parallel.pipeline import Pipeline
+from argosy.parallel.pipeline import Pipeline, Schedule, Sequential
 from argosy.parallel.shard import FullySharded
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan
@@ -42,8 +41,8 @@ class GradientRule(Protocol):
 class ParallelModel:
     """This rank's part of a model that runs over many: its pieces, and the step's arithmetic over all ranks."""
 
-    def __init__(self, plan: Plan, run: RunConfig, meshes: Meshes | None, parts: dict[int, Decoder]):
-        #: The ranks' views of each other; None alone.
+    def __init__(self, plan: Plan, run: RunConfig, meshes: Meshes, parts: dict[int, Decoder]):
+        #: The ranks' views of each other.
         self.meshes = meshes
         self._parts, self._cp = list(parts.values()), plan.cp
         #: This rank's layers of experts, by number.
@@ -51,35 +50,27 @@ class ParallelModel:
         self.pieces: list[Held] = []
         self._rules: list[GradientRule] = []
         for model in parts.values():
-            mine = list(pieces_of(model, meshes, plan.zero))
+            mine = list(pieces_of(model, meshes))
             self.pieces += mine
             self._rules += _gradient_rules(plan, meshes, model, mine, run.resilience.check_collectives)
         # A rank with both ends of the pipeline has a tied embedding twice: it updates one and copies it to the other.
         tied = [piece for piece in self.pieces if piece.name == "embedding.weight"]
-        self._tied = (tied[0], tied[-1]) if len(tied) == 2 else None
-        if self._tied:
-            self.pieces.remove(self._tied[1])
+        self._tied = [(tied[0], twin) for twin in tied[1:]]
+        for _, twin in self._tied:
+            self.pieces.remove(twin)
+        offloaded = self.pieces if plan.offload in ("optimizer", "all") else []
+        self._host = HostCopies([piece.value for piece in offloaded], torch.float32)
         #: What the optimizer updates and a checkpoint saves: the pieces, or their twins in host memory.
         self.masters = self.pieces
-        self._host: HostCopies | None = None
-        if plan.offload in ("optimizer", "all"):
-            self._host = HostCopies([piece.value for piece in self.pieces], torch.float32)
+        if offloaded:
             self.masters = [replace(p, value=twin) for p, twin in zip(self.pieces, self._host.twins, strict=True)]
-        self._pipeline: Pipeline | None = None
-        if plan.pp > 1:
-            assert meshes is not None
-            group = meshes.group("pp")
-            assert group is not None
-            hidden = (plan.microbatch, run.data.seq_len // plan.cp // plan.tp, run.model.width)
-            self._pipeline = Pipeline(parts, plan.stages, SCHEDULES[plan.schedule], hidden, group)
+        self._schedule = _schedule(plan, run, meshes, parts, self._rules)
         #: Data-parallel ranks read different rows; this is which, and of how many.
         self.dp = plan.dp
-        self.dp_rank = 0
-        if meshes is not None:
-            self.dp_rank = meshes.rank("dp_replicate") * plan.dp_shard + meshes.rank("dp_shard")
+        self.dp_rank = meshes.rank("dp_replicate") * plan.dp_shard + meshes.rank("dp_shard")
         # Every rank of a tp group computes the same loss, so one of them reports it.
-        self._reports = meshes is None or meshes.rank("tp") == 0
-        self.microbatches_at_once = plan.microbatches(run.train.global_batch) if plan.pp > 1 else 1
+        self._reports = meshes.rank("tp") == 0
+        self.microbatches_at_once = self._schedule.microbatches_at_once
 
     def forward_backward(self, batch: Sequence[Microbatch], scale: float, clock: StepClock) -> Tensor:
         """Leave in the parameters this rank's gradients of `scale` times the batch's summed loss.
@@ -92,23 +83,7 @@ class ParallelModel:
             moe.loss_weight = scale
         for rule in self._rules:
             rule.arm(len(batch))
-        if self._pipeline is not None:
-            with clock.time("pipeline"):
-                fault("forward")
-                return self._share(self._pipeline.forward_backward(batch, scale))
-        (model,) = self._parts
-        total = torch.zeros((), device=model.device)
-        for micro in batch:
-            for rule in self._rules:
-                rule.before_backward(last=micro is batch[-1])
-            with clock.time("forward"):
-                fault("forward")
-                loss = model(micro.tokens_BT, micro.targets_BT, micro.positions_BT, micro.documents)
-            with clock.time("backward"):
-                fault("backward")
-                (loss * scale).backward()
-            total += loss.detach()
-        return self._share(total)
+        return self._share(self._schedule.forward_backward(batch, scale, clock))
 
     def watch(self, on: bool) -> None:
         """Whether `bits` is to tell this rank's gradients of the next step."""
@@ -127,12 +102,8 @@ class ParallelModel:
         """
         for rule in self._sums:
             rule.hold()
-        (model,) = self._parts
-        total = torch.zeros((), device=model.device)
-        for micro in batch:
-            loss = model(micro.tokens_BT, micro.targets_BT, micro.positions_BT, micro.documents)
-            (loss * (loss_scale / tokens)).backward()
-            total += loss.detach()
+        unread = StepClock(self._parts[0].device)
+        total = self._schedule.forward_backward(batch, loss_scale / tokens, unread)
         return (total / tokens).item(), int(sum(rule.let_go() for rule in self._sums))
 
     def sums_are_sound(self) -> bool:
@@ -147,27 +118,23 @@ class ParallelModel:
         """Wait until every piece's gradient is the sum over all ranks."""
         for rule in self._rules:
             rule.finish()
-        if self.meshes is not None:
-            _sum_over([p for p in self.pieces if p.is_part_of_sum], self.meshes.group("tp"))
-            _sum_over([p for p in self.pieces if p.name == "embedding.weight"], self.meshes.ends)
-        if self._tied:
-            first, last = (piece.value for piece in self._tied)
-            assert first.grad is not None and last.grad is not None
-            first.grad += last.grad
-            last.grad = None
+        _sum_over([p for p in self.pieces if p.is_part_of_sum], self.meshes.group("tp"))
+        _sum_over([p for p in self.pieces if p.name == "embedding.weight"], self.meshes.ends)
+        for kept, twin in self._tied:
+            assert kept.value.grad is not None and twin.value.grad is not None
+            kept.value.grad += twin.value.grad
+            twin.value.grad = None
 
     def before_update(self) -> None:
         """Give the masters the gradients of their pieces."""
-        if self._host is not None:
-            self._host.grads_to_host()
+        self._host.grads_to_host()
 
     @torch.no_grad()
     def after_update(self) -> None:
         """Once the masters' values have changed, make the model on every rank that of the new values."""
-        if self._host is not None:
-            self._host.values_to_device()
-        if self._tied:
-            self._tied[1].value.copy_(self._tied[0].value)
+        self._host.values_to_device()
+        for kept, twin in self._tied:
+            twin.value.copy_(kept.value)
         for rule in self._rules:
             rule.after_update()
 
@@ -185,35 +152,44 @@ class ParallelModel:
     @torch.no_grad()
     def loss(self, batch: Sequence[Microbatch]) -> Tensor:
         """This rank's share of the batch's summed loss; `batch` has `microbatches_at_once` microbatches."""
-        batch = [self._mine(micro) for micro in batch]
-        if self._pipeline is not None:
-            return self._share(self._pipeline.loss(batch))
-        (model,) = self._parts
-        losses = [model(m.tokens_BT, m.targets_BT, m.positions_BT, m.documents) for m in batch]
-        return self._share(torch.stack(losses).sum())
+        return self._share(self._schedule.loss([self._mine(micro) for micro in batch]))
 
     def _share(self, loss: Tensor) -> Tensor:
         return loss if self._reports else torch.zeros_like(loss)
 
     def _mine(self, micro: Microbatch) -> Microbatch:
         """The tokens of the rows that this rank of a cp group computes; positions and documents stay those of all."""
-        if self._cp == 1 or self.meshes is None:
-            return micro
         rank = self.meshes.rank("cp")
         tokens, targets = (shard_sequence(x, rank, self._cp) for x in (micro.tokens_BT, micro.targets_BT))
         return Microbatch(tokens, targets, micro.positions_BT, micro.documents)
 
 
+def _schedule(
+    plan: Plan, run: RunConfig, meshes: Meshes, parts: dict[int, Decoder], rules: Sequence[GradientRule]
+) -> Schedule:
+    def before_backward(last: bool) -> None:
+        for rule in rules:
+            rule.before_backward(last)
+
+    group = meshes.group("pp")
+    if group is None:
+        (model,) = parts.values()
+        return Sequential(model, before_backward)
+    hidden = (plan.microbatch, run.data.seq_len // plan.cp // plan.tp, run.model.width)
+    microbatches = plan.microbatches(run.train.global_batch)
+    return Pipeline(parts, plan.stages, SCHEDULES[plan.schedule], hidden, group, microbatches)
+
+
 def _gradient_rules(
-    plan: Plan, meshes: Meshes | None, model: Decoder, pieces: Sequence[Held], checks: bool
+    plan: Plan, meshes: Meshes, model: Decoder, pieces: Sequence[Held], checks: bool
 ) -> list[GradientRule]:
-    if meshes is not None and plan.shards_parameters:
+    if plan.shards_parameters:
         return [FullySharded(model, pieces)]
-    ranks = Ranks(None, None) if meshes is None else Ranks(meshes.group("shard"), meshes.group("replicate"))
+    ranks = Ranks(meshes.group("shard"), meshes.group("replicate"))
     dense = [piece for piece in pieces if not piece.is_expert]
     experts = [piece for piece in pieces if piece.is_expert]
     rules: list[GradientRule] = [GradientSum(dense, ranks, DTYPES[plan.reduce], plan.zero < 2, checks)]
-    if experts and meshes is not None:
+    if experts:
         ranks = Ranks(meshes.group("expert_shard"), meshes.group("expert_replicate"))
         rules.append(GradientSum(experts, ranks, DTYPES[plan.reduce], plan.zero < 2, checks))
     return rules

@@ -55,22 +55,22 @@ class Held(Piece):
         return parameter.placements[-1].is_replicate()
 
 
-def pieces_of(model: Decoder, meshes: Meshes | None, zero: int) -> Iterator[Held]:
-    """What this rank holds of the parameters of `model`, which has its memory. With no meshes, all."""
+def pieces_of(model: Decoder, meshes: Meshes) -> Iterator[Held]:
+    """Yield what this rank holds of the parameters of `model`, which has its memory."""
     for name, parameter in model.named_parameters():
         value, shape = local(parameter.detach()), tuple(parameter.shape)
         mesh, placements = getattr(parameter, "device_mesh", None), tuple(getattr(parameter, "placements", ()))
         offset = list(offset_of(parameter))
-        if meshes is not None and zero in (1, 2):
-            outer = mesh.mesh_dim_names if mesh is not None else ()
-            mesh = meshes.sharing(outer)
+        sharing = meshes.sharing(() if mesh is None else mesh.mesh_dim_names)
+        if sharing is not None:
+            mesh = sharing
             rows = -(-value.shape[0] // mesh.size(-1))
             first = min(mesh.get_local_rank(-1) * rows, value.shape[0])
             value = value[first : first + rows]
             offset[0] += first
             placements = (*placements, Shard(0))
         parts = {axis: p.dim for axis, p in enumerate(placements) if isinstance(getattr(p, "dim", None), int)}
-        copies = 1 if meshes is None else meshes.ranks_of_stage(is_shared_by_ends=name == "embedding.weight")
+        copies = meshes.ranks_of_stage(is_shared_by_ends=name == "embedding.weight")
         for axis in parts:
             assert mesh is not None
             copies //= mesh.size(axis)
@@ -79,8 +79,8 @@ def pieces_of(model: Decoder, meshes: Meshes | None, zero: int) -> Iterator[Held
             value,
             shape,
             cut=frozenset(dim for axis, dim in parts.items() if mesh is not None and mesh.size(axis) > 1),
-            gather=partial(_gather, mesh=mesh, placements=placements, shape=shape, last_first=zero in (1, 2)),
-            group=None if meshes is None else meshes.stage,
+            gather=partial(_gather, mesh=mesh, placements=placements, shape=shape, last_first=sharing is not None),
+            group=meshes.stage,
             scatter=partial(_box, offset=tuple(offset), shape=value.shape),
             parameter=parameter,
             offset=tuple(offset),
@@ -97,7 +97,7 @@ def _gather(
     if mesh is None:
         return part
     whole = _wrap(part, mesh, placements, shape)
-    axes = range(mesh.ndim)
+    axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     for axis in reversed(axes) if last_first else axes:
         placements = (*placements[:axis], Replicate(), *placements[axis + 1 :])
         whole = whole.redistribute(placements=placements)

@@ -1,9 +1,9 @@
-"""Pipeline parallelism: the decoder in parts, one or more on each rank, and a schedule of microbatches through them."""
+"""The order in which microbatches run: one after the other, or through a pipeline, in which ranks hold parts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,9 +14,58 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from argosy.faults import fault
 from argosy.models.batch import Microbatch
 from argosy.models.decoder import Decoder
+from argosy.observe.clock import StepClock
 from argosy.plan.pipeline import ScheduleRule
 
 # B batch, t tokens of this rank, D model width
+
+
+class Schedule(Protocol):
+    """The order in which a batch's microbatches run, forward and backward, through all parts of the model."""
+
+    microbatches_at_once: int
+    """How many microbatches `loss` takes."""
+
+    def forward_backward(self, batch: Sequence[Microbatch], scale: float, clock: StepClock) -> Tensor:
+        """Add to the parameters' gradients those of `scale` times the summed loss; return that loss, or 0 if it is
+        computed elsewhere."""
+        ...
+
+    def loss(self, batch: Sequence[Microbatch]) -> Tensor:
+        """Return the summed loss, or 0 if it is computed elsewhere, without gradients."""
+        ...
+
+
+class Sequential:
+    """The pipeline of one stage: each microbatch runs forward and backward before the next."""
+
+    def __init__(self, model: Decoder, before_backward: Callable[[bool], None]):
+        """`before_backward(last)` is called before each microbatch, with True for the last one of the batch."""
+        self._model, self._before_backward = model, before_backward
+        self.microbatches_at_once = 1
+
+    def forward_backward(self, batch: Sequence[Microbatch], scale: float, clock: StepClock) -> Tensor:
+        """See `Schedule`."""
+        total = torch.zeros((), device=self._model.device)
+        for micro in batch:
+            self._before_backward(micro is batch[-1])
+            with clock.time("forward"):
+                fault("forward")
+                loss = self._loss(micro)
+            with clock.time("backward"):
+                fault("backward")
+                (loss * scale).backward()
+            total += loss.detach()
+        return total
+
+    @torch.no_grad()
+    def loss(self, batch: Sequence[Microbatch]) -> Tensor:
+        """See `Schedule`."""
+        return torch.stack([self._loss(micro) for micro in batch]).sum()
+
+    def _loss(self, micro: Microbatch) -> Tensor:
+        loss: Tensor = self._model(micro.tokens_BT, micro.targets_BT, micro.positions_BT, micro.documents)
+        return loss
 
 
 class Pipeline:
@@ -29,8 +78,11 @@ class Pipeline:
         rule: ScheduleRule,
         hidden_BtD: tuple[int, int, int],
         group: dist.ProcessGroup,
+        microbatches: int,
     ):
-        """`parts`: this rank's stages of the `stages` in all; `hidden_BtD`: shape of what goes from one to the next."""
+        """`parts`: this rank's stages of the `stages` in all; `hidden_BtD`: shape of what goes from one to the next;
+        `microbatches`: those of a step."""
+        self.microbatches_at_once = microbatches
         self._parts, self._rule, self._group, self._hidden = parts, rule, group, hidden_BtD
         self._has_last = any(part.part.last for part in parts.values())
         self._scale = 1.0
@@ -54,17 +106,17 @@ class Pipeline:
         for part in parts.values():
             part.register_forward_hook(_await_backward)
 
-    def forward_backward(self, batch: Sequence[Microbatch], scale: float) -> Tensor:
-        """Add to the parameters' gradients those of `scale` times the summed loss; returns that loss, if known here."""
+    def forward_backward(self, batch: Sequence[Microbatch], scale: float, clock: StepClock) -> Tensor:
+        """See `Schedule`."""
         self._scale = scale
-        return self._run(batch)
+        with clock.time("pipeline"):
+            fault("forward")
+            return self._run(batch)
 
     @torch.no_grad()
     def loss(self, batch: Sequence[Microbatch]) -> Tensor:
-        """The summed loss, if known here; no gradients.
-
-        Its own loop, stage by stage: torch's `eval` fails where one rank holds neighbouring stages (V schedules).
-        """
+        """See `Schedule`. The loop is our own, stage by stage: torch's `eval` fails where one rank holds neighbouring
+        stages (V schedules)."""
         pp, turns = self._group.size(), len(self._parts)
         # Where stages go round the ranks, fewer microbatches than ranks are under way: a send may wait for its
         # receiver, and with one more all ranks could wait for each other.

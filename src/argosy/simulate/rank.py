@@ -19,12 +19,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from argosy.config.schema import ModelConfig, RunConfig
 from argosy.models.batch import Microbatch, microbatches
 from argosy.models.decoder import Decoder, Part
-from argosy.observe.wire import axes_of
-from argosy.optim.optimizer import Optimizer
 from argosy.parallel.apply import apply, parts_on
-from argosy.parallel.expert import loads_of, update_biases
-from argosy.parallel.gradients import clip, square_share
-from argosy.parallel.model import ParallelModel
 from argosy.parallel.offload import ActivationOffload
 from argosy.parallel.world import World
 from argosy.plan.cost.exact_state import place_of
@@ -33,7 +28,8 @@ from argosy.simulate.fake import Fake, fake_memory, fake_world, replaced
 from argosy.simulate.layers import layers_alike
 from argosy.simulate.record import Pass, Recorder, Trace
 from argosy.simulate.repeat import grown
-from argosy.training.step import Share, exchange, forward_backward
+from argosy.training.state import Decision, TrainState
+from argosy.training.step import Step
 
 WORTH_IT = 1.3
 """Repetitions of layers over those to be traced instead, from which that takes less time."""
@@ -144,50 +140,28 @@ def _record(
         for moe in model.moes.values():
             moe.router.choose = partial(even_choice, run.model.moe.experts_per_token)  # type: ignore[method-assign]
         recorder.label([x for p in model.pieces for x in (p.parameter.detach(), p.value)], "parameters")
-        optimizer = Optimizer(model.masters, run.optimizer, run.seed)
-        # The first update makes what is kept from then on: moments, places, the host's gradients.
-        for piece in model.pieces:
-            piece.value.grad = torch.zeros_like(piece.value)
-        _update(recorder, model, optimizer)
-        if model.masters is not model.pieces:
-            moments = [m for p in optimizer.pieces for m in optimizer.state_of(p).values()]
-            recorder.label([*(p.value for p in model.masters), *moments], "host")
+        step = Step(run, TrainState.begin(model, plan, run), world, recorder.clock)
+        _make_what_is_kept(step, run, recorder)
         batch = _batch(plan, run, world, fake)
         some = batch if traced is None else [*batch[: traced - 1], batch[-1]]
-        recorder.begin(axes_of(model.meshes))
-        _step(recorder, model, optimizer, some, run, world)
+        recorder.begin(model.meshes.axis_of_groups())
+        outcome = step.exchange(step.forward_backward(some))
+        step.update(step.decide(outcome, run.optimizer.lr))
         return recorder.end()
 
 
-def _step(
-    recorder: Recorder,
-    model: ParallelModel,
-    optimizer: Optimizer,
-    batch: Sequence[Microbatch],
-    run: RunConfig,
-    world: World,
-) -> None:
-    """What the loop does in a step, as `training.trainer` does it."""
-    loss = forward_backward(model, batch, 1.0, recorder.clock)
-    with recorder.clock.time("optimizer"):
-        squares = square_share(model.pieces)
-    with recorder.clock.time("communication"):
-        outcome = exchange(Share(loss, squares, loads_of(model.moes, run.model, world.device)), world)
-    with recorder.clock.time("optimizer"):
-        clip(model.pieces, run.optimizer.grad_clip, outcome.gradient_norm)
-        if outcome.loads is not None:
-            update_biases(model.moes, outcome.loads)
-    _update(recorder, model, optimizer)
-
-
-def _update(recorder: Recorder, model: ParallelModel, optimizer: Optimizer) -> None:
-    with recorder.clock.time("optimizer"):
-        model.before_update()
-        if model.masters is not model.pieces:
-            recorder.label([p.value.grad for p in model.masters if p.value.grad is not None], "host")
-        optimizer.step()
-        model.after_update()
-    model.zero_gradients()
+def _make_what_is_kept(step: Step, run: RunConfig, recorder: Recorder) -> None:
+    """Make what the first steps make and later ones keep: moments, the host's gradients, factors of fingerprints."""
+    state, model = step.state, step.state.model
+    for piece in model.pieces:
+        piece.value.grad = torch.zeros_like(piece.value)
+    step.update(Decision(0, 0.0, 0.0, 0.0, run.optimizer.lr, 0, None))
+    if model.masters is not model.pieces:
+        moments = [m for p in state.optimizer.pieces for m in state.optimizer.state_of(p).values()]
+        gradients = [p.value.grad for p in model.masters if p.value.grad is not None]
+        recorder.label([*(p.value for p in model.masters), *gradients, *moments], "host")
+    state.step = 0  # a step that compares fingerprints, if any does
+    step.checks.fingerprint(state.step)
 
 
 def _batch(plan: Plan, run: RunConfig, world: World, fake: Fake) -> list[Microbatch]:

@@ -194,7 +194,7 @@ class Recorder(LiveBytes):
         return self._summing_since is not None and self._messages > self._summing_since
 
     def begin(self, axes: dict[str, str]) -> None:
-        """A step begins. `axes`: those of the process groups (`observe.wire.axes_of`)."""
+        """A step begins. `axes`: those of the process groups (`Meshes.axis_of_groups`)."""
         self._axes = axes
         self._trace = Trace()
         for key, size in self._sizes.items():

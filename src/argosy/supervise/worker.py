@@ -20,7 +20,7 @@ from argosy.checkpoint.store import GENERATION
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.errors import FINAL, ArgosyError
-from argosy.observe.heartbeat import Heartbeat
+from argosy.observe.heartbeat import UNREAD, Heartbeat
 from argosy.observe.sequences import sequence_numbers
 from argosy.observe.stack import write_when_asked
 from argosy.parallel.connections import Connections
@@ -107,7 +107,7 @@ class AgentClient:
 
 def work(
     run: RunConfig, plan: Plan, world: World, run_dir: Path, stop: StopSignal, survivor: Survivor | None = None,
-    heartbeat: Heartbeat | None = None,
+    heartbeat: Heartbeat = UNREAD,
 ) -> bool:  # fmt: skip
     """Train in an existing world, and leave it. Returns whether the run's last step is made."""
     try:

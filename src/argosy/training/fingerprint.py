@@ -31,9 +31,9 @@ from argosy.parallel.mesh import Meshes
 from argosy.parallel.model import ParallelModel
 from argosy.parallel.pieces import Held
 from argosy.parallel.world import World
-from argosy.training.step import is_nonzero, limbs_of
 
-EXPERT_AXES = {"expert_replicate", "expert_shard", "ep"}
+LIMBS, LIMB_BITS = 4, 16
+"""A 64-bit fingerprint travels as this many numbers of this many bits, which fp64 adds up exactly in any world."""
 
 Key = tuple[int, tuple[str, ...]]
 T = TypeVar("T")
@@ -81,14 +81,12 @@ class Fingerprints:
 
     def __init__(self, model: ParallelModel, optimizer: Optimizer, world: World):
         self._model, self._optimizer, self._world = model, optimizer, world
-        self._everyone: Holders | None = None
+        self._everyone = _holders(model.meshes, None, ())
         self._held: list[tuple[Held, Held, Holders, Holders]] = []
-        if (meshes := model.meshes) is not None:
-            self._everyone = _holders(meshes, None, ())
-            for piece, master in zip(model.pieces, model.masters, strict=True):
-                mesh = getattr(piece.parameter, "device_mesh", None)
-                whole = _holders(meshes, mesh, getattr(piece.parameter, "placements", ()))
-                self._held.append((piece, master, whole, _holders(meshes, piece.mesh, piece.placements)))
+        for piece, master in zip(model.pieces, model.masters, strict=True):
+            mesh = getattr(piece.parameter, "device_mesh", None)
+            whole = _holders(model.meshes, mesh, getattr(piece.parameter, "placements", ()))
+            self._held.append((piece, master, whole, _holders(model.meshes, piece.mesh, piece.placements)))
         self._names: tuple[str, ...] = ()
         self._factors = torch.empty(0)
 
@@ -161,7 +159,7 @@ class Fingerprints:
                     yield Replica(f"master.{piece.name}", master.value.detach(), part)
                 for name, tensor in self._optimizer.kept_of(master).items():
                     yield Replica(f"optimizer.{piece.name}.{name}", tensor, part)
-        if self._everyone is not None and len(self._everyone.ranks) > 1:
+        if len(self._everyone.ranks) > 1:
             for name, buffer in self._model.buffers().items():
                 yield Replica(f"model.{name}", buffer, self._everyone)
 
@@ -178,15 +176,25 @@ class Fingerprints:
         return _signed(weight * odd)
 
 
+def limbs_of(number: Tensor | None, device: torch.device) -> Tensor:
+    """A 64-bit integer (int64, no dims; None is 0) in a form that can be summed over ranks modulo 2**64; fp64."""
+    if number is None:
+        return torch.zeros(LIMBS, dtype=torch.float64, device=device)
+    parts = [(number >> LIMB_BITS * place) & (2**LIMB_BITS - 1) for place in range(LIMBS)]
+    return torch.stack(parts).double().to(device)
+
+
+def is_nonzero(limbs: Sequence[float]) -> bool:
+    """Whether the integers whose limbs were summed add up to anything but 0 modulo 2**64."""
+    total = sum(int(limb) << LIMB_BITS * place for place, limb in enumerate(limbs))
+    return total % 2 ** (LIMBS * LIMB_BITS) != 0
+
+
 def _holders(meshes: Meshes, mesh: DeviceMesh | None, placements: Sequence[Placement]) -> Holders:
     """The ranks of this one's pipeline stage that hold the same part as it of what is split like that."""
     names = () if mesh is None else mesh.mesh_dim_names or ()
     split = {name for name, placement in zip(names, placements, strict=True) if isinstance(_dim(placement), int)}
-    view = meshes.experts if EXPERT_AXES & set(names) else meshes.state
-    axes: tuple[str, ...] = view.mesh_dim_names or ()
-    mine: Sequence[int] = view.get_coordinate() or ()
-    place = tuple(at if axis == "pp" or axis in split else slice(None) for axis, at in zip(axes, mine, strict=True))
-    return Holders(tuple(sorted(view.mesh[place].flatten().tolist())), tuple(sorted(split)))
+    return Holders(meshes.holders(names, split), tuple(sorted(split)))
 
 
 def _dim(placement: Placement) -> object:

@@ -12,13 +12,14 @@ from argosy.observe.clock import StepClock
 from argosy.observe.heartbeat import Heartbeat
 from argosy.parallel.world import World
 from argosy.training.batches import Batches
-from argosy.training.fingerprint import Corruption, Fingerprints
+from argosy.training.fingerprint import Corruption
 from argosy.training.records import Records
 from argosy.training.replay_check import Result, compare
 from argosy.training.state import TrainState
+from argosy.training.step import Checks
 
 
-class Integrity:
+class Integrity(Checks):
     """One process's part of the checks. What all processes do together is said with each method."""
 
     def __init__(
@@ -29,23 +30,17 @@ class Integrity:
         world: World,
         records: Records,
         clock: StepClock,
-        heartbeat: Heartbeat | None,
+        heartbeat: Heartbeat,
     ):
+        super().__init__(run, state, world)
         self._state, self._batches, self._world = state, batches, world
         self._records, self._clock, self._heartbeat = records, clock, heartbeat
-        self._fingerprint_every = run.resilience.fingerprint_every_steps
         self._replay_check_every = run.resilience.replay_check_every_steps
         self._tokens_per_step = run.tokens_per_step
-        self._fingerprints = Fingerprints(state.model, state.optimizer, world)
 
     def watch(self) -> None:
         """Have the step at hand computed such that it can be checked."""
         self._state.model.watch(self._is_replayed)
-
-    def share(self, step: int) -> Tensor | None:
-        """This process's fingerprint of all that others hold too; None in a step that is not compared."""
-        is_due = self._fingerprint_every and step % self._fingerprint_every == 0
-        return self._fingerprints.share() if is_due else None
 
     def is_wrong(self, step: int, loss: Tensor) -> bool:
         """Whether this process knows that the step's gradient was summed or computed wrongly; all ask it together."""
@@ -95,7 +90,7 @@ class Integrity:
 
     def show_doubt(self, ranks: Collection[int]) -> None:
         """Those who are or may be to blame show it, and their nodes are examined."""
-        if self._heartbeat is not None and self._world.rank in ranks:
+        if self._world.rank in ranks:
             self._heartbeat.doubt()
 
     def _recompute(self, step: int, rank: int) -> Result:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from argosy.config.schema import RunConfig
-from argosy.observe.heartbeat import Heartbeat
+from argosy.observe.heartbeat import UNREAD, Heartbeat
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 from argosy.training.bad_steps import Verdict
@@ -21,7 +21,7 @@ def train(
     run_dir: Path,
     stop: StopSignal,
     survivor: Survivor | None = None,
-    heartbeat: Heartbeat | None = None,
+    heartbeat: Heartbeat = UNREAD,
 ) -> bool:
     """Train `run` as `plan` lays it out, from the newest checkpoint in `run_dir` or from the start.
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from argosy.checkpoint.boxes import Box
 from argosy.checkpoint.history import History
 from argosy.checkpoint.shards import part_box, wholes
+from argosy.config.schema import RunConfig
 from argosy.data.order import Range
 from argosy.optim.optimizer import Optimizer
 from argosy.parallel.expert import update_biases
@@ -18,6 +19,7 @@ from argosy.parallel.gradients import clip
 from argosy.parallel.model import ParallelModel
 from argosy.parallel.pieces import Held
 from argosy.parallel.world import World
+from argosy.plan.plan import Plan
 from argosy.precision.scaler import LossScaler
 from argosy.training.bad_steps import Counts
 
@@ -69,6 +71,12 @@ class TrainState:
     """Weights or optimizer are being written: what they hold now is of no step."""
     decided: Decision | None = None
     """That of the step applied last, if it was applied here: its step is `step` - 1."""
+
+    @classmethod
+    def begin(cls, model: ParallelModel, plan: Plan, run: RunConfig) -> TrainState:
+        """Return the state of a run before its first step, with the weights that `model` has."""
+        scaler = LossScaler() if plan.precision == "fp16" else LossScaler(scale=1.0, growth_steps=0)
+        return cls(model, Optimizer(model.masters, run.optimizer, run.seed), scaler)
 
     @property
     def can_follow(self) -> bool:

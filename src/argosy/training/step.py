@@ -1,21 +1,29 @@
-"""One step's arithmetic: microbatches forward and backward, gradients summed over ranks, one exchange of all ranks."""
+"""The training step, defined once: the trainer, the simulator and the benchmark run this one.
+
+    forward and backward -> gradients summed over ranks -> unscaled -> norm, fingerprint and checks -> one exchange of
+    all ranks -> clipped -> optimizer -> biases of routers -> values to all ranks that compute with them
+
+What is decided between exchange and update (skip it, do it again) is the trainer's.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, replace
 
 import torch
 from torch import Tensor
 
+from argosy.config.schema import RunConfig
+from argosy.faults import fault
 from argosy.models.batch import Microbatch
 from argosy.observe.clock import StepClock
-from argosy.parallel.model import ParallelModel
+from argosy.parallel.expert import loads_of
+from argosy.parallel.gradients import square_share, unscale
 from argosy.parallel.world import World
-
-LIMBS, LIMB_BITS = 4, 16
-"""A 64-bit fingerprint travels as so many numbers of so many bits: fp64 adds these up exactly, whatever the world."""
+from argosy.training.fingerprint import LIMBS, Fingerprints, is_nonzero, limbs_of
+from argosy.training.state import Decision, TrainState
 
 
 @dataclass(frozen=True)
@@ -35,21 +43,6 @@ class Wishes:
 
 
 @dataclass(frozen=True)
-class Share:
-    """What one rank brings to the exchange of a step."""
-
-    loss: Tensor
-    """Over all ranks the shares add up to the mean over the global batch's tokens, nats; no dims."""
-    squares: Tensor
-    """Likewise to the square of the gradient's norm (`parallel.gradients.square_share`)."""
-    loads: Tensor | None = None
-    """Likewise to what the experts were sent (`parallel.expert.loads_of`)."""
-    fingerprint: Tensor | None = None
-    """Likewise to 0, modulo 2**64, if all copies of the state are equal (`training.fingerprint`); int64, no dims."""
-    wishes: Wishes = Wishes()
-
-
-@dataclass(frozen=True)
 class StepOutcome:
     """The step's result, the same on every process; the gradients wait in the pieces."""
 
@@ -64,50 +57,121 @@ class StepOutcome:
     """In host memory."""
 
 
-def forward_backward(model: ParallelModel, batch: Sequence[Microbatch], loss_scale: float, clock: StepClock) -> Tensor:
-    """Leave in every piece's `grad` the gradient of the mean loss over the global batch's tokens, times `loss_scale`.
+class Checks:
+    """What a step checks of itself: that replicas of the state are equal. `training.integrity` adds what tells others.
 
-    Returns this rank's share of that mean. Every target counts and every data-parallel rank has as many, so that the
-    sum over ranks of local sums over the global number of tokens is the mean over tokens, not a mean of means.
+    All ranks call each method together.
     """
-    tokens = sum(micro.targets_BT.numel() for micro in batch) * model.dp
-    loss = model.forward_backward(batch, loss_scale / tokens, clock)
-    with clock.time("communication"):
-        model.finish_gradients()
-    return loss / tokens
+
+    def __init__(self, run: RunConfig, state: TrainState, world: World):
+        self._fingerprint_every = run.resilience.fingerprint_every_steps
+        self._fingerprints = Fingerprints(state.model, state.optimizer, world)
+
+    def watch(self) -> None:
+        """Have the step at hand computed such that it can be checked."""
+
+    def fingerprint(self, step: int) -> Tensor | None:
+        """Return this rank's share of the fingerprint of all replicas; None in a step that does not compare them."""
+        is_due = self._fingerprint_every and step % self._fingerprint_every == 0
+        return self._fingerprints.share() if is_due else None
+
+    def is_wrong(self, step: int, loss: Tensor) -> bool:
+        """True if this rank knows that the step's gradient was summed or computed wrongly."""
+        return False
 
 
-def exchange(share: Share, world: World) -> StepOutcome:
-    """Tell all ranks what each of them brings: one small all-reduce, from which every decision follows alike on all.
+class Step:
+    """The training step of one rank. All ranks call each method together, in this order:
 
-    It is the one place of a step where all ranks meet, and the one time that the host waits for the device. A rank
-    enters it once its gradient is whole; what comes after it may rely on that for all ranks.
+    loss = step.forward_backward(batch)
+    outcome = step.exchange(loss)
+    step.update(step.decide(outcome, learning_rate))
     """
-    wishes = share.loss.new_tensor([*astuple(share.wishes)], dtype=torch.float64)
-    parts = [share.loss.double().view(1), share.squares.view(1), limbs_of(share.fingerprint, share.loss.device), wishes]
-    if share.loads is not None:
-        parts.append(share.loads.flatten())
-    sums = world.sum(torch.cat(parts)).cpu()
-    head = 2 + LIMBS + len(wishes)
-    loss, squares, *rest = sums[:head].tolist()
-    return StepOutcome(
-        loss=loss,
-        gradient_norm=math.sqrt(squares),
-        replicas_differ=is_nonzero(rest[:LIMBS]),
-        wishes=Wishes(*(votes > 0 for votes in rest[LIMBS:])),
-        loads=None if share.loads is None else sums[head:].view_as(share.loads),
-    )
 
+    def __init__(self, run: RunConfig, state: TrainState, world: World, clock: StepClock, checks: Checks | None = None):
+        self.state, self.checks = state, checks or Checks(run, state, world)
+        self._run, self._world, self._clock = run, world, clock
 
-def limbs_of(number: Tensor | None, device: torch.device) -> Tensor:
-    """A 64-bit integer (int64, no dims; None is 0) in a form that can be summed over ranks modulo 2**64; fp64."""
-    if number is None:
-        return torch.zeros(LIMBS, dtype=torch.float64, device=device)
-    parts = [(number >> LIMB_BITS * place) & (2**LIMB_BITS - 1) for place in range(LIMBS)]
-    return torch.stack(parts).double().to(device)
+    def forward_backward(self, batch: Sequence[Microbatch]) -> Tensor:
+        """Leave in every piece's `grad` the gradient of the mean loss over the global batch's tokens, times the scale.
 
+        Returns this rank's share of that mean, nats, no dims. Every target counts and every data-parallel rank has as
+        many, so that the sum over ranks of local sums over the global number of tokens is the mean over tokens, not a
+        mean of means.
+        """
+        state, step, rank = self.state, self.state.step, self._world.rank
+        self.checks.watch()
+        tokens = sum(micro.targets_BT.numel() for micro in batch) * state.model.dp
+        summed = state.model.forward_backward(batch, state.scaler.scale / tokens, self._clock)
+        with self._clock.time("communication"):
+            state.model.finish_gradients()
+        loss = summed / tokens
+        fault("gradient", step=step, rank=rank, tensors=self._gradients)
+        fault("loss", step=step, rank=rank, tensors=lambda: {"loss": loss})
+        return loss
 
-def is_nonzero(limbs: Sequence[float]) -> bool:
-    """Whether the integers whose limbs were summed add up to anything but 0 modulo 2**64."""
-    total = sum(int(limb) << LIMB_BITS * place for place, limb in enumerate(limbs))
-    return total % 2 ** (LIMBS * LIMB_BITS) != 0
+    def exchange(self, loss: Tensor, wishes: Callable[[], Wishes] = Wishes) -> StepOutcome:
+        """Tell all ranks what each of them found: one small all-reduce, from which every decision follows alike on all.
+
+        It is the one place of a step where all ranks meet, and the one time that the host waits for the device. A rank
+        enters it once its gradient is whole; what comes after it may rely on that for all ranks (`TrainState.pending`).
+        `wishes` gives what this process would like to happen after the step; it is asked once the gradient is whole.
+        """
+        state, step = self.state, self.state.step
+        with self._clock.time("optimizer"):
+            unscale(state.model.pieces, state.scaler.scale)
+            squares = square_share(state.model.pieces)
+            fingerprint = self.checks.fingerprint(step)
+        state.pending = True
+        fault("judge", step=step, rank=self._world.rank)
+        is_wrong = self.checks.is_wrong(step, loss)
+        with self._clock.time("communication"):
+            loads = loads_of(state.model.moes, self._run.model, self._world.device)
+            votes = loss.new_tensor([*astuple(replace(wishes(), retry=is_wrong))], dtype=torch.float64)
+            numbers = [loss.double().view(1), squares.view(1), limbs_of(fingerprint, loss.device), votes]
+            sums = self._world.sum(torch.cat(numbers if loads is None else [*numbers, loads.flatten()])).cpu()
+        head = 2 + LIMBS + len(votes)
+        mean_loss, norm_squared, *rest = sums[:head].tolist()
+        return StepOutcome(
+            loss=mean_loss,
+            gradient_norm=math.sqrt(norm_squared),
+            replicas_differ=is_nonzero(rest[:LIMBS]),
+            wishes=Wishes(*(count > 0 for count in rest[LIMBS:])),
+            loads=None if loads is None else sums[head:].view_as(loads),
+        )
+
+    def decide(self, outcome: StepOutcome, learning_rate: float) -> Decision:
+        """Return the decision to apply the step with this outcome."""
+        return Decision(
+            step=self.state.step,
+            loss=outcome.loss,
+            gradient_norm=outcome.gradient_norm,
+            max_norm=self._run.optimizer.grad_clip,
+            learning_rate=learning_rate,
+            tokens=self._run.tokens_per_step,
+            loads=outcome.loads,
+        )
+
+    def update(self, decision: Decision) -> None:
+        """Apply the gradients and free them; the step counts from then on."""
+        state, clock, step, rank = self.state, self._clock, decision.step, self._world.rank
+        with clock.time("optimizer"):
+            state.prepare(decision)
+        if not state.optimizer.is_local:
+            fault("prepared", step=step, rank=rank)
+            with clock.time("communication"):
+                self._world.barrier()  # a rank that is here can follow, whichever applies it now (`TrainState`)
+        with clock.time("optimizer"):
+            state.apply(decision)
+        with clock.time("communication"):
+            state.model.after_update()
+        state.model.zero_gradients()
+        fault("weights", step=step, rank=rank, tensors=lambda: {p.name: p.value for p in state.model.pieces})
+        fault("moments", step=step, rank=rank, tensors=self._moments)
+
+    def _gradients(self) -> dict[str, Tensor]:
+        return {p.name: p.value.grad for p in self.state.model.pieces if p.value.grad is not None}
+
+    def _moments(self) -> dict[str, Tensor]:
+        pieces, optimizer = self.state.model.masters, self.state.optimizer
+        return {f"{p.name}.{name}": tensor for p in pieces for name, tensor in optimizer.kept_of(p).items()}

@@ -23,13 +23,9 @@ from argosy.observe.clock import StepClock
 from argosy.observe.heartbeat import Heartbeat
 from argosy.observe.metrics import forget_peak_memory, peak_memory_bytes
 from argosy.observe.peak import device_name, software
-from argosy.optim.optimizer import Optimizer
 from argosy.parallel.apply import apply
-from argosy.parallel.expert import loads_of
-from argosy.parallel.gradients import square_share, unscale
 from argosy.parallel.world import World, give_back_freed_memory
 from argosy.plan.plan import Plan
-from argosy.precision.scaler import LossScaler
 from argosy.training.bad_steps import MOST_REWINDS, REMEDY, BadStepPolicy, Verdict
 from argosy.training.batches import Batches
 from argosy.training.checkpointer import Checkpointer
@@ -41,8 +37,8 @@ from argosy.training.records import Records
 from argosy.training.recovery import recover
 from argosy.training.replay_check import check_can_replay
 from argosy.training.schedule import learning_rate_factor
-from argosy.training.state import Decision, Survivor, TrainState
-from argosy.training.step import Share, StepOutcome, Wishes, exchange, forward_backward
+from argosy.training.state import Survivor, TrainState
+from argosy.training.step import Step, StepOutcome, Wishes
 from argosy.training.stop import StopSignal
 from argosy.training.summary import write_report
 
@@ -63,7 +59,7 @@ class Trainer:
         run_dir: Path,
         stop: StopSignal,
         survivor: Survivor,
-        heartbeat: Heartbeat | None = None,
+        heartbeat: Heartbeat,
     ):
         self._began = time.monotonic()
         if survivor.memory_before_bytes is None:
@@ -80,9 +76,7 @@ class Trainer:
         held_out = [source.held_out() for source in self._data.sources]
         self._held_out = HeldOut.read(held_out, run.data.seq_len, run.evaluate.tokens)
 
-        scaler = LossScaler() if plan.precision == "fp16" else LossScaler(scale=1.0, growth_steps=0)
-        self.state = TrainState(model, Optimizer(model.masters, run.optimizer, run.seed), scaler)
-
+        self.state = TrainState.begin(model, plan, run)
         self._batches = Batches(run, plan, self._data, self.state, world, records.events)
 
         identity, lasting = self._data.identity, config_sha256(run)
@@ -93,6 +87,7 @@ class Trainer:
         self._pace = Pace(run, self._held_out.tokens)
         self._clock = StepClock(world.device, heartbeat)
         self._integrity = Integrity(run, self.state, self._batches, world, records, self._clock, heartbeat)
+        self._step = Step(run, self.state, world, self._clock, self._integrity)
         self._outcome = StepOutcome(0.0, 0.0, False, Wishes(), None)
         self._retries = 0
         self._memory_checkpoints = MemoryCheckpointing()
@@ -140,8 +135,7 @@ class Trainer:
         """The steps still to do, 0-based; a run given in minutes learns their number on the way."""
         self._stop.check()
         while not self._is_paused and (self._pace.steps is None or self.state.step < self._pace.steps):
-            if self._heartbeat is not None:
-                self._heartbeat.begin(self.state.step)
+            self._heartbeat.begin(self.state.step)
             yield self.state.step
             self._stop.check()
             self._decide_length()
@@ -154,16 +148,11 @@ class Trainer:
 
     def forward_backward(self, batch: list[Microbatch]) -> Tensor:
         """Leave the global batch's gradient in the pieces; returns this rank's share of the loss."""
-        self._integrity.watch()
-        loss = forward_backward(self.state.model, batch, self.state.scaler.scale, self._clock)
-        pieces, at = self.state.model.pieces, {"step": self.state.step, "rank": self._world.rank}
-        fault("gradient", **at, tensors=lambda: {p.name: p.value.grad for p in pieces if p.value.grad is not None})
-        fault("loss", **at, tensors=lambda: {"loss": loss})
-        return loss
+        return self._step.forward_backward(batch)
 
     def judge(self, step: int, loss: Tensor) -> Verdict:
         """Meet all ranks, and decide what becomes of the step. Raises: RunFailed if the run ends with it."""
-        self._outcome = outcome = self._exchange(step, loss)
+        self._outcome = outcome = self._step.exchange(loss, self._wishes)
         if outcome.replicas_differ or outcome.wishes.quarantine or outcome.wishes.retry:
             return Verdict.RETRY
         if not math.isfinite(outcome.gradient_norm) and not self.state.scaler.is_at_floor:
@@ -180,30 +169,8 @@ class Trainer:
     def apply(self, step: int) -> None:
         """Apply the gradients at the step's learning rate; the step counts from then on."""
         fault("commit", step=step, rank=self._world.rank)
-        decision = Decision(
-            step=step,
-            loss=self._outcome.loss,
-            gradient_norm=self._outcome.gradient_norm,
-            max_norm=self._run.optimizer.grad_clip,
-            learning_rate=self._learning_rate(step),
-            tokens=self._run.tokens_per_step,
-            loads=self._outcome.loads,
-        )
-        with self._clock.time("optimizer"):
-            self.state.prepare(decision)
-        if not self.state.optimizer.is_local:
-            fault("prepared", step=step, rank=self._world.rank)
-            with self._clock.time("communication"):
-                self._world.barrier()  # who is here can follow, whoever applies it now (`TrainState`)
-        with self._clock.time("optimizer"):
-            self.state.apply(decision)
-        with self._clock.time("communication"):
-            self.state.model.after_update()
-        self.state.model.zero_gradients()
+        self._step.update(self._step.decide(self._outcome, self._learning_rate(step)))
         self._retries = 0
-        rank, pieces = self._world.rank, self.state.model.pieces
-        fault("weights", step=step, rank=rank, tensors=lambda: {p.name: p.value for p in pieces})
-        fault("moments", step=step, rank=rank, tensors=self._moments)
 
     def set_aside(self, step: int, verdict: Verdict) -> None:
         """Drop the gradient, mend what is wrong, and leave the state such that the step can be done (again).
@@ -276,8 +243,7 @@ class Trainer:
         """Stand still, with the state where others can take it over, until this world is over. Raises: WorldIsOver."""
         self._memory_checkpoints.wait()
         self._show_safe_step()
-        if self._heartbeat is not None:
-            self._heartbeat.enter("waiting")
+        self._heartbeat.enter("waiting")
         self._stop.hold(HOLD_S)
 
     @property
@@ -290,8 +256,7 @@ class Trainer:
 
         Returns whether nothing is left to do. Raises: StorageError if the state cannot be saved.
         """
-        if self._heartbeat is not None:
-            self._heartbeat.enter("finishing")
+        self._heartbeat.enter("finishing")
         self._records.progress.close()
         self._batches.close()
         self._make_replicas_agree()
@@ -327,33 +292,21 @@ class Trainer:
         self._records.events.write("end", step=self.state.step, finished=finished)
         return finished or self._is_paused
 
-    def _exchange(self, step: int, loss: Tensor) -> StepOutcome:
-        """From here on the gradient is whole, and other ranks may rely on it (`TrainState.pending`)."""
-        state = self.state
-        with self._clock.time("optimizer"):
-            unscale(state.model.pieces, state.scaler.scale)
-            squares = square_share(state.model.pieces)
-            fingerprint = self._integrity.share(step)
-        state.pending = True
-        fault("judge", step=step, rank=self._world.rank)
-        wrong = self._integrity.is_wrong(step, loss)
-        with self._clock.time("communication"):
-            loads = loads_of(state.model.moes, self._run.model, self._world.device)
-            stop, save = self._stop.number is not None, self._checkpointer.is_due_by_time
-            copy = self._memory_checkpoints.is_due(step + 1, self._pace.step_s)
-            wishes = Wishes(stop, save, self._batches.are_unreadable, wrong, copy, self._stop.is_to_hold)
-            return exchange(Share(loss, squares, loads, fingerprint, wishes), self._world)
+    def _wishes(self) -> Wishes:
+        return Wishes(
+            stop=self._stop.number is not None,
+            save=self._checkpointer.is_due_by_time,
+            quarantine=self._batches.are_unreadable,
+            copy=self._memory_checkpoints.is_due(self.state.step + 1, self._pace.step_s),
+            hold=self._stop.is_to_hold,
+        )
 
     def _show_safe_step(self) -> None:
         """Show what the run would go back to if everything were lost now."""
         copied = self._memory_checkpoints.step
         steps = [*self._checkpointer.committed, *([] if copied is None else [copied])]
-        if self._heartbeat is not None and steps:
+        if steps:
             self._heartbeat.can_go_back_to(max(steps))
-
-    def _moments(self) -> dict[str, Tensor]:
-        pieces, optimizer = self.state.model.masters, self.state.optimizer
-        return {f"{p.name}.{name}": tensor for p in pieces for name, tensor in optimizer.kept_of(p).items()}
 
     def _heal_replicas(self) -> None:
         """Copies of the state differ: heal those of a minority, or go back to a checkpoint.
