@@ -24,7 +24,7 @@ from argosy.plan.cost.network import all_reduce_s, all_to_all_s, gather_s, group
 from argosy.plan.cost.rates import Rates, System, in_precision
 from argosy.plan.cost.workload import Numbers, Workload
 from argosy.plan.layouts import SCHEDULE_NAMES, Layouts
-from argosy.plan.rules import SPLITTING
+from argosy.plan.pipeline import SPLITTING
 
 BACKWARD_ATTENTION = 2.5
 """Attention's backward over its forward: it computes the scores again (Dao 2023)."""

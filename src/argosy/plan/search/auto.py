@@ -14,7 +14,7 @@ from argosy.plan.hardware.devices import device_names, find_device
 from argosy.plan.hardware.local_machine import cluster_of, device_named, resized
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan, words_of
-from argosy.plan.rules import divisors, first_problem
+from argosy.plan.rules import check_plan, divisors, first_problem
 from argosy.plan.search.best import plainest, search_to_run, why_nothing_fits
 from argosy.plan.search.search import Problem
 from argosy.plan.search.space import Pins
@@ -105,7 +105,7 @@ def _plain(run: RunConfig, written: Plan, words: dict[str, str], count: int) -> 
     if "microbatch" not in words:
         sizes = [plan.model_copy(update={"microbatch": n}) for n in divisors(max(1, run.train.global_batch // plan.dp))]
         plan = next((sized for sized in sizes if first_problem(sized, run) is None), sizes[0])
-    plan.check(run, count)
+    check_plan(plan, run, count)
     return plan
 
 

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from argosy.errors import UserError
 from argosy.plan.layouts import WORDS, Layouts
-from argosy.plan.pipeline import SCHEDULES
+from argosy.plan.pipeline import INTERLEAVED, SCHEDULES
 from argosy.plan.plan import AXES, Plan, words_of
-from argosy.plan.rules import INTERLEAVED, OF_MICROBATCHES, breaks_any, divisors, first_problem, nearest
+from argosy.plan.rules import OF_MICROBATCHES, breaks_any, divisors, first_problem, nearest
 
 if TYPE_CHECKING:
     from argosy.plan.search.search import Problem
