@@ -304,7 +304,7 @@ def completed(row: Row) -> Row:
     if not plans:
         return row
     layouts = Layouts.of(plans)
-    time = StepModel(layouts, row.work, rates, row.system, Constants()).predict().step
+    time = StepModel(layouts, row.work, rates, row.system, Constants()).predict().total
     memory = MemoryModel(layouts, row.work, row.system, Constants()).predict().total
     too_much = np.maximum(0, memory / (0.94 * rates.memory_bytes) - 1)
     return replace(row, plan=plans[int(np.lexsort((time, too_much))[0])])

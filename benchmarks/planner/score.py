@@ -62,7 +62,7 @@ class Model:
 
     def predict(self, constants: Constants) -> Floats:
         """Seconds of a step, or bytes, of each row."""
-        time = StepModel(self.plans, self.work, self.rates, self.system, constants).predict().step
+        time = StepModel(self.plans, self.work, self.rates, self.system, constants).predict().total
         return np.where(self.is_memory, self.memory(constants), time)
 
     def memory(self, constants: Constants) -> Floats:

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from argosy.config.load import load
 from argosy.config.schema import DataConfig, RunConfig, TrainConfig
 from argosy.errors import ArgosyWarning, UserError
+from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import Plan
 from argosy.plan.rules import check_plan
 from argosy.plan.search.auto import Devices, choose_plan
-from argosy.plan.search.search import Problem, search
+from argosy.plan.search.search import search
 
 LAPTOP = Devices(count=2, kind="cpu", fast_bf16=False)
 GPUS = Devices(count=8, kind="cuda", fast_bf16=True, name="NVIDIA H100 80GB HBM3")
@@ -119,8 +120,8 @@ def test_a_model_that_no_gpu_holds_gets_a_plan_that_fits_and_is_about_as_fast_as
     run_ = large(preset)
     plan = choose_plan(run_, GPUS)
     assert plan.pp * plan.tp * plan.dp_shard > 1
-    problem = Problem.of(run_, Cluster.parse("8xh100"))
-    found = search(problem, {})
+    costs = CostModel.of(run_, Cluster.parse("8xh100"))
+    found = search(costs, {})
     near = np.flatnonzero(found.step_s <= 1.03 * found.step_s.min())
     assert plan in [found.plans.plan(int(row)) for row in near]
 

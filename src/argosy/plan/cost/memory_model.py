@@ -20,6 +20,7 @@ from functools import cached_property
 
 import numpy as np
 
+from argosy.plan.cost.breakdown import Breakdown
 from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.rates import System
 from argosy.plan.cost.workload import Numbers, Workload
@@ -35,7 +36,7 @@ DROPOUT_BYTES = 1
 
 
 @dataclass(frozen=True)
-class Footprint:
+class Footprint(Breakdown):
     """Bytes on the rank that needs most, at its peak; they add up to it."""
 
     weights: Numbers
@@ -49,11 +50,6 @@ class Footprint:
     """Kernels' and collectives' buffers."""
     reserve: Numbers
     """What the allocator holds without use."""
-
-    @property
-    def total(self) -> Numbers:
-        """All of it."""
-        return sum((getattr(self, f.name) for f in fields(self)), np.zeros(1))
 
 
 class MemoryModel:

@@ -18,6 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
+from argosy.plan.cost.breakdown import Breakdown
 from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.memory_model import MemoryModel
 from argosy.plan.cost.network import all_reduce_s, all_to_all_s, gather_s, group_of, send_s
@@ -54,7 +55,7 @@ gradient norm's synchronisation leaves (planner notes: about 8 % of a step of fe
 
 
 @dataclass(frozen=True)
-class StepTime:
+class StepTime(Breakdown):
     """Seconds of a step by category; they add up to the step."""
 
     ideal: Numbers
@@ -84,11 +85,6 @@ class StepTime:
     optimizer: Numbers
     other: Numbers
     """What every step costs besides, and stragglers."""
-
-    @property
-    def step(self) -> Numbers:
-        """All of it."""
-        return sum((getattr(self, f.name) for f in fields(self)), np.zeros(1))
 
 
 @dataclass(frozen=True)
@@ -184,7 +180,7 @@ class StepModel:
             other=np.zeros(1),
         )
         nodes = np.maximum(1, p.world_size / self.r.node)
-        return StepTime(**{**vars(times), "other": c.step + c.straggling * np.log2(nodes) * times.step})
+        return StepTime(**{**vars(times), "other": c.step + c.straggling * np.log2(nodes) * times.total})
 
     # What a layer computes
 
