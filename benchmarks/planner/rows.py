@@ -21,11 +21,11 @@ from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.memory_model import MemoryModel
 from argosy.plan.cost.rates import Rates, System
 from argosy.plan.cost.step_time import StepModel
-from argosy.plan.cost.workload import Workload
 from argosy.plan.hardware.devices import find_device
 from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import Schedule
 from argosy.plan.plan import Plan
+from argosy.plan.workload import Workload
 
 COLUMNS = (
     "id", "source", "model", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "seq_len",
@@ -217,7 +217,7 @@ def _workload(cell: dict[str, str], number: dict[str, float | None]) -> Workload
         tied=0.0 if gated else 1.0,
         seq_len=seq_len,
         global_batch=given("global_batch"),
-        span=span,
+        attention_span=span,
         moe_layers=moe_layers,
         experts=experts,
         experts_per_token=given("moe_topk"),

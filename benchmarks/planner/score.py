@@ -30,8 +30,8 @@ from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.constants import fitted as fitted_constants
 from argosy.plan.cost.memory_model import MemoryModel
 from argosy.plan.cost.step_time import StepModel
-from argosy.plan.cost.workload import stack
 from argosy.plan.layouts import Layouts
+from argosy.plan.workload import stack
 
 Floats = NDArray[np.float64]
 

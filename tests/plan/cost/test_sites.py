@@ -17,9 +17,9 @@ RUN = load(None, {"model.preset": "llama3-8b", "train.global_batch": 128, "data.
 def test_each_of_two_sites_sends_all_gradients_once() -> None:
     costs = CostModel.of(RUN, TWO)
     link = TWO.links[0]
-    assert exchange_bytes(costs, TWO) == 4 * costs.workload.parameters
+    assert exchange_bytes(costs, TWO) == 4 * costs.workload.matrix_parameters
     assert exchange_s(costs, TWO) == pytest.approx(
-        4 * costs.workload.parameters / link.bandwidth_bytes_per_s + 2 * link.latency_s
+        4 * costs.workload.matrix_parameters / link.bandwidth_bytes_per_s + 2 * link.latency_s
     )
 
 

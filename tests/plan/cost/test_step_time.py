@@ -11,10 +11,10 @@ from argosy.config.load import load
 from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.rates import Rates, System
 from argosy.plan.cost.step_time import StepModel, StepTime
-from argosy.plan.cost.workload import Workload
 from argosy.plan.hardware.devices import find_device
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
+from argosy.plan.workload import Workload
 
 H100 = Rates.of_device(find_device("h100"))
 SEQ_LEN, BATCH = 8192, 256

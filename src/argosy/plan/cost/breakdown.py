@@ -8,7 +8,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from argosy.plan.cost.workload import Numbers
+from argosy.plan.workload import Numbers
 
 
 @dataclass(frozen=True)

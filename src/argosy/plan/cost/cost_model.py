@@ -22,10 +22,10 @@ from argosy.plan.cost.factors import Factors, calibrated
 from argosy.plan.cost.memory_model import Footprint, MemoryModel
 from argosy.plan.cost.rates import Rates, System
 from argosy.plan.cost.step_time import StepModel, StepTime
-from argosy.plan.cost.workload import Workload
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Precision
+from argosy.plan.workload import Workload
 
 BreakdownT = TypeVar("BreakdownT", StepTime, Footprint)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from argosy.plan.cost.workload import Numbers
+from argosy.plan.workload import Numbers
 
 INTERVAL_Z = 1.6449
 """Standard deviations from the middle to the ends of an interval of 90 %."""

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.rates import Rates
 from argosy.plan.cost.step_time import StepModel, StepTime
-from argosy.plan.cost.workload import Numbers
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
+from argosy.plan.workload import Numbers
 
 Floats = NDArray[np.float64]
 

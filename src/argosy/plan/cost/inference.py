@@ -22,9 +22,9 @@ from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.estimate import Estimate
 from argosy.plan.cost.network import group_of, send_s
 from argosy.plan.cost.rates import in_precision
-from argosy.plan.cost.workload import Workload
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 STREAMED = 0.85
 """Share of the memory bandwidth that reading weights and cache gets; assumed."""
@@ -56,26 +56,24 @@ class Serving:
     """Decoded by all devices."""
 
 
-def predict_serving(costs: CostModel, tp: NDArray[np.int64], pp: NDArray[np.int64], precision: str) -> list[Serving]:
+def predict_serving(costs: CostModel, tp: Ints, pp: Ints, precision: str) -> list[Serving]:
     """What each way to cut the model comes to, `tp` and `pp` ranks being columns of one length."""
-    w, c = costs.workload, costs.constants
+    model = _ServingModel(costs, tp, pp, precision)
     seq_len, batch = costs.run.data.seq_len, costs.run.train.global_batch
-    element = 4.0 if precision == "fp32" else 1.0 if precision == "fp8" else 2.0
-    copies = costs.devices // (tp * pp)
-    sequences = -(-batch // copies)
-    weights = float(w.parameters) * element / (tp * pp)
-    of_sequence = _cache_bytes(w, tp, max(element, 2.0)) * seq_len * float(w.layers) / pp
-    memory = weights + sequences * of_sequence + c.workspace_bytes
-    room = (float(costs.memory_bytes) - weights - c.workspace_bytes) // of_sequence
-    prefill = _forward_s(costs, tp, pp, precision, seq_len)
-    group = -(-sequences // pp)
-    decode = _decode_s(costs, tp, pp, precision, group)
-    tokens = copies * np.minimum(sequences, batch / copies) / decode
+    replicas = costs.devices // (tp * pp)
+    sequences = -(-batch // replicas)
+    weights = float(costs.workload.matrix_parameters) * model.weight_bytes / (tp * pp)
+    of_sequence = model.token_cache_bytes() * seq_len * float(costs.workload.layers) / pp
+    memory = weights + sequences * of_sequence + costs.constants.workspace_bytes
+    room = (float(costs.memory_bytes) - weights - costs.constants.workspace_bytes) // of_sequence
+    prefill = model.prefill_s(seq_len)
+    decode = model.decode_s(-(-sequences // pp))
+    tokens = replicas * np.minimum(sequences, batch / replicas) / decode
     return [
         Serving(
             tp=int(tp[i]),
             pp=int(pp[i]),
-            copies=int(copies[i]),
+            copies=int(replicas[i]),
             sequences=int(sequences[i]),
             weights_bytes=float(weights[i]),
             cache_bytes=float(sequences[i] * of_sequence[i]),
@@ -89,58 +87,56 @@ def predict_serving(costs: CostModel, tp: NDArray[np.int64], pp: NDArray[np.int6
     ]
 
 
-def _cache_bytes(w: Workload, tp: NDArray[np.int64], element: float) -> Floats:
-    """Of a token in one layer, on one tensor-parallel rank."""
-    whole = np.maximum(1, float(w.kv_heads) / tp) * (float(w.key_width) + float(w.value_width))
-    latent = float(w.kv_rank) + float(w.rope_width)
-    return np.where(float(w.kv_rank) > 0, latent, whole) * element
+class _ServingModel:
+    """The costs of inference on replicas that are cut over `tp` x `pp` devices, both columns of one length."""
 
+    def __init__(self, costs: CostModel, tp: Ints, pp: Ints, precision: str):
+        self.costs, self.tp, self.pp = costs, tp, pp
+        self.work, self.rates, self.constants = costs.workload, costs.rates, costs.constants
+        self.weight_bytes = 4.0 if precision == "fp32" else 1.0 if precision == "fp8" else 2.0
+        self.activation_bytes = 4.0 if precision == "fp32" else 2.0
+        rates, number = costs.rates, ("fp32", "bf16", "fp16", "fp8").index(precision)
+        peak = in_precision(number, rates.fp32, rates.half, rates.narrow)
+        achieved = in_precision(number, rates.achieved_fp32, rates.achieved_half, rates.achieved_narrow)
+        self.matmul_flops_per_s = float(peak) * float(achieved) * costs.constants.matmul
 
-def _forward_s(costs: CostModel, tp: NDArray[np.int64], pp: NDArray[np.int64], precision: str, tokens: int) -> Floats:
-    """Forward of a sequence through all layers, one pipeline stage after the other."""
-    w, r, c = costs.workload, costs.rates, costs.constants
-    rate, element = _rate(costs, precision), 4.0 if precision == "fp32" else 2.0
-    matmuls = 2 * tokens * float(w.matmul_parameters) / tp / rate
-    scores = 2 * tokens * float(w.span) * float(w.heads) * (float(w.key_width) + float(w.value_width)) * float(w.layers)
-    attention = scores / tp / (rate * c.attention)
-    hidden = c.pointwise * float(w.width) + c.pointwise_ffn * float(w.ffn_width)
-    pointwise = tokens * hidden * element * float(w.layers) / tp / float(r.memory_bytes_per_s)
-    return np.asarray(matmuls + attention + pointwise + _waits(costs, tp, pp, tokens, element))
+    def token_cache_bytes(self) -> Floats:
+        """Bytes of a token's cache in one layer, on one tensor-parallel rank."""
+        work = self.work
+        whole = np.maximum(1, float(work.kv_heads) / self.tp) * (float(work.key_width) + float(work.value_width))
+        latent = float(work.kv_rank) + float(work.rope_width)
+        return np.where(float(work.kv_rank) > 0, latent, whole) * max(self.weight_bytes, 2.0)
 
+    def prefill_s(self, tokens: int) -> Floats:
+        """Seconds of the forward of a sequence through all layers, one pipeline stage after the other."""
+        work, constants, layers = self.work, self.constants, float(self.work.layers)
+        matmuls = 2 * tokens * float(work.matmul_parameters) / self.tp / self.matmul_flops_per_s
+        widths = float(work.key_width) + float(work.value_width)
+        scores = 2 * tokens * float(work.attention_span) * float(work.heads) * widths * layers
+        attention = scores / self.tp / (self.matmul_flops_per_s * constants.attention)
+        hidden = constants.pointwise * float(work.width) + constants.pointwise_ffn * float(work.ffn_width)
+        moved = tokens * hidden * self.activation_bytes * layers
+        pointwise = moved / self.tp / float(self.rates.memory_bytes_per_s)
+        return np.asarray(matmuls + attention + pointwise + self._waits_s(tokens))
 
-def _decode_s(
-    costs: CostModel, tp: NDArray[np.int64], pp: NDArray[np.int64], precision: str, group: NDArray[np.int64]
-) -> Floats:
-    """One token for each of `group` sequences, through all layers, one pipeline stage after the other."""
-    w, r = costs.workload, costs.rates
-    element = 4.0 if precision == "fp32" else 1.0 if precision == "fp8" else 2.0
-    experts, chosen = float(w.experts), float(w.experts_per_token)
-    hit = 1 - (1 - chosen / experts) ** group if experts else np.zeros(len(tp))
-    idle = float(w.moe_layers) * float(w.expert_parameters) * (1 - hit)
-    embedding = (1 - float(w.tied)) * float(w.vocabulary_parameters)
-    weights = (float(w.parameters) - idle - embedding) * element / tp
-    cache = group * costs.run.data.seq_len * _cache_bytes(w, tp, max(element, 2.0)) * float(w.layers)
-    reading = (weights + cache) / (float(r.memory_bytes_per_s) * STREAMED)
-    computing = 2 * group * float(w.matmul_parameters) / tp / _rate(costs, precision)
-    waits = _waits(costs, tp, pp, group, 4.0 if precision == "fp32" else 2.0)
-    return np.asarray(np.maximum(reading, computing) + waits)
+    def decode_s(self, group: Ints) -> Floats:
+        """Seconds of one token for each of `group` sequences, through all layers and pipeline stages."""
+        work, layers = self.work, float(self.work.layers)
+        experts, chosen = float(work.experts), float(work.experts_per_token)
+        hit = 1 - (1 - chosen / experts) ** group if experts else np.zeros(len(self.tp))
+        idle = float(work.moe_layers) * float(work.expert_parameters) * (1 - hit)
+        embedding = (1 - float(work.tied)) * float(work.vocabulary_parameters)
+        weights = (float(work.matrix_parameters) - idle - embedding) * self.weight_bytes / self.tp
+        cache = group * self.costs.run.data.seq_len * self.token_cache_bytes() * layers
+        reading = (weights + cache) / (float(self.rates.memory_bytes_per_s) * STREAMED)
+        computing = 2 * group * float(work.matmul_parameters) / self.tp / self.matmul_flops_per_s
+        return np.asarray(np.maximum(reading, computing) + self._waits_s(group))
 
-
-def _waits(
-    costs: CostModel, tp: NDArray[np.int64], pp: NDArray[np.int64], tokens: NDArray[np.int64] | int, element: float
-) -> Floats:
-    """Two sums over tensor-parallel ranks in each layer, and sends between stages."""
-    w, r, c = costs.workload, costs.rates, costs.constants
-    message = tokens * float(w.width) * element
-    ring = group_of(tp, 1, r, c).ring
-    of_sum = 2 * (tp - 1) / tp * message / ring + np.where(tp > 1, SUM_S, 0.0)
-    sends = (pp - 1) * send_s(message / tp, group_of(pp, tp, r, c))
-    return np.asarray(2 * float(w.layers) * of_sum + sends)
-
-
-def _rate(costs: CostModel, precision: str) -> float:
-    """FLOP/s of matmuls inside a model."""
-    r, number = costs.rates, ("fp32", "bf16", "fp16", "fp8").index(precision)
-    peak = in_precision(number, r.fp32, r.half, r.narrow)
-    achieved = in_precision(number, r.achieved_fp32, r.achieved_half, r.achieved_narrow)
-    return float(peak) * float(achieved) * costs.constants.matmul
+    def _waits_s(self, tokens: Ints | int) -> Floats:
+        """Seconds of two sums over tensor-parallel ranks in each layer, and of sends between stages."""
+        tp, pp = self.tp, self.pp
+        message = tokens * float(self.work.width) * self.activation_bytes
+        ring = group_of(tp, 1, self.rates, self.constants).ring
+        of_sum = 2 * (tp - 1) / tp * message / ring + np.where(tp > 1, SUM_S, 0.0)
+        sends = (pp - 1) * send_s(message / tp, group_of(pp, tp, self.rates, self.constants))
+        return np.asarray(2 * float(self.work.layers) * of_sum + sends)

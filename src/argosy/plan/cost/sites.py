@@ -56,7 +56,7 @@ def within_site(costs: CostModel, cluster: Cluster) -> CostModel:
 def exchange_bytes(costs: CostModel, cluster: Cluster) -> float:
     """What each site sends to sum all gradients, or weights, once."""
     sites = site_count(cluster)
-    return 2 * (sites - 1) / sites * WEIGHT_BYTES * float(costs.workload.parameters)
+    return 2 * (sites - 1) / sites * WEIGHT_BYTES * float(costs.workload.matrix_parameters)
 
 
 def exchange_s(costs: CostModel, cluster: Cluster) -> float:

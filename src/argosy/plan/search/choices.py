@@ -17,11 +17,11 @@ from argosy.plan.cost.factors import OF_MEMORY, OF_TIME, spread
 from argosy.plan.cost.goodput import Goodput, goodput, saving_of
 from argosy.plan.cost.rates import in_precision
 from argosy.plan.cost.sites import exchange_s, site_count
-from argosy.plan.cost.workload import Numbers
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
 from argosy.plan.search.search import Found
+from argosy.plan.workload import Numbers
 
 Objective = Literal["time", "cost", "energy", "goodput"]
 """What plans are ranked by."""
@@ -56,7 +56,7 @@ class Economy:
 
     def failures(self, devices: NDArray[np.int64], step_s: Numbers) -> Goodput:
         """Of jobs on so many devices of a site."""
-        state_bytes = float(self.costs.workload.parameters) * (4 + float(self.costs.system.moment_bytes))
+        state_bytes = float(self.costs.workload.matrix_parameters) * (4 + float(self.costs.system.moment_bytes))
         used = np.asarray(devices * self.sites, float)
         saving = saving_of(self.cluster, state_bytes, used, self.run.checkpoint.background)
         return goodput(self.cluster, saving, used, step_s=step_s)

@@ -129,7 +129,7 @@ def _numerics(plan: Plan) -> Pins:
 def _alike(found: Found, plan: Plan) -> Found:
     """Of what was found, the plans that gather weights as `plan` does; if none does, all."""
     plans = found.plans
-    gathers = (plans.zero == 3) & (plans.dp_shard * plans.cp > 1)
+    gathers = plans.shards_parameters
     alike = np.broadcast_to(gathers == _gathers_narrow(plan), len(found))
     if plan.precision == "fp32" or not alike.any():
         return found
