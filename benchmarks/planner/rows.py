@@ -21,11 +21,11 @@ from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.memory_model import MemoryModel
 from argosy.plan.cost.rates import Rates, System
 from argosy.plan.cost.step_time import StepModel
-from argosy.plan.cost.workload import Workload
 from argosy.plan.hardware.devices import find_device
 from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import Schedule
 from argosy.plan.plan import Plan
+from argosy.plan.workload import Workload
 
 COLUMNS = (
     "id", "source", "model", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "seq_len",
@@ -217,7 +217,7 @@ def _workload(cell: dict[str, str], number: dict[str, float | None]) -> Workload
         tied=0.0 if gated else 1.0,
         seq_len=seq_len,
         global_batch=given("global_batch"),
-        span=span,
+        attention_span=span,
         moe_layers=moe_layers,
         experts=experts,
         experts_per_token=given("moe_topk"),
@@ -304,7 +304,7 @@ def completed(row: Row) -> Row:
     if not plans:
         return row
     layouts = Layouts.of(plans)
-    time = StepModel(layouts, row.work, rates, row.system, Constants()).predict().step
+    time = StepModel(layouts, row.work, rates, row.system, Constants()).predict().total
     memory = MemoryModel(layouts, row.work, row.system, Constants()).predict().total
     too_much = np.maximum(0, memory / (0.94 * rates.memory_bytes) - 1)
     return replace(row, plan=plans[int(np.lexsort((time, too_much))[0])])

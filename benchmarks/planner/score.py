@@ -30,8 +30,8 @@ from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.constants import fitted as fitted_constants
 from argosy.plan.cost.memory_model import MemoryModel
 from argosy.plan.cost.step_time import StepModel
-from argosy.plan.cost.workload import stack
 from argosy.plan.layouts import Layouts
+from argosy.plan.workload import stack
 
 Floats = NDArray[np.float64]
 
@@ -62,7 +62,7 @@ class Model:
 
     def predict(self, constants: Constants) -> Floats:
         """Seconds of a step, or bytes, of each row."""
-        time = StepModel(self.plans, self.work, self.rates, self.system, constants).predict().step
+        time = StepModel(self.plans, self.work, self.rates, self.system, constants).predict().total
         return np.where(self.is_memory, self.memory(constants), time)
 
     def memory(self, constants: Constants) -> Floats:

@@ -19,11 +19,12 @@ from collections.abc import Callable
 import numpy as np
 
 from argosy.config.load import load
+from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
 from argosy.plan.rules import breaks_any, first_problem
-from argosy.plan.search.search import Problem, predict_memory, predict_time, search
+from argosy.plan.search.search import search
 
 BAR_PER_S = 100_000
 """Plans a second and core, at least."""
@@ -44,31 +45,31 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     as_json = parser.parse_args().json
     run = load(None, {"model.preset": "llama3-70b", "data.seq_len": 8192, "train.global_batch": 1024})
-    problem = Problem.of(run, Cluster.parse("256xh100"))
-    plans = search(problem, {}).plans
+    costs = CostModel.of(run, Cluster.parse("256xh100"))
+    plans = search(costs, {}).plans
     some = [plans.plan(row) for row in range(ONE_AT_A_TIME)]
     found = {
         "plans": len(plans),
-        "plans_per_s": rate(len(plans), lambda: evaluate(problem, plans)),
-        "plans_per_s_one_at_a_time": rate(len(some), lambda: [evaluate_one(problem, plan) for plan in some]),
-        "search_plans_per_s": search_rate(problem),
+        "plans_per_s": rate(len(plans), lambda: evaluate(costs, plans)),
+        "plans_per_s_one_at_a_time": rate(len(some), lambda: [evaluate_one(costs, plan) for plan in some]),
+        "search_plans_per_s": search_rate(costs),
         "answers_s": {name: answer_s(words) for name, words in ANSWERS.items()},
     }
     print(json.dumps(found, indent=2) if as_json else in_words(found))
 
 
-def evaluate(problem: Problem, plans: Layouts) -> None:
+def evaluate(costs: CostModel, plans: Layouts) -> None:
     """Rules, memory and time of all of them."""
-    legal = ~np.broadcast_to(breaks_any(plans, problem.run), len(plans))
+    legal = ~np.broadcast_to(breaks_any(plans, costs.run), len(plans))
     assert legal.all()
-    assert np.asarray(predict_memory(problem, plans).total).shape == legal.shape
-    assert np.asarray(predict_time(problem, plans).step).shape == legal.shape
+    assert np.asarray(costs.predict_memory(plans).total).shape == legal.shape
+    assert np.asarray(costs.predict_time(plans).total).shape == legal.shape
 
 
-def evaluate_one(problem: Problem, plan: Plan) -> None:
+def evaluate_one(costs: CostModel, plan: Plan) -> None:
     """The same for one."""
-    assert first_problem(plan, problem.run) is None
-    evaluate(problem, Layouts.of([plan]))
+    assert first_problem(plan, costs.run) is None
+    evaluate(costs, Layouts.of([plan]))
 
 
 def rate(plans: int, work: Callable[[], object]) -> float:
@@ -76,10 +77,10 @@ def rate(plans: int, work: Callable[[], object]) -> float:
     return plans / min(processor_s(work) for _ in range(REPEATS))
 
 
-def search_rate(problem: Problem) -> float:
+def search_rate(costs: CostModel) -> float:
     """Plans that a whole search looks at in a second: listed, checked, memory; time of those that fit."""
-    looked_at = search(problem, {}).looked_at
-    return rate(looked_at, lambda: search(problem, {}))
+    looked_at = search(costs, {}).looked_at
+    return rate(looked_at, lambda: search(costs, {}))
 
 
 def processor_s(work: Callable[[], object]) -> float:

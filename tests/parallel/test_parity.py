@@ -19,6 +19,8 @@ from argosy.data.manifest import TOKENIZER
 from argosy.launch import run_folder
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
+from argosy.plan.rules import check_plan
+from argosy.use.parity import TOLERANCE, compare
 from tiny import SOURCES, eager, prepare_corpus, train_in
 from workers import WorkerPool
 
@@ -205,7 +207,7 @@ def test_every_mesh_gives_the_numbers_of_one_process(
     plan: str,
 ) -> None:
     run, laid_out = run_of(family, documents), eager(plan)
-    laid_out.check(run, laid_out.world_size)
+    check_plan(laid_out, run, laid_out.world_size)
     alone, together = reference(family), enter(tmp_path, run, laid_out, documents)
     workers.run(laid_out.world_size, train_in, run, laid_out, together)
     differences = compare(alone, together)

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.config.schema import RunConfig, TrainConfig
 from argosy.errors import UserError
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan, words_of
@@ -37,10 +36,6 @@ PLANS = st.builds(
     reduce=st.sampled_from(["fp32", "bf16"]),
     compile=st.booleans(),
 )
-
-
-def run(global_batch: int = 16) -> RunConfig:
-    return RunConfig(train=TrainConfig(steps=1, global_batch=global_batch))
 
 
 @given(PLANS)
@@ -137,40 +132,6 @@ def test_microbatches_cover_the_global_batch(plan, global_batch, microbatches):
 )
 def test_stages_are_what_the_schedule_says(plan, stages):
     assert Plan.parse(plan).stages == stages
-
-
-def test_a_plan_that_fits_passes():
-    Plan(dp_replicate=2, microbatch=4).check(run(16), processes=2)
-
-
-@pytest.mark.parametrize(
-    ("plan", "processes", "message"),
-    [
-        ("ep=2", 2, "is for 1 processes, and launch.processes = 2."),
-        (
-            "tp=3",
-            3,
-            "plan.tp = 3 does not divide model.heads = 4: each rank computes as many heads. Try plan.tp = 2 or 4. "
-            'Plans near it that would do: "pp=3,microbatch=1,precision=fp32".',
-        ),
-        (
-            "dp_replicate=4",
-            2,
-            'plan = "dp_replicate=4,microbatch=1,precision=fp32" is for 4 processes, and launch.processes = 2. '
-            'Try launch.processes = 4, or plan = "auto".',
-        ),
-        (
-            "dp_replicate=2,microbatch=5",
-            2,
-            "train.global_batch = 16 is not a multiple of 10 (2 data-parallel ranks x plan.microbatch = 5). "
-            "Try 10 or 20.",
-        ),
-        ("microbatch=17", 1, "Try 17."),
-    ],
-)
-def test_a_plan_that_cannot_train_this_run_is_refused_with_a_remedy(plan, processes, message):
-    with pytest.raises(UserError, match=re.escape(message)):
-        Plan.parse(plan).check(run(16), processes)
 
 
 def test_planning_starts_without_torch():

@@ -17,7 +17,7 @@ from argosy.plan import rules
 from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan
-from argosy.plan.rules import RULES, breaks_any, first_problem, nearest
+from argosy.plan.rules import RULES, breaks_any, check_plan, first_problem, nearest
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 
@@ -219,15 +219,49 @@ def test_what_is_proposed_is_for_as_many_processes_and_breaks_no_rule(plan, run_
         assert proposed[0] == plan
 
 
+def test_a_plan_that_fits_passes():
+    check_plan(Plan(dp_replicate=2, microbatch=4), run(train={"global_batch": 16}), processes=2)
+
+
+@pytest.mark.parametrize(
+    ("plan", "processes", "message"),
+    [
+        ("ep=2", 2, "is for 1 processes, and launch.processes = 2."),
+        (
+            "tp=3",
+            3,
+            "plan.tp = 3 does not divide model.heads = 4: each rank computes as many heads. Try plan.tp = 2 or 4. "
+            'Plans near it that would do: "pp=3,microbatch=1,precision=fp32".',
+        ),
+        (
+            "dp_replicate=4",
+            2,
+            'plan = "dp_replicate=4,microbatch=1,precision=fp32" is for 4 processes, and launch.processes = 2. '
+            'Try launch.processes = 4, or plan = "auto".',
+        ),
+        (
+            "dp_replicate=2,microbatch=5",
+            2,
+            "train.global_batch = 16 is not a multiple of 10 (2 data-parallel ranks x plan.microbatch = 5). "
+            "Try 10 or 20.",
+        ),
+        ("microbatch=17", 1, "Try 17."),
+    ],
+)
+def test_a_plan_that_cannot_train_this_run_is_refused_with_a_remedy(plan, processes, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        check_plan(Plan.parse(plan), run(train={"global_batch": 16}), processes)
+
+
 @settings(deadline=None, max_examples=30)
 @given(ANY_PLAN, any_run())
 def test_a_refusal_names_what_it_proposes_so_that_it_can_be_pasted(plan, run_):
     problem = first_problem(plan, run_)
     if problem is None:
-        plan.check(run_, plan.world_size)
+        check_plan(plan, run_, plan.world_size)
         return
     with pytest.raises(UserError) as refused:
-        plan.check(run_, plan.world_size)
+        check_plan(plan, run_, plan.world_size)
     message = str(refused.value)
     assert message.startswith(problem)
     pasted = [Plan.parse(text) for text in re.findall(r'"([^"]*)"', message.removeprefix(problem))]

@@ -10,10 +10,10 @@ from argosy.config.schema import RunConfig
 from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.memory_model import MemoryModel
 from argosy.plan.cost.rates import System
-from argosy.plan.cost.workload import Workload
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
+from argosy.plan.workload import Workload
 from argosy.simulate.simulate import simulate
 
 QUICK = [

@@ -84,10 +84,10 @@ def main(argv: list[str]) -> None:
         serving=options.inference,
     )
     if options.inference:
-        from argosy.plan.cost.inference import serve, words
+        from argosy.plan.report.inference_report import in_words, inference_report
 
-        served = serve(question)
-        print(_json(served) if options.json else words(served))
+        found = inference_report(question)
+        print(_json(found) if options.json else in_words(found))
         return
     from argosy.plan.report.report import answer
 

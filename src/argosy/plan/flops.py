@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argosy.config.schema import ModelConfig
+from argosy.plan.workload import Workload
 
 
 def matmul_parameters(model: ModelConfig) -> int:
@@ -10,7 +11,7 @@ def matmul_parameters(model: ModelConfig) -> int:
 
     Of the routed experts these are as many as one token goes to ("active parameters").
     """
-    return sum(_block_matmuls(model, layer) for layer in range(model.layers)) + model.width * model.vocab_size
+    return int(Workload.of_model(model, seq_len=1, global_batch=1).matmul_parameters)
 
 
 def parameters(model: ModelConfig) -> int:
@@ -36,28 +37,7 @@ def train_flops_per_token(model: ModelConfig, seq_len: int) -> float:
     does. Packed documents shorter than the sequence do less attention than this; the formula counts whole sequences,
     so that runs compare. Balance losses, dropped tokens and padding are not counted either.
     """
-    mla = model.mla
-    head_width = (mla.key_width + mla.value_width) / 2 if mla.kv_rank else model.head_width
-    return 6.0 * matmul_parameters(model) + 6 * model.layers * seq_len * model.heads * head_width
-
-
-def _block_matmuls(model: ModelConfig, layer: int) -> int:
-    """`matmul_parameters` of one block."""
-    moe = model.moe
-    if not model.is_moe_layer(layer):
-        return _attention_matmuls(model) + 3 * model.width * model.ffn_width
-    experts = moe.experts_per_token + moe.shared_experts
-    return _attention_matmuls(model) + 3 * model.width * moe.expert_ffn_width * experts + model.width * moe.experts
-
-
-def _attention_matmuls(model: ModelConfig) -> int:
-    mla, heads = model.mla, model.heads
-    if not mla.kv_rank:
-        return 2 * model.width * model.head_width * (heads + model.kv_heads)
-    queries = heads * mla.key_width
-    q = mla.q_rank * (model.width + queries) if mla.q_rank else model.width * queries
-    kv = model.width * (mla.kv_rank + mla.rope_width) + mla.kv_rank * heads * (mla.nope_width + mla.value_width)
-    return q + kv + heads * mla.value_width * model.width
+    return float(Workload.of_model(model, seq_len, global_batch=1).train_flops_per_token)
 
 
 def _attention_vectors(model: ModelConfig) -> int:

@@ -102,6 +102,11 @@ class Layouts:
         """Ranks that share a parameter's state, ZeRO's n; 1 for stage 0."""
         return np.where(self.zero == 0, 1, self.dp_shard * self.cp)
 
+    @property
+    def shards_parameters(self) -> NDArray[np.bool_]:
+        """True where FSDP2 splits parameters."""
+        return (self.zero == 3) & (self.dp_shard * self.cp > 1)
+
     def is_(self, key: str, *words: object) -> NDArray[np.bool_]:
         """Where the column `key` is one of these words."""
         column = getattr(self, key)

@@ -36,6 +36,9 @@ SCHEDULES: dict[Schedule, ScheduleRule] = {
 }
 """GPipe (Huang et al. 2019), 1F1B (Narayanan et al. 2019), interleaved (Narayanan et al. 2021), zero bubble and ZBV
 (Qi et al. 2024), DualPipeV (DeepSeek-AI 2024, cut in half)."""
+INTERLEAVED = tuple(name for name, rule in SCHEDULES.items() if rule.stages_per_rank is None)
+SPLITTING = tuple(name for name, rule in SCHEDULES.items() if rule.splits_backward)
+"""Schedules that take any number of stages on a rank; those that split backward."""
 
 
 def split_layers(config: ModelConfig, seq_len: int, stages: int) -> list[range]:

@@ -10,11 +10,10 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, PositiveInt, ValidationError
 
 from argosy.config.problems import Place, problem_of
-from argosy.config.schema import RunConfig, Section
+from argosy.config.schema import Section
 from argosy.errors import UserError
 from argosy.files import atomic_write
 from argosy.plan.pipeline import SCHEDULES, Schedule
-from argosy.plan.rules import first_problem, nearest
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Recompute = Literal["none", "selective", "full"]
@@ -120,19 +119,6 @@ class Plan(Section):
     def is_(self, key: str, *words: object) -> bool:
         """Whether `key` has one of these values."""
         return getattr(self, key) in words
-
-    def check(self, run: RunConfig, processes: int) -> None:
-        """Refuse, before any process starts, a plan that cannot train this run. Raises: UserError."""
-        if self.world_size != processes:
-            raise UserError(
-                f'plan = "{self}" is for {self.world_size} processes, and launch.processes = {processes}. '
-                f'Try launch.processes = {self.world_size}, or plan = "auto".'
-            )
-        problem = first_problem(self, run)
-        if problem:
-            near = nearest(self, run)
-            remedy = "Plans near it that would do: " + ", ".join(f'"{p}"' for p in near) + "." if near else ""
-            raise UserError(f"{problem} {remedy}".rstrip())
 
     def save(self, path: Path, prediction: str = "") -> None:
         """Write the plan as TOML, whole or not at all, and below it its `prediction` (`plan.cost.prediction`)."""

@@ -11,22 +11,18 @@ from collections.abc import Callable, Iterator
 from functools import cache, reduce
 from itertools import islice
 from operator import or_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from argosy.config.schema import RunConfig
-from argosy.plan.pipeline import SCHEDULES
-
-if TYPE_CHECKING:
-    from argosy.plan.layouts import Layouts
-    from argosy.plan.plan import Plan
+from argosy.errors import UserError
+from argosy.plan.layouts import Layouts
+from argosy.plan.pipeline import INTERLEAVED, SPLITTING
+from argosy.plan.plan import Plan
 
 Plans = Any
 """A `Plan`, or `Layouts`: both have these columns, as numbers or arrays. mypy knows no arithmetic of such a union."""
 Breaks = Callable[[Plans, RunConfig], Any]
 """Whether the plan, or which of the plans, breaks a rule; arithmetic and & | ~ only, so that it serves both."""
-
-INTERLEAVED = tuple(name for name, rule in SCHEDULES.items() if rule.stages_per_rank is None)
-SPLITTING = tuple(name for name, rule in SCHEDULES.items() if rule.splits_backward)
 
 
 class Rule:
@@ -237,6 +233,18 @@ def breaks_any(plans: Layouts, run: RunConfig, besides: tuple[Rule, ...] = ()) -
 def first_problem(plan: Plan, run: RunConfig) -> str | None:
     """The first rule that `plan` breaks, in words; None if it can train `run`."""
     return next((problem for rule in RULES if (problem := rule(plan, run))), None)
+
+
+def check_plan(plan: Plan, run: RunConfig, processes: int) -> None:
+    """Refuse, before any process starts, a plan that cannot train this run. Raises: UserError."""
+    if plan.world_size != processes:
+        raise UserError(
+            f'plan = "{plan}" is for {plan.world_size} processes, and launch.processes = {processes}. '
+            f'Try launch.processes = {plan.world_size}, or plan = "auto".'
+        )
+    if problem := first_problem(plan, run):
+        near = ", ".join(f'"{other}"' for other in nearest(plan, run))
+        raise UserError(f"{problem} Plans near it that would do: {near}." if near else problem)
 
 
 def nearest(plan: Plan, run: RunConfig, many: int = 3) -> list[Plan]:

@@ -9,7 +9,7 @@ import pytest
 
 from argosy.plan.cost.cluster_constants import constants_of, time_std
 from argosy.plan.cost.constants import fitted
-from argosy.plan.cost.step_time import BACKWARD_ATTENTION, INTENSITY
+from argosy.plan.cost.layer_time import BACKWARD_ATTENTION, INTENSITY
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.devices import Efficiencies, Rates
 from argosy.plan.hardware.measurements import AttentionRate, CollectiveRate, MatmulRate, Measurements

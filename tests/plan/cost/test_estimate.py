@@ -42,3 +42,10 @@ def test_arrays_give_what_their_elements_give():
 
 def test_nothing_times_anything_is_nothing():
     assert propagate(lambda x: 0.0 * x, Estimate(1.0, 2.0, 3.0)) == Estimate.exactly(0.0)
+
+
+def test_nine_of_ten_log_normal_figures_are_in_the_interval():
+    estimate = Estimate.log_normal(10.0, 0.2)
+    drawn = 10 * np.exp(0.2 * np.random.default_rng(0).standard_normal(100_000))
+    assert np.mean((drawn > estimate.low) & (drawn < estimate.high)) == pytest.approx(0.9, abs=0.005)
+    assert np.sqrt(estimate.low * estimate.high) == pytest.approx(10)

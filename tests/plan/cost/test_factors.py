@@ -25,7 +25,7 @@ def test_every_category_has_one_factor_but_the_state_which_is_exact():
 def test_a_factor_multiplies_its_own_categories():
     slower = calibrated(TIME, {"network": Factor(value=3.0, std=0.1), "memory": Factor(value=9.0, std=0.1)})
     assert {name for name, value in vars(slower).items() if value == 3.0} == set(OF_TIME["network"])
-    assert slower.step == TIME.step + 2 * len(OF_TIME["network"])
+    assert slower.total == TIME.total + 2 * len(OF_TIME["network"])
     larger = calibrated(MEMORY, {"optimizer": Factor(value=3.0, std=0.1), "memory": Factor(value=9.0, std=0.1)})
     assert {name for name, value in vars(larger).items() if value == 9.0} == set(OF_MEMORY["memory"])
     assert larger.optimizer == 1.0

@@ -10,25 +10,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from argosy.config.load import load
+from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.heterogeneous import deal, uneven_splits
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
-from argosy.plan.search.search import Problem, predict_time
 
 BATCH = 512
 DATA = Plan.parse("dp_shard=64,zero=2,recompute=selective,precision=bf16")
 STAGES = Plan.parse("pp=4,dp_shard=16,zero=1,recompute=selective,precision=bf16")
 
 
-def problem_of(cluster: Cluster) -> Problem:
-    return Problem.of(
+def costs_of(cluster: Cluster) -> CostModel:
+    return CostModel.of(
         load(None, {"model.preset": "llama3-8b", "train.global_batch": BATCH, "data.seq_len": 8192}), cluster
     )
 
 
-def step_s(problem: Problem, plan: Plan) -> float:
-    return float(np.asarray(predict_time(problem, Layouts.of([plan])).step)[0])
+def step_s(costs: CostModel, plan: Plan) -> float:
+    return float(np.asarray(costs.predict_time(Layouts.of([plan])).total)[0])
 
 
 @settings(deadline=None, max_examples=60)
@@ -60,23 +60,23 @@ def test_no_other_deal_is_done_earlier(total: int, holders: list[int], of_piece:
 @pytest.mark.parametrize(("plan", "what", "total"), [(DATA, "microbatches", BATCH), (STAGES, "layers", 32)])
 def test_uneven_shares_follow_the_speed_and_beat_even_ones(plan: Plan, what: str, total: int) -> None:
     cluster = Cluster.parse("32xh100+32xa100")
-    problem = problem_of(cluster)
-    split = next(s for s in uneven_splits(problem, cluster, [plan]) if s.what == what)
+    costs = costs_of(cluster)
+    split = next(s for s in uneven_splits(costs, cluster, [plan]) if s.what == what)
     fast, slow = split.shares
     assert (fast.device, slow.device) == ("H100-SXM", "A100-80")
     assert fast.least > slow.most
     assert fast.holders * fast.least + slow.holders * slow.least <= total
     assert fast.holders * fast.most + slow.holders * slow.most >= total
-    fastest_of_all = step_s(problem_of(Cluster.parse("64xh100")), plan)
-    assert fastest_of_all < split.step_s < step_s(problem, plan)
+    fastest_of_all = step_s(costs_of(Cluster.parse("64xh100")), plan)
+    assert fastest_of_all < split.step_s < step_s(costs, plan)
 
 
 def test_alike_devices_need_no_such_thing() -> None:
     cluster = Cluster.parse("32xh100+32xh100")
-    assert uneven_splits(problem_of(cluster), cluster, [DATA, STAGES]) == []
+    assert uneven_splits(costs_of(cluster), cluster, [DATA, STAGES]) == []
 
 
 def test_axes_that_mix_kinds_in_one_replica_cannot_be_split() -> None:
     cluster = Cluster.parse("8xh100+56xa100")
     plan = Plan.parse("pp=4,dp_shard=2,tp=8,zero=1,precision=bf16")  # replicas of 32, stages of 16
-    assert uneven_splits(problem_of(cluster), cluster, [plan]) == []
+    assert uneven_splits(costs_of(cluster), cluster, [plan]) == []

@@ -1,22 +1,26 @@
-"""Inference: published cache sizes, the roofline's two sides, and what does not fit."""
+"""Inference: published cache sizes, and the roofline's two sides."""
 
 from __future__ import annotations
 
 import pytest
 
-from argosy.errors import UserError
-from argosy.plan.cost.inference import Served, Serving, serve, words
-from argosy.plan.report.question import ask
+from argosy.config.load import load
+from argosy.plan.cost.cost_model import CostModel
+from argosy.plan.cost.inference import Serving
+from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.search.serving import search_serving
+from argosy.plan.search.space import parse_pins
 
 KIB = 1024
 
 
-def served(model: str, cluster: str, sequences: int, seq_len: int = 4096, fix: str = "") -> Served:
-    return serve(ask(model=model, cluster=cluster, global_batch=sequences, seq_len=seq_len, fix=fix, top=100))
+def ways_of(model: str, cluster: str, sequences: int, fix: str = "") -> list[Serving]:
+    run = load(None, {"model.preset": model, "data.seq_len": 4096, "train.global_batch": sequences})
+    return search_serving(CostModel.of(run, Cluster.parse(cluster)), parse_pins(fix))
 
 
 def only(model: str, cluster: str, sequences: int, fix: str = "tp=1,pp=1") -> Serving:
-    (way,) = served(model, cluster, sequences, fix=fix).choices
+    (way,) = ways_of(model, cluster, sequences, fix)
     return way
 
 
@@ -34,7 +38,7 @@ def test_the_cache_of_a_token_is_what_is_published(model: str, cluster: str, fix
 
 
 def test_weights_are_cut_over_all_devices_of_a_copy() -> None:
-    ways = {(way.tp, way.pp): way for way in served("llama3-8b", "8xh100", 8).choices}
+    ways = {(way.tp, way.pp): way for way in ways_of("llama3-8b", "8xh100", 8)}
     whole = ways[1, 1].weights_bytes
     assert whole == pytest.approx(2 * 8.03e9, rel=0.01)
     assert ways[4, 2].weights_bytes == pytest.approx(whole / 8)
@@ -55,7 +59,7 @@ def test_more_sequences_share_the_reading() -> None:
 
 
 def test_tensor_parallelism_makes_a_token_faster() -> None:
-    ways = {(way.tp, way.pp): way for way in served("llama3-8b", "8xh100", 8).choices}
+    ways = {(way.tp, way.pp): way for way in ways_of("llama3-8b", "8xh100", 8)}
     assert ways[8, 1].decode_s.mid < ways[2, 1].decode_s.mid < ways[1, 1].decode_s.mid
     assert ways[8, 1].prefill_s.mid < ways[2, 1].prefill_s.mid < ways[1, 1].prefill_s.mid
 
@@ -64,23 +68,3 @@ def test_few_sequences_read_few_experts() -> None:
     """One token goes to 8 of 256 experts, those of 32 sequences to most."""
     one, many = (only("deepseek-v3", "16xh200", n, "tp=8,pp=2") for n in (1, 64))
     assert many.decode_s.mid > 1.5 * one.decode_s.mid
-
-
-def test_room_is_for_as_many_as_fit() -> None:
-    room = only("llama3-8b", "1xh100", 1).most_sequences
-    assert only("llama3-8b", "1xh100", room).most_sequences == room
-    with pytest.raises(UserError, match="nothing fits"):
-        only("llama3-8b", "1xh100", room + 1)
-
-
-@pytest.mark.parametrize(
-    ("fix", "message"), [("zero=1", "--fix zero says nothing about inference"), ("tp=3", "no way to cut 32 heads")]
-)
-def test_pins_that_make_no_sense_here_are_refused(fix: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        served("llama3-8b", "8xh100", 8, fix=fix)
-
-
-def test_in_words_every_way_has_a_line() -> None:
-    found = served("llama3-8b", "8xh100", 8)
-    assert len(words(found).splitlines()) == 2 + len(found.choices)

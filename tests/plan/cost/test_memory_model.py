@@ -12,15 +12,15 @@ from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.exact_state import state_bytes
 from argosy.plan.cost.memory_model import Footprint, MemoryModel
 from argosy.plan.cost.rates import System
-from argosy.plan.cost.workload import Workload
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
+from argosy.plan.workload import Workload
 
 GELU_2022 = System(flash=0, dropout=1, kept_widths=0, gathers_again=1)
 """What Korthikanti et al. 2022 describe."""
 GPT = Workload(
     layers=4, width=2048, heads=16, kv_heads=16, key_width=128, value_width=128, ffn_width=8192, ffn_matrices=2,
-    vocab_size=50304, tied=1, seq_len=1024, global_batch=64, span=512,
+    vocab_size=50304, tied=1, seq_len=1024, global_batch=64, attention_span=512,
 )  # fmt: skip
 
 
@@ -89,14 +89,14 @@ def test_everything_is_positive_and_adds_up():
 def test_what_the_update_needs_counts_once_it_exceeds_the_activations():
     plain, copies = footprint("", GPT), footprint("", GPT, System(update_bytes=100))
     held = sum(float(np.squeeze(getattr(plain, name))) for name in ("activations", "logits", "gathered"))
-    assert copies.optimizer - plain.optimizer == pytest.approx(100 * GPT.parameters - held, rel=1e-3)
+    assert copies.optimizer - plain.optimizer == pytest.approx(100 * GPT.matrix_parameters - held, rel=1e-3)
     assert footprint("", GPT, System(update_bytes=1e-3)).total == pytest.approx(float(plain.total[0]))
 
 
 def test_where_gradients_are_checked_there_are_two_at_a_time():
     once, twice = footprint("dp_replicate=2", GPT), footprint("dp_replicate=2", GPT, System(checks_gradients=1))
-    assert twice.gradients - once.gradients == pytest.approx(4 * GPT.parameters, rel=1e-3)
-    assert twice.total - once.total == pytest.approx(4 * GPT.parameters, rel=1e-3)
+    assert twice.gradients - once.gradients == pytest.approx(4 * GPT.matrix_parameters, rel=1e-3)
+    assert twice.total - once.total == pytest.approx(4 * GPT.matrix_parameters, rel=1e-3)
 
 
 def test_the_fullest_rank_counts_where_layers_are_dealt_out_evenly():

@@ -8,6 +8,7 @@ import pytest
 
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
+from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.exact_state import state_bytes
 from argosy.plan.cost.factors import OF_TIME
 from argosy.plan.cost.prediction import Prediction, predict
@@ -15,7 +16,6 @@ from argosy.plan.cost.traffic import traffic
 from argosy.plan.hardware.clusters import Cluster, Factor
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
-from argosy.plan.search.search import Problem, predict_memory
 
 CLUSTER = Cluster.parse("8xh100")
 PLANS = [
@@ -57,8 +57,8 @@ def test_a_run_that_checks_its_gradients_is_predicted_to_hold_two_at_a_time():
     checks = run.model_copy(update={"resilience": run.resilience.model_copy(update={"replay_check_every_steps": 9})})
     once, twice = (predict(plan, each, CLUSTER) for each in (run, checks))
     assert twice.memory["gradients"] == 2 * once.memory["gradients"]
-    problems = [Problem.of(each, CLUSTER) for each in (run, checks)]
-    searched = [float(predict_memory(problem, Layouts.of([plan])).total[0]) for problem in problems]
+    models = [CostModel.of(each, CLUSTER) for each in (run, checks)]
+    searched = [float(costs.predict_memory(Layouts.of([plan])).total[0]) for costs in models]
     assert searched[1] - searched[0] == pytest.approx(once.memory["gradients"], rel=1e-3)
 
 

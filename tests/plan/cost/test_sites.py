@@ -6,43 +6,43 @@ import pytest
 
 from argosy.config.load import load
 from argosy.errors import UserError
+from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.sites import exchange_bytes, exchange_s, exchanges, within_site
 from argosy.plan.hardware.clusters import Cluster
-from argosy.plan.search.search import Problem
 
 TWO = Cluster.parse("two-sites")
 RUN = load(None, {"model.preset": "llama3-8b", "train.global_batch": 128, "data.seq_len": 8192})
 
 
 def test_each_of_two_sites_sends_all_gradients_once() -> None:
-    problem = Problem.of(RUN, TWO)
+    costs = CostModel.of(RUN, TWO)
     link = TWO.links[0]
-    assert exchange_bytes(problem, TWO) == 4 * problem.workload.parameters
-    assert exchange_s(problem, TWO) == pytest.approx(
-        4 * problem.workload.parameters / link.bandwidth_bytes_per_s + 2 * link.latency_s
+    assert exchange_bytes(costs, TWO) == 4 * costs.workload.matrix_parameters
+    assert exchange_s(costs, TWO) == pytest.approx(
+        4 * costs.workload.matrix_parameters / link.bandwidth_bytes_per_s + 2 * link.latency_s
     )
 
 
 def test_one_place_exchanges_nothing() -> None:
     cluster = Cluster.parse("16xh100")
-    assert exchange_s(Problem.of(RUN, cluster), cluster) == 0
+    assert exchange_s(CostModel.of(RUN, cluster), cluster) == 0
 
 
 def test_local_steps_divide_the_bytes_and_tend_to_the_step_of_a_site() -> None:
-    problem = Problem.of(RUN, TWO)
-    ways = exchanges(problem, TWO, 3.0)
+    costs = CostModel.of(RUN, TWO)
+    ways = exchanges(costs, TWO, 3.0)
     assert [way.inner_steps for way in ways] == [1, 10, 100, 500]
-    assert ways[0].step_s == 3.0 + exchange_s(problem, TWO)
+    assert ways[0].step_s == 3.0 + exchange_s(costs, TWO)
     assert ways[0].bytes_per_step == pytest.approx(10 * ways[1].bytes_per_step)
     assert 3.0 < ways[-1].step_s < 3.01
 
 
 def test_a_site_has_its_share_of_batch_and_devices() -> None:
-    part = within_site(Problem.of(RUN, TWO), TWO)
+    part = within_site(CostModel.of(RUN, TWO), TWO)
     assert (part.devices, part.run.train.global_batch) == (64, 64)
 
 
 def test_a_batch_that_sites_cannot_share_is_refused() -> None:
     odd = RUN.model_copy(update={"train": RUN.train.model_copy(update={"global_batch": 127})})
     with pytest.raises(UserError, match="Try 126"):
-        within_site(Problem.of(odd, TWO), TWO)
+        within_site(CostModel.of(odd, TWO), TWO)

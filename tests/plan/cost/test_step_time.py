@@ -11,10 +11,10 @@ from argosy.config.load import load
 from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.rates import Rates, System
 from argosy.plan.cost.step_time import StepModel, StepTime
-from argosy.plan.cost.workload import Workload
 from argosy.plan.hardware.devices import find_device
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
+from argosy.plan.workload import Workload
 
 H100 = Rates.of_device(find_device("h100"))
 SEQ_LEN, BATCH = 8192, 256
@@ -41,12 +41,12 @@ def test_categories_are_never_negative_and_add_up(plan):
     times = step(plan)
     parts = {f.name: float(np.squeeze(getattr(times, f.name))) for f in fields(times)}
     assert all(seconds >= 0 for seconds in parts.values()), parts
-    assert sum(parts.values()) == pytest.approx(float(times.step[0]))
+    assert sum(parts.values()) == pytest.approx(float(times.total[0]))
 
 
 def test_many_plans_at_once_are_each_alone():
     plans = ["dp_shard=64", "tp=8,dp_shard=8", "pp=8,dp_shard=8,zero=1,schedule=interleaved_1f1b,stages_per_rank=2"]
-    assert step(*plans).step == pytest.approx([step(plan).step[0] for plan in plans])
+    assert step(*plans).total == pytest.approx([step(plan).total[0] for plan in plans])
 
 
 @pytest.mark.parametrize(
@@ -66,14 +66,14 @@ def test_an_axis_costs_in_its_category(category, without, with_it):
 
 def test_what_goes_to_the_host_is_paid_for():
     what = ("none", "activations", "optimizer", "all")
-    kept, activations, state, both = step(*(f"dp_shard=64,offload={word}" for word in what)).step
+    kept, activations, state, both = step(*(f"dp_shard=64,offload={word}" for word in what)).total
     assert kept < state < both and kept < activations < both
 
 
 def test_a_faster_link_to_the_host_helps_those_who_use_it_alone():
     faster = replace(H100, host_link_bytes_per_s=2 * H100.host_link_bytes_per_s)
     for plan, gains in (("dp_shard=64", False), ("dp_shard=64,offload=activations,recompute=full", True)):
-        assert (step(plan, rates=faster).step < step(plan).step) == gains, plan
+        assert (step(plan, rates=faster).total < step(plan).total) == gains, plan
 
 
 def test_a_recomputed_layer_sends_its_input_alone_to_the_host():
@@ -83,7 +83,7 @@ def test_a_recomputed_layer_sends_its_input_alone_to_the_host():
 
 def test_no_schedule_is_faster_than_one_microbatch_on_its_way_through_all_ranks():
     alone = step("pp=8,dp_shard=8,zero=1,schedule=zbv,microbatch=32")
-    assert alone.bubble[0] > 3 * (alone.step[0] - alone.bubble[0])
+    assert alone.bubble[0] > 3 * (alone.total[0] - alone.bubble[0])
 
 
 def test_experts_that_live_elsewhere_are_waited_for():
@@ -114,8 +114,8 @@ def test_many_experts_in_small_microbatches_wait_for_the_host():
         ).predict()
         for seq_len in (64, 32768)
     )  # fmt: skip
-    assert small.host / small.step > 0.5
-    assert large.host / large.step < 0.01
+    assert small.host / small.total > 0.5
+    assert large.host / large.total < 0.01
 
 
 def test_narrow_heads_are_slower():
@@ -139,10 +139,10 @@ def test_the_bubble_of_a_pipeline_is_that_of_its_schedule():
 
 def test_faster_links_and_devices_never_cost_time():
     plan = "tp=4,pp=2,dp_shard=8,cp=1,zero=1,ep=1"
-    before = float(step(plan).step[0])
+    before = float(step(plan).total[0])
     for field in ("half", "memory_bytes_per_s", "link_bytes_per_s", "nic_bytes_per_s"):
         faster = replace(H100, **{field: 2 * getattr(H100, field)})
-        assert float(step(plan, rates=faster).step[0]) < before, field
+        assert float(step(plan, rates=faster).total[0]) < before, field
 
 
 def test_gradient_sums_hide_under_backward():

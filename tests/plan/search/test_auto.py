@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from argosy.config.load import load
 from argosy.config.schema import DataConfig, RunConfig, TrainConfig
 from argosy.errors import ArgosyWarning, UserError
+from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import Plan
+from argosy.plan.rules import check_plan
 from argosy.plan.search.auto import Devices, choose_plan
-from argosy.plan.search.search import Problem, search
+from argosy.plan.search.search import search
 
 LAPTOP = Devices(count=2, kind="cpu", fast_bf16=False)
 GPUS = Devices(count=8, kind="cuda", fast_bf16=True, name="NVIDIA H100 80GB HBM3")
@@ -71,7 +73,7 @@ def test_the_demo_is_plain_data_parallelism_with_one_microbatch():
 def test_any_batch_that_the_devices_can_share_gets_a_plan_for_all_of_them(per_rank, count, seq_len, kind):
     run_ = run(global_batch=per_rank * count, seq_len=seq_len)
     plan = choose_plan(run_, Devices(count, kind, fast_bf16=False))
-    plan.check(run_, count)
+    check_plan(plan, run_, count)
 
 
 @pytest.mark.parametrize(("global_batch", "near"), [(10, "8 or 12"), (3, "4"), (33, "32 or 36")])
@@ -85,7 +87,7 @@ def test_a_batch_that_the_written_axes_cannot_share_is_refused_with_the_nearest_
 @pytest.mark.parametrize("global_batch", [10, 3, 33])
 def test_a_batch_that_data_parallelism_cannot_share_gets_another_layout(global_batch):
     run_ = run(global_batch=global_batch)
-    choose_plan(run_, Devices(4, "cpu", fast_bf16=False)).check(run_, 4)
+    check_plan(choose_plan(run_, Devices(4, "cpu", fast_bf16=False)), run_, 4)
 
 
 def test_a_plan_for_other_devices_is_refused():
@@ -110,7 +112,7 @@ def test_a_pipeline_gets_a_microbatch_that_its_schedule_can_run(schedule, rows):
         with pytest.raises(UserError, match=f"cannot run {rows} microbatches"):
             choose_plan(run_, Devices(4, "cuda", fast_bf16=True))
         return
-    choose_plan(run_, Devices(4, "cuda", fast_bf16=True)).check(run_, 4)
+    check_plan(choose_plan(run_, Devices(4, "cuda", fast_bf16=True)), run_, 4)
 
 
 @pytest.mark.parametrize("preset", ["llama3-8b", "qwen3-14b"])
@@ -118,8 +120,8 @@ def test_a_model_that_no_gpu_holds_gets_a_plan_that_fits_and_is_about_as_fast_as
     run_ = large(preset)
     plan = choose_plan(run_, GPUS)
     assert plan.pp * plan.tp * plan.dp_shard > 1
-    problem = Problem.of(run_, Cluster.parse("8xh100"))
-    found = search(problem, {})
+    costs = CostModel.of(run_, Cluster.parse("8xh100"))
+    found = search(costs, {})
     near = np.flatnonzero(found.step_s <= 1.03 * found.step_s.min())
     assert plan in [found.plans.plan(int(row)) for row in near]
 

@@ -7,16 +7,17 @@ from dataclasses import replace
 import numpy as np
 
 from argosy.config.load import load
+from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
 from argosy.plan.search.best import AS_FAST, features, plainest, search_to_run, why_nothing_fits
-from argosy.plan.search.search import Problem, search
+from argosy.plan.search.search import search
 
 
-def problem(preset: str, cluster: str = "8xh100") -> Problem:
+def costs(preset: str, cluster: str = "8xh100") -> CostModel:
     sizes = {"train.global_batch": 64, "data.seq_len": 4096, "model.vocab_size": 32_000}
-    return Problem.of(load(None, {"model.preset": preset, **sizes}), Cluster.parse(cluster))
+    return CostModel.of(load(None, {"model.preset": preset, **sizes}), Cluster.parse(cluster))
 
 
 def test_features_are_what_a_plan_says_beside_plain_data_parallelism():
@@ -31,7 +32,7 @@ def test_features_are_what_a_plan_says_beside_plain_data_parallelism():
 
 
 def test_the_plainest_is_about_as_fast_as_the_fastest_and_no_plan_as_fast_is_plainer():
-    found = search(problem("llama3-8b"), {})
+    found = search(costs("llama3-8b"), {})
     row = plainest(found)
     near = found.step_s <= (1 + AS_FAST) * found.step_s.min()
     assert near[row]
@@ -41,7 +42,7 @@ def test_the_plainest_is_about_as_fast_as_the_fastest_and_no_plan_as_fast_is_pla
 
 
 def test_state_goes_to_the_host_only_where_nothing_fits_without():
-    roomy = problem("llama3-8b", "1xh200")
+    roomy = costs("llama3-8b", "1xh200")
     assert not np.any(~search_to_run(roomy, {}).plans.is_("offload", "none"))
     tight = replace(roomy, rates=replace(roomy.rates, memory_bytes=80e9))
     assert not np.any(search_to_run(tight, {}).plans.is_("offload", "none"))
@@ -49,6 +50,6 @@ def test_state_goes_to_the_host_only_where_nothing_fits_without():
 
 
 def test_what_does_not_fit_is_said_in_figures():
-    large = problem("llama3-70b")
+    large = costs("llama3-70b")
     said = why_nothing_fits(large, search(large, {}))
     assert "GiB" in said and "leanest" in said

@@ -12,6 +12,7 @@ from argosy.errors import UserError
 from argosy.plan.cost.prediction import predict
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import Plan
+from argosy.plan.rules import check_plan
 from argosy.plan.search.replan import Replanned, replan, step_with_slow_rank_s, with_slow_link, worth_moving
 
 CPUS, GPUS = Cluster.parse("4xcpu"), Cluster.parse("16xh100")
@@ -26,7 +27,7 @@ def left(processes: int, now: str, written: str = "auto", machine: Cluster = CPU
     """What is planned for so many processes; it can train the run."""
     run_, plan = run(written, **keys), Plan.parse(now)
     found = replan(run_, plan, machine, processes)
-    found.plan.check(run_, processes - found.spares)
+    check_plan(found.plan, run_, processes - found.spares)
     assert [getattr(found.plan, key) for key in NUMERICS] == [getattr(plan, key) for key in NUMERICS]
     return found
 

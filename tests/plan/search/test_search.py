@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
+from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import WORDS, Layouts
 from argosy.plan.rules import breaks_any, divisors, first_problem
-from argosy.plan.search.search import Found, Problem, predict_memory, predict_time, search
+from argosy.plan.search.search import Found, search
 from argosy.plan.search.space import parse_pins
 
 
@@ -25,11 +26,11 @@ def run_of(model: str, global_batch: int, seq_len: int, **overrides: object) -> 
     return load(None, {"model.preset": model, **sizes, **overrides})
 
 
-def problem_of(cluster: str, run: RunConfig, memory_gib: float | None = None) -> Problem:
-    problem = Problem.of(run, Cluster.parse(cluster))
+def costs_of(cluster: str, run: RunConfig, memory_gib: float | None = None) -> CostModel:
+    costs = CostModel.of(run, Cluster.parse(cluster))
     if memory_gib is not None:
-        problem = replace(problem, rates=replace(problem.rates, memory_bytes=memory_gib * 2**30))
-    return problem
+        costs = replace(costs, rates=replace(costs.rates, memory_bytes=memory_gib * 2**30))
+    return costs
 
 
 SMALL = run_of("llama-20m", 32, 8192)
@@ -38,12 +39,12 @@ EXPERTS = run_of("mixtral-10m", 32, 8192)
 
 @pytest.fixture(scope="module")
 def found() -> Found:
-    return search(problem_of("16xh100", run_of("llama3-8b", 64, 8192)), {})
+    return search(costs_of("16xh100", run_of("llama3-8b", 64, 8192)), {})
 
 
-def every_plan(problem: Problem) -> Layouts:
-    """All plans of a problem without experts, none left out, in its precision."""
-    n, layers = problem.devices, problem.run.model.layers
+def every_plan(costs: CostModel) -> Layouts:
+    """All plans of a costs without experts, none left out, in its precision."""
+    n, layers = costs.devices, costs.run.model.layers
     axes = [axes for axes in product(divisors(n), repeat=5) if np.prod(axes) == n]
     columns = {
         "axes": np.arange(len(axes)),
@@ -53,18 +54,18 @@ def every_plan(problem: Problem) -> Layouts:
         "context": np.arange(2),
         "recompute": np.arange(3),
         "recompute_every": np.array([1, 2, 4]),
-        "microbatch": np.array(divisors(problem.run.train.global_batch)),
+        "microbatch": np.array(divisors(costs.run.train.global_batch)),
         "compile": np.arange(2),
     }
     grid = dict(zip(columns, (g.ravel() for g in np.meshgrid(*columns.values())), strict=True))
     chosen = np.array(axes)[grid.pop("axes")].T
-    fixed = {"precision": WORDS["precision"].index(problem.precision), "ep": 1, "offload": 0, "weights": 0, "reduce": 0}
+    fixed = {"precision": WORDS["precision"].index(costs.precision), "ep": 1, "offload": 0, "weights": 0, "reduce": 0}
     plans = Layouts(
         **dict(zip(("pp", "dp_replicate", "dp_shard", "cp", "tp"), chosen, strict=True)),
         **{key: np.array([value]) for key, value in fixed.items()},
         **grid,
     )
-    return plans[~np.broadcast_to(breaks_any(plans, problem.run), len(plans))]
+    return plans[~np.broadcast_to(breaks_any(plans, costs.run), len(plans))]
 
 
 @pytest.mark.parametrize(
@@ -77,31 +78,31 @@ def every_plan(problem: Problem) -> Layouts:
 )
 def test_no_plan_that_fits_is_faster_than_what_is_found(cluster: str, global_batch: int, memory_gib: float) -> None:
     """Against all plans, those that the search passes over included: large microbatches, tp across nodes, GPipe, ..."""
-    problem = problem_of(cluster, run_of("llama-20m", global_batch, 8192), memory_gib)
-    plans = every_plan(problem)
-    fitting = plans[np.asarray(predict_memory(problem, plans).total) <= problem.memory_bytes]
-    found = search(problem, {})
+    costs = costs_of(cluster, run_of("llama-20m", global_batch, 8192), memory_gib)
+    plans = every_plan(costs)
+    fitting = plans[np.asarray(costs.predict_memory(plans).total) <= costs.memory_bytes]
+    found = search(costs, {})
     assert (len(found) == 0) == (len(fitting) == 0)
-    assert first_problem(found.leanest, problem.run) is None
+    assert first_problem(found.leanest, costs.run) is None
     if len(found):
-        assert found.step_s.min() <= np.min(predict_time(problem, fitting).step) * 1.005
-        leanest = np.min(predict_memory(problem, plans).total)
+        assert found.step_s.min() <= np.min(costs.predict_time(fitting).total) * 1.005
+        leanest = np.min(costs.predict_memory(plans).total)
         # Single large microbatches can be leaner by what gradients of several would take: the search may miss that.
-        assert np.min(predict_memory(problem, Layouts.of([found.leanest])).total) <= leanest * 1.03
+        assert np.min(costs.predict_memory(Layouts.of([found.leanest])).total) <= leanest * 1.03
 
 
 @pytest.mark.parametrize(
     ("cluster", "run"), [("16xh100", SMALL), ("2x4xh100", EXPERTS), ("8xcpu", SMALL), ("12xh100-pcie", SMALL)]
 )
 def test_what_is_found_can_run_on_all_devices_and_is_there_once(cluster: str, run: RunConfig) -> None:
-    problem = problem_of("3x4xh100-pcie" if cluster.startswith("12") else cluster, run)
-    found = search(problem, {})
+    costs = costs_of("3x4xh100-pcie" if cluster.startswith("12") else cluster, run)
+    found = search(costs, {})
     plans = [found.plans.plan(row) for row in range(len(found))]
     assert len(found) > 50
-    assert all(plan.world_size == problem.devices for plan in plans)
+    assert all(plan.world_size == costs.devices for plan in plans)
     assert len(set(plans)) == len(plans)
     assert {first_problem(plan, run) for plan in plans[:: len(plans) // 50]} == {None}
-    assert (found.memory_bytes <= problem.memory_bytes).all()
+    assert (found.memory_bytes <= costs.memory_bytes).all()
 
 
 @settings(deadline=None, max_examples=20)
@@ -125,7 +126,7 @@ def test_what_is_found_can_run_on_all_devices_and_is_there_once(cluster: str, ru
 def test_pins_hold(pins: dict[str, str]) -> None:
     text = ",".join(f"{key}={values}" for key, values in pins.items())
     try:
-        found = search(problem_of("8xh100", SMALL), parse_pins(text))
+        found = search(costs_of("8xh100", SMALL), parse_pins(text))
     except UserError as refused:
         assert str(refused).startswith('--fix "')
         return
@@ -158,21 +159,21 @@ def test_no_plan_is_better_in_all_than_one_of_the_pareto_front(found: Found) -> 
 
 
 def test_fewer_devices_may_be_asked_for() -> None:
-    found = search(problem_of("16xh100", SMALL), {}, [16, 4])
+    found = search(costs_of("16xh100", SMALL), {}, [16, 4])
     assert set(found.devices.tolist()) == {16, 4}
 
 
 def test_the_leanest_does_not_fit_where_nothing_does() -> None:
-    problem = problem_of("8xh100", run_of("llama3-70b", 64, 8192))
-    found = search(problem, {})
+    costs = costs_of("8xh100", run_of("llama3-70b", 64, 8192))
+    found = search(costs, {})
     assert len(found) == 0
-    assert np.min(predict_memory(problem, Layouts.of([found.leanest])).total) > problem.memory_bytes
+    assert np.min(costs.predict_memory(Layouts.of([found.leanest])).total) > costs.memory_bytes
 
 
 def test_precision_follows_the_device() -> None:
-    assert problem_of("8xh100", SMALL).precision == "bf16"
-    assert problem_of("8xv100", SMALL).precision == "fp16"
-    assert problem_of("8xcpu", SMALL).precision == "fp32"
+    assert costs_of("8xh100", SMALL).precision == "bf16"
+    assert costs_of("8xv100", SMALL).precision == "fp16"
+    assert costs_of("8xcpu", SMALL).precision == "fp32"
 
 
 @pytest.mark.parametrize(
@@ -195,17 +196,17 @@ def test_precision_follows_the_device() -> None:
 )
 def test_pins_that_cannot_be_say_which_rule_is_in_the_way(pins: str, message: str) -> None:
     with pytest.raises(UserError) as refused:
-        search(problem_of("8xh100", SMALL), parse_pins(pins))
+        search(costs_of("8xh100", SMALL), parse_pins(pins))
     assert str(refused.value).startswith(f'--fix "{pins}": ')
     assert message in str(refused.value)
 
 
 def test_where_no_plan_uses_all_devices_it_says_with_how_many_there_are_some() -> None:
-    problem = problem_of("37x8xh100", SMALL)
+    costs = costs_of("37x8xh100", SMALL)
     with pytest.raises(UserError, match=r"no plan for 296 devices: .* With (\d+) devices there are plans") as refused:
-        search(problem, {})
+        search(costs, {})
     count = int(str(refused.value).rsplit("With ", 1)[1].split()[0])
-    assert len(search(problem.on(SMALL, count), {})) > 0
+    assert len(search(costs.on(SMALL, count), {})) > 0
 
 
 @pytest.mark.parametrize(

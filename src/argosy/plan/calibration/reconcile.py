@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict
 from argosy.plan.cost.factors import OF_TIME
 from argosy.plan.cost.formatting import seconds
 from argosy.plan.cost.prediction import Prediction
-from argosy.plan.cost.workload import Numbers
 from argosy.plan.plan import Plan
+from argosy.plan.workload import Numbers
 
 PASSES, COMMUNICATION, OPTIMIZER, REST = "forward_backward", "communication", "optimizer", "rest"
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from argosy.plan.cost.constants import Constants, fitted
-from argosy.plan.cost.step_time import BACKWARD_ATTENTION, INTENSITY
+from argosy.plan.cost.layer_time import BACKWARD_ATTENTION, INTENSITY
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.devices import Device, Format
 from argosy.plan.hardware.measurements import CollectiveRate, Measurements

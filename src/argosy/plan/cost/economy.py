@@ -11,8 +11,8 @@ import numpy as np
 
 from argosy.plan.cost.estimate import Estimate, propagate
 from argosy.plan.cost.goodput import Goodput
-from argosy.plan.cost.workload import Numbers
 from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.workload import Numbers
 
 DRAW = Estimate(0.65, 0.76, 0.90)
 """Power that a node in training draws, over its nameplate: 0.76 measured on nodes of H100; the interval is assumed."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from argosy.plan.cost.workload import Numbers
+from argosy.plan.workload import Numbers
+
+INTERVAL_Z = 1.6449
+"""Standard deviations from the middle to the ends of an interval of 90 %."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,11 @@ class Estimate:
     def within(cls, mid: Numbers, factor: Numbers) -> Estimate:
         """From mid / factor to mid x factor."""
         return cls(mid / factor, mid, mid * factor)
+
+    @classmethod
+    def log_normal(cls, mid: Numbers, std: float) -> Estimate:
+        """The 90 % interval around `mid` of a quantity whose logarithm is normal with this standard deviation."""
+        return cls.within(mid, math.exp(INTERVAL_Z * std))
 
 
 def propagate(function: Callable[..., Numbers], *inputs: Estimate) -> Estimate:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from argosy.plan.cost.estimate import Estimate
-from argosy.plan.cost.workload import Numbers
+from argosy.plan.workload import Numbers
 
 GIB = 2**30
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86_400.0

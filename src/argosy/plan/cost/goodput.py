@@ -23,8 +23,8 @@ from math import lgamma, log
 import numpy as np
 
 from argosy.plan.cost.estimate import Estimate, propagate
-from argosy.plan.cost.workload import Numbers
 from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.workload import Numbers
 
 MTBF_SPREAD = 1.67
 """Kokolis et al. 2024: 29.5 and 82.1 thousand GPU-hours in two clusters of A100 in one company."""

@@ -12,13 +12,13 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.rates import Rates
 from argosy.plan.cost.step_time import StepModel, StepTime
-from argosy.plan.cost.workload import Numbers
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
-from argosy.plan.search.search import Problem, predict_memory
+from argosy.plan.workload import Numbers
 
 Floats = NDArray[np.float64]
 
@@ -54,7 +54,7 @@ class Uneven:
     shares: tuple[Share, ...]
 
 
-def uneven_splits(problem: Problem, cluster: Cluster, plans: list[Plan]) -> list[Uneven]:
+def uneven_splits(costs: CostModel, cluster: Cluster, plans: list[Plan]) -> list[Uneven]:
     """The best uneven batch per replica and the best uneven layers per stage, each on the best of these plans.
 
     Empty if all devices are alike, or the axes of no plan keep to one kind each.
@@ -64,7 +64,7 @@ def uneven_splits(problem: Problem, cluster: Cluster, plans: list[Plan]) -> list
         return []
     found: list[Uneven] = []
     for way in (_by_microbatches, _by_layers):
-        ways = [split for plan in plans if (split := way(problem, plan, kinds))]
+        ways = [split for plan in plans if (split := way(costs, plan, kinds))]
         found += sorted(ways, key=lambda split: split.step_s)[:1]
     return found
 
@@ -92,24 +92,24 @@ def _kinds(cluster: Cluster) -> list[_Kind]:
     return list(kinds.values())
 
 
-def _by_microbatches(problem: Problem, plan: Plan, kinds: list[_Kind]) -> Uneven | None:
+def _by_microbatches(costs: CostModel, plan: Plan, kinds: list[_Kind]) -> Uneven | None:
     """Each replica on devices of one kind, as many microbatches as it can do in the time of the others."""
     of_replica = plan.world_size // plan.dp
     if plan.dp == 1 or any(kind.devices % of_replica for kind in kinds):
         return None
     holders = np.array([kind.devices // of_replica for kind in kinds])
-    total = problem.run.train.global_batch // plan.microbatch
+    total = costs.run.train.global_batch // plan.microbatch
     each = np.arange(1, total // int(holders.sum()) * 4 + 2)
-    work = replace(problem.workload, global_batch=each * float(plan.dp * plan.microbatch))
+    work = replace(costs.workload, global_batch=each * float(plan.dp * plan.microbatch))
     one = Layouts.of([plan])
     seconds = np.stack(
-        [StepModel(one, work, kind.rates, problem.system, problem.constants).predict().step for kind in kinds]
+        [StepModel(one, work, kind.rates, costs.system, costs.constants).predict().total for kind in kinds]
     )
     dealt = deal(total, holders, seconds)
     return None if dealt is None else _uneven("microbatches", plan, kinds, *dealt)
 
 
-def _by_layers(problem: Problem, plan: Plan, kinds: list[_Kind]) -> Uneven | None:
+def _by_layers(costs: CostModel, plan: Plan, kinds: list[_Kind]) -> Uneven | None:
     """Each pipeline rank on devices of one kind, as many layers as it can do, and hold, in the time of the others.
 
     With ranks of s_i seconds for a microbatch, m of them take sum(s_i) + (m - 1) max(s_i) (1F1B); with v stages on a
@@ -119,17 +119,15 @@ def _by_layers(problem: Problem, plan: Plan, kinds: list[_Kind]) -> Uneven | Non
     if plan.pp == 1 or any(kind.devices % of_rank for kind in kinds):
         return None
     holders = np.array([kind.devices // of_rank for kind in kinds])
-    layers, one = problem.run.model.layers, Layouts.of([plan])
+    layers, one = costs.run.model.layers, Layouts.of([plan])
     even = layers / plan.pp
-    microbatches = plan.microbatches(problem.run.train.global_batch)
-    times = [
-        StepModel(one, problem.workload, kind.rates, problem.system, problem.constants).predict() for kind in kinds
-    ]
+    microbatches = plan.microbatches(costs.run.train.global_batch)
+    times = [StepModel(one, costs.workload, kind.rates, costs.system, costs.constants).predict() for kind in kinds]
     of_layer = np.array([_repeated_s(time) / microbatches / even for time in times])
-    memory = predict_memory(problem, one)
+    memory = costs.predict_memory(one)
     constant = _first(memory.workspace) + _first(memory.logits)
     of_layer_bytes = (_first(memory.total) - constant) / even
-    room = float(problem.memory_bytes) / float(problem.rates.memory_bytes)
+    room = float(costs.memory_bytes) / float(costs.rates.memory_bytes)
     most = np.array([(float(kind.rates.memory_bytes) * room - constant) // of_layer_bytes for kind in kinds])
     each = np.arange(1, layers + 1)
     seconds = np.where(each <= most[:, None], of_layer[:, None] * each, np.inf)

@@ -18,26 +18,18 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from argosy.errors import UserError
+from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.estimate import Estimate
-from argosy.plan.cost.formatting import count, gib, seconds, within
 from argosy.plan.cost.network import group_of, send_s
 from argosy.plan.cost.rates import in_precision
-from argosy.plan.cost.workload import Workload
-from argosy.plan.report.explain import interval
-from argosy.plan.report.report import Question, describe
-from argosy.plan.rules import divisors
-from argosy.plan.search.search import Problem
-from argosy.plan.search.space import Pins
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 STREAMED = 0.85
 """Share of the memory bandwidth that reading weights and cache gets; assumed."""
 SUM_S = 10e-6
 """To start a sum over the ranks of a node, by kernels made for small messages; assumed."""
-KEYS = ("tp", "pp", "precision")
-"""Keys of a plan that mean something here."""
 
 
 @dataclass(frozen=True)
@@ -64,171 +56,87 @@ class Serving:
     """Decoded by all devices."""
 
 
-@dataclass(frozen=True)
-class Served:
-    """What the planner says of inference."""
-
-    model: str
-    cluster: str
-    seq_len: int
-    sequences: int
-    """Answered at a time, by all devices."""
-    assumed: tuple[str, ...]
-    choices: tuple[Serving, ...]
-    """Those that fit, the one with most tokens a second first."""
-
-
-def serve(question: Question) -> Served:
-    """Ways to answer `train.global_batch` sequences of `data.seq_len` tokens at a time, ranked.
-
-    Raises: UserError if nothing fits, or a pin makes no sense here.
-    """
-    problem, pins = Problem.of(question.run, question.cluster), question.pins or {}
-    if strange := [key for key in pins if key not in KEYS]:
-        raise UserError(f"--fix {strange[0]} says nothing about inference. Try {', '.join(KEYS)}.")
-    precision = pins.get("precision", (problem.precision,))[0]
-    tp, pp = _cuts(problem, pins)
-    if not len(tp):
-        fixed = ", ".join(f"{key} = {'|'.join(map(str, values))}" for key, values in pins.items())
-        raise UserError(f"no way to cut {question.run.model.heads} heads over {problem.devices} devices with {fixed}.")
-    found = _predict(problem, tp, pp, str(precision))
-    fitting = sorted((way for way in found if _fits(way, problem)), key=lambda way: -way.tokens_per_s)
-    if not fitting:
-        least = min(found, key=lambda way: float(way.memory_bytes.mid))
-        raise UserError(
-            f"nothing fits: with tp = {least.tp} and pp = {least.pp} a device needs {gib(least.weights_bytes)} GiB for "
-            f"weights and {gib(least.cache_bytes)} GiB for the cache of {least.sequences} sequences, and has "
-            f"{gib(problem.rates.memory_bytes)} GiB. Try a smaller --global-batch or --seq-len, or more devices."
-        )
-    run = question.run
-    return Served(
-        model=run.model.preset or run.name,
-        cluster=describe(question.cluster),
-        seq_len=run.data.seq_len,
-        sequences=run.train.global_batch,
-        assumed=question.assumed,
-        choices=tuple(fitting[: question.top]),
-    )
-
-
-def words(served: Served) -> str:
-    """The answer as a table of text."""
-    lines = [
-        f"{served.model} on {served.cluster}: {served.sequences} sequences of {served.seq_len} tokens at a time",
-        *served.assumed,
-        f"{'tp':>4}{'pp':>4}{'copies':>8}{'weights':>10}{'cache':>8}{'GiB':>8}{'room for':>10}{'tokens/s':>10}"
-        "  prefill; between tokens",
-    ]
-    lines += [
-        f"{way.tp:>4}{way.pp:>4}{way.copies:>8}{gib(way.weights_bytes):>10}{gib(way.cache_bytes):>8}"
-        f"{gib(way.memory_bytes.mid):>8}{way.most_sequences:>10}{count(way.tokens_per_s):>10}"
-        f"  {within(way.prefill_s, seconds)}; {within(way.decode_s, seconds)}"
-        for way in served.choices
-    ]
-    return "\n".join(lines)
-
-
-def _cuts(problem: Problem, pins: Pins) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Every (tp, pp) that the heads, the layers and the devices allow."""
-    model, node = problem.run.model, int(problem.rates.node)
-    cuts = [
-        (tp, pp)
-        for tp in pins.get("tp", [n for n in divisors(problem.devices) if n <= node])
-        for pp in pins.get("pp", [n for n in divisors(problem.devices) if n <= model.layers])
-        if problem.devices % (tp * pp) == 0 and model.heads % tp == 0 and model.ffn_width % tp == 0
-    ]
-    columns = np.array(cuts, np.int64).reshape(-1, 2)
-    return columns[:, 0], columns[:, 1]
-
-
-def _predict(problem: Problem, tp: NDArray[np.int64], pp: NDArray[np.int64], precision: str) -> list[Serving]:
-    w, c = problem.workload, problem.constants
-    seq_len, batch = problem.run.data.seq_len, problem.run.train.global_batch
-    element = 4.0 if precision == "fp32" else 1.0 if precision == "fp8" else 2.0
-    copies = problem.devices // (tp * pp)
-    sequences = -(-batch // copies)
-    weights = float(w.parameters) * element / (tp * pp)
-    of_sequence = _cache_bytes(w, tp, max(element, 2.0)) * seq_len * float(w.layers) / pp
-    memory = weights + sequences * of_sequence + c.workspace_bytes
-    room = (float(problem.memory_bytes) - weights - c.workspace_bytes) // of_sequence
-    prefill = _forward_s(problem, tp, pp, precision, seq_len)
-    group = -(-sequences // pp)
-    decode = _decode_s(problem, tp, pp, precision, group)
-    tokens = copies * np.minimum(sequences, batch / copies) / decode
+def predict_serving(costs: CostModel, tp: Ints, pp: Ints, precision: str) -> list[Serving]:
+    """What each way to cut the model comes to, `tp` and `pp` ranks being columns of one length."""
+    model = _ServingModel(costs, tp, pp, precision)
+    seq_len, batch = costs.run.data.seq_len, costs.run.train.global_batch
+    replicas = costs.devices // (tp * pp)
+    sequences = -(-batch // replicas)
+    weights = float(costs.workload.matrix_parameters) * model.weight_bytes / (tp * pp)
+    of_sequence = model.token_cache_bytes() * seq_len * float(costs.workload.layers) / pp
+    memory = weights + sequences * of_sequence + costs.constants.workspace_bytes
+    room = (float(costs.memory_bytes) - weights - costs.constants.workspace_bytes) // of_sequence
+    prefill = model.prefill_s(seq_len)
+    decode = model.decode_s(-(-sequences // pp))
+    tokens = replicas * np.minimum(sequences, batch / replicas) / decode
     return [
         Serving(
             tp=int(tp[i]),
             pp=int(pp[i]),
-            copies=int(copies[i]),
+            copies=int(replicas[i]),
             sequences=int(sequences[i]),
             weights_bytes=float(weights[i]),
             cache_bytes=float(sequences[i] * of_sequence[i]),
-            memory_bytes=interval(float(memory[i]), problem.memory_std),
+            memory_bytes=Estimate.log_normal(float(memory[i]), costs.memory_std),
             most_sequences=max(0, int(room[i])),
-            prefill_s=interval(float(prefill[i]), problem.time_std),
-            decode_s=interval(float(decode[i]), problem.time_std),
+            prefill_s=Estimate.log_normal(float(prefill[i]), costs.time_std),
+            decode_s=Estimate.log_normal(float(decode[i]), costs.time_std),
             tokens_per_s=float(tokens[i]),
         )
         for i in range(len(tp))
     ]
 
 
-def _cache_bytes(w: Workload, tp: NDArray[np.int64], element: float) -> Floats:
-    """Of a token in one layer, on one tensor-parallel rank."""
-    whole = np.maximum(1, float(w.kv_heads) / tp) * (float(w.key_width) + float(w.value_width))
-    latent = float(w.kv_rank) + float(w.rope_width)
-    return np.where(float(w.kv_rank) > 0, latent, whole) * element
+class _ServingModel:
+    """The costs of inference on replicas that are cut over `tp` x `pp` devices, both columns of one length."""
 
+    def __init__(self, costs: CostModel, tp: Ints, pp: Ints, precision: str):
+        self.costs, self.tp, self.pp = costs, tp, pp
+        self.work, self.rates, self.constants = costs.workload, costs.rates, costs.constants
+        self.weight_bytes = 4.0 if precision == "fp32" else 1.0 if precision == "fp8" else 2.0
+        self.activation_bytes = 4.0 if precision == "fp32" else 2.0
+        rates, number = costs.rates, ("fp32", "bf16", "fp16", "fp8").index(precision)
+        peak = in_precision(number, rates.fp32, rates.half, rates.narrow)
+        achieved = in_precision(number, rates.achieved_fp32, rates.achieved_half, rates.achieved_narrow)
+        self.matmul_flops_per_s = float(peak) * float(achieved) * costs.constants.matmul
 
-def _forward_s(problem: Problem, tp: NDArray[np.int64], pp: NDArray[np.int64], precision: str, tokens: int) -> Floats:
-    """Forward of a sequence through all layers, one pipeline stage after the other."""
-    w, r, c = problem.workload, problem.rates, problem.constants
-    rate, element = _rate(problem, precision), 4.0 if precision == "fp32" else 2.0
-    matmuls = 2 * tokens * float(w.matmul_parameters) / tp / rate
-    scores = 2 * tokens * float(w.span) * float(w.heads) * (float(w.key_width) + float(w.value_width)) * float(w.layers)
-    attention = scores / tp / (rate * c.attention)
-    hidden = c.pointwise * float(w.width) + c.pointwise_ffn * float(w.ffn_width)
-    pointwise = tokens * hidden * element * float(w.layers) / tp / float(r.memory_bytes_per_s)
-    return np.asarray(matmuls + attention + pointwise + _waits(problem, tp, pp, tokens, element))
+    def token_cache_bytes(self) -> Floats:
+        """Bytes of a token's cache in one layer, on one tensor-parallel rank."""
+        work = self.work
+        whole = np.maximum(1, float(work.kv_heads) / self.tp) * (float(work.key_width) + float(work.value_width))
+        latent = float(work.kv_rank) + float(work.rope_width)
+        return np.where(float(work.kv_rank) > 0, latent, whole) * max(self.weight_bytes, 2.0)
 
+    def prefill_s(self, tokens: int) -> Floats:
+        """Seconds of the forward of a sequence through all layers, one pipeline stage after the other."""
+        work, constants, layers = self.work, self.constants, float(self.work.layers)
+        matmuls = 2 * tokens * float(work.matmul_parameters) / self.tp / self.matmul_flops_per_s
+        widths = float(work.key_width) + float(work.value_width)
+        scores = 2 * tokens * float(work.attention_span) * float(work.heads) * widths * layers
+        attention = scores / self.tp / (self.matmul_flops_per_s * constants.attention)
+        hidden = constants.pointwise * float(work.width) + constants.pointwise_ffn * float(work.ffn_width)
+        moved = tokens * hidden * self.activation_bytes * layers
+        pointwise = moved / self.tp / float(self.rates.memory_bytes_per_s)
+        return np.asarray(matmuls + attention + pointwise + self._waits_s(tokens))
 
-def _decode_s(
-    problem: Problem, tp: NDArray[np.int64], pp: NDArray[np.int64], precision: str, group: NDArray[np.int64]
-) -> Floats:
-    """One token for each of `group` sequences, through all layers, one pipeline stage after the other."""
-    w, r = problem.workload, problem.rates
-    element = 4.0 if precision == "fp32" else 1.0 if precision == "fp8" else 2.0
-    experts, chosen = float(w.experts), float(w.experts_per_token)
-    hit = 1 - (1 - chosen / experts) ** group if experts else np.zeros(len(tp))
-    idle = float(w.moe_layers) * float(w.expert_parameters) * (1 - hit)
-    embedding = (1 - float(w.tied)) * float(w.vocabulary_parameters)
-    weights = (float(w.parameters) - idle - embedding) * element / tp
-    cache = group * problem.run.data.seq_len * _cache_bytes(w, tp, max(element, 2.0)) * float(w.layers)
-    reading = (weights + cache) / (float(r.memory_bytes_per_s) * STREAMED)
-    computing = 2 * group * float(w.matmul_parameters) / tp / _rate(problem, precision)
-    waits = _waits(problem, tp, pp, group, 4.0 if precision == "fp32" else 2.0)
-    return np.asarray(np.maximum(reading, computing) + waits)
+    def decode_s(self, group: Ints) -> Floats:
+        """Seconds of one token for each of `group` sequences, through all layers and pipeline stages."""
+        work, layers = self.work, float(self.work.layers)
+        experts, chosen = float(work.experts), float(work.experts_per_token)
+        hit = 1 - (1 - chosen / experts) ** group if experts else np.zeros(len(self.tp))
+        idle = float(work.moe_layers) * float(work.expert_parameters) * (1 - hit)
+        embedding = (1 - float(work.tied)) * float(work.vocabulary_parameters)
+        weights = (float(work.matrix_parameters) - idle - embedding) * self.weight_bytes / self.tp
+        cache = group * self.costs.run.data.seq_len * self.token_cache_bytes() * layers
+        reading = (weights + cache) / (float(self.rates.memory_bytes_per_s) * STREAMED)
+        computing = 2 * group * float(work.matmul_parameters) / self.tp / self.matmul_flops_per_s
+        return np.asarray(np.maximum(reading, computing) + self._waits_s(group))
 
-
-def _waits(
-    problem: Problem, tp: NDArray[np.int64], pp: NDArray[np.int64], tokens: NDArray[np.int64] | int, element: float
-) -> Floats:
-    """Two sums over tensor-parallel ranks in each layer, and sends between stages."""
-    w, r, c = problem.workload, problem.rates, problem.constants
-    message = tokens * float(w.width) * element
-    ring = group_of(tp, 1, r, c).ring
-    of_sum = 2 * (tp - 1) / tp * message / ring + np.where(tp > 1, SUM_S, 0.0)
-    sends = (pp - 1) * send_s(message / tp, group_of(pp, tp, r, c))
-    return np.asarray(2 * float(w.layers) * of_sum + sends)
-
-
-def _rate(problem: Problem, precision: str) -> float:
-    """FLOP/s of matmuls inside a model."""
-    r, number = problem.rates, ("fp32", "bf16", "fp16", "fp8").index(precision)
-    peak = in_precision(number, r.fp32, r.half, r.narrow)
-    achieved = in_precision(number, r.achieved_fp32, r.achieved_half, r.achieved_narrow)
-    return float(peak) * float(achieved) * problem.constants.matmul
-
-
-def _fits(way: Serving, problem: Problem) -> bool:
-    return float(way.memory_bytes.mid) <= problem.memory_bytes
+    def _waits_s(self, tokens: Ints | int) -> Floats:
+        """Seconds of two sums over tensor-parallel ranks in each layer, and of sends between stages."""
+        tp, pp = self.tp, self.pp
+        message = tokens * float(self.work.width) * self.activation_bytes
+        ring = group_of(tp, 1, self.rates, self.constants).ring
+        of_sum = 2 * (tp - 1) / tp * message / ring + np.where(tp > 1, SUM_S, 0.0)
+        sends = (pp - 1) * send_s(message / tp, group_of(pp, tp, self.rates, self.constants))
+        return np.asarray(2 * float(self.work.layers) * of_sum + sends)

@@ -13,7 +13,7 @@ import numpy as np
 
 from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.rates import Rates
-from argosy.plan.cost.workload import Numbers
+from argosy.plan.workload import Numbers
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from argosy.config.schema import RunConfig
+from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.estimate import Estimate
 from argosy.plan.cost.exact_state import state_bytes
 from argosy.plan.cost.factors import OF_MEMORY, OF_TIME, spread
@@ -19,8 +20,6 @@ from argosy.plan.cost.traffic import traffic
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
-from argosy.plan.report.explain import interval, memory_of, waterfall
-from argosy.plan.search.search import Problem, predict_memory, predict_time
 
 TABLE = "prediction"
 """Of plan.toml."""
@@ -66,32 +65,32 @@ class Prediction:
 
 def predict(plan: Plan, run: RunConfig, cluster: Cluster) -> Prediction:
     """What a step of `run` takes on `cluster` as `plan` lays it out, calibrated by the cluster's factors."""
-    problem, row = Problem.of(run, cluster), Layouts.of([plan])
-    by_category = waterfall(predict_time(problem, row), 0)
-    memory = memory_of(predict_memory(problem, row), 0)
-    memory |= _state(plan, problem, cluster, last=plan.pp > 1 and memory["logits"] > 0)
+    costs, row = CostModel.of(run, cluster), Layouts.of([plan])
+    by_category = costs.predict_time(row).by_category(0)
+    memory = costs.predict_memory(row).by_category(0)
+    memory |= _state(plan, costs, cluster, last=plan.pp > 1 and memory["logits"] > 0)
     step_s, memory_bytes = sum(by_category.values()), sum(memory.values())
     return Prediction(
         cluster=cluster.name or str(cluster.devices),
-        step_s=interval(step_s, spread(by_category, OF_TIME, problem.factors, problem.time_std)),
+        step_s=Estimate.log_normal(step_s, spread(by_category, OF_TIME, costs.factors, costs.time_std)),
         seconds=by_category,
-        memory_bytes=interval(memory_bytes, spread(memory, OF_MEMORY, problem.factors, problem.memory_std)),
+        memory_bytes=Estimate.log_normal(memory_bytes, spread(memory, OF_MEMORY, costs.factors, costs.memory_std)),
         memory=memory,
         traffic=_by_axis(plan, run),
     )
 
 
-def _state(plan: Plan, problem: Problem, cluster: Cluster, last: bool) -> dict[str, float]:
+def _state(plan: Plan, costs: CostModel, cluster: Cluster, last: bool) -> dict[str, float]:
     """Exact bytes of the state on the first rank of the first pipeline stage, or of the last.
 
     Where gradients are checked there are two at a time: this rank's own, and another's that it computes again.
     """
     rank = (plan.pp - 1) * (plan.world_size // plan.pp) if last else 0
-    state = state_bytes(plan, problem.run, rank)
+    state = state_bytes(plan, costs.run, rank)
     elsewhere = plan.is_("offload", "optimizer", "all") and cluster.device.kind != "cpu"
     return {
         "weights": float(state.parameters),
-        "gradients": float((1 + problem.system.checks_gradients) * state.gradients),
+        "gradients": float((1 + costs.system.checks_gradients) * state.gradients),
         "optimizer": 0.0 if elsewhere else float(state.optimizer),
     }
 

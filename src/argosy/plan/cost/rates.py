@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from argosy.plan.cost.workload import Numbers
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.devices import Device, Format
+from argosy.plan.workload import Numbers
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from argosy.errors import UserError
+from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.hardware.clusters import Cluster
-from argosy.plan.search.search import Problem
 
 INNER_STEPS = (1, 10, 100, 500)
 """H that are compared; 1 is synchronous."""
@@ -37,12 +37,12 @@ def site_count(cluster: Cluster) -> int:
     return len(cluster.sites)
 
 
-def within_site(problem: Problem, cluster: Cluster) -> Problem:
+def within_site(costs: CostModel, cluster: Cluster) -> CostModel:
     """What each site does: its part of the batch on as many devices as the smallest site has.
 
     Raises: UserError if the batch cannot be shared out.
     """
-    sites, run = site_count(cluster), problem.run
+    sites, run = site_count(cluster), costs.run
     batch, left_over = divmod(run.train.global_batch, sites)
     if left_over:
         raise UserError(
@@ -50,25 +50,25 @@ def within_site(problem: Problem, cluster: Cluster) -> Problem:
             f"Try {max(1, batch) * sites}."
         )
     part = run.model_copy(update={"train": run.train.model_copy(update={"global_batch": batch})})
-    return problem.on(part, min(cluster.sites.values()))
+    return costs.on(part, min(cluster.sites.values()))
 
 
-def exchange_bytes(problem: Problem, cluster: Cluster) -> float:
+def exchange_bytes(costs: CostModel, cluster: Cluster) -> float:
     """What each site sends to sum all gradients, or weights, once."""
     sites = site_count(cluster)
-    return 2 * (sites - 1) / sites * WEIGHT_BYTES * float(problem.workload.parameters)
+    return 2 * (sites - 1) / sites * WEIGHT_BYTES * float(costs.workload.matrix_parameters)
 
 
-def exchange_s(problem: Problem, cluster: Cluster) -> float:
+def exchange_s(costs: CostModel, cluster: Cluster) -> float:
     """Seconds of one such sum, over the thinnest link; 0 on a single site."""
     if not cluster.links:
         return 0.0
     thinnest = min(link.bandwidth_bytes_per_s for link in cluster.links)
     longest = max(link.latency_s for link in cluster.links)
-    return exchange_bytes(problem, cluster) / thinnest + 2 * (site_count(cluster) - 1) * longest
+    return exchange_bytes(costs, cluster) / thinnest + 2 * (site_count(cluster) - 1) * longest
 
 
-def exchanges(problem: Problem, cluster: Cluster, inner_step_s: float) -> list[Exchange]:
+def exchanges(costs: CostModel, cluster: Cluster, inner_step_s: float) -> list[Exchange]:
     """Synchronous training over all sites beside local SGD, for a plan whose step takes `inner_step_s` in a site."""
-    sent, seconds = exchange_bytes(problem, cluster), exchange_s(problem, cluster)
+    sent, seconds = exchange_bytes(costs, cluster), exchange_s(costs, cluster)
     return [Exchange(h, sent / h, inner_step_s + seconds / h) for h in INNER_STEPS]

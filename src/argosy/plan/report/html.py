@@ -7,11 +7,11 @@ from html import escape
 
 from argosy.plan.cost.formatting import GIB, count, gib, percent, seconds, within
 from argosy.plan.cost.heterogeneous import Uneven
-from argosy.plan.cost.workload import Numbers
 from argosy.plan.report.explain import MEANING, MEMORY_MEANING
 from argosy.plan.report.report import REPAIR_H, Answer
 from argosy.plan.report.terminal import HOLDERS, LEAST_SHOWN, headline, prices, search_line
 from argosy.plan.search.choices import Choice
+from argosy.plan.workload import Numbers
 
 WIDTH, ROW, LABEL, VALUE = 760, 24, 120, 130
 """Of a bar chart: its width, a row's height, room for names and for values; pixels."""

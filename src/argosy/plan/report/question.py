@@ -11,13 +11,13 @@ from typing import Literal
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
+from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.local_machine import cluster_of, device_named, resized
 from argosy.plan.plan import Plan, words_of
 from argosy.plan.report.report import Question, usual_batch
 from argosy.plan.search.auto import Devices, choose_plan, processes_of
 from argosy.plan.search.choices import Objective
-from argosy.plan.search.search import Problem
 from argosy.plan.search.space import parse_pins
 
 USUAL_SEQ_LEN = 8192
@@ -140,5 +140,5 @@ def _gpu_names() -> list[str]:
 def _the_trainer_s(run: RunConfig, place: Cluster) -> Plan:
     """The plan that `argosy train` would take."""
     kind: Literal["cpu", "cuda"] = "cpu" if place.device.kind == "cpu" else "cuda"
-    fast = Problem.of(run, place).precision == "bf16"
+    fast = CostModel.of(run, place).precision == "bf16"
     return choose_plan(run, Devices(place.devices, kind, fast), place)

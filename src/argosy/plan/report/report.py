@@ -10,6 +10,7 @@ import numpy as np
 
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
+from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.goodput import Goodput, spare_nodes
 from argosy.plan.cost.heterogeneous import Uneven, uneven_splits
 from argosy.plan.cost.sites import Exchange, exchanges, site_count, within_site
@@ -17,18 +18,10 @@ from argosy.plan.flops import active_parameters, parameters
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
-from argosy.plan.report.explain import (
-    Misfit,
-    Sensitivity,
-    binding,
-    memory_of,
-    misfit,
-    nearest,
-    sensitivities,
-    waterfall,
-)
+from argosy.plan.report.explain import Sensitivity, binding, sensitivities
 from argosy.plan.search.choices import Choice, Economy, Objective, first_of
-from argosy.plan.search.search import Found, Problem, predict_memory, predict_time, search
+from argosy.plan.search.fitting import Misfit, misfit, nearest_that_fits
+from argosy.plan.search.search import Found, search
 from argosy.plan.search.space import Pins
 
 TOKENS_PER_PARAMETER = 20
@@ -119,15 +112,15 @@ class Answer:
 def answer(question: Question) -> Answer:
     """Search, rank, explain. Raises: UserError if nothing is legal, or nothing fits, with what would."""
     run, cluster = question.run, question.cluster
-    whole = Problem.of(run, cluster)
-    problem = within_site(whole, cluster) if site_count(cluster) > 1 else whole
+    whole = CostModel.of(run, cluster)
+    costs = within_site(whole, cluster) if site_count(cluster) > 1 else whole
     pins = _of_a_site(question.pins or {}, cluster)
-    counts = _counts(problem, question.objective)
-    found = search(problem, pins, counts)
+    counts = _counts(costs, question.objective)
+    found = search(costs, pins, counts)
     if not len(found):
-        raise UserError(_nothing_fits(problem, found, pins, counts))
+        raise UserError(_nothing_fits(costs, found, pins, counts))
     tokens = question.tokens or TOKENS_PER_PARAMETER * float(active_parameters(run.model))
-    economy = Economy(run, cluster, problem, tokens)
+    economy = Economy(run, cluster, costs, tokens)
     best = found.best(economy.score(found, question.objective), max(question.top, 1))
     explained = question.given or found.plans.plan(int(best[0]))
     explanation = _explain(economy, explained, found, is_best=question.given is None)
@@ -139,7 +132,7 @@ def answer(question: Question) -> Answer:
         active_parameters=active_parameters(run.model),
         cluster=describe(cluster),
         devices=cluster.devices,
-        memory_bytes=float(problem.rates.memory_bytes),
+        memory_bytes=float(costs.rates.memory_bytes),
         seq_len=run.data.seq_len,
         global_batch=run.train.global_batch,
         tokens=tokens,
@@ -152,36 +145,36 @@ def answer(question: Question) -> Answer:
         choices=economy.choices(found.plans[best]),
         pareto=economy.choices(found.plans[front]),
         explanation=explanation,
-        uneven=_uneven(problem, cluster, found, [*best, *front]) if problem is whole else (),
-        exchanges=tuple(exchanges(problem, cluster, inside_s)) if problem is not whole else (),
-        notes=tuple(_notes(question, problem)),
+        uneven=_uneven(costs, cluster, found, [*best, *front]) if costs is whole else (),
+        exchanges=tuple(exchanges(costs, cluster, inside_s)) if costs is not whole else (),
+        notes=tuple(_notes(question, costs)),
     )
 
 
-def _uneven(problem: Problem, cluster: Cluster, found: Found, rows: Sequence[int]) -> tuple[Uneven, ...]:
+def _uneven(costs: CostModel, cluster: Cluster, found: Found, rows: Sequence[int]) -> tuple[Uneven, ...]:
     """The best uneven shares on these plans; none on devices that are alike."""
     if cluster.uniform:
         return ()
-    return tuple(uneven_splits(problem, cluster, [found.plans.plan(int(row)) for row in dict.fromkeys(rows)]))
+    return tuple(uneven_splits(costs, cluster, [found.plans.plan(int(row)) for row in dict.fromkeys(rows)]))
 
 
 def _explain(economy: Economy, plan: Plan, found: Found, is_best: bool) -> Explanation:
-    problem, row = economy.problem, Layouts.of([plan])
+    costs, row = economy.costs, Layouts.of([plan])
     choice = economy.choices(row)[0]
     failures = economy.failures(np.array([plan.world_size]), float(choice.step_s.mid))
-    seconds = waterfall(predict_time(problem, row), 0)
+    seconds = costs.predict_time(row).by_category(0)
     if economy.between_sites_s:
         seconds["sites"] = economy.between_sites_s
     seconds["failures"] = float(np.atleast_1d(failures.overhead.mid)[0]) * float(choice.step_s.mid)
-    missing = misfit(problem, plan)
-    near = nearest(plan, found) if missing else None
-    changes = sensitivities(problem, plan, found if is_best else None)
+    missing = misfit(costs, plan)
+    near = nearest_that_fits(plan, found) if missing else None
+    changes = sensitivities(costs, plan, found if is_best else None)
     return Explanation(
         choice=choice,
         misfit=missing,
         near=None if near is None else economy.choices(found.plans[np.array([near])])[0],
         waterfall=seconds,
-        memory=memory_of(predict_memory(problem, row), 0),
+        memory=costs.predict_memory(row).by_category(0),
         binding=binding(changes),
         sensitivities=tuple(changes),
         failures=first_of(failures),
@@ -211,32 +204,30 @@ def _of_a_site(pins: Pins, cluster: Cluster) -> Pins:
     return {**pins, "dp_replicate": inside}
 
 
-def _counts(problem: Problem, objective: Objective) -> list[int]:
+def _counts(costs: CostModel, objective: Objective) -> list[int]:
     """Numbers of devices that a plan may be for: whole nodes, or parts of one."""
-    halves = [problem.devices >> n for n in range(FEWEST_HALVINGS if objective in ("cost", "energy") else 1)]
-    node = int(problem.rates.node)
+    halves = [costs.devices >> n for n in range(FEWEST_HALVINGS if objective in ("cost", "energy") else 1)]
+    node = int(costs.rates.node)
     return [
-        n
-        for i, n in enumerate(halves)
-        if n and problem.devices == n << i and (n % node == 0 or node % n == 0 or i == 0)
+        n for i, n in enumerate(halves) if n and costs.devices == n << i and (n % node == 0 or node % n == 0 or i == 0)
     ]
 
 
-def _notes(question: Question, problem: Problem) -> list[str]:
+def _notes(question: Question, costs: CostModel) -> list[str]:
     notes = []
     if not question.cluster.uniform:
         notes.append(f"All plans wait for the slowest device, {question.cluster.device.name}. {OUTLOOK}")
     if site_count(question.cluster) > 1:
-        notes.append(f"Each site has a whole copy of the model on {problem.devices} devices. {OUTLOOK_SITES}")
+        notes.append(f"Each site has a whole copy of the model on {costs.devices} devices. {OUTLOOK_SITES}")
     if question.cluster.device.assumed:
         device = question.cluster.device
         notes.append(f"Nobody published these of {device.name}, they are assumed: {', '.join(device.assumed)}.")
     return notes
 
 
-def _nothing_fits(problem: Problem, found: Found, pins: Pins, counts: Sequence[int]) -> str:
+def _nothing_fits(costs: CostModel, found: Found, pins: Pins, counts: Sequence[int]) -> str:
     """By how much the leanest plan does not fit, and what would do."""
-    missing = misfit(problem, found.leanest)
+    missing = misfit(costs, found.leanest)
     assert missing is not None  # or it would have been found
     lines = [
         f'nothing fits: of {found.looked_at:,} plans the leanest, "{found.leanest}", needs '
@@ -244,30 +235,30 @@ def _nothing_fits(problem: Problem, found: Found, pins: Pins, counts: Sequence[i
         f"{missing.has_bytes / GIB:.1f} GiB that it may (with a margin for the prediction); "
         f"{missing.largest} takes {missing.largest_bytes / GIB:.1f} GiB."
     ]
-    remedies = _remedies(problem, found.leanest, pins, counts)
+    remedies = _remedies(costs, found.leanest, pins, counts)
     return "\n  ".join([*lines, *(remedies or ["A larger device, or a smaller model, would do."])])
 
 
-def _remedies(problem: Problem, leanest: Plan, pins: Pins, counts: Sequence[int]) -> list[str]:
+def _remedies(costs: CostModel, leanest: Plan, pins: Pins, counts: Sequence[int]) -> list[str]:
     """What would make a plan fit, in words."""
     remedies = []
     if pins:
-        free = search(problem, {}, counts)
-        row = nearest(leanest, free)
+        free = search(costs, {}, counts)
+        row = nearest_that_fits(leanest, free)
         if row is not None:
             needs = free.memory_bytes[row] / GIB
             remedies.append(f'With nothing fixed, the nearest that fits: "{free.plans.plan(row)}" ({needs:.1f} GiB).')
     if "offload" not in pins:
-        offloaded = search(problem, {**pins, "offload": ("all", "optimizer")}, counts)
+        offloaded = search(costs, {**pins, "offload": ("all", "optimizer")}, counts)
         if len(offloaded):
             row = int(np.argmin(offloaded.step_s))
             remedies.append(
                 f'With state in host memory: --fix offload=all|optimizer, e.g. "{offloaded.plans.plan(row)}".'
             )
     for doublings in range(1, MOST_DOUBLINGS):
-        count = problem.devices << doublings
+        count = costs.devices << doublings
         try:
-            larger = search(problem, pins, [count])
+            larger = search(costs, pins, [count])
         except UserError:  # no legal plan for so many devices
             continue
         if len(larger):

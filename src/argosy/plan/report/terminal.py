@@ -9,10 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 from argosy.plan.cost.formatting import GIB, count, gib, percent, seconds, within
-from argosy.plan.cost.workload import Numbers
 from argosy.plan.report.explain import MEANING, MEMORY_MEANING
 from argosy.plan.report.report import REPAIR_H, Answer
 from argosy.plan.search.choices import Choice
+from argosy.plan.workload import Numbers
 
 BAR = 24
 """Characters of the longest bar."""

@@ -9,14 +9,14 @@ from typing import Literal
 
 from argosy.config.schema import RunConfig
 from argosy.errors import ArgosyWarning, UserError
+from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.hardware.clusters import Cluster, NodeGroup
 from argosy.plan.hardware.devices import device_names, find_device
 from argosy.plan.hardware.local_machine import cluster_of, device_named, resized
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan, words_of
-from argosy.plan.rules import divisors, first_problem
+from argosy.plan.rules import check_plan, divisors, first_problem
 from argosy.plan.search.best import plainest, search_to_run, why_nothing_fits
-from argosy.plan.search.search import Problem
 from argosy.plan.search.space import Pins
 
 UNKNOWN_GPU = "a100-80"
@@ -73,16 +73,16 @@ def choose_plan(run: RunConfig, devices: Devices, machine: Cluster | None = None
         )
     if "precision" not in words:
         written = written.model_copy(update={"precision": "bf16" if devices.fast_bf16 else "fp32"})
-    problem = _problem(run, devices, machine)
+    costs = _costs(run, devices, machine)
     try:
-        found = search_to_run(problem, _pins(written, words.keys() | {"precision"}, auto))
+        found = search_to_run(costs, _pins(written, words.keys() | {"precision"}, auto))
     except UserError:  # in the words of `argosy plan`
         return _plain(run, written, words, devices.count)
     if len(found):
         return found.plans.plan(plainest(found))
     if auto and devices.kind == "cuda":
         raise UserError(
-            f'plan = "{run.plan}": {why_nothing_fits(problem, found)} `argosy plan` says what would do; '
+            f'plan = "{run.plan}": {why_nothing_fits(costs, found)} `argosy plan` says what would do; '
             "a plan that says its axes itself is tried all the same."
         )
     return found.leanest
@@ -105,16 +105,16 @@ def _plain(run: RunConfig, written: Plan, words: dict[str, str], count: int) -> 
     if "microbatch" not in words:
         sizes = [plan.model_copy(update={"microbatch": n}) for n in divisors(max(1, run.train.global_batch // plan.dp))]
         plan = next((sized for sized in sizes if first_problem(sized, run) is None), sizes[0])
-    plan.check(run, count)
+    check_plan(plan, run, count)
     return plan
 
 
-def _problem(run: RunConfig, devices: Devices, machine: Cluster | None) -> Problem:
+def _costs(run: RunConfig, devices: Devices, machine: Cluster | None) -> CostModel:
     cluster = machine or machine_for(run, devices)
-    problem = Problem.of(run, cluster).on(run, devices.count)
+    costs = CostModel.of(run, cluster).on(run, devices.count)
     if "memory_bytes" in cluster.device.assumed:  # nobody knows it, so that it is no reason to choose by
-        return replace(problem, rates=replace(problem.rates, memory_bytes=math.inf))
-    return problem
+        return replace(costs, rates=replace(costs.rates, memory_bytes=math.inf))
+    return costs
 
 
 def machine_for(run: RunConfig, devices: Devices) -> Cluster:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.formatting import GIB
 from argosy.plan.layouts import WORDS, Ints, Layouts
-from argosy.plan.report.explain import misfit
-from argosy.plan.search.search import Found, Problem, search
+from argosy.plan.search.fitting import misfit
+from argosy.plan.search.search import Found, search
 from argosy.plan.search.space import Pins
 
 AS_FAST = 0.03
@@ -17,15 +18,15 @@ AS_FAST = 0.03
 OFFLOADS = tuple(word for word in WORDS["offload"] if word != "none")
 
 
-def search_to_run(problem: Problem, pins: Pins, counts: Sequence[int] | None = None) -> Found:
+def search_to_run(costs: CostModel, pins: Pins, counts: Sequence[int] | None = None) -> Found:
     """`search`; where nothing fits an accelerator, and `pins` leave it open, with state in host memory.
 
     Raises: UserError if no plan is legal.
     """
-    found = search(problem, pins, counts)
-    if len(found) or "offload" in pins or problem.rates.host_waits:  # the host is the device
+    found = search(costs, pins, counts)
+    if len(found) or "offload" in pins or costs.rates.host_waits:  # the host is the device
         return found
-    offloaded = search(problem, {**pins, "offload": OFFLOADS}, counts)
+    offloaded = search(costs, {**pins, "offload": OFFLOADS}, counts)
     return offloaded if len(offloaded) else found
 
 
@@ -55,9 +56,9 @@ def features(plans: Layouts) -> Ints:
     return np.sum([column.astype(np.int64) for column in used], axis=0)
 
 
-def why_nothing_fits(problem: Problem, found: Found) -> str:
+def why_nothing_fits(costs: CostModel, found: Found) -> str:
     """By how much the leanest plan is too large, in words; `found` is empty."""
-    missing = misfit(problem, found.leanest)
+    missing = misfit(costs, found.leanest)
     assert missing is not None  # or it would have been found
     return (
         f'nothing fits: the leanest plan, "{found.leanest}", needs {missing.needs_bytes / GIB:.1f} GiB of each device, '

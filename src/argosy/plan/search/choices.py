@@ -10,18 +10,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from argosy.config.schema import RunConfig
+from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.economy import WholeRun, whole_run
 from argosy.plan.cost.estimate import Estimate
 from argosy.plan.cost.factors import OF_MEMORY, OF_TIME, spread
 from argosy.plan.cost.goodput import Goodput, goodput, saving_of
 from argosy.plan.cost.rates import in_precision
 from argosy.plan.cost.sites import exchange_s, site_count
-from argosy.plan.cost.workload import Numbers
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
-from argosy.plan.report.explain import interval, memory_of, waterfall
-from argosy.plan.search.search import Found, Problem, predict_memory, predict_time
+from argosy.plan.search.search import Found
+from argosy.plan.workload import Numbers
 
 Objective = Literal["time", "cost", "energy", "goodput"]
 """What plans are ranked by."""
@@ -48,15 +48,15 @@ class Choice:
 class Economy:
     """What plans come to in a whole run."""
 
-    def __init__(self, run: RunConfig, cluster: Cluster, problem: Problem, tokens: float):
-        """problem: what each site of the cluster does; tokens: to train on."""
-        self.run, self.cluster, self.problem, self.tokens = run, cluster, problem, tokens
+    def __init__(self, run: RunConfig, cluster: Cluster, costs: CostModel, tokens: float):
+        """costs: what each site of the cluster does; tokens: to train on."""
+        self.run, self.cluster, self.costs, self.tokens = run, cluster, costs, tokens
         self.sites = site_count(cluster)
-        self.between_sites_s = exchange_s(problem, cluster)
+        self.between_sites_s = exchange_s(costs, cluster)
 
     def failures(self, devices: NDArray[np.int64], step_s: Numbers) -> Goodput:
         """Of jobs on so many devices of a site."""
-        state_bytes = float(self.problem.workload.parameters) * (4 + float(self.problem.system.moment_bytes))
+        state_bytes = float(self.costs.workload.matrix_parameters) * (4 + float(self.costs.system.moment_bytes))
         used = np.asarray(devices * self.sites, float)
         saving = saving_of(self.cluster, state_bytes, used, self.run.checkpoint.background)
         return goodput(self.cluster, saving, used, step_s=step_s)
@@ -81,32 +81,32 @@ class Economy:
 
     def choices(self, plans: Layouts) -> tuple[Choice, ...]:
         """What these plans come to."""
-        problem, n = self.problem, len(plans)
+        costs, n = self.costs, len(plans)
         devices = np.broadcast_to(plans.world_size, n)
-        time, memory = predict_time(problem, plans), predict_memory(problem, plans)
+        time, memory = costs.predict_time(plans), costs.predict_memory(plans)
         steps = [
-            interval(
-                sum(costs.values()) + self.between_sites_s, spread(costs, OF_TIME, problem.factors, problem.time_std)
+            Estimate.log_normal(
+                sum(parts.values()) + self.between_sites_s, spread(parts, OF_TIME, costs.factors, costs.time_std)
             )
-            for costs in (waterfall(time, i) for i in range(n))
+            for parts in (time.by_category(i) for i in range(n))
         ]
         ranks = [
-            interval(sum(costs.values()), spread(costs, OF_MEMORY, problem.factors, problem.memory_std))
-            for costs in (memory_of(memory, i) for i in range(n))
+            Estimate.log_normal(sum(parts.values()), spread(parts, OF_MEMORY, costs.factors, costs.memory_std))
+            for parts in (memory.by_category(i) for i in range(n))
         ]
         step_s = stacked(steps)
         failures = self.failures(devices, step_s.mid)
         made = self.whole(devices, step_s, failures)
-        rates = problem.rates
+        rates = costs.rates
         peak = np.broadcast_to(in_precision(plans.precision, rates.fp32, rates.half, rates.narrow), n)
-        flops = float(problem.workload.train_flops_per_token) * self.run.tokens_per_step
+        flops = float(costs.workload.train_flops_per_token) * self.run.tokens_per_step
         return tuple(
             Choice(
                 plan=str(self.over_sites(plans.plan(i))),
                 devices=int(devices[i]) * self.sites,
                 step_s=steps[i],
                 memory_bytes=ranks[i],
-                fits=bool(float(ranks[i].mid) <= problem.memory_bytes),
+                fits=bool(float(ranks[i].mid) <= costs.memory_bytes),
                 tokens_per_s=self.run.tokens_per_step / float(steps[i].mid),
                 mfu=flops / float(steps[i].mid * devices[i] * self.sites * peak[i]),
                 run=_row(made, i),

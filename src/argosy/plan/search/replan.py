@@ -15,13 +15,14 @@ import numpy as np
 
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
+from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.factors import OF_TIME, slowed
 from argosy.plan.cost.prediction import predict
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.local_machine import resized
 from argosy.plan.plan import Plan, words_of
 from argosy.plan.search.best import plainest, search_to_run, why_nothing_fits
-from argosy.plan.search.search import Found, Problem, rows
+from argosy.plan.search.search import Found
 from argosy.plan.search.space import Pins
 
 GIVEN_UP: tuple[tuple[str, ...], ...] = (
@@ -128,11 +129,11 @@ def _numerics(plan: Plan) -> Pins:
 def _alike(found: Found, plan: Plan) -> Found:
     """Of what was found, the plans that gather weights as `plan` does; if none does, all."""
     plans = found.plans
-    gathers = (plans.zero == 3) & (plans.dp_shard * plans.cp > 1)
+    gathers = plans.shards_parameters
     alike = np.broadcast_to(gathers == _gathers_narrow(plan), len(found))
     if plan.precision == "fp32" or not alike.any():
         return found
-    return replace(found, plans=plans[alike], memory=rows(found.memory, alike), time=rows(found.time, alike))
+    return replace(found, plans=plans[alike], memory=found.memory.rows(alike), time=found.time.rows(alike))
 
 
 def _gathers_narrow(plan: Plan) -> bool:
@@ -176,12 +177,12 @@ def _best_of(
     run: RunConfig, plan: Plan, machine: Cluster, processes: int, counts: Sequence[int], pins: Pins
 ) -> Replanned:
     """The plan for one of these numbers of processes. Raises: UserError if none is legal, or fits."""
-    problem = Problem.of(run, resized(machine, processes)).on(run, processes)
+    costs = CostModel.of(run, resized(machine, processes)).on(run, processes)
     if "memory_bytes" in machine.device.assumed:  # nobody knows it, so that it is no reason to give up
-        problem = replace(problem, rates=replace(problem.rates, memory_bytes=math.inf))
-    found = search_to_run(problem, pins, counts)
+        costs = replace(costs, rates=replace(costs.rates, memory_bytes=math.inf))
+    found = search_to_run(costs, pins, counts)
     if not len(found):
-        raise UserError(f"on the {processes} processes that are left {why_nothing_fits(problem, found)}")
+        raise UserError(f"on the {processes} processes that are left {why_nothing_fits(costs, found)}")
     found = _alike(found, plan)
     row = plainest(found)
     best = found.plans.plan(row)

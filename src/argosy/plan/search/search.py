@@ -5,38 +5,24 @@ A mesh whose leanest plan does not fit (smallest microbatch, most recompute) is 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from argosy.config.schema import RunConfig
 from argosy.errors import UserError
-from argosy.plan.cost.cluster_constants import constants_of, time_std
-from argosy.plan.cost.constants import Constants, fitted
-from argosy.plan.cost.exact_state import INT8_BLOCK, MOMENTS
-from argosy.plan.cost.factors import Factors, calibrated
-from argosy.plan.cost.memory_model import Footprint, MemoryModel
-from argosy.plan.cost.rates import Rates, System
-from argosy.plan.cost.step_time import StepModel, StepTime
-from argosy.plan.cost.workload import Workload
-from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.cost.cost_model import CostModel
+from argosy.plan.cost.memory_model import Footprint
+from argosy.plan.cost.step_time import StepTime
 from argosy.plan.layouts import Layouts
-from argosy.plan.plan import Plan, Precision
+from argosy.plan.plan import Plan
 from argosy.plan.rules import breaks_any
 from argosy.plan.search.space import Pins, Space, columns_of, crossed, joined
 
 Floats = NDArray[np.float64]
-CostT = TypeVar("CostT", StepTime, Footprint)
 
-CHUNK = 4096
-"""Plans that are computed at once: their columns stay in the cache."""
-FAST_HALF = 1.5
-"""bf16 is chosen where its matmuls are this much faster than fp32's, as `plan.search.auto` does."""
 MORE = 0.1
 """Share of a device's memory by which a plan may miss it and still be timed, to say what more memory would bring."""
 FITS_Z = 1.2816
@@ -116,7 +102,6 @@ class Problem:
 class Found:
     """What a search came to."""
 
-    problem: Problem
     looked_at: int
     """Plans whose memory was computed."""
     plans: Layouts
@@ -131,7 +116,7 @@ class Found:
     @cached_property
     def step_s(self) -> Floats:
         """Of each plan."""
-        return np.asarray(self.time.step)
+        return np.asarray(self.time.total)
 
     @cached_property
     def memory_bytes(self) -> Floats:
@@ -175,30 +160,29 @@ def _thinned(rows: NDArray[np.int64], many: int) -> NDArray[np.int64]:
     return rows[np.unique(np.linspace(0, len(rows) - 1, many).round().astype(int))]
 
 
-def search(problem: Problem, pins: Pins, counts: Sequence[int] | None = None) -> Found:
+def search(costs: CostModel, pins: Pins, counts: Sequence[int] | None = None) -> Found:
     """All plans for `counts` devices (default: all there are), those that fit with their predicted time.
 
     Raises: UserError if no plan is legal, with the rule in the way.
     """
-    space = Space(problem, pins)
-    meshes = joined([space.meshes(count) for count in counts or [problem.devices]])
+    space = Space(costs, pins)
+    meshes = joined([space.meshes(count) for count in counts or [costs.devices]])
     lean = space.plans(crossed(meshes, space.pipelines(), space.leanest()), any_microbatch=True)
-    lean_bytes = np.asarray(predict_memory(problem, lean).total)
-    fitting = lean[lean_bytes <= problem.memory_bytes * (1 + MORE)]
+    lean_bytes = np.asarray(costs.predict_memory(lean).total)
+    fitting = lean[lean_bytes <= costs.memory_bytes * (1 + MORE)]
     plans = space.plans(crossed(columns_of(fitting), space.microbatches(), space.recomputes()))
-    memory = predict_memory(problem, plans)
+    memory = costs.predict_memory(plans)
     memory_bytes = np.asarray(memory.total)
-    near = memory_bytes <= problem.memory_bytes * (1 + MORE)
-    fits = memory_bytes[near] <= problem.memory_bytes
-    time = predict_time(problem, plans[near])
+    near = memory_bytes <= costs.memory_bytes * (1 + MORE)
+    fits = memory_bytes[near] <= costs.memory_bytes
+    time = costs.predict_time(plans[near])
     return Found(
-        problem=problem,
         looked_at=len(lean) + len(near),
         plans=plans[near][fits],
-        memory=rows(rows(memory, near), fits),
-        time=rows(time, fits),
+        memory=memory.rows(near).rows(fits),
+        time=time.rows(fits),
         leanest=_leanest(space, lean, lean_bytes),
-        roomier_step_s=float(np.min(time.step, initial=np.inf)),
+        roomier_step_s=float(np.min(time.total, initial=np.inf)),
     )
 
 
@@ -210,39 +194,4 @@ def _leanest(space: Space, lean: Layouts, memory_bytes: Floats) -> Plan:
     others = space.plans(crossed(columns_of(lean), space.microbatches()))
     if not len(others):
         raise UserError(space.why_none())
-    return others.plan(int(np.argmin(predict_memory(space.problem, others).total)))
-
-
-def predict_memory(problem: Problem, plans: Layouts) -> Footprint:
-    """Bytes of each plan."""
-    raw = _in_chunks(
-        plans, lambda some: MemoryModel(some, problem.workload, problem.system, problem.constants).predict(), Footprint
-    )
-    return calibrated(raw, problem.factors)
-
-
-def predict_time(problem: Problem, plans: Layouts, rates: Rates | None = None) -> StepTime:
-    """Seconds of each plan's step, with other `rates` than the problem's if given."""
-    rates = rates or problem.rates
-    raw = _in_chunks(
-        plans,
-        lambda some: StepModel(some, problem.workload, rates, problem.system, problem.constants).predict(),
-        StepTime,
-    )
-    return calibrated(raw, problem.factors)
-
-
-def _in_chunks(plans: Layouts, predict: Callable[[Layouts], CostT], kind: type[CostT]) -> CostT:
-    whole = {f.name: np.empty(len(plans)) for f in fields(kind)}
-    for start in range(0, len(plans), CHUNK):
-        some = plans[start : start + CHUNK]
-        alone = some.dp_shard * some.cp == 1
-        cost = predict(replace(some, zero=np.where(alone, 0, some.zero)))  # a rank alone shares nothing
-        for name, column in whole.items():
-            column[start : start + CHUNK] = getattr(cost, name)
-    return kind(**whole)
-
-
-def rows(cost: CostT, chosen: NDArray[Any]) -> CostT:
-    """The cost of the plans that a mask or numbers choose."""
-    return replace(cost, **{f.name: getattr(cost, f.name)[chosen] for f in fields(cost)})
+    return others.plan(int(np.argmin(space.costs.predict_memory(others).total)))

@@ -11,19 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from argosy.errors import UserError
+from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.layouts import WORDS, Layouts
-from argosy.plan.pipeline import SCHEDULES
+from argosy.plan.pipeline import INTERLEAVED, SCHEDULES
 from argosy.plan.plan import AXES, Plan, words_of
-from argosy.plan.rules import INTERLEAVED, OF_MICROBATCHES, breaks_any, divisors, first_problem, nearest
-
-if TYPE_CHECKING:
-    from argosy.plan.search.search import Problem
+from argosy.plan.rules import OF_MICROBATCHES, breaks_any, divisors, first_problem, nearest
 
 Mask = NDArray[np.bool_]
 Table = dict[str, NDArray[np.int64]]
@@ -56,8 +54,8 @@ def parse_pins(text: str) -> Pins:
 class Space:
     """The plans that a search looks at, as tables of columns to be crossed."""
 
-    def __init__(self, problem: Problem, pins: Pins):
-        self.problem, self.pins, self.run = problem, pins, problem.run
+    def __init__(self, costs: CostModel, pins: Pins):
+        self.costs, self.pins, self.run = costs, pins, costs.run
 
     def _of(self, key: str, *usual: Any) -> tuple[Any, ...]:
         return self.pins.get(key, usual)
@@ -72,7 +70,7 @@ class Space:
 
     def _meshes(self, devices: int) -> Iterator[tuple[Any, ...]]:
         run, model = self.run, self.run.model
-        node = int(self.problem.rates.node)
+        node = int(self.costs.rates.node)
         longest = max(1, run.data.seq_len // CONTEXT_TOKENS)
         for tp in self._of("tp", *(n for n in divisors(devices) if n <= node and model.heads % n == 0)):
             for cp in self._of("cp", *(n for n in divisors(devices) if n <= longest)):
@@ -87,7 +85,7 @@ class Space:
     def _shared(self, dp: int, cp: int, tp: int) -> Iterator[tuple[int, int, int]]:
         """(dp_shard, ep, zero) of `dp` data-parallel ranks."""
         experts = self.run.model.moe.experts
-        near = {self.problem.rates.node // (tp * cp), self.problem.tier // (tp * cp), dp}
+        near = {self.costs.rates.node // (tp * cp), self.costs.tier // (tp * cp), dp}
         whole = divisors(dp)
         usual = sorted({1, *(int(n) for n in near if n in whole)})
         for shard in self._of("dp_shard", *usual):
@@ -150,7 +148,7 @@ class Space:
         """
         rest = {
             "offload": self._of("offload", "none"),
-            "precision": self._of("precision", self.problem.precision),
+            "precision": self._of("precision", self.costs.precision),
             "weights": self._of("weights", "fp32"),
             "reduce": self._of("reduce", "fp32"),
         }
@@ -184,7 +182,7 @@ class Space:
 
     def why_none(self) -> str:
         """Why there is no plan at all: the first rule that the plainest plan breaks, and what would do."""
-        devices = self.problem.devices
+        devices = self.costs.devices
         fixed = ",".join(f"{key}={'|'.join(map(_word, values))}" for key, values in self.pins.items())
         where = f'--fix "{fixed}": ' if fixed else f"no plan for {devices} devices: "
         axes = {axis: min(self.pins[axis]) for axis in AXES if axis in self.pins}
@@ -192,7 +190,7 @@ class Space:
         if devices % product:
             made = " x ".join(f"{axis}={size}" for axis, size in axes.items() if size > 1)
             near = [n for n in divisors(devices) if n <= product][-1]
-            step = math.lcm(product, int(self.problem.rates.node))
+            step = math.lcm(product, int(self.costs.rates.node))
             return (
                 f"{where}{made} takes {product} devices at a time, which does not divide {devices}. "
                 f"Try axes whose product is {near}, or a cluster of {-(-devices // step) * step} devices."
@@ -222,12 +220,12 @@ class Space:
         free = next((axis for axis in ("dp_shard", "dp_replicate", "cp", "pp", "tp") if axis not in first), None)
         if left > 1 and free is None:
             return None
-        return Plan(**{"precision": self.problem.precision, **first, **({free: left} if free else {})})
+        return Plan(**{"precision": self.costs.precision, **first, **({free: left} if free else {})})
 
     def _fewer(self) -> int | None:
         """The largest smaller number of whole nodes for which there are plans, if one is near."""
-        node = int(self.problem.rates.node)
-        for count in range(self.problem.devices - node, 0, -node)[:FEWER_TRIED]:
+        node = int(self.costs.rates.node)
+        for count in range(self.costs.devices - node, 0, -node)[:FEWER_TRIED]:
             table = crossed(self.meshes(count), self.pipelines(), self.microbatches(), self.leanest_recompute())
             if len(self.plans(table)):
                 return count

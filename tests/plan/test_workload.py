@@ -7,8 +7,8 @@ import pytest
 
 from argosy.config.catalog import preset_names
 from argosy.config.load import load
-from argosy.plan.cost.workload import Workload, stack
 from argosy.plan.flops import matmul_parameters, parameters, train_flops_per_token
+from argosy.plan.workload import Workload, stack
 
 
 @pytest.mark.parametrize("preset", preset_names("models"))
@@ -18,7 +18,7 @@ def test_flops_and_parameters_are_those_of_the_model(preset):
     work = Workload.of_model(model, seq_len=512, global_batch=16)
     assert work.matmul_parameters == matmul_parameters(model)
     assert work.train_flops_per_token == pytest.approx(train_flops_per_token(model, 512))
-    assert work.parameters == pytest.approx(parameters(model), rel=2e-3)  # norms and biases are not in it
+    assert work.matrix_parameters == pytest.approx(parameters(model), rel=2e-3)  # norms and biases are not in it
 
 
 def test_a_stack_has_the_figures_of_each():
@@ -27,4 +27,4 @@ def test_a_stack_has_the_figures_of_each():
         for preset in ("llama3-8b", "deepseek-v3", "qwen3-30b-a3b")
     ]
     together = stack(works)
-    assert np.asarray(together.parameters).tolist() == [work.parameters for work in works]
+    assert np.asarray(together.matrix_parameters).tolist() == [work.matrix_parameters for work in works]

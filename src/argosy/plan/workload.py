@@ -6,14 +6,14 @@ Both are dataclasses of plain numbers, so that many jobs can be stacked into one
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from argosy.config.schema import ModelConfig, RunConfig
 
-Numbers = float | NDArray[Any]
+if TYPE_CHECKING:  # a plan is read where nothing is computed, and NumPy takes a tenth of a second to import
+    from numpy.typing import NDArray
+
+Numbers: TypeAlias = "float | NDArray[Any]"
 """One number, or one for each of many jobs."""
 
 StackT = TypeVar("StackT")
@@ -21,6 +21,8 @@ StackT = TypeVar("StackT")
 
 def stack(jobs: list[StackT]) -> StackT:
     """The jobs as one, each field an array with an element for each."""
+    import numpy as np
+
     kind = type(jobs[0])
     return kind(**{f.name: np.array([getattr(job, f.name) for job in jobs], float) for f in fields(kind)})  # type: ignore[arg-type]
 
@@ -46,7 +48,7 @@ class Workload:
     seq_len: Numbers
     global_batch: Numbers
     """Sequences of a step."""
-    span: Numbers
+    attention_span: Numbers
     """Tokens that a token attends to, on average over a sequence and the layers: half of it, if causal."""
     moe_layers: Numbers = 0
     experts: Numbers = 0
@@ -86,7 +88,7 @@ class Workload:
             tied=float(model.tie_embeddings),
             seq_len=seq_len,
             global_batch=global_batch,
-            span=seq_len / 2,
+            attention_span=seq_len / 2,
             moe_layers=moe_layers,
             experts=moe.experts,
             experts_per_token=moe.experts_per_token if moe.experts else 0,
@@ -104,64 +106,66 @@ class Workload:
 
     @property
     def attention_parameters(self) -> Numbers:
-        """Of one layer, matrices only."""
+        """Those of one layer's attention, matrices only."""
         queries, values = self.heads * self.key_width, self.heads * self.value_width
         keys_and_values = self.kv_heads * (self.key_width + self.value_width)
         plain = self.width * (queries + keys_and_values)
-        q = np.where(self.q_rank > 0, self.q_rank * (self.width + queries), self.width * queries)
+        has_q_rank = self.q_rank > 0
+        q = has_q_rank * self.q_rank * (self.width + queries) + (1 - has_q_rank) * self.width * queries
         unrotated = self.key_width - self.rope_width
         kv = self.width * (self.kv_rank + self.rope_width) + self.kv_rank * self.heads * (unrotated + self.value_width)
-        return np.where(self.kv_rank > 0, q + kv, plain) + values * self.width
+        is_latent = self.kv_rank > 0
+        return is_latent * (q + kv) + (1 - is_latent) * plain + values * self.width
 
     @property
-    def whole_parameters(self) -> Numbers:
-        """Of a layer with attention and router: those that tensor parallelism leaves whole on each rank."""
+    def tp_replicated_parameters(self) -> Numbers:
+        """Those of a layer's attention and router that tensor parallelism leaves whole on each rank."""
         latent = self.width * (self.q_rank + self.kv_rank + self.rope_width)
-        return np.where(self.kv_rank > 0, latent, 0) + self.moe_layers / self.layers * self.width * self.experts
+        return (self.kv_rank > 0) * latent + self.moe_layers / self.layers * self.width * self.experts
 
     @property
     def expert_parameters(self) -> Numbers:
-        """Of all routed experts of one layer."""
+        """Those of all routed experts of one layer."""
         return self.experts * self.ffn_matrices * self.width * self.expert_ffn_width
 
     @property
-    def shared_parameters(self) -> Numbers:
-        """Of a layer with experts: router and shared experts."""
+    def router_and_shared_parameters(self) -> Numbers:
+        """Those of the router and the shared experts of a layer with experts."""
         return self.width * self.experts + self.ffn_matrices * self.width * self.shared_ffn_width
 
     @property
     def ffn_parameters(self) -> Numbers:
-        """Of a dense layer's feed-forward."""
+        """Those of a dense layer's feed-forward."""
         return self.ffn_matrices * self.width * self.ffn_width
 
     @property
     def vocabulary_parameters(self) -> Numbers:
-        """Of the embedding, or of the head."""
+        """Those of the embedding, or of the head."""
         return self.width * self.vocab_size
 
     @property
-    def parameters(self) -> Numbers:
-        """All matrices; norms and biases (below 0.1 %) are left out."""
+    def matrix_parameters(self) -> Numbers:
+        """Those of all matrices; `plan.flops.parameters` counts norms and biases too (below 0.1 %)."""
         return (
             self.layers * self.attention_parameters
             + self.dense_layers * self.ffn_parameters
-            + self.moe_layers * (self.expert_parameters + self.shared_parameters)
+            + self.moe_layers * (self.expert_parameters + self.router_and_shared_parameters)
             + (2 - self.tied) * self.vocabulary_parameters
         )
 
     @property
     def matmul_parameters(self) -> Numbers:
-        """Those that one token is multiplied with: `plan.flops.matmul_parameters`, from the sizes."""
+        """Those that one token is multiplied with."""
         active = self.ffn_matrices * self.width * self.expert_ffn_width * self.experts_per_token
         return (
             self.layers * self.attention_parameters
             + self.dense_layers * self.ffn_parameters
-            + self.moe_layers * (active + self.shared_parameters)
+            + self.moe_layers * (active + self.router_and_shared_parameters)
             + self.vocabulary_parameters
         )
 
     @property
     def train_flops_per_token(self) -> Numbers:
-        """Model FLOPs of forward and backward: `plan.flops.train_flops_per_token`, from the sizes."""
-        attention = 6 * self.layers * self.span * self.heads * (self.key_width + self.value_width)
+        """Model FLOPs of forward and backward: 6 N + 6 L s a d (`plan.flops.train_flops_per_token`)."""
+        attention = 6 * self.layers * self.attention_span * self.heads * (self.key_width + self.value_width)
         return 6 * self.matmul_parameters + attention

@@ -1,0 +1,133 @@
+"""The cost model of a run on a cluster: what memory and time its plans take.
+
+It brings together the run's workload, the devices' rates, the software, the constants of the formulas and the factors
+that finished runs have taught, and predicts columns of plans with them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+
+from argosy.config.schema import RunConfig
+from argosy.plan.cost.cluster_constants import constants_of, time_std
+from argosy.plan.cost.constants import Constants, fitted
+from argosy.plan.cost.exact_state import INT8_BLOCK, MOMENTS
+from argosy.plan.cost.factors import Factors, calibrated
+from argosy.plan.cost.memory_model import Footprint, MemoryModel
+from argosy.plan.cost.rates import Rates, System
+from argosy.plan.cost.step_time import StepModel, StepTime
+from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.layouts import Layouts
+from argosy.plan.plan import Precision
+from argosy.plan.workload import Workload
+
+BreakdownT = TypeVar("BreakdownT", StepTime, Footprint)
+
+CHUNK = 4096
+"""Plans that are computed at once: their columns stay in the cache."""
+FAST_HALF = 1.5
+"""bf16 is chosen where its matmuls are this much faster than fp32's, as `plan.search.auto` does."""
+FITS_Z = 1.2816
+"""Standard deviations of memory's logarithm that must be left: a plan that fits does so nine times of ten."""
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """What plans of one run cost on one kind of device: the inputs of the memory model and of the step model."""
+
+    run: RunConfig
+    """Model, sequence length, global batch, optimizer; its plan is not looked at."""
+    devices: int
+    rates: Rates
+    tier: int
+    """Devices of the first tier outside the node."""
+    precision: Precision
+    """That of the arithmetic, unless pinned."""
+    constants: Constants
+    time_std: float
+    """Standard deviation of the logarithm of measured over predicted."""
+    memory_std: float
+    factors: Factors = field(default_factory=dict)
+    """What finished runs on this cluster took, over the prediction without them."""
+
+    @classmethod
+    def of(cls, run: RunConfig, cluster: Cluster) -> CostModel:
+        """The run on all devices of the cluster, in bf16 (or fp16) where the slowest has fast matmuls of it.
+
+        Constants and standard deviations are those that fit published runs, or what a probe found in their place.
+        """
+        device, tiers = cluster.device, cluster.tiers
+        _, spread = fitted()
+        half: Precision = "bf16" if "bf16" in device.formats else "fp16"
+        fast = half in device.formats and (
+            "fp32" not in device.formats
+            or device.matmul_flops_per_s(half) > FAST_HALF * device.matmul_flops_per_s("fp32")
+        )
+        return cls(
+            run=run,
+            devices=cluster.devices,
+            rates=Rates.of(cluster),
+            tier=tiers[1].devices if len(tiers) > 1 else cluster.devices_per_node,
+            precision=half if fast else "fp32",
+            constants=constants_of(cluster),
+            time_std=time_std(cluster, experts=run.model.moe.experts > 0),
+            memory_std=spread.memory,
+            factors=cluster.factors,
+        )
+
+    def on(self, run: RunConfig, devices: int) -> CostModel:
+        """The same devices, another number of them, for another run."""
+        return replace(self, run=run, devices=devices)
+
+    @cached_property
+    def workload(self) -> Workload:
+        """What a step computes."""
+        return Workload.of(self.run)
+
+    @cached_property
+    def system(self) -> System:
+        """Argosy, with the run's optimizer and checks."""
+        optimizer = self.run.optimizer
+        of_moment = 4.0 if optimizer.state == "fp32" else 1.0 + 4 / INT8_BLOCK
+        return System(
+            moment_bytes=MOMENTS[optimizer.kind] * of_moment,
+            checks_gradients=float(self.run.resilience.recompute_every_steps > 0),
+        )
+
+    @property
+    def memory_bytes(self) -> float:
+        """What a prediction may come to, so that it fits nine times of ten."""
+        return float(self.rates.memory_bytes) / math.exp(FITS_Z * self.memory_std)
+
+    def predict_memory(self, plans: Layouts) -> Footprint:
+        """Bytes of each plan, on the rank that needs most."""
+        raw = _in_chunks(
+            plans, lambda some: MemoryModel(some, self.workload, self.system, self.constants).predict(), Footprint
+        )
+        return calibrated(raw, self.factors)
+
+    def predict_time(self, plans: Layouts) -> StepTime:
+        """Seconds of each plan's step."""
+        raw = _in_chunks(
+            plans,
+            lambda some: StepModel(some, self.workload, self.rates, self.system, self.constants).predict(),
+            StepTime,
+        )
+        return calibrated(raw, self.factors)
+
+
+def _in_chunks(plans: Layouts, predict: Callable[[Layouts], BreakdownT], kind: type[BreakdownT]) -> BreakdownT:
+    whole = {f.name: np.empty(len(plans)) for f in fields(kind)}
+    for start in range(0, len(plans), CHUNK):
+        some = plans[start : start + CHUNK]
+        alone = some.dp_shard * some.cp == 1
+        cost = predict(replace(some, zero=np.where(alone, 0, some.zero)))  # a rank alone shares nothing
+        for name, column in whole.items():
+            column[start : start + CHUNK] = getattr(cost, name)
+    return kind(**whole)

@@ -1,0 +1,216 @@
+"""What a layer computes: seconds of its matmuls, of its attention and of what moves through memory.
+
+Shapes are those of one microbatch on one rank: T = microbatch x seq_len / cp tokens, matrices cut by tp.
+
+Matmul of m x k by k x n: 2mkn FLOPs at the rate of large matmuls, slowed by (1 + c/m)(1 + c/k)(1 + c/n): tiles at the
+edges, and operands that are read too seldom; c grows with the device's FLOPs for each byte of memory bandwidth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+import numpy as np
+
+from argosy.plan.cost.constants import Constants
+from argosy.plan.cost.rank_sizes import RankSizes
+from argosy.plan.cost.rates import Rates, System, in_precision
+from argosy.plan.layouts import Layouts
+from argosy.plan.workload import Numbers, Workload
+
+BACKWARD_ATTENTION = 2.5
+"""Attention's backward over its forward: it computes the scores again (Dao 2023)."""
+BACKWARD_POINTWISE = 1.6
+"""Backward reads the gradient beside what forward read, and writes one result."""
+INTENSITY = 156e0
+"""FLOPs for each byte of memory bandwidth of an A100 in bf16, for which `Constants.half_size` is stated."""
+FULL_HEAD = 128
+"""Head width from which tiled attention is as fast as it gets: half as wide, it takes as many exponentials for half the
+FLOPs (Shah et al. 2024: 0.65 to 0.75 of the FLOP/s)."""
+FUSED_EXCHANGE = 0.6
+"""Passes over rows on their way to experts that are left where the exchange sorts them itself (DeepEP, HybridEP)."""
+BIAS_PASSES = 4
+"""Over experts' results where they have biases, which are added expert by expert and put together again."""
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Seconds of forward of one layer, or of what is around the layers, for one microbatch."""
+
+    matmul: Numbers
+    attention: Numbers
+    pointwise: Numbers
+
+    @property
+    def forward(self) -> Numbers:
+        return self.matmul + self.attention + self.pointwise
+
+    @property
+    def backward(self) -> Numbers:
+        return 2 * self.matmul + BACKWARD_ATTENTION * self.attention + BACKWARD_POINTWISE * self.pointwise
+
+    def __add__(self, other: LayerTime) -> LayerTime:
+        return LayerTime(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def __mul__(self, times: Numbers) -> LayerTime:
+        return LayerTime(*(getattr(self, f.name) * times for f in fields(self)))
+
+
+class LayerModel(RankSizes):
+    """Seconds that layers compute, for the plans of one workload on one kind of device, or of as many as there are."""
+
+    def __init__(self, plans: Layouts, work: Workload, rates: Rates, system: System, constants: Constants):
+        super().__init__(plans, work, system)
+        self.rates, self.constants = rates, constants
+        self.peak_flops_per_s = in_precision(plans.precision, rates.fp32, rates.half, rates.narrow)
+        achieved = in_precision(plans.precision, rates.achieved_fp32, rates.achieved_half, rates.achieved_narrow)
+        self.matmul_flops_per_s = self.peak_flops_per_s * achieved * constants.matmul
+        self.half_size = constants.half_size * self.matmul_flops_per_s / rates.memory_bytes_per_s / INTENSITY
+        """Matmul dimension that halves the speed."""
+        self.attention_flops_per_s = in_precision(
+            plans.precision,
+            rates.fp32 * rates.achieved_fp32,
+            rates.half * rates.achieved_half,
+            rates.half * rates.achieved_half,
+        ) * (constants.attention * system.attention)
+        fused = np.where(plans.compile, system.fused, 0.0)
+        self.pointwise_passes = 1 + np.where(fused > 0, 0.0, constants.unfused)
+        """Passes over memory of pointwise operations, over those of fused kernels."""
+
+    @cached_property
+    def mean_layer(self) -> LayerTime:
+        """The mean over all layers, of which some may have experts."""
+        work = self.work
+        moe = work.moe_layers / work.layers
+        return self._attention() + self._feed_forward() * (1 - moe) + self.mixture * moe + self._around()
+
+    def _matmul(self, m: Numbers, k: Numbers, n: Numbers, rate: Numbers | None = None) -> LayerTime:
+        """Forward of a matmul, with what a narrow format's conversions cost."""
+        rate = self.matmul_flops_per_s if rate is None else rate
+        flops, half = 2 * m * k * n, self.half_size
+        slow = (1 + half / np.maximum(1, m)) * (1 + half / np.maximum(1, k)) * (1 + half / np.maximum(1, n))
+        converted = (m * k + m * n + k * n) * self.activation_bytes / self.rates.memory_bytes_per_s
+        quantize = np.where(self.plans.is_("precision", "fp8"), self.constants.quantize * converted / 2, 0.0)
+        return LayerTime(flops / rate * slow + quantize, 0.0, 0.0)
+
+    def _attention(self) -> LayerTime:
+        """Projections and the attention itself."""
+        work, plans, tokens = self.work, self.plans, self.tokens
+        queries, values = work.heads * work.key_width / plans.tp, work.heads * work.value_width / plans.tp
+        kv_heads = np.maximum(1, work.kv_heads / plans.tp)
+        plain = self._matmul(tokens, work.width, queries + kv_heads * (work.key_width + work.value_width))
+        down, up = self._matmul(tokens, work.width, work.q_rank), self._matmul(tokens, work.q_rank, queries)
+        direct = self._matmul(tokens, work.width, queries)
+        has_rank = np.where(work.q_rank > 0, 1.0, 0.0)
+        unrotated = work.key_width - work.rope_width
+        latent = (
+            (down + up) * has_rank
+            + direct * (1 - has_rank)
+            + self._matmul(tokens, work.width, work.kv_rank + work.rope_width)
+            + self._matmul(tokens, work.kv_rank, work.heads / plans.tp * (unrotated + work.value_width))
+        )
+        is_latent = np.where(work.kv_rank > 0, 1.0, 0.0)
+        return latent * is_latent + plain * (1 - is_latent) + self._matmul(tokens, values, work.width) + self._scores
+
+    @cached_property
+    def _scores(self) -> LayerTime:
+        """Scores and their weighted sum of values."""
+        work, plans, system = self.work, self.plans, self.system
+        flops = self._score_flops()
+        narrow = np.sqrt(np.minimum(1.0, work.key_width / FULL_HEAD))
+        tiled = flops / (self.attention_flops_per_s * narrow)
+        all_scores = self.tokens * work.seq_len * work.heads / plans.tp
+        passes = self.constants.score_passes + 4 * system.dropout
+        moving = passes * self.activation_bytes * all_scores / self.rates.memory_bytes_per_s
+        whole = flops * work.seq_len / work.attention_span / self.matmul_flops_per_s + moving
+        return LayerTime(0.0, np.where(system.flash > 0, tiled, whole), 0.0)
+
+    def _score_flops(self) -> Numbers:
+        work = self.work
+        return 2 * self.tokens * work.attention_span * work.heads / self.plans.tp * (work.key_width + work.value_width)
+
+    def _feed_forward(self) -> LayerTime:
+        return self._mlp(self.tokens, self.work.ffn_width / self.plans.tp)
+
+    def _mlp(self, tokens: Numbers, hidden: Numbers) -> LayerTime:
+        """A feed-forward, gated or not."""
+        work = self.work
+        up = self._matmul(tokens, work.width, (work.ffn_matrices - 1) * hidden)
+        moved = self._moving(self.constants.pointwise_ffn * work.ffn_matrices / 3 * tokens * hidden)
+        return up + self._matmul(tokens, hidden, work.width) + moved
+
+    @cached_property
+    def mixture(self) -> LayerTime:
+        """Router, experts for the tokens that come to this rank at an even load, shared experts."""
+        work, plans, system, constants = self.work, self.plans, self.system, self.constants
+        pairs = self.tokens / (plans.tp / self.expert_tp) * work.experts_per_token
+        experts_here = np.maximum(1, work.experts / plans.ep)
+        of_one = pairs / experts_here
+        rate = self.matmul_flops_per_s * constants.expert_matmul
+        hidden = work.expert_ffn_width / self.expert_tp
+        grouped = self._matmul(of_one, work.width, (work.ffn_matrices - 1) * hidden, rate) + self._matmul(
+            of_one, hidden, work.width, rate
+        )
+        fused = np.where(system.sends_once > 0, FUSED_EXCHANGE, 1.0)
+        results = (work.ffn_matrices - 1) * hidden + work.width
+        moved = constants.permute * fused * pairs * work.width + constants.pointwise_ffn * pairs * hidden
+        moved = moved + work.expert_biases * BIAS_PASSES * pairs * results
+        router = self._matmul(self.tokens / self.sequence_ranks, work.width, work.experts)
+        return (
+            grouped * experts_here
+            + self._moving(moved)
+            + router
+            + self._mlp(self.tokens, work.shared_ffn_width / plans.tp)
+        )
+
+    def _around(self) -> LayerTime:
+        """Norms, residuals, rotary embedding, dropout."""
+        widths = self.constants.pointwise + 3 * self.system.dropout
+        return self._moving(widths * self.tokens / self.sequence_ranks * self.work.width)
+
+    def _moving(self, elements: Numbers) -> LayerTime:
+        """Pointwise operations that read or write so many elements of memory."""
+        moved = elements * self.activation_bytes * self.pointwise_passes
+        return LayerTime(0.0, 0.0, moved / self.rates.memory_bytes_per_s)
+
+    @cached_property
+    def head(self) -> LayerTime:
+        """Logits and loss of one microbatch, on the last stage; in half precision even where layers are narrower."""
+        work, plans, rates = self.work, self.plans, self.rates
+        half = rates.half * rates.achieved_half
+        rate = in_precision(plans.precision, rates.fp32 * rates.achieved_fp32, half, half)
+        logits = self.tokens * work.vocab_size / plans.tp
+        flops = 2 * logits * work.width
+        return LayerTime(flops / (rate * self.constants.matmul), 0.0, 10 * logits / rates.memory_bytes_per_s)
+
+    def ideal_s(self) -> tuple[Numbers, Numbers]:
+        """Seconds of the model's FLOPs at the data sheet's rates, shared out evenly: of matmuls, of attention."""
+        work, rates, precision = self.work, self.rates, self.plans.precision
+        tokens = work.global_batch * work.seq_len / self.plans.world_size
+        half = in_precision(precision, rates.fp32, rates.half, rates.half)
+        in_layers, in_head = work.matmul_parameters - work.vocabulary_parameters, work.vocabulary_parameters
+        of_matmuls = 6 * in_layers / self.peak_flops_per_s + 6 * in_head / half
+        return tokens * of_matmuls, tokens * (work.train_flops_per_token - 6 * work.matmul_parameters) / half
+
+    @cached_property
+    def recomputed_s(self) -> Numbers:
+        """Seconds of what a layer computes a second time: all of it, or what is cheap (untiled: the scores)."""
+        plans, system = self.plans, self.system
+        layer = self.mean_layer
+        cheap = layer.pointwise * 0.5 + np.where(system.flash > 0, 0.0, layer.attention)
+        which = np.where(plans.is_("recompute", "selective"), cheap, 0.0)
+        which = np.where(plans.is_("recompute", "full"), layer.forward, which)
+        return which / plans.recompute_every
+
+    def host_s(self, device: Numbers) -> Numbers:
+        """What the host adds to a layer that takes the device so many seconds.
+
+        It starts kernels ahead of the device, so that the slower of both counts; softened, as neither is spread evenly.
+        """
+        plans, work, constants = self.plans, self.work, self.constants
+        of_experts = constants.host_experts + constants.host_expert * np.maximum(1, work.experts / plans.ep)
+        of_experts = work.moe_layers / work.layers * of_experts * self.system.launched
+        needed = constants.host * np.where(plans.compile, 0.5, 1.0) + of_experts
+        beyond = np.sqrt(np.hypot(device * device, needed * needed)) - device
+        return np.where(self.rates.host_waits > 0, needed, beyond)

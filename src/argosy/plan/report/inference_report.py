@@ -1,0 +1,59 @@
+"""What `argosy plan --inference` says: the best ways to serve a model on a cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from argosy.plan.cost.cost_model import CostModel
+from argosy.plan.cost.formatting import count, gib, seconds, within
+from argosy.plan.cost.inference import Serving
+from argosy.plan.report.report import Question, describe
+from argosy.plan.search.serving import search_serving
+
+
+@dataclass(frozen=True)
+class InferenceReport:
+    """What the planner says of inference."""
+
+    model: str
+    cluster: str
+    seq_len: int
+    sequences: int
+    """Answered at a time, by all devices."""
+    assumed: tuple[str, ...]
+    choices: tuple[Serving, ...]
+    """Those that fit, the one with most tokens a second first."""
+
+
+def inference_report(question: Question) -> InferenceReport:
+    """Ways to answer `train.global_batch` sequences of `data.seq_len` tokens at a time, ranked.
+
+    Raises: UserError if nothing fits, or a pin makes no sense here.
+    """
+    run = question.run
+    found = search_serving(CostModel.of(run, question.cluster), question.pins or {})
+    return InferenceReport(
+        model=run.model.preset or run.name,
+        cluster=describe(question.cluster),
+        seq_len=run.data.seq_len,
+        sequences=run.train.global_batch,
+        assumed=question.assumed,
+        choices=tuple(found[: question.top]),
+    )
+
+
+def in_words(report: InferenceReport) -> str:
+    """The report as a table of text."""
+    lines = [
+        f"{report.model} on {report.cluster}: {report.sequences} sequences of {report.seq_len} tokens at a time",
+        *report.assumed,
+        f"{'tp':>4}{'pp':>4}{'copies':>8}{'weights':>10}{'cache':>8}{'GiB':>8}{'room for':>10}{'tokens/s':>10}"
+        "  prefill; between tokens",
+    ]
+    lines += [
+        f"{way.tp:>4}{way.pp:>4}{way.copies:>8}{gib(way.weights_bytes):>10}{gib(way.cache_bytes):>8}"
+        f"{gib(way.memory_bytes.mid):>8}{way.most_sequences:>10}{count(way.tokens_per_s):>10}"
+        f"  {within(way.prefill_s, seconds)}; {within(way.decode_s, seconds)}"
+        for way in report.choices
+    ]
+    return "\n".join(lines)

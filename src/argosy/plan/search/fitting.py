@@ -1,0 +1,54 @@
+"""Plans that do not fit: by how much, and the nearest that do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from argosy.plan.cost.cost_model import CostModel
+from argosy.plan.layouts import Layouts
+from argosy.plan.plan import Plan
+from argosy.plan.search.search import Found
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """Why a plan does not fit."""
+
+    needs_bytes: float
+    has_bytes: float
+    """What it may need, to fit nine times of ten."""
+    largest: str
+    """The category that takes most."""
+    largest_bytes: float
+
+    @property
+    def excess_bytes(self) -> float:
+        """Too much by so many."""
+        return self.needs_bytes - self.has_bytes
+
+
+def misfit(costs: CostModel, plan: Plan) -> Misfit | None:
+    """By how much `plan` does not fit; None if it does."""
+    by_category = costs.predict_memory(Layouts.of([plan])).by_category(0)
+    needs = sum(by_category.values())
+    if needs <= costs.memory_bytes:
+        return None
+    largest = max(by_category, key=lambda name: by_category[name])
+    return Misfit(needs, costs.memory_bytes, largest, by_category[largest])
+
+
+def nearest_that_fits(plan: Plan, found: Found) -> int | None:
+    """The row of `found` that is most like `plan`, of those alike the fastest; None if it found nothing.
+
+    Each doubling of an axis or of the microbatch counts 1, any other key that differs 1/2.
+    """
+    if not len(found):
+        return None
+    wanted, plans = Layouts.of([plan]), found.plans
+    sizes = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "microbatch")
+    doublings = sum(np.abs(np.log2(getattr(plans, key) / getattr(wanted, key))) for key in sizes)
+    others = [f.name for f in fields(plans) if f.name not in sizes]
+    differ = sum((getattr(plans, key) != getattr(wanted, key)) * 0.5 for key in others)
+    return int(np.lexsort((found.step_s, np.round(doublings + differ, 6)))[0])
