@@ -20,7 +20,6 @@ from argosy.launch import run_folder
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 from argosy.plan.rules import check_plan
-from argosy.use.parity import TOLERANCE, compare
 from tiny import SOURCES, eager, prepare_corpus, train_in
 from workers import WorkerPool
 

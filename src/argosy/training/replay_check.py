@@ -34,7 +34,7 @@ class Disagreement:
 
 
 def check_can_replay(run: RunConfig, plan: Plan, device: torch.device) -> None:
-    """Raises: UserError if resilience.recompute_every_steps or check_collectives cannot be had under `plan`."""
+    """Raises: UserError if resilience.replay_check_every_steps or check_collectives cannot be had under `plan`."""
     if run.resilience.check_collectives and plan.shards_parameters:
         raise UserError(
             f'resilience.check_collectives = true with plan = "{plan}": under zero = 3 gradients are summed by FSDP2, '
@@ -42,11 +42,11 @@ def check_can_replay(run: RunConfig, plan: Plan, device: torch.device) -> None:
         )
     if not run.resilience.replay_check_every_steps:
         return
-    asked = f"resilience.recompute_every_steps = {run.resilience.replay_check_every_steps}"
+    asked = f"resilience.replay_check_every_steps = {run.resilience.replay_check_every_steps}"
     if plan.dp_replicate == 1 or plan.world_size != plan.dp_replicate or run.model.moe.experts:
         raise UserError(
             f'{asked} with plan = "{plan}": only whole replicas of a model without experts can compute each other\'s '
-            "gradients. Try dp_replicate alone, or recompute_every_steps = 0."
+            "gradients. Try dp_replicate alone, or replay_check_every_steps = 0."
         )
     if device.type == "cuda" and not run.train.deterministic:
         raise UserError(f"{asked}: bits are only equal with train.deterministic = true. Set it, or 0 here.")

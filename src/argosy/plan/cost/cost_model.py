@@ -97,7 +97,7 @@ class CostModel:
         of_moment = 4.0 if optimizer.state == "fp32" else 1.0 + 4 / INT8_BLOCK
         return System(
             moment_bytes=MOMENTS[optimizer.kind] * of_moment,
-            checks_gradients=float(self.run.resilience.recompute_every_steps > 0),
+            checks_gradients=float(self.run.resilience.replay_check_every_steps > 0),
         )
 
     @property
