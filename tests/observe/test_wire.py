@@ -11,7 +11,7 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from argosy.observe.wire import COLLECTIVES, count_wire
+from argosy.observe.wire import COLLECTIVES, WireCounter
 from argosy.parallel.collectives import all_gather_single, gather_sequence, reduce_scatter_single
 from argosy.parallel.mesh import lay_out_meshes
 from argosy.parallel.world import World
@@ -70,7 +70,7 @@ def send(world: World) -> dict[str, dict[tuple[str, str], int]]:
     """What is counted of each of MESSAGES, and of one whose parts are uneven."""
     found = {}
     for name, (message, _) in {**MESSAGES, "uneven": (uneven_all_to_all, {})}.items():
-        with count_wire(None) as counts:
+        with WireCounter({}) as counts:
             message(torch.ones(1000))
         found[name] = dict(counts)
     return found
@@ -87,7 +87,7 @@ def send_along(world: World, plan: str, axes: list[str]) -> set[tuple[str, str]]
     """The axes that are counted when a message is sent along each of `axes`, to all ranks, and to half of them."""
     meshes = lay_out_meshes("cpu", Plan.parse(plan), tied_ends=False, timeout_s=60)
     halves = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
-    with count_wire(meshes) as counts:
+    with WireCounter(meshes.axis_of_groups()) as counts:
         for group in (*(meshes.group(axis) for axis in axes), dist.group.WORLD, halves[world.rank // 2]):
             dist.all_reduce(torch.ones(8), group=group)
     return set(counts)

@@ -14,7 +14,7 @@ from torch import Tensor
 from argosy.config.schema import RunConfig
 from argosy.models.batch import microbatches
 from argosy.models.layers import local
-from argosy.observe.wire import Counts, count_wire
+from argosy.observe.wire import Counts, WireCounter
 from argosy.parallel.world import World
 from argosy.plan.cost.exact_state import StateBytes, state_bytes
 from argosy.plan.cost.traffic import traffic
@@ -105,7 +105,7 @@ def measure(world: World, plan: str, model_name: str, kind: str) -> Found:
     rows = ROWS[model.dp_rank * share : (model.dp_rank + 1) * share]
     for _ in range(2):
         batch = microbatches(rows, layout.microbatch, 0, world.device)
-        with count_wire(model.meshes) as sent:
+        with WireCounter(model.meshes.axis_of_groups()) as sent:
             loss = step.forward_backward(batch)
             gradients = memory(x for p in model.pieces for x in (p.parameter.grad, p.value.grad) if x is not None)
             step.update(step.decide(step.exchange(loss), learning_rate=1e-2))

@@ -12,7 +12,7 @@ import pytest
 
 from argosy.models.batch import microbatches
 from argosy.observe.live import LiveBytes
-from argosy.observe.wire import Counts, count_wire
+from argosy.observe.wire import Counts, WireCounter
 from argosy.parallel.world import World
 from argosy.plan.cost.exact_state import state_bytes
 from argosy.plan.cost.traffic import traffic
@@ -91,7 +91,7 @@ def really(world: World, plan: str, model_config: dict[str, Any]) -> Found:
         batch = microbatches(rows, layout.microbatch, 0, world.device)
         for _ in range(3):  # the second has moments to compare for the first time
             step.state.decided = None  # its loads are the host's, which on a CPU is the same memory
-            live.most, wire = live.now, count_wire(model.meshes)
+            live.most, wire = live.now, WireCounter(model.meshes.axis_of_groups())
             with wire:
                 step.update(step.decide(step.exchange(step.forward_backward(batch)), run.optimizer.lr))
         return live.most, live.now, wire.counts, wire.messages

@@ -18,18 +18,15 @@ those of the whole message, in a group of n ranks
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from argosy.observe.dispatch import Watch, nbytes
 from argosy.plan.cost.traffic import WORLD
-
-if TYPE_CHECKING:
-    from argosy.parallel.mesh import Meshes
 
 Counts = Counter[tuple[str, str]]
 """(axis, kind of collective) -> bytes sent by this rank."""
@@ -116,10 +113,20 @@ class Message:
 
 
 class WireCounter(Watch):
-    """`with count_wire(meshes) as counts:`; see there."""
+    """Counts the bytes that this rank sends while it is entered.
 
-    def __init__(self, axes: dict[str, str]):
-        """`axes`: name of a process group -> the axis that it is along."""
+        with WireCounter(meshes.axis_of_groups()) as counts:
+            ...                     # a step: forward, backward, all that their hooks send, and the update
+        counts["tp", "all_gather"]
+
+    Axes are those of all views of the meshes ("tp", "pp", "cp", "shard", "replicate", "ep", ...), "ends" for a tied
+    embedding at both ends of the pipeline, "stage" for all ranks of one place in the pipeline, "world" for all ranks,
+    "other" for any other group. A message counts when it is handed to torch, its padding included. Not for measuring
+    time: nothing is compiled meanwhile.
+    """
+
+    def __init__(self, axes: Mapping[str, str]):
+        """`axes`: name of a process group -> the axis that it is along (`Meshes.axis_of_groups`)."""
         super().__init__()
         self._axes = axes
         self.counts: Counts = Counter()
@@ -138,7 +145,7 @@ class WireCounter(Watch):
             self.messages[message.axis, message.kind] += 1
 
 
-def message_of(operator: torch._ops.OpOverload, args: tuple[Any, ...], axes: dict[str, str]) -> Message | None:
+def message_of(operator: torch._ops.OpOverload, args: tuple[Any, ...], axes: Mapping[str, str]) -> Message | None:
     """What `operator(*args)` sends, None if it is no collective; `axes` as `Meshes.axis_of_groups` gives them.
 
     Raises: NotImplementedError for a collective that is not in `COLLECTIVES`.
@@ -147,24 +154,9 @@ def message_of(operator: torch._ops.OpOverload, args: tuple[Any, ...], axes: dic
         return None
     name = operator.name().removeprefix("c10d::").partition(".")[0]
     if name not in COLLECTIVES:
-        raise NotImplementedError(f"c10d::{name} sends bytes that count_wire cannot count: add it to COLLECTIVES")
+        raise NotImplementedError(f"c10d::{name} sends bytes that WireCounter cannot count: add it to COLLECTIVES")
     kind, sent = COLLECTIVES[name]
     boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject))  # the group comes before the operation
     group = dist.ProcessGroup.unbox(boxed)
     unnamed = WORLD if group.size() == dist.get_world_size() else OTHER
     return Message(name, axes.get(group.group_name, unnamed), kind, round(sent(args, group)), group)
-
-
-def count_wire(meshes: Meshes) -> WireCounter:
-    """Count the bytes that this rank sends, while the returned context is entered.
-
-        with count_wire(meshes) as counts:
-            ...                     # a step: forward, backward, whatever their hooks send, and the update
-        counts["tp", "all_gather"]
-
-    Axes are those of all views of `meshes` ("tp", "pp", "cp", "shard", "replicate", "ep", ...), "ends" for a tied
-    embedding at both ends of the pipeline, "stage" for all ranks of one place in the pipeline, "world" for all ranks,
-    "other" for what is none of these. A message counts when it is handed to torch, its padding with it. Not for
-    measuring time: nothing is compiled meanwhile.
-    """
-    return WireCounter(meshes.axis_of_groups())
