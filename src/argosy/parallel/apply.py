@@ -79,7 +79,7 @@ def split_model(model: Decoder, plan: Plan, meshes: Meshes) -> None:
     axes = [axis for axis in ("ep", "tp") if getattr(plan, axis) > 1]
     if axes:
         for moe in moe_layers(model):
-            split_experts(moe, meshes.device_mesh(*axes))
+            split_experts(moe, model.config, meshes.device_mesh(*axes))
     if plan.tp > 1:
         split_over_ranks(model, meshes.device_mesh("tp"))
     rows = None
