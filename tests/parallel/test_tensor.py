@@ -30,6 +30,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"qk_norm": True, "family": "qwen3"},
     "biases": {"attention_bias": True},
+    "qwen2": {"qkv_bias": True, "family": "qwen2"},
     "tied": {"tie_embeddings": True},
     "a key/value head for each query head": {"kv_heads": 4},
     "one key/value head": {"kv_heads": 1, "attention_bias": True, "qk_norm": True},

@@ -17,6 +17,7 @@ LATENT = MLAConfig(kv_rank=20, q_rank=36, rope_width=8, nope_width=16, value_wid
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "everything dense": {"tie_embeddings": True, "attention_bias": True, "qk_norm": True},
+    "qwen2": {"qkv_bias": True},
     "experts": {"moe": MoEConfig(experts=4, shared_experts=2, first_dense_layers=1)},
     "latent": {"kv_heads": 8, "mla": LATENT, "attention_bias": True},
     "latent, whole queries": {"kv_heads": 8, "mla": LATENT.model_copy(update={"q_rank": 0})},
@@ -59,6 +60,11 @@ def test_key_and_value_are_whole_where_there_are_fewer_heads_than_ranks():
 def test_a_bias_is_cut_where_the_outputs_are():
     attention = inside(block(attention_bias=True), "attention")
     assert [attention[f"{name}.bias"].tp_dim for name in "qkvo"] == [0, 0, 0, None]
+
+
+def test_qwen2_has_biases_on_query_key_and_value_alone():
+    biases = {name: p.tp_dim for name, p in block(qkv_bias=True).items() if name.endswith("bias")}
+    assert biases == {"attention.q.bias": 0, "attention.k.bias": 0, "attention.v.bias": 0}
 
 
 def test_experts_are_stacks_cut_along_their_hidden_width():

@@ -82,12 +82,12 @@ def block_table(model: ModelConfig, layer: int, tp: int = 1) -> Table:
 def attention_table(model: ModelConfig, tp: int = 1) -> Table:
     """The parameters of `models.attention.Attention`."""
     width, queries, keys = model.width, model.heads * model.head_width, model.kv_heads * model.head_width
-    bias = model.attention_bias
+    bias, qkv_bias = model.attention_bias, model.attention_bias or model.qkv_bias
     keys_dim = OUTPUTS if model.kv_heads >= tp else None  # with fewer heads than ranks, each rank computes all of them
     return (
-        _linear("q", queries, width, OUTPUTS, bias)
-        | _linear("k", keys, width, keys_dim, bias)
-        | _linear("v", keys, width, keys_dim, bias)
+        _linear("q", queries, width, OUTPUTS, qkv_bias)
+        | _linear("k", keys, width, keys_dim, qkv_bias)
+        | _linear("v", keys, width, keys_dim, qkv_bias)
         | _linear("o", width, queries, INPUTS, bias, "into_residual")
         | (_norm("q_norm", model.head_width) | _norm("k_norm", model.head_width) if model.qk_norm else {})
     )
