@@ -15,6 +15,8 @@ PUBLISHED = {  # parameters, billions: the model cards, embeddings included, tie
     "llama3.1-405b": 405.85,
     "llama3.2-1b": 1.236,
     "llama3.2-3b": 3.213,
+    "qwen2.5-0.5b": 0.494,
+    "qwen2.5-7b": 7.616,
     "qwen3-0.6b": 0.596,
     "qwen3-1.7b": 1.72,
     "qwen3-4b": 4.02,
@@ -67,7 +69,7 @@ def test_a_token_uses_the_published_share_of_the_parameters(name):
 
 
 def counted(m: ModelConfig) -> int:
-    """Weight by weight, without biases, which no preset has."""
+    """Weight by weight."""
     norms = 2 * m.width + (2 * m.head_width if m.qk_norm else 0) + m.mla.kv_rank + m.mla.q_rank
     embeddings = m.vocab_size * m.width * (1 if m.tie_embeddings else 2)
     feed_forwards = sum(feed_forward(m, layer) for layer in range(m.layers))
@@ -81,7 +83,8 @@ def counted(m: ModelConfig) -> int:
 
 def attention(m: ModelConfig) -> int:
     q, k, v, o = (m.width * m.head_width * n for n in (m.heads, m.kv_heads, m.kv_heads, m.heads))
-    return q + k + v + o
+    biases = m.head_width * (m.heads + 2 * m.kv_heads) if m.qkv_bias else 0
+    return q + k + v + o + biases
 
 
 def latent_attention(m: ModelConfig) -> int:

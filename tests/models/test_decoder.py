@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from argosy.models.decoder import Decoder, Part, document_starts
+from argosy.models.decoder import Decoder, document_starts
 from argosy.models.initialize import materialize
 from argosy.models.loss import chunk_loss_and_gradient
+from argosy.plan.parameters import Stage
 
 
 def tokens(rows: int = 2, seq_len: int = 24, seed: int = 1) -> torch.Tensor:
@@ -93,23 +94,23 @@ def test_positions_say_how_far_tokens_are_apart(small, build):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("cuts", [(1,), (1, 2), (0, 3)], ids=str)
-def test_parts_one_after_the_other_are_the_whole(cuts, tied, small, build):
-    """Loss, logits and every gradient; a tied embedding's is the sum over the two parts that hold it."""
+def test_stages_one_after_the_other_are_the_whole(cuts, tied, small, build):
+    """Loss, logits and every gradient; a tied embedding's is the sum over the two stages that hold it."""
     config = small.model_copy(update={"layers": 3, "tie_embeddings": tied})
     model, tokens_BT, targets_BT = build(config), tokens(), tokens(seed=2)
     edges = [0, *cuts, 3]
-    parts = [
-        Decoder(config, part=Part(range(begin, end), first=i == 0, last=i == len(cuts)))
+    stages = [
+        Decoder(config, stage=Stage(range(begin, end), first=i == 0, last=i == len(cuts)))
         for i, (begin, end) in enumerate(itertools.pairwise(edges))
     ]
-    for part in parts:
-        part.to_empty(device="cpu")
-        part.load_state_dict({name: model.get_parameter(name) for name in part.state_dict()})
+    for stage in stages:
+        stage.to_empty(device="cpu")
+        stage.load_state_dict({name: model.get_parameter(name) for name in stage.state_dict()})
 
     def run(targets: torch.Tensor | None) -> torch.Tensor:
         x = tokens_BT
-        for part in parts:
-            x = part(x, targets)
+        for stage in stages:
+            x = stage(x, targets)
         return x
 
     assert torch.equal(run(None), model(tokens_BT))
@@ -118,23 +119,23 @@ def test_parts_one_after_the_other_are_the_whole(cuts, tied, small, build):
     loss.backward()
     expected.backward()
     found: dict[str, torch.Tensor] = {}
-    for name, parameter in itertools.chain(*(part.named_parameters() for part in parts)):
+    for name, parameter in itertools.chain(*(stage.named_parameters() for stage in stages)):
         found[name] = found.get(name, 0) + parameter.grad
     torch.testing.assert_close(found, {name: p.grad for name, p in model.named_parameters()}, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_part_has_the_names_and_the_initial_weights_that_the_whole_has_there(tied, small, build):
+def test_a_stage_has_the_names_and_the_initial_weights_that_the_whole_has_there(tied, small, build):
     config = small.model_copy(update={"layers": 3, "tie_embeddings": tied})
     whole = Decoder(config)
     materialize(whole, config, torch.device("cpu"), 5)
     ends = {"embedding.weight"}, {"norm.weight", "embedding.weight" if tied else "head.weight"}
-    for part, outside in ((Part(range(2), last=False), ends[0]), (Part(range(2, 3), first=False), ends[1])):
-        model = Decoder(config, part=part)
+    for stage, outside in ((Stage(range(2), last=False), ends[0]), (Stage(range(2, 3), first=False), ends[1])):
+        model = Decoder(config, stage=stage)
         materialize(model, config, torch.device("cpu"), 5)
         names = {name for name, parameter in model.named_parameters()}
         assert {name for name in names if not name.startswith("blocks.")} == outside
-        assert {int(name.split(".")[1]) for name in names - outside} == set(part.layers)
+        assert {int(name.split(".")[1]) for name in names - outside} == set(stage.layers)
         assert all(torch.equal(model.get_parameter(name), whole.get_parameter(name)) for name in names)
 
 

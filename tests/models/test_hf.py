@@ -16,6 +16,7 @@ from transformers import (
     DeepseekV3Config,
     LlamaConfig,
     MixtralConfig,
+    Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -34,6 +35,7 @@ SEQ_LEN = 100
 LINEAR = RopeScaling(kind="linear", factor=4.0)
 LLAMA3 = RopeScaling(kind="llama3", factor=8.0, original_max_seq_len=ORIGINAL, low_freq_factor=1.0)
 YARN = RopeScaling(kind="yarn", factor=4.0, original_max_seq_len=ORIGINAL, beta_fast=4.0)
+QWEN2 = {"family": "qwen2", "qkv_bias": True, "norm_eps": 1e-6}
 QWEN3 = {"family": "qwen3", "qk_norm": True, "norm_eps": 1e-6}
 
 EXPERTS = {"experts": 6, "experts_per_token": 2, "expert_ffn_width": 20, "aux_coefficient": 0.01}
@@ -62,6 +64,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama-linear": {"rope_scaling": LINEAR},
     "llama-llama3": {"rope_scaling": LLAMA3, "rope_theta": 1000.0},
     "llama-yarn": {"rope_scaling": YARN, "rope_theta": 1000.0},
+    "qwen2": QWEN2,
+    "qwen2-tied": QWEN2 | {"tie_embeddings": True, "kv_heads": 4},
+    "qwen2-yarn": QWEN2 | {"rope_scaling": YARN, "rope_theta": 1000.0},
     "qwen3": QWEN3,
     "qwen3-tied": QWEN3 | {"tie_embeddings": True},
     "qwen3-wide-heads": QWEN3 | {"head_width": 32, "heads": 6, "width": 40},
@@ -146,6 +151,8 @@ THEIRS: dict[str, Any] = {
             "high_freq_factor": 4.0,
         },
     ),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen2-tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen3-tied": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
     "qwen3-yarn": Qwen3Config(
         **SIZES,
@@ -346,6 +353,9 @@ def test_an_export_that_fails_leaves_nothing(small, build, tmp_path):
     ("update", "message"),
     [
         ({"qk_norm": True}, "qk_norm = true and model.family = llama: .*qwen3"),
+        ({"family": "qwen2"}, "qkv_bias = false and model.family = qwen2: Qwen2ForCausalLM computes as with true"),
+        (QWEN2 | {"attention_bias": True}, "attention_bias = true and model.family = qwen2: .*computes as with false"),
+        ({"qkv_bias": True}, "qkv_bias = true and model.family = llama: LlamaForCausalLM computes as with false"),
         ({"family": "qwen3"}, "qk_norm = false and model.family = qwen3: .*llama"),
         ({"moe": EXPERTS}, "moe.experts = 6 and model.family = llama: LlamaForCausalLM computes as with 0"),
         ({"family": "mixtral"}, "moe.experts = 0 and model.family = mixtral.*llama or qwen3"),
@@ -383,8 +393,7 @@ def rewrite_config(folder: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, r'model_type = "gpt2".*known are llama \(LlamaForCausalLM\), qwen3'),
-        ({"model_type": "qwen2"}, "Qwen2 has biases on q, k, v and none on o"),
+        ({"model_type": "gpt2"}, r'model_type = "gpt2".*known are llama \(LlamaForCausalLM\), qwen2'),
         ({"model_type": "drop"}, "model_type = null"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures = .*not known"),
         ({"hidden_act": "gelu"}, 'hidden_act = "gelu"'),
@@ -424,6 +433,7 @@ def test_folders_that_we_would_compute_differently_are_refused(changes, message,
 @pytest.mark.parametrize(
     ("variant", "changes", "message"),
     [
+        (QWEN2, {"attention_bias": True}, "attention_bias = true: only false is known"),
         (MIXTRAL, {"sliding_window": 4096}, "sliding_window = 4096"),
         (QWEN3_MOE, {"decoder_sparse_step": 2}, "decoder_sparse_step = 2: only 1 is known"),
         (QWEN3_MOE, {"mlp_only_layers": [1]}, r"mlp_only_layers = \[1\]: our dense layers are the first"),
@@ -434,7 +444,9 @@ def test_folders_that_we_would_compute_differently_are_refused(changes, message,
         (DEEPSEEK, {"n_group": 3}, "n_group|groups = 3 does not divide"),
     ],
 )
-def test_experts_that_we_would_compute_differently_are_refused(variant, changes, message, small, build, tmp_path):
+def test_folders_of_other_families_that_we_would_compute_differently_are_refused(
+    variant, changes, message, small, build, tmp_path
+):
     config = ModelConfig.model_validate(small.model_dump() | variant)
     hf.export_folder(config, build(config).state_dict(), tmp_path / "out")
     rewrite_config(tmp_path / "out", **changes)

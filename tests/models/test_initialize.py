@@ -16,6 +16,7 @@ from argosy.config.schema import ModelConfig
 from argosy.models import initialize
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import fill_initial, materialize, offset_of
+from argosy.plan.parameters import Parameter
 
 CONFIG = ModelConfig(
     layers=8, width=128, heads=4, kv_heads=2, head_width=32, ffn_width=256, vocab_size=512,
@@ -39,7 +40,7 @@ def box(
     name: str, shape: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ...], seed: int = 0, config=UNIT
 ) -> Tensor:
     part = torch.full(size, torch.nan)
-    fill_initial(part, name, shape, offset, config, seed)
+    fill_initial(part, name, Parameter(shape), offset, config, seed)
     return part
 
 
@@ -101,7 +102,7 @@ def test_any_part_is_bit_for_bit_what_the_whole_has_there_however_much_is_made_a
 
 def test_a_part_that_is_not_contiguous_is_filled_as_well():
     buffer = torch.zeros(6, 20)
-    fill_initial(buffer[1:5, ::2], Q, (4, 10), (0, 0), UNIT, 0)
+    fill_initial(buffer[1:5, ::2], Q, Parameter((4, 10)), (0, 0), UNIT, 0)
     assert torch.equal(buffer[1:5, ::2], whole(Q, (4, 10)))
     assert not buffer[:, 1::2].any() and not buffer[::5].any()
 
@@ -129,7 +130,7 @@ def test_no_more_is_made_at_once_than_a_little(part, monkeypatch):
     monkeypatch.setattr(initialize, "AT_ONCE", 1000)
     memory = torch.empty(part)
     with LargestTensor(memory) as largest:
-        fill_initial(memory, "w.weight", tuple(2 * size for size in part), (0,) * len(part), UNIT, 0)
+        fill_initial(memory, "w.weight", Parameter(tuple(2 * size for size in part)), (0,) * len(part), UNIT, 0)
     assert 0 < largest.elements <= 1000
 
 

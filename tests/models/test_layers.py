@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from argosy.models.layers import Embedding, FeedForward, Linear, RMSNorm, local
+from argosy.plan.parameters import feed_forward_table
 
 
 def test_linear_in_bf16_leaves_weight_and_gradient_in_fp32():
@@ -55,7 +56,7 @@ def test_rmsnorm_of_bf16_is_computed_in_fp32_and_rounded_once():
 
 
 def test_feed_forward_is_swiglu(small):
-    mlp = FeedForward(small)
+    mlp = FeedForward(feed_forward_table(small.width, small.ffn_width))
     x = torch.randn(2, 3, small.width)
     gate, up, down = (layer.weight for layer in (mlp.gate, mlp.up, mlp.down))
     torch.testing.assert_close(mlp(x), (F.silu(x @ gate.T) * (x @ up.T)) @ down.T)

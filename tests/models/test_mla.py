@@ -138,6 +138,7 @@ def test_the_config_says_which_attention_and_cache_a_block_has():
         ({"mla": {"kv_rank": 8}, "kv_heads": 2}, "kv_heads = 2 with mla.kv_rank = 8.*set kv_heads = 4"),
         ({"mla": {"kv_rank": 8}, "head_width": 32}, "head_width = 32 and mla.rope_width = 64.*set head_width = 64"),
         ({"mla": {"kv_rank": 8}, "qk_norm": True}, "qk_norm = true with mla.*set qk_norm = false"),
+        ({"mla": {"kv_rank": 8}, "qkv_bias": True}, "qkv_bias = true with mla.*set qkv_bias = false"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_with_what_to_do(settings, message):

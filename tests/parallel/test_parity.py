@@ -31,6 +31,7 @@ DENSE: dict[str, Any] = {
 EXPERTS: dict[str, Any] = {"experts": 4, "experts_per_token": 2, "expert_ffn_width": 16, "aux_coefficient": 0.1}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
+    "qwen2": {"family": "qwen2", "qkv_bias": True, "tie_embeddings": True},
     "qwen3": {"family": "qwen3", "qk_norm": True, "tie_embeddings": True},
     "biased": {"attention_bias": True},
     "deep": {"layers": 8},  # for pipelines of 4 ranks with two stages each
@@ -60,6 +61,7 @@ QUICK = [
     ("llama", "pp=2,schedule=interleaved_1f1b,microbatch=2"),
     ("llama", "dp_replicate=2,dp_shard=2,microbatch=2"),
     ("qwen3", "dp_shard=2,tp=2,microbatch=2"),
+    ("qwen2", "pp=2,tp=2,microbatch=2"),
     ("mixtral", "dp_shard=2,ep=2,recompute=selective,microbatch=4"),
     ("deepseek_v3", "cp=2,ep=2,microbatch=4"),
 ]
@@ -90,6 +92,15 @@ SLOW = [
     ("deep", "pp=4,schedule=zbv"),
     ("deep", "pp=4,schedule=dualpipev"),
     ("qwen3", "pp=4"),
+    ("qwen2", "dp_replicate=2"),
+    ("qwen2", "dp_shard=2,zero=1"),
+    ("qwen2", "dp_shard=2,zero=2"),
+    ("qwen2", "dp_shard=2,zero=3"),
+    ("qwen2", "cp=2"),
+    ("qwen2", "cp=2,context=ulysses"),
+    ("qwen2", "tp=2"),
+    ("qwen2", "tp=4,microbatch=2"),
+    ("qwen2", "pp=2,schedule=zbv"),
     # Two.
     ("llama", "dp_replicate=2,dp_shard=2,zero=1"),
     ("llama", "dp_replicate=2,dp_shard=4,zero=2"),
@@ -109,6 +120,7 @@ SLOW = [
     ("llama", "cp=2,pp=2,microbatch=2"),
     ("llama", "tp=2,pp=2,microbatch=2"),
     ("qwen3", "tp=2,pp=2,schedule=zbv,microbatch=2"),
+    ("qwen2", "dp_shard=2,tp=2,zero=3"),
     # Three.
     ("llama", "pp=2,dp_shard=2,tp=2"),
     ("qwen3", "pp=2,dp_shard=2,tp=2,zero=1,schedule=interleaved_zero_bubble"),

@@ -20,7 +20,7 @@ from argosy.models.initialize import materialize
 from argosy.models.layers import Embedding, local
 from argosy.models.loss import chunk_loss_and_gradient
 from argosy.observe.clock import StepClock
-from argosy.parallel.tensor import VocabularyLoss, split_over_ranks, vocabulary_rows
+from argosy.parallel.tensor import VocabularyLoss, looks_up, split, split_over_ranks
 from argosy.parallel.world import World
 from tiny import MODEL, decoder, eager, gradients, laid_out, model_config
 
@@ -30,6 +30,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"qk_norm": True, "family": "qwen3"},
     "biases": {"attention_bias": True},
+    "qwen2": {"qkv_bias": True, "family": "qwen2"},
     "tied": {"tie_embeddings": True},
     "a key/value head for each query head": {"kv_heads": 4},
     "one key/value head": {"kv_heads": 1, "attention_bias": True, "qk_norm": True},
@@ -94,8 +95,8 @@ def add_a_module(world: World) -> None:
     split_over_ranks(model, init_device_mesh("cpu", (world.size,), mesh_dim_names=("tp",)))
 
 
-def test_a_parameter_for_which_there_is_no_style_is_named(workers):
-    with pytest.raises(AssertionError, match=r"no style for \['adapter\.weight', 'adapter\.bias'\]"):
+def test_a_parameter_that_the_table_does_not_have_is_named(workers):
+    with pytest.raises(AssertionError, match=r"KeyError: 'adapter\.weight'"):
         workers.run(2, add_a_module)
 
 
@@ -143,7 +144,9 @@ def lookup(world: World, vocab: int) -> tuple[Tensor, Tensor]:
     """This rank's tokens' vectors, and the gradient of its rows."""
     weight_VD = torch.randn(vocab, 6, generator=torch.Generator().manual_seed(0))
     embedding = Embedding(vocab, 6, torch.float32)
-    vocabulary_rows(embedding, init_device_mesh("cpu", (world.size,), mesh_dim_names=("tp",)))
+    mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("tp",))
+    split(embedding, "weight", mesh, 0)
+    looks_up(embedding, mesh)
     rows = -(-vocab // world.size)
     with torch.no_grad():
         local(embedding.weight).copy_(weight_VD[min(world.rank * rows, vocab) :][:rows])

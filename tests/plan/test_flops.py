@@ -21,6 +21,14 @@ LLAMA3_2_1B = ModelConfig(
     layers=16, width=2048, heads=32, kv_heads=8, head_width=64, ffn_width=8192, vocab_size=128256,
     tie_embeddings=True,
 )  # fmt: skip
+QWEN25_05B = ModelConfig(
+    family="qwen2", layers=24, width=896, heads=14, kv_heads=2, head_width=64, ffn_width=4864,
+    vocab_size=151936, qkv_bias=True, tie_embeddings=True,
+)  # fmt: skip
+QWEN25_7B = ModelConfig(
+    family="qwen2", layers=28, width=3584, heads=28, kv_heads=4, head_width=128, ffn_width=18944,
+    vocab_size=152064, qkv_bias=True,
+)  # fmt: skip
 QWEN3_06B = ModelConfig(
     family="qwen3", layers=28, width=1024, heads=16, kv_heads=8, head_width=128, ffn_width=3072,
     vocab_size=151936, qk_norm=True, tie_embeddings=True,
@@ -37,6 +45,7 @@ VARIANTS: list[dict[str, Any]] = [
     {},
     {"tie_embeddings": True},
     {"attention_bias": True},
+    {"qkv_bias": True},
     {"qk_norm": True},
     {"kv_heads": 4, "qk_norm": True, "attention_bias": True, "tie_embeddings": True},
     {"moe": MoEConfig(experts=6, experts_per_token=2, expert_ffn_width=40)},
@@ -64,10 +73,12 @@ def test_parameters_of_a_preset_are_those_of_the_module(name):
     [
         (LLAMA3_8B, 8_030_261_248),
         (LLAMA3_2_1B, 1_235_814_400),
+        (QWEN25_05B, 494_032_768),
+        (QWEN25_7B, 7_615_616_512),
         (QWEN3_06B, 596_049_920),
         (QWEN3_8B, 8_190_735_360),
     ],
-    ids=["llama3-8b", "llama3.2-1b", "qwen3-0.6b", "qwen3-8b"],
+    ids=["llama3-8b", "llama3.2-1b", "qwen2.5-0.5b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-8b"],
 )
 def test_parameters_are_the_published_ones(config, published):
     assert parameters(config) == published

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from argosy.config.schema import ModelConfig
 from argosy.errors import UserError
 from argosy.models.layers import FeedForward
+from argosy.plan.parameters import feed_forward_table
 from argosy.precision.fp8 import check_fp8, takes_fp8, use_fp8
 
 CUDA = torch.device("cuda", 0)
@@ -65,7 +65,7 @@ def test_model_without_such_layers_is_refused():
 
 def test_converted_layers_round_and_keep_their_parameters():
     pytest.importorskip("torchao", reason="the extra fp8 is not installed")
-    layer = FeedForward(ModelConfig(width=64, ffn_width=128))
+    layer = FeedForward(feed_forward_table(64, 128))
     before = dict(layer.named_parameters())
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     expected = layer(x).detach()

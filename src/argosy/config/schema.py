@@ -156,14 +156,14 @@ class MLAConfig(Section):
 
 
 class ModelConfig(Section):
-    """The decoder: Llama 3, Qwen3, Mixtral and DeepSeek-V3 families. Sizes are data; a preset gives the rest."""
+    """The decoder: Llama 3, Qwen2, Qwen3, Mixtral and DeepSeek-V3 families. Sizes are data; a preset gives the rest."""
 
     preset: str | None = None
     """Name of a model preset, e.g. llama-5m or llama3-8b; keys beside it override it. A preset given as an option
     replaces the whole model of the file."""
     weights: Path | None = None
     """Start from these weights: a run folder or checkpoint, e.g. what `argosy checkpoint import` wrote."""
-    family: Literal["llama", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3"] = "llama"
+    family: Literal["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3"] = "llama"
     """The Hugging Face classes and weight names that the model maps to on export and import."""
     layers: PositiveInt = 4
     """Decoder blocks."""
@@ -192,6 +192,8 @@ class ModelConfig(Section):
     """RMSNorm on each query and key head (Qwen3)."""
     attention_bias: bool = False
     """Biases on the q, k, v and o projections."""
+    qkv_bias: bool = False
+    """Biases on the q, k and v projections and none on o (Qwen2)."""
     tie_embeddings: bool = False
     """The head uses the embedding's weight."""
     init_std: PositiveFloat = 0.02
@@ -229,6 +231,8 @@ class ModelConfig(Section):
             )
         if self.qk_norm:
             raise ValueError("qk_norm = true with mla: the latents have norms of their own; set qk_norm = false")
+        if self.qkv_bias:
+            raise ValueError("qkv_bias = true with mla: latent attention has no q, k and v alike; set qkv_bias = false")
         return self
 
     def is_moe_layer(self, layer: int) -> bool:

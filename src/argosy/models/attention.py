@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from argosy.config.schema import ModelConfig
-from argosy.models.layers import Linear, RMSNorm
+from argosy.models.layers import linear, norm
 from argosy.models.rope import rotate
+from argosy.plan.parameters import attention_table
 
 PADDED_TO = 32
 """On a CPU documents are padded to a multiple of so many tokens in bf16. oneDNN makes a kernel for each shape of such a
@@ -45,14 +46,10 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.head_width = config.head_width
-        query_width, kv_width = config.heads * config.head_width, config.kv_heads * config.head_width
-        bias = config.attention_bias
-        self.q = Linear(config.width, query_width, bias=bias)
-        self.k = Linear(config.width, kv_width, bias=bias)
-        self.v = Linear(config.width, kv_width, bias=bias)
-        self.o = Linear(query_width, config.width, bias=bias)
-        self.q_norm = RMSNorm(config.head_width, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(config.head_width, config.norm_eps) if config.qk_norm else nn.Identity()
+        table = attention_table(config)
+        self.q, self.k, self.v, self.o = (linear(table, name) for name in "qkvo")
+        self.q_norm = norm(table, "q_norm", config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = norm(table, "k_norm", config.norm_eps) if config.qk_norm else nn.Identity()
         self.core: AttentionCore = packed_attention
 
     def forward(

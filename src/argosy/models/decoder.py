@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +10,11 @@ from torch.nn import functional as F
 
 from argosy.config.schema import ModelConfig
 from argosy.models.experts import feed_forward_of
-from argosy.models.layers import Embedding, Linear, RMSNorm, local
+from argosy.models.layers import embedding, linear, local, norm
 from argosy.models.loss import ChunkLoss, chunk_loss_and_gradient, summed_cross_entropy
 from argosy.models.mla import Cache, attention_of, cache_of
 from argosy.models.rope import rotary_table
+from argosy.plan.parameters import Stage, block_table, parameter_table
 
 # B batch, T tokens, D model width, V vocabulary
 
@@ -24,9 +24,10 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
-        self.attention_norm = RMSNorm(config.width, config.norm_eps)
+        table = block_table(config, layer)
+        self.attention_norm = norm(table, "attention_norm", config.norm_eps)
         self.attention = attention_of(config)
-        self.mlp_norm = RMSNorm(config.width, config.norm_eps)
+        self.mlp_norm = norm(table, "mlp_norm", config.norm_eps)
         self.mlp = feed_forward_of(config, layer)
 
     def forward(
@@ -37,37 +38,27 @@ class Block(nn.Module):
         return x_BTD
 
 
-@dataclass(frozen=True)
-class Part:
-    """What of the decoder one pipeline stage holds; without pipelining, all of it."""
-
-    layers: Sequence[int]
-    first: bool = True
-    """It takes tokens, through the embedding; other parts take the hidden states of the one before."""
-    last: bool = True
-    """It ends with the norm and the head; other parts give hidden states."""
-
-
 class Decoder(nn.Module):
     """Tokens in; logits, or with targets their summed loss, out.
 
-    Built on the meta device; `materialize` gives it memory and initial weights.
+    A stage of a pipeline has some of its layers. Its parameters are those of `plan.parameters`. It is built on the meta
+    device; `materialize` gives it memory and initial weights.
     """
 
-    def __init__(self, config: ModelConfig, compute_dtype: torch.dtype = torch.float32, part: Part | None = None):
+    def __init__(self, config: ModelConfig, compute_dtype: torch.dtype = torch.float32, stage: Stage | None = None):
         super().__init__()
         self.config = config
         self.compute_dtype = compute_dtype
-        self.part = part = part or Part(range(config.layers))
+        self.stage = stage = stage or Stage(range(config.layers))
+        table = parameter_table(config, stage)
         with torch.device("meta"):
-            # A tied head is the embedding itself, so the last part has it too. No second name for a tied weight:
-            # `to_empty` would cut the tie (it makes each name new memory).
-            has_embedding = part.first or (part.last and config.tie_embeddings)
-            self.embedding = Embedding(config.vocab_size, config.width, compute_dtype) if has_embedding else None
-            self.blocks = nn.ModuleDict({str(layer): Block(config, layer) for layer in part.layers})
-            self.norm = RMSNorm(config.width, config.norm_eps) if part.last else None
-            has_head = part.last and not config.tie_embeddings
-            self.head = Linear(config.width, config.vocab_size, bias=False) if has_head else None
+            # A tied head is the embedding itself. No second name for a tied weight: `to_empty` would cut the tie (it
+            # makes each name new memory).
+            has_embedding, has_head = "embedding.weight" in table, "head.weight" in table
+            self.embedding = embedding(table, "embedding", compute_dtype) if has_embedding else None
+            self.blocks = nn.ModuleDict({str(layer): Block(config, layer) for layer in stage.layers})
+            self.norm = norm(table, "norm", config.norm_eps) if stage.last else None
+            self.head = linear(table, "head") if has_head else None
         self.loss_of_chunk: ChunkLoss = chunk_loss_and_gradient
         #: Of the vocabulary, the most that any rank has.
         self.longest_part = config.vocab_size
@@ -84,8 +75,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Logits [B, T, V] in the compute dtype, or with `targets_BT` the summed loss (fp32 scalar).
 
-        `x` is tokens [B, T], or for a part that is not the first the hidden states [B, T, D] of the part before;
-        a part that is not the last gives hidden states. Targets of -100 do not count. `positions_BT` are the
+        `x` is tokens [B, T], or for a stage that is not the first the hidden states [B, T, D] of the stage before;
+        a stage that is not the last gives hidden states. Targets of -100 do not count. `positions_BT` are the
         tokens' places in their documents, and `documents` is as in `attention.packed_attention`: the latter
         follows from the former, at the price of waiting for the device. Without both, every row is one document.
         With `cache`, the tokens continue those that the cache has read.
@@ -100,7 +91,7 @@ class Decoder(nn.Module):
         cos, sin = self._rotary_to(start + positions_BT.shape[1], x.device)
         mine_BT = self.my_tokens(positions_BT)
         rotary = cos[mine_BT], sin[mine_BT]
-        if self.part.first:
+        if self.stage.first:
             assert self.embedding is not None
             x = self.embedding(x)
         for i, block in enumerate(self.blocks.values()):
@@ -116,7 +107,7 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """The weight that turns hidden states into logits, [V, D]; only the last part has one."""
+        """The weight that turns hidden states into logits, [V, D]; only the last stage has one."""
         module = self.head or self.embedding
         assert module is not None
         return module.weight

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from argosy.config.schema import ModelConfig
+from argosy.config.schema import ModelConfig, MoEConfig
 from argosy.models.layers import FeedForward, local
+from argosy.plan.parameters import Table, feed_forward_table, inside, moe_table
 
 # B rows, T tokens of a row (those that this rank has), D model width, F hidden width of an expert
 # E experts, e of them on this rank, K experts of a token, P pairs of a token and one of its experts, sorted by expert
@@ -24,7 +25,9 @@ from argosy.models.layers import FeedForward, local
 
 def feed_forward_of(config: ModelConfig, layer: int) -> FeedForward | MoE:
     """What block `layer` (from 0) has for a feed-forward."""
-    return MoE(config) if config.is_moe_layer(layer) else FeedForward(config)
+    if config.is_moe_layer(layer):
+        return MoE(config)
+    return FeedForward(feed_forward_table(config.width, config.ffn_width))
 
 
 def moe_layers(model: nn.Module) -> Iterator[MoE]:
@@ -43,10 +46,10 @@ class MoE(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = moe = config.moe
-        self.router = Router(config)
-        self.experts = Experts(config)
-        shared_width = moe.shared_experts * moe.expert_ffn_width
-        self.shared = FeedForward(config.model_copy(update={"ffn_width": shared_width})) if shared_width else None
+        table = moe_table(config)
+        self.router = Router(moe, inside(table, "router"))
+        self.experts = Experts(moe, inside(table, "experts"))
+        self.shared = FeedForward(inside(table, "shared")) if moe.shared_experts else None
         self.rows = Rows()
         self.loss_weight = 1.0
         self._load: Tensor | None = None
@@ -198,11 +201,11 @@ class Router(nn.Module):
     bias: Tensor | None
     """Added to scores to choose by, and not to weigh by; fp32 [E], part of the model's state, 0 at first."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: MoEConfig, table: Table):
         super().__init__()
-        self.config = moe = config.moe
-        self.weight = nn.Parameter(torch.empty(moe.experts, config.width))
-        self.register_buffer("bias", torch.zeros(moe.experts) if moe.balance == "bias" else None)
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(table["weight"].shape))
+        self.register_buffer("bias", torch.zeros(config.experts) if config.balance == "bias" else None)
 
     def forward(self, x_BTD: Tensor) -> Routing:
         moe = self.config
@@ -281,13 +284,12 @@ def at_home(x_PD: Tensor, counts_E: Tensor, compute: Compute) -> Tensor:
 class Experts(nn.Module):
     """SwiGLU feed-forwards in stacks, and the dealing out of tokens to them."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: MoEConfig, table: Table):
         super().__init__()
-        moe = config.moe
-        self.count, self.may_drop = moe.experts, moe.capacity_factor > 0
-        self.gate = nn.Parameter(torch.empty(moe.experts, moe.expert_ffn_width, config.width))
-        self.up = nn.Parameter(torch.empty(moe.experts, moe.expert_ffn_width, config.width))
-        self.down = nn.Parameter(torch.empty(moe.experts, config.width, moe.expert_ffn_width))
+        self.count, self.may_drop = config.experts, config.capacity_factor > 0
+        self.gate = nn.Parameter(torch.empty(table["gate"].shape))
+        self.up = nn.Parameter(torch.empty(table["up"].shape))
+        self.down = nn.Parameter(torch.empty(table["down"].shape))
         self.exchange: Exchange = at_home
 
     @torch.compiler.disable  # how many tokens each expert gets differs from batch to batch

@@ -101,8 +101,9 @@ class Family:
     """Other versions' key -> the key that is in `keys`."""
 
 
-DENSE = {"mla.kv_rank": 0, "moe.experts": 0}
+DENSE = {"qkv_bias": False, "mla.kv_rank": 0, "moe.experts": 0}
 PLAIN_EXPERTS = {
+    "qkv_bias": False,
     "mla.kv_rank": 0,
     "moe.router": "softmax",
     "moe.routed_scale": 1.0,
@@ -113,6 +114,12 @@ PLAIN_EXPERTS = {
 }
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", fixed=DENSE, defaults={"max_position_embeddings": 2048}),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        fixed=DENSE | {"qkv_bias": True, "attention_bias": False},
+        constants={"attention_bias": False},
+        defaults={"max_position_embeddings": 32768, "num_key_value_heads": 32},
+    ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         fixed=DENSE,

@@ -10,25 +10,27 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from argosy.config.schema import ModelConfig
+from argosy.models.decoder import Decoder
 from argosy.models.layers import local
+from argosy.plan.parameters import Parameter, parameter_table
 
-INTO_RESIDUAL = ("attention.o.weight", "mlp.down.weight", "mlp.shared.down.weight", "mlp.experts.down")
 AT_ONCE = 2**20
 """Elements made at once: what the temporary integers take is small, and on a CPU stays in its caches."""
 
 
-def materialize(model: nn.Module, config: ModelConfig, device: torch.device, seed: int) -> None:
+def materialize(model: Decoder, config: ModelConfig, device: torch.device, seed: int) -> None:
     """Give `model` (on the meta device) memory on `device` and its initial weights, in place.
 
     Parameters may be DTensors: each rank makes its own part.
     """
     model.to_empty(device=device)
+    table = parameter_table(config, model.stage)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            fill_initial(local(parameter), name, parameter.shape, offset_of(parameter), config, seed)
+            fill_initial(local(parameter), name, table[name], offset_of(parameter), config, seed)
         for buffer in model.buffers():
             buffer.zero_()
 
@@ -53,21 +55,17 @@ def offset_of(parameter: Tensor) -> tuple[int, ...]:
 
 
 def fill_initial(
-    part: Tensor, name: str, shape: Sequence[int], offset: Sequence[int], config: ModelConfig, seed: int
+    part: Tensor, name: str, whole: Parameter, offset: Sequence[int], config: ModelConfig, seed: int
 ) -> None:
-    """Fill `part`, which begins at `offset` of the parameter `name` of `shape`: N(0, init_std), norms 1, biases 0.
-
-    Projections into the residual stream get init_std / sqrt(2 * layers), so that the stream's variance does
-    not grow with depth (GPT-2, Radford et al. 2019, section 2.3).
-    """
-    if name.endswith("norm.weight"):
+    """Fill `part`, which begins at `offset` of the parameter `whole` with this name."""
+    if whole.initial == "ones":
         part.fill_(1.0)
-    elif name.endswith(".bias"):
+    elif whole.initial == "zeros":
         part.zero_()
     else:
-        std = config.init_std / (2 * config.layers) ** 0.5 if name.endswith(INTO_RESIDUAL) else config.init_std
+        std = config.init_std / (2 * config.layers) ** 0.5 if whole.initial == "into_residual" else config.init_std
         digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        strides = [math.prod(whole.shape[dim + 1 :]) for dim in range(len(whole.shape))]
         first = sum(place * stride for place, stride in zip(offset, strides, strict=True))
         _fill_normal(part, strides, first, int.from_bytes(digest, "little"), std)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from argosy.config.schema import ModelConfig
+from argosy.plan.parameters import Table
 
 
 def local(parameter: Tensor) -> Tensor:
@@ -58,14 +58,30 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.float(), x.shape[-1:], local(self.weight).float(), self.eps).to(x.dtype)
 
 
-class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020): down(silu(gate(x)) * up(x))."""
+def linear(table: Table, name: str) -> Linear:
+    """The linear layer `name` of `table`."""
+    outputs, inputs = table[f"{name}.weight"].shape
+    return Linear(inputs, outputs, bias=f"{name}.bias" in table)
 
-    def __init__(self, config: ModelConfig):
+
+def norm(table: Table, name: str, eps: float) -> RMSNorm:
+    """The norm `name` of `table`."""
+    (width,) = table[f"{name}.weight"].shape
+    return RMSNorm(width, eps)
+
+
+def embedding(table: Table, name: str, dtype: torch.dtype) -> Embedding:
+    """The embedding `name` of `table`, which gives vectors in `dtype`."""
+    vocab_size, width = table[f"{name}.weight"].shape
+    return Embedding(vocab_size, width, dtype)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020): down(silu(gate(x)) * up(x)), with the sizes of a `plan.parameters.feed_forward_table`."""
+
+    def __init__(self, table: Table):
         super().__init__()
-        self.gate = Linear(config.width, config.ffn_width, bias=False)
-        self.up = Linear(config.width, config.ffn_width, bias=False)
-        self.down = Linear(config.ffn_width, config.width, bias=False)
+        self.gate, self.up, self.down = (linear(table, name) for name in ("gate", "up", "down"))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         y_BTD: Tensor = self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))

@@ -12,8 +12,9 @@ from torch.nn import functional as F
 
 from argosy.config.schema import ModelConfig
 from argosy.models.attention import Attention, AttentionCore, LayerCache, cached_attention, packed_attention
-from argosy.models.layers import Linear, RMSNorm
+from argosy.models.layers import linear, norm
 from argosy.models.rope import attention_scale, rotate
+from argosy.plan.parameters import latent_attention_table
 
 # B batch, T tokens, S tokens in the cache, D model width, C kv_rank, H heads (those of this rank), R rotated width
 # E width of a query or key head (nope_width + R), V width of a value head
@@ -61,18 +62,18 @@ class LatentAttention(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.mla = mla = config.mla
-        heads, width, bias = config.heads, config.width, config.attention_bias
-        if mla.q_rank:
-            self.q_down = Linear(width, mla.q_rank, bias=bias)
-            self.q_norm = RMSNorm(mla.q_rank, config.norm_eps)
-            self.q_up = Linear(mla.q_rank, heads * mla.key_width, bias=False)
+        self.mla = config.mla
+        table = latent_attention_table(config)
+        if config.mla.q_rank:
+            self.q_down = linear(table, "q_down")
+            self.q_norm = norm(table, "q_norm", config.norm_eps)
+            self.q_up = linear(table, "q_up")
         else:
-            self.q = Linear(width, heads * mla.key_width, bias=False)
-        self.kv_down = Linear(width, mla.kv_rank + mla.rope_width, bias=bias)
-        self.kv_norm = RMSNorm(mla.kv_rank, config.norm_eps)
-        self.kv_up = Linear(mla.kv_rank, heads * (mla.nope_width + mla.value_width), bias=False)
-        self.o = Linear(heads * mla.value_width, width, bias=bias)
+            self.q = linear(table, "q")
+        self.kv_down = linear(table, "kv_down")
+        self.kv_norm = norm(table, "kv_norm", config.norm_eps)
+        self.kv_up = linear(table, "kv_up")
+        self.o = linear(table, "o")
         self.temperature = attention_scale(config.rope_scaling)
         self.core: AttentionCore = packed_attention
 

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from argosy.config.schema import ModelConfig, RunConfig
-from argosy.models.decoder import Block, Decoder, Part
+from argosy.models.decoder import Block, Decoder
 from argosy.models.experts import moe_layers
 from argosy.models.initialize import materialize
 from argosy.parallel.compile import compile_blocks
@@ -25,7 +25,9 @@ from argosy.parallel.recompute import apply_recompute
 from argosy.parallel.shard import shard_fully
 from argosy.parallel.tensor import split_over_ranks
 from argosy.parallel.world import World
-from argosy.plan.pipeline import SCHEDULES, split_layers, stages_of_rank
+from argosy.plan.cost.exact_state import stages_on
+from argosy.plan.parameters import Stage
+from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan
 from argosy.precision.fp8 import use_fp8
 
@@ -38,18 +40,18 @@ def apply(
     run: RunConfig,
     world: World,
     materialize: Materialize = materialize,
-    parts_of: Callable[[Plan, RunConfig, int], dict[int, Part]] | None = None,
+    stages_on: Callable[[Plan, RunConfig, int], dict[int, Stage]] = stages_on,
 ) -> ParallelModel:
     """Build this rank's part of the model as `plan` says, with its initial weights; all ranks call it alike.
 
-    parts_of: what takes the place of `parts_on`.
+    stages_on: what takes the place of `plan.cost.exact_state.stages_on`.
     Raises: UserError if the device cannot do what the plan asks of it (fp8).
     """
     tied = run.model.tie_embeddings and plan.pp > 1 and not SCHEDULES[plan.schedule].v_shaped
     meshes = lay_out_meshes(world.device.type, plan, tied, run.launch.timeout_s)
     parts = {
-        stage: Decoder(run.model, DTYPES[plan.precision], part)
-        for stage, part in (parts_of or parts_on)(plan, run, meshes.rank("pp")).items()
+        number: Decoder(run.model, DTYPES[plan.precision], stage)
+        for number, stage in stages_on(plan, run, world.rank).items()
     }
     for model in parts.values():
         if plan.weights == "bf16":
@@ -77,7 +79,7 @@ def split_model(model: Decoder, plan: Plan, meshes: Meshes) -> None:
     axes = [axis for axis in ("ep", "tp") if getattr(plan, axis) > 1]
     if axes:
         for moe in moe_layers(model):
-            split_experts(moe, meshes.device_mesh(*axes))
+            split_experts(moe, model.config, meshes.device_mesh(*axes))
     if plan.tp > 1:
         split_over_ranks(model, meshes.device_mesh("tp"))
     rows = None
@@ -99,15 +101,3 @@ def split_model(model: Decoder, plan: Plan, meshes: Meshes) -> None:
 def _fsdp_mesh(meshes: Meshes, replicate: str, shard: str) -> DeviceMesh:
     """Return the mesh that FSDP2 splits over: with the dimension of replicas where there are any."""
     return meshes.device_mesh(replicate, shard) if meshes.group(replicate) else meshes.device_mesh(shard)
-
-
-def parts_on(plan: Plan, run: RunConfig, rank: int) -> dict[int, Part]:
-    """Stage -> what of the decoder it holds, for the stages of pipeline rank `rank`."""
-    if plan.pp == 1:
-        return {0: Part(range(run.model.layers))}
-    layers = split_layers(run.model, run.data.seq_len, plan.stages)
-    per_rank, v_shaped = plan.stages // plan.pp, SCHEDULES[plan.schedule].v_shaped
-    return {
-        stage: Part(layers[stage], first=stage == 0, last=stage == plan.stages - 1)
-        for stage in stages_of_rank(rank, plan.pp, per_rank, v_shaped)
-    }

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
 
 from argosy.config.schema import ModelConfig
 from argosy.models.experts import Compute, Load, MoE, Rows, inverse, take_rows
 from argosy.parallel.collectives import gather_sequence, reduce_scatter_sequence
 from argosy.parallel.tensor import split
+from argosy.plan.parameters import inside, moe_table
 
 # n ranks, E experts, e of them on each rank, P pairs of token and expert that this rank has, Q that it computes
 # D model width, B rows, T tokens of a row, t of them on this rank, K experts of a token
@@ -47,7 +47,7 @@ class ExpertParallel:
         return exchange_rows(take_rows(y_QD, places_Q, order_Q[:, None]), receive, send, self._group)
 
 
-def split_experts(moe: MoE, mesh: DeviceMesh) -> None:
+def split_experts(moe: MoE, config: ModelConfig, mesh: DeviceMesh) -> None:
     """Deal the experts of `moe` (on the meta device) out over the ep dim of `mesh`, and each over its tp dim, in place.
 
     Of an expert the tp ranks have some of the hidden columns each. They compute all their tokens with these, and add
@@ -60,9 +60,9 @@ def split_experts(moe: MoE, mesh: DeviceMesh) -> None:
         group = mesh["tp"].get_group()
         moe.experts.register_forward_pre_hook(lambda _, inputs: tuple(gather_sequence(x, group) for x in inputs))
         moe.experts.register_forward_hook(lambda _, inputs, y: reduce_scatter_sequence(y, group))
-    hidden_dim = {"gate": 1, "up": 1, "down": 2}
-    for name, dim in hidden_dim.items():
-        split(moe.experts, mesh, *(Shard({"ep": 0, "tp": dim}[axis]) for axis in names), names=(name,))
+    for name, parameter in inside(moe_table(config), "experts").items():
+        dims = {"ep": 0, "tp": parameter.tp_dim}
+        split(moe.experts, name, mesh, *(dims[axis] for axis in names))
 
 
 def exchange_rows(x_PD: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:

@@ -84,7 +84,7 @@ class Pipeline:
         `microbatches`: those of a step."""
         self.microbatches_at_once = microbatches
         self._parts, self._rule, self._group, self._hidden = parts, rule, group, hidden_BtD
-        self._has_last = any(part.part.last for part in parts.values())
+        self._has_last = any(part.stage.last for part in parts.values())
         self._scale = 1.0
         some = next(iter(parts.values()))
         hidden = torch.empty(hidden_BtD, dtype=some.compute_dtype, device="meta", requires_grad=True)
@@ -96,8 +96,8 @@ class Pipeline:
                 stage,
                 stages,
                 part.device,
-                input_args=tokens if part.part.first else hidden,
-                output_args=loss if part.part.last else hidden,
+                input_args=tokens if part.stage.first else hidden,
+                output_args=loss if part.stage.last else hidden,
                 group=group,
             )
             for stage, part in parts.items()
@@ -131,7 +131,7 @@ class Pipeline:
         for stage, part in sorted(self._parts.items()):
             for i, micro in enumerate(batch):
                 y = part(self._input(stage, i, micro, local), micro.targets_BT, micro.positions_BT)
-                if part.part.last:
+                if part.stage.last:
                     total += y
                 elif stage + 1 in self._parts:
                     local.setdefault(stage + 1, []).append(y)

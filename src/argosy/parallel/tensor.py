@@ -1,14 +1,13 @@
-"""Tensor and sequence parallelism (Shoeybi et al. 2019; Korthikanti et al. 2022) as a table of (module, style).
+"""Tensor and sequence parallelism (Shoeybi et al. 2019; Korthikanti et al. 2022).
 
 Between attention and feed-forward each rank has the hidden states of its own stretch of tokens; inside them it has all
-tokens and its own heads, or columns. A style says how a module's parameters are split (they become DTensors on the tp
-mesh) and what its input or output crosses.
+tokens and its own heads, or columns. Which dim of a parameter is cut is in the table of parameters
+(`plan.parameters`): parameters become DTensors on the tp mesh. What a module's input or output crosses is in `STYLES`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,42 +16,31 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional as F
 
 from argosy.models.attention import Attention
 from argosy.models.decoder import Decoder
-from argosy.models.experts import MoE
-from argosy.models.layers import Embedding, Linear, local
+from argosy.models.layers import Embedding, FeedForward, Linear, local
 from argosy.models.loss import IGNORED
+from argosy.models.mla import LatentAttention
 from argosy.parallel.collectives import all_gather_single, gather_sequence, reduce_scatter_sequence
+from argosy.plan.parameters import INPUTS, parameter_table
 
 # B batch, T tokens, D model width, V vocabulary, C tokens of a chunk of the loss
 
-Style = Callable[[nn.Module, DeviceMesh], None]
+Style = Callable[[Any, DeviceMesh], None]
+"""Makes a module, whose parameters are cut already, exchange what it must."""
 
 
-def columns(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Each rank computes some of the outputs."""
-    split(module, mesh, Shard(0))
+def sums(linear: Linear, mesh: DeviceMesh) -> None:
+    """Where each rank reads some of the inputs: sum over ranks and leave that split by tokens, then add the bias."""
+    assert isinstance(linear.weight, DTensor)
+    if linear.weight.placements == (Shard(INPUTS),):
+        linear.reduce = partial(reduce_scatter_sequence, group=mesh.get_group())
 
 
-def rows(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Each rank reads some of the inputs; the sums over ranks are left split by tokens, the bias is added to those."""
-    assert isinstance(module, Linear)
-    split(module, mesh, Shard(1), names=("weight",))
-    if module.bias is not None:
-        split(module, mesh, Replicate(), names=("bias",))
-    module.reduce = partial(reduce_scatter_sequence, group=mesh.get_group())
-
-
-def whole(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Every rank has all of it and sees a part of the tokens or heads: its gradient is a part of a sum over ranks."""
-    split(module, mesh, Replicate())
-
-
-def gathered(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Its first input comes split by tokens, and it needs them all."""
+def gathers(module: nn.Module, mesh: DeviceMesh) -> None:
+    """The first input comes split by tokens, and the module needs them all."""
     group = mesh.get_group()
 
     def gather(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -61,108 +49,65 @@ def gathered(module: nn.Module, mesh: DeviceMesh) -> None:
     module.register_forward_pre_hook(gather)
 
 
-def already(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Nothing is to be done, or it was done with the module that it is in."""
+def gathers_for_heads(attention: Attention, mesh: DeviceMesh) -> None:
+    """As `gathers`; with fewer key/value heads than ranks, each rank computes all (few) and takes the one it needs."""
+    gathers(attention, mesh)
+    heads = attention.k.out_features // attention.head_width
+    if heads < mesh.size():
+        head = mesh.get_local_rank() * heads // mesh.size()
+        mine = slice(head * attention.head_width, (head + 1) * attention.head_width)
+        for linear in (attention.k, attention.v):
+            linear.register_forward_hook(lambda _, inputs, y: y[..., mine])
 
 
-def gathers(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Whole; its output is split by tokens, and what follows needs them all."""
-    whole(module, mesh)
-    module.register_forward_hook(lambda _, inputs, output: gather_sequence(output, mesh.get_group()))
+def looks_up(embedding: Embedding, mesh: DeviceMesh) -> None:
+    """Each rank has some of the rows: the ranks look up what they have, and add up."""
+    first = _first_row(embedding.num_embeddings, mesh)
+    embedding.forward = partial(_lookup, embedding, mesh.get_group(), first)  # type: ignore[method-assign]
 
 
-def vocabulary_rows(module: nn.Module, mesh: DeviceMesh) -> None:
-    """An embedding of which each rank has some rows: they look up what they have, and add up."""
-    assert isinstance(module, Embedding)
-    first = _first_row(module.num_embeddings, mesh)
-    split(module, mesh, Shard(0))
-    module.forward = partial(_lookup, module, mesh.get_group(), first)  # type: ignore[method-assign]
-
-
-def feed_forward(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Gathered, but for a mixture of experts: its router works on the rank's own tokens, its experts gather."""
-    if not isinstance(module, MoE):
-        gathered(module, mesh)
-
-
-def few_kv_heads(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Attention with fewer key/value heads than ranks: each rank computes all (few), and takes the one it needs."""
-    assert isinstance(module, Attention)
-    gathered(module, mesh)
-    for linear in (module.k, module.v):
-        head = mesh.get_local_rank() * (linear.out_features // module.head_width) // mesh.size()
-        mine = slice(head * module.head_width, (head + 1) * module.head_width)
-        linear.register_forward_hook(lambda _, inputs, y, mine=mine: y[..., mine])
-        whole(linear, mesh)
-
-
-DECODER: dict[str, Style] = {
-    "embedding": vocabulary_rows,
-    "blocks.*.attention_norm": whole,
-    "blocks.*.attention": gathered,
-    "blocks.*.attention.[qkv]": columns,
-    "blocks.*.attention.[qk]_norm": whole,
-    "blocks.*.attention.o": rows,
-    "blocks.*.mlp_norm": whole,
-    "blocks.*.mlp": feed_forward,
-    "blocks.*.mlp.gate": columns,
-    "blocks.*.mlp.up": columns,
-    "blocks.*.mlp.down": rows,
-    "norm": gathers,
-    "head": columns,
+STYLES: dict[type[nn.Module], Style] = {
+    Embedding: looks_up,
+    Linear: sums,
+    Attention: gathers_for_heads,
+    LatentAttention: gathers,
+    FeedForward: gathers,
 }
-"""Llama and Qwen3."""
-LATENT_ATTENTION: dict[str, Style] = {
-    "blocks.*.attention.q_down": whole,
-    "blocks.*.attention.kv_down": whole,
-    "blocks.*.attention.kv_norm": whole,
-    "blocks.*.attention.q_up": columns,
-    "blocks.*.attention.kv_up": columns,
-}
-"""DeepSeek's attention, besides: what heads share every rank computes, each for its own heads."""
-EXPERTS: dict[str, Style] = {
-    "blocks.*.mlp.router": whole,
-    "blocks.*.mlp.experts": already,
-    "blocks.*.mlp.shared": gathered,
-    "blocks.*.mlp.shared.gate": columns,
-    "blocks.*.mlp.shared.up": columns,
-    "blocks.*.mlp.shared.down": rows,
-}
-"""Mixtures of experts, besides; `parallel.expert.split_experts` has split the experts already."""
-FEW_KV_HEADS: dict[str, Style] = {
-    "blocks.*.attention": few_kv_heads,
-    "blocks.*.attention.[kv]": already,
-}
-"""Before these, where there are fewer key/value heads than ranks."""
+"""Class of a module -> what crosses ranks there. A mixture of experts is not among them: its router works on the rank's
+own tokens, and `parallel.expert.split_experts` has its experts gather theirs."""
 
 
 def split_over_ranks(model: Decoder, mesh: DeviceMesh) -> None:
-    """Apply the table to `model` (on the meta device), in place. Every parameter must fall under a style."""
-    few = model.config.kv_heads < mesh.size()
-    tables = (FEW_KV_HEADS if few else {}, LATENT_ATTENTION, EXPERTS, DECODER)  # the first that matches counts
-    table = [entry for part in tables for entry in part.items()]
+    """Cut the parameters of `model` (on the meta device) by the table and apply `STYLES`, in place.
+
+    Experts are cut already (`parallel.expert.split_experts`). Where a rank has a parameter whole, it sees a part of the
+    tokens or heads, and its gradient is a part of a sum over ranks.
+    """
+    table = parameter_table(model.config, model.stage, mesh.size())
     for name, module in list(model.named_modules()):
-        depth = name.count(".")
-        styles = (style for pattern, style in table if pattern.count(".") == depth and fnmatchcase(name, pattern))
-        next(styles, already)(module, mesh)
-    left = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
-    assert not left, f"no style for {left}"
+        for own, parameter in list(module.named_parameters(recurse=False)):
+            if not isinstance(parameter, DTensor):
+                split(module, own, mesh, table[f"{name}.{own}"].tp_dim)
+        for kind, style in STYLES.items():
+            if isinstance(module, kind):
+                style(module, mesh)
+    if model.norm is not None:  # its output is split by tokens, and the head needs them all
+        model.norm.register_forward_hook(lambda _, inputs, output: gather_sequence(output, mesh.get_group()))
     vocabulary = model.config.vocab_size
     model.loss_of_chunk = VocabularyLoss(mesh.get_group(), _first_row(vocabulary, mesh))
     model.longest_part = -(-vocabulary // mesh.size())
 
 
-def split(module: nn.Module, mesh: DeviceMesh, *placements: Placement, names: Sequence[str] | None = None) -> None:
-    """Make parameters (all of the module's own, or `names`) DTensors on `mesh`, of which this rank has its part."""
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        if names is None or name in names:
-            part = parameter.detach()
-            for axis, placement in enumerate(placements):
-                if isinstance(placement, Shard):
-                    part = _part(part, placement.dim, mesh.size(axis), mesh.get_local_rank(axis))
-            whole_shape, strides = parameter.shape, parameter.stride()
-            dtensor = DTensor.from_local(part, mesh, placements, run_check=False, shape=whole_shape, stride=strides)
-            module.register_parameter(name, nn.Parameter(dtensor))
+def split(module: nn.Module, name: str, mesh: DeviceMesh, *dims: int | None) -> None:
+    """Make the module's parameter `name` a DTensor of which this rank has its part; `dims`: what each axis cuts."""
+    whole = module.get_parameter(name)
+    part = whole.detach()
+    for axis, dim in enumerate(dims):
+        if dim is not None:
+            part = _part(part, dim, mesh.size(axis), mesh.get_local_rank(axis))
+    placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
+    dtensor = DTensor.from_local(part, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+    module.register_parameter(name, nn.Parameter(dtensor))
 
 
 def _part(tensor: Tensor, dim: int, ranks: int, rank: int) -> Tensor:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
 from argosy.config.schema import ModelConfig
+from argosy.plan.parameters import Parameter, Stage, block_table, parameter_table
 from argosy.plan.workload import Workload
 
 
@@ -16,17 +20,17 @@ def matmul_parameters(model: ModelConfig) -> int:
 
 def parameters(model: ModelConfig) -> int:
     """All parameters."""
-    moe = model.moe
-    moe_layers = sum(model.is_moe_layer(layer) for layer in range(model.layers))
-    idle_experts = moe_layers * (moe.experts - moe.experts_per_token) * 3 * model.width * moe.expert_ffn_width
-    return active_parameters(model) + idle_experts
+    return sum(times * math.prod(parameter.shape) for parameter, times in _parameters(model))
 
 
 def active_parameters(model: ModelConfig) -> int:
     """`parameters`, of routed experts only as many as one token goes to."""
-    embedding = 0 if model.tie_embeddings else model.vocab_size * model.width
-    per_layer = 2 * model.width + _attention_vectors(model)
-    return matmul_parameters(model) + embedding + model.layers * per_layer + model.width
+    idle = sum(
+        times * math.prod(parameter.shape[1:]) * (model.moe.experts - model.moe.experts_per_token)
+        for parameter, times in _parameters(model)
+        if parameter.is_expert
+    )
+    return parameters(model) - idle
 
 
 def train_flops_per_token(model: ModelConfig, seq_len: int) -> float:
@@ -40,11 +44,10 @@ def train_flops_per_token(model: ModelConfig, seq_len: int) -> float:
     return float(Workload.of_model(model, seq_len, global_batch=1).train_flops_per_token)
 
 
-def _attention_vectors(model: ModelConfig) -> int:
-    """Parameters of norms and biases inside a block's attention."""
-    mla = model.mla
-    if mla.kv_rank:
-        biases = mla.q_rank + mla.kv_rank + mla.rope_width + model.width
-        return mla.q_rank + mla.kv_rank + (biases if model.attention_bias else 0)
-    biases = model.head_width * (model.heads + 2 * model.kv_heads) + model.width
-    return (2 * model.head_width if model.qk_norm else 0) + (biases if model.attention_bias else 0)
+def _parameters(model: ModelConfig) -> Iterator[tuple[Parameter, int]]:
+    """Each parameter outside blocks, and those of one block of each kind with the number of such blocks."""
+    yield from ((parameter, 1) for parameter in parameter_table(model, Stage(layers=())).values())
+    moe_layers = sum(model.is_moe_layer(layer) for layer in range(model.layers))
+    for layer, times in ((0, model.layers - moe_layers), (model.layers - 1, moe_layers)):
+        if times:
+            yield from ((parameter, times) for parameter in block_table(model, layer).values())

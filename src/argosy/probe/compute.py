@@ -14,11 +14,12 @@ import torch
 
 from argosy.config.schema import ModelConfig
 from argosy.models.attention import causal_attention
-from argosy.models.decoder import Block, Decoder
+from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
 from argosy.models.rope import rotary_table
 from argosy.parallel.world import World
 from argosy.plan.hardware.measurements import AttentionRate, MatmulRate
+from argosy.plan.parameters import block_table
 from argosy.probe.timing import mean, seconds
 
 NumberFormat = Literal["fp32", "bf16", "fp16"]
@@ -65,13 +66,13 @@ def matmuls_to_measure(model: ModelConfig, tokens: int, device: str) -> list[Mat
 def _weights(model: ModelConfig, tokens: int) -> Iterator[tuple[int, int, int]]:
     """Tokens, outputs and inputs of the model's weights; of experts, the tokens of an even share."""
     for layer in sorted({0, model.layers - 1}):  # the first layers may be dense, and the rest have experts
-        with torch.device("meta"):
-            block = Block(model, layer)
-        for weight in block.parameters():
-            if weight.ndim == 2:
-                yield tokens, *weight.shape
-            elif weight.ndim == 3:  # a stack of experts
-                yield max(1, tokens * model.moe.experts_per_token // model.moe.experts), *weight.shape[1:]
+        for parameter in block_table(model, layer).values():
+            if parameter.is_expert:
+                _, outputs, inputs = parameter.shape
+                yield max(1, tokens * model.moe.experts_per_token // model.moe.experts), outputs, inputs
+            elif len(parameter.shape) == 2:
+                outputs, inputs = parameter.shape
+                yield tokens, outputs, inputs
     if model.vocab_size:
         yield tokens, model.vocab_size, model.width
 

@@ -7,16 +7,8 @@ from dataclasses import dataclass
 
 from argosy.config.schema import RunConfig
 from argosy.parallel.data import BUCKET_BYTES
-from argosy.plan.cost.exact_state import (
-    DTYPE_BYTES,
-    Parameter,
-    Stage,
-    Table,
-    block_table,
-    cut_of,
-    parameter_table,
-    stages_on,
-)
+from argosy.plan.cost.exact_state import DTYPE_BYTES, cut_of, stages_on
+from argosy.plan.parameters import Parameter, Stage, Table, block_table, parameter_table
 from argosy.plan.plan import Plan
 
 
@@ -33,13 +25,13 @@ class Alike:
     @property
     def times(self) -> int:
         """Whole repetitions."""
-        return (self.stage.layers.stop - self.first) // self.period
+        return (self.stage.layers[-1] + 1 - self.first) // self.period
 
     def few(self, times: int) -> list[int]:
         """The stage's layers, these so many times only: what comes after the first repetition is left out."""
         kept = self.first + self.period
         left_out = (self.times - times) * self.period
-        return [*range(self.stage.layers.start, kept), *range(kept + left_out, self.stage.layers.stop)]
+        return [*range(self.stage.layers[0], kept), *range(kept + left_out, self.stage.layers[-1] + 1)]
 
 
 def layers_alike(plan: Plan, run: RunConfig, rank: int) -> Alike | None:
@@ -47,10 +39,10 @@ def layers_alike(plan: Plan, run: RunConfig, rank: int) -> Alike | None:
     stages = stages_on(plan, run, rank)
     if len(stages) > 1 or run.optimizer.kind == "muon" or run.optimizer.groups:
         return None  # Muon deals matrices out over ranks, and groups may name single layers
-    (stage,) = stages
+    (stage,) = stages.values()
     if not _buckets_repeat(plan, run, rank, stage):
         return None
-    last = stage.layers.stop - 1
+    last = stage.layers[-1]
     same = [layer for layer in stage.layers if run.model.is_moe_layer(layer) == run.model.is_moe_layer(last)]
     return Alike(stage, min(same), 1 if plan.recompute == "none" else plan.recompute_every)
 
@@ -62,7 +54,7 @@ def _buckets_repeat(plan: Plan, run: RunConfig, rank: int, stage: Stage) -> bool
     """
     if plan.shards_parameters or plan.dp * plan.cp == 1:
         return True
-    of_layer = block_table(run.model, stage.layers.stop - 1, plan.tp)
+    of_layer = block_table(run.model, stage.layers[-1], plan.tp)
     whole = parameter_table(run.model, stage, plan.tp)
     return all(
         not here or max(here) >= BUCKET_BYTES or sum(_bytes(whole, plan, rank, experts)) < BUCKET_BYTES

@@ -18,11 +18,12 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from argosy.config.schema import ModelConfig, RunConfig
 from argosy.models.batch import Microbatch, microbatches
-from argosy.models.decoder import Decoder, Part
-from argosy.parallel.apply import apply, parts_on
+from argosy.models.decoder import Decoder
+from argosy.parallel.apply import apply
 from argosy.parallel.offload import ActivationOffload
 from argosy.parallel.world import World
-from argosy.plan.cost.exact_state import place_of
+from argosy.plan.cost.exact_state import place_of, stages_on
+from argosy.plan.parameters import Stage
 from argosy.plan.plan import Plan
 from argosy.simulate.fake import Fake, fake_memory, fake_world, replaced
 from argosy.simulate.layers import layers_alike
@@ -131,12 +132,12 @@ def _record(
 ) -> Trace:
     """Write down a step with `traced` of the batch's microbatches and `layers` of this stage's, by default all."""
 
-    def parts_of(plan: Plan, run: RunConfig, at: int) -> dict[int, Part]:
-        parts = parts_on(plan, run, at)
-        return parts if layers is None else {stage: replace(part, layers=layers) for stage, part in parts.items()}
+    def some_of_stages(plan: Plan, run: RunConfig, rank: int) -> dict[int, Stage]:
+        stages = stages_on(plan, run, rank)
+        return stages if layers is None else {i: replace(stage, layers=layers) for i, stage in stages.items()}
 
     with _host_copies_labelled(recorder), _sums_beside(recorder):
-        model = apply(plan, run, world, _without_values, parts_of)
+        model = apply(plan, run, world, _without_values, some_of_stages)
         for moe in model.moes.values():
             moe.router.choose = partial(even_choice, run.model.moe.experts_per_token)  # type: ignore[method-assign]
         recorder.label([x for p in model.pieces for x in (p.parameter.detach(), p.value)], "parameters")

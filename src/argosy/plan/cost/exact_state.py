@@ -1,8 +1,8 @@
 """Memory of the state, in closed form: the bytes of parameters, gradients and optimizer moments that each rank holds.
 
-The model is a table of its parameters: name, shape, and along which dims tensor and expert parallelism cut it. All
-else is arithmetic on the table. With n ranks that share the state (dp_shard x cp), N elements of a parameter on one
-tensor-parallel rank, w bytes of a weight (4, or 2 with weights=bf16) and m moments (AdamW 2, Lion and Muon 1) it takes
+All is arithmetic on the table of parameters (`plan.parameters`). With n ranks that share the state (dp_shard x cp),
+N elements of a parameter on one tensor-parallel rank, w bytes of a weight (4, or 2 with weights=bf16) and m moments
+(AdamW 2, Lion and Muon 1) it takes
 
     zero   parameters   gradients     moments
     0      w N          w N           4 m N
@@ -20,11 +20,11 @@ gradients, and of stage 3 the blocks that are gathered.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from argosy.config.schema import ModelConfig, OptimizerConfig, RunConfig
+from argosy.config.schema import OptimizerConfig, RunConfig
 from argosy.optim.groups import settings_of
+from argosy.plan.parameters import Parameter, Stage, parameter_table
 from argosy.plan.pipeline import SCHEDULES, split_layers, stages_of_rank
 from argosy.plan.plan import AXES, Plan
 
@@ -33,30 +33,6 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 MOMENTS = {"adamw": 2, "lion": 1, "muon": 1}
 INT8_BLOCK = 256
 """Elements of a row that share one fp32 scale."""
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """A parameter of the whole model, and how it is cut."""
-
-    shape: tuple[int, ...]
-    tp_dim: int | None = None
-    """The dim that tensor parallelism cuts; None: each tp rank has it whole, and a part of its gradient's sum."""
-    is_expert: bool = False
-    """Dim 0 counts experts: expert parallelism cuts it, and shares it with fewer ranks."""
-
-
-Table = dict[str, Parameter]
-"""Parameters by their names, in the model's order."""
-
-
-@dataclass(frozen=True)
-class Stage:
-    """What of the decoder one pipeline stage holds; without pipelining, all of it."""
-
-    layers: range
-    first: bool
-    last: bool
 
 
 @dataclass(frozen=True)
@@ -108,7 +84,7 @@ def state_bytes(plan: Plan, run: RunConfig, rank: int = 0) -> StateBytes:
     w = DTYPE_BYTES[plan.weights]
     parameters = gradients = optimizer = 0
     seen: set[str] = set()  # a V-shaped pipeline's first rank has a tied embedding twice, and updates one
-    for stage in stages_on(plan, run, rank):
+    for stage in stages_on(plan, run, rank).values():
         for name, parameter in parameter_table(run.model, stage, plan.tp).items():
             cut = cut_of(parameter, plan, rank)
             parameters += w * (cut.chunk if plan.zero == 3 else cut.numel)
@@ -163,108 +139,16 @@ def place_of(rank: int, plan: Plan) -> dict[str, int]:
     return place
 
 
-def stages_on(plan: Plan, run: RunConfig, rank: int) -> list[Stage]:
-    """The pipeline stages of global rank `rank`, in the model's order."""
+def stages_on(plan: Plan, run: RunConfig, rank: int) -> dict[int, Stage]:
+    """The pipeline stages of global rank `rank` by their numbers, in the model's order."""
     if plan.pp == 1:
-        return [Stage(range(run.model.layers), first=True, last=True)]
+        return {0: Stage(range(run.model.layers))}
     layers = split_layers(run.model, run.data.seq_len, plan.stages)
-    mine = stages_of_rank(
-        place_of(rank, plan)["pp"], plan.pp, plan.stages // plan.pp, SCHEDULES[plan.schedule].v_shaped
-    )
-    return [Stage(layers[stage], stage == 0, stage == plan.stages - 1) for stage in mine]
-
-
-def parameter_table(model: ModelConfig, stage: Stage, tp: int) -> Table:
-    """All parameters of a stage of the decoder. `tp` matters only where it exceeds the key/value heads."""
-    vocabulary = Parameter((model.vocab_size, model.width), tp_dim=0)
-    table: Table = {}
-    if stage.first or (stage.last and model.tie_embeddings):
-        table["embedding.weight"] = vocabulary
-    for layer in stage.layers:
-        table |= _within(f"blocks.{layer}", block_table(model, layer, tp))
-    if stage.last:
-        table["norm.weight"] = Parameter((model.width,))
-        if not model.tie_embeddings:
-            table["head.weight"] = vocabulary
-    return table
-
-
-def block_table(model: ModelConfig, layer: int, tp: int) -> Table:
-    """The parameters of block `layer`."""
-    attention = _latent_attention(model) if model.mla.kv_rank else _attention(model, tp)
-    feed_forward = _experts(model) if model.is_moe_layer(layer) else _feed_forward(model.width, model.ffn_width)
+    per_rank, v_shaped = plan.stages // plan.pp, SCHEDULES[plan.schedule].v_shaped
     return {
-        "attention_norm.weight": Parameter((model.width,)),
-        **_within("attention", attention),
-        "mlp_norm.weight": Parameter((model.width,)),
-        **_within("mlp", feed_forward),
+        stage: Stage(layers[stage], first=stage == 0, last=stage == plan.stages - 1)
+        for stage in stages_of_rank(place_of(rank, plan)["pp"], plan.pp, per_rank, v_shaped)
     }
-
-
-def _attention(model: ModelConfig, tp: int) -> Table:
-    width, q, kv = model.width, model.heads * model.head_width, model.kv_heads * model.head_width
-    kv_dim = 0 if model.kv_heads >= tp else None  # with fewer heads than ranks, each rank computes all of them
-    table = {
-        "q.weight": Parameter((q, width), 0),
-        "k.weight": Parameter((kv, width), kv_dim),
-        "v.weight": Parameter((kv, width), kv_dim),
-        "o.weight": Parameter((width, q), 1),
-    }
-    if model.attention_bias:
-        table |= {
-            "q.bias": Parameter((q,), 0),
-            "k.bias": Parameter((kv,), kv_dim),
-            "v.bias": Parameter((kv,), kv_dim),
-            "o.bias": Parameter((width,)),
-        }
-    if model.qk_norm:
-        table |= {f"{x}_norm.weight": Parameter((model.head_width,)) for x in "qk"}
-    return table
-
-
-def _latent_attention(model: ModelConfig) -> Table:
-    mla, heads, width = model.mla, model.heads, model.width
-    table: Table = {}
-    if mla.q_rank:
-        table["q_down.weight"] = Parameter((mla.q_rank, width))
-        table["q_norm.weight"] = Parameter((mla.q_rank,))
-        table["q_up.weight"] = Parameter((heads * mla.key_width, mla.q_rank), 0)
-    else:
-        table["q.weight"] = Parameter((heads * mla.key_width, width), 0)
-    table["kv_down.weight"] = Parameter((mla.kv_rank + mla.rope_width, width))
-    table["kv_norm.weight"] = Parameter((mla.kv_rank,))
-    table["kv_up.weight"] = Parameter((heads * (mla.nope_width + mla.value_width), mla.kv_rank), 0)
-    table["o.weight"] = Parameter((width, heads * mla.value_width), 1)
-    if model.attention_bias:
-        table |= {"q_down.bias": Parameter((mla.q_rank,))} if mla.q_rank else {}
-        table |= {"kv_down.bias": Parameter((mla.kv_rank + mla.rope_width,)), "o.bias": Parameter((width,))}
-    return table
-
-
-def _feed_forward(width: int, hidden: int) -> Table:
-    return {
-        "gate.weight": Parameter((hidden, width), 0),
-        "up.weight": Parameter((hidden, width), 0),
-        "down.weight": Parameter((width, hidden), 1),
-    }
-
-
-def _experts(model: ModelConfig) -> Table:
-    moe, width = model.moe, model.width
-    stack = (moe.experts, moe.expert_ffn_width, width)
-    table = {
-        "router.weight": Parameter((moe.experts, width)),
-        "experts.gate": Parameter(stack, 1, is_expert=True),
-        "experts.up": Parameter(stack, 1, is_expert=True),
-        "experts.down": Parameter((moe.experts, width, moe.expert_ffn_width), 2, is_expert=True),
-    }
-    if moe.shared_experts:
-        table |= _within("shared", _feed_forward(width, moe.shared_experts * moe.expert_ffn_width))
-    return table
-
-
-def _within(module: str, table: Mapping[str, Parameter]) -> Table:
-    return {f"{module}.{name}": parameter for name, parameter in table.items()}
 
 
 def _chunk_of(size: int, ranks: int, rank: int) -> int:

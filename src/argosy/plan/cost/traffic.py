@@ -43,16 +43,8 @@ from dataclasses import dataclass
 
 from argosy.config.schema import ModelConfig, RunConfig
 from argosy.optim.groups import settings_of
-from argosy.plan.cost.exact_state import (
-    DTYPE_BYTES,
-    Cut,
-    Parameter,
-    Stage,
-    cut_of,
-    parameter_table,
-    place_of,
-    stages_on,
-)
+from argosy.plan.cost.exact_state import DTYPE_BYTES, Cut, cut_of, place_of, stages_on
+from argosy.plan.parameters import Parameter, Stage, parameter_table
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan
 
@@ -132,7 +124,7 @@ def spanning_axis(sizes: dict[str, int], world: int) -> str | None:
 
 def _held(plan: Plan, run: RunConfig, rank: int) -> Iterator[tuple[str, Parameter, Cut]]:
     """Every parameter on this rank."""
-    for stage in stages_on(plan, run, rank):
+    for stage in stages_on(plan, run, rank).values():
         for name, parameter in parameter_table(run.model, stage, plan.tp).items():
             yield name, parameter, cut_of(parameter, plan, rank)
 
@@ -191,7 +183,7 @@ def _tensor(plan: Plan, run: RunConfig, rank: int) -> Iterator[Sent]:
     """Hidden states of all tokens before a layer's first matmul, sums after its last; in backward the other way."""
     tokens, e = _tokens(plan, run), DTYPE_BYTES[plan.precision]
     hidden = e * tokens * run.model.width
-    for stage in stages_on(plan, run, rank):
+    for stage in stages_on(plan, run, rank).values():
         around = stage.first + stage.last  # the embedding's sum, the last norm's gathering, and their backwards
         both_ways = 2 * sum(_gatherings(run.model, layer) for layer in stage.layers) + around
         again = _recomputed(plan, stage)
@@ -214,7 +206,7 @@ def _context(plan: Plan, run: RunConfig, rank: int) -> Iterator[Sent]:
     n, e, model = plan.cp, DTYPE_BYTES[plan.precision], run.model
     width = model.mla.key_width if model.mla.kv_rank else model.head_width
     heads, kv_heads = model.heads // plan.tp, max(1, model.kv_heads // plan.tp)
-    for stage in stages_on(plan, run, rank):
+    for stage in stages_on(plan, run, rank).values():
         layers, again = len(stage.layers), len(_recomputed(plan, stage))
         if plan.context == "ulysses":
             exchanged = 2 * heads + 2 * max(kv_heads, n)
@@ -230,9 +222,8 @@ def _pipeline(plan: Plan, run: RunConfig, rank: int) -> Iterator[Sent]:
     if plan.pp == 1:
         return
     hidden = DTYPE_BYTES[plan.precision] * _tokens(plan, run) // plan.tp * run.model.width
-    stages = stages_on(plan, run, rank)
     turns_here = SCHEDULES[plan.schedule].v_shaped and place_of(rank, plan)["pp"] == plan.pp - 1
-    for stage in stages:
+    for stage in stages_on(plan, run, rank).values():
         boundaries = (not stage.first) + (not stage.last) - turns_here
         yield Sent("pp", "send", hidden * boundaries, plan.pp)
 
@@ -242,7 +233,7 @@ def _experts(plan: Plan, run: RunConfig, rank: int) -> Iterator[Sent]:
     model, moe, e = run.model, run.model.moe, DTYPE_BYTES[plan.precision]
     rows = run.train.global_batch // plan.dp
     pairs = _tokens(plan, run) * moe.experts_per_token
-    for stage in stages_on(plan, run, rank):
+    for stage in stages_on(plan, run, rank).values():
         layers = sum(model.is_moe_layer(layer) for layer in stage.layers)
         again = sum(model.is_moe_layer(layer) for layer in _recomputed(plan, stage))
         yield Sent("ep", "all_to_all", (4 * layers + 2 * again) * pairs * model.width * e, plan.ep)

@@ -1,0 +1,157 @@
+"""The one table of the decoder's parameters: name, shape, how tensor and expert parallelism cut it, initial value.
+
+Who reads it: the modules (`models`) for their sizes, the initialiser for the values, tensor and expert parallelism
+(`parallel.tensor`, `parallel.expert`) for the cuts, the planner (`plan.cost`) for bytes and operations. A new family
+is an entry here and its Hugging Face names in `models.hf_families`.
+
+It stands in `plan`, the lowest room that needs it, and so without torch: rooms above import it from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from argosy.config.schema import ModelConfig
+
+Initial = Literal["normal", "into_residual", "ones", "zeros"]
+"""Initial values: N(0, init_std); the same over sqrt(2 * layers), for projections into the residual stream, so that
+its variance does not grow with depth (GPT-2, Radford et al. 2019, section 2.3); or a constant."""
+
+OUTPUTS, INPUTS = 0, 1
+"""The dims of a linear layer's weight. Each rank computes some of the outputs ("column parallel" in Shoeybi et al.
+2019), or reads some of the inputs ("row parallel")."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of the whole model."""
+
+    shape: tuple[int, ...]
+    tp_dim: int | None = None
+    """The dim that tensor parallelism cuts; None: each tp rank has it whole, and a part of its gradient's sum."""
+    is_expert: bool = False
+    """Dim 0 counts experts: expert parallelism cuts it, and fewer ranks share it."""
+    initial: Initial = "normal"
+
+
+Table = dict[str, Parameter]
+"""Parameters by their names, in the model's order."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The part of the decoder that one pipeline stage holds; without pipelining, all of it."""
+
+    layers: Sequence[int]
+    first: bool = True
+    """It takes tokens, through the embedding; other stages take the hidden states of the one before."""
+    last: bool = True
+    """It ends with the norm and the head; other stages give hidden states."""
+
+
+def parameter_table(model: ModelConfig, stage: Stage | None = None, tp: int = 1) -> Table:
+    """The parameters of a stage, by default of the whole decoder. `tp` matters only above `model.kv_heads`."""
+    stage = stage or Stage(range(model.layers))
+    vocabulary = Parameter((model.vocab_size, model.width), tp_dim=OUTPUTS)
+    table: Table = {}
+    if stage.first or (stage.last and model.tie_embeddings):  # a tied head is the embedding, which both ends then hold
+        table["embedding.weight"] = vocabulary
+    for layer in stage.layers:
+        table |= _prefixed(f"blocks.{layer}", block_table(model, layer, tp))
+    if stage.last:
+        table |= _norm("norm", model.width)
+        if not model.tie_embeddings:
+            table["head.weight"] = vocabulary
+    return table
+
+
+def block_table(model: ModelConfig, layer: int, tp: int = 1) -> Table:
+    """The parameters of block `layer`."""
+    attention = latent_attention_table(model) if model.mla.kv_rank else attention_table(model, tp)
+    feed_forward = moe_table(model) if model.is_moe_layer(layer) else feed_forward_table(model.width, model.ffn_width)
+    return (
+        _norm("attention_norm", model.width)
+        | _prefixed("attention", attention)
+        | _norm("mlp_norm", model.width)
+        | _prefixed("mlp", feed_forward)
+    )
+
+
+def attention_table(model: ModelConfig, tp: int = 1) -> Table:
+    """The parameters of `models.attention.Attention`."""
+    width, queries, keys = model.width, model.heads * model.head_width, model.kv_heads * model.head_width
+    bias, qkv_bias = model.attention_bias, model.attention_bias or model.qkv_bias
+    keys_dim = OUTPUTS if model.kv_heads >= tp else None  # with fewer heads than ranks, each rank computes all of them
+    return (
+        _linear("q", queries, width, OUTPUTS, qkv_bias)
+        | _linear("k", keys, width, keys_dim, qkv_bias)
+        | _linear("v", keys, width, keys_dim, qkv_bias)
+        | _linear("o", width, queries, INPUTS, bias, "into_residual")
+        | (_norm("q_norm", model.head_width) | _norm("k_norm", model.head_width) if model.qk_norm else {})
+    )
+
+
+def latent_attention_table(model: ModelConfig) -> Table:
+    """The parameters of `models.mla.LatentAttention`: what all heads share is whole on each tp rank."""
+    mla, heads, width, bias = model.mla, model.heads, model.width, model.attention_bias
+    if mla.q_rank:
+        queries = (
+            _linear("q_down", mla.q_rank, width, None, bias)
+            | _norm("q_norm", mla.q_rank)
+            | _linear("q_up", heads * mla.key_width, mla.q_rank, OUTPUTS)
+        )
+    else:
+        queries = _linear("q", heads * mla.key_width, width, OUTPUTS)
+    return (
+        queries
+        | _linear("kv_down", mla.kv_rank + mla.rope_width, width, None, bias)
+        | _norm("kv_norm", mla.kv_rank)
+        | _linear("kv_up", heads * (mla.nope_width + mla.value_width), mla.kv_rank, OUTPUTS)
+        | _linear("o", width, heads * mla.value_width, INPUTS, bias, "into_residual")
+    )
+
+
+def feed_forward_table(width: int, hidden: int) -> Table:
+    """The parameters of `models.layers.FeedForward`."""
+    return (
+        _linear("gate", hidden, width, OUTPUTS)
+        | _linear("up", hidden, width, OUTPUTS)
+        | _linear("down", width, hidden, INPUTS, initial="into_residual")
+    )
+
+
+def moe_table(model: ModelConfig) -> Table:
+    """The parameters of `models.experts.MoE`; the router works on each tp rank's own tokens."""
+    moe, width, hidden = model.moe, model.width, model.moe.expert_ffn_width
+    shared = feed_forward_table(width, moe.shared_experts * hidden) if moe.shared_experts else {}
+    return {
+        "router.weight": Parameter((moe.experts, width)),
+        "experts.gate": Parameter((moe.experts, hidden, width), 1, is_expert=True),
+        "experts.up": Parameter((moe.experts, hidden, width), 1, is_expert=True),
+        "experts.down": Parameter((moe.experts, width, hidden), 2, is_expert=True, initial="into_residual"),
+    } | _prefixed("shared", shared)
+
+
+def inside(table: Mapping[str, Parameter], module: str) -> Table:
+    """The parameters of one module of `table`, by their names in it."""
+    return {name.removeprefix(f"{module}."): p for name, p in table.items() if name.startswith(f"{module}.")}
+
+
+def _prefixed(module: str, table: Mapping[str, Parameter]) -> Table:
+    return {f"{module}.{name}": parameter for name, parameter in table.items()}
+
+
+def _linear(
+    name: str, outputs: int, inputs: int, tp_dim: int | None, bias: bool = False, initial: Initial = "normal"
+) -> Table:
+    """A linear layer; its bias goes with the outputs, so it is cut only where these are."""
+    table = {f"{name}.weight": Parameter((outputs, inputs), tp_dim, initial=initial)}
+    if bias:
+        table[f"{name}.bias"] = Parameter((outputs,), OUTPUTS if tp_dim == OUTPUTS else None, initial="zeros")
+    return table
+
+
+def _norm(name: str, width: int) -> Table:
+    return {f"{name}.weight": Parameter((width,), initial="ones")}
