@@ -1,4 +1,4 @@
-"""Fit the cost model's constants to all published runs, and say how far predictions are off elsewhere.
+"""ConstantsFit the cost model's constants to all published runs, and say how far predictions are off elsewhere.
 
     python benchmarks/planner/fit.py
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from rows import Row, rates_of, read
 
 from argosy.errors import UserError
-from argosy.plan.calibration.fit import fit
+from argosy.plan.calibration.fit import fit_constants
 from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.constants import fitted as fitted_constants
 from argosy.plan.cost.memory_model import MemoryModel
@@ -145,7 +145,7 @@ def fitted(model: Model, chosen: NDArray[np.bool_], begin: Constants | None = No
         near = np.abs(np.log(part.predict(Constants()) / part.measured)) < FIT_OUTLIER
         part = Model([row for row, take in zip(rows, near, strict=True) if take])
         shared = [row.shared for row in part.rows]
-        fit_of = fit(part.predict, part.measured, shared, free=free, begin=begin)
+        fit_of = fit_constants(part.predict, part.measured, shared, free=free, begin=begin)
         values = {name: getattr(fit_of.constants, name) for name in free}
         found = Constants(**{**vars(found or Constants()), **values})
     assert found is not None

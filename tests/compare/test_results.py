@@ -13,7 +13,7 @@ from argosy.config.dump import save_run
 from argosy.data.manifest import TOKENIZER
 from argosy.errors import UserError
 from argosy.plan.flops import parameters
-from argosy.plan.scaling.law import Result
+from argosy.plan.scaling.law import RunResult
 from tiny import run_config
 
 
@@ -39,7 +39,11 @@ def test_folders_and_files_are_read_together(tmp_path: Path) -> None:
     table = csv_file(tmp_path, "tokens, loss, parameters\n2e9,3.5,1e6\n\n4e9,3.25,1e6\n")
     found = read_results([run_folder(tmp_path / "run"), table])
     model = run_config(tmp_path).model
-    assert found == [Result(parameters(model), 8 * 8 * 32, 4.25), Result(1e6, 2e9, 3.5), Result(1e6, 4e9, 3.25)]
+    assert found == [
+        RunResult(parameters(model), 8 * 8 * 32, 4.25),
+        RunResult(1e6, 2e9, 3.5),
+        RunResult(1e6, 4e9, 3.25),
+    ]
 
 
 @pytest.mark.parametrize(

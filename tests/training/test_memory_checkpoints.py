@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from argosy.plan.cost.goodput import COPIES_MAY_COST, copy_interval_s
+from argosy.plan.cost.goodput import MEMORY_CHECKPOINTS_MAY_COST, memory_checkpoint_interval_s
 from argosy.training.memory_checkpoints import MemoryCheckpointPace
 
 HOUR = 3600.0
@@ -35,7 +35,7 @@ def test_a_number_of_steps_is_taken_as_it_is():
 def test_the_first_copy_is_made_at_once_and_the_others_as_its_measure_says():
     told = Told()
     found = made(MemoryCheckpointPace("auto", 3 * HOUR, 1.0, told), 1000, 2.0, 0.5)
-    every = round(copy_interval_s(0.5, 3 * HOUR) / 2.0)
+    every = round(memory_checkpoint_interval_s(0.5, 3 * HOUR) / 2.0)
     assert every == pytest.approx((2 * 0.5 * 3 * HOUR) ** 0.5 / 2.0, abs=1), "Young's"
     assert found == list(range(1, 1001, every))
     (event,) = told
@@ -43,7 +43,7 @@ def test_the_first_copy_is_made_at_once_and_the_others_as_its_measure_says():
 
 
 def test_where_failures_are_rare_copies_still_cost_a_thousandth_at_most():
-    assert copy_interval_s(0.001, 1e9) == pytest.approx(0.001 / COPIES_MAY_COST)
+    assert memory_checkpoint_interval_s(0.001, 1e9) == pytest.approx(0.001 / MEMORY_CHECKPOINTS_MAY_COST)
     found = made(MemoryCheckpointPace("auto", 1e9, 1.0, Told()), 500, 0.02, 0.001)
     assert found == list(range(1, 501, 50))
 
@@ -51,7 +51,7 @@ def test_where_failures_are_rare_copies_still_cost_a_thousandth_at_most():
 def test_until_a_copy_is_measured_the_prediction_counts():
     pace = MemoryCheckpointPace("auto", 3 * HOUR, 2.0, Told())
     pace.made(1)
-    every = round(copy_interval_s(2.0, 3 * HOUR))
+    every = round(memory_checkpoint_interval_s(2.0, 3 * HOUR))
     assert not pace.is_due(every, 1.0, None) and pace.is_due(1 + every, 1.0, None)
 
 

@@ -24,10 +24,10 @@ import tyro
 
 from argosy.cli.options import parse
 from argosy.errors import UserError
-from argosy.plan.search.choices import Objective
+from argosy.plan.search.candidates import Objective
 
 if TYPE_CHECKING:
-    from argosy.plan.report.report import Answer
+    from argosy.plan.report.report import PlanReport
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ def main(argv: list[str]) -> None:
     if options.learn:
         _learn(options)
         return
-    from argosy.plan.report.question import ask
+    from argosy.plan.report.request import plan_request
 
-    question = ask(
+    request = plan_request(
         source=options.run,
         model=options.model,
         cluster=options.cluster,
@@ -86,12 +86,12 @@ def main(argv: list[str]) -> None:
     if options.inference:
         from argosy.plan.report.inference_report import in_words, inference_report
 
-        found = inference_report(question)
+        found = inference_report(request)
         print(_json(found) if options.json else in_words(found))
         return
-    from argosy.plan.report.report import answer
+    from argosy.plan.report.report import plan_report
 
-    _print(answer(question), options)
+    _print(plan_report(request), options)
 
 
 def _learn(options: Options) -> None:
@@ -105,7 +105,7 @@ def _learn(options: Options) -> None:
     print(_json(after.factors) if options.json else f"{path}: {in_words(before, after, len(options.learn))}")
 
 
-def _print(found: Answer, options: Options) -> None:
+def _print(found: PlanReport, options: Options) -> None:
     if options.html is not None:
         from argosy.files import atomic_write
         from argosy.plan.report.html import page

@@ -24,7 +24,7 @@ from argosy.cli.options import parse
 from argosy.errors import UserError
 
 if TYPE_CHECKING:
-    from argosy.plan.scaling.law import Estimate
+    from argosy.plan.scaling.law import BootstrapEstimate
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ def main(argv: list[str]) -> None:
     options = parse(argv, "argosy scaling", Options)
     _check(options)
     from argosy.compare.results import planned_size, read_results
-    from argosy.plan.scaling.law import fit
+    from argosy.plan.scaling.law import fit_scaling_law
 
     sizes = (options.parameters, options.tokens) if options.predict is None else planned_size(options.predict)
     results = read_results(options.results)
-    found = fit(results, options.draws, options.seed)
+    found = fit_scaling_law(results, options.draws, options.seed)
     answers: dict[str, Any] = {"results": len(results), "rms_residual": found.rms_residual}
     answers["coefficients"] = found.coefficients
     if options.budget is not None:
@@ -102,6 +102,6 @@ def _in_words(answers: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _rows(estimates: dict[str, Estimate]) -> list[str]:
+def _rows(estimates: dict[str, BootstrapEstimate]) -> list[str]:
     width = max(map(len, estimates))
     return [f"  {name:{width}}  {e.value:<10.4g}  [{e.low:.4g}, {e.high:.4g}]" for name, e in estimates.items()]

@@ -15,10 +15,10 @@ from argosy.errors import UserError
 from argosy.files import file_sha256
 from argosy.observe.events import read_lines
 from argosy.plan.flops import active_parameters
-from argosy.plan.scaling.law import Result
+from argosy.plan.scaling.law import RunResult
 
 
-def read_results(paths: Sequence[Path]) -> list[Result]:
+def read_results(paths: Sequence[Path]) -> list[RunResult]:
     """Read the results in run folders (`read_run`) and CSV files (`read_csv`).
 
     Raises: UserError if one cannot be read, or if the runs have different tokenizers, since their losses per token
@@ -29,7 +29,7 @@ def read_results(paths: Sequence[Path]) -> list[Result]:
     return [result for path in paths for result in ([read_run(path)] if path.is_dir() else read_csv(path))]
 
 
-def read_run(run_dir: Path) -> Result:
+def read_run(run_dir: Path) -> RunResult:
     """Return the result of a finished run: its last loss on held-out text. Raises: UserError."""
     if not (run_dir / "run.toml").exists():
         raise UserError(f"{run_dir}: not a run's folder, it has no run.toml. Give folders such as runs/NAME, or a CSV.")
@@ -47,11 +47,11 @@ def read_run(run_dir: Path) -> Result:
             f"{run_dir}: it has no loss on held-out text. Prepare the data with validation_fraction above 0, or give "
             "the losses as a CSV."
         )
-    return Result(active_parameters(run.model), done * run.tokens_per_step, losses[-1])
+    return RunResult(active_parameters(run.model), done * run.tokens_per_step, losses[-1])
 
 
 def planned_size(source: Path) -> tuple[int, int]:
-    """Return N and D, as in `Result`, of a run file. Raises: UserError if it leaves one open."""
+    """Return N and D, as in `RunResult`, of a run file. Raises: UserError if it leaves one open."""
     run = load(source)
     for key, value, remedy in (
         ("train.steps", run.train.steps, "the steps that it is to train"),
@@ -62,7 +62,7 @@ def planned_size(source: Path) -> tuple[int, int]:
     return active_parameters(run.model), run.train.steps * run.tokens_per_step
 
 
-def read_csv(path: Path) -> list[Result]:
+def read_csv(path: Path) -> list[RunResult]:
     """Read a CSV with the columns parameters, tokens, loss, in any order. Raises: UserError."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -77,7 +77,7 @@ def read_csv(path: Path) -> list[Result]:
 
 
 def _check_columns(path: Path, columns: Sequence[str]) -> None:
-    known = [f.name for f in fields(Result)]
+    known = [f.name for f in fields(RunResult)]
     for name in columns:
         if name not in known:
             raise UserError(f"{path}:1: unknown column {name!r}; {near_names(name, known)}")
@@ -87,14 +87,14 @@ def _check_columns(path: Path, columns: Sequence[str]) -> None:
         raise UserError(f"{path}:1: {wrong}; the header is {','.join(known)}, in any order.")
 
 
-def _rows(path: Path, columns: Sequence[str], reader: Iterable[list[str]]) -> Iterator[Result]:
+def _rows(path: Path, columns: Sequence[str], reader: Iterable[list[str]]) -> Iterator[RunResult]:
     for line, row in enumerate(reader, start=2):
         if not row:
             continue
         if len(row) != len(columns):
             raise UserError(f"{path}:{line}: {len(row)} values for the {len(columns)} columns {','.join(columns)}.")
         cells = dict(zip(columns, row, strict=True))
-        yield Result(**{name: _number(text, f"{path}:{line}: {name}") for name, text in cells.items()})
+        yield RunResult(**{name: _number(text, f"{path}:{line}: {name}") for name, text in cells.items()})
 
 
 def _number(text: str, where: str) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from argosy.plan.hardware.clusters import Cluster, NodeGroup, Tier
-from argosy.plan.hardware.devices import Device, Efficiencies, Rates
+from argosy.plan.hardware.devices import Device, Efficiencies, PeakFlops
 from argosy.plan.hardware.measurements import CollectiveRate, Measurements, Operation
 from argosy.probe.machine import Machine
 from argosy.probe.timing import four_digits
@@ -38,7 +38,7 @@ def _device(catalogue: Device, machine: Machine, measured: Measurements) -> Devi
     local = machine.devices_per_node
     found: dict[str, Any] = {"memory_bytes": machine.memory_bytes, "devices_per_node": local, "devices_per_host": local}
     if machine.kind == "cpu":
-        found["peak_flops_per_s"] = Rates(**best)
+        found["peak_flops_per_s"] = PeakFlops(**best)
         found["matmul_efficiency"] = Efficiencies(**dict.fromkeys(best, 1.0))
         found["memory_bytes_per_s"] = measured.memory_copy_bytes_per_s
     else:

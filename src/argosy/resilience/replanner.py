@@ -13,7 +13,7 @@ from argosy.plan.plan import Plan
 
 if TYPE_CHECKING:
     from argosy.plan.hardware.clusters import Cluster
-    from argosy.plan.hardware.local_machine import Hardware
+    from argosy.plan.hardware.local_machine import DetectedHardware
 
 # The planner is imported when it is needed, which it seldom is: the coordinator is to be there at once.
 
@@ -56,9 +56,9 @@ def machine_of(run_dir: Path, run: RunConfig, plan: Plan, processes: int) -> Clu
     return machine_for(run, Devices(processes, kind, plan.precision == "bf16"))
 
 
-def _hardware(run_dir: Path, processes: int) -> Hardware | None:
+def _hardware(run_dir: Path, processes: int) -> DetectedHardware | None:
     """What the run's first process said of it when it started; None before."""
-    from argosy.plan.hardware.local_machine import Hardware
+    from argosy.plan.hardware.local_machine import DetectedHardware
 
     starts = [
         event
@@ -69,5 +69,5 @@ def _hardware(run_dir: Path, processes: int) -> Hardware | None:
     if not starts:
         return None
     newest = max(starts, key=lambda event: event["time_s"])["hardware"]
-    known = {field.name: newest[field.name] for field in fields(Hardware)}
-    return Hardware(**{**known, "processes": processes, "per_node": min(known["per_node"], processes)})
+    known = {field.name: newest[field.name] for field in fields(DetectedHardware)}
+    return DetectedHardware(**{**known, "processes": processes, "per_node": min(known["per_node"], processes)})

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from argosy.config.schema import RunConfig
 from argosy.parallel.data import BUCKET_BYTES
-from argosy.plan.cost.exact_state import DTYPE_BYTES, cut_of, stages_on
+from argosy.plan.cost.exact_state import DTYPE_BYTES, local_shard_of, stages_on
 from argosy.plan.parameters import Parameter, Stage, Table, block_table, parameter_table
 from argosy.plan.plan import Plan
 
@@ -70,4 +70,4 @@ def _bytes(table: Table, plan: Plan, rank: int, experts: bool) -> Sequence[int]:
         return parameter.is_expert and plan.ep > 1
 
     each = DTYPE_BYTES[plan.weights]
-    return [each * cut_of(p, plan, rank).numel for p in table.values() if is_dealt(p) == experts]
+    return [each * local_shard_of(p, plan, rank).numel for p in table.values() if is_dealt(p) == experts]

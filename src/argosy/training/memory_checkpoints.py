@@ -16,7 +16,7 @@ from argosy.checkpoint.memory import MemoryCheckpointer, memory_folder
 from argosy.checkpoint.shards import box_bytes
 from argosy.config.schema import RunConfig
 from argosy.parallel.world import World
-from argosy.plan.cost.goodput import HOST_COPY_BYTES_PER_S, copy_interval_s
+from argosy.plan.cost.goodput import HOST_COPY_BYTES_PER_S, memory_checkpoint_interval_s
 from argosy.training.records import Records
 from argosy.training.state import TrainState
 
@@ -110,7 +110,7 @@ class MemoryCheckpointPace:
 
     def _every(self, step_s: float, measured_s: float | None) -> int:
         copy_s = self._predicted_s if measured_s is None else measured_s
-        seconds = float(copy_interval_s(copy_s, self._mtbf_s))
+        seconds = float(memory_checkpoint_interval_s(copy_s, self._mtbf_s))
         every = max(1, round(seconds / step_s))
         told = self._told
         if measured_s is not None and (told is None or not told / TOLD_AGAIN < every < told * TOLD_AGAIN):

@@ -26,7 +26,7 @@ from argosy.plan.cost.goodput import mtbf_s
 from argosy.plan.cost.prediction import Prediction, predict
 from argosy.plan.flops import train_flops_per_token
 from argosy.plan.hardware.devices import find_device
-from argosy.plan.hardware.local_machine import Hardware, machine_at_hand
+from argosy.plan.hardware.local_machine import DetectedHardware, machine_at_hand
 from argosy.plan.plan import Plan
 from argosy.plan.search.auto import UNKNOWN_GPU
 from argosy.training.bad_steps import REMEDY, Doubt, Ruling, Verdict
@@ -183,9 +183,9 @@ class Records:
         machine = machine_at_hand(self._run, self._hardware())
         return None if machine is None else predict(self._plan, self._run, machine)
 
-    def _hardware(self) -> Hardware:
+    def _hardware(self) -> DetectedHardware:
         world, number_format = self._world, "bf16" if self._plan.precision == "fp8" else self._plan.precision
-        return Hardware(
+        return DetectedHardware(
             device=device_name(world.device),
             processes=world.size,
             per_node=processes_here(world.size),

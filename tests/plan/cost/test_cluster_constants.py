@@ -11,7 +11,7 @@ from argosy.plan.cost.cluster_constants import constants_of, time_std
 from argosy.plan.cost.constants import fitted
 from argosy.plan.cost.layer_time import BACKWARD_ATTENTION, INTENSITY
 from argosy.plan.hardware.clusters import Cluster
-from argosy.plan.hardware.devices import Efficiencies, Rates
+from argosy.plan.hardware.devices import Efficiencies, PeakFlops
 from argosy.plan.hardware.measurements import AttentionRate, CollectiveRate, MatmulRate, Measurements
 
 RATE, MEMORY_RATE = 100e9, 10e9
@@ -21,7 +21,7 @@ def probed(**found: Any) -> Cluster:
     """Two processes on CPU cores of `RATE`, as a probe would write them."""
     cluster = Cluster.parse("2xcpu")
     measured = {
-        "peak_flops_per_s": Rates(fp32=RATE),
+        "peak_flops_per_s": PeakFlops(fp32=RATE),
         "matmul_efficiency": Efficiencies(fp32=1.0),
         "memory_bytes_per_s": MEMORY_RATE,
         "assumed": (),

@@ -7,7 +7,7 @@ import pytest
 
 from argosy.plan.cost.economy import power_per_device_w, price_per_device_h, whole_run
 from argosy.plan.cost.estimate import Estimate
-from argosy.plan.cost.goodput import Saving, goodput, saving_of
+from argosy.plan.cost.goodput import CheckpointCost, checkpoint_cost, goodput
 from argosy.plan.hardware.clusters import Cluster
 
 LLAMA = Cluster.parse("h100-16384")
@@ -17,7 +17,7 @@ def test_llama_3_405b_took_the_device_hours_that_meta_published():
     """Dubey et al. 2024: 3.8e25 FLOPs at 400 TFLOP/s a GPU (41 % MFU); the model card: 30.84 million GPU-hours."""
     tokens, batch = 15.6e12, 16e6
     step_s = 3.8e25 / tokens * batch / (16_384 * 400e12)
-    failures = goodput(LLAMA, saving_of(LLAMA, 405.85e9 * 14), step_s=step_s)
+    failures = goodput(LLAMA, checkpoint_cost(LLAMA, 405.85e9 * 14), step_s=step_s)
     run = whole_run(LLAMA, Estimate.within(step_s, 1.1), failures, tokens=tokens, tokens_per_step=batch)
     assert run.device_hours.mid / 30.84e6 == pytest.approx(1, abs=0.1)
     assert run.device_hours.low < 30.84e6 < run.device_hours.high
@@ -28,7 +28,7 @@ def test_deepseek_v3_cost_what_its_report_says():
     """DeepSeek-AI 2024, table 1: 3.7 days for 1e12 tokens on 2048 H800; 2.664 million hours at 2 USD for 14.8e12."""
     cluster, batch = Cluster.parse("2048xh800"), 15_360 * 4096
     step_s = 180_000 * 3600 / 2048 / 1e12 * batch
-    never = goodput(cluster, Saving(0.0, 0.0), restart_s=Estimate.exactly(0.0), step_s=1.0)
+    never = goodput(cluster, CheckpointCost(0.0, 0.0), restart_s=Estimate.exactly(0.0), step_s=1.0)
     run = whole_run(cluster, Estimate.exactly(step_s), never, tokens=14.8e12, tokens_per_step=batch)
     assert run.device_hours.mid == pytest.approx(2.664e6, rel=1e-3)
     assert run.money.mid == pytest.approx(5.328e6, rel=1e-3)
@@ -44,7 +44,7 @@ def test_energy_is_that_of_nodes_and_building():
 
 
 def failures(cluster):
-    return goodput(cluster, Saving(1.0, 10.0))
+    return goodput(cluster, CheckpointCost(1.0, 10.0))
 
 
 def test_the_catalogue_s_range_is_the_interval_and_a_price_of_one_s_own_is_exact():
@@ -87,12 +87,12 @@ def test_a_hundred_thousand_plans_rank_as_they_do_one_by_one():
     many = whole_run(
         cluster,
         Estimate.within(step_s, 1.1),
-        goodput(cluster, saving_of(cluster, np.full(100_000, 1e12)), step_s=step_s),
+        goodput(cluster, checkpoint_cost(cluster, np.full(100_000, 1e12)), step_s=step_s),
         tokens=1e12,
         tokens_per_step=4e6,
     )
     for i in (0, 77_777):
-        one = goodput(cluster, saving_of(cluster, 1e12), step_s=step_s[i])
+        one = goodput(cluster, checkpoint_cost(cluster, 1e12), step_s=step_s[i])
         run = whole_run(cluster, Estimate.within(step_s[i], 1.1), one, tokens=1e12, tokens_per_step=4e6)
         assert many.money.mid[i] == pytest.approx(run.money.mid)
         assert many.time_s.high[i] == pytest.approx(run.time_s.high)

@@ -15,7 +15,7 @@ from argosy.optim.optimizer import RULES
 from argosy.plan.cost.exact_state import (
     INT8_BLOCK,
     MOMENTS,
-    cut_of,
+    local_shard_of,
     moment_bytes,
     place_of,
     stages_on,
@@ -85,7 +85,7 @@ def test_a_pipeline_rank_of_a_v_updates_a_tied_embedding_once():
 def test_experts_are_shared_by_the_ranks_that_expert_parallelism_leaves():
     plan = Plan(dp_shard=4, cp=2, ep=4, tp=2, zero=1)
     expert = Parameter((8, 96, 64), tp_dim=1, is_expert=True)
-    cut = cut_of(expert, plan, rank=15)
+    cut = local_shard_of(expert, plan, rank=15)
     assert (cut.local, cut.ranks, cut.replicas, cut.mine) == ((2, 48, 64), 2, 1, (1, 48, 64))
 
 

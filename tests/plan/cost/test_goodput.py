@@ -7,13 +7,13 @@ import pytest
 
 from argosy.plan.cost.estimate import Estimate
 from argosy.plan.cost.goodput import (
-    Saving,
+    CheckpointCost,
     best_interval_s,
-    copy_interval_s,
+    checkpoint_cost,
     effective_share,
     goodput,
+    memory_checkpoint_interval_s,
     mtbf_s,
-    saving_of,
     spare_nodes,
 )
 from argosy.plan.hardware.clusters import Cluster
@@ -30,7 +30,7 @@ def test_llama_3_stopped_about_every_three_hours():
 
 
 def test_llama_3_trained_for_over_90_percent_of_the_time():
-    found = goodput(LLAMA, saving_of(LLAMA, LLAMA_STATE))
+    found = goodput(LLAMA, checkpoint_cost(LLAMA, LLAMA_STATE))
     assert 0.90 < found.effective.mid < 0.97
     assert 0.80 < found.effective.low < found.effective.mid < found.effective.high < 1
     assert found.stops_per_day.mid == pytest.approx(419 / 54, rel=1e-3)
@@ -58,7 +58,7 @@ def test_rates_of_unlike_devices_add_up():
     ],
 )
 def test_the_closed_form_agrees_with_drawn_failures(stall_s, write_s, restart_s, interval_s, mtbf):
-    share = effective_share(interval_s, Saving(stall_s, write_s), restart_s, mtbf)
+    share = effective_share(interval_s, CheckpointCost(stall_s, write_s), restart_s, mtbf)
     drawn, error = simulated(stall_s, write_s, restart_s, interval_s, mtbf)
     assert error < 0.0005
     assert share == pytest.approx(drawn, abs=4 * error)
@@ -80,20 +80,20 @@ def test_it_is_to_first_order_the_published_approximation():
     delta, restart, mtbf = 1.0, 20.0, 1e5
     tau = best_interval_s(delta, mtbf)
     published = 1 / (1 + delta / tau) * (1 - (tau / 2 + restart) / mtbf)
-    waste = 1 - effective_share(tau, Saving(delta, delta), restart, mtbf)
+    waste = 1 - effective_share(tau, CheckpointCost(delta, delta), restart, mtbf)
     assert waste == pytest.approx(1 - published, rel=0.01)
 
 
 def test_without_failures_only_the_stalls_are_lost():
-    assert effective_share(100.0, Saving(0.0, 0.0), 600.0, np.inf) == 1
-    assert effective_share(100.0, Saving(25.0, 50.0), 600.0, np.inf) == 0.8
-    assert effective_share(100.0, Saving(25.0, 50.0), 600.0, 1e15) == pytest.approx(0.8)
+    assert effective_share(100.0, CheckpointCost(0.0, 0.0), 600.0, np.inf) == 1
+    assert effective_share(100.0, CheckpointCost(25.0, 50.0), 600.0, np.inf) == 0.8
+    assert effective_share(100.0, CheckpointCost(25.0, 50.0), 600.0, 1e15) == pytest.approx(0.8)
 
 
 @pytest.mark.parametrize("stall_s", [0.1, 5.0, 60.0, 600.0])
 @pytest.mark.parametrize("mtbf", [0.5 * HOUR, 3 * HOUR, 100 * HOUR])
 def test_no_interval_does_noticeably_better_than_the_best(stall_s, mtbf):
-    saving = Saving(stall_s, stall_s)
+    saving = CheckpointCost(stall_s, stall_s)
     best = effective_share(best_interval_s(stall_s, mtbf), saving, 300.0, mtbf)
     others = effective_share(np.geomspace(1, 10 * mtbf, 2000), saving, 300.0, mtbf)
     assert best >= 0.999 * others.max()
@@ -104,45 +104,45 @@ def test_for_rare_failures_the_best_interval_is_young_s():
 
 
 def test_copies_in_memory_are_as_often_as_young_has_it_or_cost_a_thousandth():
-    assert copy_interval_s(0.5, 3 * HOUR) == pytest.approx(best_interval_s(0.5, 3 * HOUR))
-    assert copy_interval_s(0.001, 1e6 * HOUR) == pytest.approx(1.0)
-    of_run = goodput(LLAMA, saving_of(LLAMA, LLAMA_STATE))
+    assert memory_checkpoint_interval_s(0.5, 3 * HOUR) == pytest.approx(best_interval_s(0.5, 3 * HOUR))
+    assert memory_checkpoint_interval_s(0.001, 1e6 * HOUR) == pytest.approx(1.0)
+    of_run = goodput(LLAMA, checkpoint_cost(LLAMA, LLAMA_STATE))
     assert of_run.copy_interval_s <= of_run.interval_s
-    waiting = goodput(LLAMA, saving_of(LLAMA, LLAMA_STATE, background=False))
+    waiting = goodput(LLAMA, checkpoint_cost(LLAMA, LLAMA_STATE, background=False))
     assert waiting.copy_interval_s == of_run.copy_interval_s, "how checkpoints are written has no part in it"
-    assert goodput(LLAMA, saving_of(LLAMA, LLAMA_STATE), step_s=1e4).copy_interval_s == 1e4
+    assert goodput(LLAMA, checkpoint_cost(LLAMA, LLAMA_STATE), step_s=1e4).copy_interval_s == 1e4
 
 
 def test_more_of_what_costs_time_costs_time():
     def share(interval_s=400.0, stall_s=5.0, write_s=30.0, restart_s=300.0, mtbf=2 * HOUR):
-        return effective_share(interval_s, Saving(stall_s, write_s), restart_s, mtbf)
+        return effective_share(interval_s, CheckpointCost(stall_s, write_s), restart_s, mtbf)
 
     base = share()
     assert share(stall_s=10.0) < base
     assert share(write_s=60.0) < base
     assert share(restart_s=600.0) < base
     assert share(mtbf=HOUR) < base
-    sizes = [goodput(LLAMA, saving_of(LLAMA, LLAMA_STATE), n).effective.mid for n in (1024, 4096, 16_384)]
+    sizes = [goodput(LLAMA, checkpoint_cost(LLAMA, LLAMA_STATE), n).effective.mid for n in (1024, 4096, 16_384)]
     assert sizes == sorted(sizes, reverse=True)
 
 
 def test_checkpoints_are_as_far_apart_as_storage_and_steps_allow():
-    slow = Saving(stall_s=1.0, write_s=5000.0)
+    slow = CheckpointCost(stall_s=1.0, write_s=5000.0)
     assert goodput(LLAMA, slow).interval_s == 5000
-    assert goodput(LLAMA, saving_of(LLAMA, LLAMA_STATE), step_s=1e4).interval_s == 1e4
+    assert goodput(LLAMA, checkpoint_cost(LLAMA, LLAMA_STATE), step_s=1e4).interval_s == 1e4
 
 
 def test_saving_in_the_background_stalls_less_and_is_safe_later():
-    waiting, background = saving_of(LLAMA, LLAMA_STATE, background=False), saving_of(LLAMA, LLAMA_STATE)
+    waiting, background = checkpoint_cost(LLAMA, LLAMA_STATE, background=False), checkpoint_cost(LLAMA, LLAMA_STATE)
     assert background.stall_s < waiting.stall_s == waiting.write_s < background.write_s
     assert waiting.write_s == pytest.approx(LLAMA_STATE / 2e12)
 
 
 def test_arrays_give_what_their_elements_give():
     devices = np.array([1024.0, 16_384.0])
-    both = goodput(LLAMA, saving_of(LLAMA, LLAMA_STATE, devices), devices, step_s=np.array([1.0, 10.0]))
+    both = goodput(LLAMA, checkpoint_cost(LLAMA, LLAMA_STATE, devices), devices, step_s=np.array([1.0, 10.0]))
     for i, step_s in enumerate((1.0, 10.0)):
-        one = goodput(LLAMA, saving_of(LLAMA, LLAMA_STATE, devices[i]), devices[i], step_s=step_s)
+        one = goodput(LLAMA, checkpoint_cost(LLAMA, LLAMA_STATE, devices[i]), devices[i], step_s=step_s)
         assert both.interval_s[i] == pytest.approx(one.interval_s)
         for name in ("mtbf_s", "stops_per_day", "overhead", "effective"):
             assert getattr(both, name).low[i] == pytest.approx(getattr(one, name).low)
@@ -150,8 +150,8 @@ def test_arrays_give_what_their_elements_give():
 
 
 def test_the_interval_widens_with_what_is_uncertain():
-    narrow = goodput(LLAMA, saving_of(LLAMA, LLAMA_STATE), restart_s=Estimate.exactly(600.0)).effective
-    wide = goodput(LLAMA, saving_of(LLAMA, LLAMA_STATE), restart_s=Estimate(60.0, 600.0, 6000.0)).effective
+    narrow = goodput(LLAMA, checkpoint_cost(LLAMA, LLAMA_STATE), restart_s=Estimate.exactly(600.0)).effective
+    wide = goodput(LLAMA, checkpoint_cost(LLAMA, LLAMA_STATE), restart_s=Estimate(60.0, 600.0, 6000.0)).effective
     assert wide.low < narrow.low < narrow.mid == wide.mid < narrow.high < wide.high
 
 

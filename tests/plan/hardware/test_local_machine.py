@@ -10,10 +10,10 @@ from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan.hardware.clusters import Cluster
-from argosy.plan.hardware.local_machine import Hardware, cluster_of, machine_at_hand, resized
+from argosy.plan.hardware.local_machine import DetectedHardware, cluster_of, machine_at_hand, resized
 from argosy.plan.hardware.measurements import CollectiveRate, MatmulRate, Measurements
 
-TWO_CORES = Hardware("cpu", processes=2, per_node=2, peak_flops_per_s={"fp32": 5e10})
+TWO_CORES = DetectedHardware("cpu", processes=2, per_node=2, peak_flops_per_s={"fp32": 5e10})
 SEND = CollectiveRate(operation="send", tier="node", ranks=2, groups=1, from_bytes=1, latency_s=1e-4, bytes_per_s=1e9)
 MATMUL = MatmulRate(m=8, k=8, n=8, kind="square", number_format="fp32", flops_per_s=1e10)
 FOUND = Measurements(host=socket.gethostname(), layer_host_s=1e-3, collectives=(SEND,), matmuls=(MATMUL,))
@@ -55,9 +55,9 @@ def test_a_cpu_that_nobody_probed_is_as_fast_as_the_run_found_it():
 
 
 def test_a_gpu_is_the_catalogues_if_that_knows_it():
-    cluster = machine_at_hand(asked(), Hardware("NVIDIA H100 80GB HBM3", 16, 8, {"bf16": 6e14}))
+    cluster = machine_at_hand(asked(), DetectedHardware("NVIDIA H100 80GB HBM3", 16, 8, {"bf16": 6e14}))
     assert (cluster.device.name, cluster.nodes, cluster.devices) == (Cluster.parse("8xh100").device.name, 2, 16)
-    assert machine_at_hand(asked(), Hardware("NVIDIA H999", 8, 8, {"bf16": 6e14})) is None
+    assert machine_at_hand(asked(), DetectedHardware("NVIDIA H999", 8, 8, {"bf16": 6e14})) is None
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4, 8])

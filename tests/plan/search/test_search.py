@@ -17,7 +17,7 @@ from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import WORDS, Layouts
 from argosy.plan.rules import breaks_any, divisors, first_problem
-from argosy.plan.search.search import Found, search
+from argosy.plan.search.search import SearchResult, search
 from argosy.plan.search.space import parse_pins
 
 
@@ -38,7 +38,7 @@ EXPERTS = run_of("mixtral-10m", 32, 8192)
 
 
 @pytest.fixture(scope="module")
-def found() -> Found:
+def found() -> SearchResult:
     return search(costs_of("16xh100", run_of("llama3-8b", 64, 8192)), {})
 
 
@@ -136,7 +136,7 @@ def test_pins_hold(pins: dict[str, str]) -> None:
         assert seen <= set(values)
 
 
-def test_the_ranking_has_each_mesh_once_and_the_best_first(found: Found) -> None:
+def test_the_ranking_has_each_mesh_once_and_the_best_first(found: SearchResult) -> None:
     rows = found.best(found.step_s, 10)
     meshes = [
         tuple(
@@ -149,7 +149,7 @@ def test_the_ranking_has_each_mesh_once_and_the_best_first(found: Found) -> None
     assert found.step_s[rows[0]] == found.step_s.min()
 
 
-def test_no_plan_is_better_in_all_than_one_of_the_pareto_front(found: Found) -> None:
+def test_no_plan_is_better_in_all_than_one_of_the_pareto_front(found: SearchResult) -> None:
     rows = found.pareto(many=1000)
     assert rows[0] == np.lexsort((found.memory_bytes, found.step_s))[0]
     for row in rows:

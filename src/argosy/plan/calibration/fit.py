@@ -29,7 +29,7 @@ STEPS, STEP_DIFFERENCE = 40, 1e-4
 
 
 @dataclass(frozen=True)
-class Fit:
+class ConstantsFit:
     """What was found."""
 
     constants: Constants
@@ -39,7 +39,7 @@ class Fit:
     """Of the logarithms of the constants that were fitted, and of the offsets."""
 
 
-def fit(
+def fit_constants(
     predict: Callable[[Constants], Floats],
     measured: Floats,
     shared: Sequence[tuple[str, ...]],
@@ -47,7 +47,7 @@ def fit(
     free: Sequence[str] | None = None,
     spread: float | None = None,
     begin: Constants | None = None,
-) -> Fit:
+) -> ConstantsFit:
     """The constants with which `predict` is nearest to `measured`.
 
     predict: constants -> one positive figure for each of `measured`; shared: what each has in common with others, such
@@ -94,7 +94,7 @@ def fit(
             break
     constants = replace(start, **dict(zip(names, np.exp(point[: len(names)]).tolist(), strict=True)))
     offsets = dict(zip(kinds, point[len(names) :].tolist(), strict=True))
-    return Fit(constants, offsets, np.linalg.inv(curvature))
+    return ConstantsFit(constants, offsets, np.linalg.inv(curvature))
 
 
 def _cost(miss: Floats, moved: Floats) -> float:

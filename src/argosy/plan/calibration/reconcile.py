@@ -17,7 +17,7 @@ PASSES, COMMUNICATION, OPTIMIZER, REST = "forward_backward", "communication", "o
 
 
 @dataclass(frozen=True)
-class Part:
+class StepPart:
     """A part of a step that both sides can tell."""
 
     predicted: tuple[str, ...]
@@ -28,16 +28,16 @@ class Part:
 
 PARTS = {
     # What a layer waits for (other ranks' tokens, hidden states, parameters), it waits for inside its passes.
-    PASSES: Part(
+    PASSES: StepPart(
         (*OF_TIME["compute"], "tensor", "context", "experts", "pipeline"),
         ("forward", "backward", "pipeline"),
     ),
     # Gradients whose sums backward did not hide, and updated values on their way back.
-    COMMUNICATION: Part(("gradients",), ("communication",)),
+    COMMUNICATION: StepPart(("gradients",), ("communication",)),
     # The update and the gradients' norm.
-    OPTIMIZER: Part(("optimizer",), ("optimizer",)),
+    OPTIMIZER: StepPart(("optimizer",), ("optimizer",)),
     # Reading the batch, and what lies between the parts. Compiling, checks, evaluation and checkpoints are in none.
-    REST: Part(("other",), ("data", "other")),
+    REST: StepPart(("other",), ("data", "other")),
 }
 """Part of a step -> what it is made of on both sides."""
 

@@ -51,7 +51,7 @@ class StateBytes:
 
 
 @dataclass(frozen=True)
-class Cut:
+class LocalShard:
     """One parameter as one rank has it."""
 
     local: tuple[int, ...]
@@ -86,7 +86,7 @@ def state_bytes(plan: Plan, run: RunConfig, rank: int = 0) -> StateBytes:
     seen: set[str] = set()  # a V-shaped pipeline's first rank has a tied embedding twice, and updates one
     for stage in stages_on(plan, run, rank).values():
         for name, parameter in parameter_table(run.model, stage, plan.tp).items():
-            cut = cut_of(parameter, plan, rank)
+            cut = local_shard_of(parameter, plan, rank)
             parameters += w * (cut.chunk if plan.zero == 3 else cut.numel)
             gradients += w * _gradient_elements(cut, plan)
             optimizer += 0 if name in seen else moment_bytes(name, parameter.shape, cut.mine, run.optimizer)
@@ -94,7 +94,7 @@ def state_bytes(plan: Plan, run: RunConfig, rank: int = 0) -> StateBytes:
     return StateBytes(parameters, gradients, optimizer)
 
 
-def _gradient_elements(cut: Cut, plan: Plan) -> int:
+def _gradient_elements(cut: LocalShard, plan: Plan) -> int:
     if cut.ranks == 1:
         return cut.numel
     # What is not summed in its own dtype is cast piece by piece, which leaves the padding behind; FSDP2 casts it all.
@@ -116,7 +116,7 @@ def moment_bytes(name: str, shape: tuple[int, ...], mine: tuple[int, ...], confi
     return MOMENTS[settings.rule] * each
 
 
-def cut_of(parameter: Parameter, plan: Plan, rank: int) -> Cut:
+def local_shard_of(parameter: Parameter, plan: Plan, rank: int) -> LocalShard:
     """How much of `parameter` is on global rank `rank`, and with how many it shares that."""
     at = place_of(rank, plan)
     local = list(parameter.shape)
@@ -127,8 +127,8 @@ def cut_of(parameter: Parameter, plan: Plan, rank: int) -> Cut:
         local[0] //= plan.ep
         together, among = together // plan.ep, among // plan.ep
     if plan.zero == 0:
-        return Cut(tuple(local), 1, plan.dp_replicate * together, 0)
-    return Cut(tuple(local), together, plan.dp_replicate, among)
+        return LocalShard(tuple(local), 1, plan.dp_replicate * together, 0)
+    return LocalShard(tuple(local), together, plan.dp_replicate, among)
 
 
 def place_of(rank: int, plan: Plan) -> dict[str, int]:

@@ -34,13 +34,13 @@ RESTART_S = Estimate(300.0, 600.0, 1200.0)
 """Detecting the failure, replacing the node, starting processes, loading: minutes (Kokolis et al. 2024 take 5)."""
 HOST_COPY_BYTES_PER_S = 10e9
 """Device to host memory, with all devices of a node at it; assumed."""
-COPIES_MAY_COST = 0.001
+MEMORY_CHECKPOINTS_MAY_COST = 0.001
 """Share of the time that copies in host memory may take in any case: rates of failure are those of hardware, and
 processes die of other causes too, the more so where nobody has published a rate."""
 
 
 @dataclass(frozen=True)
-class Saving:
+class CheckpointCost:
     """What one checkpoint takes."""
 
     stall_s: Numbers
@@ -70,7 +70,7 @@ class Goodput:
 
 def goodput(
     cluster: Cluster,
-    saving: Saving,
+    saving: CheckpointCost,
     devices: Numbers | None = None,
     restart_s: Estimate = RESTART_S,
     step_s: Numbers = 0.0,
@@ -90,7 +90,7 @@ def goodput(
         mtbf_s=mtbf,
         stops_per_day=propagate(lambda m: 86_400 / m, mtbf),
         interval_s=interval_s,
-        copy_interval_s=np.maximum(copy_interval_s(saving.copy_s, mtbf.mid), step_s),
+        copy_interval_s=np.maximum(memory_checkpoint_interval_s(saving.copy_s, mtbf.mid), step_s),
         overhead=lost,
         effective=propagate(lambda o: 1 / (1 + o), lost),
     )
@@ -104,16 +104,16 @@ def mtbf_s(cluster: Cluster, devices: Numbers | None = None) -> Estimate:
     return Estimate.within(3600 * per_device_h / (cluster.devices if devices is None else devices), max(spreads))
 
 
-def saving_of(
+def checkpoint_cost(
     cluster: Cluster, state_bytes: Numbers, devices: Numbers | None = None, background: bool = True
-) -> Saving:
+) -> CheckpointCost:
     """What it takes to save `state_bytes`, the state of the whole job, from `devices` (all if not said).
 
     background: the state is copied to host memory, and written from there while training goes on.
     """
     write_s = state_bytes / cluster.storage_bytes_per_s
     copy_s = state_bytes / (cluster.devices if devices is None else devices) / HOST_COPY_BYTES_PER_S
-    return Saving(copy_s, copy_s + write_s, copy_s) if background else Saving(write_s, write_s, copy_s)
+    return CheckpointCost(copy_s, copy_s + write_s, copy_s) if background else CheckpointCost(write_s, write_s, copy_s)
 
 
 def best_interval_s(stall_s: Numbers, mtbf_s: Numbers) -> Numbers:
@@ -126,12 +126,12 @@ def best_interval_s(stall_s: Numbers, mtbf_s: Numbers) -> Numbers:
     return np.where(root < 1, daly, mtbf_s)[()]
 
 
-def copy_interval_s(copy_s: Numbers, mtbf_s: Numbers) -> Numbers:
+def memory_checkpoint_interval_s(copy_s: Numbers, mtbf_s: Numbers) -> Numbers:
     """Work time between copies in host memory: that of `best_interval_s`, or less while they hardly cost anything."""
-    return np.minimum(best_interval_s(copy_s, mtbf_s), copy_s / COPIES_MAY_COST)[()]
+    return np.minimum(best_interval_s(copy_s, mtbf_s), copy_s / MEMORY_CHECKPOINTS_MAY_COST)[()]
 
 
-def effective_share(interval_s: Numbers, saving: Saving, restart_s: Numbers, mtbf_s: Numbers) -> Numbers:
+def effective_share(interval_s: Numbers, saving: CheckpointCost, restart_s: Numbers, mtbf_s: Numbers) -> Numbers:
     """Progress over time, from 0 to 1, with checkpoints every `interval_s` > 0 of work. 1 / mtbf_s may be 0."""
     rate = 1 / np.asarray(mtbf_s, dtype=float)
     cycle_s = interval_s + np.asarray(saving.stall_s, dtype=float)

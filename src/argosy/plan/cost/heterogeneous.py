@@ -27,7 +27,7 @@ ONCE_A_STEP = ("gradients", "optimizer", "other")
 
 
 @dataclass(frozen=True)
-class Share:
+class DeviceShare:
     """What one kind of device gets."""
 
     device: str
@@ -44,17 +44,17 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Uneven:
+class UnevenSplit:
     """Work dealt out by speed."""
 
     what: str
     """microbatches or layers."""
     plan: str
     step_s: float
-    shares: tuple[Share, ...]
+    shares: tuple[DeviceShare, ...]
 
 
-def uneven_splits(costs: CostModel, cluster: Cluster, plans: list[Plan]) -> list[Uneven]:
+def uneven_splits(costs: CostModel, cluster: Cluster, plans: list[Plan]) -> list[UnevenSplit]:
     """The best uneven batch per replica and the best uneven layers per stage, each on the best of these plans.
 
     Empty if all devices are alike, or the axes of no plan keep to one kind each.
@@ -62,7 +62,7 @@ def uneven_splits(costs: CostModel, cluster: Cluster, plans: list[Plan]) -> list
     kinds = _kinds(cluster)
     if len(kinds) == 1:
         return []
-    found: list[Uneven] = []
+    found: list[UnevenSplit] = []
     for way in (_by_microbatches, _by_layers):
         ways = [split for plan in plans if (split := way(costs, plan, kinds))]
         found += sorted(ways, key=lambda split: split.step_s)[:1]
@@ -92,7 +92,7 @@ def _kinds(cluster: Cluster) -> list[_Kind]:
     return list(kinds.values())
 
 
-def _by_microbatches(costs: CostModel, plan: Plan, kinds: list[_Kind]) -> Uneven | None:
+def _by_microbatches(costs: CostModel, plan: Plan, kinds: list[_Kind]) -> UnevenSplit | None:
     """Each replica on devices of one kind, as many microbatches as it can do in the time of the others."""
     of_replica = plan.world_size // plan.dp
     if plan.dp == 1 or any(kind.devices % of_replica for kind in kinds):
@@ -109,7 +109,7 @@ def _by_microbatches(costs: CostModel, plan: Plan, kinds: list[_Kind]) -> Uneven
     return None if dealt is None else _uneven("microbatches", plan, kinds, *dealt)
 
 
-def _by_layers(costs: CostModel, plan: Plan, kinds: list[_Kind]) -> Uneven | None:
+def _by_layers(costs: CostModel, plan: Plan, kinds: list[_Kind]) -> UnevenSplit | None:
     """Each pipeline rank on devices of one kind, as many layers as it can do, and hold, in the time of the others.
 
     With ranks of s_i seconds for a microbatch, m of them take sum(s_i) + (m - 1) max(s_i) (1F1B); with v stages on a
@@ -151,12 +151,12 @@ def _first(values: Numbers) -> float:
     return float(np.atleast_1d(values)[0])
 
 
-def _uneven(what: str, plan: Plan, kinds: list[_Kind], dealt: NDArray[np.int64], step_s: float) -> Uneven:
+def _uneven(what: str, plan: Plan, kinds: list[_Kind], dealt: NDArray[np.int64], step_s: float) -> UnevenSplit:
     shares = [
-        Share(kind.device, int((row > 0).sum()), int(row[row > 0].min()), int(row.max()))
+        DeviceShare(kind.device, int((row > 0).sum()), int(row[row > 0].min()), int(row.max()))
         for kind, row in zip(kinds, dealt, strict=True)
     ]
-    return Uneven(what, str(plan), step_s, tuple(shares))
+    return UnevenSplit(what, str(plan), step_s, tuple(shares))
 
 
 def deal(total: int, holders: NDArray[np.int64], seconds: Floats) -> tuple[NDArray[np.int64], float] | None:

@@ -43,7 +43,7 @@ from dataclasses import dataclass
 
 from argosy.config.schema import ModelConfig, RunConfig
 from argosy.optim.groups import settings_of
-from argosy.plan.cost.exact_state import DTYPE_BYTES, Cut, cut_of, place_of, stages_on
+from argosy.plan.cost.exact_state import DTYPE_BYTES, LocalShard, local_shard_of, place_of, stages_on
 from argosy.plan.parameters import Parameter, Stage, parameter_table
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan
@@ -69,7 +69,7 @@ INDEX_BYTES, ROUTING_WEIGHT_BYTES = 8, 4
 
 
 @dataclass(frozen=True)
-class Sent:
+class Collective:
     """A message of this rank, or several alike."""
 
     axis: str
@@ -122,14 +122,14 @@ def spanning_axis(sizes: dict[str, int], world: int) -> str | None:
     return next((axis for axis in AXES if 1 < sizes[axis] == world), None)
 
 
-def _held(plan: Plan, run: RunConfig, rank: int) -> Iterator[tuple[str, Parameter, Cut]]:
+def _held(plan: Plan, run: RunConfig, rank: int) -> Iterator[tuple[str, Parameter, LocalShard]]:
     """Every parameter on this rank."""
     for stage in stages_on(plan, run, rank).values():
         for name, parameter in parameter_table(run.model, stage, plan.tp).items():
-            yield name, parameter, cut_of(parameter, plan, rank)
+            yield name, parameter, local_shard_of(parameter, plan, rank)
 
 
-def _gradients(plan: Plan, run: RunConfig, rank: int) -> Iterator[Sent]:
+def _gradients(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
     """The sum of gradients over data-parallel ranks, and what makes sharded values whole again."""
     reduced, weight = DTYPE_BYTES[plan.reduce], DTYPE_BYTES[plan.weights]
     gathered = weight if plan.precision == "fp32" else DTYPE_BYTES[plan.precision]
@@ -139,13 +139,13 @@ def _gradients(plan: Plan, run: RunConfig, rank: int) -> Iterator[Sent]:
         )
         padded = cut.ranks * cut.chunk
         if cut.ranks > 1:
-            yield Sent(shard, "reduce_scatter", reduced * padded, cut.ranks)
+            yield Collective(shard, "reduce_scatter", reduced * padded, cut.ranks)
             if plan.zero == 3:
                 times = _times_gathered(plan, run, is_block=name.startswith("blocks."))
-                yield Sent(shard, "all_gather", times * gathered * padded, cut.ranks)
+                yield Collective(shard, "all_gather", times * gathered * padded, cut.ranks)
             else:
-                yield Sent(shard, "all_gather", weight * padded, cut.ranks)
-        yield Sent(replicate, "all_reduce", reduced * cut.chunk, cut.replicas)
+                yield Collective(shard, "all_gather", weight * padded, cut.ranks)
+        yield Collective(replicate, "all_reduce", reduced * cut.chunk, cut.replicas)
 
 
 def _is_dealt(parameter: Parameter, plan: Plan) -> bool:
@@ -166,20 +166,20 @@ def _times_gathered(plan: Plan, run: RunConfig, is_block: bool) -> int:
     return 2 * microbatches if is_block else microbatches
 
 
-def _replicated(plan: Plan, run: RunConfig, rank: int) -> Iterator[Sent]:
+def _replicated(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
     """Gradients of what all tp ranks have whole: each computed a part of the sum."""
     elements = sum(math.prod(cut.mine) for _, parameter, cut in _held(plan, run, rank) if parameter.tp_dim is None)
-    yield Sent("tp", "all_reduce", DTYPE_BYTES[plan.weights] * elements, plan.tp)
+    yield Collective("tp", "all_reduce", DTYPE_BYTES[plan.weights] * elements, plan.tp)
 
 
-def _tied_ends(plan: Plan, run: RunConfig, rank: int) -> Iterator[Sent]:
+def _tied_ends(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
     """The gradient of a tied embedding, which the first and the last stage hold."""
     if run.model.tie_embeddings and plan.pp > 1 and not SCHEDULES[plan.schedule].v_shaped:
         elements = sum(math.prod(cut.mine) for name, _, cut in _held(plan, run, rank) if name == "embedding.weight")
-        yield Sent(ENDS, "all_reduce", DTYPE_BYTES[plan.weights] * elements, 2)
+        yield Collective(ENDS, "all_reduce", DTYPE_BYTES[plan.weights] * elements, 2)
 
 
-def _tensor(plan: Plan, run: RunConfig, rank: int) -> Iterator[Sent]:
+def _tensor(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
     """Hidden states of all tokens before a layer's first matmul, sums after its last; in backward the other way."""
     tokens, e = _tokens(plan, run), DTYPE_BYTES[plan.precision]
     hidden = e * tokens * run.model.width
@@ -189,10 +189,10 @@ def _tensor(plan: Plan, run: RunConfig, rank: int) -> Iterator[Sent]:
         again = _recomputed(plan, stage)
         gatherings = both_ways + sum(_gatherings(run.model, layer) for layer in again)
         last_sums = sum(not run.model.is_moe_layer(layer) for layer in again)  # a mixture's is needed: it is weighted
-        yield Sent("tp", "all_gather", hidden * gatherings, plan.tp)
-        yield Sent("tp", "reduce_scatter", hidden * (gatherings - last_sums), plan.tp)
+        yield Collective("tp", "all_gather", hidden * gatherings, plan.tp)
+        yield Collective("tp", "reduce_scatter", hidden * (gatherings - last_sums), plan.tp)
         if stage.last:
-            yield Sent("tp", "all_gather", 8 * plan.tp * tokens, plan.tp)
+            yield Collective("tp", "all_gather", 8 * plan.tp * tokens, plan.tp)
 
 
 def _gatherings(model: ModelConfig, layer: int) -> int:
@@ -201,7 +201,7 @@ def _gatherings(model: ModelConfig, layer: int) -> int:
     return 3 if has_shared else 2
 
 
-def _context(plan: Plan, run: RunConfig, rank: int) -> Iterator[Sent]:
+def _context(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
     """Attention to the tokens of other cp ranks."""
     n, e, model = plan.cp, DTYPE_BYTES[plan.precision], run.model
     width = model.mla.key_width if model.mla.kv_rank else model.head_width
@@ -210,14 +210,16 @@ def _context(plan: Plan, run: RunConfig, rank: int) -> Iterator[Sent]:
         layers, again = len(stage.layers), len(_recomputed(plan, stage))
         if plan.context == "ulysses":
             exchanged = 2 * heads + 2 * max(kv_heads, n)
-            yield Sent("cp", "all_to_all", (2 * layers + again) * exchanged * _tokens(plan, run) * width * e, n)
+            yield Collective("cp", "all_to_all", (2 * layers + again) * exchanged * _tokens(plan, run) * width * e, n)
         else:
             again = again if plan.recompute == "full" else 0
             kv = 2 * kv_heads * width * _tokens(plan, run)
-            yield Sent("cp", "send", ((2 * layers + again) * (n - 1) * e + layers * n * KV_GRADIENT_BYTES) * kv, n)
+            yield Collective(
+                "cp", "send", ((2 * layers + again) * (n - 1) * e + layers * n * KV_GRADIENT_BYTES) * kv, n
+            )
 
 
-def _pipeline(plan: Plan, run: RunConfig, rank: int) -> Iterator[Sent]:
+def _pipeline(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
     """Hidden states to the next stage, their gradients to the one before, if these are elsewhere."""
     if plan.pp == 1:
         return
@@ -225,10 +227,10 @@ def _pipeline(plan: Plan, run: RunConfig, rank: int) -> Iterator[Sent]:
     turns_here = SCHEDULES[plan.schedule].v_shaped and place_of(rank, plan)["pp"] == plan.pp - 1
     for stage in stages_on(plan, run, rank).values():
         boundaries = (not stage.first) + (not stage.last) - turns_here
-        yield Sent("pp", "send", hidden * boundaries, plan.pp)
+        yield Collective("pp", "send", hidden * boundaries, plan.pp)
 
 
-def _experts(plan: Plan, run: RunConfig, rank: int) -> Iterator[Sent]:
+def _experts(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
     """Tokens to their experts and back, and in backward again, for an even load; and what goes with them."""
     model, moe, e = run.model, run.model.moe, DTYPE_BYTES[plan.precision]
     rows = run.train.global_batch // plan.dp
@@ -236,21 +238,21 @@ def _experts(plan: Plan, run: RunConfig, rank: int) -> Iterator[Sent]:
     for stage in stages_on(plan, run, rank).values():
         layers = sum(model.is_moe_layer(layer) for layer in stage.layers)
         again = sum(model.is_moe_layer(layer) for layer in _recomputed(plan, stage))
-        yield Sent("ep", "all_to_all", (4 * layers + 2 * again) * pairs * model.width * e, plan.ep)
+        yield Collective("ep", "all_to_all", (4 * layers + 2 * again) * pairs * model.width * e, plan.ep)
         counts = plan.microbatches(run.train.global_batch) * moe.experts
-        yield Sent("ep", "all_to_all", (layers + again) * counts * INDEX_BYTES, plan.ep)
+        yield Collective("ep", "all_to_all", (layers + again) * counts * INDEX_BYTES, plan.ep)
         routing = INDEX_BYTES + ROUTING_WEIGHT_BYTES
-        yield Sent("tp", "all_gather", (layers + again) * pairs * routing, plan.tp)
-        yield Sent("tp", "reduce_scatter", layers * pairs * ROUTING_WEIGHT_BYTES, plan.tp)
+        yield Collective("tp", "all_gather", (layers + again) * pairs * routing, plan.tp)
+        yield Collective("tp", "reduce_scatter", layers * pairs * ROUTING_WEIGHT_BYTES, plan.tp)
         for axis, ranks in (("tp", plan.tp), ("cp", plan.cp)):
             if moe.balance != "none" and moe.aux_coefficient:  # how often each row chose each expert
-                yield Sent(axis, "all_reduce", (layers + again) * rows * moe.experts * INDEX_BYTES, ranks)
+                yield Collective(axis, "all_reduce", (layers + again) * rows * moe.experts * INDEX_BYTES, ranks)
             if moe.capacity_factor:  # which experts the row's other tokens chose
                 gathered = pairs * (plan.cp if axis == "cp" else 1)
-                yield Sent(axis, "all_gather", (layers + again) * gathered * INDEX_BYTES, ranks)
+                yield Collective(axis, "all_gather", (layers + again) * gathered * INDEX_BYTES, ranks)
 
 
-def _muon(plan: Plan, run: RunConfig, rank: int) -> Iterator[Sent]:
+def _muon(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
     """Momenta of matrices that are cut, made whole cut by cut; and what one rank made of each, to all that need it.
 
     Stacks of experts that are cut between the experts alone are nobody else's concern.
@@ -261,15 +263,17 @@ def _muon(plan: Plan, run: RunConfig, rank: int) -> Iterator[Sent]:
         is_dealt, is_stack = _is_dealt(parameter, plan), len(parameter.shape) > 2
         is_matrix_cut = (parameter.tp_dim is not None and plan.tp > 1) or (cut.ranks > 1 and not is_stack)
         if is_matrix_cut:
-            yield Sent(
+            yield Collective(
                 "expert_shard" if is_dealt else "shard", "all_gather", MOMENTUM_BYTES * cut.ranks * cut.chunk, cut.ranks
             )
             yield from _gathered_outer(parameter, cut, plan)
         if is_matrix_cut or not (is_dealt or cut.ranks > 1):
-            yield Sent(STAGE, "broadcast", MOMENTUM_BYTES * math.prod(parameter.shape), plan.world_size // plan.pp)
+            yield Collective(
+                STAGE, "broadcast", MOMENTUM_BYTES * math.prod(parameter.shape), plan.world_size // plan.pp
+            )
 
 
-def _gathered_outer(parameter: Parameter, cut: Cut, plan: Plan) -> Iterator[Sent]:
+def _gathered_outer(parameter: Parameter, cut: LocalShard, plan: Plan) -> Iterator[Collective]:
     """What tensor and expert parallelism cut; ZeRO 1 and 2 undo the cuts in the opposite order (`parallel.pieces`)."""
     shape = list(cut.local)
     for axis in ("tp", "ep") if plan.zero in (1, 2) else ("ep", "tp"):
@@ -277,15 +281,15 @@ def _gathered_outer(parameter: Parameter, cut: Cut, plan: Plan) -> Iterator[Sent
         if dim is None or (axis == "ep" and not parameter.is_expert):
             continue
         padded = [ranks * -(-parameter.shape[d] // ranks) if d == dim else size for d, size in enumerate(shape)]
-        yield Sent(axis, "all_gather", MOMENTUM_BYTES * math.prod(padded), ranks)
+        yield Collective(axis, "all_gather", MOMENTUM_BYTES * math.prod(padded), ranks)
         shape[dim] = parameter.shape[dim]
 
 
-def _everyone(plan: Plan, run: RunConfig, rank: int) -> Iterator[Sent]:
+def _everyone(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
     """What all ranks decide together, and the experts' loads."""
-    yield Sent(WORLD, "all_reduce", LOSS_BYTES, plan.world_size)
+    yield Collective(WORLD, "all_reduce", LOSS_BYTES, plan.world_size)
     if run.model.moe.experts:
-        yield Sent(WORLD, "all_reduce", 8 * run.model.layers * (2 * run.model.moe.experts + 1), plan.world_size)
+        yield Collective(WORLD, "all_reduce", 8 * run.model.layers * (2 * run.model.moe.experts + 1), plan.world_size)
 
 
 def _tokens(plan: Plan, run: RunConfig) -> int:

@@ -35,7 +35,7 @@ NODE_POWER_RATIO = 1.8
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda names: tuple(names) if isinstance(names, list) else names)]
 
 
-class Rates(Section):
+class PeakFlops(Section):
     """FLOP/s of dense matmuls, by the specification; what is left out the device cannot do, or nobody says."""
 
     fp32: PositiveFloat | None = None
@@ -56,17 +56,17 @@ class Efficiencies(Section):
     """What the best large matmul reaches of the specified rate, measured (or `assumed`)."""
 
     fp32: Fraction | None = None
-    """Of Rates.fp32."""
+    """Of PeakFlops.fp32."""
     tf32: Fraction | None = None
-    """Of Rates.tf32."""
+    """Of PeakFlops.tf32."""
     fp16: Fraction | None = None
-    """Of Rates.fp16."""
+    """Of PeakFlops.fp16."""
     bf16: Fraction | None = None
-    """Of Rates.bf16."""
+    """Of PeakFlops.bf16."""
     fp8: Fraction | None = None
-    """Of Rates.fp8."""
+    """Of PeakFlops.fp8."""
     fp4: Fraction | None = None
-    """Of Rates.fp4."""
+    """Of PeakFlops.fp4."""
 
 
 class Device(Section):
@@ -80,7 +80,7 @@ class Device(Section):
     """Who makes it."""
     kind: Literal["accelerator", "cpu"] = "accelerator"
     """cpu: processes share its cores and memory, and what the host does takes its time from computing."""
-    peak_flops_per_s: Rates
+    peak_flops_per_s: PeakFlops
     matmul_efficiency: Efficiencies
     memory_bytes: PositiveFloat
     """Device memory, nominal."""

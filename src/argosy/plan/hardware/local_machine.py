@@ -12,7 +12,7 @@ from pathlib import Path
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan.hardware.clusters import Cluster, NodeGroup
-from argosy.plan.hardware.devices import Efficiencies, Rates, device_names, find_device
+from argosy.plan.hardware.devices import Efficiencies, PeakFlops, device_names, find_device
 from argosy.plan.hardware.measurements import Measurements
 
 NOT_OF_THE_NAME = re.compile(r"nvidia|amd|instinct|tesla|hbm\d?e?")
@@ -23,7 +23,7 @@ CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(frozen=True)
-class Hardware:
+class DetectedHardware:
     """What a run finds when it starts."""
 
     device: str
@@ -54,7 +54,7 @@ def cluster_of(run: RunConfig) -> Cluster | None:
     return probed if probed.measured and probed.measured.host == socket.gethostname() else None
 
 
-def machine_at_hand(run: RunConfig, hardware: Hardware) -> Cluster | None:
+def machine_at_hand(run: RunConfig, hardware: DetectedHardware) -> Cluster | None:
     """What a prediction of `run` on this hardware is made for.
 
     None if nobody described the machine and the catalogue does not know its devices.
@@ -80,9 +80,9 @@ def device_named(driver_s: str) -> str:
     return "-".join(word for word in words if not NOT_OF_THE_NAME.fullmatch(word))
 
 
-def _rough(hardware: Hardware) -> Cluster | None:
+def _rough(hardware: DetectedHardware) -> Cluster | None:
     if hardware.device == "cpu":
-        device, rates = find_device("cpu"), Rates(**hardware.peak_flops_per_s)
+        device, rates = find_device("cpu"), PeakFlops(**hardware.peak_flops_per_s)
         efficiency = Efficiencies(**dict.fromkeys(hardware.peak_flops_per_s, 1.0))
         device = device.model_copy(update={"peak_flops_per_s": rates, "matmul_efficiency": efficiency})
         name = "this CPU (argosy probe measures more of it)"
@@ -133,8 +133,8 @@ def resized(cluster: Cluster, processes: int) -> Cluster:
     return Cluster(**({name: getattr(cluster, name) for name in Cluster.model_fields} | changed))
 
 
-def _scaled(rates: Rates, share: float) -> Rates:
-    return Rates(**{name: rate * share for name, rate in rates.model_dump(exclude_none=True).items()})
+def _scaled(rates: PeakFlops, share: float) -> PeakFlops:
+    return PeakFlops(**{name: rate * share for name, rate in rates.model_dump(exclude_none=True).items()})
 
 
 def _resized(found: Measurements, share: float, alone: float) -> Measurements:

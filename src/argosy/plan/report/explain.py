@@ -15,7 +15,7 @@ from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.rates import Rates
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
-from argosy.plan.search.search import MORE, Found
+from argosy.plan.search.search import MORE, SearchResult
 
 MEANING = {
     "ideal": "model FLOPs at the data sheet's rate",
@@ -61,7 +61,7 @@ class Sensitivity:
     note: str = ""
 
 
-def sensitivities(costs: CostModel, plan: Plan, found: Found | None = None) -> list[Sensitivity]:
+def sensitivities(costs: CostModel, plan: Plan, found: SearchResult | None = None) -> list[Sensitivity]:
     """What a tenth more of each would do to the step, the most helpful first.
 
     found: the search that the plan is the fastest of; it tells what a tenth more memory would bring.

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from argosy.plan.cost.formatting import GIB, count, gib, percent, seconds, within
-from argosy.plan.cost.heterogeneous import Uneven
+from argosy.plan.cost.heterogeneous import UnevenSplit
 from argosy.plan.report.explain import MEANING, MEMORY_MEANING
-from argosy.plan.report.report import REPAIR_H, Answer
+from argosy.plan.report.report import REPAIR_H, PlanReport
 from argosy.plan.report.terminal import HOLDERS, LEAST_SHOWN, headline, prices, search_line
-from argosy.plan.search.choices import Choice
+from argosy.plan.search.candidates import Candidate
 from argosy.plan.workload import Numbers
 
 WIDTH, ROW, LABEL, VALUE = 760, 24, 120, 130
@@ -36,36 +36,36 @@ svg .quiet { fill: var(--quiet); font-size: 12px; } svg .axis { stroke: var(--li
 """
 
 
-def page(answer: Answer) -> str:
+def page(report: PlanReport) -> str:
     """The whole page."""
-    about = answer.explanation
+    about = report.explanation
     sections = [
-        f"<h1>{escape(headline(answer))}</h1>",
-        *(f'<p class="quiet">{escape(line)}</p>' for line in (*answer.assumed, *answer.notes)),
-        _facts(answer),
+        f"<h1>{escape(headline(report))}</h1>",
+        *(f'<p class="quiet">{escape(line)}</p>' for line in (*report.assumed, *report.notes)),
+        _facts(report),
         "<h2>Where a step's time goes</h2>" + _waterfall(about.waterfall),
         "<h2>Memory of the rank that needs most</h2>" + _bars(about.memory, MEMORY_MEANING, lambda b: f"{gib(b)} GiB"),
-        f"<h2>What would change the step time: most of all, {escape(about.binding)}</h2>" + _sensitivities(answer),
+        f"<h2>What would change the step time: most of all, {escape(about.binding)}</h2>" + _sensitivities(report),
     ]
-    if answer.choices:
-        sections += [f"<h2>{escape(search_line(answer))}</h2>" + _choices(answer, answer.choices)]
-    if answer.pareto:
-        sections += ["<h2>Step time against memory: no other plan is better in both</h2>" + _scatter(answer)]
-        sections += [_choices(answer, answer.pareto)]
-    sections += _outlooks(answer)
+    if report.choices:
+        sections += [f"<h2>{escape(search_line(report))}</h2>" + _choices(report, report.choices)]
+    if report.pareto:
+        sections += ["<h2>Step time against memory: no other plan is better in both</h2>" + _scatter(report)]
+        sections += [_choices(report, report.pareto)]
+    sections += _outlooks(report)
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(headline(answer))}</title>'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(headline(report))}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{STYLE}</style></head>\n<body>\n" + "\n".join(sections) + "\n</body></html>\n"
     )
 
 
-def _facts(answer: Answer) -> str:
-    about = answer.explanation
+def _facts(report: PlanReport) -> str:
+    about = report.explanation
     choice, run = about.choice, about.choice.run
     rows = [
         ("step", f"{within(choice.step_s, seconds)}; {percent(choice.mfu)} MFU, {count(choice.tokens_per_s)} tokens/s"),
-        ("memory", f"{within(choice.memory_bytes, gib)} of {gib(answer.memory_bytes)} GiB"),
+        ("memory", f"{within(choice.memory_bytes, gib)} of {gib(report.memory_bytes)} GiB"),
         ("whole run", f"{within(run.time_s, seconds)}; {within(run.device_hours, count)} device-hours"),
         (
             "failures",
@@ -76,7 +76,7 @@ def _facts(answer: Answer) -> str:
         ),
     ]
     if run.money:
-        rows.append(("cost", f"{within(run.money, count)} {answer.currency} {prices(answer)}".rstrip()))
+        rows.append(("cost", f"{within(run.money, count)} {report.currency} {prices(report)}".rstrip()))
     if run.energy_kwh and run.co2_kg:
         rows.append(("energy", f"{within(run.energy_kwh, count)} kWh, {within(run.co2_kg, count)} kg CO2"))
     missing = ""
@@ -116,8 +116,8 @@ def _bars(values: dict[str, float], meaning: dict[str, str], write: Callable[[Nu
     return _svg(WIDTH, ROW * len(shown), parts)
 
 
-def _sensitivities(answer: Answer) -> str:
-    changes = answer.explanation.sensitivities
+def _sensitivities(report: PlanReport) -> str:
+    changes = report.explanation.sensitivities
     label = 230
     longest = max(1e-9, *(abs(change.change) for change in changes))
     scale = (WIDTH - label - VALUE) / longest
@@ -139,11 +139,11 @@ def _bar(
     )
 
 
-def _scatter(answer: Answer) -> str:
+def _scatter(report: PlanReport) -> str:
     """Step time against memory with their intervals, the plans of both tables."""
-    points = list({choice.plan: choice for choice in (*answer.pareto, *answer.choices)}.values())
+    points = list({choice.plan: choice for choice in (*report.pareto, *report.choices)}.values())
     most_s = max(float(p.step_s.high) for p in points)
-    most_gib = max(answer.memory_bytes, *(float(p.memory_bytes.high) for p in points)) / GIB
+    most_gib = max(report.memory_bytes, *(float(p.memory_bytes.high) for p in points)) / GIB
     wide, high = PLOT_WIDTH - 2 * MARGIN, PLOT_HEIGHT - 2 * MARGIN
 
     def x(value: Numbers) -> float:
@@ -152,13 +152,13 @@ def _scatter(answer: Answer) -> str:
     def y(value: Numbers) -> float:
         return MARGIN + high * (1 - float(value) / most_s)
 
-    limit = x(answer.memory_bytes)
+    limit = x(report.memory_bytes)
     parts = [
         f'<line class="axis" x1="{MARGIN}" y1="{y(0):.1f}" x2="{MARGIN + wide}" y2="{y(0):.1f}"/>',
         f'<line class="axis" x1="{MARGIN}" y1="{MARGIN}" x2="{MARGIN}" y2="{y(0):.1f}"/>',
         f'<line class="range" stroke-dasharray="4 4" x1="{limit:.1f}" y1="{MARGIN}" x2="{limit:.1f}" y2="{y(0):.1f}"/>',
         f'<text class="quiet" x="{limit:.1f}" y="{MARGIN - 8}" text-anchor="end">the device has '
-        f"{gib(answer.memory_bytes)} GiB</text>",
+        f"{gib(report.memory_bytes)} GiB</text>",
         f'<text class="quiet" x="{MARGIN + wide}" y="{PLOT_HEIGHT - 12}" text-anchor="end">memory, GiB</text>',
         f'<text class="quiet" x="{MARGIN}" y="{MARGIN - 8}">step</text>',
     ]
@@ -168,12 +168,12 @@ def _scatter(answer: Answer) -> str:
             f'<text class="quiet" x="{at_x:.1f}" y="{y(0) + 18:.1f}" text-anchor="middle">{share * most_gib:.0f}</text>'
             f'<text class="quiet" x="{MARGIN - 6}" y="{at_y + 4:.1f}" text-anchor="end">{seconds(time)}</text>'
         )
-    chosen = answer.explanation.choice.plan
+    chosen = report.explanation.choice.plan
     parts += [_point(p, x, y, p.plan == chosen) for p in points]
     return _svg(PLOT_WIDTH, PLOT_HEIGHT, parts)
 
 
-def _point(choice: Choice, x: Callable[[Numbers], float], y: Callable[[Numbers], float], chosen: bool) -> str:
+def _point(choice: Candidate, x: Callable[[Numbers], float], y: Callable[[Numbers], float], chosen: bool) -> str:
     at_x, at_y = x(choice.memory_bytes.mid), y(choice.step_s.mid)
     left, right = x(choice.memory_bytes.low), x(choice.memory_bytes.high)
     title = f"{choice.plan}: {seconds(choice.step_s.mid)}, {gib(choice.memory_bytes.mid)} GiB"
@@ -196,8 +196,8 @@ def _svg(width: float, height: float, parts: Sequence[str]) -> str:
     return f'<svg viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" role="img">{inner}</svg>'
 
 
-def _choices(answer: Answer, choices: Sequence[Choice]) -> str:
-    heads = ("step", "GiB", "MFU", "tokens/s", "devices", "run", answer.currency, "kWh")
+def _choices(report: PlanReport, choices: Sequence[Candidate]) -> str:
+    heads = ("step", "GiB", "MFU", "tokens/s", "devices", "run", report.currency, "kWh")
     head = '<th class="text">plan</th>' + "".join(f"<th>{name}</th>" for name in heads)
     body = []
     for choice in choices:
@@ -217,15 +217,15 @@ def _choices(answer: Answer, choices: Sequence[Choice]) -> str:
     return f'<div class="wide"><table><tr>{head}</tr>{"".join(body)}</table></div>'
 
 
-def _outlooks(answer: Answer) -> list[str]:
+def _outlooks(report: PlanReport) -> list[str]:
     parts = []
-    if answer.uneven:
-        lines = "".join(f"<li>{_split(split)}</li>" for split in answer.uneven)
+    if report.uneven:
+        lines = "".join(f"<li>{_split(split)}</li>" for split in report.uneven)
         parts.append(f"<h2>Outlook: work dealt out by speed (the trainer does not run this yet)</h2><ul>{lines}</ul>")
-    if answer.exchanges:
+    if report.exchanges:
         rows = "".join(
             f"<tr><td>{e.inner_steps}</td><td>{e.bytes_per_step / GIB:.3g}</td><td>{seconds(e.step_s)}</td></tr>"
-            for e in answer.exchanges
+            for e in report.exchanges
         )
         parts.append(
             "<h2>Outlook: sites that sum every H steps (the trainer runs H = 1)</h2><table><tr><th>H</th>"
@@ -234,7 +234,7 @@ def _outlooks(answer: Answer) -> list[str]:
     return parts
 
 
-def _split(split: Uneven) -> str:
+def _split(split: UnevenSplit) -> str:
     shares = "; ".join(
         f"{s.holders} {HOLDERS[split.what]} on {s.device}: {s.range} {split.what} each" for s in split.shares
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.formatting import count, gib, seconds, within
 from argosy.plan.cost.inference import Serving
-from argosy.plan.report.report import Question, describe
+from argosy.plan.report.report import PlanRequest, describe
 from argosy.plan.search.serving import search_serving
 
 
@@ -25,20 +25,20 @@ class InferenceReport:
     """Those that fit, the one with most tokens a second first."""
 
 
-def inference_report(question: Question) -> InferenceReport:
+def inference_report(request: PlanRequest) -> InferenceReport:
     """Ways to answer `train.global_batch` sequences of `data.seq_len` tokens at a time, ranked.
 
     Raises: UserError if nothing fits, or a pin makes no sense here.
     """
-    run = question.run
-    found = search_serving(CostModel.of(run, question.cluster), question.pins or {})
+    run = request.run
+    found = search_serving(CostModel.of(run, request.cluster), request.pins or {})
     return InferenceReport(
         model=run.model.preset or run.name,
-        cluster=describe(question.cluster),
+        cluster=describe(request.cluster),
         seq_len=run.data.seq_len,
         sequences=run.train.global_batch,
-        assumed=question.assumed,
-        choices=tuple(found[: question.top]),
+        assumed=request.assumed,
+        choices=tuple(found[: request.top]),
     )
 
 

@@ -12,16 +12,16 @@ from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.goodput import Goodput, spare_nodes
-from argosy.plan.cost.heterogeneous import Uneven, uneven_splits
+from argosy.plan.cost.heterogeneous import UnevenSplit, uneven_splits
 from argosy.plan.cost.sites import Exchange, exchanges, site_count, within_site
 from argosy.plan.flops import active_parameters, parameters
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
 from argosy.plan.report.explain import Sensitivity, binding, sensitivities
-from argosy.plan.search.choices import Choice, Economy, Objective, first_of
-from argosy.plan.search.fitting import Misfit, misfit, nearest_that_fits
-from argosy.plan.search.search import Found, search
+from argosy.plan.search.candidates import Candidate, Objective, WholeRunModel, first_of
+from argosy.plan.search.fitting import MemoryMisfit, misfit, nearest_that_fits
+from argosy.plan.search.search import SearchResult, search
 from argosy.plan.search.space import Pins
 
 TOKENS_PER_PARAMETER = 20
@@ -38,7 +38,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanRequest:
     """What the user asks."""
 
     run: RunConfig
@@ -58,10 +58,10 @@ class Question:
 class Explanation:
     """Why one plan takes what it takes."""
 
-    choice: Choice
-    misfit: Misfit | None
+    choice: Candidate
+    misfit: MemoryMisfit | None
     """By how much it does not fit."""
-    near: Choice | None
+    near: Candidate | None
     """If so, the plan most like it that does."""
     waterfall: dict[str, float]
     """Seconds of a step by category, from ideal to predicted, and what failures add."""
@@ -76,7 +76,7 @@ class Explanation:
 
 
 @dataclass(frozen=True)
-class Answer:
+class PlanReport:
     """What the planner says."""
 
     model: str
@@ -96,37 +96,37 @@ class Answer:
     assumed: tuple[str, ...]
     looked_at: int
     fitting: int
-    choices: tuple[Choice, ...]
+    choices: tuple[Candidate, ...]
     """The best first, one for each mesh."""
-    pareto: tuple[Choice, ...]
+    pareto: tuple[Candidate, ...]
     """Plans that no other beats in step time, memory and devices at once; the fastest first."""
     explanation: Explanation
     """Of the plan that was asked about, or of the best."""
-    uneven: tuple[Uneven, ...]
+    uneven: tuple[UnevenSplit, ...]
     """On devices of several kinds: work dealt out by speed; an outlook."""
     exchanges: tuple[Exchange, ...]
     """On several sites: synchronous, and local SGD; an outlook."""
     notes: tuple[str, ...]
 
 
-def answer(question: Question) -> Answer:
+def plan_report(request: PlanRequest) -> PlanReport:
     """Search, rank, explain. Raises: UserError if nothing is legal, or nothing fits, with what would."""
-    run, cluster = question.run, question.cluster
+    run, cluster = request.run, request.cluster
     whole = CostModel.of(run, cluster)
     costs = within_site(whole, cluster) if site_count(cluster) > 1 else whole
-    pins = _of_a_site(question.pins or {}, cluster)
-    counts = _counts(costs, question.objective)
+    pins = _of_a_site(request.pins or {}, cluster)
+    counts = _counts(costs, request.objective)
     found = search(costs, pins, counts)
     if not len(found):
         raise UserError(_nothing_fits(costs, found, pins, counts))
-    tokens = question.tokens or TOKENS_PER_PARAMETER * float(active_parameters(run.model))
-    economy = Economy(run, cluster, costs, tokens)
-    best = found.best(economy.score(found, question.objective), max(question.top, 1))
-    explained = question.given or found.plans.plan(int(best[0]))
-    explanation = _explain(economy, explained, found, is_best=question.given is None)
+    tokens = request.tokens or TOKENS_PER_PARAMETER * float(active_parameters(run.model))
+    economy = WholeRunModel(run, cluster, costs, tokens)
+    best = found.best(economy.score(found, request.objective), max(request.top, 1))
+    explained = request.given or found.plans.plan(int(best[0]))
+    explanation = _explain(economy, explained, found, is_best=request.given is None)
     front = found.pareto()
     inside_s = float(explanation.choice.step_s.mid) - economy.between_sites_s
-    return Answer(
+    return PlanReport(
         model=run.model.preset or run.name,
         parameters=parameters(run.model),
         active_parameters=active_parameters(run.model),
@@ -136,10 +136,10 @@ def answer(question: Question) -> Answer:
         seq_len=run.data.seq_len,
         global_batch=run.train.global_batch,
         tokens=tokens,
-        objective=question.objective,
+        objective=request.objective,
         currency=cluster.currency,
         prices_of=_prices_of(cluster),
-        assumed=question.assumed,
+        assumed=request.assumed,
         looked_at=found.looked_at,
         fitting=len(found),
         choices=economy.choices(found.plans[best]),
@@ -147,18 +147,18 @@ def answer(question: Question) -> Answer:
         explanation=explanation,
         uneven=_uneven(costs, cluster, found, [*best, *front]) if costs is whole else (),
         exchanges=tuple(exchanges(costs, cluster, inside_s)) if costs is not whole else (),
-        notes=tuple(_notes(question, costs)),
+        notes=tuple(_notes(request, costs)),
     )
 
 
-def _uneven(costs: CostModel, cluster: Cluster, found: Found, rows: Sequence[int]) -> tuple[Uneven, ...]:
+def _uneven(costs: CostModel, cluster: Cluster, found: SearchResult, rows: Sequence[int]) -> tuple[UnevenSplit, ...]:
     """The best uneven shares on these plans; none on devices that are alike."""
     if cluster.uniform:
         return ()
     return tuple(uneven_splits(costs, cluster, [found.plans.plan(int(row)) for row in dict.fromkeys(rows)]))
 
 
-def _explain(economy: Economy, plan: Plan, found: Found, is_best: bool) -> Explanation:
+def _explain(economy: WholeRunModel, plan: Plan, found: SearchResult, is_best: bool) -> Explanation:
     costs, row = economy.costs, Layouts.of([plan])
     choice = economy.choices(row)[0]
     failures = economy.failures(np.array([plan.world_size]), float(choice.step_s.mid))
@@ -213,19 +213,19 @@ def _counts(costs: CostModel, objective: Objective) -> list[int]:
     ]
 
 
-def _notes(question: Question, costs: CostModel) -> list[str]:
+def _notes(request: PlanRequest, costs: CostModel) -> list[str]:
     notes = []
-    if not question.cluster.uniform:
-        notes.append(f"All plans wait for the slowest device, {question.cluster.device.name}. {OUTLOOK}")
-    if site_count(question.cluster) > 1:
+    if not request.cluster.uniform:
+        notes.append(f"All plans wait for the slowest device, {request.cluster.device.name}. {OUTLOOK}")
+    if site_count(request.cluster) > 1:
         notes.append(f"Each site has a whole copy of the model on {costs.devices} devices. {OUTLOOK_SITES}")
-    if question.cluster.device.assumed:
-        device = question.cluster.device
+    if request.cluster.device.assumed:
+        device = request.cluster.device
         notes.append(f"Nobody published these of {device.name}, they are assumed: {', '.join(device.assumed)}.")
     return notes
 
 
-def _nothing_fits(costs: CostModel, found: Found, pins: Pins, counts: Sequence[int]) -> str:
+def _nothing_fits(costs: CostModel, found: SearchResult, pins: Pins, counts: Sequence[int]) -> str:
     """By how much the leanest plan does not fit, and what would do."""
     missing = misfit(costs, found.leanest)
     assert missing is not None  # or it would have been found

@@ -10,8 +10,8 @@ from rich.text import Text
 
 from argosy.plan.cost.formatting import GIB, count, gib, percent, seconds, within
 from argosy.plan.report.explain import MEANING, MEMORY_MEANING
-from argosy.plan.report.report import REPAIR_H, Answer
-from argosy.plan.search.choices import Choice
+from argosy.plan.report.report import REPAIR_H, PlanReport
+from argosy.plan.search.candidates import Candidate
 from argosy.plan.workload import Numbers
 
 BAR = 24
@@ -26,50 +26,50 @@ PIPE_WIDTH = 200
 """Characters of a line where the output is no terminal."""
 
 
-def show(answer: Answer, console: Console | None = None) -> None:
+def show(report: PlanReport, console: Console | None = None) -> None:
     """Print all of it."""
     console = console or Console()
     if not console.is_terminal:
         console.width = PIPE_WIDTH
-    console.print(Group(*_parts(answer)), highlight=False)
+    console.print(Group(*_parts(report)), highlight=False)
 
 
-def _parts(answer: Answer) -> Iterator[RenderableType]:
-    yield Text(headline(answer), style="bold")
-    for line in (*answer.assumed, *answer.notes):
+def _parts(report: PlanReport) -> Iterator[RenderableType]:
+    yield Text(headline(report), style="bold")
+    for line in (*report.assumed, *report.notes):
         yield Text(line, style="dim")
-    if answer.choices:
-        yield Text(f"\n{search_line(answer)}")
-        yield _choices(answer, answer.choices)
-    if len(answer.pareto) > 1:
+    if report.choices:
+        yield Text(f"\n{search_line(report)}")
+        yield _choices(report, report.choices)
+    if len(report.pareto) > 1:
         yield Text("\nNo other is faster with as little memory on as few devices:")
-        yield _choices(answer, answer.pareto)
-    yield from _explained(answer)
-    yield from _outlooks(answer)
+        yield _choices(report, report.pareto)
+    yield from _explained(report)
+    yield from _outlooks(report)
 
 
-def headline(answer: Answer) -> str:
+def headline(report: PlanReport) -> str:
     """The question in a line."""
-    active = answer.active_parameters
-    of_them = "" if active == answer.parameters else f", {count(active)} active"
+    active = report.active_parameters
+    of_them = "" if active == report.parameters else f", {count(active)} active"
     return (
-        f"{answer.model} ({count(answer.parameters)} parameters{of_them}) on {answer.cluster}; a step is "
-        f"{answer.global_batch} sequences of {answer.seq_len} tokens, the run {count(answer.tokens)} tokens"
+        f"{report.model} ({count(report.parameters)} parameters{of_them}) on {report.cluster}; a step is "
+        f"{report.global_batch} sequences of {report.seq_len} tokens, the run {count(report.tokens)} tokens"
     )
 
 
-def search_line(answer: Answer) -> str:
+def search_line(report: PlanReport) -> str:
     """What the search came to."""
     by = {"time": "step time", "cost": "cost", "energy": "energy", "goodput": "tokens a day, failures included"}
     return (
-        f"{answer.looked_at:,} plans looked at, {answer.fitting:,} fit in {gib(answer.memory_bytes)} GiB a device; "
-        f"the best by {by[answer.objective]}, one for each mesh:"
+        f"{report.looked_at:,} plans looked at, {report.fitting:,} fit in {gib(report.memory_bytes)} GiB a device; "
+        f"the best by {by[report.objective]}, one for each mesh:"
     )
 
 
-def _choices(answer: Answer, choices: tuple[Choice, ...]) -> Table:
+def _choices(report: PlanReport, choices: tuple[Candidate, ...]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("step", "GiB", "MFU", "tokens/s", "devices", "run", answer.currency, "kWh"):
+    for name in ("step", "GiB", "MFU", "tokens/s", "devices", "run", report.currency, "kWh"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("plan", overflow="fold")
     for choice in choices:
@@ -88,8 +88,8 @@ def _choices(answer: Answer, choices: tuple[Choice, ...]) -> Table:
     return table
 
 
-def _explained(answer: Answer) -> Iterator[RenderableType]:
-    about = answer.explanation
+def _explained(report: PlanReport) -> Iterator[RenderableType]:
+    about = report.explanation
     choice, run, missing = about.choice, about.choice.run, about.misfit
     yield Text(f'\n"{choice.plan}"', style="bold")
     if missing:
@@ -103,10 +103,10 @@ def _explained(answer: Answer) -> Iterator[RenderableType]:
         )
     facts = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     facts.add_row("step", within(choice.step_s, seconds), "nine times of ten within the interval")
-    facts.add_row("memory", f"{within(choice.memory_bytes, gib)} GiB", f"of {gib(answer.memory_bytes)} GiB")
+    facts.add_row("memory", f"{within(choice.memory_bytes, gib)} GiB", f"of {gib(report.memory_bytes)} GiB")
     facts.add_row("whole run", within(run.time_s, seconds), f"{within(run.device_hours, count)} device-hours")
     if run.money:
-        facts.add_row("cost", f"{within(run.money, count)} {answer.currency}", prices(answer))
+        facts.add_row("cost", f"{within(run.money, count)} {report.currency}", prices(report))
     if run.energy_kwh and run.co2_kg:
         facts.add_row("energy", f"{within(run.energy_kwh, count)} kWh", f"{within(run.co2_kg, count)} kg CO2")
     failures = about.failures
@@ -132,9 +132,9 @@ def _explained(answer: Answer) -> Iterator[RenderableType]:
         yield Text(f"no change: {', '.join(idle)}", style="dim")
 
 
-def prices(answer: Answer) -> str:
+def prices(report: PlanReport) -> str:
     """When the prices held, in words."""
-    return f"prices of {answer.prices_of}" if answer.prices_of else ""
+    return f"prices of {report.prices_of}" if report.prices_of else ""
 
 
 def _bars(values: dict[str, float], meaning: dict[str, str], write: Callable[[Numbers], str]) -> Table:
@@ -153,20 +153,20 @@ def _bars(values: dict[str, float], meaning: dict[str, str], write: Callable[[Nu
     return table
 
 
-def _outlooks(answer: Answer) -> Iterator[RenderableType]:
-    if answer.uneven:
+def _outlooks(report: PlanReport) -> Iterator[RenderableType]:
+    if report.uneven:
         yield Text("\nOutlook: work dealt out by speed (the trainer does not run this yet):")
-        for split in answer.uneven:
+        for split in report.uneven:
             shares = "; ".join(
                 f"{share.holders} {HOLDERS[split.what]} on {share.device}: {share.range} {split.what} each"
                 for share in split.shares
             )
             yield Text(f'  {seconds(split.step_s)} a step with "{split.plan}": {shares}')
-    if answer.exchanges:
+    if report.exchanges:
         yield Text("\nOutlook: sites that sum every H steps (the trainer runs H = 1):")
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 2))
         for name in ("H", "GiB a step and site", "step"):
             table.add_column(name, justify="right")
-        for exchange in answer.exchanges:
+        for exchange in report.exchanges:
             table.add_row(str(exchange.inner_steps), f"{exchange.bytes_per_step / GIB:.3g}", seconds(exchange.step_s))
         yield table

@@ -36,7 +36,7 @@ INTERVAL = 0.90
 
 
 @dataclass(frozen=True)
-class Result:
+class RunResult:
     """One run, trained to its end."""
 
     parameters: float
@@ -85,7 +85,7 @@ class ScalingLaw:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class BootstrapEstimate:
     """A figure, and the 90 % interval that the bootstrap gives it."""
 
     value: float
@@ -94,7 +94,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Fit:
+class ScalingFit:
     """The law that fits some results best, and those that fit them under random weights."""
 
     law: ScalingLaw
@@ -104,7 +104,7 @@ class Fit:
     """Log of the measured over the fitted loss, for each result."""
 
     @property
-    def coefficients(self) -> dict[str, Estimate]:
+    def coefficients(self) -> dict[str, BootstrapEstimate]:
         """E, A, B, alpha and beta."""
         names = [field.name for field in fields(ScalingLaw)]
         return self._estimates(lambda law: {name: getattr(law, name) for name in names})
@@ -114,7 +114,7 @@ class Fit:
         """Root mean square of `residuals`: about the relative error of the law on its own data."""
         return float(np.sqrt(np.mean(np.square(self.residuals))))
 
-    def compute_optimal(self, flops: float) -> dict[str, Estimate]:
+    def compute_optimal(self, flops: float) -> dict[str, BootstrapEstimate]:
         """`parameters`, `tokens`, `tokens_per_parameter` and `loss` of the best that a budget of FLOPs pays for.
 
         The loss is the law's; what one run would show scatters around it (`predict`).
@@ -131,14 +131,14 @@ class Fit:
 
         return self._estimates(spent)
 
-    def predict(self, parameters: float, tokens: float) -> Estimate:
+    def predict(self, parameters: float, tokens: float) -> BootstrapEstimate:
         """The final loss of a run: the law's, in an interval that holds the law's uncertainty and a run's scatter."""
         laws = np.array([law.loss(parameters, tokens) for law in self.draws])
         # The law was fitted to these residuals, and as many degrees of freedom as it has coefficients are gone.
         scatter = np.array(self.residuals) * np.sqrt(len(self.residuals) / (len(self.residuals) - COEFFICIENTS))
         return _estimate(self.law.loss(parameters, tokens), np.outer(laws, np.exp(scatter)))
 
-    def _estimates(self, figures: Callable[[ScalingLaw], dict[str, float]]) -> dict[str, Estimate]:
+    def _estimates(self, figures: Callable[[ScalingLaw], dict[str, float]]) -> dict[str, BootstrapEstimate]:
         draws = [figures(law) for law in self.draws]
         return {
             name: _estimate(value, np.array([draw[name] for draw in draws]))
@@ -146,7 +146,7 @@ class Fit:
         }
 
 
-def fit(results: Sequence[Result], draws: int = 100, seed: int = 0) -> Fit:
+def fit_scaling_law(results: Sequence[RunResult], draws: int = 100, seed: int = 0) -> ScalingFit:
     """Fit the law as Hoffmann et al. 2022 do (approach 3): Huber loss of the log loss, L-BFGS from a grid of starts.
 
     The loss is summed over results, not averaged: as a tiny mean it makes L-BFGS stop too early, which is what went
@@ -166,10 +166,10 @@ def fit(results: Sequence[Result], draws: int = 100, seed: int = 0) -> Fit:
     drawn, _ = minimize(lambda points: problem.loss(points, weights), np.tile(best, (draws, 1)))
     law = problem.law(best)
     residuals = tuple(math.log(r.loss / law.loss(r.parameters, r.tokens)) for r in results)
-    return Fit(law, tuple(map(problem.law, drawn)), residuals)
+    return ScalingFit(law, tuple(map(problem.law, drawn)), residuals)
 
 
-def _check_enough(results: Sequence[Result]) -> None:
+def _check_enough(results: Sequence[RunResult]) -> None:
     sizes, lengths = len({r.parameters for r in results}), len({r.tokens for r in results})
     if len(results) < FEWEST or min(sizes, lengths) < FEWEST_SIZES:
         raise UserError(
@@ -186,7 +186,7 @@ class _Problem:
     depend on the exponents, so that the descent takes tens of steps and not hundreds.
     """
 
-    def __init__(self, results: Sequence[Result]):
+    def __init__(self, results: Sequence[RunResult]):
         logs = np.log([(r.parameters, r.tokens, r.loss) for r in results])
         self._centre = logs[:, :2].mean(0)
         self._n, self._d = (logs[:, :2] - self._centre).T
@@ -227,6 +227,6 @@ class _Problem:
         return losses, np.stack(gradient, 1)
 
 
-def _estimate(value: float, draws: Array) -> Estimate:
+def _estimate(value: float, draws: Array) -> BootstrapEstimate:
     low, high = np.quantile(draws, [(1 - INTERVAL) / 2, (1 + INTERVAL) / 2])
-    return Estimate(value, float(low), float(high))
+    return BootstrapEstimate(value, float(low), float(high))

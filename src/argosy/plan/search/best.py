@@ -10,7 +10,7 @@ from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.formatting import GIB
 from argosy.plan.layouts import WORDS, Ints, Layouts
 from argosy.plan.search.fitting import misfit
-from argosy.plan.search.search import Found, search
+from argosy.plan.search.search import SearchResult, search
 from argosy.plan.search.space import Pins
 
 AS_FAST = 0.03
@@ -18,7 +18,7 @@ AS_FAST = 0.03
 OFFLOADS = tuple(word for word in WORDS["offload"] if word != "none")
 
 
-def search_to_run(costs: CostModel, pins: Pins, counts: Sequence[int] | None = None) -> Found:
+def search_to_run(costs: CostModel, pins: Pins, counts: Sequence[int] | None = None) -> SearchResult:
     """`search`; where nothing fits an accelerator, and `pins` leave it open, with state in host memory.
 
     Raises: UserError if no plan is legal.
@@ -30,7 +30,7 @@ def search_to_run(costs: CostModel, pins: Pins, counts: Sequence[int] | None = N
     return offloaded if len(offloaded) else found
 
 
-def plainest(found: Found) -> int:
+def plainest(found: SearchResult) -> int:
     """The row of the plan with fewest `features` of those about as fast as the fastest; of these, the fastest.
 
     Something must have been found.
@@ -56,7 +56,7 @@ def features(plans: Layouts) -> Ints:
     return np.sum([column.astype(np.int64) for column in used], axis=0)
 
 
-def why_nothing_fits(costs: CostModel, found: Found) -> str:
+def why_nothing_fits(costs: CostModel, found: SearchResult) -> str:
     """By how much the leanest plan is too large, in words; `found` is empty."""
     missing = misfit(costs, found.leanest)
     assert missing is not None  # or it would have been found

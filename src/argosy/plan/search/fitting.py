@@ -9,11 +9,11 @@ import numpy as np
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
-from argosy.plan.search.search import Found
+from argosy.plan.search.search import SearchResult
 
 
 @dataclass(frozen=True)
-class Misfit:
+class MemoryMisfit:
     """Why a plan does not fit."""
 
     needs_bytes: float
@@ -29,17 +29,17 @@ class Misfit:
         return self.needs_bytes - self.has_bytes
 
 
-def misfit(costs: CostModel, plan: Plan) -> Misfit | None:
+def misfit(costs: CostModel, plan: Plan) -> MemoryMisfit | None:
     """By how much `plan` does not fit; None if it does."""
     by_category = costs.predict_memory(Layouts.of([plan])).by_category(0)
     needs = sum(by_category.values())
     if needs <= costs.memory_bytes:
         return None
     largest = max(by_category, key=lambda name: by_category[name])
-    return Misfit(needs, costs.memory_bytes, largest, by_category[largest])
+    return MemoryMisfit(needs, costs.memory_bytes, largest, by_category[largest])
 
 
-def nearest_that_fits(plan: Plan, found: Found) -> int | None:
+def nearest_that_fits(plan: Plan, found: SearchResult) -> int | None:
     """The row of `found` that is most like `plan`, of those alike the fastest; None if it found nothing.
 
     Each doubling of an axis or of the microbatch counts 1, any other key that differs 1/2.

@@ -22,7 +22,7 @@ from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.local_machine import resized
 from argosy.plan.plan import Plan, words_of
 from argosy.plan.search.best import plainest, search_to_run, why_nothing_fits
-from argosy.plan.search.search import Found
+from argosy.plan.search.search import SearchResult
 from argosy.plan.search.space import Pins
 
 GIVEN_UP: tuple[tuple[str, ...], ...] = (
@@ -126,7 +126,7 @@ def _numerics(plan: Plan) -> Pins:
     return {key: (getattr(plan, key),) for key in ("precision", "weights", "reduce", "compile")}
 
 
-def _alike(found: Found, plan: Plan) -> Found:
+def _alike(found: SearchResult, plan: Plan) -> SearchResult:
     """Of what was found, the plans that gather weights as `plan` does; if none does, all."""
     plans = found.plans
     gathers = plans.shards_parameters

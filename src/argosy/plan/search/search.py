@@ -28,7 +28,7 @@ MORE = 0.1
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search came to."""
 
     looked_at: int
@@ -89,7 +89,7 @@ def _thinned(rows: NDArray[np.int64], many: int) -> NDArray[np.int64]:
     return rows[np.unique(np.linspace(0, len(rows) - 1, many).round().astype(int))]
 
 
-def search(costs: CostModel, pins: Pins, counts: Sequence[int] | None = None) -> Found:
+def search(costs: CostModel, pins: Pins, counts: Sequence[int] | None = None) -> SearchResult:
     """All plans for `counts` devices (default: all there are), those that fit with their predicted time.
 
     Raises: UserError if no plan is legal, with the rule in the way.
@@ -105,7 +105,7 @@ def search(costs: CostModel, pins: Pins, counts: Sequence[int] | None = None) ->
     near = memory_bytes <= costs.memory_bytes * (1 + MORE)
     fits = memory_bytes[near] <= costs.memory_bytes
     time = costs.predict_time(plans[near])
-    return Found(
+    return SearchResult(
         looked_at=len(lean) + len(near),
         plans=plans[near][fits],
         memory=memory.rows(near).rows(fits),

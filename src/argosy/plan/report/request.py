@@ -1,4 +1,4 @@
-"""From what a user typed to the planner's question: the run, the cluster, and what was left out filled in, and said."""
+"""From what a user typed to the planner's request: the run, the cluster, and what was left out filled in, and said."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.local_machine import cluster_of, device_named, resized
 from argosy.plan.plan import Plan, words_of
-from argosy.plan.report.report import Question, usual_batch
+from argosy.plan.report.report import PlanRequest, usual_batch
 from argosy.plan.search.auto import Devices, choose_plan, processes_of
-from argosy.plan.search.choices import Objective
+from argosy.plan.search.candidates import Objective
 from argosy.plan.search.space import parse_pins
 
 USUAL_SEQ_LEN = 8192
@@ -27,7 +27,7 @@ SMALL_VOCABULARY = 4096
 """Of a model preset that takes its tokenizer's, until there is one."""
 
 
-def ask(
+def plan_request(
     *,
     source: str | None = None,
     model: str | None = None,
@@ -39,7 +39,7 @@ def ask(
     fix: str = "",
     top: int = 10,
     serving: bool = False,
-) -> Question:
+) -> PlanRequest:
     """The question about a run file, or about a model and a cluster. Raises: UserError.
 
     serving: it is about inference; if nothing is said, each device answers one sequence at a time.
@@ -54,7 +54,7 @@ def ask(
     if model is not None:
         place = Cluster.parse(str(cluster))
         run, assumed = _of_model(model, global_batch, seq_len, place.devices if serving else None)
-        return Question(run, place, tokens, objective, pins, top, assumed=tuple(assumed))
+        return PlanRequest(run, place, tokens, objective, pins, top, assumed=tuple(assumed))
     run, assumed = _of_run(str(source), global_batch, seq_len)
     if not tokens and run.train.steps:
         tokens = float(run.train.steps * run.tokens_per_step)
@@ -63,7 +63,7 @@ def ask(
         assumed.append("The machine's rates are the catalogue's; `argosy probe` measures them into a cluster file.")
     given = None if pins or cluster else _the_trainer_s(run, place)
     pins = _numbers(run.plan) | pins
-    return Question(run, place, tokens, objective, pins, top, given, tuple(assumed))
+    return PlanRequest(run, place, tokens, objective, pins, top, given, tuple(assumed))
 
 
 def _numbers(plan: str) -> dict[str, tuple[object, ...]]:

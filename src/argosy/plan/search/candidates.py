@@ -14,13 +14,13 @@ from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.economy import WholeRun, whole_run
 from argosy.plan.cost.estimate import Estimate
 from argosy.plan.cost.factors import OF_MEMORY, OF_TIME, spread
-from argosy.plan.cost.goodput import Goodput, goodput, saving_of
+from argosy.plan.cost.goodput import Goodput, checkpoint_cost, goodput
 from argosy.plan.cost.rates import in_precision
 from argosy.plan.cost.sites import exchange_s, site_count
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
-from argosy.plan.search.search import Found
+from argosy.plan.search.search import SearchResult
 from argosy.plan.workload import Numbers
 
 Objective = Literal["time", "cost", "energy", "goodput"]
@@ -28,7 +28,7 @@ Objective = Literal["time", "cost", "energy", "goodput"]
 
 
 @dataclass(frozen=True)
-class Choice:
+class Candidate:
     """One plan, with what it comes to."""
 
     plan: str
@@ -45,7 +45,7 @@ class Choice:
     """Share of the time that is progress."""
 
 
-class Economy:
+class WholeRunModel:
     """What plans come to in a whole run."""
 
     def __init__(self, run: RunConfig, cluster: Cluster, costs: CostModel, tokens: float):
@@ -58,7 +58,7 @@ class Economy:
         """Of jobs on so many devices of a site."""
         state_bytes = float(self.costs.workload.matrix_parameters) * (4 + float(self.costs.system.moment_bytes))
         used = np.asarray(devices * self.sites, float)
-        saving = saving_of(self.cluster, state_bytes, used, self.run.checkpoint.background)
+        saving = checkpoint_cost(self.cluster, state_bytes, used, self.run.checkpoint.background)
         return goodput(self.cluster, saving, used, step_s=step_s)
 
     def whole(self, devices: NDArray[np.int64], step_s: Estimate, failures: Goodput) -> WholeRun:
@@ -68,7 +68,7 @@ class Economy:
             self.cluster, step_s, failures, tokens=self.tokens, tokens_per_step=self.run.tokens_per_step, devices=used
         )
 
-    def score(self, found: Found, objective: Objective) -> NDArray[np.float64]:
+    def score(self, found: SearchResult, objective: Objective) -> NDArray[np.float64]:
         """The lower the better."""
         if objective == "time":
             return found.step_s
@@ -79,7 +79,7 @@ class Economy:
             return -np.asarray(made.tokens_per_day.mid)
         return np.asarray((chosen or made.device_hours).mid)
 
-    def choices(self, plans: Layouts) -> tuple[Choice, ...]:
+    def choices(self, plans: Layouts) -> tuple[Candidate, ...]:
         """What these plans come to."""
         costs, n = self.costs, len(plans)
         devices = np.broadcast_to(plans.world_size, n)
@@ -101,7 +101,7 @@ class Economy:
         peak = np.broadcast_to(in_precision(plans.precision, rates.fp32, rates.half, rates.narrow), n)
         flops = float(costs.workload.train_flops_per_token) * self.run.tokens_per_step
         return tuple(
-            Choice(
+            Candidate(
                 plan=str(self.over_sites(plans.plan(i))),
                 devices=int(devices[i]) * self.sites,
                 step_s=steps[i],

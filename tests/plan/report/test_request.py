@@ -9,8 +9,8 @@ import pytest
 
 from argosy.config.load import load
 from argosy.errors import UserError
-from argosy.plan.report.question import ask, this_machine
 from argosy.plan.report.report import usual_batch
+from argosy.plan.report.request import plan_request, this_machine
 
 
 @pytest.fixture
@@ -62,12 +62,12 @@ def test_gpus_that_the_catalogue_cannot_tell_are_no_silent_default(gpus, names: 
 
 
 def test_sizes_that_are_not_said_are_assumed_and_named() -> None:
-    question = ask(model="llama-20m", cluster="8xh100")
-    run = question.run
+    request = plan_request(model="llama-20m", cluster="8xh100")
+    run = request.run
     assert (run.data.seq_len, run.model.vocab_size) == (min(8192, run.model.max_seq_len), 4096)
     assert run.train.global_batch == usual_batch(run, run.data.seq_len)
-    assert len(question.assumed) == 3
-    said = ask(model="llama3-8b", cluster="8xh100", seq_len=4096, global_batch=32)
+    assert len(request.assumed) == 3
+    said = plan_request(model="llama3-8b", cluster="8xh100", seq_len=4096, global_batch=32)
     assert (said.run.data.seq_len, said.run.train.global_batch, said.assumed) == (4096, 32, ())
 
 
@@ -82,10 +82,10 @@ def test_the_usual_batch_is_a_power_of_two_near_the_law() -> None:
 
 def test_a_run_s_length_is_the_tokens_to_train_on() -> None:
     run = load("parity")
-    assert ask(source="parity").tokens == run.train.steps * run.train.global_batch * run.data.seq_len
-    assert ask(source="parity", tokens=1e6).tokens == 1e6
+    assert plan_request(source="parity").tokens == run.train.steps * run.train.global_batch * run.data.seq_len
+    assert plan_request(source="parity", tokens=1e6).tokens == 1e6
 
 
 def test_pins_take_the_place_of_the_trainer_s_plan() -> None:
-    assert ask(source="parity").given is not None
-    assert ask(source="parity", fix="microbatch=1").given is None
+    assert plan_request(source="parity").given is not None
+    assert plan_request(source="parity", fix="microbatch=1").given is None
