@@ -1,4 +1,4 @@
-"""Arithmetic of a decoder: parameters and floating-point operations."""
+"""Parameters and floating-point operations of a decoder."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from argosy.plan.workload import Workload
 
 
 def matmul_parameters(model: ModelConfig) -> int:
-    """Parameters that take part in a matmul with each token: all but embedding lookup, norms, biases and idle experts.
+    """Return how many parameters take part in a matmul with each token.
 
-    Of the routed experts these are as many as one token goes to ("active parameters").
+    These are all but the embedding lookup, norms, biases and idle experts: of the routed experts, as many count as one
+    token goes to ("active parameters").
     """
     return int(Workload.of_model(model, seq_len=1, global_batch=1).matmul_parameters)
 
 
 def parameters(model: ModelConfig) -> int:
-    """All parameters."""
+    """Return the number of all parameters."""
     return sum(times * math.prod(parameter.shape) for parameter, times in _parameters(model))
 
 
 def active_parameters(model: ModelConfig) -> int:
-    """`parameters`, of routed experts only as many as one token goes to."""
+    """Return the number of parameters without the routed experts that one token does not go to."""
     idle = sum(
         times * math.prod(parameter.shape[1:]) * (model.moe.experts - model.moe.experts_per_token)
         for parameter, times in _parameters(model)
@@ -34,7 +35,7 @@ def active_parameters(model: ModelConfig) -> int:
 
 
 def train_flops_per_token(model: ModelConfig, seq_len: int) -> float:
-    """Model FLOPs of forward and backward per token: 6 N + 6 L s a d (the causal half counted).
+    """Return the model FLOPs of forward and backward per token: 6 N + 6 L s a d (the causal half counted).
 
     N: `matmul_parameters`; L layers, s `seq_len`, a heads, d head width (with latent attention the mean of a key's
     and a value's). PaLM (Chowdhery et al. 2022, appendix B) with causal attention counted once, as Megatron-Bridge

@@ -1,4 +1,4 @@
-"""Many plans at once, as arrays: what the cost model computes with, 100,000s of plans in a second."""
+"""Many plans at once, as arrays: the cost model computes 100,000s of plans in a second with them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ WORDS: dict[str, tuple[Any, ...]] = {
     "reduce": ("fp32", "bf16"),
     "compile": (False, True),
 }
-"""Keys of a plan that are words: in arrays, each is its place in this list."""
+"""Keys of a plan whose values are words; in arrays, each word is its place in this list."""
 
 
 @dataclass(frozen=True)
 class Layouts:
-    """Plans as columns; all of one length, or of length 1. The meaning of each is that of `Plan`."""
+    """Plans as columns, all of one length or of length 1. `Plan` says what each column means."""
 
     pp: Ints
     dp_replicate: Ints
@@ -54,7 +54,7 @@ class Layouts:
 
     @classmethod
     def of(cls, plans: Sequence[Plan]) -> Layouts:
-        """The columns of these plans."""
+        """Return these plans as columns."""
         rows = [plan.model_dump() for plan in plans]
         return cls(**{f.name: np.array([_number(f.name, row[f.name]) for row in rows]) for f in fields(cls)})
 
@@ -62,12 +62,12 @@ class Layouts:
         return max(len(getattr(self, f.name)) for f in fields(self))
 
     def __getitem__(self, chosen: NDArray[Any] | slice) -> Layouts:
-        """The rows that a mask, an array of numbers or a slice chooses."""
+        """Return the rows that a mask, an array of numbers or a slice chooses."""
         n = len(self)
         return Layouts(**{f.name: np.broadcast_to(getattr(self, f.name), n)[chosen] for f in fields(self)})
 
     def plan(self, row: int) -> Plan:
-        """One of them."""
+        """Return the plan in one row."""
         n = len(self)
         columns = {f.name: np.broadcast_to(getattr(self, f.name), n) for f in fields(self)}
         return Plan(**{key: _value(key, int(column[row])) for key, column in columns.items()})
@@ -99,7 +99,7 @@ class Layouts:
 
     @property
     def shares_state(self) -> Ints:
-        """Ranks that share a parameter's state, ZeRO's n; 1 for stage 0."""
+        """Ranks that share a parameter's state (the n of ZeRO); 1 for stage 0."""
         return np.where(self.zero == 0, 1, self.dp_shard * self.cp)
 
     @property
@@ -108,7 +108,7 @@ class Layouts:
         return (self.zero == 3) & (self.dp_shard * self.cp > 1)
 
     def is_(self, key: str, *words: object) -> NDArray[np.bool_]:
-        """Where the column `key` is one of these words."""
+        """Return True where the column `key` is one of these words."""
         column = getattr(self, key)
         return reduce(np.logical_or, [column == WORDS[key].index(word) for word in words])
 

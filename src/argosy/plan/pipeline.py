@@ -1,4 +1,4 @@
-"""Pipeline schedules and how layers are dealt to stages: what a plan may say, and where each layer then lives."""
+"""Pipeline schedules, and how layers are dealt to stages."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble
 
 @dataclass(frozen=True)
 class ScheduleRule:
-    """What a schedule asks for."""
+    """The demands of a schedule."""
 
     torch_name: str
-    """Its class in torch.distributed.pipelining."""
+    """Name of its class in torch.distributed.pipelining."""
     stages_per_rank: int | None
-    """None: as many as the plan says (at least 2)."""
+    """Stages on each rank; None: as many as the plan says (at least 2)."""
     v_shaped: bool = False
-    """The last stage is on the first rank: rank r has stages r and 2 pp - 1 - r."""
+    """True if the last stage is on the first rank: rank r has stages r and 2 pp - 1 - r."""
     splits_backward: bool = False
-    """Backward to inputs and to weights at different times, which compiled blocks cannot do."""
+    """True if gradients of inputs and of weights are computed at different times, which compiled blocks cannot do."""
 
 
 SCHEDULES: dict[Schedule, ScheduleRule] = {
@@ -38,14 +38,14 @@ SCHEDULES: dict[Schedule, ScheduleRule] = {
 (Qi et al. 2024), DualPipeV (DeepSeek-AI 2024, cut in half)."""
 INTERLEAVED = tuple(name for name, rule in SCHEDULES.items() if rule.stages_per_rank is None)
 SPLITTING = tuple(name for name, rule in SCHEDULES.items() if rule.splits_backward)
-"""Schedules that take any number of stages on a rank; those that split backward."""
+"""INTERLEAVED schedules take any number of stages on a rank; SPLITTING schedules split backward."""
 
 
 def split_layers(config: ModelConfig, seq_len: int, stages: int) -> list[range]:
-    """The layers of each stage, at least one, such that the slowest stage is as fast as can be.
+    """Return the layers of each stage, at least one each, such that the slowest stage is as fast as possible.
 
-    A layer costs its FLOPs; the last stage also computes the head. The split is the best one (dynamic programming
-    over where the last stage begins), and of equal ones that whose stages are most alike.
+    A layer costs its FLOPs; the last stage also computes the head. The split is optimal (dynamic programming over where
+    the last stage begins); of equally good splits it is the one whose stages are most alike.
     """
     upto = [train_flops_per_token(config.model_copy(update={"layers": n}), seq_len) for n in range(config.layers + 1)]
     head = upto[0]
@@ -70,7 +70,7 @@ def split_layers(config: ModelConfig, seq_len: int, stages: int) -> list[range]:
 
 
 def stages_of_rank(rank: int, pp: int, per_rank: int, v_shaped: bool) -> list[int]:
-    """Which stages pipeline rank `rank` of `pp` holds, in the order of the model."""
+    """Return the stages that pipeline rank `rank` of `pp` holds, in the order of the model."""
     if v_shaped:
         return [rank, 2 * pp - 1 - rank]
     return [rank + pp * turn for turn in range(per_rank)]

@@ -24,54 +24,55 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 class Plan(Section):
-    """One layout, complete. As a string: "dp_replicate=2,microbatch=4,precision=bf16" (`str` and `parse`)."""
+    """One complete layout. It is also a string (`str` and `parse`): "dp_replicate=2,microbatch=4,precision=bf16"."""
 
     pp: PositiveInt = 1
     """Pipeline stages, or ranks that hold several stages each."""
     dp_replicate: PositiveInt = 1
     """Data-parallel replicas that hold the whole state."""
     dp_shard: PositiveInt = 1
-    """Data-parallel ranks that share one copy of the state, as `zero` says."""
+    """Data-parallel ranks that share one copy of the state; `zero` says which part of it."""
     cp: PositiveInt = 1
-    """Context-parallel ranks that share a sequence; they share the state too, with those of dp_shard."""
+    """Context-parallel ranks that share a sequence; with those of dp_shard they also share the state."""
     tp: PositiveInt = 1
-    """Tensor-parallel ranks that share each matrix, and between them the tokens (sequence parallelism)."""
+    """Tensor-parallel ranks that share each matrix, and between matrices the tokens (sequence parallelism)."""
     ep: PositiveInt = 1
     """Expert-parallel ranks, laid over the dp_shard and cp ranks."""
     zero: Annotated[int, Field(ge=0, le=3)] = 3
-    """What dp_shard x cp ranks share: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too (FSDP2)."""
+    """State that dp_shard x cp ranks share: 0 none, 1 optimizer state, 2 gradients too, 3 parameters too (FSDP2)."""
     schedule: Schedule = "1f1b"
     """Order of the microbatches in the pipeline."""
     stages_per_rank: PositiveInt = 2
-    """Pipeline stages on each rank under an interleaved schedule (the others say it themselves)."""
+    """Pipeline stages on each rank under an interleaved schedule (the other schedules fix it)."""
     context: Literal["ring", "ulysses"] = "ring"
-    """How cp ranks attend to each other's tokens: keys and values go round, or heads are exchanged for tokens."""
+    """How cp ranks attend to each other's tokens: pass keys and values round a ring, or exchange heads for tokens."""
     recompute: Recompute = "none"
-    """Activations computed anew in backward: none, the cheap ones (selective), or all of a layer (full)."""
+    """Activations computed again in backward: none, the cheap ones (selective), or all of a layer (full)."""
     recompute_every: PositiveInt = 1
     """Recompute in every n-th layer only."""
     offload: Offload = "none"
-    """What waits in host memory until it is needed."""
+    """State kept in host memory while it is not needed."""
     microbatch: PositiveInt = 1
     """Sequences that one data-parallel rank runs through the model at once."""
     precision: Precision = "fp32"
-    """Arithmetic of the model."""
+    """Number format of the model's arithmetic."""
     weights: Literal["fp32", "bf16"] = "fp32"
-    """Weights that the optimizer updates; bf16 ones are rounded stochastically."""
+    """Number format of the weights that the optimizer updates; bf16 ones are rounded stochastically."""
     reduce: Literal["fp32", "bf16"] = "fp32"
-    """Sums of gradients over ranks."""
+    """Number format in which gradients are summed over ranks."""
     compile: bool = True
-    """Blocks and loss go through torch.compile."""
+    """True if blocks and loss go through torch.compile."""
 
     def __str__(self) -> str:
-        """The axes that are not 1, and all that `auto` would otherwise choose: it reads back as the same plan."""
+        """Write the axes that are not 1, and all that `auto` would otherwise choose; `parse` reads it as the same
+        plan."""
         said = self.model_dump(exclude_defaults=True) | self.model_dump(include={"microbatch", "precision"})
         words = [f"{key}={_word(said[key])}" for key in type(self).model_fields if key in said]
         return ",".join(words)
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The plan that `text` writes down; axes that it does not name are 1.
+        """Read a plan from `text`; axes that it does not name are 1.
 
         Raises: UserError for an unknown key or a value out of range.
         """
@@ -79,7 +80,7 @@ class Plan(Section):
 
     @classmethod
     def from_words(cls, words: dict[str, str]) -> Self:
-        """The plan of these keys and values, as `words_of` gives them. Raises: UserError."""
+        """Make a plan from keys and values, as `words_of` gives them. Raises: UserError."""
         for key in words:
             if key not in cls.model_fields:
                 longer = [name for name in cls.model_fields if name.startswith(f"{key}_")]
@@ -99,7 +100,7 @@ class Plan(Section):
 
     @property
     def dp(self) -> int:
-        """Data-parallel ranks: each reads other samples."""
+        """Data-parallel ranks; each reads other samples."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -109,7 +110,7 @@ class Plan(Section):
 
     @property
     def shards_parameters(self) -> bool:
-        """Whether parameters are split by FSDP2: alone, a rank has nothing to share."""
+        """True if FSDP2 splits the parameters; a rank alone has nothing to share."""
         return self.zero == 3 and self.dp_shard * self.cp > 1
 
     def microbatches(self, global_batch: int) -> int:
@@ -117,27 +118,27 @@ class Plan(Section):
         return global_batch // (self.dp * self.microbatch)
 
     def is_(self, key: str, *words: object) -> bool:
-        """Whether `key` has one of these values."""
+        """Return True if `key` has one of these values."""
         return getattr(self, key) in words
 
     def save(self, path: Path, prediction: str = "") -> None:
-        """Write the plan as TOML, whole or not at all, and below it its `prediction` (`plan.cost.prediction`)."""
+        """Write the plan as TOML, atomically, and below it its `prediction` (`plan.cost.prediction`)."""
         lines = [f"{key} = {_toml(value)}" for key, value in self.model_dump().items()]
         with atomic_write(path) as file:
             file.write(("\n".join([*lines, "", prediction]).rstrip() + "\n").encode())
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """The plan that `save` wrote."""
+        """Read the plan that `save` wrote."""
         table = tomllib.loads(path.read_text())
         table.pop("prediction", None)
         return cls.model_validate(table)
 
 
 def words_of(text: str) -> dict[str, str]:
-    """`"auto,precision=fp32"` -> {"auto": "", "precision": "fp32"}.
+    """Split `"auto,precision=fp32"` into {"auto": "", "precision": "fp32"}.
 
-    Raises: UserError for a word without =, or one that is there twice.
+    Raises: UserError for a word without =, or for a key that occurs twice.
     """
     words: dict[str, str] = {}
     for word in filter(None, (w.strip() for w in text.split(","))):

@@ -1,7 +1,7 @@
-"""Which plans can train a run, as a table of rules.
+"""The rules that a plan must keep to train a run.
 
-Each says when it is broken, for one plan or for the columns of many (`plan.layouts`), and for one plan also in
-words: the values, the rule, and often what would do.
+Each rule tells when it is broken, for one plan or for columns of plans (`plan.layouts`). For one plan it also explains
+the problem in words: the values, the rule, and often a remedy.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from argosy.plan.pipeline import INTERLEAVED, SPLITTING
 from argosy.plan.plan import Plan
 
 Plans = Any
-"""A `Plan`, or `Layouts`: both have these columns, as numbers or arrays. mypy knows no arithmetic of such a union."""
+"""A `Plan` or `Layouts`: both have these columns, as numbers or arrays. mypy cannot type arithmetic on that union."""
 Breaks = Callable[[Plans, RunConfig], Any]
-"""Whether the plan, or which of the plans, breaks a rule; arithmetic and & | ~ only, so that it serves both."""
+"""Returns True, or a mask of plans, where a rule is broken. It uses only arithmetic and & | ~, so that it serves
+both."""
 
 
 class Rule:
-    """What a plan must keep to. Called with a plan and a run: None, or in words how the plan breaks it."""
+    """A rule. Called with a plan and a run, it returns None, or an explanation of how the plan breaks the rule."""
 
     def __init__(self, breaks: Breaks, words: Callable[[Plan, RunConfig], str]):
         self.breaks, self.words, self.__name__ = breaks, words, words.__name__
@@ -36,7 +37,7 @@ class Rule:
 
 
 def rule(breaks: Breaks) -> Callable[[Callable[[Plan, RunConfig], str]], Rule]:
-    """Make a rule of `breaks` and the function below it, which is only asked about plans that break it."""
+    """Make a rule of `breaks` and the decorated function, which explains a plan that breaks it."""
     return lambda words: Rule(breaks, words)
 
 
@@ -73,7 +74,7 @@ def feed_forward_is_dealt_out(plan: Plan, run: RunConfig) -> str:
 
 
 def _pieces(p: Plans) -> Any:
-    """Of a sequence: with context parallelism, an early and a late one for each rank."""
+    """Return the pieces of a sequence: with context parallelism, each rank has an early and a late one."""
     return p.tp * p.cp * (1 + (p.cp > 1))
 
 
@@ -88,7 +89,7 @@ def tokens_are_dealt_out(plan: Plan, run: RunConfig) -> str:
 
 
 def _heads_and_kv_heads(p: Plans, run: RunConfig) -> tuple[Any, Any]:
-    """Of a tensor-parallel rank."""
+    """Return the heads and the key/value heads of a tensor-parallel rank."""
     kv_heads = run.model.kv_heads // p.tp
     return run.model.heads // p.tp, kv_heads + (kv_heads == 0)
 
@@ -223,15 +224,15 @@ OF_MICROBATCHES = (batch_is_dealt_out, schedule_admits_the_microbatches)
 
 
 def breaks_any(plans: Layouts, run: RunConfig, besides: tuple[Rule, ...] = ()) -> Any:
-    """Which of the plans cannot train `run`: a mask, where `first_problem` has words for one.
+    """Return a mask of the plans that cannot train `run`. `first_problem` explains why, for one plan.
 
-    besides: rules that are not asked.
+    besides: rules that are left out.
     """
     return reduce(or_, (rule.breaks(plans, run) for rule in RULES if rule not in besides))
 
 
 def first_problem(plan: Plan, run: RunConfig) -> str | None:
-    """The first rule that `plan` breaks, in words; None if it can train `run`."""
+    """Explain the first rule that `plan` breaks; return None if it can train `run`."""
     return next((problem for rule in RULES if (problem := rule(plan, run))), None)
 
 
@@ -248,10 +249,10 @@ def check_plan(plan: Plan, run: RunConfig, processes: int) -> None:
 
 
 def nearest(plan: Plan, run: RunConfig, many: int = 3) -> list[Plan]:
-    """The plans of as many processes that can train `run` and whose axes are nearest to those of `plan`.
+    """Return the plans for as many processes that can train `run` and whose axes are nearest to those of `plan`.
 
-    Of equally near ones, first those that keep the microbatch, then those with more data parallelism: it asks least
-    of the model.
+    Of equally near plans, those that keep the microbatch come first, then those with more data parallelism, because it
+    asks least of the model.
     """
     axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
     sizes_here = tuple(getattr(plan, axis) for axis in axes)
@@ -275,7 +276,8 @@ def nearest(plan: Plan, run: RunConfig, many: int = 3) -> list[Plan]:
 
 
 def _neighbours(size: int, good: list[int]) -> list[int]:
-    """Of the sorted `good` ones: the largest below `size`, `size` itself, the smallest above it."""
+    """Return the largest of the sorted `good` sizes below `size`, `size` itself if it is good, and the smallest above
+    it."""
     below, above = [n for n in good if n <= size], [n for n in good if n >= size]
     return sorted({*below[-1:], *above[:1]})
 
@@ -285,7 +287,7 @@ def _around(size: int, good: list[int]) -> str:
 
 
 def _factorizations(number: int, factors: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write `number` as a product of that many factors, in order."""
+    """Yield all ways to write `number` as a product of that many factors, in order."""
     if factors == 1:
         yield (number,)
         return

@@ -1,6 +1,6 @@
-"""What a step computes, and by what software, as numbers that the cost model multiplies.
+"""The work of a step, as numbers that the cost model multiplies: the model's sizes and the batch.
 
-Both are dataclasses of plain numbers, so that many jobs can be stacked into one of arrays and predicted in one go.
+All fields are plain numbers, so that many jobs can be stacked into one of arrays and predicted in one go.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ StackT = TypeVar("StackT")
 
 
 def stack(jobs: list[StackT]) -> StackT:
-    """The jobs as one, each field an array with an element for each."""
+    """Return the jobs as one, each field an array with an element for each job."""
     import numpy as np
 
     kind = type(jobs[0])
@@ -29,50 +29,50 @@ def stack(jobs: list[StackT]) -> StackT:
 
 @dataclass(frozen=True)
 class Workload:
-    """The model's sizes, and the batch."""
+    """The sizes of a model, and the batch."""
 
     layers: Numbers
     width: Numbers
     heads: Numbers
     kv_heads: Numbers
     key_width: Numbers
-    """Of one query or key head."""
+    """Width of one query or key head."""
     value_width: Numbers
     ffn_width: Numbers
-    """Of a dense layer's feed-forward."""
+    """Width of a dense layer's feed-forward."""
     ffn_matrices: Numbers
-    """3 with a gate (SwiGLU), 2 without (GELU)."""
+    """3 with a gate (SwiGLU), 2 without one (GELU)."""
     vocab_size: Numbers
     tied: Numbers
     """1 if the head uses the embedding's weight."""
     seq_len: Numbers
     global_batch: Numbers
-    """Sequences of a step."""
+    """Sequences in a step."""
     attention_span: Numbers
-    """Tokens that a token attends to, on average over a sequence and the layers: half of it, if causal."""
+    """Tokens that a token attends to, on average over a sequence and the layers: half of a causal sequence."""
     moe_layers: Numbers = 0
     experts: Numbers = 0
     experts_per_token: Numbers = 0
     expert_ffn_width: Numbers = 0
     shared_ffn_width: Numbers = 0
-    """Of all shared experts of a layer together."""
+    """Width of all shared experts of a layer together."""
     expert_biases: Numbers = 0
-    """1: experts add biases to what their matrices give."""
+    """1 if experts add biases to the results of their matrices."""
     q_rank: Numbers = 0
-    """Latent attention's; 0: queries come from the hidden state."""
+    """Rank of latent attention's queries; 0: they come from the hidden state."""
     kv_rank: Numbers = 0
-    """Latent attention's; 0: ordinary attention."""
+    """Rank of latent attention's keys and values; 0: ordinary attention."""
     rope_width: Numbers = 0
-    """Latent attention's rotated part of a key."""
+    """Width of the rotated part of latent attention's keys."""
 
     @classmethod
     def of(cls, run: RunConfig) -> Workload:
-        """What a step of `run` computes."""
+        """Return the workload of a step of `run`."""
         return cls.of_model(run.model, run.data.seq_len, run.train.global_batch)
 
     @classmethod
     def of_model(cls, model: ModelConfig, seq_len: int, global_batch: int) -> Workload:
-        """What a step of so many sequences computes."""
+        """Return the workload of a step of `global_batch` sequences of `seq_len` tokens."""
         latent, moe = bool(model.mla.kv_rank), model.moe
         moe_layers = sum(model.is_moe_layer(layer) for layer in range(model.layers))
         return cls(
@@ -101,12 +101,12 @@ class Workload:
 
     @property
     def dense_layers(self) -> Numbers:
-        """Layers with a feed-forward of their own."""
+        """Layers without routed experts."""
         return self.layers - self.moe_layers
 
     @property
     def attention_parameters(self) -> Numbers:
-        """Those of one layer's attention, matrices only."""
+        """Parameters of one layer's attention, matrices only."""
         queries, values = self.heads * self.key_width, self.heads * self.value_width
         keys_and_values = self.kv_heads * (self.key_width + self.value_width)
         plain = self.width * (queries + keys_and_values)
@@ -119,33 +119,33 @@ class Workload:
 
     @property
     def tp_replicated_parameters(self) -> Numbers:
-        """Those of a layer's attention and router that tensor parallelism leaves whole on each rank."""
+        """Parameters of a layer's attention and router that tensor parallelism leaves whole on each rank."""
         latent = self.width * (self.q_rank + self.kv_rank + self.rope_width)
         return (self.kv_rank > 0) * latent + self.moe_layers / self.layers * self.width * self.experts
 
     @property
     def expert_parameters(self) -> Numbers:
-        """Those of all routed experts of one layer."""
+        """Parameters of all routed experts of one layer."""
         return self.experts * self.ffn_matrices * self.width * self.expert_ffn_width
 
     @property
     def router_and_shared_parameters(self) -> Numbers:
-        """Those of the router and the shared experts of a layer with experts."""
+        """Parameters of the router and the shared experts of one layer with experts."""
         return self.width * self.experts + self.ffn_matrices * self.width * self.shared_ffn_width
 
     @property
     def ffn_parameters(self) -> Numbers:
-        """Those of a dense layer's feed-forward."""
+        """Parameters of a dense layer's feed-forward."""
         return self.ffn_matrices * self.width * self.ffn_width
 
     @property
     def vocabulary_parameters(self) -> Numbers:
-        """Those of the embedding, or of the head."""
+        """Parameters of the embedding; the head has as many."""
         return self.width * self.vocab_size
 
     @property
     def matrix_parameters(self) -> Numbers:
-        """Those of all matrices; `plan.flops.parameters` counts norms and biases too (below 0.1 %)."""
+        """Parameters of all matrices; `plan.flops.parameters` counts norms and biases too (below 0.1 %)."""
         return (
             self.layers * self.attention_parameters
             + self.dense_layers * self.ffn_parameters
@@ -155,7 +155,7 @@ class Workload:
 
     @property
     def matmul_parameters(self) -> Numbers:
-        """Those that one token is multiplied with."""
+        """Parameters that take part in a matmul with each token (`plan.flops.matmul_parameters`)."""
         active = self.ffn_matrices * self.width * self.expert_ffn_width * self.experts_per_token
         return (
             self.layers * self.attention_parameters

@@ -1,20 +1,20 @@
 """A cluster: groups of nodes, the network from a node outwards, sites joined by slow links, and what running it costs.
 
-It is said as NxDEVICE, as the name of a preset, or as a file:
+It is written as NxDEVICE, as the name of a preset, or as a file:
 
     name = "two-generations"
     software = "torch 2.13, nccl 2.27"
 
     [[groups]]
-    device = "h100"               # of the catalogue, or the path of a device's file, or a table of its own
+    device = "h100"               # a name in the catalogue, the path of a device's file, or a table
     nodes = 32
 
     [[groups]]
     device = "a100"
     nodes = 16
-    nic_bytes_per_s = 12.5e9      # of one device; what is left out is as the catalogue has it
+    nic_bytes_per_s = 12.5e9      # of one device; the default is the catalogue's
 
-    [[network]]                   # outside of the node, inner tiers first; left out: one tier as fast as the NICs
+    [[network]]                   # outside the node, inner tiers first; default: one tier as fast as the NICs
     name = "leaf"
     devices = 256
     bandwidth_bytes_per_s = 50e9  # of one device
@@ -51,29 +51,30 @@ from argosy.plan.hardware.devices import Device, device_names, find_device, is_p
 from argosy.plan.hardware.measurements import Measurements
 
 STORAGE_BYTES_PER_S_PER_DEVICE = 2e12 / 16_384
-"""Llama 3: a file system of 2 TB/s sustained for 16,384 GPUs (Dubey et al. 2024, section 3.3.1)."""
+"""Llama 3 had a file system of 2 TB/s sustained for 16,384 GPUs (Dubey et al. 2024, section 3.3.1)."""
 
 Category = Literal["compute", "network", "optimizer", "rest", "memory"]
-"""What is calibrated apart: parts of a step's time, and memory beyond weights, gradients and optimizer state."""
+"""What each calibration factor corrects: a part of a step's time, or memory beyond weights, gradients and optimizer
+state."""
 
 
 class Tier(Section):
-    """One level of the network: what joins the units of the level below."""
+    """One level of the network. It joins the units of the level below."""
 
     name: str
     """node, leaf, spine, site, ..."""
     devices: PositiveInt
-    """Devices that one unit of it holds."""
+    """Devices in one unit of this level."""
     bandwidth_bytes_per_s: PositiveFloat
-    """Of one device into this level when all send at once, one direction, before oversubscription."""
+    """Bandwidth of one device into this level when all send at once, one direction, before oversubscription."""
     latency_s: PositiveFloat
-    """Of a message between two devices whose paths meet at this level."""
+    """Latency of a message between two devices whose paths meet at this level."""
     oversubscription: Annotated[float, Field(ge=1)] = 1.0
     """Bandwidth below this level over bandwidth through it."""
 
     @property
     def bytes_per_s(self) -> float:
-        """What one device has when all send at once."""
+        """Bandwidth that one device has when all send at once."""
         return self.bandwidth_bytes_per_s / self.oversubscription
 
 
@@ -81,24 +82,24 @@ class Factor(Section):
     """Measured over predicted time (or bytes) of one category, as finished runs found it."""
 
     value: PositiveFloat
-    """The prediction is multiplied by this."""
+    """Predictions are multiplied by this."""
     std: NonNegativeFloat
-    """Its standard error."""
+    """Standard error of `value`."""
 
 
 class SiteLink(Section):
     """A slow link between two sites."""
 
     sites: Annotated[tuple[str, str], BeforeValidator(lambda ends: tuple(ends) if isinstance(ends, list) else ends)]
-    """The two that it joins."""
+    """The two sites that it joins."""
     bandwidth_bytes_per_s: PositiveFloat
-    """In all, one direction; the devices of a site share it."""
+    """Total bandwidth, one direction; the devices of a site share it."""
     latency_s: PositiveFloat
-    """One way."""
+    """Latency of one way."""
 
 
 def _as_device(value: object) -> object:
-    """A name becomes the device; a table is read as a device's file is."""
+    """Find the device of a name, or read one from a table."""
     try:
         if isinstance(value, str):
             return find_device(value)
@@ -108,27 +109,28 @@ def _as_device(value: object) -> object:
 
 
 def _as_written(device: Device) -> object:
-    """The name under which the catalogue has this very device, else all of it."""
+    """Return the name under which the catalogue has this very device, else all of the device."""
     name = device.name.lower()
     known = name in device_names() and find_device(name) == device
     return device.name if known else device.model_dump(mode="json", exclude_none=True)
 
 
 class NodeGroup(Section):
-    """Nodes that are alike. A node is what the fast link joins: a machine, or an NVLink domain of several."""
+    """Nodes that are alike. A node is the set of devices that the fast link joins: a machine, or an NVLink domain of
+    several."""
 
     device: Annotated[Device, BeforeValidator(_as_device), PlainSerializer(_as_written)]
-    """A name of the catalogue, the path of a device's file, or a table of its keys."""
+    """A name in the catalogue, the path of a device's file, or a table of its keys."""
     nodes: PositiveInt
-    """How many."""
+    """Number of nodes."""
     devices_per_node: PositiveInt = Field(default_factory=lambda given: given["device"].devices_per_node)
-    """Devices of one node; left out: as the catalogue has it."""
+    """Devices of one node; default: as in the catalogue."""
     link_bytes_per_s: PositiveFloat = Field(default_factory=lambda given: given["device"].link_bytes_per_s)
-    """Of one device to the others of its node, one direction."""
+    """Bandwidth of one device to the others of its node, one direction."""
     nic_bytes_per_s: PositiveFloat = Field(default_factory=lambda given: given["device"].nic_bytes_per_s)
-    """Share of one device in its node's network, one direction."""
+    """Share of one device in its node's network bandwidth, one direction."""
     site: str = "here"
-    """Where they stand."""
+    """Site of the nodes."""
 
     @property
     def devices(self) -> int:
@@ -137,34 +139,34 @@ class NodeGroup(Section):
 
 
 class Cluster(Section):
-    """What a job can run on."""
+    """The machines that a job can run on."""
 
     name: str = ""
-    """For people."""
+    """Name, for people."""
     groups: tuple[NodeGroup, ...]
-    """Kinds of nodes; ranks are laid over them in this order."""
+    """Groups of nodes; ranks are laid over them in this order."""
     network: tuple[Tier, ...] = ()
-    """Tiers outside of the node, inner first; none: one tier, as fast as the NICs."""
+    """Network tiers outside the node, inner first; none: one tier, as fast as the NICs."""
     links: tuple[SiteLink, ...] = ()
-    """What joins the sites."""
+    """Links between sites."""
     storage_bytes_per_s: PositiveFloat = Field(
         default_factory=lambda given: STORAGE_BYTES_PER_S_PER_DEVICE * sum(g.devices for g in given["groups"])
     )
-    """Checkpoints are written at this rate, all nodes together; left out: 122 MB/s for each device."""
+    """Rate at which all nodes together write checkpoints; default: 122 MB/s for each device."""
     pue: Annotated[float, Field(ge=1)] = 1.2
     """Power of the building over power of the computers (Uptime Institute 2024: 1.56 on average; hyperscalers 1.1)."""
     grid_kg_per_kwh: NonNegativeFloat = 0.445
     """CO2 of the electricity; the world's average in 2024 (IEA, Electricity 2025)."""
     price_per_device_h: PositiveFloat | None = None
-    """What one device costs you; none: the catalogue's range, in USD."""
+    """Price that you pay for an hour of one device; none: the catalogue's range, in USD."""
     currency: str = "USD"
-    """Of price_per_device_h."""
+    """Currency of price_per_device_h."""
     software: str = ""
-    """Versions that the factors hold for."""
+    """Software versions that the factors hold for."""
     factors: dict[Category, Factor] = Field(default_factory=dict)
-    """Calibration, by category; `argosy plan --learn` writes them."""
+    """Calibration factors, by category; `argosy plan --learn` writes them."""
     measured: Measurements | None = None
-    """What `argosy probe` found beyond the devices' figures; none: there was no probe."""
+    """Measurements of `argosy probe` beyond the devices' figures; none: there was no probe."""
 
     @field_validator("groups")
     @classmethod
@@ -198,7 +200,7 @@ class Cluster(Section):
 
     @cached_property
     def slowest(self) -> NodeGroup:
-        """The group whose device has the lowest rate of matmuls; the first of equals."""
+        """The group whose device has the slowest matmuls; the first one if several are equal."""
         return min(self.groups, key=lambda group: group.device.best_flops_per_s)
 
     @property
@@ -208,7 +210,7 @@ class Cluster(Section):
 
     @property
     def uniform(self) -> bool:
-        """Whether all nodes are alike, wherever they stand."""
+        """True if all nodes are alike, at whatever site."""
         first = self.groups[0]
         return all(
             group.model_copy(update={"nodes": first.nodes, "site": first.site}) == first for group in self.groups
@@ -226,12 +228,12 @@ class Cluster(Section):
 
     @property
     def devices_per_node(self) -> int:
-        """Devices of a node, of the smallest one where they differ."""
+        """Devices of a node; of the smallest node if they differ."""
         return min(group.devices_per_node for group in self.groups)
 
     @property
     def sites(self) -> dict[str, int]:
-        """Site -> devices there, in the order of the groups."""
+        """Number of devices at each site, in the order of the groups."""
         return {
             site: sum(group.devices for group in self.groups if group.site == site)
             for site in dict.fromkeys(group.site for group in self.groups)
@@ -246,8 +248,9 @@ class Cluster(Section):
     def tiers(self) -> tuple[Tier, ...]:
         """The whole network, inner to outer: the node, `network`, and the links between sites.
 
-        Where groups differ, a tier is as fast as it is for the slowest. The tier "site" gives each device its share
-        of the thinnest link, when all devices of the largest site send at once.
+        If groups differ, a tier is as fast as it is for the slowest. In the tier "site" each device has its share of
+        the
+        thinnest link, when all devices of the largest site send at once.
         """
         node = Tier(
             name="node",
@@ -277,10 +280,13 @@ class Cluster(Section):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The cluster that a user names: "256xh100", "32x8xh100" (nodes x devices x device), several joined by "+",
-        the path of a file, or a preset.
+        """Return the cluster that a user names.
 
-        Raises: UserError that says what would do.
+        It is "256xh100", "32x8xh100" (nodes x devices x device), several of these joined by "+", the path of a file, or
+        a
+        preset.
+
+        Raises: UserError with a remedy.
         """
         if text in preset_names("clusters"):
             return cls.load(preset_path("clusters", text))
@@ -296,7 +302,7 @@ class Cluster(Section):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """The cluster of a file. Raises: UserError that names every wrong key, with its line."""
+        """Read a cluster from a file. Raises: UserError that names every wrong key, with its line."""
         table, lines = read_toml(path)
         if not isinstance(groups := table.get("groups"), list):
             raise UserError(f'{path}: no [[groups]], which say what it is made of; e.g. device = "h100", nodes = 4.')
@@ -305,19 +311,19 @@ class Cluster(Section):
         return build(cls, table_layer(table, cls, Source(str(path), lines)))
 
     def save(self, path: Path) -> None:
-        """Write the cluster's file, whole or not at all; a device that the catalogue has not is written out."""
+        """Write the cluster's file, atomically; a device that is not in the catalogue is written in full."""
         with atomic_write(path) as file:
             file.write(dump(self).encode())
 
 
 def _settle_device(group: Any, folder: Path) -> None:
-    """The path of a device's file starts at the cluster's."""
+    """Make the path of a device's file relative to the cluster's file."""
     if isinstance(group, dict) and isinstance(device := group.get("device"), str) and is_path(device):
         group["device"] = str(folder / Path(device).expanduser())
 
 
 def _group(count: str, per_node: str | None, device_name: str, *, text: str) -> NodeGroup:
-    """The nodes of NxDEVICE, or of NODESxNxDEVICE. Raises: UserError."""
+    """Return the nodes of NxDEVICE, or of NODESxNxDEVICE. Raises: UserError."""
     device, number = find_device(device_name), int(count)
     if number == 0 or per_node == "0":
         raise UserError(f"cluster {text!r}: there must be at least one device. Try 8x{device_name}.")
@@ -335,7 +341,7 @@ def _group(count: str, per_node: str | None, device_name: str, *, text: str) -> 
 
 
 def _node_size(number: int, device: Device) -> int | None:
-    """Devices of each node when there are `number`: full nodes, or as much of each as whole hosts allow.
+    """Return the devices of each node if there are `number`: full nodes, or as much of each as whole hosts allow.
 
     Jobs on NVL72 racks commonly take 64 of the 72 devices, so that sizes are powers of two.
     """

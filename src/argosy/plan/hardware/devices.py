@@ -1,8 +1,8 @@
-"""The catalogue of devices: what one accelerator can do, draws and costs, with where each figure is from.
+"""The catalogue of devices: the speed, power and price of each, with the source of each figure.
 
-One TOML file a device in `config/presets/devices`; a path to a file of the same keys adds one. Rates are those of the
-specification, dense; how much of them a large matmul gets is `matmul_efficiency`. What nobody has published stands in
-`assumed`: a prediction that rests on it deserves a wider interval.
+Each device has a TOML file in `config/presets/devices`; a path to a file with the same keys adds one. Rates are dense
+and from the specification; `matmul_efficiency` is the share of them that a large matmul reaches. `assumed` names the
+figures that nobody has published: a prediction that rests on them deserves a wider interval.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 LINK_EFFICIENCY = 0.8
 """Ring collectives over the specified link rate where nobody measured: H200 0.81, B200 0.76, A100 0.76, V100 0.90."""
 NODE_POWER_RATIO = 1.8
-"""A node's nameplate over that of its devices where none is given: DGX H100 1.82, DGX B200 1.79, DGX A100 2.03."""
+"""A node's nameplate power over that of its devices where none is given: DGX H100 1.82, DGX B200 1.79, DGX A100
+2.03."""
 
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda names: tuple(names) if isinstance(names, list) else names)]
 
 
 class PeakFlops(Section):
-    """FLOP/s of dense matmuls, by the specification; what is left out the device cannot do, or nobody says."""
+    """FLOP/s of dense matmuls, from the specification. A format is left out if the device lacks it or nobody says."""
 
     fp32: PositiveFloat | None = None
     """Single precision in full."""
@@ -53,85 +54,86 @@ class PeakFlops(Section):
 
 
 class Efficiencies(Section):
-    """What the best large matmul reaches of the specified rate, measured (or `assumed`)."""
+    """Share of the specified rate that the best large matmul reaches, measured (or `assumed`)."""
 
     fp32: Fraction | None = None
-    """Of PeakFlops.fp32."""
+    """Share of PeakFlops.fp32."""
     tf32: Fraction | None = None
-    """Of PeakFlops.tf32."""
+    """Share of PeakFlops.tf32."""
     fp16: Fraction | None = None
-    """Of PeakFlops.fp16."""
+    """Share of PeakFlops.fp16."""
     bf16: Fraction | None = None
-    """Of PeakFlops.bf16."""
+    """Share of PeakFlops.bf16."""
     fp8: Fraction | None = None
-    """Of PeakFlops.fp8."""
+    """Share of PeakFlops.fp8."""
     fp4: Fraction | None = None
-    """Of PeakFlops.fp4."""
+    """Share of PeakFlops.fp4."""
 
 
 class Device(Section):
     """One accelerator, or one core of a CPU: what a rank runs on."""
 
     name: str
-    """As the catalogue calls it."""
+    """Name in the catalogue."""
     aliases: Names = ()
-    """Other names of it, in lower case."""
+    """Other names, in lower case."""
     vendor: str
-    """Who makes it."""
+    """Maker."""
     kind: Literal["accelerator", "cpu"] = "accelerator"
-    """cpu: processes share its cores and memory, and what the host does takes its time from computing."""
+    """accelerator, or cpu: processes share its cores and memory, and the host's work takes time from computing."""
     peak_flops_per_s: PeakFlops
     matmul_efficiency: Efficiencies
     memory_bytes: PositiveFloat
     """Device memory, nominal."""
     reserved_bytes: NonNegativeFloat = 0.0
-    """What the driver keeps of it: memory_bytes less this is what PyTorch calls the total capacity."""
+    """Memory that the driver keeps: memory_bytes less this is what PyTorch calls the total capacity."""
     memory_bytes_per_s: PositiveFloat
-    """Bandwidth of that memory, by the specification."""
+    """Bandwidth of that memory, from the specification."""
     link_topology: str
-    """What joins the devices of a node."""
+    """Name of the link that joins the devices of a node."""
     link_bytes_per_s: PositiveFloat
-    """Of one device to the others of its node, one direction, by the specification."""
+    """Bandwidth from one device to the others of its node, one direction, from the specification."""
     link_latency_s: PositiveFloat
-    """Of a message between two devices of a node."""
+    """Latency of a message between two devices of a node."""
     ring_busbw_bytes_per_s: PositiveFloat | None = None
     """Measured bus bandwidth of a large ring all-reduce in a whole node."""
     nvls_busbw_bytes_per_s: PositiveFloat | None = None
-    """Measured bus bandwidth of a large all-reduce that the switch sums (NVLS, SHARP); none: it does not."""
+    """Measured bus bandwidth of a large all-reduce that the switch sums (NVLS, SHARP); none: the switch does not
+    sum."""
     nvls_min_devices: PositiveInt | None = None
-    """The switch sums for groups of so many devices or more."""
+    """The switch sums for groups of at least so many devices."""
     nvls_min_bytes: PositiveFloat | None = None
-    """The switch sums messages of this size or more."""
+    """The switch sums messages of at least this size."""
     devices_per_node: PositiveInt
-    """Devices that the fast link joins: of a machine, or of an NVLink domain or torus of many machines."""
+    """Devices that the fast link joins: those of a machine, or of an NVLink domain or torus of many machines."""
     devices_per_host: PositiveInt
     """Devices of one machine."""
     nic_bytes_per_s: PositiveFloat
-    """Typical share of one device in its machine's network, one direction."""
+    """Typical share of one device in its machine's network bandwidth, one direction."""
     nic_latency_s: PositiveFloat
-    """Of a message between two nodes."""
+    """Latency of a message between two nodes."""
     host_link_bytes_per_s: PositiveFloat = 32e9
-    """To its host's memory, one direction, by the specification; left out: PCIe 4.0 x16."""
+    """Bandwidth to the host's memory, one direction, from the specification; default: PCIe 4.0 x16."""
     host_memory_bytes_per_s: PositiveFloat = 50e9
-    """Share of one device in that memory's bandwidth; left out: 8 devices on 16 channels of DDR4-3200."""
+    """Share of one device in the bandwidth of the host's memory; default: 8 devices on 16 channels of DDR4-3200."""
     power_w: PositiveFloat | None = None
     """Specified power of the device."""
     node_power_w: PositiveFloat | None = None
-    """Nameplate of a node over its devices; none: 1.8 times power_w."""
+    """Nameplate power of a node divided by its devices; none: 1.8 times power_w."""
     price_usd_per_h: PositiveFloat | None = None
-    """Typical price to rent one: the median where one is published, else the geometric mean of the range."""
+    """Typical price to rent one: the median if one is published, else the geometric mean of the range."""
     price_low_usd_per_h: PositiveFloat | None = None
     """Lower end of the range."""
     price_high_usd_per_h: PositiveFloat | None = None
     """Upper end of the range."""
     price_date: str = ""
-    """When those prices held."""
+    """Date of those prices."""
     mtbf_h: PositiveFloat
-    """Hours of one device between failures that stop a job, all causes (its share of node and network included)."""
+    """Hours of one device between failures that stop a job, from any cause (its share of node and network included)."""
     assumed: Names = ()
     """Keys whose values nobody published for this device."""
     source: str
-    """Where the figures are from."""
+    """Sources of the figures."""
 
     @model_validator(mode="after")
     def _prices_in_order(self) -> Self:
@@ -153,35 +155,35 @@ class Device(Section):
 
     @property
     def formats(self) -> tuple[Format, ...]:
-        """Number formats that it has matmuls for."""
+        """Number formats that the device has matmuls for."""
         return tuple(number_format for number_format in FORMATS if getattr(self.peak_flops_per_s, number_format))
 
     @property
     def usable_bytes(self) -> float:
-        """Memory that programs can have."""
+        """Memory that is left for programs."""
         return self.memory_bytes - self.reserved_bytes
 
     @property
     def ring_bytes_per_s(self) -> float:
-        """Bandwidth that a large ring collective gets from the node's link: measured, or 0.8 of the specified."""
+        """Bandwidth that a large ring collective gets from the node's link: measured, or 0.8 of the specified one."""
         return self.ring_busbw_bytes_per_s or LINK_EFFICIENCY * self.link_bytes_per_s
 
     @property
     def nameplate_w(self) -> float | None:
-        """Its share of a node's nameplate power; None if nobody published any power."""
+        """The device's share of a node's nameplate power; None if nobody published a power."""
         return self.node_power_w or (self.power_w and NODE_POWER_RATIO * self.power_w)
 
     def peak(self, number_format: Format) -> float:
-        """Specified FLOP/s. Raises: UserError if it has no such matmuls."""
+        """Return the specified FLOP/s. Raises: UserError if the device has no such matmuls."""
         rate: float | None = getattr(self.peak_flops_per_s, number_format)
         if rate is None:
             raise UserError(f"device {self.name} has no {number_format} matmuls. Try {' or '.join(self.formats)}.")
         return rate
 
     def efficiency(self, number_format: Format) -> float:
-        """What a large matmul reaches of `peak`; where unknown, as in the nearest format that is known.
+        """Return the share of `peak` that a large matmul reaches; if unknown, that of the nearest format that is known.
 
-        Raises: UserError if it has no such matmuls.
+        Raises: UserError if the device has no such matmuls.
         """
         self.peak(number_format)
         known: dict[str, float] = self.matmul_efficiency.model_dump(exclude_none=True)
@@ -189,24 +191,25 @@ class Device(Section):
         return next(known[other] for other in alike if other in known)
 
     def matmul_flops_per_s(self, number_format: Format) -> float:
-        """What a large matmul reaches, FLOP/s. Raises: UserError if it has no such matmuls."""
+        """Return the FLOP/s that a large matmul reaches. Raises: UserError if the device has no such matmuls."""
         return self.peak(number_format) * self.efficiency(number_format)
 
     @property
     def best_flops_per_s(self) -> float:
-        """What a large matmul reaches in 16 bits, or in fp32 (or what it has) where there are no 16-bit ones."""
+        """FLOP/s that a large matmul reaches in 16 bits, or in fp32 (or the device's formats) if there are no 16-bit
+        ones."""
         order: tuple[Format, ...] = ("bf16", "fp16", "fp32", *self.formats)
         return self.matmul_flops_per_s(next(fmt for fmt in order if fmt in self.formats))
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """The device of a file. Raises: UserError that names every wrong key, with its line."""
+        """Read a device from a file. Raises: UserError that names every wrong key, with its line."""
         table, lines = read_toml(path)
         return cls.of_table(table, Source(str(path), lines))
 
     @classmethod
     def of_table(cls, table: Mapping[str, Any], source: Source) -> Self:
-        """The device that a table describes; `source` is who wrote it. Raises: UserError."""
+        """Make a device from a table; `source` names its origin in errors. Raises: UserError."""
         return build(cls, table_layer(table, cls, source))
 
 
@@ -221,9 +224,9 @@ _ALIKE: dict[Format, tuple[Format, ...]] = {
 
 
 def find_device(name: str) -> Device:
-    """The device of that name or alias (in any case), or of the TOML file at that path.
+    """Return the device with this name or alias (in any case), or read it from the TOML file at this path.
 
-    Raises: UserError if there is none, with the names that are near; it never falls back on another device.
+    Raises: UserError with similar names if there is none; another device is never taken instead.
     """
     if is_path(name):
         return Device.load(Path(name).expanduser())
@@ -238,13 +241,13 @@ def find_device(name: str) -> Device:
 
 
 def is_path(name: str) -> bool:
-    """Whether a user who writes `name` means a file."""
+    """Return True if `name` is meant as a path."""
     return name.endswith(".toml") or "/" in name
 
 
 @cache
 def device_names() -> dict[str, str]:
-    """Every name and alias of the catalogue -> the name of its preset."""
+    """Return every name and alias of the catalogue -> the name of its preset."""
     names = {name: name for name in preset_names("devices")}
     for preset in list(names):
         table = tomllib.loads(preset_path("devices", preset).read_text())

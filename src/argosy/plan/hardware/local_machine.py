@@ -1,4 +1,4 @@
-"""The machine at hand as a cluster: as a probe described it, else as the catalogue has its devices, roughly."""
+"""The local machine as a cluster: as a probe described it, or else, roughly, as the catalogue has its devices."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from argosy.plan.hardware.devices import Efficiencies, PeakFlops, device_names, 
 from argosy.plan.hardware.measurements import Measurements
 
 NOT_OF_THE_NAME = re.compile(r"nvidia|amd|instinct|tesla|hbm\d?e?")
-"""Words in what drivers call a device, which the catalogue leaves out."""
+"""Words in the driver's name of a device that the catalogue leaves out."""
 PROBED = Path("cluster.toml")
-"""Where `argosy probe` leaves the description of a machine."""
+"""File in which `argosy probe` describes the machine."""
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(frozen=True)
 class DetectedHardware:
-    """What a run finds when it starts."""
+    """The devices that a run finds when it starts."""
 
     device: str
-    """cpu, or the GPU as its driver calls it."""
+    """cpu, or the driver's name of the GPU."""
     processes: int
     per_node: int
-    """Processes of one host."""
+    """Processes on one host."""
     peak_flops_per_s: Mapping[str, float]
-    """Number format -> the matmul rate of one process while all measure it."""
+    """Number format -> matmul rate of one process while all processes measure it."""
 
 
 def cluster_of(run: RunConfig) -> Cluster | None:
-    """What describes the machine: launch.cluster, else cluster.toml if it was probed on this host.
+    """Return the description of the machine: launch.cluster, else cluster.toml if it was probed on this host.
 
     Raises: UserError if launch.cluster is no cluster.
     """
@@ -49,13 +49,13 @@ def cluster_of(run: RunConfig) -> Cluster | None:
         return None
     try:
         probed = Cluster.load(PROBED)
-    except UserError:  # a file of that name which is something else
+    except UserError:  # some other file with that name
         return None
     return probed if probed.measured and probed.measured.host == socket.gethostname() else None
 
 
 def machine_at_hand(run: RunConfig, hardware: DetectedHardware) -> Cluster | None:
-    """What a prediction of `run` on this hardware is made for.
+    """Return the cluster that a prediction of `run` on this hardware is made for.
 
     None if nobody described the machine and the catalogue does not know its devices.
     Raises: UserError if launch.cluster is no cluster.
@@ -65,14 +65,14 @@ def machine_at_hand(run: RunConfig, hardware: DetectedHardware) -> Cluster | Non
 
 
 def host_memory_bytes() -> float:
-    """What the machine has, or the container may have."""
+    """Return the memory of the machine, or of the container if that has a limit."""
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.exists() else "max"
     return float(whole if limit == "max" else min(whole, int(limit)))
 
 
 def device_named(driver_s: str) -> str:
-    """What the catalogue would call a device, as its driver names it: NVIDIA H100 80GB HBM3 -> h100-80gb.
+    """Turn a driver's name of a device into the catalogue's: NVIDIA H100 80GB HBM3 -> h100-80gb.
 
     Nothing else is left out: an H100 NVL is not an H100 SXM, and it is better to ask.
     """
@@ -97,9 +97,10 @@ def _rough(hardware: DetectedHardware) -> Cluster | None:
 
 
 def resized(cluster: Cluster, processes: int) -> Cluster:
-    """The cluster with so many processes on each of its CPU nodes: they share the cores, and so all that these do.
+    """Return the cluster with so many processes on each of its CPU nodes, where they share the cores and the memory.
 
-    A process has its share of arithmetic and of memory; what one does alone (starting operations, messages) becomes
+    A process has its share of arithmetic and of memory. What one process does alone (starting operations, messages)
+    becomes
     slower with more processes than there were, and not faster with fewer. Accelerators stay as they are.
     """
     if cluster.device.kind != "cpu" or len(cluster.groups) > 1:
@@ -129,7 +130,7 @@ def resized(cluster: Cluster, processes: int) -> Cluster:
         ),
         "measured": cluster.measured and _resized(cluster.measured, share, alone),
     }
-    # Not a copy, which would remember what it has found out of the old devices.
+    # Not a model_copy: that would keep the cached properties of the old devices.
     return Cluster(**({name: getattr(cluster, name) for name in Cluster.model_fields} | changed))
 
 

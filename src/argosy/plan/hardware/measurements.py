@@ -1,6 +1,6 @@
-"""What `argosy probe` measures of a cluster beyond its devices' few figures: the tables that calibration starts from.
+"""The measurements of `argosy probe` beyond a device's few figures: tables that calibration starts from.
 
-Rates are those of one device (of a CPU one process) while all devices of the probe do the same.
+Rates are those of one device (on CPUs of one process) while all devices of the probe do the same.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ class MatmulRate(Section):
     """A matmul [m, k] x [k, n]."""
 
     m: PositiveInt
-    """Rows; in forward the tokens."""
+    """Rows; in forward, the tokens."""
     k: PositiveInt
-    """What is summed over; for a weight's gradient the tokens."""
+    """Length of the sums; for a weight's gradient, the tokens."""
     n: PositiveInt
     """Columns."""
     kind: Literal["square", "forward", "input_gradient", "weight_gradient"]
-    """Which of a layer's three matmuls it is: they differ in layout; square: none of a layer."""
+    """Which of a layer's three matmuls it is, as they differ in layout; square: none of them."""
     number_format: Literal["fp32", "bf16", "fp16"]
-    """Of both factors and the product."""
+    """Format of both factors and of the product."""
     flops_per_s: PositiveFloat
     """2 m k n over its time."""
 
@@ -37,11 +37,11 @@ class AttentionRate(Section):
     seq_len: PositiveInt
     """Tokens of a row."""
     heads: PositiveInt
-    """Query heads."""
+    """Number of query heads."""
     head_width: PositiveInt
-    """Width of one."""
+    """Width of one head."""
     number_format: Literal["fp32", "bf16", "fp16"]
-    """Of queries, keys and values."""
+    """Format of queries, keys and values."""
     forward_flops_per_s: PositiveFloat
     """2 heads seq_len^2 head_width a row (the causal half of both matmuls) over its time."""
     backward_flops_per_s: PositiveFloat
@@ -49,47 +49,47 @@ class AttentionRate(Section):
 
 
 class CollectiveRate(Section):
-    """A collective takes latency_s + message / bytes_per_s, for messages from `from_bytes` up to the next row's.
+    """The time of a collective: latency_s + message / bytes_per_s, for messages from `from_bytes` up to the next row's.
 
-    The message of an all-gather or reduce-scatter is the whole, of which each rank has a share; of an all-reduce or
-    all-to-all it is what each rank has; in a send each rank sends it to the next one.
+    The message of an all-gather or reduce-scatter is the whole, of which each rank has a share. For an all-reduce or
+    all-to-all it is what each rank has. In a send, each rank sends it to the next one.
     """
 
     operation: Operation
-    """What is done."""
+    """Kind of collective."""
     tier: str
     """The network that it crosses, as in `Cluster.tiers`: node, network."""
     ranks: PositiveInt
-    """Of a group."""
+    """Ranks in a group."""
     groups: PositiveInt
-    """Groups in a node that did it at once and shared its links."""
+    """Groups in a node that ran at once and shared its links."""
     from_bytes: NonNegativeInt
-    """Smallest message that the row is for."""
+    """Smallest message that the row applies to."""
     latency_s: NonNegativeFloat
-    """Of a message without bytes."""
+    """Time of a message without bytes."""
     bytes_per_s: PositiveFloat | None = None
-    """Of the message, not of the bytes on the wire; left out: its size makes no difference yet."""
+    """Rate for the message, not for the bytes on the wire; none: its size makes no difference yet."""
 
 
 class Measurements(Section):
-    """All that a probe measured; empty where there was none."""
+    """All measurements of a probe; empty where it measured nothing."""
 
     date: str = ""
-    """When."""
+    """Date of the probe."""
     host: str = ""
-    """Name of the machine, of several the first."""
+    """Name of the machine; of the first one if there were several."""
     memory_copy_bytes_per_s: PositiveFloat | None = None
-    """Read and written by a large copy, both counted."""
+    """Rate of a large copy, bytes read and bytes written both counted."""
     launch_s: PositiveFloat | None = None
-    """Of the host, for one small operation."""
+    """Time of the host for one small operation."""
     layer_host_s: PositiveFloat | None = None
-    """Of the host, for forward and backward of one dense layer: its floor, whatever the sizes."""
+    """Time of the host for forward and backward of one dense layer: a lower bound, whatever the sizes."""
     disk_write_bytes_per_s: PositiveFloat | None = None
-    """All processes together, each a file of its own, until the disk has it."""
+    """Rate at which all processes together write a file each, until the data is on the disk."""
     disk_read_bytes_per_s: PositiveFloat | None = None
-    """The same files, all processes together."""
+    """Rate at which all processes together read the same files."""
     loader_tokens_per_s: PositiveFloat | None = None
-    """Of one process's loader, alone."""
+    """Rate of one process's loader, alone."""
     matmuls: tuple[MatmulRate, ...] = ()
     attention: tuple[AttentionRate, ...] = ()
     collectives: tuple[CollectiveRate, ...] = ()
