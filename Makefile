@@ -14,7 +14,7 @@ help:
 	@echo "make test-faults  the whole matrix of faults, each at five places (an hour and a half)"
 	@echo "make healthy   an hour of training that nobody disturbs: nothing is to be found wrong (RUN=run.toml)"
 	@echo "make chaos     a run that is killed, stopped and corrupted at random for half an hour"
-	@echo "make lint      ruff and mypy"
+	@echo "make lint      ruff, mypy, and the order of imports"
 	@echo "make docs      check links and commands in the documents, write the run file's JSON schema"
 	@echo "make bench     the benchmarks, side by side with their peers"
 	@echo "make bench-planner  the planner's predictions against published runs"
@@ -44,6 +44,7 @@ lint: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache --no-logo
 
 docs: .venv/.dev
 # By way of another file: a failure would leave the document empty.

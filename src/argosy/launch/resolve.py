@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from argosy.config.parameter_groups import check_groups
 from argosy.config.schema import RunConfig
 from argosy.data.loader import OpenData, open_data
 from argosy.data.prepare import PrepareProgress, prepare
 from argosy.errors import UserError
 from argosy.observe.progress import Progress
-from argosy.optim.groups import check_groups
 from argosy.plan.hardware.devices import is_path
 from argosy.plan.hardware.local_machine import cluster_of
 

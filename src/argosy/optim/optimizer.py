@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from argosy.config.parameter_groups import ParameterSettings, settings_of
 from argosy.config.schema import OptimizerConfig
 from argosy.faults import fault
-from argosy.optim.groups import Settings, settings_of
 from argosy.optim.muon import Muon
 from argosy.optim.piece import Piece
 from argosy.optim.rules import AdamW, Lion, UpdateRule
@@ -37,7 +37,7 @@ class Optimizer:
             self._slots[piece.name] = Slot(piece, settings, seed, RULES[settings.rule].moments)
         assert len(self._slots) == len(pieces), "two pieces of one name"
         self._is_prepared = False
-        self._groups: dict[Settings, list[Slot]] = {}
+        self._groups: dict[ParameterSettings, list[Slot]] = {}
         for slot in self._slots.values():
             self._groups.setdefault(slot.settings, []).append(slot)
 

@@ -22,8 +22,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from argosy.config.parameter_groups import settings_of
 from argosy.config.schema import OptimizerConfig, RunConfig
-from argosy.optim.groups import settings_of
 from argosy.plan.parameters import Parameter, Stage, parameter_table
 from argosy.plan.pipeline import SCHEDULES, split_layers, stages_of_rank
 from argosy.plan.plan import AXES, Plan

@@ -41,8 +41,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from argosy.config.parameter_groups import settings_of
 from argosy.config.schema import ModelConfig, RunConfig
-from argosy.optim.groups import settings_of
 from argosy.plan.cost.exact_state import DTYPE_BYTES, LocalShard, local_shard_of, place_of, stages_on
 from argosy.plan.parameters import Parameter, Stage, parameter_table
 from argosy.plan.pipeline import SCHEDULES

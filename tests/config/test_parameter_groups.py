@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from argosy.config.parameter_groups import check_groups, settings_of
 from argosy.config.schema import ModelConfig, OptimizerConfig, OptimizerGroup
 from argosy.errors import UserError
 from argosy.models.decoder import Decoder
-from argosy.optim.groups import check_groups, settings_of
 from optim.pieces import SHAPES
 from tiny import MODEL
 

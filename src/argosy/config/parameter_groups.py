@@ -1,4 +1,7 @@
-"""Which parameter is trained how: the run file's groups and the defaults, by names and shapes alone."""
+"""How each parameter is trained: the run file's groups over the defaults, by names and shapes alone.
+
+Trainer and planner read the same: what the optimizer keeps of a parameter is what it is predicted to take.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +24,21 @@ LEAST_INT8 = 4096
 
 
 @dataclass(frozen=True)
-class Settings:
+class ParameterSettings:
     """How one parameter is trained."""
 
     rule: Rule
     int8: bool
-    """Its moments are kept in eight bits."""
+    """True if its moments are kept in eight bits."""
     lr_factor: float
     weight_decay: float
 
 
-def settings_of(name: str, shape: tuple[int, ...], config: OptimizerConfig) -> Settings:
-    """What the first group that matches `name` says, over the defaults. `shape` is that of the whole parameter."""
+def settings_of(name: str, shape: tuple[int, ...], config: OptimizerConfig) -> ParameterSettings:
+    """Return the settings of the first group that matches `name`, over the defaults.
+
+    `shape` is that of the whole parameter.
+    """
     matrix = len(shape) >= 2 and not name.endswith("bias")  # a stack of experts' biases has two dims as well
     group = next((group for group in config.groups if fnmatchcase(name, group.match)), None)
     weight_decay = config.weight_decay if matrix else 0.0
@@ -41,7 +47,7 @@ def settings_of(name: str, shape: tuple[int, ...], config: OptimizerConfig) -> S
     rule: Rule = config.kind
     if rule == "muon" and not (matrix and is_hidden(name)):
         rule = "adamw"
-    return Settings(
+    return ParameterSettings(
         rule=rule,
         # Not Muon's momentum: making all singular values alike would make its rounding errors large.
         int8=config.state == "int8" and rule != "muon" and matrix and math.prod(shape) >= LEAST_INT8,
@@ -51,7 +57,7 @@ def settings_of(name: str, shape: tuple[int, ...], config: OptimizerConfig) -> S
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a parameter's input and output are both hidden states, as Muon wants it."""
+    """Return True if a parameter's input and output are both hidden states, as Muon needs."""
     return not set(NOT_HIDDEN) & set(name.split("."))
 
 
