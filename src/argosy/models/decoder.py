@@ -88,7 +88,7 @@ class Decoder(nn.Module):
             documents = document_starts(positions_BT) if documents is None else documents
             if len(documents) == len(x) + 1:  # none starts inside a row
                 documents = None
-        cos, sin = self._rotary_to(start + positions_BT.shape[1], x.device)
+        cos, sin = self.rotary_to(start + positions_BT.shape[1], x.device)
         mine_BT = self.my_tokens(positions_BT)
         rotary = cos[mine_BT], sin[mine_BT]
         if self.stage.first:
@@ -122,7 +122,8 @@ class Decoder(nn.Module):
         like = torch.empty(0, dtype=self.compute_dtype, device=self.device)
         return [cache_of(self.config, batch, max_seq_len, like) for _ in self.blocks]
 
-    def _rotary_to(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def rotary_to(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the cosines and sines of at least `seq_len` places; they are computed once and kept."""
         if self._rotary is None or self._rotary[0].shape[0] < seq_len or self._rotary[0].device != device:
             with torch.inference_mode(False):  # an evaluation's table must serve the training step after it
                 # A power of two, so that generation token by token seldom computes it anew.

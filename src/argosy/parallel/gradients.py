@@ -40,4 +40,6 @@ def clip(pieces: Sequence[Held], max_norm: float, norm: float) -> None:
     """Scale the gradients, whose global norm is `norm`, down to a norm of `max_norm` (0: leave them)."""
     if max_norm:
         device = pieces[0].value.device
-        nn.utils.clip_grads_with_norm_([p.value for p in pieces], max_norm, torch.tensor(norm, device=device))
+        total = torch.tensor(norm, device=device)
+        # By default torch clips a simulator's tensors one by one, and real ones all at once.
+        nn.utils.clip_grads_with_norm_([p.value for p in pieces], max_norm, total, foreach=True)
