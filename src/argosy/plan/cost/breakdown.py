@@ -13,7 +13,7 @@ from argosy.plan.workload import Numbers
 
 @dataclass(frozen=True)
 class Breakdown:
-    """A figure of each category for one plan, or a column of each for many plans; the categories add up to a total."""
+    """Figures by category, for one plan or as columns for many plans; the categories add up to a total."""
 
     @property
     def total(self) -> Numbers:
@@ -21,9 +21,9 @@ class Breakdown:
         return sum((getattr(self, f.name) for f in fields(self)), np.zeros(1))
 
     def by_category(self, row: int = 0) -> dict[str, float]:
-        """Category -> figure of the plan in this row."""
+        """Return category -> figure, for the plan in this row."""
         return {f.name: float(getattr(self, f.name)[row]) for f in fields(self)}
 
     def rows(self, chosen: NDArray[Any]) -> Self:
-        """The figures of the plans that a mask or an array of row numbers chooses."""
+        """Return the figures of the plans that a mask or an array of row numbers chooses."""
         return replace(self, **{f.name: getattr(self, f.name)[chosen] for f in fields(self)})

@@ -1,8 +1,8 @@
-"""The cost model's constants for a cluster: fitted to published runs, and what a probe measured in their place.
+"""The cost model's constants for a cluster: fitted to published runs, or measured by a probe.
 
-From a probe: how matmuls of a model's shapes compare with large ones, attention's rate, the host's time for a layer,
-and how long collectives take to start, in groups of several sizes. On CPUs nothing hides behind anything else, as
-all of it is done by the same cores.
+A probe tells how fast matmuls of a model's shapes are beside large ones, the rate of attention, the host's time for a
+layer, and how long collectives take to start, in groups of several sizes. On CPUs nothing overlaps with anything else,
+because the same cores do all of it.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ ON_CPUS = {
     "step": 3e-3,
     "workspace_bytes": 110e6,
 }
-"""Constants of processes on CPUs, which no published runs tell of: nothing overlaps; a first step makes 80 to 180 MB of
-torch's code, BLAS's and gloo's buffers resident (six plans of 2 processes)."""
+"""Constants of processes on CPUs, which no published run covers. Nothing overlaps; a first step makes 80 to 180 MB of
+torch's code and of the buffers of BLAS and gloo resident (six plans of 2 processes)."""
 CPU_STD, ASSUMED_STD = 0.25, 0.5
-"""How much further off predictions may be on CPUs, and where nobody measured the device (of the logarithm)."""
+"""Standard deviations (of the logarithm) to add on CPUs, and where nobody measured the device."""
 ASSUMED = {"peak_flops_per_s", "matmul_efficiency", "memory_bytes_per_s", "link_bytes_per_s"}
 HALF_SIZES = np.geomspace(1, 2000, 100)
-"""`Constants.half_size` is looked for among these."""
+"""Values tried for `Constants.half_size`."""
 
 
 def constants_of(cluster: Cluster) -> Constants:
-    """What predictions for `cluster` are computed with."""
+    """Return the constants for predictions on `cluster`."""
     constants, _ = fitted()
     device, found = cluster.device, cluster.measured or Measurements()
     if device.kind == "cpu":
@@ -50,7 +50,7 @@ def constants_of(cluster: Cluster) -> Constants:
 
 
 def time_std(cluster: Cluster, experts: bool) -> float:
-    """Standard deviation of the logarithm of measured over predicted time, on a cluster without factors."""
+    """Return the standard deviation of the logarithm of measured over predicted time, on a cluster without factors."""
     _, spread = fitted()
     device = cluster.device
     published = spread.moe_time if experts else spread.dense_time
@@ -59,7 +59,8 @@ def time_std(cluster: Cluster, experts: bool) -> float:
 
 
 def _matmuls(device: Device, found: Measurements) -> dict[str, float]:
-    """Speed and half size for which matmuls of the model's shapes are as fast as measured, by their share of time."""
+    """Return the speed and half size with which matmuls of the model's shapes are as fast as measured, weighted by
+    time."""
     rows = [row for row in found.matmuls if row.kind != "square" and row.number_format == _fastest(device)]
     if not rows:
         return {}
@@ -76,9 +77,9 @@ def _matmuls(device: Device, found: Measurements) -> dict[str, float]:
 
 
 def _attention(device: Device, found: Measurements) -> dict[str, float]:
-    """Its rate over that of large matmuls, forward and backward together, the backward's FLOPs being 2.5 times as many.
+    """Return the rate of attention over that of large matmuls, forward and backward together.
 
-    A measured backward counts 2 times forward's FLOPs.
+    The backward has 2.5 times forward's FLOPs; a measured backward rate counts 2 times.
     """
     for row in found.attention:
         if row.number_format == _fastest(device):
@@ -88,14 +89,16 @@ def _attention(device: Device, found: Measurements) -> dict[str, float]:
 
 
 def _fastest(device: Device) -> Format:
-    """The format that measurements of matmuls are taken in: that of the trainer's choice, where nothing is said."""
+    """Return the format in which matmuls were measured: the one that the trainer chooses by default."""
     return max(("bf16", "fp16", "fp32"), key=lambda fmt: device.matmul_flops_per_s(fmt) if fmt in device.formats else 0)
 
 
 def _collectives(rows: tuple[CollectiveRate, ...], before: Constants) -> dict[str, float]:
-    """Start of a collective and what each further rank adds: gathering takes latency + (n - 1) hop, at least.
+    """Return the seconds to start a collective, and those that each further rank adds.
 
-    The probe's bandwidths are those of collectives, so that nothing is lost from them.
+    Gathering takes at least latency + (n - 1) hop. The probe's bandwidths are those of collectives, so that nothing is
+    lost
+    from them.
     """
     starts = [row for row in rows if row.operation in ("all_gather", "reduce_scatter") and row.tier == "node"]
     smallest: dict[int, float] = {}

@@ -1,7 +1,7 @@
-"""The cost model of a run on a cluster: what memory and time its plans take.
+"""The cost model of a run on a cluster: the memory and the time of its plans.
 
 It brings together the run's workload, the devices' rates, the software, the constants of the formulas and the factors
-that finished runs have taught, and predicts columns of plans with them.
+learnt from finished runs, and predicts columns of plans with them.
 """
 
 from __future__ import annotations
@@ -30,37 +30,39 @@ from argosy.plan.workload import Workload
 BreakdownT = TypeVar("BreakdownT", StepTime, Footprint)
 
 CHUNK = 4096
-"""Plans that are computed at once: their columns stay in the cache."""
+"""Plans that are computed at once, so that their columns stay in the cache."""
 FAST_HALF = 1.5
-"""bf16 is chosen where its matmuls are this much faster than fp32's, as `plan.search.auto` does."""
+"""bf16 is chosen if its matmuls are this much faster than those of fp32, as in `plan.search.auto`."""
 FITS_Z = 1.2816
-"""Standard deviations of memory's logarithm that must be left: a plan that fits does so nine times of ten."""
+"""Standard deviations of memory's logarithm to leave as a margin: a plan that fits does so nine times of ten."""
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """What plans of one run cost on one kind of device: the inputs of the memory model and of the step model."""
+    """The costs of plans for one run on one kind of device."""
 
     run: RunConfig
-    """Model, sequence length, global batch, optimizer; its plan is not looked at."""
+    """Model, sequence length, global batch and optimizer count; its plan does not."""
     devices: int
     rates: Rates
     tier: int
-    """Devices of the first tier outside the node."""
+    """Devices of the first network tier outside the node."""
     precision: Precision
-    """That of the arithmetic, unless pinned."""
+    """Number format of the arithmetic, unless pinned."""
     constants: Constants
     time_std: float
     """Standard deviation of the logarithm of measured over predicted."""
     memory_std: float
     factors: Factors = field(default_factory=dict)
-    """What finished runs on this cluster took, over the prediction without them."""
+    """Measured over predicted, as finished runs on this cluster found it."""
 
     @classmethod
     def of(cls, run: RunConfig, cluster: Cluster) -> CostModel:
-        """The run on all devices of the cluster, in bf16 (or fp16) where the slowest has fast matmuls of it.
+        """Return the cost model of the run on all devices of the cluster.
 
-        Constants and standard deviations are those that fit published runs, or what a probe found in their place.
+        The precision is bf16 (or fp16) if the slowest device has fast matmuls of it. Constants and standard deviations
+        are those
+        that fit published runs, or those that a probe measured.
         """
         device, tiers = cluster.device, cluster.tiers
         _, spread = fitted()
@@ -82,12 +84,12 @@ class CostModel:
         )
 
     def on(self, run: RunConfig, devices: int) -> CostModel:
-        """The same devices, another number of them, for another run."""
+        """Return the cost model of another run, or for another number of the same devices."""
         return replace(self, run=run, devices=devices)
 
     @cached_property
     def workload(self) -> Workload:
-        """What a step computes."""
+        """The workload of a step."""
         return Workload.of(self.run)
 
     @cached_property
@@ -102,18 +104,18 @@ class CostModel:
 
     @property
     def memory_bytes(self) -> float:
-        """What a prediction may come to, so that it fits nine times of ten."""
+        """Most bytes that a prediction may come to, so that the plan fits nine times of ten."""
         return float(self.rates.memory_bytes) / math.exp(FITS_Z * self.memory_std)
 
     def predict_memory(self, plans: Layouts) -> Footprint:
-        """Bytes of each plan, on the rank that needs most."""
+        """Return the bytes of each plan, on the rank that needs most."""
         raw = _in_chunks(
             plans, lambda some: MemoryModel(some, self.workload, self.system, self.constants).predict(), Footprint
         )
         return calibrated(raw, self.factors)
 
     def predict_time(self, plans: Layouts) -> StepTime:
-        """Seconds of each plan's step."""
+        """Return the seconds of each plan's step."""
         raw = _in_chunks(
             plans,
             lambda some: StepModel(some, self.workload, self.rates, self.system, self.constants).predict(),

@@ -1,4 +1,4 @@
-"""What a whole run takes: time, device-hours, money, energy and CO2, each with its interval.
+"""The costs of a whole run: time, device-hours, money, energy and CO2, each with its interval.
 
 All functions take estimates of numbers or of NumPy arrays, one number for each plan.
 """
@@ -15,24 +15,24 @@ from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.workload import Numbers
 
 DRAW = Estimate(0.65, 0.76, 0.90)
-"""Power that a node in training draws, over its nameplate: 0.76 measured on nodes of H100; the interval is assumed."""
+"""Power that a node draws in training, over its nameplate: 0.76 measured on nodes of H100; the interval is assumed."""
 
 
 @dataclass(frozen=True)
 class WholeRun:
-    """What it takes to train on so many tokens."""
+    """The costs of training on a given number of tokens."""
 
     steps: Numbers
     time_s: Estimate
-    """From the first step to the last, failures included."""
+    """Time from the first step to the last, failures included."""
     device_hours: Estimate
     money: Estimate | None
-    """In the cluster's currency; None if the catalogue has no price of a device."""
+    """Cost in the cluster's currency; None if the catalogue has no price of a device."""
     energy_kwh: Estimate | None
-    """Of nodes and building; None if nobody published the power of a device."""
+    """Energy of nodes and building; None if nobody published the power of a device."""
     co2_kg: Estimate | None
     tokens_per_day: Estimate
-    """Progress, failures included."""
+    """Tokens a day, failures included."""
 
 
 def whole_run(
@@ -45,10 +45,11 @@ def whole_run(
     devices: Numbers | None = None,
     spares: Numbers = 0,
 ) -> WholeRun:
-    """What it takes to train on `tokens`.
+    """Return the costs of training on `tokens`.
 
-    devices: of the cluster, of all kinds evenly; all of them if not said. spares: devices that are held, and paid for,
-    beside those; they draw no power.
+    devices: those of the cluster that the run uses, evenly of all kinds; default: all. spares: devices that are held
+    and paid
+    for beside those; they draw no power.
     """
     used = cluster.devices if devices is None else devices
     steps = np.ceil(tokens / tokens_per_step)
@@ -68,7 +69,7 @@ def whole_run(
 
 
 def price_per_device_h(cluster: Cluster) -> Estimate | None:
-    """What an hour of one device costs, the mean over all; None if a price is unknown.
+    """Return the price of an hour of one device, the mean over all; None if a price is unknown.
 
     The user's own price is exact; the catalogue's range counts as the interval.
     """
@@ -80,9 +81,9 @@ def price_per_device_h(cluster: Cluster) -> Estimate | None:
 
 
 def power_per_device_w(cluster: Cluster) -> Estimate | None:
-    """Power for one device, its share of node and building included, the mean over all; None if one is unknown.
+    """Return the power for one device with its share of node and building, the mean over all; None if one is unknown.
 
-    Nameplate of the node x what training draws of it x PUE.
+    It is the nameplate of the node x the share that training draws x PUE.
     """
     nameplate = _mean(cluster, "nameplate_w")
     if nameplate is None:
@@ -91,7 +92,7 @@ def power_per_device_w(cluster: Cluster) -> Estimate | None:
 
 
 def _mean(cluster: Cluster, what: str) -> float | None:
-    """The mean over devices of an attribute of theirs; None if one has none."""
+    """Return the mean of an attribute over all devices; None if one device lacks it."""
     values = [(group.devices, getattr(group.device, what)) for group in cluster.groups]
     if any(value is None for _, value in values):
         return None

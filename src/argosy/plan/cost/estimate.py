@@ -1,4 +1,4 @@
-"""A number that is known within an interval, and how intervals go through formulas."""
+"""Numbers that are known within an interval, and how intervals go through formulas."""
 
 from __future__ import annotations
 
@@ -25,25 +25,26 @@ class Estimate:
 
     @classmethod
     def exactly(cls, value: Numbers) -> Estimate:
-        """What is known for sure."""
+        """Return a number that is known for sure."""
         return cls(value, value, value)
 
     @classmethod
     def within(cls, mid: Numbers, factor: Numbers) -> Estimate:
-        """From mid / factor to mid x factor."""
+        """Return the interval from mid / factor to mid x factor."""
         return cls(mid / factor, mid, mid * factor)
 
     @classmethod
     def log_normal(cls, mid: Numbers, std: float) -> Estimate:
-        """The 90 % interval around `mid` of a quantity whose logarithm is normal with this standard deviation."""
+        """Return the 90 % interval around `mid` of a quantity whose logarithm is normal with this standard
+        deviation."""
         return cls.within(mid, math.exp(INTERVAL_Z * std))
 
 
 def propagate(function: Callable[..., Numbers], *inputs: Estimate) -> Estimate:
-    """The estimate of function(*inputs), for independent inputs and a positive, monotone function.
+    """Return the estimate of function(*inputs), for independent inputs and a positive, monotone function.
 
-    Each input is moved to the ends of its interval in turn, the others staying in the middle; the logarithms of what
-    that does to the result add up in quadrature, upwards and downwards apart. Exact for products and quotients of
+    Each input is moved to the ends of its interval in turn while the others stay in the middle. The logarithms of the
+    resulting changes add up in quadrature, upwards and downwards apart. This is exact for products and quotients of
     log-normal inputs, and the usual first-order propagation of errors (JCGM 100:2008, 5.1) otherwise.
     """
     middles = [each.mid for each in inputs]
@@ -59,10 +60,10 @@ def propagate(function: Callable[..., Numbers], *inputs: Estimate) -> Estimate:
 
 
 def _log_ratio(value: Numbers, mid: NDArray[np.float64]) -> NDArray[np.float64]:
-    """log(value / mid); 0 where both are 0, such as the CO2 of clean electricity."""
+    """Return log(value / mid); 0 where both are 0, such as the CO2 of clean electricity."""
     return np.log(np.divide(value, mid, out=np.ones(np.broadcast(value, mid).shape), where=mid > 0))
 
 
 def _plain(values: NDArray[np.float64]) -> Numbers:
-    """A float if it is one number."""
+    """Return a float if there is only one number."""
     return values if np.ndim(values) else float(values)

@@ -1,4 +1,4 @@
-"""Memory of the state, in closed form: the bytes of parameters, gradients and optimizer moments that each rank holds.
+"""The exact memory of the state: bytes of parameters, gradients and optimizer moments that each rank holds.
 
 All is arithmetic on the table of parameters (`plan.parameters`). With n ranks that share the state (dp_shard x cp),
 N elements of a parameter on one tensor-parallel rank, w bytes of a weight (4, or 2 with weights=bf16) and m moments
@@ -13,8 +13,8 @@ N elements of a parameter on one tensor-parallel rank, w bytes of a weight (4, o
 (Rajbhandari et al. 2020, with fp32 weights that are their own master copy.) Stage 1 holds sums beside what backward
 left. Parameters are cut along dim 0 into n chunks of ceil(rows/n) rows; the last ones may be smaller, or empty, and
 buffers of gradients and of stage 3 are padded to the full chunk. All of this is counted: the tests hold the figures
-to what ranks really hold, byte for byte. Not counted is what lives inside a step: activations, one bucket of
-gradients, and of stage 3 the blocks that are gathered.
+to what ranks really hold, byte for byte. What lives inside a step is not counted: activations, one bucket
+of gradients, and the blocks that stage 3 gathers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from argosy.plan.pipeline import SCHEDULES, split_layers, stages_of_rank
 from argosy.plan.plan import AXES, Plan
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
-"""Of what is stored or sent, by the plan's word: fp8 is for matmuls alone, around them is bf16."""
+"""Bytes of an element that is stored or sent, by the plan's word: fp8 is for matmuls only, all around them is bf16."""
 MOMENTS = {"adamw": 2, "lion": 1, "muon": 1}
 INT8_BLOCK = 256
 """Elements of a row that share one fp32 scale."""
@@ -37,31 +37,31 @@ INT8_BLOCK = 256
 
 @dataclass(frozen=True)
 class StateBytes:
-    """What one rank holds between backward and the optimizer's step, bytes."""
+    """Bytes that one rank holds between backward and the optimizer's step."""
 
     parameters: int
     gradients: int
     optimizer: int
-    """Moments, wherever `plan.offload` keeps them."""
+    """Moments, on the device or wherever `plan.offload` keeps them."""
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Bytes of all three."""
         return self.parameters + self.gradients + self.optimizer
 
 
 @dataclass(frozen=True)
 class LocalShard:
-    """One parameter as one rank has it."""
+    """One parameter on one rank: its local shard, and the ranks that share it."""
 
     local: tuple[int, ...]
-    """What tensor and expert parallelism left of its shape."""
+    """The shape that tensor and expert parallelism leave."""
     ranks: int
-    """Ranks that share this, ZeRO's n; 1 for stage 0."""
+    """Ranks that share this shape (the n of ZeRO); 1 for stage 0."""
     replicas: int
-    """Copies of what these share."""
+    """Replicas of what these ranks share."""
     rank: int
-    """This rank's place among them."""
+    """Place of this rank among them."""
 
     @property
     def numel(self) -> int:
@@ -70,20 +70,20 @@ class LocalShard:
 
     @property
     def chunk(self) -> int:
-        """Elements of one rank's share, padded to the size of the largest."""
+        """Elements of one rank's share, padded to the size of the largest share."""
         return -(-self.local[0] // self.ranks) * math.prod(self.local[1:])
 
     @property
     def mine(self) -> tuple[int, ...]:
-        """The shape of this rank's share, without padding."""
+        """Shape of this rank's share, without padding."""
         return (_chunk_of(self.local[0], self.ranks, self.rank), *self.local[1:])
 
 
 def state_bytes(plan: Plan, run: RunConfig, rank: int = 0) -> StateBytes:
-    """What global rank `rank` holds of the state when gradients have been summed; exact, padding included."""
+    """Return the bytes of the state on global rank `rank` when gradients have been summed; exact, padding included."""
     w = DTYPE_BYTES[plan.weights]
     parameters = gradients = optimizer = 0
-    seen: set[str] = set()  # a V-shaped pipeline's first rank has a tied embedding twice, and updates one
+    seen: set[str] = set()  # the first rank of a V-shaped pipeline has a tied embedding twice, and updates it once
     for stage in stages_on(plan, run, rank).values():
         for name, parameter in parameter_table(run.model, stage, plan.tp).items():
             cut = local_shard_of(parameter, plan, rank)
@@ -97,13 +97,13 @@ def state_bytes(plan: Plan, run: RunConfig, rank: int = 0) -> StateBytes:
 def _gradient_elements(cut: LocalShard, plan: Plan) -> int:
     if cut.ranks == 1:
         return cut.numel
-    # What is not summed in its own dtype is cast piece by piece, which leaves the padding behind; FSDP2 casts it all.
+    # Gradients that are summed in another dtype are cast piece by piece, without the padding; FSDP2 casts it too.
     share = cut.chunk if plan.zero == 3 or plan.reduce == plan.weights else math.prod(cut.mine)
     return share + (cut.numel if plan.zero == 1 else 0)
 
 
 def moment_bytes(name: str, shape: tuple[int, ...], mine: tuple[int, ...], config: OptimizerConfig) -> int:
-    """Optimizer state for the part `mine` of a parameter of `shape`: 4 bytes an element and moment.
+    """Return the bytes of optimizer state for the part `mine` of a parameter of `shape`: 4 for each element and moment.
 
     With state = "int8", matrices take 1 byte an element and 4 for each block of 256 elements of a row.
     """
@@ -117,7 +117,7 @@ def moment_bytes(name: str, shape: tuple[int, ...], mine: tuple[int, ...], confi
 
 
 def local_shard_of(parameter: Parameter, plan: Plan, rank: int) -> LocalShard:
-    """How much of `parameter` is on global rank `rank`, and with how many it shares that."""
+    """Return the local shard of `parameter` on global rank `rank`."""
     at = place_of(rank, plan)
     local = list(parameter.shape)
     if parameter.tp_dim is not None:
@@ -132,7 +132,7 @@ def local_shard_of(parameter: Parameter, plan: Plan, rank: int) -> LocalShard:
 
 
 def place_of(rank: int, plan: Plan) -> dict[str, int]:
-    """The rank's coordinate along each axis of the mesh; the last axis varies fastest."""
+    """Return the rank's coordinate along each axis of the mesh; the last axis varies fastest."""
     place = {}
     for axis in reversed(AXES):
         rank, place[axis] = divmod(rank, getattr(plan, axis))
@@ -140,7 +140,7 @@ def place_of(rank: int, plan: Plan) -> dict[str, int]:
 
 
 def stages_on(plan: Plan, run: RunConfig, rank: int) -> dict[int, Stage]:
-    """The pipeline stages of global rank `rank` by their numbers, in the model's order."""
+    """Return the pipeline stages of global rank `rank` by their numbers, in the model's order."""
     if plan.pp == 1:
         return {0: Stage(range(run.model.layers))}
     layers = split_layers(run.model, run.data.seq_len, plan.stages)
@@ -152,6 +152,6 @@ def stages_on(plan: Plan, run: RunConfig, rank: int) -> dict[int, Stage]:
 
 
 def _chunk_of(size: int, ranks: int, rank: int) -> int:
-    """Of `size` rows, those of one rank: chunks of ceil(size/ranks), the last ones smaller, or empty."""
+    """Return how many of `size` rows are one rank's: chunks of ceil(size/ranks), the last ones smaller, or empty."""
     chunk = -(-size // ranks)
     return max(0, min(chunk, size - rank * chunk))

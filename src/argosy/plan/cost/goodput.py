@@ -1,14 +1,14 @@
-"""What failures cost a long run: how often it stops, how often to save, and how much of its time is progress.
+"""The cost of failures in a long run: how often it stops, how often to save, and the share of its time that counts.
 
 Failures of n devices with a mean time between failures of M_device each come at random, one every M = M_device / n. The
-run saves every tau seconds of work, standing still for delta; a save is safe w seconds after it began; from a failure
-until steps are done again it takes R, and then what was done since the newest safe save is done once more. The share
-of time that is progress (the effective training time ratio, ETTR) is then
+run saves every tau seconds of work and stands still for delta; a save is safe w seconds after it began. After a failure
+it takes R until steps run again, and the work since the newest safe save is repeated. The productive share of the time
+(the effective training time ratio, ETTR) is then
 
     tau / (M e^((R+w-delta)/M) (e^((tau+delta)/M) - 1))
 
-which is exact for exponential failures that strike at any time, restarts included: for w = delta it is Daly 2006,
-equation 20, and what is written while training goes on is done once more in every restart. To first order it is what
+which is exact for exponential failures that strike at any time, restarts included. For w = delta it is Daly 2006,
+equation 20; the work during a background write is repeated in every restart. To first order it is what
 Kokolis et al. 2024 ("Revisiting Reliability in Large-Scale Machine Learning Research Clusters") call expected ETTR:
 1 - delta/tau - (tau/2 + R)/M.
 
@@ -29,43 +29,43 @@ from argosy.plan.workload import Numbers
 MTBF_SPREAD = 1.67
 """Kokolis et al. 2024: 29.5 and 82.1 thousand GPU-hours in two clusters of A100 in one company."""
 MTBF_SPREAD_ASSUMED = 3.0
-"""For devices of which nobody has published it."""
+"""Spread for devices whose rate nobody has published."""
 RESTART_S = Estimate(300.0, 600.0, 1200.0)
-"""Detecting the failure, replacing the node, starting processes, loading: minutes (Kokolis et al. 2024 take 5)."""
+"""Time to detect the failure, replace the node, start processes and load: minutes (Kokolis et al. 2024 take 5)."""
 HOST_COPY_BYTES_PER_S = 10e9
-"""Device to host memory, with all devices of a node at it; assumed."""
+"""Rate from device to host memory while all devices of a node copy; assumed."""
 MEMORY_CHECKPOINTS_MAY_COST = 0.001
-"""Share of the time that copies in host memory may take in any case: rates of failure are those of hardware, and
-processes die of other causes too, the more so where nobody has published a rate."""
+"""Share of the time that in-memory checkpoints may take in any case. Rates of failure are those of hardware; processes
+die of other causes too, and all the more if nobody has published a rate."""
 
 
 @dataclass(frozen=True)
 class CheckpointCost:
-    """What one checkpoint takes."""
+    """The time that one checkpoint takes."""
 
     stall_s: Numbers
-    """Training stands still (delta)."""
+    """Time that training stands still (delta)."""
     write_s: Numbers
-    """From its begin until it is safe (w), the stall included; the next one cannot begin before."""
+    """Time from its beginning until it is safe (w), the stall included; the next one cannot begin before."""
     copy_s: Numbers = 0.0
-    """Training stands still for a copy in host memory, which is all that there is to such a copy."""
+    """Time that training stands still for an in-memory checkpoint; nothing else of it costs time."""
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """What failures make of a run."""
+    """The effect of failures on a run."""
 
     mtbf_s: Estimate
-    """Between unexpected stops."""
+    """Time between unexpected stops."""
     stops_per_day: Estimate
     interval_s: Numbers
-    """Best work time between checkpoints, for the middle of mtbf_s."""
+    """Best working time between checkpoints, for the middle of mtbf_s."""
     copy_interval_s: Numbers
-    """Between copies in host memory."""
+    """Working time between in-memory checkpoints."""
     overhead: Estimate
-    """Time lost over time of progress: checkpoints, restarts, work done twice."""
+    """Lost time over productive time: checkpoints, restarts, work done twice."""
     effective: Estimate
-    """Share of the time that is progress (ETTR): 1 / (1 + overhead)."""
+    """Share of the time that is productive (ETTR): 1 / (1 + overhead)."""
 
 
 def goodput(
@@ -75,9 +75,11 @@ def goodput(
     restart_s: Estimate = RESTART_S,
     step_s: Numbers = 0.0,
 ) -> Goodput:
-    """What failures cost a job on `devices` of the cluster, all of them if not said, that saves as often as is best.
+    """Return the effect of failures on a job that saves as often as is best.
 
-    step_s: seconds of a step; checkpoints are at least that far apart.
+    devices: those of the cluster that the job uses; default: all. step_s: seconds of a step; checkpoints are at least
+    that far
+    apart.
     """
     mtbf = mtbf_s(cluster, devices)
     interval_s = np.maximum(best_interval_s(saving.stall_s, mtbf.mid), np.maximum(saving.write_s, step_s))
@@ -97,7 +99,7 @@ def goodput(
 
 
 def mtbf_s(cluster: Cluster, devices: Numbers | None = None) -> Estimate:
-    """Seconds between failures of a job on `devices` of the cluster, of all kinds evenly; all devices if not said."""
+    """Return the seconds between failures of a job on `devices` of the cluster, evenly of all kinds; default: all."""
     stops_per_h = sum(group.devices / group.device.mtbf_h for group in cluster.groups)
     spreads = [MTBF_SPREAD_ASSUMED if "mtbf_h" in g.device.assumed else MTBF_SPREAD for g in cluster.groups]
     per_device_h = cluster.devices / stops_per_h
@@ -107,7 +109,7 @@ def mtbf_s(cluster: Cluster, devices: Numbers | None = None) -> Estimate:
 def checkpoint_cost(
     cluster: Cluster, state_bytes: Numbers, devices: Numbers | None = None, background: bool = True
 ) -> CheckpointCost:
-    """What it takes to save `state_bytes`, the state of the whole job, from `devices` (all if not said).
+    """Return the time of saving `state_bytes`, the state of the whole job, from `devices` (default: all).
 
     background: the state is copied to host memory, and written from there while training goes on.
     """
@@ -117,7 +119,7 @@ def checkpoint_cost(
 
 
 def best_interval_s(stall_s: Numbers, mtbf_s: Numbers) -> Numbers:
-    """Work time between checkpoints that makes most progress (Daly 2006, equation 37).
+    """Return the working time between checkpoints that loses the least time (Daly 2006, equation 37).
 
     Its first term is Young's sqrt(2 delta M) (1974); checkpoints that take longer than 2 M come every M.
     """
@@ -127,12 +129,14 @@ def best_interval_s(stall_s: Numbers, mtbf_s: Numbers) -> Numbers:
 
 
 def memory_checkpoint_interval_s(copy_s: Numbers, mtbf_s: Numbers) -> Numbers:
-    """Work time between copies in host memory: that of `best_interval_s`, or less while they hardly cost anything."""
+    """Return the working time between in-memory checkpoints: `best_interval_s`, or less while they cost almost
+    nothing."""
     return np.minimum(best_interval_s(copy_s, mtbf_s), copy_s / MEMORY_CHECKPOINTS_MAY_COST)[()]
 
 
 def effective_share(interval_s: Numbers, saving: CheckpointCost, restart_s: Numbers, mtbf_s: Numbers) -> Numbers:
-    """Progress over time, from 0 to 1, with checkpoints every `interval_s` > 0 of work. 1 / mtbf_s may be 0."""
+    """Return the productive share of the time, 0 to 1, with checkpoints every `interval_s` > 0 of work. 1 / mtbf_s may
+    be 0."""
     rate = 1 / np.asarray(mtbf_s, dtype=float)
     cycle_s = interval_s + np.asarray(saving.stall_s, dtype=float)
     failures = rate * cycle_s
@@ -142,10 +146,11 @@ def effective_share(interval_s: Numbers, saving: CheckpointCost, restart_s: Numb
 
 
 def spare_nodes(cluster: Cluster, repair_h: float, confidence: float = 0.95) -> int:
-    """Nodes to hold beside those of the job, so that with this probability none is missing.
+    """Return the spare nodes to hold beside those of the job, so that with this probability no node is missing.
 
     Nodes in repair are Poisson-distributed with mean nodes x repair time / MTBF of a node, whatever the distribution of
-    repair times (Palm 1943, M/G/infinity). Every failure is taken to break a node: held spares err on the safe side.
+    repair times (Palm 1943, M/G/infinity). Every failure is assumed to break a node, so that the number is on the safe
+    side.
 
     Raises: ValueError unless repair_h >= 0 and 0 < confidence < 1.
     """

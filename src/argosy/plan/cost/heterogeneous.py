@@ -1,8 +1,8 @@
-"""Devices of several kinds in one job: how to deal out work in proportion to their speed, and what that would bring.
+"""Heterogeneous devices in one job: work dealt out in proportion to their speed, and the time of such a step.
 
-Either each data-parallel replica stands on devices of one kind, and fast replicas run more microbatches; or each
-pipeline stage does, and fast stages have more layers. What a share takes follows from the cost model with the rates of
-its kind; shares are whole, and the slowest decides. The trainer deals work out evenly so far.
+Either each data-parallel replica has devices of one kind, and fast replicas run more microbatches; or each pipeline
+stage has, and fast stages have more layers. The time of a share follows from the cost model with the rates of its kind;
+shares are whole, and the slowest decides. So far the trainer itself deals work out evenly.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ ONCE_A_STEP = ("gradients", "optimizer", "other")
 
 @dataclass(frozen=True)
 class DeviceShare:
-    """What one kind of device gets."""
+    """The share of one kind of device."""
 
     device: str
     holders: int
     """Replicas, or pipeline ranks, of this kind."""
     least: int
     most: int
-    """Microbatches of a replica, or layers of a pipeline rank: some have the one, some the other."""
+    """Microbatches of a replica, or layers of a pipeline rank: some have `least`, some `most`."""
 
     @property
     def range(self) -> str:
-        """Both, or the one that all have."""
+        """Both numbers, or the one that all have."""
         return str(self.most) if self.least == self.most else f"{self.least} to {self.most}"
 
 
@@ -55,9 +55,9 @@ class UnevenSplit:
 
 
 def uneven_splits(costs: CostModel, cluster: Cluster, plans: list[Plan]) -> list[UnevenSplit]:
-    """The best uneven batch per replica and the best uneven layers per stage, each on the best of these plans.
+    """Return the best uneven batch per replica and the best uneven layers per stage, each on the best of these plans.
 
-    Empty if all devices are alike, or the axes of no plan keep to one kind each.
+    Empty if all devices are alike, or if no plan keeps a replica or a stage to one kind of device.
     """
     kinds = _kinds(cluster)
     if len(kinds) == 1:
@@ -77,7 +77,7 @@ class _Kind:
 
 
 def _kinds(cluster: Cluster) -> list[_Kind]:
-    """Devices by kind, each with its own rates on the network that all share."""
+    """Return the devices by kind, each kind with its own rates on the network that all share."""
     shared = Rates.of(cluster)
     kinds: dict[str, _Kind] = {}
     for group in cluster.groups:
@@ -93,7 +93,7 @@ def _kinds(cluster: Cluster) -> list[_Kind]:
 
 
 def _by_microbatches(costs: CostModel, plan: Plan, kinds: list[_Kind]) -> UnevenSplit | None:
-    """Each replica on devices of one kind, as many microbatches as it can do in the time of the others."""
+    """Put each replica on devices of one kind, with as many microbatches as it can run in the time of the others."""
     of_replica = plan.world_size // plan.dp
     if plan.dp == 1 or any(kind.devices % of_replica for kind in kinds):
         return None
@@ -110,10 +110,12 @@ def _by_microbatches(costs: CostModel, plan: Plan, kinds: list[_Kind]) -> Uneven
 
 
 def _by_layers(costs: CostModel, plan: Plan, kinds: list[_Kind]) -> UnevenSplit | None:
-    """Each pipeline rank on devices of one kind, as many layers as it can do, and hold, in the time of the others.
+    """Put each pipeline rank on devices of one kind, with as many layers as it can hold and run in the time of the
+    others.
 
-    With ranks of s_i seconds for a microbatch, m of them take sum(s_i) + (m - 1) max(s_i) (1F1B); with v stages on a
-    rank, what the sum has beyond max(s_i) shrinks to 1/v.
+    If rank i takes s_i seconds for a microbatch, m microbatches take sum(s_i) + (m - 1) max(s_i) (1F1B). With v stages
+    on a
+    rank, the part of the sum beyond max(s_i) shrinks to 1/v.
     """
     of_rank = plan.world_size // plan.pp
     if plan.pp == 1 or any(kind.devices % of_rank for kind in kinds):
@@ -143,7 +145,7 @@ def _by_layers(costs: CostModel, plan: Plan, kinds: list[_Kind]) -> UnevenSplit 
 
 
 def _repeated_s(time: StepTime) -> float:
-    """Seconds of a step's microbatches on one rank, without the bubble."""
+    """Return the seconds of a step's microbatches on one rank, without the bubble."""
     return sum(_first(getattr(time, f.name)) for f in fields(time) if f.name not in (*ONCE_A_STEP, "bubble"))
 
 
@@ -160,11 +162,13 @@ def _uneven(what: str, plan: Plan, kinds: list[_Kind], dealt: NDArray[np.int64],
 
 
 def deal(total: int, holders: NDArray[np.int64], seconds: Floats) -> tuple[NDArray[np.int64], float] | None:
-    """Deal `total` pieces to holders of several kinds so that the last is done as early as can be.
+    """Deal `total` pieces to holders of several kinds so that the last one ends as early as possible.
 
-    holders: of each kind. seconds: [kind, n - 1] what n pieces take, growing with n; infinite for more than it can
-    hold. Returns pieces [kind, holder], padded with zeros, and the seconds of the slowest; None if not all can be
-    held, or if one would get none.
+    holders: number of each kind. seconds: [kind, n - 1] time of n pieces, growing with n; infinite for more than a
+    holder has room
+    for. Returns pieces [kind, holder], padded with zeros, and the seconds of the slowest; None if the holders have no
+    room for all
+    pieces, or if one would get none.
     """
     enough = (
         counts

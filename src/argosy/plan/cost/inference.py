@@ -1,13 +1,13 @@
-"""What a model takes where it answers: memory for weights and KV cache, seconds of prefill and of each further token.
+"""The costs of inference: memory for weights and KV cache, seconds of prefill and of each further token.
 
-A copy of the model is cut over tp x pp devices; all copies share the sequences that are answered at a time. Prefill is
-the forward of a training step: its FLOPs at the rate of matmuls, two sums over tp ranks in each layer. A decode step of
-B sequences reads each layer's weights once (of experts those that any of B k choices hits: E (1 - (1 - k/E)^B)) and
-the cache of all B, or computes, whichever takes longer (roofline: Williams et al. 2009; Pope et al. 2022, "Efficiently
-Scaling Transformer Inference"); kernels are started from captured graphs, so that the host is no limit. With pipeline
-stages the sequences go round in pp groups.
+A replica of the model is cut over tp x pp devices; the replicas share the sequences that are answered at a time.
+Prefill is the forward of a training step: its FLOPs at the rate of matmuls, and two sums over tp ranks in each layer. A
+decode step of B sequences reads each layer's weights once (of the experts those that any of B k choices hits: E (1 - (1
+- k/E)^B)) and the cache of all B, or computes, whichever takes longer (roofline: Williams et al. 2009; Pope et al.
+2022, "Efficiently Scaling Transformer Inference"). Kernels are started from captured graphs, so that the host is no
+limit. With pipeline stages the sequences go round in pp groups.
 
-The cache of a token is its keys and values in each layer; with latent attention the latent and the rotated key
+The cache of a token holds its keys and values in each layer; with latent attention, the latent and the rotated key
 (DeepSeek-AI 2024), which all tp ranks have whole.
 """
 
@@ -27,37 +27,37 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 STREAMED = 0.85
-"""Share of the memory bandwidth that reading weights and cache gets; assumed."""
+"""Share of the memory bandwidth for reading weights and cache; assumed."""
 SUM_S = 10e-6
-"""To start a sum over the ranks of a node, by kernels made for small messages; assumed."""
+"""Seconds to start a sum over the ranks of a node, by kernels made for small messages; assumed."""
 
 
 @dataclass(frozen=True)
 class Serving:
-    """One way to cut the model, with what it comes to."""
+    """One way to cut the model, with its costs."""
 
     tp: int
     pp: int
     copies: int
     sequences: int
-    """Answered at a time by each copy."""
+    """Sequences that each replica answers at a time."""
     weights_bytes: float
-    """Of a device."""
+    """Weights on one device."""
     cache_bytes: float
-    """Of a device, for these sequences at full length."""
+    """Cache on one device, for these sequences at full length."""
     memory_bytes: Estimate
     most_sequences: int
-    """That a copy has room for."""
+    """Sequences that a replica has room for."""
     prefill_s: Estimate
-    """Of one sequence."""
+    """Time of one sequence's prefill."""
     decode_s: Estimate
-    """Between two tokens of a sequence, at full length."""
+    """Time between two tokens of a sequence, at full length."""
     tokens_per_s: float
-    """Decoded by all devices."""
+    """Tokens that all devices decode a second."""
 
 
 def predict_serving(costs: CostModel, tp: Ints, pp: Ints, precision: str) -> list[Serving]:
-    """What each way to cut the model comes to, `tp` and `pp` ranks being columns of one length."""
+    """Return the costs of each way to cut the model; `tp` and `pp` are columns of one length."""
     model = _ServingModel(costs, tp, pp, precision)
     seq_len, batch = costs.run.data.seq_len, costs.run.train.global_batch
     replicas = costs.devices // (tp * pp)
@@ -101,14 +101,14 @@ class _ServingModel:
         self.matmul_flops_per_s = float(peak) * float(achieved) * costs.constants.matmul
 
     def token_cache_bytes(self) -> Floats:
-        """Bytes of a token's cache in one layer, on one tensor-parallel rank."""
+        """Return the bytes of a token's cache in one layer, on one tensor-parallel rank."""
         work = self.work
         whole = np.maximum(1, float(work.kv_heads) / self.tp) * (float(work.key_width) + float(work.value_width))
         latent = float(work.kv_rank) + float(work.rope_width)
         return np.where(float(work.kv_rank) > 0, latent, whole) * max(self.weight_bytes, 2.0)
 
     def prefill_s(self, tokens: int) -> Floats:
-        """Seconds of the forward of a sequence through all layers, one pipeline stage after the other."""
+        """Return the seconds of the forward of a sequence through all layers, one pipeline stage after the other."""
         work, constants, layers = self.work, self.constants, float(self.work.layers)
         matmuls = 2 * tokens * float(work.matmul_parameters) / self.tp / self.matmul_flops_per_s
         widths = float(work.key_width) + float(work.value_width)
@@ -120,7 +120,7 @@ class _ServingModel:
         return np.asarray(matmuls + attention + pointwise + self._waits_s(tokens))
 
     def decode_s(self, group: Ints) -> Floats:
-        """Seconds of one token for each of `group` sequences, through all layers and pipeline stages."""
+        """Return the seconds of one token for each of `group` sequences, through all layers and pipeline stages."""
         work, layers = self.work, float(self.work.layers)
         experts, chosen = float(work.experts), float(work.experts_per_token)
         hit = 1 - (1 - chosen / experts) ** group if experts else np.zeros(len(self.tp))
@@ -133,7 +133,7 @@ class _ServingModel:
         return np.asarray(np.maximum(reading, computing) + self._waits_s(group))
 
     def _waits_s(self, tokens: Ints | int) -> Floats:
-        """Seconds of two sums over tensor-parallel ranks in each layer, and of sends between stages."""
+        """Return the seconds of two sums over tensor-parallel ranks in each layer, and of sends between stages."""
         tp, pp = self.tp, self.pp
         message = tokens * float(self.work.width) * self.activation_bytes
         ring = group_of(tp, 1, self.rates, self.constants).ring

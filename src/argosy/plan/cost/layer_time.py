@@ -1,4 +1,4 @@
-"""What a layer computes: seconds of its matmuls, of its attention and of what moves through memory.
+"""The computing time of a layer: its matmuls, its attention, and the operations that are as fast as memory.
 
 Shapes are those of one microbatch on one rank: T = microbatch x seq_len / cp tokens, matrices cut by tp.
 
@@ -20,23 +20,25 @@ from argosy.plan.layouts import Layouts
 from argosy.plan.workload import Numbers, Workload
 
 BACKWARD_ATTENTION = 2.5
-"""Attention's backward over its forward: it computes the scores again (Dao 2023)."""
+"""Time of attention's backward over its forward: backward computes the scores again (Dao 2023)."""
 BACKWARD_POINTWISE = 1.6
-"""Backward reads the gradient beside what forward read, and writes one result."""
+"""Time of a pointwise backward over its forward: backward reads the gradient too, and writes one result."""
 INTENSITY = 156e0
 """FLOPs for each byte of memory bandwidth of an A100 in bf16, for which `Constants.half_size` is stated."""
 FULL_HEAD = 128
 """Head width from which tiled attention is as fast as it gets: half as wide, it takes as many exponentials for half the
 FLOPs (Shah et al. 2024: 0.65 to 0.75 of the FLOP/s)."""
 FUSED_EXCHANGE = 0.6
-"""Passes over rows on their way to experts that are left where the exchange sorts them itself (DeepEP, HybridEP)."""
+"""Share of the passes over rows on their way to experts that is left if the exchange sorts them itself (DeepEP,
+HybridEP)."""
 BIAS_PASSES = 4
-"""Over experts' results where they have biases, which are added expert by expert and put together again."""
+"""Passes over experts' results if they have biases: these are added expert by expert, and the results put together
+again."""
 
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Seconds of forward of one layer, or of what is around the layers, for one microbatch."""
+    """Seconds of the forward of one layer, or of all that is around the layers, for one microbatch."""
 
     matmul: Numbers
     attention: Numbers
@@ -58,7 +60,8 @@ class LayerTime:
 
 
 class LayerModel(RankSizes):
-    """Seconds that layers compute, for the plans of one workload on one kind of device, or of as many as there are."""
+    """Seconds that layers compute, for plans of one workload on one kind of device, or of as many as there are
+    plans."""
 
     def __init__(self, plans: Layouts, work: Workload, rates: Rates, system: System, constants: Constants):
         super().__init__(plans, work, system)
@@ -80,13 +83,13 @@ class LayerModel(RankSizes):
 
     @cached_property
     def mean_layer(self) -> LayerTime:
-        """The mean over all layers, of which some may have experts."""
+        """The mean over all layers, some of which may have experts."""
         work = self.work
         moe = work.moe_layers / work.layers
         return self._attention() + self._feed_forward() * (1 - moe) + self.mixture * moe + self._around()
 
     def _matmul(self, m: Numbers, k: Numbers, n: Numbers, rate: Numbers | None = None) -> LayerTime:
-        """Forward of a matmul, with what a narrow format's conversions cost."""
+        """Return the forward of a matmul, with the conversions to a narrow format."""
         rate = self.matmul_flops_per_s if rate is None else rate
         flops, half = 2 * m * k * n, self.half_size
         slow = (1 + half / np.maximum(1, m)) * (1 + half / np.maximum(1, k)) * (1 + half / np.maximum(1, n))
@@ -95,7 +98,7 @@ class LayerModel(RankSizes):
         return LayerTime(flops / rate * slow + quantize, 0.0, 0.0)
 
     def _attention(self) -> LayerTime:
-        """Projections and the attention itself."""
+        """Return the projections and the attention itself."""
         work, plans, tokens = self.work, self.plans, self.tokens
         queries, values = work.heads * work.key_width / plans.tp, work.heads * work.value_width / plans.tp
         kv_heads = np.maximum(1, work.kv_heads / plans.tp)
@@ -115,7 +118,7 @@ class LayerModel(RankSizes):
 
     @cached_property
     def _scores(self) -> LayerTime:
-        """Scores and their weighted sum of values."""
+        """The scores, and the sum of values that they weight."""
         work, plans, system = self.work, self.plans, self.system
         flops = self._score_flops()
         narrow = np.sqrt(np.minimum(1.0, work.key_width / FULL_HEAD))
@@ -134,7 +137,7 @@ class LayerModel(RankSizes):
         return self._mlp(self.tokens, self.work.ffn_width / self.plans.tp)
 
     def _mlp(self, tokens: Numbers, hidden: Numbers) -> LayerTime:
-        """A feed-forward, gated or not."""
+        """Return a feed-forward, gated or not."""
         work = self.work
         up = self._matmul(tokens, work.width, (work.ffn_matrices - 1) * hidden)
         moved = self._moving(self.constants.pointwise_ffn * work.ffn_matrices / 3 * tokens * hidden)
@@ -142,7 +145,7 @@ class LayerModel(RankSizes):
 
     @cached_property
     def mixture(self) -> LayerTime:
-        """Router, experts for the tokens that come to this rank at an even load, shared experts."""
+        """The router, the experts at an even load of tokens, and the shared experts."""
         work, plans, system, constants = self.work, self.plans, self.system, self.constants
         pairs = self.tokens / (plans.tp / self.expert_tp) * work.experts_per_token
         experts_here = np.maximum(1, work.experts / plans.ep)
@@ -165,18 +168,18 @@ class LayerModel(RankSizes):
         )
 
     def _around(self) -> LayerTime:
-        """Norms, residuals, rotary embedding, dropout."""
+        """Return norms, residuals, rotary embedding and dropout."""
         widths = self.constants.pointwise + 3 * self.system.dropout
         return self._moving(widths * self.tokens / self.sequence_ranks * self.work.width)
 
     def _moving(self, elements: Numbers) -> LayerTime:
-        """Pointwise operations that read or write so many elements of memory."""
+        """Return pointwise operations that read or write so many elements of memory."""
         moved = elements * self.activation_bytes * self.pointwise_passes
         return LayerTime(0.0, 0.0, moved / self.rates.memory_bytes_per_s)
 
     @cached_property
     def head(self) -> LayerTime:
-        """Logits and loss of one microbatch, on the last stage; in half precision even where layers are narrower."""
+        """Logits and loss of one microbatch, on the last stage; in half precision even if layers are narrower."""
         work, plans, rates = self.work, self.plans, self.rates
         half = rates.half * rates.achieved_half
         rate = in_precision(plans.precision, rates.fp32 * rates.achieved_fp32, half, half)
@@ -185,7 +188,8 @@ class LayerModel(RankSizes):
         return LayerTime(flops / (rate * self.constants.matmul), 0.0, 10 * logits / rates.memory_bytes_per_s)
 
     def ideal_s(self) -> tuple[Numbers, Numbers]:
-        """Seconds of the model's FLOPs at the data sheet's rates, shared out evenly: of matmuls, of attention."""
+        """Return the seconds of matmuls and of attention for the model's FLOPs at the data sheet's rates, evenly shared
+        out."""
         work, rates, precision = self.work, self.rates, self.plans.precision
         tokens = work.global_batch * work.seq_len / self.plans.world_size
         half = in_precision(precision, rates.fp32, rates.half, rates.half)
@@ -195,7 +199,8 @@ class LayerModel(RankSizes):
 
     @cached_property
     def recomputed_s(self) -> Numbers:
-        """Seconds of what a layer computes a second time: all of it, or what is cheap (untiled: the scores)."""
+        """Seconds of a layer's recompute: all of it, or the cheap operations (the scores, if attention is not
+        tiled)."""
         plans, system = self.plans, self.system
         layer = self.mean_layer
         cheap = layer.pointwise * 0.5 + np.where(system.flash > 0, 0.0, layer.attention)
@@ -204,9 +209,11 @@ class LayerModel(RankSizes):
         return which / plans.recompute_every
 
     def host_s(self, device: Numbers) -> Numbers:
-        """What the host adds to a layer that takes the device so many seconds.
+        """Return the seconds that the host adds to a layer that takes the device so many seconds.
 
-        It starts kernels ahead of the device, so that the slower of both counts; softened, as neither is spread evenly.
+        The host starts kernels ahead of the device, so that the slower of the two counts. The maximum is softened,
+        because neither
+        is spread evenly.
         """
         plans, work, constants = self.plans, self.work, self.constants
         of_experts = constants.host_experts + constants.host_expert * np.maximum(1, work.experts / plans.ep)

@@ -1,16 +1,16 @@
-"""How much memory a rank needs, by category, in closed form: for one plan, or for 100,000s in one go.
+"""The memory of a rank by category, estimated in closed form: for one plan, or for 100,000s at once.
 
-State is Rajbhandari et al. 2020 (`plan.cost.exact_state` has it to the byte, for one plan); activations are Korthikanti
-et al. 2022 for unfused attention, without its score matrices where attention is tiled. With T tokens of a microbatch
-on the rank, e bytes of an activation and everything cut by tp, a layer keeps for backward
+The state follows Rajbhandari et al. 2020 (`plan.cost.exact_state` counts it to the byte, for one plan). Activations
+follow Korthikanti et al. 2022 for unfused attention, without its score matrices if attention is tiled. With T tokens of
+a microbatch on the rank, e bytes of an activation and everything cut by tp, a layer keeps for backward
 
-    4 h + extra     input and output of both norms, and what the software keeps besides    (x T e)
+    4 h + extra     input and output of both norms, and what the software keeps more       (x T e)
     q, k, v, out    the attention's operands and result
     ffn             each matrix's output, the product of both if gated
     experts         k times as many rows, and their tokens before and after
 
-of as many microbatches as the schedule has in flight. The first and the last pipeline rank are both looked at: one
-has most microbatches in flight, the other the logits.
+for as many microbatches as the schedule has in flight. Both the first and the last pipeline rank are computed: the one
+has most microbatches in flight, the other has the logits.
 """
 
 from __future__ import annotations
@@ -30,17 +30,19 @@ from argosy.plan.pipeline import INTERLEAVED
 from argosy.plan.workload import Numbers, Workload
 
 LOSS_CHUNK_LOGITS = 8 * 2**20
-"""Logits that exist at once where the loss is computed in chunks (`models.loss`)."""
+"""Logits that exist at once if the loss is computed in chunks (`models.loss`)."""
 LOSS_CHUNK_BYTES, LOSS_CHUNK_BYTES_EAGER = 14, 22
-"""Of each: in the arithmetic's format, in fp32 twice, its gradient; eager, intermediate results too."""
+"""Bytes of each of these logits: in the arithmetic's format, in fp32 twice, and the gradient; eager, intermediate
+results too."""
 EAGER_WIDTHS, EAGER_FFN = 6, 1
-"""What eager blocks keep beside what compiled ones would: norms' fp32 inputs and results; the gate's activation."""
+"""Hidden-state and feed-forward widths that eager blocks keep more: fp32 inputs and results of norms; the gate's
+activation."""
 DROPOUT_BYTES = 1
 
 
 @dataclass(frozen=True)
 class Footprint(Breakdown):
-    """Bytes on the rank that needs most, at its peak; they add up to it."""
+    """Bytes at the peak of the rank that needs most; the categories add up to it."""
 
     weights: Numbers
     gradients: Numbers
@@ -48,15 +50,15 @@ class Footprint(Breakdown):
     activations: Numbers
     logits: Numbers
     gathered: Numbers
-    """Parameters of the layers at work, where ranks share them, and gradients on their way."""
+    """Parameters of the layers at work, if ranks share them, and gradients that are not summed yet."""
     workspace: Numbers
-    """Kernels' and collectives' buffers."""
+    """Buffers of kernels and collectives."""
     reserve: Numbers
-    """What the allocator holds without use."""
+    """Memory that the allocator holds unused."""
 
 
 class MemoryModel(RankSizes):
-    """The memory of plans for one workload, or for as many as there are plans."""
+    """The memory of plans, for one workload or for as many as there are plans."""
 
     def __init__(self, plans: Layouts, work: Workload, system: System, constants: Constants):
         super().__init__(plans, work, system)
@@ -66,7 +68,7 @@ class MemoryModel(RankSizes):
         self.offloads_activations = plans.is_("offload", "activations", "all")
 
     def predict(self) -> Footprint:
-        """Bytes by category on the rank with the highest peak."""
+        """Return the bytes by category, on the rank with the highest peak."""
         first, last = self._rank(first=True), self._rank(first=False)
         higher = last.total > first.total
         alone = self.plans.pp == 1
@@ -97,7 +99,9 @@ class MemoryModel(RankSizes):
         logits = self._logits() if last else np.zeros(1)
         gathered = self._gathered(ends)
         comes_and_goes = activations + logits + gathered
-        update = np.maximum(0.0, mine * system.update_bytes - comes_and_goes)  # when activations are gone
+        update = np.maximum(
+            0.0, mine * system.update_bytes - comes_and_goes
+        )  # the optimizer's step begins when activations are gone
         first_held = system.checks_gradients * whole * system.gradient_bytes
         used = Footprint(
             weights=held * weight_bytes,
@@ -113,7 +117,7 @@ class MemoryModel(RankSizes):
 
     @property
     def _layers(self) -> Numbers:
-        """Layers of the fullest rank: the mean where they are dealt out by cost."""
+        """Layers of the fullest rank: the mean, if they are dealt out by cost."""
         plans = self.plans
         full = np.ceil(self.work.layers / plans.stages) * plans.stages_here
         return np.where(self.system.balanced_stages > 0, self.work.layers / plans.pp, full)
@@ -124,13 +128,14 @@ class MemoryModel(RankSizes):
         return np.asarray((self.microbatches > 1) & (self.system.sums_once > 0))
 
     def _beside(self, kept: Numbers, gradients: Numbers, of_ends: Numbers) -> Numbers:
-        """Gradients at the peak: one microbatch's take the place of its activations, layer by layer."""
+        """Return the gradients at the peak: with one microbatch, they take the place of its activations, layer by
+        layer."""
         alone = (self.microbatches <= 1) & (self.plans.pp == 1) & (self.system.gradient_buffers == 0)
         return np.where(alone, np.minimum(gradients, of_ends) + np.maximum(0, gradients - of_ends - kept), gradients)
 
     @cached_property
     def _attention(self) -> Numbers:
-        """Elements of a token: queries, keys, values, attention's result, and latents."""
+        """Elements for a token: queries, keys, values, the result of attention, and latents."""
         plans, work = self.plans, self.work
         queries, values = work.heads * work.key_width / plans.tp, work.heads * work.value_width / plans.tp
         kv = np.maximum(1, work.kv_heads / plans.tp) * (work.key_width + work.value_width)
@@ -139,14 +144,15 @@ class MemoryModel(RankSizes):
 
     @cached_property
     def _scores(self) -> Numbers:
-        """Bytes of a token: scores and their softmax where attention is not tiled, else its log-sum-exp."""
+        """Bytes for a token: scores and their softmax if attention is not tiled, else its log-sum-exp."""
         plans, work, system = self.plans, self.work, self.system
         heads = work.heads / plans.tp
         matrices = (self.activation_bytes + 3 * system.dropout) * heads * work.seq_len
         return np.where(system.flash > 0, 4 * heads, matrices)
 
     def _feed_forward(self, matrices: Numbers) -> Numbers:
-        """Elements of a token: so many results as wide as the feed-forward, or as its experts; the mean over layers."""
+        """Return the elements for a token: `matrices` results as wide as the feed-forward or the experts; the mean over
+        layers."""
         plans, work = self.plans, self.work
         moe = work.moe_layers / work.layers
         routed = work.experts_per_token * (2 * work.width + matrices * work.expert_ffn_width) / plans.tp
@@ -156,7 +162,7 @@ class MemoryModel(RankSizes):
 
     @cached_property
     def _of_layer(self) -> Numbers:
-        """Bytes that one layer keeps of one microbatch, nothing recomputed; the mean over layers."""
+        """Bytes that one layer keeps of one microbatch without recompute; the mean over layers."""
         work, system = self.work, self.system
         wider = np.where(self.eager, EAGER_WIDTHS - system.kept_widths, 0) * work.width / self.sequence_ranks
         ffn = self._feed_forward(work.ffn_matrices + EAGER_FFN * self.eager) - self._feed_forward(work.ffn_matrices)
@@ -173,19 +179,20 @@ class MemoryModel(RankSizes):
 
     @cached_property
     def _inputs(self) -> Numbers:
-        """Elements of a token: both norms' outputs, gathered from tensor-parallel ranks and kept so."""
+        """Elements for a token: the outputs of both norms, gathered from tensor-parallel ranks and kept so."""
         return np.where(self.system.gathers_again > 0, 0, 2 * self.work.width * (1 - 1 / self.sequence_ranks))
 
     @cached_property
     def _casts(self) -> Numbers:
-        """Bytes of a layer's weights in the format of the arithmetic: eager autograd keeps these copies too."""
+        """Bytes of a layer's weights cast to the format of the arithmetic: eager autograd keeps them too."""
         plans = self.plans
         is_cast = ~plans.is_("precision", "fp32") & plans.is_("weights", "fp32") & ~plans.shards_parameters
         return np.where(self.eager & is_cast, sum(self.parameters(1.0)) * self.activation_bytes, 0.0)
 
     @cached_property
     def moved(self) -> Numbers:
-        """Bytes of a layer and microbatch that go to the host: what it keeps, or of a recomputed layer its input."""
+        """Bytes of a layer and microbatch that go to the host: all that it keeps, or the input of a recomputed
+        layer."""
         plans = self.plans
         whole = self._of_layer - self._casts
         again = np.where(plans.is_("recompute", "none"), 0.0, 1 / plans.recompute_every)
@@ -206,7 +213,8 @@ class MemoryModel(RankSizes):
         return kept / plans.recompute_every + whole * (1 - 1 / plans.recompute_every)
 
     def _in_flight(self, first: bool) -> Numbers:
-        """Layers' activations that are alive at once: microbatches of the schedule times layers of the rank."""
+        """Return the layers whose activations are alive at once: microbatches of the schedule times layers of the
+        rank."""
         plans, stages = self.plans, self.plans.stages_here
         chunks = 2 * (plans.pp - 1) + (stages - 1) * plans.pp + 1 if first else (stages - 1) * plans.pp + 1
         at_most = np.where(plans.is_("schedule", "gpipe"), self.microbatches, plans.pp if first else 1)
@@ -216,7 +224,8 @@ class MemoryModel(RankSizes):
 
     @cached_property
     def working(self) -> Numbers:
-        """What backward of one layer needs beside what was kept: recomputed activations, gradients on their way."""
+        """Bytes that the backward of one layer needs beside what was kept: recomputed activations, gradients on their
+        way."""
         plans, work = self.plans, self.work
         again = np.where(plans.is_("recompute", "none"), 0.0, np.maximum(0, self._of_layer - self._kept))
         dense = work.ffn_width * (work.dense_layers > 0)
@@ -226,7 +235,8 @@ class MemoryModel(RankSizes):
         return again + gradients + matrix * (self.activation_bytes + 4)
 
     def _received(self) -> Numbers:
-        """A pipeline's buffers: what a rank's stages receive from their neighbours, for each microbatch of the step."""
+        """Return the bytes of a pipeline's buffers: a rank's stages receive into them, for each microbatch of the
+        step."""
         plans = self.plans
         boundaries = np.where(plans.pp > 1, 2 * plans.stages_here - 1, 0) * (self.system.receives_ahead > 0)
         return self.microbatches * boundaries * self.hidden_bytes
@@ -242,9 +252,11 @@ class MemoryModel(RankSizes):
         return np.where(system.whole_logits > 0, whole * system.whole_logits, in_chunks)
 
     def _gathered(self, ends: Numbers) -> Numbers:
-        """Stage 3: parameters that ranks share are whole while they are used, and gradients until they are summed.
+        """Return the bytes of stage 3: shared parameters are whole while they are used, and gradients until they are
+        summed.
 
-        Those of two layers, or of all of a pipeline rank's, whose stages give none up after a backward.
+        They are those of two layers, or of all layers of a pipeline rank, because its stages give up none after a
+        backward.
         """
         plans = self.plans
         of_layer, layers = sum(self.parameters(1.0)), self._layers

@@ -1,8 +1,8 @@
-"""How long collectives take: ring formulas over the links that a group of ranks spans.
+"""The time of collectives: ring formulas over the links that a group of ranks spans.
 
-A group of n ranks, each `stride` apart, has min(n, node/stride) ranks in a node. Where it crosses nodes, its ring
-enters and leaves each node through the adapters of all its ranks there; every device has its share of the node's
-adapters, and other groups use theirs at the same time.
+A group of n ranks, each `stride` apart, has min(n, node/stride) ranks in a node. If it crosses nodes, its ring enters
+and leaves each node through the adapters of all its ranks there. Every device has its share of the node's adapters, and
+other groups use theirs at the same time.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from argosy.plan.workload import Numbers
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate."""
+    """A group of ranks that communicate."""
 
     ranks: Numbers
     inside: Numbers
-    """Of them, those in one node."""
+    """Ranks in one node."""
     ring: Numbers
     """Bytes/s of each rank in a ring through all of them."""
     link: Numbers
@@ -37,12 +37,12 @@ class Group:
 
     @property
     def crosses(self) -> Numbers:
-        """Whether it spans nodes."""
+        """True if the group spans nodes."""
         return self.inside < self.ranks
 
 
 def group_of(ranks: Numbers, stride: Numbers, rates: Rates, constants: Constants) -> Group:
-    """The group of `ranks` ranks whose neighbours are `stride` ranks apart."""
+    """Return the group of `ranks` ranks whose neighbours are `stride` ranks apart."""
     inside = np.clip(rates.node // np.maximum(1, stride), 1, ranks)
     link, nic = rates.link_bytes_per_s * constants.link, rates.nic_bytes_per_s * constants.nic
     across = np.where(inside > 1, np.minimum(link, inside * nic), nic)
@@ -52,21 +52,22 @@ def group_of(ranks: Numbers, stride: Numbers, rates: Rates, constants: Constants
 
 
 def gather_s(whole: Numbers, group: Group) -> Numbers:
-    """All-gather or reduce-scatter of a message of `whole` bytes in all."""
+    """Return the seconds of an all-gather or reduce-scatter of a message of `whole` bytes in all."""
     return (group.ranks - 1) / group.ranks * whole / group.ring + group.latency + group.round
 
 
 def all_reduce_s(message: Numbers, group: Group, in_switch: Numbers = True) -> Numbers:
-    """All-reduce of `message` bytes; where the switch adds up, faster by its gain."""
+    """Return the seconds of an all-reduce of `message` bytes; where the switch sums, it is faster by its gain."""
     gain = np.where(group.crosses | ~np.asarray(in_switch, bool), 1.0, group.reduction_gain)
     steps = np.minimum(2 * group.round, 2 * group.latency * np.log2(np.maximum(2, group.ranks)))  # a ring, or a tree
     return 2 * (group.ranks - 1) / group.ranks * message / (group.ring * gain) + 2 * group.latency + steps
 
 
 def all_to_all_s(message: Numbers, group: Group, crossing: Numbers = 1.0) -> Numbers:
-    """All-to-all: each rank has `message` bytes, of which every other gets an equal part; both links at once.
+    """Return the seconds of an all-to-all: each rank has `message` bytes, an equal part for every other; both links at
+    once.
 
-    crossing: of what is for other nodes, the share that is sent there; the rest is copied on arrival.
+    crossing: share of the data for other nodes that is sent there; the rest is copied on arrival.
     """
     other_nodes = crossing * message * (1 - group.inside / group.ranks) / group.nic
     this_node = message * (group.inside - 1) / group.ranks / group.link
@@ -74,7 +75,7 @@ def all_to_all_s(message: Numbers, group: Group, crossing: Numbers = 1.0) -> Num
 
 
 def send_s(message: Numbers, group: Group) -> Numbers:
-    """To the next rank; the slowest pair, across nodes, decides."""
+    """Return the seconds of a send to the next rank; the slowest pair, across nodes, decides."""
     return message / np.where(group.crosses, group.nic, group.link) + np.where(
         np.asarray(group.ranks) > 1, group.latency, 0.0
     )

@@ -1,4 +1,4 @@
-"""What one plan of one run will take on one cluster: the claim that a run is held against when it ends."""
+"""The prediction for one plan of a run on a cluster. When the run ends, it is compared with what was measured."""
 
 from __future__ import annotations
 
@@ -22,31 +22,32 @@ from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
 
 TABLE = "prediction"
-"""Of plan.toml."""
+"""Table of plan.toml that holds a prediction."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One step of one plan; intervals hold nine times of ten."""
+    """The prediction for one step of one plan; intervals hold nine times of ten."""
 
     cluster: str
-    """What it is made for, in words."""
+    """Name of the cluster that it is made for."""
     step_s: Estimate
     seconds: dict[str, float]
-    """By category (`plan.cost.step_time.StepTime`); they add up to the middle of `step_s`."""
+    """Seconds by category (`plan.cost.step_time.StepTime`); their sum is the middle of `step_s`."""
     memory_bytes: Estimate
-    """Of the rank that needs most, at its peak."""
+    """Peak of the rank that needs most."""
     memory: dict[str, float]
-    """By category (`plan.cost.memory_model.Footprint`), the state exact; the sum is the middle of `memory_bytes`."""
+    """Bytes by category (`plan.cost.memory_model.Footprint`), the state exact; their sum is the middle of
+    `memory_bytes`."""
     traffic: dict[str, int]
     """Axis of the mesh -> bytes that the first rank sends in a step."""
 
     def in_words(self) -> str:
-        """Both totals, e.g. 410 ms a step, 310 MB a rank."""
+        """Return both totals, e.g. 410 ms a step, 310 MB a rank."""
         return f"{seconds(self.step_s.mid)} a step, {float(self.memory_bytes.mid) / 1e6:,.0f} MB a rank"
 
     def toml(self) -> str:
-        """The tables of plan.toml that `load` reads."""
+        """Return the tables of plan.toml that `load` reads."""
         lines = [f"[{TABLE}]", f"cluster = {json.dumps(self.cluster)}"]
         for name in ("step_s", "memory_bytes"):
             estimate = getattr(self, name)
@@ -58,13 +59,13 @@ class Prediction:
 
     @classmethod
     def load(cls, path: Path) -> Self | None:
-        """That of a plan.toml; None if it has none."""
+        """Read the prediction of a plan.toml; None if it has none."""
         table = tomllib.loads(path.read_text()).get(TABLE) if path.exists() else None
         return None if table is None else cls(**{f.name: _value(f.name, table) for f in fields(cls)})
 
 
 def predict(plan: Plan, run: RunConfig, cluster: Cluster) -> Prediction:
-    """What a step of `run` takes on `cluster` as `plan` lays it out, calibrated by the cluster's factors."""
+    """Predict a step of `run` on `cluster` with this plan, calibrated by the cluster's factors."""
     costs, row = CostModel.of(run, cluster), Layouts.of([plan])
     by_category = costs.predict_time(row).by_category(0)
     memory = costs.predict_memory(row).by_category(0)
@@ -81,9 +82,9 @@ def predict(plan: Plan, run: RunConfig, cluster: Cluster) -> Prediction:
 
 
 def _state(plan: Plan, costs: CostModel, cluster: Cluster, last: bool) -> dict[str, float]:
-    """Exact bytes of the state on the first rank of the first pipeline stage, or of the last.
+    """Return the exact bytes of the state on the first rank of the first pipeline stage, or of the last.
 
-    Where gradients are checked there are two at a time: this rank's own, and another's that it computes again.
+    If gradients are checked there are two sets at a time: this rank's own, and another rank's that it computes again.
     """
     rank = (plan.pp - 1) * (plan.world_size // plan.pp) if last else 0
     state = state_bytes(plan, costs.run, rank)
@@ -103,7 +104,7 @@ def _by_axis(plan: Plan, run: RunConfig) -> dict[str, int]:
 
 
 def _short(value: Any) -> float | int:
-    """Six figures: a prediction knows no more."""
+    """Round to six figures: a prediction knows no more."""
     return value if isinstance(value, int) else float(f"{float(value):.6g}")
 
 

@@ -1,8 +1,9 @@
-"""What a rank holds and works on: the sizes that the memory model and the step model share.
+"""The sizes of a rank's work: the memory model and the step model share them.
 
-The shapes are those of one microbatch on one rank. All of it is estimated from the model's sizes, without padding and
-without norms and biases, for one plan or for columns of plans. `plan.cost.exact_state` counts the state of one rank of
-one plan to the byte.
+The shapes are those of one microbatch on one rank. All sizes are estimates from the model's dimensions, without
+padding,
+norms and biases, for one plan or for columns of plans. `plan.cost.exact_state` counts the state of one rank of one plan
+to the byte.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ class RankSizes:
     def __init__(self, plans: Layouts, work: Workload, system: System):
         self.plans, self.work, self.system = plans, work, system
         self.microbatches = np.maximum(1, work.global_batch / (plans.dp * plans.microbatch))
-        """Of a step, on each data-parallel rank."""
+        """Microbatches in a step, on each data-parallel rank."""
         self.tokens = plans.microbatch * work.seq_len / plans.cp
-        """Of a microbatch, on each context-parallel rank."""
+        """Tokens of a microbatch, on each context-parallel rank."""
         self.activation_bytes = np.where(plans.is_("precision", "fp32"), 4.0, 2.0)
-        """Of one element."""
+        """Bytes of one activation."""
         self.sequence_ranks = np.where(system.sequence_parallel > 0, plans.tp, 1)
         """Ranks that share the tokens between matrices."""
         self.expert_tp = np.where(system.whole_experts > 0, 1, plans.tp)
@@ -36,9 +37,9 @@ class RankSizes:
         return self.tokens * self.work.width / self.sequence_ranks * self.activation_bytes
 
     def parameters(self, layers: Numbers) -> tuple[Numbers, Numbers]:
-        """Parameters on a rank that holds `layers` layers: those outside routed experts, and those of routed experts.
+        """Return the parameters on a rank that holds `layers` layers: outside routed experts, and in routed experts.
 
-        Tensor and expert parallelism have cut them; data-parallel ranks may share what is left (ZeRO).
+        Tensor and expert parallelism have cut them; data-parallel ranks may share the rest (ZeRO).
         """
         plans, work = self.plans, self.work
         moe = work.moe_layers / work.layers

@@ -1,12 +1,12 @@
-"""How long a training step takes, by category, in closed form: for one plan, or for 100,000s in one go.
+"""The time of a training step by category, estimated in closed form: for one plan, or for 100,000s at once.
 
-The step of a pipeline rank with M microbatches is M times its stages' forward and backward, plus the bubble, plus what
-comes once a step. `plan.cost.layer_time` says what a layer computes, `plan.cost.constants` what formulas do not say.
-Every time is that of the slowest rank.
+The step of a pipeline rank with M microbatches is M times its stages' forward and backward, plus the bubble, plus the
+work that comes once a step. `plan.cost.layer_time` has the computing of a layer, `plan.cost.constants` the numbers that
+no formula gives. Every time is that of the slowest rank.
 
 Collectives of a message of S bytes over n ranks: ring all-reduce 2 (n-1)/n S/B + latency, all-gather, reduce-scatter
 and all-to-all half of it (Thakur et al. 2005). Bubble: (pp - 1)/v times a microbatch (Narayanan et al. 2021), less
-what zero-bubble schedules fill (Qi et al. 2024).
+the part that zero-bubble schedules fill (Qi et al. 2024).
 """
 
 from __future__ import annotations
@@ -36,45 +36,45 @@ BUBBLE_LEFT = {
     "zbv": 1 / 6,
     "dualpipev": 1 / 6,
 }
-"""Share of 1F1B's bubble, at the same number of stages on a rank: ZB-H1 a third; V-shaped ones none but for what the
-gradient norm's synchronisation leaves (planner notes: about 8 % of a step of few microbatches)."""
+"""Share of the bubble of 1F1B that is left, with as many stages on a rank: a third for ZB-H1; for V-shaped schedules
+only that which synchronising the gradient norm leaves (planner notes: about 8 % of a step of few microbatches)."""
 
 
 @dataclass(frozen=True)
 class StepTime(Breakdown):
-    """Seconds of a step by category; they add up to the step."""
+    """Seconds of a step by category; their sum is the step."""
 
     ideal: Numbers
     """Model FLOPs at the data sheet's rate."""
     matmul: Numbers
-    """What matmuls take beyond that: rates never reached, shapes, narrow formats' conversions."""
+    """Seconds of matmuls beyond that: rates never reached, shapes, conversions to narrow formats."""
     attention: Numbers
-    """What attention takes beyond that."""
+    """Seconds of attention beyond that."""
     pointwise: Numbers
-    """Operations as fast as memory is."""
+    """Operations as fast as memory."""
     host: Numbers
     """Kernels so small that the host cannot start them fast enough."""
     recompute: Numbers
     offload: Numbers
-    """Waiting for activations on their way to the host's memory and back."""
+    """Waiting for activations that go to the host's memory and back."""
     tensor: Numbers
     """Waiting for tensor-parallel ranks."""
     context: Numbers
     experts: Numbers
-    """Waiting for tokens on their way to experts, and for the busiest of these."""
+    """Waiting for tokens that go to experts, and for the busiest expert."""
     pipeline: Numbers
     """Waiting for sends between stages."""
     bubble: Numbers
-    """Stages with nothing to do, and stages shorter than the longest."""
+    """Idle stages, and stages shorter than the longest."""
     gradients: Numbers
     """Waiting for data-parallel ranks: sums of gradients, gathering of parameters."""
     optimizer: Numbers
     other: Numbers
-    """What every step costs besides, and stragglers."""
+    """Costs of every step, and stragglers."""
 
 
 class StepModel(LayerModel):
-    """Seconds of a step, for the plans of one workload on one kind of cluster, or of as many as there are plans."""
+    """Seconds of a step, for plans of one workload on one kind of cluster, or of as many as there are plans."""
 
     def __init__(self, plans: Layouts, work: Workload, rates: Rates, system: System, constants: Constants):
         super().__init__(plans, work, rates, system, constants)
@@ -90,7 +90,7 @@ class StepModel(LayerModel):
         self.expert_shard_group = group_of(shards, plans.ep * stride, rates, constants)
 
     def predict(self) -> StepTime:
-        """Seconds of a step by category."""
+        """Return the seconds of a step by category."""
         plans, work, constants = self.plans, self.work, self.constants
         m = self.microbatches
         layer, again = self.mean_layer, self.recomputed_s
@@ -136,18 +136,19 @@ class StepModel(LayerModel):
 
     @cached_property
     def _forwards(self) -> Numbers:
-        """How often a layer's forward communication happens, backward's counted as one more."""
+        """Times that a layer's forward communication happens; backward's counts as one more."""
         return 2 + np.where(self.plans.is_("recompute", "full"), 1 / self.plans.recompute_every, 0.0)
 
     def _tensor(self) -> Numbers:
-        """Two sums a layer and direction over tensor-parallel ranks; a reduce-scatter and an all-gather are one."""
+        """Return the wait for two sums a layer and direction over tensor-parallel ranks; a reduce-scatter and an
+        all-gather are one sum."""
         message = self.tokens * self.work.width * self.activation_bytes
         exposed = self.constants.exposed_tensor * np.where(self.system.overlaps_tensor > 0, 0.5, 1.0)
         in_switch = self.system.sequence_parallel == 0
         return 2 * self._forwards * exposed * all_reduce_s(message, self.tensor_group, in_switch)
 
     def _context(self, layer: LayerTime) -> Numbers:
-        """A ring of keys and values under attention, or the exchange of heads for tokens."""
+        """Return the wait for a ring of keys and values under attention, or for the exchange of heads for tokens."""
         plans, work = self.plans, self.work
         kv_elements = np.maximum(1, work.kv_heads / plans.tp) * (work.key_width + work.value_width)
         kv = self.tokens * kv_elements * self.activation_bytes
@@ -159,7 +160,7 @@ class StepModel(LayerModel):
         return np.where(plans.is_("context", "ulysses"), ulysses, ring)
 
     def _experts(self) -> Numbers:
-        """Tokens to their experts and back; and the wait for the busiest."""
+        """Return the wait for tokens to reach their experts and come back, and for the busiest expert."""
         plans, work, constants = self.plans, self.work, self.constants
         copies = self._copies(plans.ep) * np.where(work.experts > 0, 1.0, 0.0)
         message = self.tokens / self.sequence_ranks * copies * work.width * self.activation_bytes
@@ -170,20 +171,21 @@ class StepModel(LayerModel):
         return work.moe_layers / work.layers * (exchange + np.where(plans.ep > 1, busiest, 0.0))
 
     def _copies(self, places: Numbers) -> Numbers:
-        """Of a token: one for each of its experts, or one for each rank, or node, of so many that it goes to."""
+        """Return the copies of a token that are sent: one for each of its experts, or for each of the `places` it goes
+        to."""
         k = np.maximum(1, self.work.experts_per_token)
         return np.where(self.system.sends_once > 0, np.minimum(k, places * (1 - (1 - 1 / places) ** k)), k)
 
     def _crossing(self) -> Numbers:
-        """Of a token's copies to ranks, the share that crosses the network."""
+        """Return the share of a token's copies that crosses the network."""
         nodes = np.maximum(1, self.plans.ep * self.expert_tp / self.rates.node)
         return np.minimum(1, self._copies(nodes) / self._copies(self.plans.ep))
 
     def _gathered(self, compute: Numbers) -> Numbers:
-        """ZeRO 3: what gathering a layer's parameters and scattering its gradients adds to its compute."""
+        """Return what ZeRO 3 adds to a layer's compute: gathering its parameters and scattering its gradients."""
         plans, system = self.plans, self.system
         dense, experts = self.parameters(1.0)
-        gathers = np.where(plans.pp > 1, 1 + 1 / self.microbatches, 2.0)  # a pipeline gives up nothing after a backward
+        gathers = np.where(plans.pp > 1, 1 + 1 / self.microbatches, 2.0)  # a pipeline keeps parameters after a backward
         gathers = gathers + (self._forwards - 2) * system.gathers_recomputed
         times = np.where(system.sums_once > 0, 1 / self.microbatches, 1.0)
         moved = (system.gathers - 1) * (gathers + times) * gather_s(0.0, self.shard_group)
@@ -198,7 +200,8 @@ class StepModel(LayerModel):
     # What comes once a step
 
     def _gradients(self, compute: Numbers, window: Numbers) -> Numbers:
-        """ZeRO 0 to 2: one sum of all gradients a step, the last microbatch's backward hiding what it can."""
+        """Return the wait of ZeRO 0 to 2 for one sum of all gradients a step; the last microbatch's backward hides a
+        part of it."""
         plans, work, system, constants = self.plans, self.work, self.system, self.constants
         dense, experts = self.parameters(work.layers / plans.pp)
         dense = dense + work.vocabulary_parameters / plans.tp
@@ -216,20 +219,21 @@ class StepModel(LayerModel):
         return once + np.where(plans.zero == 3, all_reduce_s(of_shard, replicas) * 0.5, 0.0)
 
     def _optimizer(self) -> Numbers:
-        """Reading gradient and state, writing state and weight."""
+        """Return the seconds to read gradient and state, and to write state and weight."""
         plans, system = self.plans, self.system
         dense, experts = self.parameters(self.work.layers / plans.pp)
         mine = (dense + self.work.vocabulary_parameters / plans.tp) / plans.shares_state
         mine = mine + experts / np.maximum(1, plans.shares_state / plans.ep)
         of_weight = system.gradient_bytes * 2 + 2 * system.moment_bytes + system.weight_bytes
         moved = self.constants.optimizer * mine * of_weight
-        # Gradients to the host, its update, and new values back: one after the other (`parallel.offload`).
+        # Gradients go to the host, it updates, new values come back: one after the other (`parallel.offload`).
         copied = mine * (system.gradient_bytes + system.weight_bytes) / self._host_link_bytes_per_s
         on_host = copied + moved / self.rates.host_memory_bytes_per_s
         return np.where(plans.is_("offload", "optimizer", "all"), on_host, moved / self.rates.memory_bytes_per_s)
 
     def _offload(self, layer: LayerTime) -> Numbers:
-        """What copying a layer's activations adds: they leave beside forward, and backward waits for their return."""
+        """Return what copying a layer's activations adds: they leave beside forward, and backward waits for their
+        return."""
         if not np.any(self.plans.is_("offload", "activations", "all")):
             return np.zeros(1)
         memory = MemoryModel(self.plans, self.work, self.system, self.constants)
@@ -243,7 +247,7 @@ class StepModel(LayerModel):
     # The pipeline
 
     def _heaviest(self, of_layer: Numbers, of_head: Numbers) -> Numbers:
-        """Seconds of a microbatch on the slowest rank."""
+        """Return the seconds of a microbatch on the slowest rank."""
         plans, work = self.plans, self.work
         stages = plans.pp * plans.stages_here
         worth = of_head / of_layer
@@ -256,12 +260,12 @@ class StepModel(LayerModel):
         plans = self.plans
         left = np.array([BUBBLE_LEFT[name] for name in SCHEDULE_NAMES])[plans.schedule]
         filled = left * (plans.pp - 1) / plans.stages_here * of_microbatch
-        # One microbatch's way through all ranks and back; where backward is split, weights' gradients can wait.
+        # One microbatch passes all ranks and comes back; if backward is split, the gradients of weights can wait.
         way = np.where(plans.is_("schedule", *SPLITTING), 2 / 3, 1.0) * plans.pp
         return np.maximum(filled, (way - self.microbatches) * of_microbatch)
 
     def _sends(self) -> Numbers:
-        """Hidden states to the next stage, gradients back, of one microbatch on one rank."""
+        """Return the wait for hidden states to the next stage and gradients back, of one microbatch on one rank."""
         plans = self.plans
         group = group_of(plans.pp, plans.tp * plans.cp * plans.dp, self.rates, self.constants)
         sends = self.constants.exposed_pipeline * 2 * plans.stages_here * send_s(self.hidden_bytes, group)

@@ -1,11 +1,11 @@
-"""Bytes on the wire, in closed form: what each rank sends in one step, by mesh axis and collective.
+"""The exact bytes on the wire: those that each rank sends in one step, by mesh axis and collective, in closed form.
 
-The convention is that of ring algorithms: of a message of `size` bytes in a group of n ranks, a rank sends
+The convention is that of ring algorithms. For a message of `size` bytes in a group of n ranks, a rank sends
 
     all_reduce   2 (n-1)/n size        all_gather, reduce_scatter, all_to_all   (n-1)/n size        send   size
 
-where size is that of the whole: what everyone has after an all-gather, or before a reduce-scatter (Thakur et al. 2005).
-`observe.wire` counts the same of a running step. With M microbatches of B rows, T tokens of a row on one cp rank,
+where size is that of the whole: the result of an all-gather, or the input of a reduce-scatter (Thakur et al. 2005).
+`observe.wire` counts the same in a running step. With M microbatches of B rows, T tokens of a row on one cp rank,
 width D, e bytes of an activation, w of a weight, r of a gradient's sum, N elements of the rank's parameters (padded to
 equal shares), a step sends
 
@@ -29,9 +29,9 @@ equal shares), a step sends
     all cuts   all_gather                     4                     1           each element of a matrix under Muon
     stage      broadcast                      4 (on a GPU 2)        1           the same, over all ranks of the stage
 
-Blocks that are recomputed send what is in their forward once more, but for the last sum over tp ranks, which no
-gradient needs; with recompute=selective a ring's output is kept, and it sends nothing more. Sixteen bytes of every
-step's loss, votes and gradient norm cross all ranks.
+Recomputed blocks send the messages of their forward once more, except the last sum over tp ranks, which no gradient
+needs. With recompute=selective the output of a ring is kept, so that it sends nothing more. 96 bytes a step (loss,
+votes, gradient norm, fingerprint) cross all ranks.
 """
 
 from __future__ import annotations
@@ -52,44 +52,45 @@ Traffic = Counter[tuple[str, str]]
 """(axis, kind of collective) -> bytes that one rank sends in one step."""
 
 WORLD, ENDS, STAGE = "world", "ends", "stage"
-"""The axis of all ranks; that of a tied embedding's two holders, in the first and the last pipeline stage; that of all
-ranks of a pipeline's rank, which need the same updates."""
+"""Three more axes: WORLD has all ranks. ENDS has the two ranks that hold a tied embedding, in the first and the last
+pipeline stage. STAGE has all ranks of a pipeline rank, which need the same updates."""
 AXES = ("pp", "tp", "cp", "shard", "replicate", "ep", "expert_shard", "expert_replicate")
-"""Axes of traffic: `shard` is dp_shard x cp. Where one spans all ranks, all bytes are under its name, the first of
-these: a process group knows its ranks, not what it is used for."""
+"""Axes of traffic: `shard` is dp_shard x cp. If an axis spans all ranks, all bytes count under its name (the first such
+name): a process group knows its ranks, not its purpose."""
 
 LOSS_BYTES = 96
 """The step's loss, the squared gradient norm, the fingerprint's four parts and six votes, fp64."""
 KV_GRADIENT_BYTES = 4
 """Gradients of keys and values travel round a ring in fp32."""
 MOMENTUM_BYTES = 4
-"""Muon's, and in fp32 what it becomes."""
+"""Bytes of an element of Muon's momentum, and of its result in fp32."""
 INDEX_BYTES, ROUTING_WEIGHT_BYTES = 8, 4
-"""An expert's number, or a count of tokens, int64; its weight, fp32."""
+"""Bytes of an expert's number or a count of tokens (int64), and of a routing weight (fp32)."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """A message of this rank, or several alike."""
+    """One collective of this rank, or several alike."""
 
     axis: str
     kind: str
     size: float
-    """Bytes of the whole, of all messages together."""
+    """Bytes of the whole message, of all messages together."""
     ranks: int
 
     @property
     def bytes(self) -> float:
-        """What the rank itself sends."""
+        """Bytes that the rank itself sends."""
         rounds = {"all_reduce": 2, "send": self.ranks / max(1, self.ranks - 1)}.get(self.kind, 1)
         return rounds * (self.ranks - 1) / self.ranks * self.size
 
 
 def traffic(plan: Plan, run: RunConfig, rank: int = 0) -> Traffic:
-    """What global rank `rank` sends in one step, padding included.
+    """Return the bytes that global rank `rank` sends in one step, padding included.
 
-    Exact for dense models; with experts, for a load that is even over the ranks. With zero 3 in a pipeline, for up to
-    three stages on a rank: of more, torch lets some go and gathers them again.
+    Exact for dense models; with experts, exact for a load that is even over the ranks. With zero 3 in a pipeline, exact
+    for up to three
+    stages on a rank: with more, torch frees some and gathers them again.
     """
     sums: Traffic = Counter()
     spanning = spanning_axis(axis_sizes(plan), plan.world_size) or WORLD
@@ -102,7 +103,7 @@ def traffic(plan: Plan, run: RunConfig, rank: int = 0) -> Traffic:
 
 
 def axis_sizes(plan: Plan) -> dict[str, int]:
-    """Ranks along each of `AXES`."""
+    """Return the number of ranks along each of `AXES`."""
     together = plan.dp_shard * plan.cp
     shard, expert_shard = (1, 1) if plan.zero == 0 else (together, together // plan.ep)
     return {
@@ -118,19 +119,19 @@ def axis_sizes(plan: Plan) -> dict[str, int]:
 
 
 def spanning_axis(sizes: dict[str, int], world: int) -> str | None:
-    """The first axis that spans all ranks, if any."""
+    """Return the first axis that spans all ranks, if there is one."""
     return next((axis for axis in AXES if 1 < sizes[axis] == world), None)
 
 
 def _held(plan: Plan, run: RunConfig, rank: int) -> Iterator[tuple[str, Parameter, LocalShard]]:
-    """Every parameter on this rank."""
+    """Yield every parameter on this rank."""
     for stage in stages_on(plan, run, rank).values():
         for name, parameter in parameter_table(run.model, stage, plan.tp).items():
             yield name, parameter, local_shard_of(parameter, plan, rank)
 
 
 def _gradients(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
-    """The sum of gradients over data-parallel ranks, and what makes sharded values whole again."""
+    """Yield the sums of gradients over data-parallel ranks, and the gathering of sharded values."""
     reduced, weight = DTYPE_BYTES[plan.reduce], DTYPE_BYTES[plan.weights]
     gathered = weight if plan.precision == "fp32" else DTYPE_BYTES[plan.precision]
     for name, parameter, cut in _held(plan, run, rank):
@@ -153,12 +154,12 @@ def _is_dealt(parameter: Parameter, plan: Plan) -> bool:
 
 
 def _times_gathered(plan: Plan, run: RunConfig, is_block: bool) -> int:
-    """How often FSDP2 gathers a parameter in a step.
+    """Return how often FSDP2 gathers a parameter in a step.
 
-    A block is given up after its forward, what is around the blocks (the root module) after backward. A pipeline's
-    stages give up nothing after a backward, so that a block is gathered for each forward but those right after a
+    A block is freed after its forward, the parameters around the blocks (the root module) after backward. A pipeline's
+    stages free nothing after a backward, so that a block is gathered for each forward but those right after a
     backward, and for each backward right after a forward: M + 1 times, in whatever order. Schedules that split
-    backward keep all that they have gathered until the end of the step.
+    backward keep all gathered parameters until the end of the step.
     """
     microbatches = plan.microbatches(run.train.global_batch)
     if plan.pp > 1:
@@ -167,20 +168,21 @@ def _times_gathered(plan: Plan, run: RunConfig, is_block: bool) -> int:
 
 
 def _replicated(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
-    """Gradients of what all tp ranks have whole: each computed a part of the sum."""
+    """Yield the gradients of parameters that all tp ranks have whole: each rank computed a part of the sum."""
     elements = sum(math.prod(cut.mine) for _, parameter, cut in _held(plan, run, rank) if parameter.tp_dim is None)
     yield Collective("tp", "all_reduce", DTYPE_BYTES[plan.weights] * elements, plan.tp)
 
 
 def _tied_ends(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
-    """The gradient of a tied embedding, which the first and the last stage hold."""
+    """Yield the gradient of a tied embedding, which the first and the last stage hold."""
     if run.model.tie_embeddings and plan.pp > 1 and not SCHEDULES[plan.schedule].v_shaped:
         elements = sum(math.prod(cut.mine) for name, _, cut in _held(plan, run, rank) if name == "embedding.weight")
         yield Collective(ENDS, "all_reduce", DTYPE_BYTES[plan.weights] * elements, 2)
 
 
 def _tensor(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
-    """Hidden states of all tokens before a layer's first matmul, sums after its last; in backward the other way."""
+    """Yield hidden states of all tokens before a layer's first matmul, and sums after its last; in backward the other
+    way."""
     tokens, e = _tokens(plan, run), DTYPE_BYTES[plan.precision]
     hidden = e * tokens * run.model.width
     for stage in stages_on(plan, run, rank).values():
@@ -188,7 +190,7 @@ def _tensor(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
         both_ways = 2 * sum(_gatherings(run.model, layer) for layer in stage.layers) + around
         again = _recomputed(plan, stage)
         gatherings = both_ways + sum(_gatherings(run.model, layer) for layer in again)
-        last_sums = sum(not run.model.is_moe_layer(layer) for layer in again)  # a mixture's is needed: it is weighted
+        last_sums = sum(not run.model.is_moe_layer(layer) for layer in again)  # a mixture needs its sum, to weight it
         yield Collective("tp", "all_gather", hidden * gatherings, plan.tp)
         yield Collective("tp", "reduce_scatter", hidden * (gatherings - last_sums), plan.tp)
         if stage.last:
@@ -196,13 +198,13 @@ def _tensor(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
 
 
 def _gatherings(model: ModelConfig, layer: int) -> int:
-    """Times that a block's forward gathers hidden states over tp ranks, and as often adds them up."""
+    """Return how often a block's forward gathers hidden states over tp ranks, and as often sums them."""
     has_shared = model.is_moe_layer(layer) and model.moe.shared_experts > 0
     return 3 if has_shared else 2
 
 
 def _context(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
-    """Attention to the tokens of other cp ranks."""
+    """Yield the exchange of attention with other cp ranks."""
     n, e, model = plan.cp, DTYPE_BYTES[plan.precision], run.model
     width = model.mla.key_width if model.mla.kv_rank else model.head_width
     heads, kv_heads = model.heads // plan.tp, max(1, model.kv_heads // plan.tp)
@@ -220,7 +222,7 @@ def _context(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
 
 
 def _pipeline(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
-    """Hidden states to the next stage, their gradients to the one before, if these are elsewhere."""
+    """Yield hidden states to the next stage, and their gradients to the one before, if these are on other ranks."""
     if plan.pp == 1:
         return
     hidden = DTYPE_BYTES[plan.precision] * _tokens(plan, run) // plan.tp * run.model.width
@@ -231,7 +233,8 @@ def _pipeline(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
 
 
 def _experts(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
-    """Tokens to their experts and back, and in backward again, for an even load; and what goes with them."""
+    """Yield tokens to their experts and back, and again in backward, for an even load; and the routing data with
+    them."""
     model, moe, e = run.model, run.model.moe, DTYPE_BYTES[plan.precision]
     rows = run.train.global_batch // plan.dp
     pairs = _tokens(plan, run) * moe.experts_per_token
@@ -253,9 +256,10 @@ def _experts(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
 
 
 def _muon(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
-    """Momenta of matrices that are cut, made whole cut by cut; and what one rank made of each, to all that need it.
+    """Yield momenta of cut matrices, gathered cut by cut; and the result of one rank for each, sent to all that need
+    it.
 
-    Stacks of experts that are cut between the experts alone are nobody else's concern.
+    Stacks of experts that are cut only between the experts stay on their rank.
     """
     for name, parameter, cut in _held(plan, run, rank):
         if settings_of(name, parameter.shape, run.optimizer).rule != "muon":
@@ -274,7 +278,8 @@ def _muon(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
 
 
 def _gathered_outer(parameter: Parameter, cut: LocalShard, plan: Plan) -> Iterator[Collective]:
-    """What tensor and expert parallelism cut; ZeRO 1 and 2 undo the cuts in the opposite order (`parallel.pieces`)."""
+    """Yield the gathering of tensor and expert cuts; ZeRO 1 and 2 undo the cuts in the opposite order
+    (`parallel.pieces`)."""
     shape = list(cut.local)
     for axis in ("tp", "ep") if plan.zero in (1, 2) else ("ep", "tp"):
         ranks, dim = (plan.ep, 0) if axis == "ep" else (plan.tp, parameter.tp_dim)
@@ -286,14 +291,14 @@ def _gathered_outer(parameter: Parameter, cut: LocalShard, plan: Plan) -> Iterat
 
 
 def _everyone(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
-    """What all ranks decide together, and the experts' loads."""
+    """Yield the joint decision of all ranks, and the experts' loads."""
     yield Collective(WORLD, "all_reduce", LOSS_BYTES, plan.world_size)
     if run.model.moe.experts:
         yield Collective(WORLD, "all_reduce", 8 * run.model.layers * (2 * run.model.moe.experts + 1), plan.world_size)
 
 
 def _tokens(plan: Plan, run: RunConfig) -> int:
-    """Tokens of a cp rank in a whole step, those of all its tp ranks together."""
+    """Return the tokens of a cp rank in a whole step, those of all its tp ranks together."""
     return run.train.global_batch // plan.dp * run.data.seq_len // plan.cp
 
 
