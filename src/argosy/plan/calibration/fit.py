@@ -1,9 +1,8 @@
-"""Fitting the cost model's constants to measured steps: the most probable ones, given what was assumed beforehand.
+"""Fit the cost model's constants to measured steps: the most probable ones, given what was assumed beforehand.
 
-Each constant's logarithm is normal around its guess; a measurement's is normal around the prediction, with outliers
-(Student's t), plus offsets that it shares with others: all of one source (the software, the cluster, the way of
-counting), all of one model.
-Levenberg-Marquardt (Marquardt 1963) on reweighted residuals finds the maximum.
+The logarithm of each constant is normal around its guess. That of a measurement is normal around the prediction, with
+outliers (Student's t), plus offsets that it shares with others: those of one source (the software, the cluster, the way
+of counting) and those of one model. Levenberg-Marquardt (Marquardt 1963) on reweighted residuals finds the maximum.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from argosy.plan.cost.constants import Constants
 Floats = NDArray[Any]
 
 ROW_STD = 0.08
-"""Of the logarithm of a measurement around its source's mean: what no model of this kind will know."""
+"""Standard deviation of the logarithm of a measurement around its source's mean: no model of this kind will know it."""
 SHARED_STD = 0.12
-"""Of an offset."""
+"""Standard deviation of a shared offset."""
 OUTLIER_FREEDOM = 4
 """Degrees of freedom of the t distribution."""
 STEPS, STEP_DIFFERENCE = 40, 1e-4
@@ -30,13 +29,13 @@ STEPS, STEP_DIFFERENCE = 40, 1e-4
 
 @dataclass(frozen=True)
 class ConstantsFit:
-    """What was found."""
+    """The constants of a fit."""
 
     constants: Constants
     offsets: dict[str, float]
-    """What is shared -> logarithm of measured over predicted, shrunk towards 0."""
+    """Shared key -> logarithm of measured over predicted, shrunk towards 0."""
     covariance: Floats
-    """Of the logarithms of the constants that were fitted, and of the offsets."""
+    """Covariance of the logarithms of the fitted constants, and of the offsets."""
 
 
 def fit_constants(
@@ -48,12 +47,12 @@ def fit_constants(
     spread: float | None = None,
     begin: Constants | None = None,
 ) -> ConstantsFit:
-    """The constants with which `predict` is nearest to `measured`.
+    """Return the constants with which `predict` is nearest to `measured`.
 
-    predict: constants -> one positive figure for each of `measured`; shared: what each has in common with others, such
-    as its source and its model; start: what is assumed beforehand (default: the guesses); free: the constants that may
-    move (default all); spread: how far they may well be off, a factor (default: as declared for each); begin: where to
-    look first (default: start).
+    predict: constants -> one positive figure for each of `measured`; shared: the keys that each measurement shares with
+    others, such as its source and its model; start: constants assumed beforehand (default: the guesses); free:
+    constants that may move (default: all); spread: the factor by which they may be off (default: as declared for each);
+    begin: where the search begins (default: start).
     """
     declared = {f.name: f.metadata for f in fields(Constants)}
     start = start or Constants()

@@ -1,9 +1,9 @@
-"""What finished runs teach about a cluster: how much longer than predicted each part of their steps took.
+"""Learn calibration factors from finished runs: how much longer than predicted each part of their steps took.
 
-The logarithm of each factor is normal around 0 (that is 1, no change) before any run is seen, and a measured part of a
-step is normal, in its logarithm, around the sum of its predicted categories times their factors. A part may hold
-several (what a layer waits for is inside its forward), so all factors are found together, by Gauss-Newton on the
-posterior, whose curvature says how sure each is. Few runs move a factor less; what no run tells about has none.
+Before any run is seen, the logarithm of each factor is normal around 0 (no change). The logarithm of a measured part of
+a step is normal around the sum of its predicted categories times their factors. A part may hold several categories (a
+layer's waits are inside its forward), so that all factors are found together, by Gauss-Newton on the posterior; its
+curvature gives their uncertainty. Few runs move a factor less; a category that no run tells about has no factor.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from argosy.plan.plan import Plan
 Floats = NDArray[np.float64]
 
 PRIOR_STD = 0.5
-"""Of a factor's logarithm before any run: within 1/1.6 and 1.6 two times of three."""
+"""Standard deviation of a factor's logarithm before any run: within 1/1.6 and 1.6 two times of three."""
 PLAN_STD, STEP_STD = 0.15, 0.02
-"""Of what is measured around the prediction: a share of the part, and a share of the whole step."""
+"""Standard deviations of a measurement around its prediction: a share of the part, and a share of the whole step."""
 FREEDOM = 4
-"""Worth of these guesses, in measurements: with many more, their own scatter counts."""
+"""Weight of these guesses, as a number of measurements: with many more measurements, their own scatter counts."""
 ITERATIONS, LONGEST_MOVE = 30, 1.0
 TOLD = 0.9
-"""A factor whose standard deviation is above this share of PRIOR_STD was told little about, and is left out."""
+"""A factor with a standard deviation above this share of PRIOR_STD is left out: the runs tell too little about it."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A run, and what its report says."""
+    """A finished run and its report."""
 
     folder: Path
     run: RunConfig
@@ -54,7 +54,7 @@ class Finished:
 
     @classmethod
     def read(cls, folder: Path) -> Finished:
-        """That of a run's folder. Raises: UserError if it has no report with measured parts."""
+        """Read a run's folder. Raises: UserError if it has no report with measured parts."""
         path = folder / "report.json"
         try:
             report: dict[str, Any] = json.loads(path.read_bytes())
@@ -75,7 +75,7 @@ class Finished:
 
 
 def cluster_file(named: str | None) -> Path:
-    """The file that factors are written to: the one named, or what `argosy probe` wrote. Raises: UserError."""
+    """Return the file to write factors to: the named one, or that of `argosy probe`. Raises: UserError."""
     path = PROBED if named is None else Path(named).expanduser()
     if path.suffix != ".toml" or not path.is_file():
         raise UserError(
@@ -86,7 +86,7 @@ def cluster_file(named: str | None) -> Path:
 
 
 def learn(folders: Sequence[Path], cluster: Cluster) -> Cluster:
-    """The cluster with the factors that these runs tell, in place of those that it had.
+    """Return the cluster with the factors that these runs tell, in place of those that it had.
 
     Raises: UserError if they ran on other devices, or with different software.
     """
@@ -99,7 +99,7 @@ def learn(folders: Sequence[Path], cluster: Cluster) -> Cluster:
 
 
 def in_words(before: Cluster, after: Cluster, runs: int) -> str:
-    """What has changed, a line each."""
+    """Describe the changes, a line each."""
     lines = [f"factors from {runs} run{'s' if runs > 1 else ''} with {after.software}:"]
     if before.software not in ("", after.software):
         lines.append(f"  (before, the file was about {before.software})")
@@ -125,7 +125,7 @@ def _check(runs: Sequence[Finished], cluster: Cluster) -> None:
 
 
 def _is_of(device: str, cluster: Cluster) -> bool:
-    """Whether a device, as a report names it, is that of the cluster."""
+    """Return True if a device, as a report names it, is that of the cluster."""
     if device == "cpu" or cluster.device.kind == "cpu":
         return device == "cpu" and cluster.device.kind == "cpu"
     name = device_named(device)
@@ -159,7 +159,7 @@ def _of_memory(runs: Sequence[Finished], raw: Sequence[Prediction]) -> dict[Cate
 def _factors(
     names: Sequence[Category], design: Floats, known: Floats, measured: Floats, std: Floats
 ) -> dict[Category, Factor]:
-    """Factors of the design's columns, for which its rows, and what is known of each, add up to what was measured."""
+    """Return factors of the design's columns such that each row, with its known part, adds up to what was measured."""
     logs, deviations, misses = _posterior(design, known, measured, std)
     scatter = np.sqrt((FREEDOM + ((misses / std) ** 2).sum()) / (FREEDOM + len(misses)))
     logs, deviations, _ = _posterior(design, known, measured, std * max(1.0, scatter))
@@ -171,7 +171,8 @@ def _factors(
 
 
 def _posterior(design: Floats, known: Floats, measured: Floats, std: Floats) -> tuple[Floats, Floats, Floats]:
-    """Logarithms of the most probable factors, their standard deviations, and what the rows still miss by."""
+    """Return the logarithms of the most probable factors, their standard deviations, and the errors left in the
+    rows."""
     logs = np.zeros(design.shape[1])
     prior = np.eye(len(logs)) / PRIOR_STD**2
     for _ in range(ITERATIONS):

@@ -1,4 +1,4 @@
-"""Predicted beside measured: how wrong the prediction of a run was, part by part."""
+"""A run's prediction beside its measurements: how wrong it was, part by part."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ PASSES, COMMUNICATION, OPTIMIZER, REST = "forward_backward", "communication", "o
 
 @dataclass(frozen=True)
 class StepPart:
-    """A part of a step that both sides can tell."""
+    """A part of a step that can be both predicted and measured."""
 
     predicted: tuple[str, ...]
-    """Categories of `plan.cost.step_time.StepTime`."""
+    """Its categories in `plan.cost.step_time.StepTime`."""
     measured: tuple[str, ...]
-    """Categories of the step's clock."""
+    """Its categories in the step's clock."""
 
 
 PARTS = {
-    # What a layer waits for (other ranks' tokens, hidden states, parameters), it waits for inside its passes.
+    # A layer waits inside its passes for other ranks' tokens, hidden states and parameters.
     PASSES: StepPart(
         (*OF_TIME["compute"], "tensor", "context", "experts", "pipeline"),
         ("forward", "backward", "pipeline"),
     ),
-    # Gradients whose sums backward did not hide, and updated values on their way back.
+    # Gradient sums that backward did not hide, and updated values on their way back.
     COMMUNICATION: StepPart(("gradients",), ("communication",)),
     # The update and the gradients' norm.
     OPTIMIZER: StepPart(("optimizer",), ("optimizer",)),
-    # Reading the batch, and what lies between the parts. Compiling, checks, evaluation and checkpoints are in none.
+    # Reading the batch, and the time between the parts. Compiling, checks, evaluation and checkpoints are in no part.
     REST: StepPart(("other",), ("data", "other")),
 }
-"""Part of a step -> what it is made of on both sides."""
+"""Part of a step -> its predicted and measured categories."""
 
 
 class Compared(BaseModel):
@@ -50,7 +50,7 @@ class Compared(BaseModel):
     predicted: float
     measured: float
     low: float | None = None
-    """Ends of the 90 % interval of what is predicted; None for a part of a total."""
+    """Ends of the prediction's 90 % interval; None for a part of a total."""
     high: float | None = None
 
     @property
@@ -60,20 +60,20 @@ class Compared(BaseModel):
 
 
 class Reconciled(BaseModel):
-    """A run's steps beside what they were predicted to take."""
+    """A run's steps, predicted and measured."""
 
     model_config = ConfigDict(frozen=True)
 
     cluster: str
-    """What the prediction was made for."""
+    """Name of the cluster that the prediction was made for."""
     seconds: dict[str, Compared]
-    """Of a step, by part; they add up to step_s."""
+    """Seconds of a step, by part; they add up to step_s."""
     step_s: Compared
     memory_bytes: Compared
-    """Peak of a process beyond what it held before it made the model; predicted for the rank that needs most."""
+    """Peak of a process beyond its memory before the model was made; predicted for the rank that needs most."""
 
     def in_words(self) -> str:
-        """A small table, with the interval behind each total."""
+        """Return a small table, with the interval behind each total."""
         rows = [_row(name.replace("_", " + "), each, seconds) for name, each in self.seconds.items()]
         rows += [_row("step", self.step_s, seconds), _row("memory", self.memory_bytes, _megabytes)]
         head = f"  {'':18}{'predicted':>12}{'measured':>12}{'ratio':>8}   nine times of ten"
@@ -91,7 +91,7 @@ def _megabytes(value: Numbers) -> str:
 
 
 def part_of(category: str, plan: Plan) -> str:
-    """The part of a step in whose measured time a predicted category is."""
+    """Return the part of a step whose measured time includes a predicted category."""
     if category == "gradients" and plan.shards_parameters:
         return PASSES  # FSDP2 gathers parameters and sums gradients layer by layer, in forward and backward
     return next(name for name, part in PARTS.items() if category in part.predicted)
@@ -100,9 +100,9 @@ def part_of(category: str, plan: Plan) -> str:
 def reconcile(
     prediction: Prediction, plan: Plan, clock: Mapping[str, float], memory_bytes: float, with_reserve: bool
 ) -> Reconciled:
-    """Compare a prediction for `plan` with a typical step, seconds by the clock's categories, and the peak memory.
+    """Compare a prediction for `plan` with a typical step (seconds by the clock's categories) and the peak memory.
 
-    with_reserve: the memory that was measured counts what the allocator holds without use.
+    with_reserve: the measured memory includes what the allocator holds unused.
     """
     predicted = dict.fromkeys(PARTS, 0.0)
     for category, value in prediction.seconds.items():

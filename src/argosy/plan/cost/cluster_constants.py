@@ -97,8 +97,7 @@ def _collectives(rows: tuple[CollectiveRate, ...], before: Constants) -> dict[st
     """Return the seconds to start a collective, and those that each further rank adds.
 
     Gathering takes at least latency + (n - 1) hop. The probe's bandwidths are those of collectives, so that nothing is
-    lost
-    from them.
+    lost from them.
     """
     starts = [row for row in rows if row.operation in ("all_gather", "reduce_scatter") and row.tier == "node"]
     smallest: dict[int, float] = {}

@@ -61,8 +61,7 @@ class CostModel:
         """Return the cost model of the run on all devices of the cluster.
 
         The precision is bf16 (or fp16) if the slowest device has fast matmuls of it. Constants and standard deviations
-        are those
-        that fit published runs, or those that a probe measured.
+        are those that fit published runs, or those that a probe measured.
         """
         device, tiers = cluster.device, cluster.tiers
         _, spread = fitted()

@@ -48,8 +48,7 @@ def whole_run(
     """Return the costs of training on `tokens`.
 
     devices: those of the cluster that the run uses, evenly of all kinds; default: all. spares: devices that are held
-    and paid
-    for beside those; they draw no power.
+    and paid for beside those; they draw no power.
     """
     used = cluster.devices if devices is None else devices
     steps = np.ceil(tokens / tokens_per_step)

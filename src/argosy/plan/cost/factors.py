@@ -52,8 +52,7 @@ def spread(costs: Mapping[str, float], parts: Parts, factors: Factors, std: floa
     category.
 
     std: the standard deviation of a prediction without factors. A part with a factor errs as the factor does, and all
-    such parts
-    in the same direction; each run differs a little from the next.
+    such parts in the same direction; each run differs a little from the next.
     """
     unknown = math.sqrt(max(0.0, std**2 - RUN_STD**2))
     of_part = {part: category for category, names in parts.items() for part in names}

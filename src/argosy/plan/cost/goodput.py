@@ -78,8 +78,7 @@ def goodput(
     """Return the effect of failures on a job that saves as often as is best.
 
     devices: those of the cluster that the job uses; default: all. step_s: seconds of a step; checkpoints are at least
-    that far
-    apart.
+    that far apart.
     """
     mtbf = mtbf_s(cluster, devices)
     interval_s = np.maximum(best_interval_s(saving.stall_s, mtbf.mid), np.maximum(saving.write_s, step_s))

@@ -114,8 +114,7 @@ def _by_layers(costs: CostModel, plan: Plan, kinds: list[_Kind]) -> UnevenSplit 
     others.
 
     If rank i takes s_i seconds for a microbatch, m microbatches take sum(s_i) + (m - 1) max(s_i) (1F1B). With v stages
-    on a
-    rank, the part of the sum beyond max(s_i) shrinks to 1/v.
+    on a rank, the part of the sum beyond max(s_i) shrinks to 1/v.
     """
     of_rank = plan.world_size // plan.pp
     if plan.pp == 1 or any(kind.devices % of_rank for kind in kinds):
@@ -165,10 +164,8 @@ def deal(total: int, holders: NDArray[np.int64], seconds: Floats) -> tuple[NDArr
     """Deal `total` pieces to holders of several kinds so that the last one ends as early as possible.
 
     holders: number of each kind. seconds: [kind, n - 1] time of n pieces, growing with n; infinite for more than a
-    holder has room
-    for. Returns pieces [kind, holder], padded with zeros, and the seconds of the slowest; None if the holders have no
-    room for all
-    pieces, or if one would get none.
+    holder has room for. Returns pieces [kind, holder], padded with zeros, and the seconds of the slowest; None if the
+    holders have no room for all pieces, or if one would get none.
     """
     enough = (
         counts

@@ -212,8 +212,7 @@ class LayerModel(RankSizes):
         """Return the seconds that the host adds to a layer that takes the device so many seconds.
 
         The host starts kernels ahead of the device, so that the slower of the two counts. The maximum is softened,
-        because neither
-        is spread evenly.
+        because neither is spread evenly.
         """
         plans, work, constants = self.plans, self.work, self.constants
         of_experts = constants.host_experts + constants.host_expert * np.maximum(1, work.experts / plans.ep)

@@ -1,9 +1,8 @@
 """The sizes of a rank's work: the memory model and the step model share them.
 
 The shapes are those of one microbatch on one rank. All sizes are estimates from the model's dimensions, without
-padding,
-norms and biases, for one plan or for columns of plans. `plan.cost.exact_state` counts the state of one rank of one plan
-to the byte.
+padding, norms and biases, for one plan or for columns of plans. `plan.cost.exact_state` counts the state of one rank of
+one plan to the byte.
 """
 
 from __future__ import annotations

@@ -75,10 +75,8 @@ class Rates:
         """Return the rates of every device of a cluster for a plan that deals work out evenly: the slowest of each.
 
         Two levels of the network are kept: the node and the first tier outside. A ring enters and leaves a unit of a
-        farther tier
-        once, so that its thin links carry few of all rings. Groups that exchange all with all (experts) beyond the
-        first tier are
-        predicted too fast. Links between sites are left to `plan.cost.sites`.
+        farther tier once, so that its thin links carry few of all rings. Groups that exchange all with all (experts)
+        beyond the first tier are predicted too fast. Links between sites are left to `plan.cost.sites`.
         """
         network = cluster.tiers[1] if len(cluster.tiers) > 1 else None
         kinds = [cls.of_device(group.device, narrow) for group in cluster.groups]

@@ -89,8 +89,7 @@ def traffic(plan: Plan, run: RunConfig, rank: int = 0) -> Traffic:
     """Return the bytes that global rank `rank` sends in one step, padding included.
 
     Exact for dense models; with experts, exact for a load that is even over the ranks. With zero 3 in a pipeline, exact
-    for up to three
-    stages on a rank: with more, torch frees some and gathers them again.
+    for up to three stages on a rank: with more, torch frees some and gathers them again.
     """
     sums: Traffic = Counter()
     spanning = spanning_axis(axis_sizes(plan), plan.world_size) or WORLD

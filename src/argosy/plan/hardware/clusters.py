@@ -249,8 +249,7 @@ class Cluster(Section):
         """The whole network, inner to outer: the node, `network`, and the links between sites.
 
         If groups differ, a tier is as fast as it is for the slowest. In the tier "site" each device has its share of
-        the
-        thinnest link, when all devices of the largest site send at once.
+        the thinnest link, when all devices of the largest site send at once.
         """
         node = Tier(
             name="node",
@@ -283,8 +282,7 @@ class Cluster(Section):
         """Return the cluster that a user names.
 
         It is "256xh100", "32x8xh100" (nodes x devices x device), several of these joined by "+", the path of a file, or
-        a
-        preset.
+        a preset.
 
         Raises: UserError with a remedy.
         """

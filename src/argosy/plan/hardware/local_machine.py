@@ -100,8 +100,7 @@ def resized(cluster: Cluster, processes: int) -> Cluster:
     """Return the cluster with so many processes on each of its CPU nodes, where they share the cores and the memory.
 
     A process has its share of arithmetic and of memory. What one process does alone (starting operations, messages)
-    becomes
-    slower with more processes than there were, and not faster with fewer. Accelerators stay as they are.
+    becomes slower with more processes than there were, and not faster with fewer. Accelerators stay as they are.
     """
     if cluster.device.kind != "cpu" or len(cluster.groups) > 1:
         return cluster

@@ -1,7 +1,4 @@
-"""Why a plan takes the time and the memory that it takes: a waterfall, what binds it, what would make it faster.
-
-Intervals are of 90 %: the logarithm of measured over predicted is normal, with the costs's standard deviations.
-"""
+"""The reasons of a plan's time and memory: the categories, the rate that binds it, the changes that would help."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ MEANING = {
     "sites": "waiting for the other sites",
     "failures": "checkpoints, restarts, work done twice",
 }
-"""Category of a step -> what it is."""
+"""Category of a step -> its meaning."""
 
 MEMORY_MEANING = {
     "weights": "parameters",
@@ -48,12 +45,12 @@ MEMORY_MEANING = {
     "workspace": "kernels' and collectives' buffers",
     "reserve": "held by the allocator without use",
 }
-"""Category of memory -> what it is."""
+"""Category of memory -> its meaning."""
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What one thing more would do to the same plan."""
+    """The effect of a little more of one thing on the same plan."""
 
     what: str
     change: float
@@ -62,9 +59,9 @@ class Sensitivity:
 
 
 def sensitivities(costs: CostModel, plan: Plan, found: SearchResult | None = None) -> list[Sensitivity]:
-    """What a tenth more of each would do to the step, the most helpful first.
+    """Return the effect of a tenth more of each on the step, the most helpful first.
 
-    found: the search that the plan is the fastest of; it tells what a tenth more memory would bring.
+    found: the search in which the plan is the fastest; it tells what a tenth more memory would bring.
     """
     r, c = costs.rates, costs.constants
     more = 1 + MORE
@@ -89,7 +86,7 @@ def sensitivities(costs: CostModel, plan: Plan, found: SearchResult | None = Non
 
 
 def binding(changes: list[Sensitivity]) -> str:
-    """What the step time depends on most: the thing of which a tenth more helps most."""
+    """Return what the step time depends on most: the thing of which a tenth more helps most."""
     return changes[0].what.split(" ", 2)[2]
 
 

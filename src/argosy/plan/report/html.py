@@ -1,4 +1,4 @@
-"""An answer of the planner as one HTML page: charts drawn here as inline SVG, nothing loaded from elsewhere."""
+"""The planner's report as one HTML page: charts are drawn here as inline SVG, nothing is loaded from elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from argosy.plan.search.candidates import Candidate
 from argosy.plan.workload import Numbers
 
 WIDTH, ROW, LABEL, VALUE = 760, 24, 120, 130
-"""Of a bar chart: its width, a row's height, room for names and for values; pixels."""
+"""Sizes of a bar chart in pixels: its width, a row's height, room for names and for values."""
 PLOT_WIDTH, PLOT_HEIGHT, MARGIN = 760, 340, 56
 
 STYLE = """
@@ -37,7 +37,7 @@ svg .quiet { fill: var(--quiet); font-size: 12px; } svg .axis { stroke: var(--li
 
 
 def page(report: PlanReport) -> str:
-    """The whole page."""
+    """Return the whole page."""
     about = report.explanation
     sections = [
         f"<h1>{escape(headline(report))}</h1>",
@@ -91,7 +91,7 @@ def _facts(report: PlanReport) -> str:
 
 
 def _waterfall(values: dict[str, float]) -> str:
-    """Bars that begin where the one before ends."""
+    """Return bars each of which begins where the one before ends."""
     whole = sum(values.values())
     scale = (WIDTH - LABEL - VALUE) / whole
     shown = {name: value for name, value in values.items() if value > LEAST_SHOWN * whole}
@@ -140,7 +140,7 @@ def _bar(
 
 
 def _scatter(report: PlanReport) -> str:
-    """Step time against memory with their intervals, the plans of both tables."""
+    """Return a chart of step time against memory with their intervals, for the plans of both tables."""
     points = list({choice.plan: choice for choice in (*report.pareto, *report.choices)}.values())
     most_s = max(float(p.step_s.high) for p in points)
     most_gib = max(report.memory_bytes, *(float(p.memory_bytes.high) for p in points)) / GIB
@@ -187,7 +187,7 @@ def _point(choice: Candidate, x: Callable[[Numbers], float], y: Callable[[Number
 
 
 def _breakable(plan: str) -> str:
-    """A plan's text that may be broken after each comma."""
+    """Return a plan's text that may be broken after each comma."""
     return escape(plan).replace(",", ",<wbr>")
 
 

@@ -1,4 +1,4 @@
-"""What `argosy plan --inference` says: the best ways to serve a model on a cluster."""
+"""The report of `argosy plan --inference`: the best ways to serve a model on a cluster."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from argosy.plan.search.serving import search_serving
 
 @dataclass(frozen=True)
 class InferenceReport:
-    """What the planner says of inference."""
+    """The report."""
 
     model: str
     cluster: str
     seq_len: int
     sequences: int
-    """Answered at a time, by all devices."""
+    """Sequences that all devices answer at a time."""
     assumed: tuple[str, ...]
     choices: tuple[Serving, ...]
-    """Those that fit, the one with most tokens a second first."""
+    """Ways that fit, the one with most tokens a second first."""
 
 
 def inference_report(request: PlanRequest) -> InferenceReport:
-    """Ways to answer `train.global_batch` sequences of `data.seq_len` tokens at a time, ranked.
+    """Return the best ways to answer `train.global_batch` sequences of `data.seq_len` tokens at a time, ranked.
 
-    Raises: UserError if nothing fits, or a pin makes no sense here.
+    Raises: UserError if nothing fits, or a pin does not apply to inference.
     """
     run = request.run
     found = search_serving(CostModel.of(run, request.cluster), request.pins or {})
@@ -43,7 +43,7 @@ def inference_report(request: PlanRequest) -> InferenceReport:
 
 
 def in_words(report: InferenceReport) -> str:
-    """The report as a table of text."""
+    """Return the report as a table of text."""
     lines = [
         f"{report.model} on {report.cluster}: {report.sequences} sequences of {report.seq_len} tokens at a time",
         *report.assumed,

@@ -1,4 +1,5 @@
-"""`argosy plan`: from a run and a cluster to the plans that are best for it, and why. All figures are plain numbers."""
+"""The report of `argosy plan`: the best plans for a run on a cluster, and the reasons. All figures are plain
+numbers."""
 
 from __future__ import annotations
 
@@ -25,13 +26,13 @@ from argosy.plan.search.search import SearchResult, search
 from argosy.plan.search.space import Pins
 
 TOKENS_PER_PARAMETER = 20
-"""Training tokens where nothing is said (Hoffmann et al. 2022)."""
+"""Training tokens for each active parameter, by default (Hoffmann et al. 2022)."""
 FEWEST_HALVINGS = 10
-"""Cost and energy may be least on fewer devices than there are: on a half of them, a quarter, ..."""
+"""Cost and energy may be least on fewer devices than there are: a half, a quarter, ...; so many halvings are tried."""
 REPAIR_H = 24.0
-"""Until a node that failed is back; assumed."""
+"""Hours until a failed node is back; assumed."""
 MOST_DOUBLINGS = 12
-"""Of the cluster, in search of one that is large enough."""
+"""Doublings of the cluster that are tried, to find one that is large enough."""
 OUTLOOK = "The trainer deals work out evenly so far: this is what it would bring."
 OUTLOOK_SITES = "The trainer sums gradients in every step (H = 1) so far; with larger H this is what it would bring."
 GIB = 2**30
@@ -39,45 +40,45 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What the user asks."""
+    """What the user asks for."""
 
     run: RunConfig
     cluster: Cluster
     tokens: float | None = None
-    """To train on; None: 20 for each active parameter."""
+    """Tokens to train on; None: 20 for each active parameter."""
     objective: Objective = "time"
     pins: Pins | None = None
     top: int = 10
     given: Plan | None = None
-    """A plan to be explained in place of the best."""
+    """A plan to explain in place of the best."""
     assumed: tuple[str, ...] = ()
-    """What was filled in for the user, in words."""
+    """Defaults that were filled in for the user, in words."""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why one plan takes what it takes."""
+    """Why one plan takes its time and memory."""
 
     choice: Candidate
     misfit: MemoryMisfit | None
-    """By how much it does not fit."""
+    """By how much the plan does not fit; None if it fits."""
     near: Candidate | None
-    """If so, the plan most like it that does."""
+    """If it does not fit, the plan most like it that does."""
     waterfall: dict[str, float]
     """Seconds of a step by category, from ideal to predicted, and what failures add."""
     memory: dict[str, float]
     """Bytes by category."""
     binding: str
-    """What the step time depends on most."""
+    """The rate that the step time depends on most."""
     sensitivities: tuple[Sensitivity, ...]
     failures: Goodput
     spare_nodes: int
-    """To hold, so that none is missing in 95 of 100 cases if a repair takes `REPAIR_H`."""
+    """Spare nodes to hold, so that none is missing in 95 of 100 cases if a repair takes `REPAIR_H`."""
 
 
 @dataclass(frozen=True)
 class PlanReport:
-    """What the planner says."""
+    """The report."""
 
     model: str
     parameters: float
@@ -85,32 +86,32 @@ class PlanReport:
     cluster: str
     devices: int
     memory_bytes: float
-    """Of a device."""
+    """Memory of a device."""
     seq_len: int
     global_batch: int
     tokens: float
     objective: Objective
     currency: str
     prices_of: str
-    """When the catalogue's prices held; empty for the user's own."""
+    """Date of the catalogue's prices; empty for the user's own."""
     assumed: tuple[str, ...]
     looked_at: int
     fitting: int
     choices: tuple[Candidate, ...]
-    """The best first, one for each mesh."""
+    """The best plans first, one for each mesh."""
     pareto: tuple[Candidate, ...]
     """Plans that no other beats in step time, memory and devices at once; the fastest first."""
     explanation: Explanation
-    """Of the plan that was asked about, or of the best."""
+    """The explanation of the plan that was asked about, or of the best."""
     uneven: tuple[UnevenSplit, ...]
-    """On devices of several kinds: work dealt out by speed; an outlook."""
+    """An outlook on devices of several kinds: work dealt out by speed."""
     exchanges: tuple[Exchange, ...]
-    """On several sites: synchronous, and local SGD; an outlook."""
+    """An outlook on several sites: synchronous, and local SGD."""
     notes: tuple[str, ...]
 
 
 def plan_report(request: PlanRequest) -> PlanReport:
-    """Search, rank, explain. Raises: UserError if nothing is legal, or nothing fits, with what would."""
+    """Search, rank and explain. Raises: UserError with a remedy if nothing is legal, or nothing fits."""
     run, cluster = request.run, request.cluster
     whole = CostModel.of(run, cluster)
     costs = within_site(whole, cluster) if site_count(cluster) > 1 else whole
@@ -152,7 +153,7 @@ def plan_report(request: PlanRequest) -> PlanReport:
 
 
 def _uneven(costs: CostModel, cluster: Cluster, found: SearchResult, rows: Sequence[int]) -> tuple[UnevenSplit, ...]:
-    """The best uneven shares on these plans; none on devices that are alike."""
+    """Return the best uneven shares on these plans; none on devices that are alike."""
     if cluster.uniform:
         return ()
     return tuple(uneven_splits(costs, cluster, [found.plans.plan(int(row)) for row in dict.fromkeys(rows)]))
@@ -183,7 +184,7 @@ def _explain(economy: WholeRunModel, plan: Plan, found: SearchResult, is_best: b
 
 
 def describe(cluster: Cluster) -> str:
-    """What a cluster is made of."""
+    """Return what a cluster is made of, in words."""
     return " + ".join(f"{group.devices} {group.device.name}" for group in cluster.groups)
 
 
@@ -194,7 +195,7 @@ def _prices_of(cluster: Cluster) -> str:
 
 
 def _of_a_site(pins: Pins, cluster: Cluster) -> Pins:
-    """The pins of a plan for all sites, as those of each site's part. Raises: UserError if that cannot be."""
+    """Turn the pins of a plan for all sites into those of each site's part. Raises: UserError if that cannot be."""
     sites, said = site_count(cluster), pins.get("dp_replicate")
     if said is None or sites == 1:
         return pins
@@ -205,7 +206,7 @@ def _of_a_site(pins: Pins, cluster: Cluster) -> Pins:
 
 
 def _counts(costs: CostModel, objective: Objective) -> list[int]:
-    """Numbers of devices that a plan may be for: whole nodes, or parts of one."""
+    """Return the numbers of devices that a plan may be for: whole nodes, or parts of one."""
     halves = [costs.devices >> n for n in range(FEWEST_HALVINGS if objective in ("cost", "energy") else 1)]
     node = int(costs.rates.node)
     return [
@@ -226,7 +227,7 @@ def _notes(request: PlanRequest, costs: CostModel) -> list[str]:
 
 
 def _nothing_fits(costs: CostModel, found: SearchResult, pins: Pins, counts: Sequence[int]) -> str:
-    """By how much the leanest plan does not fit, and what would do."""
+    """Explain by how much the leanest plan does not fit, and what would."""
     missing = misfit(costs, found.leanest)
     assert missing is not None  # or it would have been found
     lines = [
@@ -240,7 +241,7 @@ def _nothing_fits(costs: CostModel, found: SearchResult, pins: Pins, counts: Seq
 
 
 def _remedies(costs: CostModel, leanest: Plan, pins: Pins, counts: Sequence[int]) -> list[str]:
-    """What would make a plan fit, in words."""
+    """Describe what would make a plan fit."""
     remedies = []
     if pins:
         free = search(costs, {}, counts)
@@ -269,7 +270,7 @@ def _remedies(costs: CostModel, leanest: Plan, pins: Pins, counts: Sequence[int]
 
 
 def usual_batch(run: RunConfig, seq_len: int) -> int:
-    """Sequences of a step where nothing is said: DeepSeek's 0.2920 C^0.3271 tokens (Bi et al. 2024, equation 1).
+    """Return the default sequences of a step: DeepSeek's 0.2920 C^0.3271 tokens (Bi et al. 2024, equation 1).
 
     C: FLOPs of training on 20 tokens for each active parameter; rounded to a power of two of sequences.
     """

@@ -1,4 +1,4 @@
-"""From what a user typed to the planner's request: the run, the cluster, and what was left out filled in, and said."""
+"""The planner's request, from what a user typed: run and cluster, with defaults filled in and named."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ USUAL_SEQ_LEN = 8192
 CHANGE_NUMBERS = ("precision", "weights", "reduce")
 """Keys of a plan that change what training computes."""
 SMALL_VOCABULARY = 4096
-"""Of a model preset that takes its tokenizer's, until there is one."""
+"""Assumed vocabulary of a model preset that takes its tokenizer's, until there is a tokenizer."""
 
 
 def plan_request(
@@ -40,9 +40,9 @@ def plan_request(
     top: int = 10,
     serving: bool = False,
 ) -> PlanRequest:
-    """The question about a run file, or about a model and a cluster. Raises: UserError.
+    """Return the request about a run file, or about a model and a cluster. Raises: UserError.
 
-    serving: it is about inference; if nothing is said, each device answers one sequence at a time.
+    serving: it is about inference; by default, each device answers one sequence at a time.
     """
     if (source is None) == (model is None):
         raise UserError("say either a run file or --model NAME, e.g. argosy plan --model llama3-8b --cluster 8xh100.")
@@ -67,7 +67,7 @@ def plan_request(
 
 
 def _numbers(plan: str) -> dict[str, tuple[object, ...]]:
-    """What a run's plan says of its numbers: plans that compute others are no choice."""
+    """Return the number formats that a run's plan fixes: plans that compute other numbers are no choice."""
     words = {key: value for key, value in words_of(plan).items() if key in CHANGE_NUMBERS}
     return {key: (getattr(Plan.from_words({key: value}), key),) for key, value in words.items()}
 
@@ -75,7 +75,7 @@ def _numbers(plan: str) -> dict[str, tuple[object, ...]]:
 def _of_model(
     model: str, global_batch: int | None, seq_len: int | None, usual: int | None
 ) -> tuple[RunConfig, list[str]]:
-    """The run, and what was assumed; usual: the batch where nothing is said, None: by the scaling law."""
+    """Return the run, and what was assumed; usual: the default batch, None: by the scaling law."""
     assumed = []
     run = load(None, {"model.preset": model, "data.seq_len": 1}, overrides_mark="--")
     if seq_len is None:
@@ -106,12 +106,12 @@ def _with_vocabulary(run: RunConfig) -> tuple[RunConfig, list[str]]:
 
 
 def this_machine(run: RunConfig) -> Cluster:
-    """The devices that a run would take here.
+    """Return the devices that a run would take here.
 
     They are those of the cluster that describes this machine (`plan.hardware.local_machine`), if there is one; else
     the GPUs that nvidia-smi lists, else one process or more on CPU cores.
 
-    Raises: UserError for a GPU that the catalogue has not, or GPUs of several kinds.
+    Raises: UserError for a GPU that is not in the catalogue, or GPUs of several kinds.
     """
     wanted = run.launch.processes or processes_of(run.plan)
     if (described := cluster_of(run)) is not None:
@@ -126,7 +126,7 @@ def this_machine(run: RunConfig) -> Cluster:
 
 
 def _gpu_names() -> list[str]:
-    """Of this machine, as the driver calls them, e.g. NVIDIA H100 80GB HBM3; of those that CUDA may see."""
+    """Return the driver's names of this machine's GPUs that CUDA may see, e.g. NVIDIA H100 80GB HBM3."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -138,7 +138,7 @@ def _gpu_names() -> list[str]:
 
 
 def _the_trainer_s(run: RunConfig, place: Cluster) -> Plan:
-    """The plan that `argosy train` would take."""
+    """Return the plan that `argosy train` would take."""
     kind: Literal["cpu", "cuda"] = "cpu" if place.device.kind == "cpu" else "cuda"
     fast = CostModel.of(run, place).precision == "bf16"
     return choose_plan(run, Devices(place.devices, kind, fast), place)

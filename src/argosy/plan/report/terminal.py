@@ -1,4 +1,4 @@
-"""An answer of the planner for the terminal."""
+"""The planner's report for the terminal."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from argosy.plan.search.candidates import Candidate
 from argosy.plan.workload import Numbers
 
 BAR = 24
-"""Characters of the longest bar."""
+"""Characters in the longest bar."""
 LEAST_SHOWN = 0.001
 """Share of the whole below which a category is left out."""
 LEAST_CHANGE = 0.0005
-"""Relative change of the step below which it is none."""
+"""Relative change of the step below which it counts as none."""
 HOLDERS = {"microbatches": "replicas", "layers": "pipeline ranks"}
-"""What is dealt out -> to whom."""
+"""Unit of work -> the ranks that it is dealt to."""
 PIPE_WIDTH = 200
-"""Characters of a line where the output is no terminal."""
+"""Characters in a line if the output is no terminal."""
 
 
 def show(report: PlanReport, console: Console | None = None) -> None:
-    """Print all of it."""
+    """Print the report."""
     console = console or Console()
     if not console.is_terminal:
         console.width = PIPE_WIDTH
@@ -49,7 +49,7 @@ def _parts(report: PlanReport) -> Iterator[RenderableType]:
 
 
 def headline(report: PlanReport) -> str:
-    """The question in a line."""
+    """Return the request in one line."""
     active = report.active_parameters
     of_them = "" if active == report.parameters else f", {count(active)} active"
     return (
@@ -59,7 +59,7 @@ def headline(report: PlanReport) -> str:
 
 
 def search_line(report: PlanReport) -> str:
-    """What the search came to."""
+    """Return the outcome of the search in one line."""
     by = {"time": "step time", "cost": "cost", "energy": "energy", "goodput": "tokens a day, failures included"}
     return (
         f"{report.looked_at:,} plans looked at, {report.fitting:,} fit in {gib(report.memory_bytes)} GiB a device; "
@@ -133,7 +133,7 @@ def _explained(report: PlanReport) -> Iterator[RenderableType]:
 
 
 def prices(report: PlanReport) -> str:
-    """When the prices held, in words."""
+    """Return the date of the prices, in words."""
     return f"prices of {report.prices_of}" if report.prices_of else ""
 
 

@@ -18,7 +18,7 @@ from argosy.plan.scaling.lbfgs import Array, minimize
 
 FLOPS_PER_PARAMETER_AND_TOKEN = 6
 HUBER_DELTA = 1e-3
-"""Of the log loss: where squared residuals go over into absolute ones (Hoffmann et al. 2022, appendix D.3)."""
+"""Residual of the log loss at which squares turn into absolute values (Hoffmann et al. 2022, appendix D.3)."""
 STARTS = {
     "log E": np.arange(-1.0, 1.5, 0.5),
     "log A": np.arange(0.0, 30.0, 5.0),
@@ -26,12 +26,12 @@ STARTS = {
     "alpha": np.array([0.1, 0.25, 0.5, 1.0, 2.0]),
     "beta": np.array([0.1, 0.25, 0.5, 1.0, 2.0]),
 }
-"""The grid of starts: that of the paper, with exponents above 0."""
+"""The grid of starts: the paper's, with exponents above 0."""
 DESCENTS = 32
-"""So many of the grid's best starts are followed down."""
+"""Number of the grid's best starts from which to descend."""
 COEFFICIENTS = 5
 FEWEST, FEWEST_SIZES = COEFFICIENTS + 1, 3
-"""Results in all; different N among them, and different D."""
+"""Fewest results, and fewest different N and different D among them."""
 INTERVAL = 0.90
 
 
@@ -42,19 +42,19 @@ class RunResult:
     parameters: float
     """N, as above."""
     tokens: float
-    """D: those that it was trained on."""
+    """D: tokens that it was trained on."""
     loss: float
-    """At the end, nats per token."""
+    """Loss at the end, nats per token."""
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """How a budget of compute is spent best."""
+    """The best way to spend a budget of compute."""
 
     parameters: float
     tokens: float
     loss: float
-    """What the law expects of it, nats per token."""
+    """Loss that the law expects, nats per token."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,11 @@ class ScalingLaw:
     """Exponent of the tokens, above 0."""
 
     def loss(self, parameters: float, tokens: float) -> float:
-        """The loss of a model of so many parameters after so many tokens, nats per token."""
+        """Return the loss of a model with so many parameters after so many tokens, nats per token."""
         return float(self.E + self.A * parameters**-self.alpha + self.B * tokens**-self.beta)
 
     def compute_optimal(self, flops: float) -> Allocation:
-        """The parameters and tokens of least loss that `flops` = 6 N D pays for (Hoffmann et al. 2022, equation 4)."""
+        """Return the parameters and tokens of least loss for `flops` = 6 N D (Hoffmann et al. 2022, equation 4)."""
         both = self.alpha + self.beta
         product = flops / FLOPS_PER_PARAMETER_AND_TOKEN
         balance = (self.alpha * self.A / (self.beta * self.B)) ** (1 / both)
@@ -86,7 +86,7 @@ class ScalingLaw:
 
 @dataclass(frozen=True)
 class BootstrapEstimate:
-    """A figure, and the 90 % interval that the bootstrap gives it."""
+    """A figure with its 90 % interval from the bootstrap."""
 
     value: float
     low: float
@@ -95,17 +95,17 @@ class BootstrapEstimate:
 
 @dataclass(frozen=True)
 class ScalingFit:
-    """The law that fits some results best, and those that fit them under random weights."""
+    """The law that fits some results best, and the laws that fit them under random weights."""
 
     law: ScalingLaw
     draws: tuple[ScalingLaw, ...]
-    """One for each bootstrap draw."""
+    """One law for each bootstrap draw."""
     residuals: tuple[float, ...]
     """Log of the measured over the fitted loss, for each result."""
 
     @property
     def coefficients(self) -> dict[str, BootstrapEstimate]:
-        """E, A, B, alpha and beta."""
+        """Estimates of E, A, B, alpha and beta."""
         names = [field.name for field in fields(ScalingLaw)]
         return self._estimates(lambda law: {name: getattr(law, name) for name in names})
 
@@ -115,9 +115,9 @@ class ScalingFit:
         return float(np.sqrt(np.mean(np.square(self.residuals))))
 
     def compute_optimal(self, flops: float) -> dict[str, BootstrapEstimate]:
-        """`parameters`, `tokens`, `tokens_per_parameter` and `loss` of the best that a budget of FLOPs pays for.
+        """Return `parameters`, `tokens`, `tokens_per_parameter` and `loss` of the best use of a budget of FLOPs.
 
-        The loss is the law's; what one run would show scatters around it (`predict`).
+        The loss is the law's; that of one run would scatter around it (`predict`).
         """
 
         def spent(law: ScalingLaw) -> dict[str, float]:
@@ -132,9 +132,9 @@ class ScalingFit:
         return self._estimates(spent)
 
     def predict(self, parameters: float, tokens: float) -> BootstrapEstimate:
-        """The final loss of a run: the law's, in an interval that holds the law's uncertainty and a run's scatter."""
+        """Return the final loss of a run, in an interval that holds the law's uncertainty and a run's scatter."""
         laws = np.array([law.loss(parameters, tokens) for law in self.draws])
-        # The law was fitted to these residuals, and as many degrees of freedom as it has coefficients are gone.
+        # The law was fitted to these results, which takes a degree of freedom for each coefficient.
         scatter = np.array(self.residuals) * np.sqrt(len(self.residuals) / (len(self.residuals) - COEFFICIENTS))
         return _estimate(self.law.loss(parameters, tokens), np.outer(laws, np.exp(scatter)))
 
@@ -193,23 +193,23 @@ class _Problem:
         self._loss = logs[:, 2]
 
     def best_starts(self, count: int) -> Array:
-        """The `count` points of the grid with the least loss, [count, 5]."""
+        """Return the `count` points of the grid with the least loss, [count, 5]."""
         log_E, log_A, log_B, alpha, beta = np.array(list(itertools.product(*STARTS.values()))).T
         n, d = self._centre
         starts = np.stack([log_E, log_A - alpha * n, log_B - beta * d, np.log(alpha), np.log(beta)], 1)
         return starts[self.loss(starts)[0].argsort()[:count]]
 
     def law(self, point: Array) -> ScalingLaw:
-        """The law that a point stands for."""
+        """Return the law of a point."""
         log_E, log_a, log_b, log_alpha, log_beta = point
         n, d = self._centre
         logs = log_E, log_a + np.exp(log_alpha) * n, log_b + np.exp(log_beta) * d, log_alpha, log_beta
         return ScalingLaw(*np.exp(logs).tolist())
 
     def loss(self, points: Array, weights: Array | float = 1.0) -> tuple[Array, Array]:
-        """Huber loss at each point, in units of delta squared, [P], and its gradient, [P, 5].
+        """Return the Huber loss at each point, in units of delta squared, [P], and its gradient, [P, 5].
 
-        weights: of the results, [P, results].
+        weights: weights of the results, [P, results].
         """
         with np.errstate(over="ignore", invalid="ignore"):  # a step that leaves the range of numbers is taken back
             log_E, log_a, log_b, log_alpha, log_beta = points.T[:, :, None]

@@ -10,21 +10,21 @@ import numpy as np
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Function = Callable[[Array], tuple[Array, Array]]
-"""Points [P, n] -> values [P] and gradients [P, n]; what lies outside its domain has a value that is not finite."""
+"""Points [P, n] -> values [P] and gradients [P, n]; a point outside the domain has a value that is not finite."""
 
 MEMORY = 10
-"""Steps that the curvature is learnt from."""
+"""Number of steps that the curvature is estimated from."""
 SUFFICIENT_DECREASE, CURVATURE = 1e-4, 0.9
-"""The two conditions of Wolfe (Nocedal and Wright 2006, equation 3.6)."""
+"""Wolfe's two conditions (Nocedal and Wright 2006, equation 3.6)."""
 TRIALS = 20
-"""Of the length of a step."""
+"""Step lengths that a line search tries."""
 
 
 def minimize(function: Function, starts: Array, steps: int = 300, tolerance: float = 1e-9) -> tuple[Array, Array]:
-    """The points [P, n] where the descents from `starts` [P, n] end, and their values [P].
+    """Return the points [P, n] where the descents from `starts` [P, n] end, and their values [P].
 
     Liu and Nocedal 1989 (Nocedal and Wright 2006, algorithm 7.4), each point for itself, with the line search of Lewis
-    and Overton 2013 (algorithm 2.6), which kinks do not stop. Ends after so many `steps`, or once no point has come
+    and Overton 2013 (algorithm 2.6), which kinks do not stop. Ends after `steps` steps, or once no point has come
     down by more than `tolerance` * (1 + its value) in `MEMORY` of them. `starts` have finite values.
     """
     points = starts
@@ -43,7 +43,8 @@ def minimize(function: Function, starts: Array, steps: int = 300, tolerance: flo
 
 
 def _directions(gradients: Array, history: deque[tuple[Array, Array]]) -> Array:
-    """Downhill, scaled by the curvature of the steps in `history`; the first step is as long as 1 at most."""
+    """Return downhill directions, scaled by the curvature of the steps in `history`; the first step has length 1 at
+    most."""
     directions = -gradients
     if not history:
         return directions / np.maximum(1.0, np.linalg.norm(gradients, axis=1, keepdims=True))
@@ -65,7 +66,7 @@ def _directions(gradients: Array, history: deque[tuple[Array, Array]]) -> Array:
 def _line_search(
     function: Function, points: Array, values: Array, gradients: Array, directions: Array, tolerance: float
 ) -> tuple[Array, Array, Array]:
-    """Points lower along `directions`, with values and gradients; a point for which there is none stays."""
+    """Return lower points along `directions`, with values and gradients; a point with no lower one stays."""
     slope = _dot(gradients, directions)[:, 0]
     low, high, length = np.zeros_like(slope), np.full_like(slope, np.inf), np.ones_like(slope)
     best, best_values, best_gradients = points, values, gradients
@@ -87,5 +88,5 @@ def _line_search(
 
 
 def _dot(a: Array, b: Array) -> Array:
-    """Of each point's vectors, [P, 1]."""
+    """Return the dot product of each point's vectors, [P, 1]."""
     return np.einsum("pn,pn->p", a, b)[:, None]

@@ -1,4 +1,4 @@
-"""`plan = "auto"`: the layout of a run on the devices at hand, where the user did not write one, by the search."""
+"""`plan = "auto"`: the search chooses what the user left open, for the devices at hand."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from argosy.plan.search.best import plainest, search_to_run, why_nothing_fits
 from argosy.plan.search.space import Pins
 
 UNKNOWN_GPU = "a100-80"
-"""Whose rates are taken for a GPU that the catalogue does not know: plans follow from how rates compare."""
+"""The device whose rates are taken for an unknown GPU: plans depend on how rates compare."""
 
 
 @dataclass(frozen=True)
 class Devices:
-    """What a plan is chosen for."""
+    """The devices that a plan is chosen for."""
 
     count: int
-    """Processes, one device each."""
+    """Number of processes, one device each."""
     kind: Literal["cpu", "cuda"]
     fast_bf16: bool
-    """bf16 matmuls are at least 1.5 times as fast as fp32 ones."""
+    """True if bf16 matmuls are at least 1.5 times as fast as fp32 ones."""
     name: str = ""
-    """Of a GPU, as its driver calls it; empty: nobody asked."""
+    """The driver's name of a GPU; empty if nobody asked."""
     memory_bytes: float | None = None
-    """Of one device; None: as the catalogue has it."""
+    """Memory of one device; None: as in the catalogue."""
     per_node: int = 0
-    """Devices of one host; 0: all are on one."""
+    """Devices of one host; 0: all are on one host."""
 
 
 def processes_of(plan: str) -> int:
-    """Processes that a written plan is for; 0 if `auto` is to fit it to what there is. Raises: UserError."""
+    """Return the processes that a written plan is for; 0 if `auto` fits it to the devices. Raises: UserError."""
     words = words_of(plan)
     return 0 if "auto" in words else Plan.from_words(words).world_size
 
@@ -56,12 +56,12 @@ def check_written(run: RunConfig) -> None:
 
 
 def choose_plan(run: RunConfig, devices: Devices, machine: Cluster | None = None) -> Plan:
-    """The plan that `run.plan` writes down, with what it leaves open chosen for `devices`, and checked.
+    """Return the plan of `run.plan`, complete and checked, with what it leaves open chosen for `devices`.
 
-    "auto" alone leaves everything open; "auto,precision=fp32" all but the precision; a string without "auto"
-    says the axes itself, and leaves open only the microbatch, the precision and compilation if it does not name them.
-    machine: what the devices are; None: what describes this machine (`plan.hardware.local_machine`), else what the
-        catalogue has.
+    "auto" alone leaves everything open; "auto,precision=fp32" all but the precision. A string without "auto" names the
+    axes itself, and leaves open only the microbatch, the precision and compilation if it does not name them.
+    machine: the cluster that the devices belong to; None: the description of this machine
+        (`plan.hardware.local_machine`), else the catalogue's devices.
     Raises: UserError if no plan can train this run, or "auto" finds none that fits the devices.
     """
     words = words_of(run.plan)
@@ -76,7 +76,7 @@ def choose_plan(run: RunConfig, devices: Devices, machine: Cluster | None = None
     costs = _costs(run, devices, machine)
     try:
         found = search_to_run(costs, _pins(written, words.keys() | {"precision"}, auto))
-    except UserError:  # in the words of `argosy plan`
+    except UserError:  # it is worded for `argosy plan`
         return _plain(run, written, words, devices.count)
     if len(found):
         return found.plans.plan(plainest(found))
@@ -89,13 +89,13 @@ def choose_plan(run: RunConfig, devices: Devices, machine: Cluster | None = None
 
 
 def _pins(written: Plan, said: set[str], auto: bool) -> Pins:
-    """What may not be chosen."""
+    """Return the keys that may not be chosen, with their values."""
     keys = said if auto else Plan.model_fields.keys() - ({"microbatch", "compile"} - said)
     return {key: (getattr(written, key),) for key in Plan.model_fields if key in keys}
 
 
 def _plain(run: RunConfig, written: Plan, words: dict[str, str], count: int) -> Plan:
-    """The written plan with the devices that are left on the plainest axis. Raises: UserError if it is not legal."""
+    """Return the written plan with the remaining devices on the plainest axis. Raises: UserError if it is not legal."""
     chosen: dict[str, int | bool] = {}
     if "auto" in words_of(run.plan) and "dp_replicate" not in words:
         chosen["dp_replicate"] = max(1, count // written.world_size)
@@ -112,14 +112,16 @@ def _plain(run: RunConfig, written: Plan, words: dict[str, str], count: int) -> 
 def _costs(run: RunConfig, devices: Devices, machine: Cluster | None) -> CostModel:
     cluster = machine or machine_for(run, devices)
     costs = CostModel.of(run, cluster).on(run, devices.count)
-    if "memory_bytes" in cluster.device.assumed:  # nobody knows it, so that it is no reason to choose by
+    if "memory_bytes" in cluster.device.assumed:  # nobody knows it, so it must not decide
         return replace(costs, rates=replace(costs.rates, memory_bytes=math.inf))
     return costs
 
 
 def machine_for(run: RunConfig, devices: Devices) -> Cluster:
-    """What describes this machine, if that is of such devices (predictions may be made for others); else what the
-    catalogue has of them, and of a GPU that it does not know something like it, with a warning.
+    """Return the description of this machine if it has such devices (predictions may be made for others), else the
+    catalogue's.
+
+    For a GPU that the catalogue does not know, a similar one is taken, with a warning.
     """
     cluster = cluster_of(run)
     if cluster is None or (cluster.device.kind == "cpu") != (devices.kind == "cpu"):

@@ -1,4 +1,4 @@
-"""The plan that is taken, of all that a search finds: the plainest of those about as fast as the fastest."""
+"""The choice among the plans that a search finds: the plainest of those about as fast as the fastest."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from argosy.plan.search.search import SearchResult, search
 from argosy.plan.search.space import Pins
 
 AS_FAST = 0.03
-"""Predictions do not tell plans apart whose steps differ by less (the regret of `benchmarks/planner`)."""
+"""Predictions cannot tell plans apart if their steps differ by less (the regret of `benchmarks/planner`)."""
 OFFLOADS = tuple(word for word in WORDS["offload"] if word != "none")
 
 
 def search_to_run(costs: CostModel, pins: Pins, counts: Sequence[int] | None = None) -> SearchResult:
-    """`search`; where nothing fits an accelerator, and `pins` leave it open, with state in host memory.
+    """Search; if nothing fits an accelerator and `pins` allow it, search again with state in host memory.
 
     Raises: UserError if no plan is legal.
     """
@@ -31,9 +31,9 @@ def search_to_run(costs: CostModel, pins: Pins, counts: Sequence[int] | None = N
 
 
 def plainest(found: SearchResult) -> int:
-    """The row of the plan with fewest `features` of those about as fast as the fastest; of these, the fastest.
+    """Return the row of the plan with fewest `features` of those about as fast as the fastest; of these, the fastest.
 
-    Something must have been found.
+    `found` must not be empty.
     """
     near = np.flatnonzero(found.step_s <= (1 + AS_FAST) * found.step_s.min())
     order = np.lexsort((found.memory_bytes[near], found.step_s[near], features(found.plans[near])))
@@ -41,7 +41,7 @@ def plainest(found: SearchResult) -> int:
 
 
 def features(plans: Layouts) -> Ints:
-    """How much each plan uses beside plain data parallelism: what can be in the way of understanding a run."""
+    """Return how much each plan uses beside plain data parallelism: each feature makes a run harder to understand."""
     plain_schedule = plans.is_("schedule", "1f1b")
     shared = np.where(plans.dp_shard * plans.cp > 1, np.where(plans.zero == 3, 2, plans.zero > 0), 0)
     used = (
@@ -57,7 +57,7 @@ def features(plans: Layouts) -> Ints:
 
 
 def why_nothing_fits(costs: CostModel, found: SearchResult) -> str:
-    """By how much the leanest plan is too large, in words; `found` is empty."""
+    """Explain by how much the leanest plan is too large; `found` is empty."""
     missing = misfit(costs, found.leanest)
     assert missing is not None  # or it would have been found
     return (

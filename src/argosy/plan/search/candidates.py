@@ -1,4 +1,5 @@
-"""What plans come to: step, memory, and a whole run with its failures, money and energy; each with its interval."""
+"""The costs of candidate plans: step, memory, and a whole run with its failures, money and energy, each with its
+interval."""
 
 from __future__ import annotations
 
@@ -24,52 +25,52 @@ from argosy.plan.search.search import SearchResult
 from argosy.plan.workload import Numbers
 
 Objective = Literal["time", "cost", "energy", "goodput"]
-"""What plans are ranked by."""
+"""The quantity that plans are ranked by."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One plan, with what it comes to."""
+    """One plan with its costs."""
 
     plan: str
     devices: int
     step_s: Estimate
     memory_bytes: Estimate
-    """On the rank that needs most."""
+    """Bytes on the rank that needs most."""
     fits: bool
     tokens_per_s: float
     mfu: float
     """Model FLOPs over the data sheet's, in the plan's precision."""
     run: WholeRun
     effective: Estimate
-    """Share of the time that is progress."""
+    """Share of the time that is productive."""
 
 
 class WholeRunModel:
-    """What plans come to in a whole run."""
+    """The costs of plans in a whole run."""
 
     def __init__(self, run: RunConfig, cluster: Cluster, costs: CostModel, tokens: float):
-        """costs: what each site of the cluster does; tokens: to train on."""
+        """costs: the cost model of each site; tokens: those to train on."""
         self.run, self.cluster, self.costs, self.tokens = run, cluster, costs, tokens
         self.sites = site_count(cluster)
         self.between_sites_s = exchange_s(costs, cluster)
 
     def failures(self, devices: NDArray[np.int64], step_s: Numbers) -> Goodput:
-        """Of jobs on so many devices of a site."""
+        """Return the effect of failures on jobs on so many devices of a site."""
         state_bytes = float(self.costs.workload.matrix_parameters) * (4 + float(self.costs.system.moment_bytes))
         used = np.asarray(devices * self.sites, float)
         saving = checkpoint_cost(self.cluster, state_bytes, used, self.run.checkpoint.background)
         return goodput(self.cluster, saving, used, step_s=step_s)
 
     def whole(self, devices: NDArray[np.int64], step_s: Estimate, failures: Goodput) -> WholeRun:
-        """Of jobs on so many devices of a site, with such steps and failures."""
+        """Return the costs of whole runs on so many devices of a site, with such steps and failures."""
         used = np.asarray(devices * self.sites, float)
         return whole_run(
             self.cluster, step_s, failures, tokens=self.tokens, tokens_per_step=self.run.tokens_per_step, devices=used
         )
 
     def score(self, found: SearchResult, objective: Objective) -> NDArray[np.float64]:
-        """The lower the better."""
+        """Return the score of each plan; lower is better."""
         if objective == "time":
             return found.step_s
         step_s = found.step_s + self.between_sites_s
@@ -80,7 +81,7 @@ class WholeRunModel:
         return np.asarray((chosen or made.device_hours).mid)
 
     def choices(self, plans: Layouts) -> tuple[Candidate, ...]:
-        """What these plans come to."""
+        """Return these plans with their costs."""
         costs, n = self.costs, len(plans)
         devices = np.broadcast_to(plans.world_size, n)
         time, memory = costs.predict_time(plans), costs.predict_memory(plans)
@@ -116,12 +117,12 @@ class WholeRunModel:
         )
 
     def over_sites(self, plan: Plan) -> Plan:
-        """The plan of one site, as that of all."""
+        """Turn the plan of one site into the plan of all sites."""
         return plan.model_copy(update={"dp_replicate": plan.dp_replicate * self.sites})
 
 
 def stacked(estimates: Sequence[Estimate]) -> Estimate:
-    """Many as one of arrays."""
+    """Stack many estimates into one of arrays."""
     return Estimate(*(np.array([getattr(each, f.name) for each in estimates], float) for f in fields(Estimate)))
 
 
@@ -142,7 +143,7 @@ def _row(made: WholeRun, i: int) -> WholeRun:
 
 
 def first_of(failures: Goodput) -> Goodput:
-    """Those of the first of several plans."""
+    """Return the failures of the first of several plans."""
     return Goodput(
         mtbf_s=row_of(failures.mtbf_s, 0),
         stops_per_day=row_of(failures.stops_per_day, 0),
@@ -154,5 +155,5 @@ def first_of(failures: Goodput) -> Goodput:
 
 
 def row_of(estimate: Estimate, i: int) -> Estimate:
-    """One of many."""
+    """Return one estimate of a stack."""
     return Estimate(*(float(np.atleast_1d(end)[i]) for end in (estimate.low, estimate.mid, estimate.high)))

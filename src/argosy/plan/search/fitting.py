@@ -1,4 +1,4 @@
-"""Plans that do not fit: by how much, and the nearest that do."""
+"""Plans that do not fit: by how much, and the nearest plan that fits."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from argosy.plan.search.search import SearchResult
 
 @dataclass(frozen=True)
 class MemoryMisfit:
-    """Why a plan does not fit."""
+    """By how much a plan does not fit."""
 
     needs_bytes: float
     has_bytes: float
-    """What it may need, to fit nine times of ten."""
+    """Most memory that it may need, to fit nine times of ten."""
     largest: str
-    """The category that takes most."""
+    """The largest category."""
     largest_bytes: float
 
     @property
     def excess_bytes(self) -> float:
-        """Too much by so many."""
+        """Bytes too many."""
         return self.needs_bytes - self.has_bytes
 
 
 def misfit(costs: CostModel, plan: Plan) -> MemoryMisfit | None:
-    """By how much `plan` does not fit; None if it does."""
+    """Return by how much `plan` does not fit; None if it fits."""
     by_category = costs.predict_memory(Layouts.of([plan])).by_category(0)
     needs = sum(by_category.values())
     if needs <= costs.memory_bytes:
@@ -40,7 +40,7 @@ def misfit(costs: CostModel, plan: Plan) -> MemoryMisfit | None:
 
 
 def nearest_that_fits(plan: Plan, found: SearchResult) -> int | None:
-    """The row of `found` that is most like `plan`, of those alike the fastest; None if it found nothing.
+    """Return the row of `found` that is most like `plan`, the fastest if several are; None if `found` is empty.
 
     Each doubling of an axis or of the microbatch counts 1, any other key that differs 1/2.
     """

@@ -1,8 +1,8 @@
-"""The best plan on what is left of a machine, and whether another plan is worth moving to.
+"""Re-planning: the best plan for the devices that are left, and the decision to migrate to another plan.
 
-What a run computes stays: the global batch (fewer ranks accumulate more microbatches), the number formats, and, where
-any plan can, whether weights are gathered in the format of the arithmetic. Everything else is chosen anew, by the
-search that `plan = "auto"` uses; what the user wrote in the run's plan is given up last.
+The numbers of a run stay: the global batch (fewer ranks accumulate more microbatches), the number formats, and, if any
+plan can, the format in which weights are gathered. The search that `plan = "auto"` uses chooses everything else again;
+what the user wrote in the run's plan is given up last.
 """
 
 from __future__ import annotations
@@ -32,40 +32,40 @@ GIVEN_UP: tuple[tuple[str, ...], ...] = (
     ("tp",),
     ("zero", "recompute", "recompute_every", "offload"),
 )
-"""What the user wrote is given up in this order: first what follows from the number of ranks."""
+"""What the user wrote is given up in this order: first the keys that follow from the number of ranks."""
 LAYOUT = tuple(key for keys in GIVEN_UP for key in keys)
-"""Keys of a plan that a user may have written, and that do not decide the numbers."""
+"""Keys of a plan that a user may have written and that do not change the numbers."""
 WORTH_A_PIN = 1.25
-"""What the user wrote is kept if steps with it take no more than so many times those without."""
+"""What the user wrote is kept if its steps take at most so many times the steps without it."""
 COUNTS_TRIED = 16
-"""Numbers of processes below the given one that are tried, one by one, and then as many of whole nodes."""
+"""Numbers of processes below the given one that are tried one by one, and then numbers of whole nodes."""
 LEAST_WAITING = 0.001
-"""Share of a predicted step below which what it waits for links is as good as nothing."""
+"""Share of a predicted step below which its waits for links count as nothing."""
 LEAST_GAIN = 0.1
-"""Share of the step that another plan must save: predictions are not surer of two plans of one machine."""
+"""Share of the step that another plan must save: predictions for two plans of one machine are not more certain."""
 MOVES_WORTH = 2.0
-"""Times that what is saved must make up for the move: the machine may change again before the run ends."""
+"""How many times the saving must make up for the migration: the machine may change again before the run ends."""
 
 
 @dataclass(frozen=True)
 class Replanned:
-    """A plan for what is left."""
+    """A plan for the devices that are left."""
 
     plan: Plan
     spares: int
-    """Processes that it leaves idle."""
+    """Processes that the plan leaves idle."""
     step_s: float
-    """Predicted."""
+    """Predicted seconds of a step."""
     notes: tuple[str, ...]
-    """What is no longer as it was, or as the user wrote it, in words."""
+    """What has changed, or differs from what the user wrote, in words."""
 
 
 def replan(run: RunConfig, plan: Plan, machine: Cluster, processes: int) -> Replanned:
-    """The plan to go on with on `processes` processes of `machine`, where `plan` is in force.
+    """Return the plan to go on with on `processes` processes of `machine`, where `plan` is in force.
 
-    It has as many processes as are best: where a batch, a model or a mesh cannot be dealt out over all of them, some
-    are left as spares. What `run.plan` pins is kept if all of it can be, with no spares, or as much of it as costs no
-    more than `WORTH_A_PIN`.
+    It has as many processes as is best: if a batch, a model or a mesh cannot be dealt out over all of them, some become
+    spares. The pins of `run.plan` are all kept if that leaves no spares, or else as many of them as cost no more than
+    `WORTH_A_PIN`.
     Raises: UserError if nothing fits, or there are no processes.
     """
     if processes < 1:
@@ -87,15 +87,16 @@ def replan(run: RunConfig, plan: Plan, machine: Cluster, processes: int) -> Repl
 
 
 def step_with_slow_rank_s(run: RunConfig, plan: Plan, machine: Cluster, times: float) -> float:
-    """Predicted seconds of a step in which one rank's own work takes so many times as long: the others wait for it."""
+    """Predict the seconds of a step in which one rank's own work takes so many times as long; the others wait for
+    it."""
     factors = slowed(machine.factors, times, "compute", "optimizer")
     return float(predict(plan, run, machine.model_copy(update={"factors": factors})).step_s.mid)
 
 
 def with_slow_link(run: RunConfig, plan: Plan, machine: Cluster, times: float) -> Cluster:
-    """The machine whose links are so slow that a step of `plan` takes so many times as long as it is predicted to.
+    """Return the machine with links so slow that a step of `plan` takes so many times as long as predicted.
 
-    Raises: UserError if the plan sends too little for any link to explain that.
+    Raises: UserError if the plan sends too little for slow links to explain that.
     """
     usual = predict(plan, run, machine)
     waits_s = sum(usual.seconds[name] for name in OF_TIME["network"])
@@ -106,14 +107,14 @@ def with_slow_link(run: RunConfig, plan: Plan, machine: Cluster, times: float) -
 
 
 def worth_moving(predicted_now_s: float, predicted_new_s: float, steps_left: int, move_s: float) -> bool:
-    """Whether to replace a plan that runs by one that is predicted to be faster, because of measured speed.
+    """Return True if migrating from the running plan to one that is predicted to be faster is worth its cost.
 
     predicted_now_s, predicted_new_s: a step of either, predicted for the machine as it is measured to be now (a rank
-    that became slow, a link that was lost), so that what the model gets wrong of this machine it gets wrong twice.
-    move_s: how long training stands still for the move: resharding, compiling, the first slow steps.
+    that became slow, a link that was lost), so that an error of the model for this machine is in both.
+    move_s: seconds that training stands still for the migration: resharding, compiling, the first slow steps.
 
-    The new plan must save at least `LEAST_GAIN` of a step, and over the steps that are left `MOVES_WORTH` times what
-    the move takes. Never if either step is unknown (not finite).
+    The new plan must save at least `LEAST_GAIN` of a step, and over the remaining steps `MOVES_WORTH` times the cost of
+    the migration. False if either step is unknown (not finite).
     """
     saved_s = predicted_now_s - predicted_new_s
     if not math.isfinite(saved_s):
@@ -122,12 +123,12 @@ def worth_moving(predicted_now_s: float, predicted_new_s: float, steps_left: int
 
 
 def _numerics(plan: Plan) -> Pins:
-    """What decides the numbers of training, as it is in the plan in force."""
+    """Return the keys that decide the numbers of training, as in the plan in force."""
     return {key: (getattr(plan, key),) for key in ("precision", "weights", "reduce", "compile")}
 
 
 def _alike(found: SearchResult, plan: Plan) -> SearchResult:
-    """Of what was found, the plans that gather weights as `plan` does; if none does, all."""
+    """Keep the plans that gather weights as `plan` does; keep all if none does."""
     plans = found.plans
     gathers = plans.shards_parameters
     alike = np.broadcast_to(gathers == _gathers_narrow(plan), len(found))
@@ -137,12 +138,13 @@ def _alike(found: SearchResult, plan: Plan) -> SearchResult:
 
 
 def _gathers_narrow(plan: Plan) -> bool:
-    """Whether all weights, those of norms too, take part in the arithmetic's format: they are gathered in it."""
+    """Return True if all weights, those of norms too, are used in the arithmetic's format, because they are gathered in
+    it."""
     return plan.precision != "fp32" and plan.shards_parameters
 
 
 def _pinned(run: RunConfig) -> Pins:
-    """What the user wrote of the layout; without "auto", all of it but the microbatch is said."""
+    """Return what the user wrote of the layout; without "auto", that is all but the microbatch."""
     words = words_of(run.plan)
     is_whole = words.pop("auto", None) is None
     written = Plan.from_words(words)
@@ -151,7 +153,7 @@ def _pinned(run: RunConfig) -> Pins:
 
 
 def _best(run: RunConfig, plan: Plan, machine: Cluster, processes: int, pins: Pins) -> Replanned:
-    """The fastest plan for so many processes, or for somewhat fewer. Raises: UserError."""
+    """Return the fastest plan for so many processes, or for somewhat fewer. Raises: UserError."""
     refused: list[UserError] = []
     for counts in _counts(processes, machine):
         try:
@@ -162,7 +164,7 @@ def _best(run: RunConfig, plan: Plan, machine: Cluster, processes: int, pins: Pi
 
 
 def _counts(processes: int, machine: Cluster) -> Iterator[list[int]]:
-    """Numbers of processes to choose from, down to a half of them; and if these have no plan, smaller ones."""
+    """Yield numbers of processes to choose from: down to a half of them, then, if these have no plan, smaller ones."""
     half = max(1, processes // 2)
     node = machine.devices_per_node
     near = range(processes, max(half, processes - COUNTS_TRIED) - 1, -1)
@@ -176,9 +178,9 @@ def _counts(processes: int, machine: Cluster) -> Iterator[list[int]]:
 def _best_of(
     run: RunConfig, plan: Plan, machine: Cluster, processes: int, counts: Sequence[int], pins: Pins
 ) -> Replanned:
-    """The plan for one of these numbers of processes. Raises: UserError if none is legal, or fits."""
+    """Return the best plan for one of these numbers of processes. Raises: UserError if none is legal, or fits."""
     costs = CostModel.of(run, resized(machine, processes)).on(run, processes)
-    if "memory_bytes" in machine.device.assumed:  # nobody knows it, so that it is no reason to give up
+    if "memory_bytes" in machine.device.assumed:  # nobody knows it, so it is no reason to give up
         costs = replace(costs, rates=replace(costs.rates, memory_bytes=math.inf))
     found = search_to_run(costs, pins, counts)
     if not len(found):
@@ -190,7 +192,7 @@ def _best_of(
 
 
 def _noted(found: Replanned, before: Plan, run: RunConfig) -> Replanned:
-    """With what changes in words."""
+    """Add notes about what changes."""
     plan, notes = found.plan, []
     words = words_of(run.plan)
     written = Plan.from_words({key: value for key, value in words.items() if key != "auto"})

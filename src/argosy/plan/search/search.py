@@ -1,6 +1,7 @@
-"""Which plan is best: all that a run and a cluster allow, as columns, their memory first, then the time of what fits.
+"""The search for the best plan: all plans of a run on a cluster as columns, first their memory, then the time of those
+that fit.
 
-A mesh whose leanest plan does not fit (smallest microbatch, most recompute) is not looked at further.
+A mesh is dropped if its leanest plan (smallest microbatch, most recompute) does not fit.
 """
 
 from __future__ import annotations
@@ -24,32 +25,32 @@ from argosy.plan.search.space import Pins, Space, columns_of, crossed, joined
 Floats = NDArray[np.float64]
 
 MORE = 0.1
-"""Share of a device's memory by which a plan may miss it and still be timed, to say what more memory would bring."""
+"""Share of a device's memory by which a plan may exceed it and still be timed, to tell what more memory would bring."""
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search came to."""
+    """The plans that a search found."""
 
     looked_at: int
     """Plans whose memory was computed."""
     plans: Layouts
-    """Those that fit; of none, this is empty."""
+    """Plans that fit; may be empty."""
     memory: Footprint
     time: StepTime
     leanest: Plan
-    """The plan that needs least memory, whether it fits or not."""
+    """The plan that needs least memory; it may not fit."""
     roomier_step_s: float
-    """The fastest step, were the memory of each device a tenth larger."""
+    """The fastest step if the memory of each device were a tenth larger."""
 
     @cached_property
     def step_s(self) -> Floats:
-        """Of each plan."""
+        """Seconds of a step, for each plan."""
         return np.asarray(self.time.total)
 
     @cached_property
     def memory_bytes(self) -> Floats:
-        """Of each plan, on the rank that needs most."""
+        """Bytes on the rank that needs most, for each plan."""
         return np.asarray(self.memory.total)
 
     def __len__(self) -> int:
@@ -57,24 +58,24 @@ class SearchResult:
 
     @property
     def devices(self) -> NDArray[np.int64]:
-        """Of each plan."""
+        """Devices, for each plan."""
         return np.broadcast_to(self.plans.world_size, len(self))
 
     def best(self, score: Floats, many: int) -> NDArray[np.int64]:
-        """The rows with the lowest score, of equal ones the leanest, one for each mesh."""
+        """Return the rows with the lowest score, one for each mesh; of equal ones the leanest."""
         order = np.lexsort((self.memory_bytes, score))
         axes = np.stack([getattr(self.plans, axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")])
         _, first = np.unique(axes[:, order], axis=1, return_index=True)
         return order[np.sort(first)[:many]]
 
     def pareto(self, many: int = 8) -> NDArray[np.int64]:
-        """Rows that no other beats in step time, memory and devices at once; the fastest first."""
+        """Return the rows that no other beats in step time, memory and devices at once, the fastest first."""
         order = np.lexsort((self.memory_bytes, self.devices, self.step_s))
         return _thinned(_front(order, self.devices[order], self.memory_bytes[order]), many)
 
 
 def _front(order: NDArray[np.int64], devices: NDArray[np.int64], memory: Floats) -> NDArray[np.int64]:
-    """Of rows in the order of their time, those that need fewer devices or less memory than all before."""
+    """Return the rows, in the order of their time, that need fewer devices or less memory than all before."""
     keep = np.zeros(len(order), bool)
     for count in np.unique(devices):
         fewer = np.minimum.accumulate(np.where(devices <= count, memory, np.inf))
@@ -90,9 +91,9 @@ def _thinned(rows: NDArray[np.int64], many: int) -> NDArray[np.int64]:
 
 
 def search(costs: CostModel, pins: Pins, counts: Sequence[int] | None = None) -> SearchResult:
-    """All plans for `counts` devices (default: all there are), those that fit with their predicted time.
+    """Return the plans for `counts` devices (default: all devices) that fit, with their predicted time.
 
-    Raises: UserError if no plan is legal, with the rule in the way.
+    Raises: UserError that names a rule if no plan is legal.
     """
     space = Space(costs, pins)
     meshes = joined([space.meshes(count) for count in counts or [costs.devices]])
@@ -116,7 +117,7 @@ def search(costs: CostModel, pins: Pins, counts: Sequence[int] | None = None) ->
 
 
 def _leanest(space: Space, lean: Layouts, memory_bytes: Floats) -> Plan:
-    """The plan that needs least memory of those with the leanest tail. Raises: UserError if none is legal."""
+    """Return the plan that needs least memory of those with the leanest rest. Raises: UserError if none is legal."""
     legal = np.flatnonzero(~np.broadcast_to(breaks_any(lean, space.run), len(lean)))
     if len(legal):
         return lean.plan(int(legal[np.argmin(memory_bytes[legal])]))

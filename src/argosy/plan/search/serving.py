@@ -13,11 +13,11 @@ from argosy.plan.rules import divisors
 from argosy.plan.search.space import Pins
 
 KEYS = ("tp", "pp", "precision")
-"""Keys of a plan that mean something here."""
+"""Keys of a plan that apply to inference."""
 
 
 def search_serving(costs: CostModel, pins: Pins) -> list[Serving]:
-    """The ways that fit, the one with most tokens a second first. Raises: UserError if there is none."""
+    """Return the ways that fit, the one with most tokens a second first. Raises: UserError if there is none."""
     if strange := [key for key in pins if key not in KEYS]:
         raise UserError(f"--fix {strange[0]} says nothing about inference. Try {', '.join(KEYS)}.")
     precision = pins.get("precision", (costs.precision,))[0]
@@ -38,7 +38,7 @@ def search_serving(costs: CostModel, pins: Pins) -> list[Serving]:
 
 
 def _cuts(costs: CostModel, pins: Pins) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Every (tp, pp) that the heads, the layers and the devices allow."""
+    """Return every (tp, pp) that the heads, the layers and the devices allow."""
     model, node = costs.run.model, int(costs.rates.node)
     cuts = [
         (tp, pp)

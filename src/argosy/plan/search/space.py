@@ -1,9 +1,9 @@
-"""Which plans a search looks at, as tables of columns that are crossed with one another.
+"""The plans that a search looks at, as tables of columns that are crossed with one another.
 
-What cannot matter is left out: tensor parallelism stays inside a node, ranks that share state are all of a replica's
-or those of a node or of the first tier outside, and GPipe is tried only where 1F1B cannot run (it is as fast, and holds
-more). What changes the numbers of training, or only serves where nothing fits (`offload`), has one value. Pins open and
-close all of this.
+Plans that cannot be best are left out: tensor parallelism stays inside a node, the ranks that share state are all ranks
+of a replica or those of a node or of the first tier outside, and GPipe is tried only where 1F1B cannot run (GPipe is as
+fast, and holds more). Keys that change the numbers of training, or that serve only if nothing fits (`offload`), have
+one value. Pins open and close all of this.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from argosy.plan.rules import OF_MICROBATCHES, breaks_any, divisors, first_probl
 
 Mask = NDArray[np.bool_]
 Table = dict[str, NDArray[np.int64]]
-"""Columns of one length, words as their places in `layouts.WORDS`."""
+"""Columns of one length; words are their places in `layouts.WORDS`."""
 Pins = Mapping[str, tuple[Any, ...]]
 """Key of a plan -> the values that it may have."""
 
 MICROBATCH_TOKENS = 32_768
-"""Of one rank; larger microbatches make no matmul faster."""
+"""Most tokens of a microbatch on one rank; larger ones make no matmul faster."""
 CONTEXT_TOKENS = 4096
 """Shorter pieces of a sequence are not worth a context-parallel rank."""
 STAGES_PER_RANK = (2, 3, 4, 6, 8)
 RECOMPUTE = (("none", 1), ("selective", 2), ("selective", 1), ("full", 4), ("full", 2), ("full", 1))
-"""What is computed again, in every n-th layer, from least to most."""
+"""What is recomputed, in every n-th layer, from least to most."""
 FEWER_TRIED = 64
-"""Numbers of nodes below the cluster's that are tried where there is no plan for all of them."""
+"""Numbers of nodes below the cluster's that are tried if there is no plan for all of them."""
 
 
 def parse_pins(text: str) -> Pins:
-    """`"tp=2|4,recompute=selective"` -> the values that each key may have. Raises: UserError, as `Plan.parse`."""
+    """Read `"tp=2|4,recompute=selective"` as the values that each key may have. Raises: UserError, as `Plan.parse`."""
     pins: dict[str, tuple[Any, ...]] = {}
     for key, values in words_of(text).items():
         if key == "auto":
@@ -61,7 +61,8 @@ class Space:
         return self.pins.get(key, usual)
 
     def meshes(self, devices: int) -> Table:
-        """Ways to lay the axes over so many devices, with the ZeRO stage and the kind of context parallelism."""
+        """Return the ways to lay the axes over so many devices, with the ZeRO stage and the kind of context
+        parallelism."""
         keys = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "zero", "context")
         rows = list(self._meshes(devices))
         context = WORDS["context"]
@@ -83,7 +84,7 @@ class Space:
                             yield pp, dp // shared[0], shared[0], cp, tp, *shared[1:], context
 
     def _shared(self, dp: int, cp: int, tp: int) -> Iterator[tuple[int, int, int]]:
-        """(dp_shard, ep, zero) of `dp` data-parallel ranks."""
+        """Yield (dp_shard, ep, zero) for `dp` data-parallel ranks."""
         experts = self.run.model.moe.experts
         near = {self.costs.rates.node // (tp * cp), self.costs.tier // (tp * cp), dp}
         whole = divisors(dp)
@@ -98,7 +99,7 @@ class Space:
                     yield shard, ep, zero
 
     def pipelines(self) -> Table:
-        """Schedules, with what they ask for."""
+        """Return the schedules, with the stages and the compilation that they ask for."""
         rows = []
         for schedule in self._of("schedule", *SCHEDULES):
             turns = STAGES_PER_RANK if schedule in INTERLEAVED else (Plan().stages_per_rank,)
@@ -111,7 +112,7 @@ class Space:
         return table_of(("schedule", "stages_per_rank", "compile"), rows)
 
     def microbatches(self) -> Table:
-        """Sizes of a microbatch, as many sequences as divide the batch."""
+        """Return the sizes of a microbatch: numbers of sequences that divide the batch."""
         return table_of(("microbatch",), [(n,) for n in self._microbatches()])
 
     def _microbatches(self) -> tuple[int, ...]:
@@ -121,7 +122,7 @@ class Space:
         return self._of("microbatch", *sizes)
 
     def recomputes(self) -> Table:
-        """What is computed again, from least to most."""
+        """Return what may be recomputed, from least to most."""
         return table_of(("recompute", "recompute_every"), self._recomputes())
 
     def _recomputes(self) -> list[tuple[int, int]]:
@@ -133,18 +134,18 @@ class Space:
         ]
 
     def leanest(self) -> Table:
-        """The tail of a plan that needs least memory: one row."""
+        """Return the rest of the plan that needs least memory: one row."""
         return crossed(table_of(("microbatch",), [(min(self._microbatches()),)]), self.leanest_recompute())
 
     def leanest_recompute(self) -> Table:
-        """The most that may be recomputed: one row."""
+        """Return the most that may be recomputed: one row."""
         most = max(self._recomputes(), key=lambda row: (row[0], -row[1]))
         return table_of(("recompute", "recompute_every"), [most])
 
     def plans(self, table: Table, any_microbatch: bool = False) -> Layouts:
-        """The rows of a table that are plans, each once, that can train the run.
+        """Return the rows of a table that are plans and can train the run, each once.
 
-        any_microbatch: also those that could with another one.
+        any_microbatch: also return those that could with another microbatch.
         """
         rest = {
             "offload": self._of("offload", "none"),
@@ -160,7 +161,7 @@ class Space:
         return plans[~np.broadcast_to(broken, len(plans)) & self._worth_it(plans)]
 
     def _worth_it(self, plans: Layouts) -> Mask:
-        """Not the same as another, nor slower than one that is as lean; and what is pinned plays a part."""
+        """Mask the plans that equal no other, are not slower than one as lean, and make use of every pin."""
         batch, seq_len = self.run.train.global_batch, self.run.data.seq_len
         schedule = WORDS["schedule"].index(self._of("schedule", "1f1b")[0])
         turns = min(self._of("stages_per_rank", Plan().stages_per_rank))
@@ -181,7 +182,7 @@ class Space:
         return worth
 
     def why_none(self) -> str:
-        """Why there is no plan at all: the first rule that the plainest plan breaks, and what would do."""
+        """Explain why there is no plan at all: the first rule that the plainest plan breaks, and a remedy."""
         devices = self.costs.devices
         fixed = ",".join(f"{key}={'|'.join(map(_word, values))}" for key, values in self.pins.items())
         where = f'--fix "{fixed}": ' if fixed else f"no plan for {devices} devices: "
@@ -211,9 +212,9 @@ class Space:
         return " ".join([where + problem, *remedies])
 
     def _plainest(self, left: int) -> Plan | None:
-        """A plan with what is pinned, and the devices that are left on the plainest axis; None if all are pinned."""
+        """Return a plan with the pins and the other devices on the plainest axis; None if all axes are pinned."""
         first = {key: min(values) if key in AXES else values[0] for key, values in self.pins.items()}
-        for key, axis in (("schedule", "pp"), ("context", "cp")):  # it only plays a part with its axis
+        for key, axis in (("schedule", "pp"), ("context", "cp")):  # the key means something only with its axis
             if key in first and axis not in first and left > 1:
                 first[axis] = divisors(left)[1]
                 left //= first[axis]
@@ -223,7 +224,7 @@ class Space:
         return Plan(**{"precision": self.costs.precision, **first, **({free: left} if free else {})})
 
     def _fewer(self) -> int | None:
-        """The largest smaller number of whole nodes for which there are plans, if one is near."""
+        """Return the largest smaller number of whole nodes for which there are plans, if one is near."""
         node = int(self.costs.rates.node)
         for count in range(self.costs.devices - node, 0, -node)[:FEWER_TRIED]:
             table = crossed(self.meshes(count), self.pipelines(), self.microbatches(), self.leanest_recompute())
@@ -240,23 +241,23 @@ def _word(value: object) -> str:
 
 
 def table_of(keys: Sequence[str], rows: Sequence[tuple[int, ...]]) -> Table:
-    """The rows under these keys."""
+    """Return a table of the rows under these keys."""
     columns = np.array(rows, np.int64).reshape(-1, len(keys)).T
     return dict(zip(keys, columns, strict=True))
 
 
 def columns_of(plans: Layouts) -> Table:
-    """The plans as a table."""
+    """Return the plans as a table."""
     return {f.name: getattr(plans, f.name) for f in fields(plans)}
 
 
 def joined(tables: Sequence[Table]) -> Table:
-    """The rows of one after those of the other."""
+    """Return the rows of all tables, one table after the other."""
     return {key: np.concatenate([table[key] for table in tables]) for key in tables[0]}
 
 
 def crossed(*tables: Table) -> Table:
-    """Every row of the first with every row of the next; a later table's columns take the place of an earlier's."""
+    """Cross every row of the first table with every row of the next; later tables' columns replace earlier ones."""
     whole = tables[0]
     for table in tables[1:]:
         before, after = len(next(iter(whole.values()))), len(next(iter(table.values())))
