@@ -118,7 +118,7 @@ def test_the_objective_decides_the_order(ask: Any, objective: str) -> None:
 
 def test_what_is_not_said_is_assumed_aloud(ask: Any) -> None:
     said = ask("--model", "llama3-8b", "--cluster", "8xh100")
-    assert "assumed: --seq-len 8192" in said and "assumed: --global-batch" in said
+    assert "Assumed: --seq-len 8192" in said and "Assumed: --global-batch" in said
 
 
 def test_a_run_file_is_planned_for_this_machine_as_the_trainer_would(ask: Any, run_file: Any) -> None:

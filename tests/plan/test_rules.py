@@ -99,7 +99,7 @@ CASES: list[tuple[rules.Rule, str, dict[str, Any], str]] = [
         rules.split_backward_is_eager,
         "pp=2,schedule=zbv,compile=false,recompute=selective",
         {},
-        "plan.schedule = zbv splits backward, and what recompute=selective keeps",
+        "plan.schedule = zbv splits backward, and recompute=selective keeps",
     ),
     (rules.number_formats_go_together, "tp=2,precision=fp8", {}, "plan.precision = fp8 with plan.tp = 2"),
     (

@@ -1,17 +1,17 @@
-"""Which plan is best for a model on a cluster, what it will take, and why: all plans are predicted, nothing is run.
+"""Find the best plan for a model on a cluster, its costs, and the reasons. All plans are predicted; nothing is run.
 
-A cluster is NxDEVICE (256xh100, 32x8xh100 says nodes; several joined by +), a preset, or a .toml file, e.g. one that
-`argosy probe` wrote. Every figure is a prediction with an interval that holds nine times of ten.
+A cluster is NxDEVICE (256xh100; 32x8xh100 also gives the nodes; join several with +), a preset, or a .toml file, such
+as the one that `argosy probe` writes. Every figure is a prediction with an interval that holds nine times of ten.
 
 Examples:
   argosy plan --model llama3-70b --cluster 256xh100 --global-batch 1024 --seq-len 8192
-  argosy plan run.toml                                          the run at hand, on the machine at hand
+  argosy plan run.toml                                          this run on this machine
   argosy plan run.toml --cluster 8xh100                         the same run elsewhere
   argosy plan --model deepseek-v3 --cluster 2048xh800 --tokens 14.8e12 --objective cost
   argosy plan --model llama3-8b --cluster 8xh100 --fix "tp=2|4,recompute=selective"
   argosy plan --model llama3-8b --cluster 64xh100+64xa100 --html plan.html
   argosy plan --model llama3-70b --cluster 8xh100 --inference --global-batch 16
-  argosy plan --learn runs/a runs/b                  what finished runs took corrects ./cluster.toml, or --cluster FILE
+  argosy plan --learn runs/a runs/b                  correct ./cluster.toml, or --cluster FILE, by finished runs
 """
 
 from __future__ import annotations
@@ -35,35 +35,36 @@ class Options:
     """Options of `argosy plan`."""
 
     run: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")] = None
-    """A run file, or the name of a run preset; or else --model."""
+    """A run file, or the name of a run preset; or use --model."""
     model: str | None = None
     """A model preset (`argosy config presets` lists them)."""
     cluster: str | None = None
-    """NxDEVICE, a preset, or a file; left out with a run: this machine."""
+    """NxDEVICE, a preset, or a file; default with a run: this machine."""
     global_batch: int | None = None
-    """Sequences of a step; left out with a model: as DeepSeek's scaling law has it."""
+    """Sequences in a step; default with a model: by DeepSeek's scaling law."""
     seq_len: int | None = None
-    """Tokens of a sequence; left out with a model: 8192, or the model's longest if that is less."""
+    """Tokens in a sequence; default with a model: 8192, or the model's longest sequence if that is shorter."""
     tokens: float | None = None
-    """Tokens to train on; left out: the run's, or 20 for each active parameter."""
+    """Tokens to train on; default: the run's, or 20 for each active parameter."""
     objective: Objective = "time"
-    """What the plans are ranked by; cost and energy may choose fewer devices, goodput counts failures."""
+    """Quantity to rank plans by; cost and energy may choose fewer devices, goodput counts failures."""
     fix: str = ""
-    """A part of the plan: KEY=VALUE,... with | between values that may be chosen from."""
+    """Fix a part of the plan: KEY=VALUE,... with | between values to choose from."""
     top: int = 10
-    """Plans to show."""
+    """Number of plans to show."""
     inference: bool = False
-    """Prefill and decode in place of training: sequences of --seq-len, --global-batch of them at a time."""
+    """Plan inference (prefill and decode) in place of training: --global-batch sequences of --seq-len tokens at a
+    time."""
     learn: tuple[Path, ...] = ()
-    """Folders of finished runs, all that are to count: factors from them are written into the cluster's file."""
+    """Folders of all finished runs to learn from: factors from them are written into the cluster's file."""
     json: bool = False
-    """Print all as one JSON object."""
+    """Print everything as one JSON object."""
     html: Path | None = None
     """Write a page with charts to this file."""
 
 
 def main(argv: list[str]) -> None:
-    """`argosy plan [RUN] --model NAME --cluster CLUSTER ...`."""
+    """Run `argosy plan [RUN] --model NAME --cluster CLUSTER ...`."""
     options = parse(argv, "argosy plan", Options)
     _check(options)
     if options.learn:
@@ -133,7 +134,7 @@ def _check(options: Options) -> None:
         if value is not None and not 0 < value < float("inf"):
             raise UserError(f"--{name.replace('_', '-')} {value}: must be above 0.")
     if options.learn and (options.run or options.model):
-        raise UserError("--learn only corrects a cluster's file. Ask for a plan in a command of its own.")
+        raise UserError("--learn only corrects a cluster's file. Ask for a plan in another command.")
     if options.html is not None and options.inference:
         raise UserError("--html is for training plans. Leave out --inference, or take --json.")
 

@@ -1,8 +1,8 @@
 """Fit a scaling law L(N, D) = E + A/N^alpha + B/D^beta to small runs, and ask it about larger ones.
 
-N: parameters with embeddings (of experts those that a token goes to); D: training tokens; L: loss on held-out text,
-nats per token; compute is 6 N D. RESULTS are folders of finished runs, which share a tokenizer, or CSV files with the
-columns parameters,tokens,loss. Intervals are 90 %, by bootstrap.
+N: parameters with embeddings (without the experts that a token does not go to); D: training tokens; L: loss on
+held-out text, nats per token; compute is 6 N D. RESULTS are folders of finished runs that share a tokenizer, or CSV
+files with the columns parameters,tokens,loss. Intervals are 90 %, by bootstrap.
 
 Examples:
   argosy scaling runs/small-*                                        the coefficients
@@ -34,23 +34,23 @@ class Options:
     results: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """Run folders and CSV files."""
     budget: float | None = None
-    """Training compute in FLOPs, to be spent on the best N and D."""
+    """Training compute in FLOPs, to spend on the best N and D."""
     predict: Path | None = None
-    """A run file whose final loss is to be predicted."""
+    """A run file: predict its final loss."""
     parameters: float | None = None
-    """With --tokens: N of a run whose final loss is to be predicted."""
+    """With --tokens: the N of a run whose final loss is predicted."""
     tokens: float | None = None
-    """With --parameters: its D."""
+    """With --parameters: the D of that run."""
     draws: int = 100
-    """Bootstrap draws that the intervals come from."""
+    """Number of bootstrap draws for the intervals."""
     seed: int = 0
-    """Of the draws."""
+    """Seed of the draws."""
     json: bool = False
-    """Print all as one JSON object."""
+    """Print everything as one JSON object."""
 
 
 def main(argv: list[str]) -> None:
-    """`argosy scaling RESULTS ...`."""
+    """Run `argosy scaling RESULTS ...`."""
     options = parse(argv, "argosy scaling", Options)
     _check(options)
     from argosy.compare.results import planned_size, read_results
@@ -77,7 +77,7 @@ def _check(options: Options) -> None:
         if value is not None and not (math.isfinite(value) and value > 0):
             raise UserError(f"--{name} {value}: must be above 0.")
     if (options.parameters is None) != (options.tokens is None):
-        raise UserError("--parameters and --tokens say together what run is meant: give both.")
+        raise UserError("--parameters and --tokens describe a run together: give both.")
     if options.predict is not None and options.parameters is not None:
         raise UserError("--predict and --parameters with --tokens name two runs: give one of them.")
 

@@ -1,11 +1,11 @@
-"""Run the real train step of any rank of any number, without devices: what it allocates, computes and sends.
+"""Run the real train step of any rank of any world without devices, and show what it allocates, computes and sends.
 
 The step runs on tensors without memory, in a world without other ranks. Memory and bytes on the wire are exact, to the
-byte, for the eager step: nothing is compiled (plan.compile has no effect). Experts get even loads. Times are drawn
-from rates and links of --cluster, and are a best case.
+byte, for the eager step: nothing is compiled (plan.compile has no effect). Experts get even loads. Times follow
+from the rates and links of --cluster, and are a best case.
 
---model PRESET, --global-batch N and --seq-len N are short for --model.preset, --train.global-batch and --data.seq-len;
-what the plan leaves open is chosen as for GPUs, and without RUN the built-in demo's keys hold for the rest.
+--model PRESET, --global-batch N and --seq-len N are short for --model.preset, --train.global-batch and --data.seq-len.
+What the plan leaves open is chosen as for GPUs; without RUN, all other keys are those of the built-in demo.
 
 Examples:
   argosy simulate run.toml --plan "tp=2,dp_shard=4"     rank 0 of 8
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from argosy.simulate.simulate import Simulated
 
 SHORT = {"--model": "--model.preset", "--global-batch": "--train.global-batch", "--seq-len": "--data.seq-len"}
-"""Options -> the keys of a run that they stand for."""
+"""Short options -> the keys of a run that they stand for."""
 KeyT = TypeVar("KeyT")
 
 
@@ -40,22 +40,22 @@ class Options:
     """Options of `argosy simulate`."""
 
     world_size: int | None = None
-    """Ranks in all; none: as many as the plan is for."""
+    """Number of all ranks; none: as many as the plan is for."""
     rank: int = 0
-    """Which to simulate."""
+    """Rank to simulate."""
     all_stages: bool = False
-    """Also the ranks at the same place in all other pipeline stages."""
+    """Also simulate the ranks at the same place in all other pipeline stages."""
     cluster: str | None = None
-    """What the timeline is drawn for, and what the plan leaves open: NxDEVICE, a file or a preset; none: H100s in nodes
-    of 8."""
+    """Cluster for the timeline and for what the plan leaves open: NxDEVICE, a file or a preset; none: H100s in nodes of
+    8."""
     trace: Path | None = None
-    """Write the timeline to this file, in Chrome's and Perfetto's format."""
+    """Write the timeline to this file, in the format of Chrome and Perfetto."""
     json: bool = False
-    """Print what was found as one JSON array."""
+    """Print the results as one JSON array."""
 
 
 def main(argv: list[str]) -> None:
-    """`argosy simulate [RUN] --plan PLAN ...`."""
+    """Run `argosy simulate [RUN] --plan PLAN ...`."""
     options, run = parse_run(list(map(_in_full, argv)), "argosy simulate", Options)
     from argosy.plan.hardware.clusters import Cluster
     from argosy.simulate.simulate import nodes_for, ranks_of_stages, settle, simulate

@@ -154,8 +154,8 @@ def split_backward_is_eager(plan: Plan, run: RunConfig) -> str:
     if plan.compile:
         return f"plan.schedule = {plan.schedule} splits backward, which compiled blocks cannot. Add compile=false."
     return (
-        f"plan.schedule = {plan.schedule} splits backward, and what recompute=selective keeps serves one backward. "
-        "Use recompute=full or none, or schedule=interleaved_1f1b."
+        f"plan.schedule = {plan.schedule} splits backward, and recompute=selective keeps results for one backward "
+        "only. Use recompute=full or none, or schedule=interleaved_1f1b."
     )
 
 

@@ -97,8 +97,8 @@ def test_a_taught_cluster_predicts_the_runs(tmp_path):
 @pytest.mark.parametrize(
     ("report", "message"),
     [
-        ({"predicted": None}, "its report says nothing of its steps' parts"),
-        ({"device": "NVIDIA H100 80GB HBM3"}, "it ran on NVIDIA H100 80GB HBM3, and the cluster is of CPU"),
+        ({"predicted": None}, "its report has no measured parts of a step"),
+        ({"device": "NVIDIA H100 80GB HBM3"}, "it ran on NVIDIA H100 80GB HBM3, and the cluster has CPU"),
         ({"software": "torch 2.12"}, "ran with torch 2.13, and"),
     ],
 )
@@ -137,12 +137,12 @@ def test_other_software_starts_anew(tmp_path):
     after = learn([folder], before)
     assert after.software == "torch 2.14" and "network" not in after.factors
     said = in_words(before, after, 1)
-    assert "(before, the file was about torch 2.13)" in said
+    assert "(before, the file held factors for torch 2.13)" in said
     assert "network    none: no run tells   was 2.00 +- 0.10" in said
 
 
 def test_only_a_file_can_be_corrected(tmp_path):
-    with pytest.raises(UserError, match="--learn writes factors into a cluster's file, and 8xh100 is none"):
+    with pytest.raises(UserError, match="--learn writes factors into a cluster's file, and 8xh100 is not one"):
         cluster_file("8xh100")
     CLUSTER.save(tmp_path / "mine.toml")
     assert cluster_file(str(tmp_path / "mine.toml")) == tmp_path / "mine.toml"

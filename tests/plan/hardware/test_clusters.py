@@ -112,7 +112,7 @@ def test_a_devices_file_is_found_beside_the_clusters(tmp_path, monkeypatch):
     [
         ("0xh100", "there must be at least one device. Try 8xh100."),
         ("4x0xh100", "there must be at least one device"),
-        ("100xh100", "has 8 devices, and 100 is no multiple. Try 96xh100 or 104xh100, or say the nodes"),
+        ("100xh100", "has 8 devices, and 100 is not a multiple of that. Try 96xh100 or 104xh100, or give the nodes"),
         ("8xh1000", "no device is called 'h1000'; did you mean h100"),
         ("h100x8", "neither NxDEVICE, such as 8xh100, nor a .toml file, nor a preset"),
         ("two-site", "did you mean two-sites?"),

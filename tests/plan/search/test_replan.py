@@ -75,7 +75,7 @@ def test_a_pinned_axis_is_kept_where_that_costs_little(processes):
 def test_a_pinned_axis_is_given_up_with_a_note_where_too_little_would_be_used():
     found = left(1, "dp_replicate=2,tp=2", "auto,tp=2")
     assert found.plan.tp == 1
-    assert found.notes == ('of plan = "auto,tp=2" this is not kept: tp=2.',)
+    assert found.notes == ('not kept of plan = "auto,tp=2": tp=2.',)
 
 
 def test_processes_that_no_plan_can_use_are_spares():
@@ -134,5 +134,5 @@ def test_links_are_as_slow_as_the_step_says(times):
 
 
 def test_no_link_explains_a_plan_that_sends_nothing():
-    with pytest.raises(UserError, match="waits for no link"):
+    with pytest.raises(UserError, match="is not predicted to wait for any link"):
         with_slow_link(run(), Plan.parse("precision=fp32,compile=false"), CPUS, 2.0)

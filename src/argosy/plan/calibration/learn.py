@@ -63,7 +63,7 @@ class Finished:
         except ValueError as error:
             raise UserError(f"--learn {folder}: report.json cannot be read ({error}). Leave it out.") from None
         if not report.get("predicted"):
-            raise UserError(f"--learn {folder}: its report says nothing of its steps' parts. Leave it out.")
+            raise UserError(f"--learn {folder}: its report has no measured parts of a step. Leave it out.")
         return cls(
             folder=folder,
             run=load(folder / "run.toml"),
@@ -79,8 +79,8 @@ def cluster_file(named: str | None) -> Path:
     path = PROBED if named is None else Path(named).expanduser()
     if path.suffix != ".toml" or not path.is_file():
         raise UserError(
-            f"--learn writes factors into a cluster's file, and {path} is none. Write one with argosy probe, or give "
-            "--cluster FILE.toml."
+            f"--learn writes factors into a cluster's file, and {path} is not one. Write one with argosy probe, or "
+            "give --cluster FILE.toml."
         )
     return path
 
@@ -102,7 +102,7 @@ def in_words(before: Cluster, after: Cluster, runs: int) -> str:
     """Describe the changes, a line each."""
     lines = [f"factors from {runs} run{'s' if runs > 1 else ''} with {after.software}:"]
     if before.software not in ("", after.software):
-        lines.append(f"  (before, the file was about {before.software})")
+        lines.append(f"  (before, the file held factors for {before.software})")
     for name in dict.fromkeys((*before.factors, *after.factors)):
         old, new = before.factors.get(name), after.factors.get(name)
         was = "" if old is None else f"   was {old.value:.2f} +- {old.std:.2f}"
@@ -115,11 +115,11 @@ def _check(runs: Sequence[Finished], cluster: Cluster) -> None:
         if done.software != runs[0].software:
             raise UserError(
                 f"--learn: {runs[0].folder} ran with {runs[0].software}, and {done.folder} with {done.software}. "
-                "Factors hold for one of them: give the runs of one."
+                "Factors hold for one version only: give runs of one."
             )
         if not _is_of(done.device, cluster):
             raise UserError(
-                f"--learn {done.folder}: it ran on {done.device}, and the cluster is of {cluster.device.name}. "
+                f"--learn {done.folder}: it ran on {done.device}, and the cluster has {cluster.device.name}. "
                 "Give --cluster FILE of the machine that it ran on."
             )
 

@@ -303,7 +303,7 @@ class Cluster(Section):
         """Read a cluster from a file. Raises: UserError that names every wrong key, with its line."""
         table, lines = read_toml(path)
         if not isinstance(groups := table.get("groups"), list):
-            raise UserError(f'{path}: no [[groups]], which say what it is made of; e.g. device = "h100", nodes = 4.')
+            raise UserError(f'{path}: no [[groups]] of nodes; e.g. device = "h100", nodes = 4.')
         for group in groups:
             _settle_device(group, path.absolute().parent)
         return build(cls, table_layer(table, cls, Source(str(path), lines)))
@@ -332,8 +332,8 @@ def _group(count: str, per_node: str | None, device_name: str, *, text: str) -> 
         full = device.devices_per_node
         below, above = number // full * full, -(-number // full) * full
         raise UserError(
-            f"cluster {text!r}: a node of {device.name} has {full} devices, and {number} is no multiple. "
-            f"Try {below}x{device_name} or {above}x{device_name}, or say the nodes: NODESxDEVICESx{device_name}."
+            f"cluster {text!r}: a node of {device.name} has {full} devices, and {number} is not a multiple of that. "
+            f"Try {below}x{device_name} or {above}x{device_name}, or give the nodes: NODESxDEVICESx{device_name}."
         )
     return NodeGroup(device=device, nodes=number // size, devices_per_node=size)
 

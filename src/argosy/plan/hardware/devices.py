@@ -148,9 +148,9 @@ class Device(Section):
     @model_validator(mode="after")
     def _has_rates(self) -> Self:
         if not self.formats:
-            raise ValueError("peak_flops_per_s is empty; say at least one rate, e.g. bf16 = 989e12")
+            raise ValueError("peak_flops_per_s is empty; give at least one rate, e.g. bf16 = 989e12")
         if not self.matmul_efficiency.model_dump(exclude_none=True):
-            raise ValueError("matmul_efficiency is empty; say at least one, e.g. bf16 = 0.8")
+            raise ValueError("matmul_efficiency is empty; give at least one, e.g. bf16 = 0.8")
         return self
 
     @property

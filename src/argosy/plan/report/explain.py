@@ -18,18 +18,18 @@ MEANING = {
     "ideal": "model FLOPs at the data sheet's rate",
     "matmul": "matmuls slower than that: rates never reached, shapes, conversions",
     "attention": "attention slower than that",
-    "pointwise": "norms, activations, residuals: as fast as memory is",
+    "pointwise": "norms, activations, residuals: as fast as memory",
     "host": "kernels too small for the host to keep up",
     "recompute": "activations computed again in backward",
-    "offload": "waiting for activations on their way to the host's memory and back",
+    "offload": "waiting for activations that go to the host's memory and back",
     "tensor": "waiting for tensor-parallel ranks",
     "context": "waiting for context-parallel ranks",
-    "experts": "waiting for tokens on their way to experts, and for the busiest of these",
+    "experts": "waiting for tokens sent to experts, and for the busiest expert",
     "pipeline": "waiting for sends between stages",
-    "bubble": "pipeline stages with nothing to do, or shorter than the longest",
+    "bubble": "idle pipeline stages, and stages shorter than the longest",
     "gradients": "waiting for data-parallel ranks: sums of gradients, gathered parameters",
     "optimizer": "the update",
-    "other": "what every step costs besides, and stragglers",
+    "other": "fixed costs of a step, and stragglers",
     "sites": "waiting for the other sites",
     "failures": "checkpoints, restarts, work done twice",
 }
@@ -37,13 +37,13 @@ MEANING = {
 
 MEMORY_MEANING = {
     "weights": "parameters",
-    "gradients": "their sums",
-    "optimizer": "its moments",
+    "gradients": "sums of gradients",
+    "optimizer": "moments of the optimizer",
     "activations": "kept for backward",
-    "logits": "and what the loss keeps",
+    "logits": "logits, and what the loss keeps",
     "gathered": "parameters and gradients of the layers at work (ZeRO 3)",
     "workspace": "kernels' and collectives' buffers",
-    "reserve": "held by the allocator without use",
+    "reserve": "held unused by the allocator",
 }
 """Category of memory -> its meaning."""
 

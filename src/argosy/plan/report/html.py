@@ -70,8 +70,8 @@ def _facts(report: PlanReport) -> str:
         (
             "failures",
             f"one in {within(about.failures.mtbf_s, seconds)}; save every {seconds(about.failures.interval_s)}, "
-            f"copy to host memory every {seconds(about.failures.copy_interval_s)}; "
-            f"{percent(about.failures.effective.mid)} of the time is progress; "
+            f"in-memory checkpoint every {seconds(about.failures.copy_interval_s)}; "
+            f"{percent(about.failures.effective.mid)} of the time is productive; "
             f"spare nodes to hold, if a repair takes {REPAIR_H:.0f} h: {about.spare_nodes}",
         ),
     ]

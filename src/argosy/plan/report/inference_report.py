@@ -47,11 +47,11 @@ def in_words(report: InferenceReport) -> str:
     lines = [
         f"{report.model} on {report.cluster}: {report.sequences} sequences of {report.seq_len} tokens at a time",
         *report.assumed,
-        f"{'tp':>4}{'pp':>4}{'copies':>8}{'weights':>10}{'cache':>8}{'GiB':>8}{'room for':>10}{'tokens/s':>10}"
+        f"{'tp':>4}{'pp':>4}{'replicas':>10}{'weights':>10}{'cache':>8}{'GiB':>8}{'room for':>10}{'tokens/s':>10}"
         "  prefill; between tokens",
     ]
     lines += [
-        f"{way.tp:>4}{way.pp:>4}{way.copies:>8}{gib(way.weights_bytes):>10}{gib(way.cache_bytes):>8}"
+        f"{way.tp:>4}{way.pp:>4}{way.copies:>10}{gib(way.weights_bytes):>10}{gib(way.cache_bytes):>8}"
         f"{gib(way.memory_bytes.mid):>8}{way.most_sequences:>10}{count(way.tokens_per_s):>10}"
         f"  {within(way.prefill_s, seconds)}; {within(way.decode_s, seconds)}"
         for way in report.choices

@@ -33,8 +33,8 @@ REPAIR_H = 24.0
 """Hours until a failed node is back; assumed."""
 MOST_DOUBLINGS = 12
 """Doublings of the cluster that are tried, to find one that is large enough."""
-OUTLOOK = "The trainer deals work out evenly so far: this is what it would bring."
-OUTLOOK_SITES = "The trainer sums gradients in every step (H = 1) so far; with larger H this is what it would bring."
+OUTLOOK = "The trainer deals work out evenly so far; an outlook shows the gain of uneven shares."
+OUTLOOK_SITES = "The trainer sums gradients in every step so far (H = 1); an outlook shows the gain of a larger H."
 GIB = 2**30
 
 
@@ -222,7 +222,9 @@ def _notes(request: PlanRequest, costs: CostModel) -> list[str]:
         notes.append(f"Each site has a whole copy of the model on {costs.devices} devices. {OUTLOOK_SITES}")
     if request.cluster.device.assumed:
         device = request.cluster.device
-        notes.append(f"Nobody published these of {device.name}, they are assumed: {', '.join(device.assumed)}.")
+        notes.append(
+            f"These figures of {device.name} are assumed, as nobody has published them: {', '.join(device.assumed)}."
+        )
     return notes
 
 

@@ -60,7 +60,9 @@ def plan_request(
         tokens = float(run.train.steps * run.tokens_per_step)
     place = Cluster.parse(cluster) if cluster else this_machine(run)
     if cluster is None and place.measured is None:
-        assumed.append("The machine's rates are the catalogue's; `argosy probe` measures them into a cluster file.")
+        assumed.append(
+            "The machine's rates are those of the catalogue; `argosy probe` measures them and writes a cluster file."
+        )
     given = None if pins or cluster else _the_trainer_s(run, place)
     pins = _numbers(run.plan) | pins
     return PlanRequest(run, place, tokens, objective, pins, top, given, tuple(assumed))
@@ -80,12 +82,12 @@ def _of_model(
     run = load(None, {"model.preset": model, "data.seq_len": 1}, overrides_mark="--")
     if seq_len is None:
         seq_len = min(USUAL_SEQ_LEN, run.model.max_seq_len)
-        assumed.append(f"Not said, so assumed: --seq-len {seq_len}.")
+        assumed.append(f"Assumed: --seq-len {seq_len}.")
     run, more = _with_vocabulary(run)
     if global_batch is None:
         global_batch = usual or usual_batch(run, seq_len)
         why = "one for each device" if usual else "DeepSeek's scaling law"
-        assumed.append(f"Not said, so assumed: --global-batch {global_batch} ({why}).")
+        assumed.append(f"Assumed: --global-batch {global_batch} ({why}).")
     sizes = {"data.seq_len": seq_len, "train.global_batch": global_batch, "model.vocab_size": run.model.vocab_size}
     return load(None, {"model.preset": model, **sizes}, overrides_mark="--"), assumed + more
 
@@ -101,7 +103,7 @@ def _with_vocabulary(run: RunConfig) -> tuple[RunConfig, list[str]]:
         return run, []
     model = run.model.model_copy(update={"vocab_size": SMALL_VOCABULARY})
     return run.model_copy(update={"model": model}), [
-        f"Vocabulary not known yet, so assumed: {SMALL_VOCABULARY} tokens."
+        f"Assumed: a vocabulary of {SMALL_VOCABULARY} tokens, as it is not known yet."
     ]
 
 
@@ -121,7 +123,7 @@ def this_machine(run: RunConfig) -> Cluster:
         return Cluster.parse(f"{wanted or 1}xcpu")
     names = Counter(gpus)
     if len(names) > 1:
-        raise UserError(f"this machine has GPUs of several kinds ({', '.join(names)}). Say --cluster.")
+        raise UserError(f"this machine has GPUs of several kinds ({', '.join(names)}). Give --cluster.")
     return Cluster.parse(f"{wanted or len(gpus)}x{device_named(gpus[0])}")
 
 

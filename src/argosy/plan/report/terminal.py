@@ -42,7 +42,7 @@ def _parts(report: PlanReport) -> Iterator[RenderableType]:
         yield Text(f"\n{search_line(report)}")
         yield _choices(report, report.choices)
     if len(report.pareto) > 1:
-        yield Text("\nNo other is faster with as little memory on as few devices:")
+        yield Text("\nNo other plan is faster with as little memory on as few devices:")
         yield _choices(report, report.pareto)
     yield from _explained(report)
     yield from _outlooks(report)
@@ -102,7 +102,7 @@ def _explained(report: PlanReport) -> Iterator[RenderableType]:
             style="red",
         )
     facts = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    facts.add_row("step", within(choice.step_s, seconds), "nine times of ten within the interval")
+    facts.add_row("step", within(choice.step_s, seconds), "within the interval nine times of ten")
     facts.add_row("memory", f"{within(choice.memory_bytes, gib)} GiB", f"of {gib(report.memory_bytes)} GiB")
     facts.add_row("whole run", within(run.time_s, seconds), f"{within(run.device_hours, count)} device-hours")
     if run.money:
@@ -113,8 +113,8 @@ def _explained(report: PlanReport) -> Iterator[RenderableType]:
     facts.add_row(
         "failures",
         f"one in {within(failures.mtbf_s, seconds)}",
-        f"save every {seconds(failures.interval_s)}, copy to host memory every {seconds(failures.copy_interval_s)}; "
-        f"{percent(failures.effective.mid)} of the time is progress; "
+        f"save every {seconds(failures.interval_s)}, in-memory checkpoint every {seconds(failures.copy_interval_s)}; "
+        f"{percent(failures.effective.mid)} of the time is productive; "
         f"hold {about.spare_nodes} spare node{'s' * (about.spare_nodes != 1)}, if a repair takes {REPAIR_H:.0f} h",
     )
     yield facts

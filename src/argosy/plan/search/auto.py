@@ -82,8 +82,8 @@ def choose_plan(run: RunConfig, devices: Devices, machine: Cluster | None = None
         return found.plans.plan(plainest(found))
     if auto and devices.kind == "cuda":
         raise UserError(
-            f'plan = "{run.plan}": {why_nothing_fits(costs, found)} `argosy plan` says what would do; '
-            "a plan that says its axes itself is tried all the same."
+            f'plan = "{run.plan}": {why_nothing_fits(costs, found)} `argosy plan` suggests what would fit; '
+            "a plan that names its axes is tried anyway."
         )
     return found.leanest
 
@@ -135,7 +135,7 @@ def _by_the_catalogue(devices: Devices) -> Cluster:
         if name:
             warnings.warn(
                 f"the catalogue does not know {devices.name}: the plan is chosen as if it were as fast as "
-                f"{UNKNOWN_GPU}. `argosy probe` or launch.cluster says it better.",
+                f"{UNKNOWN_GPU}. Run `argosy probe`, or set launch.cluster, for a better choice.",
                 ArgosyWarning,
                 stacklevel=5,
             )

@@ -69,7 +69,7 @@ def replan(run: RunConfig, plan: Plan, machine: Cluster, processes: int) -> Repl
     Raises: UserError if nothing fits, or there are no processes.
     """
     if processes < 1:
-        raise UserError("no process is left to go on with. Start some, and run the same command again.")
+        raise UserError("no process is left. Start some, and run the same command again.")
     kept = _numerics(plan)
     freest, pinned = _best(run, plan, machine, processes, kept), _pinned(run)
     for given_up in range(len(GIVEN_UP)):
@@ -101,7 +101,7 @@ def with_slow_link(run: RunConfig, plan: Plan, machine: Cluster, times: float) -
     usual = predict(plan, run, machine)
     waits_s = sum(usual.seconds[name] for name in OF_TIME["network"])
     if waits_s < LEAST_WAITING * usual.step_s.mid:
-        raise UserError(f'"{plan}" waits for no link, as predicted: it is something else that is slow.')
+        raise UserError(f'"{plan}" is not predicted to wait for any link: something else is slow.')
     slower = 1 + (times - 1) * float(usual.step_s.mid) / waits_s
     return machine.model_copy(update={"factors": slowed(machine.factors, slower, "network")})
 
@@ -198,7 +198,7 @@ def _noted(found: Replanned, before: Plan, run: RunConfig) -> Replanned:
     written = Plan.from_words({key: value for key, value in words.items() if key != "auto"})
     lost = [f"{key}={words[key]}" for key in words if key != "auto" and getattr(plan, key) != getattr(written, key)]
     if lost:
-        notes.append(f'of plan = "{run.plan}" this is not kept: {", ".join(lost)}.')
+        notes.append(f'not kept of plan = "{run.plan}": {", ".join(lost)}.')
     if found.spares:
         notes.append(f"{found.spares} of {plan.world_size + found.spares} processes are spares: no plan gains by them.")
     if _gathers_narrow(plan) != _gathers_narrow(before):

@@ -45,7 +45,7 @@ def parse_pins(text: str) -> Pins:
     pins: dict[str, tuple[Any, ...]] = {}
     for key, values in words_of(text).items():
         if key == "auto":
-            raise UserError(f'--fix "{text}": leave auto out; what is not fixed is chosen.')
+            raise UserError(f'--fix "{text}": leave auto out; keys that are not fixed are chosen.')
         plans = [Plan.from_words({key: value.strip()}) for value in values.split("|")]
         pins[key] = tuple(dict.fromkeys(getattr(plan, key) for plan in plans))
     return pins
