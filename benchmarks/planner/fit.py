@@ -20,7 +20,7 @@ NORMAL_90 = 1.645
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     rows, _ = read(PUBLISHED)
     constants = fitted(Model(rows), np.ones(len(rows), bool))
     log_error, _ = errors(rows, rows)

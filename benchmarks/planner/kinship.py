@@ -1,8 +1,8 @@
-"""What measured rows say about others: the errors of rows that have something in common are alike.
+"""The errors of some rows predicted from those of others: rows that have something in common err alike.
 
 The logarithm of measured over predicted is taken to be a sum of independent normal effects, each shared by all rows of
 a publisher that have certain keys in common, of the cost model's constants being off, and of each row's own noise, with
-outliers (Student's t). What is known of some rows then gives the expected error of the others (kriging; Rasmussen &
+outliers (Student's t). The known rows then give the expected error of the others (kriging; Rasmussen &
 Williams 2006, equation 2.23).
 """
 
@@ -26,17 +26,17 @@ EFFECTS: dict[tuple[str, ...], float] = {
     ("source", "section"): 0.04,
     ("source", "device"): 0.04,
 }
-"""Standard deviations of what rows share that have these keys in common."""
+"""Standard deviations of the effects that rows share if they have these keys in common."""
 NOISE = 0.04
-"""Of a row's own."""
+"""Standard deviation of a row's own noise."""
 FREEDOM, ROUNDS = 4, 10
-"""Degrees of freedom of the t distribution, and how often its weights are found anew."""
+"""Degrees of freedom of the t distribution, and rounds in which its weights are found."""
 
 
 def expected_errors(rows: Sequence[Row], slopes: Floats, errors: Floats, known: NDArray[np.bool_]) -> Floats:
-    """The expected logarithm of measured over predicted of each row, from that of the known ones in `errors`.
+    """Return the expected logarithm of measured over predicted of each row, from that of the known rows in `errors`.
 
-    slopes: for each row, what one standard deviation of each constant would change (rows x constants).
+    slopes: for each row, the change by one standard deviation of each constant (rows x constants).
     """
     alike = slopes @ slopes.T
     for keys, deviation in EFFECTS.items():

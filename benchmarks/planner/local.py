@@ -63,11 +63,11 @@ PLANS = (
 @dataclass
 class Options:
     cluster: Path | None = None
-    """What `argosy probe` wrote on this machine; left out, it is probed first, with a process for each core."""
+    """The cluster file of a probe on this machine; default: probe first, with a process for each core."""
     plans: tuple[str, ...] = PLANS
     """Layouts to run."""
     steps: int = 12
-    """Of each run."""
+    """Steps of each run."""
     model: str = "llama-5m"
     """A model preset."""
     seq_len: int = 256
@@ -78,7 +78,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One plan's run."""
+    """The run of one plan."""
 
     plan: str
     report: Report
@@ -99,7 +99,7 @@ def main() -> int:
 
 
 def run_all(options: Options, folder: Path) -> list[Outcome]:
-    """Every plan's run, and what the others would have said of it."""
+    """The runs of all plans, and the predictions for each that the other runs teach."""
     file = options.cluster or probe(options, folder / "cluster.toml")
     cluster = Cluster.load(file)
     plain = cluster.model_copy(update={"factors": {}})
@@ -112,14 +112,14 @@ def run_all(options: Options, folder: Path) -> list[Outcome]:
 
 
 def probe(options: Options, file: Path) -> Path:
-    """The machine, measured with the shapes of the model."""
+    """Return the machine, measured with the shapes of the model."""
     command = [sys.executable, "-m", "argosy", "probe", "--model", options.model, "--out", str(file)]
     subprocess.run([*command, "--processes", str(len(os.sched_getaffinity(0)))], check=True)
     return file
 
 
 def run_of(options: Options, plan: str, cluster: Path, folder: Path) -> RunConfig:
-    """A run on Python's own standard library, with little beside its steps."""
+    """Return a run on Python's own standard library, with little beside its steps."""
     return load(
         "demo",
         {
@@ -144,7 +144,7 @@ def run_of(options: Options, plan: str, cluster: Path, folder: Path) -> RunConfi
 
 
 def outcome(i: int, reports: Sequence[Report], plain: Cluster) -> Outcome:
-    """Run `i`, beside what a cluster that learnt from the other runs predicts of it."""
+    """Return run `i`, and the prediction for it by a cluster that learnt from the other runs."""
     mine = reports[i]
     others = [report.run_dir for report in reports if report is not mine]
     taught = learn(others, plain) if others else plain
@@ -154,7 +154,7 @@ def outcome(i: int, reports: Sequence[Report], plain: Cluster) -> Outcome:
 
 
 def in_words(options: Options, outcomes: Sequence[Outcome], load_before: float) -> str:
-    """The results file."""
+    """Return the results file."""
     rows = [row(outcome) for outcome in outcomes]
     return "\n".join(
         [
@@ -184,14 +184,14 @@ def row(outcome: Outcome) -> str:
 
 
 def compared(report: Report) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Predicted and measured: step, memory."""
+    """Predicted and measured step and memory."""
     assert report.predicted is not None
     step_s, memory = report.predicted.step_s, report.predicted.memory_bytes
     return (step_s.predicted, step_s.measured), (memory.predicted, memory.measured)
 
 
 def summary(outcomes: Sequence[Outcome]) -> list[str]:
-    """Median error, bias, rank correlation and coverage of each kind of prediction."""
+    """Return median error, bias, rank correlation and coverage of each kind of prediction."""
     pairs = [compared(outcome.report) for outcome in outcomes]
     measured = [np.array([pair[kind][1] for pair in pairs]) for kind in (0, 1)]
     columns = [
@@ -209,13 +209,13 @@ def summary(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def tau(predicted: Floats, measured: Floats) -> float:
-    """Kendall's rank correlation: pairs in the same order less the others, over all."""
+    """Return Kendall's rank correlation: pairs in the same order less the others, over all."""
     i, j = np.triu_indices(len(predicted), 1)
     return float(np.mean(np.sign(predicted[i] - predicted[j]) * np.sign(measured[i] - measured[j]))) if len(i) else 1.0
 
 
 def cpu_name() -> str:
-    """As the kernel calls it."""
+    """Return the kernel's name of the processor."""
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return names[0].split(":", 1)[1].strip() if names else platform.processor()
 

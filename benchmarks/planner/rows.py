@@ -37,7 +37,7 @@ COMPARABLE = ("source", "model", "gpu", "n_gpus", "precision", "global_batch", "
 COUNTS_CAUSAL = ("megatron-bridge", "megatron-moe-modelzoo")
 """Sources whose TFLOPS count half of the attention (the latter's step times and TFLOPS agree so)."""
 HEAD_WIDTHS = (("gpt-oss", 64.0), ("qwen3", 128.0))
-"""Of models whose heads together are not as wide as the hidden state; by what their names begin with."""
+"""Head widths of models whose heads together are not as wide as the hidden state, by the beginning of their names."""
 METRICS = ("tokens_per_s_per_gpu", "step_time_s", "tflops_per_gpu", "mfu", "peak_mem_gb")
 GIB = 2**30
 
@@ -59,11 +59,11 @@ class Row:
     narrow: str
     """The narrow number format in use."""
     nic_bytes_per_s: float | None
-    """Of a device, where the source says so."""
+    """Network bandwidth of a device, if the source gives it."""
     system: System
     plan: Plan
     open: tuple[str, ...]
-    """What the source does not say of the plan."""
+    """Keys of the plan that the source leaves open."""
     is_moe: bool
     metric: str
     value: float
@@ -74,22 +74,22 @@ class Row:
 
     @property
     def shared(self) -> tuple[str, str]:
-        """What a row's error may have in common with others': its source, device and kind of model; its model."""
+        """Keys that a row's error may have in common with others: its source, device and kind of model; its model."""
         return f"{self.source}|{self.device}|{self.section}", f"{self.family}|{self.model}|{self.section}"
 
     @property
     def job(self) -> str:
-        """What was run, whatever the release of the software."""
+        """The job, whatever the release of the software."""
         return f"{self.model}|{self.device}|{self.gpus}|{self.work.seq_len}|{self.batch}|{self.narrow}|{self.plan}"
 
     @property
     def section(self) -> str:
-        """Among which rows it is scored."""
+        """The section that the row is scored in."""
         return "memory" if self.metric == "memory" else "moe_time" if self.is_moe else "dense_time"
 
 
 def read(path: Path) -> tuple[list[Row], list[tuple[str, str]]]:
-    """Rows, and (id, why) of those that are skipped. Raises: UserError for a file that is not in this format."""
+    """Return rows, and (id, why) of those that are skipped. Raises: UserError for a file that is not in this format."""
     try:
         with path.open(newline="") as file:
             table = csv.DictReader(file)
@@ -165,7 +165,7 @@ def _row(cell: dict[str, str]) -> Row:
 
 
 def _documented(cell: dict[str, str], number: dict[str, float | None]) -> dict[str, str]:
-    """The row, with what its source says elsewhere of all such rows."""
+    """Return the row with what its source says elsewhere of all such rows."""
     batch, chips = number["global_batch"], number["n_gpus"]
     if "tpu-recipes" not in cell["source"] or not batch or not chips:
         return cell
@@ -274,12 +274,12 @@ def _plan(cell: dict[str, str], number: dict[str, float | None], system: System)
 
 
 def rates_of(row: Row) -> Rates:
-    """The device of a row, in the network that its source names."""
+    """Return the device of a row, in the network that its source names."""
     return Rates.of_device(find_device(row.device), row.narrow, row.nic_bytes_per_s)
 
 
 def completed(row: Row) -> Row:
-    """The row with what its source leaves open as the planner would choose it: what fits, and is fastest."""
+    """Return the row with its open keys chosen as the planner would: the fastest that fits."""
     if not row.open:
         return row
     said, rates = row.plan, rates_of(row)
@@ -317,19 +317,19 @@ def _schedule(cell: dict[str, str], interleave: int) -> Schedule:
 
 
 def _recomputes(row: Row) -> list[str]:
-    """NVIDIA's recipes and DeepSeek recompute chosen modules, and never all of a layer."""
+    """Return the kinds of recompute: NVIDIA's recipes and DeepSeek recompute chosen modules, never all of a layer."""
     chosen = any(name in row.source for name in ("Megatron-Bridge", "Megatron-MoE-ModelZoo", "DeepSeek"))
     return ["none", "selective"] if chosen else ["none", "selective", "full"]
 
 
 def _nic(text: str) -> float | None:
-    """Bytes/s of a device, from "inter-node 800 Gb/s per node" and the like; eight devices to a node."""
+    """Return the bytes/s of a device, from "inter-node 800 Gb/s per node" and the like; eight devices to a node."""
     found = re.search(r"(\d+) ?Gb(?:/s|ps)(?: per node|/node| node-node)", text)
     return float(found[1]) / 8 / 8 * 1e9 if found else None
 
 
 def _measured(value: float, work: Workload, number: dict[str, float | None], cell: dict[str, str]) -> float:
-    """The value as seconds of a step, or bytes."""
+    """Return the value as seconds of a step, or bytes."""
     metric = cell["metric"]
     if metric == "peak_mem_gb":
         return value * (GIB if "gib" in cell["notes"].lower() else 1e9)
@@ -346,11 +346,11 @@ def _measured(value: float, work: Workload, number: dict[str, float | None], cel
 
 
 PEAK_TFLOPS = {"A100-80": 312, "A100-40": 312, "H100-SXM": 989, "TPU-v4": 275, "H800": 989, "MI250X-GCD": 191.5}
-"""bf16, what published shares of the peak are shares of."""
+"""TFLOPS in bf16 that published shares of the peak refer to."""
 
 
 def _flops_per_token(work: Workload, cell: dict[str, str]) -> float:
-    """As the source counts them."""
+    """Return the FLOPs of a token, counted as the source counts them."""
     notes = cell["notes"].lower()
     matmuls, scores = 6 * work.matmul_parameters, work.train_flops_per_token - 6 * work.matmul_parameters
     causal = "causal" in notes or any(name in cell["source"].lower() for name in COUNTS_CAUSAL)

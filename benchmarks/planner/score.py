@@ -42,7 +42,7 @@ OF_TIME = tuple(f.name for f in fields(Constants) if f.name not in OF_MEMORY)
 FIT_OUTLIER = 0.7
 """Rows further off than this factor's logarithm say that we misread them; they are scored, but not fitted to."""
 CALIBRATED_SPREAD = 1.25
-"""How far a constant may be off on a machine whose rows are given, as a factor."""
+"""The factor by which a constant may be off on a machine whose rows are given."""
 SEED = 0
 
 
@@ -61,12 +61,12 @@ class Model:
         self.is_memory = np.array([row.metric == "memory" for row in rows])
 
     def predict(self, constants: Constants) -> Floats:
-        """Seconds of a step, or bytes, of each row."""
+        """Return the seconds of a step, or bytes, of each row."""
         time = StepModel(self.plans, self.work, self.rates, self.system, constants).predict().total
         return np.where(self.is_memory, self.memory(constants), time)
 
     def memory(self, constants: Constants) -> Floats:
-        """Bytes at the peak; of a figure that was computed, not measured, without what only runs have."""
+        """Return the bytes at the peak. For computed figures, leave out what only real runs have."""
         model = MemoryModel(self.plans, self.work, self.system, constants)
         found = model.predict()
         computed = np.array(["ANALYTIC" in row.notes for row in self.rows])
@@ -75,7 +75,7 @@ class Model:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command."""
+    """Run the command."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("file", type=Path, nargs="?", default=PUBLISHED)
     options.add_argument("--calibration-rows", type=int, default=0, metavar="N")
@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def score(rows: list[Row], published: list[Row], calibration_rows: int = 0) -> dict[str, object]:
-    """All figures."""
+    """Return all figures."""
     log_error, is_scored = errors(rows, published, calibration_rows)
     families, sections = np.array([row.family for row in rows]), np.array([row.section for row in rows])
     margins = _margins(log_error, sections, families, is_scored)
@@ -116,7 +116,8 @@ def score(rows: list[Row], published: list[Row], calibration_rows: int = 0) -> d
 
 
 def errors(rows: list[Row], published: list[Row], calibration_rows: int = 0) -> tuple[Floats, NDArray[np.bool_]]:
-    """Logarithm of predicted over measured, row by row, and which rows count (those that did not calibrate)."""
+    """Return log(predicted / measured) of each row, and a mask of the rows that count (those that did not
+    calibrate)."""
     base = Model(published)
     everything, _ = fitted_constants()
     families, known = np.array([row.family for row in rows]), np.array([row.family for row in published])
@@ -135,7 +136,7 @@ def errors(rows: list[Row], published: list[Row], calibration_rows: int = 0) -> 
 
 
 def fitted(model: Model, chosen: NDArray[np.bool_], begin: Constants | None = None) -> Constants:
-    """The constants that fit the chosen rows best."""
+    """Return the constants that fit the chosen rows best."""
     found = begin
     for metric, free in (("time", OF_TIME), ("memory", OF_MEMORY)):
         rows = [row for row, take in zip(model.rows, chosen, strict=True) if take and row.metric == metric]
@@ -153,7 +154,7 @@ def fitted(model: Model, chosen: NDArray[np.bool_], begin: Constants | None = No
 
 
 def calibrated(model: Model, constants: Constants, predicted: Floats, drawn: NDArray[np.bool_]) -> Floats:
-    """Logarithms of predictions, adjusted to the `drawn` rows."""
+    """Return the logarithms of predictions, adjusted to the `drawn` rows."""
     adjusted = predicted.copy()
     for metric, free in (("time", OF_TIME), ("memory", OF_MEMORY)):
         here = np.array([row.metric == metric for row in model.rows])
@@ -166,14 +167,14 @@ def calibrated(model: Model, constants: Constants, predicted: Floats, drawn: NDA
 
 
 def _slopes(model: Model, constants: Constants, free: Sequence[str]) -> Floats:
-    """What a factor of CALIBRATED_SPREAD to each constant changes, in logarithms of predictions: rows x constants."""
+    """Return the change by a factor of CALIBRATED_SPREAD to each constant, in logarithms: rows x constants."""
     before = np.log(model.predict(constants))
     moved = [replace(constants, **{name: getattr(constants, name) * CALIBRATED_SPREAD}) for name in free]
     return np.column_stack([np.log(model.predict(each)) - before for each in moved])
 
 
 def _drawn(rows: list[Row], mine: NDArray[np.bool_], many: int) -> NDArray[np.bool_]:
-    """So many rows of each source, device and metric, at least one left over."""
+    """Draw so many rows of each source, device and metric, and leave at least one over."""
     random = np.random.default_rng(SEED)
     keys = np.array([f"{row.source}|{row.device}|{row.metric}" for row in rows])
     drawn = np.zeros(len(rows), bool)
@@ -186,7 +187,7 @@ def _drawn(rows: list[Row], mine: NDArray[np.bool_], many: int) -> NDArray[np.bo
 def _margins(
     log_error: Floats, sections: NDArray[np.str_], families: NDArray[np.str_], counts: NDArray[np.bool_]
 ) -> Floats:
-    """Half the 90 % interval of each row, in logarithms: from the errors on all other publishers."""
+    """Return half the 90 % interval of each row, in logarithms, from the errors on all other publishers."""
     margins = np.zeros(len(log_error))
     for section in dict.fromkeys(sections.tolist()):
         for family in dict.fromkeys(families.tolist()):
@@ -213,7 +214,7 @@ def _figures(rows: list[Row], log_error: Floats, margins: Floats) -> dict[str, f
 
 
 def _rate(row: Row, value: float) -> float:
-    """FLOP/s of one device; of memory, bytes."""
+    """Return the FLOP/s of one device; for memory, the bytes."""
     if row.metric == "memory":
         return value
     work = row.work
@@ -221,7 +222,7 @@ def _rate(row: Row, value: float) -> float:
 
 
 def _tau(predicted: Floats, measured: Floats) -> float | None:
-    """Kendall's tau-b."""
+    """Return Kendall's tau-b."""
     if len(measured) < 3:
         return None
     upper = np.triu_indices(len(measured), 1)
@@ -232,7 +233,8 @@ def _tau(predicted: Floats, measured: Floats) -> float | None:
 
 
 def _regret(rows: list[Row], log_error: Floats) -> float | None:
-    """Mean over groups of comparable rows: the measured value where the predicted one is best, over the best."""
+    """Return the mean over groups of comparable rows: the measured value where the predicted one is best, over the
+    best."""
     groups: dict[str, list[int]] = {}
     for index, row in enumerate(rows):
         groups.setdefault(row.group, []).append(index)
@@ -248,7 +250,7 @@ def _regret(rows: list[Row], log_error: Floats) -> float | None:
 
 
 def in_words(result: dict[str, object]) -> str:
-    """The tables."""
+    """Return the tables."""
     head = f"{'':68} {'n':>4} {'median':>7} {'mean':>7} {'bias':>7} {'tau':>6} {'regret':>7} {'in 90%':>7}"
     lines = []
     for section in SECTIONS:

@@ -27,9 +27,9 @@ from argosy.plan.rules import breaks_any, first_problem
 from argosy.plan.search.search import search
 
 BAR_PER_S = 100_000
-"""Plans a second and core, at least."""
+"""Fewest plans a second and core."""
 BAR_S = 1.0
-"""Seconds of an answer, at most."""
+"""Most seconds of an answer."""
 ONE_AT_A_TIME = 200
 REPEATS = 3
 ANSWERS = {
@@ -40,7 +40,7 @@ ANSWERS = {
 
 
 def main() -> None:
-    """Measure, print."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     as_json = parser.parse_args().json
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def evaluate(costs: CostModel, plans: Layouts) -> None:
-    """Rules, memory and time of all of them."""
+    """Compute rules, memory and time of all plans."""
     legal = ~np.broadcast_to(breaks_any(plans, costs.run), len(plans))
     assert legal.all()
     assert np.asarray(costs.predict_memory(plans).total).shape == legal.shape
@@ -67,18 +67,18 @@ def evaluate(costs: CostModel, plans: Layouts) -> None:
 
 
 def evaluate_one(costs: CostModel, plan: Plan) -> None:
-    """The same for one."""
+    """Compute the same for one plan."""
     assert first_problem(plan, costs.run) is None
     evaluate(costs, Layouts.of([plan]))
 
 
 def rate(plans: int, work: Callable[[], object]) -> float:
-    """Plans a second of processor time, the best of some repeats."""
+    """Return plans a second of processor time, the best of some repeats."""
     return plans / min(processor_s(work) for _ in range(REPEATS))
 
 
 def search_rate(costs: CostModel) -> float:
-    """Plans that a whole search looks at in a second: listed, checked, memory; time of those that fit."""
+    """Return the plans that a whole search looks at in a second: listed, checked, memory; time of those that fit."""
     looked_at = search(costs, {}).looked_at
     return rate(looked_at, lambda: search(costs, {}))
 
@@ -90,8 +90,10 @@ def processor_s(work: Callable[[], object]) -> float:
 
 
 def answer_s(words: str) -> dict[str, float]:
-    """Seconds of `argosy plan`, from the start of the process to its end, the best of some repeats: on the clock, and
-    of the processor, which tells more on a busy machine."""
+    """Return the seconds of `argosy plan`, from the start of the process to its end, the best of some repeats.
+
+    They are those on the clock, and those of the processor, which tell more on a busy machine.
+    """
     command = [sys.executable, "-m", "argosy", "plan", *words.split()]
 
     def once() -> tuple[float, float]:

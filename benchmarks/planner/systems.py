@@ -23,7 +23,7 @@ MEGATRON_CORE = System(
 FSDP = System(whole_logits=11, reduced_bytes=4, selective=0.42)
 """FSDP2 with torch.compile (torchtitan)."""
 FSDP_EAGER = replace(FSDP, fused=0, whole_logits=14)
-"""Of each logit: itself in bf16, and in fp32 its softmax and the gradients of that and of itself."""
+"""Bytes for each logit: itself in bf16, and in fp32 its softmax and the gradients of that and of itself."""
 FSDP1 = System(whole_logits=11, reduced_bytes=2, fused=0, sums_once=0, selective=0.55)
 """FSDP of torch 1.13 and 2.0 with flash attention (llm-foundry)."""
 JAX = System(whole_logits=6, sums_once=0, selective=0.55, even_experts=1, launched=0)
@@ -53,8 +53,8 @@ def _titan(cell: Cell) -> System:
 
 
 def _megatron_2021(cell: Cell) -> System:
-    """Where these used ZeRO 3, it was fairscale's, or DeepSpeed's: that gathered parameter by parameter, and gave up a
-    layer after each forward, that of recomputation too."""
+    """If these used ZeRO 3, it was fairscale's or DeepSpeed's, which gathered parameter by parameter and freed a layer
+    after each forward, also after that of recomputation."""
     if cell["zero_stage"] != "3":
         return MEGATRON_2021
     of_deepspeed = "SC'21" in cell["source"]
@@ -78,9 +78,9 @@ def _megatron_core(cell: Cell) -> System:
 
 
 def _launched(cell: Cell) -> float:
-    """What recipes do not capture as CUDA graphs: on Blackwell nothing if tokens are dropped, so that shapes are fixed;
-    with Grace hosts the experts and their exchange, but not attention and router (`cuda_graph_scope`).
-    """
+    """Share of the kernels that recipes do not capture as CUDA graphs. On Blackwell it is none if tokens are dropped,
+    so that shapes are fixed; with Grace hosts it is the experts and their exchange, but not attention and router
+    (`cuda_graph_scope`)."""
     if cell["gpu"].startswith("H"):
         return 1
     if "tokendrop" in cell["notes"]:
@@ -100,7 +100,7 @@ def _has_plain_exchange(cell: Cell) -> bool:
 
 
 def _overlaps(cell: Cell) -> bool:
-    """Recipes with `moe_a2a_overlap`: where experts of large models span nodes of eight."""
+    """Recipes with `moe_a2a_overlap`: those where experts of large models span nodes of eight."""
     large = cell["model"].startswith(("deepseek", "kimi", "qwen3-235b"))
     return large and not cell["gpu"].startswith("GB") and float(cell["ep"] or 1) > 8
 
@@ -127,6 +127,6 @@ SYSTEMS: tuple[tuple[tuple[str, ...], Callable[[Cell], System]], ...] = (
 
 
 def system_of(cell: Cell) -> System:
-    """The software of a row."""
+    """Return the software of a row."""
     source = cell["source"].lower()
     return next(make(cell) for words, make in SYSTEMS if any(word in source for word in words))

@@ -138,3 +138,8 @@ def test_planning_starts_without_torch():
     modules = "argosy.plan.search.auto, argosy.plan.flops, argosy.plan.plan"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_plan_is_read_without_numpy():
+    code = "import sys, argosy.plan.plan; sys.exit('numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

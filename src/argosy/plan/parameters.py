@@ -1,8 +1,8 @@
 """The one table of the decoder's parameters: name, shape, how tensor and expert parallelism cut it, initial value.
 
-Who reads it: the modules (`models`) for their sizes, the initialiser for the values, tensor and expert parallelism
-(`parallel.tensor`, `parallel.expert`) for the cuts, the planner (`plan.cost`) for bytes and operations. A new family
-is an entry here and its Hugging Face names in `models.hf_families`.
+The modules (`models`) read their sizes from it, the initialiser the values, tensor and expert parallelism
+(`parallel.tensor`, `parallel.expert`) the cuts, the planner (`plan.cost`) bytes and operations. A new family is an
+entry here and its Hugging Face names in `models.hf_families`.
 
 It stands in `plan`, the lowest room that needs it, and so without torch: rooms above import it from here.
 """

@@ -1,1 +1,1 @@
-"""What measurements teach the cost model: constants from published runs, factors from finished ones."""
+"""Calibration by measurements: constants from published runs, factors from finished ones."""

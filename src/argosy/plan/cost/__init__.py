@@ -1,1 +1,2 @@
-"""What a plan costs, in closed form: memory, traffic, time, failures, money and energy; predictions made of these."""
+"""The costs of a plan, in closed form: memory, traffic, time, failures, money and energy; and predictions made of
+these."""

@@ -54,7 +54,7 @@ STORAGE_BYTES_PER_S_PER_DEVICE = 2e12 / 16_384
 """Llama 3 had a file system of 2 TB/s sustained for 16,384 GPUs (Dubey et al. 2024, section 3.3.1)."""
 
 Category = Literal["compute", "network", "optimizer", "rest", "memory"]
-"""What each calibration factor corrects: a part of a step's time, or memory beyond weights, gradients and optimizer
+"""Calibration factors: each corrects a part of a step's time, or memory beyond weights, gradients and optimizer
 state."""
 
 

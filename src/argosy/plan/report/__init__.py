@@ -1,1 +1,1 @@
-"""What `argosy plan` says: the question that a user typed, the plans and their reasons, as text or as a page."""
+"""The report of `argosy plan`: the user's request, the plans and their reasons, as text or as a page."""

@@ -40,7 +40,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What the user asks for."""
+    """The user's request."""
 
     run: RunConfig
     cluster: Cluster
@@ -61,7 +61,7 @@ class Explanation:
 
     choice: Candidate
     misfit: MemoryMisfit | None
-    """By how much the plan does not fit; None if it fits."""
+    """The shortfall of memory; None if the plan fits."""
     near: Candidate | None
     """If it does not fit, the plan most like it that does."""
     waterfall: dict[str, float]

@@ -14,7 +14,7 @@ from argosy.plan.search.search import SearchResult
 
 @dataclass(frozen=True)
 class MemoryMisfit:
-    """By how much a plan does not fit."""
+    """The shortfall of memory of a plan that does not fit."""
 
     needs_bytes: float
     has_bytes: float

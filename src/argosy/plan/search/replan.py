@@ -32,11 +32,12 @@ GIVEN_UP: tuple[tuple[str, ...], ...] = (
     ("tp",),
     ("zero", "recompute", "recompute_every", "offload"),
 )
-"""What the user wrote is given up in this order: first the keys that follow from the number of ranks."""
+"""Keys that the user wrote, in the order in which they are given up: first those that follow from the number of
+ranks."""
 LAYOUT = tuple(key for keys in GIVEN_UP for key in keys)
 """Keys of a plan that a user may have written and that do not change the numbers."""
 WORTH_A_PIN = 1.25
-"""What the user wrote is kept if its steps take at most so many times the steps without it."""
+"""A pin of the user is kept if its steps take at most so many times the steps without it."""
 COUNTS_TRIED = 16
 """Numbers of processes below the given one that are tried one by one, and then numbers of whole nodes."""
 LEAST_WAITING = 0.001
@@ -44,7 +45,8 @@ LEAST_WAITING = 0.001
 LEAST_GAIN = 0.1
 """Share of the step that another plan must save: predictions for two plans of one machine are not more certain."""
 MOVES_WORTH = 2.0
-"""How many times the saving must make up for the migration: the machine may change again before the run ends."""
+"""Factor by which the saving must exceed the cost of the migration: the machine may change again before the run
+ends."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Replanned:
     step_s: float
     """Predicted seconds of a step."""
     notes: tuple[str, ...]
-    """What has changed, or differs from what the user wrote, in words."""
+    """Changes and differences from what the user wrote, in words."""
 
 
 def replan(run: RunConfig, plan: Plan, machine: Cluster, processes: int) -> Replanned:

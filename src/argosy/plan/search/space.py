@@ -35,7 +35,7 @@ CONTEXT_TOKENS = 4096
 """Shorter pieces of a sequence are not worth a context-parallel rank."""
 STAGES_PER_RANK = (2, 3, 4, 6, 8)
 RECOMPUTE = (("none", 1), ("selective", 2), ("selective", 1), ("full", 4), ("full", 2), ("full", 1))
-"""What is recomputed, in every n-th layer, from least to most."""
+"""Kinds of recompute, in every n-th layer, from least to most."""
 FEWER_TRIED = 64
 """Numbers of nodes below the cluster's that are tried if there is no plan for all of them."""
 
