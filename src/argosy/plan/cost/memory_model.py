@@ -99,9 +99,8 @@ class MemoryModel(RankSizes):
         logits = self._logits() if last else np.zeros(1)
         gathered = self._gathered(ends)
         comes_and_goes = activations + logits + gathered
-        update = np.maximum(
-            0.0, mine * system.update_bytes - comes_and_goes
-        )  # the optimizer's step begins when activations are gone
+        # The optimizer's step begins when activations are gone.
+        update = np.maximum(0.0, mine * system.update_bytes - comes_and_goes)
         first_held = system.checks_gradients * whole * system.gradient_bytes
         used = Footprint(
             weights=held * weight_bytes,

@@ -12,6 +12,7 @@ import numpy as np
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
+from argosy.plan.cost.formatting import GIB
 from argosy.plan.cost.goodput import Goodput, spare_nodes
 from argosy.plan.cost.heterogeneous import UnevenSplit, uneven_splits
 from argosy.plan.cost.sites import Exchange, exchanges, site_count, within_site
@@ -35,7 +36,6 @@ MOST_DOUBLINGS = 12
 """Doublings of the cluster that are tried, to find one that is large enough."""
 OUTLOOK = "The trainer deals work out evenly so far; an outlook shows the gain of uneven shares."
 OUTLOOK_SITES = "The trainer sums gradients in every step so far (H = 1); an outlook shows the gain of a larger H."
-GIB = 2**30
 
 
 @dataclass(frozen=True)
