@@ -17,9 +17,9 @@ from torch import Tensor
 
 from argosy.config.schema import ModelConfig
 from argosy.errors import UserError
-from argosy.models.decoder import Decoder
 from argosy.models.hf_config import config_from_json, config_to_json, refuse
 from argosy.models.hf_families import MTP_NAMES, is_stack, their_names, to_ours, to_theirs
+from argosy.plan.parameters import state_table
 
 SHARD_BYTES = 5 * 10**9
 """About how many bytes of weights go into one safetensors file."""
@@ -242,8 +242,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return our names -> shapes. Nothing is allocated: the decoder is built on the meta device."""
-    return {name: tuple(weight.shape) for name, weight in Decoder(config).state_dict().items()}
+    return {name: parameter.shape for name, parameter in state_table(config).items()}
 
 
 def _check_names(found: Collection[str], expected: Collection[str], where: str) -> None:
