@@ -234,7 +234,7 @@ def children(pid: int) -> list[int]:
 
 
 def ends_soon(pid: int) -> bool:
-    """Whether a process is gone, or a zombie that its new parent has yet to bury, within ten seconds."""
+    """Return True if a process ends within ten seconds; a zombie that its new parent has not reaped counts too."""
     for _ in range(100):
         status = Path(f"/proc/{pid}/stat")
         if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":

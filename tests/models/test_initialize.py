@@ -61,7 +61,7 @@ def by_hand(name: str, seed: int, index: int) -> float:
 
 
 def test_the_reference_generator_gives_the_published_numbers():
-    """Of SplitMix64 from 1234567, as in the Java and the C program."""
+    """SplitMix64 from 1234567, as in the Java and the C program."""
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
     assert [split_mix_64(1234567, i) for i in range(4)] == published
 

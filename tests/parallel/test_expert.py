@@ -28,7 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 Result = tuple[Tensor, Tensor, dict[str, Tensor], Tensor]
-"""Of a layer: output, gradient of the input, gradients of the weights, load."""
+"""A layer's output, gradient of the input, gradients of the weights, load."""
 
 
 def layer(kind: str, push: float = 0.0) -> MoE:

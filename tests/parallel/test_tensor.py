@@ -135,7 +135,7 @@ def loss_in_chunks(world: World, logits_at_once: int, vocab: int) -> float:
 
 @pytest.mark.parametrize(("vocab", "logits_at_once"), [(403, 1000), (5, 16)])
 def test_ranks_with_parts_of_different_lengths_cut_the_tokens_into_the_same_chunks(workers, vocab, logits_at_once):
-    """Of 403 the ranks have 101 or 100, of which 9 or 10 tokens' logits are 1000; of 5 the last rank has none."""
+    """The ranks have 101 or 100 of 403, so 1000 logits are 9 or 10 tokens; the last rank has none of 5."""
     whole = loss_in_chunks(World(), 10**9, vocab)
     assert sum(workers.run(4, loss_in_chunks, logits_at_once, vocab)) == pytest.approx(whole, rel=1e-6)
 

@@ -10,7 +10,7 @@ import pytest
 
 from argosy.config.schema import MLAConfig, ModelConfig, MoEConfig
 from argosy.models.decoder import Decoder
-from argosy.plan.parameters import Parameter, Stage, Table, block_table, inside, parameter_table
+from argosy.plan.parameters import Parameter, Stage, Table, block_table, inside, parameter_table, state_table
 
 SMALL = ModelConfig(layers=4, width=64, heads=8, kv_heads=2, head_width=8, ffn_width=96, vocab_size=203)
 LATENT = MLAConfig(kv_rank=20, q_rank=36, rope_width=8, nope_width=16, value_width=16)
@@ -33,6 +33,15 @@ def test_the_modules_of_each_stage_have_these_parameters_in_this_order(variant, 
     assert table == [
         (name, tuple(parameter.shape)) for name, parameter in Decoder(model, stage=stage).named_parameters()
     ]
+
+
+@pytest.mark.parametrize("balance", ["aux", "bias"])
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_the_state_of_the_model_is_its_parameters_and_the_biases_of_routers(variant, balance):
+    model = SMALL.model_copy(update=variant)
+    model = model.model_copy(update={"moe": model.moe.model_copy(update={"balance": balance})})
+    table = [(name, parameter.shape) for name, parameter in state_table(model).items()]
+    assert table == [(name, tuple(weight.shape)) for name, weight in Decoder(model).state_dict().items()]
 
 
 def block(tp: int = 1, **changes: Any) -> Table:

@@ -1,1 +1,1 @@
-"""Text in, token shards out; which sample comes when; the rows of a step. NumPy only: no torch in this room."""
+"""Token shards from text, the order of samples, and the rows of a step. NumPy only: this room has no torch."""

@@ -1,4 +1,4 @@
-"""Token shards that another program wrote (Megatron-LM, datatrove): a manifest for them, nothing copied."""
+"""Adopt token shards that another program wrote (Megatron-LM, datatrove): write a manifest and copy nothing."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from argosy.errors import UserError
 from argosy.files import atomic_write, file_sha256
 
 SAMPLE_TOKENS = 200_000
-"""Tokens of each shard that are decoded to estimate its bytes of text."""
+"""Tokens of each shard that are decoded to estimate the shard's bytes of text."""
 
 
 def adopt(folder: Path | str, tokenizer: Path | str) -> Manifest:
     """Give `folder` of foreign .bin/.idx shards a manifest; `tokenizer` is the tokenizer.json that made them.
 
-    Shards whose name contains "valid" or ends in "val" are the validation split, all others the train split, in
-    the order of their names. Every file is read once, to hash it and to write its block checksums. Bytes of text
-    are estimated from a decoded sample of each shard, since decoding everything takes as long as tokenizing.
+    Shards whose name contains "valid" or ends in "val" are the validation split, all others the train split, in the
+    order of their names. Every file is read once, to hash it and to write its block checksums. The bytes of text are
+    estimated from a decoded sample of each shard, since decoding everything takes as long as tokenizing.
 
-    Raises: UserError if there are no shards, one is damaged, or they are of several dtypes.
+    Raises: UserError if there are no shards, one is damaged, or they have several dtypes.
     """
     folder = Path(folder)
     if not (indices := sorted(folder.glob("*.idx"))):

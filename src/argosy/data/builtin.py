@@ -1,4 +1,4 @@
-"""A corpus that every machine with Argosy already has: the Python sources of the standard library and of torch."""
+"""The corpus that every machine with Argosy has: the Python sources of the standard library and of torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ PYTHON = "builtin:python"
 
 
 def builtin_files(item: str) -> list[Path]:
-    """The files of a builtin corpus, in a fixed order.
+    """Return the files of a builtin corpus, in a fixed order.
 
-    Raises: UserError if `item` is not a builtin corpus, or this Python comes without sources.
+    Raises: UserError if `item` is not a builtin corpus, or this Python has no sources.
     """
     if item != PYTHON:
         raise UserError(f"input = {item}: there is no such builtin corpus. Use {PYTHON}, or name files or folders")
@@ -32,7 +32,7 @@ def _standard_library() -> list[Path]:
 
 
 def _torch() -> list[Path]:
-    """torch's own .py files, found without importing it."""
+    """Find the .py files of torch without importing it."""
     spec = find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         return []

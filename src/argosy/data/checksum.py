@@ -1,7 +1,7 @@
 """The sidecar `NAME.crc32`: one CRC-32 for each block of `NAME.bin`, little-endian uint32 after uint32.
 
-A checksum of the whole file would cost a full read before the first step; one per block costs a block's read
-when the block is first used, and still finds a flipped byte before its tokens reach the model.
+Checking a checksum of the whole file would take a full read before the first step. With one for each block, a block is
+read when it is first used, and a flipped byte is still found before its tokens reach the model.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import numpy.typing as npt
 from argosy.files import atomic_write
 
 BLOCK_BYTES = 256 * 1024
-"""Bytes of .bin under one checksum: large enough to be read in one go, small enough to check unnoticed."""
+"""Bytes of .bin under one checksum: large enough for one efficient read, small enough to check in no time."""
 
 
 class BlockChecksums:
-    """Checksums of a stream of bytes that arrives in pieces of any size."""
+    """Computes the checksums of a stream of bytes that arrives in pieces of any size."""
 
     def __init__(self) -> None:
         self._finished: list[int] = []
         self._crc, self._room = 0, BLOCK_BYTES
 
     def update(self, data: bytes | memoryview) -> None:
-        """Take the next bytes of the stream."""
+        """Add the next bytes of the stream."""
         view = memoryview(data)
         while view:
             head, view = view[: self._room], view[self._room :]
@@ -36,7 +36,7 @@ class BlockChecksums:
                 self._close_block()
 
     def write(self, path: Path) -> None:
-        """Write the checksums of everything so far, the last and shorter block included; ends the stream."""
+        """End the stream and write the checksums of all blocks, including the last, shorter one."""
         if self._room < BLOCK_BYTES:
             self._close_block()
         with atomic_write(path) as file:
@@ -48,7 +48,7 @@ class BlockChecksums:
 
 
 def write_checksums(bin_path: Path) -> None:
-    """Write the sidecar of a .bin that has none."""
+    """Write the sidecar for a .bin that has none."""
     checksums = BlockChecksums()
     with bin_path.open("rb") as file:
         while block := file.read(BLOCK_BYTES):
@@ -57,5 +57,5 @@ def write_checksums(bin_path: Path) -> None:
 
 
 def read_checksums(path: Path) -> npt.NDArray[np.uint32] | None:
-    """The checksums in `path`, or None if there is no such file (shards written by other programs)."""
+    """Return the checksums in `path`, or None if there is no such file (shards of other programs)."""
     return np.fromfile(path, "<u4") if path.exists() else None

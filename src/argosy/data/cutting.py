@@ -1,4 +1,4 @@
-"""Encoded documents into shards of two splits, cut so that every cut is a place to go on from."""
+"""Write encoded documents to the shards of two splits, cut so that work can resume at every cut."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SPLITS: tuple[SplitName, SplitName] = ("train", "validation")
 
 
 class _Documents(NamedTuple):
-    """Documents of one split, end to end."""
+    """The documents of one split, end to end."""
 
     tokens: npt.NDArray[Any]
     lengths: npt.NDArray[np.int64]
     text_bytes: npt.NDArray[np.int64]
 
     def split_last(self) -> tuple[_Documents, _Documents]:
-        """All but the last document, and the last."""
+        """Split into all documents but the last, and the last."""
         at = len(self.tokens) - int(self.lengths[-1])
         return (
             _Documents(self.tokens[:at], self.lengths[:-1], self.text_bytes[:-1]),
@@ -37,7 +37,7 @@ class _Documents(NamedTuple):
 
 
 class _OpenShard:
-    """A shard being written. Its last document waits, since it may still change sides; see `Cutter.finish`."""
+    """A shard being written. Its last document is held back, since it may change splits; see `Cutter.finish`."""
 
     def __init__(self, prefix: Path, dtype: np.dtype[Any]):
         self._prefix, self._dtype = prefix, dtype
@@ -60,7 +60,7 @@ class _OpenShard:
         return last
 
     def close(self) -> Shard | None:
-        """The finished shard; None if it has no documents."""
+        """Finish the shard and return it; None if it has no documents."""
         self._write_waiting()
         return self._writer.close(self._text_bytes) if self._writer else None
 
@@ -85,11 +85,11 @@ class _OpenShard:
 
 
 class Cutter:
-    """Writes batches to the open shards of both splits; a context manager, which drops what is not finished.
+    """Writes batches to the open shards of both splits; a context manager, which drops unfinished shards.
 
-    When a document does not fit its split's shard any more, the shards of both splits end before it. So what is
-    finished is always the input up to one document, and the journal needs nothing but that document's position.
-    A document longer than `shard_tokens` gets a shard for itself.
+    When a document does not fit into its split's shard, the shards of both splits end before it. So the finished
+    shards always hold the input up to one document, and the journal needs only that document's position. A document
+    longer than `shard_tokens` gets a shard for itself.
     """
 
     def __init__(self, out: Path, dtype: np.dtype[Any], shard_tokens: int, journal: Journal):
@@ -108,7 +108,7 @@ class Cutter:
             shard.abandon()
 
     def add(self, positions: Sequence[Position], batch: EncodedBatch) -> None:
-        """Write documents, found at `positions`, cutting where a shard is full."""
+        """Write documents, which were found at `positions`, and cut where a shard is full."""
         ends = np.concatenate(([0], np.cumsum(batch.lengths)))
         start = 0
         while start < len(positions):
@@ -124,10 +124,10 @@ class Cutter:
             start = stop
 
     def finish(self, end: Position, wants_validation: bool) -> dict[SplitName, tuple[Shard, ...]]:
-        """Finish the last shards; the shards of each split, all told.
+        """Finish the last shards and return all shards of each split.
 
-        The hash of a few documents may put all of them on one side. If `wants_validation`, the last document then
-        changes sides, so that two documents are enough to train on one and evaluate on the other.
+        The hash of a few documents may put all of them into one split. If `wants_validation`, the last document then
+        moves to the other split, so that two documents are enough to train on one and evaluate on the other.
         """
         totals = {split: self._documents[split] + self._open[split].documents for split in SPLITS}
         if wants_validation and sum(totals.values()) > 1 and 0 in totals.values():
@@ -137,12 +137,13 @@ class Cutter:
         return {split: tuple(c.shards[split] for c in self._journal.cuts if split in c.shards) for split in SPLITS}
 
     def _room_for(self, lengths: npt.NDArray[np.int64], held_out: npt.NDArray[np.bool_]) -> int:
-        """How many of the next documents go into the open shards."""
+        """Count the next documents that go into the open shards."""
         room = len(lengths)
         for split in SPLITS:
             mine = held_out == (split == "validation")
             ends = self._open[split].tokens + np.cumsum(lengths * mine)
-            too_many = mine & (ends > self._shard_tokens) & (ends > lengths)  # the first is taken, however long
+            # The first document goes in, whatever its length.
+            too_many = mine & (ends > self._shard_tokens) & (ends > lengths)
             if too_many.any():
                 room = min(room, int(too_many.argmax()))
         return room

@@ -1,6 +1,6 @@
-"""Documents out of input files: plain text, JSONL, Parquet; what cannot be read is counted and told.
+"""Read documents from input files: plain text, JSONL, Parquet. Unreadable input is counted and reported.
 
-A document is a file of plain text (which is read whole), a JSONL record or a Parquet row.
+A document is a file of plain text (which is read at once), a JSONL record or a Parquet row.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ NOT_TEXT = "not text"
 
 @dataclass
 class Tally:
-    """What was read so far."""
+    """Counts of what was read so far."""
 
     text_bytes: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
 
     def copy(self) -> Tally:
-        """A tally that goes its own way."""
+        """Return an independent copy."""
         return Tally(self.text_bytes, Counter(self.skipped))
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a document was found: the `number`-th document (from 0) of the `file`-th input file."""
+    """The place of a document: the `number`-th document (from 0) of the `file`-th input file."""
 
     file: int = 0
     number: int = 0
     before: Tally = field(default_factory=Tally)
-    """Up to the start of the file, which is where a reader must begin that is to go on from here."""
+    """Counts at the start of the file, where a reader must start to resume from here."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text and where it was found."""
+    """A text and its place."""
 
     text: str
     at: Position
@@ -56,19 +56,19 @@ class Document:
 
 @dataclass(frozen=True)
 class BadInput:
-    """Something that is not text."""
+    """Input that is not text."""
 
     kind: str
     where: str
 
 
 class DocumentReader:
-    """The documents of `files`, in order, none of them empty.
+    """Reads the documents of `files`, in order; empty ones are left out.
 
     Args:
         files: the input.
         field: the JSONL field or Parquet column that holds the text.
-        on_bad_input: skip and count what cannot be read, or raise UserError at the first.
+        on_bad_input: skip and count unreadable input, or raise UserError at the first.
         max_text_bytes: stop after this much UTF-8 text; the last document is cut there.
     """
 
@@ -82,10 +82,10 @@ class DocumentReader:
         self._files, self._field, self._on_bad_input = files, field, on_bad_input
         self._max_text_bytes = max_text_bytes
         self.tally = Tally()
-        """Up to the document that was read last."""
+        """Counts up to the document that was read last."""
 
     def read(self, start: Position) -> Iterator[Document]:
-        """The documents from `start` on."""
+        """Yield the documents from `start` on."""
         self.tally = start.before.copy()
         for file in range(start.file, len(self._files)):
             before = self.tally.copy()
@@ -96,20 +96,20 @@ class DocumentReader:
                 return
 
     def _texts(self, file: InputFile) -> Iterator[str]:
-        """The texts of a file that are no trouble; ends where max_text_bytes is reached."""
+        """Yield the readable texts of a file; end where max_text_bytes is reached."""
         for found in read_file(file, self._field):
             data = self._judge(found)
             if not data:
                 continue
             data = data[: self._left()]
             self.tally.text_bytes += len(data)
-            if text := data.decode(errors="ignore"):  # a character that the limit cuts in two is dropped
+            if text := data.decode(errors="ignore"):  # a character that the limit cuts is dropped
                 yield text
             if self._left() == 0:
                 return
 
     def _judge(self, found: bytes | BadInput) -> bytes:
-        """UTF-8 of a text; nothing if it is to be skipped, which is counted."""
+        """Return a text as UTF-8. Return b"" for one to skip, and count it."""
         if isinstance(found, BadInput):
             if self._on_bad_input == "refuse":
                 raise UserError(f"{found.where}: {found.kind}. Mend it, or leave such input out: on_bad_input = skip")
@@ -120,12 +120,12 @@ class DocumentReader:
         return found
 
     def _left(self) -> int | None:
-        """Bytes until max_text_bytes."""
+        """Bytes left until max_text_bytes."""
         return None if self._max_text_bytes is None else self._max_text_bytes - self.tally.text_bytes
 
 
 def read_file(file: InputFile, field: str) -> Iterator[bytes | BadInput]:
-    """The texts of one file as UTF-8, and in their place what is not text.
+    """Yield the texts of one file as UTF-8, and a `BadInput` in place of what is not text.
 
     Raises: UserError if the file cannot be read or decompressed, or does not have `field`.
     """
@@ -165,7 +165,7 @@ def _zstandard() -> Any:
 
 
 def _read_text(stream: BinaryIO, name: str, field: str) -> Iterator[bytes | BadInput]:
-    data = stream.read().removeprefix(b"\xef\xbb\xbf")  # the byte order mark that some editors put before UTF-8
+    data = stream.read().removeprefix(b"\xef\xbb\xbf")  # the byte order mark that some editors write before UTF-8
     try:
         data.decode()
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""What turns text into ids in bulk: Hugging Face tokenizers, or fastokens where it gives the same ids."""
+"""Tokenizing in bulk: Hugging Face tokenizers, or fastokens where it gives the same ids."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from argosy.errors import ArgosyWarning, missing_extra
 
 EngineName = Literal["huggingface", "fastokens"]
 Ragged = tuple[npt.NDArray[Any], npt.NDArray[np.int64]]
-"""Ids of all texts end to end, and how many belong to each."""
+"""The ids of all texts end to end, and the number of ids of each."""
 
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """Documents as tokens, each with the end-of-document token after it."""
+    """Documents as tokens, each followed by the end-of-document token."""
 
     tokens: npt.NDArray[Any]
-    """Of all documents, end to end."""
+    """Tokens of all documents, end to end."""
     lengths: npt.NDArray[np.int64]
-    """Tokens of each document, its end included."""
+    """Number of tokens of each document, its end included."""
     text_bytes: npt.NDArray[np.int64]
     """UTF-8 bytes of each document."""
     held_out: npt.NDArray[np.bool_]
-    """Whether each document belongs to the validation split."""
+    """True for each document in the validation split."""
 
 
 class Encoder:
@@ -41,8 +41,8 @@ class Encoder:
 
     Args:
         tokenizer: a tokenizer.json.
-        engine: what encodes.
-        dtype: of the tokens.
+        engine: the tokenizer engine.
+        dtype: dtype of the tokens.
         validation_fraction: documents whose hash falls into this share of all hashes are held out.
     """
 
@@ -52,7 +52,7 @@ class Encoder:
         self._dtype, self._threshold = dtype, int(validation_fraction * 2**64)
 
     def encode(self, texts: Sequence[str]) -> EncodedBatch:
-        """Tokens of `texts`, what they count, and where they go."""
+        """Encode `texts`, count them and choose their split."""
         ids, lengths = self._encode(texts)
         raw = [text.encode() for text in texts]
         return EncodedBatch(
@@ -63,22 +63,22 @@ class Encoder:
         )
 
     def _is_held_out(self, text: bytes) -> bool:
-        """By a hash of the text alone, so that copies of a document never lie on both sides."""
+        """Decide by a hash of the text alone, so that copies of a document are never in both splits."""
         digest = hashlib.blake2b(text, digest_size=8).digest()
         return int.from_bytes(digest, "little") < self._threshold
 
 
 def encode_function(tokenizer: Path, engine: EngineName) -> Callable[[Sequence[str]], Ragged]:
-    """The function that encodes texts with `engine`. Raises: UserError if fastokens is wanted, not installed."""
+    """Return the function that encodes with `engine`. Raises: UserError if it is fastokens and not installed."""
     return _fastokens(tokenizer) if engine == "fastokens" else _huggingface(tokenizer)
 
 
 def choose_engine(
     wanted: Literal["auto", "huggingface", "fastokens"], tokenizer: Path, sample: Iterable[str]
 ) -> EngineName:
-    """fastokens if it is wanted or may be taken, and gives Hugging Face's ids on all of `sample`; else Hugging Face.
+    """Return fastokens if it may be used and gives Hugging Face's ids on all of `sample`; else Hugging Face.
 
-    Raises: UserError if fastokens is wanted, but not installed. Warns if it gives other ids.
+    Raises: UserError if fastokens is asked for and not installed. Warns if it gives other ids.
     """
     if wanted == "huggingface" or (wanted == "auto" and importlib.util.find_spec("fastokens") is None):
         return "huggingface"
@@ -94,12 +94,12 @@ def choose_engine(
 
 
 def _difference(tokenizer: Path, sample: Sequence[str]) -> str | None:
-    """How fastokens differs from Hugging Face on `sample`, if it does."""
+    """Return how fastokens differs from Hugging Face on `sample`, or None."""
     reference, lengths = encode_function(tokenizer, "huggingface")(sample)
     fast = encode_function(tokenizer, "fastokens")
     try:
         ids, fast_lengths = fast(sample)
-    except Exception as error:  # whatever it cannot do, Hugging Face can
+    except Exception as error:  # Hugging Face can do whatever fastokens cannot
         return f"cannot use this tokenizer ({error})"
     same = np.array_equal(lengths, fast_lengths) and np.array_equal(reference, ids)
     return None if same else f"gives other ids on a sample of {len(sample)} texts"

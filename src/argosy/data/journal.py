@@ -1,7 +1,7 @@
-"""The journal of a `prepare` under way: what is finished, and where in the input to go on.
+"""The journal of a running `prepare`: what is finished, and where in the input to resume.
 
-One JSON line for each cut, synced before work goes on. Everything that a line names is whole, so a killed
-`prepare` loses no more than the shards that were open.
+It has one JSON line for each cut, synced before work goes on. All files that a line names are complete, so a killed
+`prepare` loses only the shards that were open.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ NAME = "prepare.journal"
 
 
 class Cut(BaseModel):
-    """Finished shards, at most one of each split."""
+    """Finished shards, at most one for each split."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     shards: dict[SplitName, Shard]
     next: Position
-    """The first document that is in none of the shards so far."""
+    """The first document that is not in a shard yet."""
 
 
 def fingerprint(options: dict[str, Any], files: Sequence[InputFile]) -> str:
-    """A hash of all that the result depends on; input files count by name, size and time of change."""
+    """Hash all that the result depends on. Input files count by name, size and time of change."""
     inputs = [(file.name, file.size, file.stamp) for file in files]
     return hashlib.sha256(json.dumps([options, inputs]).encode()).hexdigest()
 
 
 class Journal:
-    """The journal in a folder; `cuts` are those of an earlier `prepare` of the same, and those added since."""
+    """The journal in a folder. `cuts` are those of an earlier `prepare` of the same input, and those added since."""
 
     def __init__(self, folder: Path, job: str):
         self._path = folder / NAME
         lines = self._path.read_bytes().splitlines() if self._path.exists() else []
         self.is_of_other_job = len(lines) > 1 and lines[0] != job.encode()
-        """Whether an earlier `prepare` finished shards here, but of other options or input."""
+        """True if an earlier `prepare` finished shards here with other options or input."""
         self.cuts = [] if self.is_of_other_job else _whole_cuts(lines[1:])
         if not self.cuts:
             remove_shards(folder)
@@ -54,23 +54,23 @@ class Journal:
 
     @property
     def next(self) -> Position:
-        """Where to go on."""
+        """Where to resume."""
         return self.cuts[-1].next if self.cuts else Position()
 
     def add(self, cut: Cut) -> None:
-        """Note `cut`, whose shards have their final names."""
+        """Add `cut`, whose shards have their final names."""
         with self._path.open("ab") as file:
             file.write(cut.model_dump_json().encode() + b"\n")
             sync(file)
         self.cuts.append(cut)
 
     def remove(self) -> None:
-        """The manifest is written: nothing is under way any more."""
+        """Remove the journal, once the manifest is written."""
         self._path.unlink()
 
 
 def _whole_cuts(lines: Sequence[bytes]) -> list[Cut]:
-    """The cuts up to a line that a kill left half-written."""
+    """Return the cuts up to a line that a kill left half-written."""
     cuts = []
     for line in lines:
         try:

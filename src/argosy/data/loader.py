@@ -1,4 +1,4 @@
-"""The rows of a step, read ahead; and a run's [data] section turned into sources, order and loader."""
+"""Reads the rows of steps ahead, and turns a run's [data] section into sources, order and loader."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from argosy.errors import DataError, UserError
 from argosy.faults import fault
 
 AHEAD = 4
-"""Steps that are read before they are asked for."""
+"""Steps that are read ahead."""
 
 DRAWS = 1000
-"""Windows that are tried in place of a bad one."""
+"""Windows that are tried as a replacement for a bad one."""
 
 LOCATED = 8192
-"""Samples that are looked up in the order at once: a few cost nearly as much as thousands."""
+"""Samples looked up in the order at once: a few cost nearly as much as thousands."""
 
 
 class Loader:
-    """One rank's rows of each step.
+    """Reads one rank's rows of each step.
 
-    Its whole state is the step that is asked for, and the samples to skip: a resumed run asks for the step that it
-    resumes at, at whatever number of ranks. Shards that are known to be bad are found again when they are read again.
+    Its whole state is the step that is asked for, and the samples to skip: a resumed run, on any number of ranks, asks
+    for the step at which it resumes. Bad shards are found again when they are read again.
 
     Args:
-        sources: in the order that `order` knows them by.
+        sources: the sources, ordered as in `order`.
         order: which sample comes when.
         seq_len: tokens of a sample; a row has one more, the last token's successor.
         global_batch: rows of a step over all ranks.
-        rows: this rank's part of them.
+        rows: this rank's part of these rows.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class Loader:
         self._coming: deque[tuple[int, Future[I32]]] = deque()
 
     def batch(self, step: int) -> I32:
-        """Rows of step `step` (0-based), int32 [rows, seq_len + 1].
+        """Return the rows of step `step` (0-based), int32 [rows, seq_len + 1].
 
-        Asked for in sequence, steps have been read by the time they are asked for.
+        Steps asked for in sequence are read ahead.
 
         Raises: BadShard if a shard is damaged where the step reads it.
         """
@@ -76,50 +76,50 @@ class Loader:
         return rows.result()
 
     def skip(self, samples: Sequence[Range]) -> None:
-        """Leave these samples out from now on: each step has the next ones of those that are left."""
+        """Leave these samples out from now on. Each step takes the next of the remaining samples."""
         if tuple(samples) != self._skipped:
             self._forget()
             self._skipped = tuple(samples)
 
     def quarantine(self, shards: Iterable[Place]) -> None:
-        """Read no more from these shards (`BadShard.place`): another window of the same source stands in for each that
-        has a part in one of them.
+        """Stop reading these shards (`BadShard.place`). Each window that overlaps one is replaced by another window of
+        the same source.
 
-        Which one follows from the sample's number and from where the shard is, not from when it was found to be bad.
+        The choice depends on the sample's number and on the place of the shard, not on when it was found to be bad.
         """
         self._forget()
         for folder, shard in shards:
             self._bad.setdefault(folder, set()).add(shard)
 
     def replaced(self, step: int) -> list[int]:
-        """The numbers of this rank's samples of a step that others stand in for."""
+        """Return the numbers of this rank's samples of a step that are replaced by others."""
         numbers, samples = self._numbers(step), self._samples(step)
         return numbers[self._is_bad(samples.sources, samples.windows)].tolist() if self._bad else []
 
     def stand_in(self, token: int) -> I32:
-        """Rows of `token` alone, in place of such as cannot be read."""
+        """Return rows filled with `token`, in place of rows that cannot be read."""
         return np.full((self._stop - self._first, self._seq_len + 1), token, np.int32)
 
     def close(self) -> None:
-        """Stop reading ahead; the loader is of no use after that."""
+        """Stop reading ahead. The loader cannot be used after that."""
         self._forget()
         self._thread.shutdown()
 
     def of(self, rows: slice) -> Loader:
-        """Another rank's, which leaves out and replaces what this one does."""
+        """Return the loader of another rank, which skips and replaces the same samples as this one."""
         other = Loader(self._sources, self._order, self._seq_len, self._global_batch, rows)
         other._skipped, other._bad = self._skipped, self._bad
         return other
 
     def read(self, step: int) -> I32:
-        """What `batch` returns, read now and in this thread."""
+        """Read what `batch` returns, now and in this thread."""
         fault("loader", step=step)
         samples = self._sound(step, self._samples(step))
         out = np.empty((len(samples), self._seq_len + 1), np.int32)
         for number, source in enumerate(self._sources):
             here = np.flatnonzero(samples.sources == number)
             if here.size == len(out):
-                source.read_windows(samples.windows, out)  # the usual case, without a copy
+                source.read_windows(samples.windows, out)  # the usual case, which copies nothing
             elif here.size:
                 part = np.empty((here.size, self._seq_len + 1), np.int32)
                 source.read_windows(samples.windows[here], part)
@@ -127,7 +127,7 @@ class Loader:
         return out
 
     def _ranges(self, step: int) -> list[Range]:
-        """This rank's samples of a step, by number."""
+        """Return the numbers of this rank's samples of a step, as ranges."""
         start = step * self._global_batch
         return kept(start + self._first, start + self._stop, self._skipped)
 
@@ -135,12 +135,12 @@ class Loader:
         return np.concatenate([np.arange(first, stop) for first, stop in self._ranges(step)])
 
     def _samples(self, step: int) -> Samples:
-        """The same, by where they are."""
+        """Return the places of this rank's samples of a step."""
         parts = [part for first, stop in self._ranges(step) for part in self._located(first, stop)]
         return Samples.joined(parts)
 
     def _sound(self, step: int, samples: Samples) -> Samples:
-        """`samples`, those of a step, with others in the place of bad ones."""
+        """Replace the bad ones among `samples`, those of a step."""
         if not self._bad:
             return samples
         windows = samples.windows.copy()
@@ -157,7 +157,7 @@ class Loader:
         return Samples(samples.sources, samples.epochs, windows)
 
     def _is_bad(self, sources: I64, windows: I64) -> npt.NDArray[np.bool_]:
-        """Which of these windows have a part in a shard that is known to be bad."""
+        """Return True for each window that overlaps a shard known to be bad."""
         bad = np.zeros(windows.shape, bool)
         for number, source in enumerate(self._sources):
             if shards := self._bad.get(str(source.folder)):
@@ -165,7 +165,7 @@ class Loader:
         return bad
 
     def _located(self, start: int, stop: int) -> Iterator[Samples]:
-        """Samples `start` to `stop`, block by block; usually one has them all."""
+        """Return samples `start` to `stop`, block by block; usually one block has them all."""
         while start < stop:
             block, place = divmod(start, self._at_once)
             end = min(stop, (block + 1) * self._at_once)
@@ -173,7 +173,7 @@ class Loader:
             start = end
 
     def _locate_block(self, block: int) -> Samples:
-        """All ranks' samples of some steps."""
+        """Return all ranks' samples of some steps."""
         return self._order.samples(block * self._at_once, (block + 1) * self._at_once)
 
     def _read_ahead(self, step: int) -> None:
@@ -189,16 +189,16 @@ class Loader:
 
 @dataclass(frozen=True)
 class OpenData:
-    """The data of a run: all its sources, and the order that they are read in."""
+    """The data of a run: its sources, and the order in which they are read."""
 
     sources: tuple[TokenSource, ...]
-    """Train splits; those of `data.sources`, then those that only stages name."""
+    """Train splits: those of `data.sources`, then those that only stages name."""
     order: SampleOrder
     seq_len: int
     global_batch: int
 
     def loader(self, rows: slice) -> Loader:
-        """A loader of these rows of every global batch."""
+        """Return a loader for these rows of every global batch."""
         return Loader(self.sources, self.order, self.seq_len, self.global_batch, rows)
 
     @cached_property
@@ -213,21 +213,21 @@ class OpenData:
 
     @property
     def vocab_size(self) -> int:
-        """Of the tokenizer."""
+        """Size of the tokenizer's vocabulary."""
         return self.sources[0].manifest.vocab_size
 
     @property
     def identity(self) -> str:
-        """Sixteen hexadecimal digits that change when what the samples are cut from does.
+        """Sixteen hexadecimal digits that change when the tokens behind the samples change.
 
-        Weights and stages are left out: to change them for the steps to come is what a resumed run may do.
+        Weights and stages are left out: a resumed run may change them for the steps to come.
         """
         parts = [str(self.seq_len), *(source.manifest.identity for source in self.sources)]
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
 
 def open_data(config: DataConfig, seed: int, global_batch: int) -> OpenData:
-    """Open what a run's [data] section names; `config.prepare.out` if it names no sources.
+    """Open the sources in a run's [data] section; `config.prepare.out` if it names none.
 
     Raises: UserError if a folder is not prepared or shorter than one sample, or two have different tokenizers;
     DataError if a shard is missing or cut off, unless config.on_bad_shard is "skip".

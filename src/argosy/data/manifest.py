@@ -1,4 +1,4 @@
-"""`manifest.json`: what lies in a prepared folder. Written last, so a folder without one is not prepared."""
+"""`manifest.json` describes a prepared folder. It is written last, so a folder without it is not prepared."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Record(BaseModel):
 
 
 class Shard(_Record):
-    """One `NAME.bin` with its `NAME.idx`."""
+    """A `NAME.bin` with its `NAME.idx`."""
 
     name: str
     tokens: int
@@ -37,41 +37,41 @@ class Shard(_Record):
 
 
 class Manifest(_Record):
-    """What a prepared folder holds and how it was made."""
+    """The contents of a prepared folder, and how it was made."""
 
     format: Literal[1] = 1
     tokenizer_sha256: str
-    """Of `tokenizer.json`, a copy of which lies in the folder."""
+    """SHA-256 of `tokenizer.json`, of which the folder has a copy."""
     vocab_size: int
     eod_id: int
     """The token that ends every document."""
     dtype: str
-    """NumPy name of the tokens' type in the .bin files."""
+    """NumPy name of the tokens' dtype in the .bin files."""
     options: dict[str, Any] = {}
-    """What `prepare` was told, as far as the result depends on it; empty for adopted shards."""
+    """The options of `prepare` on which the result depends; empty for adopted shards."""
     skipped: dict[str, int] = {}
-    """Input that was left out: kind -> count."""
+    """Input that was skipped: kind -> count."""
     text_bytes_estimated: bool = False
-    """text_bytes were scaled up from a decoded sample (adopted shards), not counted."""
+    """True if text_bytes were estimated from a decoded sample (adopted shards), not counted."""
     splits: dict[SplitName, tuple[Shard, ...]]
 
     def tokens(self, split: SplitName) -> int:
-        """Tokens in a split, ends of documents included."""
+        """Count the tokens in a split, ends of documents included."""
         return sum(shard.tokens for shard in self.splits.get(split, ()))
 
     def documents(self, split: SplitName) -> int:
-        """Documents in a split."""
+        """Count the documents in a split."""
         return sum(shard.documents for shard in self.splits.get(split, ()))
 
     def text_bytes(self, split: SplitName) -> int:
-        """UTF-8 bytes of text in a split."""
+        """Count the UTF-8 bytes of text in a split."""
         return sum(shard.text_bytes for shard in self.splits.get(split, ()))
 
     @property
     def identity(self) -> str:
-        """Sixteen hexadecimal digits that change when the tokens do, or the order that they are stored in.
+        """Sixteen hexadecimal digits that change when the tokens or their order in the files change.
 
-        The order of samples is a function of these and the seed, so a resumed run compares them.
+        The order of samples depends on these tokens and the seed, so a resumed run compares the digits.
         """
         tokens = {name: [(s.tokens, s.bin_sha256) for s in shards] for name, shards in self.splits.items()}
         text = json.dumps([self.eod_id, self.dtype, tokens], sort_keys=True)
@@ -84,10 +84,10 @@ class Manifest(_Record):
 
     @classmethod
     def load(cls, folder: Path, check_shards: bool = True) -> Manifest:
-        """Read `folder/manifest.json` and check that its files are there, as long as they should be.
+        """Read `folder/manifest.json` and check that its files are there and have the right lengths.
 
         Raises: UserError if there is none, or tokenizer.json is not the one that made the shards; DataError if a shard
-        is missing or cut off (`check_shards`).
+        is missing or too short (`check_shards`).
         """
         manifest = cls._parse(folder)
         manifest._check_tokenizer(folder)
@@ -125,7 +125,7 @@ class Manifest(_Record):
             )
 
     def check_sizes(self, folder: Path, shard: Shard) -> None:
-        """Raises: DataError if a file of `shard` is missing, or not as long as it was."""
+        """Raise DataError if a file of `shard` is missing, or its length has changed."""
         sizes = {".bin": shard.tokens * np.dtype(self.dtype).itemsize, ".idx": shard.idx_bytes}
         for suffix, size in sizes.items():
             path = folder / (shard.name + suffix)
@@ -139,9 +139,9 @@ class Manifest(_Record):
 
 
 def verify(folder: Path) -> Manifest:
-    """Hash every file of a prepared folder again; returns its manifest.
+    """Hash every file of a prepared folder again and return its manifest.
 
-    Raises: DataError that names the first file that is not what the manifest says; UserError as `Manifest.load`.
+    Raises: DataError that names the first file that differs from the manifest; UserError as `Manifest.load`.
     """
     manifest = Manifest.load(folder)
     for shard in manifest._shards():

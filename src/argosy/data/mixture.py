@@ -1,16 +1,16 @@
-"""Which source each sample of a mixture comes from, and how many came from it before: closed form, no state.
+"""The source of each sample of a mixture, and the number of earlier samples from it: closed form, no state.
 
-Sample i falls at x(i) = (A i + shift) mod 2^64 on a circle cut into one arc for each source, as long as its
+Sample i falls at x(i) = (A i + shift) mod 2^64 on a circle that is cut into one arc for each source, as long as its
 weight. A / 2^64 is next to the golden ratio's fractional part, so the x(i) spread evenly at every scale (a
 Kronecker sequence): after n samples each source's count is within O(log n) of n times its weight (Kuipers &
 Niederreiter 1974, chapter 2, theorem 3.4), and over 2^64 samples it is exact, A being odd.
 
-How many of the first n fall below a threshold T needs no walk. With y = A i + shift, the number
+The number of the first n that fall below a threshold T can be computed without a loop. With y = A i + shift, the number
 floor(y / M) - floor((y - T) / M) is 1 if y mod M < T and 0 if not, so the count is a difference of two floor sums
 
     floor_sum(n, M, A, B) = sum over i < n of floor((A i + B) / M)
 
-each of which Euclid's algorithm finds in O(log M) steps (Graham, Knuth & Patashnik 1994, section 3.5, counts the
+each of which Euclid's algorithm computes in O(log M) steps (Graham, Knuth & Patashnik 1994, section 3.5, counts the
 lattice points under the line; the iteration is the one of the AtCoder Library).
 """
 
@@ -30,7 +30,7 @@ STEP = 0x9E3779B97F49AB6D
 
 
 def floor_sum(n: int, m: int, a: int, b: int) -> int:
-    """Sum over i in range(n) of floor((a i + b) / m), for m > 0 and any a, b."""
+    """Return the sum over i in range(n) of floor((a i + b) / m), for m > 0 and any a, b."""
     total = 0
     while True:
         total += n * (n - 1) // 2 * (a // m) + n * (b // m)
@@ -46,7 +46,7 @@ class Mixture:
 
     Args:
         weights: one for each source, in any unit; 0 leaves a source out. At least one is positive.
-        shift: where on the circle the first sample falls, below 2^64.
+        shift: place of the first sample on the circle, below 2^64.
     """
 
     def __init__(self, weights: Sequence[float], shift: int):
@@ -58,13 +58,13 @@ class Mixture:
         self._inner = [min(end, CIRCLE - 1) for end in ends[:-1]]  # where one arc ends and the next begins
 
     def sources(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """The sources of samples `start` to `stop`, int64 [stop - start]."""
+        """Return the sources of samples `start` to `stop`, int64 [stop - start]."""
         first = np.uint64((STEP * start + self._shift) % CIRCLE)
         x = np.arange(stop - start, dtype=np.uint64) * np.uint64(STEP) + first  # wraps around, as it should
         return self._drawn[np.searchsorted(np.array(self._inner, np.uint64), x, side="right")]
 
     def counts(self, n: int) -> list[int]:
-        """How many of the first `n` samples come from each source."""
+        """Count how many of the first `n` samples come from each source."""
         below = [0, *(self._count_below(end, n) for end in self._inner), n]
         counts = [0] * self._sources
         for source, (start, stop) in zip(self._drawn, pairwise(below), strict=True):

@@ -1,13 +1,13 @@
-"""Which sample comes when: a pure function of the seed, the sample's index and the sizes of the sources.
+"""The order of samples: a pure function of the seed, the sample's index and the sizes of the sources.
 
 A run's samples are numbered 0, 1, 2, ...; step s of a run with global batch G takes samples s G to (s + 1) G of
-those that are not skipped (`kept`; usually none is). Nothing else enters, so the order is the same for any number of
-processes, after any number of restarts, and a run's whole position in its data is one integer, and the short list of
-ranges that bad steps made it skip. Sample i is found in two moves:
+those that are not skipped (`kept`; usually none is). The order depends on nothing else, so it is the same for any
+number of processes and after any number of restarts. A run's whole position in its data is one integer, and the short
+list of ranges that it skipped because of bad steps. Sample i is found in two steps:
 
 1. `mixture`: the source s that i comes from, and the number c of samples that came from s before i;
-2. `permutation`: c = epoch * windows(s) + place; the window is where `place` goes under the permutation of
-   (seed, s, epoch). So every window of a source is seen once in each of its epochs, always in another order.
+2. `permutation`: c = epoch * windows(s) + place; the window is the image of `place` under the permutation of
+   (seed, s, epoch). So every window of a source is seen once in each of its epochs, each time in another order.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class Samples:
-    """Where consecutive samples lie; three arrays of the same length."""
+    """The places of consecutive samples, in three arrays of the same length."""
 
     sources: I64
     epochs: I64
-    """How often the sample's source had been read through before it."""
+    """How many times the sample's source had been read completely before it."""
     windows: I64
 
     def __len__(self) -> int:
@@ -54,7 +54,7 @@ class Samples:
 
     @classmethod
     def joined(cls, parts: Sequence[Samples]) -> Samples:
-        """Those of all parts, in order."""
+        """Concatenate parts, in order."""
         if len(parts) == 1:
             return parts[0]
         return cls(
@@ -65,7 +65,7 @@ class Samples:
 
 
 def kept(start: int, stop: int, skipped: Sequence[Range] = ()) -> list[Range]:
-    """Where samples `start` to `stop` of those that are not skipped are among all samples, in order.
+    """Return the numbers, among all samples, of samples `start` to `stop` of those that are not skipped, in order.
 
     `skipped`: ranges, in any order, that do not overlap.
     """
@@ -81,9 +81,9 @@ def kept(start: int, stop: int, skipped: Sequence[Range] = ()) -> list[Range]:
 
 
 def skipped_by(start: int, stop: int, skipped: Sequence[Range]) -> list[Range]:
-    """The skipped ranges that lie right before or among samples `start` to `stop` of those that are not skipped.
+    """Return the skipped ranges right before or among samples `start` to `stop` of those that are not skipped.
 
-    So each range belongs to exactly one step: the first one that goes past it.
+    So each range belongs to exactly one step: the first that goes past it.
     """
     begin = kept(start - 1, start, skipped)[0][1] if start else 0
     end = kept(stop - 1, stop, skipped)[0][1]
@@ -95,9 +95,9 @@ class SampleOrder:
 
     Args:
         seed: any integer >= 0; another seed is another order.
-        windows: how many windows each source has, each at least 1. A source's place here is part of the order:
-            sources may be added at the end, for later stages, without a change to what came before.
-        stages: by ascending `first_sample`, the first at 0.
+        windows: the number of windows of each source, at least 1. A source's place here is part of the order:
+            sources may be added at the end, for later stages, without changing what came before.
+        stages: ordered by `first_sample`, the first at 0.
     """
 
     def __init__(self, seed: int, windows: Sequence[int], stages: Sequence[Stage]):
@@ -105,17 +105,17 @@ class SampleOrder:
         self._keys = np.array([key_of(seed, "source", s) for s in range(len(windows))], np.uint64)
         self._starts = [stage.first_sample for stage in stages]
         self._mixtures = [Mixture(s.weights, key_of(seed, "stage", k)) for k, s in enumerate(stages)]
-        self._drawn_before = [[0] * len(windows)]  # by stage: how often each source was drawn before it
+        self._drawn_before = [[0] * len(windows)]  # by stage: how many samples came from each source before it
         for mixture, (start, stop) in zip(self._mixtures, pairwise(self._starts), strict=False):
             self._drawn_before.append(_add(self._drawn_before[-1], mixture.counts(stop - start)))
 
     def counts(self, n: int) -> list[int]:
-        """How many of the first `n` samples come from each source, in O(log n) time."""
+        """Count how many of the first `n` samples come from each source, in O(log n) time."""
         stage = bisect_right(self._starts, n) - 1
         return _add(self._drawn_before[stage], self._mixtures[stage].counts(n - self._starts[stage]))
 
     def samples(self, start: int, stop: int) -> Samples:
-        """Samples `start` to `stop` of the run."""
+        """Return samples `start` to `stop` of the run."""
         sources = np.concatenate([np.empty(0, np.int64), *self._sources(start, stop)])
         epochs, windows = np.empty_like(sources), np.empty_like(sources)
         for source, drawn_before in enumerate(self.counts(start)):
@@ -126,7 +126,7 @@ class SampleOrder:
         return Samples(sources, epochs, windows)
 
     def _sources(self, start: int, stop: int) -> Iterator[I64]:
-        """The sources of samples `start` to `stop`, stage by stage."""
+        """Return the sources of samples `start` to `stop`, stage by stage."""
         ends = [*self._starts[1:], stop]
         for first, end, mixture in zip(self._starts, ends, self._mixtures, strict=True):
             low, high = max(start, first), min(stop, end)
@@ -134,7 +134,7 @@ class SampleOrder:
                 yield mixture.sources(low - first, high - first)
 
     def _visit(self, source: int, drawn: U64) -> tuple[U64, U64]:
-        """Epoch and window of the samples that come from `source` after `drawn` others."""
+        """Return epoch and window of the samples that come from `source` after `drawn` others."""
         n = np.uint64(self._windows[source])
         epochs, places = drawn // n, drawn % n
         return epochs, permute(places, int(n), mix(self._keys[source] ^ mix(epochs)))

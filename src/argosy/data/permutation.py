@@ -1,8 +1,8 @@
-"""A keyed pseudo-random permutation of range(n), one element at a time: no table, whatever n is.
+"""A keyed pseudo-random permutation of range(n), computed one element at a time, without a table.
 
 An alternating Feistel network permutes the smallest power of two that holds n: the halves of a number take turns
-at being XORed with a keyed hash of the other, and each turn undoes itself, so the whole is a bijection whatever
-the hash is (Luby & Rackoff 1988, "How to construct pseudorandom permutations"). A result outside range(n) is
+at being XORed with a keyed hash of the other. Each turn is its own inverse, so the whole is a bijection for any
+hash (Luby & Rackoff 1988, "How to construct pseudorandom permutations"). A result outside range(n) is
 permuted again until it lies inside ("cycle walking": Black & Rogaway 2002, "Ciphers with arbitrary finite
 domains"); the power of two is less than 2n, so that takes two rounds on average.
 """
@@ -17,13 +17,13 @@ import numpy.typing as npt
 U64 = npt.NDArray[np.uint64]
 
 TURNS = 8
-"""Luby & Rackoff need four; the hash is not cryptographic and small domains mix poorly, so there are more."""
+"""Luby & Rackoff need four. There are more, since the hash is not cryptographic and small domains mix poorly."""
 
 _TURN_OFFSETS = np.arange(1, TURNS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's
 
 
 def key_of(*parts: int | str) -> int:
-    """A 64-bit key that depends on all of `parts` (integers of any size)."""
+    """Return a 64-bit key that depends on all of `parts` (integers of any size)."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
@@ -35,9 +35,9 @@ def mix(x: U64) -> U64:
 
 
 def permute(index: U64, n: int, key: U64) -> U64:
-    """Where `index` (uint64 [k], each below n <= 2**63) goes under the permutation of range(n) with its `key` [k].
+    """Map each `index` (uint64 [k], below n <= 2**63) through the permutation of range(n) with its `key` [k].
 
-    Elements with equal keys go to different places.
+    Different elements with equal keys go to different places.
     """
     bits = max((n - 1).bit_length(), 1)
     turn_keys = mix(key + _TURN_OFFSETS[:, None])

@@ -1,4 +1,4 @@
-"""Text in, token shards out: `prepare` from beginning to end."""
+"""`prepare` turns text into token shards, from beginning to end."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from argosy.errors import ArgosyWarning, RunFailed, UserError
 from argosy.files import atomic_write
 
 TRAINING_CHARS = 10_000_000
-"""Characters that a tokenizer is trained on: seconds of work, and more changes little below 100,000 tokens."""
+"""Characters that a tokenizer is trained on. That takes seconds; below 100,000 tokens, more changes little."""
 
 COMPARED_CHARS = 500_000
-"""Characters on which engines must agree."""
+"""Characters on which tokenizer engines must agree."""
 
 BATCH_CHARS = 500_000
-"""Characters that go to a worker at once: some 0.1 s of work, against which passing them on is nothing."""
+"""Characters sent to a worker at once: about 0.1 s of work, so that sending them costs nothing in comparison."""
 
 REPORT_EVERY_S = 0.1
 
@@ -47,18 +47,18 @@ Splits = dict[SplitName, tuple[Shard, ...]]
 
 @dataclass(frozen=True)
 class PrepareProgress:
-    """How far `prepare` is."""
+    """The progress of `prepare`."""
 
     stage: Literal["tokenizer", "tokens", "done"]
-    """Training the tokenizer; tokenizing; finished."""
+    """The phase: training the tokenizer, tokenizing, or finished."""
     text_bytes: int = 0
-    """UTF-8 bytes of text that are tokenized."""
+    """UTF-8 bytes of text tokenized so far."""
     total_text_bytes: int | None = None
-    """Of how many; None if that is not known before the input is read."""
+    """Bytes in all; None if that is not known before the input is read."""
     tokens: int = 0
     documents: int = 0
     rate_bytes_per_s: float = 0.0
-    """Text tokenized per second since `prepare` was called (not what an interrupted one did before)."""
+    """Text tokenized per second since `prepare` was called, without the work of an interrupted call before."""
 
     def __str__(self) -> str:
         if self.stage == "tokenizer":
@@ -74,28 +74,28 @@ Report = Callable[[PrepareProgress], None]
 
 
 def prepare(config: PrepareConfig, report: Report | None = None) -> Manifest:
-    """Tokenize `config.input` into shards in `config.out`; returns their manifest.
+    """Tokenize `config.input` into shards in `config.out` and return their manifest.
 
-    The result depends on the options and the input alone, neither on the number of processes nor on how often it was
-    interrupted (nor on the engine, as far as a sample can tell: see `choose_engine`).
+    The result depends on the options and the input alone, not on the number of processes or interruptions (nor on the
+    engine, as far as a sample can tell: see `choose_engine`).
 
-    A folder that was prepared with the same options is returned as it is; the input is not read again, and need not
-    be there any more. If another process is preparing the same folder, this waits for it.
+    A folder that was prepared with the same options is returned as it is; the input is not read again and may be gone.
+    If another process is preparing the same folder, this waits for it.
 
     Args:
-        config: what to prepare, how, and where to.
-        report: is told of the progress, ten times a second at most.
+        config: the options.
+        report: called with the progress, at most ten times a second.
 
     Raises: UserError if an option or the input is wrong, or `out` holds something else; RunFailed if `out` cannot be
-    written (disk full) or a tokenizer process dies. Whatever ends it, the same call goes on from there.
+    written (disk full) or a tokenizer process dies. After any interruption, the same call resumes.
     """
     report = report or (lambda progress: None)
     options = _options(config)
     if _is_prepared(config.out):
         return _load_prepared(config.out, options)
-    files = find_files(config.input)  # before `out` is made: wrong input leaves nothing behind
+    files = find_files(config.input)  # before `out` is created: wrong input leaves nothing behind
     with _writing(config.out):
-        if _is_prepared(config.out):  # by another process, while this one waited
+        if _is_prepared(config.out):  # another process prepared it, while this one waited
             return _load_prepared(config.out, options)
         journal = _open_journal(config, options, files)
         tokenizer = _tokenizer(config, files, bool(journal.cuts), report)
@@ -122,7 +122,7 @@ def _tokenize(
     journal: Journal,
     report: Report,
 ) -> Splits:
-    """All documents into shards. The workers encode; this process reads and writes."""
+    """Write all documents to shards. The workers encode; this process reads and writes."""
     path, dtype = config.out / TOKENIZER, token_dtype(tokenizer.vocab_size)
     engine = choose_engine(config.engine, path, sample_texts(files, config, COMPARED_CHARS))
     meter = _Meter(journal, _total_text_bytes(files, config), report)
@@ -141,7 +141,7 @@ def _tokenize(
 
 
 def _options(config: PrepareConfig) -> dict[str, Any]:
-    """What the result depends on; a tokenizer that was brought along counts by its contents."""
+    """Return the options on which the result depends. A given tokenizer counts by its contents."""
     brought = Tokenizer.load(config.tokenizer) if config.tokenizer else None
     return {
         "input": list(config.input),
@@ -172,7 +172,7 @@ def _load_prepared(out: Path, options: dict[str, Any]) -> Manifest:
 
 
 def _open_journal(config: PrepareConfig, options: dict[str, Any], files: Sequence[InputFile]) -> Journal:
-    """The journal of an interrupted `prepare` of the same, or a new one."""
+    """Return the journal of an interrupted `prepare` of the same input, or a new one."""
     out = config.out
     if not (out / journals.NAME).exists() and any(out.glob("*.bin")):
         raise UserError(
@@ -190,7 +190,7 @@ def _open_journal(config: PrepareConfig, options: dict[str, Any], files: Sequenc
 
 
 def _tokenizer(config: PrepareConfig, files: Sequence[InputFile], is_resumed: bool, report: Report) -> Tokenizer:
-    """The tokenizer, which lies in `out` from here on: the one that was brought along, or one trained on the input."""
+    """Return the given tokenizer, or one trained on the input. From here on it is in `out`."""
     path = config.out / TOKENIZER
     if config.tokenizer:
         with atomic_write(path) as file:
@@ -202,7 +202,7 @@ def _tokenizer(config: PrepareConfig, files: Sequence[InputFile], is_resumed: bo
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[tuple[list[Position], list[str]]]:
-    """Documents in batches of BATCH_CHARS or a little more."""
+    """Yield documents in batches of BATCH_CHARS or a little more."""
     positions: list[Position] = []
     texts: list[str] = []
     chars = 0
@@ -218,7 +218,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[tuple[list[Position], li
 
 
 def _total_text_bytes(files: Sequence[InputFile], config: PrepareConfig) -> int | None:
-    """Bytes of text to come; only plain text tells by its size how much of it there is."""
+    """Return the bytes of text to come. Only for plain text do file sizes tell; else None."""
     sizes = [file.size for file in files if not file.compression and file.suffix not in RECORDS]
     if len(sizes) < len(files) or None in sizes:
         return None
@@ -234,7 +234,7 @@ def _no_text(config: PrepareConfig, reader: DocumentReader) -> UserError:
 
 
 class _Meter:
-    """Counts what is done, and reports it."""
+    """Counts finished work and reports it."""
 
     def __init__(self, journal: Journal, total_text_bytes: int | None, report: Report):
         done = [shard for cut in journal.cuts for shard in cut.shards.values()]
@@ -264,7 +264,7 @@ class _Meter:
             self._report(self.progress)
 
     def finish(self) -> None:
-        """Report the end."""
+        """Report that the work is finished."""
         self._report(replace(self.progress, stage="done"))
 
 
@@ -274,13 +274,13 @@ def _processes(config: PrepareConfig) -> int:
 
 @contextmanager
 def _writing(out: Path) -> Iterator[None]:
-    """Make `out`, wait until no other process prepares it, and keep others waiting. A dead one's lock is void."""
+    """Create `out`, and lock it against other processes or wait for them. The lock of a dead process does not count."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         with (out / LOCK).open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
-    except OSError as error:  # reading has errors of its own
+    except OSError as error:  # errors of reading are reported elsewhere
         raise RunFailed(
             f"out = {out}: cannot be written ({error}). Free some space or get the right to write there, then repeat "
             "the command: it goes on where it was"

@@ -1,4 +1,4 @@
-"""A bounded sample of the input, spread over it: what a tokenizer is trained on and engines are compared on."""
+"""A bounded sample, spread over the input, to train a tokenizer and to compare engines."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from argosy.data.documents import DocumentReader, Position
 from argosy.data.sources import InputFile
 
 FILES = 2_000
-"""Most files that a sample is taken from."""
+"""Maximum number of files that a sample is taken from."""
 
 PIECES = 16
-"""Into how many places of a long document a sample looks."""
+"""Pieces that a sample takes from a long document."""
 
 
 def sample_texts(files: Sequence[InputFile], config: PrepareConfig, max_chars: int) -> Iterator[str]:
-    """About `max_chars` characters of the text that `config` prepares, or all of it if it is no more.
+    """Return about `max_chars` characters of the text that `config` prepares, or all of it if it is shorter.
 
-    Takes the same share from each of at most FILES files, evenly chosen; what one does not use, the next ones may.
+    Each of at most FILES files, evenly chosen, gives the same share; the next files may use what one leaves.
     A file of many documents gives its first ones, a long document PIECES pieces.
     """
     chosen = _evenly(_within_limit(files, config.max_text_bytes), FILES)
@@ -50,7 +50,7 @@ def _pieces(text: str, max_chars: int) -> list[str]:
 
 
 def _within_limit(files: Sequence[InputFile], max_bytes: int | None) -> Sequence[InputFile]:
-    """The files that `max_bytes` of text can reach into, as far as their sizes tell."""
+    """Return the first files that hold `max_bytes` of text, as far as their sizes tell."""
     if max_bytes is None:
         return files
     before = itertools.accumulate((file.size or 0 for file in files), initial=0)

@@ -12,7 +12,7 @@ The index, little-endian, after Megatron-LM's `core/datasets/indexed_dataset.py`
     int64     documents [D]      first sequence of each document, then S
 
 Here one document is one sequence that ends in the end-of-document token (Megatron's --append-eod). Shards of
-Megatron-LM and datatrove, where a document may be several sequences, are read all the same.
+Megatron-LM and datatrove, where a document may have several sequences, can be read too.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from argosy.files import PartialFile, atomic_write, file_sha256
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPE_CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-"""Megatron's codes of the integer dtypes; 6 and 7, the floating-point ones, hold no tokens."""
+"""Megatron's codes of the integer dtypes. 6 and 7 are floating-point and hold no tokens."""
 
 Tokens = npt.NDArray[Any]
-"""One-dimensional integer array of token ids."""
+"""A one-dimensional integer array of token ids."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """uint16 below 65,500 tokens, else int32; the threshold is Megatron's."""
+    """Return uint16 below 65,500 tokens, else int32; the threshold is Megatron's."""
     return np.dtype("<u2" if vocab_size < 65_500 else "<i4")
 
 
 def dtype_code(dtype: np.dtype[Any]) -> int:
-    """Megatron's code of a dtype in DTYPE_CODES."""
+    """Return Megatron's code of a dtype in DTYPE_CODES."""
     return next(code for code, name in DTYPE_CODES.items() if np.dtype(name) == dtype)
 
 
 class ShardWriter:
-    """Writes `NAME.bin`, `NAME.idx` and `NAME.crc32`; none has its final name before `close`."""
+    """Writes `NAME.bin`, `NAME.idx` and `NAME.crc32`. They get their final names in `close`."""
 
     def __init__(self, prefix: Path, dtype: np.dtype[Any]):
         self._prefix, self._dtype = prefix, dtype
@@ -61,7 +61,7 @@ class ShardWriter:
         self._sha256, self._checksums = hashlib.sha256(), BlockChecksums()
 
     def write(self, tokens: Tokens, lengths: npt.NDArray[np.int64]) -> None:
-        """Append whole documents: `lengths[i]` tokens each, end of document included, laid end to end."""
+        """Append whole documents, laid end to end; document i has `lengths[i]` tokens, its end included."""
         if lengths.max() > np.iinfo(np.int32).max:
             raise UserError(
                 f"a document of {lengths.max()} tokens is longer than the .idx format can say (2^31 - 1). "
@@ -74,7 +74,7 @@ class ShardWriter:
         self._lengths.append(lengths.astype(np.int32))
 
     def close(self, text_bytes: int) -> Shard:
-        """Sync the files to disk and give them their names, the .bin last; `text_bytes` is what they stand for."""
+        """Sync the files to disk and give them their names, the .bin last. `text_bytes`: size of their text."""
         lengths = np.concatenate(self._lengths)
         self._checksums.write(_with(self._prefix, ".crc32"))
         write_index(_with(self._prefix, ".idx"), lengths, self._dtype)
@@ -90,12 +90,12 @@ class ShardWriter:
         )
 
     def abandon(self) -> None:
-        """Close and remove what was written so far."""
+        """Close and remove the files written so far."""
         self._bin.abandon()
 
 
 def write_index(path: Path, lengths: npt.NDArray[np.int32], dtype: np.dtype[Any]) -> None:
-    """Write the .idx of documents of one sequence each, laid end to end."""
+    """Write the .idx of documents that have one sequence each and are laid end to end."""
     ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
     pointers = np.concatenate(([0], ends))[: len(lengths)]
     with atomic_write(path) as file:
@@ -107,7 +107,7 @@ def write_index(path: Path, lengths: npt.NDArray[np.int32], dtype: np.dtype[Any]
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """What an .idx says."""
+    """The contents of an .idx file."""
 
     dtype: np.dtype[Any]
     lengths: npt.NDArray[np.int32]
@@ -122,7 +122,7 @@ class ShardIndex:
 
     @classmethod
     def read(cls, path: Path) -> ShardIndex:
-        """Raises UserError if `path` is no Megatron index, or its .bin is not as long as it says."""
+        """Read an .idx. Raises: UserError if `path` is no Megatron index, or its .bin has another length."""
         data = path.read_bytes()
         if len(data) < HEADER.size or data[: len(MAGIC)] != MAGIC:
             raise UserError(
@@ -155,7 +155,7 @@ class ShardIndex:
 
 
 class ShardReader:
-    """The tokens of one shard, memory-mapped; every block is checked the first time that it is touched."""
+    """The tokens of one shard, memory-mapped. Each block is checked when it is first used."""
 
     def __init__(self, bin_path: Path, dtype: np.dtype[Any], vocab_size: int):
         self._path, self._vocab_size = bin_path, vocab_size
@@ -174,10 +174,9 @@ class ShardReader:
         return len(self._tokens)
 
     def tokens(self, start: int, stop: int) -> Tokens:
-        """Tokens `start` to `stop` of the shard, a view of the file.
+        """Return tokens `start` to `stop` of the shard, as a view of the file.
 
-        Raises: DataError if a block that they lie in does not match its checksum, or holds an id that is not
-        in the vocabulary.
+        Raises: DataError if one of their blocks does not match its checksum, or holds an id outside the vocabulary.
         """
         if self._unchecked:
             for block in range(start // self._block_tokens, -(-stop // self._block_tokens)):
@@ -207,10 +206,10 @@ class ShardReader:
 
 
 def _map(path: Path, dtype: np.dtype[Any]) -> Tokens:
-    """The tokens of a .bin, memory-mapped; as a plain array, of which slices are cheaper than of a memmap."""
+    """Map the tokens of a .bin into memory, as a plain array: its slices are cheaper than those of a memmap."""
     return np.memmap(path, dtype, mode="r").view(np.ndarray) if path.stat().st_size else np.empty(0, dtype)
 
 
 def _with(prefix: Path, suffix: str) -> Path:
-    """`prefix` + `suffix`; Path.with_suffix would eat the end of a name such as `train-0.5`."""
+    """Return `prefix` + `suffix`. Path.with_suffix would cut the end of a name such as `train-0.5`."""
     return prefix.with_name(prefix.name + suffix)

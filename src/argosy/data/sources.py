@@ -1,4 +1,4 @@
-"""What `prepare.input` names: files, folders, globs, URLs and builtin corpora, as one list of files in order."""
+"""Turn `prepare.input` (files, folders, globs, URLs, builtin corpora) into one ordered list of files."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ TEXTS = (
     *(".hs", ".ml", ".ex", ".exs", ".clj", ".lisp", ".sh", ".bash", ".sql", ".proto", ".cmake", ".mk"),
     *(".toml", ".yaml", ".yml", ".ini", ".cfg", ".json"),
 )
-"""What is taken from a folder or a glob; a file that is named itself, or by a glob whose last part is no
-pattern (*/README), is taken as text whatever its suffix."""
+"""Suffixes that are read from a folder or a glob. A file that is named itself, or by a glob whose last part is no
+pattern (*/README), is read as text whatever its suffix."""
 
 
 @dataclass(frozen=True)
@@ -31,29 +31,29 @@ class InputFile:
     """One file of the input."""
 
     name: str
-    """As messages show it: a path or a URL."""
+    """A path or a URL, as messages show it."""
     fs: Any
-    """The fsspec file system that it lies in."""
+    """The fsspec file system of the file."""
     path: str
-    """Where in `fs`."""
+    """Path in `fs`."""
     size: int | None
-    """Bytes, compressed if it is; None if the server does not say."""
+    """Size as stored, bytes; None if the server does not say."""
     stamp: str
-    """Changes when the file does, as far as the file system can tell."""
+    """A value that changes when the file does, as far as the file system can tell."""
 
     @property
     def suffix(self) -> str:
-        """What kind of records it holds: the suffix below that of a compression, in lower case."""
+        """The kind of records: the suffix, in lower case, without that of a compression."""
         return _suffixes(self.path)[0]
 
     @property
     def compression(self) -> str:
-        """One of COMPRESSIONS, or an empty string."""
+        """One of COMPRESSIONS, or the empty string."""
         return _suffixes(self.path)[1]
 
 
 def find_files(items: Iterable[str]) -> list[InputFile]:
-    """All files that the items of `prepare.input` name, item after item; within a folder or glob sorted by path.
+    """Return all files that the items of `prepare.input` name, in order of items; those of a folder or glob by path.
 
     Raises: UserError if an item names nothing, or its protocol is unknown or lacks a package.
     """
@@ -82,7 +82,7 @@ def _expand(item: str) -> list[InputFile]:
 def _file_system(item: str) -> tuple[Any, str]:
     try:
         return url_to_fs(item)
-    except (ImportError, ValueError) as error:  # the protocol's package is missing; there is no such protocol
+    except (ImportError, ValueError) as error:  # the protocol's package is missing, or there is no such protocol
         raise UserError(f"input = {item}: {error}. Install what it asks for, or copy the files here") from None
 
 
@@ -114,7 +114,7 @@ def _has_wildcard(path: str) -> bool:
 
 
 def _is_hidden(name: str, folder: str) -> bool:
-    """Whether a file below `folder` lies in a dot folder, such as .git, or is a dot file itself."""
+    """Return True if a file below `folder` is in a dot folder, such as .git, or is a dot file."""
     return any(part.startswith(".") for part in PurePosixPath(name[len(folder) :]).parts)
 
 
@@ -125,7 +125,7 @@ def _file(fs: Any, path: str, info: dict[str, Any]) -> InputFile:
 
 
 def _suffixes(path: str) -> tuple[str, str]:
-    """(kind, compression) of a path; a URL's query is no part of its suffix."""
+    """Return (kind, compression) of a path; the query of a URL does not belong to its suffix."""
     suffixes = [suffix.lower() for suffix in PurePosixPath(path.partition("?")[0]).suffixes]
     compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else ""
     return (suffixes[-1] if suffixes else ""), compression

@@ -17,14 +17,14 @@ from argosy.errors import DataError, UserError
 
 I32 = npt.NDArray[np.int32]
 Place = tuple[str, int]
-"""Of a shard: the folder, and its number in its split."""
+"""A shard: its folder, and its number in its split."""
 
 OPEN_SHARDS = 256
-"""Memory maps kept open by a source; each holds a file descriptor, of which a process often has 1024."""
+"""Memory maps that a source keeps open. Each takes a file descriptor, and a process often has only 1024."""
 
 
 class BadShard(DataError):
-    """A shard is missing, cut off, not what was written, or of another vocabulary."""
+    """A shard is missing, too short, damaged, or made with another vocabulary."""
 
     def __init__(self, text: str, folder: Path, shard: int):
         super().__init__(text)
@@ -37,9 +37,9 @@ class TokenSource:
     Args:
         folder: a prepared folder.
         split: "train" or "validation".
-        check_shards: whether all shards are looked at now, and not each when it is first read.
+        check_shards: check all shards now, not each when it is first read.
 
-    Raises: UserError, DataError if the folder is not whole (see `Manifest.load`).
+    Raises: UserError, DataError if the folder is not complete (see `Manifest.load`).
     """
 
     def __init__(self, folder: Path | str, split: SplitName = "train", check_shards: bool = True):
@@ -55,17 +55,17 @@ class TokenSource:
 
     @property
     def text_bytes_per_token(self) -> float:
-        """UTF-8 bytes of text that a token stands for on average; turns nats per token into bits per byte."""
+        """Mean UTF-8 bytes of text per token; it turns nats per token into bits per byte."""
         return self.manifest.text_bytes(self.split) / max(len(self), 1)
 
     def held_out(self) -> TokenSource:
         """The validation split of the same folder."""
-        return TokenSource(self.folder, "validation", check_shards=False)  # it was done, or is not to be
+        return TokenSource(self.folder, "validation", check_shards=False)  # the check was done, or is not wanted
 
     def windows(self, seq_len: int) -> int:
-        """Whole windows of `seq_len` tokens and their successors.
+        """Count the whole windows of `seq_len` tokens and their successors.
 
-        Raises: UserError if there is not even one.
+        Raises: UserError if there is none.
         """
         if (windows := (len(self) - 1) // seq_len) > 0:
             return windows
@@ -77,7 +77,7 @@ class TokenSource:
         )
 
     def tokens(self, start: int, stop: int) -> I32:
-        """Tokens `start` to `stop` of the stream.
+        """Return tokens `start` to `stop` of the stream.
 
         Raises: BadShard if a shard is damaged there, or holds an id outside the vocabulary.
         """
@@ -92,7 +92,7 @@ class TokenSource:
             self._copy(window * seq_len, out[row])
 
     def in_shards(self, windows: npt.NDArray[np.int64], seq_len: int, shards: Iterable[int]) -> npt.NDArray[np.bool_]:
-        """Whether each of these windows of `seq_len` tokens and their successors has a part in any of `shards`."""
+        """Return True for each window, of `seq_len` tokens and their successors, that overlaps any of `shards`."""
         starts = windows * seq_len
         inside = np.zeros(windows.shape, bool)
         for shard in shards:
@@ -118,9 +118,9 @@ class TokenSource:
 
 
 def spread_windows(source: TokenSource, seq_len: int, max_tokens: int) -> I32:
-    """Windows that make up `max_tokens` (one at least), spread evenly over the split; int32 [n, seq_len + 1].
+    """Return windows with `max_tokens` in all (at least one), spread evenly over the split; int32 [n, seq_len + 1].
 
-    Always the same for the same arguments. Spread, so that a part of the split is no less varied than the whole.
+    The same arguments give the same windows. They are spread to be as varied as the whole split.
 
     Raises: UserError if the split is shorter than one window.
     """

@@ -1,4 +1,4 @@
-"""`tokenizer.json`, the one format of tokenizers: trained here or brought along."""
+"""`tokenizer.json`, the one format of tokenizers, trained here or given."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ END_NAMES = (
     "<|eos|>",
     "<|im_end|>",
 )
-"""What tokenizers call the token that ends a document, the likeliest first: GPT-2 and Qwen, Llama 3, DeepSeek,
-Llama 2 and Mistral, Gemma, others; a chat model's end of turn only if there is nothing else."""
+"""Names of the token that ends a document, the likeliest first: GPT-2 and Qwen, Llama 3, DeepSeek, Llama 2 and
+Mistral, Gemma, others; a chat model's end of turn only if there is nothing else."""
 
 SMALLEST_VOCABULARY = 256 + 1
-"""Every byte, and the end of a document."""
+"""All bytes and the end of a document."""
 
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""GPT-4's: words with the space before them, up to three digits, punctuation, runs of white space."""
+"""GPT-4's pattern: words with the space before them, up to three digits, punctuation, runs of white space."""
 
 
 class Tokenizer:
-    """A loaded tokenizer.json, with a token that ends a document.
+    """A loaded tokenizer.json that has a token to end documents.
 
-    Text is always encoded as text: where a document spells out a special token, its characters are encoded, so
-    that no document can fake its own end.
+    Text is always encoded as text: where a document spells out a special token, its characters are encoded, so no
+    document can fake its own end.
     """
 
     def __init__(self, json_text: str, where: str):
         try:
             self._engine = HuggingFaceTokenizer.from_str(json_text)
-        except Exception as error:  # the library raises bare Exception
+        except Exception as error:  # the library raises a bare Exception
             raise UserError(
                 f"tokenizer = {where}: not a Hugging Face tokenizer.json ({error}). Export the tokenizer with "
                 "save_pretrained, or leave the key out to train one"
@@ -54,13 +54,13 @@ class Tokenizer:
         self._engine.no_padding()
         self._engine.encode_special_tokens = True
         self.sha256 = hashlib.sha256(json_text.encode()).hexdigest()
-        """Of the file."""
+        """SHA-256 of the file."""
         self.eod_id = self._find_end(where)
-        """The token that ends a document: the first of END_NAMES that there is."""
+        """The token that ends a document: the first of END_NAMES that exists."""
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
-        """Raises UserError if `path` is missing, no tokenizer.json, or without a token that ends a document."""
+        """Load `path`. Raises: UserError if it is missing, no tokenizer.json, or has no token that ends a document."""
         try:
             return cls(path.read_bytes().decode(), str(path))
         except FileNotFoundError:
@@ -72,19 +72,19 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id: special tokens count, and so do gaps between ids."""
+        """One more than the largest id, so that special tokens and gaps between ids count."""
         return max(self._engine.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, with nothing added before or after it."""
+        """Return the ids of `text`, with nothing added before or after."""
         return self._engine.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text; the library's fastest way, without the offsets that nobody asked for."""
+        """Return the ids of each text, by the library's fastest method, which computes no offsets."""
         return [e.ids for e in self._engine.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text that `ids` stand for, special tokens left out."""
+        """Return the text of `ids` without special tokens."""
         return self._engine.decode(ids)
 
     def _find_end(self, where: str) -> int:
@@ -98,7 +98,7 @@ class Tokenizer:
 
 
 def train(sample: Iterable[str], vocab_size: int, path: Path) -> Tokenizer:
-    """Train a byte-level BPE (Sennrich et al. 2016; on bytes: Radford et al. 2019) and write it to `path`.
+    """Train a byte-level BPE (Sennrich et al. 2016; bytes: Radford et al. 2019) and write it to `path`.
 
     The same sample gives the same tokenizer. A sample too small for `vocab_size` merges gives fewer tokens.
 

@@ -1,8 +1,8 @@
-"""Processes that tokenize while the main one reads and writes; results come back in the order of the texts.
+"""Processes that tokenize while the main process reads and writes. Results come back in the order of the texts.
 
-They are started afresh, not forked (a fork of a process with threads may hang) and not through multiprocessing
-(which would import the caller's __main__, and torch with it, in each). A worker lives as long as its standard
-input is open, so none outlives the main process, however that one ends.
+They are started as new processes. A fork of a process with threads may hang, and multiprocessing would import the
+caller's __main__, and torch with it, in each. A worker lives as long as its standard input is open, so none outlives
+the main process, however that one ends.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from argosy.data.engine import EncodedBatch, Encoder, EngineName
 from argosy.errors import RunFailed
 
 AHEAD = 3
-"""Batches that a worker has at hand: one that it encodes, and enough to bridge the others' longer ones."""
+"""Batches queued for a worker: the one that it encodes, and enough to wait for longer ones of other workers."""
 
 Tag = TypeVar("Tag")
 
 
 class Workers:
-    """`processes` tokenizer processes; a context manager, which ends them."""
+    """A number of tokenizer processes; a context manager, which ends them."""
 
     def __init__(self, processes: int, tokenizer: Path, engine: EngineName, dtype: np.dtype[Any], fraction: float):
         arguments = pickle.dumps((tokenizer, engine, dtype, fraction))
@@ -47,11 +47,11 @@ class Workers:
         for process in self._processes:
             process.kill()
         for process in self._processes:
-            with contextlib.suppress(BrokenPipeError):  # what was still buffered for a worker that is gone
+            with contextlib.suppress(BrokenPipeError):  # data still buffered for a worker that has ended
                 process.__exit__(None, None, None)
 
     def encode(self, batches: Iterable[tuple[Tag, Sequence[str]]]) -> Iterator[tuple[Tag, EncodedBatch]]:
-        """Encode the batches, taken from the iterator some way ahead; yields them with their tags, in order.
+        """Encode the batches, which are taken from the iterator ahead, and yield them with their tags, in order.
 
         Raises: RunFailed if a worker dies or fails.
         """
@@ -77,7 +77,7 @@ def _start() -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environment,
-        start_new_session=True,  # ctrl-C is for the main process, which then ends the workers
+        start_new_session=True,  # ctrl-C is for the main process, which ends the workers
     )
 
 
@@ -109,8 +109,8 @@ def _died(process: subprocess.Popen[bytes]) -> RunFailed:
 
 
 def serve() -> None:
-    """What a worker runs: batches from standard input, one after the other, to standard output."""
-    answers, sys.stdout = sys.stdout.buffer, sys.stderr  # a stray print must not end up among the answers
+    """Run a worker: encode batches from standard input, one after the other, to standard output."""
+    answers, sys.stdout = sys.stdout.buffer, sys.stderr  # a stray print must not get into the answers
     encoder = Encoder(*pickle.load(sys.stdin.buffer))
     inbox: queue.SimpleQueue[list[str] | None] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(sys.stdin.buffer, inbox), daemon=True).start()
@@ -123,11 +123,11 @@ def serve() -> None:
             pickle.dump(answer, answers, protocol=5)
             answers.flush()
         except BrokenPipeError:
-            os._exit(1)  # the main process is gone, and nobody is left to tell
+            os._exit(1)  # the main process has ended, so there is no one to tell
 
 
 def _listen(requests: BinaryIO, inbox: queue.SimpleQueue[list[str] | None]) -> None:
-    """Take batches in at once: were both sides to wait for the other to read, neither ever would."""
+    """Read batches at once, so that the two sides never both wait for the other to read."""
     with contextlib.suppress(EOFError, pickle.UnpicklingError):
         while True:
             inbox.put(pickle.load(requests))

@@ -15,14 +15,14 @@ from argosy.models.rope import rotate
 from argosy.plan.parameters import attention_table
 
 PADDED_TO = 32
-"""On a CPU documents are padded to a multiple of so many tokens in bf16. oneDNN makes a kernel for each shape of such a
-product and keeps it: of documents as long as they come, a gigabyte in an hour, made in half of attention's time."""
+"""On a CPU, bf16 documents are padded to a multiple of this many tokens. oneDNN makes a kernel for each shape of a bf16
+product and keeps it: without padding, kernels took a gigabyte after an hour, and half of attention's time to make."""
 
 # B batch, T tokens, S tokens in the cache, D model width, H query heads, K key/value heads, E head width
 
 
 AttentionCore = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""What `packed_attention` does; context parallelism puts one in its place that sees the other ranks' tokens too."""
+"""The signature of `packed_attention`. Context parallelism puts in one that sees the other ranks' tokens too."""
 
 
 class LayerCache:
@@ -34,7 +34,7 @@ class LayerCache:
         self.length = 0
 
     def append(self, k_BTKE: Tensor, v_BTKE: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new tokens; returns all keys and values so far, [B, S, K, E]."""
+        """Store the new tokens and return all keys and values so far, [B, S, K, E]."""
         end = self.length + k_BTKE.shape[1]
         self.keys[:, self.length : end] = k_BTKE
         self.values[:, self.length : end] = v_BTKE
@@ -75,15 +75,16 @@ def packed_attention(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: 
     """Causal attention inside each document and never across; returns [B, T, H, E].
 
     `documents` holds where documents start in the B*T tokens laid end to end, then B*T itself (int32,
-    the `cu_seqlens` of variable-length attention kernels). A row's start is always the start of one. None: no other
-    place is, which has to be known before compiled code is entered. If that looked at the length, whether rows without
-    a start inside went through the code for them or through the general one would depend on what the process has met
-    before, and their last bits with it.
+    the `cu_seqlens` of variable-length attention kernels). A document always starts where a row does.
+
+    With None, none starts inside a row. The caller decides this before it enters compiled code: if compiled code
+    branched on the length of `documents`, which of its two paths such rows took would depend on what the process had
+    compiled before, and the last bits of the result would depend on it too.
     """
     if documents is None:
         return causal_attention(q_BTHE, k_BTKE, v_BTKE)
     if q_BTHE.is_cuda and q_BTHE.dtype in (torch.bfloat16, torch.float16):
-        from torch.nn.attention.varlen import varlen_attn  # it brings the compiler: seconds, where none is used
+        from torch.nn.attention.varlen import varlen_attn  # importing it loads the compiler, which takes seconds
 
         longest = q_BTHE.shape[1]  # an upper bound: the true maximum would make the host wait for the device
         q, k, v = (x.flatten(0, 1) for x in (q_BTHE, k_BTKE, v_BTKE))
@@ -94,9 +95,9 @@ def packed_attention(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: 
     return _attention_by_document(q_BTHE, k_BTKE, v_BTKE, documents)
 
 
-@torch.compiler.disable  # a loop over lengths that differ from batch to batch would be compiled anew each time
+@torch.compiler.disable  # lengths differ from batch to batch: each would be compiled again
 def _attention_by_document(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: Tensor) -> Tensor:
-    """`packed_attention` where there is no variable-length kernel: one call for each run of equal lengths."""
+    """Compute `packed_attention` without a variable-length kernel: one call for each run of equal lengths."""
     runs = [(length, len(list(run))) for length, run in groupby(documents.diff().tolist())]
     sizes = [length * count for length, count in runs]
     q, k, v = (x.flatten(0, 1).split(sizes) for x in (q_BTHE, k_BTKE, v_BTKE))
@@ -109,9 +110,9 @@ def _attention_by_document(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, docum
 
 
 def _padded(x_BTHE: Tensor, multiple: int) -> Tensor:
-    """With zeros behind, which no token before them sees, such that the length is a multiple of that."""
+    """Append zeros, which no token before them sees, until the length is a multiple of `multiple`."""
     missing = -x_BTHE.shape[1] % multiple
-    return F.pad(x_BTHE, (0, 0, 0, 0, 0, missing)) if missing else x_BTHE  # to pad by nothing would copy
+    return F.pad(x_BTHE, (0, 0, 0, 0, 0, missing)) if missing else x_BTHE  # padding by nothing would copy
 
 
 def causal_attention(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""From rows of token ids to what the model takes."""
+"""Rows of token ids become microbatches, the input of the model."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from argosy.models.decoder import document_starts
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What goes through the model at once: whole rows, of which the layout takes what each rank computes."""
+    """The rows that go through the model at once. They are whole; each rank takes its part of them by the layout."""
 
     tokens_BT: Tensor
     targets_BT: Tensor
-    """What comes after each token."""
+    """The token after each token."""
     positions_BT: Tensor
     """Each token's place in its document."""
     documents: Tensor
-    """Where documents start (`attention.packed_attention`)."""
+    """The places where documents start (`attention.packed_attention`)."""
 
 
 def microbatches(rows: np.ndarray, size: int, end_of_document: int, device: torch.device) -> list[Microbatch]:
@@ -31,7 +31,10 @@ def microbatches(rows: np.ndarray, size: int, end_of_document: int, device: torc
 
 def _microbatch(rows: np.ndarray, end_of_document: int, device: torch.device) -> Microbatch:
     host = torch.from_numpy(rows.astype(np.int64))
-    tokens, targets = host[:, :-1].clone(), host[:, 1:].clone()  # not contiguous(): of one row it is a view
+    tokens, targets = (
+        host[:, :-1].clone(),
+        host[:, 1:].clone(),
+    )  # not contiguous(), which returns a view if there is one row
     positions = document_positions(tokens, end_of_document)
     parts = (tokens, targets, positions, document_starts(positions))
     if device.type == "cuda":
@@ -42,8 +45,8 @@ def _microbatch(rows: np.ndarray, end_of_document: int, device: torch.device) ->
 def document_positions(tokens_BT: Tensor, end_of_document: int) -> Tensor:
     """Each token's place in its document, counted from 0; each row starts one.
 
-    The mark that ends a document opens the next: from it alone the next document's first token is predicted, so
-    every target is meaningful, no loss is masked, and a prompt-less sample starts from the mark.
+    The mark that ends a document opens the next: the next document's first token is predicted from it alone. So
+    every target is meaningful, no loss is masked, and generation without a prompt starts from the mark.
     """
     index_T = torch.arange(tokens_BT.shape[1])
     starts_BT = torch.where(tokens_BT == end_of_document, index_T, 0).cummax(dim=1).values

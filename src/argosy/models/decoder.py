@@ -1,4 +1,4 @@
-"""The decoder-only transformer of the dense Llama 3 and Qwen3 families; sizes are data (`ModelConfig`)."""
+"""The decoder-only transformer that all families share; their differences are data (`ModelConfig`)."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens in; logits, or with targets their summed loss, out.
+    """Turns tokens into logits or, with targets, into their summed loss. With `stage`, one pipeline stage of it.
 
-    A stage of a pipeline has some of its layers. Its parameters are those of `plan.parameters`. It is built on the meta
-    device; `materialize` gives it memory and initial weights.
+    Its parameters are those of `plan.parameters.parameter_table`. It is built on the meta device; `materialize` gives
+    it memory and initial weights.
     """
 
     def __init__(self, config: ModelConfig, compute_dtype: torch.dtype = torch.float32, stage: Stage | None = None):
@@ -52,15 +52,15 @@ class Decoder(nn.Module):
         self.stage = stage = stage or Stage(range(config.layers))
         table = parameter_table(config, stage)
         with torch.device("meta"):
-            # A tied head is the embedding itself. No second name for a tied weight: `to_empty` would cut the tie (it
-            # makes each name new memory).
+            # A tied head is the embedding itself. The weight has no second name: `to_empty` gives each name new memory,
+            # which would cut the tie.
             has_embedding, has_head = "embedding.weight" in table, "head.weight" in table
             self.embedding = embedding(table, "embedding", compute_dtype) if has_embedding else None
             self.blocks = nn.ModuleDict({str(layer): Block(config, layer) for layer in stage.layers})
             self.norm = norm(table, "norm", config.norm_eps) if stage.last else None
             self.head = linear(table, "head") if has_head else None
         self.loss_of_chunk: ChunkLoss = chunk_loss_and_gradient
-        #: Of the vocabulary, the most that any rank has.
+        #: The largest part of the vocabulary that a rank has, in tokens.
         self.longest_part = config.vocab_size
         self.my_tokens: Callable[[Tensor], Tensor] = _all_of_them
         self._rotary: tuple[Tensor, Tensor] | None = None
@@ -73,12 +73,12 @@ class Decoder(nn.Module):
         documents: Tensor | None = None,
         cache: list[Cache] | None = None,
     ) -> Tensor:
-        """Logits [B, T, V] in the compute dtype, or with `targets_BT` the summed loss (fp32 scalar).
+        """Return logits [B, T, V] in the compute dtype, or with `targets_BT` the summed loss (fp32 scalar).
 
         `x` is tokens [B, T], or for a stage that is not the first the hidden states [B, T, D] of the stage before;
         a stage that is not the last gives hidden states. Targets of -100 do not count. `positions_BT` are the
-        tokens' places in their documents, and `documents` is as in `attention.packed_attention`: the latter
-        follows from the former, at the price of waiting for the device. Without both, every row is one document.
+        tokens' places in their documents. `documents` is as in `attention.packed_attention`; without it, it is
+        computed from `positions_BT`, and the host waits for the device. Without both, every row is one document.
         With `cache`, the tokens continue those that the cache has read.
         """
         start = cache[0].length if cache else 0
@@ -86,7 +86,7 @@ class Decoder(nn.Module):
             positions_BT = torch.arange(start, start + x.shape[1], device=x.device).expand(x.shape[:2])
         if cache is None:
             documents = document_starts(positions_BT) if documents is None else documents
-            if len(documents) == len(x) + 1:  # none starts inside a row
+            if len(documents) == len(x) + 1:  # no document starts inside a row
                 documents = None
         cos, sin = self.rotary_to(start + positions_BT.shape[1], x.device)
         mine_BT = self.my_tokens(positions_BT)
@@ -114,7 +114,7 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return next(self.parameters()).device
 
     def new_cache(self, batch: int, max_seq_len: int) -> list[Cache]:
@@ -125,14 +125,14 @@ class Decoder(nn.Module):
     def rotary_to(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the cosines and sines of at least `seq_len` places; they are computed once and kept."""
         if self._rotary is None or self._rotary[0].shape[0] < seq_len or self._rotary[0].device != device:
-            with torch.inference_mode(False):  # an evaluation's table must serve the training step after it
-                # A power of two, so that generation token by token seldom computes it anew.
+            with torch.inference_mode(False):  # training steps use a table that evaluation made
+                # A power of two, so that generation, token by token, seldom computes it again.
                 self._rotary = rotary_table(self.config, 1 << (seq_len - 1).bit_length(), device)
         return self._rotary
 
 
 def document_starts(positions_BT: Tensor) -> Tensor:
-    """Where documents start in the rows laid end to end, then B*T (int32): what `packed_attention` takes."""
+    """Return where documents start in the rows laid end to end, then B*T (int32); for `packed_attention`."""
     starts = (positions_BT.flatten() == 0).nonzero().flatten()
     return F.pad(starts, (0, 1), value=positions_BT.numel()).to(torch.int32)
 

@@ -1,7 +1,7 @@
 """Mixture of experts: a router sends each token to a few of many feed-forwards (Shazeer et al. 2017).
 
-Mixtral, Qwen3-MoE and DeepSeek-V3 are settings of one layer (`config.schema.MoEConfig`). No token's result depends on
-which others are computed with it, except where a capacity drops tokens; then on those of its own row alone.
+Mixtral, Qwen3-MoE and DeepSeek-V3 are settings of one layer (`config.schema.MoEConfig`). A token's result does not
+depend on the other tokens of its batch. Only a capacity, which drops tokens, makes it depend on those of its own row.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from argosy.plan.parameters import Table, feed_forward_table, inside, moe_table
 
 
 def feed_forward_of(config: ModelConfig, layer: int) -> FeedForward | MoE:
-    """What block `layer` (from 0) has for a feed-forward."""
+    """Return the feed-forward of block `layer` (from 0)."""
     if config.is_moe_layer(layer):
         return MoE(config)
     return FeedForward(feed_forward_table(config.width, config.ffn_width))
 
 
 def moe_layers(model: nn.Module) -> Iterator[MoE]:
-    """The mixtures of experts in `model`, in their order."""
+    """Yield the mixtures of experts in `model`, in their order."""
     return (module for module in model.modules() if isinstance(module, MoE))
 
 
 class MoE(nn.Module):
-    """Each token's own few experts, weighted, and the experts that all tokens share.
+    """The weighted sum of each token's own few experts, and the experts that all tokens share.
 
     The losses that keep the experts in balance are not part of the output: their gradients join those of the model's
-    loss in backward, with the factor `loss_weight`. It must be what the model's *summed* token loss is multiplied by
-    before `backward` (one over the tokens of the global batch, times any loss scale).
+    loss in backward, with the factor `loss_weight`. Set it to the factor by which the model's *summed* token loss is
+    multiplied before `backward` (one over the tokens of the global batch, times any loss scale).
     """
 
     def __init__(self, config: ModelConfig):
@@ -56,7 +56,7 @@ class MoE(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         routing = self.router(x_BTD)
-        training = torch.is_grad_enabled()  # in a forward pass that is recomputed too
+        training = torch.is_grad_enabled()  # true in a recomputed forward pass too
         experts_BTK = self._within_capacity(routing.experts_BTK) if training else routing.experts_BTK
         y_BTD: Tensor = self.experts(x_BTD, experts_BTK, routing.weights_BTK)
         if self.shared is not None:
@@ -64,7 +64,7 @@ class MoE(nn.Module):
         return self._balanced(y_BTD, routing, experts_BTK) if training else y_BTD
 
     def take_load(self) -> Tensor:
-        """What `Load.of` reads, fp64 [2E+1], of all backward passes since the last call; sums over ranks add up."""
+        """Return the load of all backward passes since the last call, fp64 [2E+1], for `Load.of`; loads add up."""
         load, self._load = self._load, None
         if load is None:
             load = torch.zeros(2 * self.config.experts + 1, dtype=torch.float64, device=self.router.weight.device)
@@ -74,15 +74,15 @@ class MoE(nn.Module):
     def update_bias(self, counts_E: Tensor) -> None:
         """Move each expert's bias by bias_rate towards an even load (Wang et al. 2024, "Loss-Free Balancing").
 
-        `counts_E`: the tokens that the whole step's batch sent to each. Without balance = "bias", nothing happens.
+        `counts_E`: the tokens that the whole step's batch sent to each. Without balance = "bias", do nothing.
         """
         if self.router.bias is not None:
-            counts_E = counts_E.round().long()  # integers: whether a load is exactly even must not be a rounding error
+            counts_E = counts_E.round().long()  # integers: rounding must not decide if a load is exactly even
             missing_E = counts_E.sum() - counts_E * self.config.experts
             self.router.bias += self.config.bias_rate * missing_E.sign()
 
     def _within_capacity(self, experts_BTK: Tensor) -> Tensor:
-        """The same, with E (no expert) where one has its capacity of this row's earlier tokens."""
+        """Replace an expert by E (no expert) where earlier tokens of the row have used up its capacity."""
         moe = self.config
         if not moe.capacity_factor:
             return experts_BTK
@@ -90,9 +90,9 @@ class MoE(nn.Module):
         capacity = math.ceil(moe.capacity_factor * row * moe.experts_per_token / moe.experts)
         return experts_BTK.masked_fill(self.rows.places(experts_BTK) >= capacity, moe.experts)
 
-    @torch.compiler.disable  # what it leaves in the module in backward, a compiled graph would not
+    @torch.compiler.disable  # backward leaves the load in the module; a compiled graph would not
     def _balanced(self, y_BTD: Tensor, routing: Routing, experts_BTK: Tensor) -> Tensor:
-        """`y_BTD`, whose backward counts the load and starts the gradients of the balance losses."""
+        """Return `y_BTD`; its backward counts the load and starts the gradients of the balance losses."""
         with torch.no_grad():
             counts_BE = counts_by_row(routing.experts_BTK, self.config.experts)
             scores_E = routing.scores_BTE.sum((0, 1), dtype=torch.float64)
@@ -102,7 +102,7 @@ class MoE(nn.Module):
         return y
 
     def _losses(self, routing: Routing, counts_BE: Tensor) -> Tensor:
-        """The sum over this rank's tokens of the balance loss of their row and of the z-loss, fp32 scalar.
+        """Return the sum over this rank's tokens of the balance loss of their row and of the z-loss, fp32 scalar.
 
         A row's balance loss is aux_coefficient * sum_i f_i P_i, with f_i = E/(KT) * (tokens sent to expert i) and P_i
         the mean score of i (DeepSeek-V3, equations 17 to 20). As f has no gradient and P is a mean over tokens, ranks
@@ -124,8 +124,8 @@ class MoE(nn.Module):
 class _Balance(torch.autograd.Function):
     """Passes `y` through; its backward starts the gradient of `loss`, and adds `load` to the layer's.
 
-    Backward is where to count: it runs once for each microbatch, whereas forward runs twice under recomputation, and
-    also in evaluation, which is no part of a step's load.
+    The load is counted in backward, which runs once for each microbatch. Forward runs twice with activation
+    checkpointing, and in evaluation too, which is not part of a step's load.
     """
 
     @staticmethod
@@ -143,18 +143,18 @@ class _Balance(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Load:
-    """How a layer's experts were used, over any number of tokens. All but the counts does not depend on how many."""
+    """How a layer's experts were used, over any number of tokens. Only the counts depend on that number."""
 
     counts_E: Tensor
-    """Tokens sent to each expert, dropped ones too."""
+    """Tokens sent to each expert, including those that were dropped."""
     mean_scores_E: Tensor
-    """Mean over tokens of the router's scores: adds up to 1."""
+    """Mean over tokens of the router's scores; adds up to 1."""
     dropped_fraction: float
-    """Share of the pairs of token and expert that capacities left out."""
+    """Share of the pairs of token and expert that were dropped because of a capacity."""
 
     @classmethod
     def of(cls, load: Tensor) -> Load:
-        """Read what `MoE.take_load` gives, or its sum over ranks; the host waits for the device."""
+        """Read what `MoE.take_load` returns, or its sum over ranks; the host waits for the device."""
         *per_expert, dropped = load.cpu().split([len(load) // 2, len(load) // 2, 1])
         counts_E, scores_E = per_expert
         pairs, tokens = counts_E.sum().clamp(min=1), scores_E.sum().clamp(min=1)
@@ -162,11 +162,11 @@ class Load:
 
     @property
     def entropy(self) -> float:
-        """Of the mean routing distribution, nats: log E if all experts are alike, 0 if one has everything."""
+        """Entropy of the mean scores, nats: log E if all experts are used alike, 0 if one has everything."""
         return float(torch.special.entr(self.mean_scores_E).sum())
 
     def record(self) -> dict[str, Any]:
-        """For the step's line of metrics."""
+        """Return the figures for the step's line of metrics."""
         return {
             "tokens": self.counts_E.tolist(),
             "imbalance": round(self.imbalance, 4),
@@ -176,7 +176,7 @@ class Load:
 
     @property
     def imbalance(self) -> float:
-        """The busiest expert's tokens over the mean: 1 is even."""
+        """The tokens of the busiest expert over the mean; 1 is even."""
         return float(self.counts_E.max() * len(self.counts_E) / self.counts_E.sum().clamp(min=1))
 
 
@@ -184,22 +184,22 @@ class Load:
 
 
 class Routing(NamedTuple):
-    """Where tokens go; all but `experts_BTK` in fp32."""
+    """The experts of each token; all but `experts_BTK` is fp32."""
 
     experts_BTK: Tensor
-    """Int64; no two of a token are the same."""
+    """int64; the K experts of a token differ."""
     weights_BTK: Tensor
-    """What each one's result counts."""
+    """The weight of each expert's result."""
     scores_BTE: Tensor
     """Adds up to 1 for each token."""
     logits_BTE: Tensor
 
 
 class Router(nn.Module):
-    """A linear layer's best K outputs, in fp32 throughout: near ties must fall the same way in any precision."""
+    """A linear layer whose best K outputs are chosen, in fp32: near ties must fall the same way in any precision."""
 
     bias: Tensor | None
-    """Added to scores to choose by, and not to weigh by; fp32 [E], part of the model's state, 0 at first."""
+    """Added to the scores to choose experts, not to weigh them; fp32 [E], part of the model's state, 0 at first."""
 
     def __init__(self, config: MoEConfig, table: Table):
         super().__init__()
@@ -220,7 +220,7 @@ class Router(nn.Module):
         return Routing(experts_BTK, weights_BTK * moe.routed_scale, scores_BTE, logits_BTE)
 
     def choose(self, scores_BTE: Tensor) -> Tensor:
-        """Each token's K experts, [B, T, K]: of the best groups, a group being as good as its two best together."""
+        """Return each token's K experts, [B, T, K], from its best groups, those whose two best scores sum to most."""
         moe = self.config
         if self.bias is not None:
             scores_BTE = scores_BTE + self.bias
@@ -233,36 +233,36 @@ class Router(nn.Module):
 
 
 class Rows:
-    """What concerns whole rows, where this rank has them whole; `parallel.expert.SplitRows` where ranks share them."""
+    """Computes what needs whole rows, where this rank has them; `parallel.expert.SplitRows` where ranks share them."""
 
     ranks = 1
-    """How many share a row."""
+    """The number of ranks that share a row."""
 
     def sum(self, x: Tensor) -> Tensor:
-        """Over the ranks that share the rows; no gradient."""
+        """Sum `x` over the ranks that share the rows; no gradient."""
         return x
 
     def places(self, experts_BTK: Tensor) -> Tensor:
-        """See `places_in_row`."""
+        """Return `places_in_row`."""
         return places_in_row(experts_BTK)
 
 
 def counts_by_row(experts_BTK: Tensor, experts: int) -> Tensor:
-    """How often a row's tokens chose each expert, int64 [B, E]."""
+    """Count how often the tokens of each row chose each expert, int64 [B, E]."""
     return _run_edges(experts_BTK.flatten(1).sort(1).values, experts).diff()
 
 
 def places_in_row(experts_BTK: Tensor) -> Tensor:
-    """How many tokens before it in its row chose the same expert; int64 [B, T, K]."""
+    """Count for each choice the tokens before it in its row that chose the same expert; int64 [B, T, K]."""
     chosen_BP = experts_BTK.flatten(1)
     sorted_BP, order_BP = chosen_BP.sort(dim=1, stable=True)
-    first_BP = torch.searchsorted(sorted_BP, sorted_BP)  # where the run of the same expert begins
+    first_BP = torch.searchsorted(sorted_BP, sorted_BP)  # the start of the run of the same expert
     places_BP = torch.arange(chosen_BP.shape[1], device=chosen_BP.device) - first_BP
     return torch.empty_like(places_BP).scatter_(1, order_BP, places_BP).view_as(experts_BTK)
 
 
 def _run_edges(sorted_BP: Tensor, experts: int) -> Tensor:
-    """Where in each row's sorted choices every expert's begin, and the last one's end; [B, E+1]."""
+    """Return where each expert's run begins in a row's sorted choices, and where the last one ends; [B, E+1]."""
     edges = torch.arange(experts + 1, device=sorted_BP.device).expand(*sorted_BP.shape[:-1], -1)
     return torch.searchsorted(sorted_BP, edges.contiguous())
 
@@ -271,18 +271,18 @@ def _run_edges(sorted_BP: Tensor, experts: int) -> Tensor:
 
 
 Compute = Callable[[Tensor, Tensor], Tensor]
-"""Pairs sorted by expert [P, D], and how many each expert has -> what the experts make of them, [P, D]."""
+"""Pairs sorted by expert [P, D], and how many each expert has -> the experts' outputs, [P, D]."""
 Exchange = Callable[[Tensor, Tensor, Compute], Tensor]
-"""Has the pairs computed where their experts are; expert parallelism puts one in the place of `at_home`."""
+"""Sends pairs to their experts and returns the results; expert parallelism replaces `at_home` by its own."""
 
 
 def at_home(x_PD: Tensor, counts_E: Tensor, compute: Compute) -> Tensor:
-    """All experts are on this rank."""
+    """Compute on this rank, which has all experts."""
     return compute(x_PD, counts_E)
 
 
 class Experts(nn.Module):
-    """SwiGLU feed-forwards in stacks, and the dealing out of tokens to them."""
+    """The experts: SwiGLU feed-forwards whose weights are stacked, and the dispatch of tokens to them."""
 
     def __init__(self, config: MoEConfig, table: Table):
         super().__init__()
@@ -292,9 +292,9 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(table["down"].shape))
         self.exchange: Exchange = at_home
 
-    @torch.compiler.disable  # how many tokens each expert gets differs from batch to batch
+    @torch.compiler.disable  # each expert's number of tokens differs from batch to batch
     def forward(self, x_BTD: Tensor, experts_BTK: Tensor, weights_BTK: Tensor) -> Tensor:
-        """The sum over each token's experts (E: none) of weight times result, [B, T, D] in the dtype of `x_BTD`."""
+        """Return the weighted sum of the outputs of each token's experts (E: none), [B, T, D] in `x_BTD`'s dtype."""
         K = experts_BTK.shape[-1]
         sorted_P, pairs_P = experts_BTK.flatten().sort(stable=True)
         places_P = inverse(pairs_P)
@@ -307,16 +307,16 @@ class Experts(nn.Module):
         return torch.einsum("btk,btkd->btd", weights_BTK.to(x_BTD.dtype), y_PD.view(*experts_BTK.shape, -1))
 
     def compute(self, x_PD: Tensor, counts_e: Tensor) -> Tensor:
-        """What this rank's experts make of `x_PD`, of which each takes the next `counts_e` (int64); a `Compute`."""
+        """Return the outputs of this rank's experts. Each takes the next `counts_e` (int64) of `x_PD`; a `Compute`."""
         gate, up, down = (local(weight).to(x_PD.dtype) for weight in (self.gate, self.up, self.down))
-        # Kernels want rows of whole 16 bytes, and have nothing to do without any.
+        # The kernels take rows of whole 16 bytes, and at least one row.
         if x_PD.is_cuda and x_PD.dtype == torch.bfloat16 and x_PD.numel() and not (gate.shape[1] | gate.shape[2]) % 8:
             return grouped_swiglu(x_PD, counts_e, gate, up, down)
         return swiglu_by_expert(x_PD, counts_e, gate, up, down)
 
 
 def grouped_swiglu(x_PD: Tensor, counts_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
-    """One kernel for the matmuls of all experts; nobody waits for the counts."""
+    """Compute all experts with one kernel for each matmul; the host does not wait for the counts."""
     ends_E = counts_E.cumsum(0, dtype=torch.int32)
     gate, up, down = (weight.transpose(1, 2) for weight in (gate_EFD, up_EFD, down_EDF))
     hidden_PF = F.silu(F.grouped_mm(x_PD, gate, offs=ends_E)) * F.grouped_mm(x_PD, up, offs=ends_E)
@@ -324,7 +324,7 @@ def grouped_swiglu(x_PD: Tensor, counts_E: Tensor, gate_EFD: Tensor, up_EFD: Ten
 
 
 def swiglu_by_expert(x_PD: Tensor, counts_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
-    """The same, one expert after the other; those without tokens take part, so that all weights get a gradient."""
+    """Compute one expert after the other, those without tokens too, so that all weights get a gradient."""
     shares = zip(x_PD.split(counts_E.tolist()), gate_EFD, up_EFD, down_EDF, strict=True)
     return torch.cat([F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down) for x, gate, up, down in shares])
 
@@ -333,15 +333,15 @@ def swiglu_by_expert(x_PD: Tensor, counts_E: Tensor, gate_EFD: Tensor, up_EFD: T
 
 
 def inverse(order: Tensor) -> Tensor:
-    """Where a permutation puts each element: inverse(order)[order] = 0, 1, 2, ..."""
+    """Return the inverse of a permutation: inverse(order)[order] = 0, 1, 2, ..."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 def take_rows(x_XD: Tensor, rows_Y: Tensor, copies_XC: Tensor, some_missing: bool = False) -> Tensor:
-    """x_XD[rows_Y], when each row of x is taken C times and ends up at `copies_XC`.
+    """Return x_XD[rows_Y], where each row of x is taken C times and ends up at the rows `copies_XC` of the result.
 
-    With `some_missing`, indices past the end (in either direction) stand for zeros. Knowing the way back, backward
-    adds up in a fixed order and without atomics, as that of indexing would not.
+    With `some_missing`, indices past the end (in either direction) stand for zeros. With `copies_XC`, backward adds up
+    in a fixed order and without atomics; the backward of plain indexing does not.
     """
     y: Tensor = _TakeRows.apply(x_XD, rows_Y, copies_XC, some_missing)
     return y

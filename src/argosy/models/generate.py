@@ -31,7 +31,7 @@ def sample_tokens(
     cache = model.new_cache(1, len(prompt) + max_new_tokens)
     tokens = torch.tensor([list(prompt)], device=device)
     for _ in range(max_new_tokens):
-        with torch.compiler.set_stance("force_eager"):  # one token is no batch: not worth compiling for
+        with torch.compiler.set_stance("force_eager"):  # compiling is not worth it for one token at a time
             logits_V = model(tokens, cache=cache)[0, -1].float()
         token = choose(logits_V, temperature, top_p, generator)
         if token in stop:
@@ -46,6 +46,6 @@ def choose(logits_V: Tensor, temperature: float, top_p: float, generator: torch.
         return int(logits_V.argmax())
     probabilities, ids = (logits_V / temperature).softmax(-1).sort(descending=True)
     before = probabilities.cumsum(-1) - probabilities
-    before[0] = -1.0  # the likeliest token stays, whatever top_p is
+    before[0] = -1.0  # the likeliest token stays for any top_p
     probabilities = probabilities.masked_fill(before >= top_p, 0.0)
     return int(ids[torch.multinomial(probabilities, 1, generator=generator)])

@@ -1,4 +1,4 @@
-"""Decoders to and from Hugging Face folders, sizes and weights; the classes are those of `hf_families`."""
+"""Export to and import from Hugging Face folders: config and weights. The classes are those of `hf_families`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from argosy.config.schema import ModelConfig
 from argosy.errors import UserError
-from argosy.models.decoder import Decoder
 from argosy.models.hf_config import config_from_json, config_to_json, refuse
 from argosy.models.hf_families import MTP_NAMES, is_stack, their_names, to_ours, to_theirs
+from argosy.plan.parameters import state_table
 
 SHARD_BYTES = 5 * 10**9
-"""Weights per safetensors file, about."""
+"""About how many bytes of weights go into one safetensors file."""
 KEPT_IN_FP32 = "router.bias"
-"""Steps of bias_rate would be lost in bf16."""
+"""bf16 would round steps of bias_rate away."""
 
 
 # Out
@@ -39,7 +39,7 @@ def export_folder(
     tokenizer: Path | None = None,
     eod_id: int | None = None,
 ) -> None:
-    """Write the folder that transformers (4.43 and newer), vLLM and others load; whole or not at all.
+    """Write a folder that transformers (4.43 and newer), vLLM and others load; whole or not at all.
 
     `weights`: by our names; a lazy mapping is read one file's worth at a time.
     `tokenizer`: a tokenizer.json to put beside them.
@@ -102,7 +102,7 @@ def _write_weights(
 
 
 def _shards(sizes: Mapping[str, int]) -> list[list[str]]:
-    """The names in their order, cut before a shard would grow past SHARD_BYTES."""
+    """Split the names, in their order, into shards of at most SHARD_BYTES; a larger weight has a shard of its own."""
     shards: list[list[str]] = [[]]
     room = SHARD_BYTES
     for name, size in sizes.items():
@@ -117,7 +117,7 @@ def _shards(sizes: Mapping[str, int]) -> list[list[str]]:
 def _write_tokenizer(folder: Path, file: Path, eod_id: int | None, config: ModelConfig) -> None:
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exception, for a missing file too
+    except Exception as error:  # the library raises a bare Exception, for a missing file too
         raise UserError(f"{file} cannot be read as a tokenizer: {error}. Give a tokenizer.json.") from None
     if tokenizer.get_vocab_size() > config.vocab_size:
         raise UserError(
@@ -145,7 +145,7 @@ def _write_json(file: Path, value: object) -> None:
 
 
 class StoredTensor(NamedTuple):
-    """Where a weight lies, known from the file's header alone."""
+    """The place of a weight in a file, read from the file's header alone."""
 
     file: Path
     name: str
@@ -154,7 +154,7 @@ class StoredTensor(NamedTuple):
 
 
 class FolderWeights(Mapping[str, Tensor]):
-    """Weights by our names; each is read from its file when it is asked for, and not kept."""
+    """Weights by our names. Each is read from its file when it is asked for, and is not kept."""
 
     def __init__(self, config: ModelConfig, stored: Mapping[str, Sequence[StoredTensor]]):
         self._config, self._stored = config, stored
@@ -176,9 +176,9 @@ def _read(at: StoredTensor) -> Tensor:
 
 
 def import_folder(folder: Path) -> tuple[ModelConfig, FolderWeights]:
-    """The model in a Hugging Face folder; its weights stay in the stored dtype.
+    """Open the model in a Hugging Face folder; its weights stay in the stored dtype.
 
-    Every name and shape is checked before this returns, from the files' headers; weights are read on demand.
+    Every name and shape is checked from the files' headers before this returns; weights are read on demand.
 
     Raises: UserError, naming file, key and value, for a model that our decoder would compute differently.
     """
@@ -188,7 +188,7 @@ def import_folder(folder: Path) -> tuple[ModelConfig, FolderWeights]:
     config = config_from_json(_read_json(file), file)
     stored = {weight.name: weight for path in _weight_files(folder) for weight in _stored_in(path)}
     shapes = _shapes(config)
-    # Old Llama folders store frequencies, which config.json gives as well; some store a tied head twice.
+    # Old Llama folders store frequencies, which config.json gives too; some folders store a tied head twice.
     known = {n: w for n, w in stored.items() if not n.endswith("rotary_emb.inv_freq")}
     if config.tie_embeddings:
         known.pop("lm_head.weight", None)
@@ -242,12 +242,11 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Our names -> shapes; nothing is allocated, for the decoder is built on the meta device."""
-    return {name: tuple(weight.shape) for name, weight in Decoder(config).state_dict().items()}
+    return {name: parameter.shape for name, parameter in state_table(config).items()}
 
 
 def _check_names(found: Collection[str], expected: Collection[str], where: str) -> None:
-    """Refuse weights that are missing or too many."""
+    """Raise UserError if weights are missing or unknown."""
     if missing := set(expected) - set(found):
         hint = " Should tie_word_embeddings be true?" if missing == {"lm_head.weight"} else ""
         raise UserError(f"{where}: missing {_some(missing)}.{hint} Get the whole model.")

@@ -1,4 +1,4 @@
-"""config.json to and from `ModelConfig`, for the classes of `hf_families`."""
+"""Conversion between config.json and `ModelConfig`, for the classes of `hf_families`."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ ROPE_KEYS = {
 HAS_QK_NORM = ("qwen3", "qwen3_moe")
 MOE_FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3")
 MLA_YARN = {"mscale": 1.0, "mscale_all_dim": 1.0}
-"""With these, DeepSeek's attention takes YaRN's temperature for all of a head, as `models.mla` does."""
+"""With these values, DeepSeek's attention applies YaRN's temperature to the whole head, as `models.mla` does."""
 
 
 def config_to_json(config: ModelConfig, *, dtype: torch.dtype, eod_id: int | None) -> dict[str, Any]:
-    """What config.json says. Raises: UserError if the family's class has no way to say it."""
+    """Return the values of config.json. Raises: UserError if the family's class cannot express the model."""
     _refuse_what_the_class_cannot_say(config)
     family = FAMILIES[config.family]
     scaling = config.rope_scaling
@@ -68,7 +68,7 @@ def config_to_json(config: ModelConfig, *, dtype: torch.dtype, eod_id: int | Non
 
 
 def _unlike_keys(config: ModelConfig) -> dict[str, Any]:
-    """Keys whose value is not that of a field."""
+    """Return the keys whose value is not simply that of a field."""
     if config.family == "qwen3_moe":
         return {"mlp_only_layers": list(range(config.moe.first_dense_layers))}
     if config.family == "deepseek_v3":
@@ -91,7 +91,7 @@ def _refuse_what_the_class_cannot_say(config: ModelConfig) -> None:
         )
     for field, wanted in FAMILIES[family].fixed.items():
         value = value_of(config, field)
-        if value != wanted and {value, wanted} != {"none", "aux"}:  # these two differ in training alone
+        if value != wanted and {value, wanted} != {"none", "aux"}:  # these two differ only in training
             raise UserError(
                 f"model.{field} = {json.dumps(value)} and model.family = {family}: {FAMILIES[family].architecture} "
                 f"computes as with {json.dumps(wanted)}. Choose that, or another family."
@@ -106,7 +106,7 @@ def _refuse_what_the_class_cannot_say(config: ModelConfig) -> None:
 
 
 def config_from_json(values: Mapping[str, Any], file: Path) -> ModelConfig:
-    """The `ModelConfig` of a config.json, read from `file`. Raises: UserError."""
+    """Return the `ModelConfig` for the values of a config.json, which were read from `file`. Raises: UserError."""
     family = _family(values, file)
     known = FAMILIES[family]
     written = {known.aliases.get(key, key): value for key, value in values.items() if value is not None}
@@ -139,7 +139,7 @@ def config_from_json(values: Mapping[str, Any], file: Path) -> ModelConfig:
 
 
 def _from_unlike_keys(values: Mapping[str, Any], family: str, file: Path) -> dict[str, Any]:
-    """What `_unlike_keys` wrote, as fields."""
+    """Return the fields that `_unlike_keys` wrote."""
     if family == "qwen3_moe":
         dense = values.get("mlp_only_layers") or []
         if sorted(dense) != list(range(len(dense))):
@@ -162,7 +162,7 @@ def _family(values: Mapping[str, Any], file: Path) -> str:
 
 
 def _refuse_what_differs(given: Mapping[str, Any], family: str, file: Path) -> None:
-    """Keys that change what the model computes, beyond what our decoder can do."""
+    """Raise UserError for keys that make the model compute what our decoder cannot."""
     if "quantization_config" in given:
         method = given["quantization_config"].get("quant_method", "of an unnamed kind")
         refuse(file, "quantization_config", method, "quantized weights cannot be trained on")
@@ -182,7 +182,7 @@ def _refuse_what_differs(given: Mapping[str, Any], family: str, file: Path) -> N
 
 
 def _rope_from_json(given: Mapping[str, Any], family: str, file: Path) -> tuple[float, dict[str, Any]]:
-    """Base of the frequencies, and the fields of `RopeScaling`; from either version's keys."""
+    """Return the base of the frequencies and the fields of `RopeScaling`, from the keys of either version."""
     section = "rope_scaling" if given.get("rope_scaling") else "rope_parameters"
     rope = {key: value for key, value in (given.get(section) or {}).items() if value is not None}
     kind = rope.pop("rope_type", rope.pop("type", "default"))
@@ -210,7 +210,7 @@ def _rope_from_json(given: Mapping[str, Any], family: str, file: Path) -> tuple[
 
 
 def _refuse_rope_leftovers(rope: Mapping[str, Any], scaling: Mapping[str, Any], section: str, file: Path) -> None:
-    """What no field of ours holds is only let through if it says what we do anyway."""
+    """Raise UserError for a key without a field of ours, unless it says what we do anyway."""
     ours = {"partial_rotary_factor": 1.0}
     if scaling["kind"] == "yarn":
         ours |= {"truncate": True, "attention_factor": attention_scale(RopeScaling.model_validate(scaling))}
@@ -220,5 +220,5 @@ def _refuse_rope_leftovers(rope: Mapping[str, Any], scaling: Mapping[str, Any], 
 
 
 def refuse(file: Path, key: str, value: object, why: str) -> NoReturn:
-    """Raise the UserError for what a folder holds and we cannot use."""
+    """Raise the UserError for something in a folder that we cannot use."""
     raise UserError(f"{file}: {key} = {json.dumps(value)}: {why}. Choose another model.")

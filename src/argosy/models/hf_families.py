@@ -1,4 +1,4 @@
-"""What each Hugging Face class is in our terms: keys of config.json, settings it stands for, names of weights."""
+"""The Hugging Face classes in our terms: keys of config.json, the settings that a class implies, names of weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEYS = {
     "tie_embeddings": "tie_word_embeddings",
     "init_std": "initializer_range",
 }
-"""Field of `ModelConfig` -> key of config.json, where the value is the same."""
+"""Field of `ModelConfig` -> the key of config.json that has the same value."""
 
 DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
@@ -34,7 +34,7 @@ DEFAULTS: dict[str, Any] = {
     "initializer_range": 0.02,
     "rope_theta": 10_000.0,
 }
-"""What transformers takes for a key that config.json leaves out; sizes without a default must be there."""
+"""The values that transformers takes for keys missing in config.json. Sizes without a default must be there."""
 
 NAMES = {
     "embedding": "model.embed_tokens",
@@ -52,7 +52,7 @@ NAMES = {
     "norm": "model.norm",
     "head": "lm_head",
 }
-"""Our module, or weight, -> theirs; * is the block's number, and # that of an expert, of which we have stacks."""
+"""Our module or weight -> theirs. * is the block's number; # is an expert's, whose weights we keep in stacks."""
 
 MIXTRAL_NAMES = {
     "blocks.*.mlp.router": "model.layers.*.block_sparse_moe.gate",
@@ -79,7 +79,7 @@ DEEPSEEK_NAMES = {
     "blocks.*.attention.kv_up": "model.layers.*.self_attn.kv_b_proj",
 }
 MTP_NAMES = "model.layers.{layers}."
-"""DeepSeek-V3's module that predicts a second token stands behind the last layer; transformers ignores it, as we do."""
+"""DeepSeek-V3 stores a module that predicts a second token as one more layer; like transformers, we ignore it."""
 
 
 @dataclass(frozen=True)
@@ -88,17 +88,17 @@ class Family:
 
     architecture: str
     keys: dict[str, str] = field(default_factory=dict)
-    """Besides `KEYS`."""
+    """In addition to `KEYS`."""
     fixed: dict[str, Any] = field(default_factory=dict)
-    """Fields of `ModelConfig` for which the class has no key, and the value that it stands for."""
+    """Fields of `ModelConfig` without a key in the class -> the value that the class implies."""
     constants: dict[str, Any] = field(default_factory=dict)
-    """Keys of config.json for which we have no field, and the only value that we compute."""
+    """Keys of config.json without a field of ours -> the only value that we can compute."""
     defaults: dict[str, Any] = field(default_factory=dict)
-    """Besides `DEFAULTS`."""
+    """In addition to `DEFAULTS`."""
     names: dict[str, str] = field(default_factory=dict)
-    """Besides `NAMES`."""
+    """In addition to `NAMES`."""
     aliases: dict[str, str] = field(default_factory=dict)
-    """Other versions' key -> the key that is in `keys`."""
+    """Keys of other versions -> the key in `keys`."""
 
 
 DENSE = {"qkv_bias": False, "mla.kv_rank": 0, "moe.experts": 0}
@@ -186,7 +186,7 @@ FAMILIES = {
             "mla.nope_width": "qk_nope_head_dim",
             "mla.value_width": "v_head_dim",
         },
-        # The class gives the norms of latents this epsilon whatever config.json says.
+        # The class uses this epsilon for the norms of latents, whatever config.json says.
         fixed={"moe.router": "sigmoid", "moe.balance": "bias", "norm_eps": 1e-6},
         constants={
             "scoring_func": "sigmoid",
@@ -217,16 +217,16 @@ FAMILIES = {
         aliases={"num_local_experts": "n_routed_experts"},
     ),
 }
-"""`ModelConfig.family`, which is also their `model_type` -> the class."""
+"""`ModelConfig.family`, which is also the `model_type` of config.json -> the class."""
 
 
 def value_of(config: ModelConfig, field: str) -> Any:
-    """The value of a dotted field: "moe.experts"."""
+    """Return the value of a dotted field, e.g. "moe.experts"."""
     return reduce(getattr, field.split("."), config)
 
 
 def their_names(name: str, config: ModelConfig) -> list[str]:
-    """Their name of our weight; for a stack of experts those of its slices.
+    """Return their name of our weight; for a stack of experts, the names of its slices.
 
     `blocks.3.attention.q.weight` -> [`model.layers.3.self_attn.q_proj.weight`].
     """
@@ -241,28 +241,28 @@ def their_names(name: str, config: ModelConfig) -> list[str]:
 
 
 def to_theirs(name: str, weight: Tensor, config: ModelConfig) -> list[Tensor]:
-    """The tensors of `their_names(name)`, which share memory with `weight` where they can."""
+    """Return the tensors of `their_names(name)`. They share memory with `weight` where they can."""
     order = _rotary_order(name, config)
     weight = weight if order is None else weight[order.argsort()]
     return list(weight.unbind()) if is_stack(name) else [weight]
 
 
 def to_ours(name: str, parts: list[Tensor], config: ModelConfig) -> Tensor:
-    """Our weight, from the tensors of `their_names(name)`."""
+    """Return our weight, from the tensors of `their_names(name)`."""
     order = _rotary_order(name, config)
     weight = torch.stack(parts) if is_stack(name) else parts[0]
     return weight if order is None else weight[order]
 
 
 def is_stack(name: str) -> bool:
-    """Whether we have the experts' weights of this name as one tensor, and they one by one."""
+    """Return True if the weight is a stack of experts', which they store one by one."""
     return ".experts." in name
 
 
 def _rotary_order(name: str, config: ModelConfig) -> Tensor | None:
-    """Where our rows of a DeepSeek weight are among theirs; None if the same.
+    """Return the places of our rows of a DeepSeek weight among theirs; None if the order is the same.
 
-    They have the two of a rotary pair side by side, and we in two halves; only queries and keys notice.
+    They keep the two rows of a rotary pair side by side; we keep them in two halves. This concerns queries and keys.
     """
     mla, module = config.mla, name.rpartition(".")[0].rpartition(".")[2]
     if not mla.kv_rank or module not in ("q", "q_up", "kv_down"):

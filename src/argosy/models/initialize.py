@@ -1,6 +1,6 @@
-"""Initial weights: each element a function of the seed, its parameter's name and its place alone.
+"""Initial weights. Each element depends on the seed, its parameter's name and its place alone.
 
-So every layout starts from the same weights, and a rank makes only those that it holds.
+So every layout starts from the same weights, and a rank computes only those that it holds.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from argosy.models.layers import local
 from argosy.plan.parameters import Parameter, parameter_table
 
 AT_ONCE = 2**20
-"""Elements made at once: what the temporary integers take is small, and on a CPU stays in its caches."""
+"""Elements computed at once: few enough that the temporary integers stay in a CPU's caches."""
 
 
 def materialize(model: Decoder, config: ModelConfig, device: torch.device, seed: int) -> None:
     """Give `model` (on the meta device) memory on `device` and its initial weights, in place.
 
-    Parameters may be DTensors: each rank makes its own part.
+    Parameters may be DTensors; each rank computes its own part.
     """
     model.to_empty(device=device)
     table = parameter_table(config, model.stage)
@@ -36,10 +36,10 @@ def materialize(model: Decoder, config: ModelConfig, device: torch.device, seed:
 
 
 def offset_of(parameter: Tensor) -> tuple[int, ...]:
-    """Where this rank's part of `parameter` begins in the whole, by dimension.
+    """Return where this rank's part of `parameter` begins in the whole, for each dim.
 
-    Of the mesh axes that split one dimension the last one split it first: FSDP2, whose axes stand before those of
-    tensor and expert parallelism, splits the part that these left.
+    If several mesh axes split one dim, the last axis split it first: the axes of FSDP2 come before those of tensor and
+    expert parallelism, and FSDP2 splits the part that these left.
     """
     offset, shape = [0] * parameter.ndim, list(parameter.shape)
     placements, mesh = getattr(parameter, "placements", ()), getattr(parameter, "device_mesh", None)
@@ -57,7 +57,7 @@ def offset_of(parameter: Tensor) -> tuple[int, ...]:
 def fill_initial(
     part: Tensor, name: str, whole: Parameter, offset: Sequence[int], config: ModelConfig, seed: int
 ) -> None:
-    """Fill `part`, which begins at `offset` of the parameter `whole` with this name."""
+    """Fill `part`, which begins at `offset` of the parameter `whole` called `name`, with its initial values."""
     if whole.initial == "ones":
         part.fill_(1.0)
     elif whole.initial == "zeros":
@@ -71,11 +71,11 @@ def fill_initial(
 
 
 def _fill_normal(part: Tensor, strides: Sequence[int], first: int, key: int, std: float) -> None:
-    """Fill `part`, a box of a whole of `strides`, whose first element is number `first` there."""
+    """Fill `part`, a box of a whole with `strides`; its first element is number `first` of the whole."""
     if part.numel() == 0:
         return
     rows = AT_ONCE // part[0].numel()
-    if rows == 0:  # a stack of matrices, experts say, each more than is to be made at once
+    if rows == 0:  # a stack of matrices (experts) that are each larger than AT_ONCE
         for i, matrix in enumerate(part):
             _fill_normal(matrix, strides[1:], first + i * strides[0], key, std)
         return
@@ -89,15 +89,15 @@ def _fill_normal(part: Tensor, strides: Sequence[int], first: int, key: int, std
 
 
 def _normal(index: Tensor, key: int) -> Tensor:
-    """Standard normal numbers, fp32, one for each index (int64): Box & Muller 1958 on the halves of its hash."""
+    """Return a standard normal number (fp32) for each index (int64): Box & Muller 1958 on the halves of its hash."""
     bits = _hash(index, key)
-    uniform_1 = ((bits >> 32 & 0xFFFFFFFF).float() + 0.5) * 2.0**-32  # never 0, and log(1) = 0 does no harm
+    uniform_1 = ((bits >> 32 & 0xFFFFFFFF).float() + 0.5) * 2.0**-32  # never 0; 1 is harmless, since log(1) = 0
     uniform_2 = (bits & 0xFFFFFFFF).float() * 2.0**-32
     return (uniform_1.log() * -2).sqrt() * (uniform_2 * (2 * math.pi)).cos()
 
 
 def _hash(index: Tensor, key: int) -> Tensor:
-    """The `index`-th output of SplitMix64 from state `key` (Steele, Lea & Flood 2014); int64 wraps as uint64 does."""
+    """Return output number `index` of SplitMix64 from state `key` (Steele, Lea & Flood 2014); int64 wraps as uint64."""
     z = (index + 1) * _signed(0x9E3779B97F4A7C15) + _signed(key)
     z = (z ^ (z >> 30 & (1 << 34) - 1)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> 27 & (1 << 37) - 1)) * _signed(0x94D049BB133111EB)

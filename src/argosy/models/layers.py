@@ -1,4 +1,4 @@
-"""The small parts: linear layers and norms compute in their input's dtype, whatever their weights' is."""
+"""Linear layers, norms and embeddings. They compute in their input's dtype, whatever the dtype of their weights."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from argosy.plan.parameters import Table
 
 
 def local(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter: all of it, unless tensor or expert parallelism made it a DTensor."""
+    """Return this rank's part of a parameter: all of it, unless tensor or expert parallelism made it a DTensor."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` whose weight is read in the input's dtype: fp32 master weights, bf16 arithmetic.
+    """`nn.Linear` that casts its weight to the input's dtype: fp32 master weights, bf16 arithmetic.
 
-    The gradient comes back through the same cast, so it accumulates in the weight's own precision.
+    The gradient goes back through the same cast, so it accumulates in the weight's own precision.
     """
 
     reduce: Callable[[Tensor], Tensor] | None = None
-    """Set where each rank computes one part of every sum (tensor parallelism): adds them up, before the bias."""
+    """Sums the output over ranks, before the bias. Tensor parallelism sets it where each rank has some inputs."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = local(self.weight).to(x.dtype)
@@ -36,7 +36,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """`nn.Embedding` that gives vectors in `dtype`, whatever its weight's is."""
+    """`nn.Embedding` that returns vectors in `dtype`, whatever the dtype of its weight."""
 
     def __init__(self, vocab_size: int, width: int, dtype: torch.dtype):
         super().__init__(vocab_size, width)
@@ -47,7 +47,7 @@ class Embedding(nn.Embedding):
 
 
 class RMSNorm(nn.Module):
-    """Zhang & Sennrich 2019, computed in fp32."""
+    """RMSNorm (Zhang & Sennrich 2019), computed in fp32."""
 
     def __init__(self, width: int, eps: float):
         super().__init__()
@@ -59,19 +59,19 @@ class RMSNorm(nn.Module):
 
 
 def linear(table: Table, name: str) -> Linear:
-    """The linear layer `name` of `table`."""
+    """Build the linear layer `name` of `table`."""
     outputs, inputs = table[f"{name}.weight"].shape
     return Linear(inputs, outputs, bias=f"{name}.bias" in table)
 
 
 def norm(table: Table, name: str, eps: float) -> RMSNorm:
-    """The norm `name` of `table`."""
+    """Build the norm `name` of `table`."""
     (width,) = table[f"{name}.weight"].shape
     return RMSNorm(width, eps)
 
 
 def embedding(table: Table, name: str, dtype: torch.dtype) -> Embedding:
-    """The embedding `name` of `table`, which gives vectors in `dtype`."""
+    """Build the embedding `name` of `table`, which returns vectors in `dtype`."""
     vocab_size, width = table[f"{name}.weight"].shape
     return Embedding(vocab_size, width, dtype)
 

@@ -11,16 +11,16 @@ from torch import Tensor
 # N tokens (batch and sequence flattened), C tokens of a chunk, D model width, V vocabulary
 
 CHUNK_LOGITS = 8 * 2**20
-"""Logits that exist at once (32 MiB in fp32): large enough for full-speed matmuls, small enough for caches."""
+"""Logits computed at once (32 MiB in fp32): enough for full-speed matmuls, few enough for caches."""
 IGNORED = -100
-"""A target that does not count."""
+"""A target that is not counted."""
 
 ChunkLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""`chunk_loss_and_gradient`: as it is, compiled, or for ranks that each have a part of the vocabulary."""
+"""`chunk_loss_and_gradient`, maybe compiled, or a version for ranks that each have a part of the vocabulary."""
 
 
 def chunk_loss_and_gradient(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-    """The chunk's summed loss and its gradient to the logits, [C, V] in the logits' dtype."""
+    """Return the chunk's summed loss and its gradient to the logits, [C, V] in the logits' dtype."""
     logits = logits_CV.float()
     counts_C1 = (targets_C != IGNORED)[:, None]
     targets_C1 = targets_C.clamp(min=0)[:, None]
@@ -38,13 +38,13 @@ def summed_cross_entropy(
     of_chunk: ChunkLoss = chunk_loss_and_gradient,
     longest_part: int = 0,
 ) -> Tensor:
-    """Sum over tokens of -log softmax(x @ weight.T)[target], fp32 scalar; targets of -100 do not count.
+    """Return the sum over tokens of -log softmax(x @ weight.T)[target], fp32 scalar; targets of -100 do not count.
 
-    `longest_part`: where ranks have parts of the vocabulary, the length of the longest: `of_chunk` exchanges messages,
-    so that all must cut the tokens alike, however long their own part is.
+    `longest_part`: the length of the longest part of the vocabulary that a rank has. `of_chunk` exchanges messages, so
+    all ranks must cut the tokens into the same chunks, whatever the length of their own part.
 
-    Forward computes the gradients too, chunk by chunk, while the chunk's logits are at hand (the idea of Liger's
-    fused linear cross-entropy, Hsu et al. 2024): three matmuls a chunk in all, none of them twice.
+    Forward computes the gradients too, chunk by chunk, while the chunk's logits exist (the idea of Liger's fused
+    linear cross-entropy, Hsu et al. 2024). That takes three matmuls for each chunk; none is computed twice.
     """
     rows = max(1, CHUNK_LOGITS // (longest_part or weight_VD.shape[0]))
     if torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad):
@@ -55,7 +55,7 @@ def summed_cross_entropy(
 
 
 def _chunks(rows: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The tensors, cut alike along their first dim into chunks of at most `rows`."""
+    """Yield the tensors in chunks of at most `rows`, cut alike along their first dim."""
     return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
 
 

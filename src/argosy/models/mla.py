@@ -1,7 +1,7 @@
-"""Multi-head latent attention (DeepSeek-V2, 2024, section 2.1): what keys and values are made from is narrow.
+"""Multi-head latent attention (DeepSeek-V2, 2024, section 2.1): keys and values come from one narrow vector.
 
-Each token leaves one vector of `kv_rank` numbers, from which every head makes its own key and value, and one rotated
-part of a key that all heads share. The two are all that a cache keeps.
+Each token has one vector of `kv_rank` numbers, from which every head computes its own key and value, and one rotated
+part of a key, which all heads share. A cache keeps only these two.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from argosy.plan.parameters import latent_attention_table
 
 
 def attention_of(config: ModelConfig) -> Attention | LatentAttention:
-    """The attention of a block."""
+    """Build the attention of a block."""
     return LatentAttention(config) if config.mla.kv_rank else Attention(config)
 
 
 def cache_of(config: ModelConfig, batch: int, max_seq_len: int, like: Tensor) -> Cache:
-    """What `attention_of(config)` takes for a cache: empty, of the dtype and device of `like`."""
+    """Build an empty cache for `attention_of(config)`, with the dtype and device of `like`."""
     cache = LatentCache if config.mla.kv_rank else LayerCache
     return cache(batch, max_seq_len, config, like)
 
@@ -40,7 +40,7 @@ class LatentCache:
         self.length = 0
 
     def append(self, latent_BTC: Tensor, rotated_BTR: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new tokens; returns all latents and rotated keys so far, [B, S, C] and [B, S, R]."""
+        """Store the new tokens and return all latents and rotated keys so far, [B, S, C] and [B, S, R]."""
         end = self.length + latent_BTC.shape[1]
         self.latents[:, self.length : end] = latent_BTC
         self.rotated[:, self.length : end] = rotated_BTR
@@ -49,15 +49,16 @@ class LatentCache:
 
 
 Cache = LayerCache | LatentCache
-"""What one layer remembers of the tokens read so far."""
+"""The key/value cache of one layer."""
 
 
 class LatentAttention(nn.Module):
-    """Causal self-attention; `forward` is that of `attention.Attention`.
+    """Causal self-attention with the `forward` of `attention.Attention`.
 
     `q_down`, `kv_down` and the norms compute what all heads share; `q` (or `q_up`), `kv_up` and `o` have a part for
-    each head. Of the outputs of `kv_down` the last R are the shared key; of each head's of `q` likewise, and a head's
-    of `kv_up` are its key, then its value. A YaRN temperature scales all of a head and not its rotated part alone.
+    each head. The last R outputs of `kv_down` are the shared, rotated key. The last R outputs of each head in `q` (or
+    `q_up`) are its rotated part. The outputs of a head in `kv_up` are its key, then its value. A YaRN temperature
+    scales the whole head, not only its rotated part.
     """
 
     def __init__(self, config: ModelConfig):
@@ -101,7 +102,7 @@ class LatentAttention(nn.Module):
         return torch.cat((plain * self.temperature**2, rotate(rotated, *rotary)), dim=-1)
 
     def _keys_and_values(self, latent_BSC: Tensor, key_BSR: Tensor) -> tuple[Tensor, Tensor]:
-        """Of every head, both [B, S, H, E]: values are padded with zeros, for fused kernels want equal widths."""
+        """Return both for every head, [B, S, H, E]. Values are padded with zeros: fused kernels need equal widths."""
         kv = self.kv_up(latent_BSC).unflatten(-1, (-1, self.mla.nope_width + self.mla.value_width))
         plain, v_BSHV = kv.split((self.mla.nope_width, self.mla.value_width), dim=-1)
         shared = key_BSR.unsqueeze(2).expand(-1, -1, plain.shape[2], -1)

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021) and the ways of stretching it to longer contexts."""
+"""Rotary position embedding (Su et al. 2021) and how it is stretched to longer contexts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from argosy.config.schema import ModelConfig, RopeScaling
 
 
 def rotary_table(config: ModelConfig, seq_len: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary angles, two fp32 tensors of shape [seq_len, head_width].
+    """Return cosines and sines of the rotary angles, two fp32 tensors of shape [seq_len, head_width].
 
     The two halves of a head are the pairs (the convention of Llama's and Qwen's published weights):
     columns e and e + head_width/2 hold the same angle.
@@ -26,7 +26,7 @@ def rotary_table(config: ModelConfig, seq_len: int, device: torch.device | None 
 
 
 def rotate(x_BTHE: Tensor, cos_BTE: Tensor, sin_BTE: Tensor) -> Tensor:
-    """Turn each pair of `x_BTHE` by its position's angle; same shape and dtype, computed in fp32."""
+    """Rotate each pair of `x_BTHE` by its position's angle; same shape and dtype, computed in fp32."""
     x = x_BTHE.float()
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
@@ -34,7 +34,7 @@ def rotate(x_BTHE: Tensor, cos_BTE: Tensor, sin_BTE: Tensor) -> Tensor:
 
 
 def _frequencies(config: ModelConfig, device: torch.device | None) -> Tensor:
-    """Angle per position of each pair, [head_width/2], after scaling."""
+    """Return the angle per position of each pair, [head_width/2], after scaling."""
     pairs = torch.arange(0, config.head_width, 2, device=device, dtype=torch.float32)
     base_F = config.rope_theta ** (-pairs / config.head_width)
     scaling = config.rope_scaling
@@ -50,7 +50,7 @@ def _frequencies(config: ModelConfig, device: torch.device | None) -> Tensor:
 
 
 def _llama3(base_F: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3.1: long wavelengths divided by `factor`, short ones kept, a linear blend between."""
+    """Llama 3.1: divide frequencies of long wavelengths by `factor`, keep short ones, blend linearly between."""
     turns_F = scaling.original_max_seq_len * base_F / (2 * math.pi)  # over the original context
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     keep_F = ((turns_F - low) / (high - low)).clamp(0, 1)
@@ -73,7 +73,7 @@ def _yarn(base_F: Tensor, config: ModelConfig) -> Tensor:
 
 
 def attention_scale(scaling: RopeScaling) -> float:
-    """YaRN's temperature, applied to cosines and sines so that attention itself stays as it is."""
+    """Return YaRN's temperature. It is applied to cosines and sines, so that attention itself stays as it is."""
     if scaling.kind == "yarn" and scaling.factor > 1:
         return 0.1 * math.log(scaling.factor) + 1.0
     return 1.0

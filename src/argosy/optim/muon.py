@@ -19,17 +19,17 @@ from argosy.optim.slot import Slot, opened
 
 NEWTON_SCHULZ_STEPS = 5
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-"""Jordan's quintic: singular values come to 0.7 ... 1.2 rather than to 1, in the fewest steps."""
+"""Jordan's quintic: in the fewest steps, singular values come to 0.7 ... 1.2, not exactly to 1."""
 
 
 class Muon(UpdateRule):
-    """Nesterov momentum, kept as it is cut up; gathered whole, made orthogonal, and cut again in each step.
+    """Nesterov momentum, made orthogonal. Each rank keeps its part; a step gathers the whole and cuts it again.
 
-    That takes other ranks, and comes first, for all matrices that ranks share: `prepare` keeps this rank's parts of the
-    directions (in bf16 on a GPU, in fp32 on a CPU). Weights and momenta change after it, with no other rank.
+    All communication comes first, in `prepare`, for all matrices that ranks share: it keeps this rank's parts of the
+    directions (bf16 on a GPU, fp32 on a CPU). Then `step` changes weights and momenta without other ranks.
 
     The step's size is that of Liu et al. 2025 ("Muon is scalable for LLM training"): 0.2 sqrt(max(M, N)) gives it the
-    root mean square of a typical AdamW step, so that both share one learning rate and weight decay.
+    root mean square of a typical AdamW step, so that both can use one learning rate and weight decay.
     """
 
     moments = ("momentum_buffer",)
@@ -40,7 +40,7 @@ class Muon(UpdateRule):
         self._directions: dict[str, Tensor] = {}
 
     def prepare(self, slots: Sequence[Slot]) -> None:
-        """All ranks that share a parameter take part, also those whose part is empty."""
+        """Compute the directions. All ranks that share a parameter take part, also those whose part is empty."""
         self._directions = {}
         for group, batch in _rounds([slot for slot in slots if _dealt_over(slot.piece) is not None]):
             pieces = [slot.piece for slot in batch]
@@ -48,7 +48,7 @@ class Muon(UpdateRule):
             self._directions |= {piece.name: part for piece, part in zip(pieces, directions, strict=True)}
 
     def step(self, slots: Sequence[Slot], lr: float, weight_decay: float) -> None:
-        """What `prepare` has no direction of is this rank's alone."""
+        """Apply the directions. Matrices without one from `prepare` belong to this rank alone."""
         for slot in slots:
             direction = self._directions.pop(slot.piece.name, None)
             if direction is None:
@@ -59,16 +59,16 @@ class Muon(UpdateRule):
                 update.weight.mul_(1 - lr * weight_decay).sub_(direction.float(), alpha=lr * size)
 
     def _momentum(self, slot: Slot) -> Tensor:
-        """What is to be made orthogonal; what the slot keeps stays as it is."""
+        """Return the matrix to make orthogonal; the momentum that the slot keeps does not change."""
         gradient = slot.gradient()
         momentum = slot.moments()["momentum_buffer"].lerp(gradient, 1 - self.config.momentum)
         return gradient.lerp(momentum, self.config.momentum)
 
 
 def orthogonal(pieces: Sequence[Piece], tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
-    """This rank's parts of whole matrices made orthogonal; `tensors` are its parts of the matrices.
+    """Make whole matrices orthogonal and return this rank's parts of them; `tensors` are its parts of the matrices.
 
-    Rank i of `group` works on matrix i and sends it to the others, so there are no more matrices than ranks.
+    Rank i of `group` works on matrix i and sends it to the others, so there are at most as many matrices as ranks.
     """
     me = group.rank() if group else 0
     mine = torch.empty(0)
@@ -81,14 +81,16 @@ def orthogonal(pieces: Sequence[Piece], tensors: Sequence[Tensor], group: dist.P
         whole = mine if rank == me else tensor.new_empty(piece.shape, dtype=_working_dtype(tensor))
         if group:
             dist.broadcast(whole, group=group, group_src=rank)
-        parts.append(piece.scatter(whole).clone() if _is_matrix_cut(piece) else whole)  # no view: that keeps the whole
+        parts.append(
+            piece.scatter(whole).clone() if _is_matrix_cut(piece) else whole
+        )  # not a view, which would keep the whole matrix
     return parts
 
 
 def newton_schulz(x_EMN: Tensor) -> Tensor:
-    """The nearest matrix with orthonormal rows or columns, roughly, of each matrix [..., M, N].
+    """Return, roughly, the nearest matrix with orthonormal rows or columns for each matrix [..., M, N].
 
-    In bf16 on a GPU, which the iteration bears (Jordan 2024); in fp32 on a CPU, which gains nothing from bf16.
+    Computed in bf16 on a GPU, which is precise enough (Jordan 2024), and in fp32 on a CPU, where bf16 is no faster.
     """
     a, b, c = NEWTON_SCHULZ
     tall = x_EMN.shape[-2] > x_EMN.shape[-1]
@@ -102,7 +104,7 @@ def newton_schulz(x_EMN: Tensor) -> Tensor:
 
 
 def _rounds(slots: Sequence[Slot]) -> Iterator[tuple[dist.ProcessGroup | None, list[Slot]]]:
-    """As many matrices as there are ranks to deal them to; of like shape where possible, so that no rank waits."""
+    """Yield batches of one matrix for each rank, of like shape where possible, so that no rank waits."""
     alike = sorted(slots, key=lambda slot: slot.piece.shape)
     for group, same in groupby(alike, key=lambda slot: _dealt_over(slot.piece)):
         batch, size = list(same), group.size() if group else 1
@@ -110,7 +112,7 @@ def _rounds(slots: Sequence[Slot]) -> Iterator[tuple[dist.ProcessGroup | None, l
 
 
 def _dealt_over(piece: Piece) -> dist.ProcessGroup | None:
-    """The ranks that the work on a matrix is dealt over; a stack that is cut between its matrices is dealt already."""
+    """Return the ranks that share the work on a matrix; None for a stack that is cut between its matrices."""
     return piece.group if _is_matrix_cut(piece) or not piece.cut else None
 
 

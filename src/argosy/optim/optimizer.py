@@ -1,4 +1,4 @@
-"""The optimizer: every piece with the rule, the learning rate and the weight decay that the run file gives it."""
+"""The optimizer: it steps each piece with the rule, learning rate and weight decay that the run file gives it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "lion": Lion, "muon": Muon
 
 
 class Optimizer:
-    """Steps pieces; its results depend neither on how parameters are cut up nor on the order of the pieces.
+    """Updates pieces of parameters. Results depend neither on how parameters are cut nor on the order of the pieces.
 
-    `seed` is that of the random rounding, used where weights are bf16 or state is int8.
+    `seed` is for random rounding, which is used where weights are bf16 or state is int8.
 
-    Raises: ValueError for a piece that is neither fp32 nor bf16.
+    Raises: ValueError if a piece is neither fp32 nor bf16.
     """
 
     def __init__(self, pieces: Sequence[Piece], config: OptimizerConfig, seed: int = 0):
@@ -43,27 +43,27 @@ class Optimizer:
 
     @property
     def pieces(self) -> list[Piece]:
-        """What it updates, in the order in which it was given them."""
+        """The pieces that it updates, in the given order."""
         return [slot.piece for slot in self._slots.values()]
 
     @property
     def state_bytes(self) -> int:
-        """Memory that its state takes on this rank."""
+        """Memory that the state takes on this rank, bytes."""
         return sum(slot.nbytes for slot in self._slots.values())
 
     @property
     def is_local(self) -> bool:
-        """Whether `prepare` takes no other rank."""
+        """True if `prepare` needs no other rank."""
         slots = self._slots.values()
         return all(RULES[slot.settings.rule].is_local or slot.piece.group is None for slot in slots)
 
     def set_learning_rate(self, lr: float) -> None:
-        """The rate of the next steps, before each group's factor."""
+        """Set the learning rate of the next steps, before each group's factor."""
         self._lr = lr
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Take all that `step` needs of other ranks, of the gradients as they are. Nothing of the state changes.
+        """Compute from the gradients all that `step` needs of other ranks. The state does not change.
 
         Ranks that share parameters call it together. Raises: ValueError if a gradient is missing.
         """
@@ -73,7 +73,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Apply the gradients, which takes no other rank once it is prepared. Raises: ValueError if one is missing."""
+        """Apply the gradients. After `prepare` this needs no other rank. Raises: ValueError if one is missing."""
         if not self._is_prepared:
             self.prepare()
         self._is_prepared = False
@@ -82,15 +82,15 @@ class Optimizer:
             fault("optimizer")
 
     def zero_grad(self) -> None:
-        """Let go of the gradients."""
+        """Release the gradients."""
         for slot in self._slots.values():
             slot.piece.value.grad = None
 
     def state_of(self, piece: Piece) -> dict[str, Tensor]:
-        """The piece's state for a checkpoint: moments (fp32, local shape; zeros before the first step) and `step`.
+        """Return a piece's state for a checkpoint: moments (fp32, local shape; zeros before the first step) and `step`.
 
-        Moments may be the live tensors: copy them if they must not change. What is read into them counts only once
-        `load_state` was called with it.
+        Moments may be the live tensors: copy them if they must not change. Values read into them take effect only when
+        `load_state` is called with them.
         """
         slot = self._slots[piece.name]
         steps = torch.tensor(float(slot.steps), device=piece.value.device)
@@ -98,12 +98,12 @@ class Optimizer:
             return {"step": steps, **slot.moments()}
 
     def kept_of(self, piece: Piece) -> dict[str, Tensor]:
-        """The live tensors that the piece's moments are kept in, in whatever format; none before the first step."""
+        """Return the live tensors that hold the piece's moments, in their own format; none before the first step."""
         return self._slots[piece.name].kept()
 
     @torch.no_grad()
     def load_state(self, piece: Piece, state: dict[str, Tensor]) -> None:
-        """Go on from what `state_of` gave. Raises: KeyError, ValueError if it is another rule's or another shape's."""
+        """Restore what `state_of` returned. Raises: KeyError, ValueError if it belongs to another rule or shape."""
         slot = self._slots[piece.name]
         slot.load(state)
         slot.steps = int(state["step"])

@@ -1,4 +1,4 @@
-"""What an optimizer sees of a parameter: this rank's part of it, and how to see the whole."""
+"""The optimizer's view of a parameter: this rank's part of it, and how to get the whole."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ class Piece:
     """A rank's part of one parameter. Ranks that share a parameter have its pieces in the same order."""
 
     name: str
-    """The parameter's name in the whole model; equal on all ranks that share it."""
+    """The parameter's name in the whole model; the same on all ranks that share it."""
     value: Tensor
-    """A plain tensor, updated in place: fp32, or bf16 where weights have no fp32 copy. May be empty. Its `grad` is set
+    """A plain tensor, updated in place: fp32, or bf16 where weights have no fp32 copy. It may be empty. Set its `grad`
     before a step (an empty piece needs none)."""
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     cut: frozenset[int] = frozenset()
-    """The dims along which it is cut up; equal on all ranks that share it, those whose part is empty included."""
+    """The dims along which it is cut; the same on all ranks that share it, also on those whose part is empty."""
     gather: Callable[[Tensor], Tensor] = _identity
-    """A tensor cut like `value` -> the whole of it, on every rank that shares it: a collective."""
+    """Turns a tensor cut like `value` into the whole, on every rank that shares it; a collective."""
     scatter: Callable[[Tensor], Tensor] = _identity
-    """The whole, known to all ranks that share it -> this rank's part, a box of it: no communication."""
+    """Turns the whole, which all ranks that share it know, into this rank's part, a box of it; no communication."""
     group: dist.ProcessGroup | None = None
-    """All ranks that call `gather` for this parameter, replicas included, that is all that need the same update: work
-    on the whole parameter is dealt over them. None: each does all of it."""
+    """All ranks that call `gather` for this parameter, replicas included: all that need the same update. They divide
+    the work on whole parameters. None: each rank does all of it."""

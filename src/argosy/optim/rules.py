@@ -1,4 +1,4 @@
-"""The rules that compute each element's step from that element alone: AdamW and Lion."""
+"""The rules that compute an element's step from that element alone: AdamW and Lion."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from argosy.optim.slot import Slot, opened
 
 
 class UpdateRule(ABC):
-    """What becomes of weights and moments in one step."""
+    """How one step changes weights and moments."""
 
     moments: ClassVar[tuple[str, ...]]
-    """Names of the tensors it keeps for each parameter."""
+    """Names of the tensors that it keeps for each parameter."""
     is_local: ClassVar[bool] = True
-    """Whether a step takes no other rank."""
+    """True if a step needs no other rank."""
 
     def __init__(self, config: OptimizerConfig):
         self.config = config
 
-    def prepare(self, slots: Sequence[Slot]) -> None:  # noqa: B027  (most rules take nothing)
-        """Take all that the next step of `slots` needs of other ranks; weights and moments stay as they are."""
+    def prepare(self, slots: Sequence[Slot]) -> None:  # noqa: B027  (most rules need nothing)
+        """Compute all that the next step of `slots` needs of other ranks; weights and moments do not change."""
 
     @abstractmethod
     def step(self, slots: Sequence[Slot], lr: float, weight_decay: float) -> None:
-        """One step of `slots`, which share these settings and are prepared: it takes no other rank."""
+        """Do one step of `slots`, which share these settings and are prepared. It needs no other rank."""
 
 
 class AdamW(UpdateRule):
-    """Loshchilov & Hutter 2019, by torch's fused kernel."""
+    """AdamW (Loshchilov & Hutter 2019), with torch's fused kernel."""
 
     moments = ("exp_avg", "exp_avg_sq")
 
     def step(self, slots: Sequence[Slot], lr: float, weight_decay: float) -> None:
-        """One kernel for all parameters that need no copies; the others one at a time, so that copies stay few."""
+        """Update all parameters that need no copies with one kernel; the others one at a time, to keep copies few."""
         for batch in _batches(slots):
             with opened(batch) as updates:
-                # The kernel counts up a scalar of its own for each parameter, on the device.
+                # The kernel increments a scalar of its own for each parameter, on the device.
                 steps = torch.tensor([float(u.step - 1) for u in updates], device=updates[0].weight.device)
                 adamw(
                     [u.weight for u in updates],
@@ -62,12 +62,12 @@ class AdamW(UpdateRule):
 
 
 class Lion(UpdateRule):
-    """The sign of a momentum (Chen et al. 2023, "Symbolic discovery of optimization algorithms")."""
+    """Lion: step by the sign of a momentum (Chen et al. 2023, "Symbolic discovery of optimization algorithms")."""
 
     moments = ("exp_avg",)
 
     def step(self, slots: Sequence[Slot], lr: float, weight_decay: float) -> None:
-        """Steps by the momentum with `beta1`, remembers it with `beta2`."""
+        """Step by the momentum with `beta1`; keep the momentum with `beta2`."""
         for slot in _not_empty(slots):
             with opened([slot]) as (u,):
                 sign = u.moments["exp_avg"].lerp(u.gradient, 1 - self.config.beta1).sign_()
@@ -80,7 +80,7 @@ def _not_empty(slots: Sequence[Slot]) -> list[Slot]:
 
 
 def _batches(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
-    """Those that open without copies in one batch for each device, each of the others alone."""
+    """Yield the slots that open without copies in one batch for each device, and each of the others alone."""
     full = _not_empty(slots)
     plain = [slot for slot in full if slot.is_plain]
     for device in dict.fromkeys(slot.piece.value.device for slot in plain):

@@ -1,4 +1,4 @@
-"""One parameter's optimizer state, kept small between steps and opened up as fp32 during one."""
+"""The optimizer state of one parameter: small between steps, opened as fp32 during a step."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ CODES = {"exp_avg": SIGNED, "exp_avg_sq": UNSIGNED}
 
 @dataclass(frozen=True)
 class Update:
-    """One parameter in the middle of a step: fp32 tensors of the local shape, to be changed in place."""
+    """One parameter during a step: fp32 tensors of the local shape, changed in place."""
 
     piece: Piece
     weight: Tensor
     gradient: Tensor
     moments: dict[str, Tensor]
     step: int
-    """1-based."""
+    """Number of the step, from 1."""
 
 
 @dataclass
 class Slot:
-    """A piece with its settings and its state."""
+    """A piece with its settings and state."""
 
     piece: Piece
     settings: ParameterSettings
     seed: int
     names: tuple[str, ...]
-    """Of its moments."""
+    """Names of its moments."""
     steps: int = 0
     """Steps taken."""
     _moments: dict[str, Tensor | Quantized] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Slot:
 
     @property
     def is_plain(self) -> bool:
-        """Whether opening it makes no copies: all is fp32 already."""
+        """True if opening it makes no copies, since all is fp32."""
         return self.piece.value.dtype == torch.float32 and not self.settings.int8
 
     @property
@@ -54,7 +54,7 @@ class Slot:
         return sum(moment.nbytes for moment in self._moments.values())
 
     def moments(self) -> dict[str, Tensor]:
-        """fp32, local shape; the live tensors if they are kept like that. Zeros before the first step."""
+        """Return the moments, fp32, local shape: the live tensors if these are fp32. Zeros before the first step."""
         if not self._moments:
             like = self.piece.value.detach()
             for name in self.names:
@@ -62,7 +62,7 @@ class Slot:
         return {n: dequantize(m) if isinstance(m, Quantized) else m for n, m in self._moments.items()}
 
     def kept(self) -> dict[str, Tensor]:
-        """The tensors that its moments are kept in, live; none before the first step."""
+        """Return the live tensors that hold the moments; none before the first step."""
         tensors: dict[str, Tensor] = {}
         for name, moment in self._moments.items():
             if isinstance(moment, Quantized):
@@ -72,7 +72,7 @@ class Slot:
         return tensors
 
     def load(self, moments: dict[str, Tensor]) -> None:
-        """Take over moments; what `moments` gave comes back bit for bit."""
+        """Restore moments; those that `moments` returned come back bit for bit."""
         for name in self.names:
             value = moments[name].to(self.piece.value.device, torch.float32)
             if value.shape != self.piece.value.shape:
@@ -82,7 +82,7 @@ class Slot:
             self._keep(name, value.clone(), None)
 
     def gradient(self) -> Tensor:
-        """fp32, local shape. Raises: ValueError if the piece has none."""
+        """Return the gradient, fp32 with the local shape. Raises: ValueError if the piece has none."""
         gradient = self.piece.value.grad
         if gradient is not None:
             return gradient.float()
@@ -91,13 +91,13 @@ class Slot:
         return torch.zeros_like(self.piece.value, dtype=torch.float32)
 
     def open(self) -> Update:
-        """The step's tensors. Raises: ValueError if the piece has no gradient."""
+        """Return the step's tensors. Raises: ValueError if the piece has no gradient."""
         gradient = self.gradient()
         self.steps += 1
         return Update(self.piece, self.piece.value.detach().float(), gradient, self.moments(), self.steps)
 
     def close(self, update: Update) -> None:
-        """Keep what the step made of them, rounded without bias where they are kept in fewer bits."""
+        """Store the tensors after the step, rounded without bias where they are kept in fewer bits."""
         if self.settings.int8:
             for name, moment in update.moments.items():
                 self._keep(name, moment, self._noise(20, name))
@@ -116,7 +116,7 @@ class Slot:
 
 @contextmanager
 def opened(slots: Sequence[Slot]) -> Iterator[list[Update]]:
-    """The slots' tensors for one step; kept when the block ends."""
+    """Open the slots' tensors for one step, and store them when the block ends."""
     updates = [slot.open() for slot in slots]
     yield updates
     for slot, update in zip(slots, updates, strict=True):

@@ -2,7 +2,7 @@
 
 Between attention and feed-forward each rank has the hidden states of its own stretch of tokens; inside them it has all
 tokens and its own heads, or columns. Which dim of a parameter is cut is in the table of parameters
-(`plan.parameters`): parameters become DTensors on the tp mesh. What a module's input or output crosses is in `STYLES`.
+(`plan.parameters`); parameters become DTensors on the tp mesh. `STYLES` says what a module exchanges with other ranks.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from argosy.plan.parameters import INPUTS, parameter_table
 # B batch, T tokens, D model width, V vocabulary, C tokens of a chunk of the loss
 
 Style = Callable[[Any, DeviceMesh], None]
-"""Makes a module, whose parameters are cut already, exchange what it must."""
+"""Makes a module, whose parameters are cut already, exchange what it must with other ranks."""
 
 
 def sums(linear: Linear, mesh: DeviceMesh) -> None:
-    """Where each rank reads some of the inputs: sum over ranks and leave that split by tokens, then add the bias."""
+    """Where each rank reads some of the inputs, sum the outputs over ranks, split by tokens; then add the bias."""
     assert isinstance(linear.weight, DTensor)
     if linear.weight.placements == (Shard(INPUTS),):
         linear.reduce = partial(reduce_scatter_sequence, group=mesh.get_group())
 
 
 def gathers(module: nn.Module, mesh: DeviceMesh) -> None:
-    """The first input comes split by tokens, and the module needs them all."""
+    """Gather the first input, which comes split by tokens, while the module needs them all."""
     group = mesh.get_group()
 
     def gather(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -50,7 +50,7 @@ def gathers(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def gathers_for_heads(attention: Attention, mesh: DeviceMesh) -> None:
-    """As `gathers`; with fewer key/value heads than ranks, each rank computes all (few) and takes the one it needs."""
+    """As `gathers`. With fewer key/value heads than ranks, each rank computes all (few) and takes the one it needs."""
     gathers(attention, mesh)
     heads = attention.k.out_features // attention.head_width
     if heads < mesh.size():
@@ -61,7 +61,7 @@ def gathers_for_heads(attention: Attention, mesh: DeviceMesh) -> None:
 
 
 def looks_up(embedding: Embedding, mesh: DeviceMesh) -> None:
-    """Each rank has some of the rows: the ranks look up what they have, and add up."""
+    """Each rank looks up the rows that it has, and the ranks add up."""
     first = _first_row(embedding.num_embeddings, mesh)
     embedding.forward = partial(_lookup, embedding, mesh.get_group(), first)  # type: ignore[method-assign]
 
@@ -73,8 +73,8 @@ STYLES: dict[type[nn.Module], Style] = {
     LatentAttention: gathers,
     FeedForward: gathers,
 }
-"""Class of a module -> what crosses ranks there. A mixture of experts is not among them: its router works on the rank's
-own tokens, and `parallel.expert.split_experts` has its experts gather theirs."""
+"""Class of a module -> what it exchanges. A mixture of experts is not among them: its router works on the rank's own
+tokens, and `parallel.expert.split_experts` makes its experts gather theirs."""
 
 
 def split_over_ranks(model: Decoder, mesh: DeviceMesh) -> None:
@@ -111,7 +111,7 @@ def split(module: nn.Module, name: str, mesh: DeviceMesh, *dims: int | None) -> 
 
 
 def _part(tensor: Tensor, dim: int, ranks: int, rank: int) -> Tensor:
-    """This rank's chunk as DTensors cut: all of the same size but the last ones, which may be smaller, or empty."""
+    """Return this rank's chunk as DTensors cut: of equal sizes, but the last ones may be smaller, or empty."""
     size = -(-tensor.shape[dim] // ranks)
     start = min(rank * size, tensor.shape[dim])
     return tensor.narrow(dim, start, min(size, tensor.shape[dim] - start)).contiguous()
@@ -122,7 +122,7 @@ def _first_row(rows: int, mesh: DeviceMesh) -> int:
 
 
 def _lookup(embedding: Embedding, group: dist.ProcessGroup, first: int, tokens_BT: Tensor) -> Tensor:
-    """The vectors of this rank's stretch of the tokens; only one rank has each, so adding up rounds nothing."""
+    """Return the vectors of this rank's stretch of the tokens. Only one rank has each, so adding up rounds nothing."""
     weight = local(embedding.weight)
     rows_BT = tokens_BT - first
     elsewhere_BT = (rows_BT < 0) | (rows_BT >= weight.shape[0])
@@ -136,7 +136,7 @@ def _lookup(embedding: Embedding, group: dist.ProcessGroup, first: int, tokens_B
 class VocabularyLoss:
     """`models.loss.chunk_loss_and_gradient` where each rank has the logits of its part of the vocabulary.
 
-    Ranks exchange two numbers a token: the log-sum-exp of what each has, and the target's logit from who has it.
+    Ranks exchange two numbers for each token: the log-sum-exp of their part, and the target's logit if they have it.
     """
 
     def __init__(self, group: dist.ProcessGroup, first: int):
@@ -145,7 +145,7 @@ class VocabularyLoss:
         self._gradient: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = _gradient
 
     def __call__(self, logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-        """The summed loss (the same on all ranks) and its gradient to this rank's logits."""
+        """Return the summed loss (the same on all ranks) and its gradient to this rank's logits."""
         mine_C = targets_C - self._first
         statistics_C2 = self._statistics(logits_CV, mine_C)
         everyone = statistics_C2.new_empty(self._group.size() * len(targets_C), 2)
@@ -162,7 +162,7 @@ class VocabularyLoss:
 
 
 def _statistics(logits_CV: Tensor, targets_C: Tensor) -> Tensor:
-    """Log-sum-exp of this part of the vocabulary, and the target's logit, 0 if it is not here; fp32 [C, 2]."""
+    """Return the log-sum-exp of this part of the vocabulary, and the target's logit or 0; fp32 [C, 2]."""
     logits = logits_CV.float()
     if logits.shape[1] == 0:
         return torch.stack((logits.new_full(targets_C.shape, -torch.inf), logits.new_zeros(targets_C.shape)), 1)

@@ -1,10 +1,10 @@
 """The one table of the decoder's parameters: name, shape, how tensor and expert parallelism cut it, initial value.
 
-The modules (`models`) read their sizes from it, the initialiser the values, tensor and expert parallelism
-(`parallel.tensor`, `parallel.expert`) the cuts, the planner (`plan.cost`) bytes and operations. A new family is an
-entry here and its Hugging Face names in `models.hf_families`.
+The modules (`models`) read their sizes here, the initialiser the values, tensor and expert parallelism
+(`parallel.tensor`, `parallel.expert`) the cuts, the planner (`plan.cost`) bytes and operations, and `models.hf` the
+weights that a Hugging Face folder must have. A new family is an entry here and its names in `models.hf_families`.
 
-It stands in `plan`, the lowest room that needs it, and so without torch: rooms above import it from here.
+`plan` is the lowest room that needs the table, so it is here, without torch, and the rooms above import it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Parameter:
 
     shape: tuple[int, ...]
     tp_dim: int | None = None
-    """The dim that tensor parallelism cuts; None: each tp rank has it whole, and a part of its gradient's sum."""
+    """The dim that tensor parallelism cuts. None: each tp rank has it whole, and a part of its gradient's sum."""
     is_expert: bool = False
     """Dim 0 counts experts: expert parallelism cuts it, and fewer ranks share it."""
     initial: Initial = "normal"
@@ -64,6 +64,16 @@ def parameter_table(model: ModelConfig, stage: Stage | None = None, tp: int = 1)
         table |= _norm("norm", model.width)
         if not model.tie_embeddings:
             table["head.weight"] = vocabulary
+    return table
+
+
+def state_table(model: ModelConfig) -> Table:
+    """The whole decoder's parameters, and the biases by which routers choose (`moe.balance` = "bias"): its state."""
+    table: Table = {}
+    for name, parameter in parameter_table(model).items():
+        table[name] = parameter
+        if name.endswith(".router.weight") and model.moe.balance == "bias":
+            table[name.removesuffix("weight") + "bias"] = Parameter((model.moe.experts,), initial="zeros")
     return table
 
 

@@ -12,13 +12,13 @@ from argosy.errors import UserError, missing_extra
 LEAST_CAPABILITY = (8, 9)
 """CUDA compute capability of the first devices with fp8 tensor cores (Ada; Hopper is 9.0)."""
 MULTIPLE = 16
-"""What both sides of an fp8 matmul must be a multiple of."""
+"""Both sizes of a weight in an fp8 matmul must be multiples of this."""
 SKIPPED = ("embedding", "head", "router")
-"""Modules, by the last word of their name, that stay as they are: small errors in logits and in routing cost most."""
+"""Modules, by the last part of their name, that stay as they are: errors in logits and in routing cost most."""
 
 
 def check_fp8(device: torch.device) -> None:
-    """Raises: UserError if `device` cannot multiply in fp8, or torchao is not installed."""
+    """Raise UserError if `device` cannot multiply in fp8, or torchao is not installed."""
     where = str(device)
     able = False
     if device.type == "cuda":
@@ -35,7 +35,7 @@ def check_fp8(device: torch.device) -> None:
 
 
 def takes_fp8(module: nn.Module, name: str) -> bool:
-    """Whether a module is multiplied in fp8: linear, of fitting sizes, and not one of `SKIPPED`."""
+    """Return True if a module can multiply in fp8: it is linear, its sizes fit, and it is not one of `SKIPPED`."""
     return (
         isinstance(module, nn.Linear)
         and module.in_features % MULTIPLE == 0
@@ -47,9 +47,9 @@ def takes_fp8(module: nn.Module, name: str) -> bool:
 def use_fp8(model: nn.Module, device: torch.device, emulate: bool = False) -> None:
     """Make the model's linear layers multiply in fp8, scaled by tensor; weights keep their dtype and their names.
 
-    To be called before anything else lays the model out. `emulate`: round to fp8 but multiply as before, which any
-    device can. Raises: UserError as `check_fp8`, if no layer has sizes that fp8 can take, or if tensor parallelism has
-    cut the weights: torchao's layers know only whole ones.
+    Call it before anything else lays the model out. `emulate`: round to fp8 but multiply as before, which any device
+    can do. Raises: UserError as `check_fp8` does, if no layer has sizes that fp8 can take, or if tensor parallelism has
+    cut the weights: torchao's layers take only whole ones.
     """
     if not emulate:
         check_fp8(device)

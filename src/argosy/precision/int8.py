@@ -1,11 +1,11 @@
 """Optimizer moments in eight bits: a scale for each block, and a tiny float for each element.
 
-As in Dettmers et al. 2022 ("8-bit optimizers via block-wise quantization") blocks are of 256 elements and steps are
-finer near zero; the code differs in two ways. It is a float's (3 mantissa bits), so that it needs no table, and
-rounding may be stochastic: a second moment with beta2 = 0.999 moves by 0.1 % in a step, less than half of any
-eight-bit step, and would otherwise never move at all.
+As in Dettmers et al. 2022 ("8-bit optimizers via block-wise quantization") blocks have 256 elements and steps are
+finer near zero. The code differs in two ways. It is that of a float (3 mantissa bits), so it needs no table. And
+rounding may be stochastic: a second moment with beta2 = 0.999 moves by 0.1 % in a step, which is less than half of any
+eight-bit step, so rounding to the nearest would never move it.
 
-Blocks lie along rows, so that a matrix cut by rows, or at multiples of 256 columns, has the codes of the whole.
+Blocks lie along rows, so that a matrix cut by rows, or at multiples of 256 columns, has the same codes as the whole.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _CUT = 20
 
 @dataclass(frozen=True)
 class Code:
-    """Magnitudes in [0, 1] as the floats 2**-octaves ... 1, eight to an octave, moved down so that they start at 0.
+    """Magnitudes in [0, 1] as the floats 2**-octaves ... 1, eight to an octave, shifted down to start at 0.
 
-    So steps are even below 2**-octaves and grow with the number above it, and 0 and 1 have codes of their own.
+    So steps are even below 2**-octaves and grow with the magnitude above it; 0 and 1 have codes of their own.
     """
 
     dtype: torch.dtype
     octaves: int
     least: int
-    """The least code that is given: 1 keeps numbers off zero."""
+    """The smallest code in use; 1 means that no number becomes zero."""
 
     @property
     def offset(self) -> float:
-        """What a magnitude is moved up by."""
+        """The shift that is added to a magnitude."""
         return 2.0**-self.octaves
 
     @property
@@ -48,13 +48,13 @@ class Code:
 SIGNED = Code(torch.int8, octaves=15, least=0)
 """For means of gradients: quanta of 2**-18 of the block's largest magnitude near zero."""
 UNSIGNED = Code(torch.uint8, octaves=31, least=1)
-"""For means of squares, whose root divides. None becomes zero: the least root, 2**-17 of the block's largest, stays
-above the quantum of `SIGNED`, so that no rounding can make an Adam step explode."""
+"""For means of squares, whose root is a divisor. None becomes zero: the least root, 2**-17 of the block's largest, is
+above the quantum of `SIGNED`, so no rounding can make an Adam step explode."""
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """A tensor in eight bits. `dequantize` then `quantize` to the nearest gives the same codes and scales."""
+    """A tensor in eight bits. `dequantize`, then `quantize` to the nearest, gives the same codes and scales."""
 
     codes: Tensor
     scales: Tensor
@@ -68,7 +68,7 @@ class Quantized:
 
 
 def quantize(x: Tensor, code: Code, random: Tensor | None = None) -> Quantized:
-    """`x` (fp32, finite, not a scalar) in eight bits: to the nearest, or with 20 `random` bits each, without bias."""
+    """Quantize `x` (fp32, finite, not a scalar): to the nearest or, with 20 `random` bits each, without bias."""
     blocks = _blocks(x)
     scales = blocks.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     magnitude = _rows(blocks / scales, x.shape).abs()
@@ -79,7 +79,7 @@ def quantize(x: Tensor, code: Code, random: Tensor | None = None) -> Quantized:
 
 
 def dequantize(quantized: Quantized) -> Tensor:
-    """The numbers that the codes stand for, fp32."""
+    """Return the numbers that the codes stand for, fp32."""
     codes, code = quantized.codes, quantized.code
     bits = (codes.to(torch.int32).abs() + code.first) << _CUT
     magnitude = (bits.view(torch.float32) - code.offset) / (1 - code.offset)
@@ -88,7 +88,7 @@ def dequantize(quantized: Quantized) -> Tensor:
 
 
 def _blocks(x: Tensor) -> Tensor:
-    """[..., n] as [rows, blocks, up to BLOCK], the last block filled up with zeros."""
+    """Return [..., n] as [rows, blocks, up to BLOCK], with the last block padded with zeros."""
     rows, n = math.prod(x.shape[:-1]), x.shape[-1]
     width = min(BLOCK, max(n, 1))
     count = -(-n // width)
@@ -96,5 +96,5 @@ def _blocks(x: Tensor) -> Tensor:
 
 
 def _rows(blocks: Tensor, shape: torch.Size) -> Tensor:
-    """What `_blocks` made blocks of."""
+    """Undo `_blocks`."""
     return blocks.flatten(1)[:, : shape[-1]].reshape(shape)

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling for fp16 (Micikevicius et al. 2018): gradients too small for fp16 are carried as larger ones."""
+"""Dynamic loss scaling for fp16 (Micikevicius et al. 2018): gradients too small for fp16 are scaled up."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from torch import Tensor
 
 
 class LossScaler:
-    """Finds the largest power of two that the loss can be multiplied by without gradients overflowing.
+    """Finds the largest power of two by which the loss can be multiplied without overflow of the gradients.
 
-    Every factor is a power of two, so that scaling and unscaling round nothing. It decides from the norm of all
-    gradients of all ranks, hence alike on every rank, with no collective of its own. With `growth_steps` = 0 the scale
-    is no finding but a choice, and no part of the state: a run that goes on in another precision starts its own.
+    Every factor is a power of two, so scaling and unscaling round nothing. The decision uses the norm of all gradients
+    of all ranks, so it is the same on every rank without another collective. With `growth_steps` = 0 the scale is fixed
+    and not part of the state: a run that continues in another precision starts with its own scale.
     """
 
     def __init__(self, scale: float = 2.0**16, growth_steps: int = 2000, floor: float = 1.0):
         self.scale = scale
-        """What the loss is to be multiplied by, and the gradients and their norm divided by."""
+        """The factor of the loss, and the divisor of the gradients and their norm."""
         self._growth_steps, self._floor = growth_steps, floor
         self._good_steps = 0
 
     def update(self, gradient_norm: float) -> bool:
-        """Whether the step's gradients may be applied; halves the scale if not, doubles it after `growth_steps` good.
+        """Return True if the gradients may be applied. If not, halve the scale; after `growth_steps` good, double it.
 
-        `gradient_norm`: global norm of the gradients, scaled or not: only whether it is finite counts.
+        `gradient_norm`: global norm of the gradients, scaled or not. It matters only if it is finite.
         """
         if not math.isfinite(gradient_norm):
             self.scale = max(self.scale / 2, self._floor)
@@ -39,11 +39,11 @@ class LossScaler:
 
     @property
     def is_at_floor(self) -> bool:
-        """Whether the scale can fall no further: overflow is then the model's, not the scale's."""
+        """True if the scale cannot fall further: then the model overflows, whatever the scale."""
         return self.scale <= self._floor
 
     def state(self) -> dict[str, Tensor]:
-        """For the checkpoint: scalars, on the CPU; nothing of a scale that does not grow."""
+        """Return the state for a checkpoint: scalars on the CPU; nothing for a fixed scale."""
         if not self._growth_steps:
             return {}
         return {
@@ -52,7 +52,7 @@ class LossScaler:
         }
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Go on from what `state` gave."""
+        """Restore what `state` returned."""
         if not self._growth_steps:
             return
         self.scale, self._good_steps = float(state["scale"]), int(state["good_steps"])
