@@ -1,6 +1,7 @@
 """From a plan to a model that is laid out as it says: the one order in which the axes are applied.
 
-Nothing else asks whether an axis is in use: the step, the optimizer and the checkpoint see pieces of parameters.
+Which axes are in use is asked here and in `model.py`, which picks the schedule and how gradients are summed. The step,
+the optimizer and the checkpoint do not ask: they see pieces of parameters.
 """
 
 from __future__ import annotations
