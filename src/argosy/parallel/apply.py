@@ -33,7 +33,7 @@ from argosy.plan.plan import Plan
 from argosy.precision.fp8 import use_fp8
 
 Materialize = Callable[[Decoder, ModelConfig, torch.device, int], None]
-"""`models.initialize.materialize`, or what takes its place: gives a model memory, and weights."""
+"""`models.initialize.materialize` or its replacement: gives a model memory, and weights."""
 
 
 def apply(
@@ -45,7 +45,7 @@ def apply(
 ) -> ParallelModel:
     """Build this rank's part of the model as `plan` says, with its initial weights; all ranks call it alike.
 
-    stages_on: what takes the place of `plan.cost.exact_state.stages_on`.
+    stages_on: may replace `plan.cost.exact_state.stages_on`.
     Raises: UserError if the device cannot do what the plan asks of it (fp8).
     """
     tied = run.model.tie_embeddings and plan.pp > 1 and not SCHEDULES[plan.schedule].v_shaped

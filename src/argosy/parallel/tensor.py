@@ -29,7 +29,7 @@ from argosy.plan.parameters import INPUTS, parameter_table
 # B batch, T tokens, D model width, V vocabulary, C tokens of a chunk of the loss
 
 Style = Callable[[Any, DeviceMesh], None]
-"""Makes a module, whose parameters are cut already, exchange what it must."""
+"""Makes a module whose parameters are cut already exchange what it must."""
 
 
 def sums(linear: Linear, mesh: DeviceMesh) -> None:
@@ -99,7 +99,7 @@ def split_over_ranks(model: Decoder, mesh: DeviceMesh) -> None:
 
 
 def split(module: nn.Module, name: str, mesh: DeviceMesh, *dims: int | None) -> None:
-    """Make the module's parameter `name` a DTensor of which this rank has its part; `dims`: what each axis cuts."""
+    """Make the module's parameter `name` a DTensor and keep this rank's part; `dims`: what each axis cuts."""
     whole = module.get_parameter(name)
     part = whole.detach()
     for axis, dim in enumerate(dims):
@@ -111,7 +111,7 @@ def split(module: nn.Module, name: str, mesh: DeviceMesh, *dims: int | None) -> 
 
 
 def _part(tensor: Tensor, dim: int, ranks: int, rank: int) -> Tensor:
-    """This rank's chunk as DTensors cut: all of the same size but the last ones, which may be smaller, or empty."""
+    """Return this rank's chunk as DTensors cut: all of one size but the last ones, which may be smaller, or empty."""
     size = -(-tensor.shape[dim] // ranks)
     start = min(rank * size, tensor.shape[dim])
     return tensor.narrow(dim, start, min(size, tensor.shape[dim] - start)).contiguous()
@@ -122,7 +122,7 @@ def _first_row(rows: int, mesh: DeviceMesh) -> int:
 
 
 def _lookup(embedding: Embedding, group: dist.ProcessGroup, first: int, tokens_BT: Tensor) -> Tensor:
-    """The vectors of this rank's stretch of the tokens; only one rank has each, so adding up rounds nothing."""
+    """Return the vectors of this rank's stretch of the tokens; only one rank has each, so adding up rounds nothing."""
     weight = local(embedding.weight)
     rows_BT = tokens_BT - first
     elsewhere_BT = (rows_BT < 0) | (rows_BT >= weight.shape[0])
@@ -136,7 +136,8 @@ def _lookup(embedding: Embedding, group: dist.ProcessGroup, first: int, tokens_B
 class VocabularyLoss:
     """`models.loss.chunk_loss_and_gradient` where each rank has the logits of its part of the vocabulary.
 
-    Ranks exchange two numbers a token: the log-sum-exp of what each has, and the target's logit from who has it.
+    Ranks exchange two numbers a token: the log-sum-exp of their own part, and the target's logit from the rank that
+    has it.
     """
 
     def __init__(self, group: dist.ProcessGroup, first: int):
@@ -145,7 +146,7 @@ class VocabularyLoss:
         self._gradient: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = _gradient
 
     def __call__(self, logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-        """The summed loss (the same on all ranks) and its gradient to this rank's logits."""
+        """Return the summed loss (the same on all ranks) and its gradient to this rank's logits."""
         mine_C = targets_C - self._first
         statistics_C2 = self._statistics(logits_CV, mine_C)
         everyone = statistics_C2.new_empty(self._group.size() * len(targets_C), 2)
@@ -162,7 +163,7 @@ class VocabularyLoss:
 
 
 def _statistics(logits_CV: Tensor, targets_C: Tensor) -> Tensor:
-    """Log-sum-exp of this part of the vocabulary, and the target's logit, 0 if it is not here; fp32 [C, 2]."""
+    """Return this part of the vocabulary's log-sum-exp, and the target's logit, 0 if it is not here; fp32 [C, 2]."""
     logits = logits_CV.float()
     if logits.shape[1] == 0:
         return torch.stack((logits.new_full(targets_C.shape, -torch.inf), logits.new_zeros(targets_C.shape)), 1)
