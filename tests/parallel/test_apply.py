@@ -46,7 +46,7 @@ def test_a_model_begins_with_the_same_weights_under_any_plan(workers, plan, mode
 def test_the_parameters_of_a_single_process_are_plain_tensors(plan):
     model = laid_out(World(), eager(plan), model=EXPERTS)
     assert not any(isinstance(piece.parameter, DTensor) for piece in model.pieces)
-    assert all(piece.copies == 1 and piece.mesh is None and not piece.cut for piece in model.pieces)
+    assert all(piece.replicas == 1 and piece.mesh is None and not piece.cut for piece in model.pieces)
 
 
 @pytest.mark.parametrize("room", ["training/step.py", "training/state.py", "training/loop.py", "optim", "checkpoint"])

@@ -21,7 +21,7 @@ def sum_of_bits(tensor: Tensor) -> Tensor:
     flat = tensor.detach().reshape(-1)
     per_word = 8 // flat.element_size()
     if flat.storage_offset() % per_word:
-        flat = flat.clone()  # or its words would begin elsewhere than those of the other copies
+        flat = flat.clone()  # or its words would begin elsewhere than those of the other replicas
     in_words = flat.numel() // per_word * per_word
     rest = flat[in_words:].view(INTEGERS[flat.element_size()])
     return flat[:in_words].view(torch.int64).sum() + rest.sum(dtype=torch.int64)

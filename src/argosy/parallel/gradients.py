@@ -27,12 +27,12 @@ def square_share(pieces: Sequence[Held]) -> Tensor:
     It is the squares of what the rank holds, divided by the number of ranks that hold the same.
     """
     share = torch.zeros((), dtype=torch.float64, device=pieces[0].value.device)
-    for copies in sorted({piece.copies for piece in pieces}):
-        gradients = [p.value.grad for p in pieces if p.copies == copies and p.value.grad is not None]
+    for replicas in sorted({piece.replicas for piece in pieces}):
+        gradients = [p.value.grad for p in pieces if p.replicas == replicas and p.value.grad is not None]
         if gradients:
             # As nn.utils.get_total_norm, but in fp32: that function rounds the norms of bf16 gradients to bf16.
             norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-            share += torch.stack(norms).double().square().sum() / copies
+            share += torch.stack(norms).double().square().sum() / replicas
     return share
 
 

@@ -137,16 +137,16 @@ def lay_out_meshes(device_type: str, plan: Plan, tied_ends: bool, timeout_s: flo
         return Meshes()
     timeout = timedelta(seconds=timeout_s)
     together = plan.dp_shard * plan.cp
-    copies, shard = (together, 1) if plan.zero == 0 else (1, together)
-    expert_copies, expert_shard = (together // plan.ep, 1) if plan.zero == 0 else (1, together // plan.ep)
+    replicas, shard = (together, 1) if plan.zero == 0 else (1, together)
+    expert_replicas, expert_shard = (together // plan.ep, 1) if plan.zero == 0 else (1, together // plan.ep)
     axes, state, experts = (
         init_device_mesh(device_type, tuple(view.values()), mesh_dim_names=tuple(view))
         for view in (
             {axis: getattr(plan, axis) for axis in AXES},
-            {"pp": plan.pp, "replicate": plan.dp_replicate * copies, "shard": shard, "tp": plan.tp},
+            {"pp": plan.pp, "replicate": plan.dp_replicate * replicas, "shard": shard, "tp": plan.tp},
             {
                 "pp": plan.pp,
-                "expert_replicate": plan.dp_replicate * expert_copies,
+                "expert_replicate": plan.dp_replicate * expert_replicas,
                 "expert_shard": expert_shard,
                 "ep": plan.ep,
                 "tp": plan.tp,

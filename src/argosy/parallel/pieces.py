@@ -33,7 +33,7 @@ class Held(Piece):
     """The model's own, whose `grad` autograd fills."""
     offset: tuple[int, ...]
     """The place of `value` in the whole."""
-    copies: int
+    replicas: int
     """How many ranks of the world hold this very part."""
     mesh: DeviceMesh | None = None
     """The ranks that share the whole; None if this one has it all."""
@@ -70,10 +70,10 @@ def pieces_of(model: Decoder, meshes: Meshes) -> Iterator[Held]:
             offset[0] += first
             placements = (*placements, Shard(0))
         parts = {axis: p.dim for axis, p in enumerate(placements) if isinstance(getattr(p, "dim", None), int)}
-        copies = meshes.ranks_of_stage(is_shared_by_ends=name == "embedding.weight")
+        replicas = meshes.ranks_of_stage(is_shared_by_ends=name == "embedding.weight")
         for axis in parts:
             assert mesh is not None
-            copies //= mesh.size(axis)
+            replicas //= mesh.size(axis)
         yield Held(
             name,
             value,
@@ -84,7 +84,7 @@ def pieces_of(model: Decoder, meshes: Meshes) -> Iterator[Held]:
             scatter=partial(_box, offset=tuple(offset), shape=value.shape),
             parameter=parameter,
             offset=tuple(offset),
-            copies=copies,
+            replicas=replicas,
             mesh=mesh,
             placements=placements,
         )
