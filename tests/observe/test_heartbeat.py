@@ -20,6 +20,7 @@ from argosy.observe.heartbeat import (
     NAME_BYTES,
     Heartbeat,
     HeartbeatReading,
+    UnreadHeartbeat,
     heartbeat_path,
     read_heartbeat,
 )
@@ -124,7 +125,7 @@ def test_no_file_is_no_reading_and_another_file_is_refused(tmp_path):
     assert read_heartbeat(tmp_path / "none") is None
     for content in (b"", b"x" * 100, b"x" * 10**5):
         (tmp_path / "other").write_bytes(content)
-        with pytest.raises(ValueError, match="no page of heartbeat"):
+        with pytest.raises(ValueError, match="is no heartbeat"):
             read_heartbeat(tmp_path / "other")
 
 
@@ -182,3 +183,16 @@ def test_a_folder_without_room_is_an_error_and_no_signal(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}"):
         Heartbeat(tmp_path)
+
+
+def test_a_process_without_an_agent_has_a_heartbeat_like_any_other_without_a_file_or_a_thread():
+    threads = threading.active_count()
+    unread = UnreadHeartbeat()
+    unread.join(1, 0, dict)
+    unread.begin(3)
+    unread.enter("forward")
+    unread.took(0.5)
+    unread.can_go_back_to(2)
+    unread.doubt()
+    unread.close()
+    assert threading.active_count() == threads and not hasattr(unread, "path")

@@ -61,7 +61,7 @@ def held(model: nn.Module, world: World, zero: int, sharing: int | None = None) 
             rows = -(-value.shape[0] // n)
             value = value[rows * (world.rank % n) :][:rows]
         pieces.append(
-            Held(name, value, tuple(parameter.shape), parameter=parameter, offset=(0,) * parameter.ndim, copies=1)
+            Held(name, value, tuple(parameter.shape), parameter=parameter, offset=(0,) * parameter.ndim, replicas=1)
         )
     return pieces
 

@@ -40,7 +40,7 @@ def holdings(world: World, plan: str, model: dict) -> dict[str, tuple[np.ndarray
         box = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.value.shape, strict=True))
         found[piece.name] = (
             places.flatten().numpy(),
-            piece.copies,
+            piece.replicas,
             torch.equal(piece.value, piece.scatter(whole[piece.name])),
             torch.equal(piece.gather(piece.value), whole[piece.name]),
             torch.equal(piece.value, whole[piece.name][box]),

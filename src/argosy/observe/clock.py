@@ -14,12 +14,12 @@ from argosy.observe.heartbeat import UNREAD, Heartbeat
 Category = Literal[
     "data", "forward", "backward", "pipeline", "communication", "optimizer", "check", "evaluate", "checkpoint"
 ]
-"""`communication` is what backward did not hide; `pipeline` is forward and backward where a schedule interleaves them,
-with what it waits; `check` is gradients that are computed again, with the wait for who does; `other` is the rest of the
-wall time."""
+"""`communication` is the part that backward did not hide; `pipeline` is forward and backward where a schedule
+interleaves them, waits included; `check` is the replay check, including the wait for the ranks that replay; `other` is
+the rest of the wall time."""
 
 OWN_WORK: tuple[Category, ...] = ("data", "forward", "backward", "pipeline", "optimizer")
-"""What a process does for itself, though where layers need other ranks it waits for those too."""
+"""A process's own work. Where layers communicate, the waits for other ranks are included."""
 
 Mark = float | torch.cuda.Event
 
@@ -31,7 +31,7 @@ class StepClock:
     """
 
     def __init__(self, device: torch.device, heartbeat: Heartbeat = UNREAD):
-        """`heartbeat` is told which part the process is in, and at each lap how long its own work took."""
+        """`heartbeat` is told which part of the step runs, and at each lap how long the process's own work took."""
         self._on_gpu = device.type == "cuda"
         self._heartbeat = heartbeat
         self._spans: list[tuple[Category, Mark, Mark]] = []
@@ -49,7 +49,7 @@ class StepClock:
             self._heartbeat.enter("other")
 
     def lap(self) -> dict[str, float]:
-        """Seconds of each category since the last lap, "other", and "step": the wall time, their sum."""
+        """Return the seconds of each category since the last lap, "other", and "step": the wall time, their sum."""
         if self._on_gpu:
             torch.cuda.synchronize()
         seconds: dict[str, float] = {}

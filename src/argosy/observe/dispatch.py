@@ -1,4 +1,4 @@
-"""To watch every operation that torch runs: what counting bytes on links and in memory stands on."""
+"""Watch every operation that torch runs: the basis for counting bytes on links and in memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode  # documented (torch.library), and without a public name
 
 TRANSPARENT = ("argosy", "_c10d_functional")
-"""Namespaces of operators of which what they do inside is seen as well: our own, and DTensor's collectives."""
+"""Namespaces of operators that are also watched inside: our own, and DTensor's collectives."""
 
 
 class Watch(TorchDispatchMode):
@@ -26,7 +26,7 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "to_local") for kind in types):
-            return NotImplemented  # a DTensor: we are asked again about what it does with local tensors
+            return NotImplemented  # a DTensor: torch asks again about what it does with local tensors
         kwargs = kwargs or {}
         if getattr(func, "namespace", None) in TRANSPARENT:
             return self._look_inside(func, args, kwargs)
@@ -42,7 +42,7 @@ class Watch(TorchDispatchMode):
         """
         device = next(tensors_in(args)).device.type
         below = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device.upper()))
-        super().__enter__()  # not `with self`: it has begun to watch
+        super().__enter__()  # not `with self`: it is watching already
         try:
             return func.redispatch(below, *args, **kwargs)
         finally:
@@ -50,7 +50,7 @@ class Watch(TorchDispatchMode):
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """The tensors among an operation's arguments or results, also those in lists."""
+    """Yield the tensors among an operation's arguments or results, also those in lists."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, (list, tuple)):
@@ -59,5 +59,5 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 
 
 def nbytes(tree: Any) -> int:
-    """Bytes of all tensors in `tree`."""
+    """Return the bytes of all tensors in `tree`."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(tree))

@@ -15,16 +15,16 @@ from argosy.errors import ArgosyWarning
 
 
 class JsonLines:
-    """An append-only file of JSON lines, made with the first of them."""
+    """An append-only file of JSON lines, created with the first line."""
 
     def __init__(self, path: Path):
         self.path = path
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one record, whole: a reader never meets half a line of a living writer.
+        """Append one complete record: a reader never meets half a line of a living writer.
 
-        A number that is not finite becomes null, since JSON has no word for it. A disk that takes no more is a
-        warning: a run does not end for want of its records.
+        A number that is not finite becomes null, since JSON has no word for it. A full disk is a warning: a run does
+        not end because its records cannot be written.
         """
         line = json.dumps(_finite(record), allow_nan=False).encode() + b"\n"
         try:
@@ -36,7 +36,7 @@ class JsonLines:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab+") as file:
             if _is_cut_off(file):
-                file.write(b"\n")  # that line is lost; this one is not to be
+                file.write(b"\n")  # that line is lost; this one must not be
             file.write(line)
 
 
@@ -47,7 +47,7 @@ def _finite(value: Any) -> Any:
 
 
 def _is_cut_off(file: BinaryIO) -> bool:
-    """Whether the last line has no end: its writer was killed, or the disk was full."""
+    """True if the last line is incomplete: its writer was killed, or the disk was full."""
     if not file.seek(0, os.SEEK_END):
         return False
     file.seek(-1, os.SEEK_END)
@@ -55,7 +55,7 @@ def _is_cut_off(file: BinaryIO) -> bool:
 
 
 class Events:
-    """What happened to one process of a run: start, save, fault, recovery, ... (events/PROCESS.jsonl)."""
+    """The events of one process of a run: start, save, fault, recovery, ... (events/PROCESS.jsonl)."""
 
     def __init__(self, run_dir: Path, process: str):
         self._lines = JsonLines(run_dir / "events" / f"{process}.jsonl")
@@ -66,13 +66,13 @@ class Events:
 
 
 class Tail:
-    """The end of a JSON-lines file that another process writes."""
+    """Follows a JSON-lines file that another process writes."""
 
     def __init__(self, path: Path):
         self._path, self._at = path, 0
 
     def read(self) -> list[dict[str, Any]]:
-        """The whole records that were added since it was last asked, or since the file became shorter."""
+        """Return the complete records that were added since the last call, or since the file became shorter."""
         with suppress(OSError), self._path.open("rb") as file:
             self._at = min(self._at, file.seek(0, os.SEEK_END))
             file.seek(self._at)
@@ -83,7 +83,7 @@ class Tail:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole records of a JSON-lines file; a last line cut off by a kill does not count."""
+    """Return the complete records of a JSON-lines file; a last line that a kill cut off does not count."""
     if not path.exists():
         return []
     return _records(path.read_text())

@@ -14,10 +14,10 @@ Formula = Callable[..., int]
 
 
 def flops_of(operator: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> int:
-    """FLOPs of `operator(*args)`, of which a multiplication and an addition are two; 0 for all but contractions.
+    """Return the FLOPs of `operator(*args)`, a multiplication and an addition being two; 0 unless it is a contraction.
 
-    Of causal attention the half that is not masked counts, and its backward as two forwards, as `plan.flops` does:
-    that a fused kernel computes the scores once more is its own affair.
+    Causal attention counts the half that is not masked, and its backward as two forwards, as `plan.flops` does: that a
+    fused kernel computes the scores once more does not count.
     """
     formula = _formula(operator.overloadpacket)
     return 0 if formula is None else int(formula(*args, out_val=result))

@@ -1,11 +1,12 @@
-"""What a worker shows of itself while it runs, in a page of memory that its agent reads: no locks, no system calls.
+"""A worker's heartbeat: a page of memory in which it shows its progress to its agent, without locks or system calls.
 
-The loop writes what it does (generation, step, phase since when, how long its own work took) with plain stores; a
-thread, `argosy-beat`, writes every 0.1 s that the process lives, and how far each process group has got. When the
-process is stopped, or holds Python's lock for ever, the beat stands still; when it is dead, the page can still be read.
+The loop writes what it does (generation, step, the phase and when it began, how long its own work took) with plain
+stores. A thread, `argosy-beat`, writes every 0.1 s that the process lives, and how many collectives each process group
+has begun. When the process is stopped, or holds Python's lock for ever, the beat stops; when it is dead, the page can
+still be read.
 
 The file belongs in memory (/dev/shm): on a disk a store may wait while the kernel writes the page back. This module
-does without torch, since those who read have none.
+does not import torch, since its readers have none.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ Phase = Literal[
     "starting", "recovering", "waiting", "data", "forward", "backward", "pipeline", "communication", "optimizer",
     "check", "evaluate", "checkpoint", "finishing", "other",
 ]  # fmt: skip
-"""What a worker does. starting: until its first step; recovering: taking state from others or from disk; waiting: for
-a world to join; finishing: the last save and the report; communication: what backward did not hide; pipeline: forward
-and backward where they interleave; check: others' gradients computed again."""
+"""The phase of a worker. starting: until its first step; recovering: taking state from other ranks or from disk;
+waiting: for a world to join; finishing: the last save and the report; communication: what backward did not hide;
+pipeline: forward and backward where they interleave; check: the replay check of another rank's gradient."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 BESIDE: tuple[Phase, ...] = ("check", "evaluate", "checkpoint")
-"""What comes now and then, and is no part of what a step takes."""
+"""Phases that come now and then, and do not count as part of a step."""
 BEAT_S = 0.1
 FORMAT = 3
 MAGIC = int.from_bytes(b"ARGOSYVT", "little")
 LAST_STEPS = 64
-"""Steps of which the page remembers how long they took."""
+"""The page remembers how long this many of the last steps took."""
 GROUPS = 32
-"""Process groups that it has room for; a rank is in far fewer."""
+"""The page has room for this many process groups; a rank is in far fewer."""
 NAME_BYTES = 56
 TRIES = 100
-"""Readings that a reader takes before it makes do with one that was under way."""
+"""A reader tries this often to read between two writes; then it takes what it read."""
 
 # The page, in words of 8 bytes. Two writers, hence two parts, each with a version that is odd while it is written.
 MAGIC_AT, FORMAT_AT, PID_AT = range(3)
@@ -54,19 +55,19 @@ GROUP_WORDS = 1 + NAME_BYTES // 8
 WORDS = GROUP + GROUPS * GROUP_WORDS
 
 Sequences = Callable[[], Mapping[str, int]]
-"""How many collectives each process group has begun, by its name, which is the same on all its ranks."""
+"""Gives how many collectives each process group has begun, by its name, which is the same on all its ranks."""
 
 
 def heartbeat_path(folder: Path, pid: int) -> Path:
-    """Where the process `pid` of this machine writes, if `folder` was given to it."""
+    """Return the file that the process `pid` of this machine writes, if `folder` was given to it."""
     return folder / f"worker-{pid}.heartbeat"
 
 
 class Heartbeat:
-    """The worker's side. One thread, that of the loop, calls its methods; none of them waits for anything."""
+    """The worker's side. Only the loop's thread calls its methods; none of them waits for anything."""
 
     def __init__(self, folder: Path):
-        """Raises: FileNotFoundError if `folder` is not there: who gave it has ended, and must not find it again;
+        """Raises: FileNotFoundError if `folder` is gone: the agent that made it has ended, and it must not come back;
         OSError if it has no room.
         """
         self.path = heartbeat_path(folder, os.getpid())
@@ -82,16 +83,16 @@ class Heartbeat:
         self._sequences: Sequences = dict
         self.enter("starting")
         self._beat()
-        fresh.replace(self.path)  # whoever finds the file finds it filled in
+        fresh.replace(self.path)  # a reader that finds the file finds it filled in
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._keep_beating, name="argosy-beat", daemon=True)
         self._thread.start()
 
     def join(self, generation: int, rank: int, sequences: Sequences) -> None:
-        """This process is now `rank` of the world of `generation`.
+        """Show that this process is now `rank` of the world of `generation`.
 
-        `sequences` is called by the beat's thread, every 0.1 s, and may fail while groups are made or closed. The steps
-        of the world before are forgotten, and the phase is recovering.
+        The beat's thread calls `sequences` every 0.1 s; it may fail while groups are made or closed. The steps of the
+        world before are forgotten, and the phase is recovering.
         """
         self._sequences = sequences
         words = self._words
@@ -103,7 +104,7 @@ class Heartbeat:
         self.enter("recovering")
 
     def enter(self, phase: Phase) -> None:
-        """From now on the loop does `phase`."""
+        """Show that the loop is now in `phase`."""
         words = self._words
         words[LOOP_VERSION] += 1
         words[PHASE] = _NUMBER[phase]
@@ -111,19 +112,19 @@ class Heartbeat:
         words[LOOP_VERSION] += 1
 
     def begin(self, step: int) -> None:
-        """Step `step` begins."""
+        """Show that step `step` begins."""
         self._words[STEP] = step
 
     def can_go_back_to(self, step: int) -> None:
-        """The run would lose nothing of the steps before `step`, whatever is lost now."""
+        """Show that the steps before `step` are safe: the run would not lose them, whatever is lost now."""
         self._words[SAFE_STEP] = step
 
     def doubt(self) -> None:
-        """What this process computed, or holds, was found wrong, or may be what is."""
+        """Count that what this process computed or holds was found wrong, or may be wrong."""
         self._words[DOUBTS] += 1
 
     def took(self, busy_s: float) -> None:
-        """The step that was begun last took `busy_s` seconds of this process's own work, waiting for others apart."""
+        """Show that the last step took `busy_s` seconds of this process's own work, without waits for other ranks."""
         words = self._words
         step = words[STEP]
         if step < 0:
@@ -168,65 +169,65 @@ class Heartbeat:
 
 
 class UnreadHeartbeat(Heartbeat):
-    """The heartbeat of a process without an agent: nobody reads it, so it has neither a file nor a thread."""
+    """The heartbeat of a process without an agent. It has neither a file nor a thread, and nobody reads it."""
 
     def __init__(self) -> None:
         self._words = memoryview(bytearray(8 * WORDS)).cast("q")
         self._words[STEP] = -1
 
     def join(self, generation: int, rank: int, sequences: Sequences) -> None:
-        """Nobody watches this process in its world either."""
+        """Do nothing: nobody reads it in the new world either."""
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: there is no thread and no file."""
 
 
 _NUMBER = {phase: number for number, phase in enumerate(PHASES)}
 
 UNREAD = UnreadHeartbeat()
-"""For everything that is given a heartbeat where there is no agent."""
+"""What a process without an agent passes where a heartbeat is asked for."""
 
 
 @dataclass(frozen=True)
 class HeartbeatReading:
-    """What a worker showed at one moment. Times are of its machine's CLOCK_MONOTONIC, in nanoseconds."""
+    """What a worker showed at one moment. Times are its machine's CLOCK_MONOTONIC, in nanoseconds."""
 
     pid: int
     generation: int
     rank: int
-    """-1 until it joined a world."""
+    """-1 until it has joined a world."""
     step: int
-    """The step that it is in, or did last; -1 before its first in this world."""
+    """The step that it is in, or did last; -1 before its first step in this world."""
     phase: Phase
     phase_since_ns: int
     busy_s: Mapping[int, float]
-    """Its last steps -> seconds of its own work."""
+    """Step -> seconds of the worker's own work, for its last steps."""
     beats: int
     """Grows by one every `BEAT_S` while the process runs."""
     beat_ns: int
-    """When it grew last."""
+    """When `beats` grew last."""
     peak_memory_bytes: int
-    """The most that was resident."""
+    """The peak of resident memory."""
     sequences: Mapping[str, int]
-    """Process group -> collectives that this process has begun in it."""
+    """Process group -> number of collectives that this process has begun in it."""
     safe_step: int = -1
-    """Steps that are in a copy in memory, or in a checkpoint, that all ranks have their part of; -1: none is known."""
+    """Steps in the newest checkpoint, in memory or on disk, that all ranks have their part of; -1: none is known."""
     doubts: int = 0
-    """How often its numbers were found wrong, or in doubt, since it was born."""
+    """How often its numbers were found wrong, or in doubt, since it started."""
 
     def to_record(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the reading as a record for JSON."""
         return {**vars(self), "busy_s": {str(step): took for step, took in self.busy_s.items()}}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Self:
-        """The reading whose `to_record` this is."""
+        """Return the reading that `to_record` turned into `record`."""
         return cls(**{**record, "busy_s": {int(step): took for step, took in record["busy_s"].items()}})
 
 
 def _take_room(file: BinaryIO, size: int) -> None:
-    """Make it `size` bytes long, and theirs: a page that cannot be had when it is first written to is a SIGBUS, which
-    says nothing. Raises: OSError.
+    """Make `file` `size` bytes long and reserve the memory: without it the first write to a page that cannot be had is
+    a SIGBUS, which explains nothing. Raises: OSError.
     """
     try:
         os.posix_fallocate(file.fileno(), 0, size)
@@ -235,30 +236,30 @@ def _take_room(file: BinaryIO, size: int) -> None:
 
 
 def read_heartbeat(path: Path) -> HeartbeatReading | None:
-    """What the worker whose file this is shows now; None if it shows nothing (yet).
+    """Return what the worker that writes this file shows now; None if there is no file (yet).
 
-    A worker that was stopped or killed while it wrote leaves a part half written for ever: it is read as it is, each
-    number whole in itself.
+    A worker that was stopped or killed while it wrote leaves a part half written for ever. It is read as it is: each
+    number is whole in itself.
 
-    Raises: ValueError if the file is no page of heartbeat, or one of another version.
+    Raises: ValueError if the file is no heartbeat, or one of another version.
     """
     try:
         with path.open("rb") as file:
             page = mmap.mmap(file.fileno(), 8 * WORDS, access=mmap.ACCESS_READ)
     except FileNotFoundError:
         return None
-    except ValueError:  # of mmap: the file is too short
-        raise ValueError(f"{path} is no page of heartbeat") from None
+    except ValueError:  # mmap: the file is too short
+        raise ValueError(f"{path} is no heartbeat") from None
     with page, memoryview(page) as view, view.cast("q") as words:
         if words[MAGIC_AT] != MAGIC or words[FORMAT_AT] != FORMAT:
-            raise ValueError(f"{path} is no page of heartbeat of format {FORMAT}")
+            raise ValueError(f"{path} is no heartbeat of format {FORMAT}")
         loop = _consistent(words, LOOP_VERSION, slice(0, BEAT))
         beat = _consistent(words, BEAT_VERSION, slice(0, WORDS))
     return _reading(loop, beat)
 
 
 def _consistent(words: memoryview, version: int, part: slice) -> list[int]:
-    """A copy of `part` that was not written to meanwhile, if there is one to be had."""
+    """Return a copy of `part` that was not written to meanwhile, or after `TRIES` readings the last one."""
     for _ in range(TRIES):
         before = words[version]
         copy = words[part].tolist()

@@ -1,4 +1,4 @@
-"""The ledger of samples, read from a run's metrics: which were trained on, which skipped, and that each was so once."""
+"""The ledger of samples, read from a run's metrics: which were trained on, which skipped, and each of them once."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Ledger:
-    """What became of a run's samples, which `data.order` numbers 0, 1, 2, ..."""
+    """What became of a run's samples. `data.order` numbers them 0, 1, 2, ..."""
 
     committed: int
-    """Samples that updates were made from."""
+    """The number of samples that updates were made from."""
     skipped: tuple[Range, ...]
-    """Those of bad steps."""
+    """Samples of bad steps."""
     problems: tuple[str, ...]
-    """Samples that were taken twice, or left out without being listed as skipped. There should be none."""
+    """A sentence for each range that was taken twice, or left out but not listed as skipped; there should be none."""
 
 
 def read_ledger(records: Iterable[dict[str, Any]]) -> Ledger:
-    """The ledger that the lines of metrics.jsonl make up (as `Metrics.read` gives them).
+    """Return the ledger that the lines of metrics.jsonl make up (as `Metrics.read` gives them).
 
     A step's line says at which sample it begins (`first_sample`), how many it has (`samples`), and which were skipped
     before or among them (`samples_skipped`).
@@ -42,7 +42,7 @@ def read_ledger(records: Iterable[dict[str, Any]]) -> Ledger:
 
 
 def _taken(record: dict[str, Any]) -> Iterator[Range]:
-    """The ranges that a step's samples are in."""
+    """Yield the ranges that a step's samples are in."""
     start, left = record["first_sample"], record["samples"]
     for first, stop in sorted(record.get("samples_skipped", [])):
         if first < start:

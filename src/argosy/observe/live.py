@@ -1,4 +1,4 @@
-"""Memory that is alive, counted tensor by tensor: exact on any device, where the process's size tells little."""
+"""Counts the memory that is alive, tensor by tensor: exact on any device, where the process's size says little."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class LiveBytes(Watch):
             ...
         live.most
 
-    Memory that several tensors share counts once, and as much as it has now (FSDP2 empties and refills what it
-    gathered). What was there before does not count, nor does memory that a kernel takes for itself and gives back, nor
-    that of tensors on the meta device, which have none. While it is on, nothing is compiled.
+    Memory that several tensors share counts once, with its present size (FSDP2 empties and refills what it gathered).
+    These do not count: memory from before, memory that a kernel takes for itself and gives back, and tensors on the
+    meta device, which have none. While it is on, nothing is compiled.
     """
 
     def __init__(self) -> None:
@@ -28,12 +28,12 @@ class LiveBytes(Watch):
         self.now = 0
         """Bytes alive."""
         self.most = 0
-        """The most that were alive at once."""
+        """The most bytes that were alive at once."""
         self._sizes: dict[int, int] = {}
         self._resize: Callable[[torch.UntypedStorage, int], Any] = torch.UntypedStorage.resize_
 
     def __enter__(self) -> Self:
-        """Begin to count. A storage that changes its size does so past the dispatcher: that call is watched too."""
+        """Begin to count. A storage changes its size without the dispatcher, so that call is watched too."""
         self._resize = resize = torch.UntypedStorage.resize_
 
         def watched(storage: torch.UntypedStorage, size: int) -> Any:
@@ -47,7 +47,7 @@ class LiveBytes(Watch):
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Count no more; what dies later is still subtracted."""
+        """Stop counting new memory; memory that is freed later is still subtracted."""
         super().__exit__(*exception)
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[assignment, method-assign]
 
@@ -64,10 +64,10 @@ class LiveBytes(Watch):
                 weakref.finalize(storage, self._died, key).atexit = False
 
     def changed(self, memory: int, before: int, after: int) -> None:
-        """Memory that is known as `memory` had `before` bytes and has `after`: for who wants to know which."""
+        """The memory with this number had `before` bytes and now has `after`. For subclasses."""
 
     def freed(self, memory: int) -> None:
-        """It is gone; other memory may come to be known by this number."""
+        """The memory with this number is gone; other memory may get the number. For subclasses."""
 
     def _set(self, key: int, size: int) -> None:
         before = self._sizes.get(key, 0)

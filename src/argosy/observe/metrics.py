@@ -1,4 +1,4 @@
-"""metrics.jsonl: one line a step, and one for each evaluation."""
+"""metrics.jsonl: one line for each step, and one for each evaluation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from argosy.observe.events import JsonLines, read_lines
 
 CHUNK_BYTES = 2**16
-"""Read at once, from the end of a file backwards."""
+"""Bytes that are read at once, from the end of a file backwards."""
 CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
@@ -24,12 +24,12 @@ class Metrics:
     """The numbers of a run, step by step."""
 
     def __init__(self, run_dir: Path, may_write: Callable[[], bool] = lambda: True):
-        """`may_write` is asked before each line: a process that the run has gone on without is to add none."""
+        """`may_write` is asked before each line: a process that the run continued without must add none."""
         self.path = run_dir / "metrics.jsonl"
         self._lines, self._may_write = JsonLines(self.path), may_write
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one record, which names its `step`, if it may."""
+        """Append one record, which names its `step`, if this process may write."""
         if self._may_write():
             self._lines.write(record)
 
@@ -46,7 +46,7 @@ class Metrics:
             file.truncate(end)
 
     def last(self, count: int) -> list[dict[str, Any]]:
-        """The records of the last `count` steps (fewer if there are no more), in order."""
+        """Return the records of the last `count` steps (fewer if there are no more), in order."""
         if not self.path.exists():
             return []
         with self.path.open("rb") as file:
@@ -54,7 +54,7 @@ class Metrics:
             return list(islice(steps, count))[::-1]
 
     def has(self, step: int, key: str) -> bool:
-        """Whether there is `key` in any record of `step`, which is among the last."""
+        """Return True if any record of `step`, which is among the last ones, has `key`."""
         if not self.path.exists():
             return False
         with self.path.open("rb") as file:
@@ -63,14 +63,14 @@ class Metrics:
             return any(record["step"] == step and key in record for record in last)
 
     def read(self) -> list[dict[str, Any]]:
-        """All records so far."""
+        """Return all records so far."""
         return read_lines(self.path)
 
 
 def _backwards(file: BinaryIO) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Where each line begins, and its record, from the last one on; None for a line that was cut off.
+    """Yield where each line begins, and its record, from the last one on; None for a line that was cut off.
 
-    A long run's file is not read as a whole only to go on at its end.
+    Reading backwards spares a long run from reading its whole file only to continue at the end.
     """
     position, rest = file.seek(0, os.SEEK_END), b""
     while position:
@@ -96,14 +96,14 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory this process held, ever or since `forget_peak_memory`: of the GPU, or resident on a CPU."""
+    """Return the peak memory of this process since `forget_peak_memory`, or ever: on the GPU, or resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def forget_peak_memory(device: torch.device) -> None:
-    """Let `peak_memory_bytes` begin anew with what is held now, where the system can do that."""
+    """Restart `peak_memory_bytes` from what is held now, where the system can do that."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:

@@ -11,9 +11,9 @@ REPEATS = 12
 
 
 def matmul_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """The best rate of a large square matmul, in FLOP/s, measured here and now (0.1 to 0.3 s).
+    """Return the best rate of a large square matmul, in FLOP/s, measured here and now (0.1 to 0.3 s).
 
-    The best of several, since a busy machine only ever makes one slower.
+    The best of several, since a busy machine can only make one slower.
     """
     size = SIZE[device.type]
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
@@ -35,12 +35,12 @@ def _seconds(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def device_name(device: torch.device) -> str:
-    """cpu, or the GPU as its driver calls it."""
+    """Return "cpu", or the driver's name of the GPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def software(device: torch.device) -> str:
-    """Versions that speed depends on, e.g. "torch 2.13.0, CUDA 13.0, NCCL 2.28.9"."""
+    """Return the versions that speed depends on, e.g. "torch 2.13.0, CUDA 13.0, NCCL 2.28.9"."""
     parts = [f"torch {torch.__version__}"]
     if device.type == "cuda":
         parts += [f"CUDA {torch.version.cuda}", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"]

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes: one live line in a terminal, plain lines elsewhere."""
+"""What a person sees while a run goes on: one live line in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Progress:
         self.note(_line(record, steps, validation_loss, left_s), last=record["step"] + 1 == steps)
 
     def note(self, line: str, last: bool = False) -> None:
-        """Show how far something is: in place in a terminal, else a line every few seconds and the last one."""
+        """Show how far something has got: in place in a terminal, else a line every few seconds and the last one."""
         if self._console.is_terminal:
             if self._live is None:
                 self._live = Live(console=self._console, auto_refresh=False)
@@ -64,7 +64,7 @@ def _short(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as h:mm:ss or m:ss."""
+    """Return seconds as h:mm:ss or m:ss."""
     whole = max(0, round(seconds))
     hours, minutes = whole // 3600, whole % 3600 // 60
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"

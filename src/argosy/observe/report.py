@@ -1,4 +1,4 @@
-"""report.json: what a run came to."""
+"""report.json: the totals of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Report(BaseModel):
     name: str
     run_dir: Path
     status: Literal["finished", "stopped"]
-    """stopped: a signal ended it early, with its state saved."""
+    """stopped: a signal ended the run early, with its state saved."""
     plan: str
     steps: int
     tokens: int
@@ -37,17 +37,17 @@ class Report(BaseModel):
     peak_flops: float
     """The measured matmul peak of all processes together, FLOP/s."""
     time_to_first_step_s: float | None
-    """From the start of the processes that ended the run to the end of their first step; None if none was left."""
+    """From the start of the last processes of the run to the end of their first step; None if no step was left."""
     memory_bytes: int
-    """The most that the first process held."""
+    """Peak memory of rank 0."""
     memory_before_bytes: int = 0
-    """Of it, what it held before it made the model: Python, torch and its libraries; 0 on a GPU."""
+    """The part that rank 0 held before it made the model: Python, torch and its libraries; 0 on a GPU."""
     device: str = ""
     """cpu, or the GPU as its driver calls it."""
     software: str = ""
     """Versions that speed depends on."""
     predicted: Reconciled | None = None
-    """What the steps took beside what `plan` was predicted to take; None without a prediction."""
+    """Measured next to predicted, part by part; None without a prediction."""
     seconds: dict[str, float]
     """Where the time of the steps went; the categories add up to `step`."""
     wall_s: float
@@ -60,7 +60,7 @@ class Report(BaseModel):
     """Text that the model wrote."""
 
     def in_words(self) -> str:
-        """What a person wants to know of the run when it ends."""
+        """Return the lines that a person reads when the run ends."""
         if self.status == "stopped":
             return f"stopped after step {self.steps}; the state is saved in {self.run_dir}/checkpoints"
         seconds = {k: v for k, v in self.seconds.items() if k != "step"}
@@ -86,7 +86,7 @@ class Report(BaseModel):
         return "\n".join(lines)
 
     def save(self, run_dir: Path) -> None:
-        """Write report.json, whole or not at all."""
+        """Write report.json atomically."""
         with atomic_write(run_dir / "report.json") as file:
             file.write(self.model_dump_json(indent=1).encode() + b"\n")
 
@@ -97,7 +97,7 @@ class Report(BaseModel):
 
 
 def totals(steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """The fields of a report that follow from the lines of metrics.jsonl (those of steps)."""
+    """Return the fields of a report that follow from the lines of metrics.jsonl (those of steps)."""
     seconds: dict[str, float] = {}
     for record in steps:
         for category, value in record["seconds"].items():
@@ -115,10 +115,10 @@ def totals(steps: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def typical(steps: list[dict[str, Any]]) -> dict[str, float]:
-    """Seconds of a step by category: the mean over the middle half of the steps' lines, by duration.
+    """Return the seconds of a step by category: the mean over the middle half of the steps' lines, by duration.
 
-    So the categories add up, and what disturbs single steps is left out: compiling, a pause of the machine.
-    Checks, evaluation and checkpoints are no part of it.
+    So the categories add up, and what disturbs single steps is left out: compiling, a pause of the machine. Checks,
+    evaluation and checkpoints are not part of it.
     """
     ordered = sorted(steps[1:] or steps, key=lambda record: float(record["step_time_s"]))
     middle = ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]

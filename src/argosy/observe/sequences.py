@@ -1,18 +1,18 @@
-"""How far each of this process's groups has got: the numbers by which a hang is told from a slow step."""
+"""How far each of this process's groups has got: these numbers tell a hang from a slow step."""
 
 from __future__ import annotations
 
 from torch.distributed import distributed_c10d
 
 NAME_END = 12
-"""Characters kept of a group's name, which torch may make of a hash."""
+"""Characters kept of a group's name, which may be a long hash."""
 
 
 def sequence_numbers() -> dict[str, int]:
-    """Process group -> collectives that this process has begun in it; groups of one are left out.
+    """Return process group -> number of collectives that this process has begun in it; groups of one are left out.
 
-    A name is what the group is for and the end of torch's name for it, the same on all its ranks. It may be called from
-    any thread, also while another waits in a collective.
+    A group's name is its purpose and the end of torch's name for it, the same on all its ranks. Any thread may call
+    this, also while another waits in a collective.
 
     Torch has no public list of groups (`pg_map`), and its flight recorder, which has such numbers in public, only knows
     NCCL's; `_get_sequence_number_for_group` is what torch itself names in the message of a collective that timed out.

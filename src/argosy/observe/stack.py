@@ -1,4 +1,4 @@
-"""Where a process is: its Python stacks, which it writes down when another process asks, whatever it hangs in."""
+"""Python stacks of a process, which it writes down when another process asks, even while it hangs."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from contextlib import suppress
 
 ASKED = signal.SIGUSR2
 WRITING_S = 0.05
-"""A process that is not stopped has written by then."""
+"""A process that is not stopped has written its stacks within this time."""
 
 
 def write_when_asked(descriptor: int) -> None:
-    """Have the stacks of all threads of this process written to a file of its own descriptor."""
+    """Prepare this process to write the stacks of all its threads to the file with this descriptor when asked."""
     faulthandler.register(ASKED, os.dup(descriptor), all_threads=True)
 
 
 def ask(pid: int) -> None:
-    """Have a process that has called `write_when_asked` do so; returns when it had the time. Others it would kill."""
+    """Ask a process that has called `write_when_asked`, and wait until it had the time. It would kill any other."""
     with suppress(ProcessLookupError):
         os.kill(pid, ASKED)
         time.sleep(WRITING_S)

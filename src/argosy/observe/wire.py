@@ -1,11 +1,11 @@
-"""Bytes that a rank really puts on the wire, by mesh axis and collective, counted while a step runs.
+"""Counts the bytes that a rank really puts on the wire, by mesh axis and collective, while a step runs.
 
-What a rank *sends* is counted, as ring algorithms do it (Thakur et al. 2005; Patarasuk & Yuan 2009): of `size` bytes,
-those of the whole message, in a group of n ranks
+What a rank *sends* is counted, as ring algorithms do it (Thakur et al. 2005; Patarasuk & Yuan 2009). For a whole
+message of `size` bytes in a group of n ranks that is
 
     all_reduce       2 (n-1)/n size
-    all_gather         (n-1)/n size      size: of what everyone has afterwards
-    reduce_scatter     (n-1)/n size      size: of what everyone has before
+    all_gather         (n-1)/n size      size: of what each rank has afterwards
+    reduce_scatter     (n-1)/n size      size: of what each rank has before
     all_to_all         size less the part that stays; (n-1)/n size where parts are equal
     send               size              receiving is the other side's sending
     broadcast, reduce  (n-1)/n size      the mean over ranks: the last one in the ring sends nothing on
@@ -34,11 +34,11 @@ Sent = Callable[[tuple[Any, ...], dist.ProcessGroup], float]
 """The arguments of a collective's operator and its group -> bytes that this rank sends."""
 
 OTHER = "other"
-"""The axis of any group that is neither a mesh's nor the world."""
+"""The axis of a group that is neither a mesh's nor the world."""
 
 
 def _circling(message: int, times: int = 1) -> Sent:
-    """A collective of which argument `message` is the whole: all but one part of it passes through this rank."""
+    """For a collective whose argument `message` is the whole: all but one part of it passes through this rank."""
     return lambda args, group: times * (group.size() - 1) / group.size() * nbytes(args[message])
 
 
@@ -96,7 +96,7 @@ COLLECTIVES: dict[str, tuple[str, Sent]] = {
     "monitored_barrier_": ("barrier", _nothing),
     "check_for_nan": ("barrier", _nothing),
 }
-"""The operators of torch's namespace `c10d`, under which every public collective ends."""
+"""The operators of torch's namespace `c10d`, which every public collective calls."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class WireCounter(Watch):
 
 
 def message_of(operator: torch._ops.OpOverload, args: tuple[Any, ...], axes: Mapping[str, str]) -> Message | None:
-    """What `operator(*args)` sends, None if it is no collective; `axes` as `Meshes.axis_of_groups` gives them.
+    """Return what `operator(*args)` sends, None if it is no collective; `axes` as `Meshes.axis_of_groups` gives them.
 
     Raises: NotImplementedError for a collective that is not in `COLLECTIVES`.
     """

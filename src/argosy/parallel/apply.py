@@ -1,6 +1,7 @@
 """From a plan to a model that is laid out as it says: the one order in which the axes are applied.
 
-Nothing else asks whether an axis is in use: the step, the optimizer and the checkpoint see pieces of parameters.
+Which axes are in use is asked here and in `model.py`, which picks the schedule and how gradients are summed. The step,
+the optimizer and the checkpoint do not ask: they see pieces of parameters.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from argosy.plan.plan import Plan
 from argosy.precision.fp8 import use_fp8
 
 Materialize = Callable[[Decoder, ModelConfig, torch.device, int], None]
-"""`models.initialize.materialize`, or what takes its place: gives a model memory, and weights."""
+"""`models.initialize.materialize` or its replacement: gives a model memory, and weights."""
 
 
 def apply(
@@ -44,7 +45,7 @@ def apply(
 ) -> ParallelModel:
     """Build this rank's part of the model as `plan` says, with its initial weights; all ranks call it alike.
 
-    stages_on: what takes the place of `plan.cost.exact_state.stages_on`.
+    stages_on: may replace `plan.cost.exact_state.stages_on`.
     Raises: UserError if the device cannot do what the plan asks of it (fp8).
     """
     tied = run.model.tie_embeddings and plan.pp > 1 and not SCHEDULES[plan.schedule].v_shaped

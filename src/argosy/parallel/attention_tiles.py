@@ -26,7 +26,7 @@ class Tile(NamedTuple):
 
 
 def ring_tiles(documents: list[int], rows: int, seq_len: int, rank: int, size: int) -> list[list[Tile]]:
-    """What the tokens of `rank` see in each step of the ring; in step i, of the tokens of rank - i.
+    """Return what the tokens of `rank` see in each step of the ring; in step i, of the tokens of rank - i.
 
     `documents`: where they start in `rows` rows of `seq_len` tokens laid end to end, then the number of tokens.
     """
@@ -45,11 +45,11 @@ def ring_tiles(documents: list[int], rows: int, seq_len: int, rank: int, size: i
 
 
 def _row_tiles(bounds: list[int], rank: int, owner: int, size: int) -> list[tuple[slice, slice, bool]]:
-    """What the tokens of `rank` see of `owner`'s, in a row of documents between consecutive `bounds`."""
+    """Return what the tokens of `rank` see of `owner`'s, in a row of documents between consecutive `bounds`."""
     chunk = bounds[-1] // (2 * size)
 
     def held_before(position: int, rank: int) -> int:
-        """How many of `rank`'s tokens lie before `position` of the row."""
+        """Return how many of `rank`'s tokens lie before `position` of the row."""
         firsts = (rank * chunk, (2 * size - 1 - rank) * chunk)
         return sum(min(max(position - first, 0), chunk) for first in firsts)
 
@@ -76,7 +76,7 @@ class Kernel(NamedTuple):
 
 
 def kernel_for(q_BTHE: Tensor) -> Kernel:
-    """The best kernel for these queries."""
+    """Return the best kernel for these queries."""
     if q_BTHE.device.type == "cpu":
         return CPU_FLASH
     E = q_BTHE.shape[-1]
@@ -159,4 +159,4 @@ CPU_FLASH = Kernel(_cpu_flash_forward, _cpu_flash_backward)
 CUDA_FLASH = Kernel(_cuda_flash_forward, _cuda_flash_backward)
 """FlashAttention 2: bf16 or fp16, head widths that are multiples of 8 up to 256."""
 PLAIN = Kernel(_plain_forward, _plain_backward)
-"""For any device and dtype. Its scores are in memory, T * S of them for each head."""
+"""A kernel for any device and dtype. It keeps its scores in memory, T * S for each head."""

@@ -1,8 +1,8 @@
 """Arithmetic that is checked: fingerprints of bits, and checksums on sums over ranks.
 
 A sum over ranks keeps checksums: the checksum of the sum is the sum of the checksums (algorithm-based fault tolerance:
-Huang & Abraham 1984, "Algorithm-Based Fault Tolerance for Matrix Operations"). In floating point both are rounded, and
-what is off by no more than rounding cannot be seen: flips of low bits, which are as small as rounding itself.
+Huang & Abraham 1984, "Algorithm-Based Fault Tolerance for Matrix Operations"). In floating point both are rounded, so
+an error no larger than rounding cannot be seen: a flip of a low bit.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from torch import Tensor
 SIGMAS = 8
 """How many standard deviations of rounding a checksum may be off."""
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes of an element."""
+"""Integer types by bytes of an element."""
 
 
 def sum_of_bits(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's bits, as 64-bit integers in the order of its elements, modulo 2**64; int64, no dims."""
+    """Return the sum of a tensor's bits, as 64-bit integers in its elements' order, modulo 2**64; int64, no dims."""
     flat = tensor.detach().reshape(-1)
     per_word = 8 // flat.element_size()
     if flat.storage_offset() % per_word:
-        flat = flat.clone()  # or its words would begin elsewhere than those of the other copies
+        flat = flat.clone()  # or its words would begin elsewhere than those of the other replicas
     in_words = flat.numel() // per_word * per_word
     rest = flat[in_words:].view(INTEGERS[flat.element_size()])
     return flat[:in_words].view(torch.int64).sum() + rest.sum(dtype=torch.int64)
 
 
 def checksums(rows: Tensor) -> Tensor:
-    """Of each row of `rows` [n, width] its sum and its sum of squares, fp64 [n, 2]: to be summed over ranks."""
+    """Return each row's sum and sum of squares, fp64 [n, 2], of `rows` [n, width]: to be summed over ranks."""
     wide = rows.double()  # at once: reductions that convert on the way are slower
     return torch.stack([wide.sum(dim=1), torch.linalg.vector_norm(wide, dim=1).square()], dim=1)
 
 
 def is_sum(found: Tensor, expected: Tensor, ranks: int) -> Tensor:
-    """Whether `found` can be the sum over ranks of rows whose checksums add up to `expected` [2]; bool, no dims.
+    """Return True if `found` can be the sum over ranks of rows whose checksums add up to `expected` [2]; bool, no dims.
 
     Rows that are not finite have no checksum: they pass.
     """
@@ -43,7 +43,7 @@ def is_sum(found: Tensor, expected: Tensor, ranks: int) -> Tensor:
 
 
 def tolerance(expected: Tensor, dtype: torch.dtype, ranks: int) -> Tensor:
-    """How far the sum of a row that was summed over ranks in `dtype` may be from `expected` [2]; fp64, no dims.
+    """Return how far the sum of a row that was summed over ranks in `dtype` may be from `expected` [2]; fp64, no dims.
 
     Rounding each of the n - 1 additions of n ranks, with unit roundoff u, is off by u times a
     partial sum, which is at most sqrt(n) times the root q of the summed squares of the element; over all elements,

@@ -1,6 +1,6 @@
 """Collectives that gradients flow through: what tensor parallelism puts between a model's modules.
 
-Where one rank's forward gathers what others hold, its backward adds up what they all say about it, and vice versa.
+Where forward gathers what other ranks hold, backward sums the gradients of all ranks, and vice versa.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 def gather_sequence(x_BtD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The tokens of all ranks, [B, T, D]; in backward each rank gets the sum of the gradients of its own."""
+    """Return the tokens of all ranks, [B, T, D]; in backward each rank gets the sum of the gradients of its own."""
     y: Tensor = _GatherSequence.apply(x_BtD, group)
     return y
 
 
 def reduce_scatter_sequence(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's tokens, [B, t, D], of the sum over ranks; in backward all ranks get all gradients."""
+    """Return this rank's tokens, [B, t, D], of the sum over ranks; in backward all ranks get all gradients."""
     y: Tensor = _ReduceScatterSequence.apply(x_BTD, group)
     return y
 

@@ -28,5 +28,5 @@ def compile_blocks(model: Decoder, enabled: bool) -> None:
 
 
 def keep_compile_cache() -> None:
-    """Let compiled kernels outlive the process, so that only the first run of a model waits for them."""
+    """Keep compiled kernels on disk, so that only the first run of a model waits for them."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE))

@@ -1,4 +1,4 @@
-"""The TCP connections of a world of processes, and how to break them off, so that whoever waits for a peer stops."""
+"""The TCP connections of a world of processes, and how to break them off, so that no process waits for a dead peer."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from pathlib import Path
 
 
 class Connections:
-    """Those that this process has opened since this object was made: of one world after the other."""
+    """The connections that this process has opened since this object was made, in one world after the other."""
 
     def __init__(self) -> None:
         self._others = frozenset(name for name, _ in _tcp_sockets())
         self._broken: dict[str, socket.socket] = {}
 
     def break_off(self) -> None:
-        """End all of them, so that what waits for a peer, in any thread, raises. May be called again for new ones.
+        """End all connections, so that a wait for a peer raises in any thread. May be called again for new ones.
 
-        A collective of gloo that waits for a peer that is stopped, or cut off, has no other end than its timeout: torch
-        2.13's ProcessGroup.abort does not wake it. The end of its connection does; but not who waits until a message
-        is sent that could not be sent at once (gloo's Pair::signalException passes them over). So connections are shut
-        for reading only, and kept open: what is sent to a peer that breaks off too is sent, though nobody reads it.
+        A gloo collective that waits for a stopped or unreachable peer ends only by its timeout: torch 2.13's
+        ProcessGroup.abort does not wake it. The end of its connection does, but it does not wake a sender whose message
+        could not be sent at once (gloo's Pair::signalException passes it over). So connections are shut for reading
+        only, and kept open: a message to a peer that breaks off too is sent, though no process reads it.
         """
         for name, copy in _tcp_sockets():
-            # Not those that listen: gloo's thread takes their end for a mistake of its own, and aborts the process.
+            # Listening sockets stay: gloo's thread takes their end for its own mistake, and aborts the process.
             is_listening = copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
             if not (is_listening or name in self._others or name in self._broken):
                 with suppress(OSError):  # not connected
@@ -33,14 +33,14 @@ class Connections:
                     self._broken[name] = copy.dup()
 
     def close(self) -> None:
-        """Close what was broken off, once all processes have left the world."""
+        """Close the connections that were broken off, once all processes have left the world."""
         for connection in self._broken.values():
             connection.close()
         self._broken.clear()
 
 
 def _tcp_sockets() -> Iterator[tuple[str, socket.socket]]:
-    """This process's, by what the kernel calls them, e.g. "socket:[4711]"; each a copy, closed after use."""
+    """Yield this process's sockets with the kernel's names, e.g. "socket:[4711]"; each a copy, closed after use."""
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # closed meanwhile
             name = str(entry.readlink())

@@ -29,7 +29,7 @@ from argosy.parallel.attention_tiles import Kernel, Tile, kernel_for, ring_tiles
 
 
 def shard_sequence(x: Tensor, rank: int, size: int, dim: int = 1) -> Tensor:
-    """The tokens of `x` that `rank` of `size` holds; along `dim`, their number must be a multiple of 2 * size."""
+    """Return the tokens of `x` that `rank` of `size` holds; if size > 1, a multiple of 2 * size of them along `dim`."""
     if size == 1:
         return x
     assert x.shape[dim] % (2 * size) == 0, f"{x.shape[dim]} tokens cannot be cut into {2 * size} equal chunks"
@@ -38,18 +38,18 @@ def shard_sequence(x: Tensor, rank: int, size: int, dim: int = 1) -> Tensor:
 
 
 def unshard_sequence(shards: Sequence[Tensor], dim: int = 1) -> Tensor:
-    """All tokens in their order, from what each rank holds."""
+    """Return all tokens in their order, from what each rank holds."""
     early, late = zip(*(shard.chunk(2, dim) for shard in shards), strict=True)
     return torch.cat((*early, *reversed(late)), dim)
 
 
 class RingAttention:
-    """`packed_attention` of which each rank of `group` computes its own tokens (Liu et al. 2023, "Ring Attention").
+    """`packed_attention` in which each rank of `group` computes its own tokens (Liu et al. 2023, "Ring Attention").
 
     Keys and values travel round the ring, the next ones while attention to the last is computed; what a token saw in
     each is merged by log-sum-exp, in fp32. In backward they travel once more, and their gradients with them, in fp32.
-    No rank ever has more of them than its own and two blocks as large; q, k, v, the output and the log-sum-exp are
-    what is kept for backward. One instance serves all layers.
+    No rank ever has more of them than its own and two blocks as large. For backward q, k, v, the output and the
+    log-sum-exp are kept. One instance serves all layers.
 
     `kernel`: the arithmetic, by default the best one for the device, dtype and head width.
     """
@@ -63,7 +63,7 @@ class RingAttention:
         _RINGS[self._handle] = self
 
     def __call__(self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: Tensor | None) -> Tensor:
-        """This rank's [B, T, H, E]; `documents` are those of the whole rows (see `packed_attention`).
+        """Return this rank's [B, T, H, E]; `documents` are those of the whole rows (see `packed_attention`).
 
         The host waits for `documents`, once for all calls in a row with the same ones; do not change them in place.
         """
@@ -73,7 +73,7 @@ class RingAttention:
         return _ring_attention(q_BTHE, k_BTKE, v_BTKE, documents, self._handle)[0]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The output, [B, T, H, E], and in fp32 the log-sum-exp of the scores, [B, T, H]; without autograd."""
+        """Return the output, [B, T, H, E], and in fp32 the log-sum-exp of the scores, [B, T, H]; without autograd."""
         kernel = self._kernel or kernel_for(q)
         y_BTHE = q.new_empty(q.shape, dtype=torch.float32)
         lse_BTH = q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -89,7 +89,7 @@ class RingAttention:
     def backward(
         self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, y: Tensor, lse_BTH: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The gradients of q and, stacked, of k and v, given that of `forward`'s output."""
+        """Return the gradients of q and, stacked, of k and v, given that of `forward`'s output."""
         kernel = self._kernel or kernel_for(q)
         dy, lse = dy.contiguous(), lse_BTH.transpose(1, 2)
         dq = q.new_zeros(q.shape, dtype=torch.float32)
@@ -120,7 +120,7 @@ class RingAttention:
 
 
 class UlyssesAttention:
-    """`packed_attention` of which each rank of `group` computes some heads (Jacobs et al. 2023, "DeepSpeed Ulysses").
+    """`packed_attention` in which each rank of `group` computes some heads (Jacobs et al. 2023, "DeepSpeed Ulysses").
 
     One all-to-all gives each rank all tokens of H/n query heads and K/n key/value heads, another brings the output
     back. n must divide H, and either divide K or be a multiple of it; then key/value heads are sent to several ranks.
@@ -131,7 +131,7 @@ class UlyssesAttention:
 
     @torch.compiler.disable  # an exchange in the middle: attention itself is one kernel anyway
     def __call__(self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: Tensor | None) -> Tensor:
-        """This rank's [B, T, H, E]; `documents` are those of the whole rows (see `packed_attention`)."""
+        """Return this rank's [B, T, H, E]; `documents` are those of the whole rows (see `packed_attention`)."""
         n, H, K = self._group.size(), q_BTHE.shape[2], k_BTKE.shape[2]
         assert k_BTKE.shape == v_BTKE.shape
         assert H % n == 0 and H % K == 0, f"{H} query heads over {n} ranks, {K} key/value heads"
@@ -147,7 +147,7 @@ class UlyssesAttention:
 
 
 class _Ring:
-    """Each rank of a group between the one it receives from and the one it sends to."""
+    """The ranks of a group in a ring: each receives from the one before and sends to the next."""
 
     def __init__(self, group: dist.ProcessGroup):
         self._group, self.rank, self.size = group, group.rank(), group.size()
@@ -170,7 +170,7 @@ class _Ring:
         return wait
 
     def blocks(self, block: Tensor) -> Iterator[Tensor]:
-        """The `block`s of this rank, the one before, and so on; each travels while the last one is worked on.
+        """Yield the `block`s of this rank, the one before, and so on; each travels while the last one is worked on.
 
         There are two at any time: each is good until the next is asked for, and this rank's own is written over.
         """
@@ -230,13 +230,13 @@ _ring_attention.register_autograd(_gradients, setup_context=_keep_for_backward)
 
 @register_flop_formula(torch.ops.argosy.ring_attention, get_raw=True)
 def _flops(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, handle: int, **_: Any) -> int:
-    """Of this rank, as if all documents were equally long, and the future not spared, as torch counts attention."""
+    """FLOPs of this rank, as if documents were equally long and the future not masked, as torch counts attention."""
     tokens = q.shape[0] * q.shape[1] * _RINGS[handle].ranks
     return 4 * q.numel() * tokens // (q.shape[0] if documents is None else documents.shape[0] - 1)
 
 
 def _is_same_memory(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether `b` is `a`, be it as another Python object: as `a` is alive, its address is not given to another."""
+    """Return True if `b` is the tensor `a`, maybe as another object: while `a` lives, no other has its address."""
     if a is None or b is None:
         return a is b
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape
@@ -277,12 +277,12 @@ class _HeadsToTokens(torch.autograd.Function):
 
 
 def _tokens_to_heads(x_BTnhE: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """From this rank's tokens, with every rank's heads, to all tokens S = nT with this rank's heads; [B, S, h, E]."""
+    """Turn this rank's tokens, with every rank's heads, into all tokens S = nT with this rank's heads; [B, S, h, E]."""
     return unshard_sequence(_all_to_all(x_BTnhE.movedim(2, 0), group).unbind())
 
 
 def _heads_to_tokens(x_BShE: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """From all tokens with this rank's heads to this rank's tokens with every rank's heads; [B, T, n, h, E]."""
+    """Turn all tokens with this rank's heads into this rank's tokens with every rank's heads; [B, T, n, h, E]."""
     n = group.size()
     return _all_to_all(torch.stack([shard_sequence(x_BShE, rank, n) for rank in range(n)]), group).movedim(0, 2)
 

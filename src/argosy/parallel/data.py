@@ -24,21 +24,21 @@ from argosy.parallel.collectives import all_gather_single, reduce_scatter_single
 from argosy.parallel.pieces import Held
 
 NEVER = 2**62
-"""Backward passes: more than there are."""
+"""A number of backward passes that is never reached."""
 BUCKET_BYTES = 4 * 2**20
 """Gradients sent at once: large enough to hide a link's latency, small enough to start early."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Whose gradients are summed: those that share one copy of the state, and those that have a copy each."""
+    """The ranks over which gradients are summed: those that share one replica of the state, and those with one each."""
 
     shard: dist.ProcessGroup | None
     replicate: dist.ProcessGroup | None
 
 
 class _Bucket:
-    """Pieces that travel together. In the flat buffer stands first all that goes to rank 0, then to rank 1, ..."""
+    """Pieces that travel together. Their flat buffer begins with all that goes to rank 0, then to rank 1, ..."""
 
     def __init__(self, pieces: Sequence[Held], ranks: Ranks, dtype: torch.dtype, keep: bool):
         self.pieces, self._ranks, self._dtype = pieces, ranks, dtype
@@ -51,7 +51,7 @@ class _Bucket:
         self.bits: Tensor | None = None
 
     def gather_up(self) -> Tensor:
-        """This rank's gradients, a row for each rank."""
+        """Return this rank's gradients, a row for each rank."""
         rows = [_in_rows(_gradient(piece), self._n, width) for piece, width in self._widths()]
         return torch.cat(rows, dim=1).to(self._dtype)
 
@@ -94,7 +94,7 @@ class _Bucket:
             whole.copy_(rows.flatten()[: whole.numel()].view_as(whole))
 
     def _widths(self) -> list[tuple[Held, int]]:
-        """Each piece, and the elements of the largest part that its parameter is cut into along its first dim."""
+        """Return each piece with the size of the largest part that its parameter is cut into along its first dim."""
         wholes = [local(piece.parameter) for piece in self.pieces]
         sizes = [-(-w.shape[0] // self._n) * (w.numel() // max(1, w.shape[0])) for w in wholes]
         return list(zip(self.pieces, sizes, strict=True))
@@ -109,7 +109,7 @@ class GradientSum:
 
     The buckets follow the order in which backward reaches parameters (last layer first) and are sent in that
     order on every rank, so that the collectives match (Li et al. 2020, "PyTorch Distributed", section 3.2).
-    Alone, a rank has nothing to sum, and its gradients stay where they are.
+    A rank that is alone has nothing to sum, and its gradients stay where they are.
     """
 
     def __init__(self, pieces: Sequence[Held], ranks: Ranks, dtype: torch.dtype, keep: bool, checks: bool = False):
@@ -117,9 +117,9 @@ class GradientSum:
         the sums are compared with their checksums."""
         self._ranks, self._checks = ranks, checks
         self.watches = False
-        """Whether `bits` is to tell this rank's gradients of the next steps."""
+        """True if `bits` is to tell this rank's gradients of the next steps."""
         self.is_sound: Tensor | None = None
-        """Whether the sums of the last step fit their checksums, bool, no dims; None if they were not checked."""
+        """True if the sums of the last step fit their checksums, bool, no dims; None if they were not checked."""
         self._alone = pieces if ranks.shard is None and ranks.replicate is None else ()
         self._shared = ranks.shard is not None
         self._expected = 0
@@ -131,7 +131,7 @@ class GradientSum:
                 piece.parameter.register_post_accumulate_grad_hook(arrived)
 
     def arm(self, backwards: int) -> None:
-        """Say that a step begins, in which that many backwards reach each parameter: the last makes it whole."""
+        """Begin a step in which this many backwards reach each parameter: the last completes its gradient."""
         self._expected = backwards
         self._next = 0
 
@@ -165,11 +165,11 @@ class GradientSum:
         return bucket.arrivals == self._expected * len(bucket.pieces)
 
     def bits(self) -> Tensor:
-        """The bits of this rank's gradients of the last step, before they were summed over ranks; int64, no dims."""
+        """Return the bits of this rank's gradients of the last step, before the sum over ranks; int64, no dims."""
         return torch.stack([bucket.bits for bucket in self._buckets if bucket.bits is not None]).sum()
 
     def hold(self) -> None:
-        """Say that backward passes follow whose gradients are to stay with this rank, until `let_go`."""
+        """Keep the gradients of the following backward passes on this rank, until `let_go`."""
         self._expected = NEVER
 
     def let_go(self) -> Tensor:
@@ -183,7 +183,7 @@ class GradientSum:
         return found
 
     def _check(self, received: Sequence[Tensor]) -> Tensor:
-        """Compare what came with what all ranks said that they sent: one small message for all buckets."""
+        """Compare the sums with the checksums of what all ranks sent: one small message for all buckets."""
         sent = torch.stack([bucket.checksums for bucket in self._buckets if bucket.checksums is not None])
         ranks = 1
         for group in (self._ranks.shard, self._ranks.replicate):
@@ -200,7 +200,7 @@ class GradientSum:
 
 
 def _tell(rule: Callable[[], GradientSum | None], bucket: Callable[[], _Bucket | None], _: Tensor) -> None:
-    """A gradient's hook. It holds no one: through autograd a parameter would hold itself, and its group, for ever."""
+    """Tell the rule of a gradient. The references are weak: else a parameter would hold itself through autograd."""
     if (alive := rule()) is not None and (its := bucket()) is not None:
         alive._arrived(its)
 
@@ -220,7 +220,7 @@ def _cut(pieces: Sequence[Held]) -> list[list[Held]]:
 
 
 def _in_rows(tensor: Tensor, n: int, width: int) -> Tensor:
-    """`tensor` as [n, width], a row for each rank, filled up with zeros."""
+    """Return `tensor` as [n, width], a row for each rank, filled up with zeros."""
     flat = tensor.flatten()
     missing = n * width - len(flat)
     return (F.pad(flat, (0, missing)) if missing else flat).view(n, width)  # to pad by nothing would copy

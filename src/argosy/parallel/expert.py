@@ -50,8 +50,8 @@ class ExpertParallel:
 def split_experts(moe: MoE, config: ModelConfig, mesh: DeviceMesh) -> None:
     """Deal the experts of `moe` (on the meta device) out over the ep dim of `mesh`, and each over its tp dim, in place.
 
-    Of an expert the tp ranks have some of the hidden columns each. They compute all their tokens with these, and add
-    the results up: the inputs are gathered, and the sums are left split by tokens, as around a dense feed-forward.
+    Each tp rank has some of an expert's hidden columns. It computes all their tokens with these, and the ranks add the
+    results up: the inputs are gathered, and the sums are left split by tokens, as around a dense feed-forward.
     """
     names = mesh.mesh_dim_names or ()
     if "ep" in names:
@@ -90,17 +90,17 @@ def _all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], group: d
 
 
 def _by_expert(received_ne: Tensor, total: int) -> Tensor:
-    """The order that turns rows sorted by rank and then by expert into rows sorted by expert and then by rank."""
+    """Return the order that turns rows sorted by rank, then by expert, into rows sorted by expert, then by rank."""
     n, e = received_ne.shape
     expert_Q = torch.arange(e, device=received_ne.device).repeat(n)
     return expert_Q.repeat_interleave(received_ne.flatten(), output_size=total).argsort(stable=True)
 
 
 class SplitRows(Rows):
-    """What concerns whole rows, where the ranks of `group` share each (context or sequence parallelism).
+    """Operations on whole rows, where the ranks of `group` share each row (context or sequence parallelism).
 
     `join` puts what all ranks have [B, t, ...] in the order of the row; `cut` takes this rank's part out of that.
-    `around`: what the row so made is itself a part of, if two axes split it.
+    `around`: the rows that such a row is itself a part of, if two axes split it.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class SplitRows(Rows):
         self.ranks = group.size() * self._around.ranks
 
     def sum(self, x: Tensor) -> Tensor:
-        """Over the ranks that share the rows; no gradient."""
+        """Sum over the ranks that share the rows; no gradient."""
         total = x.detach().clone()
         dist.all_reduce(total, group=self._group)
         return self._around.sum(total)
@@ -130,7 +130,7 @@ def loads_of(mine: Mapping[int, MoE], config: ModelConfig, device: torch.device)
     """Take this rank's loads of the step, fp64 [layers, 2E+1]: to be summed over all ranks. None without experts.
 
     `mine`: this rank's MoE layers by number. Where several ranks count the same tokens they all do so alike, which
-    changes neither the biases nor what a `Load` tells but for its counts.
+    changes neither the biases nor a `Load`, except for its counts.
     """
     if not config.moe.experts:
         return None
@@ -147,6 +147,6 @@ def update_biases(mine: Mapping[int, MoE], loads: Tensor) -> None:
 
 
 def loads_by_layer(loads: Tensor, config: ModelConfig) -> dict[int, Load]:
-    """How each MoE layer's experts were used, from the loads of all ranks; the host waits for the device."""
+    """Return how each MoE layer's experts were used, from the loads of all ranks; the host waits for the device."""
     host = loads.cpu()
     return {layer: Load.of(host[layer]) for layer in range(config.layers) if config.is_moe_layer(layer)}

@@ -1,4 +1,4 @@
-"""The gradient's global norm, in moves that stand around the one exchange of a step (`training.step.exchange`).
+"""The gradient's global norm, in parts that stand around the one exchange of a step (`training.step.Step.exchange`).
 
 Each rank adds up the squares of what it holds; all ranks' sums are added; each rank clips its part by the norm.
 """
@@ -22,17 +22,17 @@ def unscale(pieces: Sequence[Held], scale: float) -> None:
 
 
 def square_share(pieces: Sequence[Held]) -> Tensor:
-    """This rank's share of the gradient's squared global norm, fp64, no dims: over all ranks the shares add up to it.
+    """Return this rank's share of the gradient's squared global norm, fp64, no dims: the shares add up to it.
 
-    The squares of what it holds, divided by the number of ranks that hold the same.
+    It is the squares of what the rank holds, divided by the number of ranks that hold the same.
     """
     share = torch.zeros((), dtype=torch.float64, device=pieces[0].value.device)
-    for copies in sorted({piece.copies for piece in pieces}):
-        gradients = [p.value.grad for p in pieces if p.copies == copies and p.value.grad is not None]
+    for replicas in sorted({piece.replicas for piece in pieces}):
+        gradients = [p.value.grad for p in pieces if p.replicas == replicas and p.value.grad is not None]
         if gradients:
-            # What nn.utils.get_total_norm does, but in fp32: that rounds the norms of bf16 gradients to bf16.
+            # As nn.utils.get_total_norm, but in fp32: that function rounds the norms of bf16 gradients to bf16.
             norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-            share += torch.stack(norms).double().square().sum() / copies
+            share += torch.stack(norms).double().square().sum() / replicas
     return share
 
 

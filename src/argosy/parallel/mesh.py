@@ -1,11 +1,11 @@
 """The ranks of a run as meshes: one view for how samples and models are split, others for how state is.
 
     axes     pp, dp_replicate, dp_shard, cp, tp                   what `Plan` says
-    state    pp, replicate, shard, tp                             who holds, and who shares, one copy of the state
+    state    pp, replicate, shard, tp                             ranks with a replica each; ranks that share one
     experts  pp, expert_replicate, expert_shard, ep, tp           the same for experts; ep is laid over dp_shard x cp
 
-Every view counts ranks in the same order, so that they agree on who is where. `shard` is dp_shard x cp, since the
-ranks that split a sequence share the state as those do that split the samples; with zero = 0 nobody shares, and these
+Every view counts ranks in the same order, so that all agree on each rank's place. `shard` is dp_shard x cp, since the
+ranks that split a sequence share the state as those do that split the samples; with zero = 0 no rank shares, and these
 ranks count as replicas.
 """
 
@@ -26,7 +26,7 @@ EXPERT_AXES = {"expert_replicate", "expert_shard", "ep"}
 
 
 class Meshes:
-    """How this rank sees the others. As it stands here it sees none: every axis has one rank, and nobody to talk to.
+    """How this rank sees the others. As it stands here there are no others: every axis has one rank.
 
     Code that is given meshes asks for groups, places and holders, and does not ask whether there are other ranks.
     `RankMeshes` are those of a world of several.
@@ -137,16 +137,16 @@ def lay_out_meshes(device_type: str, plan: Plan, tied_ends: bool, timeout_s: flo
         return Meshes()
     timeout = timedelta(seconds=timeout_s)
     together = plan.dp_shard * plan.cp
-    copies, shard = (together, 1) if plan.zero == 0 else (1, together)
-    expert_copies, expert_shard = (together // plan.ep, 1) if plan.zero == 0 else (1, together // plan.ep)
+    replicas, shard = (together, 1) if plan.zero == 0 else (1, together)
+    expert_replicas, expert_shard = (together // plan.ep, 1) if plan.zero == 0 else (1, together // plan.ep)
     axes, state, experts = (
         init_device_mesh(device_type, tuple(view.values()), mesh_dim_names=tuple(view))
         for view in (
             {axis: getattr(plan, axis) for axis in AXES},
-            {"pp": plan.pp, "replicate": plan.dp_replicate * copies, "shard": shard, "tp": plan.tp},
+            {"pp": plan.pp, "replicate": plan.dp_replicate * replicas, "shard": shard, "tp": plan.tp},
             {
                 "pp": plan.pp,
-                "expert_replicate": plan.dp_replicate * expert_copies,
+                "expert_replicate": plan.dp_replicate * expert_replicas,
                 "expert_shard": expert_shard,
                 "ep": plan.ep,
                 "tp": plan.tp,
@@ -181,7 +181,7 @@ def lay_out_meshes(device_type: str, plan: Plan, tied_ends: bool, timeout_s: flo
 def _limit_waits(groups: Iterable[dist.ProcessGroup], timeout: timedelta) -> None:
     """Torch gives a mesh's groups its default timeout, whatever that of the world is, and has no public name for this.
 
-    Groups of other backends, a simulator's, wait for nobody.
+    Groups of other backends, such as a simulator's, do not wait.
     """
     for group in groups:
         if dist.get_backend(group) in ("gloo", "nccl"):

@@ -26,7 +26,7 @@ from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-"""Of the arithmetic around matmuls, by the plan's word."""
+"""The dtype of the arithmetic around matmuls, by the plan's word."""
 
 
 class GradientRule(Protocol):
@@ -65,7 +65,7 @@ class ParallelModel:
         if offloaded:
             self.masters = [replace(p, value=twin) for p, twin in zip(self.pieces, self._host.twins, strict=True)]
         self._schedule = _schedule(plan, run, meshes, parts, self._rules)
-        #: Data-parallel ranks read different rows; this is which, and of how many.
+        #: Data-parallel ranks read different rows: their number, and this rank's place among them.
         self.dp = plan.dp
         self.dp_rank = meshes.rank("dp_replicate") * plan.dp_shard + meshes.rank("dp_shard")
         # Every rank of a tp group computes the same loss, so one of them reports it.
@@ -86,16 +86,16 @@ class ParallelModel:
         return self._share(self._schedule.forward_backward(batch, scale, clock))
 
     def watch(self, on: bool) -> None:
-        """Whether `bits` is to tell this rank's gradients of the next step."""
+        """Turn on or off that `bits` can tell this rank's gradients of the next step."""
         for rule in self._sums:
             rule.watches = on
 
     def bits(self) -> int:
-        """The bits of this rank's gradients of the step, before they were summed over ranks, in one number."""
+        """Return the bits of this rank's gradients of the step, before they were summed over ranks, in one number."""
         return int(sum(rule.bits() for rule in self._sums))
 
     def recompute(self, batch: Sequence[Microbatch], loss_scale: float, tokens: int) -> tuple[float, int]:
-        """The loss over `tokens`, and the gradient's bits, that this rank gets from another's batch, and forgets.
+        """Compute the loss over `tokens` and the gradient's bits of another rank's batch, and drop the gradient.
 
         The step's own results are left alone, and no other rank hears of it. Only where ranks are replicas of each
         other, without experts.
@@ -107,7 +107,7 @@ class ParallelModel:
         return (total / tokens).item(), int(sum(rule.let_go() for rule in self._sums))
 
     def sums_are_sound(self) -> bool:
-        """Whether this rank's sums of gradients fit their checksums, as far as they were checked."""
+        """Return True if this rank's sums of gradients fit their checksums, as far as they were checked."""
         return all(bool(rule.is_sound) for rule in self._sums if rule.is_sound is not None)
 
     @property
@@ -131,7 +131,7 @@ class ParallelModel:
 
     @torch.no_grad()
     def after_update(self) -> None:
-        """Once the masters' values have changed, make the model on every rank that of the new values."""
+        """Bring the new values of the masters to the model on every rank."""
         self._host.values_to_device()
         for kept, twin in self._tied:
             twin.value.copy_(kept.value)
@@ -146,19 +146,19 @@ class ParallelModel:
             piece.value.grad = None
 
     def buffers(self) -> dict[str, Tensor]:
-        """What the model remembers besides weights, by name, the same on all ranks that have it: biases of routers."""
+        """Return the model's state besides weights, by name, the same on all ranks that have it: biases of routers."""
         return {name: buffer for model in self._parts for name, buffer in model.named_buffers()}
 
     @torch.no_grad()
     def loss(self, batch: Sequence[Microbatch]) -> Tensor:
-        """This rank's share of the batch's summed loss; `batch` has `microbatches_at_once` microbatches."""
+        """Return this rank's share of the batch's summed loss; `batch` has `microbatches_at_once` microbatches."""
         return self._share(self._schedule.loss([self._mine(micro) for micro in batch]))
 
     def _share(self, loss: Tensor) -> Tensor:
         return loss if self._reports else torch.zeros_like(loss)
 
     def _mine(self, micro: Microbatch) -> Microbatch:
-        """The tokens of the rows that this rank of a cp group computes; positions and documents stay those of all."""
+        """Return the tokens that this rank of a cp group computes, with the positions and documents of whole rows."""
         rank = self.meshes.rank("cp")
         tokens, targets = (shard_sequence(x, rank, self._cp) for x in (micro.tokens_BT, micro.targets_BT))
         return Microbatch(tokens, targets, micro.positions_BT, micro.documents)

@@ -1,4 +1,4 @@
-"""Host memory in the service of the device: activations that wait there for backward, an optimizer that works there."""
+"""Offloading to host memory: activations that wait there for backward, and an optimizer that works there."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from argosy.models.layers import local
 from argosy.observe.dispatch import tensors_in
 
 SMALLEST_OFFLOADED_BYTES = 2**16
-"""Below this a tensor stays on the device: its copy would take the link's latency, and free next to nothing."""
+"""Smaller tensors stay on the device: a copy would cost the link's latency, and free next to nothing."""
 
 
 class ActivationOffload:
-    """What `offload_activations` moved to the host."""
+    """The activations that `offload_activations` moved to the host."""
 
     def __init__(self, smallest_bytes: int) -> None:
         self.smallest_bytes = smallest_bytes
@@ -30,7 +30,7 @@ class ActivationOffload:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of activations that wait on the host now."""
+        """Bytes of the activations that are on the host now."""
         return sum(copy.host.nbytes for copy in self._waiting)
 
     def to_host(self, tensor: Tensor) -> _OnHost:
@@ -60,7 +60,7 @@ class _OnHost:
     copied: torch.cuda.Event | None = None
 
     def to_device(self) -> Tensor:
-        """A copy on the device; on a CUDA device in the computation's order, so that what needs it waits."""
+        """Return a copy on the device; on a CUDA device in the computation's order, so that what needs it waits."""
         if self.copied is not None:
             torch.cuda.current_stream(self.device).wait_event(self.copied)
         return self.host.to(self.device, non_blocking=True)
@@ -73,8 +73,8 @@ def offload_activations(
 
     Weights (cast and transposed too), inputs without gradient, which the blocks share, and tensors below
     `smallest_bytes` stay on the device. What a block saves twice is copied once. Combines with `apply_recompute` and
-    compilation, in any order: with "full" what moves is the block's input; what "selective" keeps beyond it stays on
-    the device. On a CPU the copies are made all the same, and cost memory instead of freeing it.
+    compilation, in any order: with "full" the block's input moves; what "selective" keeps beyond it stays on the
+    device. On a CPU the copies are made all the same, and cost memory instead of freeing it.
     """
     offload = ActivationOffload(smallest_bytes)
     for _, block in blocks:
@@ -98,7 +98,7 @@ class _Offloaded(nn.Module):
 
 
 class _Forward:
-    """One forward of one block: what it has copied so far, and what it need not."""
+    """One forward of one block: what it has copied so far, and what it need not copy."""
 
     def __init__(self, block: nn.Module, offload: ActivationOffload, inputs: Any):
         self._block, self._offload = block, offload
@@ -124,7 +124,7 @@ class _Forward:
         )
 
     def _is_weight(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is a parameter of the block or follows from one alone: its transpose, its cast to bf16."""
+        """True if `tensor` is a parameter of the block or made from one alone: its transpose, its cast to bf16."""
         if any(_memory(tensor) == _memory(local(parameter)) for parameter in self._parameters):
             return True
         node = tensor.grad_fn
@@ -143,7 +143,7 @@ def _unpack(saved: Tensor | _OnHost) -> Tensor:
 
 
 def _memory(tensor: Tensor) -> StorageWeakRef:
-    """The identity of a tensor's memory, which no later memory gets as long as this is held."""
+    """Return the identity of a tensor's memory, which no later memory gets as long as this is held."""
     return StorageWeakRef(tensor.untyped_storage())
 
 
@@ -201,7 +201,7 @@ class HostCopies:
             parameter.copy_(twin, non_blocking=True)
 
     def _grad(self, i: int) -> Tensor:
-        """The memory of a twin's gradient, kept from step to step: to pin memory takes long."""
+        """Return the memory of a twin's gradient, kept from step to step: pinning memory takes long."""
         grad = self._grads[i]
         if grad is None:
             grad = self._grads[i] = _empty_on_host(self._parameters[i], self.twins[i].dtype)
@@ -209,5 +209,5 @@ class HostCopies:
 
 
 def _empty_on_host(like: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Host memory in the shape of `like`, pinned if that is on a CUDA device, so that copies need not wait."""
+    """Return host memory in the shape of `like`, pinned if that is on a CUDA device, so that copies need not wait."""
     return torch.empty(like.shape, dtype=dtype or like.dtype, device="cpu", pin_memory=like.is_cuda)

@@ -32,23 +32,23 @@ class Held(Piece):
     parameter: nn.Parameter
     """The model's own, whose `grad` autograd fills."""
     offset: tuple[int, ...]
-    """Of `value` in the whole."""
-    copies: int
+    """The place of `value` in the whole."""
+    replicas: int
     """How many ranks of the world hold this very part."""
     mesh: DeviceMesh | None = None
     """The ranks that share the whole; None if this one has it all."""
     placements: tuple[Placement, ...] = ()
-    """How, for each dimension of `mesh`."""
+    """How it is split, for each dimension of `mesh`."""
 
     @property
     def is_expert(self) -> bool:
-        """Whether it is of experts that are dealt over the ep ranks."""
+        """True for experts that are dealt out over the ep ranks."""
         mesh = getattr(self.parameter, "device_mesh", None)
         return mesh is not None and "ep" in (mesh.mesh_dim_names or ())
 
     @property
     def is_part_of_sum(self) -> bool:
-        """Whether the tp ranks hold it whole, and each computes a part of its gradient."""
+        """True if the tp ranks hold it whole, and each computes a part of its gradient."""
         parameter = self.parameter
         if not isinstance(parameter, DTensor) or "tp" not in (parameter.device_mesh.mesh_dim_names or ()):
             return False
@@ -70,10 +70,10 @@ def pieces_of(model: Decoder, meshes: Meshes) -> Iterator[Held]:
             offset[0] += first
             placements = (*placements, Shard(0))
         parts = {axis: p.dim for axis, p in enumerate(placements) if isinstance(getattr(p, "dim", None), int)}
-        copies = meshes.ranks_of_stage(is_shared_by_ends=name == "embedding.weight")
+        replicas = meshes.ranks_of_stage(is_shared_by_ends=name == "embedding.weight")
         for axis in parts:
             assert mesh is not None
-            copies //= mesh.size(axis)
+            replicas //= mesh.size(axis)
         yield Held(
             name,
             value,
@@ -84,7 +84,7 @@ def pieces_of(model: Decoder, meshes: Meshes) -> Iterator[Held]:
             scatter=partial(_box, offset=tuple(offset), shape=value.shape),
             parameter=parameter,
             offset=tuple(offset),
-            copies=copies,
+            replicas=replicas,
             mesh=mesh,
             placements=placements,
         )

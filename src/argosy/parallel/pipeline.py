@@ -1,4 +1,4 @@
-"""The order in which microbatches run: one after the other, or through a pipeline, in which ranks hold parts."""
+"""The order in which microbatches run: one after the other, or through a pipeline whose ranks hold parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activation recomputation: keep less of the forward pass, and compute what is missing again in the backward pass."""
+"""Activation checkpointing: keep less of the forward pass, and recompute what is missing in the backward pass."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 # Where the compiler recomputes a whole block with DTensors, torch 2.13 takes their DeviceMesh for a saved tensor, and
-# fails. So it only gets what is inside: the block's last matmul, which nobody needs, is then computed again too.
+# fails. So it only gets what is inside: the block's last matmul, which nothing needs, is then computed again too.
 _recomputed_around_compiled = torch.compiler.disable(_recomputed)
 
 
@@ -79,7 +79,7 @@ def _recomputed_selectively(forward: Callable[..., Any], *args: Any, **kwargs: A
 
 
 def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The `context_fn` of `torch.utils.checkpoint.checkpoint` for one forward of a selectively recomputed block."""
+    """Return `torch.utils.checkpoint.checkpoint`'s `context_fn` for one forward of a selectively recomputed block."""
     return create_selective_checkpoint_contexts(_KeepWhatIsDear())
 
 
@@ -99,7 +99,7 @@ class _KeepWhatIsDear:
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     def _is_kept_and_summed(self, op: Any, args: tuple[Any, ...]) -> bool:
-        """Whether a collective overwrites a kept tensor with its sum over ranks, which must not be summed again.
+        """Return True if a collective overwrites a kept tensor with its sum over ranks, which must not be summed again.
 
         Autograd's version counter, by which torch finds such writes, does not count those of collectives.
         """
@@ -109,7 +109,7 @@ class _KeepWhatIsDear:
 
 
 def recompute_flops_per_byte(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> float:
-    """FLOPs to compute `output` = op(*args, **kwargs) again, for each byte that keeping it would take.
+    """Return the FLOPs to compute `output` = op(*args, **kwargs) again, for each byte that keeping it would take.
 
     `op` is an `OpOverload`, as a dispatch mode sees it. Counts contractions (matmuls, convolutions, attention) by
     torch's formulas, and by ours where it has none; 0 for all other operations.
@@ -143,6 +143,6 @@ def _grouped_matmul_flops(a: Tensor, *args: Any, out_val: Tensor, **kwargs: Any)
 def _varlen_attention_flops(
     q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, starts: Tensor, *args: Any, out_val: Any, **kwargs: Any
 ) -> int:
-    """As if all documents were equally long: torch's own formula reads their lengths, which makes the host wait."""
+    """Return FLOPs as if documents were equally long: torch's formula reads their lengths, so the host would wait."""
     mean_length = k_NKE.shape[0] // (starts.shape[0] - 1)
     return 4 * q_NHE.numel() * mean_length

@@ -48,14 +48,14 @@ def shard_fully(
 
 
 class FullySharded:
-    """The gradients of a `shard_fully` model: FSDP2 sums them in backward; here they reach the pieces."""
+    """The gradients of a `shard_fully` model: FSDP2 sums them in backward; this hands them to the pieces."""
 
     def __init__(self, model: Decoder, pieces: Sequence[Held]):
         assert isinstance(model, FSDPModule)
         self._model, self._pieces = model, pieces
 
     def arm(self, backwards: int) -> None:
-        """A step begins."""
+        """Do nothing: FSDP2 counts backwards itself."""
 
     def before_backward(self, last: bool) -> None:
         """Sum only in the step's last backward; until then gradients add up, whole, on each rank."""
@@ -69,4 +69,4 @@ class FullySharded:
             piece.value.grad = local(gradient)
 
     def after_update(self) -> None:
-        """The values are gathered when they are next used."""
+        """Do nothing: the values are gathered when they are next used."""

@@ -99,7 +99,7 @@ def split_over_ranks(model: Decoder, mesh: DeviceMesh) -> None:
 
 
 def split(module: nn.Module, name: str, mesh: DeviceMesh, *dims: int | None) -> None:
-    """Make the module's parameter `name` a DTensor of which this rank has its part; `dims`: what each axis cuts."""
+    """Make the module's parameter `name` a DTensor and keep this rank's part; `dims`: what each axis cuts."""
     whole = module.get_parameter(name)
     part = whole.detach()
     for axis, dim in enumerate(dims):

@@ -1,4 +1,4 @@
-"""The processes of a run: who am I, and on which device."""
+"""The processes of a run: which of them this is, and on which device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that speaks for the run: prints, writes metrics, commits checkpoints."""
+        """True for rank 0, which speaks for the run: it prints, writes metrics and commits checkpoints."""
         return self.rank == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -43,14 +43,14 @@ class World:
         return tensor
 
     def gather(self, mine: T) -> list[T]:
-        """What each process gives, by rank; any object that can be pickled."""
+        """Return what each process gives, by rank; any object that can be pickled."""
         everyone = [mine] * self.size
         if self.size > 1:
             dist.all_gather_object(everyone, mine)
         return everyone
 
     def share_first(self, look: Callable[[], T]) -> T:
-        """What `look` gives the first process, for all: any object that can be pickled. The others do not look.
+        """Return to all processes what `look` returns on rank 0, which alone calls it: any object that can be pickled.
 
         Raises: what `look` does, on all processes.
         """
@@ -76,19 +76,19 @@ class World:
 
 @dataclass(frozen=True)
 class Place:
-    """A process's place in a world that is to be joined, whose store is open already."""
+    """A process's place in a world to join, whose rendezvous store is open already."""
 
     rank: int
     size: int
     local_rank: int
-    """Among the processes of its node."""
+    """Its number among the processes of its node."""
     local_size: int
     host: str
-    """Where the store is."""
+    """The host of the store."""
     port: int
 
     def environment(self) -> dict[str, str]:
-        """What `join_world` is told by."""
+        """Return the environment that `join_world` reads."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.size),
@@ -120,8 +120,8 @@ def leave_world() -> None:
     """Close the process groups of this world, so that the process may join another."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    # Groups are named by their number. One that could not be made has taken its number all the same, and torch has no
-    # public name to take it back: this process would wait for a group "1" in a world where the others meet in "0".
+    # Groups are named by their number. A group that could not be made has taken its number all the same, and torch has
+    # no public name to reset it: this process would wait for group "1" in a world where the others meet in "0".
     torch.distributed.distributed_c10d._world.group_count = 0
     _forget_meshes()
     gc.collect()  # a model's cycles of references hold groups too
@@ -165,12 +165,12 @@ def give_back_freed_memory() -> None:
 
 
 def processes_here(size: int) -> int:
-    """How many of a world's processes are on this machine: what the launcher says, or all."""
+    """Return how many of a world's processes are on this machine: what the launcher says, or all."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", size))
 
 
 def threads_per_process(launch: LaunchConfig, local_processes: int) -> int:
-    """CPU threads for each process of this machine: what the user says, or an equal share of the cores."""
+    """Return the CPU threads for each process of this machine: what the user says, or an equal share of the cores."""
     return launch.threads or max(1, len(os.sched_getaffinity(0)) // local_processes)
 
 

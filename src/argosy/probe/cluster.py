@@ -1,4 +1,4 @@
-"""From measurements to a cluster that plans can be made for; what they do not say is the catalogue's."""
+"""Turns measurements into a cluster to plan for; what they do not tell is taken from the catalogue."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from argosy.probe.timing import four_digits
 
 
 def as_cluster(catalogue: Device, machine: Machine, measured: Measurements) -> Cluster:
-    """The cluster of `machine`, whose device the catalogue calls `catalogue`."""
+    """Return the cluster of `machine`, whose device the catalogue calls `catalogue`."""
     nodes, local = machine.nodes, machine.devices_per_node
     device = _device(catalogue, machine, measured)
     return Cluster(
@@ -28,8 +28,8 @@ def as_cluster(catalogue: Device, machine: Machine, measured: Measurements) -> C
 def _device(catalogue: Device, machine: Machine, measured: Measurements) -> Device:
     """One device as measured.
 
-    A GPU keeps its specification, and what was measured are shares of it. Of a CPU the catalogue only guesses, and the
-    best matmuls take the guesses' place.
+    A GPU keeps its specification, and measurements are shares of it. The catalogue can only guess at a CPU, so the best
+    matmuls replace its guesses.
     """
     best: dict[str, float] = {}
     for rate in measured.matmuls:
@@ -60,7 +60,7 @@ def _device(catalogue: Device, machine: Machine, measured: Measurements) -> Devi
 
 
 def _link(measured: Measurements, kind: str) -> dict[str, Any]:
-    """The link inside a node: a ring's bandwidth from the largest all-reduce, latency from the smallest message."""
+    """Return the link in a node: a ring's bandwidth from the largest all-reduce, latency from the smallest message."""
     reduces, sends = (_rows(measured, operation, "node") for operation in ("all_reduce", "send"))
     ranks, rate = reduces[-1].ranks, reduces[-1].bytes_per_s or 0.0
     found = {
@@ -72,14 +72,14 @@ def _link(measured: Measurements, kind: str) -> dict[str, Any]:
 
 
 def _network(measured: Measurements, devices: int) -> tuple[Tier]:
-    """What joins the nodes, shared by all their devices."""
+    """Return the link between nodes, shared by all their devices."""
     sends = _rows(measured, "send", "network")
     rate, latency_s = sends[-1].bytes_per_s or 0.0, sends[0].latency_s
     return (Tier(name="network", devices=devices, bandwidth_bytes_per_s=rate, latency_s=latency_s),)
 
 
 def _rows(measured: Measurements, operation: Operation, tier: str) -> list[CollectiveRate]:
-    """The rows of the most ranks, of those the most groups at once, by message size."""
+    """Return the rows with most ranks, and among these with most groups at once, by message size."""
     rows = [row for row in measured.collectives if (row.operation, row.tier) == (operation, tier)]
     ranks, groups = max((row.ranks, row.groups) for row in rows)
     return [row for row in rows if (row.ranks, row.groups) == (ranks, groups)]

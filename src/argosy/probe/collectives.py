@@ -1,4 +1,4 @@
-"""How fast processes talk: each collective by message size, in groups of each size, alone and at once."""
+"""How fast processes communicate: each collective by message size, in groups of each size, alone and at once."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from argosy.plan.hardware.measurements import CollectiveRate, Operation
 from argosy.probe.timing import LONGEST_SLICE_S, four_digits, lower_quartile, synchronize
 
 MESSAGES = {"cpu": [2**p for p in range(10, 27, 2)], "cuda": [2**p for p in range(10, 31, 2)]}
-"""Bytes of the messages, 1 KiB to 64 MiB or 1 GiB; larger ones go on as fast."""
+"""Bytes of the messages, 1 KiB to 64 MiB or 1 GiB; larger ones are as fast."""
 SAMPLES, MOST_CALLS = 5, 50
 MOST_PIECES, FEWEST_POINTS, NEGLIGIBLE, WORTH = 3, 3, 0.1, 0.7
-"""Of the straight pieces of a row: how many; of how many sizes each; the error (root of the summed squares) that is no
-reason for another; and below what share of it another must bring it."""
+"""Limits for the straight pieces of a row: their number; the fewest sizes of each; the error (root of the summed
+squares) up to which no further piece is tried; the share of it that a further piece must bring it below."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Piece:
 
 
 def layouts(hosts: Sequence[str]) -> list[Layout]:
-    """The groups to measure among ranks on these hosts: inside each node and, between nodes, of like local ranks.
+    """Return the groups to measure on these hosts: inside each node and, between nodes, of like local ranks.
 
-    Inside a node groups of 2, 4, ... ranks and of all; each of them alone (one in every node), then all at once.
+    Inside a node: groups of 2, 4, ... ranks and of all; each of them alone (one in every node), then all at once.
     """
     nodes = [[rank for rank, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
     local = min(map(len, nodes))
@@ -65,9 +65,9 @@ def layouts(hosts: Sequence[str]) -> list[Layout]:
 def measure_collectives(
     world: World, hosts: Sequence[str], sizes: Sequence[int], budget_s: float
 ) -> list[CollectiveRate]:
-    """Every operation in every layout of a world on `hosts`, in `budget_s` at most or little more.
+    """Measure every operation in every layout of a world on `hosts`, within about `budget_s`.
 
-    sizes: of the messages in bytes, rising. All processes of the world call it.
+    sizes: bytes of the messages, rising. All processes of the world call it.
     """
     found = layouts(hosts)
     slice_s = min(LONGEST_SLICE_S, budget_s / (len(found) * len(OPERATIONS) * len(sizes)))
@@ -105,7 +105,7 @@ def _points(
     sizes: Sequence[int],
     slice_s: float,
 ) -> Iterator[tuple[int, float]]:
-    """(Message bytes, seconds of the slowest rank), sizes rising up to the first that takes longer than `slice_s`.
+    """Return (message bytes, seconds of the slowest rank), up to the first size that takes longer than `slice_s`.
 
     A rank without a group waits for the others.
     """
@@ -125,7 +125,7 @@ def _slowest(world: World, call: Callable[[], object], slice_s: float) -> float:
 
 
 def _once(world: World, call: Callable[[], object], calls: int) -> float:
-    """Seconds of one of `calls` calls on the slowest rank, the same on all."""
+    """Return the seconds of one of `calls` calls on the slowest rank, the same on all ranks."""
     synchronize(world.device)
     world.barrier()
     began = time.perf_counter()
@@ -138,9 +138,9 @@ def _once(world: World, call: Callable[[], object], calls: int) -> float:
 
 
 def pieces(points: Sequence[tuple[int, float]]) -> list[Piece]:
-    """Straight pieces latency + bytes * slope, of least squared relative error, over (bytes, seconds).
+    """Fit straight pieces latency + bytes * slope, of least squared relative error, to (bytes, seconds).
 
-    As few as will do: another piece, where algorithms or caches change, must make the error clearly smaller.
+    As few as possible: a further piece, where algorithms or caches change, must make the error clearly smaller.
     """
     best, error = _split(points, 1)
     for count in range(2, min(MOST_PIECES, len(points) // FEWEST_POINTS) + 1):
@@ -152,7 +152,7 @@ def pieces(points: Sequence[tuple[int, float]]) -> list[Piece]:
 
 
 def _split(points: Sequence[tuple[int, float]], count: int) -> tuple[list[Piece], float]:
-    """The best `count` pieces, and their error."""
+    """Return the best `count` pieces, and their error."""
     candidates = []
     for inner in combinations(range(1, len(points)), count - 1):
         cuts = [0, *inner, len(points)]
@@ -164,9 +164,9 @@ def _split(points: Sequence[tuple[int, float]], count: int) -> tuple[list[Piece]
 
 
 def _line(points: Sequence[tuple[int, float]], must_rise: bool) -> tuple[Piece, float]:
-    """The line of least squared relative error, neither latency nor slope negative, and that error.
+    """Return the line of least squared relative error, neither latency nor slope negative, and that error.
 
-    must_rise: it has a slope, since the largest messages are to say the bandwidth.
+    must_rise: the line needs a slope, since the largest messages give the bandwidth.
     """
     sizes, times = np.array(points).T
     both = np.stack([1 / times, sizes / times], 1)
@@ -184,11 +184,11 @@ def _error(line: Sequence[float], sizes: np.ndarray, times: np.ndarray) -> float
     return float(np.sum(((line[0] + line[1] * sizes) / times - 1) ** 2))
 
 
-# Calls of an operation: each takes the bytes of its message, and makes what is sent once.
+# Calls of an operation: each takes the bytes of its message, and makes the tensors once.
 
 
 def _nothing() -> None:
-    """What a rank does that has no part."""
+    """What a rank without a part does: nothing."""
 
 
 def _all_reduce(message: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:

@@ -1,4 +1,4 @@
-"""How fast a device computes: matmuls, attention, memory, and the host that gives it work.
+"""How fast a device computes: matmuls, attention, memory, and the host that launches its work.
 
 All processes measure the same at the same time, as they would in training, and each figure is the mean over them.
 """
@@ -29,7 +29,7 @@ DTYPES: dict[NumberFormat, torch.dtype] = {"fp32": torch.float32, "bf16": torch.
 FORMATS: dict[str, tuple[NumberFormat, ...]] = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "bf16", "fp16")}
 SQUARES = {"cpu": (512, 1024), "cuda": (2048, 4096, 8192, 16384)}
 COPY_BYTES = {"cpu": 2**27, "cuda": 2**31}
-"""More than caches hold."""
+"""Bytes: more than caches hold."""
 SMALL = {"layers": 1, "width": 32, "heads": 2, "kv_heads": 2, "head_width": 16, "ffn_width": 32, "vocab_size": 32}
 """A layer whose arithmetic takes no time."""
 
@@ -50,7 +50,7 @@ class Matmul:
 
 
 def matmuls_to_measure(model: ModelConfig, tokens: int, device: str) -> list[Matmul]:
-    """Large squares in each format of the device, then the three matmuls of every weight of `model`, by size once."""
+    """Return large squares in each format of the device, then three matmuls for each weight of `model`, by size."""
     cases = [Matmul(n, n, n, "square", fmt) for fmt in FORMATS[device] for n in SQUARES[device]]
     shapes = dict.fromkeys(_weights(model, tokens))
     for fmt in FORMATS[device]:
@@ -64,7 +64,7 @@ def matmuls_to_measure(model: ModelConfig, tokens: int, device: str) -> list[Mat
 
 
 def _weights(model: ModelConfig, tokens: int) -> Iterator[tuple[int, int, int]]:
-    """Tokens, outputs and inputs of the model's weights; of experts, the tokens of an even share."""
+    """Return tokens, outputs and inputs of the model's weights; an expert has an even share of the tokens."""
     for layer in sorted({0, model.layers - 1}):  # the first layers may be dense, and the rest have experts
         for parameter in block_table(model, layer).values():
             if parameter.is_expert:
@@ -78,7 +78,7 @@ def _weights(model: ModelConfig, tokens: int) -> Iterator[tuple[int, int, int]]:
 
 
 def measure_matmuls(world: World, cases: Iterable[Matmul], slice_s: float) -> list[MatmulRate]:
-    """The rate of each, repeated for `slice_s`; one that takes longer, by the rate of the one before, is left out."""
+    """Measure each rate, repeated for `slice_s`; leave out what would take longer at the rate of the one before."""
     rates: list[MatmulRate] = []
     newest: dict[NumberFormat, float] = {}
     for case in cases:
@@ -107,7 +107,7 @@ def _matmul_s(world: World, case: Matmul, slice_s: float) -> float:
 
 
 def measure_attention(world: World, model: ModelConfig, seq_len: int, slice_s: float) -> list[AttentionRate]:
-    """Causal attention as the model's heads do it (with latent attention, at the mean width of keys and values)."""
+    """Measure causal attention with the model's heads (latent attention: at the mean width of keys and values)."""
     mla = model.mla
     width = (mla.key_width + mla.value_width) // 2 if mla.kv_rank else model.head_width
     rates = []
@@ -140,7 +140,7 @@ def measure_attention(world: World, model: ModelConfig, seq_len: int, slice_s: f
 
 
 def measure_copy(world: World, slice_s: float) -> float:
-    """Bytes read and written per second by a large copy."""
+    """Measure the bytes that a large copy reads and writes per second."""
     source = torch.ones(COPY_BYTES[world.device.type], dtype=torch.uint8, device=world.device)
     target = torch.zeros_like(source)
     world.barrier()
@@ -148,14 +148,14 @@ def measure_copy(world: World, slice_s: float) -> float:
 
 
 def measure_launch(world: World, slice_s: float) -> float:
-    """Host seconds of one operation on a single element."""
+    """Measure the host seconds of one operation on a single element."""
     one = torch.ones(1, device=world.device)
     world.barrier()
     return mean(world, seconds(lambda: one.add_(1), world.device, slice_s))
 
 
 def measure_layer_host(world: World, slice_s: float) -> float:
-    """Host seconds of forward and backward of one dense layer that is too small for the device to matter."""
+    """Measure the host seconds of forward and backward of one dense layer, too small for the device to matter."""
     config = ModelConfig.model_validate(SMALL)
     decoder = Decoder(config)
     materialize(decoder, config, world.device, seed=0)

@@ -1,4 +1,4 @@
-"""What a machine is, apart from how fast: its device's catalogue entry, memory, host, software."""
+"""What a machine is, apart from its speed: its device's catalogue entry, memory, hosts, software."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from argosy.plan.hardware.local_machine import device_named, host_memory_bytes
 
 
 def catalogue_device(kind: str, name: str | None) -> Device:
-    """The catalogue's entry of the device at hand: what no probe can measure (price, power, failures) is from there.
+    """Return the catalogue's entry of the device at hand: it has what no probe can measure (price, power, failures).
 
-    kind: cpu or cuda. name: what the catalogue calls it, or a device's file; None asks the driver.
+    kind: cpu or cuda. name: its name in the catalogue, or a device's file; None asks the driver.
     Raises: UserError if the catalogue does not know what the driver says.
     """
     if name is not None or kind == "cpu":
@@ -38,25 +38,25 @@ class Machine:
     kind: str
     """cpu or cuda."""
     hosts: tuple[str, ...]
-    """Of each process."""
+    """The host of each process."""
     memory_bytes: float
-    """Of one device; a CPU's memory is shared out to the processes."""
+    """Memory of one device; a CPU's memory is divided among the processes."""
     software: str
     """Versions that speed depends on."""
 
     @property
     def nodes(self) -> int:
-        """Hosts."""
+        """The number of hosts."""
         return len(set(self.hosts))
 
     @property
     def devices_per_node(self) -> int:
-        """Processes of the node that has fewest."""
+        """The number of processes on the node that has fewest."""
         return min(self.hosts.count(host) for host in self.hosts)
 
 
 def machine_of(world: World) -> Machine:
-    """What `world` runs on; all its processes call it."""
+    """Return the machine that `world` runs on; all its processes call it."""
     hosts = world.gather(socket.gethostname())
     kind = world.device.type
     if kind == "cuda":

@@ -1,4 +1,4 @@
-"""A probe: measures the machine at hand, all processes together, and says it as a cluster for plans."""
+"""A probe: measures the machine at hand, all processes together, and describes it as a cluster to plan for."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from argosy.probe.storage import FILE_BYTES, measure_disk, measure_loader
 from argosy.probe.timing import LONGEST_SLICE_S
 
 MICROBATCH_TOKENS = {"cpu": 4096, "cuda": 16_384}
-"""Of the microbatches whose matmuls are measured: enough to keep a device at full speed."""
+"""Tokens of the microbatches whose matmuls are measured: enough to keep a device at full speed."""
 COMPUTE_SHARE, COLLECTIVES_SHARE, LOADER_SHARE = 0.4, 0.4, 0.02
-"""Of the probe's time; the rest is for starting, the disk, and what takes longer than it should."""
+"""Share of the probe's time; the rest is for starting, the disk, and what takes longer than it should."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +39,19 @@ class ProbeRequest:
     """What is to be measured."""
 
     run: RunConfig
-    """Its model's shapes, its sequence length, its data if they are prepared."""
+    """The run whose model's shapes, sequence length and data (if they are prepared) are measured."""
     device: Device
     """The catalogue's entry, for what cannot be measured."""
     folder: Path
-    """On the disk that is measured."""
+    """A folder on the disk that is measured."""
     seconds: float
-    """In all, about."""
+    """Total time, roughly."""
     quiet: bool = False
-    """Nothing is printed on the way."""
+    """Print nothing on the way."""
 
 
 def measure(asked: ProbeRequest, world: World) -> Cluster:
-    """The cluster that this world runs on; all its processes call it, and all get the same."""
+    """Return the cluster that this world runs on; all its processes call it, and all get the same."""
     progress = Progress(enabled=world.is_first and not asked.quiet)
     began = time.monotonic()
 

@@ -26,16 +26,16 @@ from argosy.processes.channel import Channel, Gone
 from argosy.processes.fork_server import ForkServer, channel_to_parent
 
 MOST_CPU_PROCESSES = 8
-"""Where the user does not say how many: ranks beyond the first few share what is there in the same way."""
+"""Processes if the user gives no number: ranks beyond the first few share the machine in the same way."""
 RENDEZVOUS, MEMBER = "argosy.processes.rendezvous:main", "argosy.probe.start:main"
-"""What the processes call: that in which the others meet, and those that measure."""
+"""What the processes call: the one that holds the rendezvous store, and those that measure."""
 LINGER_S = 1.0
-"""Once something is wrong, so long for more news: who lost a peer may say so before it is known that the peer died."""
+"""How long to wait for more news after an error: a process may report a lost peer before the peer's death shows."""
 
 
 def find_probed(launch: LaunchConfig) -> Devices:
-    """The devices to measure: those of the world that the environment names; else as many as `launch` says, each GPU,
-    or a process for each core. Raises: UserError, as `find_devices`.
+    """Return the devices to measure: those of the world that the environment names; else as many as `launch` says, or
+    each GPU, or a process for each core. Raises: UserError, as `find_devices`.
     """
     if "WORLD_SIZE" in os.environ:
         return find_devices(launch, processes=int(os.environ["WORLD_SIZE"]))
@@ -46,7 +46,7 @@ def find_probed(launch: LaunchConfig) -> Devices:
 
 
 def probe_here(asked: ProbeRequest, processes: int) -> Cluster:
-    """Measure this machine with so many processes, started for it; they end with it.
+    """Measure this machine with this many processes, which are started for it and end with it.
 
     Raises: RunFailed if one of them dies; Interrupted after SIGTERM or SIGINT.
     """
@@ -67,8 +67,8 @@ def probe_here(asked: ProbeRequest, processes: int) -> Cluster:
 
 
 def main() -> None:
-    """Entry of the processes that `probe_here` starts: measure, tell what was found, and end with who asked for it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; who asked for it says what it means
+    """Run in each process that `probe_here` starts: measure, send the result, and end with the process that asked."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the process that asked decides
     asker = channel_to_parent()
     asked: ProbeRequest = pickle.loads(base64.b64decode(asker.receive()["asked"]))
     threading.Thread(target=_end_with, args=(asker,), daemon=True).start()
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def probe_joined(asked: ProbeRequest) -> tuple[Cluster, World]:
-    """Measure in the world that RANK, WORLD_SIZE, ... describe; every process gets the cluster, and who it is."""
+    """Measure in the world that RANK, WORLD_SIZE, ... describe; every process gets the cluster, and its own world."""
     world = join_world(asked.run.launch)
     try:
         return measure(asked, world), world
@@ -102,12 +102,12 @@ class _Failure:
     rank: int
     why: str
     at_s: float
-    """By the machine's monotonic clock, which its processes share."""
+    """Seconds of the machine's monotonic clock, which its processes share."""
     is_killed: bool = False
 
 
 def _cluster_of(fork_server: ForkServer, members: list[Channel]) -> Cluster:
-    """What the first member to be done has found; they all find the same. Raises: RunFailed, Gone."""
+    """Return what the first member to finish has found; they all find the same. Raises: RunFailed, Gone."""
     speaking = dict(enumerate(members))
     rank_of: dict[int, int] = {}
     failures: list[_Failure] = []
@@ -142,7 +142,7 @@ def _ended(rank: int, exit_code: int) -> _Failure:
 
 @contextmanager
 def _interrupted_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGINT raise Interrupted in here."""
+    """SIGTERM and SIGINT raise Interrupted in this block."""
 
     def interrupt(number: int, _: FrameType | None) -> None:
         name = signal.Signals(number)

@@ -18,15 +18,15 @@ from argosy.parallel.world import World
 from argosy.probe.timing import total
 
 FILE_BYTES = 2**26
-"""Of each process's file, a multiple of BLOCK_BYTES."""
+"""Bytes of each process's file, a multiple of BLOCK_BYTES."""
 BLOCK_BYTES = 2**22
 ROWS, SEQ_LEN = 64, 512
-"""Of the steps that are loaded where no run says."""
+"""Batch and sequence length of the steps that are loaded if no run gives them."""
 
 
 @dataclass(frozen=True)
 class DiskRates:
-    """Of all processes together."""
+    """Speed of the disk, all processes together."""
 
     write_bytes_per_s: float
     read_bytes_per_s: float
@@ -35,7 +35,7 @@ class DiskRates:
 def measure_disk(world: World, folder: Path, file_bytes: int) -> DiskRates:
     """Write a file in `folder` from each process at once, wait until the disk has it, and read it again.
 
-    The system is asked to forget the file before it is read; where it keeps it (a disk in memory), that is measured.
+    The system is asked to forget the file before it is read; if it keeps it (a disk in memory), memory is measured.
     """
     block = os.urandom(BLOCK_BYTES)
     with tempfile.TemporaryFile(dir=folder) as file:
@@ -57,7 +57,7 @@ def measure_disk(world: World, folder: Path, file_bytes: int) -> DiskRates:
 
 
 def measure_loader(world: World, run: RunConfig | None, budget_s: float) -> float:
-    """Tokens per second of one loader on the first process, nothing else running; the same on all processes.
+    """Return the tokens per second of one loader on the first process, alone; the same number on all processes.
 
     The run's data if they are prepared, else this package's sources, prepared in a temporary folder.
     """

@@ -1,4 +1,4 @@
-"""How long something takes on a device, measured for a given time."""
+"""Measures how long something takes on a device, within a given time."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 from argosy.parallel.world import World
 
 SAMPLE_S = 2e-3
-"""Calls are timed together for so long at least: one alone may be shorter than it takes to wait for the device."""
+"""Calls are timed together for at least this long: one alone may be shorter than a wait for the device."""
 LONGEST_SLICE_S = 0.5
-"""One measurement is repeated for so long at most: it is sure enough then."""
+"""A measurement is repeated for at most this long: by then it is certain enough."""
 FEWEST, MOST = 3, 200
-"""Samples."""
+"""Number of samples."""
 
 
 def seconds(call: Callable[[], object], device: torch.device, slice_s: float) -> float:
-    """Seconds of one call, repeated for about `slice_s` (at least three times, after one that warms up).
+    """Return the seconds of one call, repeated for about `slice_s` (at least three times, after one that warms up).
 
-    The lower quartile of the samples: what else goes on in the machine only ever makes one slower.
+    The lower quartile of the samples: other work on the machine can only make a sample slower.
     """
     calls = max(1, round(SAMPLE_S / _sample(call, device, 1)))
     samples: list[float] = []
@@ -32,13 +32,13 @@ def seconds(call: Callable[[], object], device: torch.device, slice_s: float) ->
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all it was given; a CPU has."""
+    """Wait until the device has finished its work; a CPU always has."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _sample(call: Callable[[], object], device: torch.device, calls: int) -> float:
-    """Seconds of one of `calls` calls."""
+    """Return the seconds of one of `calls` calls."""
     synchronize(device)
     began = time.perf_counter()
     for _ in range(calls):
@@ -48,20 +48,20 @@ def _sample(call: Callable[[], object], device: torch.device, calls: int) -> flo
 
 
 def total(world: World, value: float) -> float:
-    """The sum of a figure over all processes, the same on all."""
+    """Return the sum of a figure over all processes, the same on all."""
     return four_digits(world.sum(torch.tensor(value, dtype=torch.float64, device=world.device)).item())
 
 
 def mean(world: World, value: float) -> float:
-    """The mean of a figure over all processes, the same on all."""
+    """Return the mean of a figure over all processes, the same on all."""
     return four_digits(total(world, value) / world.size)
 
 
 def four_digits(value: float) -> float:
-    """More digits of a measurement say nothing."""
+    """Round a measurement: further digits say nothing."""
     return float(f"{value:.4g}")
 
 
 def lower_quartile(samples: Sequence[float]) -> float:
-    """The sample that a quarter is below."""
+    """Return the sample that a quarter of the samples is below."""
     return float(np.quantile(samples, 0.25, method="lower"))

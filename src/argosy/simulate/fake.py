@@ -1,4 +1,4 @@
-"""A rank of a world that is not there: tensors without memory, and messages that nobody answers."""
+"""A rank of a world that does not exist: tensors without memory, and messages without an answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from argosy.observe.dispatch import tensors_in
 from argosy.parallel.world import World, leave_world
 
 SOME_NUMBER = 1.0
-"""What a floating-point number that is read turns out to be: a loss, a gradient's norm."""
+"""The value of any floating-point number that is read: a loss, a gradient's norm."""
 
 
 class Fake(FakeTensorMode):
@@ -60,7 +60,7 @@ class Fake(FakeTensorMode):
 
 
 def _work_that_holds(tensors: list[Tensor]) -> torch.ScriptObject:
-    """What a send gives back, boxed: as with real ones, what is sent stays alive as long as this does."""
+    """Return the boxed result of a send: as with a real one, the sent tensors stay alive as long as it does."""
     done: torch.futures.Future[list[Tensor]] = torch.futures.Future()
     done.set_result(tensors)
     return _create_work_from_future(done).boxed()

@@ -28,7 +28,7 @@ class Alike:
         return (self.stage.layers[-1] + 1 - self.first) // self.period
 
     def few(self, times: int) -> list[int]:
-        """The stage's layers, these so many times only: what comes after the first repetition is left out."""
+        """Return the stage's layers with only this many repetitions: those after the first are left out."""
         kept = self.first + self.period
         left_out = (self.times - times) * self.period
         return [*range(self.stage.layers[0], kept), *range(kept + left_out, self.stage.layers[-1] + 1)]
@@ -48,7 +48,7 @@ def layers_alike(plan: Plan, run: RunConfig, rank: int) -> Alike | None:
 
 
 def _buckets_repeat(plan: Plan, run: RunConfig, rank: int, stage: Stage) -> bool:
-    """Whether the buckets of gradients (`parallel.data`) begin at the same parameters of each layer, or are one.
+    """Return True if the buckets of gradients (`parallel.data`) begin alike in each layer, or there is only one.
 
     A parameter that fills a bucket alone ends it, so that what comes after begins alike.
     """
@@ -64,7 +64,7 @@ def _buckets_repeat(plan: Plan, run: RunConfig, rank: int, stage: Stage) -> bool
 
 
 def _bytes(table: Table, plan: Plan, rank: int, experts: bool) -> Sequence[int]:
-    """Of each parameter as tensor and expert parallelism leave it: of experts that are dealt out, or of all else."""
+    """Return the bytes of each parameter as tensor and expert parallelism leave it: dealt experts, or all else."""
 
     def is_dealt(parameter: Parameter) -> bool:
         return parameter.is_expert and plan.ep > 1

@@ -39,9 +39,10 @@ WORTH_IT = 1.3
 def simulate_rank(plan: Plan, run: RunConfig, rank: int, in_full: bool = False) -> Trace:
     """A step of rank `rank` under `plan`, with no device, no weights and no other rank; nothing is compiled.
 
-    Its batch is of whole documents, and goes to all experts alike. Equal layers repeat, and so do microbatches: a few
-    are traced, then one more, and if that adds what the ones before it did, it stands for all others
-    (`simulate.repeat`). If there is no telling, or `in_full` says so, all are traced.
+    The batch has whole documents, and goes evenly to all experts; fingerprints of replicas are compared, if they ever
+    are. Equal layers repeat, and so do microbatches: a few are traced, then one more, and if that adds what the ones
+    before it did, it stands for all others (`simulate.repeat`). If that cannot be told, or with `in_full`, all are
+    traced.
 
     Raises: UserError if the step depends on numbers that only a real run knows, or on a device that is not here.
     """
@@ -57,7 +58,7 @@ def simulate_rank(plan: Plan, run: RunConfig, rank: int, in_full: bool = False) 
 
 
 def _enough(plan: Plan, run: RunConfig, rank: int) -> int | None:
-    """Microbatches of a step of which one more only repeats another; None: there is no telling.
+    """Return how many microbatches a step needs so that one more only repeats another; None if that cannot be told.
 
     The first one makes gradients (and what is summed of experts' loads, which the second frees), after the last one
     they are summed over ranks, and a pipeline has to be filled.
@@ -76,13 +77,13 @@ def _enough(plan: Plan, run: RunConfig, rank: int) -> int | None:
 
 
 def _without_last_but_one(trace: Trace) -> Trace:
-    """The trace without its last microbatch but one: those of a rank alone come one after the other."""
+    """Return the trace without its last microbatch but one: without a pipeline they come one after the other."""
     begins = [i for i, event in enumerate(trace.events) if isinstance(event, Pass)]
     return Trace(trace.before, [*trace.events[: begins[-2]], *trace.events[begins[-1] :]])
 
 
 def _of_few_layers(plan: Plan, run: RunConfig, rank: int, microbatches: int | None) -> Trace:
-    """The trace of a step with so many microbatches (None: all), from some of the layers if they repeat."""
+    """Return the trace of a step with this many microbatches (None: all), from some of the layers if they repeat."""
     alike = layers_alike(plan, run, rank)
     # The first and the last of them do what has to do with those around them, FSDP2's second too.
     few = 3 if plan.shards_parameters else 2
@@ -94,7 +95,7 @@ def _of_few_layers(plan: Plan, run: RunConfig, rank: int, microbatches: int | No
 
 
 def _renumbered(trace: Trace, layers: Sequence[int] | Mapping[int, int]) -> Trace:
-    """The trace with other numbers of layers: `layers[i]` in the place of i."""
+    """Return the trace with other numbers of layers: `layers[i]` in the place of i."""
     where = {
         event.where: event.where._replace(layer=layers[event.where.layer])
         for event in trace.events
@@ -108,7 +109,7 @@ def _renumbered(trace: Trace, layers: Sequence[int] | Mapping[int, int]) -> Trac
 
 
 def _traced(plan: Plan, run: RunConfig, rank: int, microbatches: int | None, layers: Sequence[int] | None) -> Trace:
-    """A step with so many of the batch's microbatches, and these of the stage's layers, numbered from 0.
+    """Trace a step with this many of the batch's microbatches, and these of the stage's layers, numbered from 0.
 
     By default all, with their own numbers.
     """
@@ -192,7 +193,7 @@ def _without_values(seq_len: int, model: Decoder, config: ModelConfig, device: t
 
 
 def _host_copies_labelled(recorder: Recorder) -> AbstractContextManager[None]:
-    """What `offload` copies to the host is told apart: on a CPU, both are the same memory."""
+    """Label what `offload` copies to the host: on a CPU, both are the same memory."""
     to_host = ActivationOffload.to_host
 
     def labelled(offload: ActivationOffload, tensor: Tensor) -> Any:

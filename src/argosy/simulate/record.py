@@ -1,4 +1,4 @@
-"""What one rank does in a step, written down as it runs: memory that comes and goes, arithmetic, messages."""
+"""Records what one rank does in a step: memory that comes and goes, arithmetic, messages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from argosy.observe.wire import Message, message_of
 from argosy.parallel.world import CPU
 
 Category = Literal["parameters", "gathered", "gradients", "optimizer", "activations", "host", "other"]
-"""Whose memory it is:
+"""What memory is for:
 
 parameters    what the rank holds of the weights
 gathered      weights that FSDP2 has gathered from other ranks, whole
@@ -61,7 +61,7 @@ class Where(NamedTuple):
 
 
 class Memory:
-    """A piece of memory; what it is for shows only when it is freed, or when its phase is over."""
+    """A piece of memory; what it is for is known only when it is freed, or when its phase is over."""
 
     __slots__ = ("alive", "category")
 
@@ -88,11 +88,11 @@ class Work(NamedTuple):
     dtype: torch.dtype
     where: Where
     after: int | None = None
-    """It is done beside the computation, as soon as the message so many messages ago has arrived."""
+    """It runs beside the computation, as soon as the message this many messages ago has arrived."""
 
 
 class Sent(NamedTuple):
-    """A collective, or one end of a message, is handed over; it may be under way while work goes on."""
+    """A collective, or one end of a message, is handed to torch; it may be under way while work goes on."""
 
     kind: str
     axis: str
@@ -100,14 +100,14 @@ class Sent(NamedTuple):
     sent_bytes: int
     """By this rank."""
     message_bytes: int
-    """Of the whole: what all have of an all-gather afterwards, or of a reduce-scatter before."""
+    """Bytes of the whole: what each rank has after an all-gather, or before a reduce-scatter."""
     stride: int
     """From one rank of the group to the next."""
     peer: int | None
-    """The other end's rank, where there is one: who this sends to ("send") or receives from ("recv")."""
+    """The rank at the other end, where there is one: the receiver of a "send", the sender of a "recv"."""
     where: Where
     after: int | None = None
-    """It goes out beside the computation, as soon as the message so many messages before it has arrived."""
+    """It goes out beside the computation, as soon as the message this many messages before it has arrived."""
 
 
 class Wait(NamedTuple):
@@ -141,7 +141,7 @@ class Recorder(LiveBytes):
         self.clock: StepClock = _Clock(self)
         """For the step: it tells what part of it runs."""
         self.phase: Phase = "other"
-        """What runs outside of forward and backward."""
+        """The phase of what runs outside of forward and backward."""
         self._trace: Trace | None = None
         self._axes: dict[str, str] = {}
         self._layers: dict[int, int] = {}
@@ -175,7 +175,7 @@ class Recorder(LiveBytes):
             hook.remove()
 
     def label(self, tensors: Iterable[Tensor], category: Category) -> None:
-        """Say whose the memory of `tensors` is, if it was made while this was on."""
+        """Say what the memory of `tensors` is for, if it was made while this was on."""
         for tensor in tensors:
             memory = self._memories.get(id(tensor.untyped_storage()))
             if memory is not None:
@@ -183,14 +183,14 @@ class Recorder(LiveBytes):
 
     @contextmanager
     def summing(self) -> Iterator[None]:
-        """FSDP2 sums gradients in this block: from the first message on, in a stream of its own."""
+        """FSDP2 sums gradients in this block: after its first message, in a stream of its own."""
         self._summing_since = self._messages
         yield
         self._summing_since = None
 
     @property
     def _is_beside(self) -> bool:
-        """Whether what is seen now is done beside the computation, after the last message."""
+        """True if what is seen now runs beside the computation, after the last message."""
         return self._summing_since is not None and self._messages > self._summing_since
 
     def begin(self, axes: dict[str, str]) -> None:
@@ -292,7 +292,7 @@ class Recorder(LiveBytes):
         return Where("forward", self._layer) if self._in_forward else Where(self.phase, None)
 
     def _enter(self, where: Where) -> None:
-        """Operations are now of `where`; what an earlier phase has left behind is what it was for."""
+        """Operations are now at `where`; memory that an earlier phase left behind gets that phase's category."""
         last = self._where.phase
         self._where = where
         if where.phase == last:
@@ -362,7 +362,7 @@ class _Clock(StepClock):
 
     @contextmanager
     def time(self, category: Part) -> Iterator[None]:
-        """What runs in this block is `category`."""
+        """Record this block as `category`."""
         self._recorder.phase = category if category in ("communication", "optimizer") else "other"
         yield
         self._recorder.phase = "other"
@@ -377,6 +377,6 @@ def _work(operator: torch._ops.OpOverload, args: tuple[Any, ...], result: Any, w
 
 @cache
 def _is_free(operator: torch._ops.OpOverload) -> bool:
-    """Whether it does nothing on the device: it makes a view, or memory without content."""
+    """Return True if the operator does nothing on the device: it makes a view, or memory without content."""
     is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in operator._schema.returns)
     return is_view or "empty" in operator.name() or operator is torch.ops.aten._local_scalar_dense.default

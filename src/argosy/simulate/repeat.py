@@ -1,9 +1,9 @@
-"""A step of many equal layers, or microbatches, from steps of a few: what one more adds is added as often as it takes.
+"""Extends a step of a few equal layers, or microbatches, to one of many: what one more adds is added again and again.
 
-Two traces, of which the longer has one layer (or microbatch) more, are laid side by side. Wherever the longer one has
+Two traces are laid side by side; the longer one has one layer (or microbatch) more. Wherever the longer one has
 more events, these must be the events just before once again: so the layer goes on being repeated there. All else must
 be the same in both, but for numbers (bytes of what is made for all layers at once, places, distances to messages),
-which then grow by as much with each further one. Anything else, and there is no telling.
+which then grow by as much with each further one. In any other case the step cannot be extended.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Again:
 
 
 def grown(shorter: Trace, longer: Trace, more: int) -> Trace | None:
-    """`longer`, which has one unit more than `shorter`, with `more` units yet; None if there is no telling."""
+    """`longer`, which has one unit more than `shorter`, with `more` units yet; None if that cannot be told."""
     a, b = _Line(shorter.events), _Line(longer.events)
     _number_alike(a, b)
     runs = _aligned(a, b)
@@ -78,7 +78,7 @@ def _number_alike(*lines: _Line) -> None:
 
 
 def _described(event: Event) -> tuple[Hashable, tuple[int, ...], tuple[int, ...]]:
-    """What kind of event it is; its sizes; its place in the step, which differs from layer to layer."""
+    """Return the kind of event; its sizes; its place in the step, which differs from layer to layer."""
     if isinstance(event, Pass):
         return "pass", (), ()
     layer = event.where.layer
@@ -110,7 +110,7 @@ def _with(event: Event, numbers: Sequence[int]) -> Event:
 
 
 def _aligned(a: _Line, b: _Line) -> list[_Paired | _Again] | None:
-    """The longer trace in terms of the shorter."""
+    """Return the longer trace in terms of the shorter."""
     runs: list[_Paired | _Again] = []
     i = j = paired_from = 0
     while i < len(a.events) or j < len(b.events):
@@ -132,7 +132,7 @@ def _aligned(a: _Line, b: _Line) -> list[_Paired | _Again] | None:
 
 
 def _alike(a: Ints, b: Ints) -> int:
-    """How many they have in common from the start on."""
+    """Return how many they have in common from the start on."""
     both = min(len(a), len(b))
     for start in range(0, both, 4096):
         end = min(start + 4096, both)
@@ -143,7 +143,7 @@ def _alike(a: Ints, b: Ints) -> int:
 
 
 def _repeated(a: _Line, b: _Line, i: int, j: int, since: int) -> int | None:
-    """How many events from `j` on are a repetition, after which both go on alike; 0: only numbers differ here."""
+    """Return how many events from `j` on are a repetition, after which both continue alike; 0: only numbers differ."""
     left = len(a.events) - i
     if left == 0:
         count = len(b.events) - j
@@ -160,12 +160,12 @@ def _repeated(a: _Line, b: _Line, i: int, j: int, since: int) -> int | None:
 
 
 def _is_repetition(b: _Line, j: int, count: int, since: int) -> bool:
-    """Whether `count` events from `j` on are those before, none of them from before `since`."""
+    """Return True if `count` events from `j` on repeat those before, none of which is before `since`."""
     return j - count >= since and np.array_equal(b.exact_ids[j : j + count], b.exact_ids[j - count : j])
 
 
 def _events(a: _Line, b: _Line, runs: Sequence[_Paired | _Again], times: int) -> Iterator[Event]:
-    """The shorter trace's events, with what is repeated so many `times` more."""
+    """Yield the shorter trace's events, with what is repeated `times` more often."""
     partner: dict[int, int] = {}
     for run in runs:
         if isinstance(run, _Paired):
@@ -185,5 +185,5 @@ def _events(a: _Line, b: _Line, runs: Sequence[_Paired | _Again], times: int) ->
 
 
 def _far(short: Sequence[Any], long: Sequence[Any], times: int) -> list[int]:
-    """Numbers that differ by one unit between two traces, after so many units more than the shorter has."""
+    """Extend numbers of two traces that differ by one unit to `times` units more than the shorter has."""
     return [s + times * (n - s) for s, n in zip(short, long, strict=True)]

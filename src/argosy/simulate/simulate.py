@@ -1,4 +1,4 @@
-"""What a step of a run under a plan holds, computes and sends, found by running it without devices."""
+"""Simulates a step of a run under a plan without devices: what it holds, computes and sends."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from argosy.simulate.timeline import Timeline, draw
 
 @dataclass(frozen=True)
 class Simulated:
-    """One step of one rank. What it allocates and sends is exact; when, is drawn from rates and links."""
+    """One step of one rank. What it allocates and sends is exact; when it does so follows from rates and links."""
 
     rank: int
     plan: str
     peak_bytes: int
     """The most device memory that is allocated at once."""
     peak: dict[Category, int]
-    """Of what it then consists (`simulate.record.Category`)."""
+    """The peak by category (`simulate.record.Category`)."""
     peak_where: Where
-    """What runs then, and in which layer."""
+    """What runs at the peak, and in which layer."""
     held_bytes: int
     """Still allocated on the device after the step."""
     host_bytes: int
     """The most that `plan.offload` keeps in host memory at once."""
     flops: dict[Phase, int]
-    """Of contractions, by when they run (`observe.flops`)."""
+    """FLOPs of contractions by phase (`observe.flops`)."""
     sent_bytes: Counts
     """(axis, kind of collective) -> bytes sent (`observe.wire`)."""
     messages: Counts
@@ -128,7 +128,7 @@ def settle(run: RunConfig, world_size: int | None, cluster: Cluster | None = Non
 
 
 def nodes_for(ranks: int) -> Cluster:
-    """As many H100s in nodes of 8 as hold so many ranks."""
+    """Return enough H100s in nodes of 8 for this many ranks."""
     return Cluster.parse(f"{-(-ranks // 8)}x8xh100")
 
 

@@ -80,8 +80,8 @@ class Timeline:
 def draw(traces: Mapping[int, Trace], cluster: Cluster) -> dict[int, Timeline]:
     """The timelines of ranks, by rank, on `cluster`.
 
-    A message between two of these ranks arrives when the other has sent it; in all others, everyone is taken to be as
-    far as this rank. So a pipeline's bubble shows if all its stages are here.
+    A message between two of these ranks arrives when the other has sent it; any other peer is taken to be as far as
+    this rank. So a pipeline's bubble shows if all its stages are here.
     """
     players = {rank: _Player(rank, trace, Durations(cluster), set(traces)) for rank, trace in traces.items()}
     posts: Posts = {}
@@ -119,7 +119,7 @@ class _Player:
         self._where: Where | None = None
 
     def play(self, posts: Posts) -> bool:
-        """Go on; whether that was possible."""
+        """Go on; return True if that was possible."""
         moved = False
         while self._next is not None and self._take(self._next, posts):
             self._next = next(self._events, None)
@@ -166,7 +166,7 @@ class _Player:
         self._ends.append((sent.axis, begin + duration))
 
     def _work_beside(self, work: Work, messages_ago: int) -> None:
-        """What follows a message in its own stream: whoever waits for the message waits for this too."""
+        """Draw what follows a message in its own stream: what waits for the message waits for this too."""
         (axis, begin), duration = self._arrival(messages_ago), self._durations.of_work(work)
         self._span(work.name.removeprefix("aten."), axis, begin, duration, work.where)
         self._ends[-1 - messages_ago] = (axis, begin + duration)
