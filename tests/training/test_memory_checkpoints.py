@@ -22,7 +22,7 @@ def made(pace: MemoryCheckpointPace, steps: int, step_s: float, copy_s: float | 
     found = []
     for done in range(1, steps + 1):
         if pace.is_due(done, step_s, copy_s if found else None):
-            pace.made(done)
+            pace.saved(done)
             found.append(done)
     return found
 
@@ -50,7 +50,7 @@ def test_where_failures_are_rare_copies_still_cost_a_thousandth_at_most():
 
 def test_until_a_copy_is_measured_the_prediction_counts():
     pace = MemoryCheckpointPace("auto", 3 * HOUR, 2.0, Told())
-    pace.made(1)
+    pace.saved(1)
     every = round(memory_checkpoint_interval_s(2.0, 3 * HOUR))
     assert not pace.is_due(every, 1.0, None) and pace.is_due(1 + every, 1.0, None)
 
@@ -58,7 +58,7 @@ def test_until_a_copy_is_measured_the_prediction_counts():
 def test_the_interval_is_told_of_again_when_it_has_changed_much():
     told = Told()
     pace = MemoryCheckpointPace("auto", HOUR, 1.0, told)
-    pace.made(1)
+    pace.saved(1)
     for copy_s in (1.0, 1.2, 0.9, 9.0, 9.5):
         pace.is_due(2, 1.0, copy_s)
     assert [event["copy_s"] for event in told] == [1.0, 9.0]

@@ -28,7 +28,8 @@ from argosy.parallel.apply import apply
 from argosy.parallel.world import CPU, World
 from argosy.plan.plan import Plan
 from argosy.training.checkpointer import Checkpointer
-from argosy.training.recovery import Disk, Facts, Offer, Recovery, follow, newest_covered, recover
+from argosy.training.offers import Offer, newest_whole_state
+from argosy.training.recovery import Facts, Recovery, follow, recover
 from argosy.training.state import Decision, TrainState
 from argosy.training.step import Step
 from tiny import eager, run_config
@@ -57,7 +58,7 @@ def offer(step: int, *boxes: Box, history: History = FIRST, live: bool = False, 
 
 
 def newest(*offers: Sequence[Offer], history: History = FIRST, wanted: Box = WHOLE) -> tuple[str, int, bool] | None:
-    found = newest_covered(offers, [[wanted]] * len(offers), history)
+    found = newest_whole_state(offers, [[wanted]] * len(offers), history)
     return None if found is None else (found.history.world, found.position.step, found.is_live)
 
 
@@ -88,16 +89,16 @@ def test_what_the_run_has_turned_away_from_is_not_taken_up_again():
 
 def test_where_samples_were_skipped_all_hear_of_it():
     held = [[offer(5, WHOLE, live=True)], [offer(5, WHOLE, live=True, skipped=1)]]
-    found = newest_covered(held, [[WHOLE]] * 2, FIRST)
+    found = newest_whole_state(held, [[WHOLE]] * 2, FIRST)
     assert found is not None and found.position.skipped == ((7, 8),)
 
 
 def test_the_loss_scale_is_one_rank_s_for_all_and_may_be_missing():
     scale = box((0, 4), "scaler.scale")
     held = [[offer(5, WHOLE, scale, live=True)], [offer(5, WHOLE, scale, live=True, skipped=1)]]
-    found = newest_covered(held, [[WHOLE, scale]] * 2, FIRST)
+    found = newest_whole_state(held, [[WHOLE, scale]] * 2, FIRST)
     assert found is not None and {t.sender for t in found.transfers if t.wanted == scale} == {1}
-    assert newest_covered([[offer(5, WHOLE, live=True)]], [[WHOLE, scale]], FIRST) is not None
+    assert newest_whole_state([[offer(5, WHOLE, live=True)]], [[WHOLE, scale]], FIRST) is not None
 
 
 def test_position_and_history_go_through_the_metadata_of_a_file():
@@ -155,7 +156,7 @@ class Training:
         world: World,
         plan: str,
         survivor: TrainState | None = None,
-        disk: Disk | None = None,
+        disk: Checkpointer | None = None,
         folder: Path | None = None,
         nodes: str = NODES,
         **model: Any,

@@ -48,7 +48,7 @@ class Integrity(Checks):
             is_sound = self._state.model.sums_are_sound()
         if not is_sound:
             self._records.events.write("collective_corrupt", step=step, rank=self._world.rank)
-            self.show_doubt([self._world.rank])
+            self.suspect([self._world.rank])
         if not self._is_replayed:
             return not is_sound
         with self._clock.time("check"):
@@ -59,14 +59,14 @@ class Integrity(Checks):
             self._records.progress.say(
                 f" step {step}: the gradient of rank {found.rank} is in doubt; suspects: {found.suspects}"
             )
-            self.show_doubt(found.suspects)
+            self.suspect(found.suspects)
         return found is not None or not is_sound
 
     def replicas_differ(self) -> bool:
         """Whether copies of the state do, out of turn: all ask it together."""
         return bool(self._fingerprint_every) and self._fingerprints.differ()
 
-    def mend(self) -> tuple[list[Corruption], bool]:
+    def heal(self) -> tuple[list[Corruption], bool]:
         """Heal copies that differ where most are alike; all do so together.
 
         Returns what was found, and whether all is well: False if there is no telling which copies of it are right.
@@ -88,7 +88,7 @@ class Integrity(Checks):
             self._state.in_update = False
         return found, heals
 
-    def show_doubt(self, ranks: Collection[int]) -> None:
+    def suspect(self, ranks: Collection[int]) -> None:
         """Those who are or may be to blame show it, and their nodes are examined."""
         if self._world.rank in ranks:
             self._heartbeat.doubt()

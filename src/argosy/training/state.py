@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from argosy.checkpoint.boxes import Box
-from argosy.checkpoint.history import History
+from argosy.checkpoint.history import History, Position
 from argosy.checkpoint.shards import part_box, wholes
 from argosy.config.schema import RunConfig
 from argosy.data.order import Range
@@ -21,7 +22,6 @@ from argosy.parallel.pieces import Held
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 from argosy.precision.scaler import LossScaler
-from argosy.training.bad_steps import Counts
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,11 @@ class TrainState:
         """Return the state of a run before its first step, with the weights that `model` has."""
         scaler = LossScaler() if plan.precision == "fp16" else LossScaler(scale=1.0, growth_steps=0)
         return cls(model, Optimizer(model.masters, run.optimizer, run.seed), scaler)
+
+    @property
+    def position(self) -> Position:
+        """What there is of the state besides tensors, the same on all ranks."""
+        return Position(self.step, self.tokens, self.skipped)
 
     @property
     def can_follow(self) -> bool:
@@ -146,8 +151,8 @@ class Survivor:
 
     state: TrainState | None = None
     """None until it is whole for the first time."""
-    counts: Counts = field(default_factory=Counts)
-    """What its judge has counted."""
+    bad_steps: Mapping[str, Any] | None = None
+    """What its bad-step policy has counted (`BadStepPolicy.state_dict`)."""
     memory_before_bytes: int | None = None
     """What the process held before it trained in any world; None before the first."""
     last_save_s: float | None = None

@@ -123,7 +123,7 @@ class Step:
             squares = square_share(state.model.pieces)
             fingerprint = self.checks.fingerprint(step)
         state.pending = True
-        fault("judge", step=step, rank=self._world.rank)
+        fault("exchange", step=step, rank=self._world.rank)
         is_wrong = self.checks.is_wrong(step, loss)
         with self._clock.time("communication"):
             loads = loads_of(state.model.moes, self._run.model, self._world.device)
