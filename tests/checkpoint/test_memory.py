@@ -193,7 +193,7 @@ def test_without_room_there_are_no_more_copies_and_the_last_one_stays(tmp_path, 
     save(copying, 10)
     monkeypatch.setattr(os, "posix_fallocate", no_room)
     save(copying, 20)
-    assert problems == ["[Errno 28] no room; there will be no more copies in memory"]
+    assert problems == ["[Errno 28] no room; no more in-memory checkpoints are saved in this world"]
     assert not copying.is_on
     save(copying, 30)
     torch.testing.assert_close(found(tmp_path), {(10, 0): expected(10)})
@@ -250,6 +250,6 @@ def test_each_node_has_the_copies_of_the_one_before_it_too(workers, tmp_path):
 @pytest.mark.parametrize("full", ["own", "guest"])
 def test_if_one_node_has_no_room_all_ranks_stop_at_the_same_copy(workers, tmp_path, full):
     answers = workers.run(2, copy_together, tmp_path, ["x", "y"], full)
-    assert answers == [(20, False, ["[Errno 28] no room; there will be no more copies in memory"])] * 2
+    assert answers == [(20, False, ["[Errno 28] no room; no more in-memory checkpoints are saved in this world"])] * 2
     for node in "xy":
         assert {(20, 0), (20, 1)} <= found(tmp_path / node).keys() <= {(10, 0), (10, 1), (20, 0), (20, 1)}

@@ -118,7 +118,7 @@ class Checkpointer:
 
     def abandon(self) -> None:
         """Let go of the save under way: the world that it is of is over. It will not be committed."""
-        if self._saver.is_under_way:
+        if self._saver.is_in_flight:
             self.last_save_s = self._save_before_s
         self._saver.abandon()
 
