@@ -30,7 +30,7 @@ from argosy.plan.plan import Plan
 from argosy.training.checkpointer import Checkpointer
 from argosy.training.offers import Offer, newest_whole_state
 from argosy.training.recovery import Facts, Recovery, follow, recover
-from argosy.training.state import Decision, TrainState
+from argosy.training.state import TrainState, Update
 from argosy.training.step import Step
 from tiny import eager, run_config
 from workers import next_world
@@ -109,13 +109,13 @@ def test_position_and_history_go_through_the_metadata_of_a_file():
 class Behind:
     """A survivor of step 3 that has its gradient."""
 
-    step, tokens, skipped, pending, in_update, decided = 3, 0, (), True, False, None
+    step, tokens, skipped, pending, in_update, last_update = 3, 0, (), True, False, None
 
     def __init__(self, history: History = FIRST, pending: bool = True, can_follow: bool = True):
         self.history, self.pending, self.can_follow, self.applied = history, pending, can_follow, list[Any]()
 
-    def apply(self, decision: Any) -> None:
-        self.applied.append(decision)
+    def apply(self, update: Any) -> None:
+        self.applied.append(update)
 
 
 @pytest.mark.parametrize(
@@ -129,10 +129,10 @@ class Behind:
     ],
 )
 def test_who_follows_whom(survivor, ahead, follows):
-    decision = Decision(ahead, 1.0, 2.0, 1.0, 0.1, 256, None)
-    facts = [Facts("x"), Facts("x", FIRST, Position(ahead + 1, 0), decision)]
+    update = Update(ahead, 1.0, 2.0, 1.0, 0.1, 256, None)
+    facts = [Facts("x"), Facts("x", FIRST, Position(ahead + 1, 0), update)]
     follow(survivor, facts)
-    assert survivor.applied == [decision] * follows
+    assert survivor.applied == [update] * follows
 
 
 # Runs
@@ -179,23 +179,23 @@ class Training:
     def until(self, step: int, copy_at: Sequence[int] = ()) -> Training:
         """Train until `step` steps are done."""
         while self.state.step < step:
-            self.apply(self.decide())
+            self.apply(self.update())
             if self._copies is not None and self.state.step in copy_at:
                 self._copies.save(Position(self.state.step, self.state.tokens), self.state.boxes())
                 self._copies.wait()
         return self
 
-    def decide(self) -> Decision:
+    def update(self) -> Update:
         """All of a step but the update."""
         state, step = self.state, self.state.step
         rows = np.random.default_rng(step).integers(1, 400, (8, 33)).astype(np.int32)
         share = len(rows) // self.plan.dp
         mine = rows[state.model.dp_rank * share :][:share]
         outcome = self.step.exchange(self.step.forward_backward(microbatches(mine, 1, 0, CPU)))
-        return self.step.decide(outcome, learning_rate=0.01 / (step + 1))
+        return self.step.update(outcome, learning_rate=0.01 / (step + 1))
 
-    def apply(self, decision: Decision) -> None:
-        self.state.apply(decision)
+    def apply(self, update: Update) -> None:
+        self.state.apply(update)
         self.state.model.after_update()
         self.state.drop_gradient()
 
@@ -253,7 +253,7 @@ def test_a_lost_replica_comes_back_from_the_others_and_no_step_is_lost(
     answers = workers.run(Plan.parse(plan).world_size, lose, tmp_path / "store", plan, lost, model)
     for recovery, _ in answers:
         assert (recovery.tier, recovery.step, recovery.steps_lost) == ("live", 3, 0)
-        assert recovery.sent_bytes > 0 and recovery.decided.step == 2
+        assert recovery.sent_bytes > 0 and recovery.last_update.step == 2
     assert_same_bits([values for _, values in answers], undisturbed(plan, 5, **model))
 
 
@@ -262,9 +262,9 @@ def fall_behind(world: World, store: Path, plan: str, behind: Sequence[int], mod
     last is lost.
     """
     before = Training(world, plan, **model).until(3)
-    decision = before.decide()
+    update = before.update()
     if world.rank not in behind:
-        before.state.apply(decision)
+        before.state.apply(update)
     survivor = None if world.rank == world.size - 1 else before.state
     after = Training(next_world(world, store), plan, survivor, **model)
     return after.recovery, after.until(5).values()
@@ -282,21 +282,21 @@ def test_who_has_the_gradient_follows_who_has_applied_it(workers, tmp_path, undi
     answers = workers.run(Plan.parse(plan).world_size, fall_behind, tmp_path / "store", plan, behind, model)
     for recovery, _ in answers:
         assert (recovery.tier, recovery.step, recovery.steps_lost) == ("live", 4, 0)
-        assert recovery.decided.step == 3
+        assert recovery.last_update.step == 3
     assert_same_bits([values for _, values in answers], undisturbed(plan, 5, **model))
 
 
 def nobody_ahead(world: World, store: Path) -> tuple[Any, ...]:
     """All have their gradient of step 3 when one dies: it may have applied it, which nobody knows."""
     before = Training(world, "dp_replicate=2").until(3)
-    before.decide()
+    before.update()
     after = Training(next_world(world, store), "dp_replicate=2", None if world.rank else before.state)
     return after.recovery, after.until(5).values()
 
 
 def test_a_step_that_nobody_left_has_applied_is_made_again(workers, tmp_path, undisturbed):
     answers = workers.run(2, nobody_ahead, tmp_path / "store")
-    assert [(r.tier, r.step, r.decided.step) for r, _ in answers] == [("live", 3, 2)] * 2
+    assert [(r.tier, r.step, r.last_update.step) for r, _ in answers] == [("live", 3, 2)] * 2
     assert_same_bits([values for _, values in answers], undisturbed("dp_replicate=2", 5))
 
 

@@ -84,8 +84,8 @@ class Saver:
     def save(self, parts: Mapping[Box, Tensor], manifest: CheckpointManifest) -> None:
         """Save the checkpoint of `manifest.step`; `parts`, this rank's, have the same boxes each time.
 
-        Returns once the state is copied; before that it waits for the save in flight. If several ranks hold a box, one of
-        them writes it: they agree on that at the first call, a collective. A failure is reported, not raised.
+        Returns once the state is copied; before that it waits for the save in flight. One of the ranks that hold a box
+        writes it: they agree on that at the first call, a collective. A failure is reported, not raised.
         """
         self.wait()
         if manifest.step in self.committed:

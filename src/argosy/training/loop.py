@@ -45,6 +45,6 @@ def train(
                 trainer.save_if_due(outcome)
             else:
                 trainer.drop_step(outcome, action)
-            if outcome.wishes.stop:
+            if outcome.requests.stop:
                 break
         return trainer.finish()

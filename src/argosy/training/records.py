@@ -34,7 +34,7 @@ from argosy.plan.search.auto import UNKNOWN_GPU
 from argosy.training.bad_steps import REMEDY, Action, BadStep, Reason
 from argosy.training.evaluation import Evaluator, Score
 from argosy.training.recovery import Recovery
-from argosy.training.state import Decision
+from argosy.training.state import Update
 from argosy.training.step import StepOutcome
 from argosy.training.summary import headline, write_report
 
@@ -107,28 +107,26 @@ class Records:
         if self._plan.compile:
             self.progress.say(" compiling: the first steps take a minute or two")
 
-    def write_missing_line(
-        self, decided: Decision, tokens: int, samples_of: Callable[[int], Mapping[str, Any]]
-    ) -> None:
+    def write_missing_line(self, last: Update, tokens: int, samples_of: Callable[[int], Mapping[str, Any]]) -> None:
         """Write the line of the last step, if the process that was to write it died before it could."""
-        if all(record["step"] < decided.step for record in self.metrics.last(1)):
-            self.step(decided, tokens, samples_of(decided.step), {"step": 0.0})
+        if all(record["step"] < last.step for record in self.metrics.last(1)):
+            self.step(last, tokens, samples_of(last.step), {"step": 0.0})
 
     def step(
-        self, decision: Decision, tokens: int, samples: Mapping[str, Any], seconds: Mapping[str, float]
+        self, update: Update, tokens: int, samples: Mapping[str, Any], seconds: Mapping[str, float]
     ) -> dict[str, Any]:
         """Write the line of a step that was applied, and return it. Only rank 0 calls it.
 
         tokens: trained on so far. samples: what `Batches.line` says of the step. seconds: as the clock gives them.
         """
         step_s = seconds["step"] - sum(seconds.get(category, 0.0) for category in BESIDE)
-        tokens_per_s = decision.tokens / step_s if step_s else 0.0
+        tokens_per_s = update.tokens / step_s if step_s else 0.0
         record = {
-            "step": decision.step,
+            "step": update.step,
             "tokens": tokens,
-            "loss": decision.loss,
-            "grad_norm": decision.gradient_norm,
-            "lr": decision.learning_rate,
+            "loss": update.loss,
+            "grad_norm": update.gradient_norm,
+            "lr": update.learning_rate,
             **samples,
             "step_time_s": round(step_s, 6),
             "tokens_per_s": round(tokens_per_s, 1),
@@ -136,8 +134,8 @@ class Records:
             "memory_bytes": peak_memory_bytes(self._world.device),
             "seconds": {category: round(value, 6) for category, value in seconds.items()},
         }
-        if decision.loads is not None:
-            loads = loads_by_layer(decision.loads, self._run.model)
+        if update.loads is not None:
+            loads = loads_by_layer(update.loads, self._run.model)
             record["experts"] = {str(layer): load.record() for layer, load in loads.items()}
         self.metrics.write(record)
         return record

@@ -27,7 +27,7 @@ from argosy.faults import fault
 from argosy.parallel.world import World
 from argosy.training.checkpointer import Checkpointer
 from argosy.training.offers import Offer, WholeState, newest_whole_state
-from argosy.training.state import Decision, TrainState
+from argosy.training.state import TrainState, Update
 
 ATTEMPTS = 3
 """Tries of an exchange in which a message is corrupt: its sender still has what it was to be."""
@@ -52,8 +52,8 @@ class Recovery:
     seconds: float
     refused: tuple[str, ...] = ()
     """In-memory checkpoints that were not what was written, and why the newest checkpoint could not be used."""
-    decided: Decision | None = None
-    """The last step's, if a survivor knows it: the rank that was to write that step's metrics may be gone."""
+    last_update: Update | None = None
+    """That of the last step, if a survivor knows it: the rank that was to write that step's metrics may be gone."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,14 @@ class Facts:
     node: str
     history: History = field(default_factory=History)
     position: Position | None = None
-    decided: Decision | None = None
+    last_update: Update | None = None
 
     @classmethod
     def of(cls, survivor: TrainState | None) -> Facts:
         """Return the facts of this process."""
         if survivor is None:
             return cls(node_name())
-        return cls(node_name(), survivor.history, survivor.position, survivor.decided)
+        return cls(node_name(), survivor.history, survivor.position, survivor.last_update)
 
 
 def recover(
@@ -119,7 +119,7 @@ def recover(
         sum(t.own_bytes for t in traffic),
         time.monotonic() - began,
         tuple(refused),
-        next((f.decided for f in facts if f.decided is not None and f.decided.step == state.step - 1), None),
+        next((u for u in (f.last_update for f in facts) if u is not None and u.step == state.step - 1), None),
     )
 
 
@@ -132,8 +132,9 @@ def follow(survivor: TrainState | None, facts: Sequence[Facts]) -> None:
     if survivor is None or not survivor.pending or not survivor.can_follow:
         return
     for ahead in facts:
-        if ahead.history == survivor.history and ahead.decided is not None and ahead.decided.step == survivor.step:
-            survivor.apply(ahead.decided)
+        update = ahead.last_update
+        if ahead.history == survivor.history and update is not None and update.step == survivor.step:
+            survivor.apply(update)
             return
 
 

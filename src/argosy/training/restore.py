@@ -58,8 +58,8 @@ class Restorer:
             self._records.recovered(found)
         if world.is_first:
             self._records.metrics.forget_from(state.step)
-            if found.decided is not None:
-                self._records.write_missing_line(found.decided, state.tokens, self._batches.line)
+            if found.last_update is not None:
+                self._records.write_missing_line(found.last_update, state.tokens, self._batches.line)
         self._bad_steps.load_newest(world.gather(self._bad_steps.state_dict()))
         if found.tier != "live":
             self._bad_steps.forget_bad_steps()
@@ -124,7 +124,7 @@ class Restorer:
         state.in_update = False
         if checkpoint is None:
             return False
-        state.skipped, state.decided = skipped, None
+        state.skipped, state.last_update = skipped, None
         state.history = history.turned_back(state.step)
         self._memory.begin()
         self._batches.follow()

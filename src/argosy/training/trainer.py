@@ -36,7 +36,7 @@ from argosy.training.restore import Restorer
 from argosy.training.schedule import learning_rate_factor
 from argosy.training.shutdown import Shutdown
 from argosy.training.state import Survivor, TrainState
-from argosy.training.step import Step, StepOutcome, Wishes
+from argosy.training.step import Requests, Step, StepOutcome
 from argosy.training.stop import StopSignal
 
 MOST_RETRIES = 20
@@ -127,12 +127,12 @@ class Trainer:
 
     def exchange(self, loss: Tensor) -> StepOutcome:
         """Return the step's outcome over all ranks, with what any of them asks for."""
-        return self._step.exchange(loss, self._wishes)
+        return self._step.exchange(loss, self._requests)
 
     def decide(self, outcome: StepOutcome) -> Action:
         """Decide what is done with the step, the same on all ranks. Raises: RunFailed if the run ends with it."""
         step, scaler = self.state.step, self.state.scaler
-        if outcome.replicas_differ or outcome.wishes.quarantine or outcome.wishes.retry:
+        if outcome.replicas_differ or outcome.requests.quarantine or outcome.requests.retry:
             return Action.RETRY
         if not math.isfinite(outcome.gradient_norm) and not scaler.is_at_floor:
             scaler.update(outcome.gradient_norm)
@@ -150,7 +150,7 @@ class Trainer:
         step = self.state.step
         fault("commit", step=step, rank=self._world.rank)
         factor = learning_rate_factor(step, self._pace.steps, self._run.schedule)
-        self._step.update(self._step.decide(outcome, self._run.optimizer.lr * factor))
+        self._step.apply(self._step.update(outcome, self._run.optimizer.lr * factor))
         self._retries = 0
 
     def drop_step(self, outcome: StepOutcome, action: Action) -> None:
@@ -189,27 +189,27 @@ class Trainer:
             self._time_to_first_step_s = time.monotonic() - self._began
         self._checkpointer.poll()
         self._restorer.show_safe_step()
-        if self._world.is_first and self.state.decided is not None:
-            decided, score = self.state.decided, self._evaluator.score
-            record = self._records.step(decided, self.state.tokens, self._batches.line(decided.step), seconds)
+        if self._world.is_first and self.state.last_update is not None:
+            update, score = self.state.last_update, self._evaluator.score
+            record = self._records.step(update, self.state.tokens, self._batches.line(update.step), seconds)
             left_s = self._pace.left_s(self.state.step)
             self._records.progress.step(record, self._pace.steps, score.loss if score else None, left_s)
 
     def save_if_due(self, outcome: StepOutcome) -> None:
         """Save by steps, by minutes or for a world that is to end; its time counts in the next step."""
-        wishes = outcome.wishes
-        if wishes.stop:
+        requests = outcome.requests
+        if requests.stop:
             return  # `finish` saves, and waits for it
         with self._clock.time("checkpoint"):
-            on_disk = wishes.save or self._checkpointer.is_due_by_steps(self.state.step)
-            in_memory = wishes.copy or wishes.hold
+            on_disk = requests.save or self._checkpointer.is_due_by_steps(self.state.step)
+            in_memory = requests.memory_checkpoint or requests.hold
             if on_disk or in_memory:
                 self._restorer.make_replicas_agree()
             if on_disk:
                 self._checkpointer.save(self.state, self._run.checkpoint.background)
             if in_memory:
                 self._memory.save()
-        if wishes.hold:
+        if requests.hold:
             self._shutdown.hold()
 
     def finish(self) -> bool:
@@ -228,22 +228,22 @@ class Trainer:
         self._records.events.write("end", step=self.state.step, finished=finished)
         return finished or self._is_paused
 
-    def _wishes(self) -> Wishes:
-        return Wishes(
+    def _requests(self) -> Requests:
+        return Requests(
             stop=self._stop.number is not None,
             save=self._checkpointer.is_due_by_time,
             quarantine=self._batches.are_unreadable,
-            copy=self._memory.is_due(self.state.step + 1, self._pace.step_s),
+            memory_checkpoint=self._memory.is_due(self.state.step + 1, self._pace.step_s),
             hold=self._stop.is_to_hold,
         )
 
     def _prepare_retry(self, outcome: StepOutcome) -> None:
-        self._retries = 0 if outcome.wishes.quarantine else self._retries + 1
+        self._retries = 0 if outcome.requests.quarantine else self._retries + 1
         if self._retries > MOST_RETRIES:
             raise RunFailed(
                 f"step {self.state.step} was done {MOST_RETRIES} times, and each time something else was wrong."
             )
-        if outcome.wishes.quarantine:
+        if outcome.requests.quarantine:
             self._batches.quarantine()
         if outcome.replicas_differ:
             self._restorer.heal_replicas()
