@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from argosy.checkpoint import rank_writer, store
+from argosy.checkpoint import fence, rank_writer, store
+from argosy.checkpoint.fence import Fenced
 from argosy.checkpoint.rank_writer import Note, SaveOrder, commit_part, leave_note
-from argosy.checkpoint.store import Fenced
 from checkpoint.saving import manifest
 
 DATA = bytes(range(256)) * 100
@@ -97,7 +97,7 @@ def test_a_note_that_makes_no_sense_is_none(tmp_path, snapshot, monkeypatch, not
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_of_a_generation_before_writes_nothing(tmp_path, snapshot, rank):
-    (tmp_path / store.GENERATION_FILE).write_text("1")
+    (tmp_path / fence.GENERATION_FILE).write_text("1")
     with pytest.raises(Fenced):
         commit_part(order(tmp_path, rank, 2), snapshot)
     assert not (tmp_path / "checkpoints").exists()
@@ -112,7 +112,7 @@ def test_a_generation_that_begins_during_a_long_write_ends_it(tmp_path, snapshot
         if len(checks) == 3:
             raise Fenced("generation 1 has begun")
 
-    monkeypatch.setattr(store, "check_generation", begins_at_the_third_look)
+    monkeypatch.setattr(fence, "check_generation", begins_at_the_third_look)
     with pytest.raises(Fenced):
         commit_part(order(tmp_path), snapshot)
     assert store.committed(tmp_path) == []

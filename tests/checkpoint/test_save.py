@@ -18,8 +18,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from argosy.checkpoint import fence, store
 from argosy.checkpoint import save as save_module
-from argosy.checkpoint import store
 from argosy.checkpoint.boxes import Box
 from argosy.checkpoint.save import Saver, deal
 from argosy.checkpoint.shards import box_bytes
@@ -94,7 +94,7 @@ def test_a_step_that_is_committed_is_not_saved_again(tmp_path, saving):
 
 def test_what_a_process_that_died_left_in_the_folder_is_swept_away(tmp_path):
     saving = Saving(tmp_path)
-    folder = store.partial_folder(tmp_path, 4, 0)
+    folder = fence.partial_folder(tmp_path, 4, 0)
     folder.mkdir(parents=True)
     (folder / "rank-00007.safetensors").write_bytes(b"half of somethi")
     (folder / "rank-00000.json").write_bytes(b'{"ticket": "another", "bytes": 15, "sha256": ""}')
@@ -307,11 +307,11 @@ def save_and_fork(run_dir: Path, pids: Any) -> None:
 
 
 def test_what_is_of_a_generation_before_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv(store.GENERATION, "4")
+    monkeypatch.setenv(fence.GENERATION, "4")
     saving = Saving(tmp_path)
     saving.save(1.0, step=1)
     assert store.committed(tmp_path)[0].manifest.generation == 4
-    (tmp_path / store.GENERATION_FILE).write_text("5")
+    (tmp_path / fence.GENERATION_FILE).write_text("5")
     saving.save(2.0, step=2)
     assert "generation 5" in saving.told("save_failed")[0]["error"]
     saving.close()

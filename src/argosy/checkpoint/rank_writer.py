@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from argosy.checkpoint import store
+from argosy.checkpoint import fence, store
 from argosy.checkpoint.checksums import FileSum
-from argosy.checkpoint.store import CheckpointManifest
+from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.errors import ArgosyError
 from argosy.faults import fault
 from argosy.files import atomic_write
@@ -53,7 +53,7 @@ class SaveOrder:
     @property
     def partial(self) -> Path:
         """The folder that all ranks write in."""
-        return store.partial_folder(Path(self.run_dir), self.step, self.generation)
+        return fence.partial_folder(Path(self.run_dir), self.step, self.generation)
 
     @property
     def file(self) -> Path:
@@ -66,7 +66,7 @@ class SaveOrder:
 
     def check_generation(self) -> None:
         """Raises: Fenced if a later generation has begun."""
-        store.check_generation(Path(self.run_dir), self.generation)
+        fence.check_generation(Path(self.run_dir), self.generation)
 
 
 @dataclass(frozen=True)

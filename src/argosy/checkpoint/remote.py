@@ -10,9 +10,10 @@ from typing import Any
 
 from fsspec.core import url_to_fs
 
-from argosy.checkpoint import store
+from argosy.checkpoint import fence, store
 from argosy.checkpoint.checksums import CHUNK_BYTES, Damaged, FileSum, check_files
-from argosy.checkpoint.store import FOLDER, MANIFEST, Checkpoint, CheckpointManifest
+from argosy.checkpoint.manifest import CheckpointManifest
+from argosy.checkpoint.store import FOLDER, MANIFEST, Checkpoint
 from argosy.errors import UserError
 
 
@@ -80,8 +81,8 @@ class Remote:
         manifest = CheckpointManifest.from_bytes(self._fs.cat_file(path), path)
         if manifest.step != step:
             raise Damaged(f"{path}: is that of step {manifest.step}")
-        partial = store.partial_folder(self._run_dir, step, generation)
-        store.check_generation(self._run_dir, generation)
+        partial = fence.partial_folder(self._run_dir, step, generation)
+        fence.check_generation(self._run_dir, generation)
         store.discard(partial)
         partial.mkdir(parents=True)
         try:

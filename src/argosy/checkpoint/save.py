@@ -21,11 +21,11 @@ from typing import Any
 
 from torch import Tensor
 
-from argosy.checkpoint import store
+from argosy.checkpoint import fence, store
 from argosy.checkpoint.boxes import Box
+from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.rank_writer import Note, SaveOrder, leave_note, words
 from argosy.checkpoint.shards import box_bytes, write_shard
-from argosy.checkpoint.store import CheckpointManifest
 from argosy.checkpoint.writer import Tell, Upkeep
 from argosy.faults import fault
 from argosy.parallel.world import World
@@ -58,7 +58,7 @@ class Saver:
         """
         self._run_dir, self._world, self._heard = run_dir, world, heard
         self._upkeep, self._check = upkeep or Upkeep(), check
-        self._generation = store.own_generation()
+        self._generation = fence.own_generation()
         # Memory without a name: the kernel frees it when the last process that has it dies. It is kept from save to
         # save, since having the kernel clear new pages takes as long as copying.
         self._memory = os.fdopen(os.memfd_create("argosy-snapshot"), "r+b", buffering=0)

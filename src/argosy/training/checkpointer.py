@@ -7,13 +7,14 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from argosy.checkpoint import store
+from argosy.checkpoint import fence, store
 from argosy.checkpoint.boxes import Box
 from argosy.checkpoint.checksums import Damaged
 from argosy.checkpoint.load import load_into, missing_from
+from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.remote import Remote
 from argosy.checkpoint.save import Saver
-from argosy.checkpoint.store import Checkpoint, CheckpointManifest, Choice
+from argosy.checkpoint.store import Checkpoint, Choice
 from argosy.checkpoint.writer import Upkeep
 from argosy.config.schema import CheckpointConfig
 from argosy.errors import StorageError, UserError
@@ -220,7 +221,7 @@ class Checkpointer:
             if (at_most is not None and step > at_most) or (here and step <= here.checkpoint.step):
                 continue
             try:
-                checkpoint = remote.fetch(step, store.own_generation())
+                checkpoint = remote.fetch(step, fence.own_generation())
             except Damaged as problem:
                 damaged = (*damaged, str(problem))
                 continue

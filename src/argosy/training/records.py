@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from argosy.checkpoint import store
+from argosy.checkpoint import fence
 from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
 from argosy.data.loader import OpenData
@@ -59,7 +59,7 @@ class Records:
         self._run, self._plan, self._world, self._run_dir = run, plan, world, run_dir
         self.progress = Progress(enabled=world.is_first)
         self.events = Events(run_dir, f"rank-{world.rank}")
-        self.metrics = Metrics(run_dir, partial(store.is_in_force, run_dir, store.own_generation()))
+        self.metrics = Metrics(run_dir, partial(fence.is_in_force, run_dir, fence.own_generation()))
         self.prediction: Prediction | None = None
         """Known on rank 0 once the run is introduced, if its devices are known."""
         self.peak_flops = 0.0
