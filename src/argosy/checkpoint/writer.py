@@ -34,7 +34,7 @@ from argosy.checkpoint.store import Checkpoint
 PARENT_S = 0.5
 """How often the parent is looked for: another process may keep its end of the pipe open."""
 NICENESS = 5
-"""Of the writer's process: training comes first."""
+"""Niceness of the writer's process: training comes first."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How long a run is, when it was given in minutes, and how long it still takes."""
+"""The pace of a run: its number of steps, if it was given in minutes, and the time to its end."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from argosy.config.schema import RunConfig
 from argosy.parallel.world import World
 
 SLACK = 0.92
-"""Share of the budget given to steps and evaluations; saves and the sample at the end take the rest."""
+"""Share of the budget for steps and evaluations; saves and the sample at the end take the rest."""
 SLOW = 3.0
-"""Times the median of recent steps: one that took longer compiled, evaluated or met something else."""
+"""A step that took so many times the median compiled, evaluated or was disturbed."""
 FORWARD = 0.4
-"""Time of a forward pass over that of a training step on as many tokens, about."""
+"""About the time of a forward pass over that of a training step on as many tokens."""
 
 
 class Pace:

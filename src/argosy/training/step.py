@@ -57,7 +57,7 @@ class StepOutcome:
 
 
 class Checks:
-    """What a step checks of itself: that replicas of the state are equal. `training.integrity` adds what tells others.
+    """Checks of a step: that replicas of the state are equal. `training.integrity` adds others, and reports.
 
     All ranks call each method together.
     """
@@ -67,7 +67,7 @@ class Checks:
         self._fingerprints = Fingerprints(state.model, state.optimizer, world)
 
     def watch(self) -> None:
-        """Have the step at hand computed such that it can be checked."""
+        """Compute the step at hand such that it can be checked."""
 
     def fingerprint(self, step: int) -> Tensor | None:
         """Return this rank's share of the fingerprint of all replicas; None in a step that does not compare them."""
