@@ -9,7 +9,7 @@ from argosy.checkpoint.fence import Fenced
 
 
 def test_a_generation_is_in_force_until_a_later_one_begins(tmp_path):
-    assert fence.is_in_force(tmp_path, 0), "where nobody counts"
+    assert fence.is_in_force(tmp_path, 0), "where generations are not counted"
     fence.begin_generation(tmp_path, 2)
     assert fence.is_in_force(tmp_path, 2) and not fence.is_in_force(tmp_path, 1)
     (tmp_path / fence.GENERATION_FILE).write_text("no number")

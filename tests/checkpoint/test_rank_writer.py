@@ -59,7 +59,7 @@ def test_a_part_that_failed_is_the_end_of_the_attempt(tmp_path, snapshot):
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
-def test_ranks_of_whose_parts_nothing_comes_are_named(tmp_path, snapshot, monkeypatch):
+def test_ranks_whose_parts_do_not_come_are_named(tmp_path, snapshot, monkeypatch):
     monkeypatch.setattr(rank_writer, "STALL_S", 0.3)
     commit_part(order(tmp_path, 2, 4), snapshot)
     with pytest.raises(OSError, match="part of rank 1, 3 for 0 s"):
@@ -96,7 +96,7 @@ def test_a_note_that_makes_no_sense_is_none(tmp_path, snapshot, monkeypatch, not
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_process_of_a_generation_before_writes_nothing(tmp_path, snapshot, rank):
+def test_a_process_of_an_older_generation_writes_nothing(tmp_path, snapshot, rank):
     (tmp_path / fence.GENERATION_FILE).write_text("1")
     with pytest.raises(Fenced):
         commit_part(order(tmp_path, rank, 2), snapshot)

@@ -79,7 +79,7 @@ def test_a_save_waits_for_the_one_before_it(tmp_path, saving):
     assert [told["step"] for told in saving.told("save")] == [1, 2, 3]
 
 
-def test_a_save_that_has_ended_is_heard_of_without_waiting(saving):
+def test_a_save_that_has_ended_is_reported_without_waiting(saving):
     saving.saver.poll()
     saving.save(1.0, step=4, wait=False)
     wait_until(lambda: saving.saver.poll() or saving.told("save"))
@@ -134,7 +134,7 @@ def test_memory_that_is_short_is_an_error_and_no_end(tmp_path, saving):
     assert_saved(tmp_path, {2: 2.0})
 
 
-def test_a_writer_that_is_killed_is_told_of_and_replaced_at_the_next_save(tmp_path, saving):
+def test_a_writer_that_is_killed_is_reported_and_replaced_at_the_next_save(tmp_path, saving):
     saving.save(1.0, step=1)
     pid = saving.saver.writer_pid
     os.kill(pid, signal.SIGSTOP)
@@ -376,7 +376,7 @@ def save_together(world: World, run_dir: Path, failing: int | None) -> list[tupl
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_the_death_of_another_ranks_writer_is_told_by_the_first(workers, tmp_path, number):
+def test_the_death_of_another_ranks_writer_is_reported_by_the_first(workers, tmp_path, number):
     first, second = workers.run(2, save_while_a_writer_dies, tmp_path, number)
     assert "rank 1: the writer process" in first[0] and second == ["writer_died"]
     assert_saved(tmp_path, {1: 1.0, 3: 3.0})

@@ -145,7 +145,7 @@ def test_a_checkpoint_of_the_format_before_is_refused_and_not_taken_for_damaged(
             look(tmp_path)
 
 
-def test_the_newest_whole_one_is_taken_and_each_damaged_one_is_told(tmp_path):
+def test_the_newest_whole_one_is_taken_and_each_damaged_one_is_named(tmp_path):
     write(tmp_path, 2)
     (write(tmp_path, 4) / "rank-00001.safetensors").unlink()
     (write(tmp_path, 6) / MANIFEST).write_text("{")

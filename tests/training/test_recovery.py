@@ -66,7 +66,7 @@ class Behind:
         (Behind(can_follow=False), 3, False),  # its update takes ranks that are gone
     ],
 )
-def test_who_follows_whom(survivor, ahead, follows):
+def test_a_survivor_follows_a_rank_that_is_a_step_ahead(survivor, ahead, follows):
     update = Update(ahead, 1.0, 2.0, 1.0, 0.1, 256, None)
     facts = [Facts("x"), Facts("x", FIRST, Position(ahead + 1, 0), update)]
     follow(survivor, facts)
@@ -196,7 +196,7 @@ def test_a_lost_replica_comes_back_from_the_others_and_no_step_is_lost(
 
 
 def fall_behind(world: World, store: Path, plan: str, behind: Sequence[int], model: dict[str, Any]) -> tuple[Any, ...]:
-    """Of step 3 the ranks `behind` have the gradient, and the exchange fails them; the others have applied it, and the
+    """The ranks `behind` have the gradient of step 3, and the exchange fails them; the others have applied it, and the
     last is lost.
     """
     before = Training(world, plan, **model).until(3)
@@ -216,7 +216,7 @@ def fall_behind(world: World, store: Path, plan: str, behind: Sequence[int], mod
         ("dp_replicate=2,pp=2", (2,), MIXTURE),
     ],
 )
-def test_who_has_the_gradient_follows_who_has_applied_it(workers, tmp_path, undisturbed, plan, behind, model):
+def test_a_rank_with_the_gradient_follows_one_that_has_applied_it(workers, tmp_path, undisturbed, plan, behind, model):
     answers = workers.run(Plan.parse(plan).world_size, fall_behind, tmp_path / "store", plan, behind, model)
     for recovery, _ in answers:
         assert (recovery.tier, recovery.step, recovery.steps_lost) == ("live", 4, 0)
@@ -225,14 +225,14 @@ def test_who_has_the_gradient_follows_who_has_applied_it(workers, tmp_path, undi
 
 
 def nobody_ahead(world: World, store: Path) -> tuple[Any, ...]:
-    """All have their gradient of step 3 when one dies: it may have applied it, which nobody knows."""
+    """All have their gradient of step 3 when one dies: it may have applied it, which no rank knows."""
     before = Training(world, "dp_replicate=2").until(3)
     before.update()
     after = Training(next_world(world, store), "dp_replicate=2", None if world.rank else before.state)
     return after.recovery, after.until(5).values()
 
 
-def test_a_step_that_nobody_left_has_applied_is_made_again(workers, tmp_path, undisturbed):
+def test_a_step_that_no_survivor_has_applied_is_made_again(workers, tmp_path, undisturbed):
     answers = workers.run(2, nobody_ahead, tmp_path / "store")
     assert [(r.tier, r.step, r.last_update.step) for r, _ in answers] == [("live", 3, 2)] * 2
     assert_same_bits([values for _, values in answers], undisturbed("dp_replicate=2", 5))
@@ -249,7 +249,7 @@ def tear(world: World, store: Path, torn: Sequence[int]) -> Recovery:
     return after.recovery
 
 
-def test_who_was_amid_an_update_takes_the_state_of_who_was_not(workers, tmp_path):
+def test_a_rank_lost_amid_an_update_takes_the_state_of_one_that_was_not(workers, tmp_path):
     assert [(r.tier, r.step) for r in workers.run(2, tear, tmp_path / "store", [0])] == [("live", 3)] * 2
 
 
@@ -259,17 +259,17 @@ def test_if_all_were_amid_an_update_there_is_nothing_live(workers, tmp_path):
 
 
 def fall_back(world: World, folder: Path, plan: str, nodes_lost: str, damaged: str) -> tuple[Any, ...]:
-    """Copies after steps 2 and 4; then the last rank is lost with its node, or with `nodes_lost`; one copy damaged."""
+    """Save in memory after steps 2 and 4; then lose the last rank and `nodes_lost`, with some files `damaged`."""
     before = Training(world, plan, folder=folder).until(5, copy_at=(2, 4))
     world = next_world(world, folder / "store")
     if world.is_first:
         for node in nodes_lost:
             shutil.rmtree(folder / node)
         for name in damaged:
-            newest_copy = max(memory_checkpoints_in(folder / name), key=lambda copy: copy.step)
-            data = bytearray(newest_copy.path.read_bytes())
+            newest = max(memory_checkpoints_in(folder / name), key=lambda saved: saved.step)
+            data = bytearray(newest.path.read_bytes())
             data[len(data) // 2] ^= 1
-            newest_copy.path.write_bytes(data)
+            newest.path.write_bytes(data)
     dist.barrier()
     after = Training(world, plan, None if world.rank == world.size - 1 else before.state, folder=folder)
     return after.recovery, after.until(7, copy_at=(6,)).values()
@@ -279,16 +279,16 @@ def fall_back(world: World, folder: Path, plan: str, nodes_lost: str, damaged: s
     ("plan", "nodes_lost", "damaged", "step"),
     [
         pytest.param("dp_shard=2", "", "", 4, marks=pytest.mark.slow),
-        ("dp_shard=2", "y", "", 4),  # with its node its own copy; the other node has one
+        ("dp_shard=2", "y", "", 4),  # its own file is lost with its node; the other node has one
         ("pp=2", "y", "", 4),
         pytest.param(
             "tp=2", "", "x", 4, marks=pytest.mark.slow
         ),  # of rank 0 or of rank 1; of both the other node has another
-        ("dp_shard=2", "y", "x", 2),  # x has both ranks' copies, and one of them is not what was written
+        ("dp_shard=2", "y", "x", 2),  # x has both ranks' files, and one of them is not what was written
         pytest.param("pp=2,dp_shard=2,zero=2", "w", "", 4, marks=pytest.mark.slow),
     ],
 )
-def test_state_without_a_replica_comes_back_from_copies_in_memory(
+def test_state_without_a_replica_comes_back_from_in_memory_checkpoints(
     workers, tmp_path, undisturbed, plan, nodes_lost, damaged, step
 ):
     answers = workers.run(Plan.parse(plan).world_size, fall_back, tmp_path, plan, nodes_lost, damaged)
@@ -299,11 +299,11 @@ def test_state_without_a_replica_comes_back_from_copies_in_memory(
     assert_same_bits([values for _, values in answers], undisturbed(plan, 7))
 
 
-def change_plan(world: World, folder: Path, before: str, after: str, copies: bool) -> tuple[Any, ...] | None:
+def change_plan(world: World, folder: Path, before: str, after: str, in_memory: bool) -> tuple[Any, ...] | None:
     """After 3 steps the last ranks are gone, with their node if there are 4, and the run goes on with those that are
     left, under another plan.
     """
-    memory, nodes = folder if copies else None, "xxyy"
+    memory, nodes = folder if in_memory else None, "xxyy"
     first = Training(world, before, folder=memory, nodes=nodes).until(3, copy_at=(3,))
     dist.barrier()
     size = Plan.parse(after).world_size
@@ -315,7 +315,7 @@ def change_plan(world: World, folder: Path, before: str, after: str, copies: boo
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "copies", "tier"),
+    ("before", "after", "in_memory", "tier"),
     [
         ("dp_replicate=4", "dp_replicate=2,zero=1", False, "live"),
         pytest.param("dp_replicate=2,dp_shard=2", "tp=2", False, "live", marks=pytest.mark.slow),
@@ -325,9 +325,9 @@ def change_plan(world: World, folder: Path, before: str, after: str, copies: boo
     ],
 )
 def test_the_state_is_laid_out_anew_for_those_that_are_left(
-    workers, tmp_path, undisturbed, before, after, copies, tier
+    workers, tmp_path, undisturbed, before, after, in_memory, tier
 ):
-    answers = workers.run(Plan.parse(before).world_size, change_plan, tmp_path, before, after, copies)
+    answers = workers.run(Plan.parse(before).world_size, change_plan, tmp_path, before, after, in_memory)
     left = [answer for answer in answers if answer is not None]
     wholes: dict[str, Tensor] = {}
     for values in undisturbed(before, 3):
@@ -341,8 +341,8 @@ def test_the_state_is_laid_out_anew_for_those_that_are_left(
             assert torch.equal(tensor, wholes[part.name][part.within(everywhere)]), part.name
 
 
-def lose_everything(world: World, folder: Path, copies: bool) -> tuple[Any, ...]:
-    """A checkpoint after step 2, copies after step 4, and both ranks lost; their `copies` too or not."""
+def lose_everything(world: World, folder: Path, in_memory: bool) -> tuple[Any, ...]:
+    """A checkpoint after step 2, one in memory after step 4, and both ranks lost; with `in_memory` that stays."""
     plan = "dp_shard=2"
 
     def checkpointer(world: World) -> Checkpointer:
@@ -355,7 +355,7 @@ def lose_everything(world: World, folder: Path, copies: bool) -> tuple[Any, ...]
     keeping.close()
     before.until(5, copy_at=(4,))
     world = next_world(world, folder / "store")
-    if not copies:
+    if not in_memory:
         shutil.rmtree(folder / NODES[world.rank])
     dist.barrier()
     keeping = checkpointer(world)
@@ -364,11 +364,11 @@ def lose_everything(world: World, folder: Path, copies: bool) -> tuple[Any, ...]
     return after.recovery, after.until(7, copy_at=(6,)).values()
 
 
-@pytest.mark.parametrize(("copies", "tier", "step"), [(True, "memory", 4), (False, "disk", 2)])
-def test_if_all_processes_are_lost_there_are_copies_and_if_these_are_too_there_is_the_disk(
-    workers, tmp_path, undisturbed, copies, tier, step
+@pytest.mark.parametrize(("in_memory", "tier", "step"), [(True, "memory", 4), (False, "disk", 2)])
+def test_if_all_processes_are_lost_memory_has_the_state_and_if_that_is_lost_the_disk_has(
+    workers, tmp_path, undisturbed, in_memory, tier, step
 ):
-    answers = workers.run(2, lose_everything, tmp_path, copies)
+    answers = workers.run(2, lose_everything, tmp_path, in_memory)
     assert [(r.tier, r.step) for r, _ in answers] == [(tier, step)] * 2
     assert_same_bits([values for _, values in answers], undisturbed("dp_shard=2", 7))
 

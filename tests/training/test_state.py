@@ -38,7 +38,7 @@ def test_a_step_counts_with_its_update():
     assert not any(map(torch.equal, before, values(state)))
 
 
-def test_whoever_follows_later_with_the_same_decision_gets_the_same_bits():
+def test_a_rank_that_follows_later_with_the_same_update_gets_the_same_bits():
     (first, update), (second, _) = pending(**EXPERTS), pending(**EXPERTS)
     first.apply(update)
     second.apply(update)
@@ -53,7 +53,7 @@ def test_biases_of_experts_move_with_the_update_and_not_before():
     assert all(buffer.any() for buffer in state.model.buffers().values())
 
 
-def test_an_update_that_breaks_off_is_known_to_be_under_way(monkeypatch):
+def test_an_update_that_fails_is_known_to_be_incomplete(monkeypatch):
     state, update = pending()
 
     def peer_is_gone() -> None:
@@ -65,7 +65,7 @@ def test_an_update_that_breaks_off_is_known_to_be_under_way(monkeypatch):
     assert state.in_update and state.step == 0
 
 
-def test_what_an_update_takes_of_other_ranks_changes_nothing_and_comes_before_it():
+def test_preparing_an_update_changes_nothing():
     (first, update), (second, _) = pending(), pending()
     before, boxes = values(first), {box: tensor.clone() for box, tensor in first.boxes().items()}
     first.prepare(update)
