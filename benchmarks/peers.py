@@ -141,7 +141,7 @@ def argosy(setting: Setting, turns: Turns, compiled: bool) -> None:
     for rows in setting.batches():
         batch = microbatches(rows.numpy(), setting.batch, END_OF_DOCUMENT, world.device)
         outcome = step.exchange(step.forward_backward(batch))
-        step.update(step.decide(outcome, LEARNING_RATE))
+        step.apply(step.update(outcome, LEARNING_RATE))
         clock.lap()
         turns.step_done()
 

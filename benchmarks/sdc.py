@@ -4,7 +4,7 @@
 
 fingerprint   one bit of a tensor that several ranks hold (weights, optimizer state), by `parallel.checks.sum_of_bits`
 checksum      one bit of a sum of gradients over ranks, by `parallel.checks.is_sum` (resilience.check_collectives)
-norm          one bit of one rank's gradient before it is summed, by the judge's limit on the gradient's norm alone
+norm          one bit of one rank's gradient before it is summed, by the bad-step policy's limit on the norm alone
 recompute     the same, by others computing it again: every bit, in one of n k steps (not drawn here: it compares bits)
 
 Gradients are normal with standard deviations from 1e-8 to 1e-3, a decade to each part of the tensor, as in a model.
@@ -99,9 +99,9 @@ def norm(elements: int) -> Sees:
     own = gradient(elements, 0)
     squares = own.double().square().sum().item()
     draw = random.Random(0)
-    judge = BadStepPolicy(ResilienceConfig())
-    judge.remember((s, 3.0, math.sqrt(squares) * math.exp(NORM_NOISE * draw.gauss(0, 1))) for s in range(128))
-    limit = judge.limits(128).gradient_norm
+    policy = BadStepPolicy(ResilienceConfig())
+    policy.remember((s, 3.0, math.sqrt(squares) * math.exp(NORM_NOISE * draw.gauss(0, 1))) for s in range(128))
+    _, limit = policy.limits(128)
 
     def sees(bit: int | None) -> bool:
         noise = math.exp(NORM_NOISE * draw.gauss(0, 1))

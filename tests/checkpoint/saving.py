@@ -14,9 +14,9 @@ from torch import Tensor
 from argosy.checkpoint import store
 from argosy.checkpoint.boxes import Box
 from argosy.checkpoint.load import load_into
+from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.save import Saver
 from argosy.checkpoint.shards import wholes
-from argosy.checkpoint.store import CheckpointManifest
 from argosy.checkpoint.writer import Upkeep
 from argosy.parallel.world import World
 

@@ -68,7 +68,7 @@ def test_any_layout_becomes_any_other(data: st.DataObject, ranks: int) -> None:
             assert torch.equal(tensor, value(box))
 
 
-def test_what_a_rank_has_does_not_travel_and_the_rest_comes_from_who_has_least_to_send():
+def test_what_a_rank_has_does_not_travel_and_the_rest_comes_from_the_rank_with_the_least_to_send():
     whole = [part("matrix", (4, 4), [(0, 4), (0, 4)]), part("vector", (8,), [(0, 8)])]
     transfers = route([whole, whole, [whole[1]], []], [whole, whole, whole, whole])
     assert not isinstance(transfers, Misfit)
@@ -84,7 +84,7 @@ def test_of_what_a_rank_has_a_part_of_only_the_rest_travels():
     assert [(t.sender, t.part.offset, t.part.shape) for t in transfers] == [(1, (0, 0), (2, 4)), (0, (2, 0), (2, 4))]
 
 
-def test_what_nobody_has_is_named():
+def test_what_no_rank_has_is_named():
     half = part("vector", (8,), [(0, 4)])
     assert str(route([[half]], [[part("vector", (8,), [(2, 6)])]])) == "vector lacks 2 of its 4 numbers there"
     with pytest.raises(NobodyHas, match="no rank has all of it: vector lacks 2"):
@@ -159,7 +159,7 @@ def flip_a_bit(world: World, sender: int, receiver: int) -> Any:
             exchange(held, wanted, dist.group.WORLD)
         except CorruptMessage as error:
             answer = str(error)
-    exchange(held, wanted, dist.group.WORLD)  # nobody is left waiting, and it may be done again
+    exchange(held, wanted, dist.group.WORLD)  # no rank is left waiting, and it may be done again
     for box, tensor in wanted.items():
         assert torch.equal(tensor, value(box))
     return answer

@@ -48,7 +48,7 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
 
 
 def read(world: World, run_dir: Path, dim: int) -> tuple[bool, list[int]]:
-    """Whether the model came back, and this rank's own number."""
+    """True if the model came back, and this rank's own number."""
     expected = cut(world.rank, world.size, dim)
     blank = {box: torch.zeros_like(tensor) for box, tensor in expected.items()}
     load_into(blank, store.find(run_dir))

@@ -1,4 +1,4 @@
-"""Copies in host memory: on two nodes, whole or refused, the one before kept until all ranks have the next."""
+"""In-memory checkpoints: on two nodes, whole or refused, the last one kept until all ranks have the next."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def state(step: int, rank: int = 0) -> dict[Box, torch.Tensor]:
 
 
 def found(folder: Path) -> dict[tuple[int, int], dict[str, torch.Tensor]]:
-    """(step, rank) -> what the copy of it holds; each must be whole."""
-    copies = {}
-    for copy in memory_checkpoints_in(folder):
-        assert copy.is_whole()
-        copies[copy.step, copy.rank] = {b.name: copy.file.read(b, b).clone() for b in copy.file.boxes}
-    return copies
+    """(step, rank) -> what its file holds; each must be whole."""
+    found = {}
+    for saved in memory_checkpoints_in(folder):
+        assert saved.is_whole()
+        found[saved.step, saved.rank] = {b.name: saved.file.read(b, b).clone() for b in saved.file.boxes}
+    return found
 
 
 def expected(step: int, rank: int = 0) -> dict[str, torch.Tensor]:
@@ -67,11 +67,11 @@ def test_if_one_box_has_no_replica_on_another_node_all_are_copied_since_going_ba
     assert sorted(b.name for kept in placement.kept for b in kept) == ["both", "mine"]
 
 
-def test_a_generator_that_each_rank_has_of_its_own_is_no_reason_to_copy():
+def test_a_random_generator_is_no_reason_to_save_in_memory():
     assert place(["x", "y"], [[box("a"), box(f"rng.rank{rank}")] for rank in range(2)]).kept == ((), ())
 
 
-def test_replicas_on_one_node_share_the_work_of_copying():
+def test_replicas_on_one_node_share_the_work_of_saving():
     everything = [box("large", 8), box("a"), box("b")]
     kept = place(["x"] * 2, [everything] * 2).kept
     assert [[b.name for b in boxes] for boxes in kept] == [["large"], ["a", "b"]]
@@ -88,7 +88,7 @@ def test_replicas_on_one_node_share_the_work_of_copying():
         ("xxxy", (3, 3, 3, 0)),
     ],
 )
-def test_the_second_copy_is_on_the_next_node_in_the_ring(nodes, mirror):
+def test_the_mirror_is_on_the_next_node_in_the_ring(nodes, mirror):
     assert place(nodes, [[box(f"of{rank}")] for rank in range(len(nodes))]).mirror == mirror
 
 
@@ -103,7 +103,7 @@ def test_the_environment_names_folder_and_node(monkeypatch):
 # One rank
 
 
-def copies(folder: Path, world: World = ALONE, history: History = HISTORY) -> MemoryCheckpointer:
+def checkpointer(folder: Path, world: World = ALONE, history: History = HISTORY) -> MemoryCheckpointer:
     return MemoryCheckpointer(folder, list(state(0, world.rank)), world, history, refuse)
 
 
@@ -111,91 +111,91 @@ def refuse(problem: str) -> None:
     raise AssertionError(problem)
 
 
-def save(copying: MemoryCheckpointer, *steps: int) -> None:
+def save(saving: MemoryCheckpointer, *steps: int) -> None:
     for step in steps:
-        copying.save(Position(step, step * 100, ((3, 5),)), state(step))
-    copying.wait()
+        saving.save(Position(step, step * 100, ((3, 5),)), state(step))
+    saving.wait()
 
 
-def test_two_generations_are_kept(tmp_path):
-    copying = copies(tmp_path)
-    save(copying, 10)
+def test_the_two_newest_are_kept(tmp_path):
+    saving = checkpointer(tmp_path)
+    save(saving, 10)
     assert found(tmp_path).keys() == {(10, 0)}
-    save(copying, 20, 30, 40)
+    save(saving, 20, 30, 40)
     torch.testing.assert_close(found(tmp_path), {(step, 0): expected(step) for step in (30, 40)})
-    assert copying.step == 40
+    assert saving.step == 40
 
 
-def test_a_copy_knows_where_in_which_run_it_stood(tmp_path):
-    save(copies(tmp_path), 10)
-    (copy,) = memory_checkpoints_in(tmp_path)
-    assert copy.state == (Position(10, 1000, ((3, 5),)), HISTORY)
+def test_an_in_memory_checkpoint_knows_where_in_which_run_it_stands(tmp_path):
+    save(checkpointer(tmp_path), 10)
+    (saved,) = memory_checkpoints_in(tmp_path)
+    assert saved.state == (Position(10, 1000, ((3, 5),)), HISTORY)
 
 
-def test_what_training_does_after_the_call_is_not_in_the_copy(tmp_path):
-    copying, live = copies(tmp_path), state(10)
-    copying.save(Position(10, 0), live)
+def test_what_training_does_after_the_call_is_not_in_the_checkpoint(tmp_path):
+    saving, live = checkpointer(tmp_path), state(10)
+    saving.save(Position(10, 0), live)
     for tensor in live.values():
         tensor.zero_()
-    copying.wait()
+    saving.wait()
     torch.testing.assert_close(found(tmp_path), {(10, 0): expected(10)})
 
 
-def test_a_copy_in_which_a_bit_has_changed_is_refused(tmp_path):
-    save(copies(tmp_path), 10, 20)
+def test_an_in_memory_checkpoint_with_a_flipped_bit_is_refused(tmp_path):
+    save(checkpointer(tmp_path), 10, 20)
     path = memory_checkpoints_in(tmp_path)[1].path
     data = bytearray(path.read_bytes())
     for place_of_bit in (0, 20, len(data) // 2, len(data) - 1):
         data[place_of_bit] ^= 16
         path.write_bytes(data)
-        assert [copy.is_whole() for copy in memory_checkpoints_in(tmp_path)] == [True, False]
+        assert [saved.is_whole() for saved in memory_checkpoints_in(tmp_path)] == [True, False]
         data[place_of_bit] ^= 16
 
 
-def test_what_is_no_copy_is_not_taken_for_one(tmp_path):
-    save(copies(tmp_path), 10)
+def test_other_files_are_not_taken_for_in_memory_checkpoints(tmp_path):
+    save(checkpointer(tmp_path), 10)
     (tmp_path / "abc.00000.partial").write_bytes(b"half of somethi")
     (tmp_path / "notes.txt").write_text("of somebody else")
     (tmp_path / "abc.00000020.00000.00000000").write_bytes(b"renamed")
-    assert [(copy.step, copy.is_whole(), copy.state is None) for copy in memory_checkpoints_in(tmp_path)] == [
+    assert [(saved.step, saved.is_whole(), saved.state is None) for saved in memory_checkpoints_in(tmp_path)] == [
         (10, True, False),
         (20, False, True),
     ]
     assert memory_checkpoints_in(tmp_path / "nowhere") == memory_checkpoints_in(None) == []
 
 
-def test_a_process_killed_at_any_moment_leaves_a_whole_copy_and_nothing_that_only_looks_like_one(tmp_path):
+def test_a_process_killed_at_any_moment_leaves_a_whole_one_and_nothing_that_only_looks_whole(tmp_path):
     context = multiprocessing.get_context("fork")
     for attempt in range(8):
         folder = tmp_path / str(attempt)
         folder.mkdir()
-        copying = context.Process(target=copy_for_ever, args=(folder,))
-        copying.start()
+        saving = context.Process(target=save_for_ever, args=(folder,))
+        saving.start()
         while not memory_checkpoints_in(folder):
-            assert copying.is_alive()
+            assert saving.is_alive()
         time.sleep(0.0015 * attempt)
-        copying.kill()
-        copying.join()
+        saving.kill()
+        saving.join()
         whole = found(folder)
         assert whole
         torch.testing.assert_close(whole, {key: expected(*key) for key in whole})
 
 
-def copy_for_ever(folder: Path) -> None:
-    copying = copies(folder)
+def save_for_ever(folder: Path) -> None:
+    saving = checkpointer(folder)
     for step in range(10_000):
-        save(copying, step)
+        save(saving, step)
 
 
-def test_without_room_there_are_no_more_copies_and_the_last_one_stays(tmp_path, monkeypatch):
+def test_without_room_nothing_more_is_saved_and_the_last_one_stays(tmp_path, monkeypatch):
     problems: list[str] = []
-    copying = MemoryCheckpointer(tmp_path, list(state(0)), ALONE, HISTORY, problems.append)
-    save(copying, 10)
+    saving = MemoryCheckpointer(tmp_path, list(state(0)), ALONE, HISTORY, problems.append)
+    save(saving, 10)
     monkeypatch.setattr(os, "posix_fallocate", no_room)
-    save(copying, 20)
-    assert problems == ["[Errno 28] no room; there will be no more copies in memory"]
-    assert not copying.is_on
-    save(copying, 30)
+    save(saving, 20)
+    assert problems == ["[Errno 28] no room; no more in-memory checkpoints are saved in this world"]
+    assert not saving.is_on
+    save(saving, 30)
     torch.testing.assert_close(found(tmp_path), {(10, 0): expected(10)})
 
 
@@ -209,37 +209,38 @@ def no_room_after(files: int) -> Callable[..., None]:
     return lambda *_: left.pop() if left else no_room()
 
 
-def test_copies_of_the_world_before_go_once_there_is_a_newer_one(tmp_path):
-    save(copies(tmp_path), 10, 20)
-    copying = copies(tmp_path, history=HISTORY.next("def", 20))
+def test_those_of_the_world_before_go_once_there_is_a_newer_one(tmp_path):
+    save(checkpointer(tmp_path), 10, 20)
+    saving = checkpointer(tmp_path, history=HISTORY.next("def", 20))
     assert found(tmp_path).keys() == {(10, 0), (20, 0)}
-    save(copying, 30)
+    save(saving, 30)
     assert found(tmp_path).keys() == {(30, 0)}
 
 
 # Several ranks
 
 
-def copy_together(world: World, folder: Path, nodes: list[str], full: str = "") -> tuple[Any, ...]:
-    """Three copies on these nodes, each with a folder of its own; the last node has no room for the third copy of
-    "own" or of "guest".
+def save_together(world: World, folder: Path, nodes: list[str], full: str = "") -> tuple[Any, ...]:
+    """Save three times on these nodes, each with a folder of its own.
+
+    The last node has no room for the third file, its own or its guest's, as `full` says ("own", "guest").
     """
     problems: list[str] = []
     node = folder / nodes[world.rank]
     node.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(NODE, nodes[world.rank])
-        copying = MemoryCheckpointer(node, list(state(0, world.rank)), world, HISTORY, problems.append)
+        saving = MemoryCheckpointer(node, list(state(0, world.rank)), world, HISTORY, problems.append)
         for step in (10, 20, 30):
             if full and world.rank == world.size - 1 and step == 30:
                 patch.setattr(os, "posix_fallocate", no_room_after(files=0 if full == "own" else 1))
-            copying.save(Position(step, 0), state(step, world.rank))
-            copying.wait()
-    return copying.step, copying.is_on, problems
+            saving.save(Position(step, 0), state(step, world.rank))
+            saving.wait()
+    return saving.step, saving.is_on, problems
 
 
-def test_each_node_has_the_copies_of_the_one_before_it_too(workers, tmp_path):
-    answers = workers.run(3, copy_together, tmp_path, ["x", "y", "z"])
+def test_each_node_mirrors_the_one_before_it(workers, tmp_path):
+    answers = workers.run(3, save_together, tmp_path, ["x", "y", "z"])
     assert answers == [(30, True, [])] * 3
     for node, ranks in {"x": (0, 2), "y": (1, 0), "z": (2, 1)}.items():
         torch.testing.assert_close(
@@ -248,8 +249,8 @@ def test_each_node_has_the_copies_of_the_one_before_it_too(workers, tmp_path):
 
 
 @pytest.mark.parametrize("full", ["own", "guest"])
-def test_if_one_node_has_no_room_all_ranks_stop_at_the_same_copy(workers, tmp_path, full):
-    answers = workers.run(2, copy_together, tmp_path, ["x", "y"], full)
-    assert answers == [(20, False, ["[Errno 28] no room; there will be no more copies in memory"])] * 2
+def test_if_one_node_has_no_room_all_ranks_stop_at_the_same_step(workers, tmp_path, full):
+    answers = workers.run(2, save_together, tmp_path, ["x", "y"], full)
+    assert answers == [(20, False, ["[Errno 28] no room; no more in-memory checkpoints are saved in this world"])] * 2
     for node in "xy":
         assert {(20, 0), (20, 1)} <= found(tmp_path / node).keys() <= {(10, 0), (10, 1), (20, 0), (20, 1)}

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from argosy.checkpoint import rank_writer, store
+from argosy.checkpoint import fence, rank_writer, store
+from argosy.checkpoint.fence import Fenced
 from argosy.checkpoint.rank_writer import Note, SaveOrder, commit_part, leave_note
-from argosy.checkpoint.store import Fenced
 from checkpoint.saving import manifest
 
 DATA = bytes(range(256)) * 100
@@ -59,7 +59,7 @@ def test_a_part_that_failed_is_the_end_of_the_attempt(tmp_path, snapshot):
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
-def test_ranks_of_whose_parts_nothing_comes_are_named(tmp_path, snapshot, monkeypatch):
+def test_ranks_whose_parts_do_not_come_are_named(tmp_path, snapshot, monkeypatch):
     monkeypatch.setattr(rank_writer, "STALL_S", 0.3)
     commit_part(order(tmp_path, 2, 4), snapshot)
     with pytest.raises(OSError, match="part of rank 1, 3 for 0 s"):
@@ -96,8 +96,8 @@ def test_a_note_that_makes_no_sense_is_none(tmp_path, snapshot, monkeypatch, not
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_process_of_a_generation_before_writes_nothing(tmp_path, snapshot, rank):
-    (tmp_path / store.GENERATION_FILE).write_text("1")
+def test_a_process_of_an_older_generation_writes_nothing(tmp_path, snapshot, rank):
+    (tmp_path / fence.GENERATION_FILE).write_text("1")
     with pytest.raises(Fenced):
         commit_part(order(tmp_path, rank, 2), snapshot)
     assert not (tmp_path / "checkpoints").exists()
@@ -112,7 +112,7 @@ def test_a_generation_that_begins_during_a_long_write_ends_it(tmp_path, snapshot
         if len(checks) == 3:
             raise Fenced("generation 1 has begun")
 
-    monkeypatch.setattr(store, "check_generation", begins_at_the_third_look)
+    monkeypatch.setattr(fence, "check_generation", begins_at_the_third_look)
     with pytest.raises(Fenced):
         commit_part(order(tmp_path), snapshot)
     assert store.committed(tmp_path) == []

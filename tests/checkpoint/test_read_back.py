@@ -1,4 +1,4 @@
-"""Reading back together: everything is read, by another than who wrote it, and nobody is waited for for ever."""
+"""Reading back together: every file is read by another writer than its own, and none is waited for for ever."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def order(run_dir: Path, rank: int) -> SaveOrder:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Checkpoint:
-    """Of three ranks, committed and not read yet."""
+    """A checkpoint of three ranks, committed and not read yet."""
     memory = os.memfd_create("test")
     os.write(memory, bytes(1000))
     for rank in reversed(range(SIZE)):
@@ -64,7 +64,7 @@ def test_each_reads_what_another_wrote_and_all_of_it_is_read_once(checkpoint, tm
     assert not list(checkpoint.folder.glob("*.read"))
 
 
-def test_the_first_reads_what_nobody_vouches_for(checkpoint, tmp_path, read):
+def test_the_first_reads_the_shares_that_have_no_note(checkpoint, tmp_path, read):
     vouch(order(tmp_path, 2), CLOSING)
     verify_together(checkpoint, SIZE)
     assert read == [store.shard_name(rank) for rank in (0, 1, 2)]
@@ -82,7 +82,7 @@ def test_the_first_waits_for_one_that_is_a_little_late(checkpoint, tmp_path, rea
 
 @pytest.mark.parametrize("damaged", range(SIZE))
 @pytest.mark.parametrize("vouching", [(), (1, 2)])
-def test_damage_is_found_whoever_reads_it(checkpoint, tmp_path, damaged, vouching):
+def test_damage_is_found_by_any_reader(checkpoint, tmp_path, damaged, vouching):
     flip_a_bit(checkpoint.folder / store.shard_name(damaged), 4321)
     for rank in vouching:
         vouch(order(tmp_path, rank), CLOSING)
@@ -99,7 +99,7 @@ def test_a_note_that_is_not_of_this_checkpoint_vouches_for_nothing(checkpoint, r
 
 
 def ended(work: Callable[[], None], after: Callable[[], None]) -> bool:
-    """Whether `work`, begun in a thread, waits until `after` was called, and ends then."""
+    """True if `work`, begun in a thread, waits until `after` was called, and ends then."""
     thread = threading.Thread(target=work)
     thread.start()
     thread.join(0.3)

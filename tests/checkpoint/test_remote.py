@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from argosy.checkpoint import store
+from argosy.checkpoint import fence, store
 from argosy.checkpoint.checksums import Damaged, file_sum
+from argosy.checkpoint.fence import Fenced
 from argosy.checkpoint.remote import Remote
-from argosy.checkpoint.store import Checkpoint, Fenced
+from argosy.checkpoint.store import Checkpoint
 from argosy.errors import UserError
 from checkpoint.saving import flip_a_bit, manifest
 
@@ -19,7 +20,7 @@ FILES = {"rank-00000.safetensors": bytes(range(200)), "rank-00001.safetensors": 
 
 
 def write(run_dir: Path, step: int, plan: str = "") -> Checkpoint:
-    partial = store.partial_folder(run_dir, step, 0)
+    partial = fence.partial_folder(run_dir, step, 0)
     partial.mkdir(parents=True)
     for name, data in FILES.items():
         (partial / name).write_bytes(data)
@@ -81,11 +82,11 @@ def test_the_manifest_comes_last_and_only_if_all_was_copied_well(tmp_path, run_d
     assert remote.steps() == []
 
 
-def test_a_process_of_a_generation_before_copies_nothing(url, run_dir):
+def test_a_process_of_an_older_generation_copies_nothing(url, run_dir):
     checkpoint, remote = write(run_dir, 4), Remote(url, run_dir)
-    (run_dir / store.GENERATION_FILE).write_text("1")
+    (run_dir / fence.GENERATION_FILE).write_text("1")
     with pytest.raises(Fenced):
-        remote.put(checkpoint, lambda: store.check_generation(run_dir, 0))
+        remote.put(checkpoint, lambda: fence.check_generation(run_dir, 0))
     assert remote.steps() == []
 
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from argosy.checkpoint import fence, store
 from argosy.checkpoint import save as save_module
-from argosy.checkpoint import store
 from argosy.checkpoint.boxes import Box
 from argosy.checkpoint.save import Saver, deal
 from argosy.checkpoint.shards import box_bytes
@@ -79,7 +79,7 @@ def test_a_save_waits_for_the_one_before_it(tmp_path, saving):
     assert [told["step"] for told in saving.told("save")] == [1, 2, 3]
 
 
-def test_a_save_that_has_ended_is_heard_of_without_waiting(saving):
+def test_a_save_that_has_ended_is_reported_without_waiting(saving):
     saving.saver.poll()
     saving.save(1.0, step=4, wait=False)
     wait_until(lambda: saving.saver.poll() or saving.told("save"))
@@ -94,7 +94,7 @@ def test_a_step_that_is_committed_is_not_saved_again(tmp_path, saving):
 
 def test_what_a_process_that_died_left_in_the_folder_is_swept_away(tmp_path):
     saving = Saving(tmp_path)
-    folder = store.partial_folder(tmp_path, 4, 0)
+    folder = fence.partial_folder(tmp_path, 4, 0)
     folder.mkdir(parents=True)
     (folder / "rank-00007.safetensors").write_bytes(b"half of somethi")
     (folder / "rank-00000.json").write_bytes(b'{"ticket": "another", "bytes": 15, "sha256": ""}')
@@ -134,7 +134,7 @@ def test_memory_that_is_short_is_an_error_and_no_end(tmp_path, saving):
     assert_saved(tmp_path, {2: 2.0})
 
 
-def test_a_writer_that_is_killed_is_told_of_and_replaced_at_the_next_save(tmp_path, saving):
+def test_a_writer_that_is_killed_is_reported_and_replaced_at_the_next_save(tmp_path, saving):
     saving.save(1.0, step=1)
     pid = saving.saver.writer_pid
     os.kill(pid, signal.SIGSTOP)
@@ -307,11 +307,11 @@ def save_and_fork(run_dir: Path, pids: Any) -> None:
 
 
 def test_what_is_of_a_generation_before_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv(store.GENERATION, "4")
+    monkeypatch.setenv(fence.GENERATION, "4")
     saving = Saving(tmp_path)
     saving.save(1.0, step=1)
     assert store.committed(tmp_path)[0].manifest.generation == 4
-    (tmp_path / store.GENERATION_FILE).write_text("5")
+    (tmp_path / fence.GENERATION_FILE).write_text("5")
     saving.save(2.0, step=2)
     assert "generation 5" in saving.told("save_failed")[0]["error"]
     saving.close()
@@ -376,7 +376,7 @@ def save_together(world: World, run_dir: Path, failing: int | None) -> list[tupl
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_the_death_of_another_ranks_writer_is_told_by_the_first(workers, tmp_path, number):
+def test_the_death_of_another_ranks_writer_is_reported_by_the_first(workers, tmp_path, number):
     first, second = workers.run(2, save_while_a_writer_dies, tmp_path, number)
     assert "rank 1: the writer process" in first[0] and second == ["writer_died"]
     assert_saved(tmp_path, {1: 1.0, 3: 3.0})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import shutil
@@ -10,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from argosy.checkpoint import store
+from argosy.checkpoint import fence, store
 from argosy.checkpoint.checksums import Damaged, file_sum, signed
-from argosy.checkpoint.history import History
-from argosy.checkpoint.store import GENERATION_FILE, MANIFEST, VERIFIED, Checkpoint, CheckpointManifest, Fenced
+from argosy.checkpoint.fence import GENERATION_FILE, Fenced
+from argosy.checkpoint.manifest import CheckpointManifest
+from argosy.checkpoint.store import MANIFEST, VERIFIED, Checkpoint
 from argosy.errors import StorageError, UserError
 from argosy.files import PARTIAL
 from checkpoint.saving import flip_a_bit, manifest
@@ -24,7 +24,7 @@ ALL = [*FILES, MANIFEST, VERIFIED]
 
 def write(run_dir: Path, step: int, verified: bool = False, **facts: object) -> Path:
     """A checkpoint as a save leaves it."""
-    folder = store.partial_folder(run_dir, step, generation=0)
+    folder = fence.partial_folder(run_dir, step, generation=0)
     folder.mkdir(parents=True)
     for name, data in FILES.items():
         (folder / name).write_bytes(data[: 50 + step % 50])
@@ -47,14 +47,6 @@ def test_what_was_committed_is_there_and_whole(tmp_path):
         checkpoint.verify()
         assert checkpoint.manifest.tokens == checkpoint.step * 1024
         assert checkpoint.bytes == sum(path.stat().st_size for path in checkpoint.folder.glob("rank-*"))
-
-
-def test_all_of_a_manifest_comes_back(tmp_path):
-    history = History(3, (("ab", 5), ("cd", 7)), "ef")
-    given = manifest(
-        7, plan="dp_replicate=2", skipped=((3, 5), (9, 10)), history=history, generation=4, config_sha256="aa"
-    )
-    assert CheckpointManifest.from_bytes(given.to_bytes(), "here") == given
 
 
 @pytest.mark.parametrize("marker", [None, f"{MANIFEST}{PARTIAL}"])
@@ -153,7 +145,7 @@ def test_a_checkpoint_of_the_format_before_is_refused_and_not_taken_for_damaged(
             look(tmp_path)
 
 
-def test_the_newest_whole_one_is_taken_and_each_damaged_one_is_told(tmp_path):
+def test_the_newest_whole_one_is_taken_and_each_damaged_one_is_named(tmp_path):
     write(tmp_path, 2)
     (write(tmp_path, 4) / "rank-00001.safetensors").unlink()
     (write(tmp_path, 6) / MANIFEST).write_text("{")
@@ -246,12 +238,12 @@ def test_removing_a_checkpoint_begins_with_its_manifest(tmp_path, monkeypatch):
 def test_a_commit_waits_for_the_disk(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(Path(f"/proc/self/fd/{file}").readlink().name))
-    partial, folder = store.partial_folder(tmp_path, 4, 0), write(tmp_path, 4)
+    partial, folder = fence.partial_folder(tmp_path, 4, 0), write(tmp_path, 4)
     assert synced == [f"{MANIFEST}{PARTIAL}", partial.name, folder.parent.name]
 
 
 def test_a_commit_takes_what_the_manifest_lists_and_nothing_else(tmp_path):
-    partial = store.partial_folder(tmp_path, 4, 0)
+    partial = fence.partial_folder(tmp_path, 4, 0)
     partial.mkdir(parents=True)
     for name in ("rank-00000.json", "rank-00007.safetensors", "rank-00000.safetensors"):
         (partial / name).write_bytes(b"data")
@@ -270,7 +262,7 @@ def test_a_step_that_is_committed_stays_as_it_is(tmp_path):
 @pytest.mark.parametrize(
     ("generation", "now", "refused"), [(0, "1", True), (2, "2", False), (3, "2", False), (2, "", True)]
 )
-def test_what_is_of_a_generation_before_is_not_committed(tmp_path, generation, now, refused):
+def test_a_checkpoint_of_an_older_generation_is_not_committed(tmp_path, generation, now, refused):
     (tmp_path / GENERATION_FILE).write_text(now)
     if refused:
         with pytest.raises(Fenced, match="nothing"):
@@ -283,7 +275,7 @@ def test_what_is_of_a_generation_before_is_not_committed(tmp_path, generation, n
 def test_what_dead_writers_left_is_swept_away_but_not_what_a_later_generation_writes(tmp_path):
     write(tmp_path, 3)
     for step, generation in ((4, 0), (4, 2), (5, 1), (6, 3)):
-        store.partial_folder(tmp_path, step, generation).mkdir()
+        fence.partial_folder(tmp_path, step, generation).mkdir()
     store.sweep(tmp_path, generation=2, before_step=5)
     left = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     assert left == {"step-00000003", "step-00000005.generation-0001.partial", "step-00000006.generation-0003.partial"}
@@ -294,7 +286,7 @@ def test_what_dead_writers_left_is_swept_away_but_not_what_a_later_generation_wr
 
 def half_written(run_dir: Path, step: int, generation: int) -> tuple[Path, CheckpointManifest]:
     """A checkpoint that processes of `generation` have written, and not committed."""
-    partial = store.partial_folder(run_dir, step, generation)
+    partial = fence.partial_folder(run_dir, step, generation)
     partial.mkdir(parents=True)
     (partial / "rank-00000.safetensors").write_bytes(bytes([generation]))
     files = {"rank-00000.safetensors": file_sum(partial / "rank-00000.safetensors")}
@@ -302,12 +294,12 @@ def half_written(run_dir: Path, step: int, generation: int) -> tuple[Path, Check
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-def test_who_asked_before_a_generation_began_and_wakes_after_it_commits_nothing(tmp_path, monkeypatch, is_there):
+def test_a_process_that_slept_while_a_generation_began_commits_nothing(tmp_path, monkeypatch, is_there):
     old, new = half_written(tmp_path, 4, generation=1), half_written(tmp_path, 4, generation=2)
 
     def asleep(run_dir: Path, generation: int) -> None:
         monkeypatch.undo()
-        store.begin_generation(tmp_path, 2)
+        fence.begin_generation(tmp_path, 2)
         if is_there:
             store.commit(*new)
 
@@ -334,23 +326,3 @@ def test_one_that_is_committed_while_its_place_is_cleared_stays(tmp_path, monkey
     monkeypatch.undo()
     assert store.committed(tmp_path)[0].manifest.generation == 2
     store.committed(tmp_path)[0].verify()
-
-
-def test_a_generation_is_in_force_until_a_later_one_begins(tmp_path):
-    assert store.is_in_force(tmp_path, 0), "where nobody counts"
-    store.begin_generation(tmp_path, 2)
-    assert store.is_in_force(tmp_path, 2) and not store.is_in_force(tmp_path, 1)
-    (tmp_path / store.GENERATION_FILE).write_text("no number")
-    assert not store.is_in_force(tmp_path, 2), "if that cannot be told, nothing is written"
-
-
-def test_a_folder_from_before_generations_were_called_so_goes_on(tmp_path):
-    # The two names are of folders that the version before this one left, and stand nowhere else.
-    before = {name: value for name, value in manifest(7, generation=4).to_record().items() if name != "generation"}
-    data = signed(before | {"epoch": 4})
-    assert (read := CheckpointManifest.from_bytes(data, "here")).generation == 4
-    assert read.sha256 == hashlib.sha256(data).hexdigest()  # which verified.json names
-    (tmp_path / ".epoch").write_text("4\n")
-    assert store.newest_generation(tmp_path) == 4
-    store.begin_generation(tmp_path, 5)
-    assert store.newest_generation(tmp_path) == 5

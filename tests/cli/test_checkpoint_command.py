@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from argosy.checkpoint import store
+from argosy.checkpoint import fence, store
 from argosy.checkpoint.checksums import file_sum, signed
 from argosy.cli.checkpoint import main
 from argosy.errors import UserError
@@ -18,7 +18,7 @@ from checkpoint.saving import flip_a_bit, manifest
 def run_dir(tmp_path: Path) -> Path:
     """A run with checkpoints of steps 1 to 4, the second and third verified."""
     for step in (1, 2, 3, 4):
-        partial = store.partial_folder(tmp_path, step, 0)
+        partial = fence.partial_folder(tmp_path, step, 0)
         partial.mkdir(parents=True)
         (partial / "rank-00000.safetensors").write_bytes(bytes(1000 * step))
         files = {"rank-00000.safetensors": file_sum(partial / "rank-00000.safetensors")}

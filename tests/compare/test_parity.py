@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.save import Saver
 from argosy.checkpoint.shards import wholes
-from argosy.checkpoint.store import CheckpointManifest
 from argosy.compare.parity import TOLERANCE, Difference, Differences, compare, parity
 from argosy.errors import RunFailed, UserError
 from argosy.inference.trained_model import open_checkpoint

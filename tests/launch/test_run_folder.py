@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from argosy.checkpoint import store
-from argosy.checkpoint.store import CheckpointManifest
+from argosy.checkpoint import fence, store
+from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.config.dump import save_run
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
@@ -35,7 +35,7 @@ def run(**sections: dict[str, object]) -> RunConfig:
 
 def hold(run_dir: Path, held: RunConfig, step: int = 4) -> RunConfig:
     """Make `run_dir` that of the run `held`, with a checkpoint."""
-    folder = store.partial_folder(run_dir, step, generation=0)
+    folder = fence.partial_folder(run_dir, step, generation=0)
     folder.mkdir(parents=True)
     facts = {"tokens": 0, "saved_at_s": 0.0, "plan": "", "has_optimizer": True, "files": {}}
     store.commit(folder, CheckpointManifest(step=step, data_identity=CORPUS, **facts))

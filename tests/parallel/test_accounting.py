@@ -108,7 +108,7 @@ def measure(world: World, plan: str, model_name: str, kind: str) -> Found:
         with WireCounter(model.meshes.axis_of_groups()) as sent:
             loss = step.forward_backward(batch)
             gradients = memory(x for p in model.pieces for x in (p.parameter.grad, p.value.grad) if x is not None)
-            step.update(step.decide(step.exchange(loss), learning_rate=1e-2))
+            step.apply(step.update(step.exchange(loss), learning_rate=1e-2))
     parameters = memory(x for p in model.pieces for x in (p.parameter.detach(), p.value))
     return Found(StateBytes(parameters, gradients, step.state.optimizer.state_bytes), sent)
 

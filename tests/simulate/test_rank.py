@@ -90,10 +90,10 @@ def really(world: World, plan: str, model_config: dict[str, Any]) -> Found:
         rows = np.ones((run.train.global_batch // layout.dp, run.data.seq_len + 1), dtype=np.int32)
         batch = microbatches(rows, layout.microbatch, 0, world.device)
         for _ in range(3):  # the second has moments to compare for the first time
-            step.state.decided = None  # its loads are the host's, which on a CPU is the same memory
+            step.state.last_update = None  # its loads are the host's, which on a CPU is the same memory
             live.most, wire = live.now, WireCounter(model.meshes.axis_of_groups())
             with wire:
-                step.update(step.decide(step.exchange(step.forward_backward(batch)), run.optimizer.lr))
+                step.apply(step.update(step.exchange(step.forward_backward(batch)), run.optimizer.lr))
         return live.most, live.now, wire.counts, wire.messages
 
 

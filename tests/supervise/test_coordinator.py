@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from argosy.checkpoint.store import begin_generation, newest_generation
+from argosy.checkpoint.fence import begin_generation, newest_generation
 from argosy.config.schema import LaunchConfig, ResilienceConfig, RunConfig
 from argosy.observe.events import read_lines
 from argosy.plan.plan import Plan

@@ -33,7 +33,7 @@ def step_of(seed: int) -> int:
         "forward",
         pytest.param("loader", marks=pytest.mark.slow),  # a thread, which dies with its process
         pytest.param("bucket", marks=pytest.mark.slow),
-        *(pytest.param(point, marks=pytest.mark.slow) for point in ("judge", "commit", "optimizer")),
+        *(pytest.param(point, marks=pytest.mark.slow) for point in ("exchange", "commit", "optimizer")),
     ],
 )
 def test_a_kill_within_a_step_costs_no_step_where_there_is_a_replica(disturbed, undisturbed, point, seed):

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from argosy.config.schema import ResilienceConfig
-from argosy.training.bad_steps import MOST_IN_A_ROW, MOST_REWINDS, BadStepPolicy, Counts, Reason, Ruling, Verdict
+from argosy.training.bad_steps import MOST_IN_A_ROW, MOST_REWINDS, Action, BadStep, BadStepPolicy
 
 NOT_FINITE = [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, math.inf), (-math.inf, math.nan)]
-COMMIT, RETRY, SKIP, REWIND, STOP = Verdict.COMMIT, Verdict.RETRY, Verdict.SKIP, Verdict.REWIND, Verdict.STOP
+APPLY, RETRY, SKIP, REWIND, STOP = Action.APPLY, Action.RETRY, Action.SKIP, Action.REWIND, Action.STOP
 
 
-def judge(stage_of: Callable[[int], int] = lambda step: 0, **settings: object) -> BadStepPolicy:
+def policy(stage_of: Callable[[int], int] = lambda step: 0, **settings: object) -> BadStepPolicy:
     return BadStepPolicy(ResilienceConfig.model_validate(settings), stage_of)
 
 
@@ -26,25 +26,25 @@ def healthy(steps: int = 100, seed: int = 0, loss: float = 3.0) -> list[tuple[in
 
 
 def settled(**settings: object) -> BadStepPolicy:
-    settled = judge(**settings)
+    settled = policy(**settings)
     settled.remember(healthy())
     return settled
 
 
-def twice(judging: BadStepPolicy, step: int, loss: float, norm: float) -> Ruling:
-    """What becomes of a step that looks bad, and looks the same when it is done again."""
-    assert judging.rule(step, loss, norm).verdict is RETRY
-    return judging.rule(step, loss, norm)
+def twice(steps: BadStepPolicy, step: int, loss: float, norm: float) -> tuple[Action, BadStep | None]:
+    """What is done with a step that looks bad, and looks the same when it is done again."""
+    assert steps.decide(step, loss, norm)[0] is RETRY
+    return steps.decide(step, loss, norm)
 
 
-def test_a_finite_step_is_committed_while_there_is_nothing_to_compare_it_with():
-    assert judge().rule(0, loss=5.0, gradient_norm=1e30).verdict is COMMIT
+def test_a_finite_step_is_applied_while_there_is_nothing_to_compare_it_with():
+    assert policy().decide(0, loss=5.0, gradient_norm=1e30) == (APPLY, None)
 
 
 @pytest.mark.parametrize(("loss", "norm"), NOT_FINITE)
 def test_a_step_that_is_not_finite_is_skipped(loss, norm):
-    ruling = twice(judge(), 0, loss, norm)
-    assert (ruling.verdict, ruling.reason) == (SKIP, Reason.NOT_FINITE)
+    action, bad = twice(policy(), 0, loss, norm)
+    assert (action, bad.reason) == (SKIP, "not_finite")
 
 
 @pytest.mark.parametrize(
@@ -52,67 +52,65 @@ def test_a_step_that_is_not_finite_is_skipped(loss, norm):
     [
         (3.1, 0.6, None),
         (1.0, 1e-9, None),  # what is far below is good news
-        (5.0, 0.6, Reason.LOSS_SPIKE),
-        (3.1, 50.0, Reason.NORM_OUTLIER),
+        (5.0, 0.6, "loss_spike"),
+        (3.1, 50.0, "norm_outlier"),
         (3.1, 1.0, None),  # a norm twice its median is for clipping
     ],
 )
 def test_what_is_far_above_the_steps_before_is_bad(loss, norm, reason):
-    judging = settled()
-    ruling = twice(judging, 100, loss, norm) if reason else judging.rule(100, loss, norm)
-    assert ruling.reason is reason
-    assert ruling.verdict is (SKIP if reason else COMMIT)
+    steps = settled()
+    largest = steps.limits(100)
+    action, bad = twice(steps, 100, loss, norm) if reason else steps.decide(100, loss, norm)
+    assert action is (SKIP if reason else APPLY)
+    assert bad == (BadStep(100, reason, loss, norm, *largest, in_a_row=1) if reason else None)
 
 
-@pytest.mark.parametrize("policy", ["skip", "rewind", "stop"])
+@pytest.mark.parametrize("on_bad_step", ["skip", "rewind", "stop"])
 @pytest.mark.parametrize(("loss", "norm"), [*NOT_FINITE, (5.0, 0.6), (3.1, 50.0)])
-def test_what_is_good_when_it_is_done_again_was_no_bad_step(policy, loss, norm):
-    judging, other = settled(on_bad_step=policy), settled(on_bad_step=policy)
-    assert judging.rule(100, loss, norm).verdict is RETRY
-    ruling = judging.rule(100, 3.1, 0.6)
-    assert (ruling.verdict, ruling.reason, ruling.in_a_row) == (COMMIT, None, 0)
-    assert ruling.doubt is not None and ruling.doubt.step == 100
-    other.rule(100, 3.1, 0.6)
-    assert judging.limits(101) == other.limits(101)
-    assert judging.rule(101, 3.1, 0.6).doubt is None
+def test_what_is_good_when_it_is_done_again_was_no_bad_step(on_bad_step, loss, norm):
+    steps, other = settled(on_bad_step=on_bad_step), settled(on_bad_step=on_bad_step)
+    action, first_try = steps.decide(100, loss, norm)
+    assert action is RETRY and first_try.in_a_row == 0
+    assert steps.decide(100, 3.1, 0.6) == (APPLY, first_try)
+    other.decide(100, 3.1, 0.6)
+    assert steps.limits(101) == other.limits(101)
+    assert steps.decide(101, 3.1, 0.6) == (APPLY, None)
 
 
 def test_each_step_that_looks_bad_is_done_again_once():
-    judging = judge()
+    steps = policy()
     for _ in range(2):  # the same step with other samples is another
-        assert twice(judging, 3, math.nan, 1.0).verdict is SKIP
+        assert twice(steps, 3, math.nan, 1.0)[0] is SKIP
 
 
-def test_counts_go_on_in_a_new_world_from_who_has_the_newest():
-    before, new = Counts(), Counts()
-    twice(BadStepPolicy(ResilienceConfig(), counts=before), 7, math.nan, 1.0)
-    judging = BadStepPolicy(ResilienceConfig(), counts=new)
-    judging.go_on_from([Counts(), new, before])
-    assert new == before and new.rewinds is not before.rewinds
-    rulings = [twice(judging, 7, math.nan, 1.0) for _ in range(MOST_IN_A_ROW - 1)]
-    assert [ruling.in_a_row for ruling in rulings] == [2, 3, 4, 5] and rulings[-1].verdict is STOP
+def test_counts_go_on_in_a_new_world_from_the_rank_that_has_the_newest():
+    before, new = policy(), policy()
+    twice(before, 7, math.nan, 1.0)
+    new.load_newest([policy().state_dict(), new.state_dict(), before.state_dict()])
+    assert new.state_dict() == before.state_dict()
+    tries = [twice(new, 7, math.nan, 1.0) for _ in range(MOST_IN_A_ROW - 1)]
+    assert [bad.in_a_row for _, bad in tries] == [2, 3, 4, 5] and tries[-1][0] is STOP
+    assert before.state_dict()["in_a_row"] == 1, "they share nothing"
 
 
 def test_a_step_that_looked_bad_in_the_last_world_is_not_done_again_twice():
-    before, new = Counts(), Counts()
-    assert BadStepPolicy(ResilienceConfig(), counts=before).rule(7, math.nan, 1.0).verdict is RETRY
-    judging = BadStepPolicy(ResilienceConfig(), counts=new)
-    judging.go_on_from([before, new])
-    assert judging.rule(7, math.nan, 1.0).verdict is SKIP
+    before = policy()
+    assert before.decide(7, math.nan, 1.0)[0] is RETRY
+    new = BadStepPolicy(ResilienceConfig(), counted=before.state_dict())
+    assert new.decide(7, math.nan, 1.0)[0] is SKIP
 
 
 def test_rewinds_are_counted_on_where_the_state_is_an_older_one():
-    counts = Counts()
-    judging = BadStepPolicy(ResilienceConfig(), counts=counts)
-    assert judging.rewound(6, [])
-    twice(judging, 6, math.nan, 1.0)
-    judging.went_back([])
-    assert (counts.in_a_row, counts.doubt, counts.rewinds[6]) == (0, None, 1)
+    steps = policy()
+    assert steps.rewound(6)
+    twice(steps, 6, math.nan, 1.0)
+    steps.forget_bad_steps()
+    assert steps.state_dict() == {"decisions": 2, "in_a_row": 0, "first_try": None, "rewinds": {6: 1}}
 
 
 def test_a_detector_that_is_switched_off_sees_nothing():
-    assert settled(loss_spike_sigmas=0).rule(100, 50.0, 0.6).reason is None
-    assert settled(norm_outlier_sigmas=0).rule(100, 3.1, 1e9).reason is None
+    assert settled(loss_spike_sigmas=0).decide(100, 50.0, 0.6) == (APPLY, None)
+    assert settled(norm_outlier_sigmas=0).decide(100, 3.1, 1e9) == (APPLY, None)
 
 
 def test_bad_steps_do_not_move_what_the_next_ones_are_compared_with():
@@ -123,58 +121,59 @@ def test_bad_steps_do_not_move_what_the_next_ones_are_compared_with():
 
 
 def test_bad_steps_in_a_row_end_the_run():
-    judging = judge()
-    rulings = [twice(judging, 7, math.nan, 1.0) for _ in range(MOST_IN_A_ROW)]
-    assert [ruling.verdict for ruling in rulings] == [SKIP] * (MOST_IN_A_ROW - 1) + [STOP]
-    assert [ruling.in_a_row for ruling in rulings] == [1, 2, 3, 4, 5]
+    steps = policy()
+    tries = [twice(steps, 7, math.nan, 1.0) for _ in range(MOST_IN_A_ROW)]
+    assert [action for action, _ in tries] == [SKIP] * (MOST_IN_A_ROW - 1) + [STOP]
+    assert [bad.in_a_row for _, bad in tries] == [1, 2, 3, 4, 5]
 
 
 def test_a_good_step_between_bad_ones_forgives_them():
-    judging = judge()
+    steps = policy()
     for _ in range(3):
         for _ in range(MOST_IN_A_ROW - 1):
-            assert twice(judging, 4, math.inf, 1.0).verdict is SKIP
-        assert judging.rule(5, 5.0, 1.0).verdict is COMMIT
+            assert twice(steps, 4, math.inf, 1.0)[0] is SKIP
+        assert steps.decide(5, 5.0, 1.0)[0] is APPLY
 
 
 def test_the_policy_stop_ends_the_run_at_the_first_bad_step():
-    assert twice(judge(on_bad_step="stop"), 0, math.nan, 1.0).verdict is STOP
+    assert twice(policy(on_bad_step="stop"), 0, math.nan, 1.0)[0] is STOP
 
 
 def test_the_policy_rewind_goes_back_after_bad_steps_in_a_row():
-    judging = judge(on_bad_step="rewind", rewind_after=2)
-    assert [twice(judging, 9, math.nan, 1.0).verdict for _ in range(2)] == [SKIP, REWIND]
-    assert judging.rewound(6, healthy(6))
-    assert [judging.rule(6, 3.0, 0.5).verdict, twice(judging, 7, math.nan, 1.0).verdict] == [COMMIT, SKIP]
+    steps = policy(on_bad_step="rewind", rewind_after=2)
+    assert [twice(steps, 9, math.nan, 1.0)[0] for _ in range(2)] == [SKIP, REWIND]
+    assert steps.rewound(6)
+    steps.remember(healthy(6))
+    assert [steps.decide(6, 3.0, 0.5)[0], twice(steps, 7, math.nan, 1.0)[0]] == [APPLY, SKIP]
 
 
 def test_with_nothing_to_go_back_to_bad_steps_are_skipped_until_the_run_ends():
-    judging = judge(on_bad_step="rewind", rewind_after=2)
-    verdicts = [twice(judging, 9, math.nan, 1.0).verdict for _ in range(MOST_IN_A_ROW)]
-    assert verdicts == [SKIP, REWIND, SKIP, SKIP, STOP]
+    steps = policy(on_bad_step="rewind", rewind_after=2)
+    actions = [twice(steps, 9, math.nan, 1.0)[0] for _ in range(MOST_IN_A_ROW)]
+    assert actions == [SKIP, REWIND, SKIP, SKIP, STOP]
 
 
 def test_a_run_goes_back_to_the_same_step_only_so_often():
-    judging = judge(on_bad_step="rewind")
-    assert [judging.rewound(6, []) for _ in range(MOST_REWINDS + 1)] == [True] * MOST_REWINDS + [False]
-    assert judging.rewound(12, [])
+    steps = policy(on_bad_step="rewind")
+    assert [steps.rewound(6) for _ in range(MOST_REWINDS + 1)] == [True] * MOST_REWINDS + [False]
+    assert steps.rewound(12)
 
 
-def test_a_judge_that_is_told_the_last_steps_rules_as_the_one_that_saw_them():
-    steps = healthy(300)
-    saw, told = judge(), judge()
-    for step in steps:
-        assert saw.rule(*step).verdict is COMMIT
-    told.remember(steps[-128:])
+def test_a_policy_that_is_told_the_last_steps_decides_as_the_one_that_saw_them():
+    seen = healthy(300)
+    saw, told = policy(), policy()
+    for step in seen:
+        assert saw.decide(*step)[0] is APPLY
+    told.remember(seen[-128:])
     assert told.limits(300) == saw.limits(300)
 
 
 def test_losses_of_another_mixture_are_not_compared_with():
-    judging = judge(stage_of=lambda step: step // 100)
-    judging.remember(healthy())
-    assert judging.rule(99, 6.0, 0.5).reason is Reason.LOSS_SPIKE
-    assert all(judging.rule(100 + s, loss, norm).verdict is COMMIT for s, loss, norm in healthy(100, loss=6.0))
-    assert judging.rule(199, 9.0, 0.5).reason is Reason.LOSS_SPIKE
+    steps = policy(stage_of=lambda step: step // 100)
+    steps.remember(healthy())
+    assert steps.decide(99, 6.0, 0.5)[1].reason == "loss_spike"
+    assert all(steps.decide(100 + s, loss, norm)[0] is APPLY for s, loss, norm in healthy(100, loss=6.0))
+    assert steps.decide(199, 9.0, 0.5)[1].reason == "loss_spike"
 
 
 def curves(draw: np.random.Generator) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
@@ -194,19 +193,19 @@ def curves(draw: np.random.Generator) -> Iterator[tuple[str, np.ndarray, np.ndar
 @pytest.mark.slow
 def test_no_step_of_a_healthy_run_is_called_bad():
     """At most 1 in 20,000, over curves of many kinds: heavy tails are where that one would come from."""
-    judged = bad = 0
+    seen = bad = 0
     for seed in range(5):
         for _, losses, norms in curves(np.random.default_rng(seed)):
-            judging = judge()
+            steps = policy()
             for step, (loss, norm) in enumerate(zip(losses.tolist(), norms.tolist(), strict=True)):
-                bad += judging.rule(step, loss, norm).reason is not None
-                judged += 1
-    assert bad <= judged / 20_000, f"{bad} of {judged}"
+                bad += steps.decide(step, loss, norm)[0] is not APPLY
+                seen += 1
+    assert bad <= seen / 20_000, f"{bad} of {seen}"
 
 
 @pytest.mark.parametrize("factor", [8.0, 100.0, 1e6])
 def test_a_gradient_that_is_off_by_a_bit_of_its_exponent_is_seen(factor):
     for seed in range(20):
-        judging = judge()
-        judging.remember(healthy(200, seed))
-        assert judging.rule(200, 3.0, 0.5 * factor).reason is Reason.NORM_OUTLIER
+        steps = policy()
+        steps.remember(healthy(200, seed))
+        assert steps.decide(200, 3.0, 0.5 * factor)[1].reason == "norm_outlier"

@@ -1,4 +1,4 @@
-"""Bad steps, corrupt copies and damaged shards in the whole loop: all ranks do alike, and each sample counts once."""
+"""Bad steps, corrupt replicas and damaged shards in the whole loop: all ranks do alike, and each sample counts once."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def test_of_two_both_are_suspects(workers, corpus, tmp_path):
     assert [event["suspects"] for event in events(tmp_path, "gradient_corrupt")] == [[0, 1]]
 
 
-def test_what_a_check_takes_is_told_beside_the_step_and_not_as_a_part_of_it(workers, corpus, tmp_path):
+def test_the_time_of_a_check_is_recorded_beside_the_step_and_not_as_a_part_of_it(workers, corpus, tmp_path):
     run = run_config(corpus, resilience={"replay_check_every_steps": 2})
     lines = workers.run(2, train_in, run, eager("dp_replicate=2"), tmp_path)[0]
     for line in (line for line in lines if "loss" in line):
@@ -292,7 +292,7 @@ EXPERTS = {"moe": {"experts": 4, "expert_ffn_width": 32, "balance": "bias"}}
     ],
 )
 @pytest.mark.parametrize("kind", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
-def test_copies_of_a_healthy_run_stay_equal_under_any_layout(workers, corpus, tmp_path, plan, model, kind):
+def test_replicas_of_a_healthy_run_stay_equal_under_any_layout(workers, corpus, tmp_path, plan, model, kind):
     run = run_config(corpus, model=model, train={"steps": 3}, optimizer={"kind": kind})
     workers.run(eager(plan).world_size, train_in, run, eager(plan), tmp_path)
     assert not events(tmp_path, "corruption") and len(events(tmp_path, "end")) == 1

@@ -201,7 +201,7 @@ def test_weights_alone_leave_the_optimizer_and_the_step_as_they_are(tmp_path):
     assert fresh.step == 0
 
 
-def test_a_save_that_fails_is_told_and_training_goes_on(tmp_path, capsys):
+def test_a_save_that_fails_is_reported_and_training_goes_on(tmp_path, capsys):
     blocked = store.step_folder(tmp_path, 1)
     blocked.parent.mkdir(parents=True)
     blocked.write_text("in the way")
@@ -224,7 +224,7 @@ def test_the_last_state_is_saved_unless_it_is_already_and_all_processes_know_whe
 
 
 def finish(world: World, run_dir: Path) -> list[str | None]:
-    """Of three runs that end with the same folder: at a step that cannot be saved, one that can, one that is."""
+    """Three runs that end with the same folder: at a step that cannot be saved, one that can, one that is."""
     (run_dir / "checkpoints").mkdir(exist_ok=True)
     (run_dir / "checkpoints" / "step-00000001").write_text("in the way")
     keeping = checkpointer(run_dir, world)

@@ -28,7 +28,7 @@ def held_out(corpus) -> HeldOut:
 
 
 def score(world: World, held_out: HeldOut, plan: str) -> Score:
-    """Of the tiny model with its initial weights."""
+    """The score of the tiny model with its initial weights."""
     laid = eager(plan)
     return evaluate(laid_out(world, laid), held_out, laid.microbatch, world)
 

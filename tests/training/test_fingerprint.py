@@ -1,4 +1,4 @@
-"""A bit that differs between copies of the state is seen by all, tensor and rank are named, and it is healed."""
+"""A bit that differs between replicas is seen by all ranks, tensor and rank are named, and it is healed."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def compared(world: World, plan: str, model: dict[str, Any], kind: str, state: s
     fingerprints = trained(world, plan, model, kind, state)
     healthy = (fingerprints.differ(), fingerprints.find())
     found: dict[str, Any] = {"healthy": healthy, "shares": fingerprints.share() is not None, "flipped": []}
-    names = [copy.name for copy in fingerprints._copies()]
-    found["copies"] = {copy.name: len(copy.holders.ranks) for copy in fingerprints._copies()}
+    names = [replica.name for replica in fingerprints._replicas()]
+    found["replicas"] = {replica.name: len(replica.holders.ranks) for replica in fingerprints._replicas()}
     for prefix in ("model", "optimizer", "master"):
         name = next((name for name in names if name.startswith(prefix)), None)
         if name is None:
             continue
-        tensor = next(copy.tensor for copy in fingerprints._copies() if copy.name == name)
+        tensor = next(replica.tensor for replica in fingerprints._replicas() if replica.name == name)
         if world.rank == world.size - 1:
             flip(tensor, tensor.numel() - 1, 8 * tensor.element_size() - 1)
         found["flipped"].append((name, fingerprints.differ(), fingerprints.find()))
@@ -70,7 +70,7 @@ def compared(world: World, plan: str, model: dict[str, Any], kind: str, state: s
 
 
 @pytest.mark.parametrize(("plan", "model"), PLANS)
-def test_healthy_copies_are_equal_and_a_flipped_sign_is_found_under_any_layout(workers, plan, model):
+def test_healthy_replicas_are_equal_and_a_flipped_sign_is_found_under_any_layout(workers, plan, model):
     size = eager(plan).world_size
     by_rank = workers.run(size, compared, plan, model, "adamw", "fp32")
     sick = [name for name, _, _ in by_rank[-1]["flipped"]]
@@ -91,10 +91,10 @@ def test_so_is_the_state_of_any_optimizer(workers, kind, state):
 
 def test_all_that_replicas_hold_is_compared(workers):
     (found, *_) = workers.run(2, compared, "dp_shard=2,zero=1", {}, "adamw", "fp32")
-    assert set(found["copies"]) == {f"model.{name}" for name in _names()}  # each has its own moments
+    assert set(found["replicas"]) == {f"model.{name}" for name in _names()}  # each has its own moments
     (found, *_) = workers.run(3, compared, "dp_replicate=3", {}, "adamw", "fp32")
     parts = ("model.{}", "optimizer.{}.exp_avg", "optimizer.{}.exp_avg_sq")
-    assert found["copies"] == {part.format(name): 3 for name in _names() for part in parts}
+    assert found["replicas"] == {part.format(name): 3 for name in _names() for part in parts}
 
 
 def _names() -> list[str]:
@@ -112,17 +112,20 @@ def test_what_one_rank_alone_holds_cannot_be_compared(workers, plan):
 
 
 def healed(world: World, plan: str, sick: list[tuple[int, str, int, int]]) -> tuple[list[Corruption], bool, bool]:
-    """Flip bits (rank, tensor, index, bit), find, heal: what was found, whether copies still differ, or from before."""
+    """Flip bits (rank, tensor, index, bit), find and heal them.
+
+    Returns what was found, whether replicas still differ, and whether they are as before.
+    """
     fingerprints = trained(world, plan, {})
-    before = {copy.name: copy.tensor.clone() for copy in fingerprints._copies()}
+    before = {replica.name: replica.tensor.clone() for replica in fingerprints._replicas()}
     for rank, name, index, bit in sick:
         if world.rank == rank:
-            flip(next(copy.tensor for copy in fingerprints._copies() if copy.name == name), index, bit)
+            flip(next(replica.tensor for replica in fingerprints._replicas() if replica.name == name), index, bit)
     assert fingerprints.differ()
     found = fingerprints.find()
     if all(corrupt.healthy is not None for corrupt in found):
         fingerprints.heal(found)
-    same = all(torch.equal(before[copy.name], copy.tensor) for copy in fingerprints._copies())
+    same = all(torch.equal(before[replica.name], replica.tensor) for replica in fingerprints._replicas())
     return found, fingerprints.differ(), same
 
 
@@ -150,9 +153,9 @@ def test_of_two_neither_is_trusted(workers, plan):
 
 
 def moved(world: World, plan: str) -> bool:
-    """Whether a bit of the first tensor that this rank shares is in the rank's own memory, not in a copy of it."""
+    """True if a bit of the first tensor that this rank shares is in the rank's own memory, not in a copy of it."""
     fingerprints = trained(world, plan, {})
-    tensors = {copy.name: copy.tensor for copy in fingerprints._copies()}
+    tensors = {replica.name: replica.tensor for replica in fingerprints._replicas()}
     pieces = {f"model.{p.name}": local(p.parameter) for p in fingerprints._model.pieces}
     return all(tensors[name].data_ptr() == pieces[name].data_ptr() for name in tensors if name in pieces)
 

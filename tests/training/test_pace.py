@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from argosy.config.schema import RunConfig, ScheduleConfig, TrainConfig
+from argosy.parallel.world import World
 from argosy.training.pace import FORWARD, SLACK, Pace
 
 WARMUP = 5
@@ -36,6 +37,26 @@ def test_a_decided_length_stays():
     decided.steps = decided.steps_if_due(WARMUP)
     decided.took(100.0)
     assert decided.steps_if_due(WARMUP + 1) is None
+
+
+def test_the_length_that_is_decided_is_that_of_the_run_from_then_on():
+    deciding = pace(minutes=BUDGET_S / 60)
+    deciding.took(1.0)
+    assert deciding.decide_length(WARMUP - 1, World()) is None and deciding.steps is None
+    assert deciding.decide_length(WARMUP, World()) == deciding.steps > WARMUP
+    assert deciding.decide_length(WARMUP + 1, World()) is None
+
+
+def lengths(world: World) -> int | None:
+    """A run whose processes measure different speeds."""
+    deciding = pace(minutes=BUDGET_S / 60)
+    deciding.took(1.0 + world.rank)
+    return deciding.decide_length(WARMUP, world)
+
+
+def test_all_processes_decide_on_the_length_of_rank_0(workers):
+    first, second = workers.run(2, lengths)
+    assert first == second == pytest.approx(WARMUP + SLACK * BUDGET_S, abs=5)
 
 
 def test_the_length_fills_the_budget_at_the_usual_speed_and_one_slow_step_does_not_count():

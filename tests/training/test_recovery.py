@@ -16,7 +16,7 @@ from torch import Tensor
 
 from argosy.checkpoint.boxes import Box
 from argosy.checkpoint.exchange import CorruptMessage
-from argosy.checkpoint.history import History, Position, from_metadata, to_metadata
+from argosy.checkpoint.history import History, Position
 from argosy.checkpoint.memory import NODE, MemoryCheckpointer, memory_checkpoints_in
 from argosy.config.schema import CheckpointConfig, RunConfig
 from argosy.errors import StorageError
@@ -28,8 +28,8 @@ from argosy.parallel.apply import apply
 from argosy.parallel.world import CPU, World
 from argosy.plan.plan import Plan
 from argosy.training.checkpointer import Checkpointer
-from argosy.training.recovery import Disk, Facts, Offer, Recovery, follow, newest_covered, recover
-from argosy.training.state import Decision, TrainState
+from argosy.training.recovery import Facts, Recovery, follow, recover
+from argosy.training.state import TrainState, Update
 from argosy.training.step import Step
 from tiny import eager, run_config
 from workers import next_world
@@ -40,81 +40,20 @@ NODES = "xyzw"
 """By rank, if nothing else is said."""
 
 
-# What is newest
-
-
-def box(rows: tuple[int, int], name: str = "model.w") -> Box:
-    return Box(name, "float32", (4,), (rows[0],), (rows[1] - rows[0],))
-
-
-WHOLE, UPPER, LOWER = box((0, 4)), box((0, 2)), box((2, 4))
 FIRST = History().next("a1", 0)
 SECOND = FIRST.next("b2", 20)
-
-
-def offer(step: int, *boxes: Box, history: History = FIRST, live: bool = False, skipped: int = 0) -> Offer:
-    return Offer(history, Position(step, 0, ((7, 8),) * skipped), boxes, live)
-
-
-def newest(*offers: Sequence[Offer], history: History = FIRST, wanted: Box = WHOLE) -> tuple[str, int, bool] | None:
-    found = newest_covered(offers, [[wanted]] * len(offers), history)
-    return None if found is None else (found.history.world, found.position.step, found.is_live)
-
-
-def test_what_one_survivor_has_all_of_is_taken():
-    assert newest([offer(5, WHOLE, live=True)], []) == ("a1", 5, True)
-
-
-def test_survivors_and_copies_of_one_step_make_a_whole():
-    assert newest([offer(5, UPPER, live=True)], [offer(5, LOWER), offer(3, LOWER), offer(3, UPPER)]) == ("a1", 5, False)
-
-
-def test_parts_of_different_steps_are_no_whole():
-    assert newest([offer(5, UPPER, live=True), offer(3, UPPER)], [offer(4, LOWER)]) is None
-    assert newest([offer(5, UPPER, live=True), offer(3, UPPER)], [offer(4, LOWER), offer(3, LOWER)]) == ("a1", 3, False)
-
-
-def test_parts_of_different_worlds_are_no_whole_even_of_one_step():
-    assert newest([offer(20, UPPER)], [offer(20, LOWER, history=SECOND)], history=SECOND) is None
-
-
-def test_what_the_run_has_turned_away_from_is_not_taken_up_again():
-    stray = [offer(step, WHOLE) for step in (15, 20, 25, 30)]
-    assert newest(stray, [], history=SECOND) == ("a1", 20, False)
-    assert newest(stray, [], history=SECOND.next("c3", 15)) == ("a1", 15, False)
-    assert newest(stray, [], history=FIRST.turned_back(15)) == ("a1", 15, False)
-    assert newest(stray, [], history=History().next("d4", 0)) is None
-
-
-def test_where_samples_were_skipped_all_hear_of_it():
-    held = [[offer(5, WHOLE, live=True)], [offer(5, WHOLE, live=True, skipped=1)]]
-    found = newest_covered(held, [[WHOLE]] * 2, FIRST)
-    assert found is not None and found.position.skipped == ((7, 8),)
-
-
-def test_the_loss_scale_is_one_rank_s_for_all_and_may_be_missing():
-    scale = box((0, 4), "scaler.scale")
-    held = [[offer(5, WHOLE, scale, live=True)], [offer(5, WHOLE, scale, live=True, skipped=1)]]
-    found = newest_covered(held, [[WHOLE, scale]] * 2, FIRST)
-    assert found is not None and {t.sender for t in found.transfers if t.wanted == scale} == {1}
-    assert newest_covered([[offer(5, WHOLE, live=True)]], [[WHOLE, scale]], FIRST) is not None
-
-
-def test_position_and_history_go_through_the_metadata_of_a_file():
-    position = Position(7, 700, ((1, 2), (5, 9)))
-    assert from_metadata(to_metadata(position, SECOND)) == (position, SECOND)
 
 
 class Behind:
     """A survivor of step 3 that has its gradient."""
 
-    step, tokens, skipped, pending, in_update, decided = 3, 0, (), True, False, None
+    step, tokens, skipped, pending, in_update, last_update = 3, 0, (), True, False, None
 
     def __init__(self, history: History = FIRST, pending: bool = True, can_follow: bool = True):
         self.history, self.pending, self.can_follow, self.applied = history, pending, can_follow, list[Any]()
 
-    def apply(self, decision: Any) -> None:
-        self.applied.append(decision)
+    def apply(self, update: Any) -> None:
+        self.applied.append(update)
 
 
 @pytest.mark.parametrize(
@@ -127,11 +66,11 @@ class Behind:
         (Behind(can_follow=False), 3, False),  # its update takes ranks that are gone
     ],
 )
-def test_who_follows_whom(survivor, ahead, follows):
-    decision = Decision(ahead, 1.0, 2.0, 1.0, 0.1, 256, None)
-    facts = [Facts("x"), Facts("x", FIRST, Position(ahead + 1, 0), decision)]
+def test_a_survivor_follows_a_rank_that_is_a_step_ahead(survivor, ahead, follows):
+    update = Update(ahead, 1.0, 2.0, 1.0, 0.1, 256, None)
+    facts = [Facts("x"), Facts("x", FIRST, Position(ahead + 1, 0), update)]
     follow(survivor, facts)
-    assert survivor.applied == [decision] * follows
+    assert survivor.applied == [update] * follows
 
 
 # Runs
@@ -155,7 +94,7 @@ class Training:
         world: World,
         plan: str,
         survivor: TrainState | None = None,
-        disk: Disk | None = None,
+        disk: Checkpointer | None = None,
         folder: Path | None = None,
         nodes: str = NODES,
         **model: Any,
@@ -178,23 +117,23 @@ class Training:
     def until(self, step: int, copy_at: Sequence[int] = ()) -> Training:
         """Train until `step` steps are done."""
         while self.state.step < step:
-            self.apply(self.decide())
+            self.apply(self.update())
             if self._copies is not None and self.state.step in copy_at:
                 self._copies.save(Position(self.state.step, self.state.tokens), self.state.boxes())
                 self._copies.wait()
         return self
 
-    def decide(self) -> Decision:
+    def update(self) -> Update:
         """All of a step but the update."""
         state, step = self.state, self.state.step
         rows = np.random.default_rng(step).integers(1, 400, (8, 33)).astype(np.int32)
         share = len(rows) // self.plan.dp
         mine = rows[state.model.dp_rank * share :][:share]
         outcome = self.step.exchange(self.step.forward_backward(microbatches(mine, 1, 0, CPU)))
-        return self.step.decide(outcome, learning_rate=0.01 / (step + 1))
+        return self.step.update(outcome, learning_rate=0.01 / (step + 1))
 
-    def apply(self, decision: Decision) -> None:
-        self.state.apply(decision)
+    def apply(self, update: Update) -> None:
+        self.state.apply(update)
         self.state.model.after_update()
         self.state.drop_gradient()
 
@@ -252,18 +191,18 @@ def test_a_lost_replica_comes_back_from_the_others_and_no_step_is_lost(
     answers = workers.run(Plan.parse(plan).world_size, lose, tmp_path / "store", plan, lost, model)
     for recovery, _ in answers:
         assert (recovery.tier, recovery.step, recovery.steps_lost) == ("live", 3, 0)
-        assert recovery.sent_bytes > 0 and recovery.decided.step == 2
+        assert recovery.sent_bytes > 0 and recovery.last_update.step == 2
     assert_same_bits([values for _, values in answers], undisturbed(plan, 5, **model))
 
 
 def fall_behind(world: World, store: Path, plan: str, behind: Sequence[int], model: dict[str, Any]) -> tuple[Any, ...]:
-    """Of step 3 the ranks `behind` have the gradient, and the exchange fails them; the others have applied it, and the
+    """The ranks `behind` have the gradient of step 3, and the exchange fails them; the others have applied it, and the
     last is lost.
     """
     before = Training(world, plan, **model).until(3)
-    decision = before.decide()
+    update = before.update()
     if world.rank not in behind:
-        before.state.apply(decision)
+        before.state.apply(update)
     survivor = None if world.rank == world.size - 1 else before.state
     after = Training(next_world(world, store), plan, survivor, **model)
     return after.recovery, after.until(5).values()
@@ -277,25 +216,25 @@ def fall_behind(world: World, store: Path, plan: str, behind: Sequence[int], mod
         ("dp_replicate=2,pp=2", (2,), MIXTURE),
     ],
 )
-def test_who_has_the_gradient_follows_who_has_applied_it(workers, tmp_path, undisturbed, plan, behind, model):
+def test_a_rank_with_the_gradient_follows_one_that_has_applied_it(workers, tmp_path, undisturbed, plan, behind, model):
     answers = workers.run(Plan.parse(plan).world_size, fall_behind, tmp_path / "store", plan, behind, model)
     for recovery, _ in answers:
         assert (recovery.tier, recovery.step, recovery.steps_lost) == ("live", 4, 0)
-        assert recovery.decided.step == 3
+        assert recovery.last_update.step == 3
     assert_same_bits([values for _, values in answers], undisturbed(plan, 5, **model))
 
 
 def nobody_ahead(world: World, store: Path) -> tuple[Any, ...]:
-    """All have their gradient of step 3 when one dies: it may have applied it, which nobody knows."""
+    """All have their gradient of step 3 when one dies: it may have applied it, which no rank knows."""
     before = Training(world, "dp_replicate=2").until(3)
-    before.decide()
+    before.update()
     after = Training(next_world(world, store), "dp_replicate=2", None if world.rank else before.state)
     return after.recovery, after.until(5).values()
 
 
-def test_a_step_that_nobody_left_has_applied_is_made_again(workers, tmp_path, undisturbed):
+def test_a_step_that_no_survivor_has_applied_is_made_again(workers, tmp_path, undisturbed):
     answers = workers.run(2, nobody_ahead, tmp_path / "store")
-    assert [(r.tier, r.step, r.decided.step) for r, _ in answers] == [("live", 3, 2)] * 2
+    assert [(r.tier, r.step, r.last_update.step) for r, _ in answers] == [("live", 3, 2)] * 2
     assert_same_bits([values for _, values in answers], undisturbed("dp_replicate=2", 5))
 
 
@@ -310,7 +249,7 @@ def tear(world: World, store: Path, torn: Sequence[int]) -> Recovery:
     return after.recovery
 
 
-def test_who_was_amid_an_update_takes_the_state_of_who_was_not(workers, tmp_path):
+def test_a_rank_lost_amid_an_update_takes_the_state_of_one_that_was_not(workers, tmp_path):
     assert [(r.tier, r.step) for r in workers.run(2, tear, tmp_path / "store", [0])] == [("live", 3)] * 2
 
 
@@ -320,17 +259,17 @@ def test_if_all_were_amid_an_update_there_is_nothing_live(workers, tmp_path):
 
 
 def fall_back(world: World, folder: Path, plan: str, nodes_lost: str, damaged: str) -> tuple[Any, ...]:
-    """Copies after steps 2 and 4; then the last rank is lost with its node, or with `nodes_lost`; one copy damaged."""
+    """Save in memory after steps 2 and 4; then lose the last rank and `nodes_lost`, with some files `damaged`."""
     before = Training(world, plan, folder=folder).until(5, copy_at=(2, 4))
     world = next_world(world, folder / "store")
     if world.is_first:
         for node in nodes_lost:
             shutil.rmtree(folder / node)
         for name in damaged:
-            newest_copy = max(memory_checkpoints_in(folder / name), key=lambda copy: copy.step)
-            data = bytearray(newest_copy.path.read_bytes())
+            newest = max(memory_checkpoints_in(folder / name), key=lambda saved: saved.step)
+            data = bytearray(newest.path.read_bytes())
             data[len(data) // 2] ^= 1
-            newest_copy.path.write_bytes(data)
+            newest.path.write_bytes(data)
     dist.barrier()
     after = Training(world, plan, None if world.rank == world.size - 1 else before.state, folder=folder)
     return after.recovery, after.until(7, copy_at=(6,)).values()
@@ -340,16 +279,16 @@ def fall_back(world: World, folder: Path, plan: str, nodes_lost: str, damaged: s
     ("plan", "nodes_lost", "damaged", "step"),
     [
         pytest.param("dp_shard=2", "", "", 4, marks=pytest.mark.slow),
-        ("dp_shard=2", "y", "", 4),  # with its node its own copy; the other node has one
+        ("dp_shard=2", "y", "", 4),  # its own file is lost with its node; the other node has one
         ("pp=2", "y", "", 4),
         pytest.param(
             "tp=2", "", "x", 4, marks=pytest.mark.slow
         ),  # of rank 0 or of rank 1; of both the other node has another
-        ("dp_shard=2", "y", "x", 2),  # x has both ranks' copies, and one of them is not what was written
+        ("dp_shard=2", "y", "x", 2),  # x has both ranks' files, and one of them is not what was written
         pytest.param("pp=2,dp_shard=2,zero=2", "w", "", 4, marks=pytest.mark.slow),
     ],
 )
-def test_state_without_a_replica_comes_back_from_copies_in_memory(
+def test_state_without_a_replica_comes_back_from_in_memory_checkpoints(
     workers, tmp_path, undisturbed, plan, nodes_lost, damaged, step
 ):
     answers = workers.run(Plan.parse(plan).world_size, fall_back, tmp_path, plan, nodes_lost, damaged)
@@ -360,11 +299,11 @@ def test_state_without_a_replica_comes_back_from_copies_in_memory(
     assert_same_bits([values for _, values in answers], undisturbed(plan, 7))
 
 
-def change_plan(world: World, folder: Path, before: str, after: str, copies: bool) -> tuple[Any, ...] | None:
+def change_plan(world: World, folder: Path, before: str, after: str, in_memory: bool) -> tuple[Any, ...] | None:
     """After 3 steps the last ranks are gone, with their node if there are 4, and the run goes on with those that are
     left, under another plan.
     """
-    memory, nodes = folder if copies else None, "xxyy"
+    memory, nodes = folder if in_memory else None, "xxyy"
     first = Training(world, before, folder=memory, nodes=nodes).until(3, copy_at=(3,))
     dist.barrier()
     size = Plan.parse(after).world_size
@@ -376,7 +315,7 @@ def change_plan(world: World, folder: Path, before: str, after: str, copies: boo
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "copies", "tier"),
+    ("before", "after", "in_memory", "tier"),
     [
         ("dp_replicate=4", "dp_replicate=2,zero=1", False, "live"),
         pytest.param("dp_replicate=2,dp_shard=2", "tp=2", False, "live", marks=pytest.mark.slow),
@@ -386,9 +325,9 @@ def change_plan(world: World, folder: Path, before: str, after: str, copies: boo
     ],
 )
 def test_the_state_is_laid_out_anew_for_those_that_are_left(
-    workers, tmp_path, undisturbed, before, after, copies, tier
+    workers, tmp_path, undisturbed, before, after, in_memory, tier
 ):
-    answers = workers.run(Plan.parse(before).world_size, change_plan, tmp_path, before, after, copies)
+    answers = workers.run(Plan.parse(before).world_size, change_plan, tmp_path, before, after, in_memory)
     left = [answer for answer in answers if answer is not None]
     wholes: dict[str, Tensor] = {}
     for values in undisturbed(before, 3):
@@ -402,8 +341,8 @@ def test_the_state_is_laid_out_anew_for_those_that_are_left(
             assert torch.equal(tensor, wholes[part.name][part.within(everywhere)]), part.name
 
 
-def lose_everything(world: World, folder: Path, copies: bool) -> tuple[Any, ...]:
-    """A checkpoint after step 2, copies after step 4, and both ranks lost; their `copies` too or not."""
+def lose_everything(world: World, folder: Path, in_memory: bool) -> tuple[Any, ...]:
+    """A checkpoint after step 2, one in memory after step 4, and both ranks lost; with `in_memory` that stays."""
     plan = "dp_shard=2"
 
     def checkpointer(world: World) -> Checkpointer:
@@ -416,7 +355,7 @@ def lose_everything(world: World, folder: Path, copies: bool) -> tuple[Any, ...]
     keeping.close()
     before.until(5, copy_at=(4,))
     world = next_world(world, folder / "store")
-    if not copies:
+    if not in_memory:
         shutil.rmtree(folder / NODES[world.rank])
     dist.barrier()
     keeping = checkpointer(world)
@@ -425,11 +364,11 @@ def lose_everything(world: World, folder: Path, copies: bool) -> tuple[Any, ...]
     return after.recovery, after.until(7, copy_at=(6,)).values()
 
 
-@pytest.mark.parametrize(("copies", "tier", "step"), [(True, "memory", 4), (False, "disk", 2)])
-def test_if_all_processes_are_lost_there_are_copies_and_if_these_are_too_there_is_the_disk(
-    workers, tmp_path, undisturbed, copies, tier, step
+@pytest.mark.parametrize(("in_memory", "tier", "step"), [(True, "memory", 4), (False, "disk", 2)])
+def test_if_all_processes_are_lost_memory_has_the_state_and_if_that_is_lost_the_disk_has(
+    workers, tmp_path, undisturbed, in_memory, tier, step
 ):
-    answers = workers.run(2, lose_everything, tmp_path, copies)
+    answers = workers.run(2, lose_everything, tmp_path, in_memory)
     assert [(r.tier, r.step) for r, _ in answers] == [(tier, step)] * 2
     assert_same_bits([values for _, values in answers], undisturbed("dp_shard=2", 7))
 

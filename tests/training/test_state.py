@@ -1,4 +1,4 @@
-"""A step is applied whole or not at all, and by what all ranks know of it: its decision."""
+"""A step is applied whole or not at all, and by what all ranks know of it: its update."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from argosy.models.batch import microbatches
 from argosy.parallel.world import World
-from argosy.training.state import Decision, TrainState
+from argosy.training.state import TrainState, Update
 from tiny import EAGER, train_step
 
 ALONE = World()
@@ -18,11 +18,11 @@ EXPERTS = {"moe": {"experts": 4, "expert_ffn_width": 32, "balance": "bias"}}
 ROWS = np.random.default_rng(0).integers(1, 400, (4, 33)).astype(np.int32)
 
 
-def pending(**model: Any) -> tuple[TrainState, Decision]:
-    """A state with a whole gradient, and the decision to apply it."""
+def pending(**model: Any) -> tuple[TrainState, Update]:
+    """A state with a whole gradient, and the update to apply it."""
     step = train_step(ALONE, EAGER, model=model, optimizer={"grad_clip": 0.1}, train={"global_batch": 4})
     outcome = step.exchange(step.forward_backward(microbatches(ROWS, 2, 0, ALONE.device)))
-    return step.state, step.decide(outcome, learning_rate=1e-2)
+    return step.state, step.update(outcome, learning_rate=1e-2)
 
 
 def values(state: TrainState) -> list[torch.Tensor]:
@@ -30,50 +30,50 @@ def values(state: TrainState) -> list[torch.Tensor]:
 
 
 def test_a_step_counts_with_its_update():
-    state, decision = pending()
+    state, update = pending()
     before = values(state)
-    state.apply(decision)
+    state.apply(update)
     assert (state.step, state.tokens, state.pending, state.in_update) == (1, 128, False, False)
-    assert state.decided == decision
+    assert state.last_update == update
     assert not any(map(torch.equal, before, values(state)))
 
 
-def test_whoever_follows_later_with_the_same_decision_gets_the_same_bits():
-    (first, decision), (second, _) = pending(**EXPERTS), pending(**EXPERTS)
-    first.apply(decision)
-    second.apply(decision)
+def test_a_rank_that_follows_later_with_the_same_update_gets_the_same_bits():
+    (first, update), (second, _) = pending(**EXPERTS), pending(**EXPERTS)
+    first.apply(update)
+    second.apply(update)
     assert all(map(torch.equal, values(first), values(second)))
     assert all(map(torch.equal, first.model.buffers().values(), second.model.buffers().values()))
 
 
 def test_biases_of_experts_move_with_the_update_and_not_before():
-    state, decision = pending(**EXPERTS)
+    state, update = pending(**EXPERTS)
     assert not any(buffer.any() for buffer in state.model.buffers().values())
-    state.apply(decision)
+    state.apply(update)
     assert all(buffer.any() for buffer in state.model.buffers().values())
 
 
-def test_an_update_that_breaks_off_is_known_to_be_under_way(monkeypatch):
-    state, decision = pending()
+def test_an_update_that_fails_is_known_to_be_incomplete(monkeypatch):
+    state, update = pending()
 
     def peer_is_gone() -> None:
         raise RuntimeError("Connection closed by peer")
 
     monkeypatch.setattr(state.optimizer, "step", peer_is_gone)
     with pytest.raises(RuntimeError, match="closed by peer"):
-        state.apply(decision)
+        state.apply(update)
     assert state.in_update and state.step == 0
 
 
-def test_what_an_update_takes_of_other_ranks_changes_nothing_and_comes_before_it():
-    (first, decision), (second, _) = pending(), pending()
+def test_preparing_an_update_changes_nothing():
+    (first, update), (second, _) = pending(), pending()
     before, boxes = values(first), {box: tensor.clone() for box, tensor in first.boxes().items()}
-    first.prepare(decision)
+    first.prepare(update)
     assert (first.step, first.pending, first.in_update, first.can_follow) == (0, True, False, True)
     assert all(map(torch.equal, before, values(first)))
     assert all(torch.equal(tensor, boxes[box]) for box, tensor in first.boxes().items())
-    first.apply(decision)
-    second.apply(decision)
+    first.apply(update)
+    second.apply(update)
     assert all(map(torch.equal, values(first), values(second))) and not first.is_prepared
 
 

@@ -9,7 +9,7 @@ import torch
 from argosy.models.batch import microbatches
 from argosy.parallel.world import World
 from argosy.precision.scaler import LossScaler
-from argosy.training.step import StepOutcome, Wishes
+from argosy.training.step import Requests, StepOutcome
 from tiny import decoder, eager, gradients, train_step
 
 END = 0
@@ -22,7 +22,7 @@ def step(
     world: World,
     plan: str,
     loss_scale: float = 1.0,
-    wishes: dict[int, Wishes] | None = None,
+    requests: dict[int, Requests] | None = None,
     fingerprints: dict[int, int] | None = None,
 ) -> tuple[StepOutcome, Gradients]:
     """The outcome and this rank's parameters' whole gradients of one step on ROWS, laid out as `plan` says."""
@@ -36,7 +36,7 @@ def step(
         train.checks.fingerprint = lambda step: torch.tensor(fingerprints[world.rank])
     loss = train.forward_backward(batch)
     scaled = {name: gradient.numpy().copy() for name, gradient in gradients(model).items()}
-    return train.exchange(loss, lambda: (wishes or {}).get(world.rank, Wishes())), scaled
+    return train.exchange(loss, lambda: (requests or {}).get(world.rank, Requests())), scaled
 
 
 @pytest.fixture(scope="module")
@@ -99,9 +99,9 @@ def test_a_loss_scale_is_on_the_gradients_and_not_on_the_loss(workers, whole, pl
 
 @pytest.mark.parametrize("plan", ["dp_replicate=4", "pp=2,tp=2,microbatch=2"])
 def test_what_one_process_wishes_is_granted_to_all(workers, plan):
-    wishes = {1: Wishes(stop=True), 2: Wishes(save=True)}
-    outcomes = [outcome for outcome, _ in workers.run(4, step, plan, 1.0, wishes)]
-    assert [outcome.wishes for outcome in outcomes] == [Wishes(stop=True, save=True)] * 4
+    requests = {1: Requests(stop=True), 2: Requests(save=True)}
+    outcomes = [outcome for outcome, _ in workers.run(4, step, plan, 1.0, requests)]
+    assert [outcome.requests for outcome in outcomes] == [Requests(stop=True, save=True)] * 4
     assert len({outcome.loss for outcome in outcomes}) == 1
 
 

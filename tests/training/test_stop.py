@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
-from threading import Thread
+from threading import Thread, Timer
 
 import pytest
 
-from argosy.training.stop import StopSignal
+from argosy.training.stop import StopSignal, WorldIsOver
 
 
 @pytest.fixture(autouse=True)
@@ -51,3 +52,15 @@ def test_beside_the_main_thread_it_listens_to_nothing():
     thread.start()
     thread.join()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_rank_that_holds_goes_on_when_a_signal_comes_or_nothing_ends_the_world():
+    stop, began = StopSignal(), time.monotonic()
+    stop.is_to_hold = True
+    stop.hold(0.05)
+    assert time.monotonic() - began >= 0.05 and not stop.is_to_hold
+    Timer(0.05, lambda: setattr(stop, "number", 15)).start()
+    stop.hold(60.0)
+    stop.number, stop.world_is_over = None, True
+    with pytest.raises(WorldIsOver):
+        stop.hold(60.0)

@@ -1,4 +1,4 @@
-"""A run goes on in another world of processes as if nothing had happened, whoever is in it."""
+"""A run goes on in another world of processes as if nothing had happened, whichever processes are in it."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_run_goes_on_bit_for_bit_in_a_world_in_which_a_process_is_new(
     assert [c.step for c in store.committed(tmp_path / "run")] == [8]
 
 
-def test_steps_that_nobody_lived_to_know_of_are_told_from_their_lines(corpus, tmp_path):
+def test_steps_that_no_survivor_knows_of_are_counted_from_their_lines(corpus, tmp_path):
     run = run_config(corpus, checkpoint={"every_steps": 100}, evaluate={"every_steps": 0})
     paused = run_config(corpus, checkpoint={"every_steps": 100}, evaluate={"every_steps": 0}, train={"pause_at": 4})
     train(paused, eager(""), World(), tmp_path, StopSignal(), Survivor())
@@ -107,7 +107,7 @@ def broken_off(world: World, run: RunConfig, folder: Path, fault: str, unsaved_s
 
 
 @pytest.mark.parametrize("fault", ["raise@evaluate:step=4", "raise@snapshot:step=4"])
-def test_an_evaluation_or_a_save_that_was_cut_off_is_made_up_for(workers, corpus, tmp_path, fault):
+def test_an_evaluation_or_a_save_that_was_interrupted_is_run_again(workers, corpus, tmp_path, fault):
     run = run_config(corpus, checkpoint={"every_steps": 4, "background": False})
     records = workers.run(2, broken_off, run, tmp_path / "run", fault, 0.0)[0]
     expected = workers.run(2, train_in, run, eager("dp_replicate=2"), tmp_path / "undisturbed")[0]

@@ -25,7 +25,7 @@ from argosy.observe.events import read_lines
 from argosy.observe.ledger import read_ledger
 from argosy.supervise.agent import SCRATCH
 
-STEP_POINTS = ("forward", "bucket", "judge", "commit", "optimizer")
+STEP_POINTS = ("forward", "bucket", "exchange", "commit", "optimizer")
 SAVE_POINTS = ("snapshot", "save", "rename", "renamed")
 FIRST_ONLY = ("rename", "renamed")
 """What only the first rank's processes come by."""

@@ -1,7 +1,7 @@
-"""Which part of a tensor is held where: what a file, a rank or a copy in memory has, and how a whole comes of them.
+"""Boxes: which part of a tensor a file, a rank or an in-memory checkpoint holds, and how parts make up a whole.
 
-Every tier of a run's state, live replicas, copies in memory and files alike, offers boxes; a rank that wants some,
-under whatever layout, takes them from whoever has them.
+Every tier of a run's state (live replicas, in-memory checkpoints, files) offers boxes; a rank that wants some, under
+any layout, takes them from whatever has them.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ Holder = TypeVar("Holder")
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangular part of a named tensor. A scalar's is (), and is its whole; one with a 0 in `shape` is empty."""
+    """A rectangular part of a named tensor. The shape of a scalar's is (); a box with a 0 in `shape` is empty."""
 
     name: str
     dtype: str
-    """As torch and safetensors-in-torch spell it, without the module: float32, bfloat16, int64, ..."""
+    """Spelled as in torch, without the module: float32, bfloat16, int64, ..."""
     whole: tuple[int, ...]
     """Shape of the whole tensor."""
     offset: tuple[int, ...]
-    """Where in the whole it begins."""
+    """Where in the whole the box begins."""
     shape: tuple[int, ...]
 
     @property
     def elements(self) -> int:
-        """How many numbers it has."""
+        """Number of elements."""
         count = 1
         for length in self.shape:
             count *= length
@@ -36,15 +36,15 @@ class Box:
 
     @property
     def end(self) -> tuple[int, ...]:
-        """One past its last index in each dim of the whole."""
+        """One past the last index in each dim of the whole."""
         return tuple(o + n for o, n in zip(self.offset, self.shape, strict=True))
 
     def within(self, other: Box) -> tuple[slice, ...]:
-        """The slices that take this box out of a tensor that holds `other`, which contains it."""
+        """Return the slices that take this box out of a tensor that holds `other`, which contains it."""
         return tuple(slice(o - p, o - p + n) for o, p, n in zip(self.offset, other.offset, self.shape, strict=True))
 
     def overlap(self, other: Box) -> Box | None:
-        """What both hold; None if that is nothing."""
+        """Return what both hold; None if that is nothing."""
         start = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         end = tuple(min(a, b) for a, b in zip(self.end, other.end, strict=True))
         if any(a >= b for a, b in zip(start, end, strict=True)):
@@ -52,7 +52,7 @@ class Box:
         return self._part(start, end)
 
     def minus(self, hole: Box) -> Iterator[Box]:
-        """Boxes that make up this one without `hole`, which lies in it."""
+        """Yield boxes that make up this one without `hole`, which lies in it."""
         start, end = list(self.offset), list(self.end)
         for dim, (first, last) in enumerate(zip(hole.offset, hole.end, strict=True)):
             if start[dim] < first:
@@ -80,7 +80,7 @@ class Misfit:
 def cover(wanted: Box, held: Sequence[tuple[Holder, Box]]) -> list[tuple[Holder, Box, Box]] | Misfit:
     """Take `wanted` from those that hold parts of it, the first in `held` before later ones.
 
-    Returns (holder, its box, the part to take from it), which together are `wanted`, each number once.
+    Returns triples (holder, its box, the part to take from it); together they are `wanted`, each element once.
     """
     if not wanted.elements:
         return []

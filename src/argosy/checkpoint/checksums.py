@@ -1,4 +1,4 @@
-"""How what was written is told from what is there: sizes and checksums of files, records that bear their own."""
+"""Checksums: they tell whether files are as they were written. A signed record carries its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from argosy.errors import ArgosyError
 
 READERS = 8
-"""Threads that read files back: hashing lets go of the interpreter."""
+"""Threads that read files back: hashing releases Python's lock."""
 CHUNK_BYTES = 4 * 2**20
 
 
@@ -31,7 +31,10 @@ class FileSum:
 
 
 def check_files(folder: Path, files: Mapping[str, FileSum]) -> None:
-    """Read files of `folder` back. Raises: Damaged, naming the first that is missing, or is not what `files` says."""
+    """Read files of `folder` back.
+
+    Raises: Damaged, naming the first that is missing or differs from `files`.
+    """
 
     def problem(name: str) -> str | None:
         wanted = files[name]
@@ -54,7 +57,7 @@ def check_files(folder: Path, files: Mapping[str, FileSum]) -> None:
 
 
 def file_sum(path: Path) -> FileSum:
-    """Size and SHA-256 of a file as the disk has it, not as the kernel remembers it where it lets go of that."""
+    """Return size and SHA-256 of a file, read from the disk where the kernel drops what it has cached."""
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
@@ -66,13 +69,13 @@ def file_sum(path: Path) -> FileSum:
 
 
 def signed(record: Mapping[str, Any]) -> bytes:
-    """`record` as JSON, with the SHA-256 of the rest as its last entry."""
+    """Return `record` as JSON, with the SHA-256 of the rest as its last entry."""
     digest = hashlib.sha256(json.dumps(record, separators=(",", ":")).encode()).hexdigest()
     return json.dumps({**record, "sha256": digest}, indent=1).encode()
 
 
 def checked(data: bytes, path: Path | str) -> dict[str, Any]:
-    """The record that `signed` made `data` of, byte for byte. Raises: Damaged, naming `path`."""
+    """Return the record that `signed` made `data` of, byte for byte. Raises: Damaged, naming `path`."""
     try:
         record = json.loads(data)
     except ValueError as error:

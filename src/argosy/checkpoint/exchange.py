@@ -1,7 +1,7 @@
 """State from rank to rank: each says what it holds and what it wants, and boxes travel, from any layout to any other.
 
-Every rank computes alike who sends what to whom. Then, in round k of n - 1, rank i sends to rank i + k and receives
-from rank i - k: nobody has more than one message under way in each direction, and no two send to one at a time.
+Every rank computes the same list of transfers. Then, in round k of n - 1, rank i sends to rank i + k and receives from
+rank i - k: a rank has at most one message in flight in each direction, and no two send to one at a time.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from argosy.errors import ArgosyError
 from argosy.parallel.world import World
 
 MESSAGE_BYTES = 32 * 2**20
-"""The most that travels at once between two ranks: what their buffers take, and what one checksum is over."""
+"""The most that travels at once between two ranks: the size of their buffers, and what one checksum covers."""
 CHECKSUM_BYTES = 4
 TIMEOUT_S = 600.0
-"""How long a rank waits for another's message beside a world of GPUs."""
+"""How long a rank in a world of GPUs waits for another's message in host memory."""
 ALIGNMENT = 16
-"""Numbers in a message begin at multiples of this, so that they can be read where they lie."""
+"""Tensors in a message begin at multiples of so many bytes, so that they can be read in place."""
 
 
 class CorruptMessage(ArgosyError):
-    """What one rank received is not what another sent."""
+    """A rank received something else than another sent."""
 
 
 class NobodyHas(ArgosyError):
@@ -46,16 +46,16 @@ class Transfer:
     sender: int
     receiver: int
     source: Box
-    """What the sender has."""
+    """The box that the sender has."""
     wanted: Box
-    """What the receiver fills."""
+    """The box that the receiver fills."""
     part: Box
-    """Of both, in the dtype of `source`."""
+    """The part of both that travels, in the dtype of `source`."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of the numbers that were wanted, what one rank sent, received, and found in its own memory."""
+    """How much of what was wanted a rank sent, received, and found in its own memory."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
@@ -66,7 +66,7 @@ def exchange(held: Mapping[Box, Tensor], wanted: Mapping[Box, Tensor], group: di
     """Fill the tensors of `wanted` from what the ranks of `group` hold; all of them call it together.
 
     Tensors are plain and have their box's shape; they may lie on any device. A rank may hold nothing, or want nothing.
-    `group` carries tensors in host memory (`host_group`); None: this rank has only its own.
+    `group` carries tensors in host memory (`host_group`); None if this rank is alone.
 
     Raises: NobodyHas if something is wanted that no rank holds, CorruptMessage if a message is not what was sent; the
     same on all ranks.
@@ -79,7 +79,7 @@ def exchange(held: Mapping[Box, Tensor], wanted: Mapping[Box, Tensor], group: di
 
 
 def host_group(world: World) -> dist.ProcessGroup | None:
-    """A group of all ranks for tensors in host memory; None alone. All ranks call it together."""
+    """Return a group of all ranks for tensors in host memory; None for a single rank. All ranks call it together."""
     if world.size == 1:
         return None
     if world.device.type == "cpu":
@@ -88,7 +88,7 @@ def host_group(world: World) -> dist.ProcessGroup | None:
 
 
 def gather(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """What each rank of `group` gives, by rank. Raises: RuntimeError if one of them is gone."""
+    """Return what each rank of `group` gives, by rank. Raises: RuntimeError if one of them is gone."""
     if group is None:
         return [mine]
     everyone: list[Any] = [None] * group.size()
@@ -97,17 +97,18 @@ def gather(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def travels(box: Box) -> bool:
-    """Whether a rank may have it from another: not a random generator, which is each rank's own. No step draws from
-    one, and that of a lost rank could not be had.
+    """True if a rank may take the box from another.
+
+    Each rank has its own random generator: no step draws from it, and a lost rank's cannot be restored.
     """
     return not box.name.startswith("rng.")
 
 
 def route(held: Sequence[Sequence[Box]], wanted: Sequence[Sequence[Box]]) -> list[Transfer] | Misfit:
-    """Who sends what to whom, given what each rank holds and wants; the first that cannot be had, if any.
+    """Return which rank sends what to which, given what each holds and wants; or the first box that no rank can give.
 
-    A rank takes what it can from its own memory, the rest from whoever has the least to send so far. It follows from
-    the arguments alone, so that all ranks find the same.
+    A rank takes what it can from its own memory, the rest from the holder with the least to send so far. The result
+    follows from the arguments alone, so that all ranks find the same.
     """
     holders: dict[str, list[tuple[int, Box]]] = {}
     for rank, boxes in enumerate(held):
@@ -141,9 +142,9 @@ def carry(
     wanted: Mapping[Box, Tensor],
     group: dist.ProcessGroup | None,
 ) -> Traffic:
-    """Do what `route` found; all ranks of `group` call it together.
+    """Carry out `transfers`; all ranks of `group` call it together.
 
-    Raises: CorruptMessage, the same on all ranks, when all other messages have arrived; it may be called again.
+    Raises: CorruptMessage, the same on all ranks, once all other messages have arrived; it may be called again.
     """
     rank, size = (group.rank(), group.size()) if group else (0, 1)
     by_peers: dict[tuple[int, int], list[Transfer]] = {}
@@ -170,8 +171,8 @@ def carry(
     problems = [problem for some in gather(problems, group) for problem in some]
     if problems:
         raise CorruptMessage(
-            f"{'; '.join(problems[:3])}. Nothing of it is used; if it happens again, take the machine of one of the "
-            "two out of the run: its memory or its network changes data."
+            f"{'; '.join(problems[:3])}. Nothing of it is used. If it happens again, take the machine of one of the "
+            "two ranks out of the run: its memory or its network changes data."
         )
     return Traffic(
         sent_bytes=sum(box_bytes(t.part) for t in transfers if t.sender == rank != t.receiver),
@@ -187,9 +188,9 @@ class _Message:
     sender: int
     receiver: int
     number: int
-    """Among those of the two, from 0."""
+    """Number among the messages of the two ranks, from 0."""
     parts: list[tuple[int, Transfer]] = field(default_factory=list)
-    """(where it begins, what)."""
+    """Where each part begins, and the part."""
     bytes: int = 0
 
     def add(self, transfer: Transfer) -> None:
@@ -207,7 +208,7 @@ class _Message:
         return buffer
 
     def unpack(self, buffer: Tensor, wanted: Mapping[Box, Tensor]) -> bool:
-        """Whether it is what was sent; only then does it reach its places."""
+        """Move a message to its places. Returns False, and moves nothing, if it is not what was sent."""
         if self._checksum(buffer) != int(buffer[self.bytes :].view(torch.int32)):
             return False
         for window, transfer in self._windows(buffer):
@@ -215,14 +216,14 @@ class _Message:
         return True
 
     def _windows(self, buffer: Tensor) -> Iterator[tuple[Tensor, Transfer]]:
-        """Each part's numbers where they lie in the buffer."""
+        """Yield each part's view of the buffer."""
         for begin, transfer in self.parts:
             part = transfer.part
             raw = buffer[begin : begin + box_bytes(part)]
             yield raw.view(getattr(torch, part.dtype)).view(part.shape), transfer
 
     def _checksum(self, buffer: Tensor) -> int:
-        """CRC-32 of whose message it is, and which, and its bytes: one that strayed is found too; as int32."""
+        """Return the CRC-32, as int32, of sender, receiver, number and bytes: a message that strayed is found too."""
         whose = zlib.crc32(f"{self.sender} {self.receiver} {self.number}".encode())
         crc = zlib.crc32(buffer[: self.bytes].numpy().data, whose)
         return crc - 2**32 if crc >= 2**31 else crc
@@ -237,7 +238,7 @@ class _Message:
 
 
 def _messages(sender: int, receiver: int, transfers: Sequence[Transfer]) -> Iterator[_Message]:
-    """What goes from one rank to another, in messages of at most MESSAGE_BYTES."""
+    """Yield what goes from one rank to another, in messages of at most MESSAGE_BYTES."""
     message = _Message(sender, receiver, 0)
     for transfer in transfers:
         for part in _cut(transfer.part):
@@ -250,7 +251,7 @@ def _messages(sender: int, receiver: int, transfers: Sequence[Transfer]) -> Iter
 
 
 def _cut(box: Box) -> Iterator[Box]:
-    """Boxes of at most MESSAGE_BYTES that make up `box`: runs of rows, or parts of rows where one is too large."""
+    """Yield boxes of at most MESSAGE_BYTES that make up `box`: runs of rows, or parts of rows if one is too large."""
     dim = next((dim for dim, length in enumerate(box.shape) if length > 1), None)
     if box_bytes(box) <= MESSAGE_BYTES or dim is None:
         yield box
@@ -265,6 +266,6 @@ def _cut(box: Box) -> Iterator[Box]:
 
 
 def _place(transfer: Transfer, tensors: Mapping[Box, Tensor], at_source: bool = False) -> Tensor:
-    """Where in a rank's memory the part comes from, or goes to."""
+    """Return the view of a rank's memory that the part comes from, or goes to."""
     box = transfer.source if at_source else transfer.wanted
     return tensors[box].detach()[transfer.part.within(box)]

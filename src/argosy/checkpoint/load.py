@@ -1,4 +1,4 @@
-"""Reading a committed checkpoint back, by any rank under any layout: the boxes that it wants, from whichever files."""
+"""Loading a committed checkpoint: a rank under any layout reads the boxes that it wants, from whichever files."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from argosy.checkpoint.store import Checkpoint
 from argosy.errors import UserError
 
 Held = Mapping[str, list[tuple[ShardFile, Box]]]
-"""Name of a tensor -> which files hold which boxes of it."""
+"""Name of a tensor -> the files that hold parts of it, and which."""
 
 
 @contextmanager
 def opened(checkpoint: Checkpoint) -> Iterator[Held]:
-    """The files of `checkpoint`, mapped into memory. Raises: Damaged."""
+    """Map the files of `checkpoint` into memory. Raises: Damaged."""
     held: dict[str, list[tuple[ShardFile, Box]]] = {}
     with ExitStack() as files:
         for name in checkpoint.manifest.files:
@@ -36,7 +36,7 @@ def opened(checkpoint: Checkpoint) -> Iterator[Held]:
 
 @torch.no_grad()
 def load_into(parts: Mapping[Box, Tensor], checkpoint: Checkpoint) -> None:
-    """Fill the tensors of `parts`, this rank's, in place; one of which the checkpoint has nothing stays as it is.
+    """Fill the tensors of `parts`, this rank's, in place; a tensor that the checkpoint lacks stays as it is.
 
     Numbers are converted to the dtypes of the tensors. Raises: UserError if a tensor is of another shape there, before
     anything is read.
@@ -52,7 +52,7 @@ def load_into(parts: Mapping[Box, Tensor], checkpoint: Checkpoint) -> None:
 
 
 def missing_from(parts: Mapping[Box, Tensor], checkpoint: Checkpoint) -> list[str]:
-    """What of `parts` the checkpoint does not hold, or holds in another shape, in words."""
+    """Return, in words, which of `parts` the checkpoint does not hold, or holds in another shape."""
     with opened(checkpoint) as held:
         ways = (cover(box, held.get(box.name, [])) for box in parts)
         return [str(way) for way in ways if isinstance(way, Misfit)]

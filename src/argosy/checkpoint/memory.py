@@ -1,13 +1,14 @@
 """In-memory checkpoints: the state in host memory, for what no live replica has (GEMINI: Wang et al., SOSP 2023).
 
-Every so many steps (`training.memory_checkpoints`) each rank writes the boxes that it is to keep into a shard file in
-a folder in memory (/dev/shm), which belongs to the node's agent and outlives the worker, and sends the file to a rank
-of the next node, which outlives the node. A file is written under another name; the name that it gets in the end says
-step and checksum. Two steps are kept, and the older is written over only when all ranks have the newer.
+Every so many steps (`training.memory_checkpoints`) each rank writes the boxes that it keeps into a shard file in a
+folder in memory (/dev/shm), which belongs to the node's agent and outlives the worker, and sends the file to a rank of
+the next node, which outlives the node. A file is written under a temporary name; its final name has step and checksum.
+Two steps are kept, and the older is overwritten only when all ranks have the newer.
 
-Placement: a state all of whose boxes are held on two nodes or more needs no copies, since a live replica is newer than
-any copy. Otherwise every box is copied, as going back to a step takes all of its state: by one of its holders, dealt
-out evenly, and to the next node in the ring of nodes. On a single node there is the one copy.
+Placement: if all boxes of a state are held on two nodes or more, nothing is saved, since a live replica is newer than
+any in-memory checkpoint. Otherwise every box is saved, since going back to a step takes all of its state: one of its
+holders keeps it (they are dealt out evenly), and so does the next node in the ring of nodes. On a single node only the
+holder does.
 """
 
 from __future__ import annotations
@@ -40,36 +41,36 @@ from argosy.files import PARTIAL
 from argosy.parallel.world import World
 
 FOLDER = "ARGOSY_MEMORY"
-"""Environment variable: the folder of this node's copies; the agent makes and removes it."""
+"""Environment variable: the folder of this node's in-memory checkpoints; the agent makes and removes it."""
 NODE = "ARGOSY_NODE"
 """Environment variable: name of this node; the host's if it is not set."""
 TIMEOUT_S = 60.0
-"""How long a copy waits for another rank's; then there are no more copies in this world."""
+"""How long a rank waits for another's part; then no more in-memory checkpoints are saved in this world."""
 READ_BYTES = 16 * 2**20
 _NAME = re.compile(r"(?P<world>[0-9a-f]+)\.(?P<step>\d{8,})\.(?P<rank>\d{5,})\.(?P<crc>[0-9a-f]{8})")
 
 
 def memory_folder() -> Path | None:
-    """Where this node's copies are; None if no agent offers a place."""
+    """Return the folder of this node's in-memory checkpoints; None if no agent offers one."""
     folder = os.environ.get(FOLDER)
     return Path(folder) if folder else None
 
 
 def node_name() -> str:
-    """Name of the node that this process is on."""
+    """Return the name of the node that this process is on."""
     return os.environ.get(NODE) or socket.gethostname()
 
 
 @dataclass(frozen=True)
 class Placement:
-    """What each rank keeps a copy of, and which other rank keeps it too."""
+    """By rank, the boxes that it keeps, and the other rank that keeps them too (None: none does)."""
 
     kept: tuple[tuple[Box, ...], ...]
     mirror: tuple[int | None, ...]
 
 
 def place(nodes: Sequence[str], held: Sequence[Sequence[Box]]) -> Placement:
-    """Deal the boxes out, given each rank's node and what it holds (see the top of this file)."""
+    """Deal the boxes out over the ranks, given each rank's node and what it holds (see the top of this file)."""
     holders: dict[Box, list[int]] = {}
     for rank, boxes in enumerate(held):
         for box in boxes:
@@ -102,19 +103,19 @@ def _next_in_ring(nodes: Sequence[str]) -> Callable[[int], int | None]:
 
 @dataclass(frozen=True)
 class MemoryCheckpoint:
-    """The copy of what one rank kept, as it is found in a folder."""
+    """The file of one rank's part of an in-memory checkpoint."""
 
     path: Path
     world: str
-    """Name of the world that made it (`History.world`)."""
+    """Name of the world that saved it (`History.world`)."""
     step: int
     """Optimizer steps done."""
     rank: int
-    """Of the world: who kept it."""
+    """Rank that kept it, in that world."""
     crc: int
 
     def is_whole(self) -> bool:
-        """Whether it is, to the bit, what was written. Reads all of it."""
+        """True if it is, to the bit, what was written. Reads all of it."""
         try:
             return _crc_of(self.path) == self.crc
         except OSError:
@@ -127,7 +128,7 @@ class MemoryCheckpoint:
 
     @cached_property
     def state(self) -> tuple[Position, History] | None:
-        """Where in its run the state stood; None if it cannot be read."""
+        """Position and history of the state; None if they cannot be read."""
         try:
             return from_metadata(self.file.about)
         except (OSError, SafetensorError, KeyError, ValueError):
@@ -135,7 +136,7 @@ class MemoryCheckpoint:
 
 
 def memory_checkpoints_in(folder: Path | None) -> list[MemoryCheckpoint]:
-    """The finished copies in a folder, whole or not, in a fixed order."""
+    """Return the finished in-memory checkpoints in a folder, whole or not, in a fixed order."""
     if folder is None or not folder.is_dir():
         return []
     found = [(path, _NAME.fullmatch(path.name)) for path in sorted(folder.iterdir())]
@@ -145,7 +146,7 @@ def memory_checkpoints_in(folder: Path | None) -> list[MemoryCheckpoint]:
 
 
 class MemoryCheckpointer:
-    """Makes the copies of one world. All its ranks make and call it alike; one copy is under way at a time."""
+    """Saves the in-memory checkpoints of one world. All its ranks call it alike; one save is in flight at a time."""
 
     def __init__(
         self,
@@ -155,9 +156,9 @@ class MemoryCheckpointer:
         history: History,
         failed: Callable[[str], None],
     ):
-        """`boxes`: what this rank holds. `failed` hears why a copy was not made, from the thread that waits for it."""
+        """`boxes`: those this rank holds. `failed` is told why a save failed, by the thread that waits for it."""
         self._folder, self._rank, self._history, self._failed = folder, world.rank, history, failed
-        # Of its own, as its messages must not meet those of a step; and no rank waits for a lost one as long as a step.
+        # A group of its own: its messages must not meet those of a step, and a rank waits less long for a lost one.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S)) if world.size > 1 else None
         everyone = gather((node_name(), list(boxes)), self._group)
         placement = place([node for node, _ in everyone], [held for _, held in everyone])
@@ -167,16 +168,16 @@ class MemoryCheckpointer:
         self._thread: threading.Thread | None = None
         self._problem: str | None = None
         self.is_on = any(placement.kept)
-        """Whether copies are made: there is need of them, and nothing has gone wrong for good."""
+        """True while in-memory checkpoints are needed, and nothing has gone wrong for good."""
         self.step: int | None = None
-        """Of the newest copy that all ranks have."""
+        """Step of the newest that all ranks have."""
         self.stall_s: float | None = None
-        """How long it held up training, on the rank that it held up most."""
+        """How long the newest held up training, on the rank that it held up most."""
 
     def save(self, position: Position, tensors: Mapping[Box, Tensor]) -> None:
-        """Copy the state. Returns when this rank's part is copied; the rest is in the background.
+        """Save the state. Returns when this rank's part is copied; the rest is in the background.
 
-        `tensors`: of the boxes that this rank holds.
+        `tensors`: those of the boxes that this rank holds.
         """
         began = time.monotonic()
         self.wait()
@@ -189,13 +190,13 @@ class MemoryCheckpointer:
                 with _opened(self._recycled(self._rank)) as file:
                     write_shard(file, parts, about)
         except OSError as error:
-            problem = str(error)  # the others must hear of it, so it travels through what follows
+            problem = str(error)  # the other ranks must hear of it, so it travels through what follows
         finish = partial(self._finish, position.step, time.monotonic() - began, problem)
         self._thread = threading.Thread(target=finish, name="argosy-memory", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait for the copy under way, if any, and report if it failed."""
+        """Wait for the save in flight, if any, and report if it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -204,13 +205,13 @@ class MemoryCheckpointer:
                 self._problem = None
 
     def abandon(self) -> None:
-        """Let go of the copy under way: the world that it is of is over."""
+        """Let go of the save in flight: its world is over."""
         if self._thread is not None:
             self._thread.join()
             self._thread, self._problem = None, None
 
     def _finish(self, step: int, stall_s: float, problem: str | None) -> None:
-        """Send and receive; then give the files their names, and tell the others."""
+        """Send and receive; then give the files their final names, and remove those of earlier worlds."""
         try:
             self.stall_s = self._all_have(step, stall_s, problem)
             self.step = step
@@ -218,12 +219,12 @@ class MemoryCheckpointer:
                 if not path.name.startswith(f"{self._history.world}."):
                     path.unlink(missing_ok=True)
         except CorruptMessage as error:
-            self._problem = str(error)  # the same on all ranks: the next copy may fare better
-        except Exception as error:  # no room, a rank is gone, or the world is: nothing of it may end training
-            self._problem, self.is_on = f"{error}; there will be no more copies in memory", False
+            self._problem = str(error)  # the same on all ranks; the next save may succeed
+        except Exception as error:  # no room, or a rank or the world is gone: none of that may end training
+            self._problem, self.is_on = f"{error}; no more in-memory checkpoints are saved in this world", False
 
     def _all_have(self, step: int, stall_s: float, problem: str | None) -> float:
-        """Returns the longest that any rank stood still.
+        """Exchange the files, and give them their final names. Returns the longest time that any rank stood still.
 
         Raises: OSError if a rank lacks room, CorruptMessage, RuntimeError if a rank is gone.
         """
@@ -252,7 +253,7 @@ class MemoryCheckpointer:
         return max(float(stalled_s) for _, _, stalled_s in everyone)
 
     def _agree(self, problem: str | None, mine: Any) -> list[Any]:
-        """What each rank has to say, if none has a problem. Raises: OSError, the same on all ranks."""
+        """Return what each rank gives, if none has a problem. Raises: OSError, the same on all ranks."""
         everyone = gather((problem, mine), self._group)
         first = next((why for why, _ in everyone if why), None)
         if first is not None:
@@ -260,18 +261,18 @@ class MemoryCheckpointer:
         return [said for _, said in everyone]
 
     def _recycled(self, rank: int) -> Path:
-        """Where the next copy of what `rank` keeps is written: over the older of two, whose pages need no clearing.
+        """Return the file for the next save of what `rank` keeps: the older of two, whose pages need no clearing.
 
         All ranks have the newer one: `save` has waited for that.
         """
         path = self._partial(rank)
         mine = [
-            copy
-            for copy in memory_checkpoints_in(self._folder)
-            if (copy.world, copy.rank) == (self._history.world, rank)
+            saved
+            for saved in memory_checkpoints_in(self._folder)
+            if (saved.world, saved.rank) == (self._history.world, rank)
         ]
         if len(mine) > 1:
-            min(mine, key=lambda copy: copy.step).path.rename(path)
+            min(mine, key=lambda saved: saved.step).path.rename(path)
         return path
 
     def _partial(self, rank: int) -> Path:
@@ -280,7 +281,7 @@ class MemoryCheckpointer:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """A descriptor to write to, of the file as it is, or of a new one."""
+    """Open a file to write to, as it is, or a new one."""
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         yield file
@@ -289,18 +290,18 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _pages(path: Path, access: int) -> Tensor:
-    """A file's bytes where they lie."""
+    """Map a file's bytes."""
     with path.open("r+b") as file:
         return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=access), dtype=torch.uint8)
 
 
 def _file_box(rank: int, size: int) -> Box:
-    """The file of what `rank` keeps, as something to exchange."""
-    return Box(f"copy of rank {rank}", "uint8", (size,), (0,), (size,))
+    """Return the box of the file of what `rank` keeps, to exchange it."""
+    return Box(f"in-memory checkpoint of rank {rank}", "uint8", (size,), (0,), (size,))
 
 
 def _crc_of(path: Path) -> int:
-    """CRC-32 of a file's bytes."""
+    """Return the CRC-32 of a file's bytes."""
     crc = 0
     with path.open("rb") as file:
         while block := file.read(READ_BYTES):

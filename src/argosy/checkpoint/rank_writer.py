@@ -1,7 +1,7 @@
-"""One rank's part of a checkpoint on its way to the disk: its file, the note beside it, the first rank's commit.
+"""Writing one rank's part of a checkpoint: its file, the note beside it, the first rank's commit.
 
 Ranks do not talk: each leaves a note with the size and checksum of its file in the checkpoint's partial folder, and the
-first one waits for those of all. What a dead attempt left there bears another ticket.
+first one waits for the notes of all. What a dead attempt left there has another ticket.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from argosy.checkpoint import store
+from argosy.checkpoint import fence, store
 from argosy.checkpoint.checksums import FileSum
-from argosy.checkpoint.store import CheckpointManifest
+from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.errors import ArgosyError
 from argosy.faults import fault
 from argosy.files import atomic_write
 
 CHUNK_BYTES, CHUNKS = 4 * 2**20, 16
-"""A file is written in so many pieces at least, of so many bytes at most."""
+"""A file is written in chunks of at most so many bytes, and in at least so many chunks."""
 SYNC_BYTES = 64 * 2**20
-"""Written through to the disk before more is given to the kernel: no storm of dirty pages, and the file's size tells
-the first rank that it advances."""
+"""So much is written through to the disk before more is given to the kernel: dirty pages do not pile up, and the file's
+size shows the first rank that it advances."""
 STALL_S = 120.0
-"""The first rank gives a checkpoint up once nothing has come of the others' parts for so long."""
+"""The first rank gives a checkpoint up once the others' parts have not grown for so long."""
 
 
 @dataclass(frozen=True)
@@ -38,35 +38,35 @@ class SaveOrder:
 
     run_dir: str
     ticket: str
-    """The same on all ranks, and of no other attempt."""
+    """Name of the attempt, the same on all ranks."""
     generation: int
     step: int
     rank: int
     size: int
     bytes: int
-    """Of the snapshot, which is to become this rank's file."""
+    """Size of the snapshot, which is to become this rank's file."""
     began_s: float
     """When training asked for it, on the machine's monotonic clock."""
     manifest: dict[str, Any]
-    """The checkpoint's, as a record, without files as yet."""
+    """The checkpoint's manifest as a record, still without files."""
 
     @property
     def partial(self) -> Path:
         """The folder that all ranks write in."""
-        return store.partial_folder(Path(self.run_dir), self.step, self.generation)
+        return fence.partial_folder(Path(self.run_dir), self.step, self.generation)
 
     @property
     def file(self) -> Path:
-        """What this rank writes."""
+        """The file that this rank writes."""
         return self.partial / store.shard_name(self.rank)
 
     def note_of(self, rank: int) -> Path:
-        """Where `rank` says how its part went."""
+        """Return where `rank` leaves the note of how its part went."""
         return self.partial / f"rank-{rank:05d}.json"
 
     def check_generation(self) -> None:
         """Raises: Fenced if a later generation has begun."""
-        store.check_generation(Path(self.run_dir), self.generation)
+        fence.check_generation(Path(self.run_dir), self.generation)
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,11 @@ class Note:
 
 
 def commit_part(order: SaveOrder, snapshot: int) -> int:
-    """Write this rank's part; as the first rank, commit the checkpoint once the others' are there.
+    """Write this rank's part; as the first rank, commit the checkpoint once the others' parts are there.
 
     `snapshot`: descriptor of the file in memory that is to be written. Returns the bytes of the part, or, on the first
     rank, of the checkpoint.
-    Raises: OSError, Fenced; on the first rank if any part fails, and nothing of the checkpoint is left then.
+    Raises: OSError, Fenced; on the first rank if any part fails, and then nothing of the checkpoint is left.
     """
     if order.rank:
         return _write_and_tell(order, snapshot).bytes
@@ -100,14 +100,14 @@ def commit_part(order: SaveOrder, snapshot: int) -> int:
 
 
 def leave_note(order: SaveOrder, note: Note) -> None:
-    """Say how this rank's part went. Raises: OSError."""
+    """Leave the note of how this rank's part went. Raises: OSError."""
     order.partial.mkdir(parents=True, exist_ok=True)
     with atomic_write(order.note_of(order.rank)) as file:
         file.write(json.dumps(asdict(note)).encode())
 
 
 def words(problem: BaseException) -> str:
-    """What went wrong, in a line: the system's own words if it was the system, "[Errno 28] No space left on device"."""
+    """Return a problem in a line, in the system's own words if it has some: "[Errno 28] No space left on device"."""
     line = (str(problem).splitlines() or [""])[0]
     return line if isinstance(problem, OSError | ArgosyError) and line else f"{type(problem).__name__}: {line}"
 
@@ -116,12 +116,12 @@ def _write_and_tell(order: SaveOrder, snapshot: int) -> FileSum:
     try:
         order.check_generation()
         order.partial.mkdir(parents=True, exist_ok=True)
-        order.file.unlink(missing_ok=True)  # a new file: what a dying writer still has open is no longer this one
+        order.file.unlink(missing_ok=True)  # a new file, so that a dying writer does not write to this one
         part = _write(order, snapshot)
         leave_note(order, Note(order.ticket, bytes=part.bytes, sha256=part.sha256))
     except OSError as problem:
         with suppress(OSError):
-            order.file.unlink(missing_ok=True)  # on a full disk its room is what the note lacks
+            order.file.unlink(missing_ok=True)  # on a full disk the note needs its room
         with suppress(OSError):
             leave_note(order, Note(order.ticket, error=words(problem)))
         raise
@@ -158,7 +158,7 @@ def _write_all(descriptor: int, data: memoryview) -> None:
 
 
 def _gather(order: SaveOrder, sums: dict[int, FileSum]) -> dict[str, FileSum]:
-    """The files of all ranks, once each has left its note. Raises: OSError if a part failed, or nothing comes."""
+    """Wait for the notes of all ranks, and return their files. Raises: OSError if a part failed, or nothing comes."""
     seen, since_s, pause_s = -1, time.monotonic(), 0.002
     while len(sums) < order.size:
         for rank in set(range(order.size)) - sums.keys():
@@ -181,7 +181,7 @@ def _gather(order: SaveOrder, sums: dict[int, FileSum]) -> dict[str, FileSum]:
 
 
 def _note(order: SaveOrder, rank: int) -> Note | None:
-    """What `rank` left for this attempt, if it has."""
+    """Return the note that `rank` left for this attempt, if there is one."""
     try:
         note = Note(**json.loads(order.note_of(rank).read_bytes()))
     except (OSError, ValueError, TypeError):

@@ -1,8 +1,8 @@
 """Reading a checkpoint back once it is committed, all writers together.
 
-Each reads a share of the files, not its own, and says in a note in the checkpoint's folder what it found. The first
-waits for the notes about as long as its own share took, then reads itself what nobody has vouched for: a writer that
-has died, or is slow, holds nobody up for ever.
+Each reads a share of the files, not its own, and leaves a note of what it found in the checkpoint's folder. The first
+waits for the notes about as long as its own share took; then it reads the shares without a note itself: a writer that
+has died, or is slow, holds the others up for a while only.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from argosy.checkpoint.store import Checkpoint, step_folder
 from argosy.files import atomic_write
 
 PATIENCE_S = 1.0
-"""The first waits at least so long for the others."""
+"""How long the first writer waits for the others at least."""
 LOOK_S = 0.02, 2.0
-"""How often one looks whether what it waits for is there: less and less often."""
+"""The first and the longest pause between two looks at the folder."""
 
 
 def vouch(order: SaveOrder, is_closing: threading.Event) -> None:
-    """As a rank that is not the first, read a share of the checkpoint that `order` is a part of, and tell.
+    """As a rank that is not the first, read a share of the checkpoint of `order`, and leave a note of what was found.
 
-    Waits until it is committed, unless it will not be, or `is_closing` is set: then it would be by now.
+    Waits until it is committed; returns if that will not happen, or once `is_closing` is set: it would be by now.
     """
     checkpoint = Checkpoint(step_folder(Path(order.run_dir), order.step))
     pause_s, most_s = LOOK_S
@@ -35,14 +35,14 @@ def vouch(order: SaveOrder, is_closing: threading.Event) -> None:
         if (is_closing.wait(pause_s) or not order.partial.exists()) and not checkpoint.is_there:
             return
         pause_s = min(2 * pause_s, most_s)
-    with suppress(OSError, Damaged):  # it was deleted meanwhile, or its manifest is damaged: the first finds that too
+    with suppress(OSError, Damaged):  # it was deleted meanwhile, or its manifest is damaged, which the first finds too
         found = {"manifest_sha256": checkpoint.manifest.sha256, "problem": checkpoint.problem(order.rank, order.size)}
         with atomic_write(_note_of(checkpoint, order.rank)) as file:
             file.write(json.dumps(found).encode())
 
 
 def verify_together(checkpoint: Checkpoint, size: int) -> None:
-    """As the first of the `size` ranks that wrote it, have all of it read.
+    """As the first of the `size` ranks that wrote `checkpoint`, have all of it read.
 
     Raises: Damaged, naming a file that is missing or differs.
     """
@@ -63,7 +63,7 @@ def verify_together(checkpoint: Checkpoint, size: int) -> None:
 
 
 def _has_vouched(checkpoint: Checkpoint, rank: int) -> bool:
-    """Whether `rank` has read its share of this very checkpoint. Raises: Damaged if it found something."""
+    """True if `rank` has read its share of this very checkpoint. Raises: Damaged if it found damage."""
     try:
         note = json.loads(_note_of(checkpoint, rank).read_bytes())
         is_this = note["manifest_sha256"] == checkpoint.manifest.sha256

@@ -1,4 +1,4 @@
-"""Copies of checkpoints in another place: an object store, or any file system that fsspec knows."""
+"""Copies of checkpoints in another place: an object store, or any other file system that fsspec knows."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from typing import Any
 
 from fsspec.core import url_to_fs
 
-from argosy.checkpoint import store
+from argosy.checkpoint import fence, store
 from argosy.checkpoint.checksums import CHUNK_BYTES, Damaged, FileSum, check_files
-from argosy.checkpoint.store import FOLDER, MANIFEST, Checkpoint, CheckpointManifest
+from argosy.checkpoint.manifest import CheckpointManifest
+from argosy.checkpoint.store import FOLDER, MANIFEST, Checkpoint
 from argosy.errors import UserError
 
 
 class Remote:
     """The copies of one run's checkpoints: URL/NAME/step-00000100/ for the run folder .../NAME.
 
-    Each has its manifest last, once all its files were read back from there. Besides what methods say, they raise
-    whatever the file system raises, mostly OSError.
+    The manifest of each is written last, once all its files were read back from there. Besides what their docstrings
+    say, methods raise whatever the file system raises, mostly OSError.
     """
 
     def __init__(self, url: str, run_dir: Path):
@@ -37,7 +38,7 @@ class Remote:
             ) from None
 
     def steps(self) -> list[int]:
-        """Of which steps there are copies, in order."""
+        """Return the steps of which there are copies, in order."""
         self._fs.invalidate_cache()
         try:
             names = [path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._root, detail=False)]
@@ -51,7 +52,7 @@ class Remote:
 
         `check_generation` is called before anything is written, and again before the manifest is.
 
-        Raises: Damaged if what is there then is not what was written.
+        Raises: Damaged if the copy differs from what was written.
         """
         manifest = checkpoint.manifest
         there = self._path(checkpoint.step, MANIFEST)
@@ -70,8 +71,9 @@ class Remote:
         return True
 
     def fetch(self, step: int, generation: int) -> Checkpoint:
-        """Bring the copy of `step` into the run's folder, as a committed and verified checkpoint; one of that step that
-        is there, and hence damaged, is withdrawn.
+        """Bring the copy of `step` into the run's folder, as a committed and verified checkpoint.
+
+        A checkpoint of that step that is there already must be damaged, and is withdrawn.
 
         Raises: Damaged if the copy is, UserError if it is of another format, Fenced.
         """
@@ -79,8 +81,8 @@ class Remote:
         manifest = CheckpointManifest.from_bytes(self._fs.cat_file(path), path)
         if manifest.step != step:
             raise Damaged(f"{path}: is that of step {manifest.step}")
-        partial = store.partial_folder(self._run_dir, step, generation)
-        store.check_generation(self._run_dir, generation)
+        partial = fence.partial_folder(self._run_dir, step, generation)
+        fence.check_generation(self._run_dir, generation)
         store.discard(partial)
         partial.mkdir(parents=True)
         try:
@@ -98,13 +100,13 @@ class Remote:
         return checkpoint
 
     def prune(self, keep_last: int, keep_every: int) -> None:
-        """Delete the copies that would not be kept if they were here, all of them verified."""
+        """Delete the copies that `store.prune` would delete here. All copies count as verified."""
         for step in self.steps()[: -max(keep_last, store.VERIFIED_KEPT)]:
             if not (keep_every and step % keep_every == 0):
                 self._remove(step)
 
     def forget_after(self, step: int) -> None:
-        """Delete the copies of later steps: the run has turned away from them."""
+        """Delete the copies of steps after `step`: the run has turned away from them."""
         for later in self.steps():
             if later > step:
                 self._remove(later)

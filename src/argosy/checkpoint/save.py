@@ -1,4 +1,4 @@
-"""Saving: copy this rank's part of the state, hand the copy to a process of its own, hear how it went.
+"""Saving: copy this rank's part of the state, hand the copy to a writer process, take note of how it went.
 
 There is no collective in a save: one that hangs on a disk cannot hold up those of a step.
 """
@@ -21,25 +21,25 @@ from typing import Any
 
 from torch import Tensor
 
-from argosy.checkpoint import store
+from argosy.checkpoint import fence, store
 from argosy.checkpoint.boxes import Box
+from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.rank_writer import Note, SaveOrder, leave_note, words
 from argosy.checkpoint.shards import box_bytes, write_shard
-from argosy.checkpoint.store import CheckpointManifest
 from argosy.checkpoint.writer import Tell, Upkeep
 from argosy.faults import fault
 from argosy.parallel.world import World
 
 HUNG_S = 300.0
-"""A writer that is waited for is given up once nothing has been added to its checkpoint, by any rank, for so long."""
+"""A writer is given up once its checkpoint has not grown, on any rank, for so long while it is waited for."""
 LISTEN_S, CHECK_S = 1.0, 0.1
-"""So long news are waited for before the disk is looked at; so often it is asked whether to wait any longer."""
+"""While a save is waited for: how often the size of its files is looked at, and how often `check` is called."""
 KILL_S = 1.0
-"""A killed one is waited for so long."""
+"""How long a killed writer is waited for."""
 
 
 class Saver:
-    """Writes the checkpoints of a run. All ranks call it alike; one save is under way at a time."""
+    """Writes the checkpoints of a run. All ranks call it alike; one save is in flight at a time."""
 
     def __init__(
         self,
@@ -49,8 +49,8 @@ class Saver:
         upkeep: Upkeep | None = None,
         check: Callable[[], None] = lambda: None,
     ):
-        """`heard(news, **facts)` is called, by `save`, `poll`, `wait` and `close`, with what becomes of checkpoints;
-        `check()` all the time while they wait: what it raises ends the waiting.
+        """`heard(news, **facts)` is called, by `save`, `poll`, `wait` and `close`, with what becomes of checkpoints.
+        `check()` is called again and again while these wait: what it raises ends the waiting.
 
         On the first rank: "save" (step, seconds, bytes), "save_failed" (step, error), "verified" (step, seconds),
         "damaged_checkpoint" (problem), "prune" (step), "upkeep_failed" (error), "drained" (step, seconds, bytes),
@@ -58,34 +58,34 @@ class Saver:
         """
         self._run_dir, self._world, self._heard = run_dir, world, heard
         self._upkeep, self._check = upkeep or Upkeep(), check
-        self._generation = store.own_generation()
-        # Memory without a name: whichever process dies last, the kernel frees it. Kept from save to save, since
-        # having the kernel clear its pages anew takes as long as copying.
+        self._generation = fence.own_generation()
+        # Memory without a name: the kernel frees it when the last process that has it dies. It is kept from save to
+        # save, since having the kernel clear new pages takes as long as copying.
         self._memory = os.fdopen(os.memfd_create("argosy-snapshot"), "r+b", buffering=0)
         self._process: WriterProcess | None = None
-        self._under_way: SaveOrder | None = None
+        self._in_flight: SaveOrder | None = None
         self._mine: list[Box] | None = None
         self._ticket, self._attempts = "", 0
         self.committed: set[int] = set()
-        """Steps that need no saving: those of its own checkpoints, and what is added to them, alike on all ranks."""
+        """Steps that need no saving: those of its own checkpoints, and any that are added here, alike on all ranks."""
         self.last_error: str | None = None
-        """Why the newest save of this rank's part failed, on the first rank: of the whole; None if it did not."""
+        """Why the newest save of this rank's part failed (on the first rank: of the whole); None if it did not."""
 
     @property
     def writer_pid(self) -> int | None:
-        """The process that writes this rank's part; None before the first save, and after one died until the next."""
+        """Process that writes this rank's part; None before the first save, and from its death to the next save."""
         return None if self._process is None else self._process.pid
 
     @property
-    def is_under_way(self) -> bool:
-        """Whether a save has begun of which it is not known yet what has become."""
-        return self._under_way is not None
+    def is_in_flight(self) -> bool:
+        """True while a save is in flight."""
+        return self._in_flight is not None
 
     def save(self, parts: Mapping[Box, Tensor], manifest: CheckpointManifest) -> None:
         """Save the checkpoint of `manifest.step`; `parts`, this rank's, have the same boxes each time.
 
-        Returns once the state is copied; waits before that for the save under way. What several ranks hold one of them
-        writes, which they settle at the first call: it is a collective. A failure is heard of, not raised.
+        Returns once the state is copied; before that it waits for the save in flight. One of the ranks that hold a box
+        writes it: they agree on that at the first call, a collective. A failure is reported, not raised.
         """
         self.wait()
         if manifest.step in self.committed:
@@ -115,23 +115,23 @@ class Saver:
             self._failed(order, words(problem))
 
     def poll(self) -> None:
-        """Hear what has happened, without waiting."""
+        """Report what has happened, without waiting."""
         self._listen(0.0)
 
     def wait(self) -> None:
-        """Wait for the save under way, if any."""
+        """Wait for the save in flight, if any."""
         grown, since_s = -1, time.monotonic()
-        while self._under_way is not None:
+        while self._in_flight is not None:
             self._attend()
-            size = _bytes_in(self._under_way.partial) if self._under_way else 0
+            size = _bytes_in(self._in_flight.partial) if self._in_flight else 0
             if size != grown:
                 grown, since_s = size, time.monotonic()
-            if self._under_way is not None and time.monotonic() - since_s > HUNG_S:
-                self._give_up(self._under_way)
+            if self._in_flight is not None and time.monotonic() - since_s > HUNG_S:
+                self._give_up(self._in_flight)
         self._listen(0.0)
 
     def close(self) -> None:
-        """Wait until all that was saved is read back and copied away as well, and end the writer."""
+        """Wait until all that was saved is read back and copied to the remote place as well, and end the writer."""
         self.wait()
         if self._process is not None:
             with suppress(OSError):
@@ -141,14 +141,14 @@ class Saver:
         self._memory.close()
 
     def abandon(self) -> None:
-        """End the writer at once, whatever it is at: its checkpoint will not be committed."""
+        """End the writer at once, whatever it does: its checkpoint will not be committed."""
         if self._process is not None:
             self._process.kill()
-        self._process, self._under_way = None, None
+        self._process, self._in_flight = None, None
         self._memory.close()
 
     def _share_out(self, boxes: list[Box]) -> None:
-        """Settle with the other ranks which boxes are whose to write, and what this run's attempts are called."""
+        """Agree with the other ranks on which boxes each writes, and on the name of this run's attempts."""
         if self._world.is_first:
             store.sweep(self._run_dir, self._generation)  # before any rank begins to write
         everyone = self._world.gather((boxes, uuid.uuid4().hex))
@@ -158,22 +158,20 @@ class Saver:
     def _hand_over(self, order: SaveOrder) -> None:
         if self._process is None:
             self._process = WriterProcess(self._memory.fileno())
-        self._under_way = order
+        self._in_flight = order
         with suppress(BrokenPipeError):  # it has died: `_listen` finds out, and says why
             self._process.send({"order": "save", "save": asdict(order), "upkeep": asdict(self._upkeep)})
 
     def _attend(self) -> None:
-        """Listen until something is heard, but no longer than `LISTEN_S`, and only while `check` lets it: of a world
-        that is over the other parts may never come.
+        """Listen until there is news, for at most `LISTEN_S`, and only while `check` raises nothing: in a world that is
+        over the other ranks' parts may never come.
         """
         until_s = time.monotonic() + LISTEN_S
         while not self._listen(CHECK_S) and time.monotonic() < until_s:
             self._check()
 
     def _listen(self, timeout_s: float) -> bool:
-        """Hear what the writer has to say, waiting for it as long as that; also that it has died. Returns whether
-        there may be something new.
-        """
+        """Take the writer's news, or its death, waiting up to `timeout_s`. Returns True if something may be new."""
         process = self._process
         if process is None:
             return True
@@ -187,7 +185,7 @@ class Saver:
 
     def _take(self, news: str, facts: dict[str, Any]) -> None:
         if news in ("save", "save_failed"):
-            self._under_way = None
+            self._in_flight = None
             self.last_error = facts.get("error")
             if news == "save":
                 self.committed.add(facts["step"])
@@ -201,7 +199,7 @@ class Saver:
         self._heard(news, **facts)
 
     def _give_up(self, order: SaveOrder) -> None:
-        """Kill a writer that hangs: on a disk, it may not even die, so nobody waits for that."""
+        """Kill a writer that hangs. If it hangs on a disk it may not even die, so its end is not waited for."""
         assert self._process is not None
         self._process.kill()
         why = f"nothing has come of it for {HUNG_S:.0f} s"
@@ -212,7 +210,7 @@ class Saver:
     def _take_death(self, process: WriterProcess) -> None:
         why = process.reap()
         self._heard("writer_died", pid=process.pid, why=why)
-        order, self._under_way = self._under_way, None
+        order, self._in_flight = self._in_flight, None
         if order is None:
             return
         if self._world.is_first and store.Checkpoint(store.step_folder(self._run_dir, order.step)).is_there:
@@ -221,8 +219,8 @@ class Saver:
             self._failed(order, f"the writer process died ({why})")
 
     def _failed(self, order: SaveOrder, error: str) -> None:
-        """Note a failure that the writer could not tell of."""
-        self._under_way, self.last_error = None, error
+        """Note a failure that the writer could not report."""
+        self._in_flight, self.last_error = None, error
         if self._world.is_first:
             self._heard("save_failed", step=order.step, error=error)
             return
@@ -246,11 +244,11 @@ class WriterProcess:
         )
         self._rest = b""
         self.is_open = True
-        """Whether it may have more to say."""
+        """True while it may have more news."""
 
     @property
     def pid(self) -> int:
-        """The process's number."""
+        """Number of the process."""
         return self._process.pid
 
     def send(self, order: Mapping[str, Any]) -> None:
@@ -259,7 +257,7 @@ class WriterProcess:
         self._process.stdin.write(json.dumps(order).encode() + b"\n")
 
     def news(self, timeout_s: float) -> list[dict[str, Any]]:
-        """What it has said; waits for that up to `timeout_s`."""
+        """Return its news; waits for some up to `timeout_s`."""
         assert self._process.stdout is not None
         said, out = b"", self._process.stdout
         while self.is_open and select.select([out], [], [], 0.0 if said else timeout_s)[0]:
@@ -270,14 +268,14 @@ class WriterProcess:
         return [json.loads(line) for line in lines]
 
     def kill(self) -> None:
-        """End it, whatever it is at. In a system call that hangs it does so later, which nobody waits for."""
+        """End it, whatever it does. In a system call that hangs it ends later, which is not waited for."""
         self._process.kill()
         self._close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(KILL_S)
 
     def reap(self) -> str:
-        """How it ended, in words; to be called when it has, or soon will."""
+        """Return how it ended, in words. To be called once it has ended, or soon will."""
         self._close()
         code = self._process.wait()
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
@@ -290,8 +288,10 @@ class WriterProcess:
 
 
 def deal(holdings: Sequence[Sequence[Box]]) -> list[list[Box]]:
-    """Which boxes each rank writes, of those that each holds: each box once, and as equal shares of the bytes as come
-    of giving the largest first to the holder who has the least. A pure function: every rank computes the same.
+    """Return the boxes that each rank writes, given those that each holds: each box once.
+
+    The largest come first, and each goes to the holder that has the least bytes so far, so that shares are about equal.
+    A pure function: every rank computes the same.
     """
     holders: dict[Box, list[int]] = {}
     for rank, boxes in enumerate(holdings):
@@ -300,7 +300,7 @@ def deal(holdings: Sequence[Sequence[Box]]) -> list[list[Box]]:
                 holders.setdefault(box, []).append(rank)
     dealt: list[list[Box]] = [[] for _ in holdings]
     load = [0] * len(holdings)
-    # What only one rank can write comes first, for the others to be dealt around it.
+    # Boxes that only one rank holds come first, and the others are dealt around them.
     for box in sorted(holders, key=lambda b: (len(holders[b]) > 1, -box_bytes(b), b.name, b.offset)):
         rank = min(holders[box], key=lambda r: (load[r], r))
         dealt[rank].append(box)

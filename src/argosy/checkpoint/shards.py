@@ -1,7 +1,7 @@
-"""Shard files: boxes of tensors in the safetensors format, whose metadata says where in its whole each of them lies.
+"""Shard files: boxes of tensors in the safetensors format; the metadata say where in its whole each of them lies.
 
-A box that is its whole bears its plain name, so that any safetensors library reads it; another one bears its place too,
-as in "model.head.weight[0:64,32:64]".
+A box that is a whole tensor has its plain name, so that any safetensors library reads it; the name of another one has
+its place too, as in "model.head.weight[0:64,32:64]".
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from argosy.checkpoint.boxes import Box
 
 PLACES = "argosy.places"
-"""Metadata key: JSON of {key of a box: [name, shape of the whole, offset]}, of boxes that are not their whole."""
+"""Metadata key: JSON of {key of a box: [name, shape of the whole, offset]} for boxes that are not whole tensors."""
 CODES = {
     "float64": "F64",
     "float32": "F32",
@@ -36,27 +36,27 @@ CODES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-"""What safetensors calls torch's dtypes."""
+"""torch's dtypes -> their names in safetensors."""
 DTYPES = {code: name for name, code in CODES.items()}
 
 
 def part_box(name: str, part: Tensor, whole: Iterable[int], offset: Iterable[int]) -> Box:
-    """The box that `part` is, at `offset` of a tensor `name` of shape `whole`."""
+    """Return the box of `part`, which lies at `offset` of a tensor `name` of shape `whole`."""
     return Box(name, str(part.dtype).removeprefix("torch."), tuple(whole), tuple(offset), tuple(part.shape))
 
 
 def wholes(tensors: Mapping[str, Tensor], prefix: str = "") -> dict[Box, Tensor]:
-    """The boxes that whole tensors are; their names with `prefix` before them."""
+    """Return the boxes of whole tensors, with `prefix` before their names."""
     return {part_box(prefix + name, t, t.shape, (0,) * t.ndim): t.detach() for name, t in tensors.items()}
 
 
 def box_bytes(box: Box) -> int:
-    """Memory of its numbers."""
+    """Return the bytes of the box's elements."""
     return box.elements * _itemsize(box)
 
 
 def write_shard(memory: int, parts: Mapping[Box, Tensor], about: Mapping[str, str]) -> int:
-    """Make the file with descriptor `memory`, which must be one in memory (memfd, tmpfs), a shard file of `parts`.
+    """Write `parts` as a shard file to the descriptor `memory`, of a file that must be in memory (memfd, tmpfs).
 
     Each tensor is copied once, straight into the file's pages. Returns the file's size, bytes.
     Raises: OSError if memory is short.
@@ -79,7 +79,7 @@ def write_shard(memory: int, parts: Mapping[Box, Tensor], about: Mapping[str, st
 
 
 class ShardFile:
-    """A shard file, mapped into memory: what is read of it is what is asked for. A context manager."""
+    """A shard file, mapped into memory: only what is asked for is read. A context manager."""
 
     def __init__(self, path: Path):
         """Raises: OSError, SafetensorError if it is not a whole safetensors file."""
@@ -88,16 +88,16 @@ class ShardFile:
         metadata: dict[str, str] = dict(self._file.metadata() or {})
         places: dict[str, Any] = json.loads(metadata.pop(PLACES, "{}"))
         self.about = metadata
-        """What `write_shard` was told."""
+        """The metadata that `write_shard` was given."""
         self._keys = {self._box(key, places.get(key)): key for key in self._file.keys()}  # noqa: SIM118
 
     @property
     def boxes(self) -> list[Box]:
-        """What it holds."""
+        """The boxes in the file."""
         return list(self._keys)
 
     def read(self, box: Box, part: Box) -> Tensor:
-        """`part`, which lies in `box`, one of `boxes`: a tensor on the CPU. Only its pages are read."""
+        """Return `part`, which lies in `box`, one of `boxes`, as a tensor on the CPU. Only its pages are read."""
         key = self._keys[box]
         if part.shape == box.shape:
             whole: Tensor = self._file.get_tensor(key)
@@ -121,7 +121,7 @@ class ShardFile:
 
 
 def _header(order: list[Box], about: Mapping[str, str]) -> bytes:
-    """The file's beginning: 8 bytes of length, JSON, blanks up to a multiple of 8 (huggingface/safetensors, Format)."""
+    """Return the header: 8 bytes of length, JSON, blanks up to a multiple of 8 (huggingface/safetensors, Format)."""
     entries: dict[str, Any] = {}
     places: dict[str, Any] = {}
     start = 0

@@ -5,118 +5,33 @@
     checkpoints/step-00000050.withdrawn/            found damaged, kept to be looked at
     checkpoints/step-00000040.generation-0001.partial.gone/   of a generation that is over, to be deleted
 
-A checkpoint comes to be by the renaming of its folder, once all its files and the manifest, with the checksum of each,
-are on the disk. The marker verified.json is added when every byte was read back and found as it was written. Only the
-standard library is needed: the process that writes checkpoints has no torch.
+A checkpoint is committed by renaming its folder, once all its files and the manifest, with the checksum of each, are on
+the disk. The marker verified.json is added when every byte was read back and found as it was written. Only the standard
+library is needed: the process that writes checkpoints has no torch.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from argosy.checkpoint.checksums import Damaged, FileSum, check_files, checked, signed
-from argosy.checkpoint.history import History
+from argosy.checkpoint.checksums import Damaged, check_files, checked, signed
+from argosy.checkpoint.fence import GONE, check_generation, partial_folders, take_name
+from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.errors import ArgosyError, StorageError, UserError
 from argosy.faults import fault
-from argosy.files import PARTIAL, atomic_write, sync_folder
+from argosy.files import atomic_write, sync_folder
 
-FORMAT = 2
 MANIFEST, VERIFIED = "manifest.json", "verified.json"
-GENERATION_FILE = ".generation"
-"""In the run's folder: the number of the generation, by the members of which alone checkpoints are committed."""
-GENERATION = "ARGOSY_GENERATION"
-"""Environment variable: the generation that a process belongs to."""
 VERIFIED_KEPT = 2
-"""So many verified checkpoints of a run are never deleted by itself."""
+"""Number of verified checkpoints that a run always keeps."""
 FOLDER = re.compile(r"step-(\d{8,})")
 """A checkpoint's name."""
 WITHDRAWN = ".withdrawn"
-GONE = ".gone"
-"""Ends the names of folders that have lost theirs, for whoever has the time to delete them."""
-_WAS_CALLED = "epoch"
-"""A generation's name in the folders of runs that began before it was called so: they go on."""
-_PARTIAL = re.compile(rf"step-(\d{{8,}})\.(?:generation|{_WAS_CALLED})-(\d{{4,}})" + re.escape(PARTIAL))
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointManifest:
-    """What a checkpoint holds; its presence in a folder of that name says that all of it is there."""
-
-    format: int = FORMAT
-    step: int
-    """Optimizer steps done; also the data cursor: the next sample is step * global_batch."""
-    tokens: int
-    """Tokens trained on."""
-    saved_at_s: float
-    """Seconds since 1970."""
-    skipped: tuple[tuple[int, int], ...] = ()
-    """Ranges of samples that are part of the cursor: no update is made from them."""
-    history: History = field(default_factory=History)
-    plan: str
-    """The layout it was saved under."""
-    data_identity: str
-    """Identity of the prepared data (`Manifest.identity`); empty for imported weights."""
-    config_sha256: str = ""
-    """Of the run file, without what may change when a run goes on (`config.identity`)."""
-    has_optimizer: bool
-    """False for imported weights: good for generate, evaluate and model.weights, not to resume from."""
-    generation: int = 0
-    """Which wrote it."""
-    files: dict[str, FileSum]
-
-    def to_record(self) -> dict[str, Any]:
-        """All of it, as JSON has it."""
-        return asdict(self)
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> CheckpointManifest:
-        """What `to_record` gave."""
-        rest = {key: value for key, value in record.items() if key not in ("files", "skipped", "history")}
-        past = record["history"]
-        if _WAS_CALLED in rest:
-            rest["generation"] = rest.pop(_WAS_CALLED)
-        return cls(
-            files={name: FileSum(**file) for name, file in record["files"].items()},
-            skipped=tuple((first, end) for first, end in record["skipped"]),
-            history=History(past["depth"], tuple((name, last) for name, last in past["ended"]), past["world"]),
-            **rest,
-        )
-
-    def to_bytes(self) -> bytes:
-        """As it stands in the file, signed."""
-        return signed(self.to_record())
-
-    @cached_property
-    def sha256(self) -> str:
-        """Of `to_bytes`: which checkpoint it is."""
-        return hashlib.sha256(self.to_bytes()).hexdigest()
-
-    @classmethod
-    def from_bytes(cls, data: bytes, path: Path | str) -> CheckpointManifest:
-        """What `to_bytes` gave. Raises: Damaged, UserError if it is of another format; both name `path`."""
-        record = checked(data, path)
-        if record.get("format") != FORMAT:
-            raise UserError(
-                f"{path}: format = {record.get('format')}, and this version reads checkpoints of format {FORMAT}. Go "
-                "on with the version that wrote it, or start anew with another --run-dir."
-            )
-        manifest = cls.from_record(record)
-        # Of the bytes that are there: `to_bytes` would give a key that was renamed its new name.
-        vars(manifest)["sha256"] = hashlib.sha256(data).hexdigest()
-        return manifest
-
-
-class Fenced(ArgosyError):
-    """The run has gone on without this process: a later generation has begun, and what it writes is not wanted."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +54,7 @@ class Checkpoint:
 
     @property
     def is_there(self) -> bool:
-        """Whether it has been committed, and not deleted since."""
+        """True if it has been committed, and not deleted since."""
         return (self.folder / MANIFEST).exists()
 
     @property
@@ -149,18 +64,18 @@ class Checkpoint:
 
     @property
     def is_verified(self) -> bool:
-        """Whether it was read back after it was committed, and was whole then."""
+        """True if it was read back after it was committed, and was whole then."""
         try:
             return (self.folder / VERIFIED).exists() and not self._marker_differs()
         except ArgosyError:
             return False
 
     def share(self, rank: int, size: int) -> list[str]:
-        """The files that one of `size` readers reads: where there are several, not what it wrote itself."""
+        """Return the files that one of `size` readers reads; if there are several, not those that it wrote itself."""
         return sorted(self.manifest.files)[(rank + 1) % size :: size]
 
     def verify(self, names: Collection[str] | None = None) -> None:
-        """Read every file back, from the disk, or only those of `names`.
+        """Read the files of `names`, by default all, back from the disk.
 
         Raises: Damaged, naming the first that is missing or differs.
         """
@@ -173,7 +88,7 @@ class Checkpoint:
         check_files(self.folder, files if names is None else {name: files[name] for name in names})
 
     def problem(self, rank: int = 0, size: int = 1) -> str | None:
-        """What `verify` finds in a reader's share; None if that is whole."""
+        """Return what `verify` finds in a reader's share; None if that is whole."""
         try:
             self.verify(self.share(rank, size))
         except Damaged as problem:
@@ -198,89 +113,35 @@ class Checkpoint:
 
 
 def _marker(manifest: CheckpointManifest) -> bytes:
-    """What verified.json is; nothing of the moment, so that two processes that write it write the same bytes."""
+    """Return the content of verified.json. It does not depend on time, so that two processes write the same bytes."""
     return signed({"manifest_sha256": manifest.sha256})
 
 
 def step_folder(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint of `step` lies."""
+    """Return the folder of the checkpoint of `step`."""
     return run_dir / "checkpoints" / f"step-{step:08d}"
 
 
-def partial_folder(run_dir: Path, step: int, generation: int) -> Path:
-    """Where the processes of `generation` write it."""
-    return run_dir / "checkpoints" / f"step-{step:08d}.generation-{generation:04d}{PARTIAL}"
-
-
 def shard_name(rank: int) -> str:
-    """The file that `rank` writes."""
+    """Return the name of the file that `rank` writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
-def own_generation() -> int:
-    """The generation that this process belongs to; 0 where nobody counts."""
-    return int(os.environ.get(GENERATION, "0"))
-
-
-def newest_generation(run_dir: Path) -> int:
-    """The generation in force in a run's folder, or that was last; 0 if none has begun."""
-    for name in (GENERATION_FILE, f".{_WAS_CALLED}"):
-        with suppress(FileNotFoundError):
-            return int((run_dir / name).read_text())
-    return 0
-
-
-def begin_generation(run_dir: Path, generation: int) -> None:
-    """From now on only processes of `generation` commit checkpoints there.
-
-    What processes of older generations are writing loses its name: one which has just asked `check_generation`, and
-    stood still since, has nothing to commit when it wakes.
-    """
-    with atomic_write(run_dir / GENERATION_FILE) as file:
-        file.write(f"{generation}\n".encode())
-    for folder, _, theirs in _partials(run_dir):
-        if theirs < generation:
-            with suppress(OSError):  # it has just been committed, or deleted
-                _set_aside(folder)
-
-
-def check_generation(run_dir: Path, generation: int) -> None:
-    """Raises: Fenced if a generation after `generation` has begun in `run_dir`, or if that cannot be told."""
-    try:
-        newest = newest_generation(run_dir)
-    except (OSError, ValueError) as error:
-        raise Fenced(f"{run_dir / GENERATION_FILE}: cannot be read ({error}), so nothing is written") from None
-    if newest > generation:
-        raise Fenced(
-            f"generation {newest} of {run_dir} has begun, and this process is of generation {generation}: it writes "
-            "nothing"
-        )
-
-
-def is_in_force(run_dir: Path, generation: int) -> bool:
-    """Whether `check_generation` has nothing against it."""
-    try:
-        check_generation(run_dir, generation)
-    except Fenced:
-        return False
-    return True
-
-
 def committed(run_dir: Path) -> list[Checkpoint]:
-    """The committed checkpoints of a run, oldest first."""
+    """Return the committed checkpoints of a run, oldest first."""
     folders = [f for f in (run_dir / "checkpoints").glob("step-*") if FOLDER.fullmatch(f.name)]
     return sorted((c for c in map(Checkpoint, folders) if c.is_there), key=lambda c: c.step)
 
 
 def how_to_go_on(run_dir: Path) -> str:
-    """What the user can do with a run that ended before its last step."""
+    """Return a sentence on how to go on with a run that ended before its last step."""
     checkpoints = committed(run_dir)
     where = f"from step {checkpoints[-1].step}" if checkpoints else "from the start: nothing was saved yet"
     return f"The same command goes on {where} ({run_dir})."
 
 
 def newest_verified(run_dir: Path) -> Checkpoint | None:
-    """The newest checkpoint that was read back and found whole."""
+    """Return the newest checkpoint that was read back and found whole, if any."""
     return next((c for c in reversed(committed(run_dir)) if c.is_verified), None)
 
 
@@ -302,12 +163,12 @@ def newest_whole(
     there: Sequence[Checkpoint] | None = None,
     check: Callable[[Checkpoint], str | None] = Checkpoint.problem,
 ) -> Choice | None:
-    """The newest committed checkpoint whose files are all as written, of step `at_most` or an earlier one if that is
-    given; None if there never was one.
+    """Return the newest committed checkpoint whose files are all as written; None if there never was one.
 
-    there: those that are committed, if the caller has looked. check: reads one back, and says what is wrong with it.
+    at_most: the last step that will do. there: the committed checkpoints, if the caller has looked. check: reads one
+    back, and returns what is wrong with it.
     Raises: StorageError if there are checkpoints and every one is damaged: a run never silently starts again. UserError
-    if one is of another format.
+    if one has another format.
     """
     damaged: list[str] = []
     for checkpoint in reversed(committed(run_dir) if there is None else there):
@@ -327,7 +188,10 @@ def newest_whole(
 
 
 def find(path: Path) -> Checkpoint:
-    """The checkpoint that a user names: its folder, or a run folder (the newest whole one). Raises: UserError."""
+    """Return the checkpoint that a user names by its folder, or by a run folder (the newest whole one there).
+
+    Raises: UserError.
+    """
     if FOLDER.fullmatch(path.name) and Checkpoint(path).is_there:
         return _verified(Checkpoint(path))
     choice = newest_whole(path)
@@ -355,11 +219,11 @@ def prune(
     spare: Iterable[int] = (),
     keep_unread: bool = False,
 ) -> list[Checkpoint]:
-    """Delete all checkpoints but the newest `keep_last`, the newest `keep_verified` of those that are verified, those
-    at multiples of `keep_every` (0: none of these), those of the steps `spare`, and, with `keep_unread`, those that
-    were not read back yet. Returns the deleted ones.
+    """Delete old checkpoints, and return them.
 
-    So no verified one goes before a newer one is verified.
+    Kept are the newest `keep_last`, the newest `keep_verified` of the verified ones, those at multiples of `keep_every`
+    (0: none of these), those of the steps `spare`, and, with `keep_unread`, those that were not read back yet. So a
+    verified one is deleted only once newer ones are verified.
     """
     there = committed(run_dir)
     verified = [c for c in there if c.is_verified]
@@ -378,13 +242,14 @@ def remove(folder: Path) -> None:
 
 
 def discard(partial: Path) -> None:
-    """Delete what was written of a checkpoint that is not to be; a disk that refuses is left with it."""
+    """Delete what was written of a checkpoint that will not be committed, if the disk lets us."""
     shutil.rmtree(partial, ignore_errors=True)
 
 
 def withdraw(checkpoint: Checkpoint) -> None:
-    """Make a checkpoint that is damaged, or of a past that did not come to stay, none: its files stay to be looked at,
-    in a folder of another name.
+    """Withdraw a checkpoint that is damaged, or that the run has turned away from.
+
+    Its files stay to be looked at, in a folder of another name.
     """
     aside = checkpoint.folder.with_name(checkpoint.folder.name + WITHDRAWN)
     shutil.rmtree(aside, ignore_errors=True)
@@ -392,17 +257,18 @@ def withdraw(checkpoint: Checkpoint) -> None:
 
 
 def sweep(run_dir: Path, generation: int, before_step: int | None = None) -> None:
-    """Delete what writers of `generation` or older ones left unfinished: all, or only of steps before `before_step`."""
+    """Delete unfinished folders of `generation` and older ones; with `before_step`, only those of earlier steps."""
     for folder in (run_dir / "checkpoints").glob(f"step-*{GONE}"):
         shutil.rmtree(folder, ignore_errors=True)
-    for folder, step, theirs in _partials(run_dir):
+    for folder, step, theirs in partial_folders(run_dir):
         if theirs <= generation and (before_step is None or step < before_step):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def commit(partial: Path, manifest: CheckpointManifest, generation: int | None = None) -> Checkpoint:
-    """Make `partial`, whose files are on the disk already, the checkpoint of `manifest.step`; a file that the manifest
-    does not list goes. A step that is committed already stays as it is.
+    """Make `partial`, whose files are on the disk already, the checkpoint of `manifest.step`.
+
+    Files that the manifest does not list are deleted. A step that is committed already stays as it is.
 
     Raises: Fenced if a generation after `generation` (the manifest's) has begun, OSError.
     """
@@ -417,8 +283,8 @@ def commit(partial: Path, manifest: CheckpointManifest, generation: int | None =
     if Checkpoint(folder).is_there:
         shutil.rmtree(partial, ignore_errors=True)
         return Checkpoint(folder)
-    if folder.is_dir():  # what is left of one that was being deleted
-        left = _set_aside(folder)
+    if folder.is_dir():  # the rest of one that was being deleted
+        left = take_name(folder)
         if Checkpoint(left).is_there:  # it was committed this very moment
             left.rename(folder)
     fault("rename", step=manifest.step)
@@ -426,19 +292,6 @@ def commit(partial: Path, manifest: CheckpointManifest, generation: int | None =
     fault("renamed", step=manifest.step)
     sync_folder(checkpoints)
     return Checkpoint(folder)
-
-
-def _partials(run_dir: Path) -> list[tuple[Path, int, int]]:
-    """The folders that checkpoints are being written in, or were, with step and generation."""
-    folders = (run_dir / "checkpoints").glob(f"step-*{PARTIAL}")
-    return [(folder, int(m[1]), int(m[2])) for folder in folders if (m := _PARTIAL.fullmatch(folder.name))]
-
-
-def _set_aside(folder: Path) -> Path:
-    """Take its name from a folder, at once, whatever is in it."""
-    gone = folder.with_name(folder.name + GONE)
-    shutil.rmtree(gone, ignore_errors=True)
-    return folder.rename(gone)
 
 
 def _read(path: Path) -> bytes:

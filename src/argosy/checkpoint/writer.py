@@ -3,11 +3,11 @@
     python -m argosy.checkpoint.writer SNAPSHOT PARENT
 
 SNAPSHOT is the descriptor of a file in memory that training fills; PARENT is training's process. A line of JSON on
-standard input is an order, one on standard output news. What the first rank's has committed all read back, each a
-share of it; then the first deletes what is older, and copies it to the remote place if there is one. A writer ends with
-its parent, and since memory is shared by descriptor alone, nothing of it is left then.
+standard input is an order, one on standard output news. The first rank's writer commits a checkpoint, and all writers
+read it back, each a share; then the first deletes older ones, and copies it to the remote place if there is one. A
+writer ends with its parent, and since memory is shared by descriptor alone, nothing of it is left then.
 
-It imports neither torch nor numpy: it starts in a moment and takes little memory.
+This module imports neither torch nor numpy, so that the process starts in a moment and takes little memory.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from argosy.checkpoint.read_back import verify_together, vouch
 from argosy.checkpoint.store import Checkpoint
 
 PARENT_S = 0.5
-"""How soon the parent's death is noticed if another process keeps the pipe open."""
+"""How often the parent is looked for: another process may keep its end of the pipe open."""
 NICENESS = 5
-"""Training comes first."""
+"""Niceness of the writer's process: training comes first."""
 
 
 @dataclass(frozen=True)
 class Upkeep:
-    """What becomes of checkpoints once they are committed."""
+    """What is done with checkpoints once they are committed."""
 
     keep_last: int = 2
     keep_every: int = 0
@@ -54,7 +54,7 @@ class Tell(Protocol):
 
 
 class Writer:
-    """Saves in one thread, looks after what is saved in a second, copies it away in a third; each in order."""
+    """Saves in one thread, verifies and prunes in a second, copies to the remote place in a third; each in order."""
 
     def __init__(self, snapshot: int, tell: Tell):
         self._snapshot, self._tell = snapshot, tell
@@ -63,7 +63,7 @@ class Writer:
         self._is_closing = threading.Event()
 
     def save(self, order: SaveOrder, upkeep: Upkeep) -> None:
-        """Take an order: "save" or "save_failed" will be told, then what becomes of it."""
+        """Take an order. "save" or "save_failed" is told once it is done, then what becomes of the checkpoint."""
         self._saves.put(order, upkeep)
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class Writer:
     def _save(self, order: SaveOrder, upkeep: Upkeep) -> None:
         try:
             size = commit_part(order, self._snapshot)
-        except Exception as problem:  # whatever it was, training is to hear of it
+        except Exception as problem:  # training must hear of it, whatever it was
             self._tell("save_failed", step=order.step, error=words(problem))
             return
         seconds = round(time.monotonic() - order.began_s, 3)
@@ -87,7 +87,7 @@ class Writer:
         self._upkeep.put(order, upkeep)
 
     def _look_after(self, order: SaveOrder, upkeep: Upkeep) -> None:
-        """Read back what has not been yet; as the first rank, delete what is not to be kept."""
+        """Read back what was not read yet; as the first rank, delete what is not kept."""
         if order.rank:
             vouch(order, self._is_closing)
             return
@@ -100,7 +100,7 @@ class Writer:
             spare = [self._draining] if self._draining is not None else []
             for gone in store.prune(run_dir, upkeep.keep_last, upkeep.keep_every, spare=spare, keep_unread=True):
                 self._tell("prune", step=gone.step)
-        except Exception as problem:  # more is kept than was asked for, or less is known: no reason to end
+        except Exception as problem:  # too much is kept, or too little is known, which is no reason to end
             self._tell("upkeep_failed", error=words(problem))
         if upkeep.remote:
             self._copies.put(order, upkeep)
@@ -117,8 +117,8 @@ class Writer:
         self._tell("verified", step=checkpoint.step, seconds=round(time.monotonic() - began_s, 3))
 
     def _drain(self, order: SaveOrder, upkeep: Upkeep) -> None:
-        """Copy the newest verified checkpoint away, unless it is there."""
-        from argosy.checkpoint.remote import Remote  # fsspec and its file systems, only where they are wanted
+        """Copy the newest verified checkpoint to the remote place, unless it is there."""
+        from argosy.checkpoint.remote import Remote  # it brings fsspec and its file systems, which few runs need
 
         run_dir, began_s = Path(order.run_dir), time.monotonic()
         try:
@@ -138,7 +138,7 @@ class Writer:
 
 
 class _Line:
-    """A thread that does one thing after the other."""
+    """A thread that does one piece of work after the other."""
 
     def __init__(self, work: Callable[[SaveOrder, Upkeep], None]):
         self._work = work
@@ -160,9 +160,9 @@ class _Line:
 
 
 def main() -> None:
-    """Take orders until there is nobody to give any."""
+    """Take orders until the parent is gone."""
     snapshot, parent = (int(word) for word in sys.argv[1:])
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # meant for training, which saves then
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the signal is for training, which saves then
     os.nice(NICENESS)
     writer = Writer(snapshot, _teller())
     for line in _lines(parent):
@@ -171,7 +171,7 @@ def main() -> None:
             writer.close()
         else:
             writer.save(SaveOrder(**record["save"]), Upkeep(**record["upkeep"]))
-    os._exit(0)  # in the middle of whatever the threads are at: without its parent a checkpoint is not committed
+    os._exit(0)  # amid whatever the threads do: without its parent a checkpoint is not committed
 
 
 def _teller() -> Tell:
@@ -188,7 +188,7 @@ def _teller() -> Tell:
 
 
 def _lines(parent: int) -> Iterator[bytes]:
-    """Lines of standard input, until it ends or `parent` is gone."""
+    """Yield the lines of standard input, until it ends or `parent` is gone."""
     stdin, rest = sys.stdin.fileno(), b""
     while os.getppid() == parent:
         if not select.select([stdin], [], [], PARENT_S)[0]:

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import torch
 
+from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.save import Saver
 from argosy.checkpoint.shards import wholes
-from argosy.checkpoint.store import CheckpointManifest
 from argosy.config.dump import save_run
 from argosy.config.schema import DataConfig, RunConfig
 from argosy.data.manifest import TOKENIZER

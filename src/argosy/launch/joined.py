@@ -7,7 +7,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from argosy.checkpoint import store
+from argosy.checkpoint import fence
 from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
 from argosy.errors import ArgosyError
@@ -40,7 +40,7 @@ def train_joined(run: RunConfig, run_dir: Path | None = None, *, accept_changes:
             if not world.is_first:
                 sys.exit(error.exit_code)  # one of them says it
             raise
-        os.environ[store.GENERATION] = str(generation)
+        os.environ[fence.GENERATION] = str(generation)
         work(run, plan, world, run_dir, stop)
     if stop.number is not None:
         sys.exit(128 + stop.number)
@@ -55,6 +55,6 @@ def _settle(
     run = run_folder.enter(run_dir, run, data.identity, accept_changes)
     plan = choose_plan(run, find_devices(run.launch, processes=world.size))
     run_folder.write(run_dir, run, plan, data.sources[0].folder / TOKENIZER)
-    generation = store.newest_generation(run_dir) + 1
-    store.begin_generation(run_dir, generation)
+    generation = fence.newest_generation(run_dir) + 1
+    fence.begin_generation(run_dir, generation)
     return run, plan, generation

@@ -22,7 +22,8 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from argosy.checkpoint.store import GENERATION, how_to_go_on
+from argosy.checkpoint.fence import GENERATION
+from argosy.checkpoint.store import how_to_go_on
 from argosy.config.schema import LaunchConfig, RunConfig
 from argosy.errors import FINAL, ArgosyError, Interrupted, RunFailed, error_of
 from argosy.observe import stack

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from argosy.checkpoint.store import begin_generation, newest_generation
+from argosy.checkpoint.fence import begin_generation, newest_generation
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.errors import UnfitNode, UserError

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from torch.distributed import DistError
 
-from argosy.checkpoint.store import GENERATION
+from argosy.checkpoint.fence import GENERATION
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.errors import FINAL, ArgosyError

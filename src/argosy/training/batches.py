@@ -1,4 +1,4 @@
-"""A rank's part of each step's samples: which they are, what is skipped, and what is done if they cannot be read."""
+"""A rank's share of each step's samples: which they are, what is skipped, and what is done with unreadable ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from argosy.training.state import TrainState
 
 
 class Batches:
-    """Reads ahead what the next steps of `state` take, as its `skipped` says."""
+    """Reads the samples of the next steps of `state` ahead, without those that it skips."""
 
     def __init__(self, run: RunConfig, plan: Plan, data: OpenData, state: TrainState, world: World, events: Events):
         self._run, self._plan, self._data, self._state = run, plan, data, state
@@ -29,30 +29,30 @@ class Batches:
         self._found_bad: list[Place] = []
 
     def read(self, step: int) -> list[Microbatch]:
-        """This rank's share of the step's samples.
+        """Return this rank's share of the step's samples.
 
         Raises: BadShard if one cannot be read, and data.on_bad_shard = "stop".
         """
         return self._microbatches(self._read(step))
 
     def of_rank(self, rank: int, step: int) -> list[Microbatch]:
-        """Data-parallel rank `rank`'s."""
+        """Return the share of data-parallel rank `rank`."""
         loader = self._loader.of(self._rows_of(rank))
         rows = loader.read(step)
         loader.close()
         return self._microbatches(rows)
 
     def samples(self, step: int) -> list[Range]:
-        """Where the step's samples, those of all ranks, are among all."""
+        """Return the ranges of the step's samples, those of all ranks, among all samples."""
         return kept(*self._numbers(step), self._state.skipped)
 
     def stage(self, step: int) -> int:
-        """Number of the mixture that the step's first sample comes from."""
+        """Return the number of the mixture that the step's first sample comes from."""
         starts = [stage.from_step * self._run.train.global_batch for stage in self._run.data.stages]
         return bisect_right(starts, self.samples(step)[0][0])
 
     def line(self, step: int) -> dict[str, Any]:
-        """What the step's line of metrics says of its samples (`observe.ledger`)."""
+        """Return what the step's line of metrics says of its samples (`observe.ledger`)."""
         line: dict[str, Any] = {"first_sample": self.samples(step)[0][0], "samples": self._run.train.global_batch}
         if skipped := skipped_by(*self._numbers(step), self._state.skipped):
             line["samples_skipped"] = [list(samples) for samples in skipped]
@@ -64,12 +64,12 @@ class Batches:
         self.follow()
 
     def follow(self) -> None:
-        """The state has other samples to skip than before."""
+        """Skip the samples that the state skips: they have changed."""
         self._loader.skip(self._state.skipped)
 
     @property
     def are_unreadable(self) -> bool:
-        """Whether this rank found a bad shard: what it computes from the batch read last is to be dropped."""
+        """True if this rank found a bad shard: what it computes from the batch read last has to be dropped."""
         return bool(self._found_bad)
 
     def quarantine(self) -> None:
@@ -90,7 +90,7 @@ class Batches:
             self._events.write("bad_shard", step=step, **facts, outcome="quarantined" if skips else "stop")
             if not skips:
                 raise
-            # All ranks have to go through the step before all can know.
+            # All ranks have to go through the step before all can know of it.
             self._found_bad = [problem.place]
             return self._loader.stand_in(1 if self._data.eod_id == 0 else 0)
         if replaced := self._loader.replaced(step):
@@ -104,5 +104,5 @@ class Batches:
         return microbatches(rows, self._plan.microbatch, self._data.eod_id, self._world.device)
 
     def _numbers(self, step: int) -> Range:
-        """The step's samples, counted without those that are skipped."""
+        """Return the range of the step's samples, counted without those that are skipped."""
         return step * self._run.train.global_batch, (step + 1) * self._run.train.global_batch

@@ -1,4 +1,4 @@
-"""Keeping a run's state safe: when a checkpoint is due, what is in it, where a run goes on from."""
+"""The checkpointer: it decides when a checkpoint is due, saves the state, and restores it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from argosy.checkpoint import store
+from argosy.checkpoint import fence, store
 from argosy.checkpoint.boxes import Box
 from argosy.checkpoint.checksums import Damaged
 from argosy.checkpoint.load import load_into, missing_from
+from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.remote import Remote
 from argosy.checkpoint.save import Saver
-from argosy.checkpoint.store import Checkpoint, CheckpointManifest, Choice
+from argosy.checkpoint.store import Checkpoint, Choice
 from argosy.checkpoint.writer import Upkeep
 from argosy.config.schema import CheckpointConfig
 from argosy.errors import StorageError, UserError
@@ -26,7 +27,7 @@ from argosy.training.state import TrainState, generators, set_generators
 
 
 class Checkpointer:
-    """Saves a run's state by steps, by minutes and on request, and finds it again."""
+    """Saves a run's state by steps, by minutes and on request, and restores it."""
 
     def __init__(
         self,
@@ -42,7 +43,7 @@ class Checkpointer:
     ):
         """`check()` is called while a save is waited for, and may raise.
 
-        Raises: UserError if checkpoint.remote is no place that can be used, the same on all processes.
+        Raises: UserError, the same on all processes, if checkpoint.remote cannot be used.
         """
         self._run_dir, self._settings, self._plan = run_dir, settings, plan
         self._data_identity, self._config_sha256 = data_identity, config_sha256
@@ -51,7 +52,7 @@ class Checkpointer:
         upkeep = Upkeep(settings.keep_last, settings.keep_every, settings.remote)
         self._saver = Saver(run_dir, world, self._hear, upkeep, check)
         self.last_save_s = self._save_before_s = time.monotonic()
-        """When the last save that was not cut off began."""
+        """When the last save that was not interrupted began."""
 
     @property
     def committed(self) -> Collection[int]:
@@ -60,17 +61,18 @@ class Checkpointer:
 
     @property
     def is_due_by_time(self) -> bool:
-        """Whether checkpoint.every_minutes have passed on the process that keeps the time."""
+        """True once checkpoint.every_minutes have passed, on rank 0, which keeps the time."""
         minutes = self._settings.every_minutes
         return bool(minutes) and self._world.is_first and time.monotonic() - self.last_save_s >= minutes * 60
 
     def is_due_by_steps(self, done: int) -> bool:
-        """Whether a checkpoint is due once `done` steps are done."""
+        """True if a checkpoint is due after `done` steps."""
         return bool(self._settings.every_steps) and done % self._settings.every_steps == 0
 
     def has_missed(self, done: int) -> bool:
-        """Whether the checkpoint that was due by steps when the first `done` steps were done, or before, is not there:
-        the world ended while it was written. All processes call it together.
+        """True if the newest checkpoint that was due by steps within `done` steps is missing.
+
+        Then the world ended while it was written. All processes call it together.
         """
         every = self._settings.every_steps
         due = done // every * every if every else 0
@@ -78,7 +80,7 @@ class Checkpointer:
         return newest < due
 
     def save(self, state: TrainState, background: bool) -> None:
-        """Save `state`; all processes call it together. Not in the background: wait until this one's part is done."""
+        """Save `state`; all processes call it together. Without `background`, wait until this one's part is written."""
         manifest = CheckpointManifest(
             step=state.step,
             tokens=state.tokens,
@@ -97,7 +99,7 @@ class Checkpointer:
             self._saver.wait()
 
     def poll(self) -> None:
-        """Report what has become of checkpoints meanwhile."""
+        """Report what has become of checkpoints meanwhile, without waiting."""
         self._saver.poll()
 
     def finish(self, state: TrainState) -> str | None:
@@ -113,26 +115,27 @@ class Checkpointer:
         return next((e for e in self._world.gather(None if there else self._saver.last_error) if e), None)
 
     def close(self) -> None:
-        """Wait until what is saved is verified, and in the remote place as well; there is no saving after that."""
+        """Wait until what was saved is verified, and in the remote place as well; nothing can be saved after that."""
         self._saver.close()
 
     def abandon(self) -> None:
-        """Let go of the save under way: the world that it is of is over. It will not be committed."""
-        if self._saver.is_under_way:
+        """Let go of the save in flight: its world is over, and it will not be committed."""
+        if self._saver.is_in_flight:
             self.last_save_s = self._save_before_s
         self._saver.abandon()
 
     def newest_step(self) -> int | None:
-        """Of the newest checkpoint that there is, here or in the remote place; it may turn out to be damaged. None if
-        there is none. All processes call it together.
+        """Return the step of the newest checkpoint, here or in the remote place; None if there is none.
+
+        It may turn out to be damaged. All processes call it together.
         """
         return self._world.share_first(self._newest_step)
 
     def restore(self, state: TrainState, at_most: int | None = None) -> Checkpoint | None:
-        """Take `state` back from the newest whole checkpoint; None if the run has none. All processes call it together.
+        """Restore `state` from the newest whole checkpoint; None if the run has none. All processes call it together.
 
-        at_most: only from one of that step or an earlier one; the later ones are withdrawn, since the run turns away
-        from them.
+        at_most: only from one of that step or an earlier one; later ones are withdrawn, since the run turns away from
+        them.
 
         Raises: UserError if the checkpoint is of another model; StorageError if all checkpoints are damaged.
         """
@@ -164,7 +167,7 @@ class Checkpointer:
         return checkpoint
 
     def read_weights(self, state: TrainState, folder: Path) -> Checkpoint:
-        """Start from the weights, and only them, of a checkpoint or run at `folder`. Raises: UserError."""
+        """Read only the weights, from a checkpoint or run at `folder`. Raises: UserError."""
         checkpoint = self._world.share_first(lambda: store.find(folder))
         weights = state.weights()
         _check_fits(weights, checkpoint)
@@ -179,7 +182,7 @@ class Checkpointer:
         return max(steps, default=None)
 
     def _newest_here(self, at_most: int | None) -> Choice | None:
-        """The newest whole one in the run's folder: each process reads a share of the files of each that it may be."""
+        """Return the newest whole one in the run's folder. Each process reads a share of the files that are checked."""
         world = self._world
 
         def check(checkpoint: Checkpoint) -> str | None:
@@ -191,8 +194,11 @@ class Checkpointer:
     def _newest(
         self, here: Choice | None, failure: StorageError | None, at_most: int | None
     ) -> tuple[Checkpoint, list[int]] | None:
-        """The checkpoint to go on from, `here` unless the remote place has a newer one, and the steps of all that are
-        left then. Raises: `failure`, why there is none here, if there is none there either."""
+        """Return the checkpoint to go on from, and the steps of all that are left then.
+
+        It is `here`, unless the remote place has a newer one. Raises: `failure`, why there is none here, if there is
+        none there either.
+        """
         choice = here if self._remote is None else self._newer_remote(self._remote, here, at_most)
         if choice is None:
             if failure is not None:
@@ -204,14 +210,14 @@ class Checkpointer:
             self._progress.say(str(choice))
         for newer in store.committed(self._run_dir):
             if newer.step > choice.checkpoint.step:
-                store.withdraw(newer)  # or its step would count as saved, and as one of those to keep
+                store.withdraw(newer)  # or its step would count as saved, and as one to keep
         if self._remote is not None and at_most is not None:
             self._remote.forget_after(at_most)
         choice.checkpoint.mark_verified()
         return choice.checkpoint, [c.step for c in store.committed(self._run_dir)]
 
     def _newer_remote(self, remote: Remote, here: Choice | None, at_most: int | None) -> Choice | None:
-        """The newest whole one of the remote place, brought here, if that is newer than `here`; else `here`.
+        """Bring the newest whole one of the remote place here, if it is newer than `here`; otherwise return `here`.
 
         Raises: StorageError if that cannot be told and there is none here.
         """
@@ -220,7 +226,7 @@ class Checkpointer:
             if (at_most is not None and step > at_most) or (here and step <= here.checkpoint.step):
                 continue
             try:
-                checkpoint = remote.fetch(step, store.own_generation())
+                checkpoint = remote.fetch(step, fence.own_generation())
             except Damaged as problem:
                 damaged = (*damaged, str(problem))
                 continue
@@ -231,7 +237,7 @@ class Checkpointer:
     def _remote_steps(self, remote: Remote, may_fail: bool) -> list[int]:
         try:
             return remote.steps()
-        except Exception as problem:  # of whichever of fsspec's file systems
+        except Exception as problem:  # of any of fsspec's file systems
             if not may_fail:
                 raise StorageError(
                     f"checkpoint.remote = {self._settings.remote}: cannot be read ({problem}), and {self._run_dir} has "
@@ -241,20 +247,22 @@ class Checkpointer:
             return []
 
     def _hear(self, news: str, /, **facts: Any) -> None:
-        """Keep in the run's records what has become of a checkpoint, and tell the user what he should know."""
+        """Record what has become of a checkpoint, and tell the user if it failed."""
         self._events.write(news, **facts)
         if news == "save_failed":
             self._progress.say(
                 f"checkpoint of step {facts['step']} FAILED: {facts['error']}\n"
-                "  Training goes on; the checkpoints before it are as they were. Free some space, or stop the run."
+                "  Training goes on, and the earlier checkpoints are as they were. Free some space, or stop the run."
             )
         elif news == "drain_failed":
             self._progress.say(
                 f"the checkpoint of step {facts['step']} could not be copied to {self._settings.remote}: "
-                f"{facts['error']}\n  It is whole in {self._run_dir}; the next one is tried again."
+                f"{facts['error']}\n  It is whole in {self._run_dir}. The next one will be copied again."
             )
         elif news == "damaged_checkpoint":
-            self._progress.say(f"{facts['problem']}\n  It was found when it was read back, and is set aside.")
+            self._progress.say(
+                f"{facts['problem']}\n  It was found when the checkpoint was read back, which is withdrawn."
+            )
 
 
 def _check_fits(weights: dict[Box, Any], checkpoint: Checkpoint) -> None:

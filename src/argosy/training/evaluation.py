@@ -1,4 +1,4 @@
-"""Loss on held-out text: of the model, and of the simplest baseline on the same tokens."""
+"""Loss on held-out text: that of the model, and that of the simplest baseline on the same tokens."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from argosy.config.schema import RunConfig
 from argosy.data.stream import BadShard, TokenSource, spread_windows
 from argosy.models.batch import microbatches
 from argosy.models.loss import IGNORED
 from argosy.parallel.model import ParallelModel
 from argosy.parallel.world import World
+from argosy.plan.plan import Plan
 
 BASELINE_TOKENS = 20_000_000
-"""Training tokens that the unigram baseline counts, from each source."""
+"""Training tokens of each source that the unigram baseline counts."""
 BASELINE_CHUNK = 100_000
-"""That are read at once."""
+"""Tokens that are read at once."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class HeldOut:
 
     @classmethod
     def read(cls, splits: Sequence[TokenSource], seq_len: int, max_tokens: int) -> HeldOut:
-        """An equal share of at most `max_tokens` from each split, always the same windows.
+        """Read an equal share of at most `max_tokens` from each split, always the same windows.
 
         Splits without text are left out, and the result may be empty. Raises: UserError if one has text, but less
         than a window.
@@ -67,19 +69,41 @@ class Score:
 
     @classmethod
     def of(cls, total_nats: float, held_out: HeldOut) -> Score:
-        """The score of a model that spends `total_nats` on `held_out`."""
+        """Return the score of a model that spends `total_nats` on `held_out`."""
         loss = total_nats / held_out.tokens
         perplexity = math.exp(loss) if loss < 700 else math.inf
         return cls(loss, perplexity, total_nats / math.log(2) / held_out.text_bytes, held_out.tokens)
 
 
+class Evaluator:
+    """Scores a run's model on held-out text every evaluate.every_steps, and after the last step."""
+
+    def __init__(self, run: RunConfig, plan: Plan, sources: Sequence[TokenSource], model: ParallelModel, world: World):
+        """Raises: UserError if a source has held-out text, but less than a window."""
+        self._every, self._microbatch = run.evaluate.every_steps, plan.microbatch
+        self._model, self._world = model, world
+        splits = [source.held_out() for source in sources]
+        self.held_out = HeldOut.read(splits, run.data.seq_len, run.evaluate.tokens)
+        self.score: Score | None = None
+        """The newest; None before the first, and without held-out text."""
+
+    def is_due(self, done: int) -> bool:
+        """True if evaluate.every_steps asks for a score after `done` steps."""
+        return bool(self._every) and done % self._every == 0
+
+    def evaluate(self) -> None:
+        """Score the model as it is, if there is held-out text. All processes call it together."""
+        if self.held_out.tokens:
+            self.score = evaluate(self._model, self.held_out, self._microbatch, self._world)
+
+
 @torch.no_grad()
 def evaluate(model: ParallelModel, held_out: HeldOut, microbatch: int, world: World) -> Score:
-    """The model's score; every data-parallel rank takes a share, and all processes get the result.
+    """Return the model's score; every data-parallel rank takes a share, and all processes get the result.
 
     All run the same number of equal batches (short ones are filled with targets that do not count), so that
-    collectives inside the model match and nothing is compiled anew. What fills them is text like the rest: of the same
-    token again and again each could be a document of its own, and attention slow.
+    collectives inside the model match and nothing is compiled anew. They are filled with text like the rest: if one
+    token were repeated, each could be a document of its own, and attention slow.
     """
     windows = held_out.windows
     batch = microbatch * model.microbatches_at_once
@@ -96,7 +120,7 @@ def evaluate(model: ParallelModel, held_out: HeldOut, microbatch: int, world: Wo
 
 
 def unigram_score(sources: Sequence[TokenSource], held_out: HeldOut, vocab_size: int) -> Score:
-    """The score of a model that knows only how often each token occurs in the training text (add-one)."""
+    """Return the score of a model that knows only how often each token occurs in the training text (add-one)."""
     counts = np.ones(vocab_size)
     for source in sources:
         for start in range(0, min(len(source), BASELINE_TOKENS), BASELINE_CHUNK):

@@ -1,9 +1,9 @@
-"""Silent corruption: what several ranks hold must be the same bits on all of them; who differs is found and healed.
+"""Fingerprints against silent corruption: replicas must be equal bit by bit; one that differs is found and healed.
 
 Each tensor's fingerprint is the sum of its bits, read as 64-bit integers and wrapping: it runs at the speed of memory,
 does not depend on the order of summation, and any one flipped bit changes it (two cancel only if the same bit of two
-words flips in opposite directions). Fingerprints of a rank are weighted such that those of equal copies add up to 0
-over all ranks, so that one number in the step's exchange tells all ranks at once whether any copy differs. Only then
+words flips in opposite directions). Fingerprints of a rank are weighted such that those of equal replicas add up to 0
+over all ranks, so that one number in the step's exchange tells all ranks at once whether any replica differs. Only then
 are they compared one by one.
 
 Weights and optimizer state that a single rank holds cannot be checked like that.
@@ -41,22 +41,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Holders:
-    """Ranks that hold the same part of something. Those of one place in the layout share all their parts alike."""
+    """Ranks that hold the same part of a tensor. Ranks of one place in the layout share all their parts."""
 
     ranks: tuple[int, ...]
     """Ascending."""
     split: tuple[str, ...]
-    """Axes that the whole is split over; with the first rank, it tells these holders from all others."""
+    """Axes that the whole is split over; with the first rank, they tell these holders from all others."""
 
     @property
     def key(self) -> Key:
-        """Short, and equal on all of them."""
+        """A short name, equal on all of the ranks."""
         return self.ranks[0], self.split
 
 
 @dataclass(frozen=True)
 class Replica:
-    """This rank's copy of a tensor that others hold too."""
+    """This rank's replica of a tensor that other ranks hold too."""
 
     name: str
     tensor: Tensor
@@ -65,19 +65,19 @@ class Replica:
 
 @dataclass(frozen=True)
 class Corruption:
-    """A tensor whose copies differ."""
+    """A tensor whose replicas differ."""
 
     name: str
     ranks: tuple[int, ...]
-    """Who holds what most others do not; with no majority, all holders: one of them is wrong."""
+    """Ranks that differ from the majority; without a majority, all holders: one of them is wrong."""
     healthy: int | None
-    """A rank whose copy is that of the majority; None without one."""
+    """A rank of the majority; None without one."""
     fingerprint: int
     """The majority's."""
 
 
 class Fingerprints:
-    """Compares the copies of weights and optimizer state that ranks hold of one another's."""
+    """Compares the replicas of weights and optimizer state that ranks hold."""
 
     def __init__(self, model: ParallelModel, optimizer: Optimizer, world: World):
         self._model, self._optimizer, self._world = model, optimizer, world
@@ -91,30 +91,31 @@ class Fingerprints:
         self._factors = torch.empty(0)
 
     def share(self) -> Tensor | None:
-        """This rank's share of a sum over all ranks that is 0 modulo 2**64 if all copies are equal; int64, no dims.
+        """Return this rank's share of a sum over all ranks; the sum is 0 modulo 2**64 if all replicas are equal.
 
-        The host waits for nothing. None if no other rank has what this one has.
+        int64, no dims; the host waits for nothing. None if no other rank has what this one has.
         """
-        copies = list(self._copies())
-        if not copies:
+        replicas = list(self._replicas())
+        if not replicas:
             return None
-        names = tuple(copy.name for copy in copies)
+        names = tuple(replica.name for replica in replicas)
         if names != self._names:  # once at the start, and once when the first update has made the moments
             self._names = names
-            self._factors = torch.tensor([self._factor(copy) for copy in copies], device=self._world.device)
-        return (_mixed(self._sums(copies)) * self._factors).sum()
+            self._factors = torch.tensor([self._factor(replica) for replica in replicas], device=self._world.device)
+        return (_mixed(self._sums(replicas)) * self._factors).sum()
 
     def differ(self) -> bool:
-        """Whether any copies differ; all ranks call it together, and get the same answer."""
+        """True if any replicas differ; all ranks call it together, and get the same answer."""
         return is_nonzero(self._world.sum(limbs_of(self.share(), self._world.device)).tolist())
 
     def find(self) -> list[Corruption]:
-        """Which tensors have copies that differ, the same list on all ranks, which call it together."""
-        copies = list(self._copies())
-        sums = dict(zip((copy.name for copy in copies), self._sums(copies).tolist(), strict=True)) if copies else {}
+        """Return the tensors whose replicas differ, the same on all ranks, which call it together."""
+        replicas = list(self._replicas())
+        names = (replica.name for replica in replicas)
+        sums = dict(zip(names, self._sums(replicas).tolist(), strict=True)) if replicas else {}
         by_holders: dict[Key, dict[str, int]] = defaultdict(dict)
-        for copy in copies:
-            by_holders[copy.holders.key][copy.name] = sums[copy.name]
+        for replica in replicas:
+            by_holders[replica.holders.key][replica.name] = sums[replica.name]
         of_all = self._world.gather({key: key_of(repr(sorted(some.items()))) for key, some in by_holders.items()})
         suspect = _differing(of_all)
         detail = self._world.gather({key: some for key, some in by_holders.items() if key in suspect})
@@ -122,15 +123,15 @@ class Fingerprints:
         for key in sorted(suspect):
             held = {rank: some[key] for rank, some in enumerate(detail) if key in some}
             for name in sorted(next(iter(held.values()))):
-                found += _judged(name, {rank: some[name] for rank, some in held.items()})
+                found += _compared(name, {rank: some[name] for rank, some in held.items()})
         return found
 
     def heal(self, corruptions: Sequence[Corruption]) -> None:
-        """Copy what is corrupt from a healthy rank; all ranks call it alike, and every one must have a majority.
+        """Copy corrupt tensors from a healthy rank; all ranks call it alike, and each tensor must have a majority.
 
-        Raises: RunFailed if what arrives is not what was sent for.
+        Raises: RunFailed if a tensor still differs from the majority when it has arrived.
         """
-        mine = {copy.name: copy.tensor for copy in self._copies()}
+        mine = {replica.name: replica.tensor for replica in self._replicas()}
         me, device = self._world.rank, self._world.device
         for corrupt in corruptions:
             assert corrupt.healthy is not None
@@ -143,14 +144,14 @@ class Fingerprints:
                     mine[corrupt.name].copy_(arrived)
                     if int(sum_of_bits(mine[corrupt.name])) != corrupt.fingerprint:
                         raise RunFailed(
-                            f"{corrupt.name} on rank {me} is corrupt, and its copy from rank {corrupt.healthy} is not "
-                            "what was sent. Take this machine out, and run the same command again."
+                            f"{corrupt.name} on rank {me} is corrupt, and what came from rank {corrupt.healthy} in its "
+                            "place is not what was sent. Take this machine out, and run the same command again."
                         )
         with torch.no_grad():
             self._model.after_update()
 
-    def _copies(self) -> Iterator[Replica]:
-        """What this rank holds that others do too, in an order that all holders share."""
+    def _replicas(self) -> Iterator[Replica]:
+        """Yield what this rank holds that others hold too, in an order that all holders share."""
         for piece, master, whole, part in self._held:
             if len(whole.ranks) > 1:
                 yield Replica(f"model.{piece.name}", local(piece.parameter.detach()), whole)
@@ -163,16 +164,16 @@ class Fingerprints:
             for name, buffer in self._model.buffers().items():
                 yield Replica(f"model.{name}", buffer, self._everyone)
 
-    def _sums(self, copies: Iterable[Replica]) -> Tensor:
+    def _sums(self, replicas: Iterable[Replica]) -> Tensor:
         device = self._world.device
         with torch.no_grad():
-            return torch.stack([sum_of_bits(copy.tensor).to(device, non_blocking=True) for copy in copies])
+            return torch.stack([sum_of_bits(replica.tensor).to(device, non_blocking=True) for replica in replicas])
 
-    def _factor(self, copy: Replica) -> int:
-        """The first holder counts as often as all others together, and against them."""
-        others = len(copy.holders.ranks) - 1
-        weight = others if self._world.rank == copy.holders.ranks[0] else -1
-        odd = key_of("fingerprint", copy.name) | 1  # so that two tensors' differences do not cancel
+    def _factor(self, replica: Replica) -> int:
+        """Return a fingerprint's factor in the sum: the first holder counts as often as all others, against them."""
+        others = len(replica.holders.ranks) - 1
+        weight = others if self._world.rank == replica.holders.ranks[0] else -1
+        odd = key_of("fingerprint", replica.name) | 1  # so that two tensors' differences do not cancel
         return _signed(weight * odd)
 
 
@@ -185,13 +186,13 @@ def limbs_of(number: Tensor | None, device: torch.device) -> Tensor:
 
 
 def is_nonzero(limbs: Sequence[float]) -> bool:
-    """Whether the integers whose limbs were summed add up to anything but 0 modulo 2**64."""
+    """True unless the integers whose limbs were summed add up to 0 modulo 2**64."""
     total = sum(int(limb) << LIMB_BITS * place for place, limb in enumerate(limbs))
     return total % 2 ** (LIMBS * LIMB_BITS) != 0
 
 
 def _holders(meshes: Meshes, mesh: DeviceMesh | None, placements: Sequence[Placement]) -> Holders:
-    """The ranks of this one's pipeline stage that hold the same part as it of what is split like that."""
+    """Return the ranks that hold the same part as this one of a tensor that is split like that."""
     names = () if mesh is None else mesh.mesh_dim_names or ()
     split = {name for name, placement in zip(names, placements, strict=True) if isinstance(_dim(placement), int)}
     return Holders(meshes.holders(names, split), tuple(sorted(split)))
@@ -202,7 +203,7 @@ def _dim(placement: Placement) -> object:
 
 
 def _mixed(sums: Tensor) -> Tensor:
-    """A bijection of 64-bit integers, in which a difference of one bit becomes one of many.
+    """Return each number mixed by a bijection of 64-bit integers, which turns a difference of one bit into one of many.
 
     Without it a flip of the topmost bit, 2**63, times an even factor would be 0.
     """
@@ -212,7 +213,7 @@ def _mixed(sums: Tensor) -> Tensor:
 
 
 def _signed(number: int) -> int:
-    """Modulo 2**64, as int64 has it."""
+    """Return `number` modulo 2**64, as an int64 holds it."""
     return (number + 2**63) % 2**64 - 2**63
 
 
@@ -224,8 +225,8 @@ def _differing(of_all: Sequence[dict[Key, int]]) -> set[Key]:
     return {key for key, numbers in seen.items() if len(numbers) > 1}
 
 
-def _judged(name: str, sums: dict[int, int]) -> list[Corruption]:
-    """Nothing if all are equal."""
+def _compared(name: str, sums: dict[int, int]) -> list[Corruption]:
+    """Return what is wrong with the tensor `name`, given its fingerprint on each rank; nothing if all are equal."""
     (number, count), *others = Counter(sums.values()).most_common()
     if not others:
         return []

@@ -1,4 +1,4 @@
-"""Silent corruption, as a job meets it: what ranks tell each other of what they hold and compute, and what follows."""
+"""Checks for silent corruption: ranks compare what they hold and compute, and heal what differs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from argosy.training.step import Checks
 
 
 class Integrity(Checks):
-    """One process's part of the checks. What all processes do together is said with each method."""
+    """One process's part of the checks. All processes call each method together, but for `suspect`."""
 
     def __init__(
         self,
@@ -39,16 +39,16 @@ class Integrity(Checks):
         self._tokens_per_step = run.tokens_per_step
 
     def watch(self) -> None:
-        """Have the step at hand computed such that it can be checked."""
+        """Compute the step at hand such that it can be checked."""
         self._state.model.watch(self._is_replayed)
 
     def is_wrong(self, step: int, loss: Tensor) -> bool:
-        """Whether this process knows that the step's gradient was summed or computed wrongly; all ask it together."""
+        """True if this process knows that the step's gradient was summed or computed wrongly."""
         with self._clock.time("communication"):  # on a GPU the host waits for the sums
             is_sound = self._state.model.sums_are_sound()
         if not is_sound:
             self._records.events.write("collective_corrupt", step=step, rank=self._world.rank)
-            self.show_doubt([self._world.rank])
+            self.suspect([self._world.rank])
         if not self._is_replayed:
             return not is_sound
         with self._clock.time("check"):
@@ -57,19 +57,19 @@ class Integrity(Checks):
         if found is not None:
             self._records.tell("gradient_corrupt", step=step, rank=found.rank, suspects=list(found.suspects))
             self._records.progress.say(
-                f" step {step}: the gradient of rank {found.rank} is in doubt; suspects: {found.suspects}"
+                f" step {step}: other ranks get another gradient than rank {found.rank}; suspects: {found.suspects}"
             )
-            self.show_doubt(found.suspects)
+            self.suspect(found.suspects)
         return found is not None or not is_sound
 
     def replicas_differ(self) -> bool:
-        """Whether copies of the state do, out of turn: all ask it together."""
+        """True if replicas of the state differ now, whether a comparison is due or not."""
         return bool(self._fingerprint_every) and self._fingerprints.differ()
 
-    def mend(self) -> tuple[list[Corruption], bool]:
-        """Heal copies that differ where most are alike; all do so together.
+    def heal(self) -> tuple[list[Corruption], bool]:
+        """Heal replicas that differ from a majority.
 
-        Returns what was found, and whether all is well: False if there is no telling which copies of it are right.
+        Returns what was found, and True if all is well now: False if there is no telling which replicas are right.
         """
         found = self._fingerprints.find()
         heals = all(corrupt.healthy is not None for corrupt in found)
@@ -78,9 +78,9 @@ class Integrity(Checks):
         for corrupt in found:
             facts = {"tensor": corrupt.name, "ranks": list(corrupt.ranks), "healthy_rank": corrupt.healthy}
             self._records.tell("corruption", step=step, **facts, outcome=outcome)
-            who = f"{corrupt.name} of rank {', '.join(map(str, corrupt.ranks))}"
-            self._records.progress.say(f" step {step}: {who} is corrupt: {outcome.replace('_', ' ')}")
-        if not found:  # they are equal by now: what differed was a sum, or mended itself
+            what = f"{corrupt.name} of rank {', '.join(map(str, corrupt.ranks))}"
+            self._records.progress.say(f" step {step}: {what} is corrupt: {outcome.replace('_', ' ')}")
+        if not found:  # they are equal by now: a sum was wrong, or the difference is gone
             self._records.tell("corruption", step=step, outcome="gone")
         elif heals:
             self._state.in_update = True
@@ -88,17 +88,17 @@ class Integrity(Checks):
             self._state.in_update = False
         return found, heals
 
-    def show_doubt(self, ranks: Collection[int]) -> None:
-        """Those who are or may be to blame show it, and their nodes are examined."""
+    def suspect(self, ranks: Collection[int]) -> None:
+        """Show that this process is or may be to blame, if it is one of `ranks`: its node is checked then."""
         if self._world.rank in ranks:
             self._heartbeat.doubt()
 
     def _recompute(self, step: int, rank: int) -> Result:
-        """The loss and gradient of another replica's samples."""
+        """Return loss and gradient of the samples of another replica, `rank`."""
         batch = self._batches.of_rank(rank, step)
         return self._state.model.recompute(batch, self._state.scaler.scale, self._tokens_per_step)
 
     @property
     def _is_replayed(self) -> bool:
-        """Whether replicas compute each other's gradients in the step at hand."""
+        """True if replicas compute each other's gradients in the step at hand."""
         return bool(self._replay_check_every) and self._state.step % self._replay_check_every == 0

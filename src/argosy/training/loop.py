@@ -1,4 +1,4 @@
-"""The main loop: it is read from top to bottom, and knows nothing of layouts."""
+"""The training loop: it is read from top to bottom, and knows nothing of layouts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from argosy.config.schema import RunConfig
 from argosy.observe.heartbeat import UNREAD, Heartbeat
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
-from argosy.training.bad_steps import Verdict
+from argosy.training.bad_steps import Action
 from argosy.training.state import Survivor
 from argosy.training.stop import StopSignal
 from argosy.training.trainer import Trainer
@@ -29,21 +29,22 @@ def train(
     `stop` is requested of any of them. The report is in the run folder.
 
     `survivor`: what this process brings from the world before, and may bring to the next should this one end.
-    `heartbeat`: what it shows of itself meanwhile. Returns whether nothing is left to do.
+    `heartbeat`: where it shows its progress. Returns True if nothing is left to do.
     """
     with Trainer(run, plan, world, run_dir, stop, survivor or Survivor(), heartbeat) as trainer:
         trainer.restore_or_initialize()
         for step in trainer.remaining_steps():
             batch = trainer.batch(step)
             loss = trainer.forward_backward(batch)
-            verdict = trainer.judge(step, loss)
-            if verdict is Verdict.COMMIT:
-                trainer.apply(step)
+            outcome = trainer.exchange(loss)
+            action = trainer.decide(outcome)
+            if action is Action.APPLY:
+                trainer.optimizer_step(outcome)
                 trainer.evaluate_if_due()
                 trainer.observe()
-                trainer.save_if_due()
+                trainer.save_if_due(outcome)
             else:
-                trainer.set_aside(step, verdict)
-            if trainer.is_asked_to_stop:
+                trainer.drop_step(outcome, action)
+            if outcome.requests.stop:
                 break
         return trainer.finish()

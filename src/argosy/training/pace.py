@@ -1,4 +1,4 @@
-"""How long a run is, when it was given in minutes, and how long it still takes."""
+"""The pace of a run: its number of steps, if it was given in minutes, and the time to its end."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import statistics
 import time
 from collections import deque
 
+import torch
+
 from argosy.config.schema import RunConfig
+from argosy.parallel.world import World
 
 SLACK = 0.92
-"""Share of the budget given to steps and evaluations; saves and the sample at the end take the rest."""
+"""Share of the budget for steps and evaluations; saves and the sample at the end take the rest."""
 SLOW = 3.0
-"""Times the median of recent steps: one that took longer compiled, evaluated or met something else."""
+"""A step that took so many times the median compiled, evaluated or was disturbed."""
 FORWARD = 0.4
-"""Time of a forward pass over that of a training step on as many tokens, about."""
+"""About the time of a forward pass over that of a training step on as many tokens."""
 
 
 class Pace:
@@ -24,7 +27,7 @@ class Pace:
     """
 
     def __init__(self, run: RunConfig, held_out_tokens: int = 0):
-        """`held_out_tokens`: how many an evaluation reads."""
+        """`held_out_tokens`: the tokens that an evaluation reads."""
         self.steps: int | None = run.train.steps or None
         self._decide_at = run.schedule.warmup_steps
         self._budget_s = run.train.minutes * 60
@@ -34,16 +37,27 @@ class Pace:
         self._evaluation_per_step = evaluation / run.evaluate.every_steps if run.evaluate.every_steps else 0.0
 
     def took(self, step_s: float) -> None:
-        """Hear how long a step took, all of it."""
+        """Note how long a step took, all of it."""
         self._recent.append(step_s)
 
     @property
     def step_s(self) -> float | None:
-        """Of the recent steps, as a rule; None before the first."""
+        """Median seconds of the recent steps; None before the first."""
         return statistics.median(self._recent) if self._recent else None
 
+    def decide_length(self, done: int, world: World) -> int | None:
+        """Turn the budget of minutes into a number of steps, if `done` steps are enough to tell, and it is undecided.
+
+        All processes of `world` call it together, and get the same. Returns the number if it was decided now.
+        """
+        steps = self.steps_if_due(done)
+        if steps is not None:
+            first = torch.tensor(steps if world.is_first else 0, device=world.device)
+            self.steps = steps = int(world.sum(first))
+        return steps
+
     def steps_if_due(self, done: int) -> int | None:
-        """The number of steps, if it is undecided and now is the time (`done` steps are done)."""
+        """Return the number of steps, if it is undecided and `done` steps are enough to tell."""
         if self.steps is not None or done < self._decide_at:
             return None
         left_s = SLACK * self._budget_s - (time.monotonic() - self._began)
@@ -51,7 +65,7 @@ class Pace:
         return done + max(1, int(left_s / step_s))
 
     def left_s(self, done: int) -> float:
-        """Seconds to the end at the recent speed, of which slow steps (compiling, mostly) are no sign."""
+        """Return the seconds to the end at the recent speed, without slow steps (mostly those that compiled)."""
         if self.steps is None:
             return max(0.0, self._budget_s - (time.monotonic() - self._began))
         if not self._recent:

@@ -1,4 +1,4 @@
-"""What a run says of itself while it goes: events, the lines of metrics, progress, what it is predicted to take."""
+"""What a run records of itself: events, the lines of metrics, progress, its prediction, the report at its end."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 
-from argosy.checkpoint import store
+from argosy.checkpoint import fence
+from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
+from argosy.data.loader import OpenData
 from argosy.data.order import Range
 from argosy.errors import RunFailed
 from argosy.observe.events import Events
 from argosy.observe.heartbeat import BESIDE
 from argosy.observe.metrics import Metrics, peak_memory_bytes
-from argosy.observe.peak import device_name, matmul_peak_flops
+from argosy.observe.peak import device_name, matmul_peak_flops, software
 from argosy.observe.progress import Progress
 from argosy.parallel.expert import loads_by_layer
 from argosy.parallel.model import DTYPES
@@ -29,32 +31,39 @@ from argosy.plan.hardware.devices import find_device
 from argosy.plan.hardware.local_machine import DetectedHardware, machine_at_hand
 from argosy.plan.plan import Plan
 from argosy.plan.search.auto import UNKNOWN_GPU
-from argosy.training.bad_steps import REMEDY, Doubt, Ruling, Verdict
+from argosy.training.bad_steps import REMEDY, Action, BadStep, Reason
+from argosy.training.evaluation import Evaluator, Score
 from argosy.training.recovery import Recovery
-from argosy.training.state import Decision
+from argosy.training.state import Update
 from argosy.training.step import StepOutcome
-from argosy.training.summary import headline
+from argosy.training.summary import headline, write_report
 
 FROM = {
     "live": "which survivors have",
-    "memory": "of copies in memory",
-    "disk": "of the newest checkpoint",
+    "memory": "from in-memory checkpoints",
+    "disk": "from the newest checkpoint",
 }
-"""Where a state was taken from -> in words."""
+"""Where a state was restored from -> in words."""
+WRONG: dict[Reason, str] = {
+    "not_finite": "not finite",
+    "norm_outlier": "bad, with a gradient norm far above those of the steps before",
+    "loss_spike": "bad, with a loss far above those of the steps before",
+}
+"""What is wrong with a bad step -> in words."""
 
 
 class Records:
-    """Of one process of a run. Who but the first process has anything to say is said with each method."""
+    """The records of one process of a run. Only rank 0 writes, unless a method says otherwise."""
 
     def __init__(self, run: RunConfig, plan: Plan, world: World, run_dir: Path):
         self._run, self._plan, self._world, self._run_dir = run, plan, world, run_dir
         self.progress = Progress(enabled=world.is_first)
         self.events = Events(run_dir, f"rank-{world.rank}")
-        self.metrics = Metrics(run_dir, partial(store.is_in_force, run_dir, store.own_generation()))
+        self.metrics = Metrics(run_dir, partial(fence.is_in_force, run_dir, fence.own_generation()))
         self.prediction: Prediction | None = None
-        """On the first process, once the run is introduced, if its devices are known."""
+        """Known on rank 0 once the run is introduced, if its devices are known."""
         self.peak_flops = 0.0
-        """Of matmuls, all processes together, FLOP/s."""
+        """FLOP/s of matmuls, all processes together."""
         self._flops_per_token = train_flops_per_token(run.model, run.data.seq_len)
 
     def measure_peak(self) -> None:
@@ -65,7 +74,7 @@ class Records:
         self.peak_flops = total.item()
 
     def introduce(self) -> None:
-        """Predict what the plan will take, write it down, and say what is trained on what."""
+        """Predict the plan's step and memory, write that down, and print what is trained on what."""
         if self._world.is_first:
             self.prediction = self._predict()
             self._run_dir.mkdir(parents=True, exist_ok=True)
@@ -73,11 +82,11 @@ class Records:
         self.progress.say(headline(self._run, self._plan, self.peak_flops, self.prediction))
 
     def recovered(self, found: Recovery) -> None:
-        """State was taken back from somewhere; the lines of steps that were lost are still there."""
+        """Record where the state was restored from, while the lines of lost steps are still in the metrics."""
         if not self._world.is_first:
             return
         made = max((record["step"] + 1 for record in self.metrics.last(1)), default=0)
-        steps_lost = max(found.steps_lost, made - found.step)  # if nobody lived to know of them, their lines tell
+        steps_lost = max(found.steps_lost, made - found.step)  # if no process lived to know of them, their lines tell
         lost = f", {steps_lost} steps lost" if steps_lost else ""
         self.progress.say(f" from step {found.step}, {FROM[found.tier]}{lost}")
         facts = {key: getattr(found, key) for key in ("step", "sent_bytes", "own_bytes")}
@@ -85,7 +94,7 @@ class Records:
         self.tell("recovered", source=found.tier, steps_lost=steps_lost, **facts, seconds=took_s, refused=refused)
 
     def started(self, step: int) -> None:
-        """Training is about to begin at `step`; each process says so."""
+        """Record that training is about to begin at `step`; each process does so."""
         self.events.write(
             "start",
             step=step,
@@ -95,29 +104,29 @@ class Records:
             hardware=vars(self._hardware()),
             torch=torch.__version__,
         )
+        if self._plan.compile:
+            self.progress.say(" compiling: the first steps take a minute or two")
 
-    def write_missing_line(
-        self, decided: Decision, tokens: int, samples_of: Callable[[int], Mapping[str, Any]]
-    ) -> None:
-        """The process that was to write the line of the last step may have died before it could."""
-        if all(record["step"] < decided.step for record in self.metrics.last(1)):
-            self.step(decided, tokens, samples_of(decided.step), {"step": 0.0})
+    def write_missing_line(self, last: Update, tokens: int, samples_of: Callable[[int], Mapping[str, Any]]) -> None:
+        """Write the line of the last step, if the process that was to write it died before it could."""
+        if all(record["step"] < last.step for record in self.metrics.last(1)):
+            self.step(last, tokens, samples_of(last.step), {"step": 0.0})
 
     def step(
-        self, decision: Decision, tokens: int, samples: Mapping[str, Any], seconds: Mapping[str, float]
+        self, update: Update, tokens: int, samples: Mapping[str, Any], seconds: Mapping[str, float]
     ) -> dict[str, Any]:
-        """Write the line of a step that was applied, and return it; the first process calls it.
+        """Write the line of a step that was applied, and return it. Only rank 0 calls it.
 
-        tokens: of the run until now. samples: what `Batches.line` says of the step. seconds: as the clock gives them.
+        tokens: trained on so far. samples: what `Batches.line` says of the step. seconds: as the clock gives them.
         """
         step_s = seconds["step"] - sum(seconds.get(category, 0.0) for category in BESIDE)
-        tokens_per_s = decision.tokens / step_s if step_s else 0.0
+        tokens_per_s = update.tokens / step_s if step_s else 0.0
         record = {
-            "step": decision.step,
+            "step": update.step,
             "tokens": tokens,
-            "loss": decision.loss,
-            "grad_norm": decision.gradient_norm,
-            "lr": decision.learning_rate,
+            "loss": update.loss,
+            "grad_norm": update.gradient_norm,
+            "lr": update.learning_rate,
             **samples,
             "step_time_s": round(step_s, 6),
             "tokens_per_s": round(tokens_per_s, 1),
@@ -125,61 +134,102 @@ class Records:
             "memory_bytes": peak_memory_bytes(self._world.device),
             "seconds": {category: round(value, 6) for category, value in seconds.items()},
         }
-        if decision.loads is not None:
-            loads = loads_by_layer(decision.loads, self._run.model)
+        if update.loads is not None:
+            loads = loads_by_layer(update.loads, self._run.model)
             record["experts"] = {str(layer): load.record() for layer, load in loads.items()}
         self.metrics.write(record)
         return record
 
-    def transient(self, outcome: StepOutcome, doubt: Doubt) -> None:
-        """A step looked bad, and was good when it was done again with the same samples."""
+    def last_steps(self) -> list[tuple[int, float, float]]:
+        """Return step, loss and gradient norm of the last steps, as rank 0 has them. All processes call it together."""
+        last = self._world.share_first(lambda: self.metrics.last(self._run.resilience.spike_window))
+        return [(record["step"], record["loss"], record["grad_norm"]) for record in last]
+
+    def evaluated(self, step: int, score: Score) -> None:
+        """Write the line of an evaluation after `step`."""
+        if self._world.is_first:
+            self.metrics.write({"step": step, "validation_loss": score.loss, "bits_per_byte": score.bits_per_byte})
+
+    def length(self, steps: int) -> None:
+        """Record the number of steps that a budget of minutes was turned into, in run.toml too; each process does."""
+        train = self._run.train.model_copy(update={"steps": steps})
+        self.events.write("length", steps=steps, minutes=train.minutes)
+        if self._world.is_first:
+            save_run(self._run.model_copy(update={"train": train}), self._run_dir / "run.toml")
+
+    def transient(self, first_try: BadStep, outcome: StepOutcome) -> None:
+        """Record a step that looked bad, and was good when it was done again with the same samples."""
         self.tell(
             "transient",
-            step=doubt.step,
-            reason=doubt.reason.name.lower(),
-            first_loss=_number(doubt.loss),
-            first_grad_norm=_number(doubt.gradient_norm),
+            step=first_try.step,
+            reason=first_try.reason,
+            first_loss=_number(first_try.loss),
+            first_grad_norm=_number(first_try.gradient_norm),
             loss=outcome.loss,
             grad_norm=outcome.gradient_norm,
         )
-        what = f"loss {doubt.loss}, gradient norm {doubt.gradient_norm}"
-        self.progress.say(f" step {doubt.step} was {doubt.reason.value} ({what}), and not so when it was done again")
+        was = f"{WRONG[first_try.reason]} (loss {first_try.loss}, gradient norm {first_try.gradient_norm})"
+        self.progress.say(f" step {first_try.step} was {was}, and fine when it was done again")
 
-    def bad_step(self, step: int, outcome: StepOutcome, ruling: Ruling, samples: Sequence[Range]) -> None:
-        """Raises: RunFailed if the run ends with it."""
-        assert ruling.reason is not None
+    def bad_step(self, bad: BadStep, action: Action, samples: Sequence[Range]) -> None:
+        """Record a bad step, and what is done with it. Raises: RunFailed if the run ends with it."""
         self.tell(
             "bad_step",
-            step=step,
-            reason=ruling.reason.name.lower(),
-            loss=_number(outcome.loss),
-            grad_norm=_number(outcome.gradient_norm),
-            largest_loss=_number(ruling.limits.loss),
-            largest_grad_norm=_number(ruling.limits.gradient_norm),
+            step=bad.step,
+            reason=bad.reason,
+            loss=_number(bad.loss),
+            grad_norm=_number(bad.gradient_norm),
+            largest_loss=_number(bad.largest_loss),
+            largest_grad_norm=_number(bad.largest_gradient_norm),
             samples=[list(some) for some in samples],
             policy=self._run.resilience.on_bad_step,
-            outcome=ruling.verdict.value,
+            outcome=action.value,
         )
-        what = f"loss {outcome.loss}, gradient norm {outcome.gradient_norm}"
-        self.progress.say(f" step {step} is {ruling.reason.value}: {what}; samples {samples}: {ruling.verdict.value}")
-        if ruling.verdict is Verdict.STOP:
-            row = f"the last {ruling.in_a_row} steps were" if ruling.in_a_row > 1 else "the step is"
-            raise RunFailed(f"{what} at step {step}: {row} {ruling.reason.value}, and changed nothing. {REMEDY}")
+        what = f"loss {bad.loss}, gradient norm {bad.gradient_norm}"
+        self.progress.say(f" step {bad.step} is {WRONG[bad.reason]}: {what}; samples {samples}: {action.value}")
+        if action is Action.STOP:
+            row = f"the last {bad.in_a_row} steps were" if bad.in_a_row > 1 else "the step is"
+            raise RunFailed(f"{what} at step {bad.step}: {row} {WRONG[bad.reason]}, and changed nothing. {REMEDY}")
+
+    def report(
+        self,
+        data: OpenData,
+        evaluator: Evaluator,
+        finished: bool,
+        time_to_first_step_s: float | None,
+        memory_before_bytes: int | None,
+    ) -> None:
+        """Write report.json and print the run's result, as it ends here.
+
+        memory_before_bytes: what the process held before it trained in any world.
+        """
+        if not self._world.is_first:
+            return
+        facts = {
+            "status": "finished" if finished else "stopped",
+            "peak_flops": self.peak_flops,
+            "time_to_first_step_s": time_to_first_step_s,
+            "memory_before_bytes": memory_before_bytes,
+            "device": device_name(self._world.device),
+            "software": software(self._world.device),
+        }
+        held_out, score = evaluator.held_out, evaluator.score
+        write_report(self._run, self._run_dir, data, held_out, score, self.progress, self._plan, self.prediction, facts)
 
     def tell(self, kind: str, **facts: Any) -> None:
-        """Record an event that is the same on all ranks, once."""
+        """Record an event that is the same on all ranks."""
         if self._world.is_first:
             self.events.write(kind, **facts)
 
     def mtbf_s(self) -> float:
-        """Seconds between failures of all devices."""
+        """Return the mean seconds between failures of any of the devices. Any process may call it."""
         machine = machine_at_hand(self._run, self._hardware())
         if machine is None:
             return 3600 * find_device(UNKNOWN_GPU).mtbf_h / self._world.size
         return float(mtbf_s(machine, self._world.size).mid)
 
     def _predict(self) -> Prediction | None:
-        """What the plan will take, if anybody knows this machine's devices."""
+        """Return the prediction for the plan, if this machine's devices are known."""
         machine = machine_at_hand(self._run, self._hardware())
         return None if machine is None else predict(self._plan, self._run, machine)
 

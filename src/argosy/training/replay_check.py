@@ -1,8 +1,8 @@
-"""Sampled recomputation: now and then other replicas compute one's loss and gradient again, and compare the bits.
+"""The replay check: now and then other replicas compute one's loss and gradient again, and compare the bits.
 
 It is the one check that sees a gradient that was computed wrongly, which summing over ranks spreads to all. One replica
-after the other is checked; each step that is checked costs the others as much again as their own. What is wrong in
-one step of k, on one of n replicas, is seen in one of n k steps. Of three replicas the third decides who is wrong.
+after the other is checked; each step that is checked costs the others as much again as their own. With n replicas and a
+check every k steps, each replica is checked in one of n k steps. With three replicas the third decides which is wrong.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Result = tuple[float, int]
 
 @dataclass(frozen=True)
 class Disagreement:
-    """Replicas that computed different things from the same samples."""
+    """A disagreement between replicas that computed from the same samples."""
 
     rank: int
-    """Whose samples they were."""
+    """The replica whose samples they were."""
     suspects: tuple[int, ...]
-    """Who may be wrong: one, if two others agree."""
+    """Ranks that may be wrong: one, if two others agree."""
 
 
 def check_can_replay(run: RunConfig, plan: Plan, device: torch.device) -> None:
@@ -55,8 +55,8 @@ def check_can_replay(run: RunConfig, plan: Plan, device: torch.device) -> None:
 def compare(turn: int, mine: Result, recompute: Callable[[int], Result], world: World) -> Disagreement | None:
     """Check the replica whose turn it is (`turn` modulo their number); all ranks call it, and get the same answer.
 
-    `mine`: what this rank got from its own samples. `recompute`: what it gets from those of another. The next two
-    ranks do so, side by side.
+    `mine`: this rank's result from its own samples. `recompute(rank)`: its result from those of another. The next two
+    ranks recompute, side by side.
     """
     checked = turn % world.size
     others = [(checked + i) % world.size for i in range(1, min(world.size, 3))]

@@ -8,7 +8,7 @@ from argosy.config.schema import ScheduleConfig
 
 
 def learning_rate_factor(step: int, steps: int | None, config: ScheduleConfig) -> float:
-    """Share of the peak learning rate at 0-based `step` of `steps`.
+    """Return the share of the peak learning rate at 0-based `step` of `steps`.
 
     During warmup it does not depend on `steps`, which may still be None (a time budget fixes it later).
     """

@@ -23,23 +23,22 @@ from argosy.parallel.expert import loads_of
 from argosy.parallel.gradients import square_share, unscale
 from argosy.parallel.world import World
 from argosy.training.fingerprint import LIMBS, Fingerprints, is_nonzero, limbs_of
-from argosy.training.state import Decision, TrainState
+from argosy.training.state import TrainState, Update
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What a process would like to happen after this step; granted to all if any asks."""
+class Requests:
+    """What a process asks for after this step; granted to all if any of them asks."""
 
     stop: bool = False
     save: bool = False
     quarantine: bool = False
-    """It could not read its samples: the step is to be done again without the shard that they are in."""
+    """The samples could not be read: repeat the step without their shard."""
     retry: bool = False
-    """What it received of the gradients' sums cannot be right: the step is to be done again."""
-    copy: bool = False
-    """The state is to be copied to host memory."""
+    """The gradient was summed or computed wrongly: repeat the step."""
+    memory_checkpoint: bool = False
     hold: bool = False
-    """Likewise, and then all stand still: this world is to end, in order."""
+    """Save an in-memory checkpoint, and stand still: this world is to end, in order."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +51,13 @@ class StepOutcome:
     """Global, before clipping."""
     replicas_differ: bool
     """Ranks that should hold the same weights or optimizer state do not."""
-    wishes: Wishes
+    requests: Requests
     loads: Tensor | None
     """In host memory."""
 
 
 class Checks:
-    """What a step checks of itself: that replicas of the state are equal. `training.integrity` adds what tells others.
+    """Checks of a step: that replicas of the state are equal. `training.integrity` adds others, and reports.
 
     All ranks call each method together.
     """
@@ -68,7 +67,7 @@ class Checks:
         self._fingerprints = Fingerprints(state.model, state.optimizer, world)
 
     def watch(self) -> None:
-        """Have the step at hand computed such that it can be checked."""
+        """Compute the step at hand such that it can be checked."""
 
     def fingerprint(self, step: int) -> Tensor | None:
         """Return this rank's share of the fingerprint of all replicas; None in a step that does not compare them."""
@@ -85,7 +84,7 @@ class Step:
 
     loss = step.forward_backward(batch)
     outcome = step.exchange(loss)
-    step.update(step.decide(outcome, learning_rate))
+    step.apply(step.update(outcome, learning_rate))
     """
 
     def __init__(self, run: RunConfig, state: TrainState, world: World, clock: StepClock, checks: Checks | None = None):
@@ -110,12 +109,12 @@ class Step:
         fault("loss", step=step, rank=rank, tensors=lambda: {"loss": loss})
         return loss
 
-    def exchange(self, loss: Tensor, wishes: Callable[[], Wishes] = Wishes) -> StepOutcome:
-        """Tell all ranks what each of them found: one small all-reduce, from which every decision follows alike on all.
+    def exchange(self, loss: Tensor, requests: Callable[[], Requests] = Requests) -> StepOutcome:
+        """Tell all ranks what each of them found: one small all-reduce, from which all decide alike.
 
         It is the one place of a step where all ranks meet, and the one time that the host waits for the device. A rank
         enters it once its gradient is whole; what comes after it may rely on that for all ranks (`TrainState.pending`).
-        `wishes` gives what this process would like to happen after the step; it is asked once the gradient is whole.
+        `requests` gives what this process asks for after the step; it is called once the gradient is whole.
         """
         state, step = self.state, self.state.step
         with self._clock.time("optimizer"):
@@ -123,11 +122,11 @@ class Step:
             squares = square_share(state.model.pieces)
             fingerprint = self.checks.fingerprint(step)
         state.pending = True
-        fault("judge", step=step, rank=self._world.rank)
+        fault("exchange", step=step, rank=self._world.rank)
         is_wrong = self.checks.is_wrong(step, loss)
         with self._clock.time("communication"):
             loads = loads_of(state.model.moes, self._run.model, self._world.device)
-            votes = loss.new_tensor([*astuple(replace(wishes(), retry=is_wrong))], dtype=torch.float64)
+            votes = loss.new_tensor([*astuple(replace(requests(), retry=is_wrong))], dtype=torch.float64)
             numbers = [loss.double().view(1), squares.view(1), limbs_of(fingerprint, loss.device), votes]
             sums = self._world.sum(torch.cat(numbers if loads is None else [*numbers, loads.flatten()])).cpu()
         head = 2 + LIMBS + len(votes)
@@ -136,13 +135,13 @@ class Step:
             loss=mean_loss,
             gradient_norm=math.sqrt(norm_squared),
             replicas_differ=is_nonzero(rest[:LIMBS]),
-            wishes=Wishes(*(count > 0 for count in rest[LIMBS:])),
+            requests=Requests(*(count > 0 for count in rest[LIMBS:])),
             loads=None if loads is None else sums[head:].view_as(loads),
         )
 
-    def decide(self, outcome: StepOutcome, learning_rate: float) -> Decision:
-        """Return the decision to apply the step with this outcome."""
-        return Decision(
+    def update(self, outcome: StepOutcome, learning_rate: float) -> Update:
+        """Return the update that applies the step with this outcome."""
+        return Update(
             step=self.state.step,
             loss=outcome.loss,
             gradient_norm=outcome.gradient_norm,
@@ -152,17 +151,17 @@ class Step:
             loads=outcome.loads,
         )
 
-    def update(self, decision: Decision) -> None:
+    def apply(self, update: Update) -> None:
         """Apply the gradients and free them; the step counts from then on."""
-        state, clock, step, rank = self.state, self._clock, decision.step, self._world.rank
+        state, clock, step, rank = self.state, self._clock, update.step, self._world.rank
         with clock.time("optimizer"):
-            state.prepare(decision)
+            state.prepare(update)
         if not state.optimizer.is_local:
             fault("prepared", step=step, rank=rank)
             with clock.time("communication"):
                 self._world.barrier()  # a rank that is here can follow, whichever applies it now (`TrainState`)
         with clock.time("optimizer"):
-            state.apply(decision)
+            state.apply(update)
         with clock.time("communication"):
             state.model.after_update()
         state.model.zero_gradients()

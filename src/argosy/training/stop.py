@@ -1,4 +1,4 @@
-"""A request to stop: a signal that the loop answers after the step at hand, with its state saved."""
+"""Requests to stop: a signal, which the loop answers after the step at hand with its state saved, or a world's end."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import time
 from types import FrameType
 
 LOOK_S = 0.01
+"""How often a rank that holds looks whether its world is over."""
 
 
 class WorldIsOver(Exception):
-    """Raised between steps, where no collective is there to raise."""
+    """The world is over. It is raised between steps, where there is no collective that would fail."""
 
 
 class StopSignal:
@@ -19,11 +20,11 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.number: int | None = None
-        """The signal that came, if any."""
+        """Number of the signal that came, if any."""
         self.world_is_over = False
-        """The process is to leave the world it is in, at once and without saving: another is formed."""
+        """Set to make the process leave its world at once and without saving: another is formed."""
         self.is_to_hold = False
-        """The world is to end, in order: its ranks are to stand still after a step, with their state safe."""
+        """Set if the world is to end in order: its ranks stand still after a step, with their state safe."""
 
     def listen(self) -> StopSignal:
         """Catch the signals from now on (main thread only)."""
@@ -38,7 +39,7 @@ class StopSignal:
             raise WorldIsOver
 
     def hold(self, seconds: float) -> None:
-        """Wait until this world is over, or a signal comes, but no longer than that. Raises: WorldIsOver."""
+        """Wait until this world is over or a signal comes, for at most `seconds`. Raises: WorldIsOver."""
         until = time.monotonic() + seconds
         self.is_to_hold = False
         while self.number is None and time.monotonic() < until:

@@ -1,4 +1,4 @@
-"""What a run says of itself: the headline at its start, the report and the last words at its end."""
+"""The summary of a run: the headline at its start, the report and the result at its end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SAMPLE_TOKENS = 200
 
 
 def headline(run: RunConfig, plan: Plan, peak_flops: float, prediction: Prediction | None) -> str:
-    """What is trained on what, in one line, and what it is predicted to take."""
+    """Return in one line what is trained on what, and its prediction."""
     model = run.model.preset or run.model.family
     processes = f"{plan.world_size} process{'es' if plan.world_size > 1 else ''}"
     expected = f"   plan: {prediction.in_words()}" if prediction else ""
@@ -48,7 +48,7 @@ def write_report(
     prediction: Prediction | None,
     facts: dict[str, Any],
 ) -> None:
-    """Write report.json and print the run's result (first process only)."""
+    """Write report.json and print the run's result (rank 0 only)."""
     finished = facts["status"] == "finished"
     validation, sample = None, None
     if score is not None and finished:
@@ -86,7 +86,7 @@ def write_report(
 def _predicted(
     run_dir: Path, plan: Plan, prediction: Prediction | None, steps: list[dict[str, Any]], facts: dict[str, Any]
 ) -> Reconciled | None:
-    """The steps under `plan` beside what it was predicted to take."""
+    """Return the measured steps under `plan` beside their prediction."""
     mine = [record for record in steps if record["step"] >= plan_since(run_dir)]
     if prediction is None or not mine:
         return None
@@ -95,7 +95,7 @@ def _predicted(
 
 
 def plan_since(run_dir: Path) -> int:
-    """The step from which on all starts were with the plan that the run ended with."""
+    """Return the step from which on all starts had the plan that the run ended with."""
     since, before = 0, ""
     for event in _starts(run_dir):
         since = since if event["plan"] == before else event["step"]
@@ -104,7 +104,7 @@ def plan_since(run_dir: Path) -> int:
 
 
 def _sample(run: RunConfig, run_dir: Path, data: OpenData) -> str:
-    """Written by the model of the checkpoint just saved, whole on this process, however the run was laid out."""
+    """Return text that the model of the checkpoint just saved writes, whole on this process under any layout."""
     choice = store.newest_whole(run_dir)
     assert choice is not None
     model = Decoder(run.model).to_empty(device="cpu")
@@ -117,10 +117,10 @@ def _sample(run: RunConfig, run_dir: Path, data: OpenData) -> str:
 
 
 def _first_start(run_dir: Path) -> float:
-    """Seconds since 1970 at which the run's first process started."""
+    """Return when rank 0 started first, in seconds since 1970."""
     return float(_starts(run_dir)[0]["time_s"])
 
 
 def _starts(run_dir: Path) -> list[dict[str, Any]]:
-    """Events of the first process's starts, in order."""
+    """Return the events of rank 0's starts, in order."""
     return [event for event in read_lines(run_dir / "events" / "rank-0.jsonl") if event["event"] == "start"]

@@ -1,29 +1,29 @@
-"""A world that is to end, in order, leaves a state behind that costs no step; copies in memory pick their interval."""
+"""However a process leaves its world, the next one goes on from its state."""
 
 from __future__ import annotations
 
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from argosy.checkpoint.memory import FOLDER, NODE, memory_checkpoints_in
+from argosy.checkpoint.memory import FOLDER, NODE
 from argosy.config.schema import RunConfig
+from argosy.errors import StorageError
 from argosy.observe.events import read_lines
 from argosy.observe.heartbeat import Heartbeat, read_heartbeat
 from argosy.parallel.world import World
+from argosy.training.checkpointer import Checkpointer
 from argosy.training.loop import train
 from argosy.training.state import Survivor
 from argosy.training.stop import StopSignal, WorldIsOver
-from tiny import eager, run_config
+from tiny import eager, run_config, train_in
 from workers import next_world
 
 
 class HoldsAt(StopSignal):
-    """It is heard before the given step that the world is to end; when all stand, it does."""
+    """The order to hold comes before the given step; once all ranks hold, the world is over."""
 
     def __init__(self, step: int):
         super().__init__()
@@ -31,16 +31,16 @@ class HoldsAt(StopSignal):
 
     def check(self) -> None:
         self.is_to_hold |= self._left == 0
-        self._left -= 1  # it is asked before the first step, and after each
+        self._left -= 1  # called before the first step, and after each
 
     def hold(self, seconds: float) -> None:
         raise WorldIsOver
 
 
 def held(world: World, run: RunConfig, plan: str, folder: Path) -> tuple[int, str]:
-    """One rank hears that all are to hold; in the next world the other rank's process is a new one.
+    """One rank is told that all are to hold; in the next world the other rank's process is a new one.
 
-    Returns what the first world showed that it could go back to, and the last phase.
+    Returns the step that the first world showed as safe, and its last phase.
     """
     memory = folder / f"memory-{world.rank}"
     memory.mkdir()
@@ -71,34 +71,32 @@ def test_no_step_is_lost_by_a_world_that_ends_in_order(workers, corpus, tmp_path
     assert recovered == [(source, 5, 0)]
 
 
-def copying(world: World, run: RunConfig, folder: Path) -> list[int]:
-    """Steps of the copies that are in this rank's memory when the run has ended."""
-    memory = folder / f"memory-{world.rank}"
-    memory.mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(NODE, f"node-{world.rank}")
-        patch.setenv(FOLDER, str(memory))
-        train(run, eager("dp_shard=2,zero=1"), world, folder / "run", StopSignal())
-    return [copy.step for copy in memory_checkpoints_in(memory)]
+def test_a_state_that_cannot_be_saved_at_the_end_ends_the_run_with_what_to_do(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(Checkpointer, "finish", lambda self, state: "[Errno 28] No space left on device")
+    with pytest.raises(StorageError, match=r"after step 8 could not be saved \(.*No space left.*\)\. Mend that"):
+        train_in(World(), run_config(corpus, evaluate={"every_steps": 0}), eager(""), tmp_path)
+    assert not (tmp_path / "report.json").exists()
 
 
-def test_all_ranks_copy_at_the_steps_that_one_of_them_picks_and_says_why(workers, corpus, tmp_path):
-    run = run_config(corpus, evaluate={"every_steps": 0, "tokens": 600}, train={"steps": 20})
-    assert run.resilience.memory_checkpoint_every_steps == "auto"
-    first, second = workers.run(2, copying, run, tmp_path)
-    assert first and sorted(first) == sorted(second)
-    told: list[dict[str, Any]] = read_lines(tmp_path / "run" / "events" / "rank-0.jsonl")
-    chosen = [e for e in told if e["event"] == "memory_checkpoint_interval"]
-    assert chosen and all(e["steps"] >= 1 and e["copy_s"] > 0 and e["mtbf_s"] > 0 for e in chosen)
-
-
-def test_who_holds_goes_on_when_a_signal_comes_or_nobody_ends_the_world():
-    stop, began = StopSignal(), time.monotonic()
-    stop.is_to_hold = True
-    stop.hold(0.05)
-    assert time.monotonic() - began >= 0.05 and not stop.is_to_hold
-    threading.Timer(0.05, lambda: setattr(stop, "number", 15)).start()
-    stop.hold(60.0)
-    stop.number, stop.world_is_over = None, True
+def test_a_world_that_breaks_off_leaves_its_state_and_no_thread_behind(corpus, tmp_path):
+    run = run_config(corpus, evaluate={"every_steps": 0})
+    before, survivor = set(threading.enumerate()), Survivor()
     with pytest.raises(WorldIsOver):
-        stop.hold(60.0)
+        train(run, eager(""), World(), tmp_path, OverAt(3), survivor)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10.0)  # it was told to end, and may be at its last line
+        assert not thread.is_alive(), thread.name
+    assert survivor.state is not None and survivor.state.step == 3 and survivor.bad_steps is not None
+
+
+class OverAt(StopSignal):
+    """The world is over before the given step."""
+
+    def __init__(self, step: int):
+        super().__init__()
+        self._left = step
+
+    def check(self) -> None:
+        if self._left == 0:
+            raise WorldIsOver
+        self._left -= 1  # called before the first step, and after each
