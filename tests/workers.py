@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from argosy.observe import peak
 from argosy.parallel.world import World, leave_world
 
 POOL_SIZE = 8
@@ -90,6 +91,12 @@ class WorkerPool:
             self._processes.append(process)
 
 
+def make_the_tests_process_light() -> None:
+    """Settings of each process that trains tiny models: one thread, and a short look at how fast its matmuls are."""
+    torch.set_num_threads(1)  # tensors this small are done before a second thread is awake
+    peak.SIZE["cpu"] = 128  # a quarter of a second of matmuls is what all else in such a run takes
+
+
 def next_world(world: World, store: Path, size: int | None = None) -> World:
     """Leave `world` for another, of `size`, whose members meet at the file `store`: its rank is what it was."""
     leave_world()
@@ -117,7 +124,7 @@ def _received(pipe: Connection) -> tuple[bool, Any]:
 
 def _serve(pipe: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
+    make_the_tests_process_light()
     modules = 0
     while True:
         work, rank, size, store = pipe.recv()
