@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `workers` and `tiny`, here and in spawned processes
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 
-from workers import WorkerPool
+from workers import WorkerPool, make_the_tests_process_light
 
-torch.set_num_threads(1)  # tensors this small are done before a second thread is awake
+make_the_tests_process_light()
 
 
 @pytest.fixture(scope="session")

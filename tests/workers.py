@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -18,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from argosy.observe import peak
 from argosy.parallel.world import World, leave_world
 
 POOL_SIZE = 8
@@ -31,7 +34,9 @@ class WorkerPool:
     """Processes that run a function together, as the ranks of a world of any size up to `POOL_SIZE`."""
 
     def __init__(self) -> None:
-        self._context = mp.get_context("spawn")
+        # Each process is forked from one that has imported what the tests need, and computes nothing itself.
+        self._context = mp.get_context("forkserver")
+        self._context.set_forkserver_preload(["tiny", "workers"])
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
         self._stores = tempfile.TemporaryDirectory(prefix="argosy-pool-")
@@ -86,12 +91,27 @@ class WorkerPool:
             self._processes.append(process)
 
 
+def make_the_tests_process_light() -> None:
+    """Settings of each process that trains tiny models: one thread, and a short look at how fast its matmuls are."""
+    torch.set_num_threads(1)  # tensors this small are done before a second thread is awake
+    peak.SIZE["cpu"] = 128  # a quarter of a second of matmuls is what all else in such a run takes
+
+
 def next_world(world: World, store: Path, size: int | None = None) -> World:
     """Leave `world` for another, of `size`, whose members meet at the file `store`: its rank is what it was."""
     leave_world()
-    size = size or world.size
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=world.rank, world_size=size)
-    return World(world.rank, size)
+    return _join(store, world.rank, size or world.size)
+
+
+def _join(store: Path | str, rank: int, size: int) -> World:
+    """The world of the processes that meet at the file `store`, once all of them are in it.
+
+    One that left it sooner would break off the connections which others are about to make.
+    """
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    world = World(rank, size)
+    world.barrier()
+    return world
 
 
 def _received(pipe: Connection) -> tuple[bool, Any]:
@@ -104,14 +124,17 @@ def _received(pipe: Connection) -> tuple[bool, Any]:
 
 def _serve(pipe: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
+    make_the_tests_process_light()
+    modules = 0
     while True:
         work, rank, size, store = pipe.recv()
         try:
             function, arguments = pickle.loads(work)
-            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+            if len(sys.modules) > modules:
+                modules = len(sys.modules)
+                gc.freeze()  # `leave_world` collects garbage after each test: not among all that torch has made
             try:
-                pipe.send((True, function(World(rank, size), *arguments)))
+                pipe.send((True, function(_join(store, rank, size), *arguments)))
             finally:
                 leave_world()
         except BaseException:

@@ -7,10 +7,12 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from argosy.parallel.mesh import lay_out_meshes
 from argosy.parallel.world import World
 from argosy.plan.plan import AXES, Plan
+from tiny import eager
 
 VIEWS = ("axes", "state", "experts")
 
@@ -170,3 +172,18 @@ def timeouts(world: World, plan: Plan) -> set[timedelta]:
 @pytest.mark.parametrize("plan", ["dp_shard=2,tp=2,zero=1", "pp=2,dp_shard=2"])
 def test_no_group_waits_longer_than_it_was_told(workers, plan):
     assert workers.run(4, timeouts, Plan.parse(plan)) == [{timedelta(seconds=77)}] * 4
+
+
+def look_up_without_new_meshes(world: World) -> tuple[int, int]:
+    """The place and the size of the group along dp_shard, where torch may not make another mesh for the answer."""
+    meshes = lay_out_meshes("cpu", eager("dp_shard=2"), False, 60.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(DeviceMesh, "__getitem__")
+        group = meshes.group("shard")
+        assert group is not None
+        return meshes.rank("dp_shard"), group.size()
+
+
+def test_a_place_or_a_group_is_looked_up_without_making_a_mesh(workers):
+    """Each microbatch asks for places, and torch takes a millisecond for a mesh."""
+    assert workers.run(2, look_up_without_new_meshes) == [(0, 2), (1, 2)]

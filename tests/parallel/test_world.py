@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import os
 
 import pytest
@@ -49,6 +50,21 @@ def gather_in_a_mesh(world: World) -> list[float]:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     part = DTensor.from_local(torch.full((2,), float(world.rank)), mesh, [Replicate(), Shard(0)])
     return part.redistribute(placements=[Replicate(), Replicate()]).to_local().tolist()
+
+
+def test_caches_that_were_there_before_a_fork_are_emptied_too(workers):
+    """A forked process has them from its fork server, where no search of its garbage collector finds them."""
+    assert workers.run(1, leave_with_full_caches) == [(1, 0)]
+
+
+def leave_with_full_caches(world: World) -> tuple[int, int]:
+    from torch.distributed.tensor._collective_utils import MeshTopoInfo
+
+    gc.freeze()
+    MeshTopoInfo.build_from_mesh(init_device_mesh("cpu", (1,)))
+    before = MeshTopoInfo.build_from_mesh.cache_info().currsize
+    leave_world()
+    return before, MeshTopoInfo.build_from_mesh.cache_info().currsize
 
 
 def test_leaving_a_world_that_was_never_joined_does_nothing():

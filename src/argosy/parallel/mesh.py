@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -85,15 +86,22 @@ class RankMeshes(Meshes):
     ends: dist.ProcessGroup | None
 
     def group(self, name: str) -> dist.ProcessGroup | None:
-        group = self.device_mesh(name).get_group()
+        group = self._view(name).get_group(name)
         return group if group.size() > 1 else None
 
     def rank(self, name: str) -> int:
-        return self.axes[name].get_local_rank()
+        return self._place[name]
+
+    @cached_property
+    def _place(self) -> dict[str, int]:
+        """This rank's place along each of `axes`: torch takes a millisecond to look one up, and steps ask for them."""
+        return dict(zip(self.axes.mesh_dim_names or (), self.axes.get_coordinate() or (), strict=True))
 
     def device_mesh(self, *names: str) -> DeviceMesh:
-        views = (self.axes, self.state, self.experts)
-        return next(view for view in views if set(names) <= set(view.mesh_dim_names or ()))[names]
+        return self._view(*names)[names]
+
+    def _view(self, *names: str) -> DeviceMesh:
+        return next(v for v in (self.axes, self.state, self.experts) if set(names) <= set(v.mesh_dim_names or ()))
 
     def sharing(self, outer: Sequence[str]) -> DeviceMesh | None:
         dim = "expert_shard" if "ep" in outer else "shard"
@@ -102,7 +110,7 @@ class RankMeshes(Meshes):
         return self.nested["ep" in outer][*outer, dim]
 
     def ranks_of_stage(self, is_shared_by_ends: bool) -> int:
-        ranks = self.axes.size() // self.axes["pp"].size()
+        ranks = self.axes.size() // self.axes.size(AXES.index("pp"))
         return 2 * ranks if is_shared_by_ends and self.ends is not None else ranks
 
     def holders(self, names: Collection[str], split: Collection[str]) -> tuple[int, ...]:
@@ -114,7 +122,7 @@ class RankMeshes(Meshes):
 
     def axis_of_groups(self) -> dict[str, str]:
         views = (self.axes, self.state, self.experts, *self.nested)
-        groups = [(axis, mesh[axis].get_group()) for mesh in views for axis in mesh.mesh_dim_names or ()]
+        groups = [(axis, mesh.get_group(axis)) for mesh in views for axis in mesh.mesh_dim_names or ()]
         world = self.axes.size()
         everyone = spanning_axis({axis: group.size() for axis, group in groups}, world) or WORLD
         names: dict[str, str] = {group.group_name: axis if group.size() < world else everyone for axis, group in groups}
