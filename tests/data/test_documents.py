@@ -12,7 +12,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.data.documents import DocumentReader, Position
+from argosy.data.documents import DocumentReader, InputPosition
 from argosy.data.sources import find_files
 from argosy.errors import UserError
 
@@ -22,7 +22,7 @@ def reader(*paths: Path, field: str = "text", **options: Any) -> DocumentReader:
 
 
 def texts(*paths: Path, **options: Any) -> list[str]:
-    return [document.text for document in reader(*paths, **options).read(Position())]
+    return [document.text for document in reader(*paths, **options).read(InputPosition())]
 
 
 def jsonl(*records: Any) -> bytes:
@@ -62,7 +62,7 @@ def test_parquet_column_is_read(tmp_path: Path) -> None:
 def test_broken_input_is_counted_by_kind(write: Any) -> None:
     lines = b'{"text": "good"}\n\n{"text": \n[1]\n{"text": 5}\n{"text": null}\n{"text": "\\ud800"}\n{"text": "\xff"}\n'
     read = reader(write("a.jsonl", lines), write("b.txt", b"ab\xffc"), write("c.txt", b""))
-    assert [document.text for document in read.read(Position())] == ["good"]
+    assert [document.text for document in read.read(InputPosition())] == ["good"]
     assert read.tally.skipped == {"broken JSON": 1, "not text": 2, "empty document": 2, "broken UTF-8": 3}
 
 
@@ -110,7 +110,7 @@ def test_file_that_vanished_is_refused(write: Any) -> None:
     gone = reader(write("a.txt", b"x"))
     Path(gone._files[0].path).unlink()
     with pytest.raises(UserError, match=r"a\.txt: cannot be read"):
-        list(gone.read(Position()))
+        list(gone.read(InputPosition()))
 
 
 def test_stops_after_max_text_bytes_at_a_whole_character(write: Any) -> None:
@@ -130,7 +130,7 @@ def test_reading_goes_on_from_any_document(tmp_path_factory: pytest.TempPathFact
     (folder / "b.txt").write_bytes(b"\xff")
     (folder / "c.jsonl").write_bytes(jsonl({"text": "five"}, {"text": "six"}, [], {"text": "seven"}))
     whole = reader(folder, max_text_bytes=limit)
-    documents = list(whole.read(Position()))
+    documents = list(whole.read(InputPosition()))
     if done < len(documents):
         resumed = reader(folder, max_text_bytes=limit)
         assert list(resumed.read(documents[done].at)) == documents[done:]

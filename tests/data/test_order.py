@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy.data.order import SampleOrder, Samples, Stage, kept, skipped_by
+from argosy.data.order import MixtureStage, SampleOrder, Samples, kept, skipped_by
 
 
 def listed(samples: Samples) -> list[tuple[int, int, int]]:
@@ -19,7 +19,7 @@ def orders(draw: st.DrawFn) -> SampleOrder:
     windows = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
     weights = st.tuples(*[st.floats(0.01, 10) for _ in windows])
     starts = [0, *sorted(draw(st.sets(st.integers(1, 300), max_size=2)))]
-    return SampleOrder(draw(st.integers(0, 2**80)), windows, [Stage(start, draw(weights)) for start in starts])
+    return SampleOrder(draw(st.integers(0, 2**80)), windows, [MixtureStage(start, draw(weights)) for start in starts])
 
 
 @given(orders(), st.lists(st.integers(0, 400), max_size=8))
@@ -33,7 +33,7 @@ def test_samples_do_not_depend_on_where_they_are_asked_from(order: SampleOrder, 
 @given(st.data())
 def test_restarts_at_other_world_sizes_see_every_sample_once(data: st.DataObject) -> None:
     """Steps are done by changing numbers of ranks, each a slice of the global batch; the run is the same."""
-    order = SampleOrder(3, [17, 5], [Stage(0, (2.0, 1.0)), Stage(48, (1.0, 3.0))])
+    order = SampleOrder(3, [17, 5], [MixtureStage(0, (2.0, 1.0)), MixtureStage(48, (1.0, 3.0))])
     seen: list[tuple[int, int, int]] = []
     for step in range(15):
         ranks = data.draw(st.sampled_from([1, 2, 3, 4, 6, 12]))
@@ -61,21 +61,21 @@ def test_counts_are_the_samples_before(order: SampleOrder, n: int) -> None:
 
 def test_epochs_sources_and_seeds_have_orders_of_their_own() -> None:
     def windows(seed: int, source: int, epoch: int) -> tuple[int, ...]:
-        order = SampleOrder(seed, [50, 50], [Stage(0, (1 - source, source))])
+        order = SampleOrder(seed, [50, 50], [MixtureStage(0, (1 - source, source))])
         return tuple(order.samples(50 * epoch, 50 * epoch + 50).windows.tolist())
 
     assert len({windows(seed, source, epoch) for seed in (0, 1) for source in (0, 1) for epoch in (0, 1)}) == 8
 
 
 def test_a_later_stage_or_source_does_not_change_what_came_before() -> None:
-    short = SampleOrder(5, [30, 20], [Stage(0, (1.0, 2.0))])
-    longer = SampleOrder(5, [30, 20, 10], [Stage(0, (1.0, 2.0, 0.0)), Stage(64, (0.0, 1.0, 1.0))])
+    short = SampleOrder(5, [30, 20], [MixtureStage(0, (1.0, 2.0))])
+    longer = SampleOrder(5, [30, 20, 10], [MixtureStage(0, (1.0, 2.0, 0.0)), MixtureStage(64, (0.0, 1.0, 1.0))])
     assert listed(short.samples(0, 64)) == listed(longer.samples(0, 64))
     assert set(longer.samples(64, 200).sources.tolist()) == {1, 2}
 
 
 def test_far_into_a_huge_run_nothing_overflows() -> None:
-    order = SampleOrder(1, [2**40, 3], [Stage(0, (1.0, 1.0)), Stage(2**45, (3.0, 1.0))])
+    order = SampleOrder(1, [2**40, 3], [MixtureStage(0, (1.0, 1.0)), MixtureStage(2**45, (3.0, 1.0))])
     samples = order.samples(2**50, 2**50 + 1000)
     assert samples.windows.min() >= 0 and samples.windows[samples.sources == 0].max() < 2**40
     assert abs(np.mean(samples.sources == 0) - 0.75) < 0.02
@@ -84,7 +84,7 @@ def test_far_into_a_huge_run_nothing_overflows() -> None:
 
 
 def test_an_empty_range_is_empty() -> None:
-    assert len(SampleOrder(0, [4], [Stage(0, (1.0,))]).samples(7, 7)) == 0
+    assert len(SampleOrder(0, [4], [MixtureStage(0, (1.0,))]).samples(7, 7)) == 0
 
 
 @st.composite

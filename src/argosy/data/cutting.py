@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from argosy.data.documents import Position
+from argosy.data.documents import InputPosition
 from argosy.data.engine import EncodedBatch
 from argosy.data.journal import Cut, Journal
 from argosy.data.manifest import Shard, SplitName
@@ -107,7 +107,7 @@ class Cutter:
         for shard in self._open.values():
             shard.abandon()
 
-    def add(self, positions: Sequence[Position], batch: EncodedBatch) -> None:
+    def add(self, positions: Sequence[InputPosition], batch: EncodedBatch) -> None:
         """Write documents, which were found at `positions`, and cut where a shard is full."""
         ends = np.concatenate(([0], np.cumsum(batch.lengths)))
         start = 0
@@ -123,7 +123,7 @@ class Cutter:
                 self._open[split].add(_Documents(tokens[np.repeat(mine, lengths)], lengths[mine], text_bytes[mine]))
             start = stop
 
-    def finish(self, end: Position, wants_validation: bool) -> dict[SplitName, tuple[Shard, ...]]:
+    def finish(self, end: InputPosition, wants_validation: bool) -> dict[SplitName, tuple[Shard, ...]]:
         """Finish the last shards and return all shards of each split.
 
         The hash of a few documents may put all of them into one split. If `wants_validation`, the last document then
@@ -148,7 +148,7 @@ class Cutter:
                 room = min(room, int(too_many.argmax()))
         return room
 
-    def _cut(self, next_position: Position) -> None:
+    def _cut(self, next_position: InputPosition) -> None:
         closed = {split: shard.close() for split, shard in self._open.items()}
         finished = {split: shard for split, shard in closed.items() if shard is not None}
         self._journal.add(Cut(shards=finished, next=next_position))

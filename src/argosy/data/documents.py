@@ -37,7 +37,7 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Position:
+class InputPosition:
     """The place of a document: the `number`-th document (from 0) of the `file`-th input file."""
 
     file: int = 0
@@ -51,7 +51,7 @@ class Document:
     """A text and its place."""
 
     text: str
-    at: Position
+    at: InputPosition
 
 
 @dataclass(frozen=True)
@@ -84,14 +84,14 @@ class DocumentReader:
         self.tally = Tally()
         """Counts up to the document that was read last."""
 
-    def read(self, start: Position) -> Iterator[Document]:
+    def read(self, start: InputPosition) -> Iterator[Document]:
         """Yield the documents from `start` on."""
         self.tally = start.before.copy()
         for file in range(start.file, len(self._files)):
             before = self.tally.copy()
             for number, text in enumerate(self._texts(self._files[file])):
                 if file > start.file or number >= start.number:
-                    yield Document(text, Position(file, number, before))
+                    yield Document(text, InputPosition(file, number, before))
             if self._left() == 0:
                 return
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from argosy.data.documents import Position
+from argosy.data.documents import InputPosition
 from argosy.data.manifest import Shard, SplitName
 from argosy.data.sources import InputFile
 from argosy.files import PARTIAL, atomic_write, sync
@@ -28,7 +28,7 @@ class Cut(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     shards: dict[SplitName, Shard]
-    next: Position
+    next: InputPosition
     """The first document that is not in a shard yet."""
 
 
@@ -53,9 +53,9 @@ class Journal:
             file.writelines(line.encode() + b"\n" for line in (job, *(cut.model_dump_json() for cut in self.cuts)))
 
     @property
-    def next(self) -> Position:
+    def next(self) -> InputPosition:
         """Where to resume."""
-        return self.cuts[-1].next if self.cuts else Position()
+        return self.cuts[-1].next if self.cuts else InputPosition()
 
     def add(self, cut: Cut) -> None:
         """Add `cut`, whose shards have their final names."""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from argosy.config.schema import DataConfig
 from argosy.data.manifest import TOKENIZER
-from argosy.data.order import I64, Range, SampleOrder, Samples, Stage, kept
+from argosy.data.order import I64, MixtureStage, Range, SampleOrder, Samples, kept
 from argosy.data.permutation import key_of
 from argosy.data.stream import I32, Place, TokenSource
 from argosy.data.tokenizer import Tokenizer
@@ -243,7 +243,8 @@ def open_data(config: DataConfig, seed: int, global_batch: int) -> OpenData:
     sources = tuple(TokenSource(Path(folder), check_shards=check_shards) for folder in folders)
     _check_same_tokenizer(sources)
     stages = [
-        Stage(step * global_batch, tuple(weights.get(folder, 0.0) for folder in folders)) for step, weights in mixtures
+        MixtureStage(step * global_batch, tuple(weights.get(folder, 0.0) for folder in folders))
+        for step, weights in mixtures
     ]
     order = SampleOrder(seed, [source.windows(config.seq_len) for source in sources], stages)
     return OpenData(sources, order, config.seq_len, global_batch)

@@ -30,7 +30,7 @@ Range = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Stage:
+class MixtureStage:
     """From `first_sample` on, draw from the sources by these weights (one for each source; 0 leaves it out)."""
 
     first_sample: int
@@ -100,7 +100,7 @@ class SampleOrder:
         stages: ordered by `first_sample`, the first at 0.
     """
 
-    def __init__(self, seed: int, windows: Sequence[int], stages: Sequence[Stage]):
+    def __init__(self, seed: int, windows: Sequence[int], stages: Sequence[MixtureStage]):
         self._windows = list(windows)
         self._keys = np.array([key_of(seed, "source", s) for s in range(len(windows))], np.uint64)
         self._starts = [stage.first_sample for stage in stages]

@@ -17,7 +17,7 @@ from argosy.config.schema import PrepareConfig
 from argosy.data import journal as journals
 from argosy.data import manifest as manifests
 from argosy.data.cutting import Cutter
-from argosy.data.documents import Document, DocumentReader, Position
+from argosy.data.documents import Document, DocumentReader, InputPosition
 from argosy.data.engine import EncodedBatch, choose_engine
 from argosy.data.journal import Journal, fingerprint
 from argosy.data.manifest import TOKENIZER, Manifest, Shard, SplitName
@@ -135,7 +135,7 @@ def _tokenize(
             meter.count(batch)
         if not meter.progress.documents:
             raise _no_text(config, reader)
-        splits = cutter.finish(Position(len(files), 0, reader.tally), config.validation_fraction > 0)
+        splits = cutter.finish(InputPosition(len(files), 0, reader.tally), config.validation_fraction > 0)
     meter.finish()
     return splits
 
@@ -201,9 +201,9 @@ def _tokenizer(config: PrepareConfig, files: Sequence[InputFile], is_resumed: bo
     return train(sample_texts(files, config, TRAINING_CHARS), config.vocab_size, path)
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[tuple[list[Position], list[str]]]:
+def _batches(documents: Iterable[Document]) -> Iterator[tuple[list[InputPosition], list[str]]]:
     """Yield documents in batches of BATCH_CHARS or a little more."""
-    positions: list[Position] = []
+    positions: list[InputPosition] = []
     texts: list[str] = []
     chars = 0
     for document in documents:

@@ -20,8 +20,8 @@ MESSAGES = {"cpu": [2**p for p in range(10, 27, 2)], "cuda": [2**p for p in rang
 """Bytes of the messages, 1 KiB to 64 MiB or 1 GiB; larger ones are as fast."""
 SAMPLES, MOST_CALLS = 5, 50
 MOST_PIECES, FEWEST_POINTS, NEGLIGIBLE, WORTH = 3, 3, 0.1, 0.7
-"""Limits for the straight pieces of a row: their number; the fewest sizes of each; the error (root of the summed
-squares) up to which no further piece is tried; the share of it that a further piece must bring it below."""
+"""Limits for the straight segments of a row: their number; the fewest sizes of each; the error (root of the summed
+squares) up to which no further segment is tried; the share of it that a further segment must bring it below."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Segment:
     """A straight part of time over message size."""
 
     from_bytes: int
@@ -77,23 +77,23 @@ def measure_collectives(
         mine = next((g for g, ranks in zip(made, layout.ranks, strict=True) if world.rank in ranks), None)
         for operation in OPERATIONS:
             points = list(_points(world, operation, len(layout.ranks[0]), mine, sizes, slice_s))
-            rates += _rates(operation, layout, pieces(points))
+            rates += _rates(operation, layout, segments(points))
         for group in made:
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
                 dist.destroy_process_group(group)
     return rates
 
 
-def _rates(operation: Operation, layout: Layout, found: Sequence[Piece]) -> Iterator[CollectiveRate]:
-    for piece in found:
+def _rates(operation: Operation, layout: Layout, found: Sequence[Segment]) -> Iterator[CollectiveRate]:
+    for segment in found:
         yield CollectiveRate(
             operation=operation,
             tier=layout.tier,
             ranks=len(layout.ranks[0]),
             groups=layout.groups_in_node,
-            from_bytes=piece.from_bytes,
-            latency_s=four_digits(piece.latency_s),
-            bytes_per_s=four_digits(1 / piece.s_per_byte) if piece.s_per_byte else None,
+            from_bytes=segment.from_bytes,
+            latency_s=four_digits(segment.latency_s),
+            bytes_per_s=four_digits(1 / segment.s_per_byte) if segment.s_per_byte else None,
         )
 
 
@@ -137,10 +137,10 @@ def _once(world: World, call: Callable[[], object], calls: int) -> float:
     return mine.item()
 
 
-def pieces(points: Sequence[tuple[int, float]]) -> list[Piece]:
-    """Fit straight pieces latency + bytes * slope, of least squared relative error, to (bytes, seconds).
+def segments(points: Sequence[tuple[int, float]]) -> list[Segment]:
+    """Fit straight segments latency + bytes * slope, of least squared relative error, to (bytes, seconds).
 
-    As few as possible: a further piece, where algorithms or caches change, must make the error clearly smaller.
+    As few as possible: a further segment, where algorithms or caches change, must make the error clearly smaller.
     """
     best, error = _split(points, 1)
     for count in range(2, min(MOST_PIECES, len(points) // FEWEST_POINTS) + 1):
@@ -151,19 +151,19 @@ def pieces(points: Sequence[tuple[int, float]]) -> list[Piece]:
     return best
 
 
-def _split(points: Sequence[tuple[int, float]], count: int) -> tuple[list[Piece], float]:
-    """Return the best `count` pieces, and their error."""
+def _split(points: Sequence[tuple[int, float]], count: int) -> tuple[list[Segment], float]:
+    """Return the best `count` segments, and their error."""
     candidates = []
     for inner in combinations(range(1, len(points)), count - 1):
         cuts = [0, *inner, len(points)]
         if len(points) >= FEWEST_POINTS and min(b - a for a, b in pairwise(cuts)) < FEWEST_POINTS:
             continue
         fits = [_line(points[a:b], must_rise=b == len(points)) for a, b in pairwise(cuts)]
-        candidates.append(([piece for piece, _ in fits], float(np.sqrt(sum(error for _, error in fits)))))
+        candidates.append(([segment for segment, _ in fits], float(np.sqrt(sum(error for _, error in fits)))))
     return min(candidates, key=lambda candidate: candidate[1])
 
 
-def _line(points: Sequence[tuple[int, float]], must_rise: bool) -> tuple[Piece, float]:
+def _line(points: Sequence[tuple[int, float]], must_rise: bool) -> tuple[Segment, float]:
     """Return the line of least squared relative error, neither latency nor slope negative, and that error.
 
     must_rise: the line needs a slope, since the largest messages give the bandwidth.
@@ -177,7 +177,7 @@ def _line(points: Sequence[tuple[int, float]], must_rise: bool) -> tuple[Piece, 
         candidates.append((latency, 0.0))
     allowed = [c for c in candidates if c[0] >= 0 and (c[1] > 0 or (c[1] == 0 and not must_rise))]
     best = min(allowed, key=lambda c: _error(c, sizes, times))
-    return Piece(int(sizes[0]), float(best[0]), float(best[1])), _error(best, sizes, times)
+    return Segment(int(sizes[0]), float(best[0]), float(best[1])), _error(best, sizes, times)
 
 
 def _error(line: Sequence[float], sizes: np.ndarray, times: np.ndarray) -> float:
