@@ -116,8 +116,7 @@ def score(rows: list[Row], published: list[Row], calibration_rows: int = 0) -> d
 
 
 def errors(rows: list[Row], published: list[Row], calibration_rows: int = 0) -> tuple[Floats, NDArray[np.bool_]]:
-    """Return log(predicted / measured) of each row, and a mask of the rows that count (those that did not
-    calibrate)."""
+    """Return log(predicted / measured) of each row, and a mask of the rows that count (they did not calibrate)."""
     base = Model(published)
     everything, _ = fitted_constants()
     families, known = np.array([row.family for row in rows]), np.array([row.family for row in published])
@@ -233,8 +232,7 @@ def _tau(predicted: Floats, measured: Floats) -> float | None:
 
 
 def _regret(rows: list[Row], log_error: Floats) -> float | None:
-    """Return the mean over groups of comparable rows: the measured value where the predicted one is best, over the
-    best."""
+    """Return the mean over comparable rows of the measured value where the predicted one is best, over the best."""
     groups: dict[str, list[int]] = {}
     for index, row in enumerate(rows):
         groups.setdefault(row.group, []).append(index)

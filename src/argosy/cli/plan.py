@@ -53,8 +53,7 @@ class Options:
     top: int = 10
     """Number of plans to show."""
     inference: bool = False
-    """Plan inference (prefill and decode) in place of training: --global-batch sequences of --seq-len tokens at a
-    time."""
+    """Plan inference, not training: prefill and decode of --global-batch sequences of --seq-len tokens at a time."""
     learn: tuple[Path, ...] = ()
     """Folders of all finished runs to learn from: factors from them are written into the cluster's file."""
     json: bool = False

@@ -64,8 +64,7 @@ class Plan(Section):
     """True if blocks and loss go through torch.compile."""
 
     def __str__(self) -> str:
-        """Write the axes that are not 1, and all that `auto` would otherwise choose; `parse` reads it as the same
-        plan."""
+        """Write the axes that are not 1, and what `auto` would otherwise choose; `parse` reads the same plan."""
         said = self.model_dump(exclude_defaults=True) | self.model_dump(include={"microbatch", "precision"})
         words = [f"{key}={_word(said[key])}" for key in type(self).model_fields if key in said]
         return ",".join(words)

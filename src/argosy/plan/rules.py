@@ -22,8 +22,7 @@ from argosy.plan.plan import Plan
 Plans = Any
 """A `Plan` or `Layouts`: both have these columns, as numbers or arrays. mypy cannot type arithmetic on that union."""
 Breaks = Callable[[Plans, RunConfig], Any]
-"""Returns True, or a mask of plans, where a rule is broken. It uses only arithmetic and & | ~, so that it serves
-both."""
+"""Returns True, or a mask of plans, where a rule is broken; only arithmetic and & | ~, so that it serves both."""
 
 
 class Rule:
@@ -276,8 +275,7 @@ def nearest(plan: Plan, run: RunConfig, many: int = 3) -> list[Plan]:
 
 
 def _neighbours(size: int, good: list[int]) -> list[int]:
-    """Return the largest of the sorted `good` sizes below `size`, `size` itself if it is good, and the smallest above
-    it."""
+    """Return the sorted `good` sizes next to `size`: the largest up to it, and the smallest from it on."""
     below, above = [n for n in good if n <= size], [n for n in good if n >= size]
     return sorted({*below[-1:], *above[:1]})
 

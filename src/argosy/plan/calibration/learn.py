@@ -171,8 +171,7 @@ def _factors(
 
 
 def _posterior(design: Floats, known: Floats, measured: Floats, std: Floats) -> tuple[Floats, Floats, Floats]:
-    """Return the logarithms of the most probable factors, their standard deviations, and the errors left in the
-    rows."""
+    """Return the logarithms of the most probable factors, their standard deviations, and the rows' errors."""
     logs = np.zeros(design.shape[1])
     prior = np.eye(len(logs)) / PRIOR_STD**2
     for _ in range(ITERATIONS):

@@ -1,2 +1,1 @@
-"""The costs of a plan, in closed form: memory, traffic, time, failures, money and energy; and predictions made of
-these."""
+"""The costs of a plan, in closed form: memory, traffic, time, failures, money, energy; and predictions."""

@@ -59,8 +59,7 @@ def time_std(cluster: Cluster, experts: bool) -> float:
 
 
 def _matmuls(device: Device, found: Measurements) -> dict[str, float]:
-    """Return the speed and half size with which matmuls of the model's shapes are as fast as measured, weighted by
-    time."""
+    """Return the speed and half size that explain measured matmuls of the model's shapes best, weighted by time."""
     rows = [row for row in found.matmuls if row.kind != "square" and row.number_format == _fastest(device)]
     if not rows:
         return {}

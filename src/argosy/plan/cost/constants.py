@@ -44,8 +44,7 @@ class Constants:
     quantize: float = _free(3, 1.7)
     """Passes over each matmul's operands that a narrow format costs."""
     permute: float = _free(10, 1.4)
-    """Passes over the rows that go to experts: to sort them before they leave and where they arrive, to send them, and
-    back."""
+    """Passes over the rows that go to experts, to sort them before they leave and on arrival, and to send them."""
     host: float = _free(0.3e-3, 2.0)
     """Seconds that the host takes for a layer's forward and backward: the lower bound of small kernels."""
     host_experts: float = _free(6e-3, 1.6)

@@ -35,8 +35,7 @@ class Estimate:
 
     @classmethod
     def log_normal(cls, mid: Numbers, std: float) -> Estimate:
-        """Return the 90 % interval around `mid` of a quantity whose logarithm is normal with this standard
-        deviation."""
+        """Return the 90 % interval around `mid` of a log-normal quantity; std is that of its logarithm."""
         return cls.within(mid, math.exp(INTERVAL_Z * std))
 
 

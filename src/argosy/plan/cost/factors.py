@@ -48,8 +48,7 @@ def slowed(factors: Factors, times: float, *categories: Category) -> dict[Catego
 
 
 def spread(costs: Mapping[str, float], parts: Parts, factors: Factors, std: float) -> float:
-    """Return the standard deviation of the logarithm of a total's error; `costs` are the parts of the total, by
-    category.
+    """Return the standard deviation of the logarithm of a total's error; `costs` are its parts, by category.
 
     std: the standard deviation of a prediction without factors. A part with a factor errs as the factor does, and all
     such parts in the same direction; each run differs a little from the next.

@@ -128,14 +128,12 @@ def best_interval_s(stall_s: Numbers, mtbf_s: Numbers) -> Numbers:
 
 
 def memory_checkpoint_interval_s(copy_s: Numbers, mtbf_s: Numbers) -> Numbers:
-    """Return the working time between in-memory checkpoints: `best_interval_s`, or less while they cost almost
-    nothing."""
+    """Return the working time between in-memory checkpoints: `best_interval_s`, or less if they cost little."""
     return np.minimum(best_interval_s(copy_s, mtbf_s), copy_s / MEMORY_CHECKPOINTS_MAY_COST)[()]
 
 
 def effective_share(interval_s: Numbers, saving: CheckpointCost, restart_s: Numbers, mtbf_s: Numbers) -> Numbers:
-    """Return the productive share of the time, 0 to 1, with checkpoints every `interval_s` > 0 of work. 1 / mtbf_s may
-    be 0."""
+    """Return the productive share of the time, with checkpoints every `interval_s` > 0. 1 / mtbf_s may be 0."""
     rate = 1 / np.asarray(mtbf_s, dtype=float)
     cycle_s = interval_s + np.asarray(saving.stall_s, dtype=float)
     failures = rate * cycle_s

@@ -110,8 +110,7 @@ def _by_microbatches(costs: CostModel, plan: Plan, kinds: list[_Kind]) -> Uneven
 
 
 def _by_layers(costs: CostModel, plan: Plan, kinds: list[_Kind]) -> UnevenSplit | None:
-    """Put each pipeline rank on devices of one kind, with as many layers as it can hold and run in the time of the
-    others.
+    """Put each pipeline rank on devices of one kind, with as many layers as it can hold, and run in the others' time.
 
     If rank i takes s_i seconds for a microbatch, m microbatches take sum(s_i) + (m - 1) max(s_i) (1F1B). With v stages
     on a rank, the part of the sum beyond max(s_i) shrinks to 1/v.

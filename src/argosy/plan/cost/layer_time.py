@@ -29,11 +29,9 @@ FULL_HEAD = 128
 """Head width from which tiled attention is as fast as it gets: half as wide, it takes as many exponentials for half the
 FLOPs (Shah et al. 2024: 0.65 to 0.75 of the FLOP/s)."""
 FUSED_EXCHANGE = 0.6
-"""Share of the passes over rows on their way to experts that is left if the exchange sorts them itself (DeepEP,
-HybridEP)."""
+"""Share of the passes over experts' rows that is left if the exchange sorts them itself (DeepEP, HybridEP)."""
 BIAS_PASSES = 4
-"""Passes over experts' results if they have biases: these are added expert by expert, and the results put together
-again."""
+"""Passes over experts' results to add biases, expert by expert, and to put the results together again."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +58,7 @@ class LayerTime:
 
 
 class LayerModel(RankSizes):
-    """Seconds that layers compute, for plans of one workload on one kind of device, or of as many as there are
-    plans."""
+    """Seconds that layers compute, for plans of one workload on one kind of device, or of one for each plan."""
 
     def __init__(self, plans: Layouts, work: Workload, rates: Rates, system: System, constants: Constants):
         super().__init__(plans, work, system)
@@ -188,8 +185,7 @@ class LayerModel(RankSizes):
         return LayerTime(flops / (rate * self.constants.matmul), 0.0, 10 * logits / rates.memory_bytes_per_s)
 
     def ideal_s(self) -> tuple[Numbers, Numbers]:
-        """Return the seconds of matmuls and of attention for the model's FLOPs at the data sheet's rates, evenly shared
-        out."""
+        """Return the seconds of matmuls and of attention at the data sheet's rates, evenly shared out."""
         work, rates, precision = self.work, self.rates, self.plans.precision
         tokens = work.global_batch * work.seq_len / self.plans.world_size
         half = in_precision(precision, rates.fp32, rates.half, rates.half)
@@ -199,8 +195,7 @@ class LayerModel(RankSizes):
 
     @cached_property
     def recomputed_s(self) -> Numbers:
-        """Seconds of a layer's recompute: all of it, or the cheap operations (the scores, if attention is not
-        tiled)."""
+        """Seconds of a layer's recompute: all of it, or the cheap operations (scores, if attention is not tiled)."""
         plans, system = self.plans, self.system
         layer = self.mean_layer
         cheap = layer.pointwise * 0.5 + np.where(system.flash > 0, 0.0, layer.attention)

@@ -32,11 +32,9 @@ from argosy.plan.workload import Numbers, Workload
 LOSS_CHUNK_LOGITS = 8 * 2**20
 """Logits that exist at once if the loss is computed in chunks (`models.loss`)."""
 LOSS_CHUNK_BYTES, LOSS_CHUNK_BYTES_EAGER = 14, 22
-"""Bytes of each of these logits: in the arithmetic's format, in fp32 twice, and the gradient; eager, intermediate
-results too."""
+"""Bytes of each: once in the arithmetic's format, twice in fp32, and its gradient; eager, also what lies between."""
 EAGER_WIDTHS, EAGER_FFN = 6, 1
-"""Hidden-state and feed-forward widths that eager blocks keep more: fp32 inputs and results of norms; the gate's
-activation."""
+"""Widths that eager blocks keep more: fp32 inputs and results of norms; the activation of the gate."""
 DROPOUT_BYTES = 1
 
 
@@ -127,8 +125,7 @@ class MemoryModel(RankSizes):
         return np.asarray((self.microbatches > 1) & (self.system.sums_once > 0))
 
     def _beside(self, kept: Numbers, gradients: Numbers, of_ends: Numbers) -> Numbers:
-        """Return the gradients at the peak: with one microbatch, they take the place of its activations, layer by
-        layer."""
+        """Return the gradients at the peak: those of one microbatch replace its activations, layer by layer."""
         alone = (self.microbatches <= 1) & (self.plans.pp == 1) & (self.system.gradient_buffers == 0)
         return np.where(alone, np.minimum(gradients, of_ends) + np.maximum(0, gradients - of_ends - kept), gradients)
 
@@ -150,8 +147,7 @@ class MemoryModel(RankSizes):
         return np.where(system.flash > 0, 4 * heads, matrices)
 
     def _feed_forward(self, matrices: Numbers) -> Numbers:
-        """Return the elements for a token: `matrices` results as wide as the feed-forward or the experts; the mean over
-        layers."""
+        """Return the elements for a token of `matrices` results in the feed-forward; the mean over layers."""
         plans, work = self.plans, self.work
         moe = work.moe_layers / work.layers
         routed = work.experts_per_token * (2 * work.width + matrices * work.expert_ffn_width) / plans.tp
@@ -190,8 +186,7 @@ class MemoryModel(RankSizes):
 
     @cached_property
     def moved(self) -> Numbers:
-        """Bytes of a layer and microbatch that go to the host: all that it keeps, or the input of a recomputed
-        layer."""
+        """Bytes of a layer and microbatch that go to the host: what it keeps, or a recomputed layer's input."""
         plans = self.plans
         whole = self._of_layer - self._casts
         again = np.where(plans.is_("recompute", "none"), 0.0, 1 / plans.recompute_every)
@@ -212,8 +207,7 @@ class MemoryModel(RankSizes):
         return kept / plans.recompute_every + whole * (1 - 1 / plans.recompute_every)
 
     def _in_flight(self, first: bool) -> Numbers:
-        """Return the layers whose activations are alive at once: microbatches of the schedule times layers of the
-        rank."""
+        """Return the layers whose activations are alive at once: microbatches in flight times layers of the rank."""
         plans, stages = self.plans, self.plans.stages_here
         chunks = 2 * (plans.pp - 1) + (stages - 1) * plans.pp + 1 if first else (stages - 1) * plans.pp + 1
         at_most = np.where(plans.is_("schedule", "gpipe"), self.microbatches, plans.pp if first else 1)
@@ -223,8 +217,7 @@ class MemoryModel(RankSizes):
 
     @cached_property
     def working(self) -> Numbers:
-        """Bytes that the backward of one layer needs beside what was kept: recomputed activations, gradients on their
-        way."""
+        """Bytes that a layer's backward needs beside what was kept: recomputed activations, new gradients."""
         plans, work = self.plans, self.work
         again = np.where(plans.is_("recompute", "none"), 0.0, np.maximum(0, self._of_layer - self._kept))
         dense = work.ffn_width * (work.dense_layers > 0)
@@ -234,8 +227,7 @@ class MemoryModel(RankSizes):
         return again + gradients + matrix * (self.activation_bytes + 4)
 
     def _received(self) -> Numbers:
-        """Return the bytes of a pipeline's buffers: a rank's stages receive into them, for each microbatch of the
-        step."""
+        """Return the bytes that a rank's stages receive, for each microbatch of the step, and hold in buffers."""
         plans = self.plans
         boundaries = np.where(plans.pp > 1, 2 * plans.stages_here - 1, 0) * (self.system.receives_ahead > 0)
         return self.microbatches * boundaries * self.hidden_bytes
@@ -251,8 +243,7 @@ class MemoryModel(RankSizes):
         return np.where(system.whole_logits > 0, whole * system.whole_logits, in_chunks)
 
     def _gathered(self, ends: Numbers) -> Numbers:
-        """Return the bytes of stage 3: shared parameters are whole while they are used, and gradients until they are
-        summed.
+        """Return the bytes of stage 3: parameters are whole while they are used, gradients until they are summed.
 
         They are those of two layers, or of all layers of a pipeline rank, because its stages give up none after a
         backward.

@@ -64,9 +64,9 @@ def all_reduce_s(message: Numbers, group: Group, in_switch: Numbers = True) -> N
 
 
 def all_to_all_s(message: Numbers, group: Group, crossing: Numbers = 1.0) -> Numbers:
-    """Return the seconds of an all-to-all: each rank has `message` bytes, an equal part for every other; both links at
-    once.
+    """Return the seconds of an all-to-all: each rank has `message` bytes, an equal part for every other rank.
 
+    Links inside the node and to others carry it at the same time.
     crossing: share of the data for other nodes that is sent there; the rest is copied on arrival.
     """
     other_nodes = crossing * message * (1 - group.inside / group.ranks) / group.nic

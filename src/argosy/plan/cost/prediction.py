@@ -37,8 +37,7 @@ class Prediction:
     memory_bytes: Estimate
     """Peak of the rank that needs most."""
     memory: dict[str, float]
-    """Bytes by category (`plan.cost.memory_model.Footprint`), the state exact; their sum is the middle of
-    `memory_bytes`."""
+    """Bytes by category (`plan.cost.memory_model.Footprint`), the state exact; their sum is the middle."""
     traffic: dict[str, int]
     """Axis of the mesh -> bytes that the first rank sends in a step."""
 

@@ -69,7 +69,6 @@ def exchange_s(costs: CostModel, cluster: Cluster) -> float:
 
 
 def exchanges(costs: CostModel, cluster: Cluster, inner_step_s: float) -> list[Exchange]:
-    """Compare synchronous training over all sites with local SGD, for a plan whose step takes `inner_step_s` in a
-    site."""
+    """Compare synchronous training with local SGD, for a plan whose step takes `inner_step_s` in a site."""
     sent, seconds = exchange_bytes(costs, cluster), exchange_s(costs, cluster)
     return [Exchange(h, sent / h, inner_step_s + seconds / h) for h in INNER_STEPS]

@@ -140,8 +140,10 @@ class StepModel(LayerModel):
         return 2 + np.where(self.plans.is_("recompute", "full"), 1 / self.plans.recompute_every, 0.0)
 
     def _tensor(self) -> Numbers:
-        """Return the wait for two sums a layer and direction over tensor-parallel ranks; a reduce-scatter and an
-        all-gather are one sum."""
+        """Return the wait for two sums a layer and direction over tensor-parallel ranks.
+
+        A reduce-scatter and an all-gather are one sum.
+        """
         message = self.tokens * self.work.width * self.activation_bytes
         exposed = self.constants.exposed_tensor * np.where(self.system.overlaps_tensor > 0, 0.5, 1.0)
         in_switch = self.system.sequence_parallel == 0
@@ -171,8 +173,7 @@ class StepModel(LayerModel):
         return work.moe_layers / work.layers * (exchange + np.where(plans.ep > 1, busiest, 0.0))
 
     def _copies(self, places: Numbers) -> Numbers:
-        """Return the copies of a token that are sent: one for each of its experts, or for each of the `places` it goes
-        to."""
+        """Return the copies of a token that are sent: one for each expert, or for each of the `places` it goes to."""
         k = np.maximum(1, self.work.experts_per_token)
         return np.where(self.system.sends_once > 0, np.minimum(k, places * (1 - (1 - 1 / places) ** k)), k)
 
@@ -200,8 +201,7 @@ class StepModel(LayerModel):
     # What comes once a step
 
     def _gradients(self, compute: Numbers, window: Numbers) -> Numbers:
-        """Return the wait of ZeRO 0 to 2 for one sum of all gradients a step; the last microbatch's backward hides a
-        part of it."""
+        """Return the wait of ZeRO 0 to 2 for one sum of all gradients a step; the last backward hides a part."""
         plans, work, system, constants = self.plans, self.work, self.system, self.constants
         dense, experts = self.parameters(work.layers / plans.pp)
         dense = dense + work.vocabulary_parameters / plans.tp
@@ -232,8 +232,7 @@ class StepModel(LayerModel):
         return np.where(plans.is_("offload", "optimizer", "all"), on_host, moved / self.rates.memory_bytes_per_s)
 
     def _offload(self, layer: LayerTime) -> Numbers:
-        """Return what copying a layer's activations adds: they leave beside forward, and backward waits for their
-        return."""
+        """Return what copying a layer's activations adds, beside forward and before backward."""
         if not np.any(self.plans.is_("offload", "activations", "all")):
             return np.zeros(1)
         memory = MemoryModel(self.plans, self.work, self.system, self.constants)

@@ -180,8 +180,7 @@ def _tied_ends(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
 
 
 def _tensor(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
-    """Yield hidden states of all tokens before a layer's first matmul, and sums after its last; in backward the other
-    way."""
+    """Yield hidden states before a layer's first matmul, and sums after its last; in backward the other way."""
     tokens, e = _tokens(plan, run), DTYPE_BYTES[plan.precision]
     hidden = e * tokens * run.model.width
     for stage in stages_on(plan, run, rank).values():
@@ -232,8 +231,7 @@ def _pipeline(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
 
 
 def _experts(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
-    """Yield tokens to their experts and back, and again in backward, for an even load; and the routing data with
-    them."""
+    """Yield tokens to their experts and back, and again in backward, for an even load, with their routing data."""
     model, moe, e = run.model, run.model.moe, DTYPE_BYTES[plan.precision]
     rows = run.train.global_batch // plan.dp
     pairs = _tokens(plan, run) * moe.experts_per_token
@@ -255,8 +253,7 @@ def _experts(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
 
 
 def _muon(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
-    """Yield momenta of cut matrices, gathered cut by cut; and the result of one rank for each, sent to all that need
-    it.
+    """Yield momenta of cut matrices, gathered cut by cut; and each rank's results, to all that need them.
 
     Stacks of experts that are cut only between the experts stay on their rank.
     """
@@ -277,8 +274,7 @@ def _muon(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
 
 
 def _gathered_outer(parameter: Parameter, cut: LocalShard, plan: Plan) -> Iterator[Collective]:
-    """Yield the gathering of tensor and expert cuts; ZeRO 1 and 2 undo the cuts in the opposite order
-    (`parallel.pieces`)."""
+    """Yield the gathering of tensor and expert cuts; ZeRO 1 and 2 undo them in opposite order (`parallel.pieces`)."""
     shape = list(cut.local)
     for axis in ("tp", "ep") if plan.zero in (1, 2) else ("ep", "tp"):
         ranks, dim = (plan.ep, 0) if axis == "ep" else (plan.tp, parameter.tp_dim)

@@ -54,8 +54,7 @@ STORAGE_BYTES_PER_S_PER_DEVICE = 2e12 / 16_384
 """Llama 3 had a file system of 2 TB/s sustained for 16,384 GPUs (Dubey et al. 2024, section 3.3.1)."""
 
 Category = Literal["compute", "network", "optimizer", "rest", "memory"]
-"""Calibration factors: each corrects a part of a step's time, or memory beyond weights, gradients and optimizer
-state."""
+"""Calibration factors: each corrects a part of a step's time, or memory beyond the state of the model."""
 
 
 class Tier(Section):
@@ -116,8 +115,7 @@ def _as_written(device: Device) -> object:
 
 
 class NodeGroup(Section):
-    """Nodes that are alike. A node is the set of devices that the fast link joins: a machine, or an NVLink domain of
-    several."""
+    """Nodes that are alike. The fast link joins the devices of a node: a machine, or an NVLink domain of several."""
 
     device: Annotated[Device, BeforeValidator(_as_device), PlainSerializer(_as_written)]
     """A name in the catalogue, the path of a device's file, or a table of its keys."""

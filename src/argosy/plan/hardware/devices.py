@@ -30,8 +30,7 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 LINK_EFFICIENCY = 0.8
 """Ring collectives over the specified link rate where nobody measured: H200 0.81, B200 0.76, A100 0.76, V100 0.90."""
 NODE_POWER_RATIO = 1.8
-"""A node's nameplate power over that of its devices where none is given: DGX H100 1.82, DGX B200 1.79, DGX A100
-2.03."""
+"""A node's nameplate power over its devices' where none is given: DGX H100 1.82, DGX B200 1.79, DGX A100 2.03."""
 
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda names: tuple(names) if isinstance(names, list) else names)]
 
@@ -98,8 +97,7 @@ class Device(Section):
     ring_busbw_bytes_per_s: PositiveFloat | None = None
     """Measured bus bandwidth of a large ring all-reduce in a whole node."""
     nvls_busbw_bytes_per_s: PositiveFloat | None = None
-    """Measured bus bandwidth of a large all-reduce that the switch sums (NVLS, SHARP); none: the switch does not
-    sum."""
+    """Measured bus bandwidth of a large all-reduce that the switch sums (NVLS, SHARP); none: it does not sum."""
     nvls_min_devices: PositiveInt | None = None
     """The switch sums for groups of at least so many devices."""
     nvls_min_bytes: PositiveFloat | None = None
@@ -196,8 +194,7 @@ class Device(Section):
 
     @property
     def best_flops_per_s(self) -> float:
-        """FLOP/s that a large matmul reaches in 16 bits, or in fp32 (or the device's formats) if there are no 16-bit
-        ones."""
+        """FLOP/s that a large matmul reaches in 16 bits, or else in fp32, or else in the device's formats."""
         order: tuple[Format, ...] = ("bf16", "fp16", "fp32", *self.formats)
         return self.matmul_flops_per_s(next(fmt for fmt in order if fmt in self.formats))
 

@@ -1,5 +1,4 @@
-"""The report of `argosy plan`: the best plans for a run on a cluster, and the reasons. All figures are plain
-numbers."""
+"""The report of `argosy plan`: the best plans for a run on a cluster, and why. All figures are plain numbers."""
 
 from __future__ import annotations
 

@@ -43,8 +43,7 @@ def minimize(function: Function, starts: Array, steps: int = 300, tolerance: flo
 
 
 def _directions(gradients: Array, history: deque[tuple[Array, Array]]) -> Array:
-    """Return downhill directions, scaled by the curvature of the steps in `history`; the first step has length 1 at
-    most."""
+    """Return downhill directions, scaled by the curvature in `history`; the first step has length 1 at most."""
     directions = -gradients
     if not history:
         return directions / np.maximum(1.0, np.linalg.norm(gradients, axis=1, keepdims=True))

@@ -118,10 +118,10 @@ def _costs(run: RunConfig, devices: Devices, machine: Cluster | None) -> CostMod
 
 
 def machine_for(run: RunConfig, devices: Devices) -> Cluster:
-    """Return the description of this machine if it has such devices (predictions may be made for others), else the
-    catalogue's.
+    """Return the description of this machine if it has such devices, else the catalogue's devices.
 
-    For a GPU that the catalogue does not know, a similar one is taken, with a warning.
+    A description may be of other devices, as predictions can be made for any. For a GPU that the catalogue does not
+    know, a similar one is taken, with a warning.
     """
     cluster = cluster_of(run)
     if cluster is None or (cluster.device.kind == "cpu") != (devices.kind == "cpu"):

@@ -1,5 +1,4 @@
-"""The costs of candidate plans: step, memory, and a whole run with its failures, money and energy, each with its
-interval."""
+"""The costs of candidate plans: step, memory, and a whole run with failures, money and energy, as intervals."""
 
 from __future__ import annotations
 

@@ -32,8 +32,7 @@ GIVEN_UP: tuple[tuple[str, ...], ...] = (
     ("tp",),
     ("zero", "recompute", "recompute_every", "offload"),
 )
-"""Keys that the user wrote, in the order in which they are given up: first those that follow from the number of
-ranks."""
+"""What the user wrote is given up in this order: first the keys that follow from the number of ranks."""
 LAYOUT = tuple(key for keys in GIVEN_UP for key in keys)
 """Keys of a plan that a user may have written and that do not change the numbers."""
 WORTH_A_PIN = 1.25
@@ -45,8 +44,7 @@ LEAST_WAITING = 0.001
 LEAST_GAIN = 0.1
 """Share of the step that another plan must save: predictions for two plans of one machine are not more certain."""
 MOVES_WORTH = 2.0
-"""Factor by which the saving must exceed the cost of the migration: the machine may change again before the run
-ends."""
+"""Times that the saving must make up for the migration: the machine may change again before the run ends."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +87,7 @@ def replan(run: RunConfig, plan: Plan, machine: Cluster, processes: int) -> Repl
 
 
 def step_with_slow_rank_s(run: RunConfig, plan: Plan, machine: Cluster, times: float) -> float:
-    """Predict the seconds of a step in which one rank's own work takes so many times as long; the others wait for
-    it."""
+    """Predict the seconds of a step in which one rank's work takes `times` times as long; the others wait."""
     factors = slowed(machine.factors, times, "compute", "optimizer")
     return float(predict(plan, run, machine.model_copy(update={"factors": factors})).step_s.mid)
 
@@ -140,8 +137,7 @@ def _alike(found: SearchResult, plan: Plan) -> SearchResult:
 
 
 def _gathers_narrow(plan: Plan) -> bool:
-    """Return True if all weights, those of norms too, are used in the arithmetic's format, because they are gathered in
-    it."""
+    """Return True if all weights, also those of norms, are gathered and used in the arithmetic's format."""
     return plan.precision != "fp32" and plan.shards_parameters
 
 

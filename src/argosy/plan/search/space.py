@@ -61,8 +61,7 @@ class Space:
         return self.pins.get(key, usual)
 
     def meshes(self, devices: int) -> Table:
-        """Return the ways to lay the axes over so many devices, with the ZeRO stage and the kind of context
-        parallelism."""
+        """Return the ways to lay the axes over so many devices, with ZeRO stage and kind of context parallelism."""
         keys = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "zero", "context")
         rows = list(self._meshes(devices))
         context = WORDS["context"]
