@@ -39,11 +39,15 @@ class MemoryCheckpointing:
         folder, every = memory_folder(), self._run.resilience.memory_checkpoint_every_steps
         if folder is None or not every:
             return
-        boxes = [box for box in self._state.boxes() if travels(box)]
-        self._checkpointer = MemoryCheckpointer(folder, boxes, self._world, self._state.history, self._failed)
+        boxes, events = [box for box in self._state.boxes() if travels(box)], self._records.events
+
+        def failed(why: str) -> None:
+            events.write("memory_checkpoint_failed", why=why)
+
+        self._checkpointer = MemoryCheckpointer(folder, boxes, self._world, self._state.history, failed)
         if self._world.is_first:
             copy_s = sum(map(box_bytes, boxes)) / HOST_COPY_BYTES_PER_S
-            self._pace = MemoryCheckpointPace(every, self._records.mtbf_s(), copy_s, self._records.events.write)
+            self._pace = MemoryCheckpointPace(every, self._records.mtbf_s(), copy_s, events.write)
 
     @property
     def step(self) -> int | None:
@@ -72,9 +76,6 @@ class MemoryCheckpointing:
         """Let go of the save in flight: its world is over."""
         if self._checkpointer is not None:
             self._checkpointer.abandon()
-
-    def _failed(self, why: str) -> None:
-        self._records.events.write("memory_checkpoint_failed", why=why)
 
 
 class MemoryCheckpointPace:

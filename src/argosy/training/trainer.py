@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,6 @@ from torch import Tensor
 from argosy.config.identity import config_sha256
 from argosy.config.schema import RunConfig
 from argosy.data.loader import open_data
-from argosy.errors import RunFailed
 from argosy.faults import fault
 from argosy.models.batch import Microbatch
 from argosy.observe.clock import StepClock
@@ -37,10 +35,8 @@ from argosy.training.schedule import learning_rate_factor
 from argosy.training.shutdown import Shutdown
 from argosy.training.state import Survivor, TrainState
 from argosy.training.step import Requests, Step, StepOutcome
+from argosy.training.step_policy import StepPolicy
 from argosy.training.stop import StopSignal
-
-MOST_RETRIES = 20
-"""How often a step is done again with the same samples: a loss scale is found in fewer."""
 
 
 class Trainer:
@@ -70,7 +66,7 @@ class Trainer:
         self._evaluator = Evaluator(run, plan, self._data.sources, model, world)
         self.state = state = TrainState.begin(model, plan, run)
         self._batches = batches = Batches(run, plan, self._data, state, world, records.events)
-        self._bad_steps = BadStepPolicy(run.resilience, batches.stage, survivor.bad_steps)
+        bad_steps = BadStepPolicy(run.resilience, batches.stage, survivor.bad_steps)
 
         identity, lasting = self._data.identity, config_sha256(run)
         self._checkpointer = checkpointer = Checkpointer(
@@ -79,15 +75,15 @@ class Trainer:
         self._memory = memory = MemoryCheckpointing(run, state, world, records)
         self._pace = Pace(run, self._evaluator.held_out.tokens)
         self._clock = StepClock(world.device, heartbeat)
-        self._integrity = integrity = Integrity(run, state, batches, world, records, self._clock, heartbeat)
+        integrity = Integrity(run, state, batches, world, records, self._clock, heartbeat)
         self._step = Step(run, state, world, self._clock, integrity)
         self._restorer = restorer = Restorer(
-            run, state, survivor, world, checkpointer, memory, batches, integrity, self._bad_steps, records, heartbeat
+            run, state, survivor, world, checkpointer, memory, batches, integrity, bad_steps, records, heartbeat
         )
         self._shutdown = Shutdown(
-            run_dir, state, survivor, stop, checkpointer, memory, restorer, batches, self._bad_steps, heartbeat
+            run_dir, state, survivor, stop, checkpointer, memory, restorer, batches, bad_steps, heartbeat
         )
-        self._retries = 0
+        self._policy = StepPolicy(state, batches, restorer, bad_steps, records)
         self._time_to_first_step_s: float | None = None
         records.measure_peak()
 
@@ -131,19 +127,7 @@ class Trainer:
 
     def decide(self, outcome: StepOutcome) -> Action:
         """Decide what is done with the step, the same on all ranks. Raises: RunFailed if the run ends with it."""
-        step, scaler = self.state.step, self.state.scaler
-        if outcome.replicas_differ or outcome.requests.quarantine or outcome.requests.retry:
-            return Action.RETRY
-        if not math.isfinite(outcome.gradient_norm) and not scaler.is_at_floor:
-            scaler.update(outcome.gradient_norm)
-            self._records.tell("loss_scale", step=step, scale=scaler.scale)
-            return Action.RETRY
-        action, bad = self._bad_steps.decide(step, outcome.loss, outcome.gradient_norm)
-        if bad is not None and action is Action.APPLY:
-            self._records.transient(bad, outcome)
-        elif bad is not None and action is not Action.RETRY:
-            self._records.bad_step(bad, action, self._batches.samples(step))
-        return action
+        return self._policy.decide(outcome)
 
     def optimizer_step(self, outcome: StepOutcome) -> None:
         """Apply the gradients at the step's learning rate; the step counts from then on."""
@@ -151,21 +135,14 @@ class Trainer:
         fault("commit", step=step, rank=self._world.rank)
         factor = learning_rate_factor(step, self._pace.steps, self._run.schedule)
         self._step.apply(self._step.update(outcome, self._run.optimizer.lr * factor))
-        self._retries = 0
+        self._policy.applied()
 
     def drop_step(self, outcome: StepOutcome, action: Action) -> None:
-        """Drop the gradient, mend what is wrong, and leave the state such that the step can be done (again).
+        """Drop the step's gradient, and mend what is wrong, so that the step can be done (again).
 
         Raises: RunFailed, Retryable if that cannot be.
         """
-        step = self.state.step
-        self.state.drop_gradient()
-        if action is Action.RETRY:
-            self._prepare_retry(outcome)
-            return
-        self._batches.skip(step)
-        if action is Action.REWIND:
-            self._restorer.rewind()
+        self._policy.drop(outcome, action)
 
     def evaluate_if_due(self) -> None:
         """Score the model on held-out text every evaluate.every_steps, and after the last step."""
@@ -236,17 +213,6 @@ class Trainer:
             memory_checkpoint=self._memory.is_due(self.state.step + 1, self._pace.step_s),
             hold=self._stop.is_to_hold,
         )
-
-    def _prepare_retry(self, outcome: StepOutcome) -> None:
-        self._retries = 0 if outcome.requests.quarantine else self._retries + 1
-        if self._retries > MOST_RETRIES:
-            raise RunFailed(
-                f"step {self.state.step} was done {MOST_RETRIES} times, and each time something else was wrong."
-            )
-        if outcome.requests.quarantine:
-            self._batches.quarantine()
-        if outcome.replicas_differ:
-            self._restorer.heal_replicas()
 
     def _repeat_interrupted(self) -> None:
         """Run the evaluation and the save again that were due before the last world ended, and were interrupted."""
