@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from argosy import faults
+from argosy.processes.child import Entry
 from argosy.processes.fork_server import ForkServer
 from argosy.resilience.node_check import DTYPES, Unit, check_node, factors, multiply, remember, units, wrong_number
 from argosy.resilience.node_health import Health, NodeCheck, NodeCheckRequest, Wrong, slow_nodes
@@ -116,7 +117,7 @@ def result(fork_server: ForkServer) -> Health:
     end_s = time.monotonic() + 60
     while time.monotonic() < end_s:
         for message in fork_server.take():
-            if message["kind"] == "born":
+            if message["kind"] == "forked":
                 node_check.pid = message["pid"]
             elif message["pid"] == node_check.pid:
                 return node_check.ended(message["exit_code"])
@@ -132,20 +133,20 @@ def test_a_process_examines_the_node_and_says_what_it_found(fork_server):
 
 
 def test_one_that_dies_of_the_machine_is_evidence(fork_server, monkeypatch):
-    monkeypatch.setattr("argosy.resilience.node_health.NODE_CHECK", f"{HERE}:die")
+    monkeypatch.setattr("argosy.resilience.node_health.NODE_CHECK", Entry.of(die))
     (wrong,) = result(fork_server).wrong
     assert wrong.problem == "died of SIGBUS"
 
 
 def test_one_that_never_ends_is_ended_and_evidence(fork_server, monkeypatch):
-    monkeypatch.setattr("argosy.resilience.node_health.NODE_CHECK", f"{HERE}:sleep")
+    monkeypatch.setattr("argosy.resilience.node_health.NODE_CHECK", Entry.of(sleep))
     monkeypatch.setattr("argosy.resilience.node_health.PATIENCE_S", 0.1)
     (wrong,) = result(fork_server).wrong
     assert wrong.problem.startswith("not ended")
 
 
 def test_one_that_could_not_be_is_none(fork_server, monkeypatch):
-    monkeypatch.setattr("argosy.resilience.node_health.NODE_CHECK", f"{HERE}:fail")
+    monkeypatch.setattr("argosy.resilience.node_health.NODE_CHECK", Entry.of(fail))
     health = result(fork_server)
     assert not health.wrong and "exit code 3" in health.unknown
 

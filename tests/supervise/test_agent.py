@@ -17,18 +17,19 @@ from argosy.errors import Retryable, RunFailed
 from argosy.observe.events import read_lines
 from argosy.plan.plan import Plan
 from argosy.processes.channel import Channel, Message
+from argosy.processes.child import Entry
 from argosy.supervise import coordinator_client as module
 from argosy.supervise.agent import Agent
 
 
 class Forks:
-    """A fork server whose processes are the test's: `born` are their ends of the conversation, by key."""
+    """A fork server whose processes are the test's: `forked` are their ends of the channels, by key."""
 
-    is_fertile = True
+    has_forked = True
 
     def __init__(self) -> None:
         self._ends = socket.socketpair()
-        self.born: dict[str, Channel] = {}
+        self.forked: dict[str, Channel] = {}
         self.is_heard = threading.Event()
 
     def fileno(self) -> int:
@@ -42,9 +43,9 @@ class Forks:
     def says_something(self) -> None:
         self._ends[1].send(b"!")
 
-    def fork(self, key: str, entry: str, environment: Mapping[str, str]) -> Channel:
+    def fork(self, key: str, entry: Entry, environment: Mapping[str, str]) -> Channel:
         ours, theirs = socket.socketpair()
-        self.born[key] = Channel(theirs)
+        self.forked[key] = Channel(theirs)
         return Channel(ours)
 
 
@@ -110,9 +111,9 @@ def test_a_worker_that_waits_for_a_world_does_not_hold_up_the_end(agent, server)
     thread.start()
     coordinator = Channel(server.accept()[0])
     coordinator.send("start", slot=0)
-    while "worker 0" not in (born := agent._fork_server.born):
+    while "worker 0" not in (forked := agent._fork_server.forked):
         assert thread.is_alive()
-    born["worker 0"].send("ready", generation=0, why="")
+    forked["worker 0"].send("ready", generation=0, why="")
     while coordinator.receive()["kind"] != "ready":
         pass
     coordinator.send("finish", exit_code=0, why="", error="")

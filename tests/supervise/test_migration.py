@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import pytest
 
 from argosy.observe.events import read_lines
+from argosy.processes.channel import Gone, Message
 from argosy.resilience.detect.finding import Finding
 from argosy.resilience.migration_cost import MigrationAnswer, MigrationQuestion
 from argosy.supervise import migration
@@ -36,15 +35,24 @@ class Watch:
 class Planner:
     """In place of the process that asks the planner."""
 
-    answer, returncode, asked = PAYS, 0, list[MigrationQuestion]()
+    answer, fails, asked = PAYS, False, list[MigrationQuestion]()
 
-    def __init__(self, command: list[str], **_: Any):
-        said = json.loads(command[-1])
-        self.asked.append(MigrationQuestion(**{**said, "on": tuple(said["on"])}))
-        self.stdout = io.BytesIO(json.dumps(asdict(self.answer)).encode())
+    def __init__(self, module: str, run_dir: str):
+        self.channel = self
 
-    def poll(self) -> int:
-        return self.returncode
+    def send(self, kind: str, question: dict[str, Any]) -> None:
+        self.asked.append(MigrationQuestion(**question))
+
+    def hear(self, timeout_s: float) -> list[Message]:
+        if self.fails:
+            raise Gone
+        return [{"kind": "answer", "answer": asdict(self.answer)}]
+
+    def reap(self) -> str:
+        return "exit code 1"
+
+    def kill(self) -> None:
+        pass
 
 
 class Run:
@@ -95,7 +103,7 @@ class Run:
 
 @pytest.fixture(autouse=True)
 def planner(monkeypatch: pytest.MonkeyPatch) -> type[Planner]:
-    monkeypatch.setattr(migration.subprocess, "Popen", Planner)
+    monkeypatch.setattr(migration, "Child", Planner)
     monkeypatch.setattr(Planner, "asked", [])
     return Planner
 
@@ -140,10 +148,10 @@ def test_it_stays_where_it_would_not_pay_or_is_not_to_move(tmp_path, planner, mo
 
 
 def test_a_planner_that_fails_is_no_reason_to_move(tmp_path, monkeypatch):
-    monkeypatch.setattr(Planner, "returncode", 1)
+    monkeypatch.setattr(Planner, "fails", True)
     run = Run(tmp_path)
     run.migrator.slow_node("c", SLOW)
-    assert not run.migrate() and run.events("stayed")[0]["why"] == "the planner failed"
+    assert not run.migrate() and run.events("stayed")[0]["why"] == "the planner failed: exit code 1"
 
 
 def test_a_generation_that_ends_meanwhile_ends_the_case(tmp_path):

@@ -5,12 +5,7 @@ There is no collective in a save: one that hangs on a disk cannot hold up those 
 
 from __future__ import annotations
 
-import json
 import os
-import select
-import signal
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -29,13 +24,14 @@ from argosy.checkpoint.store import CheckpointManifest
 from argosy.checkpoint.writer import Tell, Upkeep
 from argosy.faults import fault
 from argosy.parallel.world import World
+from argosy.processes.channel import Gone
+from argosy.processes.child import Child
 
 HUNG_S = 300.0
 """A writer that is waited for is given up once nothing has been added to its checkpoint, by any rank, for so long."""
 LISTEN_S, CHECK_S = 1.0, 0.1
 """So long news are waited for before the disk is looked at; so often it is asked whether to wait any longer."""
-KILL_S = 1.0
-"""A killed one is waited for so long."""
+WRITER = "argosy.checkpoint.writer"
 
 
 class Saver:
@@ -62,7 +58,7 @@ class Saver:
         # Memory without a name: whichever process dies last, the kernel frees it. Kept from save to save, since
         # having the kernel clear its pages anew takes as long as copying.
         self._memory = os.fdopen(os.memfd_create("argosy-snapshot"), "r+b", buffering=0)
-        self._process: WriterProcess | None = None
+        self._process: Child | None = None
         self._under_way: SaveOrder | None = None
         self._mine: list[Box] | None = None
         self._ticket, self._attempts = "", 0
@@ -134,8 +130,8 @@ class Saver:
         """Wait until all that was saved is read back and copied away as well, and end the writer."""
         self.wait()
         if self._process is not None:
-            with suppress(OSError):
-                self._process.send({"order": "close"})
+            with suppress(Gone):
+                self._process.channel.send("close")
             while self._process is not None:
                 self._attend()
         self._memory.close()
@@ -157,10 +153,11 @@ class Saver:
 
     def _hand_over(self, order: SaveOrder) -> None:
         if self._process is None:
-            self._process = WriterProcess(self._memory.fileno())
+            memory = self._memory.fileno()
+            self._process = Child(WRITER, str(memory), pass_fds=[memory])
         self._under_way = order
-        with suppress(BrokenPipeError):  # it has died: `_listen` finds out, and says why
-            self._process.send({"order": "save", "save": asdict(order), "upkeep": asdict(self._upkeep)})
+        with suppress(Gone):  # it has died: `_listen` finds out, and says why
+            self._process.channel.send("save", order=asdict(order), upkeep=asdict(self._upkeep))
 
     def _attend(self) -> None:
         """Listen until something is heard, but no longer than `LISTEN_S`, and only while `check` lets it: of a world
@@ -177,13 +174,15 @@ class Saver:
         process = self._process
         if process is None:
             return True
-        news = process.news(timeout_s)
-        for record in news:
-            self._take(record.pop("news"), record)
-        if not process.is_open and self._process is process:
+        try:
+            news = process.hear(timeout_s)
+        except Gone:
             self._process = None
             self._take_death(process)
-        return bool(news) or self._process is not process
+            return True
+        for facts in news:
+            self._take(facts.pop("kind"), facts)
+        return bool(news)
 
     def _take(self, news: str, facts: dict[str, Any]) -> None:
         if news in ("save", "save_failed"):
@@ -209,7 +208,7 @@ class Saver:
         self._process = None
         self._failed(order, f"the writer process hung ({why})")
 
-    def _take_death(self, process: WriterProcess) -> None:
+    def _take_death(self, process: Child) -> None:
         why = process.reap()
         self._heard("writer_died", pid=process.pid, why=why)
         order, self._under_way = self._under_way, None
@@ -228,65 +227,6 @@ class Saver:
             return
         with suppress(OSError):
             leave_note(order, Note(order.ticket, error=error))
-
-
-class WriterProcess:
-    """A process that runs `checkpoint.writer`, reading from the file in memory with descriptor `memory`."""
-
-    def __init__(self, memory: int):
-        """Raises: OSError if there can be no more processes."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "argosy.checkpoint.writer", str(memory), str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            pass_fds=[memory],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)},
-            start_new_session=True,  # ctrl-C is for training, which saves then
-        )
-        self._rest = b""
-        self.is_open = True
-        """Whether it may have more to say."""
-
-    @property
-    def pid(self) -> int:
-        """The process's number."""
-        return self._process.pid
-
-    def send(self, order: Mapping[str, Any]) -> None:
-        """Raises: BrokenPipeError if it is gone."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order).encode() + b"\n")
-
-    def news(self, timeout_s: float) -> list[dict[str, Any]]:
-        """What it has said; waits for that up to `timeout_s`."""
-        assert self._process.stdout is not None
-        said, out = b"", self._process.stdout
-        while self.is_open and select.select([out], [], [], 0.0 if said else timeout_s)[0]:
-            data = os.read(out.fileno(), 2**16)
-            said += data
-            self.is_open = bool(data)
-        *lines, self._rest = (self._rest + said).split(b"\n")
-        return [json.loads(line) for line in lines]
-
-    def kill(self) -> None:
-        """End it, whatever it is at. In a system call that hangs it does so later, which nobody waits for."""
-        self._process.kill()
-        self._close()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(KILL_S)
-
-    def reap(self) -> str:
-        """How it ended, in words; to be called when it has, or soon will."""
-        self._close()
-        code = self._process.wait()
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-    def _close(self) -> None:
-        self.is_open = False
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
 
 
 def deal(holdings: Sequence[Sequence[Box]]) -> list[list[Box]]:

@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
     if options.every_s <= 0:
         raise UserError(f"--every-s {options.every_s:g}: must be more than 0. Try --every-s 60.")
     from argosy.chaos.campaign import KINDS
-    from argosy.chaos.chaos import run_chaos
+    from argosy.chaos.run import run_chaos
     from argosy.config.dump import save_run
 
     if options.minutes:

@@ -11,7 +11,8 @@ from argosy.errors import ArgosyWarning, RunFailed, UserError
 from argosy.plan.hardware.local_machine import host_memory_bytes
 from argosy.plan.search.auto import Devices
 from argosy.processes.channel import Gone
-from argosy.processes.fork_server import ForkServer, channel_to_parent
+from argosy.processes.child import Entry, channel_to_parent
+from argosy.processes.fork_server import ForkServer
 
 LAUNCH, PLANNED = "ARGOSY_LAUNCH", "ARGOSY_PLANNED"
 FAST_BF16 = 1.5
@@ -64,7 +65,7 @@ def tell() -> None:
 def ask(fork_server: ForkServer, launch: LaunchConfig, planned: int) -> Devices:
     """The same without torch here, by a process of `fork server`, which has it. Raises: UserError, RunFailed."""
     settings = {LAUNCH: launch.model_dump_json(), PLANNED: str(planned)}
-    channel = fork_server.fork("devices", f"{__name__}:tell", settings)
+    channel = fork_server.fork("devices", Entry.of(tell), settings)
     try:
         answer = channel.receive()
     except Gone:

@@ -53,7 +53,7 @@ def train(run: RunConfig, run_dir: Path | None = None, *, accept_changes: bool =
 @contextmanager
 def fork_server() -> Iterator[ForkServer]:
     """Where a run's processes come from; it imports torch while the run is being settled."""
-    forks = ForkServer(WORKER.partition(":")[0])
+    forks = ForkServer(WORKER.module)
     try:
         yield forks
     finally:

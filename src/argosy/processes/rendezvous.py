@@ -7,7 +7,7 @@ from contextlib import suppress
 from torch.distributed import TCPStore
 
 from argosy.processes.channel import Gone
-from argosy.processes.fork_server import channel_to_parent
+from argosy.processes.child import channel_to_parent
 
 
 def main() -> None:

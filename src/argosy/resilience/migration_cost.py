@@ -1,21 +1,21 @@
 """What the planner says of a slow node or link: a process of its own, since the search takes a second or more.
 
-`python -m argosy.resilience.migration_cost RUN_DIR QUESTION` prints the answer; both are JSON.
+`python -m argosy.resilience.migration_cost RUN_DIR` answers the question that comes over its channel.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan.plan import Plan
+from argosy.processes.child import channel_to_parent, end_with_parent
 
 NICE = 10
 """Training comes first."""
@@ -60,10 +60,11 @@ class MigrationAnswer:
 def main() -> None:
     """Entry of the process."""
     os.nice(NICE)
-    run_dir, text = sys.argv[1:]
-    asked: dict[str, Any] = json.loads(text)
-    question = MigrationQuestion(**{**asked, "on": tuple(asked["on"])})
-    print(json.dumps(asdict(answer(Path(run_dir), question))))
+    coordinator = channel_to_parent()
+    asked = coordinator.receive()
+    end_with_parent(coordinator)
+    question = MigrationQuestion(**{**asked["question"], "on": tuple(asked["question"]["on"])})
+    coordinator.send("answer", answer=asdict(answer(Path(sys.argv[1]), question)))
 
 
 def answer(run_dir: Path, question: MigrationQuestion) -> MigrationAnswer:

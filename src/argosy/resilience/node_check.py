@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from argosy.faults import fault
-from argosy.processes.fork_server import channel_to_parent
+from argosy.processes.child import channel_to_parent
 from argosy.resilience.detect.memory import read_memory
 from argosy.resilience.node_health import Health, NodeCheckRequest, Wrong
 

@@ -18,9 +18,11 @@ from typing import Any, Self
 from pydantic import TypeAdapter
 
 from argosy.processes.channel import Gone
+from argosy.processes.child import Entry
 from argosy.processes.fork_server import ForkServer
 
-NODE_CHECK = "argosy.resilience.node_check:main"
+NODE_CHECK = Entry("argosy.resilience.node_check")
+"""By name, as it imports torch."""
 ASKED = "ARGOSY_EXAMINATION"
 """Environment variable: what is asked of the process that examines, as JSON."""
 PATIENCE_S = 60.0

@@ -30,7 +30,8 @@ from argosy.observe.events import Events
 from argosy.observe.heartbeat import heartbeat_path, read_heartbeat
 from argosy.plan.plan import Plan
 from argosy.processes.channel import Channel, Gone, Message
-from argosy.processes.fork_server import ForkServer
+from argosy.processes.child import Entry
+from argosy.processes.fork_server import RENDEZVOUS, ForkServer
 from argosy.resilience.detect.finding import Finding, process_state
 from argosy.resilience.detect.node import NodeWatch
 from argosy.resilience.node_health import Health, NodeCheck, NodeCheckRequest
@@ -39,8 +40,8 @@ from argosy.supervise.folder import name_of
 from argosy.supervise.nodes import Cause, State
 from argosy.supervise.worker_process import WorkerProcess
 
-WORKER = "argosy.supervise.worker:main"
-STORE = "argosy.processes.rendezvous:main"
+WORKER = Entry("argosy.supervise.worker")
+"""A worker process; by name, as it imports torch, which an agent does without."""
 TICK_S = 0.05
 """How often it looks at the clock; what others say or do wakes it at once."""
 BREAK_S = 10.0
@@ -162,11 +163,11 @@ class Agent:
 
         Raises: RunFailed if it never gave birth: another would fare no better.
         """
-        if not self._fork_server.is_fertile:
+        if not self._fork_server.has_forked:
             raise RunFailed("the process that workers are forked from died at once; what it printed says why")
         self._selector.unregister(self._fork_server)
         self._fork_server.close()
-        self._fork_server = ForkServer(WORKER.partition(":")[0])
+        self._fork_server = ForkServer(WORKER.module)
         self._selector.register(self._fork_server, selectors.EVENT_READ, self._hear_fork_server)
         self._events.write("fork_server_replaced", pid=self._fork_server.pid)
         for process in list(self._processes.values()):
@@ -334,7 +335,7 @@ class Agent:
             with suppress(KeyError):
                 self._selector.unregister(self._store)
             self._store.close()
-        self._store, self._store_generation = self._fork_server.fork("store", STORE, {}), generation
+        self._store, self._store_generation = self._fork_server.fork("store", RENDEZVOUS, {}), generation
         self._selector.register(self._store, selectors.EVENT_READ, self._hear_store)
 
     def _hear_store(self) -> None:

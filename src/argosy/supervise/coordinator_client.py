@@ -9,8 +9,6 @@ import fcntl
 import selectors
 import socket
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -23,6 +21,7 @@ from argosy.errors import Retryable, RunFailed, UserError
 from argosy.observe.events import Events
 from argosy.plan.plan import Plan
 from argosy.processes.channel import Address, Channel, Gone, Message, call
+from argosy.processes.child import Child
 
 ASK_S = 0.5
 """How often the coordinator is asked, and answers, if only to say that it is there."""
@@ -33,6 +32,7 @@ HANG_S = 60.0
 """One that runs here, where no way could be cut, is replaced. It may have to wait for a disk, or to search a plan."""
 MOST_STILLBORN = 5
 """Coordinators in a row that die before they say anything; another would fare no better."""
+COORDINATOR = "argosy.supervise.coordinator"
 SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
@@ -43,7 +43,7 @@ class CoordinatorClient:
         self._run_dir, self._launch, self._plan, self._events = run_dir, run.launch, plan, events
         self._patience_s = run.resilience.coordinator_timeout_s
         self._channel: Channel | None = None
-        self._server: subprocess.Popen[bytes] | None = None
+        self._server: Child | None = None
         self._is_heard = False
         self._stillborn = 0
         self._listener: socket.socket | None = None
@@ -73,14 +73,13 @@ class CoordinatorClient:
         """
         if self._channel is None:
             self._reach(now)
-        elif self._server is not None and self._server.poll() is not None:
+        elif self._server is not None and not self._server.is_alive:
             self._start()  # a call that nobody answers yet goes through all the same
         elif self._asked_s is not None and now - self._asked_s > (limit_s := HANG_S if self._server else SILENCE_S):
             self._check_patience(now)
             self._lose(f"it did not answer for {limit_s:.0f} s")
             if self._server is not None:
                 self._server.kill()
-                self._server.wait()
         else:  # nothing piles up while it does not answer
             return self._asked_s is None and now - self._last_asked_s > ASK_S
         return False
@@ -102,7 +101,6 @@ class CoordinatorClient:
             self._channel.close()
         if self._server is not None and self._launch.nodes == 1:
             self._server.kill()  # with several nodes it ends when all have gone
-            self._server.wait()
         if self._listener is not None:
             self._listener.close()
 
@@ -161,7 +159,7 @@ class CoordinatorClient:
         It listens on a socket that stays open here, so that who calls while it is being replaced only has to wait.
         """
         self._listener = self._listener or self._open_listener()
-        if self._listener is None or (self._server is not None and self._server.poll() is None):
+        if self._listener is None or (self._server is not None and self._server.is_alive):
             return
         assert self._address is not None
         replaces, descriptor = self._server is not None, self._listener.fileno()
@@ -170,13 +168,11 @@ class CoordinatorClient:
         if self._stillborn == MOST_STILLBORN:
             raise RunFailed(f"the coordinator died {self._stillborn} times before it said anything: {log} says why")
         self._is_heard = False
-        module = "argosy.supervise.coordinator"
-        command = [sys.executable, "-m", module, str(self._run_dir), str(descriptor), str(self._plan)]
+        arguments = (str(self._run_dir), str(descriptor), str(self._plan))
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as out:
-            self._server = subprocess.Popen(
-                command, pass_fds=[descriptor], stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-            )
+            # It does not end with this agent: others may need it.
+            self._server = Child(COORDINATOR, *arguments, pass_fds=[descriptor], stdout=out, stderr=out)
         self._events.write("coordinator_started", pid=self._server.pid, port=self._address[1], replaces=replaces)
 
     def _open_listener(self) -> socket.socket | None:

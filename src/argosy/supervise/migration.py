@@ -9,20 +9,21 @@ make steps faster is not made again.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from argosy.observe.events import Events
+from argosy.processes.channel import Gone
+from argosy.processes.child import Child
 from argosy.resilience.detect.finding import Finding
 from argosy.resilience.migration_cost import MigrationAnswer, MigrationQuestion
 from argosy.supervise.membership import Membership
 from argosy.supervise.watch import RunWatch
 
+PLANNER = "argosy.resilience.migration_cost"
 APART_S = 300.0
 """Between two moves."""
 MIGRATION_S = 60.0
@@ -42,7 +43,7 @@ class _Case:
     leave_out: tuple[str, ...]
     """Nodes, if it comes to a move."""
     question: MigrationQuestion
-    asked: subprocess.Popen[bytes] | None = None
+    asked: Child | None = None
     answer: MigrationAnswer | None = None
     """Once it is to be moved."""
     hold_until_s: float = 0.0
@@ -121,26 +122,20 @@ class Migrator:
         if case.question.kind == "slow_node" and case.question.on[0] >= membership.size:  # spares: the plan stays
             self._agree(case, MigrationAnswer(True, membership.plan, membership.size), now_s)
             return
-        command = [
-            sys.executable,
-            "-m",
-            "argosy.resilience.migration_cost",
-            str(self._run_dir),
-            json.dumps(asdict(case.question)),
-        ]
-        case.asked = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+        case.asked = Child(PLANNER, str(self._run_dir))
+        with suppress(Gone):  # it has died: `_hear` finds out
+            case.asked.channel.send("question", question=asdict(case.question))
 
-    def _hear(self, case: _Case, asked: subprocess.Popen[bytes], now_s: float) -> None:
-        if asked.poll() is None:
-            return
-        assert asked.stdout is not None
-        text = asked.stdout.read()
-        asked.stdout.close()
-        said = (
-            MigrationAnswer(**json.loads(text))
-            if asked.returncode == 0
-            else MigrationAnswer(False, why="the planner failed")
-        )
+    def _hear(self, case: _Case, asked: Child, now_s: float) -> None:
+        try:
+            messages = asked.hear(0.0)
+        except Gone:
+            said = MigrationAnswer(False, why=f"the planner failed: {asked.reap()}")
+        else:
+            if not messages:
+                return
+            said = MigrationAnswer(**messages[0]["answer"])
+            asked.kill()
         if said.pays:
             self._agree(case, said, now_s)
         else:
@@ -182,9 +177,8 @@ class Migrator:
 
     def _drop(self) -> None:
         """Let go of the case: it is decided, or its generation is over."""
-        if self._case is not None and self._case.asked is not None and self._case.asked.poll() is None:
+        if self._case is not None and self._case.asked is not None:
             self._case.asked.kill()
-            self._case.asked.wait()
         self._case = None
 
     def _tell(self, kind: str, case: _Case, said: MigrationAnswer, **facts: Any) -> None:

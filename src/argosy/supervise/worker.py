@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch.distributed import DistError
 
@@ -27,7 +27,7 @@ from argosy.parallel.connections import Connections
 from argosy.parallel.world import Place, World, join_world, leave_world
 from argosy.plan.plan import Plan
 from argosy.processes.channel import Channel, Gone, Message
-from argosy.processes.fork_server import channel_to_parent
+from argosy.processes.child import channel_to_parent
 from argosy.training.loop import train
 from argosy.training.state import Survivor
 from argosy.training.stop import StopSignal
@@ -66,7 +66,7 @@ class AgentClient:
         """Whether the agent has said that the world at hand is over."""
         return self._broken.is_set()
 
-    def say(self, kind: str, **facts: object) -> None:
+    def say(self, kind: str, **facts: Any) -> None:
         """Tell the agent; without one there is nothing left to live for."""
         try:
             self._channel.send(kind, **facts)

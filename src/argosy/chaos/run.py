@@ -19,6 +19,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from argosy.chaos.campaign import KINDS, Blow, Campaign, Dealt, command_of, is_alive
+from argosy.chaos.weights import weight_differences
 from argosy.errors import UserError
 from argosy.faults import VARIABLE
 from argosy.observe.events import read_lines
@@ -255,46 +256,6 @@ def _events(run_dir: Path) -> list[dict[str, Any]]:
 
 def _losses(run_dir: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in read_lines(run_dir / "metrics.jsonl") if "loss" in record}
-
-
-def weight_differences(one: Path, other: Path) -> Iterator[str]:
-    """What differs, in any bit, between the newest checkpoints of two runs, in whatever pieces they lie."""
-    from argosy.checkpoint.store import committed
-
-    newest = [saved[-1] for saved in map(committed, (one, other)) if saved]
-    if len(newest) < 2:
-        yield "a checkpoint is missing"
-        return
-    if newest[0].step != newest[1].step:
-        yield f"the last checkpoints are of steps {newest[0].step} and {newest[1].step}"
-        return
-    wholes = [_Tensors(checkpoint.folder) for checkpoint in newest]
-    for name in sorted(wholes[0].names | wholes[1].names):
-        if wholes[0].bits(name) != wholes[1].bits(name):
-            yield name
-
-
-class _Tensors:
-    """The tensors of a checkpoint, put together from its shard files."""
-
-    def __init__(self, folder: Path):
-        from argosy.checkpoint.shards import ShardFile
-
-        self._files = [ShardFile(path) for path in sorted(folder.glob("*.safetensors"))]
-        self.names = {box.name for file in self._files for box in file.boxes}
-
-    def bits(self, name: str) -> bytes:
-        """The whole tensor's bytes; none if it is not there."""
-        import torch
-
-        whole = None
-        for file in self._files:
-            for box in file.boxes:
-                if box.name == name:
-                    part = file.read(box, box)
-                    whole = torch.zeros(box.whole, dtype=part.dtype) if whole is None else whole
-                    whole[tuple(slice(a, b) for a, b in zip(box.offset, box.end, strict=True))] = part
-        return b"" if whole is None else whole.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _left_behind(pids: set[int]) -> Iterator[str]:
