@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from argosy.config.schema import LaunchConfig, ResilienceConfig, RunConfig
-from argosy.errors import Retryable, RunFailed
+from argosy.errors import Retryable
 from argosy.observe.events import read_lines
 from argosy.plan.plan import Plan
 from argosy.processes.channel import Channel, Message
@@ -91,20 +90,6 @@ def test_it_does_not_wait_for_an_answer_to_its_call(agent, monkeypatch):
     assert not thread.is_alive()
 
 
-def test_it_calls_again_when_the_connection_breaks(agent, server, tmp_path):
-    thread = threading.Thread(target=agent.run)
-    thread.start()
-    for _ in range(3):
-        coordinator = Channel(server.accept()[0])
-        assert coordinator.receive()["kind"] == "hello"
-        coordinator.send("heard")
-        coordinator.close()
-    coordinator = Channel(server.accept()[0])
-    coordinator.send("finish", exit_code=0, why="", error="")
-    thread.join(10)
-    assert not thread.is_alive()
-
-
 def test_a_worker_that_waits_for_a_world_does_not_hold_up_the_end(agent, server):
     """That of a spare node, which nobody needed."""
     thread = threading.Thread(target=agent.run)
@@ -119,26 +104,3 @@ def test_a_worker_that_waits_for_a_world_does_not_hold_up_the_end(agent, server)
     coordinator.send("finish", exit_code=0, why="", error="")
     thread.join(10)
     assert not thread.is_alive()
-
-
-def test_a_coordinator_that_dies_at_once_each_time_ends_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    agent = Agent(tmp_path, RunConfig(), Plan(), Forks())  # type: ignore[arg-type]
-    with pytest.raises(RunFailed, match=r"died 5 times before it said anything: .*coordinator\.log says why"):
-        agent.run()
-
-
-def test_a_coordinator_that_hangs_is_replaced(tmp_path, monkeypatch):
-    """Where it runs: its agent can tell that from a way that is cut."""
-    hung = tmp_path / "hung"
-    hung.write_text("#!/bin/sh\nexec sleep 60\n")
-    hung.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(hung))
-    monkeypatch.setattr(module, "HANG_S", 0.2)
-    agent = Agent(tmp_path, RunConfig(), Plan(), Forks())  # type: ignore[arg-type]
-    with pytest.raises(RunFailed, match="died 5 times"):
-        agent.run()
-    events = read_lines(tmp_path / "events/launcher.jsonl")
-    started = [e for e in events if e["event"] == "coordinator_started"]
-    assert [e["replaces"] for e in started] == [False, *[True] * 4] and len({e["port"] for e in started}) == 1
-    assert not any(Path(f"/proc/{e['pid']}").exists() for e in started)
