@@ -121,7 +121,7 @@ def result(fork_server: ForkServer) -> Health:
                 node_check.pid = message["pid"]
             elif message["pid"] == node_check.pid:
                 return node_check.ended(message["exit_code"])
-        node_check.hurry()
+        node_check.end_if_late()
         time.sleep(0.01)
     raise AssertionError("it never ended")
 

@@ -69,9 +69,8 @@ def in_generation(generation: int, rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture
-def come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], AgentConnection]]:
+def come(tmp_path: Path) -> Iterator[Callable[[str], AgentConnection]]:
     """A coordinator of a run of two processes, and agents that come to it."""
-    monkeypatch.setattr(coordinator, "ALONE_S", 0.2)
     listener = socket.create_server(("127.0.0.1", 0))
     run = RunConfig(
         launch=LaunchConfig(nodes=2, coordinator="node0:29400"), resilience=ResilienceConfig(wait_for_nodes_s=600)
@@ -84,11 +83,11 @@ def come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
         agents.append(AgentConnection(name, listener.getsockname()[1], name_of(tmp_path)))
         return agents[-1]
 
-    first = new("")  # it would not wait long for one
     thread.start()
     yield new
-    for agent in (first, *agents):
+    for agent in agents:
         agent.close()
+    of._alone_s = 0.0
     thread.join(10)
     listener.close()
     assert not thread.is_alive()
@@ -187,7 +186,7 @@ def test_a_node_that_computes_wrongly_is_sent_away_with_the_evidence(come, tmp_p
     b.say("node_checked", health={**WELL, "wrong": [EVIDENCE]})
     finish = b.hears("finish")
     assert finish["exit_code"] == 69 and finish["error"] == "UnfitNode"
-    assert "b computes wrongly: core 1, memory: 0x1, not 0x0" in finish["why"]
+    assert "b computes wrong results: core 1, memory: 0x1, not 0x0" in finish["why"]
     (refused,) = events(tmp_path, "node_refused")
     assert refused["node"] == "b" and refused["evidence"] == [EVIDENCE]
     come("c").begins()

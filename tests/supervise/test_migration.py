@@ -169,7 +169,7 @@ def test_ranks_that_do_not_come_to_stand_are_not_waited_for_for_ever(tmp_path):
     for _ in range(3):
         run.look()
     run.look(seconds=migration.HOLD_WITHIN_S)
-    assert not run.migrate() and "stood still" in run.events("stayed")[0]["why"]
+    assert not run.migrate() and "not all ranks held" in run.events("stayed")[0]["why"]
 
 
 def test_moves_are_apart_and_what_they_cost_is_measured(tmp_path, planner, monkeypatch):

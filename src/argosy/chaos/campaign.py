@@ -18,7 +18,7 @@ from pathlib import Path
 from argosy.errors import Retryable
 from argosy.observe.heartbeat import HeartbeatReading, read_heartbeat
 from argosy.resilience.detect.finding import process_state
-from argosy.supervise.agent import SCRATCH
+from argosy.supervise.scratch import SCRATCH
 
 TICK_S = 0.05
 NOBODY_S = 1.0

@@ -24,7 +24,7 @@ from argosy.errors import UserError
 from argosy.faults import VARIABLE
 from argosy.observe.events import read_lines
 from argosy.observe.ledger import read_ledger
-from argosy.supervise.agent import SCRATCH
+from argosy.supervise.scratch import SCRATCH
 
 STEP_POINTS = ("forward", "bucket", "judge", "commit", "optimizer")
 SAVE_POINTS = ("snapshot", "save", "rename", "renamed")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from argosy.resilience.detect.hang import HangDetector, blame, who_waits
+from argosy.resilience.detect.hang import HangDetector, blame, waits_between
 from resilience.detect.samples import World
 
 
@@ -81,7 +81,7 @@ def test_counts_of_point_to_point_groups_blame_nobody():
     world.count([0], "mesh_pp#1", 3)
     world.change([0, 1], phase="pipeline")
     readings = {rank: seen.reading for rank, seen in world.sample().workers.items()}
-    assert who_waits(readings) == {}
+    assert waits_between(readings) == {}
     assert blame(readings)[1] == (0, 1)
 
 
