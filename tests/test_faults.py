@@ -62,7 +62,7 @@ def test_text_and_json_say_the_same():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("kill", "no ACTION@POINT"),
+        ("kill", "not ACTION@POINT"),
         ("kil@optimizer", "did you mean kill"),
         ("kill@optimiser", "did you mean optimizer"),
         ("kill@optimizer:stepp=3", "did you mean step"),

@@ -1,6 +1,6 @@
-"""Train a run twice, left alone and while its processes are killed, and compare what they come to.
+"""Train a run twice, undisturbed and while its processes are killed, and compare losses and weights.
 
-The first training says how long the run takes and what its weights should be; the second one meets faults at times that
+The first training tells how long the run takes and what its weights should be; the second meets faults at times that
 follow from --fault-seed: kills and stops of workers, of the process that writes checkpoints, of the coordinator and of
 the command itself, and kills at fault points inside a step. A first training that is done already is reused.
 
@@ -31,7 +31,7 @@ class Options:
     """Options of `argosy chaos`."""
 
     fault_seed: int = 0
-    """What strikes, and when, follows from it."""
+    """Determines which faults come, and when."""
     minutes: float = 0.0
     """How long the undisturbed training is to take; 0: as many steps as the run says."""
     every_s: float = 60.0
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
     folder = (options.folder or Path("runs") / f"{run.name}-chaos").absolute()
     folder.mkdir(parents=True, exist_ok=True)
     save_run(run, folder / "run.toml")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was started is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the run it started is ended
     seed, kinds = options.fault_seed, options.kinds or tuple(KINDS)
     report = run_chaos(folder / "run.toml", folder, seed=seed, every_s=options.every_s, kinds=kinds)
     (folder / f"seed-{seed}.json").write_text(report.model_dump_json(indent=1) + "\n")
