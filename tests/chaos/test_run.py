@@ -67,7 +67,7 @@ def campaign(tmp_path: Path, *blows: Blow) -> Campaign:
     return Campaign(command, run_dir, blows, {"PYTHONPATH": os.pathsep.join(sys.path)})
 
 
-def test_a_run_is_struck_and_watched_until_its_end(tmp_path):
+def test_faults_are_injected_and_the_run_is_watched_until_its_end(tmp_path):
     run = campaign(tmp_path, Blow(0.3, "kill", 0.0), Blow(1.0, "coordinator", 0.0))
     run.run()
     assert run.exit_code == 0 and run.starts == 1
@@ -82,7 +82,7 @@ def test_a_run_is_struck_and_watched_until_its_end(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["term", "launcher"])
-def test_a_run_whose_command_was_struck_is_started_again(tmp_path, kind):
+def test_a_run_whose_command_was_killed_is_started_again(tmp_path, kind):
     run = campaign(tmp_path, Blow(0.3, kind, 0.5))
     run.run()
     assert run.exit_code == 0 and run.starts == 2
@@ -110,7 +110,7 @@ def test_steps_that_are_made_again_count_as_lost():
     assert other.seen_s is None
 
 
-def test_what_comes_of_a_process_is_found():
+def test_descendants_of_a_process_are_found():
     assert os.getpid() in descendants(os.getppid())
     assert descendants(2**22 + 1) == []
 

@@ -88,7 +88,7 @@ def test_descriptors_go_with_their_message_and_are_closed_if_nobody_takes_them(e
     os.close(read)
 
 
-def test_who_takes_nothing_for_long_is_waited_for_if_that_is_asked_for():
+def test_a_peer_that_takes_nothing_is_waited_for_if_asked():
     one, other = socket.socketpair()
     here, there = Channel(one, send_timeout_s=math.inf), Channel(other)
     sending = threading.Thread(target=here.send, args=("long",), kwargs={"text": "x" * 10_000_000})
@@ -126,7 +126,7 @@ def test_nothing_follows_half_a_message():
     there.close()
 
 
-def test_a_call_is_answered_or_not_and_nobody_waits_for_it():
+def test_a_call_does_not_block_whether_it_is_answered_or_not():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         calling = call(listener.getsockname())
         connection = calling.result(timeout=10)

@@ -77,7 +77,7 @@ def test_it_tells_how_each_of_them_ended(fork_server):
         channels[0].receive()
 
 
-def test_a_fork_server_that_was_killed_is_gone_and_its_processes_hear_of_their_asker_still(fork_server):
+def test_processes_of_a_killed_fork_server_still_talk_to_their_asker(fork_server):
     channel = fork_server.fork("a", GREET, {"COLOUR": "red"})
     channel.receive()
     os.kill(fork_server.pid, signal.SIGKILL)

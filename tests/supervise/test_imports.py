@@ -35,5 +35,5 @@ def test_agent_coordinator_writer_and_chaos_import_no_torch():
     assert done.returncode == 0, done.stderr
 
 
-def test_functions_of_chaos_import_none_either():
+def test_functions_of_chaos_import_no_torch_either():
     assert not [path.name for path in (PACKAGE / "chaos").glob("*.py") if "import torch" in path.read_text()]

@@ -108,7 +108,7 @@ def planner(monkeypatch: pytest.MonkeyPatch) -> type[Planner]:
     return Planner
 
 
-def test_a_slow_node_is_left_out_once_all_ranks_stand_still(tmp_path, planner):
+def test_a_slow_node_is_left_out_once_all_ranks_hold(tmp_path, planner):
     run = Run(tmp_path)
     run.migrator.slow_node("c", SLOW)
     run.look()
@@ -136,7 +136,7 @@ def test_a_spare_takes_its_place_and_the_planner_is_not_asked(tmp_path, planner)
     assert not planner.asked
 
 
-def test_it_stays_where_it_would_not_pay_or_is_not_to_move(tmp_path, planner, monkeypatch):
+def test_there_is_no_migration_that_does_not_pay_or_is_off(tmp_path, planner, monkeypatch):
     monkeypatch.setattr(Planner, "answer", MigrationAnswer(False, "dp_replicate=2", 2, 2, 0.6, 0.55, 1000))
     run = Run(tmp_path)
     run.migrator.slow_node("c", SLOW)
@@ -147,7 +147,7 @@ def test_it_stays_where_it_would_not_pay_or_is_not_to_move(tmp_path, planner, mo
     assert not off.migrate() and len(planner.asked) == 1
 
 
-def test_a_planner_that_fails_is_no_reason_to_move(tmp_path, monkeypatch):
+def test_a_planner_that_fails_is_no_reason_to_migrate(tmp_path, monkeypatch):
     monkeypatch.setattr(Planner, "fails", True)
     run = Run(tmp_path)
     run.migrator.slow_node("c", SLOW)
@@ -163,7 +163,7 @@ def test_a_generation_that_ends_meanwhile_ends_the_case(tmp_path):
     assert not run.migrate() and not run.events("migrated")
 
 
-def test_ranks_that_do_not_come_to_stand_are_not_waited_for_for_ever(tmp_path):
+def test_ranks_that_do_not_hold_are_not_waited_for_for_ever(tmp_path):
     run = Run(tmp_path)
     run.migrator.slow_node("c", SLOW)
     for _ in range(3):
@@ -172,7 +172,7 @@ def test_ranks_that_do_not_come_to_stand_are_not_waited_for_for_ever(tmp_path):
     assert not run.migrate() and "not all ranks held" in run.events("stayed")[0]["why"]
 
 
-def test_moves_are_apart_and_what_they_cost_is_measured(tmp_path, planner, monkeypatch):
+def test_migrations_are_apart_and_their_cost_is_measured(tmp_path, planner, monkeypatch):
     run = Run(tmp_path)
     run.migrator.slow_node("c", SLOW)
     run.migrate()
@@ -187,7 +187,7 @@ def test_moves_are_apart_and_what_they_cost_is_measured(tmp_path, planner, monke
 
 
 @pytest.mark.parametrize(("after_s", "again"), [(0.99, False), (0.5, True)])
-def test_a_move_that_did_not_gain_is_not_tried_again(tmp_path, planner, after_s, again):
+def test_a_migration_that_did_not_gain_is_not_tried_again(tmp_path, planner, after_s, again):
     run = Run(tmp_path)
     run.migrator.slow_node("c", SLOW)
     run.migrate()

@@ -72,13 +72,13 @@ class HangDetector:
         return self._without_progress(sample)
 
     def _beat_patience_s(self, seen: WorkerSeen) -> float:
-        """How long a beat may stand still: imports, and the making of a model, hold Python's lock for seconds."""
+        """Return how long a beat may stop: imports and the construction of a model hold Python's lock for seconds."""
         if seen.state != "T" and seen.reading.phase in SLOW_PHASES:
             return max(self._heartbeat_timeout_s, MIN_AUTO_S)
         return self._heartbeat_timeout_s
 
     def _track(self, rank: int, reading: HeartbeatReading) -> _Track:
-        """What is known of the rank; it begins anew with another process or another world."""
+        """Return the record of a rank, a new one for another process or another world."""
         track = self._tracks.get(rank)
         if track is None or (track.reading.pid, track.reading.generation) != (reading.pid, reading.generation):
             return _Track(reading)
