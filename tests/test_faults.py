@@ -37,8 +37,13 @@ def strikes(point: str, **facts: object) -> bool:
     return False
 
 
-def test_without_faults_nothing_happens():
-    fault("optimizer", step=5)
+def test_a_fault_strikes_while_it_is_armed_and_nothing_happens_without():
+    assert not strikes("optimizer", step=5)
+    arm("raise@optimizer:every=5")
+    assert strikes("optimizer", step=5)
+    arm("")
+    assert not strikes("optimizer", step=5)
+    fault("weights", tensors=lambda: pytest.fail("made for nobody"))
 
 
 def test_text_and_json_say_the_same():
@@ -57,7 +62,7 @@ def test_text_and_json_say_the_same():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("kill", "no ACTION@POINT"),
+        ("kill", "not ACTION@POINT"),
         ("kil@optimizer", "did you mean kill"),
         ("kill@optimiser", "did you mean optimizer"),
         ("kill@optimizer:stepp=3", "did you mean step"),

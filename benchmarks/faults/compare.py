@@ -27,7 +27,7 @@ from statistics import median
 import tyro
 
 from argosy.chaos.campaign import Blow, command_of, descendants, is_alive
-from argosy.chaos.chaos import draw, run_chaos
+from argosy.chaos.run import draw, run_chaos
 from argosy.config.load import load
 from argosy.plan.plan import Plan
 

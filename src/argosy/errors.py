@@ -1,10 +1,10 @@
-"""What goes wrong, told apart by who can mend it; the exit code of `argosy` follows from the class."""
+"""Errors, one class for each remedy; the exit code of `argosy` follows from the class."""
 
 from __future__ import annotations
 
 
 class ArgosyError(Exception):
-    """Base of every error that Argosy raises on purpose: its text is a sentence that ends in what to do."""
+    """Base of every error that Argosy raises on purpose: its text is a sentence that ends with what to do."""
 
     exit_code = 1
 
@@ -16,25 +16,25 @@ class UserError(ArgosyError):
 
 
 class RunFailed(ArgosyError):
-    """The run started and could not go on, and the same command again would not change that."""
+    """The run started and could not go on; the same command would fail again."""
 
     exit_code = 1
 
 
 class DataError(ArgosyError):
-    """The prepared data are not what was written: a shard is cut off, was changed, or is of another tokenizer."""
+    """The prepared data are damaged: a shard is cut off, was changed, or belongs to another tokenizer."""
 
     exit_code = 65  # EX_DATAERR of sysexits.h, as the others
 
 
 class UnfitNode(ArgosyError):
-    """An examination of this machine found that it computes wrongly; the run goes on elsewhere, if it can."""
+    """A node health check found that this machine computes wrong results; the run goes on elsewhere, if it can."""
 
     exit_code = 69  # EX_UNAVAILABLE
 
 
 class Poisoned(ArgosyError):
-    """The same crash came at the same step again: starting again does not help, and no machine is to blame."""
+    """The same crash came twice at the same step: a restart does not help, and no machine is at fault."""
 
     exit_code = 70  # EX_SOFTWARE
 
@@ -46,7 +46,7 @@ class StorageError(ArgosyError):
 
 
 class Retryable(ArgosyError):
-    """The run lost its processes or machines more often than it may; what it saved is whole: try again later."""
+    """The run lost processes or machines too often; its checkpoints are whole: try again later."""
 
     exit_code = 75  # EX_TEMPFAIL
 
@@ -68,7 +68,7 @@ FINAL = 64
 
 
 def error_of(exit_code: int, text: str) -> ArgosyError:
-    """The error that ends with this exit code, as another process reports it; RunFailed if there is none."""
+    """Return the error of another process that ended with this exit code; RunFailed if no class has it."""
     kinds: tuple[type[ArgosyError], ...] = (UserError, DataError, UnfitNode, Poisoned, StorageError, Retryable)
     return next((kind for kind in kinds if kind.exit_code == exit_code), RunFailed)(text)
 
@@ -78,16 +78,16 @@ EXIT_CODES = {
     1: "failed: the message says why, and the same command again would fail again",
     UserError.exit_code: "wrong input: nothing was written",
     DataError.exit_code: "damaged data: restore the shard that is named, or set data.on_bad_shard = skip",
-    UnfitNode.exit_code: "this machine computes wrongly: take it out of service",
+    UnfitNode.exit_code: "this machine computes wrong results: take it out of service",
     Poisoned.exit_code: "the same crash at the same step, twice",
     StorageError.exit_code: "the disk: the state could not be saved, or no checkpoint can be read",
     Retryable.exit_code: "processes or machines were lost: the same command goes on from what is saved",
     130: "stopped by Ctrl-C, state saved: the same command goes on",
     143: "stopped by SIGTERM, state saved: the same command goes on",
 }
-"""What a script that starts runs can tell from the exit code of `argosy`."""
+"""The exit codes of `argosy`, for scripts."""
 
 
 def missing_extra(package: str, extra: str, what_for: str) -> UserError:
-    """The error for an optional package that is not installed, naming the extra that brings it."""
+    """Return the error for an optional package that is not installed; it names the extra that installs it."""
     return UserError(f"{what_for} needs the package `{package}`. Install it: pip install 'argosy[{extra}]'")

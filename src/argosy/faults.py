@@ -1,12 +1,12 @@
-"""Fault points: named places where a run can be made to go wrong on purpose, to see that it survives.
+"""Fault points: named places where a fault can be injected into a run, to test that it survives.
 
     ARGOSY_FAULTS='kill@optimizer:step=5,rank=1; flip@weights:step=7,rank=2,bit=30; slow@forward:rank=1,factor=2'
 
 ACTION@POINT:KEY=VALUE,... says what happens where; the same as JSON: [{"action": "kill", "point": "optimizer",
 "step": 5, "rank": 1}]. Keys `step`, `after` (a step, or a later one), `rank`, `generation` and `fraction` (of a
-file) say when; what is left out may be any. A fault strikes once for each rank of a run, also if the run is started
-again in between, unless `again` (once in each generation), `steps` (so many steps in a row) or `every` (each step that
-it divides, without end) say otherwise. What has struck stands in events/faults.jsonl of the run's folder.
+file) say when; a key that is left out matches anything. A fault strikes once for each rank of a run, also if the run is
+started again in between, unless `again` (once in each generation), `steps` (this many steps in a row) or `every` (each
+step that it divides, without end) say otherwise. Faults that struck are recorded in events/faults.jsonl of the run.
 
 Without the variable a fault point is one comparison.
 """
@@ -32,7 +32,7 @@ from argosy.errors import UserError
 
 VARIABLE = "ARGOSY_FAULTS"
 RUN_DIR = "ARGOSY_RUN_DIR"
-"""Environment variable: the run's folder, in whose events what has struck is kept."""
+"""Environment variable: the run's folder, in whose events faults that struck are recorded."""
 RECORD = Path("events") / "faults.jsonl"
 FOR_EVER_S = 1_000_000
 
@@ -49,7 +49,7 @@ POINTS = {
     "loss": "before the loss is summed over ranks; tensors: loss",
     "exchange": "before the collective after which all ranks decide whether the step counts",
     "commit": "after that decision, before the optimizer",
-    "prepared": "before all ranks wait for each other once an update has what it takes of others (Muon)",
+    "prepared": "before all ranks wait for each other once an update has the data of the others (Muon)",
     "optimizer": "inside the optimizer's step, when some of the pieces are updated",
     "weights": "after the optimizer's step; tensors: each piece's values",
     "moments": "after the optimizer's step; tensors: the optimizer's state of each piece",
@@ -61,45 +61,45 @@ POINTS = {
     "verify": "before a checkpoint is read again",
     "load": "before a checkpoint is loaded",
 }
-"""Where faults can strike."""
+"""The fault points."""
 STEP_BEGINS = "batch"
-"""The point that says which step it is, for those that do not know."""
+"""The point that tells the step to points that do not know it."""
 
 Tensors = Callable[[], Mapping[str, Any]]
-"""Tensors by name, made only if a fault wants them."""
+"""Returns tensors by name; called only if a fault needs them."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is to go wrong."""
+    """One fault to inject."""
 
     action: str
     point: str
     step: int | None = None
     after: int | None = None
-    """Strikes at this step or at the first one after it that comes by."""
+    """Strikes at this step, or at the first later one that reaches the point."""
     rank: int | None = None
     generation: int | None = None
     fraction: float | None = None
-    """Strikes once at least this part is done."""
+    """Strikes once at least this fraction is done."""
     steps: int = 1
-    """From `step` on, so many in a row."""
+    """Strikes in this many steps in a row, from `step` on."""
     every: int | None = None
-    """Strikes in each step that it divides, again and again."""
+    """Strikes in each step that it divides, without end."""
     again: bool = False
     """Strikes again in each generation."""
     times: int = 1
-    """So often before it is over: a step that looks bad is done again."""
+    """Strikes this often at its step: a bad step is repeated."""
     seconds: float | None = None
     """sleep, hang, gil: how long."""
     factor: float | None = None
-    """slow: of its own work; spike: of all numbers."""
+    """slow: factor of its own work; spike: factor of all numbers."""
     bit: int = 30
-    """flip: which, the lowest being 0."""
+    """flip: the bit, the lowest being 0."""
     index: int = 0
-    """flip, nan, inf: of which number of the flattened tensor."""
+    """flip, nan, inf: the index in the flattened tensor."""
     tensor: str = "*"
-    """flip, nan, inf, spike: the first tensor of such a name."""
+    """flip, nan, inf, spike: a pattern; the first tensor whose name matches."""
     code: int = 1
     """exit: the exit code."""
     gib: float | None = None
@@ -112,11 +112,11 @@ class Fault:
 
     @property
     def is_lasting(self) -> bool:
-        """Whether it strikes without end, and so is recorded only once."""
+        """True if it strikes without end, and so is recorded only once."""
         return self.every is not None or self.action == "slow"
 
     def matches(self, point: str, step: int | None, rank: int, generation: int, fraction: float | None) -> bool:
-        """Whether it is to strike here and now, if it has not yet."""
+        """Return True if it matches this point, step and rank, whether or not it has struck before."""
         if point != self.point or self.rank not in (None, rank) or self.generation not in (None, generation):
             return False
         if self.fraction is not None and (fraction is None or fraction < self.fraction):
@@ -133,7 +133,7 @@ class Faults:
     """The faults of a run, in one of its processes."""
 
     def __init__(self, faults: Iterable[Fault], run_dir: Path | None = None):
-        """`run_dir`: the run's folder; none: what the environment says, and if that is nothing, it is kept in mind."""
+        """`run_dir`: the run's folder; else the environment's; without either, faults are remembered, not recorded."""
         self._faults = tuple(faults)
         self._points = {fault.point for fault in self._faults}
         self._run_dir = run_dir
@@ -145,7 +145,7 @@ class Faults:
     def meet(
         self, point: str, step: int | None, rank: int | None, fraction: float | None, tensors: Tensors | None
     ) -> None:
-        """Let strike what is to strike here."""
+        """Inject the faults that are due here."""
         if point == STEP_BEGINS:
             self._step = step
         if point not in self._points:
@@ -161,9 +161,7 @@ class Faults:
                 self._strike(fault, target)
 
     def _is_due(self, fault: Fault, step: int | None, rank: int, generation: int) -> bool:
-        """Whether it has not struck before, or often enough. It is recorded first: a process that dies of it records
-        nothing.
-        """
+        """Return True if it has not struck often enough. It is recorded before it strikes: it may kill the process."""
         key = f"{fault} rank={rank}"
         if fault.again:
             key += f" generation={generation}"
@@ -184,12 +182,12 @@ class Faults:
         return bool(key) or fault.is_lasting
 
     def _record(self) -> Path | None:
-        """Looked up late: a forked process learns its run's folder after it has imported this module."""
+        """Return the file of recorded faults. Looked up late: a forked process gets its folder after the import."""
         run_dir = self._run_dir or os.environ.get(RUN_DIR)
         return Path(run_dir) / RECORD if run_dir else None
 
     def _strike(self, fault: Fault, target: Any) -> None:
-        """`target`: the tensor, of a fault that strikes at one."""
+        """`target`: the tensor, for a fault on a tensor."""
         if fault.action == "slow":
             self._slow_down(fault)
         elif fault.action in _ON_TENSORS:
@@ -198,7 +196,7 @@ class Faults:
             _ACTIONS[fault.action](fault)
 
     def _slow_down(self, fault: Fault) -> None:
-        """Sleep as long as this process has computed since it was here last, times `factor` - 1."""
+        """Sleep for `factor` - 1 times the CPU time of this process since the last call."""
         worked_s = time.process_time()
         own_s = worked_s - self._worked_s.get(fault, worked_s)
         self._worked_s[fault] = worked_s
@@ -213,31 +211,31 @@ def fault(
     fraction: float | None = None,
     tensors: Tensors | None = None,
 ) -> None:
-    """A place where things can be made to go wrong; `point` is one of `POINTS`.
+    """Inject the faults that are due at `point`, one of `POINTS`.
 
-    step: if not given, that whose batch was taken last. rank: if not given, that of this process.
-    Raises: what the fault is: OSError, RuntimeError.
+    step: by default the one whose batch was taken last. rank: by default that of this process.
+    Raises: OSError or RuntimeError, if that is the fault.
     """
     if _armed is not None:
         _armed.meet(point, step, rank, fraction, tensors)
 
 
 def arm(text: str, run_dir: Path | None = None) -> None:
-    """Let the faults that `text` describes strike in this process; an empty text lets none.
+    """Arm the faults that `text` describes in this process; an empty text disarms all.
 
-    run_dir: the run's folder, where what has struck is kept. Raises: UserError.
+    run_dir: the run's folder, where faults that struck are recorded. Raises: UserError.
     """
-    global _armed  # noqa: PLW0603  (a fault point must cost nothing: it asks one name)
+    global _armed  # noqa: PLW0603  (a fault point must cost nothing: it tests one name)
     _armed = Faults(parse(text), run_dir) if text.strip() else None
 
 
 def parse(text: str) -> list[Fault]:
-    """The faults that `text` describes, JSON or ACTION@POINT:KEY=VALUE,...; ... Raises: UserError."""
+    """Parse faults, as JSON or ACTION@POINT:KEY=VALUE,...; ... Raises: UserError."""
     if text.lstrip().startswith("["):
         try:
             entries = json.loads(text)
         except json.JSONDecodeError as problem:
-            raise UserError(f"{VARIABLE}: no JSON: {problem}") from None
+            raise UserError(f"{VARIABLE}: not JSON: {problem}") from None
     else:
         entries = [_split(part.strip()) for part in text.split(";") if part.strip()]
     return [_checked(entry) for entry in entries]
@@ -247,7 +245,7 @@ def _split(text: str) -> dict[str, Any]:
     head, _, tail = text.partition(":")
     action, at, point = head.partition("@")
     if not at:
-        raise UserError(f"{VARIABLE}: {text!r} is no ACTION@POINT. Try kill@optimizer:step=5,rank=1.")
+        raise UserError(f"{VARIABLE}: {text!r} is not ACTION@POINT. Try kill@optimizer:step=5,rank=1.")
     pairs = [pair.partition("=") for pair in tail.split(",") if pair.strip()]
     return {"action": action.strip(), "point": point.strip()} | {k.strip(): v.strip() for k, _, v in pairs}
 
@@ -262,13 +260,13 @@ def _checked(entry: Mapping[str, Any]) -> Fault:
         try:
             values[name] = _READ[kind](value)
         except (ValueError, TypeError):
-            raise UserError(f"{VARIABLE}: {name} = {value!r} is no {_NUMBERS[kind]}.") from None
+            raise UserError(f"{VARIABLE}: {name} = {value!r} is not a {_NUMBERS[kind]}.") from None
     actions = [*_ACTIONS, *_ON_TENSORS, "slow"]
     for key, names in (("action", actions), ("point", list(POINTS))):
         if values.get(key) not in names:
             raise UserError(f"{VARIABLE}: there is no {key} {values.get(key)!r}; {_near(str(values.get(key)), names)}")
     if values["action"] == "oom" and values.get("gib") is None:
-        raise UserError(f"{VARIABLE}: oom needs gib=, how much memory to take.")
+        raise UserError(f"{VARIABLE}: oom needs gib=, the memory to take.")
     return Fault(**values)
 
 
@@ -283,7 +281,7 @@ def _truth(word: Any) -> bool:
 
 
 _READ: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "bool": _truth, "str": str}
-_NUMBERS = {"int": "whole number", "float": "number", "bool": "true or false", "str": "text"}
+_NUMBERS = {"int": "whole number", "float": "number", "bool": "truth value", "str": "text"}
 
 
 # ---- what can happen --------------------------------------------------------------------------------------------
@@ -327,7 +325,7 @@ def _hold_gil(fault: Fault) -> None:
 
 
 def _begin_collective(_: Fault) -> None:
-    """One that no other rank begins."""
+    """Begin a collective that no other rank begins."""
     import torch
     import torch.distributed as dist
 
@@ -336,7 +334,7 @@ def _begin_collective(_: Fault) -> None:
 
 def _take_memory(fault: Fault) -> None:
     with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")  # of all processes, the kernel is to take this one
+        Path("/proc/self/oom_score_adj").write_text("1000")  # the kernel should choose this process
     assert fault.gib is not None
     _hoard.append(b"\1" * int(fault.gib * 2**30))
 
@@ -383,7 +381,7 @@ def _flip(tensor: Any, fault: Fault) -> None:
 
 
 def _target(fault: Fault, tensors: Tensors | None) -> Any:
-    """The tensor that it is to strike at; None if there is none of its name here."""
+    """Return the tensor of the fault; None if none here has its name."""
     named = {} if tensors is None else tensors()
     return next((tensor for name, tensor in named.items() if fnmatch.fnmatch(name, fault.tensor)), None)
 

@@ -14,16 +14,16 @@ PARTIAL = ".partial"
 
 
 class PartialFile:
-    """A file under way: `path` is as it was until `commit`, and stays so after `abandon`. One writer at a time."""
+    """A file that is being written: `path` changes with `commit`, and not with `abandon`. One writer at a time."""
 
     def __init__(self, path: Path):
         self._path = path
         self._partial = path.with_name(path.name + PARTIAL)
         self.file: BinaryIO = self._partial.open("wb")
-        """Takes the bytes."""
+        """The file to write to."""
 
     def commit(self) -> None:
-        """Give the file its name, in place of one that has it already; on return the disk has both."""
+        """Give the file its name, in place of an older one; on return both file and name are on the disk."""
         sync(self.file)
         self.file.close()
         self._partial.replace(self._path)
@@ -31,14 +31,14 @@ class PartialFile:
 
     def abandon(self) -> None:
         """Remove what was written so far."""
-        with suppress(OSError):  # a full disk refuses the last bytes, which nobody wants
+        with suppress(OSError):  # a full disk refuses the last bytes, which are not needed
             self.file.close()
         self._partial.unlink(missing_ok=True)
 
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """Open `path` for writing; it gets its name, and the disk has it, when the block ends without an error.
+    """Open `path` for writing; when the block ends without an error, the file has its name and is on the disk.
 
     After an error in the block, `path` is what it was before: the older file, or none.
     """
@@ -52,13 +52,13 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 
 def sync(file: BinaryIO) -> None:
-    """Wait until the disk has what was written to `file`."""
+    """Wait until what was written to `file` is on the disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the disk has the names in `folder`: a rename is only then sure to outlive a power cut."""
+    """Wait until the names in `folder` are on the disk: only then a rename survives a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -67,6 +67,6 @@ def sync_folder(folder: Path) -> None:
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal."""
+    """Return the SHA-256 of a file's bytes, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -121,5 +121,8 @@ def test_what_will_not_be_committed_is_not_waited_for(tmp_path):
 def test_one_that_is_deleted_before_it_is_read_is_let_be(checkpoint, tmp_path):
     (checkpoint.folder / store.shard_name(2)).unlink()
     vouch(order(tmp_path, 1), CLOSING)
+    (note,) = tmp_path.rglob("*.read")
+    assert "rank-00002.safetensors" in note.read_text()
     store.remove(checkpoint.folder)
     vouch(order(tmp_path, 1), CLOSING)
+    assert not list(tmp_path.rglob("*.read"))

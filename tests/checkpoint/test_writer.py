@@ -7,15 +7,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import pytest
 
-from argosy.checkpoint.save import WriterProcess
+from argosy.checkpoint.save import WRITER
+from argosy.processes.child import Child
 
 
 @pytest.fixture
-def memory() -> int:
-    return os.memfd_create("test")
+def writer() -> Iterator[Child]:
+    memory = os.memfd_create("test")
+    child = Child(WRITER, str(memory), pass_fds=[memory])
+    os.close(memory)
+    yield child
+    child.kill()
 
 
 def test_it_imports_nothing_heavy():
@@ -24,37 +30,21 @@ def test_it_imports_nothing_heavy():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def test_it_ends_when_its_orders_end(memory):
-    process = WriterProcess(memory)
-    assert process.reap() == "exit code 0"
+def test_it_ends_when_its_orders_end(writer):
+    writer.channel.send("close")
+    writer.hear(20.0)
+    assert writer.reap() == "exit code 0"
 
 
-def test_it_says_when_all_is_done(memory):
-    process = WriterProcess(memory)
-    process.send({"order": "close"})
-    assert process.news(20.0) == [{"news": "closed"}]
-    process.reap()
+def test_it_says_when_all_is_done(writer):
+    writer.channel.send("close")
+    assert writer.hear(20.0) == [{"kind": "closed"}]
 
 
-def test_signals_that_are_meant_for_training_do_not_end_it(memory):
-    process = WriterProcess(memory)
-    process.send({"order": "close"})
-    process.news(20.0)
-    assert os.getsid(process.pid) != os.getsid(0)
-    os.kill(process.pid, signal.SIGTERM)
+def test_signals_that_are_meant_for_training_do_not_end_it(writer):
+    writer.channel.send("close")
+    writer.hear(20.0)
+    assert os.getsid(writer.pid) != os.getsid(0)
+    os.kill(writer.pid, signal.SIGTERM)
     time.sleep(0.2)
-    assert process.news(0.0) == [] and process.is_open
-    process.kill()
-    assert process.reap() == "signal SIGKILL"
-    assert not process.is_open
-
-
-def test_an_order_for_a_dead_one_is_an_error(memory):
-    process = WriterProcess(memory)
-    os.kill(process.pid, signal.SIGKILL)
-    while process.is_open:
-        process.news(1.0)
-    with pytest.raises(BrokenPipeError):
-        while True:  # the kernel closes its pipes one after the other
-            process.send({"order": "close"})
-    process.reap()
+    assert writer.hear(0.0) == [] and writer.is_alive

@@ -190,7 +190,7 @@ def test_worker_that_dies_is_told(config: PrepareConfig, monkeypatch: pytest.Mon
         return start(workers)
 
     monkeypatch.setattr(Workers, "__enter__", start_and_kill)
-    with pytest.raises(RunFailed, match=r"tokenizer process died \(exit code -9.*Repeat the command"):
+    with pytest.raises(RunFailed, match=r"tokenizer process died \(signal SIGKILL.*Repeat the command"):
         prepare(config)
 
 

@@ -84,7 +84,7 @@ def test_workers_that_keep_dying_end_the_run_with_how_to_go_on(corpus, tmp_path)
     with (
         the_worker_killed_after(3, tmp_path),
         pytest.raises(
-            Retryable, match=r"died 1 times \(launch\.max_restarts = 0\) without getting any further.*The same command"
+            Retryable, match=r"died 1 times \(launch\.max_restarts = 0\) without making progress.*The same command"
         ),
     ):
         launch(run_config(corpus, **ENDLESS), corpus, tmp_path, max_restarts=0)

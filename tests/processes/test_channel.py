@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import os
 import socket
+import threading
+import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
-from argosy.processes import channel as module
 from argosy.processes.channel import Channel, Gone, call
 
 Ends = tuple[Channel, Channel]
@@ -31,8 +35,73 @@ def test_what_was_said_before_the_end_is_heard(ends):
         there.take()
 
 
+def test_data_arrives_as_it_was_sent_between_other_messages(ends):
+    here, there = ends
+    parts = [b"", b"\n{}\n", bytes(range(256)) * 4000, np.arange(5, dtype=np.int64).data]
+    sending = threading.Thread(
+        target=lambda: [here.send("one"), here.send("two", data=parts, number=2), here.send("three", data=[])]
+    )
+    sending.start()
+    assert there.receive() == {"kind": "one"}
+    two = there.receive()
+    assert (two["kind"], two["number"]) == ("two", 2)
+    assert [bytes(part) for part in two["data"]] == [bytes(part) for part in parts]
+    assert there.receive() == {"kind": "three", "data": []}
+    sending.join()
+
+
+def test_what_came_together_is_not_waited_for(ends):
+    here, there = ends
+    here.send("one")
+    here.send("two")
+    assert there.receive() == {"kind": "one"}
+    assert there.wait(0.0) and there.take() == [{"kind": "two"}]
+    assert not there.wait(0.0)
+
+
+def test_a_message_is_taken_once_all_of_its_data_is_there(ends):
+    here, there = ends
+    here._socket.sendall(b'{"kind": "half", "data": [4]}\nab')
+    assert there.take() == []
+    here._socket.sendall(b"cd")
+    (message,) = there.take()
+    assert bytes(message["data"][0]) == b"abcd"
+
+
+def test_descriptors_go_with_their_message_and_are_closed_if_nobody_takes_them(ends):
+    here, there = ends
+    read, write = os.pipe()
+    for number in range(2):
+        here.send("file", descriptors=[write], number=number)
+    os.close(write)
+    first = there.receive()
+    os.write(first["descriptors"][0], b"x")
+    assert os.read(read, 10) == b"x"
+    os.close(first["descriptors"][0])
+    (second,) = there.take()
+    here.send("file", descriptors=second["descriptors"])
+    os.close(second["descriptors"][0])
+    assert there.wait(5)
+    there._read()
+    there.close()
+    assert os.read(read, 10) == b""
+    os.close(read)
+
+
+def test_a_peer_that_takes_nothing_is_waited_for_if_asked():
+    one, other = socket.socketpair()
+    here, there = Channel(one, send_timeout_s=math.inf), Channel(other)
+    sending = threading.Thread(target=here.send, args=("long",), kwargs={"text": "x" * 10_000_000})
+    sending.start()
+    time.sleep(0.3)
+    assert len(there.receive()["text"]) == 10_000_000
+    sending.join()
+    here.close()
+    there.close()
+
+
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n", b"[1]\n", b'{"colour": "red"}\n', b"\xff\n"])
-def test_who_says_what_is_no_message_is_gone(data):
+def test_a_peer_that_does_not_speak_the_protocol_is_gone(data):
     one, other = socket.socketpair()
     with one:
         one.sendall(data)
@@ -42,11 +111,10 @@ def test_who_says_what_is_no_message_is_gone(data):
         there.close()
 
 
-def test_nothing_follows_half_a_message(monkeypatch):
+def test_nothing_follows_half_a_message():
     """The other end takes nothing for a while: what is said then is cut off, and must not be gone on from."""
-    monkeypatch.setattr(module, "SEND_TIMEOUT_S", 0.1)
     one, other = socket.socketpair()
-    here, there = Channel(one), Channel(other)
+    here, there = Channel(one, send_timeout_s=0.1), Channel(other)
     with pytest.raises(Gone):
         here.send("long", text="x" * 10_000_000)
     with pytest.raises(Gone):
@@ -58,7 +126,7 @@ def test_nothing_follows_half_a_message(monkeypatch):
     there.close()
 
 
-def test_a_call_is_answered_or_not_and_nobody_waits_for_it():
+def test_a_call_does_not_block_whether_it_is_answered_or_not():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         calling = call(listener.getsockname())
         connection = calling.result(timeout=10)

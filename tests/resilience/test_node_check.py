@@ -1,4 +1,4 @@
-"""An examination sees what computes or remembers wrongly, and calls nothing wrong that is right."""
+"""A node health check finds wrong results and wrong memory, and calls nothing wrong that is right."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from argosy import faults
+from argosy.processes.child import Entry
 from argosy.processes.fork_server import ForkServer
 from argosy.resilience.node_check import DTYPES, Unit, check_node, factors, multiply, remember, units, wrong_number
 from argosy.resilience.node_health import Health, NodeCheck, NodeCheckRequest, Wrong, slow_nodes
@@ -62,14 +63,14 @@ def test_a_core_that_is_well_is_not_called_wrong_and_its_rates_are_told():
     assert all(rate > 1e6 for rate in health.rates.values())
 
 
-def test_a_product_that_is_wrong_once_is_told_with_its_place(armed):
+def test_a_product_that_is_wrong_once_is_reported_with_its_place(armed):
     armed("flip@node_check:tensor=*product,index=517,bit=12")
     wrong = multiply(CORE, "fp32", 0.05).wrong
     assert wrong is not None and wrong.times == 1
     assert (wrong.device, wrong.test) == (str(CORE), "fp32 product") and wrong.problem.endswith("at [1, 5]")
 
 
-def test_a_bit_that_memory_does_not_keep_is_told_with_its_place(armed):
+def test_a_bit_that_memory_does_not_keep_is_reported_with_its_place(armed):
     armed("flip@node_check:tensor=*memory,index=100,bit=3")
     assert multiply(CORE, "fp32", 0.0).wrong is None, "that is no memory"
     wrong = remember(CORE, 0.0).wrong
@@ -79,27 +80,27 @@ def test_a_bit_that_memory_does_not_keep_is_told_with_its_place(armed):
     assert remember(CORE, 0.05).wrong is None
 
 
-def test_all_cores_are_examined_and_memory_is_bounded():
+def test_all_cores_are_checked_and_memory_is_bounded():
     some = units(gpus=0)
     assert [unit.number for unit in some] == sorted(os.sched_getaffinity(0))
     assert 0 < sum(unit.memory_bytes for unit in some) <= 2**30
 
 
-# ---- the process that examines ----------------------------------------------------------------------------------
+# ---- the process that checks the node ----------------------------------------------------------------------------
 
 
 def die() -> None:
-    """Entry: an examination that meets a machine that is broken."""
+    """Entry: a check that meets a broken machine."""
     os.kill(os.getpid(), signal.SIGBUS)
 
 
 def fail() -> None:
-    """Entry: an examination that could not be."""
+    """Entry: a check that fails."""
     raise SystemExit(3)
 
 
 def sleep() -> None:
-    """Entry: an examination without end."""
+    """Entry: a check that never ends."""
     time.sleep(60)
 
 
@@ -111,41 +112,41 @@ def fork_server() -> Iterator[ForkServer]:
 
 
 def result(fork_server: ForkServer) -> Health:
-    """What becomes of an examination."""
+    """The result of a check."""
     node_check = NodeCheck(fork_server, NodeCheckRequest(0.05, "fp32", 0), {})
     end_s = time.monotonic() + 60
     while time.monotonic() < end_s:
         for message in fork_server.take():
-            if message["kind"] == "born":
+            if message["kind"] == "forked":
                 node_check.pid = message["pid"]
             elif message["pid"] == node_check.pid:
                 return node_check.ended(message["exit_code"])
-        node_check.hurry()
+        node_check.end_if_late()
         time.sleep(0.01)
     raise AssertionError("it never ended")
 
 
-def test_a_process_examines_the_node_and_says_what_it_found(fork_server):
+def test_a_process_checks_the_node_and_reports_what_it_found(fork_server):
     health = result(fork_server)
     assert not health.wrong and not health.unknown and health.rates["core memory"] > 0
     assert Health.from_record(health.to_record()) == health
 
 
-def test_one_that_dies_of_the_machine_is_evidence(fork_server, monkeypatch):
-    monkeypatch.setattr("argosy.resilience.node_health.NODE_CHECK", f"{HERE}:die")
+def test_a_check_that_dies_of_the_machine_is_evidence(fork_server, monkeypatch):
+    monkeypatch.setattr("argosy.resilience.node_health.NODE_CHECK", Entry.of(die))
     (wrong,) = result(fork_server).wrong
     assert wrong.problem == "died of SIGBUS"
 
 
-def test_one_that_never_ends_is_ended_and_evidence(fork_server, monkeypatch):
-    monkeypatch.setattr("argosy.resilience.node_health.NODE_CHECK", f"{HERE}:sleep")
+def test_a_check_that_never_ends_is_killed_and_evidence(fork_server, monkeypatch):
+    monkeypatch.setattr("argosy.resilience.node_health.NODE_CHECK", Entry.of(sleep))
     monkeypatch.setattr("argosy.resilience.node_health.PATIENCE_S", 0.1)
     (wrong,) = result(fork_server).wrong
     assert wrong.problem.startswith("not ended")
 
 
-def test_one_that_could_not_be_is_none(fork_server, monkeypatch):
-    monkeypatch.setattr("argosy.resilience.node_health.NODE_CHECK", f"{HERE}:fail")
+def test_a_check_that_fails_is_no_evidence(fork_server, monkeypatch):
+    monkeypatch.setattr("argosy.resilience.node_health.NODE_CHECK", Entry.of(fail))
     health = result(fork_server)
     assert not health.wrong and "exit code 3" in health.unknown
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -13,22 +12,23 @@ from pathlib import Path
 import pytest
 
 from argosy.config.schema import LaunchConfig, ResilienceConfig, RunConfig
-from argosy.errors import Retryable, RunFailed
+from argosy.errors import Retryable
 from argosy.observe.events import read_lines
 from argosy.plan.plan import Plan
 from argosy.processes.channel import Channel, Message
+from argosy.processes.child import Entry
 from argosy.supervise import coordinator_client as module
 from argosy.supervise.agent import Agent
 
 
 class Forks:
-    """A fork server whose processes are the test's: `born` are their ends of the conversation, by key."""
+    """A fork server whose processes are the test's: `forked` are their ends of the channels, by key."""
 
-    is_fertile = True
+    has_forked = True
 
     def __init__(self) -> None:
         self._ends = socket.socketpair()
-        self.born: dict[str, Channel] = {}
+        self.forked: dict[str, Channel] = {}
         self.is_heard = threading.Event()
 
     def fileno(self) -> int:
@@ -42,9 +42,9 @@ class Forks:
     def says_something(self) -> None:
         self._ends[1].send(b"!")
 
-    def fork(self, key: str, entry: str, environment: Mapping[str, str]) -> Channel:
+    def fork(self, key: str, entry: Entry, environment: Mapping[str, str]) -> Channel:
         ours, theirs = socket.socketpair()
-        self.born[key] = Channel(theirs)
+        self.forked[key] = Channel(theirs)
         return Channel(ours)
 
 
@@ -90,54 +90,17 @@ def test_it_does_not_wait_for_an_answer_to_its_call(agent, monkeypatch):
     assert not thread.is_alive()
 
 
-def test_it_calls_again_when_the_connection_breaks(agent, server, tmp_path):
-    thread = threading.Thread(target=agent.run)
-    thread.start()
-    for _ in range(3):
-        coordinator = Channel(server.accept()[0])
-        assert coordinator.receive()["kind"] == "hello"
-        coordinator.send("heard")
-        coordinator.close()
-    coordinator = Channel(server.accept()[0])
-    coordinator.send("finish", exit_code=0, why="", error="")
-    thread.join(10)
-    assert not thread.is_alive()
-
-
 def test_a_worker_that_waits_for_a_world_does_not_hold_up_the_end(agent, server):
     """That of a spare node, which nobody needed."""
     thread = threading.Thread(target=agent.run)
     thread.start()
     coordinator = Channel(server.accept()[0])
     coordinator.send("start", slot=0)
-    while "worker 0" not in (born := agent._fork_server.born):
+    while "worker 0" not in (forked := agent._fork_server.forked):
         assert thread.is_alive()
-    born["worker 0"].send("ready", generation=0, why="")
+    forked["worker 0"].send("ready", generation=0, why="")
     while coordinator.receive()["kind"] != "ready":
         pass
     coordinator.send("finish", exit_code=0, why="", error="")
     thread.join(10)
     assert not thread.is_alive()
-
-
-def test_a_coordinator_that_dies_at_once_each_time_ends_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    agent = Agent(tmp_path, RunConfig(), Plan(), Forks())  # type: ignore[arg-type]
-    with pytest.raises(RunFailed, match=r"died 5 times before it said anything: .*coordinator\.log says why"):
-        agent.run()
-
-
-def test_a_coordinator_that_hangs_is_replaced(tmp_path, monkeypatch):
-    """Where it runs: its agent can tell that from a way that is cut."""
-    hung = tmp_path / "hung"
-    hung.write_text("#!/bin/sh\nexec sleep 60\n")
-    hung.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(hung))
-    monkeypatch.setattr(module, "HANG_S", 0.2)
-    agent = Agent(tmp_path, RunConfig(), Plan(), Forks())  # type: ignore[arg-type]
-    with pytest.raises(RunFailed, match="died 5 times"):
-        agent.run()
-    events = read_lines(tmp_path / "events/launcher.jsonl")
-    started = [e for e in events if e["event"] == "coordinator_started"]
-    assert [e["replaces"] for e in started] == [False, *[True] * 4] and len({e["port"] for e in started}) == 1
-    assert not any(Path(f"/proc/{e['pid']}").exists() for e in started)

@@ -69,9 +69,8 @@ def in_generation(generation: int, rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture
-def come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], AgentConnection]]:
+def come(tmp_path: Path) -> Iterator[Callable[[str], AgentConnection]]:
     """A coordinator of a run of two processes, and agents that come to it."""
-    monkeypatch.setattr(coordinator, "ALONE_S", 0.2)
     listener = socket.create_server(("127.0.0.1", 0))
     run = RunConfig(
         launch=LaunchConfig(nodes=2, coordinator="node0:29400"), resilience=ResilienceConfig(wait_for_nodes_s=600)
@@ -84,11 +83,11 @@ def come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
         agents.append(AgentConnection(name, listener.getsockname()[1], name_of(tmp_path)))
         return agents[-1]
 
-    first = new("")  # it would not wait long for one
     thread.start()
     yield new
-    for agent in (first, *agents):
+    for agent in agents:
         agent.close()
+    of._alone_s = 0.0
     thread.join(10)
     listener.close()
     assert not thread.is_alive()
@@ -102,20 +101,20 @@ def begun(come: Callable[[str], AgentConnection]) -> tuple[AgentConnection, Agen
     return a, b
 
 
-def test_who_shows_what_it_has_is_answered(come):
+def test_every_heartbeat_is_answered(come):
     a = come("a").hello()
     a.say("heartbeat", workers=[])
     assert a.hears("heard")
 
 
-def test_a_node_that_was_cut_off_hears_that_its_generation_is_over_though_the_next_has_not_begun(come, monkeypatch):
+def test_a_node_that_was_cut_off_is_told_that_its_generation_is_over(come, monkeypatch):
     a, _ = begun(come)
     monkeypatch.setattr(coordinator, "LEASE_S", 0.3)
     assert "nothing was heard" in a.keeps_talking_until("break")["why"]
     assert come("b").hello(in_generation(1, rank=1)).hears("break")["generation"] == 1
 
 
-def test_who_comes_back_after_the_end_is_told_of_it(come):
+def test_an_agent_that_comes_back_after_the_end_is_told_of_it(come):
     a, b = begun(come)
     for agent in (a, b):
         agent.say("done", slot=0)
@@ -161,7 +160,7 @@ def test_a_coordinator_whose_run_was_taken_over_begins_nothing(come, tmp_path):
     assert finish["exit_code"] == 75 and "generation 7" in finish["why"] and newest_generation(tmp_path) == 7
 
 
-# ---- nodes that are examined ------------------------------------------------------------------------------------
+# ---- nodes that are checked --------------------------------------------------------------------------------------
 
 WELL = {"wrong": [], "rates": {"core memory": 5e9}, "seconds": 0.5, "unknown": ""}
 EVIDENCE = {"device": "core 1", "test": "memory", "problem": "0x1, not 0x0, at byte 8 (address)", "times": 1, "of": 4}
@@ -171,7 +170,7 @@ def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in read_lines(run_dir / "events" / "coordinator.jsonl") if event["event"] == kind]
 
 
-def test_nobody_joins_before_all_are_examined(come, tmp_path):
+def test_no_world_is_formed_before_all_nodes_are_checked(come, tmp_path):
     a, b = come("a"), come("b")
     for agent in (a, b):
         agent.hello(is_checking=True).begins_worker()
@@ -182,12 +181,12 @@ def test_nobody_joins_before_all_are_examined(come, tmp_path):
     assert a.hears("open_store")["generation"] == 1
 
 
-def test_a_node_that_computes_wrongly_is_sent_away_with_the_evidence(come, tmp_path):
+def test_a_node_that_fails_its_check_is_sent_away_with_the_evidence(come, tmp_path):
     a, b = come("a").begins(), come("b").hello(is_checking=True)
     b.say("node_checked", health={**WELL, "wrong": [EVIDENCE]})
     finish = b.hears("finish")
     assert finish["exit_code"] == 69 and finish["error"] == "UnfitNode"
-    assert "b computes wrongly: core 1, memory: 0x1, not 0x0" in finish["why"]
+    assert "b computes wrong results: core 1, memory: 0x1, not 0x0" in finish["why"]
     (refused,) = events(tmp_path, "node_refused")
     assert refused["node"] == "b" and refused["evidence"] == [EVIDENCE]
     come("c").begins()

@@ -60,7 +60,7 @@ def test_a_world_is_formed_once_all_are_ready():
     assert join == Join(1, "dp_replicate=4", {("a", 0): 0, ("a", 1): 1, ("b", 0): 2, ("b", 1): 3})
 
 
-def test_a_worker_may_be_ready_before_its_birth_is_heard_of():
+def test_a_worker_may_be_ready_before_its_start_is_reported():
     of = Membership(Settings(1, ""))
     of.arrived("a", "host-a", 1, {})
     assert of.orders(0.0) == [Start("a", 0)]
@@ -80,7 +80,7 @@ def test_survivors_keep_their_ranks_and_a_new_process_takes_the_place_of_the_los
     assert join.generation == 2 and join.places == {("a", 0): 0, ("a", 1): 1, ("b", 0): 2, ("b", 1): 3}
 
 
-def test_what_is_said_of_a_generation_that_is_over_is_not_heard():
+def test_messages_about_a_generation_that_is_over_are_ignored():
     run = Run({"a": 2}).go()
     run.of.lost("a", 1, KILLED)
     run.go()
@@ -90,7 +90,7 @@ def test_what_is_said_of_a_generation_that_is_over_is_not_heard():
     assert run.of.generation == 2
 
 
-def test_nobody_joins_before_all_have_left_the_world_that_broke():
+def test_no_world_is_formed_before_all_have_left_the_broken_one():
     run = Run({"a": 2}).go()
     run.take(Join)
     run.of.lost("a", 1, KILLED)
@@ -104,7 +104,7 @@ def test_nobody_joins_before_all_have_left_the_world_that_broke():
     assert isinstance(join, Join) and join.generation == 2
 
 
-def test_a_connection_that_breaks_with_nobody_dead_makes_a_new_generation_of_the_same_members():
+def test_a_broken_connection_makes_a_new_generation_of_the_same_members():
     run = Run({"a": 2}).go()
     run.take(Join)
     run.of.ready("a", 0, generation=1, why="Connection reset by peer")
@@ -168,7 +168,7 @@ def ended_by(reached: list[tuple[int, int]]) -> bool:
     return bool(run.take(Finish))
 
 
-def test_how_far_a_worker_was_is_heard_of_when_it_dies_at_the_latest():
+def test_the_last_step_of_a_dead_worker_counts_as_progress():
     run = Run({"a": 2}, max_restarts=2).go()
     for step in (3, 5, 7, 9, 11):
         run.of.lost("a", 1, Cause("signal SIGKILL", exit_code=-9, step=step))
@@ -185,7 +185,7 @@ def test_steps_that_are_made_again_are_no_progress():
     assert ended_by([(100, 80)] * 3)
 
 
-def test_a_newer_state_to_go_back_to_is_progress_and_so_is_a_step_further_than_ever():
+def test_a_newer_safe_step_is_progress_and_so_is_a_further_step():
     assert not ended_by([(90, 80), (90, 82), (90, 84), (90, 86), (90, 88)])
     assert not ended_by([(100, 80), (101, 80), (101, 80), (102, 80), (102, 80)])
     assert ended_by([(90, 84), (90, 82), (90, 84), (90, 83)]), "back to where it was before is none"
@@ -219,7 +219,7 @@ def test_the_same_crash_on_two_ranks_of_one_world_is_one():
     assert not run.take(Finish)
 
 
-def test_a_lost_node_is_waited_for_and_then_done_without():
+def test_a_lost_node_is_waited_for_and_then_replanned_without():
     run = Run({"a": 2, "b": 2}, wait_for_nodes_s=30, replan=lambda n: (f"dp_replicate={n}", n)).go()
     run.take(Join)
     run.of.left("b", "its connection closed")
@@ -243,7 +243,7 @@ def test_a_node_that_comes_back_in_time_changes_no_plan():
     assert join.plan == "dp_replicate=4" and join.places[("a", 1)] == 1
 
 
-def test_a_run_begins_with_all_its_nodes_or_names_who_came():
+def test_a_run_begins_with_all_its_nodes_or_names_those_that_came():
     run = Run({"a": 2}, size=4, wait_for_nodes_s=1, first_wait_s=100, replan=lambda n: (f"dp_replicate={n}", n)).go()
     run.now = 99
     assert not run.go().take(Join)
@@ -321,7 +321,7 @@ def migrated() -> Run:
     return run
 
 
-def test_a_run_that_moves_leaves_the_slow_node_out_and_others_keep_their_ranks():
+def test_a_migration_leaves_the_slow_node_out_and_others_keep_their_ranks():
     run = migrated()
     assert [o for o in run.said if isinstance(o, Break)] == [Break(1, "node c is slow")]
     (join,) = run.take(Join)
@@ -417,7 +417,7 @@ def test_members_of_an_inherited_generation_are_not_waited_for_for_ever():
     assert after.orders(61.0) == [Break(1, "not all of its members are left")]
 
 
-def test_the_next_coordinator_knows_of_a_move():
+def test_the_next_coordinator_knows_of_a_migration():
     run = migrated()
     after = come_again(run, "a", "b", "c")
     assert after.in_force and (after.plan, after.size) == (run.of.plan, run.of.size)
@@ -444,7 +444,7 @@ def test_what_is_left_of_a_generation_that_broke_is_not_waited_for():
     assert run.of.handover().members == {} and come_again(run).is_over(1)
 
 
-def test_nobody_is_started_for_a_run_that_was_asked_to_stop():
+def test_no_worker_is_started_for_a_run_that_was_asked_to_stop():
     run = Run({"a": 2}).go()
     run.of.stop()
     run.of.done("a", 0)
@@ -458,10 +458,10 @@ def test_nobody_is_started_for_a_run_that_was_asked_to_stop():
     assert not any(isinstance(o, Start) for o in orders)
 
 
-# ---- nodes that are examined ------------------------------------------------------------------------------------
+# ---- nodes that are checked --------------------------------------------------------------------------------------
 
 
-def test_no_world_is_formed_of_a_node_before_it_is_examined():
+def test_no_world_is_formed_of_a_node_before_it_is_checked():
     run = Run({"a": 1}, size=2)
     run.of.arrived("b", "host-b", 1, {}, is_being_checked=True)
     assert not run.go().take(Join), "its worker is there, but waits"
@@ -479,11 +479,11 @@ def test_a_node_that_is_refused_is_replaced_by_a_spare():
     assert join.places == {("a", 0): 0, ("c", 0): 1}
 
 
-def test_a_node_in_doubt_is_examined_with_its_workers_alive_and_goes_on_at_its_place():
+def test_a_suspected_node_is_checked_with_its_workers_alive_and_keeps_its_ranks():
     run = Run({"a": 1, "b": 1}).go()
     run.is_checked_at_once = False
     run.take(Join)
-    run.of.check_node("b", "rank 1 is in doubt")
+    run.of.check_node("b", "rank 1 is suspected")
     run.go()
     assert [o for o in run.said if isinstance(o, CheckNode)] == [CheckNode("b")]
     assert not [o for o in run.said if isinstance(o, Start | Join)]
@@ -493,24 +493,24 @@ def test_a_node_in_doubt_is_examined_with_its_workers_alive_and_goes_on_at_its_p
     assert join.places == {("a", 0): 0, ("b", 0): 1}
 
 
-def test_a_node_in_doubt_keeps_nobody_waiting_where_a_spare_is_ready():
+def test_a_suspected_node_is_not_waited_for_where_a_spare_is_ready():
     run = Run({"a": 1, "b": 1, "c": 1}, size=2).go()
     run.is_checked_at_once = False
     run.take(Join)
-    run.of.check_node("b", "rank 1 is in doubt")
+    run.of.check_node("b", "rank 1 is suspected")
     (join,) = run.go().take(Join)
     assert set(join.places) == {("a", 0), ("c", 0)}
     run.of.node_checked("b")
     assert not run.go().take(Join), "it is a spare now"
 
 
-def test_a_node_is_not_examined_for_ever_but_last_in_line():
+def test_a_node_that_is_suspected_again_and_again_is_used_last():
     run = Run({"a": 1, "b": 1}, max_restarts=1).go()
     for _ in range(3):
-        run.of.check_node("b", "rank 1 is in doubt")
+        run.of.check_node("b", "rank 1 is suspected")
         run.go()
     assert len(run.take(Join)) == 4 and run.of.in_force, "no restart is counted for it"
-    run.of.check_node("b", "rank 1 is in doubt")
+    run.of.check_node("b", "rank 1 is suspected")
     assert not run.of.orders(0.0)
     run.of.arrived("c", "host-c", 1, {})
     run.go()
@@ -529,7 +529,7 @@ def test_of_more_nodes_than_are_needed_the_one_that_is_last_is_left():
     assert set(join.places) == {("a", 0), ("c", 0)}
 
 
-def test_a_node_that_is_left_out_for_being_slow_is_examined_meanwhile():
+def test_a_node_that_is_left_out_because_it_is_slow_is_checked_meanwhile():
     run = Run({"a": 1, "b": 1, "c": 1}, size=2).go()
     run.is_checked_at_once = False
     run.take(Join)
@@ -542,7 +542,7 @@ def test_a_node_that_is_left_out_for_being_slow_is_examined_meanwhile():
     assert run.of.in_force
 
 
-def test_nothing_is_examined_where_that_is_not_wanted():
+def test_no_node_is_checked_if_checks_are_off():
     run = Run({"a": 1, "b": 1}, checks_nodes=False).go()
-    run.of.check_node("b", "rank 1 is in doubt")
+    run.of.check_node("b", "rank 1 is suspected")
     assert not run.of.orders(0.0) and run.of.in_force

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import pytest
 
 from argosy.observe.events import read_lines
+from argosy.processes.channel import Gone, Message
 from argosy.resilience.detect.finding import Finding
 from argosy.resilience.migration_cost import MigrationAnswer, MigrationQuestion
 from argosy.supervise import migration
@@ -36,15 +35,24 @@ class Watch:
 class Planner:
     """In place of the process that asks the planner."""
 
-    answer, returncode, asked = PAYS, 0, list[MigrationQuestion]()
+    answer, fails, asked = PAYS, False, list[MigrationQuestion]()
 
-    def __init__(self, command: list[str], **_: Any):
-        said = json.loads(command[-1])
-        self.asked.append(MigrationQuestion(**{**said, "on": tuple(said["on"])}))
-        self.stdout = io.BytesIO(json.dumps(asdict(self.answer)).encode())
+    def __init__(self, module: str, run_dir: str):
+        self.channel = self
 
-    def poll(self) -> int:
-        return self.returncode
+    def send(self, kind: str, question: dict[str, Any]) -> None:
+        self.asked.append(MigrationQuestion(**question))
+
+    def hear(self, timeout_s: float) -> list[Message]:
+        if self.fails:
+            raise Gone
+        return [{"kind": "answer", "answer": asdict(self.answer)}]
+
+    def reap(self) -> str:
+        return "exit code 1"
+
+    def kill(self) -> None:
+        pass
 
 
 class Run:
@@ -95,12 +103,12 @@ class Run:
 
 @pytest.fixture(autouse=True)
 def planner(monkeypatch: pytest.MonkeyPatch) -> type[Planner]:
-    monkeypatch.setattr(migration.subprocess, "Popen", Planner)
+    monkeypatch.setattr(migration, "Child", Planner)
     monkeypatch.setattr(Planner, "asked", [])
     return Planner
 
 
-def test_a_slow_node_is_left_out_once_all_ranks_stand_still(tmp_path, planner):
+def test_a_slow_node_is_left_out_once_all_ranks_hold(tmp_path, planner):
     run = Run(tmp_path)
     run.migrator.slow_node("c", SLOW)
     run.look()
@@ -128,7 +136,7 @@ def test_a_spare_takes_its_place_and_the_planner_is_not_asked(tmp_path, planner)
     assert not planner.asked
 
 
-def test_it_stays_where_it_would_not_pay_or_is_not_to_move(tmp_path, planner, monkeypatch):
+def test_there_is_no_migration_that_does_not_pay_or_is_off(tmp_path, planner, monkeypatch):
     monkeypatch.setattr(Planner, "answer", MigrationAnswer(False, "dp_replicate=2", 2, 2, 0.6, 0.55, 1000))
     run = Run(tmp_path)
     run.migrator.slow_node("c", SLOW)
@@ -139,11 +147,11 @@ def test_it_stays_where_it_would_not_pay_or_is_not_to_move(tmp_path, planner, mo
     assert not off.migrate() and len(planner.asked) == 1
 
 
-def test_a_planner_that_fails_is_no_reason_to_move(tmp_path, monkeypatch):
-    monkeypatch.setattr(Planner, "returncode", 1)
+def test_a_planner_that_fails_is_no_reason_to_migrate(tmp_path, monkeypatch):
+    monkeypatch.setattr(Planner, "fails", True)
     run = Run(tmp_path)
     run.migrator.slow_node("c", SLOW)
-    assert not run.migrate() and run.events("stayed")[0]["why"] == "the planner failed"
+    assert not run.migrate() and run.events("stayed")[0]["why"] == "the planner failed: exit code 1"
 
 
 def test_a_generation_that_ends_meanwhile_ends_the_case(tmp_path):
@@ -155,16 +163,16 @@ def test_a_generation_that_ends_meanwhile_ends_the_case(tmp_path):
     assert not run.migrate() and not run.events("migrated")
 
 
-def test_ranks_that_do_not_come_to_stand_are_not_waited_for_for_ever(tmp_path):
+def test_ranks_that_do_not_hold_are_not_waited_for_for_ever(tmp_path):
     run = Run(tmp_path)
     run.migrator.slow_node("c", SLOW)
     for _ in range(3):
         run.look()
     run.look(seconds=migration.HOLD_WITHIN_S)
-    assert not run.migrate() and "stood still" in run.events("stayed")[0]["why"]
+    assert not run.migrate() and "not all ranks held" in run.events("stayed")[0]["why"]
 
 
-def test_moves_are_apart_and_what_they_cost_is_measured(tmp_path, planner, monkeypatch):
+def test_migrations_are_apart_and_their_cost_is_measured(tmp_path, planner, monkeypatch):
     run = Run(tmp_path)
     run.migrator.slow_node("c", SLOW)
     run.migrate()
@@ -179,7 +187,7 @@ def test_moves_are_apart_and_what_they_cost_is_measured(tmp_path, planner, monke
 
 
 @pytest.mark.parametrize(("after_s", "again"), [(0.99, False), (0.5, True)])
-def test_a_move_that_did_not_gain_is_not_tried_again(tmp_path, planner, after_s, again):
+def test_a_migration_that_did_not_gain_is_not_tried_again(tmp_path, planner, after_s, again):
     run = Run(tmp_path)
     run.migrator.slow_node("c", SLOW)
     run.migrate()

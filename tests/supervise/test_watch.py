@@ -24,7 +24,7 @@ def shown(*readings: HeartbeatReading) -> list[dict[str, Any]]:
     return [{"reading": reading.to_record(), "state": "S"} for reading in readings]
 
 
-def test_a_process_that_stands_still_on_one_of_two_nodes_is_found(watch):
+def test_a_process_that_hangs_on_one_of_two_nodes_is_found(watch):
     world = World(4, tick_s=TICK_S)
     found = []
     for tick in range(20):
@@ -37,7 +37,7 @@ def test_a_process_that_stands_still_on_one_of_two_nodes_is_found(watch):
     assert [(finding.kind, finding.ranks) for finding in found] == [("frozen", (3,))]
 
 
-def test_what_a_node_cannot_tell_counts_against_none_of_its_ranks(watch):
+def test_a_node_that_is_cut_off_does_not_make_its_ranks_look_hung(watch):
     """Nothing is heard of one of two nodes: whether it comes back is for the coordinator to wait for."""
     world = World(2, tick_s=TICK_S)
     for tick in range(40):
@@ -48,7 +48,7 @@ def test_what_a_node_cannot_tell_counts_against_none_of_its_ranks(watch):
         assert not watch.findings(world.at_s, 2)
 
 
-def test_a_spare_node_that_is_gone_keeps_nobody_from_looking(watch):
+def test_a_spare_node_that_is_gone_does_not_stop_detection(watch):
     world = World(1, tick_s=TICK_S)
     found = []
     watch.shown(1, "spare", [])

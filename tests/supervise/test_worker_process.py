@@ -34,7 +34,7 @@ def process(**facts) -> WorkerProcess:
         ({"failure": SAID | {"text": ""}}, 1, Cause("exit code 1, ", "StorageError", 1, 3)),
     ],
 )
-def test_the_cause_is_its_own_words_or_those_of_who_killed_it(facts, exit_code, cause):
+def test_the_cause_is_its_last_message_or_why_it_was_killed(facts, exit_code, cause):
     assert process(**facts).cause_of_death(exit_code, step=3) == cause
 
 

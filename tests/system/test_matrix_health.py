@@ -42,7 +42,7 @@ def test_a_machine_that_computes_wrongly_is_refused_before_it_joins_and_a_spare_
     machines = Machines(run)
     machines.start("a")
     machines.start("b", "flip@node_check:tensor=core*product,bit=12")
-    assert "b computes wrongly: core " in machines.text_of("b", UNFIT)
+    assert "b computes wrong results: core " in machines.text_of("b", UNFIT)
     machines.start("c")
     run.end()
     machines.text_of("c", 0)
@@ -63,7 +63,7 @@ def test_the_only_machine_is_refused_and_says_so(folder):
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_blamed_has_its_machine_examined_and_goes_on_if_that_is_well(disturbed, undisturbed):
+def test_the_node_of_a_blamed_rank_is_checked_and_goes_on_if_it_is_well(disturbed, undisturbed):
     run = disturbed(REPLICAS_OF_FOUR, "flip@weights:step=6,rank=2,bit=20;slow@forward:seconds=0.05").end()
     (suspect,) = run.events("suspect")
     assert suspect["ranks"] == [2]

@@ -1,6 +1,6 @@
-"""A run while it is disturbed from outside: it is started, watched, struck, and started again where that is part of it.
+"""A chaos campaign: start a run, watch it, kill or stop its processes, and start it again where a fault stops it.
 
-Processes are found by the heartbeat that workers show and by the process table.
+Workers are found by their heartbeats, other processes in the process table.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from pathlib import Path
 from argosy.errors import Retryable
 from argosy.observe.heartbeat import HeartbeatReading, read_heartbeat
 from argosy.resilience.detect.finding import process_state
-from argosy.supervise.agent import SCRATCH
+from argosy.supervise.scratch import SCRATCH
 
 TICK_S = 0.05
-NOBODY_S = 1.0
-"""A blow that finds nobody to strike for so long is left out: several must not come together when somebody is back."""
+NO_TARGET_S = 1.0
+"""A fault that finds no process for this long is left out: faults must not pile up until there is one again."""
 MOST_STARTS = 50
-"""Of the command, before a run that says "try again" each time is given up."""
+"""How often the command is given before a run that says "try again" each time is given up."""
 FORK_SERVER = "argosy.processes.fork_server"
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A way in which a run is disturbed."""
+    """A kind of fault."""
 
     about: str
     weight: float
     """How often it is drawn, relative to others."""
     seen_as: tuple[str, ...]
-    """Events that say it was noticed."""
+    """Events that show that it was noticed."""
     breaks_world: bool
-    """Whether the run goes on in another generation."""
+    """True if the run goes on in another generation after it."""
 
 
 KINDS = {
@@ -48,27 +48,27 @@ KINDS = {
     "writer": Kind("SIGKILL to a process that writes checkpoints", 1, ("save_failed", "writer_died"), False),
     "coordinator": Kind("SIGKILL to the coordinator", 1, ("coordinator_lost",), False),
     "fork_server": Kind("SIGKILL to the process that workers are forked from", 0.5, ("fork_server_replaced",), True),
-    "store": Kind("SIGKILL to the process in which workers meet", 0.5, (), False),
+    "store": Kind("SIGKILL to the rendezvous store", 0.5, (), False),
     "term": Kind("SIGTERM to the launcher, then the same command again", 1, ("signal",), True),
     "launcher": Kind("SIGKILL to the launcher, then the same command again", 0.5, (), True),
 }
-"""What can happen, by its name on the command line."""
+"""Kinds of faults, by their names on the command line."""
 
 
 @dataclass(frozen=True)
 class Blow:
-    """One disturbance that is to come."""
+    """A fault that is planned."""
 
     at_s: float
-    """From the first step on."""
+    """Seconds after the first step."""
     kind: str
     pick: float
-    """In [0, 1): which of those that it may strike, or of the steps at which it may."""
+    """In [0, 1): selects one of the possible processes, or steps."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """The first step that was seen made in a generation."""
+    """The first step that was finished in a generation."""
 
     generation: int
     step: int
@@ -77,7 +77,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Dealt:
-    """A blow that was dealt, to which process and when (wall time, as events have it); the generation and step then."""
+    """A fault that was injected: the process, the wall time as in events, and the generation and step at that time."""
 
     blow: Blow
     what: str
@@ -89,30 +89,30 @@ class Dealt:
 
 @dataclass
 class Campaign:
-    """A run while it is disturbed, from its first start to its end."""
+    """A run with faults, from its first start to its end."""
 
     command: Sequence[str]
     run_dir: Path
     blows: Sequence[Blow]
     environment: dict[str, str] = field(default_factory=dict)
     limit_s: float = math.inf
-    """A run that has not ended by then is ended, with exit code -SIGKILL."""
+    """A run that takes longer is killed, with exit code -SIGKILL."""
     dealt: list[Dealt] = field(default_factory=list)
     starts: int = 0
     exit_code: int = 0
     began_s: float | None = None
-    """Wall time of the first step, as events have it."""
+    """Wall time of the first step, as in events."""
     ended_s: float = 0.0
     made: list[Made] = field(default_factory=list)
     readings: dict[int, HeartbeatReading] = field(default_factory=dict)
-    """Of the workers at hand, by process."""
+    """Heartbeats of the workers there are, by process."""
     workers_seen: set[int] = field(default_factory=set)
     pids: set[int] = field(default_factory=set)
-    """Other processes that were part of the run."""
+    """Other processes of the run."""
     _first_step_at: float = 0.0
 
     def run(self) -> None:
-        """Start the command, deal the blows, start it again where that is part of one; until the run has ended."""
+        """Start the command, inject the faults, start it again after faults that stop it; until the run has ended."""
         left = [blow for blow in self.blows if blow.kind != "point"]
         give_up_at = time.monotonic() + self.limit_s
         launcher = self._start()
@@ -127,7 +127,7 @@ class Campaign:
                     launcher = self._start()
                 elif left and self._is_due(left[0]):
                     is_dealt = self._deal(left[0], launcher)
-                    if is_dealt or self._is_due(left[0], since_s=NOBODY_S):
+                    if is_dealt or self._is_due(left[0], since_s=NO_TARGET_S):
                         left.pop(0)
         finally:
             with suppress(ProcessLookupError):
@@ -147,13 +147,13 @@ class Campaign:
             )
 
     def _goes_on(self, code: int) -> bool:
-        """Whether the command is to be given again: it was stopped by a blow, or says that it may be."""
+        """Return True if the command should be given again: a fault stopped it, or its exit code says so."""
         self.exit_code = code
         asked = code in (-signal.SIGKILL, 128 + signal.SIGTERM, -signal.SIGTERM)
         return (asked or code == Retryable.exit_code) and self.starts < MOST_STARTS
 
     def _watch(self, launcher: subprocess.Popen[bytes]) -> None:
-        """Take the workers' heartbeat, and note the first step of each generation."""
+        """Read the workers' heartbeats, and note the first step of each generation."""
         self.readings = {}
         for path in SCRATCH.glob(f"argosy-{launcher.pid}-*/worker-*.heartbeat"):
             with suppress(ValueError, OSError):
@@ -169,11 +169,11 @@ class Campaign:
                 self.made.append(Made(reading.generation, min(reading.busy_s), time.time()))
 
     def _deal(self, blow: Blow, launcher: subprocess.Popen[bytes]) -> bool:
-        """Strike; False if there is nobody (yet) whom it could."""
-        victims = sorted(_VICTIMS[blow.kind](self, launcher))
-        if not victims or not self.readings:
+        """Inject a fault; return False if there is no process for it (yet)."""
+        targets = sorted(_TARGETS[blow.kind](self, launcher))
+        if not targets or not self.readings:
             return False
-        pid = victims[int(blow.pick * len(victims))]
+        pid = targets[int(blow.pick * len(targets))]
         generation = max(reading.generation for reading in self.readings.values())
         step = max(reading.step for reading in self.readings.values())
         rank = self.readings[pid].rank if pid in self.readings else None
@@ -188,7 +188,7 @@ class Campaign:
         return True
 
     def workers(self) -> list[int]:
-        """The workers that have a rank now."""
+        """Return the workers that have a rank now."""
         return [pid for pid, r in self.readings.items() if r.rank >= 0 and r.phase != "waiting" and is_alive(pid)]
 
 
@@ -212,12 +212,12 @@ def _fork_servers(campaign: Campaign, launcher: subprocess.Popen[bytes]) -> list
 
 
 def _stores(campaign: Campaign, launcher: subprocess.Popen[bytes]) -> list[int]:
-    """What fork servers have forked and does not train."""
+    """Return processes of the fork server that do not train."""
     forks = [pid for fork_server in _fork_servers(campaign, launcher) for pid in children(fork_server)]
     return [pid for pid in forks if pid not in campaign.workers_seen]
 
 
-_VICTIMS: dict[str, Callable[[Campaign, subprocess.Popen[bytes]], list[int]]] = {
+_TARGETS: dict[str, Callable[[Campaign, subprocess.Popen[bytes]], list[int]]] = {
     "kill": _of_workers,
     "stop": _of_workers,
     "writer": _of_module("argosy.checkpoint.writer"),
@@ -231,17 +231,17 @@ _SIGNALS = {"stop": signal.SIGSTOP, "term": signal.SIGTERM}
 
 
 def descendants(pid: int) -> list[int]:
-    """All processes that come from `pid`, which are still in its line."""
+    """Return all descendants of `pid`."""
     found, todo = [], [pid]
     while todo:
-        born = children(todo.pop())
-        found += born
-        todo += born
+        more = children(todo.pop())
+        found += more
+        todo += more
     return found
 
 
 def children(pid: int) -> list[int]:
-    """The processes whose parent is `pid`, whichever of its threads started them."""
+    """Return the children of `pid`, whichever of its threads started them."""
     with suppress(OSError):
         threads = list(Path(f"/proc/{pid}/task").iterdir())
         return [int(child) for thread in threads for child in (thread / "children").read_text().split()]

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 Holder = TypeVar("Holder")
+PLACES = "argosy.places"
+"""Metadata key of a shard file: JSON of {key of a box: [name, shape of the whole, offset]}, for boxes that are only a
+part of their tensor."""
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,7 @@ There is no collective in a save: one that hangs on a disk cannot hold up those 
 
 from __future__ import annotations
 
-import json
 import os
-import select
-import signal
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -29,13 +24,14 @@ from argosy.checkpoint.shards import box_bytes, write_shard
 from argosy.checkpoint.writer import Tell, Upkeep
 from argosy.faults import fault
 from argosy.parallel.world import World
+from argosy.processes.channel import Gone
+from argosy.processes.child import Child
 
 HUNG_S = 300.0
 """A writer is given up once its checkpoint has not grown, on any rank, for so long while it is waited for."""
 LISTEN_S, CHECK_S = 1.0, 0.1
 """While a save is waited for: how often the size of its files is looked at, and how often `check` is called."""
-KILL_S = 1.0
-"""How long a killed writer is waited for."""
+WRITER = "argosy.checkpoint.writer"
 
 
 class Saver:
@@ -62,7 +58,7 @@ class Saver:
         # Memory without a name: the kernel frees it when the last process that has it dies. It is kept from save to
         # save, since having the kernel clear new pages takes as long as copying.
         self._memory = os.fdopen(os.memfd_create("argosy-snapshot"), "r+b", buffering=0)
-        self._process: WriterProcess | None = None
+        self._process: Child | None = None
         self._in_flight: SaveOrder | None = None
         self._mine: list[Box] | None = None
         self._ticket, self._attempts = "", 0
@@ -134,8 +130,8 @@ class Saver:
         """Wait until all that was saved is read back and copied to the remote place as well, and end the writer."""
         self.wait()
         if self._process is not None:
-            with suppress(OSError):
-                self._process.send({"order": "close"})
+            with suppress(Gone):
+                self._process.channel.send("close")
             while self._process is not None:
                 self._attend()
         self._memory.close()
@@ -157,10 +153,11 @@ class Saver:
 
     def _hand_over(self, order: SaveOrder) -> None:
         if self._process is None:
-            self._process = WriterProcess(self._memory.fileno())
+            memory = self._memory.fileno()
+            self._process = Child(WRITER, str(memory), pass_fds=[memory])
         self._in_flight = order
-        with suppress(BrokenPipeError):  # it has died: `_listen` finds out, and says why
-            self._process.send({"order": "save", "save": asdict(order), "upkeep": asdict(self._upkeep)})
+        with suppress(Gone):  # it has died: `_listen` finds out, and says why
+            self._process.channel.send("save", order=asdict(order), upkeep=asdict(self._upkeep))
 
     def _attend(self) -> None:
         """Listen until there is news, for at most `LISTEN_S`, and only while `check` raises nothing: in a world that is
@@ -175,13 +172,15 @@ class Saver:
         process = self._process
         if process is None:
             return True
-        news = process.news(timeout_s)
-        for record in news:
-            self._take(record.pop("news"), record)
-        if not process.is_open and self._process is process:
+        try:
+            news = process.hear(timeout_s)
+        except Gone:
             self._process = None
             self._take_death(process)
-        return bool(news) or self._process is not process
+            return True
+        for facts in news:
+            self._take(facts.pop("kind"), facts)
+        return bool(news)
 
     def _take(self, news: str, facts: dict[str, Any]) -> None:
         if news in ("save", "save_failed"):
@@ -207,7 +206,7 @@ class Saver:
         self._process = None
         self._failed(order, f"the writer process hung ({why})")
 
-    def _take_death(self, process: WriterProcess) -> None:
+    def _take_death(self, process: Child) -> None:
         why = process.reap()
         self._heard("writer_died", pid=process.pid, why=why)
         order, self._in_flight = self._in_flight, None
@@ -226,65 +225,6 @@ class Saver:
             return
         with suppress(OSError):
             leave_note(order, Note(order.ticket, error=error))
-
-
-class WriterProcess:
-    """A process that runs `checkpoint.writer`, reading from the file in memory with descriptor `memory`."""
-
-    def __init__(self, memory: int):
-        """Raises: OSError if there can be no more processes."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "argosy.checkpoint.writer", str(memory), str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            pass_fds=[memory],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)},
-            start_new_session=True,  # ctrl-C is for training, which saves then
-        )
-        self._rest = b""
-        self.is_open = True
-        """True while it may have more news."""
-
-    @property
-    def pid(self) -> int:
-        """Number of the process."""
-        return self._process.pid
-
-    def send(self, order: Mapping[str, Any]) -> None:
-        """Raises: BrokenPipeError if it is gone."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order).encode() + b"\n")
-
-    def news(self, timeout_s: float) -> list[dict[str, Any]]:
-        """Return its news; waits for some up to `timeout_s`."""
-        assert self._process.stdout is not None
-        said, out = b"", self._process.stdout
-        while self.is_open and select.select([out], [], [], 0.0 if said else timeout_s)[0]:
-            data = os.read(out.fileno(), 2**16)
-            said += data
-            self.is_open = bool(data)
-        *lines, self._rest = (self._rest + said).split(b"\n")
-        return [json.loads(line) for line in lines]
-
-    def kill(self) -> None:
-        """End it, whatever it does. In a system call that hangs it ends later, which is not waited for."""
-        self._process.kill()
-        self._close()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(KILL_S)
-
-    def reap(self) -> str:
-        """Return how it ended, in words. To be called once it has ended, or soon will."""
-        self._close()
-        code = self._process.wait()
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-    def _close(self) -> None:
-        self.is_open = False
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
 
 
 def deal(holdings: Sequence[Sequence[Box]]) -> list[list[Box]]:

@@ -18,10 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from argosy.checkpoint.boxes import Box
+from argosy.checkpoint.boxes import PLACES, Box
 
-PLACES = "argosy.places"
-"""Metadata key: JSON of {key of a box: [name, shape of the whole, offset]} for boxes that are not whole tensors."""
 CODES = {
     "float64": "F64",
     "float32": "F32",

@@ -1,26 +1,25 @@
 """The process that writes one rank's part of each checkpoint, so that no disk, however slow, holds up training.
 
-    python -m argosy.checkpoint.writer SNAPSHOT PARENT
+    python -m argosy.checkpoint.writer SNAPSHOT
 
-SNAPSHOT is the descriptor of a file in memory that training fills; PARENT is training's process. A line of JSON on
-standard input is an order, one on standard output news. The first rank's writer commits a checkpoint, and all writers
-read it back, each a share; then the first deletes older ones, and copies it to the remote place if there is one. A
-writer ends with its parent, and since memory is shared by descriptor alone, nothing of it is left then.
+SNAPSHOT is the descriptor of a file in memory that the training process fills. Messages of the channel to it are the
+orders "save" (order, upkeep) and "close"; back come news. What rank 0's writer has committed all writers read back,
+each a share of it; then rank 0's deletes older checkpoints, and copies it to the remote place if there is one. A writer
+ends with its parent, and since memory is shared by descriptor alone, nothing of it is left then.
 
 This module imports neither torch nor numpy, so that the process starts in a moment and takes little memory.
 """
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import queue
-import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,9 +29,9 @@ from argosy.checkpoint.checksums import Damaged
 from argosy.checkpoint.rank_writer import SaveOrder, commit_part, words
 from argosy.checkpoint.read_back import verify_together, vouch
 from argosy.checkpoint.store import Checkpoint
+from argosy.processes.channel import Channel, Gone
+from argosy.processes.child import channel_to_parent, messages
 
-PARENT_S = 0.5
-"""How often the parent is looked for: another process may keep its end of the pipe open."""
 NICENESS = 5
 """Niceness of the writer's process: training comes first."""
 
@@ -161,43 +160,30 @@ class _Line:
 
 def main() -> None:
     """Take orders until the parent is gone."""
-    snapshot, parent = (int(word) for word in sys.argv[1:])
+    snapshot = int(sys.argv[1])
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the signal is for training, which saves then
     os.nice(NICENESS)
-    writer = Writer(snapshot, _teller())
-    for line in _lines(parent):
-        record = json.loads(line)
-        if record["order"] == "close":
+    trainer = channel_to_parent(send_timeout_s=math.inf)  # it may stand still for long, and hear the news later
+    writer = Writer(snapshot, _teller(trainer))
+    for message in messages(trainer):
+        if message["kind"] == "close":
             writer.close()
         else:
-            writer.save(SaveOrder(**record["save"]), Upkeep(**record["upkeep"]))
+            writer.save(SaveOrder(**message["order"]), Upkeep(**message["upkeep"]))
     os._exit(0)  # amid whatever the threads do: without its parent a checkpoint is not committed
 
 
-def _teller() -> Tell:
+def _teller(trainer: Channel) -> Tell:
     lock = threading.Lock()
 
     def tell(news: str, /, **facts: Any) -> None:
         with lock:
             try:
-                os.write(sys.stdout.fileno(), json.dumps({"news": news, **facts}).encode() + b"\n")
-            except BrokenPipeError:
+                trainer.send(news, **facts)
+            except Gone:
                 os._exit(0)
 
     return tell
-
-
-def _lines(parent: int) -> Iterator[bytes]:
-    """Yield the lines of standard input, until it ends or `parent` is gone."""
-    stdin, rest = sys.stdin.fileno(), b""
-    while os.getppid() == parent:
-        if not select.select([stdin], [], [], PARENT_S)[0]:
-            continue
-        data = os.read(stdin, 2**16)
-        if not data:
-            return
-        *lines, rest = (rest + data).split(b"\n")
-        yield from lines
 
 
 if __name__ == "__main__":

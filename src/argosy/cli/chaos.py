@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
     if options.every_s <= 0:
         raise UserError(f"--every-s {options.every_s:g}: must be more than 0. Try --every-s 60.")
     from argosy.chaos.campaign import KINDS
-    from argosy.chaos.chaos import run_chaos
+    from argosy.chaos.run import run_chaos
     from argosy.config.dump import save_run
 
     if options.minutes:
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
     folder = (options.folder or Path("runs") / f"{run.name}-chaos").absolute()
     folder.mkdir(parents=True, exist_ok=True)
     save_run(run, folder / "run.toml")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was started is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the run it started is ended
     seed, kinds = options.fault_seed, options.kinds or tuple(KINDS)
     report = run_chaos(folder / "run.toml", folder, seed=seed, every_s=options.every_s, kinds=kinds)
     (folder / f"seed-{seed}.json").write_text(report.model_dump_json(indent=1) + "\n")

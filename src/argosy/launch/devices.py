@@ -1,4 +1,4 @@
-"""What this machine has to compute with."""
+"""The devices of this machine."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from argosy.errors import ArgosyWarning, RunFailed, UserError
 from argosy.plan.hardware.local_machine import host_memory_bytes
 from argosy.plan.search.auto import Devices
 from argosy.processes.channel import Gone
-from argosy.processes.fork_server import ForkServer, channel_to_parent
+from argosy.processes.child import Entry, channel_to_parent
+from argosy.processes.fork_server import ForkServer
 
 LAUNCH, PLANNED = "ARGOSY_LAUNCH", "ARGOSY_PLANNED"
 FAST_BF16 = 1.5
-"""bf16 pays where its matmuls are this much faster than fp32's: GPUs, and CPUs with AMX."""
+"""bf16 pays where its matmuls are this much faster than fp32's: on GPUs, and on CPUs with AMX."""
 
 
 def find_devices(launch: LaunchConfig, processes: int | None = None, planned: int = 0) -> Devices:
-    """The devices for a plan: `processes` if they run already, else as many as `launch` says, or the plan needs.
+    """Return the devices for a plan: `processes` if they run already, else as many as `launch` says or the plan needs.
 
     Raises: UserError if `launch` asks for a GPU and there is none, or for more processes than GPUs.
     """
-    import torch  # `ask` does without
+    import torch  # not at the top: `ask` needs none
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if launch.device == "cuda" and not gpus:
@@ -48,7 +49,7 @@ def find_devices(launch: LaunchConfig, processes: int | None = None, planned: in
 
 
 def tell() -> None:
-    """Entry of a process forked to look for devices where the asker has no torch: what `find_devices` says."""
+    """Send the asker the result of `find_devices`. Entry of a process that is forked where the asker has no torch."""
     asker = channel_to_parent()
     launch = LaunchConfig.model_validate_json(os.environ[LAUNCH])
     with warnings.catch_warnings(record=True) as warned:
@@ -62,9 +63,9 @@ def tell() -> None:
 
 
 def ask(fork_server: ForkServer, launch: LaunchConfig, planned: int) -> Devices:
-    """The same without torch here, by a process of `fork server`, which has it. Raises: UserError, RunFailed."""
+    """Call `find_devices` in a process of `fork_server`, without torch in this one. Raises: UserError, RunFailed."""
     settings = {LAUNCH: launch.model_dump_json(), PLANNED: str(planned)}
-    channel = fork_server.fork("devices", f"{__name__}:tell", settings)
+    channel = fork_server.fork("devices", Entry.of(tell), settings)
     try:
         answer = channel.receive()
     except Gone:

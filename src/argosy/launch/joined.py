@@ -1,4 +1,4 @@
-"""A run in processes that are there already: torchrun's, or any launcher's that sets its environment."""
+"""A run in processes that exist already: those of torchrun, or of any launcher that sets the same environment."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from argosy.training.stop import StopSignal
 def train_joined(run: RunConfig, run_dir: Path | None = None, *, accept_changes: bool = False) -> None:
     """Train in the world that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe.
 
-    The first process prepares the data and settles run and plan, while the others wait (launch.timeout_s bounds
-    it: prepare large data beforehand). After a signal it saves, and exits with 128 + the signal's number.
+    Rank 0 prepares the data and settles run and plan, while the others wait (at most launch.timeout_s: prepare large
+    data beforehand). After a signal the run saves, and its processes exit with 128 + the signal's number.
 
     Raises: UserError, RunFailed, the same on every process.
     """
@@ -38,7 +38,7 @@ def train_joined(run: RunConfig, run_dir: Path | None = None, *, accept_changes:
             run, plan, generation = world.share_first(lambda: _settle(run, run_dir, world, accept_changes, held))
         except ArgosyError as error:
             if not world.is_first:
-                sys.exit(error.exit_code)  # one of them says it
+                sys.exit(error.exit_code)  # rank 0 reports it
             raise
         os.environ[fence.GENERATION] = str(generation)
         work(run, plan, world, run_dir, stop)
@@ -49,7 +49,7 @@ def train_joined(run: RunConfig, run_dir: Path | None = None, *, accept_changes:
 def _settle(
     run: RunConfig, run_dir: Path, world: World, accept_changes: bool, held: ExitStack
 ) -> tuple[RunConfig, Plan, int]:
-    """What is trained how, and in which generation; `held` keeps the run's folder locked."""
+    """Return run, plan and generation; `held` keeps the run's folder locked."""
     held.enter_context(run_folder.locked(run_dir))
     run, data = resolve(run, Progress(enabled=True))
     run = run_folder.enter(run_dir, run, data.identity, accept_changes)

@@ -1,4 +1,4 @@
-"""A run on this machine, or this machine's part of one: settles what is to be trained and holds its processes."""
+"""A run on this machine, or this machine's part of one: settle the run's configuration and hold its processes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from argosy.supervise.agent import WORKER, Agent, node_name
 
 
 def train(run: RunConfig, run_dir: Path | None = None, *, accept_changes: bool = False, quiet: bool = False) -> Report:
-    """Train `run` in `run_dir` (runs/NAME by default) with processes of this machine; returns its report.
+    """Train `run` in `run_dir` (runs/NAME by default) with processes of this machine; return its report.
 
     If the folder holds a checkpoint of this run, it goes on from there. With launch.nodes, this is one of the machines,
-    and returns when the run is done. quiet: what the first worker prints is kept in the folder's logs too.
+    and returns when the run is done. quiet: what rank 0 prints goes to the folder's logs too.
 
     Raises: UserError if the run cannot be started as asked; RunFailed if it could not go on; Interrupted after
     SIGTERM or SIGINT, once its state is saved.
@@ -52,8 +52,8 @@ def train(run: RunConfig, run_dir: Path | None = None, *, accept_changes: bool =
 
 @contextmanager
 def fork_server() -> Iterator[ForkServer]:
-    """Where a run's processes come from; it imports torch while the run is being settled."""
-    forks = ForkServer(WORKER.partition(":")[0])
+    """Start the fork server of a run's processes; it imports torch while the run is being settled."""
+    forks = ForkServer(WORKER.module)
     try:
         yield forks
     finally:
@@ -61,7 +61,7 @@ def fork_server() -> Iterator[ForkServer]:
 
 
 def _report_if_finished(run_dir: Path, run: RunConfig) -> Report | None:
-    """The report of a run that has nothing left to do."""
+    """Return the report of a run that is finished; None if it is not."""
     if not (run_dir / "report.json").exists() or not committed(run_dir):
         return None
     report = Report.load(run_dir)
@@ -69,12 +69,12 @@ def _report_if_finished(run_dir: Path, run: RunConfig) -> Report | None:
 
 
 def _name_of_node(run: RunConfig) -> str:
-    """For the lock: of several nodes each has its own; one alone has the folder to itself."""
+    """Return the node's name for the lock: each of several nodes has its own; a single one locks the whole folder."""
     return "" if run.launch.nodes == 1 else node_name(run.launch)
 
 
 def _devices(forks: ForkServer, run: RunConfig) -> Devices:
-    """Those of all nodes, which are taken to be like this one. Raises: UserError."""
+    """Return the devices of all nodes, which are assumed to be like this one. Raises: UserError."""
     nodes = run.launch.nodes
     here = ask(forks, run.launch, planned=-(-processes_of(run.plan) // nodes))
     return replace(here, count=here.count * nodes)

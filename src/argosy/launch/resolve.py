@@ -1,4 +1,4 @@
-"""From the run that was asked for to the run that is trained: data prepared, sizes filled in, limits checked."""
+"""Turn the requested run into the run that is trained: data prepared, sizes filled in, limits checked."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from argosy.plan.hardware.local_machine import cluster_of
 
 
 def resolve(run: RunConfig, progress: Progress) -> tuple[RunConfig, OpenData]:
-    """The run with its data ready and nothing left to be filled in, and its open data. Raises: UserError."""
-    cluster_of(run)  # a launch.cluster that is none is told before anything takes time
+    """Prepare the data and fill in the sizes; return the complete run and its open data. Raises: UserError."""
+    cluster_of(run)  # refuse a wrong launch.cluster before anything takes time
     if is_path(run.launch.cluster):
         path = Path(run.launch.cluster).expanduser().absolute()
         run = run.model_copy(update={"launch": run.launch.model_copy(update={"cluster": str(path)})})
@@ -30,7 +30,7 @@ def resolve(run: RunConfig, progress: Progress) -> tuple[RunConfig, OpenData]:
             "Try model.vocab_size = 0, which takes the tokenizer's."
         )
     if run.optimizer.groups:
-        from argosy.models.decoder import Decoder  # it brings the compiler: seconds, which few runs need to wait here
+        from argosy.models.decoder import Decoder  # importing it takes seconds, and few runs need it here
 
         check_groups(run.optimizer, [name for name, _ in Decoder(run.model).named_parameters()])
     return run, data

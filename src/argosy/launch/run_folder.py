@@ -1,4 +1,4 @@
-"""The run's folder: who may write in it, and whether what is asked for is what it holds."""
+"""The run's folder: its lock, and whether the requested run is the one that it holds."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from argosy.files import atomic_write
 from argosy.plan.plan import Plan
 
 NEVER = ("model",)
-"""What even `--accept-changes` cannot change: the checkpoint would not fit."""
+"""Sections that even `--accept-changes` cannot change: the checkpoint would not fit."""
 
 
 @contextmanager
 def locked(run_dir: Path, node: str = "") -> Iterator[None]:
-    """Hold the run's folder for this process; the system lets go of it when the process dies.
+    """Lock the run's folder for this process; the kernel releases the lock when the process dies.
 
-    With `node`, only that node's part of it. Raises: UserError if another process holds it.
+    With `node`, lock only that node's part. Raises: UserError if another process holds the lock.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     with (run_dir / (f".lock-{node}" if node else ".lock")).open("a+") as file:
@@ -49,17 +49,17 @@ def locked(run_dir: Path, node: str = "") -> Iterator[None]:
 
 @contextmanager
 def settling(run_dir: Path) -> Iterator[None]:
-    """Of several nodes, one at a time prepares data and settles what the run is; the others wait and find it done."""
+    """Let one node at a time prepare data and settle the run; the others wait, and find it done."""
     with (run_dir / ".settling").open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def enter(run_dir: Path, run: RunConfig, data_identity: str, accept_changes: bool) -> RunConfig:
-    """Settle which configuration goes on in `run_dir`: `run`, unless state is there that it does not fit.
+    """Return the configuration to go on with in `run_dir`: `run`, if it fits the state that is there.
 
-    A number of steps that the folder's run found for the same budget of minutes is kept.
-    Raises: UserError that says what differs from the run that the folder holds.
+    A number of steps that the folder's run has chosen for the same budget of minutes is kept.
+    Raises: UserError, which names what differs from the run in the folder.
     """
     checkpoints = store.committed(run_dir)
     if not checkpoints:
@@ -83,7 +83,8 @@ def enter(run_dir: Path, run: RunConfig, data_identity: str, accept_changes: boo
 
 
 def write(run_dir: Path, run: RunConfig, plan: Plan, tokenizer: Path) -> None:
-    """Put run.toml, plan.toml and a copy of the tokenizer in the folder, which then needs nothing else to be used.
+    """Write run.toml, plan.toml and a copy of the tokenizer to the folder, which can then be used without the data.
+
     A plan that is replaced is kept as plan-STEP.toml.
     """
     with atomic_write(run_dir / TOKENIZER) as file:
@@ -97,7 +98,7 @@ def write(run_dir: Path, run: RunConfig, plan: Plan, tokenizer: Path) -> None:
 
 
 def _data_identity(checkpoints: list[Checkpoint]) -> str | None:
-    """Of the newest checkpoint whose manifest can be read; the workers tell of those that cannot."""
+    """Return that of the newest checkpoint whose manifest can be read; the workers report those that cannot."""
     for checkpoint in reversed(checkpoints):
         with suppress(Damaged):
             return checkpoint.manifest.data_identity
@@ -105,6 +106,6 @@ def _data_identity(checkpoints: list[Checkpoint]) -> str | None:
 
 
 def _differences(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Dotted key -> both values, for the keys that may not change silently."""
+    """Return dotted key -> both values, for keys that must not change silently."""
     old, new = lasting_values(before), lasting_values(now)
     return {key: (old.get(key), new.get(key)) for key in old | new if old.get(key) != new.get(key)}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 import os
 import pickle
 import select
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
@@ -23,12 +21,13 @@ from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.search.auto import Devices
 from argosy.probe.probe import ProbeRequest, measure
 from argosy.processes.channel import Channel, Gone
-from argosy.processes.fork_server import ForkServer, channel_to_parent
+from argosy.processes.child import Entry, channel_to_parent, end_with_parent
+from argosy.processes.fork_server import RENDEZVOUS, ForkServer
 
+MEMBER = Entry("argosy.probe.start")
+"""A process that measures."""
 MOST_CPU_PROCESSES = 8
 """Processes if the user gives no number: ranks beyond the first few share the machine in the same way."""
-RENDEZVOUS, MEMBER = "argosy.processes.rendezvous:main", "argosy.probe.start:main"
-"""What the processes call: the one that holds the rendezvous store, and those that measure."""
 LINGER_S = 1.0
 """How long to wait for more news after an error: a process may report a lost peer before the peer's death shows."""
 
@@ -52,7 +51,7 @@ def probe_here(asked: ProbeRequest, processes: int) -> Cluster:
     """
     with _interrupted_by_signals(), closing(ForkServer(__name__)) as fork_server, ExitStack() as held:
 
-        def fork(key: str, entry: str, environment: Mapping[str, str]) -> Channel:
+        def fork(key: str, entry: Entry, environment: Mapping[str, str]) -> Channel:
             return held.enter_context(closing(fork_server.fork(key, entry, environment)))
 
         try:
@@ -60,7 +59,7 @@ def probe_here(asked: ProbeRequest, processes: int) -> Cluster:
             places = [Place(rank, processes, rank, processes, "127.0.0.1", port) for rank in range(processes)]
             members = [fork(str(place.rank), MEMBER, place.environment()) for place in places]
             for channel in members:
-                channel.send("measure", asked=base64.b64encode(pickle.dumps(asked)).decode())
+                channel.send("measure", data=[pickle.dumps(asked)])  # over a socket that nobody else has
             return _cluster_of(fork_server, members)
         except Gone as problem:
             raise RunFailed(f"a process of the probe is gone ({problem}). Nothing was written.") from None
@@ -70,8 +69,8 @@ def main() -> None:
     """Run in each process that `probe_here` starts: measure, send the result, and end with the process that asked."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the process that asked decides
     asker = channel_to_parent()
-    asked: ProbeRequest = pickle.loads(base64.b64decode(asker.receive()["asked"]))
-    threading.Thread(target=_end_with, args=(asker,), daemon=True).start()
+    asked: ProbeRequest = pickle.loads(asker.receive()["data"][0])
+    end_with_parent(asker)
     try:
         cluster = measure(asked, join_world(asked.run.launch))
     except Exception as error:  # told before the others can lose their connections to this process
@@ -88,13 +87,6 @@ def probe_joined(asked: ProbeRequest) -> tuple[Cluster, World]:
         return measure(asked, world), world
     finally:
         leave_world()
-
-
-def _end_with(asker: Channel) -> None:
-    try:
-        asker.receive()
-    except Gone:
-        os._exit(1)
 
 
 @dataclass(frozen=True)
@@ -128,7 +120,7 @@ def _cluster_of(fork_server: ForkServer, members: list[Channel]) -> Cluster:
             except Gone:
                 del speaking[rank]  # it is ending: the fork server tells how
         for message in fork_server.take() if fork_server in ready else []:
-            if message["kind"] == "born" and message["key"].isdigit():
+            if message["kind"] == "forked" and message["key"].isdigit():
                 rank_of[message["pid"]] = int(message["key"])
             elif message["kind"] == "ended" and message["pid"] in rank_of:
                 failures.append(_ended(rank_of[message["pid"]], message["exit_code"]))

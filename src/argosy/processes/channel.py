@@ -1,20 +1,36 @@
-"""Messages between the processes that hold a run: one line of JSON each, over a socket of their own."""
+"""Messages between the processes of a run: one line of JSON each, over a socket.
+
+A message may carry data beside its JSON: byte strings, which follow the line as they are. Between processes of one
+machine it may carry open file descriptors as well.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import os
+import select
 import socket
+import struct
 import threading
+from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
 Message = dict[str, Any]
+"""Its "kind" and facts; "data", a list of memoryviews, and "descriptors", a list of ints, if it carried any."""
+Data = bytes | memoryview
 Address = tuple[str, int]
 """Host and TCP port."""
 SEND_TIMEOUT_S = 5.0
-"""A peer that takes nothing for so long is as good as gone."""
+"""A peer that takes nothing for this long is treated as gone."""
 CALL_TIMEOUT_S = 1.0
+RECEIVE_BYTES = 1 << 16
+INT = struct.Struct("i")
+MOST_DESCRIPTORS = 4
+"""In one message."""
 
 
 class Gone(Exception):
@@ -22,79 +38,134 @@ class Gone(Exception):
 
 
 class Channel:
-    """One end of a conversation. `take` never waits; `receive` does."""
+    """One end of a conversation. `take` never waits; `receive` does. One thread may receive while another sends."""
 
-    def __init__(self, connection: socket.socket):
+    def __init__(self, connection: socket.socket, send_timeout_s: float = SEND_TIMEOUT_S):
+        """`send_timeout_s`: how long the other end may take nothing before it is gone; math.inf: for ever."""
         self._socket = connection
-        self._socket.settimeout(SEND_TIMEOUT_S)
-        self._reader = connection.dup()
-        self._unread = b""
+        connection.setblocking(True)  # the flag is shared with threads that wait: `take` asks each call not to
+        if not math.isinf(send_timeout_s):
+            timeval = struct.pack("ll", int(send_timeout_s), int(send_timeout_s % 1 * 1e6))
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+        self._unread = bytearray()
+        self._head: Message | None = None
+        """A message whose data has not all come."""
+        self._messages: deque[Message] = deque()
+        self._descriptors: deque[int] = deque()
 
     def fileno(self) -> int:
-        """For selectors."""
+        """Return the socket's descriptor, for selectors; -1 after `close`."""
         return self._socket.fileno()
 
-    def send(self, kind: str, **facts: Any) -> None:
-        """Say something. Raises: Gone, as does whatever follows then: half of a message may have been sent."""
+    def send(
+        self, kind: str, /, *, data: Sequence[Data] | None = None, descriptors: Sequence[int] = (), **facts: Any
+    ) -> None:
+        """Send a message. Raises: Gone, as does every later call: half of a message may have been sent."""
+        message: Message = {"kind": kind, **facts}
+        if data is not None:
+            message["data"] = [memoryview(part).nbytes for part in data]
+        if descriptors:
+            message["descriptors"] = len(descriptors)
+        frame = b"".join([json.dumps(message).encode(), b"\n", *(data or ())])
         try:
-            self._socket.sendall(json.dumps({"kind": kind, **facts}).encode() + b"\n")
+            sent = socket.send_fds(self._socket, [frame], list(descriptors)) if descriptors else 0
+            self._socket.sendall(memoryview(frame)[sent:])
         except OSError as problem:
             self._shut()
             raise Gone(str(problem)) from None
 
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until there is something to take, the end included, up to `timeout_s`. Return whether there is."""
+        if self._messages:
+            return True
+        poll = select.poll()  # select() takes no descriptors from 1024 on, and a rank of a large world has more
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(1000 * timeout_s))
+
     def take(self) -> list[Message]:
-        """What has been said since; nothing, if nothing. Raises: Gone once the other end has closed."""
-        messages: list[Message] = []
-        while True:
+        """Return the messages that have come since; none, if there are none.
+
+        Raises: Gone once the other end has closed and everything it sent was taken.
+        """
+        why = ""
+        while not why:
             try:
-                data = self._recv(timeout_s=0.0)
-            except (BlockingIOError, InterruptedError):
-                return messages
+                self._read(socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                break
             except OSError as problem:
-                data, why = b"", str(problem)
-            else:
-                why = "the other end has closed"
-            if not data:
-                if messages:
-                    return messages  # the next call says that it is gone
-                raise Gone(why)
-            messages += self._lines(data)
+                why = str(problem)
+        if why and not self._messages:
+            raise Gone(why)  # else the next call says so
+        messages = list(self._messages)
+        self._messages.clear()
+        return messages
 
     def receive(self) -> Message:
-        """The next message, whenever it comes. Raises: Gone."""
-        while b"\n" not in self._unread:
+        """Return the next message, however long it takes to come. Raises: Gone."""
+        while not self._messages:
             try:
-                data = self._recv(timeout_s=None)
+                self._read()
             except OSError as problem:
                 raise Gone(str(problem)) from None
-            if not data:
-                raise Gone("the other end has closed")
-            self._unread += data
-        line, _, self._unread = self._unread.partition(b"\n")
-        return _parsed(line)
+        return self._messages.popleft()
 
     def close(self) -> None:
         """End the conversation."""
-        self._shut()  # whoever waits in `receive` is to hear of it
+        self._shut()  # a thread that waits in `receive`, and the other end, notice it
+        self.forget()
+
+    def forget(self) -> None:
+        """Close this process's end, without ending the conversation for other processes that hold this end too."""
         self._socket.close()
-        self._reader.close()
+        for descriptor in (*self._descriptors, *(d for m in self._messages for d in m.get("descriptors", ()))):
+            os.close(descriptor)
+        self._descriptors.clear()
+        self._messages.clear()
 
     def _shut(self) -> None:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def _recv(self, timeout_s: float | None) -> bytes:
-        # A duplicate, as one thread may wait here while another sends, and the time-out is the object's.
-        self._reader.settimeout(timeout_s)
-        return self._reader.recv(1 << 16)
+    def _read(self, flags: int = 0) -> None:
+        """Receive more bytes. Raises: OSError, also if the other end has closed; Gone if they are no message."""
+        # Not socket.recv_fds, which ignores its flags.
+        data, carried, _, _ = self._socket.recvmsg(RECEIVE_BYTES, socket.CMSG_LEN(MOST_DESCRIPTORS * INT.size), flags)
+        for level, kind, packed in carried:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self._descriptors.extend(number for (number,) in INT.iter_unpack(packed))
+        if not data:
+            raise ConnectionError("the other end has closed")
+        self._unread += data
+        while (message := self._next()) is not None:
+            self._messages.append(message)
 
-    def _lines(self, data: bytes) -> list[Message]:
-        *lines, self._unread = (self._unread + data).split(b"\n")
-        return [_parsed(line) for line in lines]
+    def _next(self) -> Message | None:
+        """Return the first of the unread bytes as a message, if it is all there. Raises: Gone if it is none."""
+        if self._head is None:
+            end = self._unread.find(b"\n")
+            if end < 0:
+                return None
+            self._head = _parsed(self._cut(end + 1))
+        message, sizes = self._head, self._head.get("data", [])
+        if len(self._unread) < sum(sizes):
+            return None
+        self._head = None
+        if sizes:
+            message["data"] = [memoryview(self._cut(size)) for size in sizes]
+        if "descriptors" in message:
+            message["descriptors"] = [self._descriptors.popleft() for _ in range(message["descriptors"])]
+        return message
+
+    def _cut(self, size: int) -> bytearray:
+        """Take the first `size` unread bytes."""
+        first = self._unread[:size]
+        del self._unread[:size]
+        return first
 
 
-def _parsed(line: bytes) -> Message:
-    """Raises: Gone if it is no message: whoever is there, a web browser perhaps, there is nothing to say to it."""
+def _parsed(line: bytearray) -> Message:
+    """Return the message of a line. Raises: Gone if it is none: a web browser, say, has connected by mistake."""
     with suppress(ValueError):
         message = json.loads(line)
         if isinstance(message, dict) and "kind" in message:
@@ -103,8 +174,9 @@ def _parsed(line: bytes) -> Message:
 
 
 def call(address: Address) -> Future[socket.socket]:
-    """Connect to `address`, in a thread of its own: where there is no way, it takes long to learn even what a name
-    means. The future has an OSError if nobody answers.
+    """Connect to `address` in a thread: where the network is down, even resolving the name takes long.
+
+    The future raises OSError if nothing answers.
     """
     connected: Future[socket.socket] = Future()
 
@@ -119,6 +191,6 @@ def call(address: Address) -> Future[socket.socket]:
 
 
 def tcp(connection: socket.socket) -> socket.socket:
-    """`connection`, set up for short messages that are wanted at once."""
+    """Set `connection` up for short messages that are wanted at once, and return it."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection

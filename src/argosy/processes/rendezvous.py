@@ -1,4 +1,4 @@
-"""Where the members of a generation meet: torch's key-value store, in a process of its own on the first rank's node."""
+"""The rendezvous store, in which the members of a world exchange addresses: torch's, in a process of its own."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from contextlib import suppress
 from torch.distributed import TCPStore
 
 from argosy.processes.channel import Gone
-from argosy.processes.fork_server import channel_to_parent
+from argosy.processes.child import channel_to_parent
 
 
 def main() -> None:
-    """Open a store on a free port, say which, and keep it until the agent lets go of it."""
-    agent = channel_to_parent()
+    """Open a store on a free port, send the port to the asker, and end when the asker closes the channel."""
+    asker = channel_to_parent()
     store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
     with suppress(Gone):
-        agent.send("store", port=store.port)
-        agent.receive()
+        asker.send("store", port=store.port)
+        asker.receive()

@@ -1,21 +1,21 @@
-"""What the planner says of a slow node or link: a process of its own, since the search takes a second or more.
+"""The predicted gain of a migration: a process of its own, since the planner's search takes a second or more.
 
-`python -m argosy.resilience.migration_cost RUN_DIR QUESTION` prints the answer; both are JSON.
+`python -m argosy.resilience.migration_cost RUN_DIR` answers the question that comes over its channel.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan.plan import Plan
+from argosy.processes.child import channel_to_parent, end_with_parent
 
 NICE = 10
 """Training comes first."""
@@ -23,51 +23,52 @@ NICE = 10
 
 @dataclass(frozen=True)
 class MigrationQuestion:
-    """Whether to go on otherwise."""
+    """A slow node or link, for which the planner looks for a better plan."""
 
     kind: Literal["slow_node", "slow_link"]
     plan: str
-    """In force."""
+    """The plan in force."""
     times: float
-    """slow_node: a slow rank's own work over its peers'; slow_link: a step over what it used to take."""
+    """slow_node: the time of a slow rank's own work over its peers'; slow_link: the step time over the usual one."""
     on: tuple[int, ...]
-    """Numbers of processes that one may go on with: all but those of the slow node; of all nodes, or of one."""
+    """Numbers of processes to choose from. slow_node: all but those of the node; slow_link: of all nodes, or of one."""
     step: int
-    """That the run is in."""
+    """The step that the run is in."""
     step_s: float | None
-    """Measured; None: not yet."""
+    """The measured step time; None if there is none yet."""
     migration_s: float
-    """How long training stands still for a move."""
+    """How long a migration stops training."""
 
 
 @dataclass(frozen=True)
 class MigrationAnswer:
-    """The best there is, and whether it pays."""
+    """The best plan, and whether a migration to it pays."""
 
     pays: bool
     plan: str = ""
     size: int = 0
     on: int = 0
-    """The number of processes that it is chosen for."""
+    """The number of processes that the plan was chosen for."""
     predicted_now_s: float = 0.0
-    """A step as it is now, slow."""
+    """A step under the plan in force, with the slow node or link."""
     predicted_new_s: float = 0.0
     steps_left: int = 0
     why: str = ""
-    """Why there is nothing better."""
+    """Why there is no better plan."""
 
 
 def main() -> None:
-    """Entry of the process."""
+    """Answer one question."""
     os.nice(NICE)
-    run_dir, text = sys.argv[1:]
-    asked: dict[str, Any] = json.loads(text)
-    question = MigrationQuestion(**{**asked, "on": tuple(asked["on"])})
-    print(json.dumps(asdict(answer(Path(run_dir), question))))
+    coordinator = channel_to_parent()
+    asked = coordinator.receive()
+    end_with_parent(coordinator)
+    question = MigrationQuestion(**{**asked["question"], "on": tuple(asked["question"]["on"])})
+    coordinator.send("answer", answer=asdict(answer(Path(sys.argv[1]), question)))
 
 
 def answer(run_dir: Path, question: MigrationQuestion) -> MigrationAnswer:
-    """What the planner says."""
+    """Return the planner's answer."""
     from argosy.config.load import load
     from argosy.plan.search.replan import worth_moving
 
@@ -77,7 +78,7 @@ def answer(run_dir: Path, question: MigrationQuestion) -> MigrationAnswer:
     except UserError as problem:
         return MigrationAnswer(False, why=str(problem))
     best = min(options, key=lambda option: option.predicted_new_s)
-    # What the model gets wrong of this machine it gets wrong of both: measured seconds, in predicted proportions.
+    # The cost model's error for this machine is the same for both plans: scale the measured time by their ratio.
     now_s = question.step_s or best.predicted_now_s
     new_s = now_s * best.predicted_new_s / best.predicted_now_s
     left = steps_left(run, question.step, now_s)
@@ -86,12 +87,12 @@ def answer(run_dir: Path, question: MigrationQuestion) -> MigrationAnswer:
 
 
 def steps_left(run: RunConfig, step: int, step_s: float) -> int:
-    """Steps still to make; of a run in minutes that has not decided on a number yet, as many as fit."""
+    """Return the steps left; for a run in minutes whose number is not decided yet, as many as fit."""
     return max(0, run.train.steps - step) if run.train.steps else int(60 * run.train.minutes / step_s)
 
 
 def _options(run_dir: Path, run: RunConfig, question: MigrationQuestion) -> Iterator[MigrationAnswer]:
-    """The best plan for each number of processes. Raises: UserError if one has none."""
+    """Yield the best plan for each number of processes. Raises: UserError if there is none for one of them."""
     from argosy.plan.cost.prediction import predict
     from argosy.plan.search.replan import replan, step_with_slow_rank_s, with_slow_link
     from argosy.resilience.replanner import machine_of
@@ -104,7 +105,7 @@ def _options(run_dir: Path, run: RunConfig, question: MigrationQuestion) -> Iter
         slow = with_slow_link(run, plan, machine, question.times)
         now_s = float(predict(plan, run, slow).step_s.mid)
     for processes in question.on:
-        # One node's processes, fewer than the plan has, do not use the links between nodes.
+        # The processes of one node, fewer than the plan has, do not use the links between nodes.
         is_all = processes >= plan.world_size
         left = slow if is_all else machine_of(run_dir, run, plan, processes)
         found = replan(run, plan, left, processes)

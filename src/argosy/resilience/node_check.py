@@ -1,15 +1,15 @@
-"""An examination: does every core and GPU of this node compute and remember what it should, and how fast?
+"""A node health check: does every core and GPU of this node compute and store the right values, and how fast?
 
-Each core has a thread pinned to it, each GPU one of its own, and all work at once, as they will in training:
+Each core has a thread pinned to it, each GPU a thread of its own, and all work at once, as they will in training:
 
-- *products* of matrices of whole numbers, small enough for every partial sum to be exact in the format at hand: any
-  order of summation gives the same bits, and integer arithmetic, which uses none of the units that are examined, says
-  which (Freivalds 1977, "Probabilistic machines can use less running time"). Every product must be those bits.
-- *memory*: patterns that depend on the address, or walk a bit through all places, are written, copied, and compared
-  with what they should be, in more memory than caches hold.
+- *products* of matrices of whole numbers, small enough for every partial sum to be exact in the number format: any
+  order of summation gives the same bits. Integer arithmetic, which uses none of the units under test, tells whether
+  they are right (Freivalds 1977, "Probabilistic machines can use less running time"). Every product must have them.
+- *memory*: patterns that depend on the address, or move one bit through all places, are written, copied and compared
+  with the expected values, in more memory than caches hold.
 
-That cores may compute wrongly, each by itself, now and then, and with some data only: Hochschild et al. 2021, "Cores
-that don't count"; Dixit et al. 2021, "Silent data corruptions at scale".
+Single cores may compute wrong results now and then, and with some data only: Hochschild et al. 2021, "Cores that don't
+count"; Dixit et al. 2021, "Silent data corruptions at scale".
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ import torch
 from torch import Tensor
 
 from argosy.faults import fault
-from argosy.processes.fork_server import channel_to_parent
+from argosy.processes.child import channel_to_parent
 from argosy.resilience.detect.memory import read_memory
 from argosy.resilience.node_health import Health, NodeCheckRequest, Wrong
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-"""fp8 products need matrices in a layout of their own: bf16's take the same way through a GPU."""
+"""fp8 products need matrices in a special layout; those of bf16 go through the same parts of a GPU."""
 SIDE = {"cpu": 512, "cuda": 8192}
 INNER = 256
-"""Products are of matrices [side, INNER] and [INNER, side]: the longest sums that bf16 still has exactly."""
+"""Products are of matrices [side, INNER] and [INNER, side]: the longest sums that are exact in bf16."""
 ROWS = 512
-"""Of a product that are checked at a time: 64-bit numbers take room."""
+"""Rows of a product that are checked at a time: 64-bit numbers take memory."""
 MEMORY_BYTES = {"cpu": 2**26, "cuda": 2**30}
-"""Written and copied to, for each core or GPU; no more than `MOST_MEMORY` of what is free."""
+"""Memory that is written and copied to, for each core or GPU; at most `MOST_MEMORY` of what is free."""
 MOST_CORES_BYTES = 2**30
-"""All cores together: more than any cache."""
+"""For all cores together: more than any cache."""
 MOST_MEMORY = 1 / 8
 CHUNK = {"cpu": 2**14, "cuda": 2**22}
-"""Words of a pattern that are made at a time: few enough for a core's own cache, many enough to keep a GPU busy."""
+"""Words of a pattern that are written at a time: few enough for a core's cache, many enough to keep a GPU busy."""
 ODD = 0x9E3779B97F4A7C15 - 2**64  # 2**64 over the golden ratio: neighbours' values differ in about half of their bits
 BROKEN = ("uncorrectable", "hardware stack error", "illegal instruction", "unspecified launch failure")
-"""Words of the errors with which CUDA tells of a GPU that is broken, rather than in use or too small."""
+"""Words of CUDA errors that mean a broken GPU, rather than one that is in use or too small."""
 
 Pattern = Callable[[Tensor], Tensor]
-"""Addresses, in words -> what is to stand there; int64."""
+"""Addresses, in words -> the values to store there; int64."""
 PATTERNS: dict[str, Pattern] = {
     "address": lambda at: at * ODD,
     "address inverted": lambda at: ~(at * ODD),
@@ -61,12 +61,12 @@ PATTERNS: dict[str, Pattern] = {
 
 @dataclass(frozen=True)
 class Unit:
-    """What computes by itself: a core, or a GPU."""
+    """A core or a GPU."""
 
     device: torch.device
     number: int
     memory_bytes: int
-    """That it is examined with."""
+    """Memory that it is tested with."""
 
     @property
     def kind(self) -> str:
@@ -78,17 +78,17 @@ class Unit:
 
 @dataclass(frozen=True)
 class UnitResult:
-    """What one test of a unit has found."""
+    """The result of one test of a unit."""
 
     test: str
-    """Its name in `Health.rates`, after the kind of the unit."""
+    """Its name in `Health.rates`, which follows the kind of the unit."""
     rate: float
-    """The best: FLOP/s or bytes/s."""
+    """The best rate: FLOP/s or bytes/s."""
     wrong: Wrong | None
 
 
 def main() -> None:
-    """Entry of the process: examine this node, tell the asker, and end."""
+    """Check this node, tell the asker, and end. Entry of the forked process."""
     asker, asked = channel_to_parent(), NodeCheckRequest.read()
     torch.set_num_threads(1)  # of each of the threads to come
     began_s = time.monotonic()
@@ -103,7 +103,7 @@ def main() -> None:
 
 
 def units(gpus: int) -> list[Unit]:
-    """The cores that this process may use, and up to `gpus` GPUs, if torch has any."""
+    """Return the cores that this process may use, and up to `gpus` GPUs, if torch has any."""
     cores = sorted(os.sched_getaffinity(0))
     free_bytes = read_memory().available_bytes
     of_core = int(min(MEMORY_BYTES["cpu"], MOST_CORES_BYTES / len(cores), MOST_MEMORY * free_bytes / len(cores)))
@@ -116,7 +116,7 @@ def units(gpus: int) -> list[Unit]:
 
 
 def check_node(some: Iterable[Unit], asked: NodeCheckRequest) -> Health:
-    """Examine them all at once, for `asked.seconds`: an equal part for each test, and at least one try."""
+    """Test all units at once, for `asked.seconds`: an equal part for each test, and at least one try."""
     chosen, began_s = list(some), time.monotonic()
     with ThreadPoolExecutor(len(chosen)) as threads:
         of_units = list(threads.map(partial(_check_unit, asked=asked), chosen))
@@ -141,7 +141,7 @@ def _check_unit(unit: Unit, asked: NodeCheckRequest) -> list[UnitResult]:
 
 
 def multiply(unit: Unit, number_format: str, seconds: float) -> UnitResult:
-    """Multiply the same two matrices again and again: the bits of every product are known."""
+    """Multiply the same two matrices repeatedly: the bits of every product are known."""
     test, dtype = f"{number_format} product", DTYPES[number_format]
     seed = int.from_bytes(os.urandom(4), "little")  # some faults need special data: others each time
     a, b = factors(SIDE[unit.device.type], dtype, unit.device, seed)
@@ -159,7 +159,7 @@ def multiply(unit: Unit, number_format: str, seconds: float) -> UnitResult:
 
 
 def factors(side: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Matrices [side, INNER] and [INNER, side] of whole numbers: `dtype` has their product exactly, in any order.
+    """Return matrices [side, INNER] and [INNER, side] of whole numbers whose product is exact in `dtype`, in any order.
 
     All whole numbers up to 2 / eps are exact, and no partial sum is larger than that.
     """
@@ -171,10 +171,10 @@ def factors(side: int, dtype: torch.dtype, device: torch.device, seed: int = 0) 
 
 
 def wrong_number(a: Tensor, b: Tensor, product: Tensor) -> str | None:
-    """Which number of the product of two matrices of whole numbers is wrong, by integer arithmetic alone; None if none.
+    """Return a wrong number of the product of two matrices of whole numbers, by integer arithmetic alone; None if none.
 
-    Freivalds' check: product x = a (b x), modulo 2**64. With odd x a row in which one number is wrong is always seen,
-    one with several but for a chance of about 2**-62.
+    Freivalds' check: product x = a (b x), modulo 2**64. With odd x, a row with one wrong number is always found, and a
+    row with several is missed with a chance of about 2**-62.
     """
     seeded = torch.Generator().manual_seed(1)
     x = torch.randint(-(2**62), 2**62, (product.shape[1],), generator=seeded).to(product.device) | 1
@@ -192,7 +192,7 @@ def wrong_number(a: Tensor, b: Tensor, product: Tensor) -> str | None:
 
 
 def _difference(found: Tensor, expected: Tensor, first_row: int) -> str:
-    """The first number that differs in any bit, in rows of a matrix from `first_row` on."""
+    """Describe the first number that differs in any bit, in rows of a matrix from `first_row` on."""
     row, byte = (_bytes(found) != _bytes(expected)).nonzero()[0].tolist()
     column = byte // found.element_size()
     numbers = f"{found[row, column].item():.9g}, not {expected[row, column].item():.9g}"
@@ -211,7 +211,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def remember(unit: Unit, seconds: float) -> UnitResult:
-    """Write a pattern, copy it, and read the copy, pattern after pattern."""
+    """Write a pattern, copy it, and compare the copy, pattern after pattern."""
     chunk = torch.arange(CHUNK[unit.device.type], device=unit.device)
     chunks = max(1, unit.memory_bytes // (2 * 8 * len(chunk)))
     source, target = torch.zeros(2, chunks, len(chunk), dtype=torch.int64, device=unit.device)
@@ -228,7 +228,7 @@ def remember(unit: Unit, seconds: float) -> UnitResult:
 
 
 def _forgotten(pattern: Pattern, memory: Tensor, chunk: Tensor) -> str | None:
-    """The first word of `memory` [chunks, words of a chunk] that does not have the pattern; None if all have."""
+    """Describe the first word of `memory` [chunks, words of a chunk] that differs from the pattern, if any does."""
     for number, found in enumerate(memory):
         expected = pattern(chunk + number * len(chunk))
         if not torch.equal(found, expected):
@@ -246,7 +246,7 @@ def _hexadecimal(word: Tensor) -> str:
 
 
 def _until(seconds: float) -> Iterator[None]:
-    """At least once, and again until so much time has passed."""
+    """Yield at least once, and again until this time has passed."""
     end_s = time.monotonic() + seconds
     yield
     while time.monotonic() < end_s:
@@ -254,7 +254,7 @@ def _until(seconds: float) -> Iterator[None]:
 
 
 def _seconds(unit: Unit, call: Callable[[], object], test: str, result: Tensor) -> float:
-    """How long it takes; of a core the time that it had for it, as other processes have work too."""
+    """Return how long it takes; for a core its CPU time, as other processes use the core too."""
     clock = time.thread_time if unit.device.type == "cpu" else time.perf_counter
     _synchronize(unit)
     began_s = clock()

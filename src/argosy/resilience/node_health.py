@@ -1,7 +1,7 @@
-"""What an examination of a node says of it, and the process that is forked to find it out.
+"""Node health: the result of a node health check, and the asker's side of the process that runs it.
 
-The examination itself (`resilience.node_check`) needs torch and every core of the machine, and may die of what it is
-looking for: it runs in a process of its own, of which this is the asker's side.
+The check itself (`resilience.node_check`) needs torch and every core of the machine, and may die of the fault that it
+is looking for: it runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -18,50 +18,52 @@ from typing import Any, Self
 from pydantic import TypeAdapter
 
 from argosy.processes.channel import Gone
+from argosy.processes.child import Entry
 from argosy.processes.fork_server import ForkServer
 
-NODE_CHECK = "argosy.resilience.node_check:main"
-ASKED = "ARGOSY_EXAMINATION"
-"""Environment variable: what is asked of the process that examines, as JSON."""
+NODE_CHECK = Entry("argosy.resilience.node_check")
+"""By name, as it imports torch."""
+REQUEST = "ARGOSY_NODE_CHECK"
+"""Environment variable of the checking process: the request, as JSON."""
 PATIENCE_S = 60.0
-"""What an examination may take beyond its time: devices have to be opened, and the machine may be busy."""
+"""Time that a check may take beyond its own: devices have to be opened, and the machine may be busy."""
 BROKEN = {signal.SIGBUS, signal.SIGSEGV, signal.SIGILL, signal.SIGFPE, signal.SIGABRT}
-"""An examination that dies of these has met a fault of the machine: its own program is the same everywhere."""
+"""A check that dies of one of these has met a fault of the machine: the program is the same everywhere."""
 SLOW = 2.0
-"""A node is slow if others do the same so many times as fast. What an examination measures in a fraction of a second,
-on machines that do other things as well, is no surer than that."""
+"""A node is slow if the others are this many times as fast. A check measures for a fraction of a second on machines
+that do other things as well: smaller differences mean nothing."""
 
 
 @dataclass(frozen=True)
 class NodeCheckRequest:
-    """What is to be examined."""
+    """What a node health check tests."""
 
     seconds: float
     number_format: str
-    """In which the plan computes: fp32, bf16, fp16 or fp8."""
+    """The plan's: fp32, bf16, fp16 or fp8."""
     gpus: int
-    """How many of the node's, at most."""
+    """How many of the node's GPUs, at most."""
 
     @classmethod
     def read(cls) -> Self:
-        """What this process was asked for."""
-        return TypeAdapter(cls).validate_json(os.environ[ASKED])
+        """Return the request to this process."""
+        return TypeAdapter(cls).validate_json(os.environ[REQUEST])
 
 
 @dataclass(frozen=True)
 class Wrong:
-    """A device computed or kept something other than it should."""
+    """A device computed or stored a wrong value."""
 
     device: str
-    """core 3, cuda:0."""
+    """As in "core 3" or "cuda:0"."""
     test: str
-    """What it did: fp32 product, memory."""
+    """As in "fp32 product" or "memory"."""
     problem: str
-    """What the first wrong result had, where, and what it should have had."""
+    """The first wrong value, the right one, and where it was."""
     times: int = 1
-    """Results that were wrong."""
+    """Number of wrong results."""
     of: int = 1
-    """Results in all."""
+    """Number of all results."""
 
     def __str__(self) -> str:
         return f"{self.device}, {self.test}: {self.problem} ({self.times} of {self.of} times)"
@@ -69,54 +71,54 @@ class Wrong:
 
 @dataclass(frozen=True)
 class Health:
-    """What was found of a node."""
+    """The result of a node health check."""
 
     wrong: tuple[Wrong, ...] = ()
     rates: Mapping[str, float] = field(default_factory=dict)
-    """How fast the slowest core or GPU is, as a step waits for it: "cuda bf16 product" in FLOP/s, "core memory" in
-    bytes read and written per second, ..."""
+    """Rates of the slowest core or GPU, which a step waits for: "cuda bf16 product" in FLOP/s, "core memory" in bytes
+    read and written per second, ..."""
     seconds: float = 0.0
     """How long it took."""
     unknown: str = ""
-    """Why it could not be examined; empty if it was."""
+    """Why it could not be checked; empty if it was."""
 
     def to_record(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return it as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Self:
-        """The health whose `to_record` this is."""
+        """Return the health whose `to_record` this is."""
         return cls(**{**record, "wrong": tuple(Wrong(**wrong) for wrong in record["wrong"])})
 
 
 class NodeCheck:
-    """A process that examines this node. Its asker hears of its birth and end from the fork server."""
+    """A process that checks this node. The fork server tells the asker of its start and end."""
 
-    def __init__(self, fork_server: ForkServer, asked: NodeCheckRequest, environment: Mapping[str, str]):
+    def __init__(self, fork_server: ForkServer, request: NodeCheckRequest, environment: Mapping[str, str]):
         """`environment` is added to the process's own. Raises: Gone if the fork server is."""
-        self._asked = asked
-        text = TypeAdapter(NodeCheckRequest).dump_json(asked).decode()
-        self._channel = fork_server.fork("node_check", NODE_CHECK, {**environment, ASKED: text})
+        self._request = request
+        text = TypeAdapter(NodeCheckRequest).dump_json(request).decode()
+        self._channel = fork_server.fork("node_check", NODE_CHECK, {**environment, REQUEST: text})
         self._began_s = time.monotonic()
         self._is_late = False
         self.pid = 0
-        """0 until it is born."""
+        """0 until it is forked."""
 
-    def hurry(self) -> None:
-        """End it if it takes too long."""
-        if self.pid and not self._is_late and time.monotonic() - self._began_s > self._asked.seconds + PATIENCE_S:
+    def end_if_late(self) -> None:
+        """Kill it if it takes too long."""
+        if self.pid and not self._is_late and time.monotonic() - self._began_s > self._request.seconds + PATIENCE_S:
             self._is_late = True
             self.kill()
 
     def kill(self) -> None:
-        """End it, whatever it has found."""
+        """Kill it, whatever it has found."""
         if self.pid:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
     def ended(self, exit_code: int) -> Health:
-        """What it has found, now that it has ended; dying in the attempt is a finding too."""
+        """Return what it has found, now that it has ended; dying in the attempt may be a finding too."""
         said = self._said()
         self._channel.close()
         took_s = round(time.monotonic() - self._began_s, 3)
@@ -127,7 +129,7 @@ class NodeCheck:
         if -exit_code in BROKEN:
             problem = f"died of {signal.Signals(-exit_code).name}"
             return Health((Wrong("node", "node_check", problem),), seconds=took_s)
-        return Health(seconds=took_s, unknown=f"the examination ended with exit code {exit_code}")
+        return Health(seconds=took_s, unknown=f"the node health check ended with exit code {exit_code}")
 
     def _said(self) -> Mapping[str, Any] | None:
         try:
@@ -138,7 +140,7 @@ class NodeCheck:
 
 
 def slow_nodes(rates: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
-    """Node -> in what it is much slower than the median of the others, of those that are; `rates` as in `Health`."""
+    """Return node -> why, for nodes that are much slower than the median of the others; `rates` as in `Health`."""
     found = {}
     for node, own in rates.items():
         others = [theirs for other, theirs in rates.items() if other != node]

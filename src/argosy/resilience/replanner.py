@@ -1,4 +1,4 @@
-"""The plan for what is left, from the planner, on the machine that the run has found itself on."""
+"""Re-planning: the plan for the processes that are left, on the machine that the run measured at its start."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from argosy.plan.hardware.clusters import Cluster
     from argosy.plan.hardware.local_machine import DetectedHardware
 
-# The planner is imported when it is needed, which it seldom is: the coordinator is to be there at once.
+# The planner is imported only when it is needed: the coordinator must start at once.
 
 
 class Replanner:
-    """Called with the number of processes at hand, gives the plan for them, as text, and its size."""
+    """A function from the number of processes to the plan for them, as text, and its size."""
 
     def __init__(self, run_dir: Path, run: RunConfig, plan: Plan):
         self._run_dir, self._run, self._plan = run_dir, run, plan
         self._events = Events(run_dir, "coordinator")
 
     def __call__(self, processes: int) -> tuple[str, int] | None:
-        """None if no plan fits so few."""
+        """Return the plan and its size; None if no plan fits so few processes."""
         try:
             plan, notes = self._choose(processes)
         except UserError as error:
@@ -44,7 +44,7 @@ class Replanner:
 
 
 def machine_of(run_dir: Path, run: RunConfig, plan: Plan, processes: int) -> Cluster:
-    """The machine that the run has found itself on, with so many of its processes. Raises: UserError."""
+    """Return the machine of the run, with this many of its processes. Raises: UserError."""
     from argosy.plan.hardware.local_machine import machine_at_hand
     from argosy.plan.search.auto import Devices, machine_for
 
@@ -57,7 +57,7 @@ def machine_of(run_dir: Path, run: RunConfig, plan: Plan, processes: int) -> Clu
 
 
 def _hardware(run_dir: Path, processes: int) -> DetectedHardware | None:
-    """What the run's first process said of it when it started; None before."""
+    """Return what rank 0 recorded at the run's start; None before."""
     from argosy.plan.hardware.local_machine import DetectedHardware
 
     starts = [

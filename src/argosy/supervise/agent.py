@@ -1,18 +1,16 @@
 """The agent of a node: it holds the node's worker processes, and does what the coordinator says.
 
-It starts workers, hears of their end at once, kills the one that hangs, keeps what must outlive them (the store where
-they meet, copies of their state in memory), and shows the coordinator their heartbeat.
+It starts workers, learns at once when one ends, kills one that hangs, keeps what must outlive them (the rendezvous
+store, in-memory checkpoints), and passes their heartbeat on to the coordinator.
 """
 
 from __future__ import annotations
 
 import os
 import selectors
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -31,30 +29,30 @@ from argosy.observe.events import Events
 from argosy.observe.heartbeat import heartbeat_path, read_heartbeat
 from argosy.plan.plan import Plan
 from argosy.processes.channel import Channel, Gone, Message
-from argosy.processes.fork_server import ForkServer
+from argosy.processes.child import Entry
+from argosy.processes.fork_server import RENDEZVOUS, ForkServer
 from argosy.resilience.detect.finding import Finding, process_state
 from argosy.resilience.detect.node import NodeWatch
 from argosy.resilience.node_health import Health, NodeCheck, NodeCheckRequest
 from argosy.supervise.coordinator_client import CoordinatorClient
 from argosy.supervise.folder import name_of
 from argosy.supervise.nodes import Cause, State
+from argosy.supervise.scratch import MEMORY, scratch_folder
 from argosy.supervise.worker_process import WorkerProcess
 
-WORKER = "argosy.supervise.worker:main"
-STORE = "argosy.processes.rendezvous:main"
+WORKER = Entry("argosy.supervise.worker")
+"""A worker process; by name, as it imports torch, which an agent does without."""
 TICK_S = 0.05
-"""How often it looks at the clock; what others say or do wakes it at once."""
+"""How often it looks at the clock; messages and ended processes wake it at once."""
 BREAK_S = 10.0
-"""A worker that has not left a broken world by then is killed."""
-SCRATCH = Path("/dev/shm")
-"""Where an agent keeps a folder for its workers, argosy-PID-...: what need not outlive the node, and must be fast."""
+"""A worker that takes longer to leave a broken world is killed."""
 
 
 class Agent:
     """Holds a run's processes on one node until the run has ended."""
 
     def __init__(self, run_dir: Path, run: RunConfig, plan: Plan, fork_server: ForkServer, quiet: bool = False):
-        """`fork server` has imported `WORKER`'s module; `quiet` keeps what the first worker prints in the logs too."""
+        """`fork_server` has imported `WORKER`'s module. `quiet`: what rank 0 prints goes to its log too."""
         self._run_dir, self._run, self._plan, self._fork_server, self._quiet = run_dir, run, plan, fork_server, quiet
         self._launch = run.launch
         self._name = node_name(self._launch)
@@ -78,26 +76,22 @@ class Agent:
 
         Raises: RunFailed, Interrupted, or the error that the workers themselves ended with.
         """
-        _sweep()
-        self._scratch = Path(tempfile.mkdtemp(prefix=f"argosy-{os.getpid()}-", dir=SCRATCH))
-        self._memory = self._scratch / "memory"
-        self._memory.mkdir()
-        try:
-            with self._signals_taken(), selectors.DefaultSelector() as self._selector:
-                self._selector.register(self._fork_server, selectors.EVENT_READ, self._hear_fork_server)
-                self._coordinator.open(self._selector, self._say_hello, self._obey)
-                self._check_node()
-                while not self._is_over():
-                    self._turn()
-        finally:
-            self._end_all()
-            shutil.rmtree(self._scratch, ignore_errors=True)
+        with scratch_folder() as self._scratch:
+            try:
+                with self._signals_taken(), selectors.DefaultSelector() as self._selector:
+                    self._selector.register(self._fork_server, selectors.EVENT_READ, self._hear_fork_server)
+                    self._coordinator.open(self._selector, self._say_hello, self._obey)
+                    self._check_node()
+                    while not self._is_over():
+                        self._turn()
+            finally:
+                self._end_all()
         self._raise_if_not_done()
 
     def _is_over(self) -> bool:
         if self._finish is not None and self._finish["exit_code"]:
             return True
-        if self._finish is not None:  # who was not needed waits for a world for ever
+        if self._finish is not None:  # a spare worker would wait for a world for ever
             return not any(process.state is State.DONE for process in self._processes.values())
         return self._signal is not None and not self._processes
 
@@ -113,10 +107,10 @@ class Agent:
             if self._kill_at is not None and now > self._kill_at:
                 self._kill(process, self._kill_why)
         if self._node_check is not None:
-            self._node_check.hurry()
+            self._node_check.end_if_late()
         if self._coordinator.keep(now):
             self._show_heartbeat(now)
-        self._alarm(self._node.look([process.pid for process in self._processes.values() if process.pid]))
+        self._report(self._node.look([process.pid for process in self._processes.values() if process.pid]))
 
     # ---- workers ------------------------------------------------------------------------------------------------
 
@@ -124,15 +118,14 @@ class Agent:
         environment = {
             "ARGOSY_RUN_DIR": str(self._run_dir),
             "ARGOSY_SCRATCH": str(self._scratch),
-            "ARGOSY_MEMORY": str(self._memory),
+            "ARGOSY_MEMORY": str(self._scratch / MEMORY),
             "ARGOSY_NODE": self._name,
             "ARGOSY_SLOT": str(slot),
             "ARGOSY_QUIET": str(int(self._quiet)),
         }
         if self._coordinator.interface and "GLOO_SOCKET_IFNAME" not in os.environ:
-            environment["GLOO_SOCKET_IFNAME"] = (
-                self._coordinator.interface
-            )  # else gloo takes what the host's name resolves to
+            # Else gloo takes the address that the host's name resolves to.
+            environment["GLOO_SOCKET_IFNAME"] = self._coordinator.interface
         process = WorkerProcess(slot, self._fork_server.fork(f"worker {slot}", WORKER, environment))
         self._processes[slot] = process
         self._selector.register(process.channel, selectors.EVENT_READ, partial(self._hear, process))
@@ -147,7 +140,7 @@ class Agent:
             if message["kind"] == "ended":
                 process = next((p for p in self._processes.values() if p.pid == message["pid"]), None)
                 if process is not None:
-                    self._bury(process, message["exit_code"])
+                    self._handle_exit(process, message["exit_code"])
                 elif self._node_check is not None and self._node_check.pid == message["pid"]:
                     self._tell_health(self._node_check.ended(message["exit_code"]))
             elif message["key"] == "node_check" and self._node_check is not None:
@@ -159,32 +152,32 @@ class Agent:
                 self._coordinator.tell("started", slot=process.slot, pid=process.pid)
 
     def _replace_fork_server(self) -> None:
-        """The fork server was killed. Its processes cannot be waited for any more, so they are ended with it.
+        """Start another fork server: this one was killed. Nothing tells how its processes end any more: kill them too.
 
-        Raises: RunFailed if it never gave birth: another would fare no better.
+        Raises: RunFailed if it never forked anything: another would fail in the same way.
         """
-        if not self._fork_server.is_fertile:
+        if not self._fork_server.has_forked:
             raise RunFailed("the process that workers are forked from died at once; what it printed says why")
         self._selector.unregister(self._fork_server)
         self._fork_server.close()
-        self._fork_server = ForkServer(WORKER.partition(":")[0])
+        self._fork_server = ForkServer(WORKER.module)
         self._selector.register(self._fork_server, selectors.EVENT_READ, self._hear_fork_server)
         self._events.write("fork_server_replaced", pid=self._fork_server.pid)
         for process in list(self._processes.values()):
             if process.pid:
                 self._kill(process, "the process that it was forked from was killed")
-            self._bury(process, -signal.SIGKILL)
+            self._handle_exit(process, -signal.SIGKILL)
         if self._node_check is not None:
             self._node_check.kill()
             self._check_node()
 
     def _hear(self, process: WorkerProcess) -> None:
         if process.channel.fileno() < 0:
-            return  # it was buried a moment ago
+            return  # its exit was handled a moment ago
         try:
             messages = process.channel.take()
         except Gone:
-            self._selector.unregister(process.channel)  # it is ending: the fork server tells how
+            self._selector.unregister(process.channel)  # it is ending; the fork server will tell how
             return
         for message in messages:
             match message["kind"]:
@@ -199,9 +192,9 @@ class Agent:
                 case "failed":
                     process.failure = message
 
-    def _bury(self, process: WorkerProcess, exit_code: int) -> None:
+    def _handle_exit(self, process: WorkerProcess, exit_code: int) -> None:
         with suppress(KeyError):
-            self._hear(process)  # its last words
+            self._hear(process)  # what it said last
             self._selector.unregister(process.channel)
         process.channel.close()
         del self._processes[process.slot]
@@ -210,27 +203,27 @@ class Agent:
         heartbeat.unlink(missing_ok=True)
         if process.state is State.DONE and exit_code == 0:
             if not process.is_finished and self._signal is None:
-                self._signal = signal.SIGTERM  # somebody sent it to a worker itself
+                self._signal = signal.SIGTERM  # it was sent to the worker directly
             return
         if exit_code == -signal.SIGKILL and not process.killed:
-            self._blame_memory(process)
+            self._look_for_memory_kill(process)
         cause = process.cause_of_death(exit_code, -1 if reading is None else reading.step)
         if cause.exit_code < FINAL and self._signal is None:
-            self._say_lost(process, cause)
+            self._report_death(process, cause)
         self._coordinator.tell("lost", slot=process.slot, **asdict(cause))
 
-    def _blame_memory(self, process: WorkerProcess) -> None:
-        """Somebody killed it: was it the kernel, for want of memory?"""
-        self._alarm(self._node.look_at_memory())
+    def _look_for_memory_kill(self, process: WorkerProcess) -> None:
+        """Find out whether the kernel killed the worker because memory ran out."""
+        self._report(self._node.look_at_memory())
         process.killed = self._node.why_killed()
 
-    def _say_lost(self, process: WorkerProcess, cause: Cause) -> None:
+    def _report_death(self, process: WorkerProcess, cause: Cause) -> None:
         self._events.write(
             "worker_died", rank=process.rank, pid=process.pid, exit_code=cause.exit_code, why=cause.why,
             step=cause.step, generation=process.generation,
         )  # fmt: skip
-        who = "a worker" if process.rank is None else f"worker {process.rank}"
-        print(f"argosy: {who} (process {process.pid}) died: {cause.why}", file=sys.stderr)
+        name = "a worker" if process.rank is None else f"worker {process.rank}"
+        print(f"argosy: {name} (process {process.pid}) died: {cause.why}", file=sys.stderr)
         if process.failure is not None:
             print(process.failure["traceback"], end="", file=sys.stderr)
 
@@ -240,10 +233,10 @@ class Agent:
         process.killed = why
         self._events.write("killed", slot=process.slot, rank=process.rank, pid=process.pid, why=why)
         if process.state is State.RUNNING:
-            stack.ask(process.pid)  # its log says then what it hung in
+            stack.ask(process.pid)  # it writes to its log where it hangs
         process.signal(signal.SIGKILL)
 
-    def _alarm(self, findings: list[Finding]) -> None:
+    def _report(self, findings: list[Finding]) -> None:
         for finding in findings:
             self._events.write(finding.kind, **finding.to_event())
             print(f"argosy: {finding.why}", file=sys.stderr)
@@ -271,7 +264,7 @@ class Agent:
     # ---- the node -----------------------------------------------------------------------------------------------
 
     def _check_node(self) -> None:
-        """Have this node examined by a process of its own; until it ends, no worker of the node is given a rank."""
+        """Start a node health check, in a process of its own. Until it ends, no worker of this node gets a rank."""
         seconds = self._run.resilience.node_check_s
         if not seconds:
             return
@@ -287,7 +280,7 @@ class Agent:
         record = health.to_record()
         self._events.write("node_checked", **record)
         if health.unknown:
-            print(f"argosy: this machine could not be examined: {health.unknown}", file=sys.stderr)
+            print(f"argosy: the health of this machine could not be checked: {health.unknown}", file=sys.stderr)
         self._coordinator.tell("node_checked", health=record)
 
     # ---- the coordinator ----------------------------------------------------------------------------------------
@@ -328,14 +321,15 @@ class Agent:
                 self._finish, self._coordinator.is_ending = facts, True
 
     def _open_store(self, generation: int) -> None:
-        """Where the members of the generation meet: new for each, so that nobody finds the addresses of the dead; in a
-        process of its own, since in a worker it would die with the worker.
+        """Start the rendezvous store of a generation, in a process of its own: it must not die with a worker.
+
+        Each generation has a new one, so that no process finds the addresses of dead ones.
         """
         if self._store is not None:
             with suppress(KeyError):
                 self._selector.unregister(self._store)
             self._store.close()
-        self._store, self._store_generation = self._fork_server.fork("store", STORE, {}), generation
+        self._store, self._store_generation = self._fork_server.fork("store", RENDEZVOUS, {}), generation
         self._selector.register(self._store, selectors.EVENT_READ, self._hear_store)
 
     def _hear_store(self) -> None:
@@ -349,7 +343,7 @@ class Agent:
             self._coordinator.tell("store", generation=self._store_generation, port=message["port"])
 
     def _pass_on(self, kind: str, generation: int) -> None:
-        """Say it to the members of the generation."""
+        """Send a message to the members of the generation."""
         for process in self._processes.values():
             if process.generation == generation and process.state is State.RUNNING:
                 with suppress(Gone):
@@ -366,7 +360,7 @@ class Agent:
 
     @contextmanager
     def _signals_taken(self) -> Iterator[None]:
-        """Hand SIGTERM and SIGINT on to the workers, which save and end; a second one kills them."""
+        """Pass SIGTERM and SIGINT on to the workers, which save and end; a second signal kills them."""
         if threading.current_thread() is not threading.main_thread():
             yield  # Python delivers signals to the main thread only
             return
@@ -378,7 +372,7 @@ class Agent:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signals.append(number)  # and no more: it may have come in the middle of a message to somebody
+        self._signals.append(number)  # and no more: it may have interrupted the sending of a message
 
     def _take_signal(self, number: int) -> None:
         if self._signal is not None:
@@ -391,7 +385,7 @@ class Agent:
         self._events.write("signal", number=number)
         self._coordinator.tell("stopping")
         for process in self._processes.values():
-            if process.state in (State.STARTING, State.READY):  # no world will be formed for it any more
+            if process.state in (State.STARTING, State.READY):  # no world will be formed for it
                 self._kill(process, "the run is to stop, and it has nothing to save")
             elif process.pid:
                 process.signal(signal.SIGTERM)
@@ -406,18 +400,10 @@ class Agent:
 
 
 def node_name(launch: LaunchConfig) -> str:
-    """What this machine is called among the nodes of a run."""
+    """Return this machine's name among the nodes of a run."""
     return launch.node or socket.gethostname()
 
 
 def _as_error(finish: Message, how_to_go_on: str) -> ArgosyError:
-    """What ended the run, as the exception that its first witness would have raised."""
+    """Return the exception for the way in which the run ended."""
     return error_of(finish["exit_code"], finish["why"] if finish["error"] else f"{finish['why']}. {how_to_go_on}")
-
-
-def _sweep() -> None:
-    """Remove what agents that were killed have left in memory."""
-    for folder in SCRATCH.glob("argosy-*-*"):
-        pid = folder.name.split("-")[1]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            shutil.rmtree(folder, ignore_errors=True)

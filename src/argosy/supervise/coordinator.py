@@ -1,8 +1,8 @@
-"""The coordinator: a small process of its own that holds the membership of a run, and no state that training needs.
+"""The coordinator: a small process that holds the membership of a run, and no state that training needs.
 
-Agents connect to it and say what happened; it answers with what to do. It may die: training goes on without it, and
-the one that takes its place learns from the agents who is there, and the rest from what was left to it (`handover`). It
-imports no torch, so that it is there in a moment.
+Agents connect to it and report what happened; it answers with what to do. It may die: training goes on without it. The
+coordinator that takes its place learns from the agents which nodes and workers there are, and the rest from the
+handover file (`handover`). It imports no torch, so that it starts in a moment.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ TICK_S = 0.02
 LOOK_S = 0.25
 """How often the detectors look at what agents have shown."""
 LEASE_S = 10.0
-"""An agent that says nothing for so long cannot be reached."""
+"""An agent that says nothing for this long counts as unreachable."""
 ALONE_S = 10.0
-"""Without any agent for so long there is no run to coordinate."""
+"""Without any agent for this long there is no run to coordinate, and it ends."""
 
 
 class AgentConnection:
-    """An agent as the coordinator sees it."""
+    """The connection to one agent."""
 
     def __init__(self, channel: Channel):
         self.channel, self.name, self.heard_s = channel, "", time.monotonic()
@@ -52,10 +52,10 @@ class AgentConnection:
 
 
 class Coordinator:
-    """Listens to agents, keeps a `Membership`, tells agents what to do."""
+    """Listen to agents, keep a `Membership`, and tell agents what to do."""
 
     def __init__(self, run_dir: Path, listener: socket.socket, run: RunConfig, plan: Plan):
-        """`plan`: the one to be in force whenever there are processes enough."""
+        """`plan`: the one in force whenever there are enough processes."""
         self._run_dir, self._listener, self._folder = run_dir, listener, name_of(run_dir)
         settings = Settings(
             plan.world_size,
@@ -82,7 +82,7 @@ class Coordinator:
         self._is_of_one_agent = not run.launch.coordinator
 
     def run(self) -> None:
-        """Until the run has ended and all agents have gone, or there is nobody to wait for."""
+        """Serve until the run has ended and all agents have left, or no agent has come for `ALONE_S`."""
         while not self._is_over():
             for key, _ in self._selector.select(TICK_S):
                 if key.fileobj is self._listener:
@@ -108,7 +108,7 @@ class Coordinator:
 
     def _hear(self, agent: AgentConnection) -> None:
         if agent.is_dropped:
-            return  # a moment ago
+            return  # since this event was reported
         try:
             messages = agent.channel.take()
         except Gone as problem:
@@ -135,7 +135,7 @@ class Coordinator:
                 self._drop(agent, f"nothing was heard of it for {LEASE_S:.0f} s")
 
     def _look(self) -> None:
-        """Let the detectors see the ranks, and do what they find to be done."""
+        """Let the detectors look at the ranks, and act on what they find."""
         now_s = time.monotonic()
         if now_s - self._looked_s < LOOK_S:
             return
@@ -160,7 +160,7 @@ class Coordinator:
         for name in list(self._agents):
             self._tell(name, "hold", generation=generation)
 
-    # ---- what agents say ----------------------------------------------------------------------------------------
+    # ---- messages from agents ----------------------------------------------------------------------------------------
 
     def _on_hello(
         self,
@@ -181,7 +181,7 @@ class Coordinator:
         agent.name = name
         self._agents[name] = agent
         if self._is_of_one_agent:
-            self._alone_s = 0.0  # the next starts a coordinator of its own, and may be told to do so at the same port
+            self._alone_s = 0.0  # the next run's agent starts another, perhaps at the same port
         self._events.write("agent_came", node=name, host=host, slots=slots)
         known = {int(slot): Worker(State(w.pop("state")), **w) for slot, w in workers.items()}
         self._membership.arrived(name, host, slots, known, is_checking)
@@ -199,7 +199,7 @@ class Coordinator:
             agent.channel.send("finish", **asdict(Finish(UserError.exit_code, why, UserError.__name__)))
 
     def _tell_what_was_missed(self, name: str, workers: dict[int, Worker]) -> None:
-        """While the node was cut off its workers' generation may have ended, or the run."""
+        """Tell an agent if its workers' generation, or the run, ended while the node was cut off."""
         generations = {worker.generation for worker in workers.values() if worker.state is State.RUNNING}
         for generation in filter(self._membership.is_over, generations):
             self._tell(name, "break", generation=generation, why=f"it ended while node {name} was cut off")
@@ -209,11 +209,11 @@ class Coordinator:
     def _on_node_checked(self, agent: AgentConnection, health: dict[str, Any]) -> None:
         found, name = Health.from_record(health), agent.name
         if found.wrong:
-            why = f"node {name} computes wrongly: {found.wrong[0]}"
+            why = f"node {name} computes wrong results: {found.wrong[0]}"
             self._events.write("node_refused", node=name, why=why, evidence=health["wrong"])
             self._membership.refuse(name, why)
             self._rates.pop(name, None)
-            remedy = "Take it out of service, or have it mended. The run goes on without it, if others are left."
+            remedy = "Take it out of service, or have it repaired. The run goes on without it if other nodes are left."
             self._tell(name, "finish", exit_code=UnfitNode.exit_code, why=f"{why}. {remedy}", error=UnfitNode.__name__)
             return
         self._rates[name] = found.rates
@@ -240,13 +240,13 @@ class Coordinator:
         self._membership.stop()
 
     def _on_heartbeat(self, agent: AgentConnection, workers: list[dict[str, Any]]) -> None:
-        self._tell(agent.name, "heard")  # so it knows that it is not cut off
+        self._tell(agent.name, "heard")  # so that it knows that it is not cut off
         membership = self._membership
         if membership.in_force:
             membership.made_step(*self._watch.shown(membership.generation, agent.name, workers))
 
     def _on_store(self, agent: AgentConnection, generation: int, port: int) -> None:
-        """The store of the generation being formed is open: its members may join."""
+        """The rendezvous store of the generation being formed is open: let its members join."""
         join = self._pending
         if join is None or join.generation != generation or not self._membership.in_force:
             return
@@ -271,7 +271,7 @@ class Coordinator:
                 plan=join.plan,
             )
 
-    # ---- what it tells them -------------------------------------------------------------------------------------
+    # ---- messages to agents -------------------------------------------------------------------------------------
 
     def _carry_out(self, order: Order) -> None:
         match order:
@@ -316,7 +316,7 @@ class Coordinator:
 def main() -> None:
     """`python -m argosy.supervise.coordinator RUN_DIR DESCRIPTOR PLAN`: serve until the run has ended.
 
-    DESCRIPTOR is of a socket that listens already. PLAN is the one to be in force whenever there are processes enough.
+    DESCRIPTOR: a socket that listens already. PLAN: the one in force whenever there are enough processes.
     """
     run_dir, descriptor, plan = sys.argv[1:]
     listener = socket.socket(fileno=int(descriptor))

@@ -1,4 +1,4 @@
-"""Which folder a run is in, whatever path a machine has it at: so do nodes of different runs know each other apart."""
+"""A name for a run's folder that is the same under every path: it tells nodes of different runs apart."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def name_of(run_dir: Path) -> str:
-    """A name that no other folder has; it is given one the first time that somebody asks."""
+    """Return a name that no other folder has; it is made up at the first call and kept in the folder."""
     with (run_dir / ".name").open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)

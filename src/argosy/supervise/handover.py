@@ -1,6 +1,6 @@
-"""What a coordinator leaves to the one that takes its place: what agents cannot tell it.
+"""The handover from a coordinator to the one that takes its place: what agents cannot tell it.
 
-It stands in the run's folder, in membership.json, and is of the newest generation, or of none.
+It is kept in the run's folder, in membership.json, and describes the newest generation, or none.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ FILE = "membership.json"
 
 @dataclass(frozen=True)
 class Handover:
-    """The generation in force, and what is held against nodes."""
+    """The generation in force, and the nodes that are to be avoided."""
 
     generation: int = 0
-    """The newest that was formed; 0: none was."""
+    """The newest that was formed; 0 if none was."""
     plan: str = ""
     size: int = 0
     members: dict[str, int] = field(default_factory=dict)
-    """Node -> how many of its workers are in it."""
+    """Node -> how many of its workers are members."""
     is_instead: bool = False
-    """Its plan is in place of the run's own as long as there is room for it."""
+    """True if its plan replaces the run's own as long as there is room for it."""
     avoided: tuple[str, ...] = ()
-    """Nodes to be taken only if there are not processes enough without them."""
+    """Nodes to use only if there are not enough processes without them."""
     last: tuple[str, ...] = ()
-    """Nodes that are last in line."""
+    """Nodes to use after all others."""
     doubts: dict[str, int] = field(default_factory=dict)
-    """Node -> how often it was in doubt."""
+    """Node -> how often it was suspected."""
 
     def save(self, run_dir: Path) -> None:
-        """Put it in place of what was left before."""
+        """Write it, in place of an older one."""
         with atomic_write(run_dir / FILE) as file:
             file.write(json.dumps(asdict(self), indent=1).encode() + b"\n")
 
     @classmethod
     def load(cls, run_dir: Path, generation: int) -> Handover:
-        """What was left of `generation`; of one without members where that is nothing, or cannot be read."""
+        """Read the handover of `generation`; one without members if there is none, or it cannot be read."""
         try:
             record = json.loads((run_dir / FILE).read_bytes())
             avoided, last = tuple(record.pop("avoided")), tuple(record.pop("last"))

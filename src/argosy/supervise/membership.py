@@ -1,8 +1,8 @@
-"""Who trains: the decisions of the coordinator, as a state machine that touches no socket, file or clock.
+"""The membership of a run: the coordinator's decisions, as a state machine that touches no socket, file or clock.
 
-An *generation* is one world of processes: a number, a size, and who has which rank. It ends when one of its members is
-lost, or when its membership is to change; the next one is formed of the survivors, who keep their ranks, and of those
-who are ready to take the places of the lost. What happens in a generation that is over is not heard any more.
+A *generation* is one world of processes: a number, a size, and which worker has which rank. It ends when a member is
+lost, or when the membership has to change. The next one is formed of the survivors, which keep their ranks, and of
+workers that are ready to replace the lost ones. Messages about a generation that is over are ignored.
 """
 
 from __future__ import annotations
@@ -17,49 +17,49 @@ from argosy.supervise.handover import Handover
 from argosy.supervise.nodes import Cause, Node, State, Worker
 from argosy.supervise.orders import Break, CheckNode, Finish, Join, Order, Start
 
-MOST_DOUBTS = 3
-"""A node of which a rank was blamed, or that was refused, so often is last in line for the rest of the run."""
+MOST_SUSPICIONS = 3
+"""A node that was suspected or refused this often is used after all others for the rest of the run."""
 
 Replan = Callable[[int], tuple[str, int] | None]
-"""Workers at hand -> the plan for them and its size; None if they cannot do it."""
+"""Number of workers -> the plan for them and its size; None if no plan fits them."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the run file says of membership."""
+    """Settings from the run file."""
 
     size: int
-    """Of the plan."""
+    """Processes of the plan."""
     plan: str
     max_restarts: int = 3
     wait_for_nodes_s: float = 60.0
     first_wait_s: float = 600.0
     """How long the run waits for all its nodes before its first step."""
     checks_nodes: bool = True
-    """Whether nodes are examined."""
+    """True if node health checks are on."""
 
 
 class Membership:
-    """Nodes, workers and the generation in force. Callers tell what happened; `orders` is what to do about it."""
+    """Nodes, workers and the generation in force. Callers report events; `orders` returns what to do about them."""
 
     def __init__(self, settings: Settings, handover: Handover | None = None, replan: Replan | None = None):
-        """`handover`: of the coordinator before; its generation stays in force if its members are all there."""
+        """`handover`: from the coordinator before this one; its generation stays in force if its members are there."""
         handover = handover or Handover()
         self._settings, self._replan = settings, replan
         self.generation = handover.generation
-        """The newest that was formed, by this coordinator or by one before it."""
+        """The newest that was formed, by this coordinator or an earlier one."""
         self.nodes: dict[str, Node] = {}
         self._inherited = handover if handover.members else None
         of: Settings | Handover = self._inherited or settings
         self.size, self.plan = of.size, of.plan
         self._heard_since: float | None = None
         self.in_force = False
-        """Whether the generation's world is formed and whole, as far as is known."""
+        """True while the generation's world is formed and, as far as is known, whole."""
         self._short_since: float | None = None
         self._instead = (of.plan, of.size) if self._inherited and handover.is_instead else None
-        """Plan and size in place of the run's own, as long as there is room for them."""
+        """Plan and size that replace the run's own, as long as there is room for them."""
         self._newcomer, self._came_s = "", 0.0
-        """A node that the generation may make use of, and since when none came after it."""
+        """A node that a larger generation could use, and the time since which no other came."""
         self._avoided, self._last = set(handover.avoided), set(handover.last)
         self._doubts = Counter(handover.doubts)
         self._failures = 0
@@ -70,14 +70,14 @@ class Membership:
         self._ended = self._stopping = False
         self._queue: list[Order] = []
 
-    # ---- what happened ------------------------------------------------------------------------------------------
+    # ---- events -------------------------------------------------------------------------------------------------
 
     def arrived(
         self, name: str, host: str, slots: int, workers: dict[int, Worker], is_being_checked: bool = False
     ) -> None:
-        """An agent says hello, for the first time or again, with the workers that it has.
+        """An agent has connected, for the first time or again, with the workers that it has.
 
-        A node that is avoided is so until it is started anew: that its connection broke has not made it well.
+        A node that is avoided stays so until it is started anew: a broken connection has not repaired it.
         """
         if not workers:
             self._avoided.discard(name)
@@ -88,29 +88,29 @@ class Membership:
             self._grow(name)
 
     def node_checked(self, name: str) -> None:
-        """An examination found a node well: its workers may join a world."""
+        """A node passed its health check: its workers may join a world."""
         if (node := self.nodes.get(name)) is not None and node.is_being_checked:
             node.is_being_checked = False
             self._grow(name)
 
     def refuse(self, name: str, why: str) -> None:
-        """An examination found that a node computes wrongly: the run goes on without it."""
-        self._doubt(name)
+        """A node failed its health check: the run goes on without it."""
+        self._suspect(name)
         self.left(name, why)
 
     def left(self, name: str, why: str) -> None:
-        """An agent and all its workers are gone, or cannot be reached."""
+        """An agent and all its workers are gone or unreachable."""
         had_members = name in self.nodes and self._members_of(name)
         self.nodes.pop(name, None)
         if had_members:
             self._break(f"node {name} is lost: {why}")
 
     def started(self, name: str, slot: int, pid: int) -> None:
-        """A worker process was started; it may have said before that it is ready."""
+        """A worker process was started; its message that it is ready may have come before."""
         self.nodes[name].workers.setdefault(slot, Worker()).pid = pid
 
     def ready(self, name: str, slot: int, generation: int, why: str = "") -> None:
-        """A worker waits for a world; `generation` is that of the world that broke for it, with `why`, or 0."""
+        """A worker waits for a world; `generation` is that of the world that it left because of `why`, or 0."""
         worker = self._worker(name, slot)
         if worker is None:
             return
@@ -120,7 +120,7 @@ class Membership:
             self._break(why)
 
     def done(self, name: str, slot: int) -> None:
-        """A worker has come to the end of the run."""
+        """A worker has reached the end of the run."""
         worker = self._worker(name, slot)
         if worker is None:
             return
@@ -129,7 +129,7 @@ class Membership:
             self._end(Finish(0, "done"))
 
     def lost(self, name: str, slot: int, cause: Cause) -> None:
-        """A worker process has ended, and not because the run did."""
+        """A worker process has ended before the run did."""
         worker = self._worker(name, slot)
         if worker is None:
             return
@@ -138,73 +138,73 @@ class Membership:
         if cause.exit_code >= FINAL:
             self._end(Finish(cause.exit_code - FINAL, cause.why, cause.error))
         if was_member:
-            self.made_step(cause.step)  # which nobody may have shown yet
+            self.made_step(cause.step)  # no heartbeat may have shown it yet
             self._break(f"rank {worker.rank} is lost: {cause.why}")
         if self._stopping:
             self._end(Finish(Retryable.exit_code, f"a worker was lost while the run was stopping: {cause.why}"))
         self._count(cause)
 
     def made_step(self, step: int, safe_step: int = -1) -> None:
-        """The run is in `step`, and would go back to `safe_step` at most; -1: it is in none, or that is not known.
+        """The run is in `step`, and would go back to `safe_step` at most; -1: in none, or not known.
 
-        It gets further if either is further than ever: steps that are made again after going back count for nothing,
-        unless the next loss costs fewer of them.
+        It makes progress if either is further than ever: steps that are repeated do not count, unless the next failure
+        costs fewer of them.
         """
         if not self.in_force or step < 0:
             return
-        is_first = self._progress < 0  # that a coordinator hears of: it does not know what was before
+        is_first = self._progress < 0  # that this coordinator hears of: it does not know what was before
         if not is_first and (step > self._progress or safe_step > self._safe):
             self._failures = 0
         self._progress, self._safe = max(step, self._progress), max(safe_step, self._safe)
 
     def stop(self) -> None:
-        """A signal asked the run to end: its workers save and are done, and nobody is started any more."""
+        """A signal asked the run to end: its workers save and end, and no worker is started any more."""
         self._stopping = True
 
     def fail(self, why: str) -> None:
-        """The run cannot go on here; the same command may."""
+        """The run cannot go on now; the same command may go on later."""
         self._end(Finish(Retryable.exit_code, why))
 
     def room_without(self, *names: str) -> int:
-        """Workers that there is room for on nodes that are well, if these are not."""
+        """Return how many workers there is room for without these nodes and those that are avoided."""
         return sum(n.slots for name, n in self.nodes.items() if not n.is_avoided and name not in names)
 
     def migrate(self, plan: str, size: int, leave_out: Collection[str], why: str) -> None:
-        """Go on with this plan and so many workers, without these nodes, as long as there are so many on others.
+        """Go on with this plan and `size` workers, without these nodes, as long as there are enough on others.
 
-        Nodes that were left out are taken again once they are started anew, or if others are lost.
+        Nodes that were left out are used again once they are started anew, or if others are lost.
         """
         self._avoided |= set(leave_out)
         for name in self.nodes.keys() & leave_out:
             self.nodes[name].is_avoided = True
         self._instead = (plan, size)
         self._break(why, is_planned=True)
-        for name in sorted(self.nodes.keys() & leave_out):  # what is slow may be about to fail; nobody waits for it now
+        for name in sorted(self.nodes.keys() & leave_out):  # slow may mean about to fail, and nothing waits for it now
             self._begin_node_check(name)
 
     def check_node(self, name: str, why: str) -> None:
-        """A rank of a node is in doubt: examine it before it goes on, unless that was done often enough."""
+        """A rank of a node is suspected: check the node before it goes on, unless that was done often enough."""
         node = self.nodes.get(name)
         is_ending = self._stopping or any(worker.state is State.DONE for worker in self._members())
-        if node is None or node.is_being_checked or is_ending or self._doubts[name] >= MOST_DOUBTS:
+        if node is None or node.is_being_checked or is_ending or self._doubts[name] >= MOST_SUSPICIONS:
             return
         if self._settings.checks_nodes:
-            self._doubt(name)
-            self._break(f"node {name} is examined: {why}", is_planned=True)
+            self._suspect(name)
+            self._break(f"the health of node {name} is checked: {why}", is_planned=True)
             self._begin_node_check(name)
 
     def put_last(self, name: str) -> None:
-        """From the next world on a node is taken only if there are not enough others, for the rest of the run."""
+        """From the next world on, use a node only if there are not enough others, for the rest of the run."""
         self._last.add(name)
         if (node := self.nodes.get(name)) is not None:
             node.is_last = True
 
     def is_over(self, generation: int) -> bool:
-        """Whether a generation that was begun has ended."""
+        """Return True if a generation that was begun has ended."""
         return generation < self.generation or not (self.in_force or self._inherited is not None)
 
     def handover(self) -> Handover:
-        """What a coordinator that takes this one's place has to know."""
+        """Return what a coordinator that replaces this one has to know."""
         members = {name: len(self._members_of(name)) for name in self.nodes} if self.in_force else {}
         return Handover(
             self.generation,
@@ -218,7 +218,7 @@ class Membership:
         )
 
     def places_of(self, ranks: Collection[int]) -> list[tuple[str, int]]:
-        """(node, slot) of those members of the generation that have these ranks."""
+        """Return the (node, slot) of the members of the generation that have these ranks."""
         return [
             (name, slot)
             for name, node in self.nodes.items()
@@ -226,10 +226,10 @@ class Membership:
             if self._is_member(worker) and worker.rank in ranks
         ]
 
-    # ---- what to do ---------------------------------------------------------------------------------------------
+    # ---- orders -------------------------------------------------------------------------------------------------
 
     def orders(self, now_s: float) -> list[Order]:
-        """What has to be done; `now_s` is any clock that only goes forward."""
+        """Return what has to be done; `now_s` is any clock that only goes forward."""
         if not self._ended and not self._stopping:
             self._queue += self._start_missing()
             if self._inherited is not None:
@@ -242,7 +242,7 @@ class Membership:
         return orders
 
     def _wait_for_the_inherited(self, now_s: float) -> None:
-        """Give the generation of the coordinator before this one up if its members do not come, or others would do."""
+        """Give up the inherited generation if its members do not come, or there are enough others."""
         self._heard_since = now_s if self._heard_since is None else self._heard_since
         others = sum(node.slots for name, node in self.nodes.items() if not self._members_of(name))
         if others >= self._settings.size or now_s - self._heard_since > self._settings.wait_for_nodes_s:
@@ -259,7 +259,7 @@ class Membership:
     def _form(self, now_s: float) -> None:
         """Begin the next generation, if there are workers enough for one."""
         if self._members():
-            return  # some have not left the world that broke
+            return  # some have not left the broken world
         ready = self._ready()
         chosen = self._plan_and_size(now_s) if ready else None
         if chosen is None:
@@ -284,7 +284,7 @@ class Membership:
         self._queue.append(Join(self.generation, plan, places))
 
     def _ready(self) -> list[tuple[str, int]]:
-        """(node, slot) of the workers that can join a world, those first that are to be taken first."""
+        """Return the (node, slot) of the workers that can join a world, in the order of preference."""
         ready = [
             (name, slot)
             for name, node in sorted(self.nodes.items())
@@ -294,7 +294,7 @@ class Membership:
         return sorted(ready, key=lambda place: (self.nodes[place[0]].is_avoided, self.nodes[place[0]].is_last))
 
     def _plan_and_size(self, now_s: float) -> tuple[str, int] | None:
-        """To go on with; None while nodes are waited for, or if this is the end."""
+        """Return the plan and size to go on with; None while waiting for nodes, or if the run ends here."""
         if self._instead is not None and self.room_without() >= self._instead[1]:
             return self._instead
         settings, room = self._settings, self._room()
@@ -303,7 +303,7 @@ class Membership:
         self._short_since = now_s if self._short_since is None else self._short_since
         waited_s = now_s - self._short_since
         if not self.generation and waited_s > settings.first_wait_s:
-            self._end(Finish(Retryable.exit_code, self._who_is_missing()))
+            self._end(Finish(Retryable.exit_code, self._missing_workers()))
         if not self.generation or waited_s < settings.wait_for_nodes_s or self._replan is None:
             return None
         smaller = self._replan(room)
@@ -315,10 +315,10 @@ class Membership:
         return any(self.nodes[name].is_avoided or self.nodes[name].is_last for name, _ in places)
 
     def _places(self, ready: list[tuple[str, int]]) -> dict[tuple[str, int], int]:
-        """Ranks 0 to size - 1 for members: survivors of the last world keep theirs, others fill what is free.
+        """Assign ranks 0 to size - 1: survivors of the last world keep theirs, others fill what is free.
 
-        With several nodes, ranks of one node are consecutive where nothing was lost; a place that fell free is given
-        to its own node first, so that what used to be near stays near.
+        With several nodes, ranks of one node are consecutive where nothing was lost; a free rank goes to its own node
+        first, so that ranks which were near each other stay so.
         """
         free = dict.fromkeys(range(self.size))
         places: dict[tuple[str, int], int] = {}
@@ -339,7 +339,7 @@ class Membership:
     # ---- parts --------------------------------------------------------------------------------------------------
 
     def _claim(self, name: str, inherited: Handover) -> None:
-        """A node came, while it is not known whether the inherited generation's members are all there."""
+        """A node came while some members of the inherited generation may be missing."""
         if len(self._members()) == self.size:
             self.in_force, self._inherited = True, None
             for other, node in self.nodes.items():
@@ -349,14 +349,14 @@ class Membership:
             self._forfeit(f"node {name} has not all of its members left")
 
     def _forfeit(self, why: str) -> None:
-        """The inherited generation is over."""
+        """Give up the inherited generation."""
         self._inherited = self._instead = None
         self.plan, self.size = self._settings.plan, self._settings.size
         if self._members():
             self._queue.append(Break(self.generation, why))
 
     def _grow(self, name: str) -> None:
-        """A node came: a run that was laid out on fewer goes on under its own plan, if there is room again."""
+        """A node came: a run under a smaller plan goes back to its own plan, if there is room again."""
         if not self.in_force or self.size >= self._settings.size:
             return
         if self.room_without() >= self._settings.size:
@@ -366,7 +366,7 @@ class Membership:
             self._newcomer, self._came_s = name, math.inf
 
     def _grow_partly(self, now_s: float) -> None:
-        """No more nodes have come for a while: go on with those that have, if a plan makes use of them."""
+        """Once no more nodes have come for a while, go on with those that have, if a plan makes use of them."""
         self._came_s = min(self._came_s, now_s)
         if now_s - self._came_s < self._settings.wait_for_nodes_s:
             return
@@ -381,12 +381,12 @@ class Membership:
             self.nodes[name].is_being_checked = True
             self._queue.append(CheckNode(name))
 
-    def _doubt(self, name: str) -> None:
+    def _suspect(self, name: str) -> None:
         self._doubts[name] += 1
-        if self._doubts[name] >= MOST_DOUBTS:
+        if self._doubts[name] >= MOST_SUSPICIONS:
             self.put_last(name)
 
-    def _who_is_missing(self) -> str:
+    def _missing_workers(self) -> str:
         here = ", ".join(f"{name} ({node.slots} workers)" for name, node in sorted(self.nodes.items()))
         came = f"{self._room()} of {self._settings.size} workers came within {self._settings.first_wait_s:.0f} s"
         return f"{came}, from {here}"
@@ -410,7 +410,7 @@ class Membership:
         return sum(node.slots for node in self.nodes.values())
 
     def _break(self, why: str, is_planned: bool = False) -> None:
-        """`is_planned`: nothing went wrong that `launch.max_restarts` would count."""
+        """End the generation. `is_planned`: this is no failure that `launch.max_restarts` counts."""
         if self._inherited is not None and not self._ended:
             self._forfeit(why)
         if self.in_force and not self._ended:
@@ -419,7 +419,7 @@ class Membership:
             self._queue.append(Break(self.generation, why))
 
     def _count(self, cause: Cause) -> None:
-        """Give up where going on would only repeat what happened."""
+        """Count a failure, and end the run where going on would only repeat it."""
         if self._ended:
             return
         self._is_counted = True
@@ -439,7 +439,7 @@ class Membership:
             self._end(
                 Finish(
                     Retryable.exit_code,
-                    f"the workers died {times} without getting any further, the last time of: {cause.why}",
+                    f"the workers died {times} without making progress; the last time: {cause.why}",
                 )
             )
 

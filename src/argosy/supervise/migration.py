@@ -1,50 +1,51 @@
 """Migration: the run goes on without a slow node, or under another plan where a link became slow, if that pays.
 
-Detectors name the slow node or link. A spare node takes the place of a slow one if there is one; else the planner says
-(`resilience.migration_cost`, in a process of its own) what a step takes now and what it would take otherwise. If a
-migration pays, all ranks are told to stand still after a step, with their state where others can take it over; when
-they do, the generation is ended, and no step is lost. Migrations are at least `APART_S` apart, and one that did not
-make steps faster is not made again.
+Detectors name the slow node or link. A spare node replaces a slow one if there is one; else the planner predicts
+(`resilience.migration_cost`, in a process of its own) the step time now and under other plans. If a migration pays, all
+ranks are told to hold after a step, with their state where others can take it over; once they do, the generation is
+ended, and no step is lost. Migrations are at least `APART_S` apart, and one that did not make steps faster is not
+repeated.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from argosy.observe.events import Events
+from argosy.processes.channel import Gone
+from argosy.processes.child import Child
 from argosy.resilience.detect.finding import Finding
 from argosy.resilience.migration_cost import MigrationAnswer, MigrationQuestion
 from argosy.supervise.membership import Membership
 from argosy.supervise.watch import RunWatch
 
+PLANNER = "argosy.resilience.migration_cost"
 APART_S = 300.0
-"""Between two moves."""
+"""Shortest time between two migrations."""
 MIGRATION_S = 60.0
-"""What a move is taken to cost before this run's coordinator has seen a world begin."""
+"""What a migration is assumed to cost before this coordinator has seen a world begin."""
 GAINED = 0.05
-"""Share of a step that a move must have saved to count as one that gained."""
+"""Share of the step time that a migration must save to count as a success."""
 HOLD_WITHIN_S = 120.0
-"""So long it may take all ranks to stand still."""
+"""How long all ranks may take to hold."""
 
 
 @dataclass
 class _Case:
-    """A suspicion, of one generation."""
+    """A slow node or link that was found, in one generation."""
 
     generation: int
     finding: Finding
     leave_out: tuple[str, ...]
-    """Nodes, if it comes to a move."""
+    """Nodes that a migration would leave out."""
     question: MigrationQuestion
-    asked: subprocess.Popen[bytes] | None = None
+    asked: Child | None = None
     answer: MigrationAnswer | None = None
-    """Once it is to be moved."""
+    """Set once the run is to migrate."""
     hold_until_s: float = 0.0
 
     @property
@@ -53,12 +54,12 @@ class _Case:
 
 
 class Migrator:
-    """Of one coordinator, whose loop it never holds up."""
+    """Decide on migrations for one coordinator, whose loop it never blocks."""
 
     def __init__(
         self, run_dir: Path, membership: Membership, watch: RunWatch, hold: Callable[[int], None], is_on: bool = True
     ):
-        """`hold` tells the workers of a generation to stand still. Unless `is_on`, nothing is ever moved."""
+        """`hold` tells the workers of a generation to hold. Unless `is_on`, the run never migrates."""
         self._run_dir, self._membership, self._watch, self._hold, self._is_on = run_dir, membership, watch, hold, is_on
         self._events = Events(run_dir, "coordinator")
         self._case: _Case | None = None
@@ -73,7 +74,7 @@ class Migrator:
         self._joined_s, self._awaits_step = now_s, True
 
     def slow_node(self, name: str, finding: Finding) -> None:
-        """The node of the ranks of `finding` slows the others down."""
+        """Take in that a node, with the ranks of `finding`, slows the others down."""
         membership = self._membership
         left = membership.room_without(name)
         if left:
@@ -81,7 +82,7 @@ class Migrator:
             self._suspect(_Case(membership.generation, finding, (name,), question))
 
     def slow_link(self, finding: Finding) -> None:
-        """The links became slow."""
+        """Take in that the links between nodes became slow."""
         membership = self._membership
         ((first, _),) = membership.places_of([0])
         here = membership.nodes[first].slots
@@ -99,7 +100,7 @@ class Migrator:
         if case.generation != self._membership.generation:
             self._drop()
         elif case.answer is not None:
-            self._go_when_all_stand(case, case.answer, now_s)
+            self._migrate_when_all_hold(case, case.answer, now_s)
         elif case.asked is not None:
             self._hear(case, case.asked, now_s)
         elif now_s >= self._not_before_s:
@@ -118,29 +119,23 @@ class Migrator:
 
     def _ask(self, case: _Case, now_s: float) -> None:
         membership = self._membership
-        if case.question.kind == "slow_node" and case.question.on[0] >= membership.size:  # spares: the plan stays
+        if case.question.kind == "slow_node" and case.question.on[0] >= membership.size:  # spare nodes: the plan stays
             self._agree(case, MigrationAnswer(True, membership.plan, membership.size), now_s)
             return
-        command = [
-            sys.executable,
-            "-m",
-            "argosy.resilience.migration_cost",
-            str(self._run_dir),
-            json.dumps(asdict(case.question)),
-        ]
-        case.asked = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+        case.asked = Child(PLANNER, str(self._run_dir))
+        with suppress(Gone):  # it has died: `_hear` finds out
+            case.asked.channel.send("question", question=asdict(case.question))
 
-    def _hear(self, case: _Case, asked: subprocess.Popen[bytes], now_s: float) -> None:
-        if asked.poll() is None:
-            return
-        assert asked.stdout is not None
-        text = asked.stdout.read()
-        asked.stdout.close()
-        said = (
-            MigrationAnswer(**json.loads(text))
-            if asked.returncode == 0
-            else MigrationAnswer(False, why="the planner failed")
-        )
+    def _hear(self, case: _Case, asked: Child, now_s: float) -> None:
+        try:
+            messages = asked.hear(0.0)
+        except Gone:
+            said = MigrationAnswer(False, why=f"the planner failed: {asked.reap()}")
+        else:
+            if not messages:
+                return
+            said = MigrationAnswer(**messages[0]["answer"])
+            asked.kill()
         if said.pays:
             self._agree(case, said, now_s)
         else:
@@ -151,7 +146,7 @@ class Migrator:
         case.answer, case.hold_until_s = said, now_s + HOLD_WITHIN_S
         self._hold(case.generation)
 
-    def _go_when_all_stand(self, case: _Case, said: MigrationAnswer, now_s: float) -> None:
+    def _migrate_when_all_hold(self, case: _Case, said: MigrationAnswer, now_s: float) -> None:
         if self._watch.are_all("waiting", self._membership.size):
             is_smaller = said.size < self._membership.size or case.question.kind == "slow_node"
             leave_out = case.leave_out if is_smaller else ()
@@ -162,11 +157,11 @@ class Migrator:
             self._case = None
             self._membership.migrate(said.plan, said.size, leave_out, f"the run migrates: {case.finding.why}")
         elif now_s > case.hold_until_s:
-            self._tell("stayed", case, said, why=f"not all ranks stood still within {HOLD_WITHIN_S:.0f} s")
+            self._tell("stayed", case, said, why=f"not all ranks held within {HOLD_WITHIN_S:.0f} s")
             self._drop()
 
     def _measure(self, now_s: float) -> None:
-        """What moves cost, and what the last one has gained."""
+        """Measure what migrations cost, and what the last one has gained."""
         if self._awaits_step and self._watch.has_made_a_step:
             self._awaits_step, self._migration_s = False, now_s - self._joined_s
         if self._made is None or self._membership.generation == self._made[1]:
@@ -181,10 +176,9 @@ class Migrator:
             self._made = None
 
     def _drop(self) -> None:
-        """Let go of the case: it is decided, or its generation is over."""
-        if self._case is not None and self._case.asked is not None and self._case.asked.poll() is None:
+        """Drop the case: it is decided, or its generation is over."""
+        if self._case is not None and self._case.asked is not None:
             self._case.asked.kill()
-            self._case.asked.wait()
         self._case = None
 
     def _tell(self, kind: str, case: _Case, said: MigrationAnswer, **facts: Any) -> None:

@@ -1,4 +1,4 @@
-"""What is known of nodes and of the worker processes on them."""
+"""Nodes and the worker processes on them, as the coordinator knows them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class State(Enum):
-    """What a worker process is doing, as its agent and it tell it."""
+    """What a worker process is doing."""
 
     STARTING = "starting"
     """It imports what it needs."""
@@ -16,7 +16,7 @@ class State(Enum):
     RUNNING = "running"
     """It was told to join the generation's world."""
     DONE = "done"
-    """Its run is at its end."""
+    """It has reached the end of the run."""
 
 
 @dataclass
@@ -25,9 +25,9 @@ class Worker:
 
     state: State = State.STARTING
     rank: int | None = None
-    """That it has, or had in the world that it comes from."""
+    """Its rank in its world, or in the last world it was in."""
     generation: int = 0
-    """Of that world; 0 for a process that has been in none."""
+    """The generation of that world; 0 if it has been in none."""
     pid: int = 0
 
 
@@ -37,14 +37,14 @@ class Node:
 
     host: str
     slots: int
-    """How many workers the node has room for, those that nobody needs at the moment included."""
+    """How many workers the node has room for, spare ones included."""
     workers: dict[int, Worker] = field(default_factory=dict)
     is_avoided: bool = False
-    """It is taken only if there are not processes enough without it."""
+    """True if it is used only when there are not enough processes without it."""
     is_last: bool = False
-    """It is slow, or was in doubt too often: where more are ready than a world needs, the others are taken first."""
+    """True if it is slow, or was suspected too often: where more are ready than needed, the others come first."""
     is_being_checked: bool = False
-    """Its workers wait for what an examination finds."""
+    """True while its workers wait for a node health check."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Cause:
 
     why: str
     error: str = ""
-    """Class of the error that the worker recorded, if it could."""
+    """Class of the error that the worker reported, if it could."""
     exit_code: int = 0
     """Negative: a signal. From FINAL on: an error that a restart would only meet again."""
     step: int = -1
@@ -61,5 +61,5 @@ class Cause:
 
     @property
     def is_own(self) -> bool:
-        """Whether the worker itself went wrong, rather than was killed from outside."""
+        """True if the worker itself failed, rather than was killed from outside."""
         return self.exit_code not in (-9, -15)

@@ -1,4 +1,4 @@
-"""What the coordinator has agents do."""
+"""Orders that the coordinator gives to agents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Join:
-    """Form a world: the agent of rank 0 opens a store, then each member is told its place."""
+    """Form a world: the agent of rank 0 opens a rendezvous store, then each member is told its place."""
 
     generation: int
     plan: str
@@ -25,7 +25,7 @@ class Join:
 
 @dataclass(frozen=True)
 class Break:
-    """The generation is over: its members are to leave its world and wait."""
+    """The generation is over: its members leave its world and wait."""
 
     generation: int
     why: str
@@ -33,17 +33,17 @@ class Break:
 
 @dataclass(frozen=True)
 class Finish:
-    """The run ends here."""
+    """End the run."""
 
     exit_code: int
     why: str
     error: str = ""
-    """Class of the error that the user is to see; empty if it is none of the workers' own."""
+    """Class of the error that the user sees; empty if no worker raised it."""
 
 
 @dataclass(frozen=True)
 class CheckNode:
-    """Have a node examined; its agent tells when that is done."""
+    """Run a node health check; the agent reports when it is done."""
 
     node: str
 

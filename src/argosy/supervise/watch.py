@@ -1,4 +1,4 @@
-"""All ranks of a generation as their agents show them, and what the detectors find in that."""
+"""The heartbeats of all ranks of a generation, and what the detectors find in them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from argosy.resilience.detect.straggler import StragglerDetector
 from argosy.resilience.detect.suspect import SuspectDetector
 
 READ_S = 1.0
-"""How often the run's metrics are looked at: the disk may be far away."""
+"""How often the run's metrics are read: the disk may be slow."""
 LAST_STEPS = 256
-"""Of so many steps it is remembered how long they took."""
+"""How many steps' times are kept."""
 
 
 class RunWatch:
-    """Watches the ranks of one generation after the other."""
+    """Watch the ranks of one generation after the other."""
 
     def __init__(self, settings: ResilienceConfig, metrics: Path | None = None):
         """`metrics`: the run's metrics.jsonl, which says how long its steps took."""
@@ -32,20 +32,20 @@ class RunWatch:
         self._read_s = 0.0
         self._suspect = SuspectDetector()
         self.generation = 0
-        """Of the world that was shown last."""
+        """The generation that was shown last."""
         self._nodes: dict[str, dict[int, WorkerSeen]] = {}
         self._unheard: set[str] = set()
 
     def shown(self, generation: int, node: str, workers: list[dict[str, Any]]) -> tuple[int, int]:
-        """Take in what the agent of `node` shows of all its workers; what is not of `generation` counts for nothing.
+        """Take in the heartbeats of all workers of `node`; those of another generation are ignored.
 
-        Returns the furthest step that any of them is in, and the newest that any knows the run could go back to; -1 if
+        Return the furthest step that any of them is in, and the newest step that any of them could go back to; -1 if
         there is none.
         """
         if generation != self.generation:
             self.generation, self._nodes, self._unheard = generation, {}, set()
         seen: dict[int, WorkerSeen] = {}
-        self._nodes[node] = seen  # those that it no longer shows have ended
+        self._nodes[node] = seen  # workers that it no longer shows have ended
         self._unheard.discard(node)
         step = safe_step = -1
         for worker in workers:
@@ -57,24 +57,23 @@ class RunWatch:
 
     @property
     def step_s(self) -> float | None:
-        """What a step of this generation takes, as a rule; None until it has made enough of them."""
+        """The usual time of a step of this generation; None until there were enough of them."""
         return self._link.step_s if self.generation == self._link.generation else None
 
     @property
     def has_made_a_step(self) -> bool:
-        """Whether the generation's world has."""
+        """True once the generation's world has finished a step."""
         return any(worker.reading.busy_s for worker in self._workers.values())
 
     def are_all(self, phase: Phase, size: int) -> bool:
-        """Whether a world of `size` is in this phase as a whole."""
+        """Return True if all `size` ranks are in this phase."""
         return len(self._workers) == size and all(w.reading.phase == phase for w in self._workers.values())
 
     def findings(self, at_s: float, size: int, plan: str = "") -> list[Finding]:
-        """What is wrong at `at_s` (CLOCK_MONOTONIC of this process) with a world of `size` under `plan`, once all are
-        seen.
+        """Return what is wrong at `at_s` (CLOCK_MONOTONIC of this process) with a world of `size` under `plan`.
 
-        Looks only when all their nodes have shown something since it last looked: what a node cannot tell counts
-        against none of its ranks.
+        Empty until all ranks were seen and each of their nodes has sent heartbeats since the last look: a node that
+        cannot send them must not make its ranks look hung.
         """
         if self._unheard:
             return []

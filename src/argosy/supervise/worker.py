@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch.distributed import DistError
 
@@ -27,21 +27,21 @@ from argosy.parallel.connections import Connections
 from argosy.parallel.world import Place, World, join_world, leave_world
 from argosy.plan.plan import Plan
 from argosy.processes.channel import Channel, Gone, Message
-from argosy.processes.fork_server import channel_to_parent
+from argosy.processes.child import channel_to_parent
 from argosy.training.loop import train
 from argosy.training.state import Survivor
 from argosy.training.stop import StopSignal
 
 AGAIN_S = 0.2
-"""How often the connections of a broken world are broken, until the process has left it."""
+"""How often the connections of a broken world are closed, until the process has left it."""
 OWN = ("Too many open files", "Cannot allocate memory", "No space left on device")
-"""Words of what gloo may tell of too, but another world would only meet again: this process is to be replaced."""
+"""Words of errors that gloo reports too, but another world would only meet again: this process must be replaced."""
 GLOO = ("gloo", "Connection closed by peer", "Connection reset by peer", "TCPStore", "store")
-"""Words of the RuntimeErrors with which gloo and the store tell of a peer that is gone."""
+"""Words of the RuntimeErrors with which gloo and the store report that a peer is gone."""
 
 
 class AgentClient:
-    """The worker's side of the conversation with its agent, which a thread listens to."""
+    """The worker's client of its agent; a thread listens to it."""
 
     def __init__(self, channel: Channel, stop: StopSignal):
         self._channel, self._stop = channel, stop
@@ -53,7 +53,7 @@ class AgentClient:
         threading.Thread(target=self._listen, name="argosy-agent", daemon=True).start()
 
     def worlds(self) -> Iterator[Message]:
-        """The worlds to join, one after the other."""
+        """Yield the worlds to join, one after the other."""
         while True:
             world = self._worlds.get()
             self._connections.close()
@@ -63,19 +63,19 @@ class AgentClient:
             yield world
 
     def is_broken(self) -> bool:
-        """Whether the agent has said that the world at hand is over."""
+        """Return True once the agent has said that the current world is over."""
         return self._broken.is_set()
 
-    def say(self, kind: str, **facts: object) -> None:
-        """Tell the agent; without one there is nothing left to live for."""
+    def say(self, kind: str, **facts: Any) -> None:
+        """Send the agent a message. Without an agent, end this process."""
         try:
             self._channel.send(kind, **facts)
         except Gone:
             os._exit(1)
 
     def left(self, why: str) -> None:
-        """The world is left: the process is ready for another."""
-        with self._changes:  # nobody breaks off the next world's connections for this one's
+        """Tell the agent that the world is left and the process is ready for another."""
+        with self._changes:  # `_break` must not close the next world's connections for this one's
             generation, self._generation = self._generation, 0
         self.say("ready", generation=generation, why=self._why if self._broken.is_set() else why)
 
@@ -84,7 +84,7 @@ class AgentClient:
             try:
                 message = self._channel.receive()
             except Gone:
-                os._exit(1)  # the agent is gone, and no orphan trains on
+                os._exit(1)  # the agent is gone, and an orphan must not train on
             if message["kind"] == "join":
                 self._worlds.put(message)
             elif message["kind"] == "hold" and message["generation"] == self._generation:
@@ -96,7 +96,7 @@ class AgentClient:
                 threading.Thread(target=self._break, args=(self._generation,), daemon=True).start()
 
     def _break(self, generation: int) -> None:
-        """End what the main thread waits for, and what it may still begin to wait for, in this world."""
+        """End what the main thread waits for in this world, or may still begin to wait for."""
         while True:
             with self._changes:
                 if self._generation != generation:
@@ -109,7 +109,7 @@ def work(
     run: RunConfig, plan: Plan, world: World, run_dir: Path, stop: StopSignal, survivor: Survivor | None = None,
     heartbeat: Heartbeat = UNREAD,
 ) -> bool:  # fmt: skip
-    """Train in an existing world, and leave it. Returns whether the run's last step is made."""
+    """Train in an existing world, and leave it. Return True if the run's last step is made."""
     try:
         return train(run, plan, world, run_dir, stop, survivor or Survivor(), heartbeat)
     finally:
@@ -117,9 +117,9 @@ def work(
 
 
 def main() -> None:
-    """Entry of the processes that an agent has forked: train in the worlds that it is told of, to the run's end.
+    """Train in the worlds that the agent names, until the run has ended. Entry of the agent's forked processes.
 
-    What goes wrong is told to the agent, which knows whose error came first and tells the user that one.
+    Errors are sent to the agent, which knows which process failed first and reports that error to the user.
     """
     run_dir, stop = Path(os.environ["ARGOSY_RUN_DIR"]), StopSignal().listen()
     agent = AgentClient(channel_to_parent(), stop)
@@ -137,7 +137,7 @@ def main() -> None:
         except Exception as error:
             why = str(error)
             if agent.is_broken() or _is_of_a_connection(error):
-                traceback.clear_frames(error.__traceback__)  # they hold the job, and the job its groups
+                traceback.clear_frames(error.__traceback__)  # they hold the trainer, and the trainer its process groups
             else:
                 _fail(agent, error)
         else:
@@ -157,7 +157,7 @@ def _train_in(message: Message, run_dir: Path, stop: StopSignal, survivor: Survi
 
 
 def _is_of_a_connection(error: Exception) -> bool:
-    """Whether it is what a collective raises when a peer is gone, rather than something that went wrong here."""
+    """Return True if a collective raised it because a peer is gone; False if something went wrong here."""
     text = str(error)
     is_told_so = isinstance(error, DistError) or (isinstance(error, RuntimeError) and any(w in text for w in GLOO))
     return is_told_so and not any(word in text for word in OWN)
@@ -170,12 +170,13 @@ def _fail(agent: AgentClient, error: Exception) -> NoReturn:
 
 
 def _to_log(run_dir: Path) -> tuple[int, int]:
-    """Keep what this process prints in a file of the run's logs, and where it is when its agent asks; returns
-    descriptors of the terminal.
+    """Redirect what this process prints, and the stack that its agent asks for, to a file of the run's logs.
+
+    Returns descriptors of the terminal.
     """
     terminal = os.dup(1), os.dup(2)
     path = run_dir / "logs" / f"worker-{os.environ['ARGOSY_NODE']}-{os.environ['ARGOSY_SLOT']}.log"
-    with suppress(OSError):  # a disk that takes nothing: it prints to the terminal
+    with suppress(OSError):  # the disk takes nothing: print to the terminal
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as log:
             for descriptor in (1, 2):
@@ -185,7 +186,7 @@ def _to_log(run_dir: Path) -> tuple[int, int]:
 
 
 def _speak(terminal: tuple[int, int], message: Message) -> None:
-    """Let the first process of the world print to the terminal."""
+    """Let rank 0 print to the terminal."""
     if message["rank"] == 0 and os.environ["ARGOSY_QUIET"] == "0":
         sys.stdout.flush()
         for descriptor, original in zip((1, 2), terminal, strict=True):

@@ -1,4 +1,4 @@
-"""A worker process as the agent that holds it knows it."""
+"""A worker process, as its agent knows it."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from argosy.supervise.nodes import Cause, State
 
 @dataclass
 class WorkerProcess:
-    """A process that the agent had its fork server fork."""
+    """A process that the agent's fork server forked."""
 
     slot: int
     channel: Channel
     pid: int = 0
-    """0 until it is born."""
+    """0 until it is forked."""
     state: State = State.STARTING
     rank: int | None = None
     generation: int = 0
     failure: Message | None = None
-    """What it said before it ended with an error."""
+    """Its message about the error that it ended with."""
     killed: str = ""
-    """Why its agent killed it."""
+    """Why its agent killed it; empty if it did not."""
     leave_by: float | None = None
-    """When it must have left the world that broke."""
+    """The time by which it must have left the broken world."""
     is_finished: bool = False
-    """With state DONE: whether the run's last step was made."""
+    """With state DONE: True if the run's last step was made."""
 
     def signal(self, number: int) -> None:
         """Send it a signal, unless it is gone."""
@@ -38,7 +38,7 @@ class WorkerProcess:
             os.kill(self.pid, number)
 
     def cause_of_death(self, exit_code: int, step: int) -> Cause:
-        """Why it was lost, from its exit code (negative: a signal), its own words and those of who killed it.
+        """Return why it was lost, from its exit code (negative: a signal), its last message and why it was killed.
 
         `step`: the one it was in; -1 if that is not known.
         """

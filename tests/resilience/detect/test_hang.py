@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from argosy.resilience.detect.hang import HangDetector, blame, who_waits
+from argosy.resilience.detect.hang import HangDetector, blame, waits_between
 from resilience.detect.samples import World
 
 
@@ -71,22 +71,22 @@ def test_a_rank_in_another_phase_at_equal_counts_is_a_mismatch(world, hang):
     assert finding.kind == "mismatch" and finding.ranks == (3,)
 
 
-def test_where_nobody_differs_all_are_named(world, hang):
+def test_where_no_rank_differs_all_are_named(world, hang):
     ((_, finding),) = world.watch(hang, 10)
     assert finding.kind == "hang" and finding.ranks == (0, 1, 2, 3)
 
 
-def test_counts_of_point_to_point_groups_blame_nobody():
+def test_counts_of_point_to_point_groups_blame_no_rank():
     world = World(2)
     world.count([0], "mesh_pp#1", 3)
     world.change([0, 1], phase="pipeline")
     readings = {rank: seen.reading for rank, seen in world.sample().workers.items()}
-    assert who_waits(readings) == {}
+    assert waits_between(readings) == {}
     assert blame(readings)[1] == (0, 1)
 
 
 @pytest.mark.parametrize(("state", "kind"), [("T", "stopped"), ("R", "frozen"), ("D", "frozen")])
-def test_a_process_without_a_beat_is_named_though_all_stand_still(world, hang, state, kind):
+def test_a_process_without_a_beat_is_named_though_all_have_stopped(world, hang, state, kind):
     world.stopped, world.states = {1}, {1: state}
     world.count([0, 2, 3])
     found = world.watch(hang, 4.5)
@@ -106,7 +106,7 @@ def test_a_rank_that_moves_again_can_be_blamed_again(world, hang):
     assert len(world.watch(hang, 4.5)) == 1
 
 
-def test_time_that_the_watcher_itself_slept_counts_against_nobody(world, hang):
+def test_time_that_the_watcher_itself_slept_does_not_count(world, hang):
     world.tick_s = 600.0
     assert not hang.observe(world.sample())
     world.tick_s = 0.5
@@ -140,7 +140,7 @@ def test_a_world_that_was_not_seen_in_its_first_step_is_not_taken_to_be_in_it(wo
     assert finding.ranks == (2,) and after_s <= 6
 
 
-def test_the_time_before_a_world_was_first_seen_counts_against_nobody(world):
+def test_the_time_before_a_world_was_first_seen_does_not_count(world):
     hang = HangDetector(hang_s=5.0, heartbeat_timeout_s=1.0)
     for generation in (1, 2):
         world.change(range(4), generation=generation, phase="forward")
@@ -159,7 +159,7 @@ def test_the_first_step_and_the_first_evaluation_may_compile(world, hang):
     assert world.watch(hang, 10)
 
 
-def test_nobody_is_blamed_while_a_world_is_formed(world, hang):
+def test_no_rank_is_blamed_while_a_world_is_formed(world, hang):
     world.change([0, 1, 2], phase="waiting")
     assert not world.watch(hang, 1000)
     world.change([0, 1, 2], phase="other", generation=2)

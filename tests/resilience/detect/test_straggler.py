@@ -66,11 +66,11 @@ def test_one_that_becomes_well_again_is_not_avoided():
 
 @pytest.mark.parametrize("noise", NOISES)
 @pytest.mark.parametrize("ranks", [2, 4, 16])
-def test_noise_names_nobody(ranks, noise):
+def test_noise_names_no_rank(ranks, noise):
     assert not run(ranks, 4000 // ranks, NOISES[noise], seed=ranks)
 
 
-def test_what_slows_all_blames_nobody():
+def test_what_slows_all_ranks_blames_none():
     assert not run(4, 300, NOISES["uniform"], lambda rank, step: 10.0 if step % 7 == 0 or step > 200 else 1.0)
 
 
@@ -100,7 +100,7 @@ def test_another_world_begins_anew():
         assert not straggler.observe(world.sample())
 
 
-def test_the_chance_is_that_of_dealing_out():
+def test_the_chance_is_that_of_a_random_distribution():
     assert chance_of(10, 10, 2) == pytest.approx(2 * 0.5**10, rel=1e-6)
     assert chance_of(5, 10, 2) == 1.0
     assert chance_of(0, 0, 4) == 1.0

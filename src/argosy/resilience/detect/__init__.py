@@ -1,4 +1,4 @@
-"""Detectors: each a class that takes readings and gives findings, and touches nothing itself.
+"""Detectors: each is a class that takes readings and returns findings, and has no other effect.
 
 | module | takes | kinds of findings |
 |---|---|---|
@@ -10,7 +10,6 @@
 | `clock` | monotonic and wall time of a node | clock_jump |
 | `limits` | `LimitsReading` of a node and its workers | limit_near |
 
-Those of all ranks run where all are known, in the coordinator (`supervise.watch`); `node.NodeWatch` runs the others,
-in each agent.
-What a run's own numbers show (bad steps, diverged replicas) is judged by the workers: `training.bad_steps`.
+Those that take a `Sample` run in the coordinator (`supervise.watch`), which knows all ranks; `node.NodeWatch` runs the
+others in each agent. Bad steps and diverged replicas are detected by the workers: `training.bad_steps`.
 """

@@ -1,4 +1,4 @@
-"""Wall clocks that jump. Nothing is decided by wall time; logs of several nodes are read by it, so a jump is told."""
+"""Wall clocks that jump. No decision depends on wall time, but logs of several nodes are compared by it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ TRIES = 5
 
 
 def read_clocks() -> tuple[float, float]:
-    """CLOCK_MONOTONIC and the wall clock at one moment, seconds: of some readings the one that took the shortest, since
-    on a busy machine a process may well stand still for a second between two lines.
+    """Return CLOCK_MONOTONIC and the wall clock at one moment, seconds.
+
+    The quickest of several readings: on a busy machine a process may stop for a second between two lines.
     """
     readings = ((time.monotonic(), time.time(), time.monotonic()) for _ in range(TRIES))
     at_s, wall_s, _ = min(readings, key=lambda reading: reading[2] - reading[0])
@@ -22,13 +23,13 @@ def read_clocks() -> tuple[float, float]:
 
 
 class ClockDetector:
-    """Compares the wall clock of a node with its CLOCK_MONOTONIC."""
+    """Compare the wall clock of a node with its CLOCK_MONOTONIC."""
 
     def __init__(self) -> None:
         self._offset_s: float | None = None
 
     def observe(self, at_s: float, wall_s: float) -> list[Finding]:
-        """What is found at `at_s` of CLOCK_MONOTONIC, when the wall clock shows `wall_s`."""
+        """Return what is found at `at_s` of CLOCK_MONOTONIC, when the wall clock shows `wall_s`."""
         before, self._offset_s = self._offset_s, wall_s - at_s
         jump_s = 0.0 if before is None else self._offset_s - before
         if abs(jump_s) < JUMP_S:

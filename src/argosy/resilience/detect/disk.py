@@ -1,4 +1,4 @@
-"""A disk that fails, fills up or slows down, seen by a small file that is written and synced now and then."""
+"""A disk that fails, fills up or slows down, detected by writing and syncing a small file from time to time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from statistics import median
 from argosy.resilience.detect.finding import Finding, Latch
 
 LOW, ENOUGH = 0.02, 0.04
-"""Share of the disk's bytes, or of its inodes, that is left."""
+"""Shares of the disk's bytes or inodes that are left: report below the first, reset above the second."""
 LOW_BYTES = 5 * 2**30
-"""With more than this the share does not matter."""
+"""With more bytes than this left the share does not matter."""
 SLOWER, SLOW_S = 20.0, 1.0
-"""A write is slow if it takes so many times the median of those before, and so long."""
+"""A write is slow if it takes this many times the median of those before, and this long."""
 IN_A_ROW = 3
 HISTORY, LEAST = 200, 10
 HANGS_S = 30.0
@@ -40,15 +40,15 @@ class DiskReading:
     """0 where the file system has no such limit."""
     is_read_only: bool
     write_s: float | None
-    """The newest trial write, if there was one since the last reading."""
+    """Duration of the newest trial write, if there was one since the last reading."""
     error: int | None = None
-    """The errno that it failed with."""
+    """The errno that the trial write failed with."""
     pending_s: float = 0.0
-    """How long a trial write is under way that has not returned."""
+    """How long a trial write has been running."""
 
 
 class DiskDetector:
-    """Watches the disk of one folder."""
+    """Watch the disk of one folder."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -57,7 +57,7 @@ class DiskDetector:
         self._latch = Latch()
 
     def observe(self, reading: DiskReading) -> list[Finding]:
-        """What is found in a reading."""
+        """Return what is found in a reading."""
         return [*self._failed(reading), *self._slowed(reading), *self._filled(reading)]
 
     def _failed(self, now: DiskReading) -> Iterator[Finding]:
@@ -72,7 +72,7 @@ class DiskDetector:
         if now.write_s is not None:
             is_slow = usual_s is not None and now.write_s > max(SLOW_S, SLOWER * usual_s)
             self._slow = self._slow + 1 if is_slow else 0
-            if not is_slow:  # or what is slow for long would become the usual
+            if not is_slow:  # else a long slow time would become the usual one
                 self._history.append(now.write_s)
         evidence = {"write_s": now.write_s, "usual_s": usual_s, "pending_s": round(now.pending_s, 1)}
         if self._latch.rises("hangs", now.pending_s > HANGS_S):
@@ -97,7 +97,7 @@ class DiskDetector:
 
 
 class DiskProbe:
-    """Writes a small file in `folder` every `every_s`, in a thread: a disk that hangs holds up nobody else."""
+    """Write a small file in `folder` every `every_s`, in a thread: a disk that hangs blocks nothing else."""
 
     def __init__(self, folder: Path, every_s: float = 30.0):
         self._folder, self._every_s = folder, every_s
@@ -106,7 +106,7 @@ class DiskProbe:
         self._result: tuple[float, int | None] | None = None
 
     def read(self) -> DiskReading:
-        """How the disk is, and begin another trial write if one is due. Does not wait for the disk to write."""
+        """Return the disk's state, and begin another trial write if one is due. Does not wait for the write."""
         result, self._result = self._result, None
         now = time.monotonic()
         if self._began is None and now >= self._due:
@@ -147,4 +147,4 @@ def _statistics(folder: Path) -> os.statvfs_result | None:
     try:
         return os.statvfs(folder)
     except OSError:
-        return None  # a trial write says what is wrong
+        return None  # the trial write reports what is wrong

@@ -1,4 +1,4 @@
-"""What a detector is given and what it gives: samples of all ranks in, findings with their evidence out."""
+"""Input and output of detectors: samples of all ranks, and findings with their evidence."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Any, Literal
 from argosy.observe.heartbeat import HeartbeatReading
 
 Action = Literal["kill", "avoid", "check_node", "alarm"]
-"""kill: the ranks will not go on by themselves; avoid: leave their node out of the next world, if there is another;
-examine: have their node examined before it goes on; alarm: tell somebody."""
+"""kill: end the ranks, which will not go on by themselves; avoid: leave their node out of the next world, if there is
+another node; check_node: check the health of their node before it goes on; alarm: only report it."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something is wrong, and why one thinks so."""
+    """Something is wrong, with the evidence for it."""
 
     kind: str
     action: Action
     why: str
-    """A sentence for a person."""
+    """A sentence for the user."""
     ranks: tuple[int, ...] = ()
-    """Whose fault it is; of a finding about a node: none."""
+    """Ranks at fault; none if the finding is about a node."""
     evidence: Mapping[str, Any] = field(default_factory=dict)
-    """What the sentence rests on, for JSON."""
+    """Facts behind the sentence, for JSON."""
 
     def to_event(self) -> dict[str, Any]:
-        """The facts of an event of this kind."""
+        """Return the facts of an event of this kind."""
         facts = asdict(self)
         del facts["kind"]
         return {**facts, "ranks": list(self.ranks)}
@@ -40,14 +40,14 @@ class WorkerSeen:
 
     reading: HeartbeatReading
     state: str
-    """As /proc/PID/stat has it: R and S run and sleep, D waits for a device, T is stopped, Z ended; empty: unknown."""
+    """As in /proc/PID/stat: R runs, S sleeps, D waits for a device, T is stopped, Z has ended; empty: unknown."""
 
 
 @dataclass(frozen=True)
 class Sample:
     """All workers of a world as their watcher saw them at one moment.
 
-    Their own clocks may be those of other machines: detectors compare what changed between samples, by `at_s`.
+    Workers may run on machines with other clocks: detectors compare what changed between samples, by `at_s`.
     """
 
     at_s: float
@@ -57,13 +57,13 @@ class Sample:
 
 
 class Latch:
-    """Tells that something is wrong once, and again only after it was right in between."""
+    """Report a problem once, and again only after it was resolved in between."""
 
     def __init__(self) -> None:
         self._on: set[Hashable] = set()
 
     def rises(self, key: Hashable, is_wrong: bool, is_right: bool | None = None) -> bool:
-        """Whether `key` has just become wrong. Between wrong and right, where both are False, it stays as it was."""
+        """Return True if `key` has just become wrong. While it is neither wrong nor right, it stays as it was."""
         if is_wrong:
             was_on = key in self._on
             self._on.add(key)
@@ -74,7 +74,7 @@ class Latch:
 
 
 def process_state(pid: int) -> str:
-    """The state letter of a process of this machine; empty if it is gone."""
+    """Return the state letter of a process of this machine; empty if it is gone."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

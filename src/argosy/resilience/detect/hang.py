@@ -1,14 +1,14 @@
-"""A run that stands still: which process is to blame, and what the others wait for.
+"""A run that hangs: which rank is the cause, and what the others wait for.
 
-Two signs are watched. The *beat* of a process is written by a thread of its own: it stands still when the process is
-stopped, or when something holds Python's lock. *Progress* is anything else that changes in its heartbeat: step, phase,
-the number of collectives it has begun. In a run whose ranks need each other all stand still soon after one does, so
-that duration blames nobody; but a rank which has begun fewer collectives of a group than its peers is waited for.
-Following who waits for whom to a rank that waits for nobody gives the culprit; where that goes round in a circle, ranks
-have begun collectives in different orders.
+Two signs are watched. The *beat* of a process is written by a thread of its own: it stops when the process is stopped,
+or when something holds Python's lock. *Progress* is anything else that changes in its heartbeat: step, phase, the
+number of collectives that it has begun. The ranks of a run need each other, so all stop soon after one does, and how
+long each has stopped says nothing about the cause. But a rank that has begun fewer collectives of a group than its
+peers is waited for: following the waits to a rank that waits for none gives the cause. If the waits form a circle,
+ranks have begun collectives in different orders.
 
 Groups in which ranks send to single others (a pipeline's) have counts that differ by design, and are left out; a hang
-between two pipeline stages alone blames both.
+between only two pipeline stages blames both.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from argosy.resilience.detect.finding import Finding, Sample, WorkerSeen
 
 MIN_AUTO_S = 30.0
 AUTO_STEPS = 10.0
-"""hang_s = 0 waits for as many median steps, and `MIN_AUTO_S` at least."""
+"""hang_s = 0 waits for this many median steps, and at least `MIN_AUTO_S`."""
 MAX_GAP_S = 1.0
-"""More time between two samples than this means that the watcher itself, or the whole machine, did not run."""
+"""A longer time between two samples means that the watcher itself, or the whole machine, did not run."""
 SHOWN = 8
-"""Ranks to blame, and others, whose state the evidence has: a world may have thousands."""
+"""How many blamed ranks, and others, the evidence shows: a world may have thousands."""
 SETTLED_S = 1.0
-"""All ranks must have stood still so long before who waits for whom is read."""
+"""All ranks must have stopped for this long before the waits between them are read."""
 POINT_TO_POINT = ("mesh_pp",)
-"""Groups, by how their names begin, in which ranks do not all make the same calls."""
+"""Beginnings of the names of groups whose ranks do not all make the same calls."""
 SLOW_PHASES: tuple[Phase, ...] = ("starting", "recovering", "checkpoint", "finishing")
-"""What may take long by nature: reading state, compiling, a slow disk."""
+"""Phases that may take long by nature: reading state, compiling, a slow disk."""
 WAITING_PHASES: tuple[Phase, ...] = ("communication", "pipeline")
 
 Waits = dict[int, dict[int, str]]
-"""Rank -> ranks that it waits for -> the group in which it does."""
+"""Rank -> ranks that it waits for -> the group in which it waits."""
 
 
 class HangDetector:
-    """Watches all ranks of a world."""
+    """Watch all ranks of a world."""
 
     def __init__(self, hang_s: float = 0.0, heartbeat_timeout_s: float = 10.0, first_step_s: float = 600.0):
-        """As the keys of [resilience]; `hang_s` = 0 is automatic."""
+        """Arguments as the keys of [resilience]; `hang_s` = 0 is automatic."""
         self._hang_s, self._heartbeat_timeout_s, self._first_step_s = hang_s, heartbeat_timeout_s, first_step_s
         self._tracks: dict[int, _Track] = {}
         self._step_s: deque[float] = deque(maxlen=100)
@@ -52,7 +52,7 @@ class HangDetector:
         self._has_evaluated = False
 
     def observe(self, sample: Sample) -> list[Finding]:
-        """What is found in the newest sample; each rank is blamed once for as long as it does not move."""
+        """Return what is found in the newest sample; a rank is blamed once until it makes progress again."""
         passed_s = min(sample.at_s - self._at_s, MAX_GAP_S)
         self._at_s = sample.at_s
         before = self._tracks
@@ -60,7 +60,7 @@ class HangDetector:
         for rank, seen in sample.workers.items():
             track = self._tracks[rank]
             self._has_evaluated |= track.reading.phase == "evaluate" and seen.reading.phase != "evaluate"
-            is_new = track is not before.get(rank)  # since when it is as it is nobody knows
+            is_new = track is not before.get(rank)  # it is not known since when it is in this state
             self._step_s.extend(track.update(seen.reading, 0.0 if is_new else passed_s))
         without_beat = [
             rank
@@ -72,13 +72,13 @@ class HangDetector:
         return self._without_progress(sample)
 
     def _beat_patience_s(self, seen: WorkerSeen) -> float:
-        """How long a beat may stand still: imports, and the making of a model, hold Python's lock for seconds."""
+        """Return how long a beat may stop: imports and the construction of a model hold Python's lock for seconds."""
         if seen.state != "T" and seen.reading.phase in SLOW_PHASES:
             return max(self._heartbeat_timeout_s, MIN_AUTO_S)
         return self._heartbeat_timeout_s
 
     def _track(self, rank: int, reading: HeartbeatReading) -> _Track:
-        """What is known of the rank; it begins anew with another process or another world."""
+        """Return the record of a rank, a new one for another process or another world."""
         track = self._tracks.get(rank)
         if track is None or (track.reading.pid, track.reading.generation) != (reading.pid, reading.generation):
             return _Track(reading)
@@ -95,7 +95,7 @@ class HangDetector:
             yield Finding(
                 kind,
                 "kill",
-                f"rank {rank} (process {seen.reading.pid}) {how}: no sign of life for {still_s:.1f} s, in "
+                f"rank {rank} (process {seen.reading.pid}) {how}: no heartbeat for {still_s:.1f} s, in "
                 f"{_place(seen.reading)}",
                 (rank,),
                 {"beat_still_s": still_s, "state": seen.state, **_facts(seen.reading)},
@@ -120,7 +120,7 @@ class HangDetector:
         evidence = {
             "still_s": still_s,
             "limit_s": round(self._limit_s, 2),
-            "waits": {str(rank): _whom(waits[rank], ranks) for rank in sorted(shown & waits.keys())},
+            "waits": {str(rank): _groups_of(waits[rank], ranks) for rank in sorted(shown & waits.keys())},
             "ranks_seen": {str(rank): _facts(readings[rank]) for rank in sorted(shown)},
         }
         return [Finding(kind, "kill", _sentence(kind, ranks, readings, waits, still_s), ranks, evidence)]
@@ -132,14 +132,14 @@ class HangDetector:
         return max(MIN_AUTO_S, AUTO_STEPS * median(self._step_s)) if self._step_s else self._first_step_s
 
     def _patience_s(self, rank: int, reading: HeartbeatReading) -> float:
-        """How long this rank may do what it does: what was never done before may have to be compiled."""
+        """Return how long this rank may stay in its phase: a phase that is entered first may have to be compiled."""
         is_first = not reading.busy_s or (reading.phase == "evaluate" and not self._has_evaluated)
         slow = is_first or reading.phase in SLOW_PHASES
         return max(self._limit_s, self._first_step_s) if slow else self._limit_s
 
 
 class _Track:
-    """How long a rank has stood still, in time that its watcher was awake."""
+    """How long a rank has made no progress, counting only time in which the watcher ran."""
 
     def __init__(self, reading: HeartbeatReading) -> None:
         self.reading = reading
@@ -148,7 +148,7 @@ class _Track:
         self._since_step_s = 0.0
 
     def update(self, now: HeartbeatReading, passed_s: float) -> Iterator[float]:
-        """Take in a reading of the same process; yields how long a step took, if one has ended."""
+        """Take in a reading of the same process; yield how long a step took, if one has ended."""
         before, self.reading = self.reading, now
         self.still_s = 0.0 if _progress(before) != _progress(now) else self.still_s + passed_s
         self.beat_still_s = 0.0 if before.beats != now.beats else self.beat_still_s + passed_s
@@ -162,9 +162,9 @@ class _Track:
 
 
 def blame(readings: Mapping[int, HeartbeatReading]) -> tuple[str, tuple[int, ...], Waits]:
-    """Of ranks that all stand still: the kind of hang, who is to blame, and who waits for whom."""
-    waits = who_waits(readings)
-    awaited = {other for whom in waits.values() for other in whom}
+    """Return, for ranks that have all stopped, the kind of hang, the ranks at fault, and which rank waits for which."""
+    waits = waits_between(readings)
+    awaited = {other for others in waits.values() for other in others}
     if culprits := awaited - waits.keys():
         return _kind_of({readings[rank].phase for rank in culprits}), tuple(sorted(culprits)), waits
     if waits:
@@ -180,8 +180,8 @@ def blame(readings: Mapping[int, HeartbeatReading]) -> tuple[str, tuple[int, ...
     return _kind_of({reading.phase for reading in readings.values()}), tuple(sorted(readings)), waits
 
 
-def who_waits(readings: Mapping[int, HeartbeatReading]) -> Waits:
-    """A rank waits for another if it has begun more collectives in a group that both are in."""
+def waits_between(readings: Mapping[int, HeartbeatReading]) -> Waits:
+    """Return which rank waits for which: for those that have begun fewer collectives of a group that both are in."""
     begun: dict[str, dict[int, int]] = {}
     for rank, reading in readings.items():
         for group, number in reading.sequences.items():
@@ -199,7 +199,7 @@ def who_waits(readings: Mapping[int, HeartbeatReading]) -> Waits:
 
 
 def _circle(waits: Waits) -> set[int]:
-    """The ranks that wait for each other: what is left when those that nobody waits for are taken away."""
+    """Return the ranks that wait for each other: what is left after removing, repeatedly, ranks that none waits for."""
     left = set(waits)
     while True:
         awaited = {other for rank in left for other in waits[rank]} & left
@@ -209,7 +209,7 @@ def _circle(waits: Waits) -> set[int]:
 
 
 def _minority(values: Mapping[int, Hashable]) -> tuple[int, ...]:
-    """The ranks whose value is the rarest; all of them if no value is rarer than another."""
+    """Return the ranks with the rarest value; all ranks if no value is rarer than another."""
     counts = Counter(values.values())
     least = min(counts.values())
     return tuple(sorted(rank for rank, value in values.items() if counts[value] == least))
@@ -239,26 +239,26 @@ def _words_of_state(state: str) -> tuple[str, str]:
 def _sentence(
     kind: str, ranks: tuple[int, ...], readings: Mapping[int, HeartbeatReading], waits: Waits, s: float
 ) -> str:
-    who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
     verb = "are" if len(ranks) > 1 else "is"
     first = readings[ranks[0]]
     if kind == "mismatch":
         return (
-            f"{who} {verb} at another collective than the others ({_place(first)}), and all have waited for {s:.1f} s"
+            f"{named} {verb} at another collective than the others ({_place(first)}), and all have waited for {s:.1f} s"
         )
-    for rank, whom in waits.items():
-        if group := whom.get(ranks[0]):
+    for rank, awaited in waits.items():
+        if group := awaited.get(ranks[0]):
             begun, theirs = first.sequences[group], readings[rank].sequences[group]
             waiting = sum(ranks[0] in others for others in waits.values())
             others = "1 other waits" if waiting == 1 else f"{waiting} others wait"
             return (
-                f"{who} {verb} stuck in {_place(first)} for {s:.1f} s: began {begun} collectives of {group}, and "
+                f"{named} {verb} stuck in {_place(first)} for {s:.1f} s: began {begun} collectives of {group}, and "
                 f"{others} in number {theirs}"
             )
-    return f"{who} {verb} stuck in {_place(first)} for {s:.1f} s"
+    return f"{named} {verb} stuck in {_place(first)} for {s:.1f} s"
 
 
-def _whom(groups: Mapping[int, str], blamed: tuple[int, ...]) -> dict[str, str]:
+def _groups_of(groups: Mapping[int, str], blamed: tuple[int, ...]) -> dict[str, str]:
     return {str(rank): groups[rank] for rank in blamed if rank in groups}
 
 

@@ -1,4 +1,4 @@
-"""Limits that end a run in odd ways when they are met: open files of a process, room in shared memory, processes."""
+"""Limits that break a run in odd ways when they are reached: open files, shared memory, processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from argosy.resilience.detect.finding import Finding, Latch
 
 NEARLY, ENOUGH = 0.9, 0.8
-"""Used share that is told, and that is well again."""
+"""Used shares: report above the first, reset below the second."""
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -20,33 +20,33 @@ class LimitsReading:
     """How much of its limits a node and its workers have used."""
 
     files: Mapping[int, tuple[int, int]]
-    """Process -> open files, and how many it may have."""
+    """Process -> open files, and the limit."""
     shared_memory: tuple[int, int]
     """Bytes used in /dev/shm, and its size."""
     processes: tuple[int, int] | None = None
-    """Of the control group, if that is limited: how many there are, and may be."""
+    """Processes of the control group and their limit, if there is one."""
 
 
 class LimitsDetector:
-    """Watches them."""
+    """Watch these limits."""
 
     def __init__(self) -> None:
         self._latch = Latch()
 
     def observe(self, reading: LimitsReading) -> list[Finding]:
-        """What is found in a reading."""
+        """Return what is found in a reading."""
         return list(self._near(reading))
 
     def _near(self, reading: LimitsReading) -> Iterator[Finding]:
         for pid, (used, most) in reading.files.items():
             yield from self._told(
-                f"process {pid} has {used} open files and may have {most}", ("files", pid), used, most
+                f"process {pid} has {used} open files; its limit is {most}", ("files", pid), used, most
             )
         used, most = reading.shared_memory
         yield from self._told(f"{used >> 20} of {most >> 20} MiB of {SHARED_MEMORY} are used", "shm", used, most)
         if reading.processes is not None:
             used, most = reading.processes
-            yield from self._told(f"there are {used} processes and threads, and may be {most}", "pids", used, most)
+            yield from self._told(f"there are {used} processes and threads; the limit is {most}", "pids", used, most)
 
     def _told(self, why: str, key: Hashable, used: int, most: int) -> Iterator[Finding]:
         share = used / most if most > 0 else 0.0
@@ -55,7 +55,7 @@ class LimitsDetector:
 
 
 def read_limits(pids: Iterable[int], proc: Path = Path("/proc")) -> LimitsReading:
-    """What the processes `pids` of this machine, and the machine, have used."""
+    """Read what the processes `pids` of this machine, and the machine, have used."""
     files = {}
     for pid in pids:
         with suppress(OSError, ValueError):  # it has ended

@@ -1,10 +1,9 @@
-"""A link that became slow: steps take longer than they did, and it is no rank's own work that does.
+"""A link that became slow: steps take longer than before, and not because of any rank's own work.
 
-What is left of a step without the own work of its slowest rank is what all ranks waited for: their sums, each other's
-parts, on the way between them. It is compared with the run's own best under the same plan: a step that takes so much
-longer than that, all of it in waiting, counts against the links; a slow rank, a longer batch or a busy machine does
-not. What layers themselves wait for (tensor and context parallelism, fully sharded parameters) is in their ranks' own
-work, as the clock has it, and not seen here.
+A step without the own work of its slowest rank is time that all ranks wait: for collectives, and for each other's data.
+It is compared with the run's own best under the same plan: a step that is longer because of waiting counts against
+the links; a slow rank, a longer batch or a busy machine does not. Waiting inside layers (tensor and context
+parallelism, fully sharded parameters) is timed as the ranks' own work, and not seen here.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from statistics import median
 from argosy.resilience.detect.finding import Finding, Latch, Sample
 
 GROWN = 0.5
-"""Share of a usual step by which waiting must have grown."""
+"""Waiting must have grown by this share of a usual step."""
 LASTING = 4
-"""Windows for which it must last."""
+"""Number of windows for which it must last."""
 MOST_STEPS = 0.75
-"""Share of the steps in these that must be so."""
+"""Share of the steps in these windows that must be slow."""
 SKIPPED = 2
 """The first steps of a world compile and warm up."""
 
@@ -35,10 +34,10 @@ class _Step:
 
 
 class SlowLinkDetector:
-    """Watches the steps of one world after the other."""
+    """Watch the steps of one world after the other."""
 
     def __init__(self, steps: int = 20, seconds: float = 10.0):
-        """As the keys straggler_steps and straggler_s of [resilience]."""
+        """Arguments as the keys straggler_steps and straggler_s of [resilience]."""
         self._steps, self._seconds = steps, seconds
         self._plan = ""
         self._usual: _Step | None = None
@@ -46,11 +45,11 @@ class SlowLinkDetector:
 
     @property
     def step_s(self) -> float | None:
-        """What a step of this world takes, as a rule; None until it has made enough of them."""
+        """The usual time of a step of this world; None until there were enough of them."""
         return self._typical.took_s if len(self._window) >= self._steps else None
 
     def observe(self, sample: Sample, took_s: Mapping[int, float], plan: str) -> list[Finding]:
-        """What is found in the newest sample. `took_s`: steps -> how long they took, of the newest ones."""
+        """Return what is found in the newest sample. `took_s`: step -> how long it took, for the newest steps."""
         readings = [seen.reading for seen in sample.workers.values()]
         generations = {reading.generation for reading in readings}
         if len(generations) != 1:
@@ -80,7 +79,7 @@ class SlowLinkDetector:
 
     @property
     def _typical(self) -> _Step:
-        """Of the newest window."""
+        """The median step of the newest window."""
         steps = list(islice(reversed(self._window), self._steps))
         return _Step(steps[-1].at_s, median(s.took_s for s in steps), median(s.waited_s for s in steps))
 
@@ -107,6 +106,6 @@ class SlowLinkDetector:
         }
         why = (
             f"ranks wait {waited_s * 1e3:.0f} ms of a step for each other, and used to wait "
-            f"{usual.waited_s * 1e3:.0f} ms: the links between them are slow, and nobody's own work"
+            f"{usual.waited_s * 1e3:.0f} ms: the links between them are slow, not their own work"
         )
         return [Finding("slow_link", "alarm", why, (), evidence)]

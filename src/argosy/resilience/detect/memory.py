@@ -1,7 +1,7 @@
-"""A node's memory: is it about to run out, and was it the kernel that killed a process for want of it?
+"""A node's memory: is it about to run out, and did the kernel kill a process because it ran out?
 
-What counts is the narrower of two: the machine's (MemAvailable), and the control group's that the run is in, version 2
-or 1, without the file pages that the kernel gives back at need.
+The smaller of two counts: the machine's memory (MemAvailable), and that of the run's control group, version 2 or 1,
+without the file pages that the kernel frees when needed.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from statistics import fmean, variance
 from argosy.resilience.detect.finding import Finding, Latch
 
 LOW = 0.04
-"""Share of the limit that is left: soon the kernel kills."""
+"""Share of the limit that is left: below it the kernel soon kills a process."""
 ENOUGH = 0.08
 FULL = 0.2
-"""With less than this left just before, a kill on the machine counts as one of ours."""
+"""With less than this share left just before, a kill on the machine counts as one of this run."""
 SOON_S = 900.0
-"""Running out within this time is told, if the trend has lasted for `TREND_S`."""
+"""Memory that will run out within this time is reported, if the trend has lasted for `TREND_S`."""
 TREND_S = 300.0
 SURE = 5.0
-"""A trend is one if it is so many times what noise would make of it."""
+"""A trend must be this many times the noise."""
 DYING_S = 10.0
-"""A process that the kernel has killed is counted at once, and gone when its memory is given back."""
+"""The kernel counts a killed process at once; its end is seen later, when its memory is freed."""
 NO_LIMIT = 1 << 60
 """Version 1 writes "none" as a number near 2^63."""
 
@@ -36,17 +36,17 @@ class MemoryReading:
     """A node's memory at one moment."""
 
     available_bytes: int
-    """What can be had before something is killed."""
+    """Memory that can be used before a process is killed."""
     limit_bytes: int
-    """Of which that is a part: the machine's memory, or the control group's limit."""
+    """The machine's memory, or the control group's limit."""
     oom_kills: int
-    """Processes of the control group that the kernel has killed for want of memory so far."""
+    """Processes of the control group that the kernel has killed so far because memory ran out."""
     machine_oom_kills: int
-    """All of the machine, those of other groups that met their own limit included."""
+    """The same for the whole machine, including groups that reached their own limit."""
 
 
 def read_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> MemoryReading:
-    """How much memory is left to this process's node."""
+    """Read how much memory is left on this node."""
     machine = _table(proc / "meminfo")
     found = [(machine["MemAvailable:"] * 1024, machine["MemTotal:"] * 1024)]
     kills: int | None = None
@@ -56,13 +56,13 @@ def read_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"
         if limit is not None and limit < NO_LIMIT and used is not None:
             reclaimable = _table(folder / "memory.stat").get("inactive_file", 0)
             found.append((max(0, limit - used + reclaimable), limit))
-        if kills is None:  # of the group itself: those above it count what happens to others
+        if kills is None:  # the group's own count: groups above it count other processes too
             kills = (_table(folder / "memory.events") or _table(folder / "memory.oom_control")).get("oom_kill")
     return MemoryReading(*min(found), kills or 0, _table(proc / "vmstat").get("oom_kill", 0))
 
 
 class MemoryDetector:
-    """Watches a node's memory."""
+    """Watch a node's memory."""
 
     def __init__(self) -> None:
         self._past: deque[tuple[float, MemoryReading]] = deque()
@@ -71,7 +71,7 @@ class MemoryDetector:
         self._kills: deque[tuple[float, str]] = deque()
 
     def observe(self, at_s: float, reading: MemoryReading) -> list[Finding]:
-        """What is found in a reading at `at_s` of CLOCK_MONOTONIC."""
+        """Return what is found in a reading at `at_s` of CLOCK_MONOTONIC."""
         before = self._past[-1][1] if self._past else reading
         self._past.append((at_s, reading))
         while len(self._past) > 2 and self._past[1][0] <= at_s - TREND_S:
@@ -79,8 +79,9 @@ class MemoryDetector:
         return [*self._killed(at_s, before, reading), *self._low(reading), *self._shrinking(reading)]
 
     def why_killed(self, at_s: float) -> str:
-        """Why a process is dead that was found killed at `at_s`, if the kernel did it; empty if not. A kill that was
-        observed explains one death.
+        """Return why a process was killed that was found dead at `at_s`, if the kernel did it; empty if not.
+
+        Each observed kill explains one death.
         """
         while self._kills:
             killed_s, why = self._kills.popleft()
@@ -105,7 +106,7 @@ class MemoryDetector:
 
     def _shrinking(self, now: MemoryReading) -> Iterator[Finding]:
         left_s = seconds_left([(at, reading.available_bytes) for at, reading in self._past])
-        # What comes and goes has been as low before: each save takes memory and gives it back.
+        # Memory that comes and goes was as low before: each save takes some and frees it.
         is_new = now.available_bytes < self._least_before
         is_soon = left_s is not None and left_s < SOON_S and is_new
         if self._latch.rises("shrinking", is_soon, is_right=left_s is None):
@@ -116,9 +117,9 @@ class MemoryDetector:
 def seconds_left(past: Sequence[tuple[float, int]]) -> float | None:
     """Seconds until nothing is left, from (seconds, bytes available); None without a steady trend downwards.
 
-    Steady: it lasted for `TREND_S`, each third of that time had less than the one before by more than noise would make,
-    and the last lost at least half as much as the one before, so that what grows while a run starts does not count once
-    it has slowed down.
+    Steady: it lasted for `TREND_S`, each third of that time had less than the one before by more than the noise, and
+    the last third lost at least half as much as the one before, so that memory which grows only while a run starts does
+    not count.
     """
     if len(past) < 6 or past[-1][0] - past[0][0] < TREND_S:
         return None
@@ -136,7 +137,7 @@ def seconds_left(past: Sequence[tuple[float, int]]) -> float | None:
 
 
 def _groups(proc: Path, root: Path) -> Iterator[Path]:
-    """The control groups of this process that may limit its memory, with all above them."""
+    """Yield the control groups of this process that may limit its memory, and those above them."""
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
@@ -159,7 +160,7 @@ def _number(path: Path) -> int | None:
 
 
 def _table(path: Path) -> dict[str, int]:
-    """Lines of a name and a number."""
+    """Read lines of a name and a number."""
     try:
         lines = path.read_text().splitlines()
     except OSError:

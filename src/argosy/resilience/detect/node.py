@@ -1,4 +1,4 @@
-"""All that is watched on a node, apart from the ranks: read together, every few seconds, by its agent."""
+"""Everything that an agent watches on its node apart from ranks, read together every few seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EVERY_S = 2.0
 
 
 class NodeWatch:
-    """Watches the memory, the disk under `folder`, the clock and the limits of this machine."""
+    """Watch the memory, the disk under `folder`, the clock and the limits of this machine."""
 
     def __init__(self, folder: Path):
         self._memory, self._disk, self._clock, self._limits = (
@@ -30,7 +30,7 @@ class NodeWatch:
         self._due_s = 0.0
 
     def look(self, pids: Iterable[int]) -> list[Finding]:
-        """What is found, `pids` being the node's workers; nothing if it is called again within `EVERY_S`."""
+        """Return what is found; nothing if called again within `EVERY_S`. `pids`: the node's workers."""
         now_s = time.monotonic()
         if now_s < self._due_s:
             return []
@@ -38,11 +38,11 @@ class NodeWatch:
         return [*self.look_at_memory(), *self._others(pids)]
 
     def look_at_memory(self) -> list[Finding]:
-        """What is found of memory alone, at once: when a worker was killed."""
+        """Return what is found about memory, without waiting for `EVERY_S`: call it when a worker was killed."""
         return self._memory.observe(time.monotonic(), read_memory())
 
     def why_killed(self) -> str:
-        """Why a worker was killed, if the kernel did it for want of memory; empty if not."""
+        """Return why a worker was killed, if the kernel did it because memory ran out; empty if not."""
         return self._memory.why_killed(time.monotonic())
 
     def _others(self, pids: Iterable[int]) -> list[Finding]:

@@ -1,16 +1,16 @@
-"""A rank that is slower than its peers: always, or again and again.
+"""A straggler: a rank that is slower than its peers, always or repeatedly.
 
-Compared is the time of a rank's own work in a step, without what it waits for others, with the median of its peers' in
-the same step: what slows all of them down, a longer batch or a busy machine, blames nobody. A step in which a rank
-takes `factor` times as long counts against it. Noise has slow steps too, with tails as heavy as may be, but deals them
-out evenly, so that what counts is how unevenly they fall:
+The time of a rank's own work in a step, without waiting for others, is compared with the median of its peers in the
+same step: what slows all of them down, a longer batch or a busy machine, blames none. A step in which a rank takes
+`factor` times as long counts against it. Noise makes slow steps too, perhaps with heavy tails, but spreads them evenly
+over ranks, so that the test is how unevenly they fall:
 
-- *always*: most of the last `steps` steps are slow, and so many more than of other ranks that dealing them out at
-  random would do so once in 10^5;
-- *again and again*: in a window ten times as long it would once in 10^8, and it takes a tenth longer than its peers in
-  all.
+- *always*: most of the last `steps` steps are slow, and so many more than of other ranks that a random distribution
+  would do so with a chance of 10^-5;
+- *repeatedly*: the same in a window ten times as long, with a chance of 10^-8, and the rank takes a tenth longer than
+  its peers in total.
 
-A rank that is found and goes on being slow for four times as long is to be avoided.
+A rank that stays slow for four times as long after it was found should be avoided.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from argosy.observe.heartbeat import HeartbeatReading
 from argosy.resilience.detect.finding import Action, Finding, Latch, Sample
 
 LONG = 10
-"""The window of what comes again and again, over that of what is always."""
+"""The window for repeatedly slow ranks, over that for ranks that are always slow."""
 BY_CHANCE, LONG_BY_CHANCE = 1e-5, 1e-8
 COSTS = 0.1
 MOST = 10.0
-"""A step counts at most as so many of its peers': one of a hundred times is an accident."""
+"""A step counts at most as this many times its peers': a single one of a hundred times is an accident."""
 AVOID_AFTER = 4
 SKIPPED = 2
 """The first steps of a world compile and warm up."""
@@ -40,22 +40,22 @@ class _Step:
     step: int
     at_s: float
     ratios: dict[int, float]
-    """Rank -> its time over the median of its peers', of ranks for which it still counts."""
+    """Rank -> its time over the median of its peers', without ranks for which the step no longer counts."""
 
 
 class StragglerDetector:
-    """Watches the ranks of a world; peers are those that do the same work, by default all."""
+    """Watch the ranks of a world; peers are ranks that do the same work, by default all."""
 
     def __init__(
         self, factor: float = 1.5, steps: int = 20, seconds: float = 10.0, peers: Sequence[Sequence[int]] = ()
     ):
-        """As the keys of [resilience]: slow is `factor` times; windows have `steps` steps and span `seconds`."""
+        """Arguments as the keys of [resilience]: slow is `factor` times; windows have `steps` steps and `seconds`."""
         self._factor, self._steps, self._seconds, self._peers = factor, steps, seconds, peers
         self._generation = -1
         self._start(-1)
 
     def observe(self, sample: Sample) -> list[Finding]:
-        """What is found in the newest sample."""
+        """Return what is found in the newest sample."""
         readings = {rank: seen.reading for rank, seen in sample.workers.items()}
         generations = {reading.generation for reading in readings.values()}
         if len(generations) != 1 or len(readings) < 2:
@@ -76,7 +76,7 @@ class StragglerDetector:
         self._found_at: dict[int, int] = {}
 
     def _take_in(self, readings: Mapping[int, HeartbeatReading], at_s: float) -> bool:
-        """Add the steps that all ranks have made by now; whether there were any."""
+        """Add the steps that all ranks have finished; return True if there were any."""
         common = set.intersection(*(set(reading.busy_s) for reading in readings.values()))
         fresh = sorted(step for step in common if step > self._last)
         for step in fresh:
@@ -85,7 +85,7 @@ class StragglerDetector:
                 ratios = self._ratios({rank: reading.busy_s[step] for rank, reading in readings.items()})
                 self._window.append(_Step(step, at_s, ratios))
                 self._slow.update(self._slow_in(ratios))
-        # The window has so many steps, or more where those span too little time.
+        # The window has this many steps, or more if they span too little time.
         while len(self._window) > LONG * self._steps and at_s - self._window[1].at_s >= LONG * self._seconds:
             self._slow.subtract(self._slow_in(self._window.popleft().ratios))
         return bool(fresh)
@@ -103,7 +103,7 @@ class StragglerDetector:
         return ratios
 
     def _judge(self, rank: int) -> Finding | None:
-        evidence = self._always(rank) or self._again_and_again(rank)
+        evidence = self._always(rank) or self._repeatedly(rank)
         if not evidence:
             if self._found_at.pop(rank, None) is not None:
                 self._forget(rank)
@@ -119,7 +119,7 @@ class StragglerDetector:
         return Finding("straggler", action, why, (rank,), evidence)
 
     def _forget(self, rank: int) -> None:
-        """It is well again: what it was found for does not count any more."""
+        """Forget the slow steps of a rank that is no longer slow."""
         for step in self._window:
             step.ratios.pop(rank, None)
         self._slow[rank] = 0
@@ -128,7 +128,7 @@ class StragglerDetector:
 
     def _always(self, rank: int) -> dict[str, float]:
         if 2 * self._slow[rank] < self._steps:
-            return {}  # nothing more need be looked at, as nearly always
+            return {}  # nearly always: look no further
         steps: list[_Step] = []
         for step in reversed(self._window):
             if len(steps) >= self._steps and steps[0].at_s - steps[-1].at_s >= self._seconds:
@@ -141,7 +141,7 @@ class StragglerDetector:
         slow, in_all = int(evidence["slow_steps"]), sum(len(self._slow_in(step.ratios)) for step in steps)
         return evidence if chance_of(slow, in_all, len(steps[0].ratios)) <= BY_CHANCE else {}
 
-    def _again_and_again(self, rank: int) -> dict[str, float]:
+    def _repeatedly(self, rank: int) -> dict[str, float]:
         if (
             not self._slow[rank]
             or chance_of(self._slow[rank], self._in_all, len(self._window[-1].ratios)) > LONG_BY_CHANCE
@@ -166,14 +166,14 @@ class StragglerDetector:
 
 
 def _median_without(times: Sequence[float], at: int) -> float:
-    """The median of ascending `times` without the one at index `at`."""
+    """Return the median of ascending `times` without the one at index `at`."""
     others = len(times) - 1
     low, high = ((i if i < at else i + 1) for i in ((others - 1) // 2, others // 2))
     return (times[low] + times[high]) / 2
 
 
 def chance_of(hits: int, of: int, ranks: int) -> float:
-    """The chance that one of `ranks` gets `hits` or more of `of` things that are dealt out at random.
+    """Return the chance that any of `ranks` gets `hits` or more of `of` things that are distributed at random.
 
     The tail of a binomial distribution by its largest term and a geometric series, an upper bound; 1 where `hits` is no
     more than its share.

@@ -1,6 +1,6 @@
-"""A rank that the workers' own checks have blamed, of copies that differ, gradients or sums: is its machine to blame?
+"""A rank that the workers' own checks blamed, because replicas, gradients or reductions differ: its machine may be bad.
 
-A worker shows how often that happened to it (`Heartbeat.doubt`); what was found is an event of its own, by the workers.
+A worker shows in its heartbeat how often it was blamed (`Heartbeat.doubt`); what they found workers write as events.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from argosy.resilience.detect.finding import Finding, Sample
 
 
 class SuspectDetector:
-    """Watches the ranks of a world."""
+    """Watch the ranks of a world."""
 
     def __init__(self) -> None:
         self._known: dict[int, int] = {}
-        """Process -> its doubts so far."""
+        """Process -> how often it was blamed so far."""
 
     def observe(self, sample: Sample) -> list[Finding]:
-        """What is found in the newest sample."""
+        """Return what is found in the newest sample."""
         found = []
         for rank, seen in sorted(sample.workers.items()):
             doubts, pid = seen.reading.doubts, seen.reading.pid
             if doubts > self._known.get(pid, 0):
                 self._known[pid] = doubts
-                why = f"what rank {rank} holds or computes was found wrong, or in doubt"
+                why = f"the state or results of rank {rank} are wrong, or suspect"
                 found.append(Finding("suspect", "check_node", why, (rank,), {"times": doubts, "pid": pid}))
         return found

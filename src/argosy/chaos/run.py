@@ -1,8 +1,8 @@
-"""Chaos: a run is trained twice, left alone and while things are killed around it, and must come to the same.
+"""Chaos: train a run twice, undisturbed and while its processes are killed, and compare losses and weights.
 
-What strikes, and when, follows from a seed: times are those of a Poisson process, so that some faults meet a run that
-has not yet got over the last. Most strike from outside (`campaign`), some are fault points inside (`argosy.faults`).
-How long it took to be seen and to train again is read from the event log and from the workers' heartbeat.
+Which faults come, and when, follows from a seed: times are those of a Poisson process, so that some faults meet a run
+that has not yet recovered from the last. Most come from outside (`campaign`), some are fault points inside
+(`argosy.faults`). The times to notice a fault and to train again are read from the event log and from heartbeats.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from argosy.chaos.campaign import KINDS, Blow, Campaign, Dealt, command_of, is_alive
+from argosy.chaos.weights import weight_differences
 from argosy.errors import UserError
 from argosy.faults import VARIABLE
 from argosy.observe.events import read_lines
 from argosy.observe.ledger import read_ledger
-from argosy.supervise.agent import SCRATCH
+from argosy.supervise.scratch import SCRATCH
 
 STEP_POINTS = ("forward", "bucket", "exchange", "commit", "optimizer")
 SAVE_POINTS = ("snapshot", "save", "rename", "renamed")
 FIRST_ONLY = ("rename", "renamed")
-"""What only the first rank's processes come by."""
+"""Points that only rank 0's processes reach."""
 OF_A_PROCESS = ("worker_died", "killed", "writer_died")
-"""Events that name the process that was struck."""
+"""Events that name the process that was killed."""
 LIMIT, LEAST_LIMIT_S = 20, 900.0
-"""A disturbed run may take so many times as long as one that is left alone, and so long at least."""
+"""A disturbed run may take this many times as long as an undisturbed one, and at least this long."""
 SCATTER_S = 5.0
-"""What a run's processes may take to end after it."""
+"""How long a run's processes may take to end after it."""
 
 
 def draw(seed: int, seconds: float, every_s: float, kinds: Sequence[str] = tuple(KINDS)) -> list[Blow]:
-    """Blows of a Poisson process with one in `every_s` on average, none before one second. The same for a seed."""
+    """Draw faults of a Poisson process, one in `every_s` on average, none in the first second; the same for a seed."""
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
         raise UserError(f"--kinds {unknown[0]}: there are {', '.join(KINDS)}.")
@@ -50,7 +51,7 @@ def draw(seed: int, seconds: float, every_s: float, kinds: Sequence[str] = tuple
 
 
 def as_faults(blows: Sequence[Blow], steps: int, ranks: int) -> str:
-    """The blows of kind "point" as ARGOSY_FAULTS has them: each at a step of the run's middle, a rank and a point."""
+    """Return the faults of kind "point" as a text for ARGOSY_FAULTS, each at a step, a rank and a fault point."""
     faults = []
     for blow in blows:
         if blow.kind == "point":
@@ -63,68 +64,68 @@ def as_faults(blows: Sequence[Blow], steps: int, ranks: int) -> str:
 
 
 class Struck(BaseModel):
-    """A blow that was dealt, and what followed."""
+    """A fault that was injected, and what followed."""
 
     model_config = ConfigDict(frozen=True)
 
     kind: str
     what: str
     at_s: float
-    """From the first step on."""
+    """Seconds after the first step."""
     pid: int
     step: int
-    """The step that was under way."""
+    """The step at that time."""
     seen_s: float | None
-    """Until the event log says so; None if it never did."""
+    """Seconds until the event log shows it; None if it never did."""
     again_s: float | None
-    """Until a step was made in a new generation; None if none was, or none was needed."""
+    """Seconds until a step was finished in a new generation; None if none was, or none was needed."""
     steps_lost: int | None
-    """Steps that were made before and were made again."""
+    """Steps that had to be repeated."""
 
 
 class ChaosReport(BaseModel):
-    """What a run that was disturbed came to, beside one that was not."""
+    """A disturbed run compared with an undisturbed one."""
 
     model_config = ConfigDict(frozen=True)
 
     seed: int
     finished: bool
-    """Whether the disturbed run made its last step."""
+    """True if the disturbed run made its last step."""
     steps: int
     reference_s: float
-    """What the undisturbed run's steps took."""
+    """Seconds that the undisturbed run's steps took."""
     chaos_s: float
-    """From the disturbed run's first step to its end."""
+    """Seconds from the disturbed run's first step to its end."""
     goodput: float
-    """The one, for the steps that were made, over the other: the share of time that was of use (ETTR)."""
+    """Undisturbed over disturbed seconds for the same steps: the share of useful time (ETTR)."""
     generations: int
     """Worlds that were formed."""
     starts: int
     """How often the command was given."""
     same_losses: bool
     same_weights: bool
-    """Whether the last checkpoints of both are the same, bit for bit."""
+    """True if the last checkpoints of both are the same, bit for bit."""
     differences: tuple[str, ...]
-    """Of weights and losses, the first few."""
+    """The first few weights and losses that differ."""
     ledger: tuple[str, ...]
-    """Samples that were trained on twice or left out."""
+    """Samples that were used twice or skipped."""
     left_behind: tuple[str, ...]
     """Processes and shared memory that outlived the run."""
     blows: tuple[Struck, ...]
     missed: int
-    """Blows for which there was nobody to strike when they were due, or that the run did not live to see."""
+    """Faults for which there was no process when they were due, or that would have come after the run's end."""
 
     @property
     def is_passed(self) -> bool:
-        """Whether the run came to the same, and left nothing."""
+        """True if the run had the same losses and weights, and left nothing behind."""
         return self.finished and self.same_weights and self.same_losses and not (self.ledger or self.left_behind)
 
     def in_words(self) -> str:
-        """What a person wants to know of it."""
+        """Return the report as text."""
         lines = [
             f"chaos, seed {self.seed}: {len(self.blows)} faults in {self.chaos_s:.0f} s, {self.steps} steps; goodput "
-            f"{self.goodput:.0%} (alone all take {self.reference_s:.0f} s)",
-            f"worlds {self.generations}, starts of the command {self.starts}, faults without a victim {self.missed}",
+            f"{self.goodput:.0%} (undisturbed, all take {self.reference_s:.0f} s)",
+            f"worlds {self.generations}, starts of the command {self.starts}, faults without a process {self.missed}",
             "  fault         times   seen after s (median, worst)   training after s   steps lost",
         ]
         for kind in dict.fromkeys(blow.kind for blow in self.blows):
@@ -154,11 +155,11 @@ def run_chaos(
     kinds: Sequence[str] = tuple(KINDS),
     say: Callable[[str], None] = print,
 ) -> ChaosReport:
-    """Train `run_file` in folder/reference, unless that is done already, and in folder/seed-SEED, disturbed; compare.
+    """Train `run_file` in folder/reference, unless that is done already, and disturbed in folder/seed-SEED; compare.
 
-    Raises: UserError if the reference does not come to its end, kinds are unknown, or folder/seed-SEED is there.
+    Raises: UserError if the reference fails, a kind is unknown, or folder/seed-SEED exists.
     """
-    draw(seed, 1.0, every_s, kinds)  # a kind that does not exist is told before anything takes time
+    draw(seed, 1.0, every_s, kinds)  # refuse an unknown kind before anything takes time
     reference, chaos = folder / "reference", folder / f"seed-{seed}"
     if chaos.exists():
         raise UserError(f"{chaos} is there already. Remove it, or try another --seed or --folder.")
@@ -167,7 +168,7 @@ def run_chaos(
     steps = [record for record in read_lines(reference / "metrics.jsonl") if "loss" in record]
     reference_s = sum(record["seconds"]["step"] for record in steps)
     ranks = next(e["world_size"] for e in _events(reference) if e["event"] == "start")
-    # Twice the time, since a disturbed run takes longer; blows after its end are not dealt.
+    # Twice the time, since a disturbed run takes longer; faults after its end are left out.
     blows = draw(seed, 2 * reference_s, every_s, kinds)
     command = [sys.executable, "-m", "argosy", "train", str(reference / "run.toml"), "--run-dir", str(chaos)]
     faults = as_faults([blow for blow in blows if blow.at_s < reference_s], len(steps), ranks)
@@ -182,7 +183,7 @@ def _train_undisturbed(run_file: Path, folder: Path) -> None:
     command = [sys.executable, "-m", "argosy", "train", str(run_file), "--run-dir", str(folder)]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        raise UserError(f"{run_file} does not train undisturbed:\n{done.stderr.strip()}")
+        raise UserError(f"{run_file} does not train without faults:\n{done.stderr.strip()}")
 
 
 def _report(campaign: Campaign, reference: Path, reference_s: float, seed: int) -> ChaosReport:
@@ -213,7 +214,7 @@ def _report(campaign: Campaign, reference: Path, reference_s: float, seed: int) 
 
 
 def _dealt_inside(events: Sequence[dict[str, Any]], campaign: Campaign) -> Iterator[Dealt]:
-    """The fault points that struck, as they recorded it."""
+    """Yield the faults at fault points, as they recorded themselves."""
     for event in events:
         if event["event"] == "fault":
             blow = Blow(event["time_s"] - (campaign.began_s or 0.0), "point", 0.0)
@@ -257,53 +258,13 @@ def _losses(run_dir: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in read_lines(run_dir / "metrics.jsonl") if "loss" in record}
 
 
-def weight_differences(one: Path, other: Path) -> Iterator[str]:
-    """What differs, in any bit, between the newest checkpoints of two runs, in whatever pieces they lie."""
-    from argosy.checkpoint.store import committed
-
-    newest = [saved[-1] for saved in map(committed, (one, other)) if saved]
-    if len(newest) < 2:
-        yield "a checkpoint is missing"
-        return
-    if newest[0].step != newest[1].step:
-        yield f"the last checkpoints are of steps {newest[0].step} and {newest[1].step}"
-        return
-    wholes = [_Tensors(checkpoint.folder) for checkpoint in newest]
-    for name in sorted(wholes[0].names | wholes[1].names):
-        if wholes[0].bits(name) != wholes[1].bits(name):
-            yield name
-
-
-class _Tensors:
-    """The tensors of a checkpoint, put together from its shard files."""
-
-    def __init__(self, folder: Path):
-        from argosy.checkpoint.shards import ShardFile
-
-        self._files = [ShardFile(path) for path in sorted(folder.glob("*.safetensors"))]
-        self.names = {box.name for file in self._files for box in file.boxes}
-
-    def bits(self, name: str) -> bytes:
-        """The whole tensor's bytes; none if it is not there."""
-        import torch
-
-        whole = None
-        for file in self._files:
-            for box in file.boxes:
-                if box.name == name:
-                    part = file.read(box, box)
-                    whole = torch.zeros(box.whole, dtype=part.dtype) if whole is None else whole
-                    whole[tuple(slice(a, b) for a, b in zip(box.offset, box.end, strict=True))] = part
-        return b"" if whole is None else whole.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
 def _left_behind(pids: set[int]) -> Iterator[str]:
-    """Processes of the run that live on, and their shared memory, some seconds after its end."""
+    """Yield processes of the run that still live some seconds after its end, and their shared memory."""
     deadline = time.monotonic() + SCATTER_S
     while any(map(is_alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.1)
     for pid in sorted(pids):
         if is_alive(pid):
-            yield f"process {pid} lives on: {' '.join(command_of(pid))[:80]}"
+            yield f"process {pid} is still alive: {' '.join(command_of(pid))[:80]}"
         for path in SCRATCH.glob(f"argosy-{pid}-*"):
             yield f"{path} was left"

@@ -11,12 +11,10 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
-from argosy.chaos import chaos
+from argosy.chaos import run as chaos
 from argosy.chaos.campaign import KINDS, SCRATCH, Blow, Campaign, Dealt, Made, descendants, is_alive
-from argosy.chaos.chaos import ChaosReport, Struck, as_faults, draw, weight_differences
+from argosy.chaos.run import ChaosReport, Struck, as_faults, draw
 from argosy.errors import UserError
 from argosy.faults import parse
 from chaos import fake_run
@@ -69,7 +67,7 @@ def campaign(tmp_path: Path, *blows: Blow) -> Campaign:
     return Campaign(command, run_dir, blows, {"PYTHONPATH": os.pathsep.join(sys.path)})
 
 
-def test_a_run_is_struck_and_watched_until_its_end(tmp_path):
+def test_faults_are_injected_and_the_run_is_watched_until_its_end(tmp_path):
     run = campaign(tmp_path, Blow(0.3, "kill", 0.0), Blow(1.0, "coordinator", 0.0))
     run.run()
     assert run.exit_code == 0 and run.starts == 1
@@ -84,7 +82,7 @@ def test_a_run_is_struck_and_watched_until_its_end(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["term", "launcher"])
-def test_a_run_whose_command_was_struck_is_started_again(tmp_path, kind):
+def test_a_run_whose_command_was_killed_is_started_again(tmp_path, kind):
     run = campaign(tmp_path, Blow(0.3, kind, 0.5))
     run.run()
     assert run.exit_code == 0 and run.starts == 2
@@ -112,32 +110,9 @@ def test_steps_that_are_made_again_count_as_lost():
     assert other.seen_s is None
 
 
-def test_what_comes_of_a_process_is_found():
+def test_descendants_of_a_process_are_found():
     assert os.getpid() in descendants(os.getppid())
     assert descendants(2**22 + 1) == []
-
-
-def checkpoint(run_dir: Path, step: int, **tensors: torch.Tensor) -> Path:
-    folder = run_dir / "checkpoints" / f"step-{step:08d}"
-    folder.mkdir(parents=True)
-    save_file(tensors, folder / "rank-00000.safetensors")
-    (folder / "manifest.json").write_text("{}")
-    return run_dir
-
-
-def test_weights_are_compared_bit_for_bit(tmp_path):
-    a = torch.randn(3, 4)
-    b = a.clone()
-    b.view(torch.int32)[1, 2] ^= 1
-    same = checkpoint(tmp_path / "a", 5, x=a, y=torch.zeros(2))
-    again = checkpoint(tmp_path / "b", 5, x=a, y=torch.zeros(2))
-    other = checkpoint(tmp_path / "c", 5, x=b, z=torch.zeros(2))
-    assert list(weight_differences(same, again)) == []
-    assert list(weight_differences(same, other)) == ["x", "y", "z"]
-    assert list(weight_differences(same, tmp_path / "none")) == ["a checkpoint is missing"]
-    assert list(weight_differences(same, checkpoint(tmp_path / "d", 6, x=a))) == [
-        "the last checkpoints are of steps 5 and 6"
-    ]
 
 
 def report(**values: object) -> ChaosReport:

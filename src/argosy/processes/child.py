@@ -1,0 +1,165 @@
+"""Child processes: modules of Argosy that are started in a Python of their own, each with a channel to its parent.
+
+A child is started, not forked: a fork of a process with threads may hang. It is not started through `multiprocessing`,
+which would import the caller's `__main__`, and torch with it. Processes that need torch at once come from one child
+that has imported it, `fork_server`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Self
+
+from argosy.processes.channel import SEND_TIMEOUT_S, Channel, Gone, Message
+
+CHANNEL, PARENT = "ARGOSY_CHANNEL", "ARGOSY_PARENT"
+"""Environment variables of a child: the descriptor of its end of the channel, and the parent's process."""
+PARENT_S = 0.5
+"""How soon the parent's death is noticed if a process that it forked still holds its end of the channel."""
+END_S = 1.0
+"""How long a killed child is waited for. In a system call that hangs, on a disk say, it ends later or never."""
+STDERR = 2
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The function that a forked process calls, by name: the asker need not be able to import it.
+
+    A test resolves every entry of the package.
+    """
+
+    module: str
+    function: str = "main"
+
+    @classmethod
+    def of(cls, function: Callable[[], None]) -> Self:
+        """Return the entry of a function of a module."""
+        return cls(function.__module__, function.__name__)
+
+    def resolve(self) -> Callable[[], None]:
+        """Import the function."""
+        function: Callable[[], None] = getattr(importlib.import_module(self.module), self.function)
+        return function
+
+
+class Child:
+    """A process that runs `python -m MODULE ARGUMENTS`, and the channel to it."""
+
+    def __init__(
+        self,
+        module: str,
+        *arguments: str,
+        pass_fds: Sequence[int] = (),
+        environment: Mapping[str, str] | None = None,
+        stdout: IO[bytes] | int | None = STDERR,
+        stderr: IO[bytes] | int | None = None,
+        new_session: bool = True,
+        send_timeout_s: float = SEND_TIMEOUT_S,
+    ):
+        """Return at once, while the child imports its module.
+
+        pass_fds: descriptors that it inherits under the same numbers, beside the channel's.
+        environment: added to this process's own.
+        stdout, stderr: as of subprocess.Popen. What a child prints goes to stderr: stdout may be this one's answer.
+        new_session: a terminal's Ctrl-C does not reach it; this process decides what that means.
+        send_timeout_s: of the channel.
+
+        Raises: OSError if there can be no more processes.
+        """
+        ours, theirs = socket.socketpair()
+        paths = {"PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
+        ties = {CHANNEL: str(theirs.fileno()), PARENT: str(os.getpid())}
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                pass_fds=[theirs.fileno(), *pass_fds],
+                env={**os.environ, **paths, **(environment or {}), **ties},
+                start_new_session=new_session,
+            )
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self.channel = Channel(ours, send_timeout_s)
+
+    @property
+    def pid(self) -> int:
+        """The process's number."""
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """True until it has ended."""
+        return self._process.poll() is None
+
+    def hear(self, timeout_s: float) -> list[Message]:
+        """Return what it has said; wait for that up to `timeout_s`. Raises: Gone once it has closed its end."""
+        if self.channel.fileno() >= 0:
+            self.channel.wait(timeout_s)
+        return self.channel.take()
+
+    def kill(self) -> None:
+        """End it with SIGKILL, and wait for that up to `END_S`."""
+        self._process.kill()
+        self._wait()
+
+    def reap(self) -> str:
+        """Say how it ended. Call this once it is Gone; if it has not ended within `END_S` all the same, kill it."""
+        if not self._wait():
+            self.kill()
+        code = self._process.returncode
+        if code is None:
+            return "it cannot be ended"
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    def _wait(self) -> bool:
+        self.channel.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_S)
+        return self._process.returncode is not None
+
+
+# ---- in the child -----------------------------------------------------------------------------------------------
+
+
+def channel_to_parent(send_timeout_s: float = SEND_TIMEOUT_S) -> Channel:
+    """Return this process's end of the channel to the process that started it, or had it forked."""
+    descriptor = int(os.environ.pop(CHANNEL))
+    os.set_inheritable(descriptor, False)
+    return Channel(socket.socket(fileno=descriptor), send_timeout_s)
+
+
+def messages(channel: Channel) -> Iterator[Message]:
+    """Yield what the parent says, until it has closed its end or has died."""
+    parent = int(os.environ.get(PARENT, "0"))
+    with suppress(Gone):
+        while not parent or os.getppid() == parent:
+            if channel.wait(PARENT_S):
+                yield from channel.take()
+
+
+def end_with_parent(channel: Channel) -> None:
+    """Have a thread end this process as soon as its parent has closed its end or has died. For a parent that says
+    nothing any more.
+    """
+
+    def wait() -> None:
+        for _ in messages(channel):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=wait, name="argosy-parent", daemon=True).start()

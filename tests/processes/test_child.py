@@ -1,0 +1,134 @@
+"""Processes that are started: what they are given, how they end, and what they leave to their parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from argosy.processes.channel import Gone
+from argosy.processes.child import Child, channel_to_parent, end_with_parent, messages
+
+HERE = "processes.test_child"
+Start = Callable[..., Child]
+
+
+def main() -> None:
+    """What the children of these tests run: argument 1 says as what."""
+    parent = channel_to_parent()
+    match sys.argv[1]:
+        case "tell":
+            print("a stray print")
+            parent.send("told", arguments=sys.argv[2:], path=sys.path, environment=dict(os.environ), torch=has_torch())
+        case "echo":
+            for message in messages(parent):
+                parent.send("echo", of=message["text"])
+            sys.exit(7)
+        case "work":
+            end_with_parent(parent)
+            parent.send("working")
+            time.sleep(60)
+        case "nest":
+            child = Child(HERE, sys.argv[2])
+            if not os.fork():
+                time.sleep(60)  # holds the parent's end of the child's channel
+            parent.send("nested", pid=child.pid)
+            time.sleep(60)
+        case "hang":
+            parent.close()
+            time.sleep(60)
+
+
+def has_torch() -> bool:
+    return "torch" in sys.modules
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    started: list[Child] = []
+
+    def begin(*arguments: str, **options: Any) -> Child:
+        started.append(Child(HERE, *arguments, **options))
+        return started[-1]
+
+    yield begin
+    for child in started:
+        child.kill()
+
+
+def is_alive(pid: int) -> bool:
+    path = Path(f"/proc/{pid}/stat")
+    return path.exists() and path.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_until_gone(pid: int) -> None:
+    end = time.monotonic() + 10
+    while is_alive(pid):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_it_finds_what_its_parent_finds_and_has_an_environment_and_a_session_of_its_own(start, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where a file that shadows a module may lie
+    child = start("tell", "x y", environment={"COLOUR": "red"})
+    told = child.channel.receive()
+    assert told["arguments"] == ["x y"] and told["environment"]["COLOUR"] == "red"
+    assert str(tmp_path) not in told["path"] and {path for path in sys.path if path} <= set(told["path"])
+    assert os.getsid(start("echo").pid) != os.getsid(0) == os.getsid(start("echo", new_session=False).pid)
+
+
+def test_what_it_prints_is_not_this_process_s_answer(start, capfd):
+    child = start("tell")
+    child.channel.receive()
+    assert child.reap() == "exit code 0"
+    out, err = capfd.readouterr()
+    assert not out and "a stray print" in err
+
+
+def test_it_says_how_it_ended(start):
+    child = start("echo")
+    child.channel.send("say", text="é")
+    assert child.hear(20.0) == [{"kind": "echo", "of": "é"}] and child.is_alive
+    assert child.hear(0.0) == []
+    assert child.reap() == "exit code 7"
+    killed = start("echo")
+    os.kill(killed.pid, signal.SIGKILL)
+    with pytest.raises(Gone):
+        killed.hear(20.0)
+    assert killed.reap() == "signal SIGKILL" and not killed.is_alive
+    with pytest.raises(Gone):
+        killed.channel.send("say", text="")
+
+
+def test_one_that_closed_its_end_and_does_not_end_is_killed(start):
+    child = start("hang")
+    with pytest.raises(Gone):
+        child.hear(20.0)
+    assert child.reap() == "signal SIGKILL"
+
+
+@pytest.mark.parametrize("what", ["echo", "work"])
+def test_it_ends_with_its_parent_even_if_another_process_holds_its_channel(start, what):
+    parent = start("nest", what)
+    pid = parent.channel.receive()["pid"]
+    time.sleep(0.2)
+    assert is_alive(pid)
+    parent.kill()
+    wait_until_gone(pid)
+
+
+def test_it_ends_when_its_channel_closes(start):
+    child = start("work")
+    child.channel.receive()
+    child.channel.close()
+    wait_until_gone(child.pid)
+
+
+if __name__ == "__main__":
+    main()

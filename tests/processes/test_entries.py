@@ -1,0 +1,78 @@
+"""Modules and functions that processes are started with are named in strings, which no import checks: this does."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import argosy
+from argosy.processes.child import Entry
+
+PACKAGE = Path(argosy.__file__).parent
+
+
+def named(callee: str) -> Iterator[list[str]]:
+    """Arguments of the calls of `callee` in all modules that use processes; a constant stands for its string."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        known = {"__name__": ".".join(("argosy", *path.relative_to(PACKAGE).with_suffix("").parts))}
+        uses_processes = False
+        for node in ast.walk(tree):
+            match node:
+                case ast.Assign(targets=[ast.Name(name)], value=ast.Constant(str(value))):
+                    known[name] = value
+                case ast.ImportFrom(module="argosy.processes.child"):
+                    uses_processes = True
+        for node in ast.walk(tree):
+            match node:
+                case ast.Call(func=ast.Name(name), args=words) if name == callee and uses_processes:
+                    if texts := [text for word in words if (text := _text(word, known)) is not None]:
+                        yield texts
+
+
+def _text(word: ast.expr, known: dict[str, str]) -> str | None:
+    match word:
+        case ast.Constant(str(value)):
+            return value
+        case ast.Name(name):
+            return known.get(name)
+    return None
+
+
+ENTRIES = [Entry(*words) for words in named("Entry")]
+CHILDREN = [words[0] for words in named("Child")]
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.module)
+def test_every_entry_of_a_forked_process_is_a_function_without_arguments(entry):
+    assert not inspect.signature(entry.resolve()).parameters
+
+
+@pytest.mark.parametrize("module", CHILDREN)
+def test_every_module_that_is_started_has_a_main(module):
+    found = importlib.import_module(module)
+    assert not inspect.signature(found.main).parameters
+    assert 'if __name__ == "__main__":\n    main()' in inspect.getsource(found)
+
+
+def test_none_is_overlooked():
+    assert {entry.module.removeprefix("argosy.") for entry in ENTRIES} == {
+        "supervise.worker", "processes.rendezvous", "resilience.node_check", "probe.start",
+    }  # fmt: skip
+    assert {module.removeprefix("argosy.") for module in CHILDREN} == {
+        "processes.fork_server", "checkpoint.writer", "data.workers", "supervise.coordinator",
+        "resilience.migration_cost",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "wrong", [Entry("argosy.processes.rendezvouz"), Entry("argosy.processes.rendezvous", "mian")], ids=str
+)
+def test_a_misspelt_entry_is_an_error(wrong):
+    with pytest.raises((ImportError, AttributeError)):
+        wrong.resolve()

@@ -1,0 +1,169 @@
+"""An agent's client of the coordinator: where it starts one, when it calls again, what it gives up on."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from argosy.config.dump import save_run
+from argosy.config.schema import LaunchConfig, ResilienceConfig, RunConfig
+from argosy.errors import Retryable, RunFailed, UserError
+from argosy.observe.events import Events, read_lines
+from argosy.plan.plan import Plan
+from argosy.processes.channel import Channel, Message
+from argosy.supervise import coordinator_client as module
+from argosy.supervise.coordinator_client import CoordinatorClient
+from argosy.supervise.folder import name_of
+
+
+class Client:
+    """A client, driven as an agent does, and what it has greeted and been told."""
+
+    def __init__(self, run_dir: Path, patience_s: float = 60.0, **launch: Any):
+        run = RunConfig(launch=LaunchConfig(**launch), resilience=ResilienceConfig(coordinator_timeout_s=patience_s))
+        save_run(run, run_dir / "run.toml")
+        self.run_dir, self.greeted, self.orders = run_dir, list[str](), list[tuple[str, Message]]()
+        self.selector, self.wants_to_ask = selectors.DefaultSelector(), False
+        self.client = CoordinatorClient(run_dir, run, Plan(), Events(run_dir, "agent"))
+        self.client.open(self.selector, self._greet, lambda order, facts: self.orders.append((order, facts)))
+
+    def _greet(self, host: str) -> None:
+        self.greeted.append(host)
+        facts = {"folder": name_of(self.run_dir), "name": "a", "host": host, "slots": 1, "workers": {}}
+        self.client.tell("hello", **facts)
+
+    def turn_until(self, condition: Callable[[], Any], seconds: float = 20.0) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end
+            for key, _ in self.selector.select(0.01):
+                key.data()
+            self.wants_to_ask = self.client.keep(time.monotonic())
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in read_lines(self.run_dir / "events/agent.jsonl") if event["event"] == kind]
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[socket.socket]:
+    """Where the coordinator of another machine is expected: the test is it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(10)
+        yield listener
+
+
+@pytest.fixture
+def client(tmp_path: Path, elsewhere: socket.socket) -> Iterator[Client]:
+    made = Client(tmp_path, 0.5, nodes=2, node="a", coordinator=f"127.0.0.1:{elsewhere.getsockname()[1]}")
+    yield made
+    made.client.close()
+
+
+@pytest.fixture
+def forever(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A coordinator that hangs as soon as it is started."""
+    hung = tmp_path / "hung"
+    hung.write_text("#!/bin/sh\nexec sleep 60\n")
+    hung.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(hung))
+    monkeypatch.setattr(module, "HANG_S", 0.2)
+
+
+def test_it_starts_a_coordinator_here_which_knows_the_agent_and_ends_with_it(tmp_path):
+    agent = Client(tmp_path)
+    agent.turn_until(lambda: "heard" in dict(agent.orders))
+    (started,) = agent.events("coordinator_started")
+    assert agent.greeted == ["127.0.0.1"] and agent.client.interface == "lo" and not started["replaces"]
+    assert Path(f"/proc/{started['pid']}").exists()
+    agent.client.close()
+    assert not Path(f"/proc/{started['pid']}").exists()
+
+
+def test_one_elsewhere_is_called_and_not_started(client, elsewhere):
+    client.turn_until(lambda: client.greeted)
+    coordinator = Channel(elsewhere.accept()[0])
+    assert coordinator.receive()["kind"] == "hello"
+    coordinator.send("start", slot=3)
+    client.turn_until(lambda: client.orders)
+    assert client.orders == [("start", {"slot": 3})] and not client.events("coordinator_started")
+    coordinator.close()
+
+
+def test_it_asks_again_only_once_it_was_answered(client, elsewhere):
+    client.turn_until(lambda: client.greeted)
+    coordinator = Channel(elsewhere.accept()[0])
+    coordinator.send("heard")
+    client.turn_until(lambda: client.wants_to_ask)
+    client.client.ask(time.monotonic(), "heartbeat", workers=[])
+    later = time.monotonic() + 10 * module.ASK_S
+    assert not client.client.keep(later)
+    coordinator.send("heard")
+    client.turn_until(lambda: len(client.orders) == 2)
+    assert client.client.keep(later)
+    coordinator.close()
+
+
+def test_it_calls_again_when_the_connection_breaks_and_says_so(client, elsewhere):
+    for calls in range(1, 4):
+        client.turn_until(lambda calls=calls: len(client.greeted) == calls)
+        coordinator = Channel(elsewhere.accept()[0])
+        coordinator.send("heard")
+        coordinator.close()
+    client.turn_until(lambda: len(client.greeted) == 4)
+    assert len(client.events("coordinator_lost")) == 3
+
+
+def test_without_a_coordinator_nothing_that_is_told_raises(client, elsewhere):
+    client.client.tell("stopping")
+    client.turn_until(lambda: client.greeted)
+    elsewhere.accept()[0].close()
+    for _ in range(10):
+        client.client.tell("stopping")
+
+
+def test_one_that_is_not_there_is_given_up_but_not_by_a_run_that_ends(client, elsewhere):
+    elsewhere.close()
+    elsewhere_port = int(client.client._launch.coordinator.rpartition(":")[2])
+    client.client._address = ("127.0.0.2", elsewhere_port)  # nothing listens there, and it could not be started
+    client.client._listener, client.client._open_listener = None, lambda: None
+    client.client.is_ending = True
+    with pytest.raises(AssertionError):
+        client.turn_until(lambda: False, seconds=1.0)
+    client.client.is_ending = False
+    with pytest.raises(Retryable, match=r"could not be reached for 0\.5 s"):
+        client.turn_until(lambda: False)
+
+
+def test_one_that_dies_at_once_each_time_ends_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    agent = Client(tmp_path)
+    with pytest.raises(RunFailed, match=r"died 5 times before it said anything: .*coordinator\.log says why"):
+        agent.turn_until(lambda: False)
+    agent.client.close()
+
+
+@pytest.mark.usefixtures("forever")
+def test_one_that_hangs_here_is_replaced_at_the_same_port(tmp_path):
+    """Where it runs: an agent there can tell a coordinator that hangs from a network that is cut."""
+    agent = Client(tmp_path)
+    with pytest.raises(RunFailed, match="died 5 times"):
+        agent.turn_until(lambda: False)
+    agent.client.close()
+    started = agent.events("coordinator_started")
+    assert [event["replaces"] for event in started] == [False, *[True] * 4]
+    assert len({event["port"] for event in started}) == 1
+    assert not any(Path(f"/proc/{event['pid']}").exists() for event in started)
+
+
+def test_a_port_that_is_taken_is_the_users_to_change(tmp_path, elsewhere):
+    agent = Client(tmp_path, port=elsewhere.getsockname()[1])
+    with pytest.raises(UserError, match=r"launch\.port = \d+ is in use.*Try launch\.port = 0"):
+        agent.turn_until(lambda: False)
+    agent.client.close()
