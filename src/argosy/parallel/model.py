@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -44,7 +45,8 @@ class ParallelModel:
     def __init__(self, plan: Plan, run: RunConfig, meshes: Meshes, parts: dict[int, Decoder]):
         #: The ranks' views of each other.
         self.meshes = meshes
-        self._parts, self._cp = list(parts.values()), plan.cp
+        self._parts = list(parts.values())
+        self._take_mine = partial(shard_sequence, rank=meshes.rank("cp"), size=plan.cp)
         #: This rank's layers of experts, by number.
         self.moes = {int(i): b.mlp for m in parts.values() for i, b in m.blocks.items() if isinstance(b.mlp, MoE)}
         self.pieces: list[Held] = []
@@ -159,8 +161,7 @@ class ParallelModel:
 
     def _mine(self, micro: Microbatch) -> Microbatch:
         """Return the tokens that this rank of a cp group computes, with the positions and documents of whole rows."""
-        rank = self.meshes.rank("cp")
-        tokens, targets = (shard_sequence(x, rank, self._cp) for x in (micro.tokens_BT, micro.targets_BT))
+        tokens, targets = self._take_mine(micro.tokens_BT), self._take_mine(micro.targets_BT)
         return Microbatch(tokens, targets, micro.positions_BT, micro.documents)
 
 
