@@ -47,7 +47,7 @@ def group_sizes(world: World, plan: str, sections: dict[str, Any]) -> set[int]:
         step = train_step(world, layout, **sections)
         batch = batch_of(step.state.model, layout)
         for _ in range(2):
-            step.update(step.decide(step.exchange(step.forward_backward(batch)), learning_rate=1e-2))
+            step.apply(step.update(step.exchange(step.forward_backward(batch)), learning_rate=1e-2))
         step.state.model.loss(batch[: step.state.model.microbatches_at_once])
     return groups.sizes
 
@@ -96,7 +96,7 @@ def ends_after_a_step(world: World, plan: str) -> list[torch.Tensor]:
     layout = eager(plan)
     step = train_step(world, layout, model={"layers": 4, "tie_embeddings": True})
     batch = batch_of(step.state.model, layout)
-    step.update(step.decide(step.exchange(step.forward_backward(batch)), learning_rate=1e-2))
+    step.apply(step.update(step.exchange(step.forward_backward(batch)), learning_rate=1e-2))
     assert sum(piece.name == "embedding.weight" for piece in step.state.model.pieces) <= 1
     return [p.detach().clone() for part in step.state.model._parts for n, p in part.named_parameters() if "embed" in n]
 
@@ -117,7 +117,7 @@ def test_an_optimizer_in_host_memory_gives_the_same_weights():
         assert (model.masters is model.pieces) == (plan.offload == "none")
         for _ in range(2):
             loss = step.forward_backward(batch_of(model, plan))
-            step.update(step.decide(step.exchange(loss), learning_rate=1e-2))
+            step.apply(step.update(step.exchange(loss), learning_rate=1e-2))
         return [piece.value for piece in model.pieces]
 
     offloaded = EAGER.model_copy(update={"offload": "optimizer"})

@@ -14,7 +14,7 @@ from argosy.models.experts import Router
 from argosy.parallel.world import World
 from argosy.simulate.rank import even_choice, simulate_rank
 from argosy.simulate.record import Recorder, Sent, Trace, Work
-from argosy.training.trainer import Trainer
+from argosy.training.step import Step
 from tiny import SOURCES, eager, prepare_corpus, run_config, train_in
 from workers import WorkerPool
 
@@ -45,21 +45,21 @@ def operations(trace: Trace) -> list[Operation]:
 @contextmanager
 def recorded(recorder: Recorder, traces: list[Trace]) -> Iterator[None]:
     """The trainer's step number `STEP` is written down, from the batch to the end of its update."""
-    forward_backward, apply = Trainer.forward_backward, Trainer.apply
+    forward_backward, apply = Step.forward_backward, Step.apply
 
-    def begin(trainer: Trainer, batch: Any) -> Any:
-        if trainer.state.step == STEP:
-            recorder.begin(trainer.state.model.meshes.axis_of_groups())
-        return forward_backward(trainer, batch)
+    def begin(step: Step, batch: Any) -> Any:
+        if step.state.step == STEP:
+            recorder.begin(step.state.model.meshes.axis_of_groups())
+        return forward_backward(step, batch)
 
-    def end(trainer: Trainer, step: int) -> None:
-        apply(trainer, step)
-        if step == STEP:
+    def end(step: Step, update: Any) -> None:
+        apply(step, update)
+        if update.step == STEP:
             traces.append(recorder.end())
 
     with pytest.MonkeyPatch.context() as patch, recorder:
-        patch.setattr(Trainer, "forward_backward", begin)
-        patch.setattr(Trainer, "apply", end)
+        patch.setattr(Step, "forward_backward", begin)
+        patch.setattr(Step, "apply", end)
         yield
 
 

@@ -28,7 +28,7 @@ def step_of(plan: Plan) -> Trace:
         batch = microbatches(ROWS, plan.microbatch, 0, torch.device("cpu"))
         for _ in range(2):
             recorder.begin({})
-            step.update(step.decide(step.exchange(step.forward_backward(batch)), learning_rate=1e-2))
+            step.apply(step.update(step.exchange(step.forward_backward(batch)), learning_rate=1e-2))
             trace = recorder.end()
         return trace
 
