@@ -70,8 +70,7 @@ def backwards_met(world: World, plan: str) -> int:
         batch = microbatches(ROWS, layout.microbatch, 0, world.device)
         parallel.forward_backward(batch, 1.0, StepClock(world.device))
         parallel.loss(batch)
-    assert all(call.args == ("backward",) for call in met.mock_calls)
-    return met.call_count
+    return sum(call.args == ("backward",) for call in met.mock_calls)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
