@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from argosy.errors import FINAL, Poisoned, Retryable
+from argosy.errors import FINAL, Retryable
+from argosy.supervise.failures import Failures
 from argosy.supervise.handover import Handover
 from argosy.supervise.nodes import Cause, Node, State, Worker
 from argosy.supervise.orders import Break, CheckNode, Finish, Join, Order, Start
@@ -62,10 +63,7 @@ class Membership:
         """A node that a larger generation could use, and the time since which no other came."""
         self._avoided, self._last = set(handover.avoided), set(handover.last)
         self._doubts = Counter(handover.doubts)
-        self._failures = 0
-        self._progress = self._safe = -1
-        self._last_crash: tuple[str, int] | None = None
-        self._last_crash_generation = 0
+        self._failures = Failures(settings.max_restarts)
         self._is_counted = True
         self._ended = self._stopping = False
         self._queue: list[Order] = []
@@ -145,17 +143,9 @@ class Membership:
         self._count(cause)
 
     def made_step(self, step: int, safe_step: int = -1) -> None:
-        """The run is in `step`, and would go back to `safe_step` at most; -1: in none, or not known.
-
-        It makes progress if either is further than ever: steps that are repeated do not count, unless the next failure
-        costs fewer of them.
-        """
-        if not self.in_force or step < 0:
-            return
-        is_first = self._progress < 0  # that this coordinator hears of: it does not know what was before
-        if not is_first and (step > self._progress or safe_step > self._safe):
-            self._failures = 0
-        self._progress, self._safe = max(step, self._progress), max(safe_step, self._safe)
+        """The run is in `step`, and would go back to `safe_step` at most; -1: in none, or not known."""
+        if self.in_force and step >= 0:
+            self._failures.made_step(step, safe_step)
 
     def stop(self) -> None:
         """A signal asked the run to end: its workers save and end, and no worker is started any more."""
@@ -423,25 +413,9 @@ class Membership:
         if self._ended:
             return
         self._is_counted = True
-        crash = (cause.why, cause.step)
-        if (
-            cause.is_own
-            and cause.step >= 0
-            and crash == self._last_crash
-            and self.generation > self._last_crash_generation
-        ):
-            self._end(Finish(Poisoned.exit_code, f"the same crash twice at step {cause.step}: {cause.why}"))
-            return
-        self._last_crash, self._last_crash_generation = crash, self.generation
-        self._failures += 1
-        if self._failures > self._settings.max_restarts:
-            times = f"{self._failures} times (launch.max_restarts = {self._settings.max_restarts})"
-            self._end(
-                Finish(
-                    Retryable.exit_code,
-                    f"the workers died {times} without making progress; the last time: {cause.why}",
-                )
-            )
+        finish = self._failures.count(cause, self.generation)
+        if finish is not None:
+            self._end(finish)
 
     def _end(self, finish: Finish) -> None:
         if not self._ended:
