@@ -236,7 +236,7 @@ class ModelConfig(Section):
         return self
 
     def is_moe_layer(self, layer: int) -> bool:
-        """Whether block `layer` (from 0) has experts in place of a feed-forward."""
+        """Return True if block `layer` (from 0) has experts in place of a feed-forward."""
         return self.moe.experts > 0 and layer >= self.moe.first_dense_layers
 
 
