@@ -26,7 +26,7 @@ from statistics import median
 
 import tyro
 
-from argosy.chaos.campaign import Blow, command_of, descendants, is_alive
+from argosy.chaos.campaign import PlannedFault, command_of, descendants, is_alive
 from argosy.chaos.run import draw, run_chaos
 from argosy.config.load import load
 from argosy.plan.plan import Plan
@@ -99,12 +99,14 @@ def torchft(run_file: Path, folder: Path, processes: int, timeout_s: float) -> l
 PEERS: dict[str, Starter] = {"torchrun": torchrun, "torchft": torchft}
 
 
-def train(starter: Starter, options: Options, folder: Path, blows: list[Blow], limit_s: float) -> tuple[float, bool]:
-    """Seconds from the first step to the last, and whether that was made within `limit_s`."""
+def train(
+    starter: Starter, options: Options, folder: Path, faults: list[PlannedFault], limit_s: float
+) -> tuple[float, bool]:
+    """Return seconds from the first step to the last, and True if the last was made within `limit_s`."""
     folder.mkdir(parents=True)
     run = load(options.run_file)
     commands = starter(options.run_file, folder, Plan.parse(run.plan).world_size, options.timeout_s)
-    left, dealt = list(blows), []
+    left, injected = list(faults), []
     with ExitStack() as stack, (folder / "log").open("wb") as log:
         processes = []
         for command, extra in commands:
@@ -120,12 +122,12 @@ def train(starter: Starter, options: Options, folder: Path, blows: list[Blow], l
                 break
             if steps and left and time.time() - steps[0]["time_s"] >= left[0].at_s:
                 victims = [pid for process in processes for pid in workers(process.pid)]
-                blow = left.pop(0)
+                fault = left.pop(0)
                 if victims:  # else it is left out: several must not come together when somebody is back
-                    dealt.append(time.time())
-                    pid = sorted(victims)[int(blow.pick * len(victims))]
-                    os.kill(pid, signal.SIGSTOP if blow.kind == "stop" else signal.SIGKILL)
-    (folder / "dealt.json").write_text(json.dumps(dealt))
+                    injected.append(time.time())
+                    pid = sorted(victims)[int(fault.pick * len(victims))]
+                    os.kill(pid, signal.SIGSTOP if fault.kind == "stop" else signal.SIGKILL)
+    (folder / "injected.json").write_text(json.dumps(injected))
     steps = progress(folder)
     finished = bool(steps) and steps[-1]["step"] == run.train.steps - 1
     return (steps[-1]["time_s"] - steps[0]["time_s"] if steps else limit_s), finished
@@ -154,12 +156,12 @@ def of_peer(name: str, options: Options) -> Result:
     alone_s, finished = train(PEERS[name], options, alone, [], 3600.0)
     assert finished, f"{name} does not train undisturbed: see {alone / 'log'}"
     limit_s = options.give_up * alone_s
-    blows = draw(options.seed, limit_s, options.every_s, options.kinds)
-    disturbed_s, finished = train(PEERS[name], options, disturbed, blows, limit_s)
+    faults = draw(options.seed, limit_s, options.every_s, options.kinds)
+    disturbed_s, finished = train(PEERS[name], options, disturbed, faults, limit_s)
     steps = progress(disturbed)
-    dealt = json.loads((disturbed / "dealt.json").read_text())
+    injected = json.loads((disturbed / "injected.json").read_text())
     again = []
-    for time_s in dealt:
+    for time_s in injected:
         most = max((step["step"] for step in steps if step["time_s"] < time_s), default=-1)
         later = (step["time_s"] - time_s for step in steps if step["time_s"] > time_s and step["step"] > most)
         again += [*later][:1]
@@ -173,8 +175,8 @@ def of_argosy(options: Options) -> Result:
     report = run_chaos(
         options.run_file, folder, seed=options.seed, every_s=options.every_s, kinds=options.kinds, say=lambda _: None
     )
-    again = [blow.again_s for blow in report.blows if blow.again_s is not None]
-    lost = sum(blow.steps_lost or 0 for blow in report.blows)
+    again = [fault.again_s for fault in report.faults if fault.again_s is not None]
+    lost = sum(fault.steps_lost or 0 for fault in report.faults)
     return Result(report.reference_s, report.chaos_s, report.finished, again, lost, report.same_losses)
 
 

@@ -1,4 +1,4 @@
-"""What strikes follows from the seed; it is dealt, measured and compared rightly."""
+"""What strikes follows from the seed; it is injected, measured and compared rightly."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from statistics import mean
 import pytest
 
 from argosy.chaos import run as chaos
-from argosy.chaos.campaign import KINDS, SCRATCH, Blow, Campaign, Dealt, Made, descendants, is_alive
-from argosy.chaos.run import ChaosReport, Struck, as_faults, draw
+from argosy.chaos.campaign import KINDS, SCRATCH, Campaign, InjectedFault, Made, PlannedFault, descendants, is_alive
+from argosy.chaos.run import ChaosReport, FaultOutcome, draw, fault_points_of
 from argosy.errors import UserError
 from argosy.faults import parse
 from chaos import fake_run
@@ -28,23 +28,23 @@ def test_the_same_seed_draws_the_same():
 
 
 def test_faults_come_as_often_as_asked_and_of_all_kinds():
-    blows = draw(1, 200_000, 20)
-    gaps = [b.at_s - a.at_s for a, b in pairwise(blows)]
+    faults = draw(1, 200_000, 20)
+    gaps = [b.at_s - a.at_s for a, b in pairwise(faults)]
     assert mean(gaps) == pytest.approx(20, rel=0.05)
     assert sum(gap < 2 for gap in gaps) > 0.05 * len(gaps)  # some meet a run that has not got over the last
     total = sum(kind.weight for kind in KINDS.values())
     for name, kind in KINDS.items():
-        assert sum(blow.kind == name for blow in blows) == pytest.approx(len(blows) * kind.weight / total, rel=0.15)
+        assert sum(fault.kind == name for fault in faults) == pytest.approx(len(faults) * kind.weight / total, rel=0.15)
 
 
 def test_kinds_can_be_chosen_and_must_exist():
-    assert {blow.kind for blow in draw(1, 1000, 10, ["kill", "term"])} == {"kill", "term"}
+    assert {fault.kind for fault in draw(1, 1000, 10, ["kill", "term"])} == {"kill", "term"}
     with pytest.raises(UserError, match="--kinds kil: there are kill"):
         draw(1, 1000, 10, ["kil"])
 
 
 def test_fault_points_are_such_as_a_run_understands():
-    faults = parse(as_faults(draw(3, 5000, 10, ["point"]), steps=100, ranks=4))
+    faults = parse(fault_points_of(draw(3, 5000, 10, ["point"]), steps=100, ranks=4))
     assert len(faults) > 300
     assert {fault.rank for fault in faults} == {0, 1, 2, 3}
     assert all(1 <= (fault.step or fault.after or 0) < 99 for fault in faults)
@@ -61,29 +61,29 @@ def swept() -> Iterator[None]:
             shutil.rmtree(folder)
 
 
-def campaign(tmp_path: Path, *blows: Blow) -> Campaign:
+def campaign(tmp_path: Path, *faults: PlannedFault) -> Campaign:
     run_dir = tmp_path / "run"
     command = [sys.executable, fake_run.__file__, str(run_dir), str(STEPS)]
-    return Campaign(command, run_dir, blows, {"PYTHONPATH": os.pathsep.join(sys.path)})
+    return Campaign(command, run_dir, faults, {"PYTHONPATH": os.pathsep.join(sys.path)})
 
 
 def test_faults_are_injected_and_the_run_is_watched_until_its_end(tmp_path):
-    run = campaign(tmp_path, Blow(0.3, "kill", 0.0), Blow(1.0, "coordinator", 0.0))
+    run = campaign(tmp_path, PlannedFault(0.3, "kill", 0.0), PlannedFault(1.0, "coordinator", 0.0))
     run.run()
     assert run.exit_code == 0 and run.starts == 1
-    (dealt,) = run.dealt  # a run without a coordinator cannot lose it
-    assert dealt.blow.kind == "kill" and dealt.pid in run.workers_seen and dealt.step >= 3
-    struck = chaos._struck(dealt, chaos._events(run.run_dir), run, run.began_s)
-    assert struck.seen_s is not None and struck.seen_s < 1.0
-    assert struck.again_s is not None and struck.seen_s < struck.again_s < 10
-    assert struck.steps_lost == 0
+    (injected,) = run.injected  # a run without a coordinator cannot lose it
+    assert injected.fault.kind == "kill" and injected.pid in run.workers_seen and injected.step >= 3
+    outcome = chaos._outcome(injected, chaos._events(run.run_dir), run, run.began_s)
+    assert outcome.seen_s is not None and outcome.seen_s < 1.0
+    assert outcome.again_s is not None and outcome.seen_s < outcome.again_s < 10
+    assert outcome.steps_lost == 0
     assert (tmp_path / "run" / "made").read_text() == str(STEPS)
     assert not list(chaos._left_behind(run.pids | run.workers_seen))
 
 
 @pytest.mark.parametrize("kind", ["term", "launcher"])
 def test_a_run_whose_command_was_killed_is_started_again(tmp_path, kind):
-    run = campaign(tmp_path, Blow(0.3, kind, 0.5))
+    run = campaign(tmp_path, PlannedFault(0.3, kind, 0.5))
     run.run()
     assert run.exit_code == 0 and run.starts == 2
     assert [made.generation for made in run.made] == [1, 2] and run.made[1].step >= 1
@@ -103,10 +103,10 @@ def test_a_run_that_does_not_end_is_ended(tmp_path):
 
 def test_steps_that_are_made_again_count_as_lost():
     run = Campaign((), Path(), (), made=[Made(1, 0, 0.0), Made(2, 7, 14.0)], workers_seen={5})
-    dealt = Dealt(Blow(1, "kill", 0), "", 5, 10.0, 1, 9)
-    struck = chaos._struck(dealt, [{"event": "worker_died", "time_s": 10.4, "pid": 5}], run, 0.0)
-    assert (struck.seen_s, struck.again_s, struck.steps_lost) == (0.4, 4.0, 2)
-    other = chaos._struck(dealt, [{"event": "worker_died", "time_s": 10.4, "pid": 6}], run, 0.0)
+    injected = InjectedFault(PlannedFault(1, "kill", 0), "", 5, 10.0, 1, 9)
+    outcome = chaos._outcome(injected, [{"event": "worker_died", "time_s": 10.4, "pid": 5}], run, 0.0)
+    assert (outcome.seen_s, outcome.again_s, outcome.steps_lost) == (0.4, 4.0, 2)
+    other = chaos._outcome(injected, [{"event": "worker_died", "time_s": 10.4, "pid": 6}], run, 0.0)
     assert other.seen_s is None
 
 
@@ -116,13 +116,13 @@ def test_descendants_of_a_process_are_found():
 
 
 def report(**values: object) -> ChaosReport:
-    struck = Struck(
+    outcome = FaultOutcome(
         kind="kill", what="SIGKILL", at_s=3.0, pid=5, step=9, seen_s=0.1, again_s=2.5, steps_lost=0
     )  # fmt: skip
     well: dict[str, object] = {
         "seed": 7, "finished": True, "steps": 100, "reference_s": 60.0, "chaos_s": 80.0, "goodput": 0.75,
         "generations": 2, "starts": 1, "same_losses": True, "same_weights": True, "differences": (),
-        "ledger": (), "left_behind": (), "blows": (struck,), "missed": 0,
+        "ledger": (), "left_behind": (), "faults": (outcome,), "missed": 0,
     }  # fmt: skip
     return ChaosReport.model_validate(well | values)
 

@@ -23,15 +23,15 @@ def chaos(folder: Folder, *options: object, steps: int) -> dict[str, Any]:
 def check(report: dict[str, Any], steps: int) -> None:
     assert report["finished"] and report["same_weights"] and report["same_losses"], report
     assert not report["ledger"] and not report["left_behind"], report
-    assert report["steps"] == steps and report["blows"], report
+    assert report["steps"] == steps and report["faults"], report
 
 
 @pytest.mark.slow
 def test_kills_change_no_weight(folder: Folder) -> None:
     report = chaos(folder, "--seed", 3, "--every-s", 3, "--kinds", "kill", steps=80)
     check(report, 80)
-    for blow in report["blows"]:
-        assert blow["seen_s"] is not None and blow["seen_s"] < 2, blow
+    for fault in report["faults"]:
+        assert fault["seen_s"] is not None and fault["seen_s"] < 2, fault
 
 
 @pytest.mark.slow

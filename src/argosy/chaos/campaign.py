@@ -56,7 +56,7 @@ KINDS = {
 
 
 @dataclass(frozen=True)
-class Blow:
+class PlannedFault:
     """A fault that is planned."""
 
     at_s: float
@@ -76,10 +76,10 @@ class Made:
 
 
 @dataclass(frozen=True)
-class Dealt:
+class InjectedFault:
     """A fault that was injected: the process, the wall time as in events, and the generation and step at that time."""
 
-    blow: Blow
+    fault: PlannedFault
     what: str
     pid: int
     time_s: float
@@ -93,11 +93,11 @@ class Campaign:
 
     command: Sequence[str]
     run_dir: Path
-    blows: Sequence[Blow]
+    faults: Sequence[PlannedFault]
     environment: dict[str, str] = field(default_factory=dict)
     limit_s: float = math.inf
     """A run that takes longer is killed, with exit code -SIGKILL."""
-    dealt: list[Dealt] = field(default_factory=list)
+    injected: list[InjectedFault] = field(default_factory=list)
     starts: int = 0
     exit_code: int = 0
     began_s: float | None = None
@@ -113,7 +113,7 @@ class Campaign:
 
     def run(self) -> None:
         """Start the command, inject the faults, start it again after faults that stop it; until the run has ended."""
-        left = [blow for blow in self.blows if blow.kind != "point"]
+        left = [fault for fault in self.faults if fault.kind != "point"]
         give_up_at = time.monotonic() + self.limit_s
         launcher = self._start()
         self.exit_code = -signal.SIGKILL
@@ -126,8 +126,8 @@ class Campaign:
                         break
                     launcher = self._start()
                 elif left and self._is_due(left[0]):
-                    is_dealt = self._deal(left[0], launcher)
-                    if is_dealt or self._is_due(left[0], since_s=NO_TARGET_S):
+                    is_injected = self._inject(left[0], launcher)
+                    if is_injected or self._is_due(left[0], since_s=NO_TARGET_S):
                         left.pop(0)
         finally:
             with suppress(ProcessLookupError):
@@ -135,8 +135,8 @@ class Campaign:
             launcher.wait()
             self.ended_s = time.time()
 
-    def _is_due(self, blow: Blow, since_s: float = 0.0) -> bool:
-        return self.began_s is not None and time.monotonic() - self._first_step_at >= blow.at_s + since_s
+    def _is_due(self, fault: PlannedFault, since_s: float = 0.0) -> bool:
+        return self.began_s is not None and time.monotonic() - self._first_step_at >= fault.at_s + since_s
 
     def _start(self) -> subprocess.Popen[bytes]:
         self.starts += 1
@@ -168,23 +168,23 @@ class Campaign:
             if reading.busy_s and all(made.generation != reading.generation for made in self.made):
                 self.made.append(Made(reading.generation, min(reading.busy_s), time.time()))
 
-    def _deal(self, blow: Blow, launcher: subprocess.Popen[bytes]) -> bool:
+    def _inject(self, fault: PlannedFault, launcher: subprocess.Popen[bytes]) -> bool:
         """Inject a fault; return False if there is no process for it (yet)."""
-        targets = sorted(_TARGETS[blow.kind](self, launcher))
+        targets = sorted(_TARGETS[fault.kind](self, launcher))
         if not targets or not self.readings:
             return False
-        pid = targets[int(blow.pick * len(targets))]
+        pid = targets[int(fault.pick * len(targets))]
         generation = max(reading.generation for reading in self.readings.values())
         step = max(reading.step for reading in self.readings.values())
         rank = self.readings[pid].rank if pid in self.readings else None
-        what = KINDS[blow.kind].about + (f" (rank {rank})" if rank is not None else "")
+        what = KINDS[fault.kind].about + (f" (rank {rank})" if rank is not None else "")
         self.pids.add(pid)
-        dealt = Dealt(blow, what, pid, time.time(), generation, step)
+        injected = InjectedFault(fault, what, pid, time.time(), generation, step)
         try:
-            os.kill(pid, _SIGNALS.get(blow.kind, signal.SIGKILL))
+            os.kill(pid, _SIGNALS.get(fault.kind, signal.SIGKILL))
         except ProcessLookupError:
             return False
-        self.dealt.append(dealt)
+        self.injected.append(injected)
         return True
 
     def workers(self) -> list[int]:

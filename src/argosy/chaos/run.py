@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from argosy.chaos.campaign import KINDS, Blow, Campaign, Dealt, command_of, is_alive
+from argosy.chaos.campaign import KINDS, Campaign, InjectedFault, PlannedFault, command_of, is_alive
 from argosy.chaos.weights import weight_differences
 from argosy.errors import UserError
 from argosy.faults import VARIABLE
@@ -38,32 +38,32 @@ SCATTER_S = 5.0
 """How long a run's processes may take to end after it."""
 
 
-def draw(seed: int, seconds: float, every_s: float, kinds: Sequence[str] = tuple(KINDS)) -> list[Blow]:
+def draw(seed: int, seconds: float, every_s: float, kinds: Sequence[str] = tuple(KINDS)) -> list[PlannedFault]:
     """Draw faults of a Poisson process, one in `every_s` on average, none in the first second; the same for a seed."""
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
         raise UserError(f"--kinds {unknown[0]}: there are {', '.join(KINDS)}.")
-    chance, blows, at_s = random.Random(seed), [], 1.0
+    chance, faults, at_s = random.Random(seed), [], 1.0
     while (at_s := at_s + chance.expovariate(1 / every_s)) < seconds:
         (kind,) = chance.choices(kinds, [KINDS[kind].weight for kind in kinds])
-        blows.append(Blow(round(at_s, 3), kind, chance.random()))
-    return blows
+        faults.append(PlannedFault(round(at_s, 3), kind, chance.random()))
+    return faults
 
 
-def as_faults(blows: Sequence[Blow], steps: int, ranks: int) -> str:
+def fault_points_of(faults: Sequence[PlannedFault], steps: int, ranks: int) -> str:
     """Return the faults of kind "point" as a text for ARGOSY_FAULTS, each at a step, a rank and a fault point."""
-    faults = []
-    for blow in blows:
-        if blow.kind == "point":
-            chance = random.Random(blow.pick)
+    points = []
+    for fault in faults:
+        if fault.kind == "point":
+            chance = random.Random(fault.pick)
             step, point = 1 + int(chance.random() * max(1, steps - 2)), chance.choice(STEP_POINTS + SAVE_POINTS)
             when = "after" if point in SAVE_POINTS else "step"
             rank = 0 if point in FIRST_ONLY else chance.randrange(ranks)
-            faults.append(f"kill@{point}:{when}={step},rank={rank}")
-    return ";".join(faults)
+            points.append(f"kill@{point}:{when}={step},rank={rank}")
+    return ";".join(points)
 
 
-class Struck(BaseModel):
+class FaultOutcome(BaseModel):
     """A fault that was injected, and what followed."""
 
     model_config = ConfigDict(frozen=True)
@@ -111,7 +111,7 @@ class ChaosReport(BaseModel):
     """Samples that were used twice or skipped."""
     left_behind: tuple[str, ...]
     """Processes and shared memory that outlived the run."""
-    blows: tuple[Struck, ...]
+    faults: tuple[FaultOutcome, ...]
     missed: int
     """Faults for which there was no process when they were due, or that would have come after the run's end."""
 
@@ -123,16 +123,16 @@ class ChaosReport(BaseModel):
     def in_words(self) -> str:
         """Return the report as text."""
         lines = [
-            f"chaos, seed {self.seed}: {len(self.blows)} faults in {self.chaos_s:.0f} s, {self.steps} steps; goodput "
+            f"chaos, seed {self.seed}: {len(self.faults)} faults in {self.chaos_s:.0f} s, {self.steps} steps; goodput "
             f"{self.goodput:.0%} (undisturbed, all take {self.reference_s:.0f} s)",
             f"worlds {self.generations}, starts of the command {self.starts}, faults without a process {self.missed}",
             "  fault         times   seen after s (median, worst)   training after s   steps lost",
         ]
-        for kind in dict.fromkeys(blow.kind for blow in self.blows):
-            blows = [blow for blow in self.blows if blow.kind == kind]
+        for kind in dict.fromkeys(fault.kind for fault in self.faults):
+            faults = [fault for fault in self.faults if fault.kind == kind]
             lines.append(
-                f"  {kind:12} {len(blows):6}   {_both([b.seen_s for b in blows]):>28}   "
-                f"{_both([b.again_s for b in blows]):>16}   {_both([b.steps_lost for b in blows]):>10}"
+                f"  {kind:12} {len(faults):6}   {_both([b.seen_s for b in faults]):>28}   "
+                f"{_both([b.again_s for b in faults]):>16}   {_both([b.steps_lost for b in faults]):>10}"
             )
         same = {True: "the same, bit for bit", False: "NOT the same"}
         lines.append(f"final weights {same[self.same_weights]}; losses {same[self.same_losses]}")
@@ -169,12 +169,12 @@ def run_chaos(
     reference_s = sum(record["seconds"]["step"] for record in steps)
     ranks = next(e["world_size"] for e in _events(reference) if e["event"] == "start")
     # Twice the time, since a disturbed run takes longer; faults after its end are left out.
-    blows = draw(seed, 2 * reference_s, every_s, kinds)
+    faults = draw(seed, 2 * reference_s, every_s, kinds)
     command = [sys.executable, "-m", "argosy", "train", str(reference / "run.toml"), "--run-dir", str(chaos)]
-    faults = as_faults([blow for blow in blows if blow.at_s < reference_s], len(steps), ranks)
+    points = fault_points_of([fault for fault in faults if fault.at_s < reference_s], len(steps), ranks)
     limit_s = max(LEAST_LIMIT_S, LIMIT * reference_s)
-    campaign = Campaign(command, chaos, blows, {VARIABLE: faults} if faults else {}, limit_s)
-    say(f"training again in {chaos}, with up to {len(blows)} faults")
+    campaign = Campaign(command, chaos, faults, {VARIABLE: points} if points else {}, limit_s)
+    say(f"training again in {chaos}, with up to {len(faults)} faults")
     campaign.run()
     return _report(campaign, reference, reference_s, seed)
 
@@ -189,7 +189,7 @@ def _train_undisturbed(run_file: Path, folder: Path) -> None:
 def _report(campaign: Campaign, reference: Path, reference_s: float, seed: int) -> ChaosReport:
     began_s = campaign.began_s or campaign.ended_s
     events = _events(campaign.run_dir)
-    dealt = sorted([*campaign.dealt, *_dealt_inside(events, campaign)], key=lambda d: d.time_s)
+    injected = sorted([*campaign.injected, *_injected_inside(events, campaign)], key=lambda d: d.time_s)
     losses, wanted = _losses(campaign.run_dir), _losses(reference)
     weights = list(weight_differences(reference, campaign.run_dir)) if campaign.exit_code == 0 else ["no weights"]
     chaos_s = campaign.ended_s - began_s
@@ -208,44 +208,47 @@ def _report(campaign: Campaign, reference: Path, reference_s: float, seed: int) 
         differences=(*weights[:5], *(f"loss of step {step}" for step in differing[:5])),
         ledger=read_ledger(read_lines(campaign.run_dir / "metrics.jsonl")).problems[:5],
         left_behind=tuple(_left_behind(campaign.pids | campaign.workers_seen)),
-        blows=tuple(_struck(d, events, campaign, began_s) for d in dealt),
-        missed=len(campaign.blows) - len(dealt),
+        faults=tuple(_outcome(d, events, campaign, began_s) for d in injected),
+        missed=len(campaign.faults) - len(injected),
     )
 
 
-def _dealt_inside(events: Sequence[dict[str, Any]], campaign: Campaign) -> Iterator[Dealt]:
+def _injected_inside(events: Sequence[dict[str, Any]], campaign: Campaign) -> Iterator[InjectedFault]:
     """Yield the faults at fault points, as they recorded themselves."""
     for event in events:
         if event["event"] == "fault":
-            blow = Blow(event["time_s"] - (campaign.began_s or 0.0), "point", 0.0)
+            fault = PlannedFault(event["time_s"] - (campaign.began_s or 0.0), "point", 0.0)
             what = f"{event['fault']} (rank {event['rank']})"
-            yield Dealt(blow, what, event["pid"], event["time_s"], event["generation"], event["step"] or 0)
+            yield InjectedFault(fault, what, event["pid"], event["time_s"], event["generation"], event["step"] or 0)
 
 
-def _struck(dealt: Dealt, events: Sequence[dict[str, Any]], campaign: Campaign, began_s: float) -> Struck:
-    kind = KINDS[dealt.blow.kind]
+def _outcome(
+    injected: InjectedFault, events: Sequence[dict[str, Any]], campaign: Campaign, began_s: float
+) -> FaultOutcome:
+    kind = KINDS[injected.fault.kind]
     seen = (
         event["time_s"]
         for event in events
         if event["event"] in kind.seen_as
-        and event["time_s"] >= dealt.time_s - 0.002  # events round to a millisecond
-        and (event["event"] not in OF_A_PROCESS or event["pid"] == dealt.pid)
+        and event["time_s"] >= injected.time_s - 0.002  # events round to a millisecond
+        and (event["event"] not in OF_A_PROCESS or event["pid"] == injected.pid)
     )
     seen_s = min(seen, default=None)
     again = None
-    if kind.breaks_world and (dealt.blow.kind != "point" or dealt.pid in campaign.workers_seen):
+    if kind.breaks_world and (injected.fault.kind != "point" or injected.pid in campaign.workers_seen):
         again = next(
-            (made for made in campaign.made if made.generation > dealt.generation and made.time_s > dealt.time_s), None
+            (made for made in campaign.made if made.generation > injected.generation and made.time_s > injected.time_s),
+            None,
         )
-    return Struck(
-        kind=dealt.blow.kind,
-        what=dealt.what,
-        at_s=round(dealt.time_s - began_s, 3),
-        pid=dealt.pid,
-        step=dealt.step,
-        seen_s=None if seen_s is None else round(max(0.0, seen_s - dealt.time_s), 3),
-        again_s=None if again is None else round(again.time_s - dealt.time_s, 3),
-        steps_lost=None if again is None else max(0, dealt.step - again.step),
+    return FaultOutcome(
+        kind=injected.fault.kind,
+        what=injected.what,
+        at_s=round(injected.time_s - began_s, 3),
+        pid=injected.pid,
+        step=injected.step,
+        seen_s=None if seen_s is None else round(max(0.0, seen_s - injected.time_s), 3),
+        again_s=None if again is None else round(again.time_s - injected.time_s, 3),
+        steps_lost=None if again is None else max(0, injected.step - again.step),
     )
 
 
