@@ -5,9 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Sequence
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
+from unittest.mock import patch
+
+from argosy.cli import main
 
 RUN_FILE = """
 name = "tiny"
@@ -78,3 +84,12 @@ class Folder:
         assert process.returncode == code, f"exit code {process.returncode}\n{out}\n{err}"
         assert "Traceback" not in err or code == 1, err
         return out + err
+
+    def argosy_here(self, *words: object, code: int = 0) -> str:
+        """The same in this process, which need not import torch again: for commands that leave signals alone."""
+        out, err = StringIO(), StringIO()
+        wide = patch.dict(os.environ, {"COLUMNS": "200"})
+        with wide, redirect_stdout(out), redirect_stderr(err), chdir(self.path), warnings.catch_warnings():
+            found = main([str(word) for word in words])
+        assert found == code, f"exit code {found}\n{out.getvalue()}\n{err.getvalue()}"
+        return out.getvalue() + err.getvalue()

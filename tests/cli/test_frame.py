@@ -47,6 +47,21 @@ def test_import_and_help_load_nothing_heavy(code):
     assert done.returncode == 0, done.stderr
 
 
+def test_a_command_that_is_refused_does_not_wait_for_torch():
+    commands = [
+        ["train", "nowhere.toml"],
+        ["generate", "nowhere"],
+        ["evaluate", "nowhere"],
+        ["checkpoint", "import", "nowhere", "--out", "x"],
+        ["checkpoint", "export", "nowhere", "--out", "x"],
+        ["probe", "--model", "llama3-8"],
+        ["probe", "--device", "h10"],
+        ["chaos", "nowhere.toml"],
+    ]
+    code = f"import sys; from argosy.cli import main; print([main(c) for c in {commands}], 'torch' in sys.modules)"
+    assert run_python("-c", code).stdout == f"{[2] * len(commands)} False\n"
+
+
 def test_the_public_names_are_lazy_and_listed():
     assert set(argosy.__all__) <= set(dir(argosy))
     assert argosy.RunConfig.__name__ == "RunConfig"

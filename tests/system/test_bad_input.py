@@ -51,6 +51,13 @@ def test_a_wrong_run_file_is_refused_with_line_and_remedy(
     assert not list(folder.path.glob("runs/*/checkpoints"))
 
 
+def test_the_command_itself_ends_with_that_message_and_code(folder: Folder) -> None:
+    """The others here are refused in the tests' process."""
+    edited(folder.write_run(), "steps = 10", "steps = -1")
+    text = folder.argosy("train", "run.toml", code=2)
+    assert "run.toml:18" in text and "train.steps = -1" in text and "Traceback" not in text
+
+
 def test_a_missing_run_file_is_named_with_its_neighbours(folder: Folder, refused: Refused) -> None:
     folder.write_run("mine.toml")
     refused("train", "mien.toml", said=("mien.toml", "mine.toml"))
@@ -84,7 +91,7 @@ def test_text_that_cannot_be_prepared_is_refused(
 def test_broken_records_are_skipped_and_counted_by_default(folder: Folder) -> None:
     good = b'{"text": "some words that are fine, and a few more of them"}\n' * 50
     (folder.path / "mixed.jsonl").write_bytes(good + b"{broken\n" + b'{"text": "\xff"}\n' + good)
-    text = folder.argosy("prepare", "mixed.jsonl", "--out", "out", "--vocab-size", "300", "--json")
+    text = folder.argosy_here("prepare", "mixed.jsonl", "--out", "out", "--vocab-size", "300", "--json")
     assert '"skipped"' in text
     assert text.count("1") >= 2
 
@@ -105,7 +112,7 @@ def test_a_flipped_byte_in_a_shard_stops_the_run_and_names_the_file(folder: Fold
     shard.write_bytes(data)
     edited(folder.write_run(), str(folder.corpus), str(corpus))
     assert shard.name in folder.argosy("train", "run.toml", code=65)
-    assert shard.name in folder.argosy("prepare", "--out", "damaged", "--verify", code=65)
+    assert shard.name in folder.argosy_here("prepare", "--out", "damaged", "--verify", code=65)
 
 
 def test_data_of_another_tokenizer_is_refused(folder: Folder, refused: Refused) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,27 @@ def workers(run_dir: Path) -> list[int]:
     return [event["pid"] for event in events(run_dir, "worker_started")]
 
 
+@dataclass(frozen=True)
+class Finished:
+    """A run that is done."""
+
+    folder: Folder
+    said: str
+    """All that the command printed."""
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder.path / "runs/tiny"
+
+
+@pytest.fixture(scope="module")
+def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A run of ten steps that nothing stopped; tests may read it, not change it."""
+    folder = Folder(tmp_path_factory.mktemp("finished"), corpus)
+    folder.write_run()
+    return Finished(folder, folder.argosy("train", "run.toml", "--json"))
+
+
 @pytest.fixture(scope="module")
 def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of the run that nothing stopped."""
@@ -55,21 +77,20 @@ def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
     return losses(folder.path / "runs/tiny")
 
 
-def test_a_run_leaves_a_folder_that_says_all(folder: Folder) -> None:
-    folder.write_run()
-    report = json.loads(folder.argosy("train", "run.toml", "--json").splitlines()[-1])
-    run_dir = folder.path / "runs/tiny"
+def test_a_run_leaves_a_folder_that_says_all(finished: Finished) -> None:
+    folder, run_dir = finished.folder, finished.run_dir
+    report = json.loads(next(line for line in finished.said.splitlines() if line.startswith("{")))
     names = {p.name for p in run_dir.iterdir()}
     assert {"run.toml", "plan.toml", "tokenizer.json", "metrics.jsonl", "events", "checkpoints", "report.json"} <= names
     assert report["status"] == "finished" and report["steps"] == 10
     assert report["validation"]["bits_per_byte"] > 0 and report["validation"]["unigram_bits_per_byte"] > 0
     assert abs(sum(v for k, v in report["seconds"].items() if k != "step") - report["seconds"]["step"]) < 0.05
-    assert [c["step"] for c in json.loads(folder.argosy("checkpoint", "list", run_dir, "--json"))] == [8, 10]
-    assert "whole" in folder.argosy("checkpoint", "verify", run_dir)
-    assert json.loads(folder.argosy("evaluate", run_dir, "--max-tokens", 2000, "--json"))["loss"] == pytest.approx(
+    assert [c["step"] for c in json.loads(folder.argosy_here("checkpoint", "list", run_dir, "--json"))] == [8, 10]
+    assert "whole" in folder.argosy_here("checkpoint", "verify", run_dir)
+    assert json.loads(folder.argosy_here("evaluate", run_dir, "--max-tokens", 2000, "--json"))["loss"] == pytest.approx(
         report["validation"]["loss"], rel=1e-5
     )
-    assert folder.argosy("generate", run_dir, "--prompt", "def ", "--max-tokens", 5).startswith("def ")
+    assert folder.argosy_here("generate", run_dir, "--prompt", "def ", "--max-tokens", 5).startswith("def ")
 
 
 @pytest.mark.slow
@@ -138,7 +159,7 @@ def test_a_second_run_in_the_same_folder_is_refused(folder: Folder) -> None:
     folder.write_run(steps=100_000)
     first = folder.start("train", "run.toml")
     wait_until(lambda: len(losses(folder.path / "runs/tiny")) >= 1)
-    text = folder.argosy("train", "run.toml", code=2)
+    text = folder.argosy_here("train", "run.toml", code=2)
     assert "in use by process" in text and "--run-dir" in text
     first.send_signal(signal.SIGTERM)
     first.communicate(timeout=60)
@@ -181,9 +202,9 @@ def test_a_full_disk_leaves_the_checkpoint_before_as_the_newest(folder: Folder) 
         folder.write_run(steps=10, every_steps=2)
         text = folder.argosy("train", "run.toml", "--run-dir", disk / "run", "--checkpoint.keep_last", 5, code=74)
         assert "No space left on device" in text
-        kept = json.loads(folder.argosy("checkpoint", "list", disk / "run", "--json"))
+        kept = json.loads(folder.argosy_here("checkpoint", "list", disk / "run", "--json"))
         assert kept and kept[-1]["step"] < 10
-        assert "whole" in folder.argosy("checkpoint", "verify", disk / "run")
+        assert "whole" in folder.argosy_here("checkpoint", "verify", disk / "run")
         assert len(losses(disk / "run")) == 10
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
@@ -198,11 +219,11 @@ def test_a_finished_run_is_not_run_again(folder: Folder) -> None:
     assert losses(folder.path / "runs/tiny") == before
 
 
-def test_it_joins_the_processes_of_torchrun(folder: Folder, undisturbed: list[float]) -> None:
-    folder.write_run(steps=40)
+def test_it_joins_the_processes_of_torchrun(folder: Folder, finished: Finished) -> None:
+    folder.write_run()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     subprocess.run([*torchrun, "-m", "argosy", "train", "run.toml"], cwd=folder.path, check=True, timeout=120)
-    assert losses(folder.path / "runs/tiny") == undisturbed
+    assert losses(folder.path / "runs/tiny") == losses(finished.run_dir)
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from argosy.cli.options import parse
+from argosy.cli.options import must_be_folder, parse
 from argosy.errors import ArgosyError, UserError
 
 HIDDEN = ("files", "step", "history")
@@ -100,7 +100,7 @@ def _list(argv: list[str]) -> int:
     from argosy.checkpoint.store import committed
 
     options = parse(argv, "argosy checkpoint list", Looking, inspect.getdoc(_list))
-    _must_be_folder(options.path)
+    must_be_folder(options.path)
     rows: list[dict[str, Any]] = []
     for checkpoint in committed(options.path):
         try:
@@ -136,7 +136,7 @@ def _verify(argv: list[str]) -> int:
     from argosy.checkpoint.store import MANIFEST, Checkpoint, committed
 
     options = parse(argv, "argosy checkpoint verify", Looking, inspect.getdoc(_verify))
-    _must_be_folder(options.path)
+    must_be_folder(options.path)
     alone = (options.path / MANIFEST).exists()
     checkpoints = [Checkpoint(options.path)] if alone else committed(options.path)
     if not checkpoints:
@@ -167,7 +167,7 @@ def _prune(argv: list[str]) -> int:
     from argosy.launch.run_folder import locked
 
     options = parse(argv, "argosy checkpoint prune", Pruning, inspect.getdoc(_prune))
-    _must_be_folder(options.run_dir)
+    must_be_folder(options.run_dir)
     if options.keep_last < 1 or options.keep_every < 0:
         raise UserError("--keep-last must be at least 1 and --keep-every at least 0: the newest is always kept.")
     with locked(options.run_dir):
@@ -184,7 +184,7 @@ def _export(argv: list[str]) -> int:
       argosy checkpoint export runs/demo --out demo-hf
     """
     options = parse(argv, "argosy checkpoint export", Exporting, inspect.getdoc(_export))
-    _must_be_folder(options.path)
+    must_be_folder(options.path)
     from argosy.inference.huggingface import export_checkpoint
 
     export_checkpoint(options.path, options.out, options.dtype)
@@ -199,14 +199,9 @@ def _import(argv: list[str]) -> int:
       argosy checkpoint import Qwen3-0.6B --out runs/qwen
     """
     options = parse(argv, "argosy checkpoint import", Importing, inspect.getdoc(_import))
-    _must_be_folder(options.folder)
+    must_be_folder(options.folder)
     from argosy.inference.huggingface import import_checkpoint
 
     import_checkpoint(options.folder, options.out)
     print(f"wrote {options.out}", file=sys.stderr)
     return 0
-
-
-def _must_be_folder(path: Path) -> None:
-    if not path.is_dir():
-        raise UserError(f"{path}: no such folder.")

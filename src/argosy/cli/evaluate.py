@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from argosy.cli.options import parse
+from argosy.cli.options import must_be_folder, parse
 from argosy.errors import UserError
 
 
@@ -41,6 +41,7 @@ def main(argv: list[str]) -> None:
     options = parse(argv, "argosy evaluate", Options)
     if options.max_tokens < 1 or (options.seq_len or 1) < 1:
         raise UserError("--max-tokens and --seq-len must be at least 1.")
+    must_be_folder(options.path)
     from argosy.inference.evaluate import evaluate
 
     score = evaluate(

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import tyro
 
-from argosy.cli.options import parse
+from argosy.cli.options import must_be_folder, parse
 from argosy.errors import UserError
 
 
@@ -45,6 +45,7 @@ def main(argv: list[str]) -> None:
     """`argosy generate PATH ...`."""
     options = parse(argv, "argosy generate", Options)
     _check(options)
+    must_be_folder(options.path)
     from argosy.inference.generate import stream
 
     pieces = stream(

@@ -202,3 +202,9 @@ def _number(word: str) -> object:
         except ValueError:
             continue
     return {"true": True, "false": False}.get(word.lower(), word)
+
+
+def must_be_folder(path: Path) -> None:
+    """Raise UserError unless `path` is a folder: before torch is imported, which takes seconds."""
+    if not path.is_dir():
+        raise UserError(f"{path}: no such folder.")

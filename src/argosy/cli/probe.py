@@ -51,11 +51,15 @@ def main(argv: list[str]) -> None:
     options = parse(argv, "argosy probe", Options)
     _check(options)
     from argosy.config.load import load
+    from argosy.plan.hardware.devices import find_device
+
+    run = load(options.run, _overrides(options))
+    if options.device is not None:
+        find_device(options.device)  # what is wrong with the command is said before torch is imported
     from argosy.probe.machine import catalogue_device
     from argosy.probe.probe import ProbeRequest
     from argosy.probe.start import find_probed, probe_here, probe_joined
 
-    run = load(options.run, _overrides(options))
     devices = find_probed(run.launch)
     asked = ProbeRequest(
         run=run,
