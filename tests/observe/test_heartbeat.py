@@ -75,12 +75,12 @@ def test_the_last_steps_are_remembered_and_another_world_begins_anew(heartbeat):
     assert seen.busy_s == {} and seen.step == -1 and seen.phase == "recovering"
 
 
-def test_doubts_outlive_a_world(heartbeat):
-    assert reading(heartbeat).doubts == 0
-    heartbeat.doubt()
-    heartbeat.doubt()
+def test_suspicions_outlive_a_world(heartbeat):
+    assert reading(heartbeat).suspicions == 0
+    heartbeat.suspect()
+    heartbeat.suspect()
     heartbeat.join(generation=1, rank=0, sequences=dict)
-    assert reading(heartbeat).doubts == 2
+    assert reading(heartbeat).suspicions == 2
 
 
 def test_sequence_numbers_that_cannot_be_had_stay_as_they_were(heartbeat):
@@ -193,6 +193,6 @@ def test_a_process_without_an_agent_has_a_heartbeat_like_any_other_without_a_fil
     unread.enter("forward")
     unread.took(0.5)
     unread.can_go_back_to(2)
-    unread.doubt()
+    unread.suspect()
     unread.close()
     assert threading.active_count() == threads and not hasattr(unread, "path")

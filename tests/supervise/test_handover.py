@@ -1,4 +1,4 @@
-"""What a coordinator leaves to the next: nothing that is doubtful is taken for true."""
+"""What a coordinator leaves to the next: nothing uncertain is taken for true."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import pytest
 
 from argosy.supervise.handover import FILE, Handover
 
-LEFT = Handover(3, "dp_replicate=2", 2, {"a": 1, "b": 1}, is_instead=True, avoided=("c",), last=("c",), doubts={"c": 3})
+LEFT = Handover(
+    3, "dp_replicate=2", 2, {"a": 1, "b": 1}, is_instead=True, avoided=("c",), last=("c",), suspicions={"c": 3}
+)
 
 
 def test_a_handover_is_read_as_it_was_written(tmp_path):

@@ -98,7 +98,7 @@ class DocumentReader:
     def _texts(self, file: InputFile) -> Iterator[str]:
         """Yield the readable texts of a file; end where max_text_bytes is reached."""
         for found in read_file(file, self._field):
-            data = self._judge(found)
+            data = self._or_skip(found)
             if not data:
                 continue
             data = data[: self._left()]
@@ -108,7 +108,7 @@ class DocumentReader:
             if self._left() == 0:
                 return
 
-    def _judge(self, found: bytes | BadInput) -> bytes:
+    def _or_skip(self, found: bytes | BadInput) -> bytes:
         """Return a text as UTF-8. Return b"" for one to skip, and count it."""
         if isinstance(found, BadInput):
             if self._on_bad_input == "refuse":

@@ -46,7 +46,7 @@ TRIES = 100
 
 # The page, in words of 8 bytes. Two writers, hence two parts, each with a version that is odd while it is written.
 MAGIC_AT, FORMAT_AT, PID_AT = range(3)
-LOOP_VERSION, GENERATION, RANK, STEP, PHASE, PHASE_SINCE, SAFE_STEP, DOUBTS = range(8, 16)
+LOOP_VERSION, GENERATION, RANK, STEP, PHASE, PHASE_SINCE, SAFE_STEP, SUSPICIONS = range(8, 16)
 TOOK = 16  # LAST_STEPS pairs: step, nanoseconds
 BEAT = TOOK + 2 * LAST_STEPS
 BEAT_VERSION, BEATS, BEAT_AT, PEAK_MEMORY, GROUP_COUNT = range(BEAT, BEAT + 5)
@@ -119,9 +119,9 @@ class Heartbeat:
         """Show that the steps before `step` are safe: the run would not lose them, whatever is lost now."""
         self._words[SAFE_STEP] = step
 
-    def doubt(self) -> None:
+    def suspect(self) -> None:
         """Count that what this process computed or holds was found wrong, or may be wrong."""
-        self._words[DOUBTS] += 1
+        self._words[SUSPICIONS] += 1
 
     def took(self, busy_s: float) -> None:
         """Show that the last step took `busy_s` seconds of this process's own work, without waits for other ranks."""
@@ -212,8 +212,8 @@ class HeartbeatReading:
     """Process group -> number of collectives that this process has begun in it."""
     safe_step: int = -1
     """Steps in the newest checkpoint, in memory or on disk, that all ranks have their part of; -1: none is known."""
-    doubts: int = 0
-    """How often its numbers were found wrong, or in doubt, since it started."""
+    suspicions: int = 0
+    """How often its numbers were found wrong, or suspected to be, since it started."""
 
     def to_record(self) -> dict[str, Any]:
         """Return the reading as a record for JSON."""
@@ -283,7 +283,7 @@ def _reading(loop: list[int], beat: list[int]) -> HeartbeatReading:
         beat_ns=beat[BEAT_AT],
         peak_memory_bytes=beat[PEAK_MEMORY],
         safe_step=loop[SAFE_STEP],
-        doubts=loop[DOUBTS],
+        suspicions=loop[SUSPICIONS],
         sequences={_name(beat[at + 1 : at + GROUP_WORDS]): beat[at] for at in groups},
     )
 

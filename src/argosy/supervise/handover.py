@@ -30,7 +30,7 @@ class Handover:
     """Nodes to use only if there are not enough processes without them."""
     last: tuple[str, ...] = ()
     """Nodes to use after all others."""
-    doubts: dict[str, int] = field(default_factory=dict)
+    suspicions: dict[str, int] = field(default_factory=dict)
     """Node -> how often it was suspected."""
 
     def save(self, run_dir: Path) -> None:

@@ -62,7 +62,7 @@ class Membership:
         self._newcomer, self._came_s = "", 0.0
         """A node that a larger generation could use, and the time since which no other came."""
         self._avoided, self._last = set(handover.avoided), set(handover.last)
-        self._doubts = Counter(handover.doubts)
+        self._suspicions = Counter(handover.suspicions)
         self._failures = Failures(settings.max_restarts)
         self._is_counted = True
         self._ended = self._stopping = False
@@ -176,7 +176,7 @@ class Membership:
         """A rank of a node is suspected: check the node before it goes on, unless that was done often enough."""
         node = self.nodes.get(name)
         is_ending = self._stopping or any(worker.state is State.DONE for worker in self._members())
-        if node is None or node.is_being_checked or is_ending or self._doubts[name] >= MOST_SUSPICIONS:
+        if node is None or node.is_being_checked or is_ending or self._suspicions[name] >= MOST_SUSPICIONS:
             return
         if self._settings.checks_nodes:
             self._suspect(name)
@@ -204,7 +204,7 @@ class Membership:
             is_instead=self._instead is not None,
             avoided=tuple(sorted(self._avoided)),
             last=tuple(sorted(self._last)),
-            doubts=dict(self._doubts),
+            suspicions=dict(self._suspicions),
         )
 
     def places_of(self, ranks: Collection[int]) -> list[tuple[str, int]]:
@@ -372,8 +372,8 @@ class Membership:
             self._queue.append(CheckNode(name))
 
     def _suspect(self, name: str) -> None:
-        self._doubts[name] += 1
-        if self._doubts[name] >= MOST_SUSPICIONS:
+        self._suspicions[name] += 1
+        if self._suspicions[name] >= MOST_SUSPICIONS:
             self.put_last(name)
 
     def _missing_workers(self) -> str:

@@ -91,7 +91,7 @@ class Integrity(Checks):
     def suspect(self, ranks: Collection[int]) -> None:
         """Show that this process is or may be to blame, if it is one of `ranks`: its node is checked then."""
         if self._world.rank in ranks:
-            self._heartbeat.doubt()
+            self._heartbeat.suspect()
 
     def _recompute(self, step: int, rank: int) -> Result:
         """Return loss and gradient of the samples of another replica, `rank`."""

@@ -9,17 +9,17 @@ from resilience.detect.samples import World
 def test_a_rank_is_named_once_for_each_time_that_it_was_blamed():
     world, suspect = World(3), SuspectDetector()
     assert not suspect.observe(world.sample())
-    world.change(2, doubts=1)
+    world.change(2, suspicions=1)
     (finding,) = suspect.observe(world.sample())
     assert (finding.kind, finding.action, finding.ranks) == ("suspect", "check_node", (2,))
     assert not suspect.observe(world.sample())
-    world.change((1, 2), doubts=2)
+    world.change((1, 2), suspicions=2)
     assert [f.ranks for f in suspect.observe(world.sample())] == [(1,), (2,)]
 
 
 def test_a_process_that_takes_its_place_is_not_blamed_for_it():
     world, suspect = World(2), SuspectDetector()
-    world.change(1, doubts=3)
+    world.change(1, suspicions=3)
     suspect.observe(world.sample())
-    world.change(1, pid=999, doubts=0, generation=2)
+    world.change(1, pid=999, suspicions=0, generation=2)
     assert not suspect.observe(world.sample())

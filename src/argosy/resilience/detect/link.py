@@ -63,7 +63,7 @@ class SlowLinkDetector:
         for step in fresh:
             own_s = max(reading.busy_s[step] for reading in readings)
             self._take_in(step, _Step(sample.at_s, took_s[step], max(0.0, took_s[step] - own_s)))
-        return self._judge() if fresh and len(self._window) >= self._steps else []
+        return self._findings() if fresh and len(self._window) >= self._steps else []
 
     def _start(self, generation: int) -> None:
         self.generation, self._seen, self._last = generation, 0, -1
@@ -83,7 +83,7 @@ class SlowLinkDetector:
         steps = list(islice(reversed(self._window), self._steps))
         return _Step(steps[-1].at_s, median(s.took_s for s in steps), median(s.waited_s for s in steps))
 
-    def _judge(self) -> list[Finding]:
+    def _findings(self) -> list[Finding]:
         now = self._typical
         if self._usual is None or now.took_s < self._usual.took_s:
             self._usual = now

@@ -65,7 +65,7 @@ class StragglerDetector:
         if not self._take_in(readings, sample.at_s):
             return []
         self._in_all = self._slow.total()
-        return [finding for rank in sorted(readings) if (finding := self._judge(rank)) is not None]
+        return [finding for rank in sorted(readings) if (finding := self._finding(rank)) is not None]
 
     def _start(self, generation: int) -> None:
         self._generation, self._seen, self._last = generation, 0, -1
@@ -102,7 +102,7 @@ class StragglerDetector:
                 ratios |= {rank: times[at] / max(_median_without(times, at), 1e-9) for at, rank in enumerate(ranks)}
         return ratios
 
-    def _judge(self, rank: int) -> Finding | None:
+    def _finding(self, rank: int) -> Finding | None:
         evidence = self._always(rank) or self._repeatedly(rank)
         if not evidence:
             if self._found_at.pop(rank, None) is not None:

@@ -1,6 +1,6 @@
 """A rank that the workers' own checks blamed, because replicas, gradients or reductions differ: its machine may be bad.
 
-A worker shows in its heartbeat how often it was blamed (`Heartbeat.doubt`); what they found workers write as events.
+A worker shows in its heartbeat how often it was blamed (`Heartbeat.suspect`); what they found workers write as events.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class SuspectDetector:
         """Return what is found in the newest sample."""
         found = []
         for rank, seen in sorted(sample.workers.items()):
-            doubts, pid = seen.reading.doubts, seen.reading.pid
-            if doubts > self._known.get(pid, 0):
-                self._known[pid] = doubts
+            suspicions, pid = seen.reading.suspicions, seen.reading.pid
+            if suspicions > self._known.get(pid, 0):
+                self._known[pid] = suspicions
                 why = f"the state or results of rank {rank} are wrong, or suspect"
-                found.append(Finding("suspect", "check_node", why, (rank,), {"times": doubts, "pid": pid}))
+                found.append(Finding("suspect", "check_node", why, (rank,), {"times": suspicions, "pid": pid}))
         return found
