@@ -100,7 +100,19 @@ def test_a_peer_that_takes_nothing_is_waited_for_if_asked():
     there.close()
 
 
-@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n", b"[1]\n", b'{"colour": "red"}\n', b"\xff\n"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\n",
+        b"[1]\n",
+        b'{"colour": "red"}\n',
+        b"\xff\n",
+        b'{"kind": "hello", "data": "much"}\n',
+        b'{"kind": "hello", "data": [-1]}\n',
+        b'{"kind": "hello", "descriptors": "1"}\n',
+        b'{"kind": "hello", "descriptors": 1}\n',
+    ],
+)
 def test_a_peer_that_does_not_speak_the_protocol_is_gone(data):
     one, other = socket.socketpair()
     with one:

@@ -31,6 +31,7 @@ RECEIVE_BYTES = 1 << 16
 INT = struct.Struct("i")
 MOST_DESCRIPTORS = 4
 """In one message."""
+NO_MESSAGE = "what it says is no message"
 
 
 class Gone(Exception):
@@ -154,6 +155,8 @@ class Channel:
         if sizes:
             message["data"] = [memoryview(self._cut(size)) for size in sizes]
         if "descriptors" in message:
+            if message["descriptors"] > len(self._descriptors):
+                raise Gone(NO_MESSAGE)  # they come with the line's first byte
             message["descriptors"] = [self._descriptors.popleft() for _ in range(message["descriptors"])]
         return message
 
@@ -168,9 +171,15 @@ def _parsed(line: bytearray) -> Message:
     """Return the message of a line. Raises: Gone if it is none: a web browser, say, has connected by mistake."""
     with suppress(ValueError):
         message = json.loads(line)
-        if isinstance(message, dict) and "kind" in message:
+        if isinstance(message, dict) and "kind" in message and _counts(message):
             return message
-    raise Gone("what it says is no message")
+    raise Gone(NO_MESSAGE)
+
+
+def _counts(message: Message) -> bool:
+    """Return True if the sizes of its data and the number of its descriptors, where it has any, are numbers."""
+    sizes, descriptors = message.get("data", []), message.get("descriptors", 0)
+    return isinstance(sizes, list) and all(type(n) is int and n >= 0 for n in (*sizes, descriptors))
 
 
 def call(address: Address) -> Future[socket.socket]:
