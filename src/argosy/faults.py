@@ -42,7 +42,7 @@ POINTS = {
     "recover": "in a new world, before state is taken from others or from disk",
     "loader": "in the thread that reads a step's rows",
     "batch": "before the step's batch is taken",
-    "forward": "before the forward of each microbatch (of a pipeline: before its schedule)",
+    "forward": "before the forward of each microbatch, of a replay check too (of a pipeline: before its schedule)",
     "backward": "before the backward of each microbatch (of a pipeline: in each of its stages)",
     "bucket": "before a bucket of gradients is summed over ranks; tensors: bucket",
     "gradient": "when gradients are summed, before the exchange; tensors: each piece's gradient",

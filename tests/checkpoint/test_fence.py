@@ -37,3 +37,4 @@ def test_a_folder_from_before_generations_were_called_so_goes_on(tmp_path):
     assert fence.newest_generation(tmp_path) == 4
     fence.begin_generation(tmp_path, 5)
     assert fence.newest_generation(tmp_path) == 5
+    assert (tmp_path / ".epoch").read_text() == "5\n", "a process of the older version is fenced as well"

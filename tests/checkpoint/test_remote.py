@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from argosy.checkpoint import fence, store
-from argosy.checkpoint.checksums import Damaged, file_sum
+from argosy.checkpoint.checksums import Damaged, file_sum, signed
 from argosy.checkpoint.fence import Fenced
 from argosy.checkpoint.remote import Remote
 from argosy.checkpoint.store import Checkpoint
@@ -61,6 +61,18 @@ def test_what_is_there_is_not_copied_again_and_what_differs_is(url, run_dir):
     assert not remote.put(store.committed(run_dir)[0], anywhere)
     store.remove(store.step_folder(run_dir, 4))
     assert remote.put(write(run_dir, 4, plan="another"), anywhere)
+
+
+def test_a_copy_whose_manifest_an_older_version_wrote_is_the_same_checkpoint(tmp_path, run_dir):
+    given, remote = write(run_dir, 4), Remote(str(tmp_path / "there"), run_dir)
+    remote.put(given, anywhere)
+    record = given.manifest.to_record()
+    record[fence.OLD_NAME] = record.pop("generation")
+    (there,) = (tmp_path / "there").rglob(store.MANIFEST)
+    there.write_bytes(signed(record))
+    assert not remote.put(given, anywhere)
+    there.write_bytes(b"{}")
+    assert remote.put(given, anywhere), "what is no manifest is replaced"
 
 
 def test_runs_do_not_meet(url, run_dir):

@@ -31,6 +31,11 @@ def test_an_old_option_works_with_a_warning_that_names_the_new_one():
     assert run.resilience.heartbeat_timeout_s == 3.0
 
 
+def test_old_and_new_option_together_are_refused():
+    with pytest.raises(UserError, match=r"--resilience\.examine_s .* both"):
+        parse_run(["--resilience.examine-s=0", "--resilience.node-check-s", "1"], "argosy train", Options)
+
+
 def test_old_and_new_key_together_are_refused(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text("[resilience]\nmove_for_speed = true\nmigrate = false\n")

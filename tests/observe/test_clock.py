@@ -53,7 +53,7 @@ def test_a_block_that_fails_is_counted_too(clock):
     assert clock.lap()["checkpoint"] > 0.009
 
 
-def test_the_heartbeat_show_the_part_and_how_long_own_work_took(tmp_path):
+def test_the_heartbeat_shows_the_part_and_how_long_own_work_took(tmp_path):
     heartbeat = Heartbeat(tmp_path)
     clock = StepClock(torch.device("cpu"), heartbeat)
     heartbeat.begin(3)

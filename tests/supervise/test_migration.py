@@ -1,4 +1,4 @@
-"""When a run moves because of measured speed, what it waits for first, and what it does not try again."""
+"""When a run migrates because of measured speed, what it waits for first, and what it does not try again."""
 
 from __future__ import annotations
 

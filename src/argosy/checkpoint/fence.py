@@ -23,6 +23,7 @@ GONE = ".gone"
 """Ends the names of folders that have lost theirs; they are deleted later."""
 OLD_NAME = "epoch"
 """What a generation was called in the folders of older runs, which go on."""
+OLD_FILE = f".{OLD_NAME}"
 _PARTIAL = re.compile(rf"step-(\d{{8,}})\.(?:generation|{OLD_NAME})-(\d{{4,}})" + re.escape(PARTIAL))
 
 
@@ -37,7 +38,7 @@ def own_generation() -> int:
 
 def newest_generation(run_dir: Path) -> int:
     """Return the newest generation of a run, which may be over; 0 if none has begun."""
-    for name in (GENERATION_FILE, f".{OLD_NAME}"):
+    for name in (GENERATION_FILE, OLD_FILE):
         with suppress(FileNotFoundError):
             return int((run_dir / name).read_text())
     return 0
@@ -45,8 +46,10 @@ def newest_generation(run_dir: Path) -> int:
 
 def begin_generation(run_dir: Path, generation: int) -> None:
     """Let only processes of `generation` commit checkpoints from now on; folders of older ones lose their names."""
-    with atomic_write(run_dir / GENERATION_FILE) as file:
-        file.write(f"{generation}\n".encode())
+    names = [name for name in (GENERATION_FILE, OLD_FILE) if name == GENERATION_FILE or (run_dir / name).exists()]
+    for name in names:  # a process of an older version that was cut off looks at the old one
+        with atomic_write(run_dir / name) as file:
+            file.write(f"{generation}\n".encode())
     for folder, _, theirs in partial_folders(run_dir):
         if theirs < generation:
             with suppress(OSError):  # it has just been committed, or deleted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from argosy.checkpoint import fence, store
 from argosy.checkpoint.checksums import CHUNK_BYTES, Damaged, FileSum, check_files
 from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.store import FOLDER, MANIFEST, Checkpoint
-from argosy.errors import UserError
+from argosy.errors import ArgosyError, UserError
 
 
 class Remote:
@@ -57,8 +58,9 @@ class Remote:
         manifest = checkpoint.manifest
         there = self._path(checkpoint.step, MANIFEST)
         if self._fs.exists(there):
-            if self._fs.cat_file(there) == manifest.to_bytes():
-                return False
+            with suppress(ArgosyError):  # damaged, or of another format: it is replaced
+                if CheckpointManifest.from_bytes(self._fs.cat_file(there), there) == manifest:
+                    return False
             self._fs.rm_file(there)
         check_generation()
         self._fs.makedirs(self._path(checkpoint.step), exist_ok=True)

@@ -78,7 +78,7 @@ def parse(argv: list[str], prog: str, options: type[ExtraT], about: str | None =
 def _parse(argv: list[str], prog: str, extra: type[ExtraT], config: Section) -> tuple[ExtraT, dict[str, object]]:
     """The command's options, and the keys of `config` that the command line changes: dotted key -> value."""
     form = _form(config, explained=any(word in ("-h", "--help") for word in argv))
-    argv = [_by_new_name(word) for word in argv]
+    argv = _by_new_names(argv)
     flat = tyro.conf.arg(name="")
     both = make_dataclass(
         "Both",
@@ -97,12 +97,20 @@ def _parse(argv: list[str], prog: str, extra: type[ExtraT], config: Section) -> 
     return found.extra, dict(_changes(form, found.run, config, typed))
 
 
-def _by_new_name(word: str) -> str:
-    """Return the option under its new name, with a warning, if its key was renamed."""
-    name, *value = word.split("=", 1)
-    key = keys.key_of(name.removeprefix(OPTION_MARK))
-    is_renamed = name.startswith(OPTION_MARK) and key in RENAMED
-    return "=".join([OPTION_MARK + keys.dotted(new_key(key, OPTION_MARK)), *value]) if is_renamed else word
+def _by_new_names(argv: list[str]) -> list[str]:
+    """Return the words with renamed options under their new names, with a warning for each.
+
+    Raises: UserError if an option is given by both names.
+    """
+    typed = {word: keys.key_of(word[len(OPTION_MARK) :].split("=")[0]) for word in argv if word.startswith(OPTION_MARK)}
+
+    def named(word: str) -> str:
+        if typed.get(word) not in RENAMED:
+            return word
+        new = OPTION_MARK + keys.dotted(new_key(typed[word], OPTION_MARK, typed.values()))
+        return "=".join([new, *word.split("=", 1)[1:]])
+
+    return [named(word) for word in argv]
 
 
 def _description(options: type) -> str:

@@ -15,6 +15,10 @@ MAY_CHANGE = ("name", "plan", "model.preset", "model.weights", "train.steps", "t
 """Keys that a resumed run may change: they affect neither what the checkpoint means nor the order of the samples."""
 
 
+ADDED = {"model.qkv_bias": False}
+"""Keys that older versions did not have, with the value that says what these did: it is left out, as they left it."""
+
+
 def lasting_values(run: RunConfig) -> dict[str, Any]:
     """Return dotted key -> value for all keys except those that may change."""
     values = {dotted(key): value for key, value in flatten(run.model_dump(mode="json"), RunConfig).items()}
@@ -23,7 +27,8 @@ def lasting_values(run: RunConfig) -> dict[str, Any]:
 
 def config_sha256(run: RunConfig) -> str:
     """Return a checksum of the run file without the keys that may change."""
-    return hashlib.sha256(json.dumps(lasting_values(run), sort_keys=True).encode()).hexdigest()
+    values = {key: value for key, value in lasting_values(run).items() if key not in ADDED or value != ADDED[key]}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def is_under(key: str, prefixes: tuple[str, ...]) -> bool:

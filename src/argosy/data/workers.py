@@ -11,6 +11,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -101,15 +102,20 @@ def main() -> None:
     inbox: queue.SimpleQueue[list[memoryview]] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(channel, inbox), daemon=True).start()
     encoder = Encoder(Path(told["tokenizer"]), told["engine"], np.dtype(told["dtype"]), told["fraction"])
-    while True:
-        texts = [str(text, "utf-8", "surrogatepass") for text in inbox.get()]
-        try:
-            batch = encoder.encode(texts)
-        except Exception as error:
-            channel.send("failed", why=f"{type(error).__name__}: {error}")
-            continue
-        arrays = (batch.tokens, batch.lengths, batch.text_bytes, batch.held_out)
-        channel.send("encoded", data=[array.data for array in arrays])
+    with suppress(Gone):
+        while True:
+            _answer(channel, encoder, [str(text, "utf-8", "surrogatepass") for text in inbox.get()])
+
+
+def _answer(channel: Channel, encoder: Encoder, texts: list[str]) -> None:
+    """Send the encoded texts, or why there are none. Raises: Gone."""
+    try:
+        batch = encoder.encode(texts)
+    except Exception as error:
+        channel.send("failed", why=f"{type(error).__name__}: {error}")
+        return
+    arrays = (batch.tokens, batch.lengths, batch.text_bytes, batch.held_out)
+    channel.send("encoded", data=[array.data for array in arrays])
 
 
 def _listen(channel: Channel, inbox: queue.SimpleQueue[list[memoryview]]) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 from argosy.files import atomic_write
 
 FILE = "membership.json"
+OLD_NAMES = {"generation": "epoch", "suspicions": "doubts"}
+"""What keys were called in the folders of older runs, which go on."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,9 @@ class Handover:
         """Read the handover of `generation`; one without members if there is none, or it cannot be read."""
         try:
             record = json.loads((run_dir / FILE).read_bytes())
+            for new, old in OLD_NAMES.items():
+                if old in record:
+                    record[new] = record.pop(old)
             avoided, last = tuple(record.pop("avoided")), tuple(record.pop("last"))
             found = cls(**record, avoided=avoided, last=last)
         except (OSError, ValueError, TypeError, KeyError, AttributeError):

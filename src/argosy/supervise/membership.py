@@ -312,8 +312,8 @@ class Membership:
         """
         free = dict.fromkeys(range(self.size))
         places: dict[tuple[str, int], int] = {}
-        keepers = sorted(ready, key=lambda place: -self.nodes[place[0]].workers[place[1]].generation)
-        for name, slot in keepers:
+        in_order = sorted(ready, key=lambda place: -self.nodes[place[0]].workers[place[1]].generation)
+        for name, slot in in_order:
             worker = self.nodes[name].workers[slot]
             if worker.generation and worker.rank in free:
                 places[name, slot] = worker.rank
