@@ -120,16 +120,19 @@ def test_zero_1_and_2_split_what_expert_and_tensor_axes_left_of_an_expert(worker
         assert found["nested_experts"] == {}
 
 
-def shared(world: World, plan: Plan) -> list[bool]:
-    """Whether ranks share a dense parameter, and one of experts that are dealt out, beyond tp and ep."""
+def shared(world: World, plan: Plan) -> list[int | None]:
+    """Return how many ranks share a dense parameter, and one of experts that are dealt out, beyond tp and ep."""
     meshes = lay_out_meshes("cpu", plan, tied_ends=False, timeout_s=60)
-    return [meshes.sharing(outer) is not None for outer in ((), ("ep",))]
+    found = [meshes.sharing(outer) for outer in ((), ("ep",))]
+    return [None if mesh is None else mesh.size(-1) for mesh in found]
 
 
 @pytest.mark.parametrize(
-    ("plan", "expected"), [("tp=2,zero=1", [False, False]), ("dp_shard=2,ep=2,zero=1", [True, False])]
+    ("plan", "expected"),
+    [("tp=2,zero=1", [1, 1]), ("dp_shard=2,ep=2,zero=1", [2, 1]), ("dp_shard=2,ep=2,zero=3", [None, None])],
 )
-def test_a_rank_that_shares_with_no_other_has_no_mesh_to_share_over(workers, plan, expected):
+def test_state_is_shared_over_a_mesh_under_zero_1_and_2_if_only_with_oneself(workers, plan, expected):
+    """The mesh says in which order splits are undone, and so what is sent, also where the last one is of one rank."""
     assert workers.run(2, shared, Plan.parse(plan)) == [expected] * 2
 
 

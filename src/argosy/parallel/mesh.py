@@ -105,7 +105,7 @@ class RankMeshes(Meshes):
 
     def sharing(self, outer: Sequence[str]) -> DeviceMesh | None:
         dim = "expert_shard" if "ep" in outer else "shard"
-        if not self.nested or self.group(dim) is None:
+        if not self.nested:
             return None
         return self.nested["ep" in outer][*outer, dim]
 
