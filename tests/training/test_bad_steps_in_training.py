@@ -162,7 +162,7 @@ def test_the_steps_after_going_back_are_those_that_were_there_before(corpus, tmp
 
 
 def test_a_run_of_bad_steps_ends_with_what_to_try(corpus, tmp_path):
-    run = run_config(corpus, checkpoint={"every_steps": 2})
+    run = run_config(corpus, checkpoint={"every_steps": 2, "background": False})
     with pytest.raises(RunFailed, match=rf"last {MOST_IN_A_ROW} steps were not finite.*Try a smaller optimizer\.lr"):
         train_on_poison(ALONE, run, "", tmp_path, set(range(30, 1000)))
     assert store.newest_whole(tmp_path).checkpoint.step == 2
