@@ -12,7 +12,7 @@ help:
 	@echo "make test      set up, run the tests (about 10 minutes on 2 cores)"
 	@echo "make test-all  the slow ones too"
 	@echo "make test-faults  the whole matrix of faults, each at five places (an hour and a half)"
-	@echo "make healthy   an hour of training that nobody disturbs: nothing is to be found wrong (RUN=run.toml)"
+	@echo "make healthy   an hour of undisturbed training, in which no fault must be found (RUN=run.toml)"
 	@echo "make chaos     a run that is killed, stopped and corrupted at random for half an hour"
 	@echo "make lint      ruff, mypy, and the order of imports"
 	@echo "make docs      check links and commands in the documents, write the run file's JSON schema"

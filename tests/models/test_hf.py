@@ -16,14 +16,16 @@ from transformers import (
     DeepseekV3Config,
     LlamaConfig,
     MixtralConfig,
+    PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen2Tokenizer,
     Qwen3Config,
     Qwen3MoeConfig,
 )
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from argosy.config.schema import ModelConfig, RopeScaling
-from argosy.errors import UserError
+from argosy.errors import ArgosyWarning, UserError
 from argosy.models import hf, hf_config
 from argosy.models.decoder import Decoder
 from argosy.models.rope import rotary_table
@@ -333,6 +335,22 @@ def test_the_tokenizer_goes_with_the_model_and_encodes_the_same(family, small, b
     assert theirs.decode(theirs("ABC 12")["input_ids"]) == "ABC 12"
     assert theirs.eos_token_id == 0 and theirs.model_max_length == config.max_seq_len
     assert load_theirs(out).generation_config.eos_token_id == 0
+
+
+def test_a_tokenizer_that_transformers_would_take_for_another_is_exported_with_a_warning(
+    small, build, tokenizer_file, tmp_path
+):
+    config = small.model_copy(update={"family": "qwen2", "qkv_bias": True})
+    weights = build(config).state_dict()
+    with pytest.warns(ArgosyWarning, match=r"given\.json: AutoTokenizer .* PreTrainedTokenizerFast\.from_pretrained"):
+        hf.export_folder(config, weights, tmp_path / "out", tokenizer=tokenizer_file, eod_id=0)
+    text, ids = "ABC 123", Tokenizer.from_file(str(tokenizer_file))
+    assert PreTrainedTokenizerFast.from_pretrained(tmp_path / "out")(text)["input_ids"] == ids.encode(text).ids
+
+    vocabulary = {symbol: i for i, symbol in enumerate(["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())[:100]])}
+    own = Qwen2Tokenizer(vocabulary, [], unk_token="<|end|>", eos_token="<|end|>", pad_token="<|end|>")
+    own.backend_tokenizer.save(str(tmp_path / "own.json"))  # of Qwen2's own kind: no warning
+    hf.export_folder(config, weights, tmp_path / "own", tokenizer=tmp_path / "own.json", eod_id=0)
 
 
 def test_a_folder_that_exists_is_not_touched(small, build, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,9 +17,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from argosy.config.schema import ModelConfig
-from argosy.errors import UserError
+from argosy.errors import ArgosyWarning, UserError
 from argosy.models.hf_config import config_from_json, config_to_json, refuse
-from argosy.models.hf_families import MTP_NAMES, is_stack, their_names, to_ours, to_theirs
+from argosy.models.hf_families import FAMILIES, MTP_NAMES, is_stack, their_names, to_ours, to_theirs
 from argosy.plan.parameters import state_table
 
 SHARD_BYTES = 5 * 10**9
@@ -135,6 +136,19 @@ def _write_tokenizer(folder: Path, file: Path, eod_id: int | None, config: Model
         **({} if eod is None else {"eos_token": eod, "pad_token": eod}),
     }
     _write_json(folder / "tokenizer_config.json", described)
+    if (split := FAMILIES[config.family].own_split) and not _splits_by(tokenizer, split):
+        warnings.warn(
+            f"{file}: AutoTokenizer of transformers splits text in its own way for {config.family} models, and would "
+            "give other tokens than this tokenizer. Load it with PreTrainedTokenizerFast.from_pretrained.",
+            ArgosyWarning,
+            stacklevel=1,
+        )
+
+
+def _splits_by(tokenizer: Tokenizer, split: str) -> bool:
+    """Return True if the tokenizer normalizes to NFC and splits text by this pattern."""
+    record = json.loads(tokenizer.to_str())
+    return (record["normalizer"] or {}).get("type") == "NFC" and json.dumps(split) in json.dumps(record)
 
 
 def _write_json(file: Path, value: object) -> None:

@@ -99,7 +99,13 @@ class Family:
     """In addition to `NAMES`."""
     aliases: dict[str, str] = field(default_factory=dict)
     """Keys of other versions -> the key in `keys`."""
+    own_split: str = ""
+    """Pattern that `AutoTokenizer` of transformers splits text by, whatever tokenizer.json says; empty: it obeys."""
 
+
+QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 DENSE = {"qkv_bias": False, "mla.kv_rank": 0, "moe.experts": 0}
 PLAIN_EXPERTS = {
@@ -119,6 +125,7 @@ FAMILIES = {
         fixed=DENSE | {"qkv_bias": True, "attention_bias": False},
         constants={"attention_bias": False},
         defaults={"max_position_embeddings": 32768, "num_key_value_heads": 32},
+        own_split=QWEN2_SPLIT,
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",

@@ -70,7 +70,7 @@ def main() -> None:
 def answer(run_dir: Path, question: MigrationQuestion) -> MigrationAnswer:
     """Return the planner's answer."""
     from argosy.config.load import load
-    from argosy.plan.search.replan import worth_moving
+    from argosy.plan.search.replan import worth_migrating
 
     run = load(run_dir / "run.toml")
     try:
@@ -82,7 +82,7 @@ def answer(run_dir: Path, question: MigrationQuestion) -> MigrationAnswer:
     now_s = question.step_s or best.predicted_now_s
     new_s = now_s * best.predicted_new_s / best.predicted_now_s
     left = steps_left(run, question.step, now_s)
-    pays = best.plan != question.plan and worth_moving(now_s, new_s, left, question.migration_s)
+    pays = best.plan != question.plan and worth_migrating(now_s, new_s, left, question.migration_s)
     return MigrationAnswer(**{**asdict(best), "pays": pays, "steps_left": left})
 
 

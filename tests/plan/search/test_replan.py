@@ -13,7 +13,7 @@ from argosy.plan.cost.prediction import predict
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import Plan
 from argosy.plan.rules import check_plan
-from argosy.plan.search.replan import Replanned, replan, step_with_slow_rank_s, with_slow_link, worth_moving
+from argosy.plan.search.replan import Replanned, replan, step_with_slow_rank_s, with_slow_link, worth_migrating
 
 CPUS, GPUS = Cluster.parse("4xcpu"), Cluster.parse("16xh100")
 
@@ -106,12 +106,12 @@ def test_what_does_not_fit_what_is_left_is_refused_with_the_figures():
 
 
 def test_a_move_must_pay_for_itself_twice_and_save_a_tenth():
-    assert worth_moving(1.0, 0.8, steps_left=1000, move_s=60)
-    assert not worth_moving(1.0, 0.8, steps_left=500, move_s=60)  # saves 100 s, and takes 60
-    assert not worth_moving(1.0, 0.95, steps_left=10**6, move_s=1)  # predictions are not that sure
-    assert not worth_moving(1.0, 1.2, steps_left=10**6, move_s=0)
-    assert not worth_moving(math.nan, 0.8, steps_left=10**6, move_s=1)
-    assert not worth_moving(math.inf, 0.8, steps_left=10**6, move_s=1)
+    assert worth_migrating(1.0, 0.8, steps_left=1000, migration_s=60)
+    assert not worth_migrating(1.0, 0.8, steps_left=500, migration_s=60)  # saves 100 s, and takes 60
+    assert not worth_migrating(1.0, 0.95, steps_left=10**6, migration_s=1)  # predictions are not that sure
+    assert not worth_migrating(1.0, 1.2, steps_left=10**6, migration_s=0)
+    assert not worth_migrating(math.nan, 0.8, steps_left=10**6, migration_s=1)
+    assert not worth_migrating(math.inf, 0.8, steps_left=10**6, migration_s=1)
 
 
 REPLICAS = Plan.parse("dp_replicate=4,precision=fp32,compile=false")

@@ -43,7 +43,7 @@ LEAST_WAITING = 0.001
 """Share of a predicted step below which its waits for links count as nothing."""
 LEAST_GAIN = 0.1
 """Share of the step that another plan must save: predictions for two plans of one machine are not more certain."""
-MOVES_WORTH = 2.0
+MIGRATIONS_WORTH = 2.0
 """Times that the saving must make up for the migration: the machine may change again before the run ends."""
 
 
@@ -105,20 +105,20 @@ def with_slow_link(run: RunConfig, plan: Plan, machine: Cluster, times: float) -
     return machine.model_copy(update={"factors": slowed(machine.factors, slower, "network")})
 
 
-def worth_moving(predicted_now_s: float, predicted_new_s: float, steps_left: int, move_s: float) -> bool:
+def worth_migrating(predicted_now_s: float, predicted_new_s: float, steps_left: int, migration_s: float) -> bool:
     """Return True if migrating from the running plan to one that is predicted to be faster is worth its cost.
 
     predicted_now_s, predicted_new_s: a step of either, predicted for the machine as it is measured to be now (a rank
     that became slow, a link that was lost), so that an error of the model for this machine is in both.
-    move_s: seconds that training stands still for the migration: resharding, compiling, the first slow steps.
+    migration_s: seconds that training stands still for the migration: resharding, compiling, the first slow steps.
 
-    The new plan must save at least `LEAST_GAIN` of a step, and over the remaining steps `MOVES_WORTH` times the cost of
-    the migration. False if either step is unknown (not finite).
+    The new plan must save at least `LEAST_GAIN` of a step, and over the remaining steps `MIGRATIONS_WORTH` times the
+    cost of the migration. False if either step is unknown (not finite).
     """
     saved_s = predicted_now_s - predicted_new_s
     if not math.isfinite(saved_s):
         return False
-    return saved_s >= LEAST_GAIN * predicted_now_s and saved_s * steps_left > MOVES_WORTH * move_s
+    return saved_s >= LEAST_GAIN * predicted_now_s and saved_s * steps_left > MIGRATIONS_WORTH * migration_s
 
 
 def _numerics(plan: Plan) -> Pins:
