@@ -125,7 +125,8 @@ class ChaosReport(BaseModel):
         lines = [
             f"chaos, seed {self.seed}: {len(self.faults)} faults in {self.chaos_s:.0f} s, {self.steps} steps; goodput "
             f"{self.goodput:.0%} (undisturbed, all take {self.reference_s:.0f} s)",
-            f"generations {self.generations}, starts of the command {self.starts}, faults that met no process {self.missed}",
+            f"generations {self.generations}, starts of the command {self.starts}, faults that met no process "
+            f"{self.missed}",
             "  fault         times   seen after s (median, worst)   training after s   steps lost",
         ]
         for kind in dict.fromkeys(fault.kind for fault in self.faults):
