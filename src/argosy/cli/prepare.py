@@ -1,6 +1,7 @@
 """Turn text into token shards, once, for any number of runs.
 
-After an interruption it goes on where it was. It does nothing if the folder already holds the same.
+After an interruption it goes on from the last whole shard (--shard-tokens). It does nothing if the folder already
+holds the same.
 
 Examples:
   argosy prepare book.txt notes/ --out data/mine                  files and folders; a tokenizer is trained on them

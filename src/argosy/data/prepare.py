@@ -283,5 +283,5 @@ def _writing(out: Path) -> Iterator[None]:
     except OSError as error:  # errors of reading are reported elsewhere
         raise RunFailed(
             f"out = {out}: cannot be written ({error}). Free some space or get the right to write there, then repeat "
-            "the command: it goes on where it was"
+            "the command: it goes on from the last whole shard"
         ) from error

@@ -91,7 +91,7 @@ def _send(process: Child, kind: str, **facts: Any) -> None:
 def _died(process: Child) -> RunFailed:
     return RunFailed(
         f"a tokenizer process died ({process.reap()}; SIGKILL often means that memory ran out). Repeat the command, "
-        "and it goes on where it was; fewer `processes` take less memory"
+        "and it goes on from the last whole shard; fewer `processes` take less memory"
     )
 
 
