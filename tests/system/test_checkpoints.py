@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from argosy.chaos.campaign import children, command_of
 from argosy.checkpoint import store
 from commands import Folder
 
@@ -39,17 +40,9 @@ def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:
 
 
 def writers(run_dir: Path) -> list[int]:
-    """The writer processes of a run's workers."""
-    workers = {str(event["pid"]) for event in events(run_dir, "worker_started")}
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if b"argosy.checkpoint.writer" in words and words[-2].decode() in workers:
-            found.append(int(path.parent.name))
-    return found
+    """Return the writer processes of a run's workers."""
+    workers = [event["pid"] for event in events(run_dir, "worker_started")]
+    return [pid for worker in workers for pid in children(worker) if "argosy.checkpoint.writer" in command_of(pid)]
 
 
 @pytest.fixture(scope="module")
