@@ -46,9 +46,11 @@ def newest_generation(run_dir: Path) -> int:
 
 def begin_generation(run_dir: Path, generation: int) -> None:
     """Let only processes of `generation` commit checkpoints from now on; folders of older ones lose their names."""
-    names = [name for name in (GENERATION_FILE, OLD_FILE) if name == GENERATION_FILE or (run_dir / name).exists()]
-    for name in names:  # a process of an older version that was cut off looks at the old one
-        with atomic_write(run_dir / name) as file:
+    paths = [run_dir / GENERATION_FILE]
+    if (run_dir / OLD_FILE).exists():  # a process of an older version that was cut off looks at this one
+        paths.append(run_dir / OLD_FILE)
+    for path in paths:
+        with atomic_write(path) as file:
             file.write(f"{generation}\n".encode())
     for folder, _, theirs in partial_folders(run_dir):
         if theirs < generation:

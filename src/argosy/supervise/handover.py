@@ -9,10 +9,11 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from argosy.checkpoint.fence import OLD_NAME
 from argosy.files import atomic_write
 
 FILE = "membership.json"
-OLD_NAMES = {"generation": "epoch", "suspicions": "doubts"}
+OLD_NAMES = {"generation": OLD_NAME, "suspicions": "doubts"}
 """What keys were called in the folders of older runs, which go on."""
 
 
