@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import signal
 import subprocess
@@ -133,14 +132,6 @@ def test_closing_leaves_no_file(tmp_path):
     heartbeat = Heartbeat(tmp_path)
     heartbeat.close()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_reading_survives_json(heartbeat):
-    heartbeat.join(1, 0, lambda: {"world#0": 3})
-    heartbeat.begin(0)
-    heartbeat.took(0.5)
-    seen = reading(heartbeat)
-    assert HeartbeatReading.from_record(json.loads(json.dumps(seen.to_record()))) == seen
 
 
 def test_the_beat_of_a_stopped_process_stands_still_and_its_page_outlives_it(tmp_path):

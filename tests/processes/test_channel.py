@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from argosy.processes.channel import Channel, Gone, call
+from argosy.processes.channel import Channel, Gone
 
 Ends = tuple[Channel, Channel]
 
@@ -136,13 +136,3 @@ def test_nothing_follows_half_a_message():
             assert not there.take()
     here.close()
     there.close()
-
-
-def test_a_call_does_not_block_whether_it_is_answered_or_not():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        calling = call(listener.getsockname())
-        connection = calling.result(timeout=10)
-        assert connection.getpeername() == listener.getsockname()
-        connection.close()
-        address = listener.getsockname()
-    assert isinstance(call(address).exception(timeout=10), ConnectionRefusedError)

@@ -17,8 +17,11 @@ from argosy.observe.events import read_lines
 from argosy.plan.plan import Plan
 from argosy.processes.channel import Channel, Message
 from argosy.processes.child import Entry
+from argosy.processes.handshake import listen
+from argosy.processes.secret import VALUE
 from argosy.supervise import coordinator_client as module
 from argosy.supervise.agent import Agent
+from peers import SECRET, Peer
 
 
 class Forks:
@@ -57,7 +60,8 @@ def server() -> Iterator[socket.socket]:
 
 
 @pytest.fixture
-def agent(tmp_path: Path, server: socket.socket) -> Agent:
+def agent(tmp_path: Path, server: socket.socket, monkeypatch: pytest.MonkeyPatch) -> Agent:
+    monkeypatch.setenv(VALUE, SECRET.decode())
     launch = LaunchConfig(nodes=2, node="a", coordinator=f"127.0.0.1:{server.getsockname()[1]}")
     run = RunConfig(launch=launch, resilience=ResilienceConfig(coordinator_timeout_s=0.5))
     return Agent(tmp_path, run, Plan.parse("dp_replicate=2"), Forks())  # type: ignore[arg-type]
@@ -94,13 +98,13 @@ def test_a_worker_that_waits_for_a_world_does_not_hold_up_the_end(agent, server)
     """That of a spare node, which nobody needed."""
     thread = threading.Thread(target=agent.run)
     thread.start()
-    coordinator = Channel(server.accept()[0])
-    coordinator.send("start", slot=0)
+    coordinator = Peer(server.accept()[0], listen(SECRET))
+    coordinator.say("start", slot=0)
     while "worker 0" not in (forked := agent._fork_server.forked):
         assert thread.is_alive()
     forked["worker 0"].send("ready", generation=0, why="")
     while coordinator.receive()["kind"] != "ready":
         pass
-    coordinator.send("finish", exit_code=0, why="", error="")
+    coordinator.say("finish", exit_code=0, why="", error="")
     thread.join(10)
     assert not thread.is_alive()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,44 +15,41 @@ from argosy.checkpoint.fence import begin_generation, newest_generation
 from argosy.config.schema import LaunchConfig, ResilienceConfig, RunConfig
 from argosy.observe.events import read_lines
 from argosy.plan.plan import Plan
-from argosy.processes.channel import Channel, Gone, Message
-from argosy.supervise import coordinator
+from argosy.processes.handshake import call
+from argosy.supervise import agent_connections
 from argosy.supervise.coordinator import Coordinator
 from argosy.supervise.folder import name_of
+from peers import SECRET, Peer
 
 
 class AgentConnection:
     """The other end, by hand: a node of one worker."""
 
     def __init__(self, name: str, port: int, folder: str):
-        self.name, self._folder, self._channel = name, folder, Channel(socket.create_connection(("127.0.0.1", port)))
-        self.say = self._channel.send
-        self.close = self._channel.close
+        self.name, self._folder = name, folder
+        self._peer = Peer(socket.create_connection(("127.0.0.1", port)), call(SECRET))
+        self.say, self.close = self._peer.say, self._peer.close
 
-    def hello(self, workers: dict[str, Any] | None = None, **more: Any) -> AgentConnection:
-        facts = {"host": "127.0.0.1", "slots": 1, "folder": self._folder, "workers": workers or {}}
+    def hello(self, workers: Sequence[dict[str, Any]] = (), **more: Any) -> AgentConnection:
+        facts = {"host": "127.0.0.1", "slots": 1, "folder": self._folder, "workers": list(workers)}
         self.say("hello", name=self.name, **facts | more)
         return self
 
-    def hears(self, kind: str) -> Message:
+    def hears(self, kind: str) -> dict[str, Any]:
         """The next message of this kind; others are passed over."""
-        while (message := self._channel.receive())["kind"] != kind:
+        while (message := self._peer.receive())["kind"] != kind:
             pass
         return message
 
-    def keeps_talking_until(self, kind: str) -> Message:
+    def keeps_talking_until(self, kind: str) -> dict[str, Any]:
         """It hears a message of this kind."""
         end = time.monotonic() + 10
         while time.monotonic() < end:
             self.say("heartbeat", workers=[])
-            if found := [message for message in self._channel.take() if message["kind"] == kind]:
+            if found := [message for message in self._peer.take() if message["kind"] == kind]:
                 return found[0]
             time.sleep(0.01)
         raise AssertionError(f"it heard of no {kind}")
-
-    def calls_with(self, data: bytes) -> None:
-        """As somebody who speaks another language."""
-        self._channel._socket.sendall(data)
 
     def begins(self) -> AgentConnection:
         return self.hello().begins_worker()
@@ -64,8 +61,8 @@ class AgentConnection:
         return self
 
 
-def in_generation(generation: int, rank: int) -> dict[str, Any]:
-    return {"0": {"state": "running", "rank": rank, "generation": generation, "pid": 1}}
+def in_generation(generation: int, rank: int) -> list[dict[str, Any]]:
+    return [{"slot": 0, "state": "running", "rank": rank, "generation": generation, "pid": 1}]
 
 
 @pytest.fixture
@@ -75,7 +72,7 @@ def come(tmp_path: Path) -> Iterator[Callable[[str], AgentConnection]]:
     run = RunConfig(
         launch=LaunchConfig(nodes=2, coordinator="node0:29400"), resilience=ResilienceConfig(wait_for_nodes_s=600)
     )
-    of = Coordinator(tmp_path, listener, run, Plan.parse("dp_replicate=2"))
+    of = Coordinator(tmp_path, listener, run, Plan.parse("dp_replicate=2"), SECRET)
     thread = threading.Thread(target=of.run)
     agents: list[AgentConnection] = []
 
@@ -97,7 +94,7 @@ def begun(come: Callable[[str], AgentConnection]) -> tuple[AgentConnection, Agen
     """Two agents whose workers are in generation 1."""
     a, b = come("a").begins(), come("b").begins()
     a.say("store", generation=a.hears("open_store")["generation"], port=1)
-    assert (a.hears("join")["rank"], b.hears("join")["rank"]) == (0, 1)
+    assert [agent.hears("join")["places"][0]["rank"] for agent in (a, b)] == [0, 1]
     return a, b
 
 
@@ -109,7 +106,7 @@ def test_every_heartbeat_is_answered(come):
 
 def test_a_node_that_was_cut_off_is_told_that_its_generation_is_over(come, monkeypatch):
     a, _ = begun(come)
-    monkeypatch.setattr(coordinator, "LEASE_S", 0.3)
+    monkeypatch.setattr(agent_connections, "LEASE_S", 0.3)
     assert "nothing was heard" in a.keeps_talking_until("break")["why"]
     assert come("b").hello(in_generation(1, rank=1)).hears("break")["generation"] == 1
 
@@ -132,14 +129,6 @@ def test_a_node_that_comes_twice_is_there_once(come):
         b = again
     b.say("heartbeat", workers=[])
     assert b.hears("heard") and a.hears("break")
-
-
-def test_a_stranger_who_calls_does_no_harm(come):
-    stranger = come("")
-    stranger.calls_with(b"GET / HTTP/1.1\r\n\r\n")
-    with pytest.raises(Gone):
-        stranger.hears("anything")
-    assert come("a").hello().hears("start")
 
 
 def test_a_node_of_another_run_is_sent_away_and_disturbs_nobody(come):
@@ -205,7 +194,7 @@ def test_a_node_that_is_slower_than_the_others_is_told_of_once(come, tmp_path):
 def test_the_coordinator_of_one_agent_ends_with_it(tmp_path):
     """The same command again begins one of its own, which may need the port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        of = Coordinator(tmp_path, listener, RunConfig(), Plan.parse("dp_replicate=2"))
+        of = Coordinator(tmp_path, listener, RunConfig(), Plan.parse("dp_replicate=2"), SECRET)
         thread = threading.Thread(target=of.run)
         thread.start()
         agent = AgentConnection("a", listener.getsockname()[1], name_of(tmp_path)).hello()

@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ from argosy.config.schema import LaunchConfig, ResilienceConfig, RunConfig
 from argosy.errors import Retryable, RunFailed, UserError
 from argosy.observe.events import Events, read_lines
 from argosy.plan.plan import Plan
-from argosy.processes.channel import Channel, Message
+from argosy.processes.handshake import listen
+from argosy.processes.secret import VALUE
 from argosy.supervise import coordinator_client as module
 from argosy.supervise.coordinator_client import CoordinatorClient
 from argosy.supervise.folder import name_of
+from argosy.supervise.messages import AgentHello, FromCoordinator, Heard, NodeHeartbeat, RunStopping, StartWorker
+from peers import SECRET, Peer
 
 
 class Client:
@@ -29,15 +33,14 @@ class Client:
     def __init__(self, run_dir: Path, patience_s: float = 60.0, **launch: Any):
         run = RunConfig(launch=LaunchConfig(**launch), resilience=ResilienceConfig(coordinator_timeout_s=patience_s))
         save_run(run, run_dir / "run.toml")
-        self.run_dir, self.greeted, self.orders = run_dir, list[str](), list[tuple[str, Message]]()
+        self.run_dir, self.greeted, self.heard = run_dir, list[str](), list[FromCoordinator]()
         self.selector, self.wants_to_ask = selectors.DefaultSelector(), False
         self.client = CoordinatorClient(run_dir, run, Plan(), Events(run_dir, "agent"))
-        self.client.open(self.selector, self._greet, lambda order, facts: self.orders.append((order, facts)))
+        self.client.open(self.selector, self._greet, self.heard.append)
 
     def _greet(self, host: str) -> None:
         self.greeted.append(host)
-        facts = {"folder": name_of(self.run_dir), "name": "a", "host": host, "slots": 1, "workers": {}}
-        self.client.tell("hello", **facts)
+        self.client.tell(AgentHello(folder=name_of(self.run_dir), name="a", host=host, slots=1))
 
     def turn_until(self, condition: Callable[[], Any], seconds: float = 20.0) -> None:
         end = time.monotonic() + seconds
@@ -49,6 +52,20 @@ class Client:
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in read_lines(self.run_dir / "events/agent.jsonl") if event["event"] == kind]
+
+
+def answered(elsewhere: socket.socket, client: Client, secret: bytes = SECRET) -> Peer:
+    """The coordinator's end of the client's next connection, which has greeted it."""
+    before = len(client.greeted)
+    with ThreadPoolExecutor(1) as pool:
+        peer = pool.submit(lambda: Peer(elsewhere.accept()[0], listen(secret)))
+        client.turn_until(lambda: len(client.greeted) > before)
+        return peer.result(10)
+
+
+@pytest.fixture(autouse=True)
+def secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VALUE, SECRET.decode())
 
 
 @pytest.fixture
@@ -78,7 +95,7 @@ def forever(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_it_starts_a_coordinator_here_which_knows_the_agent_and_ends_with_it(tmp_path):
     agent = Client(tmp_path)
-    agent.turn_until(lambda: "heard" in dict(agent.orders))
+    agent.turn_until(lambda: Heard() in agent.heard)
     (started,) = agent.events("coordinator_started")
     assert agent.greeted == ["127.0.0.1"] and agent.client.interface == "lo" and not started["replaces"]
     assert Path(f"/proc/{started['pid']}").exists()
@@ -87,45 +104,42 @@ def test_it_starts_a_coordinator_here_which_knows_the_agent_and_ends_with_it(tmp
 
 
 def test_one_elsewhere_is_called_and_not_started(client, elsewhere):
-    client.turn_until(lambda: client.greeted)
-    coordinator = Channel(elsewhere.accept()[0])
+    coordinator = answered(elsewhere, client)
     assert coordinator.receive()["kind"] == "hello"
-    coordinator.send("start", slot=3)
-    client.turn_until(lambda: client.orders)
-    assert client.orders == [("start", {"slot": 3})] and not client.events("coordinator_started")
+    coordinator.say("start", slot=3)
+    client.turn_until(lambda: client.heard)
+    assert client.heard == [StartWorker(slot=3)] and not client.events("coordinator_started")
     coordinator.close()
 
 
 def test_it_asks_again_only_once_it_was_answered(client, elsewhere):
-    client.turn_until(lambda: client.greeted)
-    coordinator = Channel(elsewhere.accept()[0])
-    coordinator.send("heard")
+    coordinator = answered(elsewhere, client)
+    coordinator.say("heard")
     client.turn_until(lambda: client.wants_to_ask)
-    client.client.ask(time.monotonic(), "heartbeat", workers=[])
+    client.client.ask(time.monotonic(), NodeHeartbeat())
     later = time.monotonic() + 10 * module.ASK_S
     assert not client.client.keep(later)
-    coordinator.send("heard")
-    client.turn_until(lambda: len(client.orders) == 2)
+    coordinator.say("heard")
+    client.turn_until(lambda: len(client.heard) == 2)
     assert client.client.keep(later)
     coordinator.close()
 
 
 def test_it_calls_again_when_the_connection_breaks_and_says_so(client, elsewhere):
     for calls in range(1, 4):
-        client.turn_until(lambda calls=calls: len(client.greeted) == calls)
-        coordinator = Channel(elsewhere.accept()[0])
-        coordinator.send("heard")
+        coordinator = answered(elsewhere, client)
+        assert len(client.greeted) == calls
+        coordinator.say("heard")
         coordinator.close()
-    client.turn_until(lambda: len(client.greeted) == 4)
+    answered(elsewhere, client)
     assert len(client.events("coordinator_lost")) == 3
 
 
 def test_without_a_coordinator_nothing_that_is_told_raises(client, elsewhere):
-    client.client.tell("stopping")
-    client.turn_until(lambda: client.greeted)
-    elsewhere.accept()[0].close()
+    client.client.tell(RunStopping())
+    answered(elsewhere, client).close()
     for _ in range(10):
-        client.client.tell("stopping")
+        client.client.tell(RunStopping())
 
 
 def test_one_that_is_not_there_is_given_up_but_not_by_a_run_that_ends(client, elsewhere):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from argosy.config.schema import ResilienceConfig
 from argosy.observe.heartbeat import HeartbeatReading
+from argosy.resilience.detect.finding import WorkerSeen
 from argosy.supervise.watch import RunWatch
 from resilience.detect.samples import World
 
@@ -20,8 +20,8 @@ def watch() -> RunWatch:
     return RunWatch(ResilienceConfig(heartbeat_timeout_s=3.0, hang_s=5.0))
 
 
-def shown(*readings: HeartbeatReading) -> list[dict[str, Any]]:
-    return [{"reading": reading.to_record(), "state": "S"} for reading in readings]
+def shown(*readings: HeartbeatReading) -> list[WorkerSeen]:
+    return [WorkerSeen(reading, "S") for reading in readings]
 
 
 def test_a_process_that_hangs_on_one_of_two_nodes_is_found(watch):

@@ -408,8 +408,15 @@ class LaunchConfig(Section):
     """Number of machines; start the same command on each of them, with the same `coordinator`."""
     coordinator: Annotated[str, Field(pattern=r"^$|^[^\s:]+:\d{1,5}$")] = ""
     """HOST:PORT of the coordinator; the agent on the machine that HOST names starts it there."""
-    node: str = ""
+    node: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]*$", max_length=255)] = ""
     """Name of this machine among the nodes; empty: its host name."""
+    tls: bool = False
+    """Encrypt what agents and coordinator say to each other. Without it, others on the network can read it, but without
+    the run's secret they can neither take part nor change anything."""
+    tls_certificate: str = ""
+    """PEM file of the certificate that all nodes of the run show; empty: one that is made for the run."""
+    tls_key: str = ""
+    """PEM file of its private key."""
     timeout_s: PositiveFloat = 600.0
     """Longest time that a collective may wait for a peer."""
     cluster: str = ""

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Self, get_args
+from typing import BinaryIO, Literal, get_args
 
 Phase = Literal[
     "starting", "recovering", "waiting", "data", "forward", "backward", "pipeline", "communication", "optimizer",
@@ -214,15 +214,6 @@ class HeartbeatReading:
     """Steps in the newest checkpoint, in memory or on disk, that all ranks have their part of; -1: none is known."""
     suspicions: int = 0
     """How often its numbers were found wrong, or suspected to be, since it started."""
-
-    def to_record(self) -> dict[str, Any]:
-        """Return the reading as a record for JSON."""
-        return {**vars(self), "busy_s": {str(step): took for step, took in self.busy_s.items()}}
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Self:
-        """Return the reading that `to_record` turned into `record`."""
-        return cls(**{**record, "busy_s": {int(step): took for step, took in record["busy_s"].items()}})
 
 
 def _take_room(file: BinaryIO, size: int) -> None:

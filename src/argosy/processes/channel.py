@@ -1,7 +1,7 @@
-"""Messages between the processes of a run: one line of JSON each, over a socket.
+"""Messages between a process and its children: one line of JSON each, over a pair of sockets that nobody else has.
 
-A message may carry data beside its JSON: byte strings, which follow the line as they are. Between processes of one
-machine it may carry open file descriptors as well.
+A message may carry data beside its JSON: byte strings, which follow the line as they are. It may carry open file
+descriptors as well. What processes of different machines say to each other goes over a `connection`.
 """
 
 from __future__ import annotations
@@ -12,21 +12,16 @@ import os
 import select
 import socket
 import struct
-import threading
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
 Message = dict[str, Any]
 """Its "kind" and facts; "data", a list of memoryviews, and "descriptors", a list of ints, if it carried any."""
 Data = bytes | memoryview
-Address = tuple[str, int]
-"""Host and TCP port."""
 SEND_TIMEOUT_S = 5.0
 """A peer that takes nothing for this long is treated as gone."""
-CALL_TIMEOUT_S = 1.0
 RECEIVE_BYTES = 1 << 16
 INT = struct.Struct("i")
 MOST_DESCRIPTORS = 4
@@ -168,7 +163,7 @@ class Channel:
 
 
 def _parsed(line: bytearray) -> Message:
-    """Return the message of a line. Raises: Gone if it is none: a web browser, say, has connected by mistake."""
+    """Return the message of a line. Raises: Gone if it is none."""
     with suppress(ValueError):
         message = json.loads(line)
         if isinstance(message, dict) and "kind" in message and _counts(message):
@@ -180,26 +175,3 @@ def _counts(message: Message) -> bool:
     """Return True if the sizes of its data and the number of its descriptors, where it has any, are numbers."""
     sizes, descriptors = message.get("data", []), message.get("descriptors", 0)
     return isinstance(sizes, list) and all(type(n) is int and n >= 0 for n in (*sizes, descriptors))
-
-
-def call(address: Address) -> Future[socket.socket]:
-    """Connect to `address` in a thread: where the network is down, even resolving the name takes long.
-
-    The future raises OSError if nothing answers.
-    """
-    connected: Future[socket.socket] = Future()
-
-    def connect() -> None:
-        try:
-            connected.set_result(tcp(socket.create_connection(address, CALL_TIMEOUT_S)))
-        except OSError as problem:
-            connected.set_exception(problem)
-
-    threading.Thread(target=connect, name="argosy-call", daemon=True).start()
-    return connected
-
-
-def tcp(connection: socket.socket) -> socket.socket:
-    """Set `connection` up for short messages that are wanted at once, and return it."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return connection

@@ -29,6 +29,8 @@ from argosy.processes.child import CHANNEL, PARENT, Child, Entry, channel_to_par
 
 RENDEZVOUS = Entry("argosy.processes.rendezvous")
 """The process that holds the store in which the members of a world find each other."""
+STORE_HOST = "ARGOSY_STORE_HOST"
+"""Environment variable of that process: the address of this machine at which the members reach the store."""
 
 
 class ForkServer:

@@ -28,12 +28,13 @@ from argosy.observe import stack
 from argosy.observe.events import Events
 from argosy.observe.heartbeat import heartbeat_path, read_heartbeat
 from argosy.plan.plan import Plan
-from argosy.processes.channel import Channel, Gone, Message
+from argosy.processes.channel import Channel, Gone
 from argosy.processes.child import Entry
-from argosy.processes.fork_server import RENDEZVOUS, ForkServer
-from argosy.resilience.detect.finding import Finding, process_state
+from argosy.processes.fork_server import RENDEZVOUS, STORE_HOST, ForkServer
+from argosy.resilience.detect.finding import Finding, WorkerSeen, process_state
 from argosy.resilience.detect.node import NodeWatch
 from argosy.resilience.node_health import Health, NodeCheck, NodeCheckRequest
+from argosy.supervise import messages as say
 from argosy.supervise.coordinator_client import CoordinatorClient
 from argosy.supervise.folder import name_of
 from argosy.supervise.nodes import Cause, State
@@ -66,7 +67,7 @@ class Agent:
         self._signal: int | None = None
         self._kill_at: float | None = None
         self._kill_why = ""
-        self._finish: Message | None = None
+        self._finish: say.EndRun | None = None
         self._node = NodeWatch(run_dir)
         self._node_check: NodeCheck | None = None
         self._health: Health | None = None
@@ -89,7 +90,7 @@ class Agent:
         self._raise_if_not_done()
 
     def _is_over(self) -> bool:
-        if self._finish is not None and self._finish["exit_code"]:
+        if self._finish is not None and self._finish.exit_code:
             return True
         if self._finish is not None:  # a spare worker would wait for a world for ever
             return not any(process.state is State.DONE for process in self._processes.values())
@@ -149,7 +150,7 @@ class Agent:
                 process = self._processes[int(message["key"].split()[1])]
                 process.pid = message["pid"]
                 self._events.write("worker_started", slot=process.slot, pid=process.pid)
-                self._coordinator.tell("started", slot=process.slot, pid=process.pid)
+                self._coordinator.tell(say.WorkerStarted(slot=process.slot, pid=process.pid))
 
     def _replace_fork_server(self) -> None:
         """Start another fork server: this one was killed. Nothing tells how its processes end any more: kill them too.
@@ -184,11 +185,11 @@ class Agent:
                 case "ready":
                     process.state, process.leave_by = State.READY, None
                     self._coordinator.tell(
-                        "ready", slot=process.slot, generation=message["generation"], why=message["why"]
+                        say.WorkerReady(slot=process.slot, generation=message["generation"], why=message["why"])
                     )
                 case "done":
                     process.state, process.is_finished = State.DONE, message["finished"]
-                    self._coordinator.tell("done", slot=process.slot)
+                    self._coordinator.tell(say.WorkerDone(slot=process.slot))
                 case "failed":
                     process.failure = message
 
@@ -210,7 +211,7 @@ class Agent:
         cause = process.cause_of_death(exit_code, -1 if reading is None else reading.step)
         if cause.exit_code < FINAL and self._signal is None:
             self._report_death(process, cause)
-        self._coordinator.tell("lost", slot=process.slot, **asdict(cause))
+        self._coordinator.tell(say.WorkerLost(slot=process.slot, **asdict(cause)))
 
     def _look_for_memory_kill(self, process: WorkerProcess) -> None:
         """Find out whether the kernel killed the worker because memory ran out."""
@@ -246,8 +247,8 @@ class Agent:
         for process in self._processes.values():
             reading = read_heartbeat(heartbeat_path(self._scratch, process.pid))
             if reading is not None:
-                workers.append({"reading": reading.to_record(), "state": process_state(process.pid)})
-        self._coordinator.ask(now, "heartbeat", workers=workers)
+                workers.append(WorkerSeen(reading, process_state(process.pid)))
+        self._coordinator.ask(now, say.NodeHeartbeat(workers=tuple(workers)))
 
     def _end_all(self) -> None:
         if self._node_check is not None:
@@ -277,48 +278,60 @@ class Agent:
 
     def _tell_health(self, health: Health) -> None:
         self._node_check, self._health = None, health
-        record = health.to_record()
-        self._events.write("node_checked", **record)
+        self._events.write("node_checked", **health.to_record())
         if health.unknown:
             print(f"argosy: the health of this machine could not be checked: {health.unknown}", file=sys.stderr)
-        self._coordinator.tell("node_checked", health=record)
+        self._coordinator.tell(say.NodeChecked(health=health))
 
     # ---- the coordinator ----------------------------------------------------------------------------------------
 
     def _say_hello(self, host: str) -> None:
-        workers = {
-            str(slot): {"state": p.state.value, "rank": p.rank, "generation": p.generation, "pid": p.pid}
+        workers = tuple(
+            say.KnownWorker(slot=slot, state=p.state, rank=p.rank, generation=p.generation, pid=p.pid)
             for slot, p in self._processes.items()
-        }
-        health = None if self._health is None else self._health.to_record()
+        )
         self._coordinator.tell(
-            "hello", folder=name_of(self._run_dir), name=self._name, host=host, slots=self._slots, workers=workers,
-            health=health, is_checking=self._node_check is not None,
+            say.AgentHello(
+                folder=name_of(self._run_dir), name=self._name, host=host, slots=self._slots, workers=workers,
+                health=self._health, is_checking=self._node_check is not None,
+            )
         )  # fmt: skip
         if self._signal is not None:
-            self._coordinator.tell("stopping")
+            self._coordinator.tell(say.RunStopping())
 
-    def _obey(self, order: str, facts: Message) -> None:
-        process = self._processes.get(facts.get("slot", -1))
-        match order:
-            case "start":
-                self._start(facts["slot"])
-            case "open_store":
-                self._open_store(facts["generation"])
-            case "join" if process is not None:
-                process.state, process.rank, process.generation = State.RUNNING, facts["rank"], facts["generation"]
-                with suppress(Gone):
-                    process.channel.send("join", **facts)
-            case "break":
-                self._break(facts["generation"], facts["why"])
-            case "hold":
-                self._pass_on("hold", facts["generation"])
-            case "kill" if process is not None and process.generation == facts["generation"]:
-                self._kill(process, facts["why"])
-            case "check_node" if self._node_check is None:
-                self._check_node()
-            case "finish":
-                self._finish, self._coordinator.is_ending = facts, True
+    def _obey(self, message: say.FromCoordinator) -> None:
+        match message:
+            case say.StartWorker(slot=slot):
+                self._start(slot)
+            case say.OpenStore(generation=generation):
+                self._open_store(generation)
+            case say.JoinWorld():
+                self._join(message)
+            case say.LeaveWorld(generation=generation, why=why):
+                self._break(generation, why)
+            case say.HoldWorld(generation=generation):
+                self._pass_on("hold", generation)
+            case say.KillWorker(slot=slot, generation=generation, why=why):
+                process = self._processes.get(slot)
+                if process is not None and process.generation == generation:
+                    self._kill(process, why)
+            case say.RunNodeCheck():
+                if self._node_check is None:
+                    self._check_node()
+            case say.EndRun():
+                self._finish, self._coordinator.is_ending = message, True
+
+    def _join(self, world: say.JoinWorld) -> None:
+        for place in world.places:
+            process = self._processes.get(place.slot)
+            if process is None:
+                continue
+            process.state, process.rank, process.generation = State.RUNNING, place.rank, world.generation
+            with suppress(Gone):
+                process.channel.send(
+                    "join", generation=world.generation, plan=world.plan, rank=place.rank, size=world.size,
+                    local_rank=place.local_rank, local_size=len(world.places), host=world.host, port=world.port,
+                )  # fmt: skip
 
     def _open_store(self, generation: int) -> None:
         """Start the rendezvous store of a generation, in a process of its own: it must not die with a worker.
@@ -329,7 +342,8 @@ class Agent:
             with suppress(KeyError):
                 self._selector.unregister(self._store)
             self._store.close()
-        self._store, self._store_generation = self._fork_server.fork("store", RENDEZVOUS, {}), generation
+        environment = {STORE_HOST: self._coordinator.host}
+        self._store, self._store_generation = self._fork_server.fork("store", RENDEZVOUS, environment), generation
         self._selector.register(self._store, selectors.EVENT_READ, self._hear_store)
 
     def _hear_store(self) -> None:
@@ -340,7 +354,8 @@ class Agent:
             self._selector.unregister(self._store)
             return
         for message in messages:
-            self._coordinator.tell("store", generation=self._store_generation, port=message["port"])
+            opened = say.StoreOpened(generation=self._store_generation, port=message["port"])
+            self._coordinator.tell(opened)
 
     def _pass_on(self, kind: str, generation: int) -> None:
         """Send a message to the members of the generation."""
@@ -383,7 +398,7 @@ class Agent:
         self._kill_why = f"it did not save within resilience.grace_s = {grace_s:g}"
         self._coordinator.is_ending = True
         self._events.write("signal", number=number)
-        self._coordinator.tell("stopping")
+        self._coordinator.tell(say.RunStopping())
         for process in self._processes.values():
             if process.state in (State.STARTING, State.READY):  # no world will be formed for it
                 self._kill(process, "the run is to stop, and it has nothing to save")
@@ -391,8 +406,8 @@ class Agent:
                 process.signal(signal.SIGTERM)
 
     def _raise_if_not_done(self) -> None:
-        finish = self._finish or {"exit_code": 0, "why": "", "error": ""}
-        if finish["exit_code"] and self._signal is None:
+        finish = self._finish
+        if finish is not None and finish.exit_code and self._signal is None:
             raise _as_error(finish, how_to_go_on(self._run_dir))
         if self._signal is not None:
             name = signal.Signals(self._signal).name
@@ -404,6 +419,6 @@ def node_name(launch: LaunchConfig) -> str:
     return launch.node or socket.gethostname()
 
 
-def _as_error(finish: Message, how_to_go_on: str) -> ArgosyError:
+def _as_error(finish: say.EndRun, how_to_go_on: str) -> ArgosyError:
     """Return the exception for the way in which the run ended."""
-    return error_of(finish["exit_code"], finish["why"] if finish["error"] else f"{finish['why']}. {how_to_go_on}")
+    return error_of(finish.exit_code, finish.why if finish.error else f"{finish.why}. {how_to_go_on}")

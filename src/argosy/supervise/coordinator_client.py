@@ -9,19 +9,23 @@ import fcntl
 import selectors
 import socket
 import struct
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from argosy.checkpoint.store import how_to_go_on
 from argosy.config.schema import RunConfig
 from argosy.errors import Retryable, RunFailed, UserError
 from argosy.observe.events import Events
 from argosy.plan.plan import Plan
-from argosy.processes.channel import Address, Channel, Gone, Message, call
 from argosy.processes.child import Child
+from argosy.processes.connection import Address, Connection, call
+from argosy.processes.handshake import call as handshake
+from argosy.processes.secret import FILE, VALUE, secret_of
+from argosy.processes.tls import client_context
+from argosy.supervise.messages import FROM_COORDINATOR, BadMessage, FromAgent, FromCoordinator, decoded, encoded
 
 ASK_S = 0.5
 """How often the coordinator is asked for an answer, if only to learn that it is there."""
@@ -33,6 +37,10 @@ HANG_S = 60.0
 to wait for a disk, or to search for a plan."""
 MOST_FAILED_STARTS = 5
 """This many coordinators in a row died before they said anything: another would do the same."""
+MOST_STRANGERS = 3
+"""This many times in a row what answered could not prove that it knows the run's secret: it is something else."""
+STRANGER_S = 1.0
+"""How soon it is called again after that."""
 COORDINATOR = "argosy.supervise.coordinator"
 SIOCGIFADDR = 0x8915  # linux/sockios.h
 
@@ -43,9 +51,12 @@ class CoordinatorClient:
     def __init__(self, run_dir: Path, run: RunConfig, plan: Plan, events: Events):
         self._run_dir, self._launch, self._plan, self._events = run_dir, run.launch, plan, events
         self._patience_s = run.resilience.coordinator_timeout_s
-        self._channel: Channel | None = None
+        self._connection: Connection | None = None
+        self._secret, self._tls = secret_of(run_dir), client_context(run_dir, run.launch)
+        self._strangers, self._call_from_s = 0, 0.0
         self._server: Child | None = None
-        self._is_heard = False
+        self._is_heard = self._was_heard = False
+        """True once the coordinator that was started last, or any, has said something."""
         self._failed_starts = 0
         self._listener: socket.socket | None = None
         self._address = _parsed(self._launch.coordinator)
@@ -56,14 +67,16 @@ class CoordinatorClient:
         self._lost_since: float | None = None
         self.is_ending = False
         """True once the run is to end: a coordinator that is gone then is not missed."""
+        self.host = ""
+        """This machine's address, as seen from there."""
         self.interface = ""
         """The network interface that leads to it, by name."""
 
     def open(
-        self, selector: selectors.BaseSelector, greet: Callable[[str], None], obey: Callable[[str, Message], None]
+        self, selector: selectors.BaseSelector, greet: Callable[[str], None], obey: Callable[[FromCoordinator], None]
     ) -> None:
-        """Call `greet` with this machine's address whenever the coordinator was reached, and `obey` with each order and
-        its facts. Both happen when `selector` reports the connection."""
+        """Call `greet` with this machine's address whenever the coordinator was reached, and `obey` with each message.
+        Both happen when `selector` reports the connection."""
         self._selector, self._greet, self._obey = selector, greet, obey
 
     def keep(self, now: float) -> bool:
@@ -72,7 +85,7 @@ class CoordinatorClient:
         Raises: Retryable if it could not be reached for resilience.coordinator_timeout_s; RunFailed if it dies at
         each start; UserError if its port is in use.
         """
-        if self._channel is None:
+        if self._connection is None:
             self._reach(now)
         elif self._server is not None and not self._server.is_alive:
             self._start()  # a call that nobody answers yet goes through all the same
@@ -85,21 +98,20 @@ class CoordinatorClient:
             return self._asked_s is None and now - self._last_asked_s > ASK_S
         return False
 
-    def ask(self, now: float, kind: str, **facts: Any) -> None:
+    def ask(self, now: float, message: FromAgent) -> None:
         """Send it a message that it has to answer."""
         self._last_asked_s = self._asked_s = now
-        self.tell(kind, **facts)
+        self.tell(message)
 
-    def tell(self, kind: str, **facts: Any) -> None:
+    def tell(self, message: FromAgent) -> None:
         """Send it a message, if it can be reached."""
-        if self._channel is not None:
-            with suppress(Gone):  # `_hear` finds out
-                self._channel.send(kind, **facts)
+        if self._connection is not None and self._connection.is_proven:
+            self._connection.send(encoded(message))  # `_hear` finds out if that fails
 
     def close(self) -> None:
         """Disconnect. A coordinator that was started here ends, unless other machines may still need it."""
-        if self._channel is not None:
-            self._channel.close()
+        if self._connection is not None:
+            self._connection.close()
         if self._server is not None and self._launch.nodes == 1:
             self._server.kill()  # with several nodes it ends once all agents have left
         if self._listener is not None:
@@ -108,6 +120,8 @@ class CoordinatorClient:
     def _reach(self, now: float) -> None:
         """Call the coordinator, and start it first if it should run here and does not. Repeat this until it answers."""
         self._lost_since = self._lost_since or now
+        if now < self._call_from_s:
+            return
         if self._call is None:
             self._start()
             assert self._address is not None
@@ -120,12 +134,11 @@ class CoordinatorClient:
         else:
             self._check_patience(now)
 
-    def _reached(self, connection: socket.socket, now: float) -> None:
-        host = connection.getsockname()[0]
-        self.interface, self._bound_to = _interface_of(host), connection.getpeername()[:2]
-        self._channel, self._asked_s = Channel(connection), now
-        self._selector.register(self._channel, selectors.EVENT_READ, self._hear)
-        self._greet(host)
+    def _reached(self, connected: socket.socket, now: float) -> None:
+        self.host = connected.getsockname()[0]
+        self.interface, self._bound_to = _interface_of(self.host), connected.getpeername()[:2]
+        self._asked_s = now
+        self._connection = Connection(connected, handshake(self._secret), self._selector, self._hear, self._tls)
 
     def _check_patience(self, now: float) -> None:
         if self._lost_since is not None and now - self._lost_since > self._patience_s and not self.is_ending:
@@ -136,23 +149,46 @@ class CoordinatorClient:
             )
 
     def _lose(self, why: str) -> None:
-        assert self._channel is not None
-        self._selector.unregister(self._channel)
-        self._channel.close()
-        self._channel, self._lost_since = None, self._lost_since or self._asked_s
+        assert self._connection is not None
+        self._connection.close()
+        self._connection, self._lost_since = None, self._lost_since or self._asked_s
         if not self.is_ending:
             self._events.write("coordinator_lost", why=why)
 
     def _hear(self) -> None:
-        assert self._channel is not None
+        connection = self._connection
+        assert connection is not None
+        was_proven = connection.is_proven
+        frames = connection.take()
+        if connection.is_proven and not was_proven:
+            self._strangers = 0
+            self._greet(self.host)
         try:
-            messages = self._channel.take()
-        except Gone as problem:
-            self._lose(str(problem))
+            messages = [decoded(frame, FROM_COORDINATOR) for frame in frames]
+        except BadMessage as problem:
+            self._lose(f"it said what is no message: {problem}")
             return
-        self._asked_s, self._lost_since, self._is_heard = None, None, True
+        if messages:
+            self._asked_s, self._lost_since, self._is_heard, self._was_heard = None, None, True, True
         for message in messages:
-            self._obey(message.pop("kind"), message)
+            self._obey(message)
+        if connection.problem:
+            self._lose(connection.problem)
+            self._check_stranger(connection)
+
+    def _check_stranger(self, connection: Connection) -> None:
+        """Give up if what answers is not the run's coordinator, and never was."""
+        if not connection.is_stranger:
+            return
+        now = time.monotonic()
+        self._strangers, self._call_from_s = self._strangers + 1, now + STRANGER_S
+        self._check_patience(now)
+        if self._strangers >= MOST_STRANGERS and not self._was_heard:
+            raise UserError(
+                f"launch.coordinator = {self._launch.coordinator}: {connection.problem}. If it is another run's, give "
+                "this one a port of its own; if it is this run's, its --run-dir has to be on storage that all machines "
+                f"see, or {VALUE} or {FILE} the same on all of them."
+            )
 
     def _start(self) -> None:
         """Start the coordinator if it should run on this machine, and again if it has died.

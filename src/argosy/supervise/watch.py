@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from argosy.config.schema import ResilienceConfig
 from argosy.observe.events import Tail
-from argosy.observe.heartbeat import HeartbeatReading, Phase
+from argosy.observe.heartbeat import Phase
 from argosy.resilience.detect.finding import Finding, Sample, WorkerSeen
 from argosy.resilience.detect.hang import HangDetector
 from argosy.resilience.detect.link import SlowLinkDetector
@@ -36,7 +36,7 @@ class RunWatch:
         self._nodes: dict[str, dict[int, WorkerSeen]] = {}
         self._unheard: set[str] = set()
 
-    def shown(self, generation: int, node: str, workers: list[dict[str, Any]]) -> tuple[int, int]:
+    def shown(self, generation: int, node: str, workers: Sequence[WorkerSeen]) -> tuple[int, int]:
         """Take in the heartbeats of all workers of `node`; those of another generation are ignored.
 
         Return the furthest step that any of them is in, and the newest step that any of them could go back to; -1 if
@@ -49,9 +49,9 @@ class RunWatch:
         self._unheard.discard(node)
         step = safe_step = -1
         for worker in workers:
-            reading = HeartbeatReading.from_record(worker["reading"])
+            reading = worker.reading
             if reading.generation == generation:
-                seen[reading.rank] = WorkerSeen(reading, worker["state"])
+                seen[reading.rank] = worker
                 step, safe_step = max(step, reading.step), max(safe_step, reading.safe_step)
         return step, safe_step
 

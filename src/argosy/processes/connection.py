@@ -1,0 +1,224 @@
+"""A connection between processes of different machines: TCP, or TLS, that carries frames of bytes.
+
+Nothing that comes is used before the other end has proven that it knows the run's secret (`handshake`). Each frame is
+marked with a keyed hash of its bytes and its number, so that none can be changed, added, repeated or left out on the
+way. No call waits: what cannot be sent at once is kept and sent later.
+"""
+
+from __future__ import annotations
+
+import hmac
+import selectors
+import socket
+import ssl
+import struct
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from argosy.processes.handshake import PROOF_BYTES, Handshake, Keys, Stranger
+
+Address = tuple[str, int]
+"""Host and TCP port."""
+CALL_TIMEOUT_S = 1.0
+RECEIVE_BYTES = 1 << 16
+TURN_BYTES = 1 << 18
+"""The most that is read in one turn: the others wait meanwhile."""
+FRAME_BYTES = 1 << 20
+"""The longest frame."""
+OUTBOX_BYTES = 1 << 24
+"""An end that lets this much pile up is treated as gone."""
+LENGTH = struct.Struct(">I")
+NUMBER = struct.Struct(">Q")
+HEAD_BYTES = LENGTH.size + PROOF_BYTES
+
+
+class Connection:
+    """One end. Its owner calls `take` whenever `selector` reports it, and looks at `problem` after every call."""
+
+    def __init__(
+        self,
+        connected: socket.socket,
+        handshake: Handshake,
+        selector: selectors.BaseSelector,
+        data: Any,
+        tls: ssl.SSLContext | None = None,
+    ):
+        """Register with `selector`, which reports `data`.
+
+        handshake: this end's part, not begun. tls: encrypts everything, the handshake included; of a client or of a
+        server, as this end is.
+        """
+        connected.setblocking(False)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = connected
+        self._is_secured = tls is None
+        if tls is not None:
+            is_server = tls.protocol == ssl.PROTOCOL_TLS_SERVER
+            self._socket = tls.wrap_socket(connected, server_side=is_server, do_handshake_on_connect=False)
+        self._selector, self._data, self._interest = selector, data, selectors.EVENT_READ
+        selector.register(self._socket, selectors.EVENT_READ, data)
+        self._unread, self._unsent = bytearray(), bytearray()
+        self._wants_to_write = False
+        self._keys: Keys | None = None
+        self._received = self._sent = 0
+        self.problem = ""
+        """Why nothing more can be sent or received; empty while the connection works."""
+        self.is_stranger = False
+        """True if the problem is that the other end did not prove that it knows the secret."""
+        self._handshake = handshake
+        self._advance(b"")
+        self._attempt(self._flush)
+
+    @property
+    def is_proven(self) -> bool:
+        """True once each end has proven to the other that it knows the secret."""
+        return self._keys is not None
+
+    def send(self, frame: bytes) -> None:
+        """Send a frame of at most `FRAME_BYTES`, at once or later. Only after `is_proven`."""
+        assert self._keys is not None and len(frame) <= FRAME_BYTES
+        mark = _mark(self._keys.sending, self._sent, frame)
+        self._sent += 1
+        self._unsent += LENGTH.pack(len(frame)) + mark + frame
+        if len(self._unsent) > OUTBOX_BYTES:
+            self.problem = self.problem or "it takes nothing any more"
+        self._attempt(self._flush)
+
+    def take(self) -> list[bytes]:
+        """Return the frames that have come since the last call, as far as a turn's budget goes."""
+        frames: list[bytes] = []
+        self._attempt(partial(self._read, frames))
+        self._attempt(self._flush)
+        return frames
+
+    def close(self) -> None:
+        """End the conversation; what was not sent yet is lost."""
+        self.problem = self.problem or "it is closed"
+        if self._socket.fileno() >= 0:
+            with suppress(KeyError):  # the selector may be closed already
+                self._selector.unregister(self._socket)
+            self._socket.close()
+
+    # ---- bytes --------------------------------------------------------------------------------------------------
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        """Call `action`, which moves bytes, as far as the socket lets it."""
+        if self.problem:
+            return
+        self._wants_to_write = False
+        try:
+            if not self._is_secured:
+                self._socket.do_handshake()  # type: ignore[attr-defined]
+                self._is_secured = True
+            action()
+        except (BlockingIOError, ssl.SSLWantReadError):
+            pass
+        except ssl.SSLWantWriteError:
+            self._wants_to_write = True
+        except Stranger as problem:
+            self.problem, self.is_stranger = str(problem), True
+        except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
+            self.problem = "the other end has closed"
+        except ssl.SSLError as problem:
+            self.problem, self.is_stranger = f"TLS: {problem.reason or problem}", not self.is_proven
+        except OSError as problem:
+            self.problem = str(problem)
+        self._watch()
+
+    def _watch(self) -> None:
+        """Have the selector report what is wanted."""
+        writes = self._wants_to_write or (self._is_secured and bool(self._unsent))
+        interest = selectors.EVENT_READ | (selectors.EVENT_WRITE if writes else 0)
+        if interest != self._interest and self._socket.fileno() >= 0:
+            self._interest = interest
+            self._selector.modify(self._socket, interest, self._data)
+
+    def _flush(self) -> None:
+        while self._unsent:
+            sent = self._socket.send(memoryview(self._unsent)[:RECEIVE_BYTES])
+            del self._unsent[:sent]
+
+    def _read(self, frames: list[bytes]) -> None:
+        budget = TURN_BYTES
+        while budget > 0 or self._pending():
+            data = self._socket.recv(RECEIVE_BYTES)
+            if not data:
+                raise ConnectionError("the other end has closed")
+            budget -= len(data)
+            self._unread += data
+            self._use(frames)
+
+    def _pending(self) -> int:
+        """Return how many bytes TLS has decrypted already: no selector reports those."""
+        return self._socket.pending() if isinstance(self._socket, ssl.SSLSocket) else 0
+
+    def _use(self, frames: list[bytes]) -> None:
+        """Take what is whole from the unread bytes. Raises: Stranger, ConnectionError."""
+        while self._keys is None and len(self._unread) >= self._wanted:
+            self._advance(self._cut(self._wanted))
+        keys, at = self._keys, 0
+        if keys is None:
+            return
+        view = memoryview(self._unread)
+        try:
+            while len(view) - at >= HEAD_BYTES:
+                (length,) = LENGTH.unpack_from(view, at)
+                if length > FRAME_BYTES:
+                    raise ConnectionError(f"a frame of {length} bytes, where {FRAME_BYTES} are the most")
+                end = at + HEAD_BYTES + length
+                if len(view) < end:
+                    break
+                frame = bytes(view[at + HEAD_BYTES : end])
+                mark = _mark(keys.receiving, self._received, frame)
+                if not hmac.compare_digest(mark, view[at + LENGTH.size : at + HEAD_BYTES]):
+                    raise ConnectionError("a frame that the other end did not send")
+                self._received, at = self._received + 1, end
+                frames.append(frame)
+        finally:
+            view.release()
+            del self._unread[:at]
+
+    def _advance(self, received: bytes) -> None:
+        """Go on with the handshake, with the bytes that it wanted."""
+        self._wanted = 0
+        try:
+            while not self._wanted:
+                to_send, self._wanted = self._handshake.send(received) if received else next(self._handshake)
+                received = b""
+                self._unsent += to_send
+        except StopIteration as done:
+            self._keys = done.value
+        except Stranger:
+            with suppress(OSError):  # the other end may not wait for its refusal
+                self._flush()
+            raise
+
+    def _cut(self, size: int) -> bytes:
+        first = bytes(self._unread[:size])
+        del self._unread[:size]
+        return first
+
+
+def call(address: Address) -> Future[socket.socket]:
+    """Connect to `address` in a thread: where the network is down, even resolving the name takes long.
+
+    The future raises OSError if nothing answers.
+    """
+    connected: Future[socket.socket] = Future()
+
+    def connect() -> None:
+        try:
+            connected.set_result(socket.create_connection(address, CALL_TIMEOUT_S))
+        except OSError as problem:
+            connected.set_exception(problem)
+
+    threading.Thread(target=connect, name="argosy-call", daemon=True).start()
+    return connected
+
+
+def _mark(key: bytes, number: int, frame: bytes) -> bytes:
+    return hmac.digest(key, NUMBER.pack(number) + frame, "sha256")

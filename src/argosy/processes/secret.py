@@ -1,0 +1,69 @@
+"""The run's secret: who knows it belongs to the run, and may speak to its processes on other machines."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+
+from argosy.errors import UserError
+
+VALUE, FILE = "ARGOSY_SECRET", "ARGOSY_SECRET_FILE"
+"""Environment variables: the secret itself, or the path of a file that holds it."""
+NAME = ".secret"
+"""The file in the run's folder that holds it where neither is set."""
+LEAST_CHARS = 32
+"""A shorter one could be guessed from a recorded conversation."""
+HOW_TO_MAKE_ONE = "Try: openssl rand -hex 32"
+OTHERS = 0o077
+"""The permission bits of everybody but the owner."""
+
+
+def secret_of(run_dir: Path) -> bytes:
+    """Return the run's secret: that of the environment, else the one in `run_dir`, which the first call makes.
+
+    Raises: UserError if it is too short, cannot be read, or if others may read its file.
+    """
+    if value := os.environ.get(VALUE):
+        return _checked(value, VALUE)
+    if path := os.environ.get(FILE):
+        return _read(Path(path), f"{FILE} = {path}")
+    with suppress(FileExistsError):
+        _make(run_dir / NAME)
+    return _read(run_dir / NAME, str(run_dir / NAME))
+
+
+def _make(path: Path) -> None:
+    """Write a new secret. Raises: FileExistsError if there is one."""
+    if path.exists():
+        raise FileExistsError(path)
+    fresh = path.with_name(f"{path.name}-{secrets.token_hex(8)}")
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(fresh, path)  # unlike a rename, it does not replace the secret of a node that was faster
+    finally:
+        fresh.unlink()
+
+
+def _read(path: Path, named: str) -> bytes:
+    try:
+        mode, value = path.stat().st_mode, path.read_text()
+    except (OSError, ValueError) as problem:
+        raise UserError(f"{named}: the run's secret cannot be read ({problem}). {HOW_TO_MAKE_ONE} > {path}") from None
+    if mode & OTHERS:
+        raise UserError(
+            f"{named}: others may read the run's secret (mode {mode & 0o777:04o}). Try: chmod 600 {path}; if others "
+            "use this machine, delete the file instead, and a new one is made"
+        )
+    return _checked(value, named)
+
+
+def _checked(value: str, named: str) -> bytes:
+    if len(value.strip()) < LEAST_CHARS:
+        raise UserError(f"{named}: the run's secret has fewer than {LEAST_CHARS} characters. {HOW_TO_MAKE_ONE}")
+    return value.strip().encode()

@@ -1,0 +1,187 @@
+"""The coordinator's connections to the agents: who may come in, what they say, and which of them went silent.
+
+Whoever reaches the port may connect, and holds a descriptor for a moment; what is wrong with a connection ends that one
+alone, and none can make the others wait.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator
+
+from argosy.processes.connection import Connection
+from argosy.processes.handshake import listen
+from argosy.supervise.messages import FROM_AGENT, AgentHello, BadMessage, FromAgent, Record, decoded, encoded
+
+LEASE_S = 10.0
+"""An agent that says nothing for this long counts as unreachable."""
+HELLO_S = 10.0
+"""A connection that has not said who it is within this time is closed."""
+MOST_STRANGERS = 512
+"""Connections that have not said who they are. One more closes the oldest of them."""
+ACCEPTS = 64
+"""Connections that are accepted in one turn."""
+BACKLOG = 4096
+"""Connections that wait to be accepted: all agents of a large run come at once."""
+LONGEST_TURN_S = 1.0
+"""A turn that took longer, as this process was stopped or busy, counts as this long: meanwhile agents could not be
+heard, so their silence proves nothing."""
+PAUSE_S = 0.5
+"""No connection is accepted for so long if this process has no descriptor left."""
+
+
+class AgentConnection:
+    """The connection to one agent."""
+
+    def __init__(self, connected: socket.socket, address: str, connections: AgentConnections):
+        self.address, self.name = address, ""
+        """name: of the node, once it has said it."""
+        self.since_s = self.heard_s = connections.awake_s
+        self.is_dropped = False
+        self.connection = Connection(connected, listen(connections.secret), connections.selector, self, connections.tls)
+
+
+class AgentConnections:
+    """All connections of one coordinator, and the socket on which new ones come."""
+
+    def __init__(
+        self, listener: socket.socket, secret: bytes, tls: ssl.SSLContext | None, left: Callable[[str, str], None]
+    ):
+        """`left(name, why)` is called when an agent's connection has ended."""
+        self.secret, self.tls, self._left = secret, tls, left
+        self._listener = listener
+        listener.setblocking(False)
+        listener.listen(BACKLOG)
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(listener, selectors.EVENT_READ)
+        self._is_accepting, self._accepts_from_s = True, 0.0
+        self.awake_s = 0.0
+        """Time in which this process looked at its connections."""
+        self._turned_s = time.monotonic()
+        self._agents: dict[str, AgentConnection] = {}
+        self._by_silence: dict[AgentConnection, None] = {}
+        """The agents, with the one first that was silent for longest."""
+        self._strangers: dict[AgentConnection, None] = {}
+        """Connections that have not said who they are, the oldest first."""
+        self.refused, self.last_refusal = 0, ""
+        """Number of connections that were closed before they had said who they are, and why the last one was."""
+
+    def __bool__(self) -> bool:
+        return bool(self._agents)
+
+    @property
+    def names(self) -> list[str]:
+        """The nodes whose agents are connected."""
+        return list(self._agents)
+
+    def turn(self, timeout_s: float) -> Iterator[tuple[AgentConnection, FromAgent]]:
+        """Wait for something to happen, up to `timeout_s`; yield the messages that have come, with their connection.
+
+        A message of a connection without a name is an `AgentHello`, for `admit`.
+        """
+        if not self._is_accepting and time.monotonic() > self._accepts_from_s:
+            self._is_accepting = True
+            self.selector.register(self._listener, selectors.EVENT_READ)
+        events = self.selector.select(timeout_s)
+        now_s = time.monotonic()
+        self.awake_s += min(now_s - self._turned_s, LONGEST_TURN_S)
+        self._turned_s = now_s
+        for key, _ in events:
+            if key.fileobj is self._listener:
+                self._accept()
+            elif not key.data.is_dropped:  # since this event was reported
+                yield from self._hear(key.data)
+        self._drop_silent()
+
+    def admit(self, agent: AgentConnection, name: str) -> None:
+        """Let `agent` speak for the node `name`; an older connection of that node ends."""
+        if (old := self._agents.get(name)) is not None:
+            self.drop(old, "its agent came back")
+        del self._strangers[agent]
+        agent.name = name
+        self._agents[name] = agent
+        self._by_silence[agent] = None
+
+    def tell(self, name: str, message: Record) -> None:
+        """Send an agent a message, if it is connected."""
+        if (agent := self._agents.get(name)) is not None:
+            self.answer(agent, message)
+
+    def tell_all(self, message: Record) -> None:
+        """Send all agents a message."""
+        for name in self.names:
+            self.tell(name, message)
+
+    def answer(self, agent: AgentConnection, message: Record) -> None:
+        """Send a message over a connection, whether it has a name or not."""
+        agent.connection.send(encoded(message))
+        self._drop_if_broken(agent)
+
+    def drop(self, agent: AgentConnection, why: str) -> None:
+        """End a connection."""
+        if agent.is_dropped:
+            return
+        agent.is_dropped = True
+        agent.connection.close()
+        self._by_silence.pop(agent, None)
+        if agent in self._strangers:
+            del self._strangers[agent]
+            self.refused, self.last_refusal = self.refused + 1, f"{agent.address}: {why}"
+        if self._agents.get(agent.name) is agent:
+            del self._agents[agent.name]
+            self._left(agent.name, why)
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS):
+            try:
+                connected, (host, port, *_) = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError:  # no descriptor is left, or the other end is gone already
+                self._make_room()
+                return
+            agent = AgentConnection(connected, f"{host}:{port}", self)
+            self._strangers[agent] = None
+            if len(self._strangers) > MOST_STRANGERS:
+                self.drop(next(iter(self._strangers)), "too many have not said who they are")
+
+    def _make_room(self) -> None:
+        """Close the oldest stranger; without any, accept nothing for a moment."""
+        if self._strangers:
+            self.drop(next(iter(self._strangers)), "no descriptor is left for another")
+        else:
+            self.selector.unregister(self._listener)
+            self._is_accepting, self._accepts_from_s = False, time.monotonic() + PAUSE_S
+
+    def _hear(self, agent: AgentConnection) -> Iterator[tuple[AgentConnection, FromAgent]]:
+        frames = agent.connection.take()
+        if agent in self._by_silence:
+            agent.heard_s = self.awake_s
+            del self._by_silence[agent]
+            self._by_silence[agent] = None
+        for frame in frames:
+            if agent.is_dropped:
+                return
+            try:
+                message = decoded(frame, FROM_AGENT)
+            except BadMessage as problem:
+                self.drop(agent, f"it said what is no message: {problem}")
+                return
+            if isinstance(message, AgentHello) == bool(agent.name):
+                self.drop(agent, f"it said {message.kind} at the wrong time")
+                return
+            yield agent, message
+        self._drop_if_broken(agent)
+
+    def _drop_if_broken(self, agent: AgentConnection) -> None:
+        if agent.connection.problem:
+            self.drop(agent, agent.connection.problem)
+
+    def _drop_silent(self) -> None:
+        while (agent := next(iter(self._by_silence), None)) and self.awake_s - agent.heard_s > LEASE_S:
+            self.drop(agent, f"nothing was heard of it for {LEASE_S:.0f} s")
+        while (agent := next(iter(self._strangers), None)) and self.awake_s - agent.since_s > HELLO_S:
+            self.drop(agent, f"it did not say who it is within {HELLO_S:.0f} s")

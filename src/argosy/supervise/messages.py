@@ -1,0 +1,244 @@
+"""What agents and the coordinator say to each other: one class for each message, checked when it arrives.
+
+They travel as JSON, in the frames of a `processes.connection`. A message that is not as written here is refused, with
+the connection that it came on.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+
+from argosy.resilience.detect.finding import WorkerSeen
+from argosy.resilience.node_health import Health
+from argosy.supervise.nodes import State
+
+TEXT_CHARS = 20_000
+"""Longer explanations, with what a program printed in them, are cut."""
+MOST_WORKERS = 4096
+"""On one node."""
+
+Text = Annotated[str, BeforeValidator(lambda text: text[:TEXT_CHARS] if isinstance(text, str) else text)]
+NodeName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$", max_length=255)]
+Slot = Annotated[int, Field(ge=0, lt=MOST_WORKERS)]
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+Host = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]+$", max_length=255)]
+
+
+class BadMessage(Exception):
+    """What came is no message."""
+
+
+class Record(BaseModel):
+    """Base of the messages and their parts."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+# ---- from an agent --------------------------------------------------------------------------------------------------
+
+
+class KnownWorker(Record):
+    """A worker that an agent has when it connects."""
+
+    slot: Slot
+    state: State
+    rank: Count | None
+    generation: Count
+    pid: Count
+
+
+class AgentHello(Record):
+    """An agent has connected, for the first time or again."""
+
+    kind: Literal["hello"] = "hello"
+    folder: str
+    """What tells the run's folder from others (`supervise.folder`)."""
+    name: NodeName
+    host: Host
+    """The address at which the other nodes reach it."""
+    slots: Annotated[int, Field(ge=1, le=MOST_WORKERS)]
+    workers: tuple[KnownWorker, ...] = ()
+    health: Health | None = None
+    is_checking: bool = False
+    """True while a node health check runs."""
+
+
+class WorkerStarted(Record):
+    """A worker process was started."""
+
+    kind: Literal["started"] = "started"
+    slot: Slot
+    pid: Count
+
+
+class WorkerReady(Record):
+    """A worker waits for a world."""
+
+    kind: Literal["ready"] = "ready"
+    slot: Slot
+    generation: Count
+    """That of the world that it left because of `why`; 0 if it was in none."""
+    why: Text = ""
+
+
+class WorkerDone(Record):
+    """A worker has reached the end of the run."""
+
+    kind: Literal["done"] = "done"
+    slot: Slot
+
+
+class WorkerLost(Record):
+    """A worker process has ended before the run did. The rest is that of `nodes.Cause`."""
+
+    kind: Literal["lost"] = "lost"
+    slot: Slot
+    why: Text
+    error: Text = ""
+    exit_code: int = 0
+    step: int = -1
+
+
+class RunStopping(Record):
+    """A signal asked the run to end."""
+
+    kind: Literal["stopping"] = "stopping"
+
+
+class NodeHeartbeat(Record):
+    """What the workers of a node show. The coordinator answers it."""
+
+    kind: Literal["heartbeat"] = "heartbeat"
+    workers: tuple[WorkerSeen, ...] = ()
+
+
+class StoreOpened(Record):
+    """The rendezvous store of a generation is open."""
+
+    kind: Literal["store"] = "store"
+    generation: Count
+    port: Port
+
+
+class NodeChecked(Record):
+    """A node health check has ended."""
+
+    kind: Literal["node_checked"] = "node_checked"
+    health: Health
+
+
+FromAgent = (
+    AgentHello | WorkerStarted | WorkerReady | WorkerDone | WorkerLost | RunStopping | NodeHeartbeat | StoreOpened
+    | NodeChecked
+)  # fmt: skip
+
+# ---- from the coordinator -------------------------------------------------------------------------------------------
+
+
+class Heard(Record):
+    """The answer to a heartbeat, and to a hello."""
+
+    kind: Literal["heard"] = "heard"
+
+
+class StartWorker(Record):
+    """Start a worker in a slot."""
+
+    kind: Literal["start"] = "start"
+    slot: Slot
+
+
+class OpenStore(Record):
+    """Open the rendezvous store of a generation."""
+
+    kind: Literal["open_store"] = "open_store"
+    generation: Count
+
+
+class WorldPlace(Record):
+    """The rank of a worker of the node."""
+
+    slot: Slot
+    rank: Count
+    local_rank: Slot
+
+
+class JoinWorld(Record):
+    """Have workers join the world of a generation."""
+
+    kind: Literal["join"] = "join"
+    generation: Count
+    size: Count
+    plan: str
+    host: Host
+    port: Port
+    """Of the rendezvous store."""
+    places: tuple[WorldPlace, ...]
+    """Of all the members on this node."""
+
+
+class LeaveWorld(Record):
+    """The generation is over: its members leave its world and wait."""
+
+    kind: Literal["break"] = "break"
+    generation: Count
+    why: Text
+
+
+class HoldWorld(Record):
+    """Have the members of a generation hold after a step."""
+
+    kind: Literal["hold"] = "hold"
+    generation: Count
+
+
+class KillWorker(Record):
+    """Kill a worker, if it is still in that generation."""
+
+    kind: Literal["kill"] = "kill"
+    slot: Slot
+    generation: Count
+    why: Text
+
+
+class RunNodeCheck(Record):
+    """Run a node health check."""
+
+    kind: Literal["check_node"] = "check_node"
+
+
+class EndRun(Record):
+    """The run is over. The rest is that of `orders.Finish`."""
+
+    kind: Literal["finish"] = "finish"
+    exit_code: int
+    why: Text
+    error: Text = ""
+
+
+FromCoordinator = (
+    Heard | StartWorker | OpenStore | JoinWorld | LeaveWorld | HoldWorld | KillWorker | RunNodeCheck | EndRun
+)
+
+# ---- as bytes -------------------------------------------------------------------------------------------------------
+
+M = TypeVar("M")
+FROM_AGENT: TypeAdapter[FromAgent] = TypeAdapter(Annotated[FromAgent, Field(discriminator="kind")])
+FROM_COORDINATOR: TypeAdapter[FromCoordinator] = TypeAdapter(Annotated[FromCoordinator, Field(discriminator="kind")])
+
+
+def encoded(message: Record) -> bytes:
+    """Return a message as a frame."""
+    return message.model_dump_json().encode()
+
+
+def decoded(frame: bytes, kinds: TypeAdapter[M]) -> M:
+    """Return the message of a frame; `kinds` is FROM_AGENT or FROM_COORDINATOR. Raises: BadMessage."""
+    try:
+        return kinds.validate_json(frame)
+    except ValidationError as problem:
+        first: dict[str, Any] = dict(problem.errors(include_url=False, include_input=False)[0])
+        raise BadMessage(f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}") from None
