@@ -423,6 +423,14 @@ class LaunchConfig(Section):
     """Cluster that predictions are made for: NxDEVICE, a preset or a file; empty: ./cluster.toml if `argosy probe`
     wrote it on this machine, else the catalogue's figures for the devices at hand."""
 
+    @model_validator(mode="after")
+    def _certificate_has_key(self) -> Self:
+        if bool(self.tls_certificate) != bool(self.tls_key):
+            raise ValueError("tls_certificate and tls_key belong together; give both, or none: one is made for the run")
+        if self.tls_key and not self.tls:
+            raise ValueError("tls_certificate and tls_key have no effect without tls = true; add it")
+        return self
+
 
 class ResilienceConfig(Section):
     """Detection of failures, and recovery from them."""
