@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from argosy.supervise import coordinator_client as module
 from argosy.supervise.coordinator_client import CoordinatorClient
 from argosy.supervise.folder import name_of
 from argosy.supervise.messages import AgentHello, FromCoordinator, Heard, NodeHeartbeat, RunStopping, StartWorker
-from peers import SECRET, Peer
+from peers import SECRET, Peer, PeerGone
 
 
 class Client:
@@ -181,3 +182,30 @@ def test_a_port_that_is_taken_is_the_users_to_change(tmp_path, elsewhere):
     with pytest.raises(UserError, match=r"launch\.port = \d+ is in use.*Try launch\.port = 0"):
         agent.turn_until(lambda: False)
     agent.client.close()
+
+
+def test_one_that_hangs_up_before_it_proved_anything_is_called_again_after_a_while_and_not_missed(client, elsewhere):
+    calls, end = 0, time.monotonic() + 5
+    elsewhere.setblocking(False)
+    with pytest.raises(Retryable, match="could not be reached"):
+        while True:
+            assert time.monotonic() < end
+            client.turn_until(iter([False, True]).__next__)  # once
+            with suppress(BlockingIOError):
+                elsewhere.accept()[0].close()
+                calls += 1
+    assert 1 < calls < 12 and not client.events("coordinator_lost")
+
+
+def test_one_that_does_not_know_the_secret_is_another_runs(client, elsewhere):
+    def stand_in() -> None:
+        for _ in range(module.MOST_STRANGERS):
+            with pytest.raises(PeerGone):
+                Peer(elsewhere.accept()[0], listen(b"the secret of some other run, not of this"))
+
+    client.client._patience_s = 60.0
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(stand_in)
+        with pytest.raises(UserError, match=r"does not know this run's secret.*a port of its own.*ARGOSY_SECRET"):
+            client.turn_until(lambda: False)
+    assert not client.greeted

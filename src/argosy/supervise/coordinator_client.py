@@ -39,8 +39,8 @@ MOST_FAILED_STARTS = 5
 """This many coordinators in a row died before they said anything: another would do the same."""
 MOST_STRANGERS = 3
 """This many times in a row what answered could not prove that it knows the run's secret: it is something else."""
-STRANGER_S = 1.0
-"""How soon it is called again after that."""
+AGAIN_S = 0.5
+"""How soon it is called again after something else has answered, or hung up before it had proven anything."""
 COORDINATOR = "argosy.supervise.coordinator"
 SIOCGIFADDR = 0x8915  # linux/sockios.h
 
@@ -149,10 +149,11 @@ class CoordinatorClient:
             )
 
     def _lose(self, why: str) -> None:
-        assert self._connection is not None
-        self._connection.close()
+        connection = self._connection
+        assert connection is not None
+        connection.close()
         self._connection, self._lost_since = None, self._lost_since or self._asked_s
-        if not self.is_ending:
+        if connection.is_proven and not self.is_ending:
             self._events.write("coordinator_lost", why=why)
 
     def _hear(self) -> None:
@@ -174,14 +175,13 @@ class CoordinatorClient:
             self._obey(message)
         if connection.problem:
             self._lose(connection.problem)
-            self._check_stranger(connection)
+            if not connection.is_proven:
+                self._not_reached(connection)
 
-    def _check_stranger(self, connection: Connection) -> None:
-        """Give up if what answers is not the run's coordinator, and never was."""
-        if not connection.is_stranger:
-            return
+    def _not_reached(self, connection: Connection) -> None:
+        """Something answered, and was not the coordinator. Give up if it does not know the secret, and never did."""
         now = time.monotonic()
-        self._strangers, self._call_from_s = self._strangers + 1, now + STRANGER_S
+        self._strangers, self._call_from_s = self._strangers + connection.is_stranger, now + AGAIN_S
         self._check_patience(now)
         if self._strangers >= MOST_STRANGERS and not self._was_heard:
             raise UserError(
