@@ -22,7 +22,7 @@ from argosy.plan.search.auto import Devices
 from argosy.probe.probe import ProbeRequest, measure
 from argosy.processes.channel import Channel, Gone
 from argosy.processes.child import Entry, channel_to_parent, end_with_parent
-from argosy.processes.fork_server import RENDEZVOUS, ForkServer
+from argosy.processes.fork_server import RENDEZVOUS, STORE_HOST, ForkServer
 
 MEMBER = Entry("argosy.probe.start")
 """A process that measures."""
@@ -55,7 +55,7 @@ def probe_here(asked: ProbeRequest, processes: int) -> Cluster:
             return held.enter_context(closing(fork_server.fork(key, entry, environment)))
 
         try:
-            port = fork("rendezvous", RENDEZVOUS, {}).receive()["port"]
+            port = fork("rendezvous", RENDEZVOUS, {STORE_HOST: "127.0.0.1"}).receive()["port"]
             places = [Place(rank, processes, rank, processes, "127.0.0.1", port) for rank in range(processes)]
             members = [fork(str(place.rank), MEMBER, place.environment()) for place in places]
             for channel in members:
