@@ -64,3 +64,8 @@ def test_one_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv(FILE, str(path))
     with pytest.raises(UserError, match=r"ARGOSY_SECRET_FILE = .*given: .* cannot be read"):
         secret_of(tmp_path)
+
+
+def test_a_folder_that_takes_none_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"\.secret: .* cannot be kept there .* set ARGOSY_SECRET_FILE"):
+        secret_of(tmp_path / "missing")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
-from contextlib import suppress
 from pathlib import Path
 
 from argosy.errors import UserError
@@ -29,25 +29,24 @@ def secret_of(run_dir: Path) -> bytes:
         return _checked(value, VALUE)
     if path := os.environ.get(FILE):
         return _read(Path(path), f"{FILE} = {path}")
-    with suppress(FileExistsError):
-        _make(run_dir / NAME)
-    return _read(run_dir / NAME, str(run_dir / NAME))
+    path = run_dir / NAME
+    try:
+        _make(path)
+    except OSError as problem:
+        raise UserError(
+            f"{path}: the run's secret cannot be kept there ({problem}). Make the folder writable, or set {FILE}"
+        ) from None
+    return _read(path, str(path))
 
 
 def _make(path: Path) -> None:
-    """Write a new secret. Raises: FileExistsError if there is one."""
-    if path.exists():
-        raise FileExistsError(path)
-    fresh = path.with_name(f"{path.name}-{secrets.token_hex(8)}")
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with os.fdopen(descriptor, "w") as file:
+    """Write a new secret, unless there is one. Raises: OSError."""
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # another node may be about to
+        if not file.read():
             file.write(secrets.token_hex(32) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        os.link(fresh, path)  # unlike a rename, it does not replace the secret of a node that was faster
-    finally:
-        fresh.unlink()
 
 
 def _read(path: Path, named: str) -> bytes:
