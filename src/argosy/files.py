@@ -12,6 +12,9 @@ from typing import BinaryIO
 PARTIAL = ".partial"
 """Suffix of a file that is being written. Nothing reads such a file; what a kill left, the next write replaces."""
 
+LONGEST_NAME_BYTES = 240
+"""Length of a file's name that is given from outside: file systems take 255 bytes, suffixes included."""
+
 
 class PartialFile:
     """A file that is being written: `path` changes with `commit`, and not with `abandon`. One writer at a time."""
@@ -64,6 +67,19 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def is_plain_name(name: str) -> bool:
+    """True if `name` can be that of a file in a given folder, and leads nowhere else.
+
+    For names that come from outside: a manifest, an index, a bucket.
+    """
+    return (
+        name not in ("", ".", "..")
+        and "/" not in name
+        and name.isprintable()
+        and len(os.fsencode(name)) <= LONGEST_NAME_BYTES
+    )
 
 
 def file_sha256(path: Path) -> str:

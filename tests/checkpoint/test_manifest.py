@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from argosy.checkpoint.checksums import Damaged, signed
+from argosy.checkpoint.checksums import Damaged, FileSum, signed
 from argosy.checkpoint.history import History
 from argosy.checkpoint.manifest import CheckpointManifest
+from argosy.checkpoint.names import shard_name
 from argosy.errors import UserError
 from checkpoint.saving import manifest
+from mutations import ODD_VALUES, mutated
+
+WHOLE = manifest(
+    7,
+    tokens=700,
+    skipped=((3, 5),),
+    history=History(3, (("ab", 5), ("cd", 7)), "ef"),
+    config_sha256="aa",
+    files={shard_name(rank): FileSum(10 + rank, "ab" * 32) for rank in range(2)},
+)
 
 
 def test_all_of_a_manifest_comes_back(tmp_path):
@@ -39,3 +53,39 @@ def test_a_manifest_from_before_generations_were_called_so_is_read():
     data = signed(before | {"epoch": 4})
     assert (read := CheckpointManifest.from_bytes(data, "here")).generation == 4
     assert read.sha256 == hashlib.sha256(data).hexdigest()  # which verified.json names
+
+
+@given(record=mutated(WHOLE.to_record()))
+@settings(max_examples=400, deadline=None)
+def test_whatever_is_in_a_signed_record_it_is_a_manifest_or_refused_by_name(record: Any) -> None:
+    try:
+        read = CheckpointManifest.from_bytes(signed(record), "runs/a/manifest.json")
+    except (Damaged, UserError) as problem:
+        assert str(problem).startswith("runs/a/manifest.json: ") and len(str(problem)) < 400
+        return
+    assert CheckpointManifest.from_bytes(read.to_bytes(), "here") == read
+    assert set(read.files) == {shard_name(rank) for rank in range(len(read.files))}
+
+
+@given(data=st.binary(max_size=200) | st.builds(lambda n: b"[" * n, st.integers(0, 200_000)))
+@settings(max_examples=100, deadline=None)
+def test_bytes_that_are_no_record_are_damaged(data: bytes) -> None:
+    with pytest.raises(Damaged, match=r"^here: "):
+        CheckpointManifest.from_bytes(data, "here")
+
+
+@pytest.mark.parametrize("key", WHOLE.to_record())
+@pytest.mark.parametrize("value", ODD_VALUES, ids=lambda value: f"{type(value).__name__} {value!r:.12}")
+def test_a_value_of_another_kind_is_named(key: str, value: Any) -> None:
+    try:
+        CheckpointManifest.from_bytes(signed({**WHOLE.to_record(), key: value}), "here")
+    except UserError as problem:
+        assert key in str(problem)
+
+
+def test_a_key_that_is_missing_or_unknown_is_named() -> None:
+    record = WHOLE.to_record()
+    with pytest.raises(UserError, match=r"^here: tokens is missing"):
+        CheckpointManifest.from_bytes(signed({k: v for k, v in record.items() if k != "tokens"}), "here")
+    with pytest.raises(UserError, match=r"^here: 'color' is no key"):
+        CheckpointManifest.from_bytes(signed({**record, "color": "red"}), "here")

@@ -12,6 +12,7 @@ import pytest
 
 from argosy.checkpoint import fence, rank_writer, store
 from argosy.checkpoint.fence import Fenced
+from argosy.checkpoint.names import shard_name
 from argosy.checkpoint.rank_writer import Note, SaveOrder, commit_part, leave_note
 from checkpoint.saving import manifest
 
@@ -37,8 +38,8 @@ def test_the_parts_of_all_ranks_become_a_checkpoint(tmp_path, snapshot):
     assert commit_part(order(tmp_path, 0, 3), snapshot) == 3 * len(DATA)
     (checkpoint,) = store.committed(tmp_path)
     checkpoint.verify()
-    assert list(checkpoint.manifest.files) == [store.shard_name(rank) for rank in range(3)]
-    assert (checkpoint.folder / store.shard_name(2)).read_bytes() == DATA
+    assert list(checkpoint.manifest.files) == [shard_name(rank) for rank in range(3)]
+    assert (checkpoint.folder / shard_name(2)).read_bytes() == DATA
 
 
 def test_the_first_rank_waits_for_the_others_notes_of_this_attempt(tmp_path, snapshot):

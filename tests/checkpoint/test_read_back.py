@@ -12,6 +12,7 @@ import pytest
 
 from argosy.checkpoint import read_back, store
 from argosy.checkpoint.checksums import Damaged
+from argosy.checkpoint.names import shard_name
 from argosy.checkpoint.rank_writer import SaveOrder, commit_part
 from argosy.checkpoint.read_back import verify_together, vouch
 from argosy.checkpoint.store import Checkpoint
@@ -60,14 +61,14 @@ def test_each_reads_what_another_wrote_and_all_of_it_is_read_once(checkpoint, tm
     for rank in (1, 2):
         vouch(order(tmp_path, rank), CLOSING)
     verify_together(checkpoint, SIZE)
-    assert read == [store.shard_name(rank) for rank in (2, 0, 1)]
+    assert read == [shard_name(rank) for rank in (2, 0, 1)]
     assert not list(checkpoint.folder.glob("*.read"))
 
 
 def test_the_first_reads_the_shares_that_have_no_note(checkpoint, tmp_path, read):
     vouch(order(tmp_path, 2), CLOSING)
     verify_together(checkpoint, SIZE)
-    assert read == [store.shard_name(rank) for rank in (0, 1, 2)]
+    assert read == [shard_name(rank) for rank in (0, 1, 2)]
 
 
 def test_the_first_waits_for_one_that_is_a_little_late(checkpoint, tmp_path, read, monkeypatch):
@@ -77,16 +78,16 @@ def test_the_first_waits_for_one_that_is_a_little_late(checkpoint, tmp_path, rea
     late.start()
     verify_together(checkpoint, SIZE)
     late.join()
-    assert sorted(read) == [store.shard_name(rank) for rank in range(SIZE)]
+    assert sorted(read) == [shard_name(rank) for rank in range(SIZE)]
 
 
 @pytest.mark.parametrize("damaged", range(SIZE))
 @pytest.mark.parametrize("vouching", [(), (1, 2)])
 def test_damage_is_found_by_any_reader(checkpoint, tmp_path, damaged, vouching):
-    flip_a_bit(checkpoint.folder / store.shard_name(damaged), 4321)
+    flip_a_bit(checkpoint.folder / shard_name(damaged), 4321)
     for rank in vouching:
         vouch(order(tmp_path, rank), CLOSING)
-    with pytest.raises(Damaged, match=f"{store.shard_name(damaged)} does not match its checksum"):
+    with pytest.raises(Damaged, match=f"{shard_name(damaged)} does not match its checksum"):
         verify_together(checkpoint, SIZE)
 
 
@@ -119,7 +120,7 @@ def test_what_will_not_be_committed_is_not_waited_for(tmp_path):
 
 
 def test_one_that_is_deleted_before_it_is_read_is_let_be(checkpoint, tmp_path):
-    (checkpoint.folder / store.shard_name(2)).unlink()
+    (checkpoint.folder / shard_name(2)).unlink()
     vouch(order(tmp_path, 1), CLOSING)
     (note,) = tmp_path.rglob("*.read")
     assert "rank-00002.safetensors" in note.read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import uuid
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from argosy.checkpoint import fence, store
 from argosy.checkpoint.checksums import Damaged, file_sum, signed
 from argosy.checkpoint.fence import Fenced
+from argosy.checkpoint.owner import NAME_FILE, OWNER
 from argosy.checkpoint.remote import Remote
 from argosy.checkpoint.store import Checkpoint
 from argosy.errors import UserError
@@ -40,14 +42,23 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    return tmp_path / "runs" / "mine"
+    folder = tmp_path / "runs" / "mine"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def moved(run_dir: Path) -> Path:
+    """Return a folder on another disk that belongs to the run of `run_dir`, and holds nothing of it."""
+    elsewhere = Path(run_dir.parent, "another disk", run_dir.name)
+    elsewhere.mkdir(parents=True)
+    shutil.copy(run_dir / NAME_FILE, elsewhere)
+    return elsewhere
 
 
 def test_a_copy_comes_back_as_a_verified_checkpoint(url, run_dir):
     given = write(run_dir, 4)
     assert Remote(url, run_dir).put(given, anywhere)
-    elsewhere = Path(run_dir.parent, "another disk", "mine")
-    remote = Remote(url, elsewhere)
+    remote = Remote(url, moved(run_dir))
     assert remote.steps() == [4]
     found = remote.fetch(4, generation=0)
     found.verify()
@@ -77,7 +88,9 @@ def test_a_copy_whose_manifest_an_older_version_wrote_is_the_same_checkpoint(tmp
 
 def test_runs_do_not_meet(url, run_dir):
     Remote(url, run_dir).put(write(run_dir, 4), anywhere)
-    assert Remote(url, run_dir.with_name("another")).steps() == []
+    another = run_dir.with_name("another")
+    another.mkdir()
+    assert Remote(url, another).steps() == []
 
 
 def test_the_manifest_comes_last_and_only_if_all_was_copied_well(tmp_path, run_dir, monkeypatch):
@@ -144,3 +157,63 @@ def test_copies_of_steps_that_the_run_turned_away_from_go(url, run_dir):
 def test_a_place_that_cannot_be_used_is_said_before_anything_is_trained(run_dir):
     with pytest.raises(UserError, match=r"checkpoint\.remote = nowhere://bucket: .*nowhere.*package"):
         Remote("nowhere://bucket", run_dir)
+
+
+@pytest.mark.parametrize(
+    "name", ["../../../../outside", "/tmp/argosy-outside", "rank-00000.safetensors/../x", "manifest.json", "rank-1"]
+)
+def test_a_manifest_that_names_other_files_than_a_checkpoint_has_is_refused_and_nothing_is_written(
+    tmp_path, run_dir, name
+):
+    remote = Remote(str(tmp_path / "there"), run_dir)
+    given = write(run_dir, 4)
+    remote.put(given, anywhere)
+    store.remove(given.folder)
+    (there,) = (tmp_path / "there").rglob(store.MANIFEST)
+    record = given.manifest.to_record()
+    (there.parent / "evil").write_bytes(b"evil")
+    record["files"] = {**record["files"], name: record["files"]["rank-00000.safetensors"]}
+    there.write_bytes(signed(record))
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match=r"manifest\.json: files names '.*', which a checkpoint of 3 files does not"):
+        remote.fetch(4, generation=0)
+    assert sorted(tmp_path.rglob("*")) == before and not Path("/tmp/argosy-outside").exists()
+
+
+def test_a_copy_that_is_longer_than_its_manifest_says_is_not_fetched(tmp_path, run_dir):
+    remote = Remote(str(tmp_path / "there"), run_dir)
+    remote.put(write(run_dir, 4), anywhere)
+    (file,) = (tmp_path / "there").rglob("rank-00001.safetensors")
+    file.write_bytes(bytes(10**6))
+    with pytest.raises(Damaged, match=r"rank-00001\.safetensors: has 1000000 bytes, its manifest says 4"):
+        remote.fetch(4, generation=0)
+
+
+def test_folders_in_the_place_that_are_no_checkpoints_are_left_alone(tmp_path, run_dir):
+    remote = Remote(str(tmp_path / "there"), run_dir)
+    remote.put(write(run_dir, 4), anywhere)
+    for name in ("step-4", "step-000000004", "step-" + "9" * 200, "step-0000000\N{ARABIC-INDIC DIGIT FOUR}", "x"):
+        folder = tmp_path / "there/mine" / name
+        folder.mkdir()
+        (folder / store.MANIFEST).write_text("{}")
+    assert remote.steps() == [4]
+
+
+def test_another_run_of_the_same_name_is_refused_and_changes_nothing(url, run_dir, tmp_path):
+    Remote(url, run_dir).put(write(run_dir, 4), anywhere)
+    stranger = tmp_path / "other" / "mine"
+    stranger.mkdir(parents=True)
+    remote = Remote(url, stranger)
+    theirs = write(stranger, 9)
+    for refused in (remote.steps, lambda: remote.put(theirs, anywhere)):
+        with pytest.raises(UserError, match=r"owner\.json: .* another run of this name .* another checkpoint\.remote"):
+            refused()
+    assert Remote(url, moved(run_dir)).steps() == [4], "a moved folder of the same run goes on"
+
+
+def test_copies_of_an_older_version_which_have_no_owner_belong_to_the_first_run_that_asks(tmp_path, run_dir):
+    url = str(tmp_path / "there")
+    Remote(url, run_dir).put(write(run_dir, 4), anywhere)
+    (tmp_path / "there/mine" / OWNER).unlink()
+    assert Remote(url, run_dir).steps() == [4]
+    assert (tmp_path / "there/mine" / OWNER).exists()

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from argosy.checkpoint import fence, store
 from argosy.checkpoint import save as save_module
 from argosy.checkpoint.boxes import Box
+from argosy.checkpoint.names import shard_name
 from argosy.checkpoint.save import Saver, deal
 from argosy.checkpoint.shards import box_bytes
 from argosy.checkpoint.writer import Upkeep
@@ -336,9 +337,9 @@ def test_one_that_is_found_damaged_when_it_is_read_back_is_set_aside(tmp_path):
     first.close()
     folder = store.step_folder(tmp_path, 1)
     (folder / store.VERIFIED).unlink()
-    data = bytearray((folder / store.shard_name(0)).read_bytes())
+    data = bytearray((folder / shard_name(0)).read_bytes())
     data[-1] ^= 1
-    (folder / store.shard_name(0)).write_bytes(data)
+    (folder / shard_name(0)).write_bytes(data)
     second = Saving(tmp_path)
     second.save(2.0, step=2)
     second.close()

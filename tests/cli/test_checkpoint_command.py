@@ -65,3 +65,12 @@ def test_a_checkpoint_of_another_format_is_refused(run_dir):
     (store.step_folder(run_dir, 4) / store.MANIFEST).write_bytes(signed({"format": 1, "step": 4}))
     with pytest.raises(UserError, match="reads checkpoints of format 2"):
         main(["verify", str(run_dir)])
+
+
+def test_a_signed_manifest_that_names_a_file_elsewhere_is_refused_by_name_and_code(run_dir):
+    path = store.step_folder(run_dir, 4) / store.MANIFEST
+    record = store.committed(run_dir)[3].manifest.to_record()
+    path.write_bytes(signed(record | {"files": {"../../outside": record["files"]["rank-00000.safetensors"]}}))
+    with pytest.raises(UserError, match=r"step-00000004/manifest\.json: files names '\.\./\.\./outside'") as refused:
+        main(["verify", str(run_dir)])
+    assert refused.value.exit_code == 2

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from argosy.data.manifest import TOKENIZER, Manifest, verify
 from argosy.errors import DataError, UserError
 from data.conftest import MakeFolder, damage
+from mutations import mutated
 
 DOCUMENTS = [[1, 2, 3, 0], [4, 5, 0]]
 
@@ -38,6 +43,43 @@ def test_damaged_manifest_is_refused(folder: Path, content: str) -> None:
     (folder / "manifest.json").write_text(content)
     with pytest.raises(UserError, match=r"manifest\.json: .*damaged or of another version"):
         Manifest.load(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside", "/etc/passwd", "a/b", "", ".", "..", "a\x00b", "a\nb", "x" * 300, "\u00e9" * 150]
+)
+def test_a_manifest_that_names_files_elsewhere_is_refused(folder: Path, name: str) -> None:
+    path = folder / "manifest.json"
+    record = json.loads(path.read_text())
+    record["splits"]["train"][0]["name"] = name
+    path.write_text(json.dumps(record))
+    with pytest.raises(UserError, match=r"manifest\.json: splits\.train\.0\.name: .* is not the name of a file"):
+        Manifest.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("eod_id", 10**6), ("vocab_size", 0), ("dtype", "object"), ("dtype", "float64"), ("tokenizer_sha256", "ab")],
+)
+def test_counts_and_kinds_that_cannot_be_are_refused(folder: Path, key: str, value: Any) -> None:
+    path = folder / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    with pytest.raises(UserError, match=rf"manifest\.json: .*{key}"):
+        Manifest.load(folder)
+
+
+@given(data=st.data())
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_a_manifest_holds_it_is_read_or_refused_by_name(folder: Path, data: st.DataObject) -> None:
+    path = folder / "manifest.json"
+    whole = path.read_bytes()
+    try:
+        path.write_text(json.dumps(data.draw(mutated(json.loads(whole)))))
+        Manifest.load(folder)
+    except (UserError, DataError) as problem:
+        assert str(folder) in str(problem) and len(str(problem)) < 800
+    finally:
+        path.write_bytes(whole)
 
 
 @pytest.mark.parametrize("name", ["train-00001.bin", "train-00000.idx", "validation-00000.bin"])

@@ -290,6 +290,14 @@ def test_weights_in_bf16_are_the_rounded_ones(small, build, tmp_path):
     assert json.loads((tmp_path / "out/config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
+@pytest.mark.parametrize("name", ["../weights.safetensors", "/etc/passwd", "a/b", ""])
+def test_an_index_that_names_files_elsewhere_is_refused(tmp_path, name):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+    with pytest.raises(UserError, match=r"index\.json: '.*' in weight_map is not the name of a file"):
+        hf._weight_files(tmp_path)
+
+
 def test_large_models_are_cut_into_shards_with_an_index(small, build, tmp_path, monkeypatch):
     monkeypatch.setattr(hf, "SHARD_BYTES", 40_000)
     ours = build(small)

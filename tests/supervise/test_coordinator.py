@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from argosy.checkpoint.fence import begin_generation, newest_generation
+from argosy.checkpoint.owner import name_of
 from argosy.config.schema import LaunchConfig, ResilienceConfig, RunConfig
 from argosy.observe.events import read_lines
 from argosy.plan.plan import Plan
 from argosy.processes.handshake import call
 from argosy.supervise import agent_connections
 from argosy.supervise.coordinator import Coordinator
-from argosy.supervise.folder import name_of
 from peers import SECRET, Peer
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from argosy.checkpoint.owner import name_of
 from argosy.config.dump import save_run
 from argosy.config.schema import LaunchConfig, ResilienceConfig, RunConfig
 from argosy.errors import Retryable, RunFailed, UserError
@@ -23,7 +24,6 @@ from argosy.processes.handshake import listen
 from argosy.processes.secret import VALUE
 from argosy.supervise import coordinator_client as module
 from argosy.supervise.coordinator_client import CoordinatorClient
-from argosy.supervise.folder import name_of
 from argosy.supervise.messages import AgentHello, FromCoordinator, Heard, NodeHeartbeat, RunStopping, StartWorker
 from peers import SECRET, Peer, PeerGone
 

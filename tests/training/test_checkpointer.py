@@ -11,6 +11,7 @@ import torch
 
 from argosy.checkpoint import store
 from argosy.checkpoint.history import History
+from argosy.checkpoint.names import shard_name
 from argosy.checkpoint.remote import Remote
 from argosy.checkpoint.store import Checkpoint
 from argosy.config.schema import CheckpointConfig, OptimizerConfig
@@ -63,7 +64,7 @@ def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def damage(run_dir: Path, step: int) -> None:
-    file = store.step_folder(run_dir, step) / store.shard_name(0)
+    file = store.step_folder(run_dir, step) / shard_name(0)
     flip_a_bit(file, file.stat().st_size * 4)
 
 

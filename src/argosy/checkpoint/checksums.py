@@ -16,6 +16,8 @@ from argosy.errors import ArgosyError
 READERS = 8
 """Threads that read files back: hashing releases Python's lock."""
 CHUNK_BYTES = 4 * 2**20
+RECORD_BYTES = 64 * 2**20
+"""No signed record is larger: the manifest of 16,384 ranks has 3 MB."""
 
 
 class Damaged(ArgosyError):
@@ -76,9 +78,11 @@ def signed(record: Mapping[str, Any]) -> bytes:
 
 def checked(data: bytes, path: Path | str) -> dict[str, Any]:
     """Return the record that `signed` made `data` of, byte for byte. Raises: Damaged, naming `path`."""
+    if len(data) > RECORD_BYTES:
+        raise Damaged(f"{path}: has more than {RECORD_BYTES >> 20} MiB, which no record has")
     try:
         record = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Damaged(f"{path}: cannot be read ({error})") from None
     rest = {key: value for key, value in record.items() if key != "sha256"} if isinstance(record, dict) else {}
     if not rest or signed(rest) != data:

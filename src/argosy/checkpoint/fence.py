@@ -24,7 +24,7 @@ GONE = ".gone"
 OLD_NAME = "epoch"
 """What a generation was called in the folders of older runs, which go on."""
 OLD_FILE = f".{OLD_NAME}"
-_PARTIAL = re.compile(rf"step-(\d{{8,}})\.(?:generation|{OLD_NAME})-(\d{{4,}})" + re.escape(PARTIAL))
+_PARTIAL = re.compile(rf"step-([0-9]{{8,15}})\.(?:generation|{OLD_NAME})-([0-9]{{4,15}})" + re.escape(PARTIAL))
 
 
 class Fenced(ArgosyError):

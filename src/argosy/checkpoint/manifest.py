@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from argosy.checkpoint import record as records
 from argosy.checkpoint.checksums import FileSum, checked, signed
 from argosy.checkpoint.fence import OLD_NAME
 from argosy.checkpoint.history import History
+from argosy.checkpoint.names import foreign
+from argosy.checkpoint.record import Malformed
 from argosy.errors import UserError
 
 FORMAT = 2
+LATEST_S = 253_402_300_799
+"""The end of the year 9999 in seconds since 1970: no calendar goes further."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,17 +54,15 @@ class CheckpointManifest:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> CheckpointManifest:
-        """Return the manifest whose `to_record` this is."""
-        rest = {key: value for key, value in record.items() if key not in ("files", "skipped", "history")}
-        past = record["history"]
-        if OLD_NAME in rest:
-            rest["generation"] = rest.pop(OLD_NAME)
-        return cls(
-            files={name: FileSum(**file) for name, file in record["files"].items()},
-            skipped=tuple((first, end) for first, end in record["skipped"]),
-            history=History(past["depth"], tuple((name, last) for name, last in past["ended"]), past["world"]),
-            **rest,
-        )
+        """Return the manifest whose `to_record` this is. Raises: Malformed if it is that of none."""
+        if OLD_NAME in record:
+            record = {"generation": record[OLD_NAME], **{k: v for k, v in record.items() if k != OLD_NAME}}
+        given = {key: READ[key](key, value) for key, value in record.items() if key in READ}
+        if unknown := set(record) - set(READ):
+            raise Malformed(f"{records.shown(min(unknown))} is no key of a manifest")
+        if missing := REQUIRED - set(record):
+            raise Malformed(f"{sorted(missing)[0]} is missing")
+        return cls(**given)
 
     def to_bytes(self) -> bytes:
         """Return the content of its file: the record, signed."""
@@ -74,15 +77,61 @@ class CheckpointManifest:
     def from_bytes(cls, data: bytes, path: Path | str) -> CheckpointManifest:
         """Return the manifest whose `to_bytes` this is.
 
-        Raises: Damaged, UserError if it has another format; both name `path`.
+        Raises: Damaged; UserError if it has another format, or is signed and no manifest all the same: no disk does
+        that. Both name `path`.
         """
         record = checked(data, path)
         if record.get("format") != FORMAT:
             raise UserError(
-                f"{path}: format = {record.get('format')}, and this version reads checkpoints of format {FORMAT}. Go "
-                "on with the version that wrote it, or start anew with another --run-dir."
+                f"{path}: format = {records.shown(record.get('format'))}, and this version reads checkpoints of format "
+                f"{FORMAT}. Go on with the version that wrote it, or start anew with another --run-dir."
             )
-        manifest = cls.from_record(record)
+        try:
+            manifest = cls.from_record(record)
+        except Malformed as problem:
+            raise UserError(
+                f"{path}: {problem}. No version wrote that. Move its folder away to go on from an earlier checkpoint."
+            ) from None
         # Of the bytes that are there: `to_bytes` would give a key that was renamed its new name.
         vars(manifest)["sha256"] = hashlib.sha256(data).hexdigest()
         return manifest
+
+
+def _files(key: str, value: Any) -> dict[str, FileSum]:
+    files = {name: _file_sum(f"{key}.{name}", file) for name, file in records.mapping(key, value).items()}
+    if (name := foreign(files)) is not None:
+        raise Malformed(f"{key} names {records.shown(name)}, which a checkpoint of {len(files)} files does not have")
+    return files
+
+
+def _file_sum(key: str, value: Any) -> FileSum:
+    size, sha256 = records.entries(key, value, "bytes", "sha256")
+    return FileSum(records.whole(f"{key}.bytes", size), records.sha256(f"{key}.sha256", sha256))
+
+
+def _history(key: str, value: Any) -> History:
+    depth, ended, world = records.entries(key, value, "depth", "ended", "world")
+    return History(
+        records.whole(f"{key}.depth", depth),
+        records.pairs(f"{key}.ended", ended, records.text, records.whole),
+        records.text(f"{key}.world", world),
+    )
+
+
+READ: dict[str, records.Reader] = {
+    "format": records.whole,
+    "step": records.whole,
+    "tokens": records.whole,
+    "saved_at_s": lambda key, value: records.number(key, value, LATEST_S),
+    "skipped": lambda key, value: records.pairs(key, value, records.whole, records.whole),
+    "history": _history,
+    "plan": records.text,
+    "data_identity": records.text,
+    "config_sha256": records.text,
+    "has_optimizer": records.flag,
+    "generation": records.whole,
+    "files": _files,
+}
+"""Key of a record -> what checks and reads its value."""
+REQUIRED = set(READ) - {"format", "config_sha256", "generation"}
+assert set(READ) == {f.name for f in fields(CheckpointManifest)}

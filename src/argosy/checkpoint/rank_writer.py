@@ -19,6 +19,7 @@ from typing import Any
 from argosy.checkpoint import fence, store
 from argosy.checkpoint.checksums import FileSum
 from argosy.checkpoint.manifest import CheckpointManifest
+from argosy.checkpoint.names import shard_name
 from argosy.errors import ArgosyError
 from argosy.faults import fault
 from argosy.files import atomic_write
@@ -58,7 +59,7 @@ class SaveOrder:
     @property
     def file(self) -> Path:
         """The file that this rank writes."""
-        return self.partial / store.shard_name(self.rank)
+        return self.partial / shard_name(self.rank)
 
     def note_of(self, rank: int) -> Path:
         """Return where `rank` leaves the note of how its part went."""
@@ -168,7 +169,7 @@ def _gather(order: SaveOrder, sums: dict[int, FileSum]) -> dict[str, FileSum]:
             if note is not None:
                 sums[rank] = FileSum(note.bytes, note.sha256)
         missing = [rank for rank in range(order.size) if rank not in sums]
-        there = len(sums) + sum(_size(order.partial / store.shard_name(rank)) for rank in missing)
+        there = len(sums) + sum(_size(order.partial / shard_name(rank)) for rank in missing)
         if there != seen:
             seen, since_s = there, time.monotonic()
         if time.monotonic() - since_s > STALL_S:
@@ -177,7 +178,7 @@ def _gather(order: SaveOrder, sums: dict[int, FileSum]) -> dict[str, FileSum]:
         if missing:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.2)
-    return {store.shard_name(rank): sums[rank] for rank in range(order.size)}
+    return {shard_name(rank): sums[rank] for rank in range(order.size)}
 
 
 def _note(order: SaveOrder, rank: int) -> Note | None:

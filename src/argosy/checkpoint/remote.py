@@ -12,9 +12,11 @@ from typing import Any
 from fsspec.core import url_to_fs
 
 from argosy.checkpoint import fence, store
-from argosy.checkpoint.checksums import CHUNK_BYTES, Damaged, FileSum, check_files
+from argosy.checkpoint.checksums import CHUNK_BYTES, RECORD_BYTES, Damaged, FileSum, check_files
 from argosy.checkpoint.manifest import CheckpointManifest
-from argosy.checkpoint.store import FOLDER, MANIFEST, Checkpoint
+from argosy.checkpoint.names import step_name, step_of
+from argosy.checkpoint.owner import claim
+from argosy.checkpoint.store import MANIFEST, Checkpoint
 from argosy.errors import ArgosyError, UserError
 
 
@@ -22,7 +24,8 @@ class Remote:
     """The copies of one run's checkpoints: URL/NAME/step-00000100/ for the run folder .../NAME.
 
     The manifest of each is written last, once all its files were read back from there. Besides what their docstrings
-    say, methods raise whatever the file system raises, mostly OSError.
+    say, methods raise whatever the file system raises, mostly OSError; and UserError if the copies there are those of
+    another run (`owner.claim`).
     """
 
     def __init__(self, url: str, run_dir: Path):
@@ -40,12 +43,10 @@ class Remote:
 
     def steps(self) -> list[int]:
         """Return the steps of which there are copies, in order."""
+        claim(self._fs, self._root, self._run_dir)
         self._fs.invalidate_cache()
-        try:
-            names = [path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._root, detail=False)]
-        except FileNotFoundError:
-            return []
-        steps = [int(match[1]) for match in map(FOLDER.fullmatch, names) if match]
+        names = [path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._root, detail=False)]
+        steps = [step for step in map(step_of, names) if step is not None]
         return sorted(step for step in steps if self._fs.exists(self._path(step, MANIFEST)))
 
     def put(self, checkpoint: Checkpoint, check_generation: Callable[[], None]) -> bool:
@@ -55,11 +56,12 @@ class Remote:
 
         Raises: Damaged if the copy differs from what was written.
         """
+        claim(self._fs, self._root, self._run_dir)
         manifest = checkpoint.manifest
         there = self._path(checkpoint.step, MANIFEST)
         if self._fs.exists(there):
             with suppress(ArgosyError):  # damaged, or of another format: it is replaced
-                if CheckpointManifest.from_bytes(self._fs.cat_file(there), there) == manifest:
+                if self._manifest(checkpoint.step) == manifest:
                     return False
             self._fs.rm_file(there)
         check_generation()
@@ -77,12 +79,14 @@ class Remote:
 
         A checkpoint of that step that is there already must be damaged, and is withdrawn.
 
-        Raises: Damaged if the copy is, UserError if it is of another format, Fenced.
+        Raises: Damaged if the copy is, UserError if it is of another format or no checkpoint at all, Fenced.
         """
-        path = self._path(step, MANIFEST)
-        manifest = CheckpointManifest.from_bytes(self._fs.cat_file(path), path)
+        manifest = self._manifest(step)
         if manifest.step != step:
-            raise Damaged(f"{path}: is that of step {manifest.step}")
+            raise Damaged(f"{self._path(step, MANIFEST)}: is that of step {manifest.step}")
+        for name, wanted in manifest.files.items():
+            if (size := self._fs.size(self._path(step, name))) not in (wanted.bytes, None):
+                raise Damaged(f"{self._path(step, name)}: has {size} bytes, its manifest says {wanted.bytes}")
         partial = fence.partial_folder(self._run_dir, step, generation)
         fence.check_generation(self._run_dir, generation)
         store.discard(partial)
@@ -117,8 +121,12 @@ class Remote:
         self._fs.rm_file(self._path(step, MANIFEST))
         self._fs.rm(self._path(step), recursive=True)
 
+    def _manifest(self, step: int) -> CheckpointManifest:
+        path = self._path(step, MANIFEST)
+        return CheckpointManifest.from_bytes(self._fs.cat_file(path, start=0, end=RECORD_BYTES + 1), path)
+
     def _path(self, step: int, name: str = "") -> str:
-        folder = f"{self._root}/step-{step:08d}"
+        folder = f"{self._root}/{step_name(step)}"
         return f"{folder}/{name}" if name else folder
 
     def _sum(self, path: str) -> FileSum:

@@ -12,16 +12,16 @@ library is needed: the process that writes checkpoints has no torch.
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from argosy.checkpoint.checksums import Damaged, check_files, checked, signed
+from argosy.checkpoint.checksums import RECORD_BYTES, Damaged, check_files, checked, signed
 from argosy.checkpoint.fence import GONE, check_generation, partial_folders, take_name
 from argosy.checkpoint.manifest import CheckpointManifest
+from argosy.checkpoint.names import step_name, step_of
 from argosy.errors import ArgosyError, StorageError, UserError
 from argosy.faults import fault
 from argosy.files import atomic_write, sync_folder
@@ -29,8 +29,6 @@ from argosy.files import atomic_write, sync_folder
 MANIFEST, VERIFIED = "manifest.json", "verified.json"
 VERIFIED_KEPT = 2
 """Number of verified checkpoints that a run always keeps."""
-FOLDER = re.compile(r"step-(\d{8,})")
-"""A checkpoint's name."""
 WITHDRAWN = ".withdrawn"
 
 
@@ -48,9 +46,9 @@ class Checkpoint:
     @property
     def step(self) -> int:
         """The step in the folder's name."""
-        match = FOLDER.fullmatch(self.folder.name)
-        assert match is not None
-        return int(match[1])
+        step = step_of(self.folder.name)
+        assert step is not None
+        return step
 
     @property
     def is_there(self) -> bool:
@@ -119,17 +117,12 @@ def _marker(manifest: CheckpointManifest) -> bytes:
 
 def step_folder(run_dir: Path, step: int) -> Path:
     """Return the folder of the checkpoint of `step`."""
-    return run_dir / "checkpoints" / f"step-{step:08d}"
-
-
-def shard_name(rank: int) -> str:
-    """Return the name of the file that `rank` writes."""
-    return f"rank-{rank:05d}.safetensors"
+    return run_dir / "checkpoints" / step_name(step)
 
 
 def committed(run_dir: Path) -> list[Checkpoint]:
     """Return the committed checkpoints of a run, oldest first."""
-    folders = [f for f in (run_dir / "checkpoints").glob("step-*") if FOLDER.fullmatch(f.name)]
+    folders = [f for f in (run_dir / "checkpoints").glob("step-*") if step_of(f.name) is not None]
     return sorted((c for c in map(Checkpoint, folders) if c.is_there), key=lambda c: c.step)
 
 
@@ -192,7 +185,7 @@ def find(path: Path) -> Checkpoint:
 
     Raises: UserError.
     """
-    if FOLDER.fullmatch(path.name) and Checkpoint(path).is_there:
+    if step_of(path.name) is not None and Checkpoint(path).is_there:
         return _verified(Checkpoint(path))
     choice = newest_whole(path)
     if choice is None:
@@ -296,6 +289,7 @@ def commit(partial: Path, manifest: CheckpointManifest, generation: int | None =
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            return file.read(RECORD_BYTES + 1)
     except OSError as error:
         raise Damaged(f"{path}: cannot be read ({error.strerror})") from None

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from argosy.errors import DataError, UserError
-from argosy.files import atomic_write, file_sha256
+from argosy.files import atomic_write, file_sha256, is_plain_name
 
 NAME = "manifest.json"
 TOKENIZER = "tokenizer.json"
@@ -19,41 +19,68 @@ TOKENIZER = "tokenizer.json"
 SplitName = Literal["train", "validation"]
 
 
+MOST_BYTES = 256 * 2**20
+"""No manifest is larger: that of 100,000 shards has 35 MB."""
+
+
+def _plain(name: str) -> str:
+    if not is_plain_name(name):
+        raise ValueError(f"{name[:60]!r} is not the name of a file in this folder")
+    return name
+
+
+Count = Annotated[int, Field(ge=0, le=2**60)]
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
 class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class Shard(_Record):
     """A `NAME.bin` with its `NAME.idx`."""
 
-    name: str
-    tokens: int
-    documents: int
-    text_bytes: int
+    name: Annotated[str, AfterValidator(_plain)]
+    tokens: Count
+    documents: Count
+    text_bytes: Count
     """UTF-8 bytes of the text that the tokens stand for; see `Manifest.text_bytes_estimated`."""
-    idx_bytes: int
-    bin_sha256: str
-    idx_sha256: str
+    idx_bytes: Count
+    bin_sha256: Sha256
+    idx_sha256: Sha256
 
 
 class Manifest(_Record):
     """The contents of a prepared folder, and how it was made."""
 
     format: Literal[1] = 1
-    tokenizer_sha256: str
+    tokenizer_sha256: Sha256
     """SHA-256 of `tokenizer.json`, of which the folder has a copy."""
-    vocab_size: int
-    eod_id: int
+    vocab_size: Annotated[int, Field(ge=1, le=2**31)]
+    eod_id: Count
     """The token that ends every document."""
-    dtype: str
+    dtype: Annotated[str, Field(pattern="^(u?int(8|16)|int(32|64))$")]
     """NumPy name of the tokens' dtype in the .bin files."""
     options: dict[str, Any] = {}
     """The options of `prepare` on which the result depends; empty for adopted shards."""
-    skipped: dict[str, int] = {}
+    skipped: dict[str, Count] = {}
     """Input that was skipped: kind -> count."""
     text_bytes_estimated: bool = False
     """True if text_bytes were estimated from a decoded sample (adopted shards), not counted."""
     splits: dict[SplitName, tuple[Shard, ...]]
+
+    @model_validator(mode="after")
+    def _check_whole(self) -> Self:
+        if self.eod_id >= self.vocab_size:
+            raise ValueError(f"eod_id = {self.eod_id} is outside of the vocabulary of {self.vocab_size} tokens")
+        names = [shard.name for shard in self._shards()]
+        if (
+            twice := next((name for name in names if names.count(name) > 1), None)
+            if len({*names}) < len(names)
+            else None
+        ):
+            raise ValueError(f"splits name {twice!r} twice")
+        return self
 
     def tokens(self, split: SplitName) -> int:
         """Count the tokens in a split, ends of documents included."""
@@ -100,13 +127,17 @@ class Manifest(_Record):
         path = folder / NAME
         if not path.exists():
             raise UserError(f"{folder}: no prepared data here ({NAME} is missing). {_how_to_fill(folder)}")
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
         try:
-            return cls.model_validate_json(path.read_bytes())
+            if len(data) > MOST_BYTES:
+                raise UserError(f"{path} has more than {MOST_BYTES >> 20} MiB: it is no manifest. Delete {folder}.")
+            return cls.model_validate_json(data)
         except ValidationError as error:
             first = error.errors()[0]
-            key = ".".join(map(str, first["loc"]))
+            key = ".".join(str(part)[:60] for part in first["loc"])
             raise UserError(
-                f"{path}: {key + ': ' if key else ''}{first['msg']}. It is damaged or of another version: delete "
+                f"{path}: {key + ': ' if key else ''}{first['msg'][:200]}. It is damaged or of another version: delete "
                 f"{folder} and prepare it again: argosy prepare --out {folder}"
             ) from None
 

@@ -146,6 +146,11 @@ class ShardIndex:
         return index
 
     def _check_length(self, bin_path: Path) -> None:
+        if len(self.lengths) and self.lengths.min() < 0:
+            raise UserError(
+                f"{bin_path.with_suffix('.idx')}: a sequence of {self.lengths.min()} tokens. Restore the file, or "
+                "prepare the data again: argosy prepare"
+            )
         size = bin_path.stat().st_size if bin_path.exists() else 0
         if size != self.tokens * self.dtype.itemsize:
             raise UserError(

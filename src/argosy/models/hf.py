@@ -18,6 +18,7 @@ from torch import Tensor
 
 from argosy.config.schema import ModelConfig
 from argosy.errors import ArgosyWarning, UserError
+from argosy.files import is_plain_name
 from argosy.models.hf_config import config_from_json, config_to_json, refuse
 from argosy.models.hf_families import FAMILIES, MTP_NAMES, is_stack, their_names, to_ours, to_theirs
 from argosy.plan.parameters import state_table
@@ -221,16 +222,23 @@ def import_folder(folder: Path) -> tuple[ModelConfig, FolderWeights]:
 
 def _weight_files(folder: Path) -> list[Path]:
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.is_file():
-        files = [folder / name for name in sorted(set(_read_json(index).get("weight_map", {}).values()))]
-    else:
-        files = [single]
+    files = [folder / name for name in _names_in(index)] if index.is_file() else [single]
     for file in files:
         if not file.is_file():
             bins = any(folder.glob("*.bin"))
             remedy = "Save the *.bin weights as safetensors first" if bins else "Get the whole folder"
             raise UserError(f"{file} is not there. {remedy}.")
     return files
+
+
+def _names_in(index: Path) -> list[str]:
+    """Return the files that an index names. Raises: UserError if one is not the name of a file beside it."""
+    places = _read_json(index).get("weight_map", {})
+    names = set(map(str, places.values())) if isinstance(places, dict) else {str(places)}
+    for name in names:
+        if not is_plain_name(name):
+            raise UserError(f"{index}: {name[:60]!r} in weight_map is not the name of a file in {index.parent}.")
+    return sorted(names)
 
 
 def _stored_in(path: Path) -> list[StoredTensor]:
@@ -245,7 +253,7 @@ def _stored_in(path: Path) -> list[StoredTensor]:
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not JSON: {error}. Download or export it again.") from None
     if not isinstance(value, dict):
         raise UserError(f"{file} is not a JSON object. Download or export it again.")

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from argosy.checkpoint.fence import GENERATION
+from argosy.checkpoint.owner import name_of
 from argosy.checkpoint.store import how_to_go_on
 from argosy.config.schema import LaunchConfig, RunConfig
 from argosy.errors import FINAL, ArgosyError, Interrupted, RunFailed, error_of
@@ -36,7 +37,6 @@ from argosy.resilience.detect.node import NodeWatch
 from argosy.resilience.node_health import Health, NodeCheck, NodeCheckRequest
 from argosy.supervise import messages as say
 from argosy.supervise.coordinator_client import CoordinatorClient
-from argosy.supervise.folder import name_of
 from argosy.supervise.nodes import Cause, State
 from argosy.supervise.scratch import MEMORY, scratch_folder
 from argosy.supervise.worker_process import WorkerProcess

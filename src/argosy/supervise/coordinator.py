@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from argosy.checkpoint.fence import begin_generation, newest_generation
+from argosy.checkpoint.owner import name_of
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.errors import UnfitNode, UserError
@@ -27,7 +28,6 @@ from argosy.resilience.node_health import Health, slow_nodes
 from argosy.resilience.replanner import Replanner
 from argosy.supervise import messages as say
 from argosy.supervise.agent_connections import AgentConnection, AgentConnections
-from argosy.supervise.folder import name_of
 from argosy.supervise.handover import Handover
 from argosy.supervise.membership import Membership, Settings
 from argosy.supervise.migration import Migrator

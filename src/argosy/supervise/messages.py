@@ -55,7 +55,7 @@ class AgentHello(Record):
 
     kind: Literal["hello"] = "hello"
     folder: str
-    """What tells the run's folder from others (`supervise.folder`)."""
+    """What tells the run's folder from others (`checkpoint.owner`)."""
     name: NodeName
     host: Host
     """The address at which the other nodes reach it."""

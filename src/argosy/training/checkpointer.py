@@ -237,6 +237,8 @@ class Checkpointer:
     def _remote_steps(self, remote: Remote, may_fail: bool) -> list[int]:
         try:
             return remote.steps()
+        except UserError:  # the copies there are another run's
+            raise
         except Exception as problem:  # of any of fsspec's file systems
             if not may_fail:
                 raise StorageError(
