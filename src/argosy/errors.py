@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from argosy.credentials import redact
+
 
 class ArgosyError(Exception):
     """Base of every error that Argosy raises on purpose: its text is a sentence that ends with what to do."""
 
     exit_code = 1
+
+    def __init__(self, message: str = ""):
+        super().__init__(redact(message))  # it may quote a library, and that the URL it was given
 
 
 class UserError(ArgosyError):
@@ -61,6 +66,9 @@ class Interrupted(ArgosyError):
 
 class ArgosyWarning(UserWarning):
     """Something works, but not as well as it could; the text says what to change."""
+
+    def __init__(self, message: str):
+        super().__init__(redact(message))
 
 
 FINAL = 64

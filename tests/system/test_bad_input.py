@@ -51,6 +51,14 @@ def test_a_wrong_run_file_is_refused_with_line_and_remedy(
     assert not list(folder.path.glob("runs/*/checkpoints"))
 
 
+def test_credentials_in_a_url_are_refused_and_written_nowhere(folder: Folder, refused: Refused) -> None:
+    folder.write_run()
+    said = refused("train", "run.toml", "--checkpoint.remote", "s3://AKIA:sEcr3t@bucket", said=("checkpoint.remote",))
+    assert "sEcr3t" not in said
+    files = [path for path in folder.path.rglob("*") if path.is_file()]
+    assert not any(b"sEcr3t" in path.read_bytes() for path in files)
+
+
 def test_the_command_itself_ends_with_that_message_and_code(folder: Folder) -> None:
     """The others here are refused in the tests' process."""
     edited(folder.write_run(), "steps = 10", "steps = -1")

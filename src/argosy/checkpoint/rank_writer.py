@@ -20,6 +20,7 @@ from argosy.checkpoint import fence, store
 from argosy.checkpoint.checksums import FileSum
 from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.names import shard_name
+from argosy.credentials import redact
 from argosy.errors import ArgosyError
 from argosy.faults import fault
 from argosy.files import atomic_write
@@ -109,7 +110,7 @@ def leave_note(order: SaveOrder, note: Note) -> None:
 
 def words(problem: BaseException) -> str:
     """Return a problem in a line, in the system's own words if it has some: "[Errno 28] No space left on device"."""
-    line = (str(problem).splitlines() or [""])[0]
+    line = redact((str(problem).splitlines() or [""])[0])
     return line if isinstance(problem, OSError | ArgosyError) and line else f"{type(problem).__name__}: {line}"
 
 

@@ -17,6 +17,7 @@ from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.names import step_name, step_of
 from argosy.checkpoint.owner import claim
 from argosy.checkpoint.store import MANIFEST, Checkpoint
+from argosy.credentials import REMEDY, has_credentials
 from argosy.errors import ArgosyError, UserError
 
 
@@ -30,6 +31,8 @@ class Remote:
 
     def __init__(self, url: str, run_dir: Path):
         """Raises: UserError if fsspec has no such file system, or lacks the package for it."""
+        if has_credentials(url):
+            raise UserError(f"checkpoint.remote = {url}: {REMEDY}.")
         self._run_dir = run_dir
         self._fs: Any
         self._root: str

@@ -51,6 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(name: str, argv: list[str]) -> int:
+    from argosy.credentials import redact
     from argosy.errors import ArgosyError, ArgosyWarning
 
     warnings.simplefilter("default", ArgosyWarning)  # each text once
@@ -61,7 +62,7 @@ def _run(name: str, argv: list[str]) -> int:
         return int(code or 0)
     except ArgosyError as error:
         if os.environ.get("ARGOSY_DEBUG") == "1":
-            traceback.print_exc()
+            print(redact(traceback.format_exc()), end="", file=sys.stderr)
         print(f"argosy: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:

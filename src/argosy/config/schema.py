@@ -7,7 +7,7 @@ all come from these classes. A key that is not here is refused. Units stand in t
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import tyro
 from pydantic import (
@@ -24,6 +24,7 @@ from pydantic import (
 )
 
 from argosy.config.meaning import explain
+from argosy.credentials import REMEDY, has_credentials
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -38,7 +39,17 @@ class Section(BaseModel):
         json_schema_extra=explain,
         validate_default=True,
         allow_inf_nan=False,
+        hide_input_in_errors=True,
     )
+
+    @field_validator("*")
+    @classmethod
+    def _refuse_credentials(cls, value: Any) -> Any:
+        """A run file is written to the run's folder, and what it says to logs and manifests."""
+        texts = value if isinstance(value, tuple | dict) else [value]
+        if any(isinstance(text, str | Path) and has_credentials(str(text)) for text in texts):
+            raise ValueError(REMEDY)
+        return value
 
 
 class RopeScaling(Section):

@@ -10,6 +10,7 @@ from typing import Any
 import fsspec
 from fsspec.core import url_to_fs
 
+from argosy.credentials import REMEDY, has_credentials
 from argosy.data.builtin import PREFIX, builtin_files
 from argosy.errors import UserError
 
@@ -67,6 +68,8 @@ def _expand(item: str) -> list[InputFile]:
     if item.startswith(PREFIX):
         local = fsspec.filesystem("file")
         return [_file(local, str(path), local.info(str(path))) for path in builtin_files(item)]
+    if has_credentials(item):
+        raise UserError(f"input = {item}: {REMEDY}.")
     fs, path = _file_system(item)
     try:
         return _look_up(item, fs, path)

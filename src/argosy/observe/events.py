@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from argosy.credentials import redacted
 from argosy.errors import ArgosyWarning
 
 
@@ -62,7 +63,7 @@ class Events:
 
     def write(self, kind: str, **facts: Any) -> None:
         """Record an event with its time (seconds since 1970) and its facts."""
-        self._lines.write({"time_s": round(time.time(), 3), "event": kind, **facts})
+        self._lines.write({"time_s": round(time.time(), 3), "event": kind, **redacted(facts)})
 
 
 class Tail:

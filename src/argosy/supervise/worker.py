@@ -19,6 +19,7 @@ from torch.distributed import DistError
 from argosy.checkpoint.fence import GENERATION
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
+from argosy.credentials import redact
 from argosy.errors import FINAL, ArgosyError
 from argosy.observe.heartbeat import UNREAD, Heartbeat
 from argosy.observe.sequences import sequence_numbers
@@ -165,7 +166,8 @@ def _is_of_a_connection(error: Exception) -> bool:
 
 def _fail(agent: AgentClient, error: Exception) -> NoReturn:
     code = FINAL + error.exit_code if isinstance(error, ArgosyError) else 1
-    agent.say("failed", error=type(error).__name__, text=str(error), traceback=traceback.format_exc())
+    text, trace = redact(str(error)), redact(traceback.format_exc())
+    agent.say("failed", error=type(error).__name__, text=text, traceback=trace)
     sys.exit(code)
 
 
