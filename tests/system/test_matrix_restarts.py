@@ -46,6 +46,18 @@ def test_a_peer_that_does_not_come_into_the_world_is_named_and_replaced(disturbe
     run.check(undisturbed(), "stopped", "worker_died")
 
 
+def test_a_worker_that_is_stopped_before_its_first_world_is_replaced(disturbed, undisturbed):
+    """No detector sees a world before all of its ranks have shown themselves: its agent does."""
+    run = disturbed(PLANS["replicas"], "", *PATIENCE)
+    run.wait_until(lambda: len(run.events("worker_started")) == 2)
+    stopped = run.events("worker_started")[1]["pid"]
+    os.kill(stopped, signal.SIGSTOP)
+    run.end(timeout_s=120)  # launch.timeout_s, after which the others give up, is 600
+    (killed,) = run.events("killed")
+    assert killed["pid"] == stopped and "it was stopped while it" in killed["why"]
+    run.check(undisturbed(), "worker_died")
+
+
 @pytest.mark.slow
 def test_a_node_that_does_not_come_is_waited_for_so_long_and_who_came_is_named(disturbed):
     nodes = ("--launch.nodes", "2", "--launch.processes", "1", "--launch.node", "a")

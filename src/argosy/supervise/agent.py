@@ -33,6 +33,7 @@ from argosy.processes.channel import Channel, Gone
 from argosy.processes.child import Entry
 from argosy.processes.fork_server import RENDEZVOUS, STORE_HOST, ForkServer
 from argosy.resilience.detect.finding import Finding, WorkerSeen, process_state
+from argosy.resilience.detect.joining import JoiningWatch, Newcomer
 from argosy.resilience.detect.node import NodeWatch
 from argosy.resilience.node_health import Health, NodeCheck, NodeCheckRequest
 from argosy.supervise import messages as say
@@ -45,6 +46,8 @@ WORKER = Entry("argosy.supervise.worker")
 """A worker process; by name, as it imports torch, which an agent does without."""
 TICK_S = 0.05
 """How often it looks at the clock; messages and ended processes wake it at once."""
+LOOK_S = 0.5
+"""How often it looks at the processes that are in no world yet."""
 BREAK_S = 10.0
 """A worker that takes longer to leave a broken world is killed."""
 
@@ -69,6 +72,8 @@ class Agent:
         self._kill_why = ""
         self._finish: say.EndRun | None = None
         self._node = NodeWatch(run_dir)
+        self._joining = JoiningWatch(run.resilience.heartbeat_timeout_s, run.resilience.first_step_s)
+        self._looked_s = 0.0
         self._node_check: NodeCheck | None = None
         self._health: Health | None = None
 
@@ -107,6 +112,7 @@ class Agent:
                 self._kill(process, f"it did not leave a broken world within {BREAK_S:.0f} s")
             if self._kill_at is not None and now > self._kill_at:
                 self._kill(process, self._kill_why)
+        self._look_at_newcomers(now)
         if self._node_check is not None:
             self._node_check.end_if_late()
         if self._coordinator.keep(now):
@@ -236,6 +242,23 @@ class Agent:
         if process.state is State.RUNNING:
             stack.ask(process.pid)  # it writes to its log where it hangs
         process.signal(signal.SIGKILL)
+
+    def _look_at_newcomers(self, now: float) -> None:
+        """Kill a process that was stopped, or stands still, before the coordinator's detectors can see it."""
+        if now - self._looked_s < LOOK_S:
+            return
+        self._looked_s = now
+        processes = {p.pid: p for p in self._processes.values() if p.pid and p.state is not State.DONE}
+        newcomers = {
+            pid: Newcomer(
+                process_state(pid),
+                process.generation if process.state is State.RUNNING else 0,
+                read_heartbeat(heartbeat_path(self._scratch, pid)),
+            )
+            for pid, process in processes.items()
+        }
+        for pid, why in self._joining.look(now, newcomers).items():
+            self._kill(processes[pid], why)
 
     def _report(self, findings: list[Finding]) -> None:
         for finding in findings:
