@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -26,11 +27,52 @@ def test_it_is_named_after_its_process_and_is_gone_afterwards(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_folders_of_dead_agents_are_removed_and_those_of_others_are_not(tmp_path):
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    left, used, other = (tmp_path / name for name in (f"argosy-{dead.pid}-a", f"argosy-{os.getppid()}-b", "argosy-x-c"))
-    for folder in (left, used, other):
-        folder.mkdir()
-    with scratch_folder():
-        assert not left.exists() and used.exists() and other.exists()
+HOLD = """
+import sys, time
+from pathlib import Path
+from argosy.supervise import scratch
+scratch.SCRATCH = Path(sys.argv[1])
+with scratch.scratch_folder() as folder:
+    print(folder, flush=True)
+    time.sleep(60)
+"""
+SWEEP = HOLD.replace("time.sleep(60)", "pass")
+OTHER_PROCESSES = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+
+
+def test_the_folder_of_an_agent_that_was_killed_is_removed_and_one_of_another_that_lives_is_not(tmp_path):
+    other = tmp_path / "argosy-1234567-of-an-older-version"
+    other.mkdir()
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as agent:
+        folder = Path(agent.stdout.readline().strip())
+        assert folder.parent == tmp_path and folder.is_dir()
+        with scratch_folder():
+            assert folder.is_dir()
+        agent.kill()
+        agent.wait()
+        assert folder.is_dir(), "nobody was there to remove it"
+        with scratch_folder():
+            assert not folder.exists()
+    assert list(tmp_path.iterdir()) == [other]
+
+
+def test_an_agent_among_other_processes_does_not_remove_what_a_living_one_holds(tmp_path):
+    """As in two containers that share memory: no process of one is there for the other."""
+    if subprocess.run([*OTHER_PROCESSES, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("a namespace of processes needs the rights of root")
+    with scratch_folder() as folder:
+        swept = subprocess.run([*OTHER_PROCESSES, sys.executable, "-c", SWEEP, str(tmp_path)], check=True)
+        assert swept.returncode == 0 and (folder / MEMORY).is_dir()
+    agent = subprocess.Popen(
+        [*OTHER_PROCESSES, sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    with agent:
+        folder = Path(agent.stdout.readline().strip())
+        with scratch_folder():
+            assert (folder / MEMORY).is_dir()
+        agent.kill()
+    end_s = time.monotonic() + 10  # the process inside dies a moment after the one that holds the namespace
+    while folder.exists() and time.monotonic() < end_s:
+        with scratch_folder():
+            pass
+    assert not folder.exists()
