@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -85,8 +87,11 @@ def test_processes_of_a_killed_fork_server_still_talk_to_their_asker(fork_server
     assert channel.receive()["of"] == "still here"
     with pytest.raises(Gone):
         wait_for(fork_server, lambda said: False)
+    late = fork_server.fork("b", GREET, {})
     with pytest.raises(Gone):
-        fork_server.fork("b", GREET, {})
+        late.receive()
+    with pytest.raises(Gone):
+        fork_server.take()
 
 
 def test_signals_that_a_terminal_sends_to_all_do_not_end_it(fork_server):
@@ -103,3 +108,49 @@ def test_a_channel_is_held_by_its_process_alone(fork_server):
     os.kill(pids[-1], signal.SIGKILL)
     with pytest.raises(Gone):
         asked[-1].receive()
+
+
+ASK = """
+import os, sys, time
+sys.path.insert(0, sys.argv[1])
+from argosy.processes.fork_server import ForkServer
+from processes.test_fork_server import GREET
+forks = ForkServer("colorsys")
+print(forks.pid, flush=True)
+def ask():
+    channel = forks.fork("a", GREET, {"COLOUR": ""})
+    return channel, sys.argv[2] == "in a burst" or channel.receive()
+if sys.argv[2] != "while it imports":
+    asked = [ask()]
+if sys.argv[2] == "while a fork of it lives" and not os.fork():
+    time.sleep(5)
+    os._exit(0)
+print("ready", flush=True)
+while sys.argv[2] == "in a burst":
+    asked = [*asked[-20:], ask()]
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("when", ["while it imports", "while it waits", "in a burst", "while a fork of it lives"])
+def test_it_ends_soon_after_its_asker_was_killed_and_takes_no_time_until_then(when):
+    command = [sys.executable, "-c", ASK, str(Path(__file__).parents[1]), when]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as asker:
+        assert asker.stdout is not None
+        forks, _ = int(asker.stdout.readline()), asker.stdout.readline()
+        asker.kill()
+    end_s, ticks = time.monotonic() + 4, 0  # before the fork that lives has ended
+    while (found := cpu_ticks(forks)) is not None:
+        ticks = found
+        assert time.monotonic() < end_s, f"it lives, and took {ticks} ticks of the processor"
+        time.sleep(0.05)
+    assert ticks < os.sysconf("SC_CLK_TCK"), "a second of computing, to do nothing"
+
+
+def cpu_ticks(pid: int) -> int | None:
+    """Return what a process has computed; None if it has ended."""
+    try:
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    except FileNotFoundError:
+        return None
+    return None if state == "Z" else int(rest[10]) + int(rest[11])

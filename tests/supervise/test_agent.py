@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import threading
 import time
@@ -16,9 +18,13 @@ from argosy.errors import Retryable
 from argosy.observe.events import read_lines
 from argosy.plan.plan import Plan
 from argosy.processes.channel import Channel, Message
-from argosy.processes.child import Entry
+from argosy.processes.child import Entry, channel_to_parent
+from argosy.processes.fork_server import ForkServer
 from argosy.processes.handshake import listen
 from argosy.processes.secret import VALUE
+from argosy.resilience import node_health
+from argosy.resilience.node_health import Health
+from argosy.supervise import agent as agent_module
 from argosy.supervise import coordinator_client as module
 from argosy.supervise.agent import Agent
 from peers import SECRET, Peer
@@ -107,4 +113,81 @@ def test_a_worker_that_waits_for_a_world_does_not_hold_up_the_end(agent, server)
         pass
     coordinator.say("finish", exit_code=0, why="", error="")
     thread.join(10)
+    assert not thread.is_alive()
+
+
+def wait() -> None:
+    """Entry of a worker that does nothing until its agent is gone."""
+    channel_to_parent().receive()
+
+
+def healthy() -> None:
+    """Entry of a node check that finds nothing."""
+    channel_to_parent().send("node_checked", health=Health().to_record())
+
+
+def take_until(coordinator: Peer, kind: str, slots: set[int]) -> None:
+    """Take messages until there was one of this kind of each of `slots`."""
+    while slots:
+        message = coordinator.receive()
+        if message["kind"] == kind:
+            slots = slots - {message["slot"]}
+
+
+@pytest.mark.parametrize("dies", ["before it is asked", "when it is asked", "after it was asked"])
+def test_a_fork_server_that_dies_amid_a_request_is_replaced_and_the_request_made_again(
+    tmp_path, server, monkeypatch, dies
+):
+    monkeypatch.setenv(VALUE, SECRET.decode())
+    monkeypatch.setattr(agent_module, "WORKER", Entry.of(wait))
+    launch = LaunchConfig(nodes=2, node="a", coordinator=f"127.0.0.1:{server.getsockname()[1]}")
+    run = RunConfig(launch=launch, resilience=ResilienceConfig(node_check_s=0))
+    forks = ForkServer("colorsys")
+    agent = Agent(tmp_path, run, Plan.parse("dp_replicate=4"), forks)
+    thread = threading.Thread(target=agent.run)
+    thread.start()
+    coordinator = Peer(server.accept()[0], listen(SECRET))
+    coordinator.say("start", slot=0)
+    take_until(coordinator, "started", {0})
+    if dies == "after it was asked":
+        os.kill(forks.pid, signal.SIGSTOP)
+    else:
+        os.kill(forks.pid, signal.SIGKILL)
+    if dies == "before it is asked":
+        take_until(coordinator, "lost", {0})
+    coordinator.say("start", slot=1)
+    coordinator.say("open_store", generation=1)
+    if dies == "after it was asked":
+        while len(agent._processes) < 2 or agent._store is None:
+            time.sleep(0.01)
+        os.kill(forks.pid, signal.SIGKILL)
+    if dies != "before it is asked":
+        take_until(coordinator, "lost", {0, 1})
+        coordinator.say("start", slot=1)
+    coordinator.say("start", slot=0)
+    take_until(coordinator, "started", {0, 1})
+    coordinator.say("finish", exit_code=0, why="", error="")
+    thread.join(10)
+    agent._fork_server.close()
+    assert not thread.is_alive()
+
+
+def test_a_fork_server_that_is_dead_when_the_node_is_to_be_checked_is_replaced(tmp_path, server, monkeypatch):
+    monkeypatch.setenv(VALUE, SECRET.decode())
+    monkeypatch.setattr(agent_module, "WORKER", Entry.of(wait))
+    monkeypatch.setattr(node_health, "NODE_CHECK", Entry.of(healthy))
+    launch = LaunchConfig(nodes=2, node="a", coordinator=f"127.0.0.1:{server.getsockname()[1]}")
+    forks = ForkServer("colorsys")
+    agent = Agent(tmp_path, RunConfig(launch=launch), Plan.parse("dp_replicate=4"), forks)
+    os.kill(forks.pid, signal.SIGKILL)
+    while forks._process.is_alive:
+        time.sleep(0.01)
+    thread = threading.Thread(target=agent.run)
+    thread.start()
+    coordinator = Peer(server.accept()[0], listen(SECRET))
+    while coordinator.receive()["kind"] != "node_checked":
+        pass
+    coordinator.say("finish", exit_code=0, why="", error="")
+    thread.join(10)
+    agent._fork_server.close()
     assert not thread.is_alive()

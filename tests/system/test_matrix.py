@@ -109,10 +109,28 @@ def test_a_holder_s_death_leaves_no_orphan_and_loses_nothing(disturbed, undistur
         assert not run.processes()
         run.start()
     else:
-        children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text().split()
-        fork_server = next(p for p in children if b"processes.fork_server" in Path(f"/proc/{p}/cmdline").read_bytes())
-        os.kill(int(fork_server), signal.SIGKILL)
+        os.kill(fork_server_of(run), signal.SIGKILL)
     run.end().check(undisturbed(), *(() if whom == "agent" else ("fork_server_replaced", "worker_died")))
+
+
+def fork_server_of(run: Disturbed) -> int:
+    assert run.process is not None
+    children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text().split()
+    return next(int(p) for p in children if b"processes.fork_server" in Path(f"/proc/{p}/cmdline").read_bytes())
+
+
+@pytest.mark.parametrize("ends", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_a_fork_server_that_is_stopped_when_a_worker_dies_is_replaced(disturbed, undisturbed, ends):
+    """It tells of no end and forks nobody. `ends`: it dies then; else its agent has to see it."""
+    run = disturbed(PLANS["replicas"], "", *PATIENCE).wait_for_step(4)
+    fork_server = fork_server_of(run)
+    os.kill(fork_server, signal.SIGSTOP)
+    run.send(1, signal.SIGKILL)
+    if ends:
+        os.kill(fork_server, signal.SIGKILL)
+    run.end(timeout_s=120)
+    also = {e["event"] for e in run.events("frozen")}  # what is left of the worker has no heartbeat
+    run.check(undisturbed(), "fork_server_replaced", "worker_died", *also)
 
 
 # ---- processes that do not die -------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from dataclasses import astuple
 from typing import Any
 
 from argosy.processes.channel import Channel, Gone, Message
-from argosy.processes.child import CHANNEL, PARENT, Child, Entry, channel_to_parent
+from argosy.processes.child import CHANNEL, PARENT, PARENT_S, Child, Entry, channel_to_parent
 
 RENDEZVOUS = Entry("argosy.processes.rendezvous")
 """The process that holds the store in which the members of a world find each other."""
@@ -56,17 +56,13 @@ class ForkServer:
         """Ask for a process that calls `entry`, with `environment` added to its own.
 
         Returns the asker's end of a channel to it; `channel_to_parent` gives it the other end. `take` tells under its
-        `key` what becomes of the request. Raises: Gone if the fork server is.
+        `key` what becomes of the request. If the fork server is gone, or dies before it forks, nobody has the other
+        end, and `take` says so.
         """
         ours, theirs = socket.socketpair()
         asked = {"key": key, "entry": astuple(entry), "environment": dict(environment)}
-        try:
+        with theirs, suppress(Gone):
             self._process.channel.send("fork", descriptors=[theirs.fileno()], asked=asked)
-        except Gone as problem:
-            ours.close()
-            raise Gone(f"the fork server is gone: {problem}") from None
-        finally:
-            theirs.close()
         return Channel(ours)
 
     def take(self) -> list[Message]:
@@ -106,11 +102,12 @@ def _serve(asker: Channel) -> Entry | None:
         end.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake.fileno())
+    parent = int(os.environ[PARENT])
     with selectors.DefaultSelector() as selector, suppress(Gone):
         selector.register(asker, selectors.EVENT_READ)
         selector.register(woken, selectors.EVENT_READ)
-        while True:
-            for key, _ in selector.select():
+        while os.getppid() == parent:  # another process may still hold the asker's end of the channel
+            for key, _ in selector.select(PARENT_S):
                 if key.fileobj is woken:
                     woken.recv(1 << 12)
                     _tell_ends(asker)

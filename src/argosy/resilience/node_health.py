@@ -96,7 +96,7 @@ class NodeCheck:
     """A process that checks this node. The fork server tells the asker of its start and end."""
 
     def __init__(self, fork_server: ForkServer, request: NodeCheckRequest, environment: Mapping[str, str]):
-        """`environment` is added to the process's own. Raises: Gone if the fork server is."""
+        """`environment` is added to the process's own."""
         self._request = request
         text = TypeAdapter(NodeCheckRequest).dump_json(request).decode()
         self._channel = fork_server.fork("node_check", NODE_CHECK, {**environment, REQUEST: text})

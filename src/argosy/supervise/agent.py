@@ -33,11 +33,11 @@ from argosy.processes.channel import Channel, Gone
 from argosy.processes.child import Entry
 from argosy.processes.fork_server import RENDEZVOUS, STORE_HOST, ForkServer
 from argosy.resilience.detect.finding import Finding, WorkerSeen, process_state
-from argosy.resilience.detect.joining import JoiningWatch, Newcomer
 from argosy.resilience.detect.node import NodeWatch
 from argosy.resilience.node_health import Health, NodeCheck, NodeCheckRequest
 from argosy.supervise import messages as say
 from argosy.supervise.coordinator_client import CoordinatorClient
+from argosy.supervise.newcomers import Newcomers
 from argosy.supervise.nodes import Cause, State
 from argosy.supervise.scratch import MEMORY, scratch_folder
 from argosy.supervise.worker_process import WorkerProcess
@@ -46,8 +46,8 @@ WORKER = Entry("argosy.supervise.worker")
 """A worker process; by name, as it imports torch, which an agent does without."""
 TICK_S = 0.05
 """How often it looks at the clock; messages and ended processes wake it at once."""
-LOOK_S = 0.5
-"""How often it looks at the processes that are in no world yet."""
+MOST_FAILED_STARTS = 3
+"""So many fork servers in a row that die before they have forked anything end the run."""
 BREAK_S = 10.0
 """A worker that takes longer to leave a broken world is killed."""
 
@@ -72,8 +72,8 @@ class Agent:
         self._kill_why = ""
         self._finish: say.EndRun | None = None
         self._node = NodeWatch(run_dir)
-        self._joining = JoiningWatch(run.resilience.heartbeat_timeout_s, run.resilience.first_step_s)
-        self._looked_s = 0.0
+        self._newcomers = Newcomers(run.resilience)
+        self._failed_starts = 0
         self._node_check: NodeCheck | None = None
         self._health: Health | None = None
 
@@ -112,7 +112,7 @@ class Agent:
                 self._kill(process, f"it did not leave a broken world within {BREAK_S:.0f} s")
             if self._kill_at is not None and now > self._kill_at:
                 self._kill(process, self._kill_why)
-        self._look_at_newcomers(now)
+        self._kill_what_stands_still(now)
         if self._node_check is not None:
             self._node_check.end_if_late()
         if self._coordinator.keep(now):
@@ -161,9 +161,12 @@ class Agent:
     def _replace_fork_server(self) -> None:
         """Start another fork server: this one was killed. Nothing tells how its processes end any more: kill them too.
 
-        Raises: RunFailed if it never forked anything: another would fail in the same way.
+        What it was asked for and did not fork any more counts as lost, too.
+
+        Raises: RunFailed if several in a row never forked anything: another would fail in the same way.
         """
-        if not self._fork_server.has_forked:
+        self._failed_starts = 0 if self._fork_server.has_forked else self._failed_starts + 1
+        if self._failed_starts == MOST_FAILED_STARTS:
             raise RunFailed("the process that workers are forked from died at once; what it printed says why")
         self._selector.unregister(self._fork_server)
         self._fork_server.close()
@@ -184,7 +187,8 @@ class Agent:
         try:
             messages = process.channel.take()
         except Gone:
-            self._selector.unregister(process.channel)  # it is ending; the fork server will tell how
+            process.is_ending = True  # the fork server will tell how
+            self._selector.unregister(process.channel)
             return
         for message in messages:
             match message["kind"]:
@@ -243,22 +247,16 @@ class Agent:
             stack.ask(process.pid)  # it writes to its log where it hangs
         process.signal(signal.SIGKILL)
 
-    def _look_at_newcomers(self, now: float) -> None:
-        """Kill a process that was stopped, or stands still, before the coordinator's detectors can see it."""
-        if now - self._looked_s < LOOK_S:
-            return
-        self._looked_s = now
-        processes = {p.pid: p for p in self._processes.values() if p.pid and p.state is not State.DONE}
-        newcomers = {
-            pid: Newcomer(
-                process_state(pid),
-                process.generation if process.state is State.RUNNING else 0,
-                read_heartbeat(heartbeat_path(self._scratch, pid)),
-            )
-            for pid, process in processes.items()
-        }
-        for pid, why in self._joining.look(now, newcomers).items():
-            self._kill(processes[pid], why)
+    def _kill_what_stands_still(self, now: float) -> None:
+        """End what was stopped, or stands still, and is seen by nobody else."""
+        workers = self._processes.values()
+        for pid, why in self._newcomers.look(now, self._scratch, workers, self._fork_server).items():
+            if pid == self._fork_server.pid:
+                self._events.write("killed", pid=pid, why=f"the process that workers are forked from: {why}")
+                os.kill(pid, signal.SIGKILL)
+            for process in workers:
+                if process.pid == pid:
+                    self._kill(process, why)
 
     def _report(self, findings: list[Finding]) -> None:
         for finding in findings:

@@ -29,6 +29,8 @@ class WorkerProcess:
     """Why its agent killed it; empty if it did not."""
     leave_by: float | None = None
     """The time by which it must have left the broken world."""
+    is_ending: bool = False
+    """True once it has closed its end of the channel."""
     is_finished: bool = False
     """With state DONE: True if the run's last step was made."""
 
