@@ -69,7 +69,7 @@ def test_it_is_known_what_was_written_of_the_last_steps(metrics):
 @pytest.mark.parametrize("chunk", [1, 7, 64, 2**16])
 @pytest.mark.parametrize("resumed_at", [0, 3, 6])
 def test_a_file_is_read_backwards_in_pieces_of_any_size(metrics, monkeypatch, chunk, resumed_at):
-    monkeypatch.setattr("argosy.observe.metrics.CHUNK_BYTES", chunk)
+    monkeypatch.setattr("argosy.observe.events.CHUNK_BYTES", chunk)
     assert [record["step"] for record in metrics.last(4)] == [2, 3, 4, 5]
     metrics.forget_from(resumed_at)
     assert [record["step"] for record in metrics.last(100)] == list(range(resumed_at))

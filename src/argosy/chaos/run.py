@@ -22,7 +22,7 @@ from argosy.chaos.campaign import KINDS, Campaign, InjectedFault, PlannedFault, 
 from argosy.chaos.weights import weight_differences
 from argosy.errors import UserError
 from argosy.faults import VARIABLE
-from argosy.observe.events import read_lines
+from argosy.observe.events import each_line
 from argosy.observe.ledger import read_ledger
 from argosy.supervise.scratch import SCRATCH
 
@@ -166,13 +166,13 @@ def run_chaos(
         raise UserError(f"{chaos} is there already. Remove it, or try another --seed or --folder.")
     say(f"training undisturbed in {reference}")
     _train_undisturbed(run_file, reference)
-    steps = [record for record in read_lines(reference / "metrics.jsonl") if "loss" in record]
-    reference_s = sum(record["seconds"]["step"] for record in steps)
+    took_s = [record["seconds"]["step"] for record in each_line(reference / "metrics.jsonl") if "loss" in record]
+    reference_s = sum(took_s)
     ranks = next(e["world_size"] for e in _events(reference) if e["event"] == "start")
     # Twice the time, since a disturbed run takes longer; faults after its end are left out.
     faults = draw(seed, 2 * reference_s, every_s, kinds)
     command = [sys.executable, "-m", "argosy", "train", str(reference / "run.toml"), "--run-dir", str(chaos)]
-    points = fault_points_of([fault for fault in faults if fault.at_s < reference_s], len(steps), ranks)
+    points = fault_points_of([fault for fault in faults if fault.at_s < reference_s], len(took_s), ranks)
     limit_s = max(LEAST_LIMIT_S, LIMIT * reference_s)
     campaign = Campaign(command, chaos, faults, {VARIABLE: points} if points else {}, limit_s)
     say(f"training again in {chaos}, with up to {len(faults)} faults")
@@ -207,7 +207,7 @@ def _report(campaign: Campaign, reference: Path, reference_s: float, seed: int) 
         same_losses=not differing,
         same_weights=not weights,
         differences=(*weights[:5], *(f"loss of step {step}" for step in differing[:5])),
-        ledger=read_ledger(read_lines(campaign.run_dir / "metrics.jsonl")).problems[:5],
+        ledger=read_ledger(each_line(campaign.run_dir / "metrics.jsonl")).problems[:5],
         left_behind=tuple(_left_behind(campaign.pids | campaign.workers_seen)),
         faults=tuple(_outcome(d, events, campaign, began_s) for d in injected),
         missed=len(campaign.faults) - len(injected),
@@ -254,12 +254,12 @@ def _outcome(
 
 
 def _events(run_dir: Path) -> list[dict[str, Any]]:
-    found = [event for path in (run_dir / "events").glob("*.jsonl") for event in read_lines(path)]
+    found = [event for path in (run_dir / "events").glob("*.jsonl") for event in each_line(path)]
     return sorted(found, key=lambda event: event["time_s"])
 
 
 def _losses(run_dir: Path) -> dict[int, float]:
-    return {record["step"]: record["loss"] for record in read_lines(run_dir / "metrics.jsonl") if "loss" in record}
+    return {record["step"]: record["loss"] for record in each_line(run_dir / "metrics.jsonl") if "loss" in record}
 
 
 def _left_behind(pids: set[int]) -> Iterator[str]:

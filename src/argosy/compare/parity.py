@@ -176,7 +176,7 @@ def _train(run: RunConfig, plan: Plan, run_dir: Path) -> None:
 
 
 def _steps(run_dir: Path) -> list[dict[str, Any]]:
-    return [record for record in Metrics(run_dir).read() if "loss" in record]
+    return [record for record in Metrics(run_dir).each() if "loss" in record]
 
 
 def _weights_apart(reference: Path, other: Path) -> Difference:

@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 import warnings
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from argosy.config.schema import RunConfig
 from argosy.errors import ArgosyWarning, Interrupted, UserError
 from argosy.launch import run_folder
 from argosy.launch.local import train
-from argosy.observe.events import read_lines
+from argosy.observe.events import each_line
 from argosy.observe.metrics import Metrics
 from argosy.plan.plan import Plan
 
@@ -70,11 +71,10 @@ def replay(run_dir: Path, step: int, *, say: Callable[[str], None] | None = None
     """
     if not (run_dir / "run.toml").is_file():
         raise UserError(f"{run_dir}: no run there (run.toml is missing). Give a run's folder, such as runs/NAME.")
-    records = Metrics(run_dir).read()
-    steps = {record["step"]: record for record in records if "loss" in record}
-    if step not in steps:
-        last = f"its last is {max(steps)}" if steps else "it has none"
-        raise UserError(f"--step {step}: {run_dir} has no such step; {last}.")
+    last = next((record["step"] for record in Metrics(run_dir).last(1)), -1)
+    if not 0 <= step <= last:
+        known = f"its last is {last}" if last >= 0 else "it has none"
+        raise UserError(f"--step {step}: {run_dir} has no such step; {known}.")
     checkpoint = _newest_before(run_dir, step)
     start = 0 if checkpoint is None else checkpoint.step
     plan = _plan_of(run_dir, start, step)
@@ -87,12 +87,24 @@ def replay(run_dir: Path, step: int, *, say: Callable[[str], None] | None = None
         run_folder.write(copy, run, plan, run_dir / "tokenizer.json")
         if checkpoint is not None:
             _link(checkpoint, copy)
-        before = [json.dumps(record) + "\n" for record in records if record["step"] < start]
+        before, steps = _recorded(run_dir, start, step, most=4 * run.resilience.spike_window)
         Metrics(copy).path.write_text("".join(before))  # the bad-step policy compares with them
         _train(run, copy)
         now = {record["step"]: record for record in Metrics(copy).read() if "loss" in record}
     found = [Replayed(i, _compared(steps[i]), _compared(now.get(i, {}))) for i in range(start, step + 1) if i in steps]
     return Replay(start, str(plan), tuple(found))
+
+
+def _recorded(run_dir: Path, first: int, last: int, most: int) -> tuple[deque[str], dict[int, dict[str, Any]]]:
+    """Return the last lines before step `first`, at most `most`, and the records of steps `first` to `last`."""
+    before: deque[str] = deque(maxlen=most)
+    steps = {}
+    for record in Metrics(run_dir).each():
+        if record["step"] < first:
+            before.append(json.dumps(record) + "\n")
+        elif record["step"] <= last and "loss" in record:
+            steps[record["step"]] = record
+    return before, steps
 
 
 def _compared(record: dict[str, Any]) -> dict[str, float]:
@@ -114,7 +126,7 @@ def _newest_before(run_dir: Path, step: int) -> Checkpoint | None:
 
 def _plan_of(run_dir: Path, first: int, last: int) -> Plan:
     """Return the plan that all these steps had. Raises: UserError if there were several."""
-    starts = [e for e in read_lines(run_dir / "events" / "rank-0.jsonl") if e["event"] == "start" and e["step"] <= last]
+    starts = [e for e in each_line(run_dir / "events" / "rank-0.jsonl") if e["event"] == "start" and e["step"] <= last]
     kept: list[dict[str, Any]] = []
     for start in starts:  # a start replaces all that an earlier one did from its step on
         kept = [other for other in kept if other["step"] < start["step"]] + [start]

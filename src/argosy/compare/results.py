@@ -13,7 +13,7 @@ from argosy.config.load import load
 from argosy.data.manifest import TOKENIZER
 from argosy.errors import UserError
 from argosy.files import file_sha256
-from argosy.observe.events import read_lines
+from argosy.observe.events import from_the_end
 from argosy.plan.flops import active_parameters
 from argosy.plan.scaling.law import RunResult
 
@@ -34,20 +34,21 @@ def read_run(run_dir: Path) -> RunResult:
     if not (run_dir / "run.toml").exists():
         raise UserError(f"{run_dir}: not a run's folder, it has no run.toml. Give folders such as runs/NAME, or a CSV.")
     run = load(run_dir / "run.toml")
-    records = read_lines(run_dir / "metrics.jsonl")
-    done = max((record["step"] + 1 for record in records), default=0)
+    path = run_dir / "metrics.jsonl"
+    done = next((record["step"] + 1 for record in from_the_end(path)), 0)
     if not run.train.steps or done < run.train.steps:
         raise UserError(
             f"{run_dir}: at step {done} of {run.train.steps or '?'}, and losses can be compared only when the learning "
             f"rate has come down. Finish it: argosy train {run_dir / 'run.toml'} --run-dir {run_dir}"
         )
-    losses = [record["validation_loss"] for record in records if "validation_loss" in record]
-    if not losses or losses[-1] is None:
+    evaluated = (record for record in from_the_end(path) if "validation_loss" in record)
+    loss = next(evaluated, {}).get("validation_loss")
+    if loss is None:
         raise UserError(
             f"{run_dir}: it has no loss on held-out text. Prepare the data with validation_fraction above 0, or give "
             "the losses as a CSV."
         )
-    return RunResult(active_parameters(run.model), done * run.tokens_per_step, losses[-1])
+    return RunResult(active_parameters(run.model), done * run.tokens_per_step, loss)
 
 
 def planned_size(source: Path) -> tuple[int, int]:

@@ -7,12 +7,18 @@ import math
 import os
 import time
 import warnings
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from argosy.credentials import redacted
 from argosy.errors import ArgosyWarning
+
+CHUNK_BYTES = 2**16
+"""Bytes that are read at once, from the end of a file backwards."""
+TAIL_BYTES = 2**20
+"""So much of the end of a file is read at most: more than a thousand lines of metrics."""
 
 
 class JsonLines:
@@ -67,34 +73,77 @@ class Events:
 
 
 class Tail:
-    """Follows a JSON-lines file that another process writes."""
+    """Follows a JSON-lines file that another process writes, near its end."""
 
-    def __init__(self, path: Path):
-        self._path, self._at = path, 0
+    def __init__(self, path: Path, most_bytes: int = TAIL_BYTES):
+        """`most_bytes`: of what was added at once, only the last part is read; of a file that is there, too."""
+        self._path, self._at, self._most_bytes = path, 0, most_bytes
 
     def read(self) -> list[dict[str, Any]]:
         """Return the complete records that were added since the last call, or since the file became shorter."""
         with suppress(OSError), self._path.open("rb") as file:
-            self._at = min(self._at, file.seek(0, os.SEEK_END))
+            end = file.seek(0, os.SEEK_END)
+            self._at = min(self._at, end)
+            if end - self._at > self._most_bytes:
+                file.seek(end - self._most_bytes - 1)
+                file.readline(self._most_bytes)  # the rest of a line, unless one begins right here
+                self._at = file.tell()
             file.seek(self._at)
-            whole, end, _ = file.read().rpartition(b"\n")
-            self._at += len(whole) + len(end)
-            return _records(whole.decode(errors="replace"))
+            whole, newline, _ = file.read(self._most_bytes).rpartition(b"\n")
+            self._at += len(whole) + len(newline)
+            return _records(whole.splitlines())
         return []
+
+
+def each_line(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the complete records of a JSON-lines file, however long it is, one at a time.
+
+    A last line that a kill cut off does not count.
+    """
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        for line in file:
+            if (record := _record(line)) is not None:
+                yield record
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the complete records of a JSON-lines file; a last line that a kill cut off does not count."""
-    if not path.exists():
-        return []
-    return _records(path.read_text())
+    """Return all that `each_line` yields: for files that are short."""
+    return list(each_line(path))
 
 
-def _records(text: str) -> list[dict[str, Any]]:
-    records = []
-    for line in text.splitlines():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return records
+def backwards(file: BinaryIO) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Yield where each line begins, and its record, from the last one on; None for a line that was cut off.
+
+    Reading backwards spares a long run from reading its whole file only to continue at the end.
+    """
+    position, rest = file.seek(0, os.SEEK_END), b""
+    while position:
+        size = min(CHUNK_BYTES, position)
+        position = file.seek(position - size)
+        first, *lines = (file.read(size) + rest).split(b"\n")
+        begin = position + len(first) + 1 + sum(len(line) + 1 for line in lines)
+        for line in reversed(lines):
+            begin -= len(line) + 1
+            if line:
+                yield begin, _record(line)
+        rest = first
+    if rest:
+        yield 0, _record(rest)
+
+
+def from_the_end(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the complete records of a JSON-lines file, the last one first."""
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        yield from (record for _, record in backwards(file) if record is not None)
+
+
+def _records(lines: Iterable[bytes]) -> list[dict[str, Any]]:
+    return [record for line in lines if (record := _record(line)) is not None]
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None

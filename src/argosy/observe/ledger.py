@@ -24,14 +24,17 @@ class Ledger:
 
 
 def read_ledger(records: Iterable[dict[str, Any]]) -> Ledger:
-    """Return the ledger that the lines of metrics.jsonl make up (as `Metrics.read` gives them).
+    """Return the ledger that the lines of metrics.jsonl make up (as `Metrics.each` gives them).
 
     A step's line says at which sample it begins (`first_sample`), how many it has (`samples`), and which were skipped
     before or among them (`samples_skipped`).
     """
-    steps = [record for record in records if "first_sample" in record]
-    skipped = [(first, stop) for record in steps for first, stop in record.get("samples_skipped", [])]
-    taken = [part for record in steps for part in _taken(record)]
+    skipped: list[Range] = []
+    taken: list[Range] = []
+    for record in records:
+        if "first_sample" in record:
+            skipped += [(first, stop) for first, stop in record.get("samples_skipped", [])]
+            taken += _taken(record)
     problems = []
     for (_, end), (start, stop) in pairwise(sorted([(0, 0), *skipped, *taken])):
         if start > end:

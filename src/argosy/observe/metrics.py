@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
-from argosy.observe.events import JsonLines, read_lines
+from argosy.observe.events import JsonLines, backwards, each_line, from_the_end, read_lines
 
-CHUNK_BYTES = 2**16
-"""Bytes that are read at once, from the end of a file backwards."""
 CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
@@ -39,7 +36,7 @@ class Metrics:
             return
         with self.path.open("rb+") as file:
             end = file.seek(0, os.SEEK_END)
-            for start, record in _backwards(file):
+            for start, record in backwards(file):
                 if record is not None and record["step"] < step:
                     break
                 end = start
@@ -47,52 +44,21 @@ class Metrics:
 
     def last(self, count: int) -> list[dict[str, Any]]:
         """Return the records of the last `count` steps (fewer if there are no more), in order."""
-        if not self.path.exists():
-            return []
-        with self.path.open("rb") as file:
-            steps = (record for _, record in _backwards(file) if record is not None and "loss" in record)
-            return list(islice(steps, count))[::-1]
+        steps = (record for record in from_the_end(self.path) if "loss" in record)
+        return list(islice(steps, count))[::-1]
 
     def has(self, step: int, key: str) -> bool:
         """Return True if any record of `step`, which is among the last ones, has `key`."""
-        if not self.path.exists():
-            return False
-        with self.path.open("rb") as file:
-            records = (record for _, record in _backwards(file) if record is not None)
-            last = takewhile(lambda record: record["step"] >= step, records)
-            return any(record["step"] == step and key in record for record in last)
+        last = takewhile(lambda record: record["step"] >= step, from_the_end(self.path))
+        return any(record["step"] == step and key in record for record in last)
+
+    def each(self) -> Iterator[dict[str, Any]]:
+        """Yield all records so far, one at a time: a long run has more than memory should hold."""
+        return each_line(self.path)
 
     def read(self) -> list[dict[str, Any]]:
         """Return all records so far."""
         return read_lines(self.path)
-
-
-def _backwards(file: BinaryIO) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Yield where each line begins, and its record, from the last one on; None for a line that was cut off.
-
-    Reading backwards spares a long run from reading its whole file only to continue at the end.
-    """
-    position, rest = file.seek(0, os.SEEK_END), b""
-    while position:
-        size = min(CHUNK_BYTES, position)
-        position = file.seek(position - size)
-        first, *lines = (file.read(size) + rest).split(b"\n")
-        begin = position + len(first) + 1 + sum(len(line) + 1 for line in lines)
-        for line in reversed(lines):
-            begin -= len(line) + 1
-            if line:
-                yield begin, _parsed(line)
-        rest = first
-    if rest:
-        yield 0, _parsed(rest)
-
-
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    try:
-        record: dict[str, Any] = json.loads(line)
-    except ValueError:
-        return None
-    return record
 
 
 def peak_memory_bytes(device: torch.device) -> int:

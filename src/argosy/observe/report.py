@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import statistics
+from array import array
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -96,20 +98,29 @@ class Report(BaseModel):
         return cls.model_validate_json((run_dir / "report.json").read_bytes())
 
 
-def totals(steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the fields of a report that follow from the lines of metrics.jsonl (those of steps)."""
+def totals(steps: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the fields of a report that follow from the lines of metrics.jsonl (those of steps); None without any.
+
+    It keeps 24 bytes of a line, since a long run has millions.
+    """
     seconds: dict[str, float] = {}
-    for record in steps:
-        for category, value in record["seconds"].items():
+    rates = {key: array("d") for key in ("step_time_s", "tokens_per_s", "mfu")}
+    last: dict[str, Any] | None = None
+    memory_bytes = 0
+    for last in steps:
+        for category, value in last["seconds"].items():
             seconds[category] = seconds.get(category, 0.0) + value
+        for key, values in rates.items():
+            values.append(last[key])
+        memory_bytes = max(memory_bytes, last["memory_bytes"])
+    if last is None:
+        return None
     return {
-        "steps": len(steps),
-        "tokens": steps[-1]["tokens"],
-        "loss": steps[-1]["loss"],
-        "step_time_s": statistics.median(s["step_time_s"] for s in steps),
-        "tokens_per_s": statistics.median(s["tokens_per_s"] for s in steps),
-        "mfu": statistics.median(s["mfu"] for s in steps),
-        "memory_bytes": max(s["memory_bytes"] for s in steps),
+        "steps": len(rates["mfu"]),
+        "tokens": last["tokens"],
+        "loss": last["loss"],
+        **{key: statistics.median(values) for key, values in rates.items()},
+        "memory_bytes": memory_bytes,
         "seconds": {category: round(value, 4) for category, value in seconds.items()},
     }
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
-from argosy.observe.events import Events, read_lines
+from argosy.observe.events import Events, each_line
 from argosy.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def _hardware(run_dir: Path, processes: int) -> DetectedHardware | None:
     starts = [
         event
         for path in sorted((run_dir / "events").glob("rank-*.jsonl"))
-        for event in read_lines(path)
+        for event in each_line(path)
         if event["event"] == "start" and "hardware" in event
     ]
     if not starts:

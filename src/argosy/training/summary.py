@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from argosy.config.schema import RunConfig
 from argosy.data.loader import OpenData
 from argosy.models.decoder import Decoder
 from argosy.models.generate import sample_tokens
-from argosy.observe.events import read_lines
+from argosy.observe.events import each_line
 from argosy.observe.metrics import Metrics
 from argosy.observe.progress import Progress
 from argosy.observe.report import Report, totals, typical
@@ -24,6 +26,8 @@ from argosy.plan.plan import Plan
 from argosy.training.evaluation import HeldOut, Score, unigram_score
 
 SAMPLE_TOKENS = 200
+TYPICAL_OF = 20_000
+"""The typical step, which a prediction is compared with, is that of so many last steps."""
 
 
 def headline(run: RunConfig, plan: Plan, peak_flops: float, prediction: Prediction | None) -> str:
@@ -62,36 +66,58 @@ def write_report(
         }
     if run.evaluate.sample_prompt is not None and finished:
         sample = _sample(run, run_dir, data)
-    steps = [record for record in Metrics(run_dir).read() if "loss" in record]
-    if not steps:
+    measured = Measured(plan_since(run_dir))
+    found = totals(measured.steps(Metrics(run_dir)))
+    if found is None:
         return  # stopped before the first step: there is nothing to report
     wall_s = time.time() - _first_start(run_dir)
-    counted_s = sum(record["step_time_s"] for record in steps)
     report = Report(
         name=run.name,
         run_dir=run_dir,
         wall_s=round(wall_s, 3),
-        goodput=round(counted_s / wall_s, 4),
+        goodput=round(measured.counted_s / wall_s, 4),
         validation=validation,
         sample=sample,
         plan=str(plan),
-        predicted=_predicted(run_dir, plan, prediction, steps, facts),
-        **totals(steps),
+        predicted=_predicted(plan, prediction, measured, facts),
+        **found,
         **facts,
     )
     report.save(run_dir)
     progress.say(report.in_words())
 
 
+class Measured:
+    """What is needed of the lines of steps beside their totals."""
+
+    def __init__(self, since: int):
+        """`since`: the step from which on the plan is the one that the run ended with."""
+        self._since = since
+        self.counted_s, self.memory_bytes = 0.0, 0
+        self.newest: deque[dict[str, Any]] = deque(maxlen=TYPICAL_OF)
+        """The last steps under that plan."""
+
+    def steps(self, metrics: Metrics) -> Iterator[dict[str, Any]]:
+        """Yield the lines of steps, and take note of them."""
+        for record in metrics.each():
+            if "loss" not in record:
+                continue
+            self.counted_s += record["step_time_s"]
+            if record["step"] >= self._since:
+                self.newest.append(record)
+                self.memory_bytes = max(self.memory_bytes, record["memory_bytes"])
+            yield record
+
+
 def _predicted(
-    run_dir: Path, plan: Plan, prediction: Prediction | None, steps: list[dict[str, Any]], facts: dict[str, Any]
+    plan: Plan, prediction: Prediction | None, measured: Measured, facts: dict[str, Any]
 ) -> Reconciled | None:
     """Return the measured steps under `plan` beside their prediction."""
-    mine = [record for record in steps if record["step"] >= plan_since(run_dir)]
-    if prediction is None or not mine:
+    if prediction is None or not measured.newest:
         return None
-    memory_bytes = max(record["memory_bytes"] for record in mine) - facts["memory_before_bytes"]
-    return reconcile(prediction, plan, typical(mine), memory_bytes, with_reserve=facts["device"] == "cpu")
+    memory_bytes = measured.memory_bytes - facts["memory_before_bytes"]
+    steps = list(measured.newest)
+    return reconcile(prediction, plan, typical(steps), memory_bytes, with_reserve=facts["device"] == "cpu")
 
 
 def plan_since(run_dir: Path) -> int:
@@ -123,4 +149,4 @@ def _first_start(run_dir: Path) -> float:
 
 def _starts(run_dir: Path) -> list[dict[str, Any]]:
     """Return the events of rank 0's starts, in order."""
-    return [event for event in read_lines(run_dir / "events" / "rank-0.jsonl") if event["event"] == "start"]
+    return [event for event in each_line(run_dir / "events" / "rank-0.jsonl") if event["event"] == "start"]
