@@ -102,7 +102,7 @@ def main() -> None:
         print(json.dumps({"steps": options.steps, **found}))
         return
     for reader, took in found.items():
-        print(f"{reader:8} {took["seconds"]:8.3f} s {took['mb']:8.1f} MB beside what its imports take")
+        print(f"{reader:8} {took['seconds']:8.3f} s {took['mb']:8.1f} MB beside what its imports take")
 
 
 def _peak_mb() -> float:

@@ -15,7 +15,6 @@ import pytest
 
 from argosy.config.schema import LaunchConfig, ResilienceConfig, RunConfig
 from argosy.errors import Retryable
-from argosy.observe.events import read_lines
 from argosy.plan.plan import Plan
 from argosy.processes.channel import Channel, Message
 from argosy.processes.child import Entry, channel_to_parent
@@ -73,12 +72,10 @@ def agent(tmp_path: Path, server: socket.socket, monkeypatch: pytest.MonkeyPatch
     return Agent(tmp_path, run, Plan.parse("dp_replicate=2"), Forks())  # type: ignore[arg-type]
 
 
-def test_a_coordinator_that_never_answers_is_given_up(agent, tmp_path, monkeypatch):
+def test_a_coordinator_that_never_answers_is_given_up(agent, monkeypatch):
     monkeypatch.setattr(module, "SILENCE_S", 0.2)
     with pytest.raises(Retryable, match=r"could not be reached for 0\.5 s .*The same command goes on"):
         agent.run()
-    lost = [e for e in read_lines(tmp_path / "events/launcher-a.jsonl") if e["event"] == "coordinator_lost"]
-    assert lost and "did not answer" in lost[0]["why"]
 
 
 def test_it_does_not_wait_for_an_answer_to_its_call(agent, monkeypatch):

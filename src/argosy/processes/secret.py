@@ -27,8 +27,8 @@ def secret_of(run_dir: Path) -> bytes:
     """
     if value := os.environ.get(VALUE):
         return _checked(value, VALUE)
-    if path := os.environ.get(FILE):
-        return _read(Path(path), f"{FILE} = {path}")
+    if given := os.environ.get(FILE):
+        return _read(Path(given), f"{FILE} = {given}")
     path = run_dir / NAME
     try:
         _make(path)
