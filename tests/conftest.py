@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `workers` and `tiny`, here and in spawned processes
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
@@ -16,6 +17,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.envir
 from workers import WorkerPool, make_the_tests_process_light
 
 make_the_tests_process_light()
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy machine")
 
 LONGEST = ("system", "launch", "training", "parallel", "checkpoint")
 """Rooms whose files take longest: they come first, so that no process works on one of them when the others are done."""

@@ -24,7 +24,7 @@ def mutated(record: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
         for _ in range(draw(st.integers(1, 3))):
             place = draw(st.sampled_from(_places(changed)))
             holder, key = place
-            value = draw(st.sampled_from(ODD_VALUES))
+            value = copy.deepcopy(draw(st.sampled_from(ODD_VALUES)))
             match draw(st.sampled_from(["remove", "rename", "replace", "add"])):
                 case "remove" if holder is not changed or len(changed) > 1:
                     del holder[key]
@@ -33,7 +33,7 @@ def mutated(record: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
                 case "add" if isinstance(holder, dict):
                     holder[draw(st.text(max_size=8))] = value
                 case _:
-                    holder[key] = copy.deepcopy(value)
+                    holder[key] = value
         return changed
 
     return change()

@@ -13,8 +13,8 @@ from argosy.data.manifest import TOKENIZER, Manifest, Shard
 from argosy.data.shards import ShardWriter, token_dtype
 from argosy.data.tokenizer import Tokenizer, train
 
-settings.register_profile("busy machine", deadline=None, max_examples=60)
-settings.load_profile("busy machine")
+settings.register_profile("data", settings(), max_examples=60)
+settings.load_profile("data")
 
 TEXTS = [f"def f{i}(x):\n    return x + {i}  # naïve, für {i}\n" for i in range(200)]
 
