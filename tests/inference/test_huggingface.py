@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from argosy.checkpoint import store
 from argosy.errors import UserError
 from argosy.inference.generate import generate
 from argosy.inference.huggingface import export_checkpoint, import_checkpoint
 from argosy.inference.trained_model import open_checkpoint
+from transformers_models import ORIGINAL, SIZES, THEIRS, load_theirs, random_theirs
 
 TOKENS = torch.randint(0, 400, (2, 16), generator=torch.Generator().manual_seed(0))
 
@@ -32,6 +34,23 @@ def test_there_and_back_the_model_computes_the_same(trained, exported, tmp_path)
     import_checkpoint(exported, tmp_path / "back")
     assert torch.equal(logits(tmp_path / "back"), logits(trained))
     assert generate(tmp_path / "back", "def ") == generate(trained, "def ")
+
+
+@pytest.mark.parametrize("name", THEIRS)
+@torch.no_grad()
+def test_what_was_imported_and_exported_is_the_model_that_transformers_saved(name, tmp_path):
+    theirs, saved, run_dir, exported = random_theirs(name), tmp_path / "saved", tmp_path / "run", tmp_path / "exported"
+    theirs.save_pretrained(saved)
+    import_checkpoint(saved, run_dir)
+    export_checkpoint(run_dir, exported)
+    before, after = (load_file(folder / "model.safetensors") for folder in (saved, exported))
+    assert before.keys() == after.keys() and all(torch.equal(after[weight], before[weight]) for weight in before)
+    tokens_BT = torch.randint(SIZES["vocab_size"], (2, 3 * ORIGINAL), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(load_theirs(exported)(tokens_BT).logits, theirs(tokens_BT).logits)
+    import_checkpoint(exported, tmp_path / "again")
+    first, second = (open_checkpoint(folder) for folder in (run_dir, tmp_path / "again"))
+    assert first.run.model == second.run.model
+    torch.testing.assert_close(second.model().state_dict(), first.model().state_dict(), rtol=0, atol=0)
 
 
 def test_what_was_imported_is_a_whole_checkpoint_of_weights_only(exported, tmp_path):

@@ -10,18 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DeepseekV3Config,
-    LlamaConfig,
-    MixtralConfig,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2Tokenizer,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, Qwen2Tokenizer
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from argosy.config.schema import ModelConfig, RopeScaling
@@ -29,9 +18,8 @@ from argosy.errors import ArgosyWarning, UserError
 from argosy.models import hf, hf_config
 from argosy.models.decoder import Decoder
 from argosy.models.rope import rotary_table
+from transformers_models import ORIGINAL, SIZES, THEIRS, load_theirs, random_theirs
 
-ORIGINAL = 32
-"""Context before stretching; the sequences are longer, so that a wrong stretch shows."""
 SEQ_LEN = 100
 
 LINEAR = RopeScaling(kind="linear", factor=4.0)
@@ -92,12 +80,6 @@ def tokens(config: ModelConfig) -> torch.Tensor:
     return torch.randint(config.vocab_size, (2, SEQ_LEN), generator=torch.Generator().manual_seed(1))
 
 
-def load_theirs(folder: Path) -> Any:
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-    return model.eval()
-
-
 def load_ours(folder: Path) -> tuple[ModelConfig, Decoder]:
     config, weights = hf.import_folder(folder)
     model = Decoder(config)
@@ -127,85 +109,9 @@ def test_export_and_import_give_back_config_and_weights_exactly(config, build, t
     assert all(torch.equal(weights_again[name], weights[name]) for name in weights)
 
 
-SIZES = {
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 101,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-}
-THEIRS: dict[str, Any] = {
-    "llama": LlamaConfig(**SIZES),
-    "llama-tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
-    "llama-bias": LlamaConfig(**SIZES, attention_bias=True, head_dim=16),
-    "llama-linear": LlamaConfig(**SIZES, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 5e3}),
-    "llama-llama3": LlamaConfig(
-        **SIZES,
-        rope_parameters={
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "rope_theta": 5e5,
-            "original_max_position_embeddings": ORIGINAL,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-        },
-    ),
-    "qwen2": Qwen2Config(**SIZES),
-    "qwen2-tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
-    "qwen3-tied": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
-    "qwen3-yarn": Qwen3Config(
-        **SIZES,
-        head_dim=16,
-        rope_parameters={
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "rope_theta": 1e6,
-            "original_max_position_embeddings": ORIGINAL,
-        },
-    ),
-}
-
-
-THEIRS |= {
-    "mixtral": MixtralConfig(**SIZES, num_local_experts=5, num_experts_per_tok=3),
-    "qwen3-moe": Qwen3MoeConfig(
-        **SIZES, head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20, mlp_only_layers=[0]
-    ),
-    "deepseek": DeepseekV3Config(
-        **SIZES | {"num_hidden_layers": 3, "num_key_value_heads": 4},
-        moe_intermediate_size=20,
-        n_routed_experts=8,
-        num_experts_per_tok=3,
-        n_group=4,
-        topk_group=2,
-        first_k_dense_replace=1,
-        kv_lora_rank=16,
-        q_lora_rank=None,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=12,
-        v_head_dim=10,
-    ),
-}
-
-
-def random_theirs(config: Any) -> Any:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
-            if "mlp.gate" in name or "experts" in name:  # nothing initializes some of these
-                parameter.normal_(std=0.3)
-            elif parameter.dim() == 1 and not name.endswith("inv_freq"):
-                parameter.add_(torch.randn_like(parameter) * 0.3)
-    return model.eval()
-
-
 @pytest.mark.parametrize("name", THEIRS)
 def test_what_transformers_saves_gives_the_same_logits_here(name, tmp_path):
-    theirs = random_theirs(THEIRS[name])
+    theirs = random_theirs(name)
     theirs.save_pretrained(tmp_path)
     _, ours = load_ours(tmp_path)
     assert_same_logits(ours, theirs)

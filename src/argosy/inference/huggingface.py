@@ -34,7 +34,7 @@ def export_checkpoint(path: Path, out: Path, dtype: ExportDtype = "fp32") -> Non
     known = tokenizer.is_file()
     hf.export_folder(
         opened.run.model,
-        dict(opened.model(torch.device("cpu")).named_parameters()),
+        opened.model(torch.device("cpu")).state_dict(),  # with the biases of routers, which are no parameters
         out,
         dtype=DTYPES[dtype],
         tokenizer=tokenizer if known else None,
