@@ -21,7 +21,7 @@ from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.memory_model import MemoryModel
 from argosy.plan.cost.rates import Rates, System
 from argosy.plan.cost.step_time import StepModel
-from argosy.plan.hardware.devices import find_device
+from argosy.plan.hardware.devices import Device, find_device
 from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import Schedule
 from argosy.plan.plan import Plan
@@ -106,7 +106,7 @@ def read(path: Path) -> tuple[list[Row], list[tuple[str, str]]]:
             rows.append(completed(_row(cell)))
         except Skip as why:
             skipped.append((cell["id"], str(why)))
-        except BadCell as bad:
+        except (BadCell, UserError) as bad:  # a UserError says that the catalogue lacks the device
             raise UserError(f"{path}: line {line} (id {cell['id']}): {bad}") from None
     return rows, skipped
 
@@ -130,6 +130,7 @@ def _row(cell: dict[str, str]) -> Row:
     value = number["value"]
     if value is None or value <= 0:
         raise BadCell(f"value = {cell['value']!r} must be a number above 0")
+    device = find_device(cell["gpu"])
     for key in ("layers", "hidden", "heads", "ffn_hidden", "seq_len", "n_gpus"):
         if number[key] is None:
             raise Skip(f"{key} is not known")
@@ -158,7 +159,7 @@ def _row(cell: dict[str, str]) -> Row:
         open=open_keys,
         is_moe=bool(number["moe_experts"]),
         metric="memory" if metric == "peak_mem_gb" else "time",
-        value=_measured(value, work, number, cell),
+        value=_measured(value, work, number, cell, device),
         batch=float(work.global_batch),
         notes=cell["notes"],
     )
@@ -328,7 +329,9 @@ def _nic(text: str) -> float | None:
     return float(found[1]) / 8 / 8 * 1e9 if found else None
 
 
-def _measured(value: float, work: Workload, number: dict[str, float | None], cell: dict[str, str]) -> float:
+def _measured(
+    value: float, work: Workload, number: dict[str, float | None], cell: dict[str, str], device: Device
+) -> float:
     """Return the value as seconds of a step, or bytes."""
     metric = cell["metric"]
     if metric == "peak_mem_gb":
@@ -342,11 +345,12 @@ def _measured(value: float, work: Workload, number: dict[str, float | None], cel
     flops = _flops_per_token(work, cell)
     if metric == "tflops_per_gpu":
         return tokens * flops / (value * 1e12)
-    return tokens * flops / (value * PEAK_TFLOPS[cell["gpu"]] * 1e12)
+    return tokens * flops / (value * _peak_of_half(device))
 
 
-PEAK_TFLOPS = {"A100-80": 312, "A100-40": 312, "H100-SXM": 989, "TPU-v4": 275, "H800": 989, "MI250X-GCD": 191.5}
-"""TFLOPS in bf16 that published shares of the peak refer to."""
+def _peak_of_half(device: Device) -> float:
+    """Return the FLOP/s that published shares of the peak refer to: those of bf16, or of fp16 before there was bf16."""
+    return device.peak("bf16" if "bf16" in device.formats else "fp16")
 
 
 def _flops_per_token(work: Workload, cell: dict[str, str]) -> float:

@@ -33,6 +33,13 @@ def test_flops_that_a_source_prints_beside_its_step_times_are_those_that_rows_co
     assert counted.value == pytest.approx(row.value, rel=0.015)
 
 
+@pytest.mark.parametrize(("gpu", "peak"), [("MI350X", 2.3e15), ("RTX-4090", 165.2e12), ("V100-32", 125e12)])
+def test_shares_of_the_peak_are_of_the_catalogue_s_rate_in_16_bits(read, gpu, peak):
+    share = read("titan-001", gpu=gpu, metric="mfu", value="0.4")
+    counted = read("titan-001", gpu=gpu, metric="tflops_per_gpu", value=str(0.4 * peak / 1e12))
+    assert share.value == pytest.approx(counted.value)
+
+
 def test_memory_is_in_gib_where_notes_say_so_and_in_gb_elsewhere(read):
     assert read("titan-002").value == pytest.approx(82.4 * 2**30)
     assert read("internevo-055").value == pytest.approx(75e9)

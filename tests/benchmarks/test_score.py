@@ -59,7 +59,7 @@ def test_rows_of_a_new_publisher_are_scored(tmp_path):
         ({"value": "fast"}, "line 3 (id titan-002): value = 'fast' is not a number"),
         ({"value": "-1"}, "line 3 (id titan-002): value = '-1' must be a number above 0"),
         ({"metric": "speed"}, "line 3 (id titan-002): metric = 'speed' is none of"),
-        ({"gpu": "H1000"}, "no device is called 'H1000'"),
+        ({"gpu": "H1000"}, "line 3 (id titan-002): no device is called 'H1000'"),
         ({"precision": "fp12"}, "precision = 'fp12' is none of"),
     ],
 )

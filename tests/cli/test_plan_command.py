@@ -100,6 +100,11 @@ def test_what_is_fixed_stays(ask: Any) -> None:
     assert {plan.recompute for plan in plans} == {"selective"}
 
 
+def test_devices_without_bf16_get_plans_in_fp16(ask: Any) -> None:
+    said = json.loads(ask("--model", "qwen3-0.6b", "--cluster", "8xt4", "--seq-len", "2048", "--json"))
+    assert {Plan.parse(choice["plan"]).precision for choice in said["choices"]} == {"fp16"}
+
+
 @pytest.mark.parametrize("objective", ["time", "cost", "energy", "goodput"])
 def test_the_objective_decides_the_order(ask: Any, objective: str) -> None:
     words = ["--model", "llama3-8b", "--cluster", "64xh100", "--global-batch", "128", "--objective", objective]
@@ -188,6 +193,8 @@ def test_inference(ask: Any) -> None:
         ([*SMALL, "--fix", "tp=2,tp=4"], "tp is there twice"),
         ([*SMALL, "--fix", "tp=2,pp=8"], "pp=8 x tp=2 takes 16 devices at a time, which does not divide 8"),
         ([*SMALL, "--fix", "schedule=zbv,compile=true"], "Add compile=false"),
+        (["--model", "llama3-8b", "--cluster", "8xt4", "--fix", "precision=bf16"], "T4 has no bf16 matmuls. Try prec"),
+        ([*SMALL[:3], "8xa100", "--fix", "precision=bf16|fp8"], "A100-80 has no fp8 matmuls. Try precision=bf16 or"),
         ([*SMALL, "--tokens", "-1"], "--tokens -1.0: must be above 0"),
         ([*SMALL, "--tokens", "nan"], "--tokens nan: must be above 0"),
         ([*SMALL, "--top", "0"], "--top 0: must be above 0"),

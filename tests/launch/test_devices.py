@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,6 +31,22 @@ def test_processes_that_run_already_are_taken_as_they_are():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert find_devices(LaunchConfig(device="cpu", processes=1), processes=CORES + 1).count == CORES + 1
+
+
+@pytest.mark.parametrize(("capability", "bf16", "fp16"), [((7, 5), False, True), ((8, 0), True, False)])
+def test_bf16_that_a_gpu_only_emulates_is_not_fast(capability, bf16, fp16, monkeypatch):
+    for name, value in {
+        "is_available": True,
+        "device_count": 1,
+        "get_device_capability": capability,
+        "get_device_name": "Tesla T4",
+        "get_device_properties": SimpleNamespace(total_memory=15e9, major=capability[0]),
+        "current_device": 0,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    devices = find_devices(LaunchConfig())
+    assert (devices.fast_bf16, devices.fast_fp16) == (bf16, fp16)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

@@ -6,12 +6,19 @@ Examples:
   argosy config show run.toml --json                the same for a program
   argosy config schema > run.schema.json            for an editor that completes and checks run files
   argosy config presets                             models, runs, devices and clusters that come with Argosy
+  argosy config device mine --bf16-tflops 200 --memory-gb 32 --memory-gb-s 1000
+                                                    a device that these lack, from its data sheet, as mine.toml
 """
 
 from __future__ import annotations
 
+import inspect
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 from argosy.cli.options import parse, parse_run
 from argosy.config.catalog import Kind, preset_names, preset_path
@@ -20,9 +27,11 @@ from argosy.config.layers import preset_layer
 from argosy.config.load import build
 from argosy.config.schema import ModelConfig, RunConfig
 from argosy.errors import UserError
+from argosy.files import atomic_write
 from argosy.plan.flops import parameters
 from argosy.plan.hardware.clusters import Cluster
-from argosy.plan.hardware.devices import find_device
+from argosy.plan.hardware.data_sheet import DataSheet
+from argosy.plan.hardware.devices import FORMATS, find_device
 
 LAPTOP_VOCABULARY = 4096
 
@@ -35,9 +44,48 @@ class Options:
     """Print JSON."""
 
 
+@dataclass(frozen=True)
+class DeviceOptions:
+    """Options of `argosy config device`: the figures of a data sheet. TFLOP/s are dense, with fp32 accumulation: half
+    of what is printed "with sparsity"."""
+
+    name: Annotated[str, tyro.conf.Positional]
+    """A name for the device."""
+    memory_gb: float
+    """Memory, GB."""
+    memory_gb_s: float
+    """Memory bandwidth, GB/s."""
+    bf16_tflops: float | None = None
+    """Matmuls in bf16."""
+    fp16_tflops: float | None = None
+    """Matmuls in fp16."""
+    tf32_tflops: float | None = None
+    """Matmuls in tf32."""
+    fp32_tflops: float | None = None
+    """Arithmetic in fp32."""
+    fp8_tflops: float | None = None
+    """Matmuls in fp8."""
+    fp4_tflops: float | None = None
+    """Matmuls in fp4."""
+    usable_gb: float | None = None
+    """Memory that torch sees; default: 92 % of it."""
+    efficiency: float | None = None
+    """Share of the first rate that large matmuls reach; default: 0.75, and wider intervals."""
+    link_gb_s: float | None = None
+    """To the other devices of a node, one direction; default: PCIe 4.0 x16, 32, and wider intervals."""
+    nic_gb_s: float | None = None
+    """A device's share in the network, one direction; default: 3.125, 200 Gb/s for 8."""
+    devices_per_node: int = 8
+    """Devices of a node."""
+    power_w: float | None = None
+    """Power, W; without it, energy is not predicted."""
+    out: Path | None = None
+    """The file to write; default: NAME.toml. It must not exist yet."""
+
+
 def main(argv: list[str]) -> int:
     """`argosy config ACTION ...`."""
-    actions = {"show": _show, "schema": _schema, "presets": _presets}
+    actions = {"show": _show, "schema": _schema, "presets": _presets, "device": _device}
     if not argv or argv[0] in ("-h", "--help"):
         print(f"usage: argosy config {{{','.join(actions)}}} ...\n\n{(__doc__ or '').strip()}")
         return 0
@@ -79,6 +127,30 @@ def _presets(argv: list[str]) -> None:
     for name in preset_names("clusters"):
         cluster = Cluster.load(preset_path("clusters", name))
         print(f"  {name:16}{' + '.join(f'{group.devices} {group.device.name}' for group in cluster.groups)}")
+
+
+def _device(argv: list[str]) -> None:
+    """Write a device that the catalogue lacks to a file, from the figures of its data sheet; `argosy plan --cluster
+    8xFILE`, launch.cluster and `argosy probe --device` read it.
+
+    Example:
+      argosy config device mine --bf16-tflops 200 --memory-gb 32 --memory-gb-s 1000 --link-gb-s 64 --power-w 400
+    """
+    options = parse(argv, "argosy config device", DeviceOptions, inspect.getdoc(_device))
+    order = ("bf16", "fp16", *FORMATS)
+    rates: dict[str, float] = {fmt: rate for fmt in order if (rate := getattr(options, f"{fmt}_tflops")) is not None}
+    given = {f.name: getattr(options, f.name) for f in fields(DataSheet) if f.name != "tflops"}
+    device = DataSheet(rates, **given).device(options.name)
+    path = options.out or Path(f"{options.name}.toml")
+    if path.exists():
+        raise UserError(f"{path} exists already. Choose another --out, or remove it first.")
+    try:
+        with atomic_write(path) as file:
+            file.write(dump(device).encode())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}. Name a file in a folder that exists.") from None
+    told = {key for key in device.assumed if not key.endswith(("latency_s", "mtbf_h"))}
+    print(f"wrote {path}; use it as --cluster 8x{path}" + (f"; assumed: {', '.join(sorted(told))}" if told else ""))
 
 
 def _model(name: str) -> ModelConfig:

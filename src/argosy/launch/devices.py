@@ -34,8 +34,10 @@ def find_devices(launch: LaunchConfig, processes: int | None = None, planned: in
         if not processes and count > gpus:
             raise UserError(f"launch.processes = {count}, and there are {gpus} GPUs. Try launch.processes = {gpus}.")
         memory_bytes = float(torch.cuda.get_device_properties(0).total_memory)
-        name, fast_bf16 = torch.cuda.get_device_name(0), torch.cuda.is_bf16_supported()
-        return Devices(count, "cuda", fast_bf16, name, memory_bytes, per_node=gpus)
+        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        fp16 = not bf16 and torch.cuda.get_device_capability(0) >= (7, 0)  # tensor cores, from Volta on
+        name = torch.cuda.get_device_name(0)
+        return Devices(count, "cuda", bf16, fast_fp16=fp16, name=name, memory_bytes=memory_bytes, per_node=gpus)
     count = processes or launch.processes or planned or 1
     cores = len(os.sched_getaffinity(0))
     if not processes and count > cores:

@@ -10,7 +10,14 @@ from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan.hardware.clusters import Cluster
-from argosy.plan.hardware.local_machine import DetectedHardware, cluster_of, machine_at_hand, resized
+from argosy.plan.hardware.devices import find_device
+from argosy.plan.hardware.local_machine import (
+    DetectedHardware,
+    cluster_of,
+    device_named,
+    machine_at_hand,
+    resized,
+)
 from argosy.plan.hardware.measurements import CollectiveRate, MatmulRate, Measurements
 
 TWO_CORES = DetectedHardware("cpu", processes=2, per_node=2, peak_flops_per_s={"fp32": 5e10})
@@ -30,6 +37,27 @@ def asked(cluster: str = "") -> RunConfig:
 
 def probed(host: str = FOUND.host, processes: int = 2) -> Cluster:
     return Cluster.parse(f"{processes}xcpu").model_copy(update={"measured": FOUND.model_copy(update={"host": host})})
+
+
+@pytest.mark.parametrize(
+    ("driver_s", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100-SXM"),
+        ("NVIDIA GeForce RTX 3090", "RTX-3090"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("NVIDIA GeForce RTX 5090", "RTX-5090"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX-6000-Ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX-PRO-6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000-Server"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA A10G", "A10G"),
+        ("Tesla T4", "T4"),
+        ("AMD Instinct MI350X", "MI350X"),
+    ],
+)
+def test_drivers_names_are_found_in_the_catalogue(driver_s, name):
+    assert find_device(device_named(driver_s)).name == name
 
 
 def test_a_probe_of_this_host_is_taken_and_one_of_another_host_is_not(tmp_path):

@@ -143,6 +143,20 @@ def test_the_memory_that_the_driver_tells_counts():
     assert choose_plan(large("llama3-8b"), small) != choose_plan(large("llama3-8b"), GPUS)
 
 
+T4S = Devices(2, "cuda", fast_bf16=False, fast_fp16=True, name="Tesla T4")
+
+
+def test_a_gpu_without_bf16_takes_fp16():
+    assert choose_plan(run(), T4S).precision == "fp16"
+    assert choose_plan(run("auto,precision=fp32"), T4S).precision == "fp32"
+
+
+@pytest.mark.parametrize("plan", ["auto,precision=bf16", "dp_replicate=2,precision=fp8"])
+def test_a_precision_that_the_gpu_has_not_is_refused(plan):
+    with pytest.raises(UserError, match=r"T4 has no (bf16|fp8) matmuls\. Try precision=fp16 or fp32\."):
+        choose_plan(run(plan), T4S)
+
+
 def test_a_gpu_that_the_catalogue_does_not_know_gets_a_plan_and_a_warning():
     with pytest.warns(ArgosyWarning, match="does not know NVIDIA Titan Q"):
         plan = choose_plan(run(), Devices(2, "cuda", fast_bf16=True, name="NVIDIA Titan Q", memory_bytes=24e9))

@@ -206,6 +206,17 @@ class Cluster(Section):
         """The slowest device: a job whose work is dealt out evenly waits for it."""
         return self.slowest.device
 
+    def check_precision(self, precision: str) -> None:
+        """Raise UserError if a device has no matmuls in a plan's precision. CPUs compute any format, some slowly."""
+        for device in (group.device for group in self.groups):
+            if device.kind == "cpu" or precision == "fp32" or precision in device.formats:
+                continue
+            others = [known for known in ("bf16", "fp16", "fp32") if known in device.formats]
+            raise UserError(
+                f"plan.precision = {precision}: {device.name} has no {precision} matmuls. "
+                f"Try precision={' or '.join(others)}."
+            )
+
     @property
     def uniform(self) -> bool:
         """True if all nodes are alike, at whatever site."""

@@ -1,8 +1,9 @@
 """The catalogue of devices: the speed, power and price of each, with the source of each figure.
 
-Each device has a TOML file in `config/presets/devices`; a path to a file with the same keys adds one. Rates are dense
-and from the specification; `matmul_efficiency` is the share of them that a large matmul reaches. `assumed` names the
-figures that nobody has published: a prediction that rests on them deserves a wider interval.
+Each device has a TOML file in `config/presets/devices`; a path to a file with the same keys adds one, and `argosy
+config device` writes such a file from a data sheet. Rates are dense, with fp32 accumulation, and from the
+specification; `matmul_efficiency` is the share of them that a large matmul reaches. `assumed` names the figures that
+nobody has published: a prediction that rests on them deserves a wider interval.
 """
 
 from __future__ import annotations
@@ -232,7 +233,8 @@ def find_device(name: str) -> Device:
     if plain not in names:
         choices = sorted(names) if get_close_matches(plain, names) else preset_names("devices")
         raise UserError(
-            f"no device is called {name!r}; {near_names(plain, choices)} Or give the path of a device's .toml file."
+            f"no device is called {name!r}; {near_names(plain, choices)} Or write its data sheet's figures to "
+            "a file with `argosy config device`, and give the path of that."
         )
     return _preset(names[plain])
 

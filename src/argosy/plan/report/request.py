@@ -18,7 +18,7 @@ from argosy.plan.plan import Plan, words_of
 from argosy.plan.report.report import PlanRequest, usual_batch
 from argosy.plan.search.auto import Devices, choose_plan, processes_of
 from argosy.plan.search.candidates import Objective
-from argosy.plan.search.space import parse_pins
+from argosy.plan.search.space import Pins, parse_pins
 
 USUAL_SEQ_LEN = 8192
 CHANGE_NUMBERS = ("precision", "weights", "reduce")
@@ -53,6 +53,7 @@ def plan_request(
     pins = dict(parse_pins(fix))
     if model is not None:
         place = Cluster.parse(str(cluster))
+        _check_precisions(pins, place)
         run, assumed = _of_model(model, global_batch, seq_len, place.devices if serving else None)
         return PlanRequest(run, place, tokens, objective, pins, top, assumed=tuple(assumed))
     run, assumed = _of_run(str(source), global_batch, seq_len)
@@ -65,7 +66,13 @@ def plan_request(
         )
     given = None if pins or cluster else _the_trainer_s(run, place)
     pins = _numbers(run.plan) | pins
+    _check_precisions(pins, place)
     return PlanRequest(run, place, tokens, objective, pins, top, given, tuple(assumed))
+
+
+def _check_precisions(pins: Pins, place: Cluster) -> None:
+    for precision in pins.get("precision", ()):
+        place.check_precision(precision)
 
 
 def _numbers(plan: str) -> dict[str, tuple[object, ...]]:
@@ -142,5 +149,5 @@ def _gpu_names() -> list[str]:
 def _the_trainer_s(run: RunConfig, place: Cluster) -> Plan:
     """Return the plan that `argosy train` would take."""
     kind: Literal["cpu", "cuda"] = "cpu" if place.device.kind == "cpu" else "cuda"
-    fast = CostModel.of(run, place).precision == "bf16"
-    return choose_plan(run, Devices(place.devices, kind, fast), place)
+    fast = CostModel.of(run, place).precision
+    return choose_plan(run, Devices(place.devices, kind, fast == "bf16", fast_fp16=fast == "fp16"), place)

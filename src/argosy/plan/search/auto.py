@@ -32,6 +32,8 @@ class Devices:
     kind: Literal["cpu", "cuda"]
     fast_bf16: bool
     """True if bf16 matmuls are at least 1.5 times as fast as fp32 ones."""
+    fast_fp16: bool = False
+    """True if fp16 ones are, and bf16 ones are not: GPUs before Ampere."""
     name: str = ""
     """The driver's name of a GPU; empty if nobody asked."""
     memory_bytes: float | None = None
@@ -72,7 +74,10 @@ def choose_plan(run: RunConfig, devices: Devices, machine: Cluster | None = None
             f"plan.precision = fp8 needs GPUs with fp8, and this run is for {devices.kind}. Try precision=bf16."
         )
     if "precision" not in words:
-        written = written.model_copy(update={"precision": "bf16" if devices.fast_bf16 else "fp32"})
+        fast = "bf16" if devices.fast_bf16 else "fp16" if devices.fast_fp16 else "fp32"
+        written = written.model_copy(update={"precision": fast})
+    elif (known := _known(run, devices, machine)) is not None:
+        known.check_precision(written.precision)
     costs = _costs(run, devices, machine)
     try:
         found = search_to_run(costs, _pins(written, words.keys() | {"precision"}, auto))
@@ -86,6 +91,14 @@ def choose_plan(run: RunConfig, devices: Devices, machine: Cluster | None = None
             "a plan that names its axes is tried anyway."
         )
     return found.leanest
+
+
+def _known(run: RunConfig, devices: Devices, machine: Cluster | None) -> Cluster | None:
+    """Return the description of the devices; None if nobody gave one and the catalogue does not know them."""
+    if devices.kind == "cpu":
+        return machine
+    named = device_named(devices.name) in device_names()
+    return machine or cluster_of(run) or (_by_the_catalogue(devices) if named else None)
 
 
 def _pins(written: Plan, said: set[str], auto: bool) -> Pins:
@@ -135,7 +148,8 @@ def _by_the_catalogue(devices: Devices) -> Cluster:
         if name:
             warnings.warn(
                 f"the catalogue does not know {devices.name}: the plan is chosen as if it were as fast as "
-                f"{UNKNOWN_GPU}. Run `argosy probe`, or set launch.cluster, for a better choice.",
+                f"{UNKNOWN_GPU}. For a better choice, write its data sheet's figures to a file with `argosy config "
+                "device`, set launch.cluster to that, and run `argosy probe --device` with it.",
                 ArgosyWarning,
                 stacklevel=5,
             )
