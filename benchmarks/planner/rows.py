@@ -88,8 +88,13 @@ class Row:
         return "memory" if self.metric == "memory" else "moe_time" if self.is_moe else "dense_time"
 
 
-def read(path: Path) -> tuple[list[Row], list[tuple[str, str]]]:
-    """Return rows, and (id, why) of those that are skipped. Raises: UserError for a file that is not in this format."""
+def read(path: Path, recipes: bool = True) -> tuple[list[Row], list[tuple[str, str]]]:
+    """Return rows, and (id, why) of those that are skipped.
+
+    recipes: fill in what sources say outside of these rows, in recipes and code; without, a row is what its publisher
+    would tell a stranger: its cells, its notes, and its framework.
+    Raises: UserError for a file that is not in this format.
+    """
     try:
         with path.open(newline="") as file:
             table = csv.DictReader(file)
@@ -103,7 +108,7 @@ def read(path: Path) -> tuple[list[Row], list[tuple[str, str]]]:
     skipped: list[tuple[str, str]] = []
     for line, cell in enumerate(cells, start=2):
         try:
-            rows.append(completed(_row(cell)))
+            rows.append(completed(_row(cell, recipes), recipes))
         except Skip as why:
             skipped.append((cell["id"], str(why)))
         except (BadCell, UserError) as bad:  # a UserError says that the catalogue lacks the device
@@ -119,13 +124,14 @@ class BadCell(Exception):
     """The row is not in the format."""
 
 
-def _row(cell: dict[str, str]) -> Row:
+def _row(cell: dict[str, str], recipes: bool = True) -> Row:
     if None in cell or any(value is None for value in cell.values()):
         raise BadCell(f"has not {len(COLUMNS)} cells; quote those with commas")
     metric = cell["metric"]
     if metric not in METRICS:
         raise BadCell(f"metric = {metric!r} is none of {', '.join(METRICS)}")
-    cell = _documented(cell, _numbers(cell))
+    if recipes:
+        cell = _documented(cell, _numbers(cell))
     number = _numbers(cell)
     value = number["value"]
     if value is None or value <= 0:
@@ -141,7 +147,7 @@ def _row(cell: dict[str, str]) -> Row:
         microbatches = int(counted[1]) if counted else 8 * number["pp"] if (number["pp"] or 1) > 1 else 1
         number["global_batch"] = (number["dp"] or number["n_gpus"]) * (number["micro_batch"] or 1) * microbatches
     work = _workload(cell, number)
-    system = system_of(cell)
+    system = system_of(cell, recipes)
     plan, open_keys = _plan(cell, number, system)
     return Row(
         id=cell["id"],
@@ -279,7 +285,7 @@ def rates_of(row: Row) -> Rates:
     return Rates.of_device(find_device(row.device), row.narrow, row.nic_bytes_per_s)
 
 
-def completed(row: Row) -> Row:
+def completed(row: Row, recipes: bool = True) -> Row:
     """Return the row with its open keys chosen as the planner would: the fastest that fits."""
     if not row.open:
         return row
@@ -288,7 +294,7 @@ def completed(row: Row) -> Row:
         "tp": [1, 2, 4, 8] if "tp" in row.open else [said.tp],
         "pp": [1, 2, 4, 8, 16] if "pp" in row.open else [said.pp],
         "micro_batch": [1, 2, 4, 8, 16] if "micro_batch" in row.open else [said.microbatch],
-        "recompute": _recomputes(row) if "recompute" in row.open else [said.recompute],
+        "recompute": _recomputes(row, recipes) if "recompute" in row.open else [said.recompute],
         "ep": [1, 4, 8, 16, 32, 64] if "tp" in row.open and row.is_moe else [said.ep],
         "zero": [1, 3] if "tp" in row.open else [said.zero],
     }
@@ -317,9 +323,9 @@ def _schedule(cell: dict[str, str], interleave: int) -> Schedule:
     return "interleaved_1f1b" if interleave > 1 else "1f1b"
 
 
-def _recomputes(row: Row) -> list[str]:
+def _recomputes(row: Row, recipes: bool) -> list[str]:
     """Return the kinds of recompute: NVIDIA's recipes and DeepSeek recompute chosen modules, never all of a layer."""
-    chosen = any(name in row.source for name in ("Megatron-Bridge", "Megatron-MoE-ModelZoo", "DeepSeek"))
+    chosen = recipes and any(name in row.source for name in ("Megatron-Bridge", "Megatron-MoE-ModelZoo", "DeepSeek"))
     return ["none", "selective"] if chosen else ["none", "selective", "full"]
 
 

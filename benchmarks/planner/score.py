@@ -2,9 +2,11 @@
 
     python benchmarks/planner/score.py [FILE.csv] [--calibration-rows N] [--json]
 
-Zero-shot (the default): the rows of each publisher are predicted with constants that were fitted without any row of
-that publisher, whatever its releases and tables. Few-shot: N rows of each source and device, drawn with a fixed seed,
-say what to expect of the others (`kinship.py`), which are scored. By source and in all: median and mean absolute
+Zero-shot (the default): first for strangers (`strangers.py`): each row is predicted with constants that were fitted
+without any row of its lineage of publishers or of its generation of devices, and read without recipes; this is what to
+expect. Then for publishers whose recipes were read: without any row of that publisher, whatever its releases and
+tables. Few-shot: N rows of each source and device, drawn with a fixed seed, say what to expect of the others
+(`kinship.py`), which are scored. By source and in all: median and mean absolute
 percentage error of the time of a step (or of peak memory), bias, Kendall's tau (of the rate of one device, so that
 larger jobs are no help), regret (how much slower than the best the plan is that the planner would have chosen, among
 rows that differ in their layout only), and how many measurements are in the 90 % interval.
@@ -15,25 +17,30 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from kinship import expected_errors
 from numpy.typing import NDArray
 from rows import Row, rates_of, read
+from strangers import Strangers, lineage
 
 from argosy.errors import UserError
 from argosy.plan.calibration.fit import fit_constants
 from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.constants import fitted as fitted_constants
+from argosy.plan.cost.estimate import INTERVAL_Z
 from argosy.plan.cost.memory_model import MemoryModel
 from argosy.plan.cost.step_time import StepModel
 from argosy.plan.layouts import Layouts
 from argosy.plan.workload import stack
 
 Floats = NDArray[np.float64]
+Figures = Mapping[str, Mapping[str, Any]]
+"""Section -> name of a figure -> its value."""
 
 PUBLISHED = Path(__file__).parent / "published.csv"
 SECTIONS = ("dense_time", "moe_time", "memory")
@@ -43,6 +50,8 @@ FIT_OUTLIER = 0.7
 """Rows further off than this factor's logarithm say that we misread them; they are scored, but not fitted to."""
 CALIBRATED_SPREAD = 1.25
 """The factor by which a constant may be off on a machine whose rows are given."""
+FEW = 8
+"""Fewer rows of others say nothing of an interval."""
 SEED = 0
 
 
@@ -87,12 +96,71 @@ def main(argv: list[str] | None = None) -> int:
         scored, skipped = read(chosen.file)
         published, _ = read(PUBLISHED)
         result = score(scored, published, chosen.calibration_rows)
+        if not chosen.calibration_rows:
+            told, published_told = read(chosen.file, recipes=False)[0], read(PUBLISHED, recipes=False)[0]
+            result = {"strangers": score_strangers(told, published, published_told), **result}
     except UserError as error:
         print(f"score: {error}", file=sys.stderr)
         return 2
     result["skipped"] = [{"id": name, "why": why} for name, why in skipped]
     print(json.dumps(result, indent=1) if chosen.json else in_words(result))
     return 0
+
+
+def score_strangers(rows: list[Row], published: list[Row], told: list[Row]) -> dict[str, object]:
+    """Return the figures for `rows`, in all and by lineage.
+
+    published: what to fit to, read with recipes; told: the same rows without, to find the widths of intervals.
+    """
+    strangers = strangers_to(published)
+    log_error, margins = strangers.errors(rows), np.zeros(len(rows))
+    lineages, sections = np.array([lineage(row) for row in rows]), np.array([row.section for row in rows])
+    for family in dict.fromkeys(lineages.tolist()):
+        for section in dict.fromkeys(sections[lineages == family].tolist()):
+            others = [row for row in told if row.section == section and lineage(row) != family]
+            few = not strangers.knows(family) or len(others) < FEW
+            margins[(lineages == family) & (sections == section)] = (
+                _shipped_margin(section) if few else strangers.width(others, without=family)
+            )
+
+    def figures(chosen: NDArray[np.bool_]) -> dict[str, dict[str, float | int | None]]:
+        found = {}
+        for section in SECTIONS:
+            if (here := chosen & (sections == section)).any():
+                some = [rows[i] for i in np.flatnonzero(here)]
+                apart = _median_over_publishers(some, log_error[here])
+                found[section] = {**_figures(some, log_error[here], margins[here]), "median_over_publishers": apart}
+        return found
+
+    return {
+        "all": figures(np.ones(len(rows), bool)),
+        "by_lineage": {name: figures(lineages == name) for name in dict.fromkeys(lineages.tolist())},
+    }
+
+
+def strangers_to(published: list[Row]) -> Strangers:
+    """Return what predicts rows as if nobody like their publishers and devices had been learnt from."""
+    base = Model(published)
+    everything, _ = fitted_constants()
+
+    def log_error(rows: Sequence[Row], constants: Constants) -> Floats:
+        model = Model(rows)
+        return np.asarray(np.log(model.predict(constants) / model.measured))
+
+    return Strangers(published, lambda chosen: fitted(base, chosen, begin=everything), log_error)
+
+
+def _median_over_publishers(rows: list[Row], log_error: Floats) -> float:
+    """Return the median over publishers of their median errors, in percent: large tables do not outvote others."""
+    families = np.array([row.family for row in rows])
+    medians = [np.median(np.abs(np.expm1(log_error[families == name]))) for name in dict.fromkeys(families.tolist())]
+    return round(float(100 * np.median(medians)), 2)
+
+
+def _shipped_margin(section: str) -> float:
+    """Return half the 90 % interval that the planner shows, in logarithms."""
+    _, spread = fitted_constants()
+    return float(INTERVAL_Z * getattr(spread, section))
 
 
 def score(rows: list[Row], published: list[Row], calibration_rows: int = 0) -> dict[str, object]:
@@ -186,14 +254,17 @@ def _drawn(rows: list[Row], mine: NDArray[np.bool_], many: int) -> NDArray[np.bo
 def _margins(
     log_error: Floats, sections: NDArray[np.str_], families: NDArray[np.str_], counts: NDArray[np.bool_]
 ) -> Floats:
-    """Return half the 90 % interval of each row, in logarithms, from the errors on all other publishers."""
+    """Return half the 90 % interval of each row, in logarithms, from the errors on all other publishers.
+
+    If there are few others, it is the planner's.
+    """
     margins = np.zeros(len(log_error))
     for section in dict.fromkeys(sections.tolist()):
         for family in dict.fromkeys(families.tolist()):
             others = (sections == section) & (families != family) & counts
             here = (sections == section) & (families == family)
-            errors = np.abs(log_error[others if others.sum() >= 8 else (sections == section) & counts])
-            margins[here] = np.quantile(errors, 0.9) if len(errors) else np.inf
+            few = others.sum() < FEW
+            margins[here] = _shipped_margin(section) if few else np.quantile(np.abs(log_error[others]), 0.9)
     return margins
 
 
@@ -249,21 +320,33 @@ def _regret(rows: list[Row], log_error: Floats) -> float | None:
 
 def in_words(result: dict[str, object]) -> str:
     """Return the tables."""
+    lines = []
+    if isinstance(told := result.get("strangers"), dict):
+        lines += ["STRANGERS: neither lineage nor generation known, no recipes read"]
+        lines += _table(told["all"], told["by_lineage"])
+        lines += ["", "", "PUBLISHERS WHOSE RECIPES WERE READ, each left out in turn"]
+    lines += _table(result["all"], result["by_source"])  # type: ignore[arg-type]
+    lines += ["", f"{len(result['skipped'])} rows skipped (--json says why)"]  # type: ignore[arg-type]
+    return "\n".join(lines)
+
+
+def _table(everything: Figures, parts: Mapping[str, Figures]) -> list[str]:
     head = f"{'':68} {'n':>4} {'median':>7} {'mean':>7} {'bias':>7} {'tau':>6} {'regret':>7} {'in 90%':>7}"
     lines = []
     for section in SECTIONS:
-        table = {"ALL": result["all"], **result["by_source"]}  # type: ignore[dict-item]
         lines += ["", section, head]
-        for source, found in table.items():
+        for name, found in {"ALL": everything, **parts}.items():
             if section in found:
                 f = found[section]
                 cells = [f["median_abs_pct_error"], f["mean_abs_pct_error"], f["bias_pct"]]
                 tau = "" if f["kendall_tau"] is None else f"{f['kendall_tau']:.2f}"
                 regret = "" if f["regret_pct"] is None else f"{f['regret_pct']:.1f} %"
                 percents = " ".join(f"{cell:6.1f}%" for cell in cells)
-                lines.append(f"{source[:68]:68} {f['n']:4} {percents} {tau:>6} {regret:>7} {f['coverage_90']:6.0f}%")
-    lines += ["", f"{len(result['skipped'])} rows skipped (--json says why)"]  # type: ignore[arg-type]
-    return "\n".join(lines)
+                apart = f.get("median_over_publishers")
+                more = "" if apart is None else f"   {apart:.1f}% over publishers"
+                figures = f"{percents} {tau:>6} {regret:>7} {f['coverage_90']:6.0f}%"
+                lines.append(f"{name[:68]:68} {f['n']:4} {figures}{more}")
+    return lines
 
 
 if __name__ == "__main__":

@@ -112,6 +112,33 @@ def _internevo(cell: Cell) -> System:
     return replace(MEGATRON_CORE, whole_logits=8, gradient_bytes=2, update_bytes=flat + 4 + 2 * 4)
 
 
+def _told(system: System, cell: Cell) -> System:
+    """Return what a row itself tells of a framework, and nothing that was read elsewhere: not the version of its
+    attention, not what recipes capture in graphs or overlap, not what its code keeps in which format."""
+
+    notes = cell["notes"].lower()
+    return replace(
+        system,
+        sequence_parallel=0 if cell["sp"] == "false" else system.sequence_parallel,
+        fused=float(bool(system.fused) or "compile" in notes),
+        whole_logits=FSDP.whole_logits if system == FSDP_EAGER and "compile" in notes else system.whole_logits,
+        overlaps_tensor=float(bool(system.overlaps_tensor) or "async" in notes),
+        sends_once=float(bool(system.whole_experts) and "a2a" not in notes),
+        overlaps_experts=float("1f1b overlap" in notes),
+        even_experts=float("real routing" not in notes),
+    )
+
+
+FRAMEWORKS: tuple[tuple[tuple[str, ...], System], ...] = (
+    (("llm-foundry", "fms-fsdp", "llama ("), FSDP1),
+    (("torchtitan",), FSDP_EAGER),
+    (("tpu-recipes", "palm"), JAX),
+    (("sc'21", "tables.tex", "vtrain", "bigscience", "opt-", "glm", "bloom", "dash"), MEGATRON_2021),
+    (("korthikanti",), MEGATRON_2022),
+    (("",), MEGATRON_CORE),
+)
+"""Words in the name of a source -> its framework, as it was in those years; the first that is found counts."""
+
 SYSTEMS: tuple[tuple[tuple[str, ...], Callable[[Cell], System]], ...] = (
     (("llm-foundry",), _foundry),
     (("fms-fsdp",), _fms),
@@ -126,7 +153,9 @@ SYSTEMS: tuple[tuple[tuple[str, ...], Callable[[Cell], System]], ...] = (
 """Words in the name of a source -> its software; the first that is found counts."""
 
 
-def system_of(cell: Cell) -> System:
-    """Return the software of a row."""
+def system_of(cell: Cell, recipes: bool = True) -> System:
+    """Return the software of a row; without `recipes`, no more of it than its framework and its notes."""
     source = cell["source"].lower()
-    return next(make(cell) for words, make in SYSTEMS if any(word in source for word in words))
+    if recipes:
+        return next(make(cell) for words, make in SYSTEMS if any(word in source for word in words))
+    return next(_told(system, cell) for words, system in FRAMEWORKS if any(word in source for word in words))

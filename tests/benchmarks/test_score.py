@@ -49,6 +49,10 @@ def test_rows_of_a_new_publisher_are_scored(tmp_path):
         "n", "median_abs_pct_error", "mean_abs_pct_error", "bias_pct", "kendall_tau", "regret_pct", "coverage_90",
     }  # fmt: skip
     assert result["all"]["dense_time"]["median_abs_pct_error"] < 25
+    told = result["strangers"]
+    assert next(iter(result)) == "strangers" and list(told["by_lineage"]) == ["Somebody"]
+    assert told["all"]["dense_time"]["n"] == 3
+    assert told["all"]["dense_time"]["median_over_publishers"] == told["all"]["dense_time"]["median_abs_pct_error"]
     assert list(result["by_source"]) == ["Somebody (2027) torchtitan"]
     assert result["skipped"] == [{"id": "no-layers", "why": "layers is not known"}]
 

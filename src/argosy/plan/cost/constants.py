@@ -94,9 +94,11 @@ class Constants:
 
 @dataclass(frozen=True)
 class Spread:
-    """Errors of predictions for published runs from sources that the constants were not fitted to.
+    """Errors of predictions for published runs that the constants were not fitted to.
 
-    They are standard deviations of the logarithm, such that 1.645 of them hold nine of ten errors.
+    Times: of runs whose publisher's lineage and whose device's generation taught nothing, and whose recipes were not
+    read. Memory: of runs whose publisher taught nothing. They are standard deviations of the logarithm, such that 1.645
+    of them hold nine of ten errors.
     """
 
     dense_time: float
