@@ -334,7 +334,7 @@ def test_a_migration_leaves_the_slow_node_out_and_others_keep_their_ranks():
 def test_a_spare_takes_the_place_of_the_slow_node_once_it_is_ready():
     run = Run({"a": 1, "b": 1, "spare": 1}, size=2).go()
     run.take(Join)
-    del run.of.nodes["spare"].workers[0]
+    run.of.lost("spare", 0, KILLED)
     run.of.migrate("dp_replicate=2", 2, ["b"], "node b is slow")
     assert run.of.orders(0.0) == [Break(1, "node b is slow"), CheckNode("b"), Start("spare", 0)]
     run.of.ready("a", 0, generation=1)
@@ -374,6 +374,37 @@ def test_what_is_planned_is_no_failure():
     assert not run.go().take(Finish)
     run.of.arrived("b", "host-b", 1, {})
     assert not run.go().take(Finish) and run.of.size == 2
+
+
+def come_back(run: Run, name: str, without: set[int] = frozenset(), **changes: object) -> None:
+    """The agent of a node has called again: its connection was lost, or nobody answered."""
+    node = run.of.nodes[name]
+    workers = {slot: replace(worker, **changes) for slot, worker in node.workers.items() if slot not in without}
+    run.of.arrived(name, node.host, node.slots, workers)
+
+
+def test_a_node_that_comes_again_with_all_of_its_members_has_missed_nothing():
+    run = Run({"a": 2, "b": 2}).go()
+    run.take(Join)
+    for name in ("a", "b", "b"):
+        come_back(run, name)
+    assert run.of.orders(0.0) == [] and run.of.in_force
+    run.of.lost("b", 1, KILLED)
+    assert run.of.orders(0.0)[0] == Break(1, "rank 3 is lost: signal SIGKILL"), "it is watched as before"
+
+
+@pytest.mark.parametrize("changes", [{"without": {1}}, {"state": State.READY}, {"generation": 0}])
+def test_a_node_that_comes_again_without_all_of_its_members_breaks_the_generation(changes):
+    run = Run({"a": 2, "b": 2}).go()
+    come_back(run, "b", **changes)
+    assert Break(1, "node b came back, and not all of its members are left") in run.of.orders(0.0)
+
+
+def test_members_whose_end_was_not_heard_of_end_the_run_when_their_node_comes_again():
+    run = Run({"a": 1, "b": 1}).go()
+    run.of.done("a", 0)
+    come_back(run, "b", state=State.DONE)
+    assert run.of.orders(0.0) == [Finish(0, "done")]
 
 
 # ---- one coordinator after another --------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from argosy.errors import FINAL, Retryable
@@ -17,9 +17,12 @@ from argosy.supervise.failures import Failures
 from argosy.supervise.handover import Handover
 from argosy.supervise.nodes import Cause, Node, State, Worker
 from argosy.supervise.orders import Break, CheckNode, Finish, Join, Order, Start
+from argosy.supervise.roster import Place, Roster
 
 MOST_SUSPICIONS = 3
 """A node that was suspected or refused this often is used after all others for the rest of the run."""
+MOST_NAMED = 16
+"""A message names this many nodes at most."""
 
 Replan = Callable[[int], tuple[str, int] | None]
 """Number of workers -> the plan for them and its size; None if no plan fits them."""
@@ -49,7 +52,7 @@ class Membership:
         self._settings, self._replan = settings, replan
         self.generation = handover.generation
         """The newest that was formed, by this coordinator or an earlier one."""
-        self.nodes: dict[str, Node] = {}
+        self._roster = Roster(self.generation)
         self._inherited = handover if handover.members else None
         of: Settings | Handover = self._inherited or settings
         self.size, self.plan = of.size, of.plan
@@ -68,6 +71,11 @@ class Membership:
         self._ended = self._stopping = False
         self._queue: list[Order] = []
 
+    @property
+    def nodes(self) -> Mapping[str, Node]:
+        """The nodes that are there, by name."""
+        return self._roster.nodes
+
     # ---- events -------------------------------------------------------------------------------------------------
 
     def arrived(
@@ -75,11 +83,17 @@ class Membership:
     ) -> None:
         """An agent has connected, for the first time or again, with the workers that it has.
 
-        A node that is avoided stays so until it is started anew: a broken connection has not repaired it.
+        A node that comes again with all of its members has missed nothing, and the generation goes on. A node that is
+        avoided stays so until it is started anew: a broken connection has not repaired it.
         """
         if not workers:
             self._avoided.discard(name)
-        self.nodes[name] = Node(host, slots, workers, name in self._avoided, name in self._last, is_being_checked)
+        node = Node(host, slots, workers, name in self._avoided, name in self._last, is_being_checked)
+        members = self._roster.ranks_of(name)
+        self._roster.put(name, node)
+        if members - self._roster.ranks_of(name):
+            self._break(f"node {name} came back, and not all of its members are left")
+        self._end_if_done()
         if self._inherited is not None:
             self._claim(name, self._inherited)
         elif not is_being_checked:
@@ -89,6 +103,7 @@ class Membership:
         """A node passed its health check: its workers may join a world."""
         if (node := self.nodes.get(name)) is not None and node.is_being_checked:
             node.is_being_checked = False
+            self._roster.changed(name)
             self._grow(name)
 
     def refuse(self, name: str, why: str) -> None:
@@ -98,41 +113,44 @@ class Membership:
 
     def left(self, name: str, why: str) -> None:
         """An agent and all its workers are gone or unreachable."""
-        had_members = name in self.nodes and self._members_of(name)
-        self.nodes.pop(name, None)
+        had_members = self._roster.members_of(name)
+        self._roster.remove(name)
         if had_members:
             self._break(f"node {name} is lost: {why}")
 
     def started(self, name: str, slot: int, pid: int) -> None:
         """A worker process was started; its message that it is ready may have come before."""
         self.nodes[name].workers.setdefault(slot, Worker()).pid = pid
+        self._roster.changed(name)
 
     def ready(self, name: str, slot: int, generation: int, why: str = "") -> None:
         """A worker waits for a world; `generation` is that of the world that it left because of `why`, or 0."""
-        worker = self._worker(name, slot)
+        worker = self._roster.worker(name, slot)
         if worker is None:
             return
-        was_member = self._is_member(worker)
+        was_member = self._roster.is_member(worker)
         worker.state = State.READY
+        self._roster.changed(name)
         if was_member and generation == self.generation:
             self._break(why)
 
     def done(self, name: str, slot: int) -> None:
         """A worker has reached the end of the run."""
-        worker = self._worker(name, slot)
+        worker = self._roster.worker(name, slot)
         if worker is None:
             return
         worker.state = State.DONE
-        if self.in_force and all(w.state is State.DONE for w in self._members()):
-            self._end(Finish(0, "done"))
+        self._roster.changed(name)
+        self._end_if_done()
 
     def lost(self, name: str, slot: int, cause: Cause) -> None:
         """A worker process has ended before the run did."""
-        worker = self._worker(name, slot)
+        worker = self._roster.worker(name, slot)
         if worker is None:
             return
-        was_member = self._is_member(worker)
+        was_member = self._roster.is_member(worker)
         del self.nodes[name].workers[slot]
+        self._roster.changed(name)
         if cause.exit_code >= FINAL:
             self._end(Finish(cause.exit_code - FINAL, cause.why, cause.error))
         if was_member:
@@ -157,7 +175,8 @@ class Membership:
 
     def room_without(self, *names: str) -> int:
         """Return how many workers there is room for without these nodes and those that are avoided."""
-        return sum(n.slots for name, n in self.nodes.items() if not n.is_avoided and name not in names)
+        left_out = (node for name in set(names) if (node := self.nodes.get(name)) is not None and not node.is_avoided)
+        return self._roster.counts.unavoided_room - sum(node.slots for node in left_out)
 
     def migrate(self, plan: str, size: int, leave_out: Collection[str], why: str) -> None:
         """Go on with this plan and `size` workers, without these nodes, as long as there are enough on others.
@@ -167,6 +186,7 @@ class Membership:
         self._avoided |= set(leave_out)
         for name in self.nodes.keys() & leave_out:
             self.nodes[name].is_avoided = True
+            self._roster.changed(name)
         self._instead = (plan, size)
         self._break(why, is_planned=True)
         for name in sorted(self.nodes.keys() & leave_out):  # slow may mean about to fail, and nothing waits for it now
@@ -175,7 +195,7 @@ class Membership:
     def check_node(self, name: str, why: str) -> None:
         """A rank of a node is suspected: check the node before it goes on, unless that was done often enough."""
         node = self.nodes.get(name)
-        is_ending = self._stopping or any(worker.state is State.DONE for worker in self._members())
+        is_ending = self._stopping or self._roster.counts.done > 0
         if node is None or node.is_being_checked or is_ending or self._suspicions[name] >= MOST_SUSPICIONS:
             return
         if self._settings.checks_nodes:
@@ -195,7 +215,7 @@ class Membership:
 
     def handover(self) -> Handover:
         """Return what a coordinator that replaces this one has to know."""
-        members = {name: len(self._members_of(name)) for name in self.nodes} if self.in_force else {}
+        members = {name: self._roster.members_of(name) for name in self.nodes} if self.in_force else {}
         return Handover(
             self.generation,
             self.plan,
@@ -207,14 +227,9 @@ class Membership:
             suspicions=dict(self._suspicions),
         )
 
-    def places_of(self, ranks: Collection[int]) -> list[tuple[str, int]]:
+    def places_of(self, ranks: Collection[int]) -> list[Place]:
         """Return the (node, slot) of the members of the generation that have these ranks."""
-        return [
-            (name, slot)
-            for name, node in self.nodes.items()
-            for slot, worker in node.workers.items()
-            if self._is_member(worker) and worker.rank in ranks
-        ]
+        return [place for rank in ranks if (place := self._roster.place_of(rank)) is not None]
 
     # ---- orders -------------------------------------------------------------------------------------------------
 
@@ -234,30 +249,34 @@ class Membership:
     def _wait_for_the_inherited(self, now_s: float) -> None:
         """Give up the inherited generation if its members do not come, or there are enough others."""
         self._heard_since = now_s if self._heard_since is None else self._heard_since
-        others = sum(node.slots for name, node in self.nodes.items() if not self._members_of(name))
-        if others >= self._settings.size or now_s - self._heard_since > self._settings.wait_for_nodes_s:
+        if (
+            self._roster.counts.unused_room >= self._settings.size
+            or now_s - self._heard_since > self._settings.wait_for_nodes_s
+        ):
             self._forfeit("not all of its members are left")
 
     def _start_missing(self) -> Iterator[Start]:
-        for name, node in self.nodes.items():
+        """Start workers where there is none, and anew where one reached the end of a world that has broken."""
+        for name in [*self._roster.vacant, *(() if self.in_force else self._roster.finished)]:
+            node = self.nodes[name]
             for slot in range(node.slots):
                 worker = node.workers.get(slot)
                 if worker is None or (worker.state is State.DONE and not self.in_force):
                     node.workers[slot] = Worker()
                     yield Start(name, slot)
+            self._roster.changed(name)
 
     def _form(self, now_s: float) -> None:
         """Begin the next generation, if there are workers enough for one."""
-        if self._members():
+        counts = self._roster.counts
+        if counts.members:
             return  # some have not left the broken world
-        ready = self._ready()
-        chosen = self._plan_and_size(now_s) if ready else None
+        chosen = self._plan_and_size(now_s) if counts.ready else None
         if chosen is None:
             return
         plan, size = chosen
-        if self.room_without() >= size:
-            ready = [place for place in ready if not self.nodes[place[0]].is_avoided]
-        if len(ready) < size:
+        needs_avoided = counts.unavoided_room < size
+        if (counts.ready if needs_avoided else counts.unavoided_ready) < size:
             return
         if not self._is_counted:
             self._count(Cause("a connection between the workers broke", exit_code=-9))
@@ -267,27 +286,16 @@ class Membership:
         self._instead = self._instead if self._instead == (plan, size) else None
         self.generation += 1
         self.plan, self.size, self.in_force = plan, size, True
-        places = self._places(ready[:size] if self._has_avoided(ready) else ready)
-        for (name, slot), rank in places.items():
-            worker = self.nodes[name].workers[slot]
-            worker.state, worker.rank, worker.generation = State.RUNNING, rank, self.generation
+        ready = [place for place in self._roster.ready() if needs_avoided or not self.nodes[place[0]].is_avoided]
+        places = self._roster.assign(ready[:size] if self._roster.has_reserve(ready) else ready, size)
+        self._roster.begin(self.generation, places)
         self._queue.append(Join(self.generation, plan, places))
-
-    def _ready(self) -> list[tuple[str, int]]:
-        """Return the (node, slot) of the workers that can join a world, in the order of preference."""
-        ready = [
-            (name, slot)
-            for name, node in sorted(self.nodes.items())
-            for slot, w in sorted(node.workers.items())
-            if w.state is State.READY and not node.is_being_checked
-        ]
-        return sorted(ready, key=lambda place: (self.nodes[place[0]].is_avoided, self.nodes[place[0]].is_last))
 
     def _plan_and_size(self, now_s: float) -> tuple[str, int] | None:
         """Return the plan and size to go on with; None while waiting for nodes, or if the run ends here."""
         if self._instead is not None and self.room_without() >= self._instead[1]:
             return self._instead
-        settings, room = self._settings, self._room()
+        settings, room = self._settings, self._roster.counts.room
         if room >= settings.size:
             return settings.plan, settings.size
         self._short_since = now_s if self._short_since is None else self._short_since
@@ -301,48 +309,23 @@ class Membership:
             self._end(Finish(Retryable.exit_code, f"{room} workers are left, and no plan fits them"))
         return smaller
 
-    def _has_avoided(self, places: list[tuple[str, int]]) -> bool:
-        return any(self.nodes[name].is_avoided or self.nodes[name].is_last for name, _ in places)
-
-    def _places(self, ready: list[tuple[str, int]]) -> dict[tuple[str, int], int]:
-        """Assign ranks 0 to size - 1: survivors of the last world keep theirs, others fill what is free.
-
-        With several nodes, ranks of one node are consecutive where nothing was lost; a free rank goes to its own node
-        first, so that ranks which were near each other stay so.
-        """
-        free = dict.fromkeys(range(self.size))
-        places: dict[tuple[str, int], int] = {}
-        in_order = sorted(ready, key=lambda place: -self.nodes[place[0]].workers[place[1]].generation)
-        for name, slot in in_order:
-            worker = self.nodes[name].workers[slot]
-            if worker.generation and worker.rank in free:
-                places[name, slot] = worker.rank
-                del free[worker.rank]
-        others = [place for place in ready if place not in places]
-        for rank in list(free):
-            neighbour = next((n for (n, _), r in places.items() if abs(r - rank) == 1), None)
-            place = next((p for p in others if p[0] == neighbour), others[0])
-            others.remove(place)
-            places[place] = rank
-        return places
-
     # ---- parts --------------------------------------------------------------------------------------------------
 
     def _claim(self, name: str, inherited: Handover) -> None:
         """A node came while some members of the inherited generation may be missing."""
-        if len(self._members()) == self.size:
+        if self._roster.counts.members == self.size:
             self.in_force, self._inherited = True, None
             for other, node in self.nodes.items():
-                if not node.is_being_checked and not self._members_of(other):
+                if not node.is_being_checked and not self._roster.members_of(other):
                     self._grow(other)
-        elif len(self._members_of(name)) < inherited.members.get(name, 0):
+        elif self._roster.members_of(name) < inherited.members.get(name, 0):
             self._forfeit(f"node {name} has not all of its members left")
 
     def _forfeit(self, why: str) -> None:
         """Give up the inherited generation."""
         self._inherited = self._instead = None
         self.plan, self.size = self._settings.plan, self._settings.size
-        if self._members():
+        if self._roster.counts.members:
             self._queue.append(Break(self.generation, why))
 
     def _grow(self, name: str) -> None:
@@ -369,6 +352,7 @@ class Membership:
     def _begin_node_check(self, name: str) -> None:
         if self._settings.checks_nodes and not self.nodes[name].is_being_checked:
             self.nodes[name].is_being_checked = True
+            self._roster.changed(name)
             self._queue.append(CheckNode(name))
 
     def _suspect(self, name: str) -> None:
@@ -377,27 +361,12 @@ class Membership:
             self.put_last(name)
 
     def _missing_workers(self) -> str:
-        here = ", ".join(f"{name} ({node.slots} workers)" for name, node in sorted(self.nodes.items()))
-        came = f"{self._room()} of {self._settings.size} workers came within {self._settings.first_wait_s:.0f} s"
+        names = sorted(self.nodes)
+        here = ", ".join(f"{name} ({self.nodes[name].slots} workers)" for name in names[:MOST_NAMED])
+        here += f" and {len(names) - MOST_NAMED} other nodes" if len(names) > MOST_NAMED else ""
+        room, settings = self._roster.counts.room, self._settings
+        came = f"{room} of {settings.size} workers came within {settings.first_wait_s:.0f} s"
         return f"{came}, from {here}"
-
-    def _worker(self, name: str, slot: int) -> Worker | None:
-        node = self.nodes.get(name)
-        return None if node is None else node.workers.get(slot)
-
-    def _is_member(self, worker: Worker) -> bool:
-        return (
-            worker.generation == self.generation and worker.state in (State.RUNNING, State.DONE) and self.generation > 0
-        )
-
-    def _members(self) -> list[Worker]:
-        return [worker for name in self.nodes for worker in self._members_of(name)]
-
-    def _members_of(self, name: str) -> list[Worker]:
-        return [worker for worker in self.nodes[name].workers.values() if self._is_member(worker)]
-
-    def _room(self) -> int:
-        return sum(node.slots for node in self.nodes.values())
 
     def _break(self, why: str, is_planned: bool = False) -> None:
         """End the generation. `is_planned`: this is no failure that `launch.max_restarts` counts."""
@@ -407,6 +376,10 @@ class Membership:
             self.in_force = False
             self._is_counted |= is_planned
             self._queue.append(Break(self.generation, why))
+
+    def _end_if_done(self) -> None:
+        if self.in_force and self._roster.counts.done == self._roster.counts.members:
+            self._end(Finish(0, "done"))
 
     def _count(self, cause: Cause) -> None:
         """Count a failure, and end the run where going on would only repeat it."""
