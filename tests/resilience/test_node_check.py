@@ -6,15 +6,18 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from statistics import median
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given
 
 from argosy import faults
 from argosy.processes.child import Entry
 from argosy.processes.fork_server import ForkServer
 from argosy.resilience.node_check import DTYPES, Unit, check_node, factors, multiply, remember, units, wrong_number
-from argosy.resilience.node_health import Health, NodeCheck, NodeCheckRequest, Wrong, slow_nodes
+from argosy.resilience.node_health import Health, NodeCheck, NodeCheckRequest, NodeRates, Wrong
 
 HERE = "resilience.test_node_check"
 CORE = Unit(torch.device("cpu"), min(os.sched_getaffinity(0)), memory_bytes=2**20)
@@ -154,6 +157,14 @@ def test_a_check_that_fails_is_no_evidence(fork_server, monkeypatch):
 # ---- nodes compared ---------------------------------------------------------------------------------------------
 
 
+def slow_nodes(rates: dict[str, dict[str, float]]) -> dict[str, str]:
+    """The nodes that are found slow once all of them were heard of."""
+    found = NodeRates()
+    for node, own in rates.items():
+        found.put(node, own)
+    return found.slow()
+
+
 def test_a_node_that_is_much_slower_than_the_median_of_the_others_is_named():
     usual = {"core fp32 product": 1e11, "core memory": 5e9}
     rates = {"a": usual, "b": {**usual, "core memory": 2e9}, "c": usual}
@@ -166,6 +177,28 @@ def test_nodes_that_differ_a_little_or_stand_alone_are_not():
     assert not slow_nodes({"a": usual, "b": {"core fp32 product": 6e10}})
     assert not slow_nodes({"a": usual})
     assert not slow_nodes({"a": usual, "b": {"cuda bf16 product": 1e14}})
+
+
+RATES = st.dictionaries(st.sampled_from(["product", "memory"]), st.sampled_from([0.0, 1.0, 2.0, 4.0, 9.0, 20.0]))
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcdef"), st.none() | RATES), max_size=30))
+def test_nodes_that_come_and_go_are_each_compared_with_all_others(happens):
+    kept, rates = NodeRates(), {}
+    for node, own in happens:
+        if own is None:
+            kept.remove(node)
+            rates.pop(node, None)
+        else:
+            kept.put(node, own)
+            rates[node] = own
+        slow = set()
+        for one, ones in rates.items():
+            for what, rate in ones.items():
+                others = [theirs[what] for other, theirs in rates.items() if other != one and what in theirs]
+                if others and median(others) > 2 * rate:
+                    slow.add(one)
+        assert set(kept.slow()) == slow
 
 
 def test_evidence_is_a_sentence():

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left, insort
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from statistics import median
 from typing import Any, Self
 
 from pydantic import TypeAdapter
@@ -139,21 +139,43 @@ class NodeCheck:
         return next((message["health"] for message in messages if message["kind"] == "node_checked"), None)
 
 
-def slow_nodes(rates: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
-    """Return node -> why, for nodes that are much slower than the median of the others; `rates` as in `Health`."""
-    found = {}
-    for node, own in rates.items():
-        others = [theirs for other, theirs in rates.items() if other != node]
-        slow = [
-            f"{what} at {rate:.3g}/s, the others {usual:.3g}/s"
-            for what, rate in own.items()
-            if (usual := _median(theirs[what] for theirs in others if what in theirs)) > SLOW * rate
-        ]
-        if slow:
-            found[node] = "; ".join(slow)
-    return found
+class NodeRates:
+    """The rates of all nodes, sorted, so that a node that comes is compared without a look at each other one."""
+
+    def __init__(self) -> None:
+        self._rates: dict[str, Mapping[str, float]] = {}
+        self._sorted: dict[str, list[tuple[float, str]]] = {}
+        """What was measured -> rate and node, ascending."""
+
+    def put(self, node: str, rates: Mapping[str, float]) -> None:
+        """Take in a node's rates (as in `Health`), in place of those that it had."""
+        self.remove(node)
+        self._rates[node] = rates
+        for what, rate in rates.items():
+            insort(self._sorted.setdefault(what, []), (rate, node))
+
+    def remove(self, node: str) -> None:
+        """Forget a node."""
+        for what, rate in self._rates.pop(node, {}).items():
+            rates = self._sorted[what]
+            del rates[bisect_left(rates, (rate, node))]
+
+    def slow(self) -> dict[str, str]:
+        """Return node -> why, for nodes that are much slower than the median of the others."""
+        found: dict[str, list[str]] = {}
+        for what, rates in self._sorted.items():
+            for at, (rate, node) in enumerate(rates):
+                usual = _median_without(rates, at)
+                if usual <= SLOW * rate:
+                    break  # so it is for all that are faster
+                found.setdefault(node, []).append(f"{what} at {rate:.3g}/s, the others {usual:.3g}/s")
+        return {node: "; ".join(why) for node, why in found.items()}
 
 
-def _median(values: Iterable[float]) -> float:
-    known = list(values)
-    return median(known) if known else 0.0
+def _median_without(rates: Sequence[tuple[float, str]], at: int) -> float:
+    """Return the median of ascending rates without the one at index `at`; 0 if there is no other."""
+    others = len(rates) - 1
+    if not others:
+        return 0.0
+    low, high = ((i if i < at else i + 1) for i in ((others - 1) // 2, others // 2))
+    return (rates[low][0] + rates[high][0]) / 2

@@ -24,7 +24,7 @@ from argosy.observe.events import Events
 from argosy.plan.plan import Plan
 from argosy.processes.secret import secret_of
 from argosy.processes.tls import server_context
-from argosy.resilience.node_health import Health, slow_nodes
+from argosy.resilience.node_health import Health, NodeRates
 from argosy.resilience.replanner import Replanner
 from argosy.supervise import messages as say
 from argosy.supervise.agent_connections import AgentConnection, AgentConnections
@@ -74,7 +74,7 @@ class Coordinator:
         self._agents = AgentConnections(listener, secret, tls, self._on_left)
         self._reported, self._reported_s = 0, 0.0
         self._pending: Join | None = None
-        self._rates: dict[str, Mapping[str, float]] = {}
+        self._rates = NodeRates()
         self._slow: set[str] = set()
         self._looked_s = 0.0
         self._finish: Finish | None = None
@@ -100,6 +100,7 @@ class Coordinator:
 
     def _on_left(self, name: str, why: str) -> None:
         self._events.write("agent_left", node=name, why=why)
+        self._rates.remove(name)
         self._membership.left(name, why)
 
     def _report_refused(self) -> None:
@@ -205,13 +206,13 @@ class Coordinator:
             why = f"node {name} computes wrong results: {found.wrong[0]}"
             self._events.write("node_refused", node=name, why=why, evidence=found.to_record()["wrong"])
             self._membership.refuse(name, why)
-            self._rates.pop(name, None)
+            self._rates.remove(name)
             remedy = "Take it out of service, or have it repaired. The run goes on without it if other nodes are left."
             end = say.EndRun(exit_code=UnfitNode.exit_code, why=f"{why}. {remedy}", error=UnfitNode.__name__)
             self._agents.tell(name, end)
             return
-        self._rates[name] = found.rates
-        for slow, why in slow_nodes({node: self._rates.get(node, {}) for node in self._agents.names}).items():
+        self._rates.put(name, found.rates)
+        for slow, why in self._rates.slow().items():
             if slow not in self._slow:
                 self._slow.add(slow)
                 self._events.write("node_slow", node=slow, why=why)
