@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ class AgentConnection:
         """It hears a message of this kind."""
         end = time.monotonic() + 10
         while time.monotonic() < end:
-            self.say("heartbeat", workers=[])
+            self.say("heartbeat")
             if found := [message for message in self._peer.take() if message["kind"] == kind]:
                 return found[0]
             time.sleep(0.01)
@@ -63,6 +64,36 @@ class AgentConnection:
 
 def in_generation(generation: int, rank: int) -> list[dict[str, Any]]:
     return [{"slot": 0, "state": "running", "rank": rank, "generation": generation, "pid": 1}]
+
+
+class Sleep:
+    """Makes a coordinator stand still, as SIGSTOP or a frozen machine does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(agent_connections, "LEASE_S", 0.5)
+        monkeypatch.setattr(agent_connections, "LONGEST_TURN_S", 0.1)
+        self._asleep, self._wake = threading.Event(), threading.Event()
+        self._wants = False
+        monkeypatch.setattr(Coordinator, "_report_refused", lambda coordinator: self._turn())
+
+    def _turn(self) -> None:
+        if self._wants:
+            self._wants = False
+            self._asleep.set()
+            self._wake.wait(10)
+
+    def begin(self) -> None:
+        self._wants = True
+        assert self._asleep.wait(5)
+
+    def end(self) -> None:
+        time.sleep(1.0)  # twice the lease
+        self._wake.set()
+
+
+@pytest.fixture
+def sleep(monkeypatch: pytest.MonkeyPatch) -> Sleep:
+    return Sleep(monkeypatch)
 
 
 @pytest.fixture
@@ -100,7 +131,7 @@ def begun(come: Callable[[str], AgentConnection]) -> tuple[AgentConnection, Agen
 
 def test_every_heartbeat_is_answered(come):
     a = come("a").hello()
-    a.say("heartbeat", workers=[])
+    a.say("heartbeat")
     assert a.hears("heard")
 
 
@@ -109,6 +140,28 @@ def test_a_node_that_was_cut_off_is_told_that_its_generation_is_over(come, monke
     monkeypatch.setattr(agent_connections, "LEASE_S", 0.3)
     assert "nothing was heard" in a.keeps_talking_until("break")["why"]
     assert come("b").hello(in_generation(1, rank=1)).hears("break")["generation"] == 1
+
+
+def test_a_coordinator_that_was_stopped_drops_nobody_when_it_wakes(sleep, come, tmp_path):
+    """One agent has waited for its answer, the other has given its connection up and called again."""
+    a, b = begun(come)
+    sleep.begin()
+    a.say("heartbeat")
+    b.close()
+    with ThreadPoolExecutor(1) as pool:
+        again = pool.submit(come, "b")
+        sleep.end()
+        again.result(10).hello(in_generation(1, rank=1)).hears("heard")
+    assert a.keeps_talking_until("heard") and not events(tmp_path, "break") and not events(tmp_path, "agent_left")
+
+
+def test_a_node_that_was_lost_while_the_coordinator_was_stopped_is_missed_soon_after(sleep, come, tmp_path):
+    a, b = begun(come)
+    sleep.begin()
+    b.close()
+    sleep.end()
+    assert "node b is lost: the other end has closed" in a.keeps_talking_until("break")["why"]
+    assert not events(tmp_path, "finish")
 
 
 def test_an_agent_that_comes_back_after_the_end_is_told_of_it(come):
@@ -123,12 +176,14 @@ def test_a_node_that_comes_twice_is_there_once(come):
     """The connection that it gave up may still be open here, and say something in the same moment."""
     a, b = begun(come)
     for _ in range(20):
-        b.say("heartbeat", workers=[])
+        b.say("heartbeat")
         again = come("b").hello(in_generation(1, rank=1))
         b.close()
         b = again
-    b.say("heartbeat", workers=[])
-    assert b.hears("heard") and a.hears("break")
+    b.say("heartbeat")
+    assert b.hears("heard")
+    b.say("lost", slot=0, why="signal SIGKILL", exit_code=-9)
+    assert a.hears("break")["why"] == "rank 1 is lost: signal SIGKILL", "nothing before was taken for a loss"
 
 
 def test_a_node_of_another_run_is_sent_away_and_disturbs_nobody(come):
@@ -137,7 +192,7 @@ def test_a_node_of_another_run_is_sent_away_and_disturbs_nobody(come):
     finish = stray.hears("finish")
     assert finish["exit_code"] == 2 and "a port of its own" in finish["why"]
     stray.say("started", slot=0, pid=1)
-    a.say("heartbeat", workers=[])
+    a.say("heartbeat")
     assert a.hears("heard")
 
 
@@ -164,7 +219,7 @@ def test_no_world_is_formed_before_all_nodes_are_checked(come, tmp_path):
     for agent in (a, b):
         agent.hello(is_checking=True).begins_worker()
     a.say("node_checked", health=WELL)
-    a.say("heartbeat", workers=[])
+    a.say("heartbeat")
     assert a.hears("heard") and not events(tmp_path, "generation")
     b.say("node_checked", health=WELL)
     assert a.hears("open_store")["generation"] == 1

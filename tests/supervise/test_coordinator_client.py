@@ -118,12 +118,26 @@ def test_it_asks_again_only_once_it_was_answered(client, elsewhere):
     coordinator.say("heard")
     client.turn_until(lambda: client.wants_to_ask)
     client.client.ask(time.monotonic(), NodeHeartbeat())
-    later = time.monotonic() + 10 * module.ASK_S
+    later = time.monotonic() + 10 * client.client.ask_s
     assert not client.client.keep(later)
     coordinator.say("heard")
     client.turn_until(lambda: len(client.heard) == 2)
     assert client.client.keep(later)
     coordinator.close()
+
+
+def test_time_in_which_the_agent_itself_was_stopped_is_no_silence_of_the_coordinator(client, elsewhere):
+    coordinator = answered(elsewhere, client)
+    coordinator.say("heard")
+    client.turn_until(lambda: client.wants_to_ask)
+    now = time.monotonic()
+    client.client.ask(now, NodeHeartbeat())
+    for later in (60, 61, 62):
+        client.client.keep(now + later)
+    assert not client.events("coordinator_lost")
+    for later in range(63, 63 + round(module.SILENCE_S)):
+        client.client.keep(now + later)
+    assert client.events("coordinator_lost"), "it did not answer since either"
 
 
 def test_it_calls_again_when_the_connection_breaks_and_says_so(client, elsewhere):

@@ -8,14 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.observe.heartbeat import HeartbeatReading
 from argosy.resilience.detect.finding import WorkerSeen
 from argosy.resilience.node_health import Health, Wrong
 from argosy.supervise import messages as say
 from argosy.supervise.messages import FROM_AGENT, FROM_COORDINATOR, BadMessage, decoded, encoded
+from argosy.supervise.node_report import Report
 from argosy.supervise.nodes import State
 
-READING = HeartbeatReading(7, 1, 0, 5, "forward", 10, {3: 0.5, 4: 0.25}, 99, 11, 1 << 30, {"world#0": 12}, 2, 0)
+REPORT = Report(
+    generation=2, workers=[(0, 7), (1, 8)], step=5, still=[1], silent=[1], took=[(4, [0.5, 0.25])], suspicions={0: 1},
+    seen={1: WorkerSeen(8, 5, "forward", {"world#0": 12}, "T", True)},
+)  # fmt: skip
 HEALTH = Health((Wrong("core 1", "memory", "0x1, not 0x0"),), {"core memory": 5e9}, 0.5)
 HELLO = say.AgentHello(
     folder="f", name="n", host="10.0.0.1", slots=2, health=HEALTH,
@@ -25,7 +28,7 @@ HELLO = say.AgentHello(
 
 @pytest.mark.parametrize(
     "message",
-    [HELLO, say.NodeHeartbeat(workers=(WorkerSeen(READING, "S"),)), say.WorkerLost(slot=0, why="x", exit_code=-9)],
+    [HELLO, say.NodeHeartbeat(report=REPORT), say.WorkerLost(slot=0, why="x", exit_code=-9)],
     ids=lambda message: message.kind,
 )
 def test_an_agents_message_survives_the_way(message):
@@ -44,7 +47,8 @@ def test_the_coordinators_message_survives_the_way():
     [
         {}, [], None, {"kind": "hello"}, {"kind": "nothing"}, {"kind": "done", "slot": -1},
         {"kind": "done", "slot": 10**12}, {"kind": "done", "slot": 0, "more": 1},
-        {"kind": "started", "slot": 0, "pid": {}},
+        {"kind": "started", "slot": 0, "pid": {}}, {"kind": "heartbeat", "report": {"still": [-1]}},
+        {"kind": "heartbeat", "report": {"workers": [[0]]}},
         {"kind": "store", "generation": 1, "port": 0}, {"kind": "finish", "exit_code": 0, "why": ""},
         json.loads(encoded(HELLO)) | {"name": "../../etc"}, json.loads(encoded(HELLO)) | {"slots": 10**9},
     ],

@@ -28,8 +28,8 @@ class Watch:
     def __init__(self) -> None:
         self.generation, self.step_s, self.has_made_a_step, self.stand = 1, 1.0, False, False
 
-    def are_all(self, phase: str, size: int) -> bool:
-        return phase == "waiting" and self.stand
+    def do_all_wait(self, size: int) -> bool:
+        return self.stand
 
 
 class Planner:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from argosy.config.schema import ResilienceConfig
-from argosy.observe.heartbeat import HeartbeatReading
-from argosy.resilience.detect.finding import WorkerSeen
+from argosy.resilience.detect.finding import Finding
+from argosy.supervise.node_report import NodeReporter
 from argosy.supervise.watch import RunWatch
 from resilience.detect.samples import World
 
@@ -20,66 +18,99 @@ def watch() -> RunWatch:
     return RunWatch(ResilienceConfig(heartbeat_timeout_s=3.0, hang_s=5.0))
 
 
-def shown(*readings: HeartbeatReading) -> list[WorkerSeen]:
-    return [WorkerSeen(reading, "S") for reading in readings]
+class Nodes:
+    """Agents that report to a watch, each with some ranks of a world."""
+
+    def __init__(self, watch: RunWatch, world: World, ranks: dict[str, list[int]], generation: int = 1):
+        self.watch, self.world, self.ranks, self.generation = watch, world, ranks, generation
+        self.reporters = {name: NodeReporter(lambda pid: "S") for name in ranks}
+
+    def report(self, *names: str) -> None:
+        for name in names or self.ranks:
+            report = self.reporters[name].report(
+                [self.world.ranks[rank] for rank in self.ranks[name]], self.watch.wants_all
+            )
+            self.watch.shown(self.generation, self.world.size, name, report)
+
+    def tick(self, *names: str) -> list[Finding]:
+        """Time passes, these nodes report, and the detectors look."""
+        self.world.sample()
+        self.report(*names)
+        return self.watch.findings(self.world.at_s)
 
 
 def test_a_process_that_hangs_on_one_of_two_nodes_is_found(watch):
-    world = World(4, tick_s=TICK_S)
+    nodes = Nodes(watch, World(4, tick_s=TICK_S), {"a": [0, 1], "b": [2, 3]})
     found = []
     for tick in range(20):
-        if tick == 8:
-            world.stopped = {3}
-        world.sample()
-        assert watch.shown(1, "a", shown(world.ranks[0], world.ranks[1])) == (0, -1)
-        watch.shown(1, "b", shown(world.ranks[2], world.ranks[3]))
-        found += watch.findings(world.at_s, 4)
+        nodes.world.stopped = {3} if tick >= 8 else set()
+        found += nodes.tick()
     assert [(finding.kind, finding.ranks) for finding in found] == [("frozen", (3,))]
+
+
+def test_a_rank_that_others_wait_for_is_found_though_nodes_tell_little_until_they_are_asked(watch):
+    nodes = Nodes(watch, World(4, tick_s=TICK_S), {"a": [0, 1], "b": [2, 3]})
+    for _ in range(30):
+        nodes.world.step()
+        assert not nodes.tick() and not watch.wants_all
+    nodes.world.count([0, 1, 2])
+    found = [finding for _ in range(20) for finding in nodes.tick()]
+    assert [(finding.kind, finding.ranks) for finding in found] == [("hang", (3,))]
+    assert "default_pg#0" in found[0].why and watch.wants_all
+    nodes.world.step()
+    nodes.tick()
+    assert not watch.wants_all
 
 
 def test_a_node_that_is_cut_off_does_not_make_its_ranks_look_hung(watch):
     """Nothing is heard of one of two nodes: whether it comes back is for the coordinator to wait for."""
-    world = World(2, tick_s=TICK_S)
+    nodes = Nodes(watch, World(2, tick_s=TICK_S), {"a": [0], "b": [1]})
     for tick in range(40):
-        world.sample()
-        watch.shown(1, "a", shown(world.ranks[0]))
-        if not 8 <= tick < 32:
-            watch.shown(1, "b", shown(world.ranks[1]))
-        assert not watch.findings(world.at_s, 2)
+        assert not nodes.tick(*(["a"] if 8 <= tick < 32 else ["a", "b"]))
 
 
 def test_a_spare_node_that_is_gone_does_not_stop_detection(watch):
-    world = World(1, tick_s=TICK_S)
+    nodes = Nodes(watch, World(1, tick_s=TICK_S), {"a": [0], "spare": []})
     found = []
-    watch.shown(1, "spare", [])
+    nodes.report("spare")
     for tick in range(20):
-        world.stopped = {0} if tick > 8 else set()
-        world.sample()
-        watch.shown(1, "a", shown(world.ranks[0]))
-        found += watch.findings(world.at_s, 1)
+        nodes.world.stopped = {0} if tick > 8 else set()
+        found += nodes.tick("a")
     assert [finding.kind for finding in found] == ["frozen"]
 
 
 def test_ranks_of_an_older_generation_and_incomplete_worlds_are_not_judged(watch):
-    world = World(2, tick_s=TICK_S)
-    world.stopped = {0, 1}
+    nodes = Nodes(watch, World(2, tick_s=TICK_S), {"a": [0, 1]}, generation=2)
+    nodes.world.stopped = {0, 1}
+    nodes.world.change(1, generation=2)
     for _ in range(20):
-        world.sample()
-        watch.shown(2, "a", shown(world.ranks[0], replace(world.ranks[1], generation=2)))
-        assert not watch.findings(world.at_s, 2)
+        assert not nodes.tick()
 
 
 def test_a_worker_that_has_ended_is_not_found_to_hang(watch):
-    world = World(2, tick_s=TICK_S)
+    nodes = Nodes(watch, World(2, tick_s=TICK_S), {"a": [0, 1]})
     for tick in range(40):
-        world.sample()
-        watch.shown(1, "a", shown(*([world.ranks[0], world.ranks[1]] if tick < 10 else [world.ranks[0]])))
-        assert not watch.findings(world.at_s, 2)
+        nodes.ranks["a"] = [0, 1] if tick < 10 else [0]
+        assert not nodes.tick()
 
 
-def test_the_furthest_step_and_the_newest_to_go_back_to_are_told(watch):
-    world = World(2)
-    world.change(1, step=7)
-    world.change(0, safe_step=4)
-    assert watch.shown(1, "a", shown(*world.ranks.values())) == (7, 4)
-    assert watch.shown(5, "a", shown(*world.ranks.values())) == (-1, -1)
+def test_ranks_all_wait_once_each_node_says_so(watch):
+    nodes = Nodes(watch, World(3), {"a": [0, 1], "b": [2]})
+    nodes.world.change([0, 1], phase="waiting")
+    nodes.report()
+    assert not watch.do_all_wait(3)
+    nodes.world.change(2, phase="waiting")
+    nodes.report()
+    assert watch.do_all_wait(3) and not watch.do_all_wait(4)
+
+
+def test_a_larger_run_that_reports_less_often_is_watched_as_closely(watch):
+    """Time between two reports that is usual is no time in which nobody looked."""
+    nodes = Nodes(watch, World(2, tick_s=2.0), {"a": [0], "b": [1]})
+    for _ in range(5):
+        nodes.world.step()
+        nodes.tick()
+    nodes.world.stopped, began = {1}, nodes.world.at_s
+    while not (found := (nodes.world.sample(), nodes.report(), watch.findings(nodes.world.at_s, every_s=2.0))[2]):
+        assert nodes.world.at_s - began < 10
+    assert [finding.kind for finding in found] == ["frozen"]

@@ -16,7 +16,7 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -214,6 +214,11 @@ class HeartbeatReading:
     """Steps in the newest checkpoint, in memory or on disk, that all ranks have their part of; -1: none is known."""
     suspicions: int = 0
     """How often its numbers were found wrong, or suspected to be, since it started."""
+
+    @property
+    def progress(self) -> Hashable:
+        """What changes as long as the process gets on with its work."""
+        return self.step, self.phase, self.phase_since_ns, tuple(self.sequences.items())
 
 
 def _take_room(file: BinaryIO, size: int) -> None:

@@ -32,12 +32,13 @@ from argosy.plan.plan import Plan
 from argosy.processes.channel import Channel, Gone
 from argosy.processes.child import Entry
 from argosy.processes.fork_server import RENDEZVOUS, STORE_HOST, ForkServer
-from argosy.resilience.detect.finding import Finding, WorkerSeen, process_state
+from argosy.resilience.detect.finding import Finding
 from argosy.resilience.detect.node import NodeWatch
 from argosy.resilience.node_health import Health, NodeCheck, NodeCheckRequest
 from argosy.supervise import messages as say
 from argosy.supervise.coordinator_client import CoordinatorClient
 from argosy.supervise.newcomers import Newcomers
+from argosy.supervise.node_report import NodeReporter
 from argosy.supervise.nodes import Cause, State
 from argosy.supervise.scratch import MEMORY, scratch_folder
 from argosy.supervise.worker_process import WorkerProcess
@@ -76,6 +77,9 @@ class Agent:
         self._failed_starts = 0
         self._node_check: NodeCheck | None = None
         self._health: Health | None = None
+        self._reporter = NodeReporter()
+        self._heard = say.Heard()
+        """What the coordinator last asked of heartbeats."""
 
     def run(self) -> None:
         """Hold the workers until the run has ended.
@@ -264,12 +268,10 @@ class Agent:
             print(f"argosy: {finding.why}", file=sys.stderr)
 
     def _show_heartbeat(self, now: float) -> None:
-        workers = []
-        for process in self._processes.values():
-            reading = read_heartbeat(heartbeat_path(self._scratch, process.pid))
-            if reading is not None:
-                workers.append(WorkerSeen(reading, process_state(process.pid)))
-        self._coordinator.ask(now, say.NodeHeartbeat(workers=tuple(workers)))
+        pages = (heartbeat_path(self._scratch, process.pid) for process in self._processes.values())
+        readings = [reading for page in pages if (reading := read_heartbeat(page)) is not None]
+        report = self._reporter.report(readings, self._heard.wants_all, self._heard.most_steps)
+        self._coordinator.ask(now, say.NodeHeartbeat(report=report))
 
     def _end_all(self) -> None:
         if self._node_check is not None:
@@ -307,6 +309,7 @@ class Agent:
     # ---- the coordinator ----------------------------------------------------------------------------------------
 
     def _say_hello(self, host: str) -> None:
+        self._reporter.start_over()
         workers = tuple(
             say.KnownWorker(slot=slot, state=p.state, rank=p.rank, generation=p.generation, pid=p.pid)
             for slot, p in self._processes.items()
@@ -322,6 +325,8 @@ class Agent:
 
     def _obey(self, message: say.FromCoordinator) -> None:
         match message:
+            case say.Heard():
+                self._heard, self._coordinator.ask_s = message, message.every_s
             case say.StartWorker(slot=slot):
                 self._start(slot)
             case say.OpenStore(generation=generation):

@@ -64,13 +64,20 @@ class AgentConnections:
         self._agents: dict[str, AgentConnection] = {}
         self._by_silence: dict[AgentConnection, None] = {}
         """The agents, with the one first that was silent for longest."""
+        self._returning: dict[str, str] = {}
+        """Nodes whose connection ended while this process was stopped, and why: their agents call again."""
+        self._slept_at_s = -LEASE_S
+        """When this process was stopped last, in `awake_s`."""
         self._strangers: dict[AgentConnection, None] = {}
         """Connections that have not said who they are, the oldest first."""
         self.refused, self.last_refusal = 0, ""
         """Number of connections that were closed before they had said who they are, and why the last one was."""
 
     def __bool__(self) -> bool:
-        return bool(self._agents)
+        return bool(self._agents or self._returning)
+
+    def __len__(self) -> int:
+        return len(self._agents)
 
     @property
     def names(self) -> list[str]:
@@ -88,6 +95,8 @@ class AgentConnections:
         events = self.selector.select(timeout_s)
         now_s = time.monotonic()
         self.awake_s += min(now_s - self._turned_s, LONGEST_TURN_S)
+        if now_s - self._turned_s > LEASE_S:
+            self._slept_at_s = self.awake_s
         self._turned_s = now_s
         for key, _ in events:
             if key.fileobj is self._listener:
@@ -98,8 +107,9 @@ class AgentConnections:
 
     def admit(self, agent: AgentConnection, name: str) -> None:
         """Let `agent` speak for the node `name`; an older connection of that node ends."""
-        if (old := self._agents.get(name)) is not None:
+        if (old := self._agents.pop(name, None)) is not None:
             self.drop(old, "its agent came back")
+        self._returning.pop(name, None)
         del self._strangers[agent]
         agent.name = name
         self._agents[name] = agent
@@ -132,7 +142,10 @@ class AgentConnections:
             self.refused, self.last_refusal = self.refused + 1, f"{agent.address}: {why}"
         if self._agents.get(agent.name) is agent:
             del self._agents[agent.name]
-            self._left(agent.name, why)
+            if self.awake_s - self._slept_at_s < LEASE_S:
+                self._returning[agent.name] = why
+            else:
+                self._left(agent.name, why)
 
     def _accept(self) -> None:
         for _ in range(ACCEPTS):
@@ -183,5 +196,8 @@ class AgentConnections:
     def _drop_silent(self) -> None:
         while (agent := next(iter(self._by_silence), None)) and self.awake_s - agent.heard_s > LEASE_S:
             self.drop(agent, f"nothing was heard of it for {LEASE_S:.0f} s")
+        while self._returning and self.awake_s - self._slept_at_s > LEASE_S:
+            name, why = self._returning.popitem()
+            self._left(name, why)
         while (agent := next(iter(self._strangers), None)) and self.awake_s - agent.since_s > HELLO_S:
             self.drop(agent, f"it did not say who it is within {HELLO_S:.0f} s")

@@ -21,6 +21,7 @@ from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.errors import UnfitNode, UserError
 from argosy.observe.events import Events
+from argosy.observe.heartbeat import LAST_STEPS
 from argosy.plan.plan import Plan
 from argosy.processes.secret import secret_of
 from argosy.processes.tls import server_context
@@ -40,6 +41,10 @@ LOOK_S = 0.25
 """How often the detectors look at what agents have shown."""
 ALONE_S = 10.0
 """Without any agent for this long there is no run to coordinate, and it ends."""
+HEARTBEATS_PER_S = 1024
+STEP_TIMES_PER_S = 65_536
+"""This process takes in no more heartbeats, and of no more ranks how long a step took: a larger run is looked at less
+often."""
 REPORT_S = 10.0
 """How often an event tells of connections that were refused."""
 
@@ -77,6 +82,8 @@ class Coordinator:
         self._rates = NodeRates()
         self._slow: set[str] = set()
         self._looked_s = 0.0
+        self._heard = say.Heard()
+        """What agents are asked of heartbeats."""
         self._finish: Finish | None = None
         self._alone_since, self._alone_s = time.monotonic(), ALONE_S
         self._is_of_one_agent = not run.launch.coordinator
@@ -117,9 +124,10 @@ class Coordinator:
             return
         self._looked_s = now_s
         membership = self._membership
+        self._heard = _heartbeats(len(self._agents), membership.size, self._watch.wants_all)
         if not membership.in_force:
             return
-        for finding in self._watch.findings(now_s, membership.size, membership.plan):
+        for finding in self._watch.findings(now_s, membership.plan, self._heard.every_s):
             self._events.write(finding.kind, generation=membership.generation, **finding.to_event())
             for name, slot in membership.places_of(finding.ranks):
                 if finding.action == "kill":
@@ -160,10 +168,11 @@ class Coordinator:
                 membership.lost(name, slot, Cause(why, error, exit_code, step))
             case say.RunStopping():
                 membership.stop()
-            case say.NodeHeartbeat(workers=workers):
-                self._agents.answer(agent, say.Heard())  # so that it knows that it is not cut off
-                if membership.in_force:
-                    membership.made_step(*self._watch.shown(membership.generation, name, workers))
+            case say.NodeHeartbeat(report=report):
+                self._agents.answer(agent, self._heard)  # so that it knows that it is not cut off
+                self._watch.shown(membership.generation, membership.size, name, report)
+                if report.generation == membership.generation:
+                    membership.made_step(report.step, report.safe_step)
             case say.StoreOpened(generation=generation, port=port):
                 self._on_store(name, generation, port)
             case say.NodeChecked(health=health):
@@ -182,7 +191,7 @@ class Coordinator:
         if hello.health is not None and not hello.is_checking:
             self._on_node_checked(name, hello.health)
         self._tell_what_was_missed(name, workers)
-        self._agents.tell(name, say.Heard())
+        self._agents.tell(name, self._heard)
 
     def _send_away(self, agent: AgentConnection) -> None:
         why = (
@@ -272,6 +281,13 @@ class Coordinator:
                 self._finish = order
                 self._events.write("finish", exit_code=exit_code, why=why)
                 self._agents.tell_all(say.EndRun(**asdict(order)))
+
+
+def _heartbeats(nodes: int, ranks: int, wants_all: bool) -> say.Heard:
+    """Return what to ask of the heartbeats of so many nodes and ranks."""
+    every_s = max(say.EVERY_S, nodes / HEARTBEATS_PER_S)
+    most_steps = min(LAST_STEPS, max(1, round(STEP_TIMES_PER_S * every_s / max(1, ranks))))
+    return say.Heard(every_s=every_s, most_steps=most_steps, wants_all=wants_all)
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ Training goes on without a coordinator, and only its decisions have to wait; so 
 from __future__ import annotations
 
 import fcntl
+import math
 import selectors
 import socket
 import struct
@@ -25,16 +26,24 @@ from argosy.processes.connection import Address, Connection, call
 from argosy.processes.handshake import call as handshake
 from argosy.processes.secret import FILE, VALUE, secret_of
 from argosy.processes.tls import client_context
-from argosy.supervise.messages import FROM_COORDINATOR, BadMessage, FromAgent, FromCoordinator, decoded, encoded
+from argosy.supervise.messages import (
+    EVERY_S,
+    FROM_COORDINATOR,
+    BadMessage,
+    FromAgent,
+    FromCoordinator,
+    decoded,
+    encoded,
+)
 
-ASK_S = 0.5
-"""How often the coordinator is asked for an answer, if only to learn that it is there."""
 SILENCE_S = 20.0
 """A coordinator on another machine that does not answer for this long is called anew. This is longer than it waits for
 an agent: a node that is cut off misses nothing meanwhile."""
 HANG_S = 60.0
 """A coordinator on this machine, where no network can fail, is replaced after this long without an answer. It may have
 to wait for a disk, or to search for a plan."""
+LONGEST_TURN_S = 2.0
+"""If `keep` is called later than this, this process was stopped."""
 MOST_FAILED_STARTS = 5
 """This many coordinators in a row died before they said anything: another would do the same."""
 MOST_STRANGERS = 3
@@ -65,6 +74,9 @@ class CoordinatorClient:
         self._asked_s: float | None = None
         self._last_asked_s = 0.0
         self._lost_since: float | None = None
+        self.ask_s = EVERY_S
+        """How often it is asked for an answer."""
+        self._kept_s = math.inf
         self.is_ending = False
         """True once the run is to end: a coordinator that is gone then is not missed."""
         self.host = ""
@@ -85,6 +97,9 @@ class CoordinatorClient:
         Raises: Retryable if it could not be reached for resilience.coordinator_timeout_s; RunFailed if it dies at
         each start; UserError if its port is in use.
         """
+        slept_s, self._kept_s = now - self._kept_s, now
+        if self._asked_s is not None and slept_s > LONGEST_TURN_S:
+            self._asked_s += slept_s  # this process was stopped, and could hear no answer
         if self._connection is None:
             self._reach(now)
         elif self._server is not None and not self._server.is_alive:
@@ -95,7 +110,7 @@ class CoordinatorClient:
             if self._server is not None:
                 self._server.kill()
         else:  # messages must not pile up while it does not answer
-            return self._asked_s is None and now - self._last_asked_s > ASK_S
+            return self._asked_s is None and now - self._last_asked_s > self.ask_s
         return False
 
     def ask(self, now: float, message: FromAgent) -> None:

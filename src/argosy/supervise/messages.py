@@ -10,12 +10,15 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from argosy.resilience.detect.finding import WorkerSeen
+from argosy.observe.heartbeat import LAST_STEPS
 from argosy.resilience.node_health import Health
+from argosy.supervise.node_report import Report
 from argosy.supervise.nodes import State
 
 TEXT_CHARS = 20_000
 """Longer explanations, with what a program printed in them, are cut."""
+EVERY_S = 0.5
+"""How often an agent sends a heartbeat, in all but the largest runs."""
 MOST_WORKERS = 4096
 """On one node."""
 
@@ -109,10 +112,10 @@ class RunStopping(Record):
 
 
 class NodeHeartbeat(Record):
-    """What the workers of a node show. The coordinator answers it."""
+    """What has changed on a node. The coordinator answers it."""
 
     kind: Literal["heartbeat"] = "heartbeat"
-    workers: tuple[WorkerSeen, ...] = ()
+    report: Report = Report()
 
 
 class StoreOpened(Record):
@@ -139,9 +142,15 @@ FromAgent = (
 
 
 class Heard(Record):
-    """The answer to a heartbeat, and to a hello."""
+    """The answer to a heartbeat, and to a hello. It says what the next heartbeats are to be like."""
 
     kind: Literal["heard"] = "heard"
+    every_s: Annotated[float, Field(gt=0, le=60)] = EVERY_S
+    """Time between two."""
+    most_steps: Annotated[int, Field(ge=1, le=LAST_STEPS)] = LAST_STEPS
+    """The most steps whose times one tells."""
+    wants_all: bool = False
+    """True if they are to have all that each rank shows."""
 
 
 class StartWorker(Record):

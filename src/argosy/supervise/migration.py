@@ -147,7 +147,7 @@ class Migrator:
         self._hold(case.generation)
 
     def _migrate_when_all_hold(self, case: _Case, said: MigrationAnswer, now_s: float) -> None:
-        if self._watch.are_all("waiting", self._membership.size):
+        if self._watch.do_all_wait(self._membership.size):
             is_smaller = said.size < self._membership.size or case.question.kind == "slow_node"
             leave_out = case.leave_out if is_smaller else ()
             self._tell("migrated", case, said, left_out=list(leave_out), why=case.finding.why)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from argosy.config.schema import ResilienceConfig
 from argosy.observe.events import Tail
-from argosy.observe.heartbeat import Phase
-from argosy.resilience.detect.finding import Finding, Sample, WorkerSeen
+from argosy.resilience.detect.finding import Finding
 from argosy.resilience.detect.hang import HangDetector
 from argosy.resilience.detect.link import SlowLinkDetector
 from argosy.resilience.detect.straggler import StragglerDetector
 from argosy.resilience.detect.suspect import SuspectDetector
+from argosy.supervise.node_report import Report
+from argosy.supervise.world_view import WorldView
 
 READ_S = 1.0
 """How often the run's metrics are read: the disk may be slow."""
@@ -31,29 +31,23 @@ class RunWatch:
         self._metrics, self._took_s = Tail(metrics) if metrics else None, dict[int, float]()
         self._read_s = 0.0
         self._suspect = SuspectDetector()
-        self.generation = 0
+        self._view = WorldView(0, 0)
+
+    @property
+    def generation(self) -> int:
         """The generation that was shown last."""
-        self._nodes: dict[str, dict[int, WorkerSeen]] = {}
-        self._unheard: set[str] = set()
+        return self._view.generation
 
-    def shown(self, generation: int, node: str, workers: Sequence[WorkerSeen]) -> tuple[int, int]:
-        """Take in the heartbeats of all workers of `node`; those of another generation are ignored.
+    def shown(self, generation: int, size: int, node: str, report: Report) -> None:
+        """Take in what `node` reports, while a world of `size` is the newest; of other generations is ignored."""
+        if (generation, size) != (self._view.generation, self._view.size):
+            self._view = WorldView(generation, size)
+        self._view.take(node, report)
 
-        Return the furthest step that any of them is in, and the newest step that any of them could go back to; -1 if
-        there is none.
-        """
-        if generation != self.generation:
-            self.generation, self._nodes, self._unheard = generation, {}, set()
-        seen: dict[int, WorkerSeen] = {}
-        self._nodes[node] = seen  # workers that it no longer shows have ended
-        self._unheard.discard(node)
-        step = safe_step = -1
-        for worker in workers:
-            reading = worker.reading
-            if reading.generation == generation:
-                seen[reading.rank] = worker
-                step, safe_step = max(step, reading.step), max(safe_step, reading.safe_step)
-        return step, safe_step
+    @property
+    def wants_all(self) -> bool:
+        """True if agents are to report all that each rank shows."""
+        return self._hang.wants_all
 
     @property
     def step_s(self) -> float | None:
@@ -63,31 +57,24 @@ class RunWatch:
     @property
     def has_made_a_step(self) -> bool:
         """True once the generation's world has finished a step."""
-        return any(worker.reading.busy_s for worker in self._workers.values())
+        return self._view.has_made_a_step
 
-    def are_all(self, phase: Phase, size: int) -> bool:
-        """Return True if all `size` ranks are in this phase."""
-        return len(self._workers) == size and all(w.reading.phase == phase for w in self._workers.values())
+    def do_all_wait(self, size: int) -> bool:
+        """Return True if all `size` ranks wait for the next world."""
+        return size == self._view.size and self._view.do_all_wait()
 
-    def findings(self, at_s: float, size: int, plan: str = "") -> list[Finding]:
-        """Return what is wrong at `at_s` (CLOCK_MONOTONIC of this process) with a world of `size` under `plan`.
+    def findings(self, at_s: float, plan: str = "", every_s: float = 0.5) -> list[Finding]:
+        """Return what is wrong at `at_s` (CLOCK_MONOTONIC of this process) with the world, which is laid out by `plan`.
 
-        Empty until all ranks were seen and each of their nodes has sent heartbeats since the last look: a node that
-        cannot send them must not make its ranks look hung.
+        Empty until all ranks were seen and each of their nodes has reported since the last look: a node that cannot
+        must not make its ranks look hung. `every_s`: how often nodes report.
         """
-        if self._unheard:
-            return []
-        self._unheard = {node for node, seen in self._nodes.items() if seen}
-        sample = Sample(at_s, self._workers)
-        if len(sample.workers) < size:
+        sample = self._view.sample(at_s, every_s)
+        if sample is None:
             return []
         self._read_metrics(at_s)
         slow = [*self._straggler.observe(sample), *self._link.observe(sample, self._took_s, plan)]
         return [*self._hang.observe(sample), *slow, *self._suspect.observe(sample)]
-
-    @property
-    def _workers(self) -> dict[int, WorkerSeen]:
-        return {rank: worker for seen in self._nodes.values() for rank, worker in seen.items()}
 
     def _read_metrics(self, at_s: float) -> None:
         if self._metrics is None or at_s - self._read_s < READ_S:

@@ -7,7 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from argosy.observe.heartbeat import HeartbeatReading
-from argosy.resilience.detect.finding import Finding, Sample, WorkerSeen
+from argosy.resilience.detect.finding import Finding
+from argosy.resilience.detect.sample import Sample
+from argosy.supervise.node_report import NodeReporter
+from argosy.supervise.world_view import WorldView
 
 READING = HeartbeatReading(
     pid=100,
@@ -36,7 +39,9 @@ class World:
     stopped: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.ranks = {rank: replace(READING, rank=rank, pid=100 + rank) for rank in range(self.size)}
+        self._reporter = NodeReporter(lambda pid: self.states.get(pid - READING.pid, "S"))
+        self._view = WorldView(0, 0)
+        self.ranks = {rank: replace(READING, rank=rank, pid=READING.pid + rank) for rank in range(self.size)}
 
     def change(self, ranks: Iterable[int] | int, **values: Any) -> None:
         """What these ranks do from now on."""
@@ -57,19 +62,29 @@ class World:
             self.change(rank, step=reading.step + 1, busy_s=last, phase_since_ns=reading.phase_since_ns + 1)
         self.count(range(self.size))
 
-    def sample(self) -> Sample:
-        """What is seen `tick_s` later."""
+    def sample(self) -> Sample | None:
+        """What is seen `tick_s` later, all that ranks show included; None if not all are in the newest generation."""
         self.at_s += self.tick_s
         for rank in range(self.size):
             if rank not in self.stopped:
                 self.change(rank, beats=self.ranks[rank].beats + 5)
-        seen = {rank: WorkerSeen(reading, self.states.get(rank, "S")) for rank, reading in self.ranks.items()}
-        return Sample(self.at_s, seen)
+        report = self._reporter.report(self.ranks.values(), wants_all=True)
+        if report.generation != self._view.generation:
+            self._view = WorldView(report.generation, self.size)
+        self._view.take("a", report)
+        return self._view.sample(self.at_s, 0.5)
+
+    def sampled(self) -> Sample:
+        """The same, of a world whose ranks are all in one generation."""
+        sample = self.sample()
+        assert sample is not None
+        return sample
 
     def watch(self, detector: Any, seconds: float) -> list[tuple[float, Finding]]:
         """Let so much time pass without any change; (seconds from now, finding)."""
         began = self.at_s
         found = []
         while self.at_s < began + seconds:
-            found += [(self.at_s - began, finding) for finding in detector.observe(self.sample())]
+            sample = self.sample()
+            found += [(self.at_s - began, finding) for finding in (detector.observe(sample) if sample else ())]
         return found

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from argosy.resilience.detect.hang import HangDetector, blame, waits_between
+from argosy.resilience.detect.hang import HangDetector
+from argosy.resilience.detect.waits import Waits, blame
 from resilience.detect.samples import World
 
 
@@ -19,7 +20,7 @@ def hang(world: World) -> HangDetector:
     hang = HangDetector(hang_s=5.0, heartbeat_timeout_s=3.0)
     for _ in range(30):
         world.step()
-        assert not hang.observe(world.sample())
+        assert not hang.observe(world.sampled())
     return hang
 
 
@@ -80,9 +81,9 @@ def test_counts_of_point_to_point_groups_blame_no_rank():
     world = World(2)
     world.count([0], "mesh_pp#1", 3)
     world.change([0, 1], phase="pipeline")
-    readings = {rank: seen.reading for rank, seen in world.sample().workers.items()}
-    assert waits_between(readings) == {}
-    assert blame(readings)[1] == (0, 1)
+    seen = world.sampled().seen
+    assert not Waits(seen).waiting
+    assert blame(seen)[1] == (0, 1)
 
 
 @pytest.mark.parametrize(("state", "kind"), [("T", "stopped"), ("R", "frozen"), ("D", "frozen")])
@@ -101,14 +102,14 @@ def test_a_rank_that_moves_again_can_be_blamed_again(world, hang):
     assert len(world.watch(hang, 4.5)) == 1
     world.stopped = set()
     world.step()
-    hang.observe(world.sample())
+    hang.observe(world.sampled())
     world.stopped = {1}
     assert len(world.watch(hang, 4.5)) == 1
 
 
 def test_time_that_the_watcher_itself_slept_does_not_count(world, hang):
     world.tick_s = 600.0
-    assert not hang.observe(world.sample())
+    assert not hang.observe(world.sampled())
     world.tick_s = 0.5
     assert not world.watch(hang, 2.0)
 
@@ -144,7 +145,7 @@ def test_the_time_before_a_world_was_first_seen_does_not_count(world):
     hang = HangDetector(hang_s=5.0, heartbeat_timeout_s=1.0)
     for generation in (1, 2):
         world.change(range(4), generation=generation, phase="forward")
-        assert not hang.observe(world.sample())
+        assert not hang.observe(world.sampled())
 
 
 def test_the_first_step_and_the_first_evaluation_may_compile(world, hang):
@@ -176,4 +177,4 @@ def test_a_replaced_process_begins_anew(world, hang):
 def test_one_rank_that_moves_is_enough(world, hang):
     for _ in range(40):
         world.count([0], "tp#1")
-        assert not hang.observe(world.sample())
+        assert not hang.observe(world.sampled())

@@ -31,7 +31,7 @@ def run(
             world.change(range(4), generation=2, busy_s={})
         plan = next_world if step >= 100 and next_world else "dp_replicate=4"
         world.step(busy_s=busy_s)
-        found += [(step, finding) for finding in link.observe(world.sample(), took, plan)]
+        found += [(step, finding) for finding in link.observe(world.sampled(), took, plan)]
     return found
 
 
@@ -64,6 +64,6 @@ def test_what_a_step_takes_is_known_after_a_window():
     world, link = World(2, tick_s=STEP_S), SlowLinkDetector()
     for step in range(30):
         world.step()
-        link.observe(world.sample(), dict.fromkeys(range(step + 1), 0.15), "")
+        link.observe(world.sampled(), dict.fromkeys(range(step + 1), 0.15), "")
         assert (link.step_s is None) == (step < 21), "two that warm up, and twenty"
     assert link.step_s == pytest.approx(0.15)

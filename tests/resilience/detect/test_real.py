@@ -15,9 +15,11 @@ from argosy.observe.clock import StepClock
 from argosy.observe.heartbeat import Heartbeat, read_heartbeat
 from argosy.observe.sequences import sequence_numbers
 from argosy.parallel.world import World
-from argosy.resilience.detect.finding import Finding, Sample, WorkerSeen, process_state
+from argosy.resilience.detect.finding import Finding
 from argosy.resilience.detect.hang import HangDetector
 from argosy.resilience.detect.straggler import StragglerDetector
+from argosy.supervise.node_report import NodeReporter
+from argosy.supervise.world_view import WorldView
 from workers import WorkerPool
 
 SIZE = 3
@@ -55,11 +57,12 @@ def _steps(world: World, folder: Path, faults: str, steps: int) -> list[tuple[st
 
 def _watch(folder: Path, found: list[Finding], ended: threading.Event) -> None:
     detectors = [HangDetector(hang_s=2.5, heartbeat_timeout_s=1.5), StragglerDetector(seconds=0.5)]
-    while not ended.wait(0.05):
+    reporter, view = NodeReporter(), WorldView(1, SIZE)
+    while not ended.wait(0.15):  # a heart beats every 0.1 s
         readings = [read_heartbeat(path) for path in folder.glob("*.heartbeat")]
-        workers = {r.rank: WorkerSeen(r, process_state(r.pid)) for r in readings if r is not None and r.rank >= 0}
-        if len(workers) == SIZE:
-            sample = Sample(time.monotonic(), workers)
+        view.take("a", reporter.report([r for r in readings if r is not None], wants_all=detectors[0].wants_all))
+        sample = view.sample(time.monotonic(), every_s=0.15)
+        if sample is not None:
             found += [finding for detector in detectors for finding in detector.observe(sample)]
 
 

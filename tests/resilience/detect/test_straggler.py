@@ -31,7 +31,7 @@ def run(
     found = []
     for step in range(steps):
         world.step(busy_s={rank: 0.1 * noise(random_) * slow(rank, step) for rank in range(ranks)})
-        found += [(step, finding) for finding in straggler.observe(world.sample())]
+        found += [(step, finding) for finding in straggler.observe(world.sampled())]
     return found
 
 
@@ -80,7 +80,7 @@ def test_a_short_time_of_slowness_is_no_straggler():
     found = []
     for step in range(1000):
         world.step(busy_s={0: 0.01, 1: 0.03 if 500 <= step < 600 else 0.01})
-        found += straggler.observe(world.sample())
+        found += straggler.observe(world.sampled())
     assert not found
 
 
@@ -88,7 +88,7 @@ def test_peers_are_compared_with_each_other_only():
     world, straggler = World(4, tick_s=STEP_S), StragglerDetector(peers=[[0, 1], [2, 3]])
     for _ in range(100):
         world.step(busy_s={0: 0.1, 1: 0.1, 2: 0.5, 3: 0.5})
-        assert not straggler.observe(world.sample())
+        assert not straggler.observe(world.sampled())
 
 
 def test_another_world_begins_anew():
@@ -97,7 +97,7 @@ def test_another_world_begins_anew():
         if step % 15 == 0:
             world.change(range(2), generation=step // 15, busy_s={})
         world.step(busy_s={0: 0.1, 1: 1.0})
-        assert not straggler.observe(world.sample())
+        assert not straggler.observe(world.sampled())
 
 
 def test_the_chance_is_that_of_a_random_distribution():

@@ -1,4 +1,4 @@
-"""Input and output of detectors: samples of all ranks, and findings with their evidence."""
+"""Findings of detectors with their evidence, and what is told of a worker that is to be judged."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from argosy.observe.heartbeat import HeartbeatReading
+from argosy.observe.heartbeat import Phase
 
 Action = Literal["kill", "avoid", "check_node", "alarm"]
 """kill: end the ranks, which will not go on by themselves; avoid: leave their node out of the next world, if there is
@@ -36,24 +36,16 @@ class Finding:
 
 @dataclass(frozen=True)
 class WorkerSeen:
-    """One worker at one moment."""
+    """One worker at one moment, as `HeartbeatReading` says it."""
 
-    reading: HeartbeatReading
+    pid: int
+    step: int
+    phase: Phase
+    sequences: Mapping[str, int]
     state: str
     """As in /proc/PID/stat: R runs, S sleeps, D waits for a device, T is stopped, Z has ended; empty: unknown."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """All workers of a world as their watcher saw them at one moment.
-
-    Workers may run on machines with other clocks: detectors compare what changed between samples, by `at_s`.
-    """
-
-    at_s: float
-    """The watcher's CLOCK_MONOTONIC, seconds."""
-    workers: Mapping[int, WorkerSeen]
-    """By rank."""
+    has_made_a_step: bool
+    """True once it has ended a step in this world."""
 
 
 class Latch:

@@ -13,31 +13,31 @@ between only two pipeline stages blames both.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Hashable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Any
 
-from argosy.observe.heartbeat import HeartbeatReading, Phase
-from argosy.resilience.detect.finding import Finding, Sample, WorkerSeen
+import numpy as np
+
+from argosy.observe.heartbeat import Phase
+from argosy.resilience.detect.finding import Finding, WorkerSeen
+from argosy.resilience.detect.sample import Flags, Sample, Times
+from argosy.resilience.detect.waits import Waits, blame, is_named
 
 MIN_AUTO_S = 30.0
 AUTO_STEPS = 10.0
 """hang_s = 0 waits for this many median steps, and at least `MIN_AUTO_S`."""
 MAX_GAP_S = 1.0
-"""A longer time between two samples means that the watcher itself, or the whole machine, did not run."""
+MAX_GAP = 2.0
+"""A time between two samples that is longer than both, this many times the usual one and so many seconds, means that
+the watcher itself, or the whole machine, did not run."""
 SHOWN = 8
 """How many blamed ranks, and others, the evidence shows: a world may have thousands."""
 SETTLED_S = 1.0
 """All ranks must have stopped for this long before the waits between them are read."""
-POINT_TO_POINT = ("mesh_pp",)
-"""Beginnings of the names of groups whose ranks do not all make the same calls."""
 SLOW_PHASES: tuple[Phase, ...] = ("starting", "recovering", "checkpoint", "finishing")
 """Phases that may take long by nature: reading state, compiling, a slow disk."""
-WAITING_PHASES: tuple[Phase, ...] = ("communication", "pipeline")
-
-Waits = dict[int, dict[int, str]]
-"""Rank -> ranks that it waits for -> the group in which it waits."""
 
 
 class HangDetector:
@@ -46,84 +46,111 @@ class HangDetector:
     def __init__(self, hang_s: float = 0.0, heartbeat_timeout_s: float = 10.0, first_step_s: float = 600.0):
         """Arguments as the keys of [resilience]; `hang_s` = 0 is automatic."""
         self._hang_s, self._heartbeat_timeout_s, self._first_step_s = hang_s, heartbeat_timeout_s, first_step_s
-        self._tracks: dict[int, _Track] = {}
         self._step_s: deque[float] = deque(maxlen=100)
         self._at_s = 0.0
         self._has_evaluated = False
+        self._still_s: Times
+        """How long each rank has made no progress, counting only time in which the watcher ran."""
+        self._beat_still_s: Times
+        """How long its heart has not beaten."""
+        self._is_blamed: Flags
+        self._start(-1, 0)
+
+    @property
+    def wants_all(self) -> bool:
+        """True if some ranks have stood still for so long that the next sample should have all that all ranks show."""
+        if not len(self._still_s):
+            return False
+        return self._still_s.min() >= self._settled_s and self._still_s.max() >= self._limit_s
 
     def observe(self, sample: Sample) -> list[Finding]:
         """Return what is found in the newest sample; a rank is blamed once until it makes progress again."""
-        passed_s = min(sample.at_s - self._at_s, MAX_GAP_S)
+        passed_s = min(sample.at_s - self._at_s, max(MAX_GAP_S, MAX_GAP * sample.every_s))
         self._at_s = sample.at_s
-        before = self._tracks
-        self._tracks = {rank: self._track(rank, seen.reading) for rank, seen in sample.workers.items()}
-        for rank, seen in sample.workers.items():
-            track = self._tracks[rank]
-            self._has_evaluated |= track.reading.phase == "evaluate" and seen.reading.phase != "evaluate"
-            is_new = track is not before.get(rank)  # it is not known since when it is in this state
-            self._step_s.extend(track.update(seen.reading, 0.0 if is_new else passed_s))
-        without_beat = [
-            rank
-            for rank, seen in sample.workers.items()
-            if self._tracks[rank].beat_still_s >= self._beat_patience_s(seen)
-        ]
+        if (sample.generation, sample.size) != (self._generation, len(self._still_s)):
+            self._start(sample.generation, sample.size)
+            passed_s = 0.0  # it is not known since when they are in this state
+        self._has_evaluated |= sample.has_evaluated
+        self._still_s = np.where(sample.moved, 0.0, self._still_s + passed_s)
+        self._beat_still_s = np.where(sample.beaten, 0.0, self._beat_still_s + passed_s)
+        self._is_blamed &= (self._still_s > 0) | (self._beat_still_s > 0)
+        self._time_steps(sample.step, passed_s)
+        without_beat = self._ranks_without_beat(sample)
         if without_beat:  # whatever else stands still may well wait for these
             return list(self._without_beat(sample, without_beat))
-        return self._without_progress(sample)
+        return self._without_progress(sample) if self.wants_all and len(sample.seen) == sample.size else []
+
+    def _start(self, generation: int, ranks: int) -> None:
+        self._generation = generation
+        self._still_s, self._beat_still_s = np.zeros(ranks), np.zeros(ranks)
+        self._is_blamed = np.zeros(ranks, dtype=np.bool_)
+        self._step, self._since_step_s = -1, 0.0
+
+    def _time_steps(self, step: int, passed_s: float) -> None:
+        """Take in which step the world is in now."""
+        self._since_step_s += passed_s
+        if step > self._step:
+            if self._step >= 0:
+                self._step_s.append(self._since_step_s / (step - self._step))
+            self._step, self._since_step_s = step, 0.0
+
+    def _ranks_without_beat(self, sample: Sample) -> list[int]:
+        late = np.flatnonzero(self._beat_still_s >= self._heartbeat_timeout_s).tolist()
+        return [
+            rank
+            for rank in late
+            if rank in sample.seen and self._beat_still_s[rank] >= self._beat_patience_s(sample.seen[rank])
+        ]
 
     def _beat_patience_s(self, seen: WorkerSeen) -> float:
         """Return how long a beat may stop: imports and the construction of a model hold Python's lock for seconds."""
-        if seen.state != "T" and seen.reading.phase in SLOW_PHASES:
+        if seen.state != "T" and seen.phase in SLOW_PHASES:
             return max(self._heartbeat_timeout_s, MIN_AUTO_S)
         return self._heartbeat_timeout_s
 
-    def _track(self, rank: int, reading: HeartbeatReading) -> _Track:
-        """Return the record of a rank, a new one for another process or another world."""
-        track = self._tracks.get(rank)
-        if track is None or (track.reading.pid, track.reading.generation) != (reading.pid, reading.generation):
-            return _Track(reading)
-        return track
-
     def _without_beat(self, sample: Sample, ranks: list[int]) -> Iterator[Finding]:
         for rank in ranks:
-            seen, track = sample.workers[rank], self._tracks[rank]
-            if track.is_blamed:
+            if self._is_blamed[rank]:
                 continue
-            track.is_blamed = True
+            self._is_blamed[rank] = True
+            seen = sample.seen[rank]
             kind, how = _words_of_state(seen.state)
-            still_s = round(track.beat_still_s, 2)
+            still_s = round(float(self._beat_still_s[rank]), 2)
             yield Finding(
                 kind,
                 "kill",
-                f"rank {rank} (process {seen.reading.pid}) {how}: no heartbeat for {still_s:.1f} s, in "
-                f"{_place(seen.reading)}",
+                f"rank {rank} (process {seen.pid}) {how}: no heartbeat for {still_s:.1f} s, in {_place(seen)}",
                 (rank,),
-                {"beat_still_s": still_s, "state": seen.state, **_facts(seen.reading)},
+                {"beat_still_s": still_s, "state": seen.state, **_facts(seen, sample.generation)},
             )
 
     def _without_progress(self, sample: Sample) -> list[Finding]:
-        readings = {rank: seen.reading for rank, seen in sample.workers.items()}
-        if not readings or not _is_one_world(readings):
+        seen = sample.seen
+        if any(worker.phase == "waiting" for worker in seen.values()):
+            return []  # forming a world is the coordinator's affair
+        kind, ranks, waits = blame(seen)
+        blamed = list(ranks)
+        if self._is_blamed[blamed].any():
             return []
-        if min(track.still_s for track in self._tracks.values()) < min(SETTLED_S, self._limit_s / 2):
+        if any(self._still_s[rank] < self._patience_s(seen[rank]) for rank in ranks):
             return []
-        kind, ranks, waits = blame(readings)
-        blamed = [self._tracks[rank] for rank in ranks]
-        if any(track.is_blamed for track in blamed):
-            return []
-        if any(self._tracks[rank].still_s < self._patience_s(rank, readings[rank]) for rank in ranks):
-            return []
-        for track in blamed:
-            track.is_blamed = True
-        still_s = round(max(track.still_s for track in blamed), 2)
-        shown = {*ranks[:SHOWN], *sorted(readings)[:SHOWN], *sorted(waits)[:SHOWN]}
+        self._is_blamed[blamed] = True
+        still_s = round(float(self._still_s[blamed].max()), 2)
+        shown = {*ranks[:SHOWN], *sorted(seen)[:SHOWN], *sorted(waits.waiting)[:SHOWN]}
         evidence = {
             "still_s": still_s,
             "limit_s": round(self._limit_s, 2),
-            "waits": {str(rank): _groups_of(waits[rank], ranks) for rank in sorted(shown & waits.keys())},
-            "ranks_seen": {str(rank): _facts(readings[rank]) for rank in sorted(shown)},
+            "waits": {
+                str(rank): {str(other): group for other in ranks[:SHOWN] if (group := waits.group_of(rank, other))}
+                for rank in sorted(shown & waits.waiting)
+            },
+            "ranks_seen": {str(rank): _facts(seen[rank], sample.generation) for rank in sorted(shown)},
         }
-        return [Finding(kind, "kill", _sentence(kind, ranks, readings, waits, still_s), ranks, evidence)]
+        return [Finding(kind, "kill", _sentence(kind, ranks, seen, waits, still_s), ranks, evidence)]
+
+    @property
+    def _settled_s(self) -> float:
+        return min(SETTLED_S, self._limit_s / 2)
 
     @property
     def _limit_s(self) -> float:
@@ -131,101 +158,11 @@ class HangDetector:
             return self._hang_s
         return max(MIN_AUTO_S, AUTO_STEPS * median(self._step_s)) if self._step_s else self._first_step_s
 
-    def _patience_s(self, rank: int, reading: HeartbeatReading) -> float:
-        """Return how long this rank may stay in its phase: a phase that is entered first may have to be compiled."""
-        is_first = not reading.busy_s or (reading.phase == "evaluate" and not self._has_evaluated)
-        slow = is_first or reading.phase in SLOW_PHASES
+    def _patience_s(self, seen: WorkerSeen) -> float:
+        """Return how long a rank may stay in its phase: a phase that is entered first may have to be compiled."""
+        is_first = not seen.has_made_a_step or (seen.phase == "evaluate" and not self._has_evaluated)
+        slow = is_first or seen.phase in SLOW_PHASES
         return max(self._limit_s, self._first_step_s) if slow else self._limit_s
-
-
-class _Track:
-    """How long a rank has made no progress, counting only time in which the watcher ran."""
-
-    def __init__(self, reading: HeartbeatReading) -> None:
-        self.reading = reading
-        self.still_s = self.beat_still_s = 0.0
-        self.is_blamed = False
-        self._since_step_s = 0.0
-
-    def update(self, now: HeartbeatReading, passed_s: float) -> Iterator[float]:
-        """Take in a reading of the same process; yield how long a step took, if one has ended."""
-        before, self.reading = self.reading, now
-        self.still_s = 0.0 if _progress(before) != _progress(now) else self.still_s + passed_s
-        self.beat_still_s = 0.0 if before.beats != now.beats else self.beat_still_s + passed_s
-        if not self.still_s and not self.beat_still_s:
-            self.is_blamed = False
-        self._since_step_s += passed_s
-        if now.step > before.step:
-            if before.step >= 0:
-                yield self._since_step_s / (now.step - before.step)
-            self._since_step_s = 0.0
-
-
-def blame(readings: Mapping[int, HeartbeatReading]) -> tuple[str, tuple[int, ...], Waits]:
-    """Return, for ranks that have all stopped, the kind of hang, the ranks at fault, and which rank waits for which."""
-    waits = waits_between(readings)
-    awaited = {other for others in waits.values() for other in others}
-    if culprits := awaited - waits.keys():
-        return _kind_of({readings[rank].phase for rank in culprits}), tuple(sorted(culprits)), waits
-    if waits:
-        circle = _circle(waits)
-        odd = _minority({rank: tuple(sorted(readings[rank].sequences.items())) for rank in circle})
-        return "mismatch", odd, waits
-    idle = [rank for rank, reading in readings.items() if reading.phase not in WAITING_PHASES]
-    if idle and len(idle) < len(readings):
-        return _kind_of({readings[rank].phase for rank in idle}), tuple(sorted(idle)), waits
-    places = {rank: (reading.step, reading.phase) for rank, reading in readings.items()}
-    if len(set(places.values())) > 1:
-        return "mismatch", _minority(places), waits
-    return _kind_of({reading.phase for reading in readings.values()}), tuple(sorted(readings)), waits
-
-
-def waits_between(readings: Mapping[int, HeartbeatReading]) -> Waits:
-    """Return which rank waits for which: for those that have begun fewer collectives of a group that both are in."""
-    begun: dict[str, dict[int, int]] = {}
-    for rank, reading in readings.items():
-        for group, number in reading.sequences.items():
-            if not group.startswith(POINT_TO_POINT):
-                begun.setdefault(group, {})[rank] = number
-    waits: Waits = {}
-    for group, numbers in begun.items():
-        most = max(numbers.values())
-        behind = [(rank, number) for rank, number in numbers.items() if number < most]
-        for rank, number in numbers.items() if behind else ():
-            for other, fewer in behind:
-                if fewer < number:
-                    waits.setdefault(rank, {}).setdefault(other, group)
-    return waits
-
-
-def _circle(waits: Waits) -> set[int]:
-    """Return the ranks that wait for each other: what is left after removing, repeatedly, ranks that none waits for."""
-    left = set(waits)
-    while True:
-        awaited = {other for rank in left for other in waits[rank]} & left
-        if awaited == left:
-            return left
-        left = awaited
-
-
-def _minority(values: Mapping[int, Hashable]) -> tuple[int, ...]:
-    """Return the ranks with the rarest value; all ranks if no value is rarer than another."""
-    counts = Counter(values.values())
-    least = min(counts.values())
-    return tuple(sorted(rank for rank, value in values.items() if counts[value] == least))
-
-
-def _kind_of(phases: set[Phase]) -> str:
-    return "stuck_loader" if phases == {"data"} else "hang"
-
-
-def _is_one_world(readings: Mapping[int, HeartbeatReading]) -> bool:
-    """True if all are in one generation and none waits for the next: forming a world is the coordinator's affair."""
-    return len({r.generation for r in readings.values()}) == 1 and all(r.phase != "waiting" for r in readings.values())
-
-
-def _progress(reading: HeartbeatReading) -> Hashable:
-    return reading.step, reading.phase, reading.phase_since_ns, tuple(reading.sequences.items())
 
 
 def _words_of_state(state: str) -> tuple[str, str]:
@@ -236,41 +173,30 @@ def _words_of_state(state: str) -> tuple[str, str]:
     return "frozen", "holds Python's lock"
 
 
-def _sentence(
-    kind: str, ranks: tuple[int, ...], readings: Mapping[int, HeartbeatReading], waits: Waits, s: float
-) -> str:
-    named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-    verb = "are" if len(ranks) > 1 else "is"
-    first = readings[ranks[0]]
+def _sentence(kind: str, ranks: tuple[int, ...], seen: Mapping[int, WorkerSeen], waits: Waits, s: float) -> str:
+    named = is_named(ranks)
+    first = seen[ranks[0]]
     if kind == "mismatch":
-        return (
-            f"{named} {verb} at another collective than the others ({_place(first)}), and all have waited for {s:.1f} s"
-        )
-    for rank, awaited in waits.items():
-        if group := awaited.get(ranks[0]):
-            begun, theirs = first.sequences[group], readings[rank].sequences[group]
-            waiting = sum(ranks[0] in others for others in waits.values())
-            others = "1 other waits" if waiting == 1 else f"{waiting} others wait"
-            return (
-                f"{named} {verb} stuck in {_place(first)} for {s:.1f} s: began {begun} collectives of {group}, and "
-                f"{others} in number {theirs}"
-            )
-    return f"{named} {verb} stuck in {_place(first)} for {s:.1f} s"
+        return f"{named} at another collective than the others ({_place(first)}), and all have waited for {s:.1f} s"
+    stuck = f"{named} stuck in {_place(first)} for {s:.1f} s"
+    group = waits.group_in_which_awaited(ranks[0])
+    if group is None:
+        return stuck
+    waiting = len(waits.waiting_for(ranks[0]))
+    others = "1 other waits" if waiting == 1 else f"{waiting} others wait"
+    begun, theirs = first.sequences[group], waits.next_after(ranks[0], group)
+    return f"{stuck}: began {begun} collectives of {group}, and {others} in number {theirs}"
 
 
-def _groups_of(groups: Mapping[int, str], blamed: tuple[int, ...]) -> dict[str, str]:
-    return {str(rank): groups[rank] for rank in blamed if rank in groups}
+def _place(seen: WorkerSeen) -> str:
+    return f"{seen.phase} of step {seen.step}" if seen.step >= 0 else seen.phase
 
 
-def _place(reading: HeartbeatReading) -> str:
-    return f"{reading.phase} of step {reading.step}" if reading.step >= 0 else reading.phase
-
-
-def _facts(reading: HeartbeatReading) -> dict[str, Any]:
+def _facts(seen: WorkerSeen, generation: int) -> dict[str, Any]:
     return {
-        "pid": reading.pid,
-        "generation": reading.generation,
-        "step": reading.step,
-        "phase": reading.phase,
-        "sequences": dict(reading.sequences),
+        "pid": seen.pid,
+        "generation": generation,
+        "step": seen.step,
+        "phase": seen.phase,
+        "sequences": dict(seen.sequences),
     }

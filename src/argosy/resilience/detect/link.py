@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from itertools import islice
 from statistics import median
 
-from argosy.resilience.detect.finding import Finding, Latch, Sample
+from argosy.observe.heartbeat import LAST_STEPS
+from argosy.resilience.detect.finding import Finding, Latch
+from argosy.resilience.detect.sample import Sample
 
 GROWN = 0.5
 """Waiting must have grown by this share of a usual step."""
@@ -50,24 +52,24 @@ class SlowLinkDetector:
 
     def observe(self, sample: Sample, took_s: Mapping[int, float], plan: str) -> list[Finding]:
         """Return what is found in the newest sample. `took_s`: step -> how long it took, for the newest steps."""
-        readings = [seen.reading for seen in sample.workers.values()]
-        generations = {reading.generation for reading in readings}
-        if len(generations) != 1:
-            return []
-        if generations != {self.generation}:
-            self._start(generations.pop())
+        if sample.generation != self.generation:
+            self._start(sample.generation)
             if plan != self._plan:
                 self._plan, self._usual = plan, None
-        common = set.intersection(set(took_s), *(set(reading.busy_s) for reading in readings))
-        fresh = sorted(step for step in common if step > self._last)
+        self._own_s |= {times.step: float(times.busy_s.max()) for times in sample.took}
+        for step in sorted(self._own_s)[:-LAST_STEPS]:
+            del self._own_s[step]
+        fresh = sorted(self._own_s.keys() & took_s.keys())
         for step in fresh:
-            own_s = max(reading.busy_s[step] for reading in readings)
+            own_s = self._own_s.pop(step)
             self._take_in(step, _Step(sample.at_s, took_s[step], max(0.0, took_s[step] - own_s)))
         return self._findings() if fresh and len(self._window) >= self._steps else []
 
     def _start(self, generation: int) -> None:
         self.generation, self._seen, self._last = generation, 0, -1
         self._window: deque[_Step] = deque()
+        self._own_s: dict[int, float] = {}
+        """Step -> the longest own work of a rank, for steps of which it is not known yet how long they took."""
         self._latch = Latch()
 
     def _take_in(self, number: int, step: _Step) -> None:

@@ -16,13 +16,16 @@ A rank that stays slow for four times as long after it was found should be avoid
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from argosy.observe.heartbeat import HeartbeatReading
-from argosy.resilience.detect.finding import Action, Finding, Latch, Sample
+import numpy as np
+
+from argosy.resilience.detect.finding import Action, Finding, Latch
+from argosy.resilience.detect.sample import Flags, Sample, StepTimes, Times
 
 LONG = 10
 """The window for repeatedly slow ranks, over that for ranks that are always slow."""
@@ -37,10 +40,10 @@ SKIPPED = 2
 
 @dataclass(frozen=True)
 class _Step:
-    step: int
     at_s: float
-    ratios: dict[int, float]
-    """Rank -> its time over the median of its peers', without ranks for which the step no longer counts."""
+    ratios: np.ndarray
+    """Rank -> its time over the median of its peers'; NaN for ranks for which the step does not count. In fp32, since a
+    window has hundreds of steps."""
 
 
 class StragglerDetector:
@@ -52,55 +55,57 @@ class StragglerDetector:
         """Arguments as the keys of [resilience]: slow is `factor` times; windows have `steps` steps and `seconds`."""
         self._factor, self._steps, self._seconds, self._peers = factor, steps, seconds, peers
         self._generation = -1
-        self._start(-1)
+        self._start(-1, 0)
 
     def observe(self, sample: Sample) -> list[Finding]:
         """Return what is found in the newest sample."""
-        readings = {rank: seen.reading for rank, seen in sample.workers.items()}
-        generations = {reading.generation for reading in readings.values()}
-        if len(generations) != 1 or len(readings) < 2:
+        if sample.size < 2:
             return []
-        if generations != {self._generation}:
-            self._start(generations.pop())
-        if not self._take_in(readings, sample.at_s):
+        if (sample.generation, sample.size) != (self._generation, len(self._slow)):
+            self._start(sample.generation, sample.size)
+        for times in sample.took:
+            self._take_in(times, sample.at_s)
+        if not sample.took or not self._window:
             return []
-        self._in_all = self._slow.total()
-        return [finding for rank in sorted(readings) if (finding := self._finding(rank)) is not None]
+        self._in_all = int(self._slow.sum())
+        return [finding for rank in self._suspects() if (finding := self._finding(rank)) is not None]
 
-    def _start(self, generation: int) -> None:
+    def _start(self, generation: int, ranks: int) -> None:
         self._generation, self._seen, self._last = generation, 0, -1
         self._window: deque[_Step] = deque()
-        self._slow: Counter[int] = Counter()
+        self._slow = np.zeros(ranks, dtype=np.int64)
+        """Rank -> how many steps of the window it was slow in."""
         self._in_all = 0
         self._latch = Latch()
         self._found_at: dict[int, int] = {}
 
-    def _take_in(self, readings: Mapping[int, HeartbeatReading], at_s: float) -> bool:
-        """Add the steps that all ranks have finished; return True if there were any."""
-        common = set.intersection(*(set(reading.busy_s) for reading in readings.values()))
-        fresh = sorted(step for step in common if step > self._last)
-        for step in fresh:
-            self._seen, self._last = self._seen + 1, step
-            if self._seen > SKIPPED:
-                ratios = self._ratios({rank: reading.busy_s[step] for rank, reading in readings.items()})
-                self._window.append(_Step(step, at_s, ratios))
-                self._slow.update(self._slow_in(ratios))
+    def _take_in(self, times: StepTimes, at_s: float) -> None:
+        """Add a step that all ranks have finished."""
+        self._seen, self._last = self._seen + 1, times.step
+        if self._seen > SKIPPED:
+            step = _Step(at_s, self._ratios(times.busy_s).astype(np.float32))
+            self._window.append(step)
+            self._slow += self._slow_in(step)
         # The window has this many steps, or more if they span too little time.
         while len(self._window) > LONG * self._steps and at_s - self._window[1].at_s >= LONG * self._seconds:
-            self._slow.subtract(self._slow_in(self._window.popleft().ratios))
-        return bool(fresh)
+            self._slow -= self._slow_in(self._window.popleft())
 
-    def _slow_in(self, ratios: Mapping[int, float]) -> list[int]:
-        return [rank for rank, ratio in ratios.items() if ratio >= self._factor]
+    def _slow_in(self, step: _Step) -> Flags:
+        return step.ratios >= self._factor  # NaN is not
 
-    def _ratios(self, busy_s: Mapping[int, float]) -> dict[int, float]:
-        ratios: dict[int, float] = {}
-        for peers in self._peers or [list(busy_s)]:
-            ranks = sorted((rank for rank in peers if rank in busy_s), key=busy_s.__getitem__)
-            times = [busy_s[rank] for rank in ranks]
-            if len(ranks) > 1:
-                ratios |= {rank: times[at] / max(_median_without(times, at), 1e-9) for at, rank in enumerate(ranks)}
+    def _ratios(self, busy_s: Times) -> Times:
+        ratios = np.full(len(busy_s), np.nan)
+        for peers in self._peers or [range(len(busy_s))]:
+            if len(peers) > 1:
+                of = np.asarray(peers)
+                ratios[of] = busy_s[of] / np.maximum(_medians_without(busy_s[of]), 1e-9)
         return ratios
+
+    def _suspects(self) -> list[int]:
+        """Return the ranks that a look is worth: those found before, and those that were slow too often for chance."""
+        enough = min(_least(self._in_all, _counted(self._window[-1]), LONG_BY_CHANCE), -(-self._steps // 2))
+        often = np.flatnonzero(self._slow >= max(1, enough)).tolist()
+        return sorted({*often, *self._found_at})
 
     def _finding(self, rank: int) -> Finding | None:
         evidence = self._always(rank) or self._repeatedly(rank)
@@ -121,7 +126,7 @@ class StragglerDetector:
     def _forget(self, rank: int) -> None:
         """Forget the slow steps of a rank that is no longer slow."""
         for step in self._window:
-            step.ratios.pop(rank, None)
+            step.ratios[rank] = np.nan
         self._slow[rank] = 0
         self._latch.rises((rank, "alarm"), is_wrong=False)
         self._latch.rises((rank, "avoid"), is_wrong=False)
@@ -138,17 +143,15 @@ class StragglerDetector:
         is_enough = evidence["steps"] >= self._steps and steps[0].at_s - steps[-1].at_s >= self._seconds
         if not is_enough or 2 * evidence["slow_steps"] <= evidence["steps"]:
             return {}
-        slow, in_all = int(evidence["slow_steps"]), sum(len(self._slow_in(step.ratios)) for step in steps)
-        return evidence if chance_of(slow, in_all, len(steps[0].ratios)) <= BY_CHANCE else {}
+        slow, in_all = int(evidence["slow_steps"]), sum(int(self._slow_in(step).sum()) for step in steps)
+        return evidence if chance_of(slow, in_all, _counted(steps[0])) <= BY_CHANCE else {}
 
     def _repeatedly(self, rank: int) -> dict[str, float]:
-        if (
-            not self._slow[rank]
-            or chance_of(self._slow[rank], self._in_all, len(self._window[-1].ratios)) > LONG_BY_CHANCE
-        ):
+        slow = int(self._slow[rank])
+        if not slow or chance_of(slow, self._in_all, _counted(self._window[-1])) > LONG_BY_CHANCE:
             return {}
         lately = islice(reversed(self._window), self._steps)
-        if not any(step.ratios.get(rank, 0.0) >= self._factor for step in lately):
+        if not any(step.ratios[rank] >= self._factor for step in lately):
             return {}
         evidence = self._evidence(rank, self._window)
         spans_enough = self._window[-1].at_s - self._window[0].at_s >= self._seconds
@@ -156,7 +159,7 @@ class StragglerDetector:
         return evidence if is_enough else {}
 
     def _evidence(self, rank: int, steps: Collection[_Step]) -> dict[str, float]:
-        ratios = [step.ratios[rank] for step in steps if rank in step.ratios]
+        ratios = [float(step.ratios[rank]) for step in steps if not np.isnan(step.ratios[rank])]
         return {
             "factor": round(sum(min(ratio, MOST) for ratio in ratios) / max(1, len(ratios)), 2),
             "slow_steps": sum(ratio >= self._factor for ratio in ratios),
@@ -165,11 +168,24 @@ class StragglerDetector:
         }
 
 
-def _median_without(times: Sequence[float], at: int) -> float:
-    """Return the median of ascending `times` without the one at index `at`."""
-    others = len(times) - 1
-    low, high = ((i if i < at else i + 1) for i in ((others - 1) // 2, others // 2))
-    return (times[low] + times[high]) / 2
+def _counted(step: _Step) -> int:
+    """Return how many ranks a step counts for."""
+    return int(np.count_nonzero(~np.isnan(step.ratios)))
+
+
+def _medians_without(times: Times) -> Times:
+    """Return, for each of at least two times, the median of the others."""
+    order = np.argsort(times, kind="stable")
+    ascending, at, others = times[order], np.arange(len(times)), len(times) - 1
+    low, high = ((others - 1) // 2, others // 2)
+    medians = np.empty_like(times)
+    medians[order] = (ascending[low + (low >= at)] + ascending[high + (high >= at)]) / 2
+    return medians
+
+
+def _least(of: int, ranks: int, chance: float) -> int:
+    """Return the least number of hits whose `chance_of` is at most `chance`."""
+    return bisect_left(range(of + 1), True, key=lambda hits: chance_of(hits, of, ranks) <= chance)
 
 
 def chance_of(hits: int, of: int, ranks: int) -> float:

@@ -1,0 +1,143 @@
+"""What an agent tells of its workers' heartbeats: what has changed, in a few numbers for the whole node.
+
+While all goes well a report says that much, and how long the last steps took. What a rank shows in full is told only of
+ranks without a beat, and of all where the coordinator asks for it (`wants_all`), once for each time that it changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+
+from pydantic import FiniteFloat, NonNegativeInt
+
+from argosy.observe.heartbeat import LAST_STEPS, HeartbeatReading
+from argosy.resilience.detect.finding import WorkerSeen, process_state
+
+Rank = NonNegativeInt
+
+
+@dataclass(frozen=True)
+class Report:
+    """A node's workers in one generation, as far as they are not as in the report before. It arrives as a message."""
+
+    generation: NonNegativeInt = 0
+    """The newest of its workers; ranks are those of this generation."""
+    workers: list[tuple[Rank, NonNegativeInt]] | None = None
+    """Rank and process of each; None: the same as in the report before. If it is given, nothing before it counts."""
+    step: int = -1
+    """The furthest that any of them is in, or did last."""
+    safe_step: int = -1
+    """The newest that any of them could go back to."""
+    still: list[Rank] = field(default_factory=list)
+    """Ranks that have made no progress since the report before."""
+    silent: list[Rank] = field(default_factory=list)
+    """Ranks whose heart has not beaten since the report before."""
+    waiting: NonNegativeInt = 0
+    """How many wait for the next world."""
+    has_evaluated: bool = False
+    """True if one of them has ended an evaluation since the report before."""
+    took: list[tuple[NonNegativeInt, list[FiniteFloat]]] = field(default_factory=list)
+    """Steps that all of them have ended, with the seconds of own work of each, in the order of `workers`."""
+    suspicions: dict[Rank, NonNegativeInt] = field(default_factory=dict)
+    """Rank -> how often it was found or suspected to be wrong, where that has grown."""
+    seen: dict[Rank, WorkerSeen] = field(default_factory=dict)
+    """Rank -> all that it shows."""
+
+
+class NodeReporter:
+    """Sums up the heartbeats of one node, from one report to the next."""
+
+    def __init__(self, state_of: Callable[[int], str] = process_state):
+        """`state_of` returns the state letter of a process."""
+        self._state_of = state_of
+        self._before: dict[int, HeartbeatReading] = {}
+        self._told: dict[int, WorkerSeen] = {}
+        self._last_step = -1
+
+    def start_over(self) -> None:
+        """Tell everything anew in the next report: whoever reads it may not have had the one before."""
+        self._before = {}
+
+    def report(
+        self, readings: Iterable[HeartbeatReading], wants_all: bool = False, most_steps: int = LAST_STEPS
+    ) -> Report:
+        """Return the report on what the node's workers show now.
+
+        wants_all: tell all that each rank shows. most_steps: of how many steps times may be told; if there were more,
+        of every second, fourth, ... step, the same on all nodes.
+        """
+        known = list(readings)
+        generation = max((reading.generation for reading in known), default=0)
+        now = {reading.rank: reading for reading in sorted(known, key=_rank) if _is_in(reading, generation)}
+        before, self._before = self._before, now
+        is_other = _identities(before) != _identities(now)
+        if is_other:
+            before, self._told, self._last_step = {}, {}, -1
+        still = [rank for rank, old in before.items() if old.progress == now[rank].progress]
+        silent = [rank for rank, old in before.items() if old.beats == now[rank].beats]
+        return Report(
+            generation=generation,
+            workers=[(rank, reading.pid) for rank, reading in now.items()] if is_other else None,
+            step=max((reading.step for reading in now.values()), default=-1),
+            safe_step=max((reading.safe_step for reading in now.values()), default=-1),
+            still=still,
+            silent=silent,
+            waiting=sum(reading.phase == "waiting" for reading in now.values()),
+            has_evaluated=any(
+                old.phase == "evaluate" and now[rank].phase != "evaluate" for rank, old in before.items()
+            ),
+            took=self._took(now, most_steps),
+            suspicions={
+                rank: reading.suspicions
+                for rank, reading in now.items()
+                if reading.suspicions > (before[rank].suspicions if rank in before else 0)
+            },
+            seen=self._seen(now, set(still), now if wants_all else silent, silent),
+        )
+
+    def _took(self, now: dict[int, HeartbeatReading], most_steps: int) -> list[tuple[int, list[float]]]:
+        """Return the times of the steps that all ranks have ended and that were not told yet."""
+        if not now:
+            return []
+        common = set.intersection(*(set(reading.busy_s) for reading in now.values()))
+        fresh = sorted(step for step in common if step > self._last_step)
+        if not fresh:
+            return []
+        self._last_step = fresh[-1]
+        stride = 1
+        while len(fresh) > most_steps:
+            stride *= 2
+            fresh = [step for step in fresh if step % stride == 0]
+        return [(step, [round(reading.busy_s[step], 6) for reading in now.values()]) for step in fresh]
+
+    def _seen(
+        self, now: dict[int, HeartbeatReading], still: set[int], ranks: Collection[int], silent: Collection[int]
+    ) -> dict[int, WorkerSeen]:
+        """Return what these ranks show, unless the coordinator knows it, which forgets it when a rank has moved."""
+        self._told = {rank: seen for rank, seen in self._told.items() if rank in still}
+        fresh = {}
+        for rank in ranks:
+            if rank not in self._told or rank in silent:
+                seen = _seen(now[rank], self._state_of(now[rank].pid))
+                if self._told.get(rank) != seen:
+                    fresh[rank] = self._told[rank] = seen
+        return fresh
+
+
+def _seen(reading: HeartbeatReading, state: str) -> WorkerSeen:
+    return WorkerSeen(
+        reading.pid, reading.step, reading.phase, dict(reading.sequences), state, has_made_a_step=bool(reading.busy_s)
+    )
+
+
+def _rank(reading: HeartbeatReading) -> int:
+    return reading.rank
+
+
+def _is_in(reading: HeartbeatReading, generation: int) -> bool:
+    return reading.generation == generation > 0 and reading.rank >= 0
+
+
+def _identities(readings: dict[int, HeartbeatReading]) -> set[tuple[int, int, int]]:
+    return {(reading.generation, rank, reading.pid) for rank, reading in readings.items()}
