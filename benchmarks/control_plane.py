@@ -11,9 +11,11 @@ formed_s      from the last hello to the last agent that was told to join the wo
 steady_cpu    of the coordinator, as a share of a core, over `--steady-s` of training
 rss_mb        of the coordinator then, MB
 beat_s        from a heartbeat to its answer: the median, and in `beat_p99_s` the 99th percentile
-lost_seen_s   from the moment that a node falls silent, its connection open, to the last agent that is told that the
+beats_per_s   heartbeats that it took in a second
+lost_seen_s   from the moment that a node falls silent, its connection open, to the first agent that is told that the
               world is over: at best the lease
-reformed_s    from then to the last agent that was told to join the next world
+reformed_s    from then, with all agents told and their workers ready again, to the last agent that was told to join the
+              next world
 end_s         from the last "done" to the last agent that was told that the run is over
 """
 
@@ -251,13 +253,14 @@ def _measured(swarm: Swarm, steady_s: float) -> dict[str, float]:
     swarm.answered_s.clear()
     before_s, since_s = swarm.cpu_s(), time.monotonic()
     swarm.pass_s(steady_s)
-    steady_cpu = (swarm.cpu_s() - before_s) / (time.monotonic() - since_s)
+    watched_s = time.monotonic() - since_s
+    steady_cpu = (swarm.cpu_s() - before_s) / watched_s
     rss_mb, beats = swarm.rss_mb(), sorted(swarm.answered_s)
 
     lost = next(agent for agent in swarm.agents if 0 not in agent.ranks.values() and agent.ranks)
     lost.is_silent, silent_s = True, time.monotonic()
     others = [agent for agent in swarm.agents if agent is not lost]
-    seen_s = swarm.until(lambda: all(agent.broken == 1 for agent in others))
+    seen_s = swarm.until(lambda: any(agent.broken == 1 for agent in others))
     reformed_s = swarm.until(lambda: sum(agent.generation == 2 for agent in others) == swarm.nodes)
     swarm.pass_s(2.0)
 
@@ -273,6 +276,7 @@ def _measured(swarm: Swarm, steady_s: float) -> dict[str, float]:
         "forming_cpu_s": forming_cpu_s,
         "steady_cpu": steady_cpu,
         "rss_mb": rss_mb,
+        "beats_per_s": len(beats) / watched_s,
         "beat_s": statistics.median(beats),
         "beat_p99_s": beats[int(0.99 * len(beats))],
         "lost_seen_s": seen_s - silent_s,

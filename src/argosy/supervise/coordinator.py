@@ -29,6 +29,7 @@ from argosy.resilience.node_health import Health, NodeRates
 from argosy.resilience.replanner import Replanner
 from argosy.supervise import messages as say
 from argosy.supervise.agent_connections import AgentConnection, AgentConnections
+from argosy.supervise.descriptors import raise_limit
 from argosy.supervise.handover import Handover
 from argosy.supervise.membership import Membership, Settings
 from argosy.supervise.migration import Migrator
@@ -295,6 +296,7 @@ def main() -> None:
 
     DESCRIPTOR: a socket that listens already. PLAN: the one in force whenever there are enough processes.
     """
+    raise_limit()
     run_dir, listener = Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
     run, plan = load(run_dir / "run.toml"), Plan.parse(sys.argv[3])
     tls = server_context(run_dir, run.launch)

@@ -26,6 +26,7 @@ from argosy.processes.connection import Address, Connection, call
 from argosy.processes.handshake import call as handshake
 from argosy.processes.secret import FILE, VALUE, secret_of
 from argosy.processes.tls import client_context
+from argosy.supervise.descriptors import check_descriptors
 from argosy.supervise.messages import (
     EVERY_S,
     FROM_COORDINATOR,
@@ -214,6 +215,7 @@ class CoordinatorClient:
         if self._listener is None or (self._server is not None and self._server.is_alive):
             return
         assert self._address is not None
+        check_descriptors(self._launch.nodes)
         replaces, descriptor = self._server is not None, self._listener.fileno()
         log = self._run_dir / "logs" / "coordinator.log"  # it may outlive this agent: its output must not stay open
         self._failed_starts = self._failed_starts + 1 if replaces and not self._is_heard else 0
