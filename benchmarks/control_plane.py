@@ -233,16 +233,21 @@ class Swarm:
         self._log.close()
 
 
-def measure(folder: Path, nodes: int, steady_s: float = 30.0, step_s: float = 1.0) -> dict[str, float]:
-    """Run a coordinator with so many nodes, and return the figures that the top of this file names."""
+def measure(
+    folder: Path, nodes: int, steady_s: float = 30.0, step_s: float = 1.0, hangs_up: bool = False
+) -> dict[str, float]:
+    """Run a coordinator with so many nodes, and return the figures that the top of this file names.
+
+    hangs_up: the node that is lost closes its connection, which needs no lease.
+    """
     swarm = Swarm(folder, nodes, step_s)
     try:
-        return _measured(swarm, steady_s)
+        return _measured(swarm, steady_s, hangs_up)
     finally:
         swarm.close()
 
 
-def _measured(swarm: Swarm, steady_s: float) -> dict[str, float]:
+def _measured(swarm: Swarm, steady_s: float, hangs_up: bool) -> dict[str, float]:
     began_s = time.monotonic()
     swarm.connect()
     are_in = lambda generation: sum(a.generation == generation for a in swarm.agents) == swarm.nodes  # noqa: E731
@@ -259,6 +264,8 @@ def _measured(swarm: Swarm, steady_s: float) -> dict[str, float]:
 
     lost = next(agent for agent in swarm.agents if 0 not in agent.ranks.values() and agent.ranks)
     lost.is_silent, silent_s = True, time.monotonic()
+    if hangs_up:
+        lost.connection.close()
     others = [agent for agent in swarm.agents if agent is not lost]
     seen_s = swarm.until(lambda: any(agent.broken == 1 for agent in others))
     reformed_s = swarm.until(lambda: sum(agent.generation == 2 for agent in others) == swarm.nodes)

@@ -146,3 +146,19 @@ def test_a_node_that_wakes_after_it_was_replaced_writes_nothing(nodes, undisturb
     run.check(
         [undisturbed(e["plan"], *steps) for e in run.events("generation")[:2]], "coordinator_lost"
     )  # says the sleeper
+
+
+@pytest.mark.slow
+def test_nobody_is_lost_by_a_coordinator_that_stood_still(nodes, undisturbed):
+    """Longer than it waits for an agent, and than an agent waits for it."""
+    steps = ("--train.steps", "150")
+    cluster = nodes(PLANS["replicas"], "slow@forward:seconds=0.2", "ab", *steps)
+    run = cluster.run
+    run.wait_for_step(4)
+    (started,) = run.events("coordinator_started")
+    os.kill(started["pid"], signal.SIGSTOP)
+    run.wait_until(lambda: run.events("coordinator_lost"))
+    os.kill(started["pid"], signal.SIGCONT)
+    cluster.end()
+    assert len(run.events("generation")) == 1 and not run.events("break", "agent_left")
+    run.check(undisturbed(PLANS["replicas"], *steps), "coordinator_lost")
