@@ -34,6 +34,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from argosy.checkpoint.owner import name_of
 from argosy.config.dump import save_run
 from argosy.config.schema import LaunchConfig, ResilienceConfig, RunConfig
 from argosy.observe.heartbeat import LAST_STEPS, HeartbeatReading
@@ -45,7 +46,6 @@ from argosy.resilience.node_health import Health
 from argosy.supervise import messages as say
 from argosy.supervise.agent_connections import LEASE_S
 from argosy.supervise.coordinator_client import COORDINATOR
-from argosy.supervise.folder import name_of
 from argosy.supervise.messages import FROM_COORDINATOR, decoded, encoded
 from argosy.supervise.node_report import NodeReporter
 

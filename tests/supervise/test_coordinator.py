@@ -18,7 +18,7 @@ from argosy.config.schema import LaunchConfig, ResilienceConfig, RunConfig
 from argosy.observe.events import read_lines
 from argosy.plan.plan import Plan
 from argosy.processes.handshake import call
-from argosy.supervise import agent_connections
+from argosy.supervise import agent_connections, coordinator
 from argosy.supervise.coordinator import Coordinator
 from peers import SECRET, Peer
 
@@ -133,6 +133,16 @@ def test_every_heartbeat_is_answered(come):
     a = come("a").hello()
     a.say("heartbeat")
     assert a.hears("heard")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "every_s", "most_steps"), [(2, 0.5, 64), (512, 0.5, 8), (2048, 2.0, 8), (100_000, 2.5, 1)]
+)
+def test_the_larger_the_run_the_less_often_agents_are_to_report_but_often_enough_for_the_lease(
+    nodes, every_s, most_steps
+):
+    heard = coordinator._heartbeats(nodes, 8 * nodes, wants_all=False)
+    assert (heard.every_s, heard.most_steps) == (every_s, most_steps)
 
 
 def test_a_node_that_was_cut_off_is_told_that_its_generation_is_over(come, monkeypatch):

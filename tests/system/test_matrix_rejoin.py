@@ -151,8 +151,8 @@ def test_a_node_that_wakes_after_it_was_replaced_writes_nothing(nodes, undisturb
 @pytest.mark.slow
 def test_nobody_is_lost_by_a_coordinator_that_stood_still(nodes, undisturbed):
     """Longer than it waits for an agent, and than an agent waits for it."""
-    steps = ("--train.steps", "150")
-    cluster = nodes(PLANS["replicas"], "slow@forward:seconds=0.2", "ab", *steps)
+    steps = ("--train.steps", "60")
+    cluster = nodes(PLANS["replicas"], "slow@forward:seconds=0.5", "ab", *steps)
     run = cluster.run
     run.wait_for_step(4)
     (started,) = run.events("coordinator_started")

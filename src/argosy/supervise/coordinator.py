@@ -28,7 +28,7 @@ from argosy.processes.tls import server_context
 from argosy.resilience.node_health import Health, NodeRates
 from argosy.resilience.replanner import Replanner
 from argosy.supervise import messages as say
-from argosy.supervise.agent_connections import AgentConnection, AgentConnections
+from argosy.supervise.agent_connections import LEASE_S, AgentConnection, AgentConnections
 from argosy.supervise.descriptors import raise_limit
 from argosy.supervise.handover import Handover
 from argosy.supervise.membership import Membership, Settings
@@ -44,8 +44,9 @@ ALONE_S = 10.0
 """Without any agent for this long there is no run to coordinate, and it ends."""
 HEARTBEATS_PER_S = 1024
 STEP_TIMES_PER_S = 65_536
-"""This process takes in no more heartbeats, and of no more ranks how long a step took: a larger run is looked at less
-often."""
+"""A large run is looked at less often, so that this process takes in no more heartbeats, and times of ranks' steps."""
+HEARTBEATS_A_LEASE = 4
+"""But no agent is heard less often than this."""
 REPORT_S = 10.0
 """How often an event tells of connections that were refused."""
 
@@ -286,7 +287,7 @@ class Coordinator:
 
 def _heartbeats(nodes: int, ranks: int, wants_all: bool) -> say.Heard:
     """Return what to ask of the heartbeats of so many nodes and ranks."""
-    every_s = max(say.EVERY_S, nodes / HEARTBEATS_PER_S)
+    every_s = min(max(say.EVERY_S, nodes / HEARTBEATS_PER_S), LEASE_S / HEARTBEATS_A_LEASE)
     most_steps = min(LAST_STEPS, max(1, round(STEP_TIMES_PER_S * every_s / max(1, ranks))))
     return say.Heard(every_s=every_s, most_steps=most_steps, wants_all=wants_all)
 

@@ -10,6 +10,7 @@
 | `clock` | monotonic and wall time of a node | clock_jump |
 | `limits` | `LimitsReading` of a node and its workers | limit_near |
 
-Those that take a `Sample` run in the coordinator (`supervise.watch`), which knows all ranks; `node.NodeWatch` runs the
-others in each agent. Bad steps and diverged replicas are detected by the workers: `training.bad_steps`.
+Those that take a `Sample` (`sample`) run in the coordinator (`supervise.watch`), which knows all ranks;
+`node.NodeWatch` runs the others in each agent. `waits` tells which rank waits for which. Bad steps and diverged
+replicas are detected by the workers: `training.bad_steps`.
 """
