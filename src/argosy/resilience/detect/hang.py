@@ -58,10 +58,8 @@ class HangDetector:
 
     @property
     def wants_all(self) -> bool:
-        """True if some ranks have stood still for so long that the next sample should have all that all ranks show."""
-        if not len(self._still_s):
-            return False
-        return self._still_s.min() >= self._settled_s and self._still_s.max() >= self._limit_s
+        """True if samples should have all that all ranks show: a hang may soon have lasted long enough."""
+        return self._have_stopped_for(self._limit_s / 2)
 
     def observe(self, sample: Sample) -> list[Finding]:
         """Return what is found in the newest sample; a rank is blamed once until it makes progress again."""
@@ -78,7 +76,8 @@ class HangDetector:
         without_beat = self._ranks_without_beat(sample)
         if without_beat:  # whatever else stands still may well wait for these
             return list(self._without_beat(sample, without_beat))
-        return self._without_progress(sample) if self.wants_all and len(sample.seen) == sample.size else []
+        is_known = len(sample.seen) == sample.size
+        return self._without_progress(sample) if is_known and self._have_stopped_for(self._limit_s) else []
 
     def _start(self, generation: int, ranks: int) -> None:
         self._generation = generation
@@ -148,9 +147,11 @@ class HangDetector:
         }
         return [Finding(kind, "kill", _sentence(kind, ranks, seen, waits, still_s), ranks, evidence)]
 
-    @property
-    def _settled_s(self) -> float:
-        return min(SETTLED_S, self._limit_s / 2)
+    def _have_stopped_for(self, seconds: float) -> bool:
+        """Return True if no rank makes progress any more, and one has not for so long."""
+        if not len(self._still_s) or self._still_s.max() < seconds:
+            return False
+        return bool(self._still_s.min() >= min(SETTLED_S, self._limit_s / 2))
 
     @property
     def _limit_s(self) -> float:
