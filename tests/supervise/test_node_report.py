@@ -125,7 +125,8 @@ class Nodes:
     def _check(self, sample: Sample, rank: int, before: HeartbeatReading, now: HeartbeatReading) -> None:
         assert sample.moved[rank] or before.progress == now.progress
         assert sample.beaten[rank] or before.beats == now.beats
-        if self.asks or not sample.beaten[rank]:
+        assert rank in sample.seen or (sample.beaten[rank] and not self.asks)
+        if rank in sample.seen:  # nothing that is old
             shown = sample.seen[rank]
             assert (shown.pid, shown.step, shown.phase) == (now.pid, now.step, now.phase)
             assert (shown.sequences, shown.has_made_a_step) == (now.sequences, bool(now.busy_s))
@@ -145,6 +146,22 @@ def test_the_reports_of_all_nodes_add_up_to_what_all_pages_show(happens):
         happen(nodes, rank)
     nodes.reports()
     assert nodes.steps == sorted(set(nodes.steps))
+
+
+def test_the_times_of_a_step_are_whole_once_all_nodes_told_them_however_often_one_did():
+    world, view = World(4), WorldView(1, 4)
+    reporters = [NodeReporter(lambda pid: "S") for _ in range(2)]
+    world.step()
+    for _ in range(3):
+        reporters[0].start_over()
+        view.take("a", report(world, reporters[0], 0, 1))
+    view.take("b", reporters[1].report([replace(world.ranks[rank], busy_s={}) for rank in (2, 3)]))
+    sample = view.sample(0.0, 0.5)
+    assert sample is not None and not sample.took
+    view.take("a", report(world, reporters[0], 0, 1))
+    view.take("b", report(world, reporters[1], 2, 3))
+    sample = view.sample(0.5, 0.5)
+    assert sample is not None and [times.step for times in sample.took] == [0]
 
 
 def test_ranks_that_stand_still_are_told_from_those_that_move():
