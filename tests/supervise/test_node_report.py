@@ -7,7 +7,7 @@ from dataclasses import replace
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from argosy.observe.heartbeat import HeartbeatReading
 from argosy.resilience.detect.finding import WorkerSeen
@@ -140,6 +140,7 @@ HAPPENS = [
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(HAPPENS), st.integers(0, 5)), max_size=60))
+@example([(Nodes.asks_or_does_not, 0), (Nodes.reports, 0), (Nodes.asks_or_does_not, 0), (Nodes.steps_on, 0)])
 def test_the_reports_of_all_nodes_add_up_to_what_all_pages_show(happens):
     nodes = Nodes()
     for happen, rank in happens:
