@@ -232,6 +232,19 @@ def test_a_lost_node_is_waited_for_and_then_replanned_without():
     assert join == Join(2, "dp_replicate=2", {("a", 0): 0, ("a", 1): 1})
 
 
+def test_the_planner_is_asked_once_while_workers_of_a_smaller_world_are_waited_for():
+    asked: list[int] = []
+    run = Run({"a": 2, "b": 2}, wait_for_nodes_s=0, replan=lambda n: asked.append(n) or (f"dp_replicate={n}", n)).go()
+    run.of.left("b", "gone")
+    run.of.lost("a", 1, KILLED)
+    run.of.ready("a", 0, generation=1, why="the world broke")
+    for run.now in (1, 2, 3):
+        run.of.orders(run.now)
+    assert asked == [2]
+    run.of.ready("a", 1, generation=0)
+    assert any(isinstance(order, Join) for order in run.of.orders(4))
+
+
 def test_a_node_that_comes_back_in_time_changes_no_plan():
     run = Run({"a": 2, "b": 2}, wait_for_nodes_s=30, replan=lambda n: (f"dp_replicate={n}", n)).go()
     run.take(Join)

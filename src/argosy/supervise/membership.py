@@ -62,6 +62,8 @@ class Membership:
         self._short_since: float | None = None
         self._instead = (of.plan, of.size) if self._inherited and handover.is_instead else None
         """Plan and size that replace the run's own, as long as there is room for them."""
+        self._planned: dict[int, tuple[str, int] | None] = {}
+        """Room -> the plan for it: the planner's last answer, until a world is formed."""
         self._newcomer, self._came_s = "", 0.0
         """A node that a larger generation could use, and the time since which no other came."""
         self._avoided, self._last = set(handover.avoided), set(handover.last)
@@ -282,7 +284,7 @@ class Membership:
             self._count(Cause("a connection between the workers broke", exit_code=-9))
         if self._ended:
             return
-        self._short_since, self._is_counted, self._newcomer = None, False, ""
+        self._short_since, self._is_counted, self._newcomer, self._planned = None, False, "", {}
         self._instead = self._instead if self._instead == (plan, size) else None
         self.generation += 1
         self.plan, self.size, self.in_force = plan, size, True
@@ -304,7 +306,7 @@ class Membership:
             self._end(Finish(Retryable.exit_code, self._missing_workers()))
         if not self.generation or waited_s < settings.wait_for_nodes_s or self._replan is None:
             return None
-        smaller = self._replan(room)
+        smaller = self._plan_for(room)
         if smaller is None:
             self._end(Finish(Retryable.exit_code, f"{room} workers are left, and no plan fits them"))
         return smaller
@@ -338,13 +340,19 @@ class Membership:
         else:
             self._newcomer, self._came_s = name, math.inf
 
+    def _plan_for(self, room: int) -> tuple[str, int] | None:
+        """Return the plan for so many workers. The planner may take seconds, so it is asked once, not at each turn."""
+        if self._replan is not None and room not in self._planned:
+            self._planned = {room: self._replan(room)}
+        return self._planned.get(room)
+
     def _grow_partly(self, now_s: float) -> None:
         """Once no more nodes have come for a while, go on with those that have, if a plan makes use of them."""
         self._came_s = min(self._came_s, now_s)
         if now_s - self._came_s < self._settings.wait_for_nodes_s:
             return
         name, self._newcomer = self._newcomer, ""
-        larger = None if self._replan is None else self._replan(self.room_without())
+        larger = self._plan_for(self.room_without())
         if larger is not None and larger[1] > self.size:
             self._instead = larger
             self._break(f"node {name} came", is_planned=True)
