@@ -53,7 +53,7 @@ POINTS = {
     "optimizer": "inside the optimizer's step, when some of the pieces are updated",
     "weights": "after the optimizer's step; tensors: each piece's values",
     "moments": "after the optimizer's step; tensors: the optimizer's state of each piece",
-    "evaluate": "before an evaluation",
+    "evaluate": "before each batch of an evaluation",
     "snapshot": "before state is copied for a checkpoint",
     "save": "when the writer of a checkpoint begins, and as it goes on (`fraction` of its file)",
     "rename": "before a checkpoint is given its name",

@@ -74,6 +74,14 @@ def test_the_last_steps_are_remembered_and_another_world_begins_anew(heartbeat):
     assert seen.busy_s == {} and seen.step == -1 and seen.phase == "recovering"
 
 
+def test_a_phase_that_works_in_batches_shows_progress_with_each(heartbeat):
+    heartbeat.enter("evaluate")
+    before = reading(heartbeat)
+    heartbeat.advance()
+    after = reading(heartbeat)
+    assert after.phase == "evaluate" and after.progress != before.progress
+
+
 def test_suspicions_outlive_a_world(heartbeat):
     assert reading(heartbeat).suspicions == 0
     heartbeat.suspect()

@@ -135,13 +135,39 @@ def test_a_signal_saves_and_the_run_goes_on_as_if_nothing_was(
     run_dir = folder.path / "runs/tiny"
     process = folder.start("train", "run.toml")
     wait_until(lambda: len(losses(run_dir)) >= 5)
-    process.send_signal(number)
+    for _ in range(2):  # as `timeout` and SLURM do
+        process.send_signal(number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number, err
+    assert "stopping after this" in err
     saved = json.loads(folder.argosy("checkpoint", "list", run_dir, "--json"))
     assert len(saved) == 1 and saved[0]["step"] == len(losses(run_dir))
     folder.argosy("train", "run.toml")
     assert losses(run_dir) == undisturbed
+
+
+def test_ctrl_c_in_a_long_evaluation_waits_for_one_batch_and_the_run_evaluates_when_it_goes_on(folder: Folder) -> None:
+    run_file = folder.write_run(steps=6, every_steps=0)
+    run_file.write_text(run_file.read_text().replace("tokens = 2000", "tokens = 20_000"))
+    process = folder.start("train", "run.toml", ARGOSY_FAULTS="slow@evaluate:seconds=0.2")
+    run_dir = folder.path / "runs/tiny"
+    wait_until(lambda: len(losses(run_dir)) == 4)  # the fifth step's line comes after its evaluation
+    time.sleep(2)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130 and "evaluation batch" in err, err
+    assert len(losses(run_dir)) == 5
+    folder.argosy("train", "run.toml")
+    assert [record["step"] for record in records(run_dir) if "validation_loss" in record] == [4, 5]
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_gets_on_is_never_taken_for_a_hang(folder: Folder) -> None:
+    folder.write_run(steps=10, every_steps=0)  # it evaluates twice, and the first in a world is given more time
+    run_dir, slow = folder.path / "runs/tiny", "slow@evaluate:seconds=0.1"
+    process = folder.start("train", "run.toml", "--resilience.hang_s", "1", ARGOSY_FAULTS=slow)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0 and not events(run_dir, "hang"), err
 
 
 @pytest.mark.slow

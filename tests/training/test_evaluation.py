@@ -17,6 +17,7 @@ from argosy.errors import UserError
 from argosy.models.loss import IGNORED
 from argosy.parallel.world import World
 from argosy.training.evaluation import HeldOut, Score, evaluate, unigram_score
+from argosy.training.stop import StoppedEarly
 from tiny import MODEL, decoder, eager, laid_out, prepare_corpus
 
 SEQ_LEN = 32
@@ -64,6 +65,16 @@ def test_what_fills_a_short_batch_does_not_count_and_has_no_more_documents_than_
     for short in (seen[1], seen[3]):
         assert (short.targets_BT != IGNORED).sum(1).tolist() == [SEQ_LEN, 0, 0, 0]
         assert len(short.documents) - 1 == 4  # as many as rows
+
+
+def test_each_batch_is_announced_and_the_evaluation_ends_where_that_raises(held_out):
+    model = mock.Mock(dp=1, dp_rank=0, microbatches_at_once=1)
+    model.loss = lambda batch: torch.zeros(())
+    batches = -(-len(held_out.windows) // 4)
+    announced = mock.Mock(side_effect=[None] * (batches - 1) + [StoppedEarly])
+    with pytest.raises(StoppedEarly):
+        evaluate(model, held_out, 4, World(), announced)
+    assert announced.call_count == batches
 
 
 def test_the_score_is_the_mean_cross_entropy(held_out):

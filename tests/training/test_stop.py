@@ -10,6 +10,7 @@ from threading import Thread, Timer
 
 import pytest
 
+from argosy.training import stop as module
 from argosy.training.stop import StopSignal, WorldIsOver
 
 
@@ -39,11 +40,21 @@ def test_the_first_signal_is_the_one_that_counts():
     assert stop.number == signal.SIGTERM
 
 
-def test_a_second_interrupt_ends_the_process_at_once():
+def test_a_second_interrupt_ends_the_process_at_once(monkeypatch):
+    monkeypatch.setattr(module, "SAME_S", 0.0)
     StopSignal().listen()
     os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.001)
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_interrupts_that_come_at_once_are_one():
+    """`timeout` sends its signal to the process, and again to the group that the process is in."""
+    stop = StopSignal().listen()
+    for _ in range(3):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert stop.number == signal.SIGINT
 
 
 def test_beside_the_main_thread_it_listens_to_nothing():

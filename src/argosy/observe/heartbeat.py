@@ -111,6 +111,10 @@ class Heartbeat:
         words[PHASE_SINCE] = time.monotonic_ns()
         words[LOOP_VERSION] += 1
 
+    def advance(self) -> None:
+        """Show that the loop gets on with its phase: one that works in batches calls this before each."""
+        self.enter(PHASES[self._words[PHASE]])
+
     def begin(self, step: int) -> None:
         """Show that step `step` begins."""
         self._words[STEP] = step

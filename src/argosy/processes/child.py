@@ -63,7 +63,6 @@ class Child:
         environment: Mapping[str, str] | None = None,
         stdout: IO[bytes] | int | None = STDERR,
         stderr: IO[bytes] | int | None = None,
-        new_session: bool = True,
         send_timeout_s: float = SEND_TIMEOUT_S,
     ):
         """Return at once, while the child imports its module.
@@ -71,7 +70,6 @@ class Child:
         pass_fds: descriptors that it inherits under the same numbers, beside the channel's.
         environment: added to this process's own.
         stdout, stderr: as of subprocess.Popen. What a child prints goes to stderr: stdout may be this one's answer.
-        new_session: a terminal's Ctrl-C does not reach it; this process decides what that means.
         send_timeout_s: of the channel.
 
         Raises: OSError if there can be no more processes.
@@ -87,7 +85,7 @@ class Child:
                 stderr=stderr,
                 pass_fds=[theirs.fileno(), *pass_fds],
                 env={**os.environ, **paths, **(environment or {}), **ties},
-                start_new_session=new_session,
+                start_new_session=True,  # a terminal's Ctrl-C does not reach it: this process decides what it means
             )
         except OSError:
             ours.close()

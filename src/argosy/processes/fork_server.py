@@ -38,8 +38,9 @@ class ForkServer:
 
     def __init__(self, imports: str):
         """`imports`: the module that its processes will need. Returns at once; forking waits for the import."""
-        # What workers print is for the terminal, and so is its Ctrl-C: same output, same session.
-        self._process = Child("argosy.processes.fork_server", imports, stdout=None, new_session=False)
+        # Workers, and the compilers that they start, are told of a terminal's Ctrl-C by their agent, and not by the
+        # terminal. What workers print is for it all the same.
+        self._process = Child("argosy.processes.fork_server", imports, stdout=None)
         self.has_forked = False
         """True once it has forked any process."""
 

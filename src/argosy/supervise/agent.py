@@ -11,23 +11,20 @@ import selectors
 import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from types import FrameType
 
 from argosy.checkpoint.fence import GENERATION
 from argosy.checkpoint.owner import name_of
 from argosy.checkpoint.store import how_to_go_on
 from argosy.config.schema import LaunchConfig, RunConfig
-from argosy.errors import FINAL, ArgosyError, Interrupted, RunFailed, error_of
+from argosy.errors import FINAL, ArgosyError, RunFailed, error_of
 from argosy.observe import stack
 from argosy.observe.events import Events
-from argosy.observe.heartbeat import heartbeat_path, read_heartbeat
+from argosy.observe.heartbeat import HeartbeatReading, heartbeat_path, read_heartbeat
 from argosy.plan.plan import Plan
 from argosy.processes.channel import Channel, Gone
 from argosy.processes.child import Entry
@@ -41,6 +38,7 @@ from argosy.supervise.newcomers import Newcomers
 from argosy.supervise.node_report import NodeReporter
 from argosy.supervise.nodes import Cause, State
 from argosy.supervise.scratch import MEMORY, scratch_folder
+from argosy.supervise.stopping import Stopping
 from argosy.supervise.worker_process import WorkerProcess
 
 WORKER = Entry("argosy.supervise.worker")
@@ -67,10 +65,7 @@ class Agent:
         self._coordinator = CoordinatorClient(run_dir, run, plan, self._events)
         self._store: Channel | None = None
         self._store_generation = 0
-        self._signals: list[int] = []
-        self._signal: int | None = None
-        self._kill_at: float | None = None
-        self._kill_why = ""
+        self._stopping = Stopping(run_dir, run.resilience.grace_s)
         self._finish: say.EndRun | None = None
         self._node = NodeWatch(run_dir)
         self._newcomers = Newcomers(run.resilience)
@@ -88,7 +83,7 @@ class Agent:
         """
         with scratch_folder() as self._scratch:
             try:
-                with self._signals_taken(), selectors.DefaultSelector() as self._selector:
+                with self._stopping.listening(), selectors.DefaultSelector() as self._selector:
                     self._selector.register(self._fork_server, selectors.EVENT_READ, self._hear_fork_server)
                     self._coordinator.open(self._selector, self._say_hello, self._obey)
                     self._check_node()
@@ -103,19 +98,19 @@ class Agent:
             return True
         if self._finish is not None:  # a spare worker would wait for a world for ever
             return not any(process.state is State.DONE for process in self._processes.values())
-        return self._signal is not None and not self._processes
+        return self._stopping.number is not None and not self._processes
 
     def _turn(self) -> None:
         for key, _ in self._selector.select(TICK_S):
             key.data()
-        while self._signals:
-            self._take_signal(self._signals.pop(0))
+        if self._stopping.begins():
+            self._stop()
         now = time.monotonic()
         for process in list(self._processes.values()):
             if process.leave_by is not None and now > process.leave_by:
                 self._kill(process, f"it did not leave a broken world within {BREAK_S:.0f} s")
-            if self._kill_at is not None and now > self._kill_at:
-                self._kill(process, self._kill_why)
+            if self._stopping.is_late(now):
+                self._kill(process, self._stopping.kill_why)
         self._kill_what_stands_still(now)
         if self._node_check is not None:
             self._node_check.end_if_late()
@@ -217,13 +212,13 @@ class Agent:
         reading = read_heartbeat(heartbeat)
         heartbeat.unlink(missing_ok=True)
         if process.state is State.DONE and exit_code == 0:
-            if not process.is_finished and self._signal is None:
-                self._signal = signal.SIGTERM  # it was sent to the worker directly
+            if not process.is_finished and self._stopping.number is None:
+                self._stopping.begin(signal.SIGTERM)  # it was sent to the worker directly
             return
         if exit_code == -signal.SIGKILL and not process.killed:
             self._look_for_memory_kill(process)
         cause = process.cause_of_death(exit_code, -1 if reading is None else reading.step)
-        if cause.exit_code < FINAL and self._signal is None:
+        if cause.exit_code < FINAL and self._stopping.number is None:
             self._report_death(process, cause)
         self._coordinator.tell(say.WorkerLost(slot=process.slot, **asdict(cause)))
 
@@ -246,6 +241,8 @@ class Agent:
         if process.killed or not process.pid:
             return
         process.killed = why
+        if self._stopping.number is not None and process.state is State.RUNNING:
+            self._stopping.not_saved = why
         self._events.write("killed", slot=process.slot, rank=process.rank, pid=process.pid, why=why)
         if process.state is State.RUNNING:
             stack.ask(process.pid)  # it writes to its log where it hangs
@@ -320,7 +317,7 @@ class Agent:
                 health=self._health, is_checking=self._node_check is not None,
             )
         )  # fmt: skip
-        if self._signal is not None:
+        if self._stopping.number is not None:
             self._coordinator.tell(say.RunStopping())
 
     def _obey(self, message: say.FromCoordinator) -> None:
@@ -399,31 +396,11 @@ class Agent:
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _signals_taken(self) -> Iterator[None]:
-        """Pass SIGTERM and SIGINT on to the workers, which save and end; a second signal kills them."""
-        if threading.current_thread() is not threading.main_thread():
-            yield  # Python delivers signals to the main thread only
-            return
-        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signals.append(number)  # and no more: it may have interrupted the sending of a message
-
-    def _take_signal(self, number: int) -> None:
-        if self._signal is not None:
-            self._kill_at, self._kill_why = 0.0, "a second signal came"
-            return
-        grace_s = self._run.resilience.grace_s
-        self._signal, self._kill_at = number, time.monotonic() + grace_s
-        self._kill_why = f"it did not save within resilience.grace_s = {grace_s:g}"
+    def _stop(self) -> None:
+        """Have the workers save their state and end."""
+        print(f"argosy: {self._stopping.in_words(self._readings_in_worlds())}", file=sys.stderr)
         self._coordinator.is_ending = True
-        self._events.write("signal", number=number)
+        self._events.write("signal", number=self._stopping.number)
         self._coordinator.tell(say.RunStopping())
         for process in self._processes.values():
             if process.state in (State.STARTING, State.READY):  # no world will be formed for it
@@ -431,13 +408,17 @@ class Agent:
             elif process.pid:
                 process.signal(signal.SIGTERM)
 
+    def _readings_in_worlds(self) -> list[HeartbeatReading]:
+        """Return what the workers show that are in a world."""
+        members = [process for process in self._processes.values() if process.state is State.RUNNING]
+        readings = [read_heartbeat(heartbeat_path(self._scratch, process.pid)) for process in members]
+        return [reading for reading in readings if reading is not None]
+
     def _raise_if_not_done(self) -> None:
-        finish = self._finish
-        if finish is not None and finish.exit_code and self._signal is None:
-            raise _as_error(finish, how_to_go_on(self._run_dir))
-        if self._signal is not None:
-            name = signal.Signals(self._signal).name
-            raise Interrupted(f"stopped by {name}. {how_to_go_on(self._run_dir)}", self._signal)
+        if (error := self._stopping.error()) is not None:
+            raise error
+        if self._finish is not None and self._finish.exit_code:
+            raise _as_error(self._finish, how_to_go_on(self._run_dir))
 
 
 def node_name(launch: LaunchConfig) -> str:

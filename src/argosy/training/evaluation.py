@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -91,15 +91,26 @@ class Evaluator:
         """True if evaluate.every_steps asks for a score after `done` steps."""
         return bool(self._every) and done % self._every == 0
 
-    def evaluate(self) -> None:
-        """Score the model as it is, if there is held-out text. All processes call it together."""
+    def evaluate(self, before_batch: Callable[[], None]) -> None:
+        """Score the model as it is, if there is held-out text. All processes call it together.
+
+        Raises: what `before_batch` does; the score is then the one before.
+        """
         if self.held_out.tokens:
-            self.score = evaluate(self._model, self.held_out, self._microbatch, self._world)
+            self.score = evaluate(self._model, self.held_out, self._microbatch, self._world, before_batch)
 
 
 @torch.no_grad()
-def evaluate(model: ParallelModel, held_out: HeldOut, microbatch: int, world: World) -> Score:
+def evaluate(
+    model: ParallelModel,
+    held_out: HeldOut,
+    microbatch: int,
+    world: World,
+    before_batch: Callable[[], None] = lambda: None,
+) -> Score:
     """Return the model's score; every data-parallel rank takes a share, and all processes get the result.
+
+    `before_batch` is called before each batch; what it raises, it raises on all processes alike.
 
     All run the same number of equal batches (short ones are filled with targets that do not count), so that
     collectives inside the model match and nothing is compiled anew. They are filled with text like the rest: if one
@@ -110,6 +121,7 @@ def evaluate(model: ParallelModel, held_out: HeldOut, microbatch: int, world: Wo
     stride = batch * model.dp
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     for start in range(model.dp_rank * batch, -(-len(windows) // stride) * stride, stride):
+        before_batch()
         rows = windows[start : start + batch]
         filled = np.concatenate([rows, windows[:1].repeat(batch - len(rows), axis=0)])
         micros = microbatches(filled, microbatch, held_out.end_of_document, world.device)

@@ -45,6 +45,6 @@ def train(
                 trainer.save_if_due(outcome)
             else:
                 trainer.drop_step(outcome, action)
-            if outcome.requests.stop:
+            if outcome.requests.stop or trainer.is_stopped_early:
                 break
         return trainer.finish()

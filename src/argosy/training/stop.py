@@ -7,6 +7,8 @@ import threading
 import time
 from types import FrameType
 
+SAME_S = 2.0
+"""Signals that come within so long are one: `timeout` and SLURM send theirs to the process and to its group."""
 LOOK_S = 0.01
 """How often a rank that holds looks whether its world is over."""
 
@@ -15,12 +17,17 @@ class WorldIsOver(Exception):
     """The world is over. It is raised between steps, where there is no collective that would fail."""
 
 
+class StoppedEarly(Exception):
+    """A signal came to one of the processes amid something that need not be finished. All raise it alike."""
+
+
 class StopSignal:
-    """Remembers the first SIGTERM or SIGINT; a second SIGINT ends the process at once."""
+    """Remembers the first SIGTERM or SIGINT; a SIGINT that comes later than `SAME_S` after it ends the process."""
 
     def __init__(self) -> None:
         self.number: int | None = None
         """Number of the signal that came, if any."""
+        self._came_s = 0.0
         self.world_is_over = False
         """Set to make the process leave its world at once and without saving: another is formed."""
         self.is_to_hold = False
@@ -47,6 +54,8 @@ class StopSignal:
             time.sleep(LOOK_S)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        self.number = self.number or number
-        if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        now = time.monotonic()
+        if self.number is None:
+            self.number, self._came_s = number, now
+        elif number == signal.SIGINT and now - self._came_s > SAME_S:
+            signal.default_int_handler(number, frame)

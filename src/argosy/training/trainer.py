@@ -36,7 +36,7 @@ from argosy.training.shutdown import Shutdown
 from argosy.training.state import Survivor, TrainState
 from argosy.training.step import Requests, Step, StepOutcome
 from argosy.training.step_policy import StepPolicy
-from argosy.training.stop import StopSignal
+from argosy.training.stop import StoppedEarly, StopSignal
 
 
 class Trainer:
@@ -85,6 +85,8 @@ class Trainer:
         )
         self._policy = StepPolicy(state, batches, restorer, bad_steps, records)
         self._time_to_first_step_s: float | None = None
+        self.is_stopped_early = False
+        """True once a signal has interrupted something that need not be finished."""
         records.measure_peak()
 
     def __enter__(self) -> Self:
@@ -98,8 +100,9 @@ class Trainer:
         """Go on from the newest state there is: of survivors, in memory, on disk; or from the initial weights."""
         is_survivors = self._restorer.restore_or_initialize()
         self._clock.lap()
+        self._repeat_evaluation()
         if is_survivors:
-            self._repeat_interrupted()
+            self._repeat_save()
 
     def remaining_steps(self) -> Iterator[int]:
         """Yield the steps still to do, 0-based; a run given in minutes learns their number on the way."""
@@ -150,11 +153,14 @@ class Trainer:
         if not (self._evaluator.is_due(done) or done == self._pace.steps):
             return
         with self._clock.time("evaluate"):
-            fault("evaluate", step=done)
             self._restorer.make_replicas_agree()
             if self.state.step != done:
                 return  # it went back
-            self._evaluator.evaluate()
+            try:
+                self._evaluator.evaluate(self._go_on)
+            except StoppedEarly:
+                self.is_stopped_early = True  # whoever goes on with the run evaluates then
+                return
         if self._evaluator.score is not None:
             self._records.evaluated(done - 1, self._evaluator.score)
 
@@ -196,14 +202,23 @@ class Trainer:
         """
         self._records.progress.close()
         self._shutdown.save_last_state()
-        finished = self.state.step == self._pace.steps
-        if finished and self._evaluator.score is None:
-            self._evaluator.evaluate()
+        if self.state.step == self._pace.steps and self._evaluator.score is None and not self.is_stopped_early:
+            self.evaluate_if_due()
+        finished = self.state.step == self._pace.steps and not self.is_stopped_early
         memory_before_bytes = self._survivor.memory_before_bytes
         self._records.report(self._data, self._evaluator, finished, self._time_to_first_step_s, memory_before_bytes)
         self._shutdown.close()
         self._records.events.write("end", step=self.state.step, finished=finished)
         return finished or self._is_paused
+
+    def _go_on(self) -> None:
+        """Show that this process gets on. Raises: StoppedEarly once a signal came to any process; WorldIsOver."""
+        self._heartbeat.advance()
+        fault("evaluate", step=self.state.step)
+        self._stop.check()
+        has_signal = torch.tensor(float(self._stop.number is not None), device=self._world.device)
+        if self._world.sum(has_signal).item():
+            raise StoppedEarly
 
     def _requests(self) -> Requests:
         return Requests(
@@ -214,11 +229,15 @@ class Trainer:
             hold=self._stop.is_to_hold,
         )
 
-    def _repeat_interrupted(self) -> None:
-        """Run the evaluation and the save again that were due before the last world ended, and were interrupted."""
+    def _repeat_evaluation(self) -> None:
+        """Run the evaluation again that was due after the step before, if it was interrupted."""
         done = self.state.step
         if done and not self._world.share_first(lambda: self._records.metrics.has(done - 1, "validation_loss")):
             self.evaluate_if_due()
+
+    def _repeat_save(self) -> None:
+        """Save again what was to be saved before the last world ended, and was interrupted."""
+        done = self.state.step
         if self._checkpointer.has_missed(done):
             with self._clock.time("checkpoint"):
                 self._restorer.make_replicas_agree()

@@ -1,0 +1,101 @@
+"""The end of a run by a signal: its workers save their state and end, and what has not within its time is killed."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from argosy.checkpoint.store import committed, how_to_go_on
+from argosy.errors import ArgosyError, Interrupted, Retryable
+from argosy.observe.heartbeat import HeartbeatReading
+from argosy.training.stop import SAME_S
+
+UNITS = {"evaluate": "evaluation batch", "check": "replay check", "checkpoint": "save", "recovering": "recovery"}
+"""Phase of a worker -> what it ends before it stops, where that is no step."""
+
+
+class Stopping:
+    """The signals that came to an agent, and what follows from them."""
+
+    def __init__(self, run_dir: Path, grace_s: float):
+        """`grace_s`: the time that workers have to save their state."""
+        self._run_dir, self._grace_s = run_dir, grace_s
+        self._came: list[int] = []
+        self.number: int | None = None
+        """The signal for which the run stops; None: none came."""
+        self._since_s, self._kill_at_s = 0.0, float("inf")
+        self.kill_why = ""
+        """Why what still runs at its time is killed."""
+        self.not_saved = ""
+        """Why the state was not saved, where it was not."""
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take SIGTERM and SIGINT in this block (main thread only)."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._came.append(number)  # and no more: it may have interrupted the sending of a message
+
+    def begins(self) -> bool:
+        """Take in the signals that came since the last call; return True if the run is to stop from now on.
+
+        One more signal, later than `SAME_S`, kills what still runs.
+        """
+        number = self.number
+        while self._came:
+            self._take(self._came.pop(0))
+        return number is None and self.number is not None
+
+    def begin(self, number: int) -> None:
+        """Stop the run for a signal that a worker was sent directly."""
+        self.number = number
+
+    def is_late(self, now_s: float) -> bool:
+        """Return True if what still runs is to be killed, for `kill_why`."""
+        return now_s > self._kill_at_s
+
+    def in_words(self, readings: Collection[HeartbeatReading]) -> str:
+        """Say what is done before the run stops, and what a second signal would lose.
+
+        readings: of the workers that are in a world.
+        """
+        name = "the run" if self.number is None else signal.Signals(self.number).name
+        if not readings:
+            return f"{name}: stopping; there is nothing to save"
+        unit = UNITS.get(next(iter(readings)).phase, "step")
+        saved = max((checkpoint.step for checkpoint in committed(self._run_dir)), default=0)
+        steps = max(0, max(reading.step for reading in readings) - saved)
+        loses = f"gives up {steps} step{'' if steps == 1 else 's'}"
+        return f"{name}: stopping after this {unit}, with the state saved; once more {loses}"
+
+    def error(self) -> ArgosyError | None:
+        """Return the error that the command ends with; None if no signal came."""
+        if self.number is None:
+            return None
+        name = signal.Signals(self.number).name
+        if self.not_saved:
+            why = f"stopped by {name} before the state was saved: {self.not_saved}"
+            return Retryable(f"{why}. {how_to_go_on(self._run_dir)}")
+        return Interrupted(f"stopped by {name}. {how_to_go_on(self._run_dir)}", self.number)
+
+    def _take(self, number: int) -> None:
+        now_s = time.monotonic()
+        if self.number is None:
+            self.number, self._since_s, self._kill_at_s = number, now_s, now_s + self._grace_s
+            self.kill_why = f"it did not save within resilience.grace_s = {self._grace_s:g}"
+        elif now_s - self._since_s > SAME_S:
+            self._kill_at_s, self.kill_why = 0.0, "a second signal came"
