@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from argosy.files import PARTIAL, PartialFile, atomic_write, file_sha256
+from argosy.errors import UserError
+from argosy.files import PARTIAL, PartialFile, atomic_write, file_sha256, read_at_most
 
 
 def names(folder: Path) -> set[str]:
@@ -143,8 +144,19 @@ def test_sha256_is_of_all_bytes(tmp_path, size):
     assert file_sha256(tmp_path / "file") == hashlib.sha256(data).hexdigest()
 
 
-def test_it_stands_below_every_room():
-    loaded = "[m for m in sys.modules if m.startswith(('argosy.', 'torch', 'numpy')) and m != 'argosy.files']"
+def test_it_stands_below_every_room_but_errors():
+    below = "('argosy.credentials', 'argosy.errors', 'argosy.files')"
+    loaded = f"[m for m in sys.modules if m.startswith(('argosy.', 'torch', 'numpy')) and m not in {below}]"
     code = f"import sys, argosy.files; sys.exit(str({loaded}) if {loaded} else 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_file_that_is_larger_than_its_kind_can_be_is_named_and_not_read_whole(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    with path.open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(UserError, match=r"tokenizer\.json has more than 1 MiB"):
+        read_at_most(path, 2**20)
+    path.write_bytes(b"x" * 2**20)
+    assert len(read_at_most(path, 2**20)) == 2**20

@@ -9,6 +9,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from argosy.errors import UserError
+
 PARTIAL = ".partial"
 """Suffix of a file that is being written. Nothing reads such a file; what a kill left, the next write replaces."""
 
@@ -80,6 +82,15 @@ def is_plain_name(name: str) -> bool:
         and name.isprintable()
         and len(os.fsencode(name)) <= LONGEST_NAME_BYTES
     )
+
+
+def read_at_most(path: Path, most_bytes: int) -> bytes:
+    """Return the content of a file that comes from outside. Raises: UserError if it has more bytes; OSError."""
+    with path.open("rb") as file:
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise UserError(f"{path} has more than {most_bytes >> 20} MiB: it is not what its name says. Get it again.")
+    return data
 
 
 def file_sha256(path: Path) -> str:

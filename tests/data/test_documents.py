@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.data.documents import DocumentReader, InputPosition
+from argosy.data.documents import DocumentReader, InputPosition, _lines
 from argosy.data.sources import find_files
 from argosy.errors import UserError
 
@@ -135,3 +137,81 @@ def test_reading_goes_on_from_any_document(tmp_path_factory: pytest.TempPathFact
         resumed = reader(folder, max_text_bytes=limit)
         assert list(resumed.read(documents[done].at)) == documents[done:]
         assert resumed.tally == whole.tally
+
+
+LIMIT = 2**20
+
+
+def bombs() -> dict[str, bytes]:
+    """Small files that unpack to 100 MB of one document or record."""
+    line = b'{"text": "ok"}\n'
+    zeros = bytes(100 * 2**20)
+    table = io.BytesIO()
+    pq.write_table(pa.table({"text": ["x" * 2**16] * 10_000}), table)  # one value in a dictionary, 10,000 times
+    value = io.BytesIO()
+    pq.write_table(pa.table({"text": ["y" * (8 * LIMIT)]}), value, compression="zstd")
+    return {
+        "a.txt.gz": gzip.compress(zeros, 1),
+        "a.txt.zst": zstandard.compress(zeros),
+        "a.jsonl.gz": gzip.compress(line + zeros, 1),
+        "a.jsonl.zst": zstandard.compress(line + zeros),
+        "a.jsonl": line + zeros,
+        "a.parquet.zst": zstandard.compress(zeros),
+        "value.parquet": value.getvalue(),
+        "rows.parquet": table.getvalue(),
+    }
+
+
+@pytest.fixture(scope="module")
+def bomb_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bombs")
+    for name, data in bombs().items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("a.txt.gz", r"a\.txt\.gz"),
+        ("a.txt.zst", r"a\.txt\.zst"),
+        ("a.jsonl.gz", r"a\.jsonl\.gz, line 2"),
+        ("a.jsonl.zst", r"a\.jsonl\.zst, line 2"),
+        ("a.jsonl", r"a\.jsonl, line 2"),
+        ("a.parquet.zst", r"a\.parquet\.zst"),
+        ("value.parquet", r"value\.parquet, row group from row 0"),
+    ],
+)
+def test_what_unpacks_to_too_much_is_named_and_takes_little_memory(bomb_files: Path, name: str, where: str) -> None:
+    tracemalloc.start()
+    before = pa.total_allocated_bytes()
+    with pytest.raises(UserError, match=rf"{where}: .*more than max_document_bytes = {LIMIT} bytes"):
+        texts(bomb_files / name, max_document_bytes=LIMIT)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 16 * LIMIT and pa.total_allocated_bytes() - before < 16 * LIMIT
+
+
+def test_a_value_that_is_stored_once_for_many_rows_is_not_unpacked_for_all_of_them(bomb_files: Path) -> None:
+    """A row is no longer than may be; a thousand of them at once would be."""
+    found = reader(bomb_files / "rows.parquet", max_document_bytes=LIMIT).read(InputPosition())
+    most = 0
+    for _ in zip(range(3000), found, strict=False):
+        most = max(most, pa.total_allocated_bytes())
+    assert most < 8 * LIMIT
+
+
+def test_the_limit_can_be_raised_and_does_not_hold_for_a_text_file_of_that_size(write: Any) -> None:
+    long = b"a" * (2 * LIMIT)
+    assert texts(write("a.txt", long), max_document_bytes=LIMIT) == [long.decode()]
+    assert texts(write("a.txt.gz", gzip.compress(long)), max_document_bytes=2 * LIMIT) == [long.decode()]
+    assert texts(write("a.jsonl", jsonl({"text": "b" * LIMIT})), max_document_bytes=2 * LIMIT) == ["b" * LIMIT]
+
+
+@given(st.lists(st.binary(max_size=40), max_size=20), st.integers(1, 30))
+def test_lines_are_those_of_the_file_however_it_is_read(lines: list[bytes], chunk: int) -> None:
+    data = b"\n".join(lines)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("argosy.data.documents.CHUNK_BYTES", chunk)
+        found = list(_lines(io.BytesIO(data), "x", 1000))
+    assert found == [line.removesuffix(b"\n") for line in io.BytesIO(data)]

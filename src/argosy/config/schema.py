@@ -268,6 +268,9 @@ class PrepareConfig(Section):
     """Share of the documents held out for evaluation, chosen by a hash of their text."""
     max_text_bytes: PositiveInt | None = None
     """Stop after this much text (UTF-8 bytes)."""
+    max_document_bytes: PositiveInt = 256 * 2**20
+    """Longest document (JSONL line, Parquet value, file of text that is compressed or whose size the server does not
+    say) that is read into memory; a longer one is an error, as a small file may unpack to any size."""
     shard_tokens: PositiveInt = 100_000_000
     """Tokens per shard file."""
     on_bad_input: Literal["skip", "refuse"] = "skip"

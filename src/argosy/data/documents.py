@@ -1,6 +1,7 @@
 """Read documents from input files: plain text, JSONL, Parquet. Unreadable input is counted and reported.
 
-A document is a file of plain text (which is read at once), a JSONL record or a Parquet row.
+A document is a file of plain text (which is read at once), a JSONL record or a Parquet row. Nothing is read into memory
+whose size only shows once it is unpacked: `most_bytes` is the limit.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import io
 import json
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Literal
 
+from argosy.config.schema import PrepareConfig
 from argosy.data.sources import InputFile
 from argosy.errors import UserError, missing_extra
 
@@ -22,6 +24,13 @@ EMPTY = "empty document"
 BROKEN_UTF8 = "broken UTF-8"
 BROKEN_JSON = "broken JSON"
 NOT_TEXT = "not text"
+MAX_DOCUMENT_BYTES: int = PrepareConfig.model_fields["max_document_bytes"].default
+CHUNK_BYTES = 2**20
+"""Bytes that are read at once."""
+ROWS_AT_ONCE = 1024
+"""Most rows of a Parquet file that are unpacked at once."""
+MOST_TIMES_SMALLER = 100
+"""Text is hardly ever compressed to less than a hundredth."""
 
 
 @dataclass
@@ -70,6 +79,7 @@ class DocumentReader:
         field: the JSONL field or Parquet column that holds the text.
         on_bad_input: skip and count unreadable input, or raise UserError at the first.
         max_text_bytes: stop after this much UTF-8 text; the last document is cut there.
+        max_document_bytes: longest document that is read; a longer one raises UserError.
     """
 
     def __init__(
@@ -78,9 +88,10 @@ class DocumentReader:
         field: str,
         on_bad_input: Literal["skip", "refuse"] = "skip",
         max_text_bytes: int | None = None,
+        max_document_bytes: int = MAX_DOCUMENT_BYTES,
     ):
         self._files, self._field, self._on_bad_input = files, field, on_bad_input
-        self._max_text_bytes = max_text_bytes
+        self._max_text_bytes, self._max_document_bytes = max_text_bytes, max_document_bytes
         self.tally = Tally()
         """Counts up to the document that was read last."""
 
@@ -97,7 +108,7 @@ class DocumentReader:
 
     def _texts(self, file: InputFile) -> Iterator[str]:
         """Yield the readable texts of a file; end where max_text_bytes is reached."""
-        for found in read_file(file, self._field):
+        for found in read_file(file, self._field, self._max_document_bytes):
             data = self._or_skip(found)
             if not data:
                 continue
@@ -124,15 +135,20 @@ class DocumentReader:
         return None if self._max_text_bytes is None else self._max_text_bytes - self.tally.text_bytes
 
 
-def read_file(file: InputFile, field: str) -> Iterator[bytes | BadInput]:
+def read_file(file: InputFile, field: str, most_bytes: int = MAX_DOCUMENT_BYTES) -> Iterator[bytes | BadInput]:
     """Yield the texts of one file as UTF-8, and a `BadInput` in place of what is not text.
 
-    Raises: UserError if the file cannot be read or decompressed, or does not have `field`.
+    most_bytes: the longest document; a file of text that is not compressed may have the size that it shows.
+    Raises: UserError if the file cannot be read or decompressed, has a longer document, or does not have `field`.
     """
-    read: Callable[[BinaryIO, str, str], Iterator[bytes | BadInput]]
-    read = {".jsonl": _read_jsonl, ".ndjson": _read_jsonl, ".parquet": _read_parquet}.get(file.suffix, _read_text)
     with _opened(file) as stream:
-        yield from read(stream, file.name, field)
+        if file.suffix in (".jsonl", ".ndjson"):
+            yield from _read_jsonl(stream, file.name, field, most_bytes)
+        elif file.suffix == ".parquet":
+            yield from _read_parquet(stream, file.name, field, most_bytes)
+        else:
+            shown = 0 if file.compression else file.size or 0
+            yield from _read_text(stream, file.name, max(most_bytes, shown))
 
 
 @contextmanager
@@ -164,8 +180,10 @@ def _zstandard() -> Any:
     return zstandard
 
 
-def _read_text(stream: BinaryIO, name: str, field: str) -> Iterator[bytes | BadInput]:
-    data = stream.read().removeprefix(b"\xef\xbb\xbf")  # the byte order mark that some editors write before UTF-8
+def _read_text(stream: BinaryIO, name: str, most_bytes: int) -> Iterator[bytes | BadInput]:
+    data = _read_all(stream, name, most_bytes).removeprefix(
+        b"\xef\xbb\xbf"
+    )  # the byte order mark that some editors write before UTF-8
     try:
         data.decode()
     except UnicodeDecodeError as error:
@@ -174,10 +192,43 @@ def _read_text(stream: BinaryIO, name: str, field: str) -> Iterator[bytes | BadI
         yield data
 
 
-def _read_jsonl(stream: BinaryIO, name: str, field: str) -> Iterator[bytes | BadInput]:
-    for number, line in enumerate(stream, 1):
+def _read_all(stream: BinaryIO, name: str, most_bytes: int) -> bytes:
+    data = io.BytesIO()
+    while chunk := stream.read(CHUNK_BYTES):
+        if data.tell() + len(chunk) > most_bytes:
+            raise _too_long(name, most_bytes)
+        data.write(chunk)
+    return data.getvalue()
+
+
+def _too_long(where: str, most_bytes: int) -> UserError:
+    return UserError(
+        f"{where}: a document of more than max_document_bytes = {most_bytes} bytes. Cut it into documents, or raise "
+        "max_document_bytes if the file is what it should be: a small file may unpack to any size"
+    )
+
+
+def _read_jsonl(stream: BinaryIO, name: str, field: str, most_bytes: int) -> Iterator[bytes | BadInput]:
+    for number, line in enumerate(_lines(stream, name, most_bytes), 1):
         if line.strip():
             yield _record_text(line, f"{name}, line {number}", field)
+
+
+def _lines(stream: BinaryIO, name: str, most_bytes: int) -> Iterator[bytes]:
+    """Yield the lines. Not the stream's own iterator: that reads a line without end until memory is full."""
+    number, begun = 1, bytearray()
+    while chunk := stream.read(CHUNK_BYTES):
+        first, *others = chunk.split(b"\n")
+        begun += first
+        if others:
+            yield bytes(begun)
+            yield from others[:-1]
+            number += len(others)
+            begun = bytearray(others[-1])
+        if len(begun) > most_bytes:
+            raise _too_long(f"{name}, line {number}", most_bytes)
+    if begun:
+        yield bytes(begun)
 
 
 def _record_text(line: bytes, where: str, field: str) -> bytes | BadInput:
@@ -206,22 +257,40 @@ def _field_text(value: Any, where: str) -> bytes | BadInput:
         return BadInput(BROKEN_UTF8, f"{where} (half of a surrogate pair)")
 
 
-def _read_parquet(stream: BinaryIO, name: str, field: str) -> Iterator[bytes | BadInput]:
+def _read_parquet(stream: BinaryIO, name: str, field: str, most_bytes: int) -> Iterator[bytes | BadInput]:
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError:
         raise missing_extra("pyarrow", "parquet", f"Reading {name}") from None
     try:
-        table = pq.ParquetFile(stream if stream.seekable() else io.BytesIO(stream.read()))
+        table = pq.ParquetFile(stream if stream.seekable() else io.BytesIO(_read_all(stream, name, most_bytes)))
         _check_column(table.schema_arrow, name, field)
         row = 0
-        for batch in table.iter_batches(batch_size=1024, columns=[field]):
-            for data in batch.column(0).cast(pa.binary()).to_pylist():
-                yield _checked(data or b"", f"{name}, row {row}")
-                row += 1
-    except pa.ArrowInvalid as error:
+        for group in range(table.num_row_groups):
+            rows = _rows_at_once(table.metadata.row_group(group), name, row, field, most_bytes)
+            for batch in table.iter_batches(batch_size=rows, row_groups=[group], columns=[field]):
+                for data in batch.column(0).cast(pa.binary()).to_pylist():
+                    if data and len(data) > most_bytes:
+                        raise _too_long(f"{name}, row {row}", most_bytes)
+                    yield _checked(data or b"", f"{name}, row {row}")
+                    row += 1
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise UserError(f"{name}: not a Parquet file ({error}). Restore it, or leave it out of `input`") from None
+
+
+def _rows_at_once(group: Any, name: str, row: int, field: str, most_bytes: int) -> int:
+    """Return how many rows of a row group, whose first is `row`, to unpack at once.
+
+    Each value of a column may be as long as all that is stored of it, since a dictionary stores what is repeated once.
+    Raises: UserError if a page of the group unpacks to more than `most_bytes`, out of far fewer bytes.
+    """
+    columns = [group.column(number) for number in range(group.num_columns)]
+    unpacked = max((c.total_uncompressed_size for c in columns if c.path_in_schema == field), default=0)
+    stored = max((c.total_compressed_size for c in columns if c.path_in_schema == field), default=0)
+    if unpacked > most_bytes and unpacked > MOST_TIMES_SMALLER * stored:
+        raise _too_long(f"{name}, row group from row {row}: {stored} bytes that unpack to {unpacked}", most_bytes)
+    return int(min(ROWS_AT_ONCE, max(1, most_bytes // max(unpacked, 1))))
 
 
 def _check_column(schema: Any, name: str, field: str) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from argosy.errors import DataError, UserError
-from argosy.files import atomic_write, file_sha256, is_plain_name
+from argosy.files import atomic_write, file_sha256, is_plain_name, read_at_most
 
 NAME = "manifest.json"
 TOKENIZER = "tokenizer.json"
@@ -127,12 +127,8 @@ class Manifest(_Record):
         path = folder / NAME
         if not path.exists():
             raise UserError(f"{folder}: no prepared data here ({NAME} is missing). {_how_to_fill(folder)}")
-        with path.open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
         try:
-            if len(data) > MOST_BYTES:
-                raise UserError(f"{path} has more than {MOST_BYTES >> 20} MiB: it is no manifest. Delete {folder}.")
-            return cls.model_validate_json(data)
+            return cls.model_validate_json(read_at_most(path, MOST_BYTES))
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(str(part)[:60] for part in first["loc"])

@@ -99,7 +99,9 @@ def prepare(config: PrepareConfig, report: Report | None = None) -> Manifest:
             return _load_prepared(config.out, options)
         journal = _open_journal(config, options, files)
         tokenizer = _tokenizer(config, files, bool(journal.cuts), report)
-        reader = DocumentReader(files, config.field, config.on_bad_input, config.max_text_bytes)
+        reader = DocumentReader(
+            files, config.field, config.on_bad_input, config.max_text_bytes, config.max_document_bytes
+        )
         splits = _tokenize(config, files, reader, tokenizer, journal, report)
         Manifest(
             tokenizer_sha256=tokenizer.sha256,

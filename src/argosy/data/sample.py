@@ -32,7 +32,7 @@ def sample_texts(files: Sequence[InputFile], config: PrepareConfig, max_chars: i
 
 
 def _from_file(file: InputFile, config: PrepareConfig, share: int) -> Iterator[str]:
-    reader = DocumentReader([file], config.field, config.on_bad_input, config.max_text_bytes)
+    reader = DocumentReader([file], config.field, config.on_bad_input, config.max_text_bytes, config.max_document_bytes)
     for document in reader.read(InputPosition()):
         if share <= 0:
             return

@@ -10,7 +10,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from argosy.errors import UserError
-from argosy.files import atomic_write
+from argosy.files import atomic_write, read_at_most
 
 END_OF_DOCUMENT = "<|endoftext|>"
 END_NAMES = (
@@ -25,6 +25,8 @@ END_NAMES = (
 """Names of the token that ends a document, the likeliest first: GPT-2 and Qwen, Llama 3, DeepSeek, Llama 2 and
 Mistral, Gemma, others; a chat model's end of turn only if there is nothing else."""
 
+MOST_BYTES = 512 * 2**20
+"""No tokenizer.json is larger: that of 262,000 tokens has 33 MB."""
 SMALLEST_VOCABULARY = 256 + 1
 """All bytes and the end of a document."""
 
@@ -62,7 +64,7 @@ class Tokenizer:
     def load(cls, path: Path) -> Tokenizer:
         """Load `path`. Raises: UserError if it is missing, no tokenizer.json, or has no token that ends a document."""
         try:
-            return cls(path.read_bytes().decode(), str(path))
+            return cls(read_at_most(path, MOST_BYTES).decode(), str(path))
         except FileNotFoundError:
             raise UserError(
                 f"tokenizer = {path}: there is no such file. Name a tokenizer.json, or leave the key out to train one"

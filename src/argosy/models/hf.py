@@ -18,11 +18,13 @@ from torch import Tensor
 
 from argosy.config.schema import ModelConfig
 from argosy.errors import ArgosyWarning, UserError
-from argosy.files import is_plain_name
+from argosy.files import is_plain_name, read_at_most
 from argosy.models.hf_config import config_from_json, config_to_json, refuse
 from argosy.models.hf_families import FAMILIES, MTP_NAMES, is_stack, their_names, to_ours, to_theirs
 from argosy.plan.parameters import state_table
 
+MOST_JSON_BYTES = 256 * 2**20
+"""No config or index is larger: that of 671B parameters has 9 MB."""
 SHARD_BYTES = 5 * 10**9
 """About how many bytes of weights go into one safetensors file."""
 KEPT_IN_FP32 = "router.bias"
@@ -252,7 +254,7 @@ def _stored_in(path: Path) -> list[StoredTensor]:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(read_at_most(file, MOST_JSON_BYTES).decode())
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not JSON: {error}. Download or export it again.") from None
     if not isinstance(value, dict):

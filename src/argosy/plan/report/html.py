@@ -84,7 +84,7 @@ def _facts(report: PlanReport) -> str:
         near = f" The nearest that fits: <code>{escape(about.near.plan)}</code>." if about.near else ""
         missing = (
             f'<p class="bad">It does not fit: {gib(about.misfit.excess_bytes)} GiB too much, most of it '
-            f"{about.misfit.largest} ({gib(about.misfit.largest_bytes)} GiB).{near}</p>"
+            f"{escape(about.misfit.largest)} ({gib(about.misfit.largest_bytes)} GiB).{near}</p>"
         )
     table = "".join(f'<tr><th class="text">{n}</th><td class="text">{escape(v)}</td></tr>' for n, v in rows)
     return f"<p><code>{_breakable(choice.plan)}</code></p>{missing}<table>{table}</table>"
@@ -198,7 +198,7 @@ def _svg(width: float, height: float, parts: Sequence[str]) -> str:
 
 def _choices(report: PlanReport, choices: Sequence[Candidate]) -> str:
     heads = ("step", "GiB", "MFU", "tokens/s", "devices", "run", report.currency, "kWh")
-    head = '<th class="text">plan</th>' + "".join(f"<th>{name}</th>" for name in heads)
+    head = '<th class="text">plan</th>' + "".join(f"<th>{escape(name)}</th>" for name in heads)
     body = []
     for choice in choices:
         run = choice.run
