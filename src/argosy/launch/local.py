@@ -31,7 +31,7 @@ def train(run: RunConfig, run_dir: Path | None = None, *, accept_changes: bool =
     """
     run_dir = (run_dir or Path("runs") / run.name).absolute()
     progress = Progress(enabled=not quiet)
-    with fork_server() as forks, run_folder.locked(run_dir, node=_name_of_node(run)):
+    with fork_server() as forks, run_folder.locked(run_dir, _name_of_node(run), run.launch.nodes):
         with run_folder.settling(run_dir):
             run, data = resolve(run, progress)
             run = run_folder.enter(run_dir, run, data.identity, accept_changes)

@@ -19,6 +19,7 @@ from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
 from argosy.errors import UserError
 from argosy.files import atomic_write
+from argosy.launch.storage import check_storage
 from argosy.plan.plan import Plan
 
 NEVER = ("model",)
@@ -26,12 +27,14 @@ NEVER = ("model",)
 
 
 @contextmanager
-def locked(run_dir: Path, node: str = "") -> Iterator[None]:
+def locked(run_dir: Path, node: str = "", nodes: int = 1) -> Iterator[None]:
     """Lock the run's folder for this process; the kernel releases the lock when the process dies.
 
-    With `node`, lock only that node's part. Raises: UserError if another process holds the lock.
+    With `node`, which is one of `nodes` machines, lock only that node's part.
+    Raises: UserError if another process holds the lock, or the storage cannot hold a run.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
+    check_storage(run_dir, nodes)
     with (run_dir / (f".lock-{node}" if node else ".lock")).open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
