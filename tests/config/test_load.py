@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from argosy.config.dump import dump, save_run
-from argosy.config.load import load
+from argosy.config.load import load, origin_of
 from argosy.config.schema import RunConfig
 from argosy.config.suggest import ELSEWHERE
 from argosy.errors import UserError
@@ -220,3 +220,11 @@ def test_a_missing_or_unreadable_file_is_said_with_near_names(tmp_path, run_file
 def test_the_json_schema_admits_a_plan_as_a_table():
     kinds = RunConfig.model_json_schema()["properties"]["plan"]["anyOf"]
     assert {"string", "object"} == {kind["type"] for kind in kinds}
+
+
+def test_the_origin_of_a_value_is_an_option_a_line_or_the_default(run_file):
+    path = run_file("seed = 1\n[launch]\nnodes = 2\n")
+    assert origin_of(path, "launch.nodes") == f"{path}:3"
+    assert origin_of(path, "launch.nodes", {"launch.nodes"}) == "--launch.nodes"
+    assert origin_of(path, "launch.processes") == "default"
+    assert origin_of(None, "launch.processes").startswith("demo.toml:")

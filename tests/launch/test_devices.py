@@ -27,6 +27,11 @@ def test_more_processes_than_cores_are_granted_with_a_warning():
         assert find_devices(LaunchConfig(device="cpu", processes=CORES + 1)).count == CORES + 1
 
 
+def test_processes_that_only_the_plan_asks_for_are_not_told_as_the_user_s():
+    with pytest.warns(ArgosyWarning, match=rf"the plan's {CORES + 1} processes \(its share of launch.nodes = 2\) on"):
+        find_devices(LaunchConfig(device="cpu", nodes=2), planned=CORES + 1)
+
+
 def test_processes_that_run_already_are_taken_as_they_are():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

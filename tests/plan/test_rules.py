@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy.config.schema import RunConfig
+from argosy.config.schema import LaunchConfig, RunConfig
 from argosy.errors import UserError
 from argosy.plan import rules
 from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan
-from argosy.plan.rules import RULES, breaks_any, check_plan, first_problem, nearest
+from argosy.plan.rules import RULES, breaks_any, check_plan, check_size, first_problem, nearest
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 
@@ -226,7 +226,7 @@ def test_a_plan_that_fits_passes():
 @pytest.mark.parametrize(
     ("plan", "processes", "message"),
     [
-        ("ep=2", 2, "is for 1 processes, and launch.processes = 2."),
+        ("ep=2", 2, "is for 1 processes, and there are 2. Try launch.processes = 1"),
         (
             "tp=3",
             3,
@@ -236,7 +236,7 @@ def test_a_plan_that_fits_passes():
         (
             "dp_replicate=4",
             2,
-            'plan = "dp_replicate=4,microbatch=1,precision=fp32" is for 4 processes, and launch.processes = 2. '
+            'plan = "dp_replicate=4,microbatch=1,precision=fp32" is for 4 processes, and there are 2. '
             'Try launch.processes = 4, or plan = "auto".',
         ),
         (
@@ -251,6 +251,36 @@ def test_a_plan_that_fits_passes():
 def test_a_plan_that_cannot_train_this_run_is_refused_with_a_remedy(plan, processes, message):
     with pytest.raises(UserError, match=re.escape(message)):
         check_plan(Plan.parse(plan), run(train={"global_batch": 16}), processes)
+
+
+@pytest.mark.parametrize(
+    ("size", "launch", "message"),
+    [
+        (
+            4,
+            {"processes": 2},
+            "is for 4 processes, and launch.processes = 2 (run.toml:7). Try launch.processes = 4, or",
+        ),
+        (
+            2,
+            {"nodes": 2, "processes": 2},
+            "is for 2 processes, and launch.nodes = 2 (--launch.nodes) x launch.processes = 2 (run.toml:7) make 4. "
+            "Try launch.processes = 1, which counts on each machine, or",
+        ),
+        (
+            3,
+            {"nodes": 2},
+            "is for 3 processes, and launch.nodes = 2 (--launch.nodes) machines of 2 processes each have 4. "
+            "Try launch.nodes = 1, or",
+        ),
+    ],
+)
+def test_processes_are_told_with_nodes_and_with_the_places_that_say_so(size, launch, message):
+    places = {"launch.nodes": "--launch.nodes", "launch.processes": "run.toml:7", "plan": "default"}
+    settings = LaunchConfig(**launch)
+    processes = settings.nodes * (settings.processes or -(-size // settings.nodes))
+    with pytest.raises(UserError, match=re.escape(message)):
+        check_size(f"dp_replicate={size}", size, settings, processes, places.__getitem__)
 
 
 @settings(deadline=None, max_examples=30)

@@ -38,7 +38,7 @@ def edited(path: Path, old: str, new: str) -> Path:
             "dp_shard=2,ep=2",
             ("plan.ep = 2, and the model has no experts", "Plans near it", "dp_shard=2"),
         ),
-        ("dp_replicate=2", "dp_replicate=4", ("launch.processes = 2", "Try")),
+        ("dp_replicate=2", "dp_replicate=4", ("(run.toml:", "launch.processes = 2 (run.toml:", "Try")),
         pytest.param("microbatch=2", "microbatch=3", ("train.global_batch = 8", "Try 6 or 12"), marks=pytest.mark.slow),
         ("seq_len = 32", "seq_len = 1000000", ("seq_len",)),
     ],

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 
 from argosy.config import keys
 from argosy.config.layers import Entry, Source
-from argosy.config.load import OPTION_MARK, build, load
+from argosy.config.load import OPTION_MARK, build, load, origin_of
 from argosy.config.meaning import meanings
 from argosy.config.renamed import RENAMED, new_key
 from argosy.config.schema import RunConfig, Section
@@ -44,6 +44,13 @@ def parse_run(argv: list[str], prog: str, extra: type[ExtraT]) -> tuple[ExtraT, 
     source, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
     options, overrides = _parse(rest, prog + RUN, extra, load(source))
     return options, load(source, overrides, overrides_mark=OPTION_MARK)
+
+
+def origin(argv: list[str], key: str) -> str:
+    """Return where `key` has its value from if `argv` are the words of `parse_run`: an option, a line, or nowhere."""
+    source = argv[0] if argv and not argv[0].startswith("-") else None
+    words = (word.removeprefix(OPTION_MARK).split("=")[0] for word in argv if word.startswith(OPTION_MARK))
+    return origin_of(source, key, {keys.dotted(keys.key_of(word)) for word in words})
 
 
 def parse_section(argv: list[str], prog: str, extra: type[ExtraT], section: type[SectionT]) -> tuple[ExtraT, SectionT]:

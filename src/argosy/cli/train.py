@@ -17,9 +17,10 @@ import os
 import shutil
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from argosy.cli.options import parse_run
+from argosy.cli.options import origin, parse_run
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def main(argv: list[str]) -> None:
         return
     from argosy.launch.local import train
 
-    report = train(run, options.run_dir, accept_changes=options.accept_changes)
+    report = train(run, options.run_dir, accept_changes=options.accept_changes, origin=partial(origin, argv))
     if options.json:
         print(report.model_dump_json())
     elif not argv and report.status == "finished":

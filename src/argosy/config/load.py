@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import ValidationError
 
 from argosy.config.catalog import near_names, preset_names, preset_path
-from argosy.config.keys import Key, dotted, fields, nest, sections, value_type
+from argosy.config.keys import Key, dotted, fields, key_of, nest, sections, value_type
 from argosy.config.layers import Entry, Layer, Source, file_layer, override_layer, preset_layer, run_layer
 from argosy.config.problems import Place, Problem, problem_of, shown
 from argosy.config.schema import DataConfig, RunConfig, Section
@@ -52,6 +52,20 @@ def load(
     given = override_layer(overrides or {}, overrides_mark)
     out: dict[Key, object] = {("data", "prepare", "out"): DataConfig().prepare.out}
     return build(RunConfig, run_layer(out, Source(""), folder) | over_model_preset(file, given) | given)
+
+
+def origin_of(source: str | Path | None, key: str, options: Collection[str] = ()) -> str:
+    """Return where `key` of the run of `source` has its value from, in words: an option, a line of a file, or nowhere.
+
+    options: the keys that the command line changes.
+    """
+    if key in options:
+        return f"{OPTION_MARK}{key}"
+    preset = run_preset(source)
+    path = preset or run_file(str(source))
+    layer = file_layer(path, path.name if preset else str(path), path.absolute().parent)
+    entry = layer.get(key_of(key))
+    return entry.source.place(key_of(key)).text.removesuffix(": ") if entry else "default"
 
 
 def build(schema: type[SectionT], entries: Layer) -> SectionT:

@@ -32,7 +32,9 @@ def find_devices(launch: LaunchConfig, processes: int | None = None, planned: in
     if gpus and launch.device != "cpu":
         count = processes or launch.processes or planned or gpus
         if not processes and count > gpus:
-            raise UserError(f"launch.processes = {count}, and there are {gpus} GPUs. Try launch.processes = {gpus}.")
+            raise UserError(
+                f"{_wanted(launch, planned)} on this machine, and there are {gpus} GPUs. Try launch.processes = {gpus}."
+            )
         memory_bytes = float(torch.cuda.get_device_properties(0).total_memory)
         bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         fp16 = not bf16 and torch.cuda.get_device_capability(0) >= (7, 0)  # tensor cores, from Volta on
@@ -42,12 +44,20 @@ def find_devices(launch: LaunchConfig, processes: int | None = None, planned: in
     cores = len(os.sched_getaffinity(0))
     if not processes and count > cores:
         warnings.warn(
-            f"launch.processes = {count} on {cores} cores: they will wait for each other.",
+            f"{_wanted(launch, planned)} on {cores} cores: they will wait for each other.",
             ArgosyWarning,
             stacklevel=2,
         )
     here = int(os.environ.get("LOCAL_WORLD_SIZE", count)) if processes else count
     return Devices(count, "cpu", _bf16_is_fast(), memory_bytes=host_memory_bytes() / here, per_node=here)
+
+
+def _wanted(launch: LaunchConfig, planned: int) -> str:
+    """Return in words how many processes this machine is to have, and who says so."""
+    if launch.processes:
+        return f"launch.processes = {launch.processes}"
+    nodes = f" (its share of launch.nodes = {launch.nodes})" if launch.nodes > 1 else ""
+    return f"the plan's {planned} processes{nodes}"
 
 
 def tell() -> None:

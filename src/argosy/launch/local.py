@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,21 +15,31 @@ from argosy.launch.devices import ask
 from argosy.launch.resolve import resolve
 from argosy.observe.progress import Progress
 from argosy.observe.report import Report
+from argosy.plan.rules import check_size
 from argosy.plan.search.auto import Devices, choose_plan, processes_of
 from argosy.processes.fork_server import ForkServer
 from argosy.supervise.agent import WORKER, Agent, node_name
 
 
-def train(run: RunConfig, run_dir: Path | None = None, *, accept_changes: bool = False, quiet: bool = False) -> Report:
+def train(
+    run: RunConfig,
+    run_dir: Path | None = None,
+    *,
+    accept_changes: bool = False,
+    quiet: bool = False,
+    origin: Callable[[str], str] = lambda key: "",
+) -> Report:
     """Train `run` in `run_dir` (runs/NAME by default) with processes of this machine; return its report.
 
     If the folder holds a checkpoint of this run, it goes on from there. With launch.nodes, this is one of the machines,
-    and returns when the run is done. quiet: what rank 0 prints goes to the folder's logs too.
+    and returns when the run is done. quiet: what rank 0 prints goes to the folder's logs too. origin: returns where a
+    key of the run has its value from, for messages.
 
     Raises: UserError if the run cannot be started as asked; RunFailed if it could not go on; Interrupted after
     SIGTERM or SIGINT, once its state is saved.
     """
     run_dir = (run_dir or Path("runs") / run.name).absolute()
+    _check_processes(run, origin)
     progress = Progress(enabled=not quiet)
     with fork_server() as forks, run_folder.locked(run_dir, _name_of_node(run), run.launch.nodes):
         with run_folder.settling(run_dir):
@@ -71,6 +81,16 @@ def _report_if_finished(run_dir: Path, run: RunConfig) -> Report | None:
 def _name_of_node(run: RunConfig) -> str:
     """Return the node's name for the lock: each of several nodes has its own; a single one locks the whole folder."""
     return "" if run.launch.nodes == 1 else node_name(run.launch)
+
+
+def _check_processes(run: RunConfig, origin: Callable[[str], str]) -> None:
+    """Refuse a written plan that does not fit the nodes and processes that are said, before anything takes time.
+
+    Raises: UserError.
+    """
+    if size := processes_of(run.plan):
+        nodes = run.launch.nodes
+        check_size(run.plan, size, run.launch, nodes * (run.launch.processes or -(-size // nodes)), origin)
 
 
 def _devices(forks: ForkServer, run: RunConfig) -> Devices:

@@ -13,7 +13,7 @@ from itertools import islice
 from operator import or_
 from typing import Any
 
-from argosy.config.schema import RunConfig
+from argosy.config.schema import LaunchConfig, RunConfig
 from argosy.errors import UserError
 from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import INTERLEAVED, SPLITTING
@@ -237,14 +237,41 @@ def first_problem(plan: Plan, run: RunConfig) -> str | None:
 
 def check_plan(plan: Plan, run: RunConfig, processes: int) -> None:
     """Refuse, before any process starts, a plan that cannot train this run. Raises: UserError."""
-    if plan.world_size != processes:
-        raise UserError(
-            f'plan = "{plan}" is for {plan.world_size} processes, and launch.processes = {processes}. '
-            f'Try launch.processes = {plan.world_size}, or plan = "auto".'
-        )
+    check_size(str(plan), plan.world_size, run.launch, processes)
     if problem := first_problem(plan, run):
         near = ", ".join(f'"{other}"' for other in nearest(plan, run))
         raise UserError(f"{problem} Plans near it that would do: {near}." if near else problem)
+
+
+def check_size(
+    plan: str, size: int, launch: LaunchConfig, processes: int, origin: Callable[[str], str] = lambda key: ""
+) -> None:
+    """Refuse a plan for `size` processes where there are `processes`, on all nodes.
+
+    origin: returns where a key gets its value from, in words. Raises: UserError.
+    """
+    if size == processes:
+        return
+    nodes, each = launch.nodes, launch.processes
+
+    def said(key: str, value: int) -> str:
+        where = origin(f"launch.{key}")
+        return f"launch.{key} = {value}" + (f" ({where})" if where else "")
+
+    if each and nodes * each == processes:
+        product = f"{said('nodes', nodes)} x {said('processes', each)} make {processes}"
+        there = product if nodes > 1 else said("processes", each)
+    elif nodes > 1:
+        there = f"{said('nodes', nodes)} machines of {processes // nodes} processes each have {processes}"
+    else:
+        there = f"there are {processes}"
+    remedy = f"launch.processes = {size // nodes}" if size % nodes == 0 else "launch.nodes = 1"
+    on_each = ", which counts on each machine" if nodes > 1 and size % nodes == 0 else ""
+    where = origin("plan")
+    raise UserError(
+        f'plan = "{plan}"{f" ({where})" if where else ""} is for {size} processes, and {there}. '
+        f'Try {remedy}{on_each}, or plan = "auto".'
+    )
 
 
 def nearest(plan: Plan, run: RunConfig, many: int = 3) -> list[Plan]:
