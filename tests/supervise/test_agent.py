@@ -9,7 +9,9 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -123,10 +125,18 @@ def healthy() -> None:
     channel_to_parent().send("node_checked", health=Health().to_record())
 
 
+def hear(coordinator: Peer) -> dict[str, Any]:
+    """Return the next message; a fork server that is started anew may take its time on a busy machine."""
+    for _ in range(8):
+        with suppress(TimeoutError):
+            return coordinator.receive()
+    raise TimeoutError
+
+
 def take_until(coordinator: Peer, kind: str, slots: set[int]) -> None:
     """Take messages until there was one of this kind of each of `slots`."""
     while slots:
-        message = coordinator.receive()
+        message = hear(coordinator)
         if message["kind"] == kind:
             slots = slots - {message["slot"]}
 
@@ -182,7 +192,7 @@ def test_a_fork_server_that_is_dead_when_the_node_is_to_be_checked_is_replaced(t
     thread = threading.Thread(target=agent.run)
     thread.start()
     coordinator = Peer(server.accept()[0], listen(SECRET))
-    while coordinator.receive()["kind"] != "node_checked":
+    while hear(coordinator)["kind"] != "node_checked":
         pass
     coordinator.say("finish", exit_code=0, why="", error="")
     thread.join(10)
