@@ -7,12 +7,17 @@ from typing import Any
 
 import pytest
 
-from argosy.plan.cost.cluster_constants import constants_of, time_std
+from argosy.config.load import load
+from argosy.plan.cost.cluster_constants import COMPILER_BYTES, constants_of, memory_std, time_std
 from argosy.plan.cost.constants import fitted
+from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.layer_time import BACKWARD_ATTENTION, INTENSITY
+from argosy.plan.cost.prediction import predict
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.devices import Efficiencies, PeakFlops
 from argosy.plan.hardware.measurements import AttentionRate, CollectiveRate, MatmulRate, Measurements
+from argosy.plan.layouts import Layouts
+from argosy.plan.plan import Plan
 
 RATE, MEMORY_RATE = 100e9, 10e9
 
@@ -98,3 +103,26 @@ def test_what_nobody_measured_is_less_sure():
     published, measured = time_std(Cluster.parse("8xh100"), experts=False), time_std(probed(), experts=False)
     assert published == fitted()[1].dense_time < measured < time_std(Cluster.parse("2xcpu"), experts=False)
     assert time_std(Cluster.parse("8xh100"), experts=True) == fitted()[1].moe_time
+
+
+def test_memory_is_less_sure_on_cpus_and_as_sure_as_before_on_accelerators():
+    assert memory_std(Cluster.parse("8xh100")) == fitted()[1].memory < memory_std(Cluster.parse("2xcpu"))
+
+
+@pytest.mark.parametrize(("cluster", "more"), [("2xcpu", COMPILER_BYTES), ("2xh100", 0.0)])
+def test_compiling_takes_memory_where_the_device_s_memory_is_the_host_s(cluster, more):
+    costs = CostModel.of(load("demo", {"model.vocab_size": 4096}), Cluster.parse(cluster))
+    eager, compiled = (
+        costs.predict_memory(Layouts.of([Plan(dp_replicate=2, microbatch=4, compile=c)])).workspace[0]
+        for c in (False, True)
+    )
+    assert compiled - eager == more
+
+
+@pytest.mark.parametrize("measured_mb", [383, 395, 471])
+def test_the_demo_s_measured_memory_is_in_its_interval(measured_mb):
+    """From 20 steps to all of it, with evaluations and checkpoints; two processes on two cores, on three days."""
+    run = load("demo", {"model.vocab_size": 4096})
+    plan = Plan(dp_replicate=2, microbatch=4, precision="bf16")
+    expected = predict(plan, run, Cluster.parse("2xcpu")).memory_bytes
+    assert expected.low < measured_mb * 1e6 < expected.high < 2 * expected.low

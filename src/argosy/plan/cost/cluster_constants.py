@@ -23,10 +23,14 @@ ON_CPUS = {
     "exposed_gradients": 1.0,
     "unfused": 1.0,
     "step": 3e-3,
-    "workspace_bytes": 110e6,
+    "workspace_bytes": 140e6,
 }
-"""Constants of processes on CPUs, which no published run covers. Nothing overlaps; a first step makes 80 to 180 MB of
-torch's code and of the buffers of BLAS and gloo resident (six plans of 2 processes)."""
+"""Constants of processes on CPUs, which no published run covers. Nothing overlaps; a first step makes torch's code and
+the buffers of BLAS and gloo resident (`benchmarks/results/planner_memory_cpu.md`)."""
+COMPILER_BYTES = 75e6
+"""What torch.compile adds to that: its own code, and what it keeps of graphs (the same runs)."""
+CPU_MEMORY_STD = 0.11
+"""Standard deviation (of the logarithm) to add to that of memory on CPUs (the same runs, each left out in turn)."""
 CPU_STD, ASSUMED_STD = 0.25, 0.5
 """Standard deviations (of the logarithm) to add on CPUs, and where nobody measured the device."""
 ASSUMED = {"peak_flops_per_s", "matmul_efficiency", "memory_bytes_per_s", "link_bytes_per_s"}
@@ -56,6 +60,12 @@ def time_std(cluster: Cluster, experts: bool) -> float:
     published = spread.moe_time if experts else spread.dense_time
     on_cpus = CPU_STD if device.kind == "cpu" else 0.0
     return math.hypot(published, on_cpus, ASSUMED_STD if ASSUMED & set(device.assumed) else 0.0)
+
+
+def memory_std(cluster: Cluster) -> float:
+    """Return the standard deviation of the logarithm of measured over predicted memory, without factors."""
+    _, spread = fitted()
+    return math.hypot(spread.memory, CPU_MEMORY_STD if cluster.device.kind == "cpu" else 0.0)
 
 
 def _matmuls(device: Device, found: Measurements) -> dict[str, float]:

@@ -15,8 +15,8 @@ from typing import TypeVar
 import numpy as np
 
 from argosy.config.schema import RunConfig
-from argosy.plan.cost.cluster_constants import constants_of, time_std
-from argosy.plan.cost.constants import Constants, fitted
+from argosy.plan.cost.cluster_constants import COMPILER_BYTES, constants_of, memory_std, time_std
+from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.exact_state import INT8_BLOCK, MOMENTS
 from argosy.plan.cost.factors import Factors, calibrated
 from argosy.plan.cost.memory_model import Footprint, MemoryModel
@@ -64,7 +64,6 @@ class CostModel:
         are those that fit published runs, or those that a probe measured.
         """
         device, tiers = cluster.device, cluster.tiers
-        _, spread = fitted()
         half: Precision = "bf16" if "bf16" in device.formats else "fp16"
         fast = half in device.formats and (
             "fp32" not in device.formats
@@ -78,7 +77,7 @@ class CostModel:
             precision=half if fast else "fp32",
             constants=constants_of(cluster),
             time_std=time_std(cluster, experts=run.model.moe.experts > 0),
-            memory_std=spread.memory,
+            memory_std=memory_std(cluster),
             factors=cluster.factors,
         )
 
@@ -98,6 +97,7 @@ class CostModel:
         of_moment = 4.0 if optimizer.state == "fp32" else 1.0 + 4 / INT8_BLOCK
         return System(
             moment_bytes=MOMENTS[optimizer.kind] * of_moment,
+            compiler_bytes=COMPILER_BYTES * self.rates.host_waits,
             checks_gradients=float(self.run.resilience.replay_check_every_steps > 0),
         )
 

@@ -50,7 +50,7 @@ class Footprint(Breakdown):
     gathered: Numbers
     """Parameters of the layers at work, if ranks share them, and gradients that are not summed yet."""
     workspace: Numbers
-    """Buffers of kernels and collectives."""
+    """Buffers of kernels and collectives, and what compiling takes."""
     reserve: Numbers
     """Memory that the allocator holds unused."""
 
@@ -107,7 +107,7 @@ class MemoryModel(RankSizes):
             activations=activations,
             logits=logits,
             gathered=gathered,
-            workspace=constants.workspace_bytes + self._received(),
+            workspace=constants.workspace_bytes + np.where(self.eager, 0.0, system.compiler_bytes) + self._received(),
             reserve=np.zeros(1),
         )
         return Footprint(**{**vars(used), "reserve": constants.fragmentation * (comes_and_goes + update)})

@@ -136,6 +136,8 @@ class System:
     """Hidden-state widths that a layer keeps for backward, beside the inputs and outputs of both norms."""
     selective: Numbers = 0
     """Share of a layer's activations that selective recompute keeps; 0: the results of matmuls and attention."""
+    compiler_bytes: Numbers = 0
+    """Bytes that torch.compile takes of the device's memory: on a CPU, where the process that computes compiles too."""
     receives_ahead: Numbers = 1
     """1: pipeline stages have a buffer for each microbatch that they receive (torch.distributed.pipelining)."""
     gathers_again: Numbers = 0
