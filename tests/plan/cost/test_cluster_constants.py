@@ -119,6 +119,20 @@ def test_compiling_takes_memory_where_the_device_s_memory_is_the_host_s(cluster,
     assert compiled - eager == more
 
 
+@pytest.mark.parametrize(
+    ("plan", "copies"),
+    [(Plan(), 3), (Plan(dp_replicate=2), 1.5), (Plan(dp_shard=2), 1.5), (Plan(dp_shard=2, zero=1), 1.5)],
+    ids=str,
+)
+def test_a_cpu_s_memory_holds_the_copies_for_a_checkpoint(plan, copies):
+    """Of weights and both moments, dealt out to the ranks that hold them: second steps need that much more."""
+    run = load("demo", {"model.vocab_size": 4096})
+    found = CostModel.of(run, Cluster.parse("2xcpu")).predict_memory(Layouts.of([plan])).workspace[0]
+    weights = predict(Plan(), run, Cluster.parse("1xcpu")).memory["weights"]
+    known = constants_of(Cluster.parse("2xcpu")).workspace_bytes + COMPILER_BYTES
+    assert found - known == pytest.approx(copies * weights, rel=0.01)
+
+
 @pytest.mark.parametrize("measured_mb", [383, 395, 471])
 def test_the_demo_s_measured_memory_is_in_its_interval(measured_mb):
     """From 20 steps to all of it, with evaluations and checkpoints; two processes on two cores, on three days."""

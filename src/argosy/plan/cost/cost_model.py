@@ -98,6 +98,7 @@ class CostModel:
         return System(
             moment_bytes=MOMENTS[optimizer.kind] * of_moment,
             compiler_bytes=COMPILER_BYTES * self.rates.host_waits,
+            saves_here=self.rates.host_waits,
             checks_gradients=float(self.run.resilience.replay_check_every_steps > 0),
         )
 

@@ -50,7 +50,7 @@ class Footprint(Breakdown):
     gathered: Numbers
     """Parameters of the layers at work, if ranks share them, and gradients that are not summed yet."""
     workspace: Numbers
-    """Buffers of kernels and collectives, and what compiling takes."""
+    """Buffers of kernels and collectives, what compiling takes, and the copies for a checkpoint."""
     reserve: Numbers
     """Memory that the allocator holds unused."""
 
@@ -107,7 +107,10 @@ class MemoryModel(RankSizes):
             activations=activations,
             logits=logits,
             gathered=gathered,
-            workspace=constants.workspace_bytes + np.where(self.eager, 0.0, system.compiler_bytes) + self._received(),
+            workspace=constants.workspace_bytes
+            + np.where(self.eager, 0.0, system.compiler_bytes)
+            + self._received()
+            + system.saves_here * self._saved(mine, weight_bytes),
             reserve=np.zeros(1),
         )
         return Footprint(**{**vars(used), "reserve": constants.fragmentation * (comes_and_goes + update)})
@@ -231,6 +234,12 @@ class MemoryModel(RankSizes):
         plans = self.plans
         boundaries = np.where(plans.pp > 1, 2 * plans.stages_here - 1, 0) * (self.system.receives_ahead > 0)
         return self.microbatches * boundaries * self.hidden_bytes
+
+    def _saved(self, mine: Numbers, weight_bytes: Numbers) -> Numbers:
+        """Return the bytes that a rank copies for a checkpoint: of what several ranks hold, each copies a part."""
+        plans = self.plans
+        replicas = plans.dp_replicate * plans.dp_shard * plans.cp / plans.shares_state
+        return mine * (weight_bytes + self.system.moment_bytes) / replicas
 
     def _logits(self) -> Numbers:
         plans, work, system = self.plans, self.work, self.system
