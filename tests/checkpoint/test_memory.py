@@ -6,7 +6,8 @@ import errno
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,14 @@ from argosy.checkpoint.memory import (
     FOLDER,
     NODE,
     MemoryCheckpointer,
+    Placement,
     memory_checkpoints_in,
     memory_folder,
     node_name,
     place,
 )
 from argosy.checkpoint.shards import wholes
+from argosy.parallel.peers import Peers, together
 from argosy.parallel.world import World
 
 ALONE = World()
@@ -56,25 +59,40 @@ def expected(step: int, rank: int = 0) -> dict[str, torch.Tensor]:
 # Placement
 
 
+def placed(nodes: Sequence[str], held: Sequence[Sequence[Box]], may_hang: bool = False) -> list[Placement]:
+    """By rank, what it does."""
+    ranks = enumerate(zip(nodes, held, strict=True))
+    return together([place(Peers(rank, len(nodes)), node, boxes, may_hang) for rank, (node, boxes) in ranks])
+
+
+def names(placements: Sequence[Placement]) -> list[list[str]]:
+    return [sorted(b.name for b in some.kept) for some in placements]
+
+
 def test_what_live_replicas_on_two_nodes_hold_is_not_copied():
     everything = [box("a"), box("b")]
-    assert place(["x", "y"], [everything] * 2).kept == ((), ())
-    assert place(["x", "x", "y", "y"], [everything[:1], everything[1:]] * 2).kept == ((),) * 4
+    assert placed(["x", "y"], [everything] * 2) == [Placement()] * 2
+    assert placed(["x", "x", "y", "y"], [everything[:1], everything[1:]] * 2) == [Placement()] * 4
+
+
+def test_replicas_that_a_lost_device_may_hold_up_are_copied_all_the_same():
+    everything = [box("a"), box("b")]
+    found = placed(["x", "y"], [everything] * 2, may_hang=True)
+    assert names(found) == [["a"], ["b"]] and all(some.is_needed for some in found)
 
 
 def test_if_one_box_has_no_replica_on_another_node_all_are_copied_since_going_back_takes_all():
-    placement = place(["x", "y"], [[box("both"), box("mine")], [box("both")]])
-    assert sorted(b.name for kept in placement.kept for b in kept) == ["both", "mine"]
+    found = placed(["x", "y"], [[box("both"), box("mine")], [box("both")]])
+    assert sorted(chain(*names(found))) == ["both", "mine"] and all(some.is_needed for some in found)
 
 
 def test_a_random_generator_is_no_reason_to_save_in_memory():
-    assert place(["x", "y"], [[box("a"), box(f"rng.rank{rank}")] for rank in range(2)]).kept == ((), ())
+    assert placed(["x", "y"], [[box("a"), box(f"rng.rank{rank}")] for rank in range(2)]) == [Placement()] * 2
 
 
 def test_replicas_on_one_node_share_the_work_of_saving():
     everything = [box("large", 8), box("a"), box("b")]
-    kept = place(["x"] * 2, [everything] * 2).kept
-    assert [[b.name for b in boxes] for boxes in kept] == [["large"], ["a", "b"]]
+    assert names(placed(["x"] * 2, [everything] * 2)) == [["large"], ["a", "b"]]
 
 
 @pytest.mark.parametrize(
@@ -86,10 +104,14 @@ def test_replicas_on_one_node_share_the_work_of_saving():
         ("xxyy", (2, 3, 0, 1)),
         ("xxyyzz", (2, 3, 4, 5, 0, 1)),
         ("xxxy", (3, 3, 3, 0)),
+        ("xyxy", (1, 0, 3, 2)),
     ],
 )
 def test_the_mirror_is_on_the_next_node_in_the_ring(nodes, mirror):
-    assert place(nodes, [[box(f"of{rank}")] for rank in range(len(nodes))]).mirror == mirror
+    found = placed(nodes, [[box(f"of{rank}")] for rank in range(len(nodes))])
+    assert tuple(some.mirror for some in found) == mirror
+    for rank, some in enumerate(found):
+        assert some.guests == tuple(other for other, at in enumerate(mirror) if at == rank)
 
 
 def test_the_environment_names_folder_and_node(monkeypatch):

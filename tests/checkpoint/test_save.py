@@ -15,15 +15,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
 from argosy.checkpoint import fence, store
 from argosy.checkpoint import save as save_module
-from argosy.checkpoint.boxes import Box
 from argosy.checkpoint.names import shard_name
-from argosy.checkpoint.save import Saver, deal
-from argosy.checkpoint.shards import box_bytes
+from argosy.checkpoint.save import Saver
 from argosy.checkpoint.writer import Upkeep
 from argosy.parallel.world import World
 from argosy.training.stop import WorldIsOver
@@ -416,32 +412,3 @@ def save_and_reduce(world: World, run_dir: Path) -> bool:
     saving.close()
     dist.barrier()
     return all(sums)
-
-
-@st.composite
-def holdings(draw: st.DrawFn) -> list[list[Box]]:
-    boxes = [
-        Box(f"w{i}", "float32", (n,), (0,), (n,)) for i, n in enumerate(draw(st.lists(st.integers(0, 99), max_size=9)))
-    ]
-    ranks = draw(st.integers(1, 5))
-    held: list[list[Box]] = [[] for _ in range(ranks)]
-    for box in boxes:
-        for rank in draw(st.sets(st.integers(0, ranks - 1), min_size=1)):
-            held[rank].append(box)
-    return held
-
-
-@given(holdings())
-def test_every_box_is_dealt_to_one_of_its_holders(held: list[list[Box]]) -> None:
-    dealt = deal(held)
-    for mine, can in zip(dealt, held, strict=True):
-        assert set(mine) <= set(can)
-    everything = [box for mine in dealt for box in mine]
-    assert sorted(everything, key=str) == sorted({box for can in held for box in can if box.elements}, key=str)
-
-
-@given(st.lists(st.integers(1, 99), min_size=1, max_size=20), st.integers(1, 5))
-def test_what_all_hold_is_dealt_evenly(sizes: list[int], ranks: int) -> None:
-    boxes = [Box(f"w{i}", "float32", (n,), (0,), (n,)) for i, n in enumerate(sizes)]
-    loads = [sum(map(box_bytes, mine)) for mine in deal([boxes] * ranks)]
-    assert max(loads) - min(loads) <= 4 * max(sizes)

@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from argosy.config.schema import LaunchConfig
+from argosy.errors import StorageError
+from argosy.parallel.encoding import FailedElsewhere, WrongMessage
 from argosy.parallel.world import World, leave_world, threads_per_process
 
 
@@ -87,14 +89,46 @@ def looked(world: World) -> tuple[int, str]:
     def fail() -> int:
         raise LookupError(f"seen by rank {world.rank}")
 
-    with pytest.raises(LookupError) as caught:
-        world.share_first(fail)
-    return world.share_first(lambda: 7 + world.rank), str(caught.value)
+    with pytest.raises((LookupError, FailedElsewhere)) as caught:
+        world.share_first(fail, int)
+    return world.share_first(lambda: 7 + world.rank, int), str(caught.value)
 
 
 def test_what_the_first_process_finds_or_raises_is_for_all(workers):
-    assert workers.run(2, looked) == [(7, "seen by rank 0")] * 2
+    assert workers.run(2, looked) == [(7, "seen by rank 0"), (7, "LookupError: seen by rank 0")]
     assert looked(World()) == (7, "seen by rank 0")
+
+
+def refused_by_the_first(world: World) -> tuple[str, int]:
+    def refuse() -> int:
+        raise StorageError(f"rank {world.rank}: full")
+
+    with pytest.raises(StorageError) as caught:
+        world.share_first(refuse, int)
+    return str(caught.value), caught.value.exit_code
+
+
+def test_an_error_of_argosy_is_the_same_on_all_processes(workers):
+    assert workers.run(2, refused_by_the_first) == [("rank 0: full", 74)] * 2
+
+
+def gathered(world: World) -> list[list[str]]:
+    return world.gather(["x" * 1000 * world.rank], list[str])
+
+
+def test_what_processes_give_may_be_of_any_length(workers):
+    assert workers.run(3, gathered) == [[[""], ["x" * 1000], ["x" * 2000]]] * 3
+
+
+def gather_unlike(world: World) -> str:
+    with pytest.raises(WrongMessage) as caught:
+        world.gather(world.rank, int) if world.is_first else world.gather("a", str)
+    return str(caught.value)
+
+
+def test_processes_that_are_at_different_places_find_it_out(workers):
+    for problem in workers.run(2, gather_unlike):
+        assert "the two ranks are not at the same place" in problem
 
 
 def test_threads_are_what_the_user_says_or_an_equal_share_of_the_cores():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from argosy.config.schema import ResilienceConfig
-from argosy.training.bad_steps import MOST_IN_A_ROW, MOST_REWINDS, Action, BadStep, BadStepPolicy
+from argosy.training.bad_steps import MOST_IN_A_ROW, MOST_REWINDS, Action, BadStep, BadStepPolicy, Counts
 
 NOT_FINITE = [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, math.inf), (-math.inf, math.nan)]
 APPLY, RETRY, SKIP, REWIND, STOP = Action.APPLY, Action.RETRY, Action.SKIP, Action.REWIND, Action.STOP
@@ -86,17 +86,17 @@ def test_each_step_that_looks_bad_is_done_again_once():
 def test_counts_go_on_in_a_new_world_from_the_rank_that_has_the_newest():
     before, new = policy(), policy()
     twice(before, 7, math.nan, 1.0)
-    new.load_newest([policy().state_dict(), new.state_dict(), before.state_dict()])
-    assert new.state_dict() == before.state_dict()
+    new.load_newest([policy().counts(), new.counts(), before.counts()])
+    assert new.counts() == before.counts()
     tries = [twice(new, 7, math.nan, 1.0) for _ in range(MOST_IN_A_ROW - 1)]
     assert [bad.in_a_row for _, bad in tries] == [2, 3, 4, 5] and tries[-1][0] is STOP
-    assert before.state_dict()["in_a_row"] == 1, "they share nothing"
+    assert before.counts().in_a_row == 1, "they share nothing"
 
 
 def test_a_step_that_looked_bad_in_the_last_world_is_not_done_again_twice():
     before = policy()
     assert before.decide(7, math.nan, 1.0)[0] is RETRY
-    new = BadStepPolicy(ResilienceConfig(), counted=before.state_dict())
+    new = BadStepPolicy(ResilienceConfig(), counted=before.counts())
     assert new.decide(7, math.nan, 1.0)[0] is SKIP
 
 
@@ -105,7 +105,7 @@ def test_rewinds_are_counted_on_where_the_state_is_an_older_one():
     assert steps.rewound(6)
     twice(steps, 6, math.nan, 1.0)
     steps.forget_bad_steps()
-    assert steps.state_dict() == {"decisions": 2, "in_a_row": 0, "first_try": None, "rewinds": {6: 1}}
+    assert steps.counts() == Counts(decisions=2, in_a_row=0, first_try=None, rewinds={6: 1})
 
 
 def test_a_detector_that_is_switched_off_sees_nothing():

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from argosy.checkpoint.boxes import Box
 from argosy.checkpoint.history import History, Position
-from argosy.training.offers import Offer, newest_whole_state
+from argosy.parallel.peers import Peers, Talk, together
+from argosy.training.offers import Claim, Offer, WholeState, newest_whole_state
 
 
 def box(rows: tuple[int, int], name: str = "model.w") -> Box:
@@ -19,12 +20,28 @@ SECOND = FIRST.next("b2", 20)
 
 
 def offer(step: int, *boxes: Box, history: History = FIRST, live: bool = False, skipped: int = 0) -> Offer:
-    return Offer(history, Position(step, 0, ((7, 8),) * skipped), boxes, live)
+    return Offer(Claim(history, Position(step, 0, ((7, 8),) * skipped), live), boxes)
 
 
-def newest(*offers: Sequence[Offer], history: History = FIRST, wanted: Box = WHOLE) -> tuple[str, int, bool] | None:
-    found = newest_whole_state(offers, [[wanted]] * len(offers), history)
-    return None if found is None else (found.history.world, found.position.step, found.is_live)
+def asked(
+    *offers: Sequence[Offer], history: History = FIRST, wanted: Sequence[Box] = (WHOLE,), damaged: Sequence[Offer] = ()
+) -> list[WholeState | None]:
+    """What each rank finds."""
+
+    def rank(peers: Peers, mine: Sequence[Offer]) -> Talk[WholeState | None]:
+        claims = yield from peers.union((offer.claim for offer in mine), Claim)
+        is_whole = lambda i: all(mine[i] is not bad for bad in damaged)  # noqa: E731
+        return (yield from newest_whole_state(peers, mine, claims, wanted, history, is_whole))
+
+    return together([rank(Peers(i, len(offers)), mine) for i, mine in enumerate(offers)])
+
+
+def newest(*offers: Sequence[Offer], history: History = FIRST, damaged: Sequence[Offer] = ()) -> object:
+    (answer,) = {
+        None if found is None else (found.history.world, found.position.step, found.is_live)
+        for found in asked(*offers, history=history, damaged=damaged)
+    }
+    return answer
 
 
 def test_what_one_survivor_has_all_of_is_taken():
@@ -52,15 +69,23 @@ def test_what_the_run_has_turned_away_from_is_not_taken_up_again():
     assert newest(stray, [], history=History().next("d4", 0)) is None
 
 
+def test_an_in_memory_checkpoint_that_is_damaged_is_none():
+    damaged = offer(5, LOWER)
+    others = [offer(5, UPPER), offer(3, UPPER)], [damaged, offer(3, LOWER)]
+    assert newest(*others, damaged=[damaged]) == ("a1", 3, False)
+    assert newest(*others, [offer(5, LOWER)], damaged=[damaged]) == ("a1", 5, False)
+
+
 def test_skipped_samples_that_one_rank_knows_of_count_for_all():
-    held = [[offer(5, WHOLE, live=True)], [offer(5, WHOLE, live=True, skipped=1)]]
-    found = newest_whole_state(held, [[WHOLE]] * 2, FIRST)
-    assert found is not None and found.position.skipped == ((7, 8),)
+    for found in asked([offer(5, WHOLE, live=True)], [offer(5, WHOLE, live=True, skipped=1)]):
+        assert found is not None and found.position.skipped == ((7, 8),)
 
 
 def test_the_loss_scale_is_one_rank_s_for_all_and_may_be_missing():
     scale = box((0, 4), "scaler.scale")
     held = [[offer(5, WHOLE, scale, live=True)], [offer(5, WHOLE, scale, live=True, skipped=1)]]
-    found = newest_whole_state(held, [[WHOLE, scale]] * 2, FIRST)
-    assert found is not None and {t.sender for t in found.transfers if t.wanted == scale} == {1}
-    assert newest_whole_state([[offer(5, WHOLE, live=True)]], [[WHOLE, scale]], FIRST) is not None
+    for found in asked(*held, wanted=[WHOLE, scale]):
+        assert found is not None and found.leader == 1 and all(t.wanted != scale for t in found.transfers)
+    alike = [offer(5, WHOLE, scale, live=True)]
+    assert [found.leader for found in asked([], alike, alike) if found] == [1, 1, 1]
+    assert None not in asked([offer(5, WHOLE, live=True)], wanted=[WHOLE, scale])

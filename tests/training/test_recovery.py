@@ -68,7 +68,7 @@ class Behind:
 )
 def test_a_survivor_follows_a_rank_that_is_a_step_ahead(survivor, ahead, follows):
     update = Update(ahead, 1.0, 2.0, 1.0, 0.1, 256, None)
-    facts = [Facts("x"), Facts("x", FIRST, Position(ahead + 1, 0), update)]
+    facts = [Facts(FIRST, Position(ahead, 0), None), Facts(FIRST, Position(ahead + 1, 0), update)]
     follow(survivor, facts)
     assert survivor.applied == [update] * follows
 

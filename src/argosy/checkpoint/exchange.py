@@ -1,7 +1,9 @@
 """State from rank to rank: each says what it holds and what it wants, and boxes travel, from any layout to any other.
 
-Every rank computes the same list of transfers. Then, in round k of n - 1, rank i sends to rank i + k and receives from
-rank i - k: a rank has at most one message in flight in each direction, and no two send to one at a time.
+Ranks find each other by the directory (`checkpoint.directory`); each knows only of its own transfers. They are carried
+out by distance, nearest first: at distance k rank i sends to rank i + k and receives from rank i - k, if they have
+something for each other. Both ends of each way go through their distances in this order, so that the nearest that is
+not done yet has both its ends ready, and no rank waits for ever.
 """
 
 from __future__ import annotations
@@ -9,7 +11,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from itertools import zip_longest
 from typing import Any
 
@@ -17,16 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from argosy.checkpoint.boxes import Box, Misfit, cover
+from argosy.checkpoint.boxes import Box, Misfit
+from argosy.checkpoint.directory import Transfer, match
 from argosy.checkpoint.shards import box_bytes
 from argosy.errors import ArgosyError
-from argosy.parallel.world import World
+from argosy.parallel.peers import over, peers_of
 
 MESSAGE_BYTES = 32 * 2**20
 """The most that travels at once between two ranks: the size of their buffers, and what one checksum covers."""
 CHECKSUM_BYTES = 4
-TIMEOUT_S = 600.0
-"""How long a rank in a world of GPUs waits for another's message in host memory."""
+NAMED = 3
+"""At most so many damaged messages are named."""
 ALIGNMENT = 16
 """Tensors in a message begin at multiples of so many bytes, so that they can be read in place."""
 
@@ -37,20 +39,6 @@ class CorruptMessage(ArgosyError):
 
 class NobodyHas(ArgosyError):
     """Something is wanted that no rank holds."""
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """A part of a box that goes from one rank to another, or from one place of a rank's memory to another."""
-
-    sender: int
-    receiver: int
-    source: Box
-    """The box that the sender has."""
-    wanted: Box
-    """The box that the receiver fills."""
-    part: Box
-    """The part of both that travels, in the dtype of `source`."""
 
 
 @dataclass(frozen=True)
@@ -66,34 +54,15 @@ def exchange(held: Mapping[Box, Tensor], wanted: Mapping[Box, Tensor], group: di
     """Fill the tensors of `wanted` from what the ranks of `group` hold; all of them call it together.
 
     Tensors are plain and have their box's shape; they may lie on any device. A rank may hold nothing, or want nothing.
-    `group` carries tensors in host memory (`host_group`); None if this rank is alone.
+    `group` carries tensors in host memory (`World.host_group`); None if this rank is alone.
 
     Raises: NobodyHas if something is wanted that no rank holds, CorruptMessage if a message is not what was sent; the
     same on all ranks.
     """
-    everyone = gather((list(held), list(wanted)), group)
-    transfers = route([holding for holding, _ in everyone], [wants for _, wants in everyone])
+    transfers = over(group, match(peers_of(group), held.keys(), wanted.keys()))
     if isinstance(transfers, Misfit):
         raise NobodyHas(f"no rank has all of it: {transfers}")
     return carry(transfers, held, wanted, group)
-
-
-def host_group(world: World) -> dist.ProcessGroup | None:
-    """Return a group of all ranks for tensors in host memory; None for a single rank. All ranks call it together."""
-    if world.size == 1:
-        return None
-    if world.device.type == "cpu":
-        return dist.group.WORLD
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S))
-
-
-def gather(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return what each rank of `group` gives, by rank. Raises: RuntimeError if one of them is gone."""
-    if group is None:
-        return [mine]
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, mine, group=group)
-    return everyone
 
 
 def travels(box: Box) -> bool:
@@ -104,45 +73,13 @@ def travels(box: Box) -> bool:
     return not box.name.startswith("rng.")
 
 
-def route(held: Sequence[Sequence[Box]], wanted: Sequence[Sequence[Box]]) -> list[Transfer] | Misfit:
-    """Return which rank sends what to which, given what each holds and wants; or the first box that no rank can give.
-
-    A rank takes what it can from its own memory, the rest from the holder with the least to send so far. The result
-    follows from the arguments alone, so that all ranks find the same.
-    """
-    holders: dict[str, list[tuple[int, Box]]] = {}
-    for rank, boxes in enumerate(held):
-        for box in boxes:
-            holders.setdefault(box.name, []).append((rank, box))
-    to_send = [0] * len(held)
-    transfers: list[Transfer] = []
-    for receiver, wants in enumerate(wanted):
-        own = set(held[receiver])
-        for box in wants:
-            if box in own:  # most are, and there are ranks times boxes of them
-                transfers.append(Transfer(receiver, receiver, box, box, box))
-                continue
-            parts = cover(box, _preferred(holders.get(box.name, []), receiver, to_send))
-            if isinstance(parts, Misfit):
-                return parts
-            for sender, source, part in parts:
-                transfers.append(Transfer(sender, receiver, source, box, replace(part, dtype=source.dtype)))
-                if sender != receiver:
-                    to_send[sender] += box_bytes(transfers[-1].part)
-    return transfers
-
-
-def _preferred(holders: Sequence[tuple[int, Box]], receiver: int, to_send: Sequence[int]) -> list[tuple[int, Box]]:
-    return sorted(holders, key=lambda holder: (holder[0] != receiver, to_send[holder[0]], holder[0]))
-
-
 def carry(
     transfers: Sequence[Transfer],
     held: Mapping[Box, Tensor],
     wanted: Mapping[Box, Tensor],
     group: dist.ProcessGroup | None,
 ) -> Traffic:
-    """Carry out `transfers`; all ranks of `group` call it together.
+    """Carry out `transfers`, this rank's; all ranks of `group` call it together.
 
     Raises: CorruptMessage, the same on all ranks, once all other messages have arrived; it may be called again.
     """
@@ -150,11 +87,11 @@ def carry(
     by_peers: dict[tuple[int, int], list[Transfer]] = {}
     for transfer in transfers:
         by_peers.setdefault((transfer.sender, transfer.receiver), []).append(transfer)
-    own = by_peers.get((rank, rank), [])
+    own = by_peers.pop((rank, rank), [])
     for transfer in own:
         _place(transfer, wanted).copy_(_place(transfer, held, at_source=True))
     problems: list[str] = []
-    for distance in range(1, size):
+    for distance in sorted({(receiver - sender) % size for sender, receiver in by_peers}):
         to, origin = (rank + distance) % size, (rank - distance) % size
         outgoing, incoming = (_messages(*pair, by_peers.get(pair, [])) for pair in ((rank, to), (origin, rank)))
         for out, arriving in zip_longest(outgoing, incoming):
@@ -168,10 +105,10 @@ def carry(
                 work.wait()
             if arriving is not None and not arriving.unpack(buffer, wanted):
                 problems.append(str(arriving))
-    problems = [problem for some in gather(problems, group) for problem in some]
+    problems = over(group, peers_of(group).merge(problems[:NAMED], list[str], _few))
     if problems:
         raise CorruptMessage(
-            f"{'; '.join(problems[:3])}. Nothing of it is used. If it happens again, take the machine of one of the "
+            f"{'; '.join(problems)}. Nothing of it is used. If it happens again, take the machine of one of the "
             "two ranks out of the run: its memory or its network changes data."
         )
     return Traffic(
@@ -179,6 +116,10 @@ def carry(
         received_bytes=sum(box_bytes(t.part) for t in transfers if t.receiver == rank != t.sender),
         own_bytes=sum(box_bytes(t.part) for t in own),
     )
+
+
+def _few(some: list[str], others: list[str]) -> list[str]:
+    return sorted({*some, *others})[:NAMED]
 
 
 @dataclass
@@ -238,9 +179,9 @@ class _Message:
 
 
 def _messages(sender: int, receiver: int, transfers: Sequence[Transfer]) -> Iterator[_Message]:
-    """Yield what goes from one rank to another, in messages of at most MESSAGE_BYTES."""
+    """Yield what goes from one rank to another, in messages of at most MESSAGE_BYTES; both ranks find the same."""
     message = _Message(sender, receiver, 0)
-    for transfer in transfers:
+    for transfer in sorted(transfers, key=_in_order):
         for part in _cut(transfer.part):
             if message.bytes + box_bytes(part) > MESSAGE_BYTES and message.parts:
                 yield message
@@ -248,6 +189,12 @@ def _messages(sender: int, receiver: int, transfers: Sequence[Transfer]) -> Iter
             message.add(replace(transfer, part=part))
     if message.parts:
         yield message
+
+
+def _in_order(transfer: Transfer) -> tuple[Any, ...]:
+    """Return a key by which both ends of a way sort, which have heard of its transfers from several owners."""
+    part, source = transfer.part, transfer.source
+    return part.name, part.dtype, part.offset, part.shape, source.offset, source.shape
 
 
 def _cut(box: Box) -> Iterator[Box]:

@@ -6,9 +6,11 @@ the next node, which outlives the node. A file is written under a temporary name
 Two steps are kept, and the older is overwritten only when all ranks have the newer.
 
 Placement: if all boxes of a state are held on two nodes or more, nothing is saved, since a live replica is newer than
-any in-memory checkpoint. Otherwise every box is saved, since going back to a step takes all of its state: one of its
-holders keeps it (they are dealt out evenly), and so does the next node in the ring of nodes. On a single node only the
-holder does.
+any in-memory checkpoint. That holds where a survivor of a lost peer lives on, as it does on CPUs. On GPUs it may not: a
+collective that the abort of its communicator does not end holds the process until it is killed, and one lost device can
+hold all that wait for it, on every node. So there in-memory checkpoints are saved whatever the replicas. If they are
+saved, then every box, since going back to a step takes all of its state: one of its holders keeps it (they are dealt
+out evenly), and so does the next node in the ring of nodes. On a single node only the holder does.
 """
 
 from __future__ import annotations
@@ -20,25 +22,25 @@ import socket
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
 from argosy.checkpoint.boxes import Box
-from argosy.checkpoint.exchange import CorruptMessage, exchange, gather, travels
+from argosy.checkpoint.directory import Transfer, deal, have_all_two
+from argosy.checkpoint.exchange import CorruptMessage, carry, travels
 from argosy.checkpoint.history import History, Position, from_metadata, to_metadata
-from argosy.checkpoint.shards import ShardFile, box_bytes, write_shard
+from argosy.checkpoint.shards import ShardFile, write_shard
 from argosy.files import PARTIAL
-from argosy.parallel.world import World
+from argosy.parallel.encoding import decode, encode
+from argosy.parallel.peers import Letter, Peers, Talk, over, peers_of
+from argosy.parallel.world import World, group_in_host_memory
 
 FOLDER = "ARGOSY_MEMORY"
 """Environment variable: the folder of this node's in-memory checkpoints; the agent makes and removes it."""
@@ -63,42 +65,42 @@ def node_name() -> str:
 
 @dataclass(frozen=True)
 class Placement:
-    """By rank, the boxes that it keeps, and the other rank that keeps them too (None: none does)."""
+    """What one rank does for the in-memory checkpoints of its world."""
 
-    kept: tuple[tuple[Box, ...], ...]
-    mirror: tuple[int | None, ...]
-
-
-def place(nodes: Sequence[str], held: Sequence[Sequence[Box]]) -> Placement:
-    """Deal the boxes out over the ranks, given each rank's node and what it holds (see the top of this file)."""
-    holders: dict[Box, list[int]] = {}
-    for rank, boxes in enumerate(held):
-        for box in boxes:
-            if box.elements and travels(box):
-                holders.setdefault(box, []).append(rank)
-    if all(len({nodes[rank] for rank in ranks}) > 1 for ranks in holders.values()):
-        return Placement(((),) * len(nodes), (None,) * len(nodes))
-    kept: list[list[Box]] = [[] for _ in nodes]
-    load = [0] * len(nodes)
-    for box in sorted(holders, key=lambda box: -box_bytes(box)):
-        rank = min(holders[box], key=lambda rank: (load[rank], rank))
-        kept[rank].append(box)
-        load[rank] += box_bytes(box)
-    return Placement(tuple(map(tuple, kept)), tuple(map(_next_in_ring(nodes), range(len(nodes)))))
+    kept: tuple[Box, ...] = ()
+    """The boxes that it keeps."""
+    mirror: int | None = None
+    """The rank of the next node that keeps them too; None: none does."""
+    guests: tuple[int, ...] = ()
+    """The ranks whose mirror it is, if they keep anything."""
+    is_needed: bool = False
+    """True if any rank keeps anything."""
 
 
-def _next_in_ring(nodes: Sequence[str]) -> Callable[[int], int | None]:
-    ranks_of: dict[str, list[int]] = {}
-    for rank, node in enumerate(nodes):
-        ranks_of.setdefault(node, []).append(rank)
-    ring = list(ranks_of)
+def place(peers: Peers, node: str, held: Collection[Box], replicas_may_hang: bool = False) -> Talk[Placement]:
+    """Deal the boxes out over the ranks, given this rank's node and what it holds (see the top of this file)."""
+    boxes = [box for box in held if travels(box)]
+    if not replicas_may_hang and (yield from have_all_two(peers, boxes, node)):
+        return Placement()
+    kept = yield from deal(peers, boxes)
+    is_needed = yield from peers.merge(bool(kept), bool, lambda one, other: one or other)
+    mirror = yield from _mirror(peers, node)
+    asked = [Letter(peers.rank, mirror, b"")] if mirror is not None and kept else []
+    guests = yield from peers.route(asked)
+    return Placement(tuple(kept), mirror, tuple(letter.sender for letter in guests), is_needed)
 
-    def mirror(rank: int) -> int | None:
-        here = nodes[rank]
-        there = ranks_of[ring[(ring.index(here) + 1) % len(ring)]]
-        return None if len(ring) == 1 else there[ranks_of[here].index(rank) % len(there)]
 
-    return mirror
+def _mirror(peers: Peers, node: str) -> Talk[int | None]:
+    """Return this rank's counterpart on the next node in the ring: nodes come in the order of their first ranks."""
+    here = yield from peers.alike(node)
+    mine = 1 << here[0]
+    firsts = int((yield from peers.merge(hex(mine), str, lambda one, other: hex(int(one, 16) | int(other, 16)))), 16)
+    later = firsts & -(mine << 1) or firsts
+    following = (later & -later).bit_length() - 1
+    asked = yield from peers.route([Letter(peers.rank, following, b"")])
+    (answer,) = yield from peers.route([Letter(peers.rank, x.sender, encode(here, list[int])) for x in asked])
+    there: list[int] = decode(answer.data, list[int], f"rank {following}")
+    return None if there == here else there[here.index(peers.rank) % len(there)]
 
 
 @dataclass(frozen=True)
@@ -159,15 +161,13 @@ class MemoryCheckpointer:
         """`boxes`: those this rank holds. `failed` is told why a save failed, by the thread that waits for it."""
         self._folder, self._rank, self._history, self._failed = folder, world.rank, history, failed
         # A group of its own: its messages must not meet those of a step, and a rank waits less long for a lost one.
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S)) if world.size > 1 else None
-        everyone = gather((node_name(), list(boxes)), self._group)
-        placement = place([node for node, _ in everyone], [held for _, held in everyone])
-        self._kept = placement.kept[world.rank]
-        self._guests = [r for r, mirror in enumerate(placement.mirror) if mirror == world.rank and placement.kept[r]]
-        self._is_mirrored = placement.mirror[world.rank] is not None
+        self._group = group_in_host_memory(TIMEOUT_S) if world.size > 1 else None
+        self._peers = peers_of(self._group)
+        placement = over(self._group, place(self._peers, node_name(), boxes, world.device.type != "cpu"))
+        self._kept, self._mirror, self._guests = placement.kept, placement.mirror, placement.guests
         self._thread: threading.Thread | None = None
         self._problem: str | None = None
-        self.is_on = any(placement.kept)
+        self.is_on = placement.is_needed
         """True while in-memory checkpoints are needed, and nothing has gone wrong for good."""
         self.step: int | None = None
         """Step of the newest that all ranks have."""
@@ -231,34 +231,48 @@ class MemoryCheckpointer:
         path, size, crc = self._partial(self._rank), 0, 0
         if self._kept and problem is None:
             size, crc = path.stat().st_size, _crc_of(path)
-        everyone = self._agree(problem, (size, crc, stall_s))
-        held = {_file_box(self._rank, size): _pages(path, mmap.ACCESS_COPY)} if self._is_mirrored and size else {}
-        wanted = {}
+        stall_s = self._agree(problem, stall_s)
+        files = {self._rank: (size, crc)} | self._files_of_guests(size, crc)
+        problem, mine, transfers = None, _file_box(self._rank, size), []
+        held, wanted = {}, {}
+        if self._mirror is not None and size:
+            held[mine] = _pages(path, mmap.ACCESS_COPY)
+            transfers.append(Transfer(self._rank, self._mirror, mine, mine, mine))
         try:
             for rank in self._guests:
-                guest = self._recycled(rank)
+                guest, box = self._recycled(rank), _file_box(rank, files[rank][0])
                 with _opened(guest) as file:
-                    os.ftruncate(file, everyone[rank][0])
-                    os.posix_fallocate(file, 0, everyone[rank][0])  # or a page that cannot be had would be a SIGBUS
-                wanted[_file_box(rank, everyone[rank][0])] = _pages(guest, mmap.ACCESS_WRITE)
+                    os.ftruncate(file, files[rank][0])
+                    os.posix_fallocate(file, 0, files[rank][0])  # or a page that cannot be had would be a SIGBUS
+                wanted[box] = _pages(guest, mmap.ACCESS_WRITE)
+                transfers.append(Transfer(rank, self._rank, box, box, box))
         except OSError as error:
             problem = str(error)
-        self._agree(problem, None)
-        exchange(held, wanted, self._group)
-        for rank in (self._rank, *self._guests):
-            if everyone[rank][0]:
-                name = f"{self._history.world}.{step:08d}.{rank:05d}.{everyone[rank][1]:08x}"
-                self._partial(rank).rename(self._folder / name)
-        gather(None, self._group)
-        return max(float(stalled_s) for _, _, stalled_s in everyone)
+        self._agree(problem)
+        carry(transfers, held, wanted, self._group)
+        for rank, (size, crc) in files.items():
+            if size:
+                self._partial(rank).rename(self._folder / f"{self._history.world}.{step:08d}.{rank:05d}.{crc:08x}")
+        self._agree(None)
+        return stall_s
 
-    def _agree(self, problem: str | None, mine: Any) -> list[Any]:
-        """Return what each rank gives, if none has a problem. Raises: OSError, the same on all ranks."""
-        everyone = gather((problem, mine), self._group)
-        first = next((why for why, _ in everyone if why), None)
-        if first is not None:
+    def _files_of_guests(self, size: int, crc: int) -> dict[int, tuple[int, int]]:
+        """Return size and checksum of what each guest keeps, and tell the mirror of this rank's."""
+        kind = tuple[int, int]
+        letters = [] if self._mirror is None else [Letter(self._rank, self._mirror, encode((size, crc), kind))]
+        told = over(self._group, self._peers.route(letters if size else []))
+        return {letter.sender: decode(letter.data, kind, f"rank {letter.sender}") for letter in told}
+
+    def _agree(self, problem: str | None, seconds: float = 0.0) -> float:
+        """Return the largest of what all ranks give, if none has a problem. Raises: OSError, the same on all ranks."""
+        said = (problem or "", seconds)
+        first, most_s = over(
+            self._group,
+            self._peers.merge(said, tuple[str, float], lambda x, y: (max(x[0], y[0]), max(x[1], y[1]))),
+        )
+        if first:
             raise OSError(first)
-        return [said for _, said in everyone]
+        return most_s
 
     def _recycled(self, rank: int) -> Path:
         """Return the file for the next save of what `rank` keeps: the older of two, whose pages need no clearing.

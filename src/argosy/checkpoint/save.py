@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,11 +18,13 @@ from torch import Tensor
 
 from argosy.checkpoint import fence, store
 from argosy.checkpoint.boxes import Box
+from argosy.checkpoint.directory import deal
 from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.rank_writer import Note, SaveOrder, leave_note, words
-from argosy.checkpoint.shards import box_bytes, write_shard
+from argosy.checkpoint.shards import write_shard
 from argosy.checkpoint.writer import Tell, Upkeep
 from argosy.faults import fault
+from argosy.parallel.peers import over, peers_of
 from argosy.parallel.world import World
 from argosy.processes.channel import Gone
 from argosy.processes.child import Child
@@ -147,9 +149,9 @@ class Saver:
         """Agree with the other ranks on which boxes each writes, and on the name of this run's attempts."""
         if self._world.is_first:
             store.sweep(self._run_dir, self._generation)  # before any rank begins to write
-        everyone = self._world.gather((boxes, uuid.uuid4().hex))
-        self._mine = deal([held for held, _ in everyone])[self._world.rank]
-        self._ticket = everyone[0][1]
+        group = self._world.host_group
+        self._ticket = self._world.share_first(lambda: uuid.uuid4().hex, str)
+        self._mine = over(group, deal(peers_of(group), boxes))
 
     def _hand_over(self, order: SaveOrder) -> None:
         if self._process is None:
@@ -225,27 +227,6 @@ class Saver:
             return
         with suppress(OSError):
             leave_note(order, Note(order.ticket, error=error))
-
-
-def deal(holdings: Sequence[Sequence[Box]]) -> list[list[Box]]:
-    """Return the boxes that each rank writes, given those that each holds: each box once.
-
-    The largest come first, and each goes to the holder that has the least bytes so far, so that shares are about equal.
-    A pure function: every rank computes the same.
-    """
-    holders: dict[Box, list[int]] = {}
-    for rank, boxes in enumerate(holdings):
-        for box in boxes:
-            if box.elements:
-                holders.setdefault(box, []).append(rank)
-    dealt: list[list[Box]] = [[] for _ in holdings]
-    load = [0] * len(holdings)
-    # Boxes that only one rank holds come first, and the others are dealt around them.
-    for box in sorted(holders, key=lambda b: (len(holders[b]) > 1, -box_bytes(b), b.name, b.offset)):
-        rank = min(holders[box], key=lambda r: (load[r], r))
-        dealt[rank].append(box)
-        load[rank] += box_bytes(box)
-    return dealt
 
 
 def _bytes_in(folder: Path) -> int:

@@ -35,7 +35,9 @@ def train_joined(run: RunConfig, run_dir: Path | None = None, *, accept_changes:
     world = join_world(run.launch)
     with ExitStack() as held:
         try:
-            run, plan, generation = world.share_first(lambda: _settle(run, run_dir, world, accept_changes, held))
+            run, plan, generation = world.share_first(
+                lambda: _settle(run, run_dir, world, accept_changes, held), tuple[RunConfig, Plan, int]
+            )
         except ArgosyError as error:
             if not world.is_first:
                 sys.exit(error.exit_code)  # rank 0 reports it

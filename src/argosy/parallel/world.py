@@ -18,9 +18,14 @@ from torch import Tensor
 
 from argosy.config.schema import LaunchConfig
 from argosy.faults import fault
+from argosy.parallel.encoding import FRAME, MOST_BYTES, ErrorRecord, WrongMessage, decode, encode
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
+HOST_TIMEOUT_S = 600.0
+"""How long a rank in a world of GPUs waits for another's message in host memory."""
+LAZY = "TORCH_GLOO_LAZY_INIT"
+"""torch's environment variable (ProcessGroupGloo.cpp); it is read when a group is made."""
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # glibc's malloc.h
 
 
@@ -31,6 +36,15 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device = CPU
+    host: dist.ProcessGroup | None = None
+    """In a world of GPUs, the group of all ranks for tensors in host memory."""
+
+    @property
+    def host_group(self) -> dist.ProcessGroup | None:
+        """Group of all ranks for tensors in host memory; None for a single rank."""
+        if self.size == 1:
+            return None
+        return self.host or dist.group.WORLD
 
     @property
     def is_first(self) -> bool:
@@ -43,36 +57,74 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
-    def gather(self, mine: T) -> list[T]:
-        """Return what each process gives, by rank; any object that can be pickled."""
-        everyone = [mine] * self.size
-        if self.size > 1:
-            dist.all_gather_object(everyone, mine)
-        return everyone
+    def gather(self, mine: T, kind: Any) -> list[T]:
+        """Return what each process gives, by rank: values of the type `kind` (`parallel.encoding`).
 
-    def share_first(self, look: Callable[[], T]) -> T:
-        """Return to all processes what `look` returns on rank 0, which alone calls it: any object that can be pickled.
-
-        Raises: what `look` does, on all processes.
+        Raises: TypeError if `mine` is of another type, WrongMessage if what another process gave is.
         """
-        found: list[Any] = [None, None]
+        if self.size == 1:
+            return [mine]
+        data = encode(mine, kind)
+        lengths = torch.zeros(self.size, dtype=torch.int64, device=self.device)
+        lengths[self.rank] = len(data)
+        dist.all_reduce(lengths)
+        longest = _checked_length(int(lengths.max()))
+        everyone = torch.zeros(self.size, longest, dtype=torch.uint8, device=self.device)
+        dist.all_gather(list(everyone), _bytes(data, longest).to(self.device))
+        said = everyone.cpu().numpy()
+        return [decode(said[r, :n].tobytes(), kind, f"rank {r}") for r, n in enumerate(lengths.tolist())]
+
+    def share_first(self, look: Callable[[], T], kind: Any) -> T:
+        """Return to all processes what `look` returns on rank 0, which alone calls it: a value of the type `kind`.
+
+        Raises: what `look` does, on all processes; an error that is not Argosy's own as FailedElsewhere on the others.
+        """
+        if self.size == 1:
+            return look()
+        data = b""
+        found: Any = None
+        problem: Exception | None = None
         if self.is_first:
             try:
-                found = [look(), None]
+                found = look()
+                data = encode((found, None), tuple[kind | None, ErrorRecord | None])
             except Exception as error:
-                found = [None, error]
-        if self.size > 1:
-            dist.broadcast_object_list(found, device=self.device)
-        result, problem = found
+                problem = error
+                data = encode((None, ErrorRecord.of(error)), tuple[kind | None, ErrorRecord | None])
+        length = torch.tensor(len(data), dtype=torch.int64, device=self.device)
+        dist.broadcast(length, src=0)
+        frame = _bytes(data, _checked_length(int(length))).to(self.device)
+        dist.broadcast(frame, src=0)
         if problem is not None:
             raise problem
-        first: T = result
+        if not self.is_first:
+            sent = frame.cpu().numpy().tobytes()
+            found, record = decode(sent, tuple[kind | None, ErrorRecord | None], "rank 0")
+            if record is not None:
+                raise record.error()
+        first: T = found
         return first
 
     def barrier(self) -> None:
         """Wait for all processes."""
         if self.size > 1:
             dist.barrier()
+
+
+def _bytes(data: bytes, length: int) -> Tensor:
+    """Return `data` as a tensor of `length` bytes, filled up with zeros."""
+    tensor = torch.zeros(length, dtype=torch.uint8)
+    if data:
+        tensor[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return tensor
+
+
+def _checked_length(length: int) -> int:
+    if not 0 < length <= FRAME.size + MOST_BYTES:
+        raise WrongMessage(
+            f"a rank says that its message has {length:,} bytes: it is not at the same place as this one."
+        )
+    return length
 
 
 @dataclass(frozen=True)
@@ -114,7 +166,23 @@ def join_world(launch: LaunchConfig) -> World:
         timeout=datetime.timedelta(seconds=launch.timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
-    return World(rank, size, device)
+    is_host_group_needed = device.type == "cuda" and size > 1
+    return World(rank, size, device, group_in_host_memory(HOST_TIMEOUT_S) if is_host_group_needed else None)
+
+
+def group_in_host_memory(timeout_s: float) -> dist.ProcessGroup:
+    """Make a group of all ranks for tensors in host memory; all ranks call it together.
+
+    Each rank connects only to those that it speaks to, when it does: otherwise gloo connects each with each.
+    """
+    before = os.environ.get(LAZY)
+    os.environ[LAZY] = "1"
+    try:
+        return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+    finally:
+        os.environ.pop(LAZY)
+        if before is not None:
+            os.environ[LAZY] = before
 
 
 def leave_world() -> None:

@@ -57,7 +57,7 @@ class Machine:
 
 def machine_of(world: World) -> Machine:
     """Return the machine that `world` runs on; all its processes call it."""
-    hosts = world.gather(socket.gethostname())
+    hosts = world.gather(socket.gethostname(), str)
     kind = world.device.type
     if kind == "cuda":
         memory_bytes = float(torch.cuda.get_device_properties(world.device).total_memory)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import select
 import signal
 import sys
@@ -16,6 +15,7 @@ from types import FrameType
 from argosy.config.schema import LaunchConfig
 from argosy.errors import Interrupted, RunFailed
 from argosy.launch.devices import find_devices
+from argosy.parallel.encoding import decode, encode
 from argosy.parallel.world import Place, World, join_world, leave_world
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.search.auto import Devices
@@ -59,7 +59,7 @@ def probe_here(asked: ProbeRequest, processes: int) -> Cluster:
             places = [Place(rank, processes, rank, processes, "127.0.0.1", port) for rank in range(processes)]
             members = [fork(str(place.rank), MEMBER, place.environment()) for place in places]
             for channel in members:
-                channel.send("measure", data=[pickle.dumps(asked)])  # over a socket that nobody else has
+                channel.send("measure", data=[encode(asked, ProbeRequest)])
             return _cluster_of(fork_server, members)
         except Gone as problem:
             raise RunFailed(f"a process of the probe is gone ({problem}). Nothing was written.") from None
@@ -69,7 +69,7 @@ def main() -> None:
     """Run in each process that `probe_here` starts: measure, send the result, and end with the process that asked."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the process that asked decides
     asker = channel_to_parent()
-    asked: ProbeRequest = pickle.loads(asker.receive()["data"][0])
+    asked: ProbeRequest = decode(asker.receive()["data"][0], ProbeRequest, "the probe")
     end_with_parent(asker)
     try:
         cluster = measure(asked, join_world(asked.run.launch))

@@ -18,10 +18,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal
+from typing import Literal
 
 from argosy.config.schema import ResilienceConfig
 
@@ -75,6 +75,17 @@ class BadStep:
     """Bad steps in a row so far, with this one if it was done twice."""
 
 
+@dataclass(frozen=True)
+class Counts:
+    """What the policy of one world has counted: that of the next goes on from it."""
+
+    decisions: int
+    in_a_row: int
+    first_try: BadStep | None
+    rewinds: dict[int, int]
+    """Step -> how often the run went back there."""
+
+
 class BadStepPolicy:
     """Tells bad steps from good ones. It compares with a window of applied steps, which `remember` restores."""
 
@@ -82,11 +93,11 @@ class BadStepPolicy:
         self,
         settings: ResilienceConfig,
         stage_of: Callable[[int], int] = lambda step: 0,
-        counted: Mapping[str, Any] | None = None,
+        counted: Counts | None = None,
     ):
         """`stage_of` gives the number of the mixture that a step's data come from: losses of two are not compared.
 
-        counted: what the policy of an earlier world has counted (`state_dict`).
+        counted: what the policy of an earlier world has counted (`counts`).
         """
         self._settings, self._stage_of = settings, stage_of
         self._stage: int | None = None
@@ -98,7 +109,7 @@ class BadStepPolicy:
         self._first_try: BadStep | None = None
         self._rewinds: Counter[int] = Counter()
         if counted is not None:
-            self.load_state_dict(counted)
+            self.load_counts(counted)
 
     def decide(self, step: int, loss: float, gradient_norm: float) -> tuple[Action, BadStep | None]:
         """Decide what is done with `step` (0-based), and return what is wrong with it, if anything.
@@ -148,23 +159,18 @@ class BadStepPolicy:
         self._rewinds[step] += 1
         return self._rewinds[step] <= MOST_REWINDS
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what was counted so far: the policy of the next world goes on from it."""
-        return {
-            "decisions": self._decisions,
-            "in_a_row": self._in_a_row,
-            "first_try": self._first_try,
-            "rewinds": dict(self._rewinds),
-        }
+    def counts(self) -> Counts:
+        """Return what was counted so far."""
+        return Counts(self._decisions, self._in_a_row, self._first_try, dict(self._rewinds))
 
-    def load_state_dict(self, counted: Mapping[str, Any]) -> None:
-        """Go on from what another policy has counted (`state_dict`)."""
-        self._decisions, self._in_a_row = counted["decisions"], counted["in_a_row"]
-        self._first_try, self._rewinds = counted["first_try"], Counter(counted["rewinds"])
+    def load_counts(self, counted: Counts) -> None:
+        """Go on from what another policy has counted."""
+        self._decisions, self._in_a_row = counted.decisions, counted.in_a_row
+        self._first_try, self._rewinds = counted.first_try, Counter(counted.rewinds)
 
-    def load_newest(self, everyone: Iterable[Mapping[str, Any]]) -> None:
+    def load_newest(self, everyone: Iterable[Counts]) -> None:
         """Go on from what the ranks of a new world have counted: the newest counts, as new processes have none."""
-        self.load_state_dict(max(everyone, key=lambda counted: counted["decisions"]))
+        self.load_counts(max(everyone, key=lambda counted: counted.decisions))
 
     def _add(self, step: int, loss: float, norm: float) -> None:
         if (stage := self._stage_of(step)) != self._stage:

@@ -74,7 +74,7 @@ class Batches:
 
     def quarantine(self) -> None:
         """Read no more from shards that any rank has found to be bad; all ranks call it together."""
-        self._loader.quarantine(place for found in self._world.gather(self._found_bad) for place in found)
+        self._loader.quarantine(place for found in self._world.gather(self._found_bad, list[Place]) for place in found)
         self._found_bad = []
 
     def close(self) -> None:

@@ -76,7 +76,7 @@ class Checkpointer:
         """
         every = self._settings.every_steps
         due = done // every * every if every else 0
-        newest = self._world.share_first(lambda: max((c.step for c in store.committed(self._run_dir)), default=0))
+        newest = self._world.share_first(lambda: max((c.step for c in store.committed(self._run_dir)), default=0), int)
         return newest < due
 
     def save(self, state: TrainState, background: bool) -> None:
@@ -108,11 +108,11 @@ class Checkpointer:
         All processes call it together. Returns why it could not be saved, the same on all; None if it was.
         """
         self._saver.wait()
-        there = self._world.share_first(lambda: Checkpoint(store.step_folder(self._run_dir, state.step)).is_there)
+        there = self._world.share_first(lambda: Checkpoint(store.step_folder(self._run_dir, state.step)).is_there, bool)
         if not there:
             self._saver.committed.discard(state.step)
             self.save(state, background=False)
-        return next((e for e in self._world.gather(None if there else self._saver.last_error) if e), None)
+        return next((e for e in self._world.gather(None if there else self._saver.last_error, str | None) if e), None)
 
     def close(self) -> None:
         """Wait until what was saved is verified, and in the remote place as well; nothing can be saved after that."""
@@ -129,7 +129,7 @@ class Checkpointer:
 
         It may turn out to be damaged. All processes call it together.
         """
-        return self._world.share_first(self._newest_step)
+        return self._world.share_first(self._newest_step, int | None)
 
     def restore(self, state: TrainState, at_most: int | None = None) -> Checkpoint | None:
         """Restore `state` from the newest whole checkpoint; None if the run has none. All processes call it together.
@@ -144,7 +144,9 @@ class Checkpointer:
             here, failure = self._newest_here(at_most), None
         except StorageError as problem:
             here, failure = None, problem
-        found = self._world.share_first(lambda: self._newest(here, failure, at_most))
+        found = self._world.share_first(
+            lambda: self._newest(here, failure, at_most), tuple[Checkpoint, list[int]] | None
+        )
         if found is None:
             return None
         checkpoint, steps = found
@@ -168,7 +170,7 @@ class Checkpointer:
 
     def read_weights(self, state: TrainState, folder: Path) -> Checkpoint:
         """Read only the weights, from a checkpoint or run at `folder`. Raises: UserError."""
-        checkpoint = self._world.share_first(lambda: store.find(folder))
+        checkpoint = self._world.share_first(lambda: store.find(folder), Checkpoint)
         weights = state.weights()
         _check_fits(weights, checkpoint)
         load_into(weights, checkpoint)
@@ -186,9 +188,9 @@ class Checkpointer:
         world = self._world
 
         def check(checkpoint: Checkpoint) -> str | None:
-            return next((p for p in world.gather(checkpoint.problem(world.rank, world.size)) if p), None)
+            return next((p for p in world.gather(checkpoint.problem(world.rank, world.size), str | None) if p), None)
 
-        there = world.share_first(lambda: store.committed(self._run_dir))
+        there = world.share_first(lambda: store.committed(self._run_dir), list[Checkpoint])
         return store.newest_whole(self._run_dir, at_most, there, check)
 
     def _newest(

@@ -116,9 +116,11 @@ class Fingerprints:
         by_holders: dict[Key, dict[str, int]] = defaultdict(dict)
         for replica in replicas:
             by_holders[replica.holders.key][replica.name] = sums[replica.name]
-        of_all = self._world.gather({key: key_of(repr(sorted(some.items()))) for key, some in by_holders.items()})
+        mine = [(key, key_of(repr(sorted(some.items())))) for key, some in by_holders.items()]
+        of_all = [dict(said) for said in self._world.gather(mine, list[tuple[Key, int]])]
         suspect = _differing(of_all)
-        detail = self._world.gather({key: some for key, some in by_holders.items() if key in suspect})
+        asked = [(key, some) for key, some in by_holders.items() if key in suspect]
+        detail = [dict(said) for said in self._world.gather(asked, list[tuple[Key, dict[str, int]]])]
         found = []
         for key in sorted(suspect):
             held = {rank: some[key] for rank, some in enumerate(detail) if key in some}

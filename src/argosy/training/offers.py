@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from argosy.checkpoint.boxes import Box, Misfit
-from argosy.checkpoint.exchange import Transfer, route
+from argosy.checkpoint.directory import Transfer, match
 from argosy.checkpoint.history import History, Position
+from argosy.parallel.peers import Peers, Talk
 
 
 @dataclass(frozen=True)
-class Offer:
-    """A state, or a part of one, that a rank can send."""
+class Claim:
+    """The state that an offer is of, as other ranks hear of it."""
 
     history: History
     position: Position
-    boxes: tuple[Box, ...]
     is_live: bool
 
     @property
     def moment(self) -> tuple[str, int]:
         """The world that was in the state, and its step: offers of one moment fit together."""
         return self.history.world, self.position.step
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A state, or a part of one, that this rank can send."""
+
+    claim: Claim
+    boxes: tuple[Box, ...]
 
 
 @dataclass(frozen=True)
@@ -33,49 +41,77 @@ class WholeState:
     position: Position
     is_live: bool
     """True if survivors have all of it; otherwise some comes from in-memory checkpoints."""
-    used: tuple[tuple[int, ...], ...]
-    """By rank, which of its offers; live ones come first."""
+    leader: int
+    """The rank whose loss scale counts for all."""
+    used: tuple[int, ...]
+    """Which of this rank's offers; live ones come first."""
     transfers: tuple[Transfer, ...]
+    """This rank's."""
+
+
+Leader = tuple[int, int, History, Position]
+"""How many samples its offer skips, the rank negated, what its offer is of: the largest leads."""
 
 
 def newest_whole_state(
-    offers: Sequence[Sequence[Offer]], wanted: Sequence[Sequence[Box]], history: History
-) -> WholeState | None:
-    """Return the newest state of which every part is offered, and what each rank sends to which.
+    peers: Peers,
+    offers: Sequence[Offer],
+    claims: Collection[Claim],
+    wanted: Collection[Box],
+    history: History,
+    is_whole: Callable[[int], bool] = lambda offer: True,
+) -> Talk[WholeState | None]:
+    """Return the newest state of which every part is offered, and what this rank sends and receives of it.
 
-    `offers` and `wanted` are by rank. `history` is where the run stands; states that it has turned away from do not
-    count. The result follows from the arguments alone, so that all ranks find the same.
+    `offers` and `wanted` are this rank's, `claims` those of all ranks. `history` is where the run stands; states that
+    it has turned away from do not count. `is_whole(i)` tells if offer i is undamaged; it is asked once it may be used.
     """
-    moments = {offer.moment for own in offers for offer in own if history.admits(*offer.moment)}
+    moments = {claim.moment for claim in claims if history.admits(*claim.moment)}
     # Among equal steps the newer world's comes first: an older one's may be from before the run went back.
     for moment in sorted(moments, key=lambda m: (m[1], m[0] == history.world, m[0]), reverse=True):
+        of_moment = {claim.is_live for claim in claims if claim.moment == moment}
         for live_only in (True, False):
-            used = [
-                tuple(i for i, o in enumerate(own) if o.boxes and o.moment == moment and (o.is_live or not live_only))
-                for own in offers
-            ]
-            chosen = [[own[i] for i in some] for own, some in zip(offers, used, strict=True)]
-            leader = max((o for own in chosen for o in own), key=lambda o: len(o.position.skipped), default=None)
-            if leader is None:
+            if live_only not in of_moment:
                 continue
-            transfers = route(*_matched(chosen, wanted, leader))
-            if not isinstance(transfers, Misfit):
-                return WholeState(leader.history, leader.position, live_only, tuple(used), tuple(transfers))
+            used = tuple(
+                i
+                for i, offer in enumerate(offers)
+                if offer.boxes
+                and offer.claim.moment == moment
+                and (offer.claim.is_live or (not live_only and is_whole(i)))
+            )
+            found = yield from _of(peers, [offers[i] for i in used], wanted)
+            if found is not None:
+                (_, rank, past, position), transfers = found
+                return WholeState(past, position, live_only, -rank, used, tuple(transfers))
     return None
 
 
-def _matched(
-    chosen: Sequence[Sequence[Offer]], wanted: Sequence[Sequence[Box]], leader: Offer
-) -> tuple[list[list[Box]], list[list[Box]]]:
-    """Return what ranks hold and want of one state.
+def is_scale(box: Box) -> bool:
+    """True if the box is of the loss scale.
 
-    One rank's loss scale counts for all: it may have changed, with no step made, where other ranks did not hear of it.
-    Not all states have one.
+    One rank's counts for all: it may have changed, with no step made, where other ranks did not hear of it.
     """
-    held = [[box for offer in own for box in offer.boxes if offer is leader or not _is_scale(box)] for own in chosen]
-    there = {box.name for own in held for box in own}
-    return held, [[box for box in wants if box.name in there or not _is_scale(box)] for wants in wanted]
-
-
-def _is_scale(box: Box) -> bool:
     return box.name.startswith("scaler.")
+
+
+def _of(peers: Peers, used: Sequence[Offer], wanted: Collection[Box]) -> Talk[tuple[Leader, list[Transfer]] | None]:
+    """Return who leads, and this rank's transfers, if all that is wanted is there."""
+    claims = [offer.claim for offer in used]
+    mine = max(
+        ((len(c.position.skipped), -peers.rank, c.history, c.position) for c in claims), key=_rank_of, default=None
+    )
+    leader = yield from peers.merge(mine, Leader | None, _leading)
+    if leader is None:
+        return None
+    held = [box for offer in used for box in offer.boxes if not is_scale(box)]
+    transfers = yield from match(peers, held, [box for box in wanted if not is_scale(box)])
+    return None if isinstance(transfers, Misfit) else (leader, transfers)
+
+
+def _leading(one: Leader | None, other: Leader | None) -> Leader | None:
+    return max((some for some in (one, other) if some is not None), key=_rank_of, default=None)
+
+
+def _rank_of(leader: Leader) -> tuple[int, int]:
+    return leader[:2]

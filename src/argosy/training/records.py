@@ -142,7 +142,9 @@ class Records:
 
     def last_steps(self) -> list[tuple[int, float, float]]:
         """Return step, loss and gradient norm of the last steps, as rank 0 has them. All processes call it together."""
-        last = self._world.share_first(lambda: self.metrics.last(self._run.resilience.spike_window))
+        last = self._world.share_first(
+            lambda: self.metrics.last(self._run.resilience.spike_window), list[dict[str, Any]]
+        )
         return [(record["step"], record["loss"], record["grad_norm"]) for record in last]
 
     def evaluated(self, step: int, score: Score) -> None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -19,14 +18,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from argosy.checkpoint.boxes import Box
-from argosy.checkpoint.exchange import CorruptMessage, Traffic, carry, gather, host_group, travels
+from argosy.checkpoint.exchange import CorruptMessage, Traffic, carry, travels
 from argosy.checkpoint.history import History, Position
 from argosy.checkpoint.memory import MemoryCheckpoint, memory_checkpoints_in, node_name
 from argosy.errors import ArgosyError
 from argosy.faults import fault
+from argosy.parallel.encoding import ErrorRecord, SentTensor
+from argosy.parallel.peers import over, peers_of
 from argosy.parallel.world import World
 from argosy.training.checkpointer import Checkpointer
-from argosy.training.offers import Offer, WholeState, newest_whole_state
+from argosy.training.offers import Claim, Offer, WholeState, is_scale, newest_whole_state
 from argosy.training.state import TrainState, Update
 
 ATTEMPTS = 3
@@ -58,19 +59,16 @@ class Recovery:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a process says of its state; without one, it says only its node."""
+    """What a survivor says of its state; most say the same."""
 
-    node: str
-    history: History = field(default_factory=History)
-    position: Position | None = None
-    last_update: Update | None = None
+    history: History
+    position: Position
+    last_update: Update | None
 
     @classmethod
-    def of(cls, survivor: TrainState | None) -> Facts:
+    def of(cls, survivor: TrainState) -> Facts:
         """Return the facts of this process."""
-        if survivor is None:
-            return cls(node_name())
-        return cls(node_name(), survivor.history, survivor.position, survivor.last_update)
+        return cls(survivor.history, survivor.position, survivor.last_update)
 
 
 def recover(
@@ -85,20 +83,23 @@ def recover(
     there are checkpoints, and neither they nor anything else can be used. Until it returns the survivor is whole.
     """
     began = time.monotonic()
-    group = host_group(world)
-    facts = gather(Facts.of(survivor), group)
+    group, peers = world.host_group, peers_of(world.host_group)
+    facts = over(group, peers.union([] if survivor is None else [Facts.of(survivor)], Facts))
     follow(survivor, facts)
-    sources = [*_live(survivor), *_in_memory(folder, facts, world.rank)]
+    here = over(group, peers.alike(node_name()))
+    sources = _Sources([*_live(survivor), *_in_memory(folder, here.index(world.rank), len(here))])
+    claims = over(group, peers.union((source.offer.claim for source in sources), Claim))
+    said: list[Facts | Claim] = [*facts, *claims]
+    history = max((some.history for some in said), key=lambda h: (h.depth, h.world), default=History())
     tensors = state.boxes()
-    wanted = tuple(box for box in tensors if travels(box))
-    said = gather((tuple(source.offer for source in sources), wanted, secrets.token_hex(6)), group)
-    offers = [own for own, _, _ in said]
-    history = max((at.history for at in [*facts, *chain(*offers)]), key=lambda h: (h.depth, h.world))
-    found, refused = _newest_undamaged(offers, [wants for _, wants, _ in said], history, sources, group)
+    wanted = [box for box in tensors if travels(box)]
+    offers = [source.offer for source in sources]
+    found = over(group, newest_whole_state(peers, offers, claims, wanted, history, sources.is_whole))
+    refused = over(group, peers.union(sources.refused, str))
 
     fault("recover", rank=world.rank)
     tier: Tier = "none"
-    traffic = [Traffic()]
+    traffic = Traffic()
     newest_on_disk = disk.newest_step() or 0
     if found is None or newest_on_disk > found.position.step:
         tier, problem = _from_disk(disk, state, group)
@@ -108,15 +109,16 @@ def recover(
             refused.append(str(problem))
     if found is not None and (tier == "none" or state.step < found.position.step):
         tier = "live" if found.is_live else "memory"
-        traffic = gather(_take(found, sources, state, tensors, group), group)
+        traffic = over(group, peers.merge(_take(found, sources, state, tensors, group), Traffic, _sum))
     past = state.history if tier == "disk" and state.history.depth > history.depth else history
-    state.history = past.next(said[0][2], state.step)
+    name = over(group, peers.merge(secrets.token_hex(6) if world.is_first else "", str, max))
+    state.history = past.next(name, state.step)
     return Recovery(
         tier,
         state.step,
-        max(newest_on_disk, state.step, *_steps_known(facts, offers, history)) - state.step,
-        sum(t.received_bytes for t in traffic),
-        sum(t.own_bytes for t in traffic),
+        max(newest_on_disk, state.step, *_steps_known(said, history)) - state.step,
+        traffic.received_bytes,
+        traffic.own_bytes,
         time.monotonic() - began,
         tuple(refused),
         next((u for u in (f.last_update for f in facts) if u is not None and u.step == state.step - 1), None),
@@ -159,31 +161,46 @@ class _Source:
         return f"{self.saved.path.name} of node {node_name()}" if self.saved else ""
 
 
+class _Sources(list[_Source]):
+    """What this rank has; in-memory checkpoints are read once it matters whether they are whole."""
+
+    def __init__(self, sources: list[_Source]):
+        super().__init__(sources)
+        self._whole: dict[int, bool] = {}
+
+    def is_whole(self, i: int) -> bool:
+        if i not in self._whole:
+            self._whole[i] = self[i].is_whole()
+        return self._whole[i]
+
+    @property
+    def refused(self) -> list[str]:
+        """Names of those that were not whole."""
+        return [self[i].name for i, is_whole in self._whole.items() if not is_whole]
+
+
 def _live(survivor: TrainState | None) -> list[_Source]:
     if survivor is None or survivor.in_update:
         return []
     tensors = {box: tensor for box, tensor in survivor.boxes().items() if travels(box)}
-    return [_Source(Offer(survivor.history, survivor.position, tuple(tensors), is_live=True), tensors)]
+    return [_Source(Offer(Claim(survivor.history, survivor.position, is_live=True), tuple(tensors)), tensors)]
 
 
-def _in_memory(folder: Path | None, facts: Sequence[Facts], rank: int) -> list[_Source]:
+def _in_memory(folder: Path | None, place: int, ranks: int) -> list[_Source]:
     """Return this rank's part of the in-memory checkpoints of its node: they are dealt out over the node's ranks."""
-    here = [other for other, fact in enumerate(facts) if fact.node == facts[rank].node]
     sources = []
-    for saved in memory_checkpoints_in(folder)[here.index(rank) :: len(here)]:
+    for saved in memory_checkpoints_in(folder)[place::ranks]:
         state = saved.state
         if state is not None:
             position, history = state
             boxes = tuple(box for box in saved.file.boxes if travels(box))
-            sources.append(_Source(Offer(history, position, boxes, is_live=False), {}, saved))
+            sources.append(_Source(Offer(Claim(history, position, is_live=False), boxes), {}, saved))
     return sources
 
 
-def _steps_known(facts: Sequence[Facts], offers: Sequence[Sequence[Offer]], history: History) -> list[int]:
+def _steps_known(said: Sequence[Facts | Claim], history: History) -> list[int]:
     """Return the steps that any rank knows the run to have made."""
-    said: list[Facts | Offer] = [*facts, *chain(*offers)]
-    known = [(at.history, at.position) for at in said if at.position is not None]
-    return [position.step for past, position in known if history.admits(past.world, position.step)]
+    return [x.position.step for x in said if history.admits(x.history.world, x.position.step)]
 
 
 def _from_disk(
@@ -198,31 +215,10 @@ def _from_disk(
         tier = "none" if disk.restore(state) is None else "disk"
     except ArgosyError as error:
         mine = error
-    problem = next((error for error in gather(mine, group) if error is not None), None)
+    known = [] if mine is None else [ErrorRecord.of(mine)]
+    problem = next((record.error() for record in over(group, peers_of(group).union(known, ErrorRecord))), None)
+    assert problem is None or isinstance(problem, ArgosyError)
     return ("none" if problem else tier), problem
-
-
-def _newest_undamaged(
-    offers: Sequence[Sequence[Offer]],
-    wanted: Sequence[Sequence[Box]],
-    history: History,
-    sources: Sequence[_Source],
-    group: dist.ProcessGroup | None,
-) -> tuple[WholeState | None, list[str]]:
-    """Return the newest whole state without damaged in-memory checkpoints, and the names of the damaged ones."""
-    rank = group.rank() if group else 0
-    good = [list(own) for own in offers]
-    refused: list[str] = []
-    while (found := newest_whole_state(good, wanted, history)) is not None:
-        mine = [i for i in found.used[rank] if not sources[i].is_whole()]
-        bad = gather([(i, sources[i].name) for i in mine], group)
-        if not any(bad):
-            break
-        for own, some in zip(good, bad, strict=True):
-            for i, name in some:
-                refused.append(name)
-                own[i] = replace(own[i], boxes=())  # it keeps its place, and covers nothing
-    return found, refused
 
 
 def _take(
@@ -233,9 +229,8 @@ def _take(
     group: dist.ProcessGroup | None,
 ) -> Traffic:
     """Carry out the transfers of `found`, and take the state over. Raises: CorruptMessage, RuntimeError."""
-    rank = group.rank() if group else 0
     held: dict[Box, Tensor] = {}
-    for i in reversed(found.used[rank]):
+    for i in reversed(found.used):
         held |= sources[i].tensors()
     for attempt in range(ATTEMPTS):
         try:
@@ -244,6 +239,25 @@ def _take(
         except CorruptMessage:
             if attempt == ATTEMPTS - 1:
                 raise
+    _take_scale(found.leader, held, tensors, group)
     state.restored(tensors)
     state.step, state.tokens, state.skipped = found.position.step, found.position.tokens, found.position.skipped
     return traffic
+
+
+def _take_scale(
+    leader: int, held: Mapping[Box, Tensor], tensors: Mapping[Box, Tensor], group: dist.ProcessGroup | None
+) -> None:
+    """Take over the leader's loss scale, as far as both have one; states of other precisions have none."""
+    peers, kind = peers_of(group), list[tuple[str, SentTensor]]
+    mine = [(box.name, tensor) for box, tensor in held.items() if is_scale(box)] if peers.rank == leader else []
+    scale = dict(over(group, peers.merge(mine, kind, lambda one, other: one or other)))
+    for box, tensor in tensors.items():
+        if is_scale(box) and box.name in scale:
+            tensor.copy_(scale[box.name])
+
+
+def _sum(one: Traffic, other: Traffic) -> Traffic:
+    return Traffic(
+        one.sent_bytes + other.sent_bytes, one.received_bytes + other.received_bytes, one.own_bytes + other.own_bytes
+    )

@@ -10,7 +10,7 @@ from argosy.errors import Retryable, RunFailed
 from argosy.observe.heartbeat import Heartbeat
 from argosy.observe.metrics import forget_peak_memory
 from argosy.parallel.world import World, give_back_freed_memory
-from argosy.training.bad_steps import MOST_REWINDS, REMEDY, BadStepPolicy
+from argosy.training.bad_steps import MOST_REWINDS, REMEDY, BadStepPolicy, Counts
 from argosy.training.batches import Batches
 from argosy.training.checkpointer import Checkpointer
 from argosy.training.integrity import Integrity
@@ -60,7 +60,7 @@ class Restorer:
             self._records.metrics.forget_from(state.step)
             if found.last_update is not None:
                 self._records.write_missing_line(found.last_update, state.tokens, self._batches.line)
-        self._bad_steps.load_newest(world.gather(self._bad_steps.state_dict()))
+        self._bad_steps.load_newest(world.gather(self._bad_steps.counts(), Counts))
         if found.tier != "live":
             self._bad_steps.forget_bad_steps()
         self._bad_steps.remember(self._records.last_steps())
@@ -138,7 +138,7 @@ class Restorer:
         """Make this state the one that survives the world, and count on the time since the last save of any rank."""
         before, self._survivor.state = self._survivor.state, self._state
         saved_s = self._survivor.last_save_s
-        unsaved_s = max(self._world.gather(0.0 if saved_s is None else time.monotonic() - saved_s))
+        unsaved_s = max(self._world.gather(0.0 if saved_s is None else time.monotonic() - saved_s, float))
         self._checkpointer.last_save_s -= unsaved_s
         if before is not None:  # two states were in memory, which no step needs
             del before

@@ -72,7 +72,7 @@ class Shutdown:
 
         The next world goes on from what the survivor keeps.
         """
-        self._survivor.bad_steps = self._bad_steps.state_dict()
+        self._survivor.bad_steps = self._bad_steps.counts()
         self._checkpointer.abandon()
         self._survivor.last_save_s = self._checkpointer.last_save_s
         self._memory.abandon()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from argosy.checkpoint.shards import part_box, wholes
 from argosy.config.schema import RunConfig
 from argosy.data.order import Range
 from argosy.optim.optimizer import Optimizer
+from argosy.parallel.encoding import SentTensor
 from argosy.parallel.expert import update_biases
 from argosy.parallel.gradients import clip
 from argosy.parallel.model import ParallelModel
@@ -22,6 +22,7 @@ from argosy.parallel.pieces import Held
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 from argosy.precision.scaler import LossScaler
+from argosy.training.bad_steps import Counts
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Update:
     learning_rate: float
     tokens: int
     """Tokens of the step, over all processes."""
-    loads: Tensor | None
+    loads: SentTensor | None
     """Tokens that each expert was sent (`parallel.expert.loads_of`), in host memory; None without experts."""
 
 
@@ -151,8 +152,8 @@ class Survivor:
 
     state: TrainState | None = None
     """None until it is whole for the first time."""
-    bad_steps: Mapping[str, Any] | None = None
-    """What its bad-step policy has counted (`BadStepPolicy.state_dict`)."""
+    bad_steps: Counts | None = None
+    """What its bad-step policy has counted (`BadStepPolicy.counts`)."""
     memory_before_bytes: int | None = None
     """Memory of the process before it trained in any world; None before the first."""
     last_save_s: float | None = None

@@ -232,7 +232,7 @@ class Trainer:
     def _repeat_evaluation(self) -> None:
         """Run the evaluation again that was due after the step before, if it was interrupted."""
         done = self.state.step
-        if done and not self._world.share_first(lambda: self._records.metrics.has(done - 1, "validation_loss")):
+        if done and not self._world.share_first(lambda: self._records.metrics.has(done - 1, "validation_loss"), bool):
             self.evaluate_if_due()
 
     def _repeat_save(self) -> None:
