@@ -6,7 +6,10 @@ import json
 import os
 import threading
 import time
+from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,6 +70,82 @@ def test_ranks_whose_parts_do_not_come_are_named(tmp_path, snapshot, monkeypatch
         commit_part(order(tmp_path, 0, 4), snapshot)
 
 
+def save_in_groups(folder: Path, size: int, snapshot: int) -> None:
+    """All ranks write at once, as their writers do; what rank 0 raises is raised here."""
+    others = [threading.Thread(target=_quietly, args=(order(folder, rank, size), snapshot)) for rank in range(1, size)]
+    for other in others:
+        other.start()
+    try:
+        commit_part(order(folder, 0, size), snapshot)
+    finally:
+        for other in others:
+            other.join()
+
+
+def _quietly(mine: SaveOrder, snapshot: int) -> None:
+    with suppress(OSError):
+        commit_part(mine, snapshot)
+
+
+@pytest.mark.parametrize("size", [3, 4, 7, 10])
+def test_with_several_groups_their_heads_sum_them_up(tmp_path, snapshot, monkeypatch, size):
+    monkeypatch.setattr(rank_writer, "GROUP", 3)
+    save_in_groups(tmp_path, size, snapshot)
+    (checkpoint,) = store.committed(tmp_path)
+    checkpoint.verify()
+    assert list(checkpoint.manifest.files) == [store.shard_name(rank) for rank in range(size)]
+
+
+@pytest.mark.parametrize("failing", [1, 3, 4])
+def test_a_part_that_fails_in_any_group_is_the_end_of_the_attempt_and_named(tmp_path, snapshot, monkeypatch, failing):
+    monkeypatch.setattr(rank_writer, "GROUP", 3)
+    real = rank_writer._write
+
+    def write(mine: SaveOrder, *rest: Any) -> Any:
+        if mine.rank == failing:
+            raise OSError(5, "Input/output error")
+        return real(mine, *rest)
+
+    monkeypatch.setattr(rank_writer, "_write", write)
+    with pytest.raises(OSError, match=r"rank [0-9 to]+: \[Errno 5\] Input/output error") as caught:
+        save_in_groups(tmp_path, 6, snapshot)
+    assert f"rank {failing}" in str(caught.value)
+    assert store.committed(tmp_path) == []
+
+
+def test_a_rank_that_does_not_come_is_named_by_its_head_and_a_head_by_the_first(tmp_path, snapshot, monkeypatch):
+    monkeypatch.setattr(rank_writer, "GROUP", 2)
+    monkeypatch.setattr(rank_writer, "STALL_S", 0.4)
+    _quietly(order(tmp_path, 1, 6), snapshot)
+    head = threading.Thread(target=_quietly, args=(order(tmp_path, 2, 6), snapshot))
+    _quietly(order(tmp_path, 5, 6), snapshot)
+    head.start()
+    with pytest.raises(OSError, match=r"nothing has come of the part of rank (3 for|4 to 5 for)"):
+        commit_part(order(tmp_path, 0, 6), snapshot)
+    head.join()
+
+
+def test_no_rank_looks_at_the_notes_of_all(tmp_path, snapshot, monkeypatch):
+    monkeypatch.setattr(rank_writer, "GROUP", 4)
+    looked: dict[int, set[Path]] = defaultdict(set)
+    real = Note.read.__func__
+
+    def read(cls: type[Note], path: Path, ticket: str) -> Note | None:
+        looked[threading.get_ident()].add(path)
+        return real(cls, path, ticket)
+
+    monkeypatch.setattr(Note, "read", classmethod(read))
+    save_in_groups(tmp_path, 16, snapshot)
+    assert max(map(len, looked.values())) <= 3 + 3
+
+
+def test_whoever_waits_hears_that_it_goes_on(tmp_path, snapshot, monkeypatch):
+    monkeypatch.setattr(rank_writer, "PROGRESS_S", 0.0)
+    told: list[int] = []
+    commit_part(order(tmp_path), snapshot, lambda: told.append(1))
+    assert len(told) >= rank_writer.CHUNKS
+
+
 def test_a_part_that_grows_is_waited_for(tmp_path, snapshot, monkeypatch):
     monkeypatch.setattr(rank_writer, "STALL_S", 0.5)
     slow = order(tmp_path, 1, 2)
@@ -86,7 +165,17 @@ def test_a_part_that_grows_is_waited_for(tmp_path, snapshot, monkeypatch):
     store.committed(tmp_path)[0].verify()
 
 
-@pytest.mark.parametrize("note", ["", "{", "[]", json.dumps({"ticket": "this", "what": 1}), "null"])
+@pytest.mark.parametrize(
+    "note",
+    [
+        "",
+        "{",
+        "[]",
+        json.dumps({"ticket": "this", "what": 1}),
+        json.dumps({"ticket": "this", "files": [[1]], "error": ""}),
+        "null",
+    ],
+)
 def test_a_note_that_makes_no_sense_is_none(tmp_path, snapshot, monkeypatch, note):
     monkeypatch.setattr(rank_writer, "STALL_S", 0.1)
     mine = order(tmp_path, 0, 2)

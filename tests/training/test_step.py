@@ -10,6 +10,7 @@ from argosy.models.batch import microbatches
 from argosy.parallel.world import World
 from argosy.precision.scaler import LossScaler
 from argosy.training.step import Requests, StepOutcome
+from argosy.training.stop import WorldIsOver
 from tiny import decoder, eager, gradients, train_step
 
 END = 0
@@ -118,3 +119,26 @@ def test_what_one_process_wishes_is_granted_to_all(workers, plan):
 def test_shares_of_a_fingerprint_that_do_not_add_up_to_nothing_are_seen_by_all(workers, fingerprints, differ):
     outcomes = [outcome for outcome, _ in workers.run(3, step, "dp_replicate=3", 1.0, None, fingerprints)]
     assert [outcome.replicas_differ for outcome in outcomes] == [differ] * 3
+
+
+def test_numbers_of_a_world_that_is_over_are_not_taken_for_those_of_all_ranks():
+    """On a GPU an aborted collective returns, with any numbers."""
+    train = train_step(World(), eager(""), model={"layers": 2})
+    batch = microbatches(ROWS, 4, END, World().device)
+    loss = train.forward_backward(batch)
+
+    def is_over() -> None:
+        raise WorldIsOver
+
+    train._check_world = is_over
+    train._world = Garbled()
+    with pytest.raises(WorldIsOver):
+        train.exchange(loss)
+    assert train.state.pending, "the gradient was whole before: a rank that is ahead can be followed"
+
+
+class Garbled(World):
+    """Its sums are none."""
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.fill_(-1.0)

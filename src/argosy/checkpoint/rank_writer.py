@@ -1,16 +1,20 @@
 """Writing one rank's part of a checkpoint: its file, the note beside it, the first rank's commit.
 
-Ranks do not talk: each leaves a note with the size and checksum of its file in the checkpoint's partial folder, and the
-first one waits for the notes of all. What a dead attempt left there has another ticket.
+Ranks do not talk: each leaves a note with the size and checksum of its file in the checkpoint's partial folder. Of each
+GROUP ranks the head, which is the first of them, waits for the notes of the others and sums them up in one; rank 0
+waits for those of its own group and of the other heads. So no process looks at more files again and again than a group
+has ranks, or than there are groups. What a dead attempt left there has another ticket.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import mmap
 import os
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,7 +35,13 @@ SYNC_BYTES = 64 * 2**20
 """So much is written through to the disk before more is given to the kernel: dirty pages do not pile up, and the file's
 size shows the first rank that it advances."""
 STALL_S = 120.0
-"""The first rank gives a checkpoint up once the others' parts have not grown for so long."""
+"""A checkpoint is given up once the parts that are waited for have not grown for so long."""
+MORE_PATIENT = 1.25
+"""So much longer the first rank waits for other groups: their heads know what is missing."""
+GROUP = 128
+"""Ranks whose notes their head sums up: about the square root of the largest number of ranks."""
+PROGRESS_S = 1.0
+"""How often `progress` is called at most, and how often the sizes of files are looked at."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +76,20 @@ class SaveOrder:
         """Return where `rank` leaves the note of how its part went."""
         return self.partial / f"rank-{rank:05d}.json"
 
+    def summary_of(self, head: int) -> Path:
+        """Return where a head leaves the note of its group; what stands there while it waits grows as its parts do."""
+        return self.partial / f"rank-{head:05d}.group.json"
+
+    @property
+    def is_head(self) -> bool:
+        """True if this rank sums up its group."""
+        return self.rank % GROUP == 0
+
+    @property
+    def members(self) -> range:
+        """The other ranks of this one's group, if it is the head."""
+        return range(self.rank + 1, min(self.rank + GROUP, self.size)) if self.is_head else range(0)
+
     def check_generation(self) -> None:
         """Raises: Fenced if a later generation has begun."""
         fence.check_generation(Path(self.run_dir), self.generation)
@@ -73,28 +97,53 @@ class SaveOrder:
 
 @dataclass(frozen=True)
 class Note:
-    """How a rank's part went."""
+    """How a rank's part went, or those of a group."""
 
     ticket: str
-    bytes: int = 0
-    sha256: str = ""
+    files: tuple[tuple[int, str], ...] = ()
+    """Size and SHA-256 of each file, by rank; none if there is an error."""
     error: str = ""
 
+    @classmethod
+    def read(cls, path: Path, ticket: str) -> Note | None:
+        """Return the note at `path` if there is one, and it is of this attempt."""
+        try:
+            record = json.loads(path.read_bytes())
+            files = tuple((int(size), str(sha256)) for size, sha256 in record["files"])
+            note = cls(str(record["ticket"]), files, str(record["error"]))
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+        return note if note.ticket == ticket else None
 
-def commit_part(order: SaveOrder, snapshot: int) -> int:
-    """Write this rank's part; as the first rank, commit the checkpoint once the others' parts are there.
+    def write(self, path: Path) -> None:
+        """Leave the note at `path`. Raises: OSError."""
+        with atomic_write(path) as file:
+            file.write(json.dumps(asdict(self)).encode())
 
-    `snapshot`: descriptor of the file in memory that is to be written. Returns the bytes of the part, or, on the first
-    rank, of the checkpoint.
-    Raises: OSError, Fenced; on the first rank if any part fails, and then nothing of the checkpoint is left.
+
+def commit_part(order: SaveOrder, snapshot: int, progress: Callable[[], None] = lambda: None) -> int:
+    """Write this rank's part; as a head, sum up those of its group; as the first rank, commit when all are there.
+
+    `snapshot`: descriptor of the file in memory that is to be written. `progress` is called while it goes on.
+    Returns the bytes of the part, or, on the first rank, of the checkpoint.
+    Raises: OSError, Fenced; on a head if any part of its group fails, on the first rank if any part does, and then
+    nothing of the checkpoint is left.
     """
+    pulse = _Pulse(progress)
     if order.rank:
-        return _write_and_tell(order, snapshot).bytes
+        mine = _write_and_tell(order, snapshot, pulse)
+        if order.is_head:
+            _sum_up(order, mine, pulse)
+        return mine.bytes
     try:
         order.check_generation()
         store.sweep(Path(order.run_dir), order.generation, before_step=order.step)
-        mine = _write_and_tell(order, snapshot)
-        manifest = replace(CheckpointManifest.from_record(order.manifest), files=_gather(order, {0: mine}))
+        mine = _write_and_tell(order, snapshot, pulse)
+        others = range(GROUP, order.size, GROUP)
+        files = [mine, *_gather(order, _of_members(order), STALL_S, pulse)]
+        files += _gather(order, [_of_group(order, head) for head in others], MORE_PATIENT * STALL_S, pulse)
+        by_name = {shard_name(rank): file for rank, file in enumerate(files)}
+        manifest = replace(CheckpointManifest.from_record(order.manifest), files=by_name)
         return store.commit(order.partial, manifest).bytes
     except (OSError, ArgosyError):
         store.discard(order.partial)
@@ -102,10 +151,11 @@ def commit_part(order: SaveOrder, snapshot: int) -> int:
 
 
 def leave_note(order: SaveOrder, note: Note) -> None:
-    """Leave the note of how this rank's part went. Raises: OSError."""
+    """Leave the note of how this rank's part went; a failure of a head's is one of its group. Raises: OSError."""
     order.partial.mkdir(parents=True, exist_ok=True)
-    with atomic_write(order.note_of(order.rank)) as file:
-        file.write(json.dumps(asdict(note)).encode())
+    note.write(order.note_of(order.rank))
+    if note.error and order.is_head:
+        note.write(order.summary_of(order.rank))
 
 
 def words(problem: BaseException) -> str:
@@ -114,13 +164,25 @@ def words(problem: BaseException) -> str:
     return line if isinstance(problem, OSError | ArgosyError) and line else f"{type(problem).__name__}: {line}"
 
 
-def _write_and_tell(order: SaveOrder, snapshot: int) -> FileSum:
+class _Pulse:
+    """Calls `progress` while something goes on, but not too often."""
+
+    def __init__(self, progress: Callable[[], None]):
+        self._progress, self._called_s = progress, time.monotonic()
+
+    def __call__(self) -> None:
+        if time.monotonic() - self._called_s >= PROGRESS_S:
+            self._called_s = time.monotonic()
+            self._progress()
+
+
+def _write_and_tell(order: SaveOrder, snapshot: int, pulse: _Pulse) -> FileSum:
     try:
         order.check_generation()
         order.partial.mkdir(parents=True, exist_ok=True)
         order.file.unlink(missing_ok=True)  # a new file, so that a dying writer does not write to this one
-        part = _write(order, snapshot)
-        leave_note(order, Note(order.ticket, bytes=part.bytes, sha256=part.sha256))
+        part = _write(order, snapshot, pulse)
+        leave_note(order, Note(order.ticket, ((part.bytes, part.sha256),)))
     except OSError as problem:
         with suppress(OSError):
             order.file.unlink(missing_ok=True)  # on a full disk the note needs its room
@@ -130,7 +192,7 @@ def _write_and_tell(order: SaveOrder, snapshot: int) -> FileSum:
     return part
 
 
-def _write(order: SaveOrder, snapshot: int) -> FileSum:
+def _write(order: SaveOrder, snapshot: int, pulse: _Pulse) -> FileSum:
     """Copy the snapshot to the disk, hashing it on the way."""
     digest = hashlib.sha256()
     with (
@@ -148,6 +210,7 @@ def _write(order: SaveOrder, snapshot: int) -> FileSum:
             with view[start : start + at_once] as chunk:
                 digest.update(chunk)
                 _write_all(file.fileno(), chunk)
+            pulse()
         os.fsync(file.fileno())
     return FileSum(order.bytes, digest.hexdigest())
 
@@ -159,36 +222,75 @@ def _write_all(descriptor: int, data: memoryview) -> None:
             done += os.write(descriptor, rest)
 
 
-def _gather(order: SaveOrder, sums: dict[int, FileSum]) -> dict[str, FileSum]:
-    """Wait for the notes of all ranks, and return their files. Raises: OSError if a part failed, or nothing comes."""
-    seen, since_s, pause_s = -1, time.monotonic(), 0.002
-    while len(sums) < order.size:
-        for rank in set(range(order.size)) - sums.keys():
-            note = _note(order, rank)
-            if note is not None and note.error:
-                raise OSError(f"rank {rank}: {note.error}")
+def _sum_up(order: SaveOrder, mine: FileSum, pulse: _Pulse) -> None:
+    """As a head, leave the note of this group once all its parts are there. Raises: OSError if one fails."""
+    summary, grown = order.summary_of(order.rank), 0
+
+    def advancing() -> None:
+        nonlocal grown
+        pulse()
+        grown += 1
+        with suppress(OSError):
+            summary.write_bytes(b" " * grown)
+
+    try:
+        files = [mine, *_gather(order, _of_members(order), STALL_S, advancing)]
+        Note(order.ticket, tuple((file.bytes, file.sha256) for file in files)).write(summary)
+    except OSError as problem:
+        with suppress(OSError):
+            Note(order.ticket, error=words(problem)).write(summary)
+        raise
+
+
+@dataclass(frozen=True)
+class _Awaited:
+    """A note that is waited for."""
+
+    note: Path
+    growing: Path
+    """The file that grows until then."""
+    whose: str
+    files: int
+
+
+def _of_members(order: SaveOrder) -> list[_Awaited]:
+    folder = order.partial
+    return [_Awaited(order.note_of(r), folder / shard_name(r), f"rank {r}", 1) for r in order.members]
+
+
+def _of_group(order: SaveOrder, head: int) -> _Awaited:
+    last = min(head + GROUP, order.size) - 1
+    return _Awaited(order.summary_of(head), order.summary_of(head), f"rank {head} to {last}", last - head + 1)
+
+
+def _gather(
+    order: SaveOrder, awaited: Sequence[_Awaited], patience_s: float, advancing: Callable[[], None]
+) -> list[FileSum]:
+    """Wait for notes, and return their files, in order. Raises: OSError if a part failed, or nothing comes."""
+    found: dict[_Awaited, Note] = {}
+    seen, since_s, looked_s, pause_s = -1, time.monotonic(), -math.inf, 0.002
+    while missing := [some for some in awaited if some not in found]:
+        for some in missing:
+            note = Note.read(some.note, order.ticket)
+            if note is not None and (note.error or len(note.files) != some.files):
+                said = note.error or "its note is of other ranks"
+                raise OSError(said if some.files > 1 and said.startswith("rank ") else f"{some.whose}: {said}")
             if note is not None:
-                sums[rank] = FileSum(note.bytes, note.sha256)
-        missing = [rank for rank in range(order.size) if rank not in sums]
-        there = len(sums) + sum(_size(order.partial / shard_name(rank)) for rank in missing)
-        if there != seen:
-            seen, since_s = there, time.monotonic()
-        if time.monotonic() - since_s > STALL_S:
-            ranks = ", ".join(map(str, missing))
-            raise OSError(f"nothing has come of the part of rank {ranks} for {STALL_S:.0f} s")
+                found[some] = note
+        missing = [some for some in missing if some not in found]
+        if missing and time.monotonic() - looked_s >= min(PROGRESS_S, patience_s / 4):
+            looked_s = time.monotonic()
+            there = len(found) + sum(_size(some.growing) for some in missing)
+            if there != seen:
+                seen, since_s = there, time.monotonic()
+                advancing()
+            if time.monotonic() - since_s > patience_s:
+                whose = ", ".join(some.whose.removeprefix("rank ") for some in missing)
+                raise OSError(f"nothing has come of the part of rank {whose} for {patience_s:.0f} s")
         if missing:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.2)
-    return {shard_name(rank): sums[rank] for rank in range(order.size)}
-
-
-def _note(order: SaveOrder, rank: int) -> Note | None:
-    """Return the note that `rank` left for this attempt, if there is one."""
-    try:
-        note = Note(**json.loads(order.note_of(rank).read_bytes()))
-    except (OSError, ValueError, TypeError):
-        return None
-    return note if note.ticket == order.ticket else None
+    return [FileSum(*file) for some in awaited for file in found[some].files]
 
 
 def _size(path: Path) -> int:

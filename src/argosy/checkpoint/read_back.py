@@ -1,8 +1,9 @@
 """Reading a checkpoint back once it is committed, all writers together.
 
-Each reads a share of the files, not its own, and leaves a note of what it found in the checkpoint's folder. The first
-waits for the notes about as long as its own share took; then it reads the shares without a note itself: a writer that
-has died, or is slow, holds the others up for a while only.
+Each reads a share of the files, not its own, and leaves a note of what it found in the checkpoint's folder; heads of
+groups sum the notes of theirs up (`rank_writer`). Heads, and the first for its own group, wait for notes about as long
+as their own shares took; then the first reads the shares without a note itself: a writer that has died, or is slow,
+holds the others up for a while only.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from argosy.checkpoint.checksums import Damaged
-from argosy.checkpoint.rank_writer import SaveOrder
+from argosy.checkpoint.rank_writer import GROUP, SaveOrder
 from argosy.checkpoint.store import Checkpoint, step_folder
 from argosy.files import atomic_write
 
@@ -36,9 +38,14 @@ def vouch(order: SaveOrder, is_closing: threading.Event) -> None:
             return
         pause_s = min(2 * pause_s, most_s)
     with suppress(OSError, Damaged):  # it was deleted meanwhile, or its manifest is damaged, which the first finds too
-        found = {"manifest_sha256": checkpoint.manifest.sha256, "problem": checkpoint.problem(order.rank, order.size)}
-        with atomic_write(_note_of(checkpoint, order.rank)) as file:
-            file.write(json.dumps(found).encode())
+        began_s = time.monotonic()
+        _leave(checkpoint, _note_of(checkpoint, order.rank), checkpoint.problem(order.rank, order.size))
+        if order.is_head:
+            try:
+                read = _read_by(checkpoint, order.members, 2 * time.monotonic() - began_s + PATIENCE_S)
+                _leave(checkpoint, _summary_of(checkpoint, order.rank), None, sorted({order.rank, *read}))
+            except Damaged as problem:
+                _leave(checkpoint, _summary_of(checkpoint, order.rank), str(problem))
 
 
 def verify_together(checkpoint: Checkpoint, size: int) -> None:
@@ -48,32 +55,64 @@ def verify_together(checkpoint: Checkpoint, size: int) -> None:
     """
     began_s = time.monotonic()
     checkpoint.verify(checkpoint.share(0, size))
-    until_s, waiting = 2 * time.monotonic() - began_s + PATIENCE_S, set(range(1, size))
+    took_s = time.monotonic() - began_s
+    read = _read_by(checkpoint, range(1, min(GROUP, size)), time.monotonic() + took_s + PATIENCE_S)
+    heads = list(range(GROUP, size, GROUP))
+    until_s, pause_s = time.monotonic() + took_s + PATIENCE_S, LOOK_S[0]  # heads begin to wait when the first does
+    while heads:
+        for head in list(heads):
+            if (ranks := _found_in(checkpoint, _summary_of(checkpoint, head))) is not None:
+                read |= {*ranks}
+                heads.remove(head)
+        if not heads or time.monotonic() > until_s:
+            break
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, LOOK_S[1])
+    for rank in sorted({*range(1, size)} - read, reverse=True):
+        if _found_in(checkpoint, _note_of(checkpoint, rank)) is None:
+            checkpoint.verify(checkpoint.share(rank, size))
+    for path in checkpoint.folder.glob("rank-*.read"):
+        path.unlink(missing_ok=True)
+
+
+def _read_by(checkpoint: Checkpoint, ranks: Iterable[int], until_s: float) -> set[int]:
+    """Wait for the notes of `ranks`, and return those who left one. Raises: Damaged if one found damage."""
+    waiting, read = {*ranks}, set[int]()
     pause_s, most_s = LOOK_S
     while waiting and time.monotonic() < until_s:
-        waiting -= {rank for rank in waiting if _has_vouched(checkpoint, rank)}
+        read |= {rank for rank in waiting if _found_in(checkpoint, _note_of(checkpoint, rank)) is not None}
+        waiting -= read
         if waiting:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, most_s)
-    for rank in sorted(waiting, reverse=True):
-        if not _has_vouched(checkpoint, rank):
-            checkpoint.verify(checkpoint.share(rank, size))
-    for rank in range(1, size):
-        _note_of(checkpoint, rank).unlink(missing_ok=True)
+    return read
 
 
-def _has_vouched(checkpoint: Checkpoint, rank: int) -> bool:
-    """True if `rank` has read its share of this very checkpoint. Raises: Damaged if it found damage."""
+def _leave(checkpoint: Checkpoint, path: Path, problem: str | None, ranks: Sequence[int] = ()) -> None:
+    found = {"manifest_sha256": checkpoint.manifest.sha256, "problem": problem, "ranks": ranks}
+    with atomic_write(path) as file:
+        file.write(json.dumps(found).encode())
+
+
+def _found_in(checkpoint: Checkpoint, path: Path) -> list[int] | None:
+    """Return what a note says of this very checkpoint: the ranks that have read theirs, as a head; None without one.
+
+    Raises: Damaged if it tells of damage.
+    """
     try:
-        note = json.loads(_note_of(checkpoint, rank).read_bytes())
+        note = json.loads(path.read_bytes())
         is_this = note["manifest_sha256"] == checkpoint.manifest.sha256
-        problem = note["problem"]
+        problem, ranks = note["problem"], [int(rank) for rank in note["ranks"]]
     except (OSError, ValueError, TypeError, KeyError):
-        return False
+        return None
     if is_this and problem is not None:
         raise Damaged(problem)
-    return is_this
+    return ranks if is_this else None
 
 
 def _note_of(checkpoint: Checkpoint, rank: int) -> Path:
     return checkpoint.folder / f"rank-{rank:05d}.read"
+
+
+def _summary_of(checkpoint: Checkpoint, head: int) -> Path:
+    return checkpoint.folder / f"rank-{head:05d}.group.read"

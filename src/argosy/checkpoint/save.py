@@ -30,9 +30,10 @@ from argosy.processes.channel import Gone
 from argosy.processes.child import Child
 
 HUNG_S = 300.0
-"""A writer is given up once its checkpoint has not grown, on any rank, for so long while it is waited for."""
+"""A writer is given up once it has told of no progress, its own or of parts it waits for, for so long while it is
+waited for."""
 LISTEN_S, CHECK_S = 1.0, 0.1
-"""While a save is waited for: how often the size of its files is looked at, and how often `check` is called."""
+"""While a save is waited for: how often it is asked whether it advances, and how often `check` is called."""
 WRITER = "argosy.checkpoint.writer"
 
 
@@ -64,6 +65,7 @@ class Saver:
         self._in_flight: SaveOrder | None = None
         self._mine: list[Box] | None = None
         self._ticket, self._attempts = "", 0
+        self._advanced_s = 0.0
         self.committed: set[int] = set()
         """Steps that need no saving: those of its own checkpoints, and any that are added here, alike on all ranks."""
         self.last_error: str | None = None
@@ -118,13 +120,10 @@ class Saver:
 
     def wait(self) -> None:
         """Wait for the save in flight, if any."""
-        grown, since_s = -1, time.monotonic()
+        self._advanced_s = time.monotonic()
         while self._in_flight is not None:
             self._attend()
-            size = _bytes_in(self._in_flight.partial) if self._in_flight else 0
-            if size != grown:
-                grown, since_s = size, time.monotonic()
-            if self._in_flight is not None and time.monotonic() - since_s > HUNG_S:
+            if self._in_flight is not None and time.monotonic() - self._advanced_s > HUNG_S:
                 self._give_up(self._in_flight)
         self._listen(0.0)
 
@@ -185,6 +184,9 @@ class Saver:
         return bool(news)
 
     def _take(self, news: str, facts: dict[str, Any]) -> None:
+        if news == "progress":
+            self._advanced_s = time.monotonic()
+            return
         if news in ("save", "save_failed"):
             self._in_flight = None
             self.last_error = facts.get("error")
@@ -227,10 +229,3 @@ class Saver:
             return
         with suppress(OSError):
             leave_note(order, Note(order.ticket, error=error))
-
-
-def _bytes_in(folder: Path) -> int:
-    try:
-        return sum(path.stat().st_size for path in folder.iterdir())
-    except OSError:  # it is not there yet, or no longer
-        return 0

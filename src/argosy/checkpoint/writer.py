@@ -77,7 +77,7 @@ class Writer:
 
     def _save(self, order: SaveOrder, upkeep: Upkeep) -> None:
         try:
-            size = commit_part(order, self._snapshot)
+            size = commit_part(order, self._snapshot, lambda: self._tell("progress"))
         except Exception as problem:  # training must hear of it, whatever it was
             self._tell("save_failed", step=order.step, error=words(problem))
             return

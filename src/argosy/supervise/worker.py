@@ -122,6 +122,10 @@ def main() -> None:
 
     Errors are sent to the agent, which knows which process failed first and reports that error to the user.
     """
+    # When a collective on GPUs fails or times out, torch's watchdog would end the process, and the state that survives
+    # in it. Here the agent breaks the world off and aborts it (`parallel.connections`), which torch asks to be done
+    # with this turned off (the notes of distributed_c10d._abort_process_group). The user's own setting comes first.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     run_dir, stop = Path(os.environ["ARGOSY_RUN_DIR"]), StopSignal().listen()
     agent = AgentClient(channel_to_parent(), stop)
     terminal = _to_log(run_dir)

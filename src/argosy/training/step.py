@@ -87,9 +87,19 @@ class Step:
     step.apply(step.update(outcome, learning_rate))
     """
 
-    def __init__(self, run: RunConfig, state: TrainState, world: World, clock: StepClock, checks: Checks | None = None):
+    def __init__(
+        self,
+        run: RunConfig,
+        state: TrainState,
+        world: World,
+        clock: StepClock,
+        checks: Checks | None = None,
+        check_world: Callable[[], None] = lambda: None,
+    ):
+        """`check_world()` raises once the world is over: a collective that was aborted on a GPU returns, with any
+        numbers, and they must not be taken for those of all ranks."""
         self.state, self.checks = state, checks or Checks(run, state, world)
-        self._run, self._world, self._clock = run, world, clock
+        self._run, self._world, self._clock, self._check_world = run, world, clock, check_world
 
     def forward_backward(self, batch: Sequence[Microbatch]) -> Tensor:
         """Leave in every piece's `grad` the gradient of the mean loss over the global batch's tokens, times the scale.
@@ -129,6 +139,7 @@ class Step:
             votes = loss.new_tensor([*astuple(replace(requests(), retry=is_wrong))], dtype=torch.float64)
             numbers = [loss.double().view(1), squares.view(1), limbs_of(fingerprint, loss.device), votes]
             sums = self._world.sum(torch.cat(numbers if loads is None else [*numbers, loads.flatten()])).cpu()
+        self._check_world()
         head = 2 + LIMBS + len(votes)
         mean_loss, norm_squared, *rest = sums[:head].tolist()
         return StepOutcome(
@@ -160,6 +171,7 @@ class Step:
             fault("prepared", step=step, rank=rank)
             with clock.time("communication"):
                 self._world.barrier()  # a rank that is here can follow, whichever applies it now (`TrainState`)
+            self._check_world()
         with clock.time("optimizer"):
             state.apply(update)
         with clock.time("communication"):

@@ -76,7 +76,7 @@ class Trainer:
         self._pace = Pace(run, self._evaluator.held_out.tokens)
         self._clock = StepClock(world.device, heartbeat)
         integrity = Integrity(run, state, batches, world, records, self._clock, heartbeat)
-        self._step = Step(run, state, world, self._clock, integrity)
+        self._step = Step(run, state, world, self._clock, integrity, stop.check)
         self._restorer = restorer = Restorer(
             run, state, survivor, world, checkpointer, memory, batches, integrity, bad_steps, records, heartbeat
         )
