@@ -17,7 +17,6 @@ import gc
 import json
 import multiprocessing
 import pickle
-import resource
 import tempfile
 import time
 from collections import Counter
@@ -240,7 +239,8 @@ def _replay(path: str) -> tuple[float, float]:
     rank, ranks, scenario, run, received = pickle.loads(Path(path).read_bytes())
     # What the benchmark itself makes first is not the rank's.
     _ = _stages(Plan.parse(scenario.before), run, 0), _stages(Plan.parse(scenario.after), run, 0)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak is counted anew
+    before_kb = _status("VmRSS")
     talk, came, began = recovery(Peers(rank, ranks), scenario, run), None, time.process_time()
     try:
         for came in [None, *received]:
@@ -248,7 +248,13 @@ def _replay(path: str) -> tuple[float, float]:
     except StopIteration:
         pass
     seconds = time.process_time() - began
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, seconds
+    return (_status("VmHWM") - before_kb) / 1024, seconds
+
+
+def _status(field: str) -> int:
+    """Return a figure of this process, kB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
 def smaller(scenario: Scenario, factor: int) -> Scenario:
