@@ -93,7 +93,7 @@ def test_with_several_groups_their_heads_sum_them_up(tmp_path, snapshot, monkeyp
     save_in_groups(tmp_path, size, snapshot)
     (checkpoint,) = store.committed(tmp_path)
     checkpoint.verify()
-    assert list(checkpoint.manifest.files) == [store.shard_name(rank) for rank in range(size)]
+    assert list(checkpoint.manifest.files) == [shard_name(rank) for rank in range(size)]
 
 
 @pytest.mark.parametrize("failing", [1, 3, 4])
