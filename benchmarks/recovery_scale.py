@@ -99,6 +99,7 @@ def _boxes_of(name: str, parameter: Parameter, plan: Plan, rank: int) -> Iterato
     yield _box(f"model.{name}", parameter.shape, *(held if plan.zero in (1, 2, 3) else (tuple(offset), cut.local)))
     for moment in ("exp_avg", "exp_avg_sq"):
         yield _box(f"optimizer.{name}.{moment}", parameter.shape, *held)
+    yield _box(f"optimizer.{name}.step", (), (), ())
 
 
 _STAGES: dict[tuple[str, int], list[Stage]] = {}
