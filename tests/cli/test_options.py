@@ -1,12 +1,17 @@
 """Argosy's options. Every key of a run is one; a file and the command line obey the same rules."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import tyro
 
+from argosy import cli
+from argosy.cli.help import fitted
 from argosy.cli.options import parse, parse_run, parse_section
+from argosy.config.essential import ESSENTIAL
+from argosy.config.keys import dotted
 from argosy.config.load import load
 from argosy.config.schema import PrepareConfig
 from argosy.errors import UserError
@@ -118,15 +123,81 @@ def test_what_tyro_refuses_exits_with_2():
     assert stop.value.code == 2
 
 
-def test_help_shows_the_values_in_force(run_file, capsys):
+def helped(capsys, *argv: str) -> str:
     with pytest.raises(SystemExit) as stop:
-        run_with("run.toml", "--help")
-    text = capsys.readouterr().out
+        run_with(*argv)
     assert stop.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("word", ["--help", "--help-all"])
+def test_help_shows_the_values_in_force(word, run_file, capsys):
+    text = helped(capsys, "run.toml", word)
     assert "Every key of a run is one" in text
     assert "--run-dir" in text
-    assert "Optimizer steps" in text
+    assert "optimizer steps" in text
     assert "(default: mine)" in text
+
+
+def test_help_shows_the_essential_keys_and_how_to_see_all(capsys):
+    essential = {"--" + dotted(key).replace("_", "-") for key in ESSENTIAL}
+    text = helped(capsys, "--help")
+    assert essential | {"--run-dir", "--json", "--help"} == set(re.findall(r"^│ .*?(--[a-z.-]+)", text, re.M))
+    assert "--help-all" in text and "argosy config show" in text
+    everything = helped(capsys, "--help-all")
+    assert all(option in everything for option in essential | {"--resilience.hang-s", "--model.rope-scaling.kind"})
+
+
+def test_a_command_does_not_show_keys_without_effect_on_it(capsys):
+    with pytest.raises(SystemExit):
+        parse_run(["--help"], "argosy test", Extra, idle=("train.steps",))
+    assert "--train.steps" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        ("batch size", "--train.global-batch"),
+        ("sequence length", "--data.seq-len"),
+        ("context length", "--data.seq-len"),
+        ("learning rate", "--optimizer.lr"),
+        ("epochs", "--train.steps"),
+        ("model size", "--model.preset"),
+        ("fine-tuning", "--model.weights"),
+        ("dataset", "--data.sources"),
+        ("validation loss", "--evaluate.every-steps"),
+        ("checkpoints", "--checkpoint.every-steps"),
+        ("GPUs", "--launch.processes"),
+        ("precision", "--plan"),
+        ("micro batch", "--plan"),
+        ("random seed", "--seed"),
+    ],
+)
+def test_the_words_that_people_search_for_stand_beside_the_option(words, option, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = helped(capsys, "--help").replace("│", " ")
+    meaning = re.search(rf"^  {option} (.*?)^  -", text + "\n  -", re.M | re.S)
+    assert meaning and words.lower() in " ".join(meaning[1].lower().split())
+
+
+@pytest.mark.parametrize("command", ["train", "parity", "chaos", "simulate"])
+def test_help_fits_two_screens_of_80_columns(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 100
+    assert max(map(len, lines)) <= 80
+
+
+def test_the_text_above_the_options_is_filled_and_a_command_is_not_broken():
+    command = "  argosy " + "word " * 20 + "end"
+    above = f"One two `argosy config\nshow` three. {'more ' * 30}"
+    text = f"{above}\n\nExamples:\n{command}\n  argosy x    does {'this ' * 15}"
+    lines = fitted(text, 60).splitlines()
+    assert lines[0] == "One two `argosy config show` three. more more more more more"
+    assert command in lines and "  argosy x" in lines
+    assert max(len(line) for line in lines if line != command) <= 60
 
 
 def test_a_section_can_be_the_options_of_a_command():

@@ -124,6 +124,16 @@ def test_a_dumped_run_loads_as_the_same_run(run_file, prompt, folder, lr, steps)
     assert load(path) == run
 
 
+def test_a_misspelt_key_is_told_before_what_follows_from_it(run_file):
+    misspelt = refusal(run_file("[train]\nglobal_batch = 4\n\nstpes = 2\n"))
+    assert [line.split(":")[1] for line in misspelt if not line.startswith("  ")] == ["4", "1"]
+
+
+def test_a_meaning_of_two_lines_is_told_in_one(run_file):
+    lines = refusal(run_file("[train]\nsteps = -1\nminutes = 1\n"))
+    assert len(lines) == 2 and lines[1].endswith("the speed of the first steps.")
+
+
 def test_every_problem_of_a_file_is_told_with_its_line(run_file):
     lines = refusal(
         run_file('[optimizer]\nlr = "fast"\n\n[train]\nsteps = -1\nstpes = 2\n[model]\nheads = 6\nkv_heads = 4\n')

@@ -7,15 +7,18 @@ and the command line are checked by the same rules and answered in the same word
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import field, fields, make_dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import tyro
 from pydantic.fields import FieldInfo
 
+from argosy.cli.help import ALL, OTHERS, SHORT, described, explained, no_hint
 from argosy.config import keys
+from argosy.config.essential import ESSENTIAL
 from argosy.config.layers import Entry, Source
 from argosy.config.load import OPTION_MARK, build, load, origin_of
 from argosy.config.meaning import meanings
@@ -28,21 +31,27 @@ ExtraT = TypeVar("ExtraT")
 SectionT = TypeVar("SectionT", bound=Section)
 
 RUN = " [RUN]"
-LOOKS = (tyro.conf.DisallowNone,)
-"""Show an optional option by its type alone: PATH, not {None}|PATH."""
 NONE = "none"
 """The word on the command line for a key that TOML would leave out."""
 
 
-def parse_run(argv: list[str], prog: str, extra: type[ExtraT]) -> tuple[ExtraT, RunConfig]:
+def parse_run(
+    argv: list[str], prog: str, extra: type[ExtraT], about: str | None = None, idle: Collection[str] = ()
+) -> tuple[ExtraT, RunConfig]:
     """`[RUN] [--section.key value ...]`: the command's own options and the resolved run.
 
-    extra: a dataclass of the command's options (all with defaults, documented by docstrings); the docstring
-    of the module that defines it is the description in --help, which shows the run's values in force.
+    extra: a dataclass of the command's options (all with defaults, documented by docstrings).
+    about: the description in --help, in place of the docstring of the module that defines `extra`. Of the keys, --help
+        shows those of `config.essential` but the `idle` ones, which have no effect on this command, and --help-all
+        shows all; both show the run's values in force.
     Raises: UserError for what is wrong in file or options; SystemExit after --help, or if tyro refuses.
     """
     source, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
-    options, overrides = _parse(rest, prog + RUN, extra, load(source))
+    run, about = load(source), about or _description(extra)
+    if any(word in SHORT for word in rest):
+        _show_essential(prog + RUN, extra, run, about, [key for key in ESSENTIAL if keys.dotted(key) not in idle])
+    words = ["--help" if word == ALL else word for word in rest]
+    options, overrides = _parse(words, prog + RUN, extra, run, about)
     return options, load(source, overrides, overrides_mark=OPTION_MARK)
 
 
@@ -58,7 +67,7 @@ def parse_section(argv: list[str], prog: str, extra: type[ExtraT], section: type
 
     A field of `section` may be `tyro.conf.Positional`. Paths are left as typed.
     """
-    options, overrides = _parse(argv, prog, extra, section())
+    options, overrides = _parse(argv, prog, extra, section(), _description(extra))
     source = Source(OPTION_MARK)
     return options, build(section, {keys.key_of(k): Entry(v, source) for k, v in overrides.items()})
 
@@ -70,38 +79,46 @@ def parse(argv: list[str], prog: str, options: type[ExtraT], about: str | None =
     """
     found: ExtraT
     unknown: list[str]
-    found, unknown = tyro.cli(
-        options,
-        prog=prog,
-        description=about or _description(options),
-        args=argv,
-        return_unknown_args=True,
-        config=LOOKS,
-    )
+    form = explained(options) if any(word in SHORT for word in argv) else options
+    found, unknown = described(form, prog, about or _description(options), argv)
     _refuse(unknown, prog, options, Section)
     return found
 
 
-def _parse(argv: list[str], prog: str, extra: type[ExtraT], config: Section) -> tuple[ExtraT, dict[str, object]]:
+def _show_essential(prog: str, extra: type, run: RunConfig, about: str, shown: Sequence[keys.Key]) -> None:
+    """Print the help with the command's own options and these keys of the run. Raises: SystemExit."""
+    parts: list[tuple[str, Any, Any]] = []
+    for key in shown:
+        section: Section = reduce(getattr, map(str, key[:-1]), run)
+        name, schema = str(key[-1]), type(section)
+        value, option = getattr(section, name), keys.dotted(key).replace("_", "-")
+        leaf = _leaf(schema.model_fields[name], value, meanings(schema)[name], option)
+        parts.append(("_".join(map(str, key)), leaf, field(default=_words(value))))
+    described(_side_by_side(explained(extra), make_dataclass("Keys", parts)), prog, f"{about}\n\n{OTHERS}", ["--help"])
+
+
+def _parse(
+    argv: list[str], prog: str, extra: type[ExtraT], config: Section, about: str
+) -> tuple[ExtraT, dict[str, object]]:
     """The command's options, and the keys of `config` that the command line changes: dotted key -> value."""
-    form = _form(config, explained=any(word in ("-h", "--help") for word in argv))
+    shown = any(word in SHORT for word in argv)
+    form = _form(config, shown)
     argv = _by_new_names(argv)
-    flat = tyro.conf.arg(name="")
-    both = make_dataclass(
-        "Both",
-        [
-            ("extra", Annotated[extra, flat], field(default_factory=extra)),
-            ("run", Annotated[type(form), flat], field(default=form)),
-        ],
-    )
+    both = _side_by_side(explained(extra) if shown else extra, type(form))
     found: Any
     unknown: list[str]
-    found, unknown = tyro.cli(
-        both, prog=prog, description=_description(extra), args=argv, return_unknown_args=True, config=LOOKS
-    )
+    found, unknown = described(both, prog, about, argv)
     _refuse(unknown, prog, extra, type(config))
     typed = {keys.key_of(word[2:].split("=")[0]) for word in argv if word.startswith("--")}
     return found.extra, dict(_changes(form, found.run, config, typed))
+
+
+def _side_by_side(extra: Callable[[], Any], run: Callable[[], Any]) -> type:
+    """Return the form whose options are those of both, without a prefix."""
+    forms = {"extra": extra, "run": run}
+    flat = tyro.conf.arg(name="")
+    parts = [(name, Annotated[form, flat], field(default_factory=form)) for name, form in forms.items()]
+    return make_dataclass("Both", parts)
 
 
 def _by_new_names(argv: list[str]) -> list[str]:
@@ -137,34 +154,40 @@ def _refuse(unknown: list[str], prog: str, extra: Any, schema: type[Section]) ->
         order = ", and RUN comes first" if prog.endswith(RUN) else ""
         lines = [f"{' '.join(unknown)}: unexpected; options begin with --{order}."]
     if lines:
-        raise UserError("\n".join([*lines, f"  All options: {prog.removesuffix(RUN)} --help"]))
+        all_options = f"{prog.removesuffix(RUN)} {ALL if prog.endswith(RUN) else '--help'}"
+        raise UserError("\n".join([*lines, f"  All options: {all_options}"]))
 
 
 # A form is a section as the command line sees it: a dataclass of the same shape whose leaves are words.
 
 
-def _form(config: Section, explained: bool) -> Any:
+def _form(config: Section, shown: bool) -> Any:
     """The form of `config`, with its values as defaults and, if it is to be shown, the meaning of each."""
-    meaning = meanings(type(config)) if explained else {}
+    meaning = meanings(type(config)) if shown else {}
     parts: list[tuple[str, Any, Any]] = []
     for name, info in type(config).model_fields.items():
         value = getattr(config, name)
         if isinstance(value, Section):
-            inner = _form(value, explained)
+            inner = _form(value, shown)
             about = tyro.conf.arg(help=type(value).__doc__)
             parts.append((name, Annotated[type(inner), about], field(default=inner)))
         elif tyro.conf.Suppress not in info.metadata:
-            parts.append((name, _leaf(info, meaning.get(name)), field(default=_words(value))))
+            parts.append((name, _leaf(info, value, meaning.get(name)), field(default=_words(value))))
     form = make_dataclass(type(config).__name__, parts, frozen=True)
     form.__doc__ = type(config).__doc__
     return form()
 
 
-def _leaf(info: FieldInfo, meaning: str | None) -> Any:
-    """The form's type for one key: words, with the metavar and the help of the schema."""
+def _leaf(info: FieldInfo, value: object, meaning: str | None, name: str | None = None) -> Any:
+    """The form's type for one key: words, with the metavar and the help of the schema; name: if not the field's."""
     kind = keys.value_type(info)
     shape: Any = {tuple: tuple[str, ...], dict: tuple[tuple[str, str], ...]}.get(get_origin(kind), str)
-    about = tyro.conf.arg(help=meaning, metavar=_metavar(kind))
+    about = tyro.conf.arg(
+        name=name,
+        help=meaning and " ".join(meaning.split()),
+        help_behavior_hint=no_hint(value),
+        metavar=_metavar(kind),
+    )
     marks = [m for m in info.metadata if m is tyro.conf.Positional]
     for mark in (about, *marks):
         shape = Annotated[shape, mark]

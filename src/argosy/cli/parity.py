@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 RUN = "parity"
 """The preset to train if no run is named."""
+IDLE = ("train.steps", "train.minutes", "evaluate.every_steps", "checkpoint.every_steps", "launch.processes")
+"""Keys without effect here."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Options:
 def main(argv: list[str]) -> int:
     """`argosy parity [RUN] --plan PLAN ...`."""
     named = argv if argv and not argv[0].startswith("-") else [RUN, *argv]
-    options, run = parse_run(named, "argosy parity", Options)
+    options, run = parse_run(named, "argosy parity", Options, idle=IDLE)
     if options.tolerance is not None and options.tolerance < 0:
         raise UserError(f"--tolerance {options.tolerance}: must be 0 or more. Try 1e-5.")
     check_written(run)  # before torch is imported, which takes seconds

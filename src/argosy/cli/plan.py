@@ -4,11 +4,11 @@ A cluster is NxDEVICE (256xh100; 32x8xh100 also gives the nodes; join several wi
 as the one that `argosy probe` writes. Every figure is a prediction with an interval that holds nine times of ten.
 
 Examples:
-  argosy plan --model llama3-70b --cluster 256xh100 --global-batch 1024 --seq-len 8192
+  argosy plan --model llama3-70b --cluster 256xh100 --global-batch 1024
   argosy plan run.toml                                          this run on this machine
   argosy plan run.toml --cluster 8xh100                         the same run elsewhere
-  argosy plan --model deepseek-v3 --cluster 2048xh800 --tokens 14.8e12 --objective cost
-  argosy plan --model llama3-8b --cluster 8xh100 --fix "tp=2|4,recompute=selective"
+  argosy plan --model deepseek-v3 --cluster 2048xh800 --tokens 14.8T
+  argosy plan --model llama3-8b --cluster 8xh100 --fix "tp=2|4,compile=true"
   argosy plan --model llama3-8b --cluster 64xh100+64xa100 --html plan.html
   argosy plan --model llama3-70b --cluster 8xh100 --inference --global-batch 16
   argosy plan --learn runs/a runs/b                  correct ./cluster.toml, or --cluster FILE, by finished runs

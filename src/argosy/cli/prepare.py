@@ -5,7 +5,7 @@ holds the same.
 
 Examples:
   argosy prepare book.txt notes/ --out data/mine                  files and folders; a tokenizer is trained on them
-  argosy prepare 'dumps/*.jsonl.zst' --field content --out data/web --tokenizer tokenizer.json
+  argosy prepare 'dumps/*.jsonl.zst' --field content --out data/web
   argosy prepare builtin:python --out data/python --vocab-size 8192
   argosy prepare --out data/mine --verify                         read every byte back against its checksum
   argosy prepare megatron-shards/ --adopt --tokenizer tokenizer.json    use shards that another program wrote

@@ -9,8 +9,8 @@ What the plan leaves open is chosen as for GPUs; without RUN, all other keys are
 
 Examples:
   argosy simulate run.toml --plan "tp=2,dp_shard=4"     rank 0 of 8
-  argosy simulate --model llama3.1-405b --plan "tp=8,pp=16,dp_shard=128,microbatch=1,recompute=full" \\
-      --global-batch 2048 --seq-len 8192 --world-size 16384
+  argosy simulate --model llama3-70b --plan "tp=8,pp=4,dp_shard=2" \\
+      --global-batch 64 --seq-len 8192 --world-size 64
   argosy simulate run.toml --rank 5 --trace step.json   a timeline, for ui.perfetto.dev
   argosy simulate run.toml --all-stages --json          one rank of each pipeline stage, and the bubble between them
 """
@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 
 SHORT = {"--model": "--model.preset", "--global-batch": "--train.global-batch", "--seq-len": "--data.seq-len"}
 """Short options -> the keys of a run that they stand for."""
+IDLE = (
+    *("name", "model.weights", "data.prepare.input", "data.sources", "train.steps", "train.minutes"),
+    *("evaluate.every_steps", "checkpoint.every_steps", "launch.processes", "seed"),
+)
+"""Keys without effect on a simulated step."""
 KeyT = TypeVar("KeyT")
 
 
@@ -56,7 +61,7 @@ class Options:
 
 def main(argv: list[str]) -> None:
     """Run `argosy simulate [RUN] --plan PLAN ...`."""
-    options, run = parse_run(list(map(_in_full, argv)), "argosy simulate", Options)
+    options, run = parse_run(list(map(_in_full, argv)), "argosy simulate", Options, idle=IDLE)
     from argosy.plan.hardware.clusters import Cluster
     from argosy.simulate.simulate import nodes_for, ranks_of_stages, settle, simulate
     from argosy.simulate.timeline import write_chrome_trace

@@ -85,7 +85,7 @@ def build(schema: type[SectionT], entries: Layer) -> SectionT:
             problem_of(e, schema, lambda key: _place(key, known)) for e in error.errors() if e["type"] != _NO_DEFAULT
         ]
     if problems:
-        raise UserError("\n".join(str(p) for p in sorted(problems, key=lambda p: p.place.line)))
+        raise UserError("\n".join(str(p) for p in sorted(problems, key=lambda p: (p.is_rule, p.place.line))))
     return config
 
 

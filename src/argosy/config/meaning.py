@@ -21,7 +21,7 @@ def meanings(section: type[BaseModel]) -> dict[str, str]:
     found: dict[str, str] = {}
     for owner in reversed(section.__mro__):
         if issubclass(owner, BaseModel) and owner is not BaseModel:
-            found |= _under_names(owner)
+            found |= texts_under_names(owner)
     return found
 
 
@@ -31,7 +31,8 @@ def explain(schema: dict[str, Any], section: type[BaseModel]) -> None:
         schema["properties"][key]["description"] = meaning
 
 
-def _under_names(owner: type) -> dict[str, str]:
+def texts_under_names(owner: type) -> dict[str, str]:
+    """Return name -> the text under it, of the annotated names in the body of a class."""
     body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
     assert isinstance(body, ast.ClassDef)
     found = {}

@@ -30,6 +30,8 @@ class Problem(NamedTuple):
 
     place: Place
     text: str
+    is_rule: bool = False
+    """True for a rule between keys: it may be broken only because of another problem, and is told after those."""
 
     def __str__(self) -> str:
         return self.place.text + self.text
@@ -68,8 +70,8 @@ def _broken_rule(key: Key, rule: str, schema: type[Section], place: Callable[[Ke
     """A rule between keys; its sentence begins with the key to blame, relative to its section."""
     blamed = key + tuple(rule.split(" ", 1)[0].split("."))
     if blamed in fields(schema):
-        return Problem(place(blamed), f"{dotted(key)}{'.' * bool(key)}{rule}.")
-    return Problem(place(key), f"{dotted(key)}: {rule}.".removeprefix(": "))
+        return Problem(place(blamed), f"{dotted(key)}{'.' * bool(key)}{rule}.", is_rule=True)
+    return Problem(place(key), f"{dotted(key)}: {rule}.".removeprefix(": "), is_rule=True)
 
 
 def allowed(field: FieldInfo) -> str:
@@ -109,7 +111,7 @@ def _kind(annotation: Any) -> str:
 
 def _remedy(field: FieldInfo, value: object, meaning: str) -> str:
     """A second line: a value to try, and what the key means."""
-    meaning = f" {meaning}" if meaning else ""
+    meaning = " ".join(["", *meaning.split()])
     choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
     if near := get_close_matches(str(value).lower(), choices, n=1):
         return f"\n  Try {shown(near[0])}.{meaning}"

@@ -170,24 +170,25 @@ class ModelConfig(Section):
     """The decoder: Llama 3, Qwen2, Qwen3, Mixtral and DeepSeek-V3 families. Sizes are data; a preset gives the rest."""
 
     preset: str | None = None
-    """Name of a model preset, e.g. llama-5m or llama3-8b; keys beside it override it. A preset given as an option
-    replaces the whole model of the file."""
+    """Model size: a preset, e.g. llama-5m or llama3-8b (`argosy config presets` lists them); keys beside it override
+    it. A preset given as an option replaces the whole model of the file."""
     weights: Path | None = None
-    """Start from these weights: a run folder or checkpoint, e.g. what `argosy checkpoint import` wrote."""
+    """Fine-tuning: start from these pretrained weights, a run folder or checkpoint, e.g. what `argosy checkpoint
+    import` wrote."""
     family: Literal["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3"] = "llama"
     """The Hugging Face classes and weight names that the model maps to on export and import."""
     layers: PositiveInt = 4
-    """Decoder blocks."""
+    """Number of layers (decoder blocks)."""
     width: PositiveInt = 256
-    """Residual stream width."""
+    """Hidden size: width of the residual stream."""
     heads: PositiveInt = 4
-    """Query heads."""
+    """Number of attention (query) heads."""
     kv_heads: PositiveInt = 4
     """Key/value heads; fewer than `heads` is grouped-query attention."""
     head_width: PositiveInt = 64
     """Width of one head; must be even (rotary pairs). With mla: width of the rotated part, mla.rope_width."""
     ffn_width: PositiveInt = 704
-    """Hidden width of the SwiGLU feed-forward of dense layers."""
+    """Intermediate size: hidden width of the SwiGLU feed-forward of dense layers."""
     moe: MoEConfig = MoEConfig()
     mla: MLAConfig = MLAConfig()
     vocab_size: NonNegativeInt = 0
@@ -255,7 +256,8 @@ class PrepareConfig(Section):
     """Text in, token shards out; the same keys are the options of `argosy prepare`."""
 
     input: tuple[str, ...] = ()
-    """Files, folders, globs, URLs, or builtin:python; .txt .md .py ... .jsonl .parquet, also .gz/.zst."""
+    """Text to train on: files, folders, globs, URLs, or builtin:python; .txt .md .py ... .jsonl .parquet, also
+    .gz/.zst."""
     out: Path = Path("data/prepared")
     """Folder for the shards and their manifest."""
     tokenizer: Path | None = None
@@ -294,9 +296,9 @@ class DataConfig(Section):
     """What the model reads."""
 
     seq_len: PositiveInt = 512
-    """Tokens per sample."""
+    """Sequence length (context length): tokens per sample."""
     sources: dict[str, PositiveFloat] = {}
-    """Prepared folder -> weight; weights are scaled to add up to 1. Empty: `prepare.out`."""
+    """Datasets: prepared folder -> weight; weights are scaled to add up to 1. Empty: `prepare.out`."""
     stages: Annotated[tuple[DataStage, ...], tyro.conf.Suppress] = ()
     """Mixtures that replace `sources` from a given step on."""
     on_bad_shard: Literal["stop", "skip"] = "stop"
@@ -339,16 +341,16 @@ class OptimizerConfig(Section):
     groups: Annotated[tuple[OptimizerGroup, ...], tyro.conf.Suppress] = ()
     """Parameters with a learning rate or weight decay of their own; the first group that matches a name applies."""
     grad_clip: NonNegativeFloat = 1.0
-    """Largest global gradient norm; 0 does not clip."""
+    """Gradient clipping: largest global gradient norm; 0 does not clip."""
 
 
 class ScheduleConfig(Section):
-    """The learning rate over the run, as a share of optimizer.lr."""
+    """The schedule of the learning rate over the run, as a share of optimizer.lr."""
 
     kind: Literal["cosine", "wsd", "constant"] = "wsd"
     """cosine; wsd: warmup, stable, linear decay (Hu et al. 2024); constant after warmup."""
     warmup_steps: NonNegativeInt = 20
-    """Steps of linear warmup."""
+    """Warmup: steps in which the learning rate rises linearly."""
     decay_fraction: Fraction = 0.3
     """wsd: share of the run that decays."""
     final_ratio: Fraction = 0.1
@@ -359,11 +361,12 @@ class TrainConfig(Section):
     """The length and the batch of the run."""
 
     steps: NonNegativeInt = 0
-    """Optimizer steps; 0: as many as fit in `minutes`, decided once from the speed of the first steps."""
+    """Length of the run in optimizer steps (epochs times the tokens of the data, over batch size times sequence
+    length); 0: as many as fit in `minutes`, decided once from the speed of the first steps."""
     minutes: NonNegativeFloat = 0.0
-    """Time budget, used when steps = 0."""
+    """Length of the run in minutes, used when steps = 0."""
     global_batch: PositiveInt = 16
-    """Sequences per optimizer step, over all processes."""
+    """Batch size: sequences per optimizer step, over all processes and accumulated microbatches."""
     deterministic: bool = False
     """Use deterministic kernels only: the same numbers again, slower on a GPU."""
     pause_at: NonNegativeInt = 0
@@ -380,7 +383,7 @@ class EvaluateConfig(Section):
     """Loss on the held-out split while training."""
 
     every_steps: NonNegativeInt = 100
-    """Steps between evaluations; 0: only at the end."""
+    """Steps between evaluations on held-out text (validation loss); 0: only at the end."""
     tokens: PositiveInt = 100_000
     """Held-out tokens per evaluation (fewer if the split is smaller)."""
     sample_prompt: str | None = None
@@ -391,9 +394,9 @@ class CheckpointConfig(Section):
     """When state is saved, and which saves are kept."""
 
     every_steps: NonNegativeInt = 0
-    """Steps between saves; 0 does not save by steps."""
+    """Steps between checkpoints; 0 does not save by steps."""
     every_minutes: NonNegativeFloat = 10.0
-    """Minutes between saves; 0 does not save by time."""
+    """Minutes between checkpoints; 0 does not save by time."""
     keep_last: PositiveInt = 2
     """Number of newest checkpoints to keep; the two newest that were read back and found whole are always kept."""
     keep_every: NonNegativeInt = 0
@@ -409,7 +412,8 @@ class LaunchConfig(Section):
     """The machines of the run, and the processes on each."""
 
     processes: NonNegativeInt = 0
-    """Worker processes on each machine; 0: as many as the plan says; with auto one per GPU, or one without GPUs."""
+    """Number of GPUs to use on each machine, one worker process for each; 0: as many as the plan says; with auto all
+    GPUs, or one process without GPUs."""
     threads: NonNegativeInt = 0
     """CPU threads per worker; 0 divides the cores equally."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -511,9 +515,10 @@ class RunConfig(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
     """The run's name; its folder is runs/NAME."""
     seed: NonNegativeInt = 0
-    """Initial weights and sample order depend on it."""
+    """Random seed of initial weights and sample order."""
     plan: Annotated[str, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]})] = "auto"
-    """The layout: auto, or axes such as "dp_replicate=2,microbatch=4"; "auto,precision=fp32" pins a part."""
+    """Parallelism, micro batch size, precision: auto, or axes such as "dp_replicate=2,microbatch=4";
+    "auto,precision=fp32" pins a part."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig(steps=1000)
