@@ -10,6 +10,7 @@ import tyro
 from argosy import cli
 from argosy.cli.help import fitted
 from argosy.cli.options import parse, parse_run, parse_section
+from argosy.config.counts import Count, WholeCount
 from argosy.config.essential import ESSENTIAL
 from argosy.config.keys import dotted
 from argosy.config.load import load
@@ -25,6 +26,14 @@ class Extra:
     """Folder of the run."""
     json: bool = False
     """Print JSON."""
+
+
+@dataclass(frozen=True)
+class Sized:
+    """Options that take large numbers."""
+
+    tokens: Count | None = None
+    max_tokens: WholeCount = 200
 
 
 class Prepare(PrepareConfig):
@@ -81,6 +90,9 @@ def test_the_commands_own_options_stand_beside_the_keys(run_file):
         ("--checkpoint.background false", "checkpoint.background", False),
         ("--optimizer.lr 1e-4", "optimizer.lr", 1e-4),
         ("--train.global-batch 1e3", "train.global_batch", 1000),
+        ("--evaluate.tokens 1.5M", "evaluate.tokens", 1_500_000),
+        ("--data.prepare.max-text-bytes 2G", "data.prepare.max_text_bytes", 2_000_000_000),
+        ("--name 7k", "name", "7k"),
         ("--schedule.kind cosine", "schedule.kind", "cosine"),
         ("--plan tp=2,dp_shard=4", "plan", "tp=2,dp_shard=4"),
         ("--name 7", "name", "7"),
@@ -207,6 +219,17 @@ def test_a_section_can_be_the_options_of_a_command():
     assert (section.input, section.vocab_size, section.field) == (("a.txt", "b/*"), 300, "text")
     with pytest.raises(UserError, match="--vocab_size = 0: must be a whole number above 0"):
         parse_section(["--vocab-size", "0"], "argosy test", Extra, Prepare)
+
+
+@pytest.mark.parametrize("words", [["--tokens", "1.5T"], ["--tokens=1.5T"], ["--tokens", "1.5e12"]])
+def test_a_large_number_is_typed_as_people_write_it(words):
+    assert parse([*words, "--max-tokens", "30k"], "argosy test", Sized) == Sized(1.5e12, 30_000)
+
+
+@pytest.mark.parametrize("option", ["--tokens", "--max-tokens"])
+def test_a_large_number_that_is_none_is_refused_in_a_sentence(option):
+    with pytest.raises(UserError, match=f"^{option} 1X: '1X' is no number; try 30000, 30k, 7.1M, 161B or 1T.$"):
+        parse([option, "1X"], "argosy test", Sized)
 
 
 def test_a_command_without_a_run_has_its_own_options():

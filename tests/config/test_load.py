@@ -188,6 +188,8 @@ def test_every_synonym_leads_to_a_key_that_exists(run_file):
     ("written", "line"),
     [
         ('train.steps = "100"', "  Try 100, without the quotes."),
+        ('train.steps = "30k"', "  Try 30000, without the quotes."),
+        ('train.steps = "2.5"', "  Try 0, the default."),
         ('schedule.kind = "cosin"', '  Try "cosine".'),
         ("[train]\nminutes = 0", "run.toml:1: train.steps = 0 and minutes = 0: say how long"),
         ("data.seq_len = 9000", "run.toml:1: data.seq_len = 9000 is more than model.max_seq_len = 8192"),

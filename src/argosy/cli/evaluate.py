@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 import tyro
 
 from argosy.cli.options import must_be_folder, parse
+from argosy.config.counts import WholeCount
 from argosy.errors import UserError
 
 
@@ -28,9 +29,9 @@ class Options:
     """A folder that `argosy prepare` wrote; the run's own data if not given."""
     split: Literal["train", "validation"] = "validation"
     """Split of the data."""
-    max_tokens: int = 1_000_000
+    max_tokens: WholeCount = 1_000_000
     """Largest number of tokens to read."""
-    seq_len: int | None = None
+    seq_len: WholeCount | None = None
     """Tokens per window; data.seq_len of the run if not given."""
     json: bool = False
     """Print the result as JSON."""

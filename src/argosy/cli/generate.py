@@ -16,6 +16,7 @@ from typing import Annotated
 import tyro
 
 from argosy.cli.options import must_be_folder, parse
+from argosy.config.counts import WholeCount
 from argosy.errors import UserError
 
 
@@ -27,7 +28,7 @@ class Options:
     """A run's folder (its newest checkpoint) or one checkpoint."""
     prompt: str = ""
     """The text to continue; without one, a new document."""
-    max_tokens: int = 200
+    max_tokens: WholeCount = 200
     """Largest number of tokens to generate."""
     temperature: float = 0.8
     """0 takes the most likely token each time; higher is more varied."""

@@ -11,13 +11,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import field, fields, make_dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 from pydantic.fields import FieldInfo
 
 from argosy.cli.help import ALL, OTHERS, SHORT, described, explained, no_hint
 from argosy.config import keys
+from argosy.config.counts import IS_COUNT, count_of
 from argosy.config.essential import ESSENTIAL
 from argosy.config.layers import Entry, Source
 from argosy.config.load import OPTION_MARK, build, load, origin_of
@@ -80,9 +81,41 @@ def parse(argv: list[str], prog: str, options: type[ExtraT], about: str | None =
     found: ExtraT
     unknown: list[str]
     form = explained(options) if any(word in SHORT for word in argv) else options
+    argv = _with_plain_counts(argv, options)
     found, unknown = described(form, prog, about or _description(options), argv)
     _refuse(unknown, prog, options, Section)
     return found
+
+
+def _with_plain_counts(argv: list[str], options: type) -> list[str]:
+    """Return the words with large numbers written out: 1T as 1000000000000. Raises: UserError for what is no number."""
+    types = get_type_hints(options, include_extras=True)
+    counts = {name for name, kind in types.items() if _is_count(kind)}
+    words: list[str] = []
+    for word in argv:
+        option, equals, value = word.partition("=")
+        if equals and _name(option) in counts:
+            words.append(f"{option}={_plain(option, value)}")
+        elif words and _name(words[-1]) in counts and not word.startswith("--"):
+            words.append(_plain(words[-1], word))
+        else:
+            words.append(word)
+    return words
+
+
+def _is_count(kind: Any) -> bool:
+    return IS_COUNT in getattr(kind, "__metadata__", ()) or any(_is_count(inner) for inner in get_args(kind))
+
+
+def _name(word: str) -> str:
+    return word.removeprefix(OPTION_MARK).replace("-", "_") if word.startswith(OPTION_MARK) else ""
+
+
+def _plain(option: str, value: str) -> str:
+    try:
+        return str(count_of(value))
+    except ValueError as error:
+        raise UserError(f"{option} {value}: {error}.") from None
 
 
 def _show_essential(prog: str, extra: type, run: RunConfig, about: str, shown: Sequence[keys.Key]) -> None:
@@ -234,7 +267,7 @@ def _meaning(words: Any, info: FieldInfo) -> object:
 
 
 def _number(word: str) -> object:
-    for kind in (int, float):
+    for kind in (int, float, count_of):
         try:
             return kind(word)
         except ValueError:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from argosy.cli.options import parse
+from argosy.config.counts import Count, WholeCount
 from argosy.errors import UserError
 from argosy.plan.search.candidates import Objective
 
@@ -40,12 +41,12 @@ class Options:
     """A model preset (`argosy config presets` lists them)."""
     cluster: str | None = None
     """NxDEVICE, a preset, or a file; default with a run: this machine."""
-    global_batch: int | None = None
+    global_batch: WholeCount | None = None
     """Sequences in a step; default with a model: by DeepSeek's scaling law."""
-    seq_len: int | None = None
+    seq_len: WholeCount | None = None
     """Tokens in a sequence; default with a model: 8192, or the model's longest sequence if that is shorter."""
-    tokens: float | None = None
-    """Tokens to train on; default: the run's, or 20 for each active parameter."""
+    tokens: Count | None = None
+    """Tokens to train on, e.g. 15T; default: the run's, or 20 for each active parameter."""
     objective: Objective = "time"
     """Quantity to rank plans by; cost and energy may choose fewer devices, goodput counts failures."""
     fix: str = ""

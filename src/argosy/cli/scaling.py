@@ -8,7 +8,7 @@ Examples:
   argosy scaling runs/small-*                                        the coefficients
   argosy scaling results.csv --budget 1e21                           the best N and D for 1e21 FLOPs
   argosy scaling runs/small-* --predict big.toml                     the loss of a run before it is trained
-  argosy scaling results.csv --parameters 7e9 --tokens 140e9 --json  the same for a size of your own
+  argosy scaling results.csv --parameters 7B --tokens 140B --json    the same for a size of your own
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from argosy.cli.options import parse
+from argosy.config.counts import Count
 from argosy.errors import UserError
 
 if TYPE_CHECKING:
@@ -33,13 +34,13 @@ class Options:
 
     results: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """Run folders and CSV files."""
-    budget: float | None = None
+    budget: Count | None = None
     """Training compute in FLOPs, to spend on the best N and D."""
     predict: Path | None = None
     """A run file: predict its final loss."""
-    parameters: float | None = None
+    parameters: Count | None = None
     """With --tokens: the N of a run whose final loss is predicted."""
-    tokens: float | None = None
+    tokens: Count | None = None
     """With --parameters: the D of that run."""
     draws: int = 100
     """Number of bootstrap draws for the intervals."""

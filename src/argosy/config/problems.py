@@ -12,6 +12,7 @@ import annotated_types
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
+from argosy.config.counts import count_of
 from argosy.config.keys import Key, dotted, element_of, fields, limits, sections, value_type
 from argosy.config.meaning import meanings
 from argosy.config.schema import Section
@@ -115,19 +116,23 @@ def _remedy(field: FieldInfo, value: object, meaning: str) -> str:
     choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
     if near := get_close_matches(str(value).lower(), choices, n=1):
         return f"\n  Try {shown(near[0])}.{meaning}"
-    if value_type(field) in (int, float, bool) and isinstance(value, str) and _is_number_or_truth(value):
-        return f"\n  Try {value.strip().lower()}, without the quotes.{meaning}"
+    if isinstance(value, str) and (unquoted := _unquoted(value, value_type(field))):
+        return f"\n  Try {unquoted}, without the quotes.{meaning}"
     if field.default is PydanticUndefined or field.default in (None, (), {}):
         return f"\n {meaning}" if meaning else ""
     return f"\n  Try {shown(field.default)}, the default.{meaning}"
 
 
-def _is_number_or_truth(text: str) -> bool:
+def _unquoted(text: str, kind: Any) -> str:
+    """Return what `text` should be without its quotes to be of this kind; empty if that would not do either."""
+    if kind is bool:
+        return text.strip().lower() if text.strip().lower() in ("true", "false") else ""
     try:
-        float(text)
+        number = float(count_of(text))
     except ValueError:
-        return text.strip().lower() in ("true", "false")
-    return True
+        return ""
+    plain = text.strip() if not text.strip()[-1:].isalpha() else f"{number:g}"
+    return plain if kind is float or (kind is int and number.is_integer()) else ""
 
 
 def shown(value: object) -> str:
