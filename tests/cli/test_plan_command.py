@@ -13,6 +13,8 @@ from xml.etree import ElementTree
 import pytest
 
 from argosy import cli
+from argosy.config.schema import PrepareConfig
+from argosy.data.prepare import prepare
 from argosy.plan.plan import Plan
 
 SMALL = ["--model", "llama3-8b", "--cluster", "8xh100", "--global-batch", "64", "--seq-len", "8192"]
@@ -126,7 +128,14 @@ def test_what_is_not_said_is_assumed_aloud(ask: Any) -> None:
     assert "Assumed: --seq-len 8192" in said and "Assumed: --global-batch" in said
 
 
-def test_a_run_file_is_planned_for_this_machine_as_the_trainer_would(ask: Any, run_file: Any) -> None:
+@pytest.fixture
+def bf16_is(monkeypatch: pytest.MonkeyPatch):
+    """Let this machine's bf16 matmuls be fast, or slow."""
+    return lambda fast: monkeypatch.setattr("argosy.launch.devices._bf16_is_fast", lambda: fast)
+
+
+def test_a_run_file_is_planned_for_this_machine_as_the_trainer_would(ask: Any, run_file: Any, bf16_is: Any) -> None:
+    bf16_is(False)
     said = json.loads(ask(run_file("dp_replicate=2,microbatch=4"), "--json"))
     assert said["devices"] == 2
     assert said["explanation"]["choice"]["plan"] == "dp_replicate=2,microbatch=4,precision=fp32"
@@ -134,6 +143,61 @@ def test_a_run_file_is_planned_for_this_machine_as_the_trainer_would(ask: Any, r
     elsewhere = json.loads(ask(run_file("auto"), "--cluster", "8xh100", "--json"))
     assert elsewhere["devices"] == 8
     assert elsewhere["explanation"]["choice"] == elsewhere["choices"][0]
+    bf16_is(True)
+    fast = json.loads(ask(run_file("auto"), "--json"))
+    assert {Plan.parse(choice["plan"]).precision for choice in (*fast["choices"], *fast["pareto"])} == {"bf16"}
+    assert "precision=bf16" in fast["explanation"]["choice"]["plan"]
+
+
+def test_the_vocabulary_is_that_of_the_prepared_data(ask: Any, run_file: Any, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("Some words, and some more of them. " * 500)
+    config = PrepareConfig(input=(str(tmp_path / "text.txt"),), out=tmp_path / "data", vocab_size=300)
+    vocab_size = prepare(config, lambda _: None).vocab_size
+    assert vocab_size < 4096
+    path = Path(run_file("auto"))
+    text = path.read_text().replace("vocab_size = 4096\n", "").replace('"corpus"', '"data"')
+    path.write_text(text)
+    known = json.loads(ask(str(path), "--cluster", "2xh100", "--json"))
+    assert known["assumed"] == []
+    path.write_text(text.replace("width = 256", f"width = 256\nvocab_size = {vocab_size}"))
+    assert json.loads(ask(str(path), "--cluster", "2xh100", "--json"))["parameters"] == known["parameters"]
+
+
+def test_several_clusters_stand_side_by_side_with_their_prices(ask: Any) -> None:
+    clusters = ["--cluster", "8xh100", "--cluster", "16xa100", "--cluster", "1xh100"]
+    words = ["--model", "llama3-8b", "--global-batch", "64", *clusters]
+    said = ask(*words, "--price", "2", "--price", "1.5", "--price", "3")
+    rows = {line.split()[0]: line.split() for line in said.splitlines() if re.match(r"\d+x\w+ ", line)}
+    assert rows["8xh100"][1] == "8" and rows["16xa100"][1] == "16"
+    assert "16.0" in rows["8xh100"] and "24.0" in rows["16xa100"]
+    assert re.search('^8xh100: "pp=|^8xh100: "\\w+=', said, re.M) and "1xh100: nothing fits" in said
+    found = json.loads(ask(*words, "--price", "2", "--json"))
+    assert [one["named"] for one in found] == ["8xh100", "16xa100", "1xh100"]
+    assert found[0]["report"]["price_per_device_h"]["mid"] == 2 and found[2]["report"] is None
+
+
+def test_the_price_of_an_hour_is_said(ask: Any) -> None:
+    assert "USD an hour of a device, prices of" in ask(*SMALL) and "--price sets yours" in ask(*SMALL)
+    mine = ask(*SMALL, "--price", "2.5")
+    assert "at 2.5 USD an hour of a device" in mine and "prices of" not in mine
+
+
+@pytest.mark.parametrize("named", ["{}", "{}/", "{}/config.json"])
+def test_a_model_can_be_a_hugging_face_folder(ask: Any, tmp_path: Path, named: str) -> None:
+    folder = tmp_path / "My-Llama"
+    folder.mkdir()
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 4, "intermediate_size": 1024}
+    described = {"model_type": "llama", "vocab_size": 32_000, "max_position_embeddings": 4096, **sizes}
+    (folder / "config.json").write_text(json.dumps(described))
+    said = json.loads(ask("--model", named.format(folder), "--cluster", "2xh100", "--json"))
+    assert (said["model"], said["seq_len"]) == ("My-Llama", 4096)
+    assert said["parameters"] == 2 * 32_000 * 512 + 4 * (4 * 512 * 512 + 3 * 512 * 1024 + 2 * 512) + 512
+
+
+def test_changed_sizes_of_a_preset_are_told(ask: Any, run_file: Any) -> None:
+    path = Path(run_file("auto"))
+    path.write_text(path.read_text().replace("[model]", '[model]\npreset = "llama-5m"'))
+    assert ask(str(path), "--cluster", "2xh100").startswith("llama-5m with other sizes (")
 
 
 def test_numbers_that_a_run_s_plan_fixes_stay(ask: Any, run_file: Any) -> None:
@@ -198,8 +262,20 @@ def test_inference(ask: Any) -> None:
         ([*SMALL, "--tokens", "-1"], "--tokens -1.0: must be above 0"),
         ([*SMALL, "--tokens", "nan"], "--tokens nan: must be above 0"),
         ([*SMALL, "--top", "0"], "--top 0: must be above 0"),
-        ([*SMALL[:-1], "100000"], "--data.seq_len = 100000 is more than model.max_seq_len = 8192"),
-        (["--model", "llama3-8b", "--cluster", "two-sites", "--global-batch", "7"], "cannot be shared by the 2 sites"),
+        ([*SMALL[:-1], "100000"], "--seq-len 100000 is more than the model's longest sequence, 8192"),
+        (["demo", "--cluster", "8xh100", "--seq-len", "1M"], "--seq-len = 1000000 is more than model.max_seq_len"),
+        ([*SMALL, "--fix", "tp=2.5"], '--fix tp = "2.5": must be a whole number above 0'),
+        ([*SMALL, "--cluster", "8xa100", "--html", "x.html"], "--html takes one --cluster"),
+        ([*SMALL, "--cluster", "8xa100", "--inference"], "--inference takes one --cluster"),
+        ([*SMALL, "--price", "2", "--price", "3"], "2 --price for 1 --cluster"),
+        ([*SMALL, "--price", "0"], "--price 0.0: must be above 0"),
+        ([*SMALL, "--finetune", "1M", "--tokens", "1M"], "give one of them"),
+        (["--model", "no/such", "--cluster", "8xh100"], "no/such is not there. Give a Hugging Face folder"),
+        (["--model", "llama3-70b", "--cluster", "8xh100", "--cluster", "16xa100"], "16xa100: nothing fits"),
+        (
+            ["--model", "llama3-8b", "--cluster", "two-sites", "--global-batch", "7"],
+            "--global-batch = 7 cannot be shared by the 2",
+        ),
         (
             ["--model", "llama3-8b", "--cluster", "two-sites", "--fix", "dp_replicate=1"],
             "not a multiple of the 2 sites",
@@ -241,7 +317,10 @@ def test_pins_that_do_not_fit_get_the_nearest_plan_that_does(capsys: Any) -> Non
     assert cli.main(["plan", *SMALL, "--fix", near[1]]) == 0
 
 
-def test_a_run_that_does_not_fit_is_explained_with_the_nearest_that_does(ask: Any, run_file: Any) -> None:
+def test_a_run_that_does_not_fit_is_explained_with_the_nearest_that_does(
+    ask: Any, run_file: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("argosy.launch.devices.host_memory_bytes", lambda: 2.0**31)
     path = Path(run_file("microbatch=16,dp_replicate=1"))
     path.write_text(path.read_text().replace("seq_len = 512", "seq_len = 8192"))
     said = json.loads(ask(str(path), "--json"))

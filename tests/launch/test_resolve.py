@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from argosy.config.load import load
 from argosy.data.manifest import Manifest
 from argosy.errors import UserError
-from argosy.launch.resolve import resolve
+from argosy.launch.resolve import resolve, with_known_sizes
 from argosy.observe.progress import Progress
 from argosy.plan.hardware.clusters import Cluster
 from tiny import MODEL, SOURCES, run_config
@@ -64,3 +65,12 @@ def test_a_clusters_file_is_found_again_from_elsewhere(corpus, tmp_path, monkeyp
     run, _ = resolve(run_config(corpus, launch={"cluster": "mine.toml"}), QUIET)
     assert run.launch.cluster == str(tmp_path / "mine.toml")
     assert resolve(run_config(corpus, launch={"cluster": "8xh100"}), QUIET)[0].launch.cluster == "8xh100"
+
+
+def test_the_vocabulary_of_data_that_are_not_prepared_yet_is_the_one_that_preparing_gives(tmp_path):
+    out = tmp_path / "data"
+    run = load("demo", {"data.prepare.out": str(out), "data.prepare.vocab_size": 512})
+    assert with_known_sizes(run).model.vocab_size == 512
+    without = load("demo", {"data.prepare.input": [], "data.prepare.out": str(out)})
+    assert with_known_sizes(without).model.vocab_size == 0
+    assert not out.exists()

@@ -8,6 +8,10 @@ Examples:
   argosy plan run.toml                                          this run on this machine
   argosy plan run.toml --cluster 8xh100                         the same run elsewhere
   argosy plan --model deepseek-v3 --cluster 2048xh800 --tokens 14.8T
+  argosy plan --model llama3-8b --cluster 8xh100 --cluster 16xa100 --price 2.49 --price 1.29
+      side by side, at your prices
+  argosy plan --model Qwen3-8B/ --cluster 8xh100 --finetune 50M
+      a Hugging Face folder (its config.json is enough)
   argosy plan --model llama3-8b --cluster 8xh100 --fix "tp=2|4,compile=true"
   argosy plan --model llama3-8b --cluster 64xh100+64xa100 --html plan.html
   argosy plan --model llama3-70b --cluster 8xh100 --inference --global-batch 16
@@ -16,6 +20,7 @@ Examples:
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,11 +29,16 @@ import tyro
 
 from argosy.cli.options import parse
 from argosy.config.counts import Count, WholeCount
+from argosy.config.load import load
 from argosy.errors import UserError
+from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.search.candidates import Objective
 
 if TYPE_CHECKING:
-    from argosy.plan.report.report import PlanReport
+    from argosy.config.schema import RunConfig
+    from argosy.plan.report.report import PlanReport, PlanRequest
+    from argosy.plan.report.request import Question
+    from argosy.plan.search.auto import Devices
 
 
 @dataclass(frozen=True)
@@ -38,15 +48,21 @@ class Options:
     run: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")] = None
     """A run file, or the name of a run preset; or use --model."""
     model: str | None = None
-    """A model preset (`argosy config presets` lists them)."""
-    cluster: str | None = None
-    """NxDEVICE, a preset, or a file; default with a run: this machine."""
+    """A model preset (`argosy config presets` lists them), a Hugging Face folder, or its config.json."""
+    cluster: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """NxDEVICE, a preset, or a file; default with a run: this machine. Given several times: side by side."""
     global_batch: WholeCount | None = None
-    """Sequences in a step; default with a model: by DeepSeek's scaling law."""
+    """Batch size: sequences in a step; default with a model: by DeepSeek's scaling law."""
     seq_len: WholeCount | None = None
-    """Tokens in a sequence; default with a model: 8192, or the model's longest sequence if that is shorter."""
+    """Sequence length, in tokens; default with a model: 8192, or the model's longest sequence if that is shorter."""
     tokens: Count | None = None
     """Tokens to train on, e.g. 15T; default: the run's, or 20 for each active parameter."""
+    finetune: Count | None = None
+    """Plan fine-tuning on a data set of so many tokens, e.g. 50M: 2 epochs, and with a model 128 sequences of 4096
+    tokens a step."""
+    price: tyro.conf.UseAppendAction[tuple[float, ...]] = ()
+    """What you pay for an hour of one device, e.g. 2.49, in USD or the cluster file's currency; default: the range in
+    the catalogue. One for all clusters, or one for each."""
     objective: Objective = "time"
     """Quantity to rank plans by; cost and energy may choose fewer devices, goodput counts failures."""
     fix: str = ""
@@ -70,36 +86,80 @@ def main(argv: list[str]) -> None:
     if options.learn:
         _learn(options)
         return
-    from argosy.plan.report.request import plan_request
+    try:
+        _answer(options)
+    except UserError as error:
+        raise UserError(_by_option(str(error), options)) from None
 
-    request = plan_request(
-        source=options.run,
-        model=options.model,
-        cluster=options.cluster,
-        global_batch=options.global_batch,
-        seq_len=options.seq_len,
-        tokens=options.tokens,
-        objective=options.objective,
-        fix=options.fix,
-        top=options.top,
-        serving=options.inference,
-    )
+
+def _answer(options: Options) -> None:
+    from argosy.plan.report.report import plan_report
+
+    if len(options.cluster) > 1:
+        _side_by_side(options)
+        return
+    request = _request(options, options.cluster[0] if options.cluster else None, *options.price)
     if options.inference:
         from argosy.plan.report.inference_report import in_words, inference_report
 
         found = inference_report(request)
         print(_json(found) if options.json else in_words(found))
         return
-    from argosy.plan.report.report import plan_report
-
     _print(plan_report(request), options)
+
+
+def _request(options: Options, cluster: str | None, price: float | None = None) -> PlanRequest:
+    """Return the request about one cluster, or without one about this machine. Raises: UserError."""
+    from argosy.plan.report.request import Question, of_model, of_run
+
+    names = ("global_batch", "seq_len", "tokens", "finetune", "objective", "fix", "top")
+    given = {name: getattr(options, name) for name in names}
+    asked = Question(**given, serving=options.inference, price=price)
+    if options.model is None:
+        run = _run(str(options.run), asked)
+        return of_run(run, Cluster.parse(cluster) if cluster else _devices_here(run), asked)
+    if cluster is None:
+        raise UserError(
+            f"--model {options.model} needs --cluster, e.g. --cluster 8xh100 (nodes in a file: see docs/planning.md)."
+        )
+    path = Path(options.model).expanduser()
+    if not (path.is_dir() or path.suffix == ".json" or "/" in options.model):
+        return of_model(options.model, cluster, asked)
+    from argosy.models.hf import import_config  # takes seconds: it imports torch
+
+    return of_model(import_config(path), cluster, asked, name=(path.parent if path.suffix else path).resolve().name)
+
+
+def _run(source: str, asked: Question) -> RunConfig:
+    """Return the run as `argosy train` would have it, as far as that is known before it has prepared its data."""
+    from argosy.launch.resolve import with_known_sizes
+
+    sizes = {"train.global_batch": asked.global_batch, "data.seq_len": asked.seq_len}
+    return with_known_sizes(load(source, {key: size for key, size in sizes.items() if size is not None}))
+
+
+def _devices_here(run: RunConfig) -> Devices:
+    from argosy.launch.devices import devices_of_run
+
+    return devices_of_run(run)
+
+
+def _side_by_side(options: Options) -> None:
+    from argosy.plan.report.comparison import compare, show
+
+    prices = options.price * len(options.cluster) if len(options.price) == 1 else options.price
+    priced = zip(options.cluster, prices or [None] * len(options.cluster), strict=True)
+    found = compare([(cluster, _request(options, cluster, price)) for cluster, price in priced])
+    if options.json:
+        print(_json(found))
+    else:
+        show(found)
 
 
 def _learn(options: Options) -> None:
     from argosy.plan.calibration.learn import cluster_file, in_words, learn
-    from argosy.plan.hardware.clusters import Cluster
 
-    path = cluster_file(options.cluster)
+    path = cluster_file(options.cluster[0] if options.cluster else None)
     before = Cluster.load(path)
     after = learn(options.learn, before)
     after.save(path)
@@ -129,14 +189,37 @@ def _print(found: PlanReport, options: Options) -> None:
 
 
 def _check(options: Options) -> None:
-    for name in ("global_batch", "seq_len", "tokens", "top"):
+    for name in ("global_batch", "seq_len", "tokens", "finetune", "top"):
         value = getattr(options, name)
         if value is not None and not 0 < value < float("inf"):
             raise UserError(f"--{name.replace('_', '-')} {value}: must be above 0.")
+    if any(not 0 < price < float("inf") for price in options.price):
+        raise UserError(f"--price {' --price '.join(map(str, options.price))}: must be above 0.")
+    if len(options.price) not in (0, 1, max(1, len(options.cluster))):
+        raise UserError(
+            f"{len(options.price)} --price for {len(options.cluster)} --cluster. Give one, or one for each."
+        )
     if options.learn and (options.run or options.model):
         raise UserError("--learn only corrects a cluster's file. Ask for a plan in another command.")
+    if not options.learn and (options.run is None) == (options.model is None):
+        raise UserError("say either a run file or --model NAME, e.g. argosy plan --model llama3-8b --cluster 8xh100.")
+    if options.tokens is not None and options.finetune is not None:
+        raise UserError("--tokens and --finetune both say how much to train on: give one of them.")
     if options.html is not None and options.inference:
         raise UserError("--html is for training plans. Leave out --inference, or take --json.")
+    if len(options.cluster) > 1 and (options.html or options.inference or options.learn):
+        other = "--html" if options.html else "--inference" if options.inference else "--learn"
+        raise UserError(f"{other} takes one --cluster. Several are compared side by side, for training.")
+
+
+def _by_option(text: str, options: Options) -> str:
+    """Return the message with this command's options in place of keys of a run file that the user did not write."""
+    names = {"model.preset": "--model", "train.global_batch": "--global-batch", "data.seq_len": "--seq-len"}
+    sizes = {"train.global_batch": options.global_batch, "data.seq_len": options.seq_len}
+    for key, option in names.items():
+        if options.model is not None or sizes.get(key) is not None:
+            text = re.sub(rf"(overrides: |--)?\b{re.escape(key)}\b", option, text)
+    return re.sub(r"\bplan\.(?=\w+ = )", "--fix ", text) if options.fix else text
 
 
 def _json(found: object) -> str:

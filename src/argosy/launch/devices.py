@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
 
-from argosy.config.schema import LaunchConfig
+from argosy.config.schema import LaunchConfig, RunConfig
 from argosy.errors import ArgosyWarning, RunFailed, UserError
 from argosy.plan.hardware.local_machine import host_memory_bytes
-from argosy.plan.search.auto import Devices
+from argosy.plan.search.auto import Devices, processes_of
 from argosy.processes.channel import Gone
 from argosy.processes.child import Entry, channel_to_parent
 from argosy.processes.fork_server import ForkServer
@@ -58,6 +59,17 @@ def _wanted(launch: LaunchConfig, planned: int) -> str:
         return f"launch.processes = {launch.processes}"
     nodes = f" (its share of launch.nodes = {launch.nodes})" if launch.nodes > 1 else ""
     return f"the plan's {planned} processes{nodes}"
+
+
+def devices_of_run(run: RunConfig, find: Callable[[LaunchConfig, int], Devices] | None = None) -> Devices:
+    """Return the devices of all nodes of a run that is to start, which are assumed to be like this one.
+
+    find: finds those here, for a plan that needs as many processes; None: `find_devices`. Raises: UserError.
+    """
+    nodes = run.launch.nodes
+    planned = -(-processes_of(run.plan) // nodes)
+    here = find(run.launch, planned) if find else find_devices(run.launch, planned=planned)
+    return replace(here, count=here.count * nodes)
 
 
 def tell() -> None:

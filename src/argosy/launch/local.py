@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from argosy.checkpoint.store import committed
 from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
 from argosy.launch import run_folder
-from argosy.launch.devices import ask
+from argosy.launch.devices import ask, devices_of_run
 from argosy.launch.resolve import resolve
 from argosy.observe.progress import Progress
 from argosy.observe.report import Report
 from argosy.plan.rules import check_size
-from argosy.plan.search.auto import Devices, choose_plan, processes_of
+from argosy.plan.search.auto import choose_plan, processes_of
 from argosy.processes.fork_server import ForkServer
 from argosy.supervise.agent import WORKER, Agent, node_name
 
@@ -45,7 +45,7 @@ def train(
         with run_folder.settling(run_dir):
             run, data = resolve(run, progress)
             run = run_folder.enter(run_dir, run, data.identity, accept_changes)
-            plan = choose_plan(run, _devices(forks, run))
+            plan = choose_plan(run, devices_of_run(run, partial(ask, forks)))
             run_folder.write(run_dir, run, plan, data.sources[0].folder / TOKENIZER)
         progress.close()
         if (report := _report_if_finished(run_dir, run)) is not None:
@@ -91,10 +91,3 @@ def _check_processes(run: RunConfig, origin: Callable[[str], str]) -> None:
     if size := processes_of(run.plan):
         nodes = run.launch.nodes
         check_size(run.plan, size, run.launch, nodes * (run.launch.processes or -(-size // nodes)), origin)
-
-
-def _devices(forks: ForkServer, run: RunConfig) -> Devices:
-    """Return the devices of all nodes, which are assumed to be like this one. Raises: UserError."""
-    nodes = run.launch.nodes
-    here = ask(forks, run.launch, planned=-(-processes_of(run.plan) // nodes))
-    return replace(here, count=here.count * nodes)

@@ -7,7 +7,10 @@ from pathlib import Path
 from argosy.config.parameter_groups import check_groups
 from argosy.config.schema import RunConfig
 from argosy.data.loader import OpenData, open_data
+from argosy.data.manifest import NAME as MANIFEST
+from argosy.data.manifest import Manifest
 from argosy.data.prepare import PrepareProgress, prepare
+from argosy.data.tokenizer import Tokenizer
 from argosy.errors import UserError
 from argosy.observe.progress import Progress
 from argosy.plan.hardware.devices import is_path
@@ -34,6 +37,23 @@ def resolve(run: RunConfig, progress: Progress) -> tuple[RunConfig, OpenData]:
 
         check_groups(run.optimizer, [name for name, _ in Decoder(run.model).named_parameters()])
     return run, data
+
+
+def with_known_sizes(run: RunConfig) -> RunConfig:
+    """Return the run with the vocabulary that its data have, or will have once they are prepared; nothing is prepared.
+
+    If neither is known, it stays 0. Raises: UserError for prepared data or a tokenizer that cannot be read.
+    """
+    if run.model.vocab_size:
+        return run
+    folder = Path(next(iter(run.data.sources), run.data.prepare.out))
+    given = run.data.prepare.tokenizer
+    vocab_size = 0
+    if (folder / MANIFEST).exists():
+        vocab_size = Manifest.load(folder, check_shards=False).vocab_size
+    elif run.data.prepare.input:
+        vocab_size = Tokenizer.load(given).vocab_size if given else run.data.prepare.vocab_size
+    return run.model_copy(update={"model": run.model.model_copy(update={"vocab_size": vocab_size})})
 
 
 def _with_data(run: RunConfig, progress: Progress) -> RunConfig:

@@ -192,6 +192,14 @@ def _read(at: StoredTensor) -> Tensor:
         return tensor
 
 
+def import_config(path: Path) -> ModelConfig:
+    """Return the model that a Hugging Face folder, or its config.json, describes. Raises: UserError."""
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(f"{file} is not there. Give a Hugging Face folder: config.json and *.safetensors.")
+    return config_from_json(_read_json(file), file)
+
+
 def import_folder(folder: Path) -> tuple[ModelConfig, FolderWeights]:
     """Open the model in a Hugging Face folder; its weights stay in the stored dtype.
 
@@ -199,10 +207,7 @@ def import_folder(folder: Path) -> tuple[ModelConfig, FolderWeights]:
 
     Raises: UserError, naming file, key and value, for a model that our decoder would compute differently.
     """
-    file = folder / "config.json"
-    if not file.is_file():
-        raise UserError(f"{file} is not there. Give a Hugging Face folder: config.json and *.safetensors.")
-    config = config_from_json(_read_json(file), file)
+    config = import_config(folder)
     stored = {weight.name: weight for path in _weight_files(folder) for weight in _stored_in(path)}
     shapes = _shapes(config)
     # Old Llama folders store frequencies, which config.json gives too; some folders store a tied head twice.

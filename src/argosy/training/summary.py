@@ -11,6 +11,7 @@ from typing import Any
 from argosy.checkpoint import store
 from argosy.checkpoint.load import load_into
 from argosy.checkpoint.shards import wholes
+from argosy.config.model_name import model_name
 from argosy.config.schema import RunConfig
 from argosy.data.loader import OpenData
 from argosy.models.decoder import Decoder
@@ -32,7 +33,7 @@ TYPICAL_OF = 20_000
 
 def headline(run: RunConfig, plan: Plan, peak_flops: float, prediction: Prediction | None) -> str:
     """Return in one line what is trained on what, and its prediction."""
-    model = run.model.preset or run.model.family
+    model = model_name(run.model)
     processes = f"{plan.world_size} process{'es' if plan.world_size > 1 else ''}"
     expected = f"   plan: {prediction.in_words()}" if prediction else ""
     return (

@@ -3,72 +3,84 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 
 from argosy.config.load import load
 from argosy.errors import UserError
+from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.plan import Plan
 from argosy.plan.report.report import usual_batch
-from argosy.plan.report.request import plan_request, this_machine
+from argosy.plan.report.request import Question, of_model, of_run
+from argosy.plan.search.auto import Devices, choose_plan
+
+PARITY = load("parity")
+TWO_CPUS = Devices(2, "cpu", fast_bf16=False)
 
 
-@pytest.fixture
-def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Let nvidia-smi list these GPUs, on a machine that nobody described."""
-
-    def there_are(*names: str) -> None:
-        program = tmp_path / "nvidia-smi"
-        program.write_text("#!/bin/sh\n" + "".join(f"echo '{name}'\n" for name in names))
-        program.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        monkeypatch.chdir(tmp_path)
-
-    return there_are
+@pytest.mark.parametrize("fast_bf16", [False, True])
+def test_a_run_on_the_devices_at_hand_gets_the_trainer_s_plan_and_its_precision(fast_bf16: bool) -> None:
+    devices = Devices(2, "cpu", fast_bf16, memory_bytes=3e9)
+    run = PARITY.model_copy(update={"plan": "auto"})
+    request = of_run(run, devices, Question())
+    assert request.given == choose_plan(run, devices)
+    assert request.pins == {"precision": ("bf16" if fast_bf16 else "fp32",)}
+    assert request.cluster.device.memory_bytes == 3e9
 
 
-def devices(**launch: object) -> tuple[str, int]:
-    cluster = this_machine(load(None, {f"launch.{key}": value for key, value in launch.items()} | {"plan": "auto"}))
-    return cluster.device.name, cluster.devices
+def test_gpus_are_those_that_the_driver_names() -> None:
+    devices = Devices(8, "cuda", True, name="NVIDIA H100 80GB HBM3", memory_bytes=79e9, per_node=8)
+    cluster = of_run(PARITY.model_copy(update={"plan": "auto"}), devices, Question()).cluster
+    assert (cluster.device.name, cluster.devices, cluster.device.memory_bytes) == ("H100-SXM", 8, 79e9)
 
 
-def test_the_driver_s_gpus_are_the_machine(gpus) -> None:
-    gpus(*8 * ["NVIDIA H100 80GB HBM3"])
-    assert devices(processes=0) == ("H100-SXM", 8)
-    assert devices(processes=2) == ("H100-SXM", 2)
-    assert devices(processes=2, device="cpu") == ("CPU", 2)
-
-
-def test_gpus_that_cuda_may_not_see_do_not_count(gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus(*8 * ["NVIDIA H200"])
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    assert devices(processes=0) == ("H200", 2)
-
-
-def test_without_gpus_it_is_one_process_on_the_cpu(gpus) -> None:
-    gpus()
-    assert devices(processes=0) == ("CPU", 1)
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [(["NVIDIA H100 80GB HBM3", "NVIDIA H200"], "GPUs of several kinds"), (["NVIDIA Titan Q"], "no device is called")],
-)
-def test_gpus_that_the_catalogue_cannot_tell_are_no_silent_default(gpus, names: list[str], message: str) -> None:
-    gpus(*names)
-    with pytest.raises(UserError, match=message):
-        devices(processes=0)
+def test_what_a_run_fixes_and_what_is_asked_come_before_the_machine_s_precision() -> None:
+    run = PARITY.model_copy(update={"plan": "auto,precision=fp32"})
+    fast = Devices(2, "cpu", fast_bf16=True)
+    assert of_run(run, fast, Question()).pins == {"precision": ("fp32",)}
+    assert of_run(run, fast, Question(fix="precision=fp16")).pins == {"precision": ("fp16",)}
 
 
 def test_sizes_that_are_not_said_are_assumed_and_named() -> None:
-    request = plan_request(model="llama-20m", cluster="8xh100")
+    request = of_model("llama-20m", "8xh100", Question())
     run = request.run
     assert (run.data.seq_len, run.model.vocab_size) == (min(8192, run.model.max_seq_len), 4096)
     assert run.train.global_batch == usual_batch(run, run.data.seq_len)
     assert len(request.assumed) == 3
-    said = plan_request(model="llama3-8b", cluster="8xh100", seq_len=4096, global_batch=32)
+    said = of_model("llama3-8b", "8xh100", Question(seq_len=4096, global_batch=32))
     assert (said.run.data.seq_len, said.run.train.global_batch, said.assumed) == (4096, 32, ())
+
+
+def test_fine_tuning_is_two_epochs_of_the_data_in_small_batches() -> None:
+    request = of_model("llama3-8b", "8xh100", Question(finetune=50e6))
+    assert (request.run.data.seq_len, request.run.train.global_batch, request.tokens) == (4096, 128, 100e6)
+    assert len(request.assumed) == 3
+    assert of_run(PARITY, TWO_CPUS, Question(finetune=1e6)).tokens == 2e6
+
+
+def test_a_model_that_is_no_preset_keeps_its_sizes_and_gets_a_name() -> None:
+    model = load(None, {"model.preset": "llama3.2-1b", "model.layers": 3}).model.model_copy(update={"preset": None})
+    run = of_model(model, "8xh100", Question(), name="my model (v2)").run
+    assert (run.name, run.model) == ("my-model-v2", model)
+
+
+@pytest.mark.parametrize(
+    ("model", "seq_len", "remedy"),
+    [
+        ("llama3-70b", 32_768, "--model llama3.1-70b (up to 131072 tokens)."),
+        ("llama3.1-70b", 200_000, "Try --seq-len 131072."),
+    ],
+)
+def test_a_sequence_that_is_too_long_is_answered_with_the_model_that_takes_it(model, seq_len, remedy) -> None:
+    with pytest.raises(UserError) as error:
+        of_model(model, "16xh100", Question(seq_len=seq_len))
+    assert str(error.value).startswith(f"--seq-len {seq_len} is more than the model's longest sequence")
+    assert str(error.value).endswith(remedy)
+
+
+def test_the_user_s_price_takes_the_place_of_the_catalogue_s() -> None:
+    assert of_model("llama3-8b", "8xh100", Question(price=1.5)).cluster.price_per_device_h == 1.5
+    assert of_run(PARITY, Cluster.parse("2xh100"), Question(price=1.5)).cluster.price_per_device_h == 1.5
 
 
 def test_the_usual_batch_is_a_power_of_two_near_the_law() -> None:
@@ -81,11 +93,11 @@ def test_the_usual_batch_is_a_power_of_two_near_the_law() -> None:
 
 
 def test_a_run_s_length_is_the_tokens_to_train_on() -> None:
-    run = load("parity")
-    assert plan_request(source="parity").tokens == run.train.steps * run.train.global_batch * run.data.seq_len
-    assert plan_request(source="parity", tokens=1e6).tokens == 1e6
+    run = PARITY
+    assert of_run(run, TWO_CPUS, Question()).tokens == run.train.steps * run.train.global_batch * run.data.seq_len
+    assert of_run(run, TWO_CPUS, Question(tokens=1e6)).tokens == 1e6
 
 
 def test_pins_take_the_place_of_the_trainer_s_plan() -> None:
-    assert plan_request(source="parity").given is not None
-    assert plan_request(source="parity", fix="microbatch=1").given is None
+    assert isinstance(of_run(PARITY, TWO_CPUS, Question()).given, Plan)
+    assert of_run(PARITY, TWO_CPUS, Question(fix="microbatch=1")).given is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from argosy.config.model_name import model_name
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.formatting import count, gib, seconds, within
 from argosy.plan.cost.inference import Serving
@@ -33,7 +34,7 @@ def inference_report(request: PlanRequest) -> InferenceReport:
     run = request.run
     found = search_serving(CostModel.of(run, request.cluster), request.pins or {})
     return InferenceReport(
-        model=run.model.preset or run.name,
+        model=model_name(run.model, run.name),
         cluster=describe(request.cluster),
         seq_len=run.data.seq_len,
         sequences=run.train.global_batch,

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from argosy.config.model_name import model_name
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
+from argosy.plan.cost.economy import price_per_device_h
+from argosy.plan.cost.estimate import Estimate
 from argosy.plan.cost.formatting import GIB
 from argosy.plan.cost.goodput import Goodput, spare_nodes
 from argosy.plan.cost.heterogeneous import UnevenSplit, uneven_splits
@@ -91,6 +94,8 @@ class PlanReport:
     tokens: float
     objective: Objective
     currency: str
+    price_per_device_h: Estimate | None
+    """Price of an hour of one device; None if it is unknown."""
     prices_of: str
     """Date of the catalogue's prices; empty for the user's own."""
     assumed: tuple[str, ...]
@@ -127,7 +132,7 @@ def plan_report(request: PlanRequest) -> PlanReport:
     front = found.pareto()
     inside_s = float(explanation.choice.step_s.mid) - economy.between_sites_s
     return PlanReport(
-        model=run.model.preset or run.name,
+        model=model_name(run.model, run.name),
         parameters=parameters(run.model),
         active_parameters=active_parameters(run.model),
         cluster=describe(cluster),
@@ -138,6 +143,7 @@ def plan_report(request: PlanRequest) -> PlanReport:
         tokens=tokens,
         objective=request.objective,
         currency=cluster.currency,
+        price_per_device_h=price_per_device_h(cluster),
         prices_of=_prices_of(cluster),
         assumed=request.assumed,
         looked_at=found.looked_at,

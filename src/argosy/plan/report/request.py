@@ -1,78 +1,108 @@
-"""The planner's request, from what a user typed: run and cluster, with defaults filled in and named."""
+"""The planner's request, from what a user asked: run and cluster, with defaults filled in and named."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-from collections import Counter
-from typing import Literal
+import re
+from dataclasses import dataclass
 
-from argosy.config.load import load
-from argosy.config.schema import RunConfig
+from argosy.config.catalog import preset_names, preset_path
+from argosy.config.layers import preset_layer
+from argosy.config.load import build, load
+from argosy.config.schema import ModelConfig, RunConfig
 from argosy.errors import UserError
-from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.hardware.clusters import Cluster
-from argosy.plan.hardware.local_machine import cluster_of, device_named, resized
 from argosy.plan.plan import Plan, words_of
 from argosy.plan.report.report import PlanRequest, usual_batch
-from argosy.plan.search.auto import Devices, choose_plan, processes_of
+from argosy.plan.search.auto import Devices, choose_plan, fast_precision, machine_for
 from argosy.plan.search.candidates import Objective
 from argosy.plan.search.space import Pins, parse_pins
 
 USUAL_SEQ_LEN = 8192
+FINETUNE_EPOCHS, FINETUNE_BATCH, FINETUNE_SEQ_LEN = 2, 128, 4096
+"""Supervised fine-tuning as in Tulu 3 (Lambert et al. 2024, table 10)."""
 CHANGE_NUMBERS = ("precision", "weights", "reduce")
 """Keys of a plan that change what training computes."""
+ALIKE = ("layers", "width", "heads", "kv_heads", "ffn_width", "moe")
+"""Keys of models that are as large and as fast as each other."""
 SMALL_VOCABULARY = 4096
 """Assumed vocabulary of a model preset that takes its tokenizer's, until there is a tokenizer."""
 
 
-def plan_request(
-    *,
-    source: str | None = None,
-    model: str | None = None,
-    cluster: str | None = None,
-    global_batch: int | None = None,
-    seq_len: int | None = None,
-    tokens: float | None = None,
-    objective: Objective = "time",
-    fix: str = "",
-    top: int = 10,
-    serving: bool = False,
-) -> PlanRequest:
-    """Return the request about a run file, or about a model and a cluster. Raises: UserError.
+@dataclass(frozen=True)
+class Question:
+    """What is asked about a run, or about a model."""
 
-    serving: it is about inference; by default, each device answers one sequence at a time.
+    global_batch: int | None = None
+    """Sequences in a step; None: by DeepSeek's scaling law."""
+    seq_len: int | None = None
+    """Tokens in a sequence; None: `USUAL_SEQ_LEN`, or the model's longest if that is shorter."""
+    tokens: float | None = None
+    """Tokens to train on; None: 20 for each active parameter."""
+    finetune: float | None = None
+    """Tokens of a data set to fine-tune on, in place of `tokens`."""
+    objective: Objective = "time"
+    fix: str = ""
+    top: int = 10
+    serving: bool = False
+    """It is about inference; by default, each device answers one sequence at a time."""
+    price: float | None = None
+    """Price of an hour of one device, in the cluster's currency; None: the cluster's, or the catalogue's."""
+
+
+def of_model(model: str | ModelConfig, cluster: str, asked: Question, name: str = "") -> PlanRequest:
+    """Return the request about a model on a cluster.
+
+    model: the name of a preset, or a model that is called `name`. Raises: UserError.
     """
-    if (source is None) == (model is None):
-        raise UserError("say either a run file or --model NAME, e.g. argosy plan --model llama3-8b --cluster 8xh100.")
-    if model is not None and cluster is None:
-        raise UserError(
-            f"--model {model} needs --cluster, e.g. --cluster 8xh100 (nodes in a file: see docs/planning.md)."
-        )
-    pins = dict(parse_pins(fix))
-    if model is not None:
-        place = Cluster.parse(str(cluster))
-        _check_precisions(pins, place)
-        run, assumed = _of_model(model, global_batch, seq_len, place.devices if serving else None)
-        return PlanRequest(run, place, tokens, objective, pins, top, assumed=tuple(assumed))
-    run, assumed = _of_run(str(source), global_batch, seq_len)
+    place = _priced(Cluster.parse(cluster), asked)
+    pins = dict(parse_pins(asked.fix))
+    _check_precisions(pins, place)
+    run, assumed = _run_of_model(model, name, asked, place.devices)
+    tokens, more = _tokens(asked)
+    return PlanRequest(run, place, tokens, asked.objective, pins, asked.top, assumed=(*assumed, *more))
+
+
+def of_run(run: RunConfig, place: Cluster | Devices, asked: Question) -> PlanRequest:
+    """Return the request about a run, on a cluster or on the devices at hand as `argosy train` finds them.
+
+    Of `asked`, batch and length of a sequence are the run's already. Raises: UserError.
+    """
+    run, assumed = _with_vocabulary(run)
+    tokens, more = _tokens(asked)
     if not tokens and run.train.steps:
         tokens = float(run.train.steps * run.tokens_per_step)
-    place = Cluster.parse(cluster) if cluster else this_machine(run)
-    if cluster is None and place.measured is None:
-        assumed.append(
-            "The machine's rates are those of the catalogue; `argosy probe` measures them and writes a cluster file."
-        )
-    given = None if pins or cluster else _the_trainer_s(run, place)
-    pins = _numbers(run.plan) | pins
-    _check_precisions(pins, place)
-    return PlanRequest(run, place, tokens, objective, pins, top, given, tuple(assumed))
+    pins = dict(parse_pins(asked.fix))
+    if isinstance(place, Cluster):
+        cluster, given, numbers = place, None, _numbers(run.plan)
+    else:
+        cluster = machine_for(run, place)
+        given = None if pins else choose_plan(run, place)
+        numbers = {"precision": (fast_precision(place),)} | _numbers(run.plan)
+        if cluster.measured is None:
+            more.append(
+                "The machine's rates are those of the catalogue; `argosy probe` measures them and writes a cluster "
+                "file."
+            )
+    pins = numbers | pins
+    _check_precisions(pins, cluster)
+    cluster = _priced(cluster, asked)
+    return PlanRequest(run, cluster, tokens, asked.objective, pins, asked.top, given, (*assumed, *more))
 
 
 def _check_precisions(pins: Pins, place: Cluster) -> None:
     for precision in pins.get("precision", ()):
         place.check_precision(precision)
+
+
+def _priced(cluster: Cluster, asked: Question) -> Cluster:
+    return cluster if asked.price is None else cluster.model_copy(update={"price_per_device_h": asked.price})
+
+
+def _tokens(asked: Question) -> tuple[float | None, list[str]]:
+    """Return the tokens to train on, if they are asked for, and what was assumed."""
+    if asked.finetune is None:
+        return asked.tokens, []
+    return FINETUNE_EPOCHS * asked.finetune, [f"Assumed: {FINETUNE_EPOCHS} epochs of the data set (else: --tokens)."]
 
 
 def _numbers(plan: str) -> dict[str, tuple[object, ...]]:
@@ -81,28 +111,47 @@ def _numbers(plan: str) -> dict[str, tuple[object, ...]]:
     return {key: (getattr(Plan.from_words({key: value}), key),) for key, value in words.items()}
 
 
-def _of_model(
-    model: str, global_batch: int | None, seq_len: int | None, usual: int | None
-) -> tuple[RunConfig, list[str]]:
-    """Return the run, and what was assumed; usual: the default batch, None: by the scaling law."""
+def _run_of_model(model: str | ModelConfig, name: str, asked: Question, devices: int) -> tuple[RunConfig, list[str]]:
+    """Return the run, and what was assumed."""
     assumed = []
-    run = load(None, {"model.preset": model, "data.seq_len": 1}, overrides_mark="--")
+    chosen: dict[str, object] = {"model.preset": model}
+    if isinstance(model, ModelConfig):
+        named = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "model"
+        chosen = {"model": model.model_dump(mode="json"), "name": named}
+    run = load(None, chosen | {"data.seq_len": 1}, overrides_mark="--")
+    longest, seq_len, batch = run.model.max_seq_len, asked.seq_len, asked.global_batch
     if seq_len is None:
-        seq_len = min(USUAL_SEQ_LEN, run.model.max_seq_len)
+        seq_len = min(USUAL_SEQ_LEN if asked.finetune is None else FINETUNE_SEQ_LEN, longest)
         assumed.append(f"Assumed: --seq-len {seq_len}.")
+    if seq_len > longest:
+        raise UserError(_too_long(seq_len, run.model))
     run, more = _with_vocabulary(run)
-    if global_batch is None:
-        global_batch = usual or usual_batch(run, seq_len)
-        why = "one for each device" if usual else "DeepSeek's scaling law"
-        assumed.append(f"Assumed: --global-batch {global_batch} ({why}).")
-    sizes = {"data.seq_len": seq_len, "train.global_batch": global_batch, "model.vocab_size": run.model.vocab_size}
-    return load(None, {"model.preset": model, **sizes}, overrides_mark="--"), assumed + more
+    if batch is None:
+        law, why = usual_batch(run, seq_len), "DeepSeek's scaling law"
+        if asked.finetune is not None:
+            law, why = FINETUNE_BATCH, "usual for fine-tuning"
+        batch, why = (devices, "one for each device") if asked.serving else (law, why)
+        assumed.append(f"Assumed: --global-batch {batch} ({why}).")
+    sizes = {"data.seq_len": seq_len, "train.global_batch": batch}
+    whole = load(None, chosen | sizes, overrides_mark="--")
+    return whole.model_copy(update={"model": run.model}), assumed + more
 
 
-def _of_run(source: str, global_batch: int | None, seq_len: int | None) -> tuple[RunConfig, list[str]]:
-    given = {"train.global_batch": global_batch, "data.seq_len": seq_len}
-    run = load(source, {key: value for key, value in given.items() if value is not None}, overrides_mark="--")
-    return _with_vocabulary(run)
+def _too_long(seq_len: int, model: ModelConfig) -> str:
+    """Say which presets of the same sizes take so long a sequence."""
+    problem = f"--seq-len {seq_len} is more than the model's longest sequence, {model.max_seq_len} tokens."
+    others = {
+        name: build(RunConfig, preset_layer(preset_path("models", name))).model for name in preset_names("models")
+    }
+    alike = [
+        name
+        for name, other in others.items()
+        if other.max_seq_len >= seq_len and all(getattr(other, key) == getattr(model, key) for key in ALIKE)
+    ]
+    if alike:
+        near = " or ".join(f"--model {name} (up to {others[name].max_seq_len} tokens)" for name in alike)
+        return f"{problem} Models of the same size that take it: {near}."
+    return f"{problem} Try --seq-len {model.max_seq_len}."
 
 
 def _with_vocabulary(run: RunConfig) -> tuple[RunConfig, list[str]]:
@@ -112,42 +161,3 @@ def _with_vocabulary(run: RunConfig) -> tuple[RunConfig, list[str]]:
     return run.model_copy(update={"model": model}), [
         f"Assumed: a vocabulary of {SMALL_VOCABULARY} tokens, as it is not known yet."
     ]
-
-
-def this_machine(run: RunConfig) -> Cluster:
-    """Return the devices that a run would take here.
-
-    They are those of the cluster that describes this machine (`plan.hardware.local_machine`), if there is one; else
-    the GPUs that nvidia-smi lists, else one process or more on CPU cores.
-
-    Raises: UserError for a GPU that is not in the catalogue, or GPUs of several kinds.
-    """
-    wanted = run.launch.processes or processes_of(run.plan)
-    if (described := cluster_of(run)) is not None:
-        return resized(described, wanted or (1 if described.device.kind == "cpu" else described.devices))
-    gpus = [] if run.launch.device == "cpu" else _gpu_names()
-    if not gpus:
-        return Cluster.parse(f"{wanted or 1}xcpu")
-    names = Counter(gpus)
-    if len(names) > 1:
-        raise UserError(f"this machine has GPUs of several kinds ({', '.join(names)}). Give --cluster.")
-    return Cluster.parse(f"{wanted or len(gpus)}x{device_named(gpus[0])}")
-
-
-def _gpu_names() -> list[str]:
-    """Return the driver's names of this machine's GPUs that CUDA may see, e.g. NVIDIA H100 80GB HBM3."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    query = [program, "--query-gpu=name", "--format=csv,noheader"]
-    listed = subprocess.run(query, capture_output=True, text=True, check=False, timeout=30)
-    names = [line.strip() for line in listed.stdout.splitlines() if line.strip()] if listed.returncode == 0 else []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return names if visible is None else names[: len([v for v in visible.split(",") if v.strip()])]
-
-
-def _the_trainer_s(run: RunConfig, place: Cluster) -> Plan:
-    """Return the plan that `argosy train` would take."""
-    kind: Literal["cpu", "cuda"] = "cpu" if place.device.kind == "cpu" else "cuda"
-    fast = CostModel.of(run, place).precision
-    return choose_plan(run, Devices(place.devices, kind, fast == "bf16", fast_fp16=fast == "fp16"), place)

@@ -133,8 +133,18 @@ def _explained(report: PlanReport) -> Iterator[RenderableType]:
 
 
 def prices(report: PlanReport) -> str:
-    """Return the date of the prices, in words."""
-    return f"prices of {report.prices_of}" if report.prices_of else ""
+    """Return the price of an hour of a device and its date, in words."""
+    price = report.price_per_device_h
+    if price is None:
+        return ""
+    exact = price.low == price.high
+    each = f"at {price.mid:.3g} {report.currency}" if exact else f"at {within(price, _money)} {report.currency}"
+    dated = f", prices of {report.prices_of}" if report.prices_of else ""
+    return f"{each} an hour of a device{dated}{'' if exact else '; --price sets yours'}"
+
+
+def _money(value: Numbers) -> str:
+    return f"{float(value):.3g}"
 
 
 def _bars(values: dict[str, float], meaning: dict[str, str], write: Callable[[Numbers], str]) -> Table:

@@ -14,7 +14,7 @@ from argosy.plan.hardware.clusters import Cluster, NodeGroup
 from argosy.plan.hardware.devices import device_names, find_device
 from argosy.plan.hardware.local_machine import cluster_of, device_named, resized
 from argosy.plan.pipeline import SCHEDULES
-from argosy.plan.plan import Plan, words_of
+from argosy.plan.plan import Plan, Precision, words_of
 from argosy.plan.rules import check_plan, divisors, first_problem
 from argosy.plan.search.best import plainest, search_to_run, why_nothing_fits
 from argosy.plan.search.space import Pins
@@ -48,6 +48,11 @@ def processes_of(plan: str) -> int:
     return 0 if "auto" in words else Plan.from_words(words).world_size
 
 
+def fast_precision(devices: Devices) -> Precision:
+    """Return the precision that a plan takes if it names none: the one with the fastest matmuls."""
+    return "bf16" if devices.fast_bf16 else "fp16" if devices.fast_fp16 else "fp32"
+
+
 def check_written(run: RunConfig) -> None:
     """Refuse a written plan that cannot train `run` on as many devices as it needs; any "auto" passes.
 
@@ -74,8 +79,7 @@ def choose_plan(run: RunConfig, devices: Devices, machine: Cluster | None = None
             f"plan.precision = fp8 needs GPUs with fp8, and this run is for {devices.kind}. Try precision=bf16."
         )
     if "precision" not in words:
-        fast = "bf16" if devices.fast_bf16 else "fp16" if devices.fast_fp16 else "fp32"
-        written = written.model_copy(update={"precision": fast})
+        written = written.model_copy(update={"precision": fast_precision(devices)})
     elif (known := _known(run, devices, machine)) is not None:
         known.check_precision(written.precision)
     costs = _costs(run, devices, machine)
