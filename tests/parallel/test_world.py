@@ -14,8 +14,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from argosy.config.schema import LaunchConfig
 from argosy.errors import StorageError
+from argosy.parallel.connections import _tcp_sockets
 from argosy.parallel.encoding import FailedElsewhere, WrongMessage
-from argosy.parallel.world import World, leave_world, threads_per_process
+from argosy.parallel.peers import Swap, Talk, over
+from argosy.parallel.world import LAZY, World, group_in_host_memory, leave_world, threads_per_process
 
 
 def test_a_world_of_one_needs_no_process_group_and_its_collectives_do_nothing():
@@ -147,3 +149,26 @@ def files_after_a_barrier(world: World, folder) -> int:
     (folder / str(world.rank)).touch()
     world.barrier()
     return len(list(folder.iterdir()))
+
+
+def test_beside_gpus_ranks_connect_only_to_those_they_speak_to(workers):
+    for lazy, eager in workers.run(8, sockets_of_groups):
+        assert lazy < eager
+
+
+def sockets_of_groups(world: World) -> tuple[int, int]:
+    """How many sockets a group of all ranks opens, beside GPUs and beside CPUs, when neighbours have spoken."""
+    counts = []
+    for device in ("cuda", "cpu"):
+        before = len(list(_tcp_sockets()))
+        group = group_in_host_memory(torch.device(device), 60.0)
+        over(group, neighbours(world))
+        counts.append(len(list(_tcp_sockets())) - before)
+        world.barrier()
+    assert LAZY not in os.environ
+    return counts[0], counts[1]
+
+
+def neighbours(world: World) -> Talk[None]:
+    came = yield Swap((world.rank + 1) % world.size, bytes([world.rank]), (world.rank - 1) % world.size)
+    assert came == bytes([(world.rank - 1) % world.size])

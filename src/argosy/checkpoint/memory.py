@@ -161,7 +161,7 @@ class MemoryCheckpointer:
         """`boxes`: those this rank holds. `failed` is told why a save failed, by the thread that waits for it."""
         self._folder, self._rank, self._history, self._failed = folder, world.rank, history, failed
         # A group of its own: its messages must not meet those of a step, and a rank waits less long for a lost one.
-        self._group = group_in_host_memory(TIMEOUT_S) if world.size > 1 else None
+        self._group = group_in_host_memory(world.device, TIMEOUT_S) if world.size > 1 else None
         self._peers = peers_of(self._group)
         placement = over(self._group, place(self._peers, node_name(), boxes, world.device.type != "cpu"))
         self._kept, self._mirror, self._guests = placement.kept, placement.mirror, placement.guests

@@ -167,18 +167,23 @@ def join_world(launch: LaunchConfig) -> World:
         device_id=device if device.type == "cuda" else None,
     )
     is_host_group_needed = device.type == "cuda" and size > 1
-    return World(rank, size, device, group_in_host_memory(HOST_TIMEOUT_S) if is_host_group_needed else None)
+    return World(rank, size, device, group_in_host_memory(device, HOST_TIMEOUT_S) if is_host_group_needed else None)
 
 
-def group_in_host_memory(timeout_s: float) -> dist.ProcessGroup:
-    """Make a group of all ranks for tensors in host memory; all ranks call it together.
+def group_in_host_memory(device: torch.device, timeout_s: float) -> dist.ProcessGroup:
+    """Make a group of all ranks for tensors in host memory, beside those of `device`; all ranks call it together.
 
-    Each rank connects only to those that it speaks to, when it does: otherwise gloo connects each with each.
+    On GPUs each rank connects only to those that it speaks to, when it does: otherwise gloo connects each with each. On
+    CPUs, where gloo's own world has connected each with each already, it does so here too: a wait for a peer that has
+    not connected yet has no socket that could be shut (`parallel.connections`), and ends by its timeout only.
     """
+    timeout = datetime.timedelta(seconds=timeout_s)
+    if device.type == "cpu":
+        return dist.new_group(backend="gloo", timeout=timeout)
     before = os.environ.get(LAZY)
     os.environ[LAZY] = "1"
     try:
-        return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+        return dist.new_group(backend="gloo", timeout=timeout)
     finally:
         os.environ.pop(LAZY)
         if before is not None:
