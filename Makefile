@@ -38,7 +38,7 @@ healthy: .venv/.dev
 	$(BIN)/python benchmarks/faults/healthy.py $(RUN) --minutes 60 --train.steps 0 --train.minutes 61
 
 chaos: .venv/.dev
-	$(BIN)/argosy chaos --seed 7 --minutes 30
+	$(BIN)/argosy chaos --fault-seed 7 --minutes 30
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

@@ -44,6 +44,14 @@ def test_the_list_says_what_is_verified_and_what_is_damaged(run_dir, capsys):
     assert rows[2]["bytes"] == 3000 and rows[2]["tokens"] == 3_000_000 and rows[2]["format"] == 2
 
 
+def test_a_folder_without_a_run_has_no_list(tmp_path, capsys):
+    with pytest.raises(UserError, match="neither a run nor a checkpoint"):
+        main(["list", str(tmp_path)])
+    (tmp_path / "run.toml").write_text("")
+    assert main(["list", str(tmp_path)]) == 0
+    assert "no committed checkpoint" in capsys.readouterr().out
+
+
 def test_to_verify_finds_damage_and_marks_what_is_whole(run_dir, capsys):
     flip_a_bit(store.step_folder(run_dir, 3) / "rank-00000.safetensors", 77)
     assert main(["verify", str(run_dir)]) == 1

@@ -71,3 +71,12 @@ def test_a_data_sheet_that_makes_no_sense_leaves_no_file(words, message, tmp_pat
 def test_wrong_input_exits_with_2(argv, capsys):
     assert main(argv) == 2
     assert capsys.readouterr().err.startswith("argosy: ")
+
+
+def test_each_action_has_a_help_of_its_own(capsys):
+    texts = set()
+    for action in ("show", "schema", "presets", "device"):
+        with pytest.raises(SystemExit):
+            main(["config", action, "--help"])
+        texts.add(capsys.readouterr().out.split("\n\n")[1])
+    assert len(texts) == 4

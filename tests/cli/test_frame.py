@@ -144,3 +144,29 @@ def test_a_reader_that_has_seen_enough_is_no_error():
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert (done.stdout, done.stderr) == ("{\n", "")
+
+
+@pytest.mark.parametrize("command", ["train", "config", "evaluate"])
+def test_help_of_a_command_is_asked_for_in_two_ways(command, capsys):
+    def helped(*words: str) -> str:
+        try:
+            assert cli.main(list(words)) == 0
+        except SystemExit as stop:
+            assert stop.code == 0
+        return capsys.readouterr().out
+
+    assert helped("help", command) == helped(command, "--help") != helped("help")
+
+
+def test_help_of_no_command_is_refused(capsys):
+    assert cli.main(["help", "trian"]) == 2
+    assert "did you mean train?" in capsys.readouterr().err
+
+
+def test_help_into_a_closed_pipe_is_silent():
+    code = "import sys; from argosy.cli import main; sys.exit(main(['--help']))"
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (cli.BROKEN_PIPE, "")

@@ -80,7 +80,9 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(run_dir: Path, tmp_
 
 
 def test_a_step_that_is_not_there_is_refused(run_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such step; its last is 7"):
+    with pytest.raises(
+        UserError, match=r"no such step; counted from 0, it has 0 to 7 \(training shows the last as step 8\)"
+    ):
         replay(run_dir, 8)
     with pytest.raises(UserError, match=r"run\.toml is missing"):
         replay(tmp_path, 0)

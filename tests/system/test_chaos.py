@@ -28,7 +28,7 @@ def check(report: dict[str, Any], steps: int) -> None:
 
 @pytest.mark.slow
 def test_kills_change_no_weight(folder: Folder) -> None:
-    report = chaos(folder, "--seed", 3, "--every-s", 3, "--kinds", "kill", steps=80)
+    report = chaos(folder, "--fault-seed", 3, "--every-s", 3, "--kinds", "kill", steps=80)
     check(report, 80)
     for fault in report["faults"]:
         assert fault["seen_s"] is not None and fault["seen_s"] < 2, fault
@@ -37,7 +37,7 @@ def test_kills_change_no_weight(folder: Folder) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_no_fault_changes_a_weight(folder: Folder, seed: int) -> None:
-    report = chaos(folder, "--seed", seed, "--every-s", 10, steps=600)
+    report = chaos(folder, "--fault-seed", seed, "--every-s", 10, steps=600)
     check(report, 600)
 
 

@@ -140,6 +140,11 @@ def test_a_corpus_without_held_out_text_trains_and_reports_no_validation(tmp_pat
     assert Report.load(tmp_path / "run").validation is None
 
 
+def test_an_empty_prompt_asks_for_no_sample(corpus, tmp_path):
+    train_in(ALONE, run_config(corpus, evaluate={"sample_prompt": ""}), EAGER, tmp_path)
+    assert Report.load(tmp_path).sample is None
+
+
 def test_the_report_says_what_the_run_came_to(corpus, tmp_path):
     prompt = "def "
     records = train_in(ALONE, run_config(corpus, evaluate={"sample_prompt": prompt}), EAGER, tmp_path)

@@ -163,7 +163,7 @@ def run_chaos(
     draw(seed, 1.0, every_s, kinds)  # refuse an unknown kind before anything takes time
     reference, chaos = folder / "reference", folder / f"seed-{seed}"
     if chaos.exists():
-        raise UserError(f"{chaos} is there already. Remove it, or try another --seed or --folder.")
+        raise UserError(f"{chaos} is there already. Remove it, or try another --fault-seed or --folder.")
     say(f"training undisturbed in {reference}")
     _train_undisturbed(run_file, reference)
     took_s = [record["seconds"]["step"] for record in each_line(reference / "metrics.jsonl") if "loss" in record]

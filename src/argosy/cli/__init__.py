@@ -34,10 +34,19 @@ BROKEN_PIPE = 128 + 13
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code: `argosy.errors.EXIT_CODES`."""
-    argv = sys.argv[1:] if argv is None else argv
+    try:
+        return _main(sys.argv[1:] if argv is None else argv)
+    except BrokenPipeError:  # the reader (head, less) has seen enough; Python must not flush into it at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+
+
+def _main(argv: list[str]) -> int:
+    if argv[:1] == ["help"] and argv[1:]:
+        argv = [*argv[1:], "--help"]
     name = argv[0] if argv else "--help"
     if name in ("-h", "--help", "help"):
-        print(_help())
+        print(_help(), flush=True)
         return 0
     if name == "--version":
         from argosy import __version__
@@ -67,9 +76,6 @@ def _run(name: str, argv: list[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader (head, less) has seen enough; Python must not flush into it at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
 
 
 def _show_warning(
@@ -111,7 +117,7 @@ examples:
 exit codes:
 {codes}
 
-argosy COMMAND --help says more; argosy --version prints the version."""
+argosy help COMMAND says more; argosy --version prints the version."""
 
 
 def _unknown_command(name: str) -> str:

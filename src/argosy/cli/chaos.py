@@ -4,14 +4,12 @@ The first training shows how long the run takes and what its weights should be. 
 that --fault-seed determines: kills and stops of workers, of the process that writes checkpoints, of the coordinator and
 of the command itself, and kills at fault points inside a step. A first training that is finished already is reused.
 
---seed N is short for --fault-seed N; the run's own seed is in its file.
-
 The exit code is 0 if the weights are the same bit for bit, every sample was trained on once and nothing is left
 behind, else 1.
 
 Examples:
-  argosy chaos run.toml --seed 7 --minutes 30
-  argosy chaos run.toml --seed 7 --every-s 20 --kinds kill stop
+  argosy chaos run.toml --fault-seed 7 --minutes 30
+  argosy chaos run.toml --fault-seed 7 --every-s 20 --kinds kill stop
   argosy chaos run.toml --json
 """
 
@@ -31,7 +29,7 @@ class Options:
     """Options of `argosy chaos`."""
 
     fault_seed: int = 0
-    """Determines the faults and their times."""
+    """Determines the faults and their times; --seed is the run's own."""
     minutes: float = 0.0
     """Length of the undisturbed training; 0: as many steps as the run says."""
     every_s: float = 60.0
@@ -46,7 +44,7 @@ class Options:
 
 def main(argv: list[str]) -> int:
     """`argosy chaos [RUN] ...`."""
-    options, run = parse_run([_in_full(word) for word in argv], "argosy chaos", Options)
+    options, run = parse_run(argv, "argosy chaos", Options)
     if options.every_s <= 0:
         raise UserError(f"--every-s {options.every_s:g}: must be more than 0. Try --every-s 60.")
     from argosy.chaos.campaign import KINDS
@@ -65,8 +63,3 @@ def main(argv: list[str]) -> int:
     (folder / f"seed-{seed}.json").write_text(report.model_dump_json(indent=1) + "\n")
     print(report.model_dump_json() if options.json else report.in_words())
     return 0 if report.is_passed else 1
-
-
-def _in_full(word: str) -> str:
-    name, equals, value = word.partition("=")
-    return "--fault-seed" + equals + value if name == "--seed" else word

@@ -13,17 +13,21 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from argosy.cli.help import fitted
 from argosy.cli.options import must_be_folder, parse
 from argosy.errors import ArgosyError, UserError
+
+if TYPE_CHECKING:
+    from argosy.checkpoint.store import Checkpoint
 
 HIDDEN = ("files", "step", "history")
 """Keys of a manifest that `list` does not show."""
@@ -83,7 +87,7 @@ def main(argv: list[str]) -> int:
         "import": _import,
     }
     if not argv or argv[0] in ("-h", "--help"):
-        print(f"usage: argosy checkpoint {{{','.join(actions)}}} ...\n\n{(__doc__ or '').strip()}")
+        print(f"usage: argosy checkpoint {{{','.join(actions)}}} ...\n\n{fitted(__doc__ or '')}")
         return 0
     if argv[0] not in actions:
         raise UserError(f"checkpoint {argv[0]}: there is no such action. Try: {', '.join(actions)}.")
@@ -97,12 +101,13 @@ def _list(argv: list[str]) -> int:
     Example:
       argosy checkpoint list runs/demo
     """
-    from argosy.checkpoint.store import committed
-
     options = parse(argv, "argosy checkpoint list", Looking, inspect.getdoc(_list))
     must_be_folder(options.path)
+    checkpoints = _checkpoints(options.path)
+    if not checkpoints and not (options.path / "run.toml").is_file():
+        raise UserError(f"{options.path}: neither a run nor a checkpoint. Give a run's folder, such as runs/NAME.")
     rows: list[dict[str, Any]] = []
-    for checkpoint in committed(options.path):
+    for checkpoint in checkpoints:
         try:
             rest = {key: value for key, value in checkpoint.manifest.to_record().items() if key not in HIDDEN}
             verified = {"verified": checkpoint.is_verified}
@@ -114,6 +119,13 @@ def _list(argv: list[str]) -> int:
     else:
         print("\n".join(map(_line, rows)) or f"{options.path}: no committed checkpoint")
     return 0
+
+
+def _checkpoints(path: Path) -> Sequence[Checkpoint]:
+    """Return the committed checkpoints of a run's folder, or the one that `path` is."""
+    from argosy.checkpoint.store import MANIFEST, Checkpoint, committed
+
+    return [Checkpoint(path)] if (path / MANIFEST).exists() else committed(path)
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -133,12 +145,10 @@ def _verify(argv: list[str]) -> int:
       argosy checkpoint verify runs/demo
     """
     from argosy.checkpoint.checksums import Damaged
-    from argosy.checkpoint.store import MANIFEST, Checkpoint, committed
 
     options = parse(argv, "argosy checkpoint verify", Looking, inspect.getdoc(_verify))
     must_be_folder(options.path)
-    alone = (options.path / MANIFEST).exists()
-    checkpoints = [Checkpoint(options.path)] if alone else committed(options.path)
+    checkpoints = _checkpoints(options.path)
     if not checkpoints:
         raise UserError(f"{options.path}: no committed checkpoint there. Give a run's folder or one checkpoint.")
     problems: dict[str, str | None] = {}

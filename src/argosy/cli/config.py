@@ -20,6 +20,7 @@ from typing import Annotated
 
 import tyro
 
+from argosy.cli.help import fitted
 from argosy.cli.options import parse, parse_run
 from argosy.config.catalog import Kind, preset_names, preset_path
 from argosy.config.dump import dump
@@ -87,7 +88,7 @@ def main(argv: list[str]) -> int:
     """`argosy config ACTION ...`."""
     actions = {"show": _show, "schema": _schema, "presets": _presets, "device": _device}
     if not argv or argv[0] in ("-h", "--help"):
-        print(f"usage: argosy config {{{','.join(actions)}}} ...\n\n{(__doc__ or '').strip()}")
+        print(f"usage: argosy config {{{','.join(actions)}}} ...\n\n{fitted(__doc__ or '')}")
         return 0
     if argv[0] not in actions:
         raise UserError(f"config {argv[0]}: there is no such action. Try: {', '.join(actions)}.")
@@ -96,17 +97,35 @@ def main(argv: list[str]) -> int:
 
 
 def _show(argv: list[str]) -> None:
-    options, run = parse_run(argv, "argosy config show", Options)
+    """Show what a run comes to: every key with its value and its meaning, as a run file. It can be the start of one of
+    your own.
+
+    Examples:
+      argosy config show                              the built-in demo
+      argosy config show run.toml --train.steps 100   a run file with one key changed
+      argosy config show --name mine > my.toml        a run file to start from
+    """
+    options, run = parse_run(argv, "argosy config show", Options, inspect.getdoc(_show))
     print(run.model_dump_json(indent=2) if options.json else dump(run).rstrip())
 
 
 def _schema(argv: list[str]) -> None:
-    parse(argv, "argosy config schema", Options)
+    """Print the JSON schema of run files, for an editor that completes and checks them.
+
+    Example:
+      argosy config schema > run.schema.json
+    """
+    parse(argv, "argosy config schema", Options, inspect.getdoc(_schema))
     print(json.dumps(RunConfig.model_json_schema(), indent=2))
 
 
 def _presets(argv: list[str]) -> None:
-    options = parse(argv, "argosy config presets", Options)
+    """List what comes with Argosy: models with their sizes, runs, devices and clusters.
+
+    Example:
+      argosy config presets
+    """
+    options = parse(argv, "argosy config presets", Options, inspect.getdoc(_presets))
     models = {name: parameters(_model(name)) for name in preset_names("models")}
     if options.json:
         others: dict[Kind, list[str]] = {kind: preset_names(kind) for kind in ("runs", "devices", "clusters")}

@@ -14,6 +14,7 @@ Examples:
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ import tyro
 
 from argosy.cli.options import parse_section
 from argosy.config.schema import DataConfig, PrepareConfig
-from argosy.errors import ArgosyWarning, UserError
+from argosy.errors import ArgosyWarning, DataError, RunFailed, UserError
 from argosy.observe.progress import Progress
 
 LITTLE_HELD_OUT = 8 * DataConfig().seq_len
@@ -51,6 +52,21 @@ class Positional(PrepareConfig):
 def main(argv: list[str]) -> None:
     """`argosy prepare INPUT ... --out DIR`."""
     options, config = parse_section(argv, "argosy prepare", Options, Positional)
+    try:
+        _prepare(options, config)
+    except (UserError, DataError, RunFailed) as error:
+        raise type(error)(_by_option(str(error))) from None
+
+
+def _by_option(text: str) -> str:
+    """Return the message with this command's options in place of the keys of a run file."""
+    keys = "|".join(PrepareConfig.model_fields)
+    text = re.sub(r"\binput = ", "", text)
+    text = re.sub(rf"\b({keys}) = ", lambda key: f"--{key[1].replace('_', '-')} ", text)
+    return re.sub(rf"`({keys})`", lambda key: f"--{key[1].replace('_', '-')}", text)
+
+
+def _prepare(options: Options, config: Positional) -> None:
     progress = Progress(enabled=not options.json)
     if options.verify:
         from argosy.data.manifest import verify

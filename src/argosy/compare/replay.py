@@ -73,8 +73,8 @@ def replay(run_dir: Path, step: int, *, say: Callable[[str], None] | None = None
         raise UserError(f"{run_dir}: no run there (run.toml is missing). Give a run's folder, such as runs/NAME.")
     last = next((record["step"] for record in Metrics(run_dir).last(1)), -1)
     if not 0 <= step <= last:
-        known = f"its last is {last}" if last >= 0 else "it has none"
-        raise UserError(f"--step {step}: {run_dir} has no such step; {known}.")
+        counted = f"counted from 0, it has 0 to {last} (training shows the last as step {last + 1})"
+        raise UserError(f"--step {step}: {run_dir} has no such step; {counted if last >= 0 else 'it has none'}.")
     checkpoint = _newest_before(run_dir, step)
     start = 0 if checkpoint is None else checkpoint.step
     plan = _plan_of(run_dir, start, step)

@@ -387,7 +387,7 @@ class EvaluateConfig(Section):
     tokens: PositiveInt = 100_000
     """Held-out tokens per evaluation (fewer if the split is smaller)."""
     sample_prompt: str | None = None
-    """If given, the run ends with a sample that continues this text."""
+    """If given and not empty, the run ends with a sample that continues this text."""
 
 
 class CheckpointConfig(Section):

@@ -28,14 +28,14 @@ def adopt(folder: Path | str, tokenizer: Path | str) -> Manifest:
     """
     folder = Path(folder)
     if not (indices := sorted(folder.glob("*.idx"))):
-        raise UserError(f"{folder}: no .idx files here. Name the folder that holds the .bin/.idx pairs to adopt")
+        raise UserError(f"{folder}: no .idx files here. Name the folder that holds the .bin/.idx pairs to adopt.")
     _copy_tokenizer(Path(tokenizer), folder)
     mine = Tokenizer.load(folder / TOKENIZER)
     dtypes = {path.name: ShardIndex.read(path).dtype for path in indices}
     if len(set(dtypes.values())) > 1:
         listed = ", ".join(f"{name}: {dtype.name}" for name, dtype in dtypes.items())
         raise UserError(
-            f"{folder}: shards of several dtypes ({listed}). Put those of each dtype in a folder of its own"
+            f"{folder}: shards of several dtypes ({listed}). Put those of each dtype in a folder of its own."
         )
     splits: dict[SplitName, list[Shard]] = {"train": [], "validation": []}
     for path in indices:
@@ -54,7 +54,7 @@ def adopt(folder: Path | str, tokenizer: Path | str) -> Manifest:
 
 def _copy_tokenizer(path: Path, folder: Path) -> None:
     if not path.exists():
-        raise UserError(f"tokenizer = {path}: there is no such file. Name the tokenizer.json that made the shards")
+        raise UserError(f"tokenizer = {path}: there is no such file. Name the tokenizer.json that made the shards.")
     if path.resolve() != (folder / TOKENIZER).resolve():
         with atomic_write(folder / TOKENIZER) as file:
             file.write(path.read_bytes())

@@ -18,10 +18,10 @@ def builtin_files(item: str) -> list[Path]:
     Raises: UserError if `item` is not a builtin corpus, or this Python has no sources.
     """
     if item != PYTHON:
-        raise UserError(f"input = {item}: there is no such builtin corpus. Use {PYTHON}, or name files or folders")
+        raise UserError(f"input = {item}: there is no such builtin corpus. Use {PYTHON}, or name files or folders.")
     files = _standard_library() + _torch()
     if not files:
-        raise UserError(f"input = {item}: this Python comes without its .py sources. Name files or folders instead")
+        raise UserError(f"input = {item}: this Python comes without its .py sources. Name files or folders instead.")
     return files
 
 

@@ -123,7 +123,7 @@ class DocumentReader:
         """Return a text as UTF-8. Return b"" for one to skip, and count it."""
         if isinstance(found, BadInput):
             if self._on_bad_input == "refuse":
-                raise UserError(f"{found.where}: {found.kind}. Mend it, or leave such input out: on_bad_input = skip")
+                raise UserError(f"{found.where}: {found.kind}. Mend it, or leave such input out: on_bad_input = skip.")
             self.tally.skipped[found.kind] += 1
             return b""
         if not found:
@@ -160,7 +160,7 @@ def _opened(file: InputFile) -> Iterator[BinaryIO]:
     except (OSError, EOFError, zlib.error, zstd_error) as error:
         raise UserError(
             f"{file.name}: cannot be read ({error or type(error).__name__}). Check the file and your rights to it, or "
-            "leave it out of `input`"
+            "leave it out of `input`."
         ) from None
 
 
@@ -204,7 +204,7 @@ def _read_all(stream: BinaryIO, name: str, most_bytes: int) -> bytes:
 def _too_long(where: str, most_bytes: int) -> UserError:
     return UserError(
         f"{where}: a document of more than max_document_bytes = {most_bytes} bytes. Cut it into documents, or raise "
-        "max_document_bytes if the file is what it should be: a small file may unpack to any size"
+        "max_document_bytes if the file is what it should be: a small file may unpack to any size."
     )
 
 
@@ -243,7 +243,7 @@ def _record_text(line: bytes, where: str, field: str) -> bytes | BadInput:
     if field not in record:
         raise UserError(
             f"{where}: no field {field!r}; the record has {', '.join(map(repr, record)) or 'none'}. Set `field` to the "
-            "one that holds the text"
+            "one that holds the text."
         )
     return _field_text(record[field], f"{where}, field {field!r}")
 
@@ -276,7 +276,7 @@ def _read_parquet(stream: BinaryIO, name: str, field: str, most_bytes: int) -> I
                     yield _checked(data or b"", f"{name}, row {row}")
                     row += 1
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        raise UserError(f"{name}: not a Parquet file ({error}). Restore it, or leave it out of `input`") from None
+        raise UserError(f"{name}: not a Parquet file ({error}). Restore it, or leave it out of `input`.") from None
 
 
 def _rows_at_once(group: Any, name: str, row: int, field: str, most_bytes: int) -> int:
@@ -299,11 +299,11 @@ def _check_column(schema: Any, name: str, field: str) -> None:
     if field not in schema.names:
         raise UserError(
             f"{name}: no column {field!r}; the file has {', '.join(map(repr, schema.names))}. Set `field` to the one "
-            "that holds the text"
+            "that holds the text."
         )
     kind = schema.field(field).type
     if not (kinds.is_string(kind) or kinds.is_large_string(kind) or kinds.is_binary(kind)):
-        raise UserError(f"{name}: column {field!r} holds {kind}, not text. Set `field` to the one that holds the text")
+        raise UserError(f"{name}: column {field!r} holds {kind}, not text. Set `field` to the one that holds the text.")
 
 
 def _checked(data: bytes, where: str) -> bytes | BadInput:

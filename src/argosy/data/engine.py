@@ -85,7 +85,7 @@ def choose_engine(
     if reason := _difference(tokenizer, list(sample)):
         warnings.warn(
             f"engine = {wanted}: fastokens {reason}; going on with huggingface, slower but the reference. "
-            "engine = huggingface leaves the comparison out",
+            "engine = huggingface leaves the comparison out.",
             ArgosyWarning,
             stacklevel=2,
         )

@@ -236,7 +236,7 @@ def open_data(config: DataConfig, seed: int, global_batch: int) -> OpenData:
     mixtures += [(stage.from_step, stage.sources) for stage in config.stages]
     starts = [step for step, _ in mixtures]
     if starts != sorted(set(starts)):
-        raise UserError(f"data.stages: from_step = {starts[1:]} must ascend. Put the stages in order of from_step")
+        raise UserError(f"data.stages: from_step = {starts[1:]} must ascend. Put the stages in order of from_step.")
 
     folders = list(dict.fromkeys(folder for _, weights in mixtures for folder in weights))
     check_shards = config.on_bad_shard == "stop"

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from argosy.config.schema import PrepareConfig
 from argosy.errors import DataError, UserError
 from argosy.files import atomic_write, file_sha256, is_plain_name, read_at_most
 
 NAME = "manifest.json"
 TOKENIZER = "tokenizer.json"
+
+SETTINGS = ("vocab_size", "field", "validation_fraction", "max_text_bytes", "shard_tokens", "on_bad_input")
+"""Options of `prepare` that the manifest knows by their values."""
 
 SplitName = Literal["train", "validation"]
 
@@ -143,13 +148,24 @@ class Manifest(_Record):
     def _check_tokenizer(self, folder: Path) -> None:
         path = folder / TOKENIZER
         if not path.exists():
-            raise UserError(f"{path} is missing. Restore it, or prepare again: argosy prepare --out {folder}")
+            raise UserError(f"{path} is missing. Restore it, or prepare again: {self._again(folder)}")
         if (found := file_sha256(path)) != self.tokenizer_sha256:
             raise UserError(
                 f"{folder}: manifest of another tokenizer: its shards were made with tokenizer "
                 f"{self.tokenizer_sha256[:12]}, but {TOKENIZER} is {found[:12]}. Restore {path}, or delete {folder} "
-                f"and prepare it again: argosy prepare --out {folder}"
+                f"and prepare it again: {self._again(folder)}"
             )
+
+    def _again(self, folder: Path) -> str:
+        """Return the command that prepares the same folder, as far as the manifest tells."""
+        defaults = PrepareConfig()
+        words = list(self.options.get("input", ())) or ["TEXT"]
+        for key in SETTINGS:
+            if (value := self.options.get(key)) not in (None, getattr(defaults, key)):
+                words += [f"--{key.replace('_', '-')}", str(value)]
+        if self.options.get("tokenizer"):
+            words += ["--tokenizer", "tokenizer.json"]
+        return f"argosy prepare {shlex.join([*words, '--out', str(folder)])}"
 
     def check_sizes(self, folder: Path, shard: Shard) -> None:
         """Raise DataError if a file of `shard` is missing, or its length has changed."""
@@ -160,8 +176,7 @@ class Manifest(_Record):
             if found != size:
                 state = "is missing" if found is None else f"has {found} bytes instead of {size}"
                 raise DataError(
-                    f"{path} {state}. Restore the file, or delete {folder} and prepare it again: "
-                    f"argosy prepare --out {folder}"
+                    f"{path} {state}. Restore the file, or delete {folder} and prepare it again: {self._again(folder)}"
                 )
 
 
@@ -177,7 +192,7 @@ def verify(folder: Path) -> Manifest:
             if (found := file_sha256(path)) != expected:
                 raise DataError(
                     f"{path} does not match its checksum (manifest {expected[:12]}, file {found[:12]}). Restore the "
-                    f"file, or delete {folder} and prepare it again: argosy prepare --out {folder}"
+                    f"file, or delete {folder} and prepare it again: {manifest._again(folder)}"
                 )
     return manifest
 

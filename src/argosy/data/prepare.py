@@ -168,7 +168,7 @@ def _load_prepared(out: Path, options: dict[str, Any]) -> Manifest:
     if changed:
         listed = "; ".join(f"{key} = {there.get(key)} there, {options[key]} here" for key in changed)
         raise UserError(
-            f"out = {out}: prepared already, with other options ({listed}). Choose another `out`, or delete {out}"
+            f"out = {out}: prepared already, with other options ({listed}). Choose another `out`, or delete {out}."
         )
     return manifest
 
@@ -184,7 +184,7 @@ def _open_journal(config: PrepareConfig, options: dict[str, Any], files: Sequenc
     journal = Journal(out, fingerprint(options, files))
     if journal.is_of_other_job:
         warnings.warn(
-            f"out = {out}: an interrupted `prepare` of other options or input lay here; starting over",
+            f"out = {out}: an interrupted `prepare` of other options or input lay here; starting over.",
             ArgosyWarning,
             stacklevel=3,
         )
@@ -231,7 +231,7 @@ def _no_text(config: PrepareConfig, reader: DocumentReader) -> UserError:
     skipped = ", ".join(f"{count} x {kind}" for kind, count in reader.tally.skipped.items())
     return UserError(
         f"input = {list(config.input)}: there is no text in it" + (f" (skipped: {skipped})" if skipped else "") + ". "
-        "Name files with text in UTF-8"
+        "Name files with text in UTF-8."
     )
 
 
@@ -285,5 +285,5 @@ def _writing(out: Path) -> Iterator[None]:
     except OSError as error:  # errors of reading are reported elsewhere
         raise RunFailed(
             f"out = {out}: cannot be written ({error}). Free some space or get the right to write there, then repeat "
-            "the command: it goes on from the last whole shard"
+            "the command: it goes on from the last whole shard."
         ) from error

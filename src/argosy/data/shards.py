@@ -65,7 +65,7 @@ class ShardWriter:
         if lengths.max() > np.iinfo(np.int32).max:
             raise UserError(
                 f"a document of {lengths.max()} tokens is longer than the .idx format can say (2^31 - 1). "
-                "Cut the text into smaller files"
+                "Cut the text into smaller files."
             )
         data = np.ascontiguousarray(tokens, self._dtype).data.cast("B")
         self._bin.file.write(data)
@@ -204,7 +204,7 @@ class ShardReader:
         if low < 0 or high >= self._vocab_size:
             raise DataError(
                 f"{where} holds token {low if low < 0 else high}, but the vocabulary has {self._vocab_size} tokens. "
-                "The shard was made with another tokenizer: prepare the data again with this one"
+                "The shard was made with another tokenizer: prepare the data again with this one."
             )
         self._checked[block] = 1
         self._unchecked -= 1

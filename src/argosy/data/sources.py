@@ -60,7 +60,7 @@ def find_files(items: Iterable[str]) -> list[InputFile]:
     """
     files = [file for item in items for file in _expand(item)]
     if not files:
-        raise UserError("input = []: nothing to prepare. Name files, folders, globs, URLs or builtin:python")
+        raise UserError("input = []: nothing to prepare. Name files, folders, globs, URLs or builtin:python.")
     return files
 
 
@@ -76,17 +76,17 @@ def _expand(item: str) -> list[InputFile]:
     except FileNotFoundError:
         raise UserError(
             f"input = {item}: there is no such file or folder. Check the path, or quote the glob so that the shell "
-            "leaves it alone"
+            "leaves it alone."
         ) from None
     except (OSError, PermissionError) as error:
-        raise UserError(f"input = {item}: cannot be read ({error}). Check the address and your rights") from None
+        raise UserError(f"input = {item}: cannot be read ({error}). Check the address and your rights.") from None
 
 
 def _file_system(item: str) -> tuple[Any, str]:
     try:
         return url_to_fs(item)
     except (ImportError, ValueError) as error:  # the protocol's package is missing, or there is no such protocol
-        raise UserError(f"input = {item}: {error}. Install what it asks for, or copy the files here") from None
+        raise UserError(f"input = {item}: {error}. Install what it asks for, or copy the files here.") from None
 
 
 def _look_up(item: str, fs: Any, path: str) -> list[InputFile]:

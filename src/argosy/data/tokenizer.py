@@ -50,7 +50,7 @@ class Tokenizer:
         except Exception as error:  # the library raises a bare Exception
             raise UserError(
                 f"tokenizer = {where}: not a Hugging Face tokenizer.json ({error}). Export the tokenizer with "
-                "save_pretrained, or leave the key out to train one"
+                "save_pretrained, or leave the key out to train one."
             ) from None
         self._engine.no_truncation()
         self._engine.no_padding()
@@ -67,10 +67,10 @@ class Tokenizer:
             return cls(read_at_most(path, MOST_BYTES).decode(), str(path))
         except FileNotFoundError:
             raise UserError(
-                f"tokenizer = {path}: there is no such file. Name a tokenizer.json, or leave the key out to train one"
+                f"tokenizer = {path}: there is no such file. Name a tokenizer.json, or leave the key out to train one."
             ) from None
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"tokenizer = {path}: cannot be read ({error}). Name a tokenizer.json") from None
+            raise UserError(f"tokenizer = {path}: cannot be read ({error}). Name a tokenizer.json file.") from None
 
     @property
     def vocab_size(self) -> int:
@@ -95,7 +95,7 @@ class Tokenizer:
                 return token
         raise UserError(
             f"tokenizer = {where}: no token ends a document (looked for {' '.join(END_NAMES)}). "
-            f"Add {END_OF_DOCUMENT} to its added_tokens, or use another tokenizer"
+            f"Add {END_OF_DOCUMENT} to its added_tokens, or use another tokenizer."
         )
 
 
@@ -109,7 +109,7 @@ def train(sample: Iterable[str], vocab_size: int, path: Path) -> Tokenizer:
     if vocab_size < SMALLEST_VOCABULARY:
         raise UserError(
             f"vocab_size = {vocab_size}: a byte-level BPE needs {SMALLEST_VOCABULARY} at least, 256 bytes and the "
-            "end of a document; 4096 suits small models, 32000 to 128000 large ones"
+            "end of a document; 4096 suits small models, 32000 to 128000 large ones."
         )
     engine = HuggingFaceTokenizer(models.BPE())
     engine.pre_tokenizer = pre_tokenizers.Sequence(

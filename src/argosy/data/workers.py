@@ -70,7 +70,7 @@ class Workers:
             raise _died(process) from None
         if answer["kind"] == "failed":
             raise RunFailed(
-                f"a tokenizer process failed: {answer['why']}. Try engine = huggingface, or another tokenizer"
+                f"a tokenizer process failed: {answer['why']}. Try engine = huggingface, or another tokenizer."
             )
         tokens, lengths, text_bytes, held_out = answer["data"]
         return tag, EncodedBatch(
@@ -91,7 +91,7 @@ def _send(process: Child, kind: str, **facts: Any) -> None:
 def _died(process: Child) -> RunFailed:
     return RunFailed(
         f"a tokenizer process died ({process.reap()}; SIGKILL often means that memory ran out). Repeat the command, "
-        "and it goes on from the last whole shard; fewer `processes` take less memory"
+        "and it goes on from the last whole shard; fewer `processes` take less memory."
     )
 
 

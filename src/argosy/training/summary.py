@@ -65,7 +65,7 @@ def write_report(
             "unigram_bits_per_byte": baseline.bits_per_byte,
             "tokens": score.tokens,
         }
-    if run.evaluate.sample_prompt is not None and finished:
+    if run.evaluate.sample_prompt and finished:
         sample = _sample(run, run_dir, data)
     measured = Measured(plan_since(run_dir))
     found = totals(measured.steps(Metrics(run_dir)))
