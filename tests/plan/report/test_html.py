@@ -8,7 +8,7 @@ from typing import Any
 
 from argosy.plan.report.html import page
 from argosy.plan.report.report import plan_report
-from argosy.plan.report.request import plan_request
+from argosy.plan.report.request import Question, of_model
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=\"alert('2')\">&lt;"
 KEYS = ("objective", "what", "kind", "family")
@@ -43,7 +43,7 @@ def spoiled(value: Any) -> Any:
 
 
 def test_no_text_of_a_report_becomes_markup() -> None:
-    report = plan_report(plan_request(model="llama3-8b", cluster="32xh100+32xa100", global_batch=512))
+    report = plan_report(of_model("llama3-8b", "32xh100+32xa100", Question(global_batch=512)))
     assert report.uneven, "the outlook names devices"
     hostile = page(spoiled(report))
     assert HOSTILE not in hostile and {*tags(hostile)} <= {*tags(page(report))}
