@@ -187,7 +187,7 @@ def test_a_note_that_makes_no_sense_is_none(tmp_path, snapshot, monkeypatch, not
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_of_an_older_generation_writes_nothing(tmp_path, snapshot, rank):
-    (tmp_path / fence.GENERATION_FILE).write_text("1")
+    fence.begin_generation(tmp_path, 1)
     with pytest.raises(Fenced):
         commit_part(order(tmp_path, rank, 2), snapshot)
     assert not (tmp_path / "checkpoints").exists()

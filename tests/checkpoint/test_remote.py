@@ -109,7 +109,7 @@ def test_the_manifest_comes_last_and_only_if_all_was_copied_well(tmp_path, run_d
 
 def test_a_process_of_an_older_generation_copies_nothing(url, run_dir):
     checkpoint, remote = write(run_dir, 4), Remote(url, run_dir)
-    (run_dir / fence.GENERATION_FILE).write_text("1")
+    fence.begin_generation(run_dir, 1)
     with pytest.raises(Fenced):
         remote.put(checkpoint, lambda: fence.check_generation(run_dir, 0))
     assert remote.steps() == []

@@ -308,7 +308,7 @@ def test_what_is_of_a_generation_before_is_refused(tmp_path, monkeypatch):
     saving = Saving(tmp_path)
     saving.save(1.0, step=1)
     assert store.committed(tmp_path)[0].manifest.generation == 4
-    (tmp_path / fence.GENERATION_FILE).write_text("5")
+    fence.begin_generation(tmp_path, 5)
     saving.save(2.0, step=2)
     assert "generation 5" in saving.told("save_failed")[0]["error"]
     saving.close()

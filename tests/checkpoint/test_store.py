@@ -11,7 +11,7 @@ import pytest
 
 from argosy.checkpoint import fence, store
 from argosy.checkpoint.checksums import Damaged, file_sum, signed
-from argosy.checkpoint.fence import GENERATION_FILE, Fenced
+from argosy.checkpoint.fence import Fenced
 from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.store import MANIFEST, VERIFIED, Checkpoint
 from argosy.errors import StorageError, UserError
@@ -260,10 +260,13 @@ def test_a_step_that_is_committed_stays_as_it_is(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("generation", "now", "refused"), [(0, "1", True), (2, "2", False), (3, "2", False), (2, "", True)]
+    ("generation", "now", "refused"), [(0, 1, True), (1, 2, True), (2, 2, False), (3, 2, False), (2, None, True)]
 )
 def test_a_checkpoint_of_an_older_generation_is_not_committed(tmp_path, generation, now, refused):
-    (tmp_path / GENERATION_FILE).write_text(now)
+    if now is None:
+        (tmp_path / fence.CLAIMS).write_text("no folder")
+    else:
+        fence.begin_generation(tmp_path, now)
     if refused:
         with pytest.raises(Fenced, match="nothing"):
             write(tmp_path, 4, generation=generation)

@@ -160,8 +160,8 @@ def test_every_problem_of_a_file_is_told_with_its_line(run_file):
         ("hidden_size = 1", "here it is model.width."),
         (
             "launch.zzz = 1",
-            "launch has: processes, threads, device, max_restarts, port, nodes, coordinator, node, tls, "
-            "tls_certificate, tls_key, timeout_s, cluster.",
+            "launch has: processes, threads, device, max_restarts, port, nodes, coordinator, lease, address, node, "
+            "tls, tls_certificate, tls_key, timeout_s, cluster.",
         ),
     ],
 )

@@ -20,6 +20,7 @@ from argosy.plan.plan import Plan
 from argosy.processes.handshake import call
 from argosy.supervise import agent_connections, coordinator
 from argosy.supervise.coordinator import Coordinator
+from argosy.supervise.lease.lease import LeaseLost
 from peers import SECRET, Peer
 
 
@@ -267,3 +268,82 @@ def test_the_coordinator_of_one_agent_ends_with_it(tmp_path):
         agent.close()
         thread.join(2)
     assert not thread.is_alive()
+
+
+# ---- a coordinator whose place is a lease --------------------------------------------------------------------------
+
+
+class Held:
+    """The lease, as the test says."""
+
+    def __init__(self) -> None:
+        self.is_held, self.problem, self.checked = True, "", list[int]()
+        self.raises: LeaseLost | None = None
+
+    def check(self, generation: int) -> None:
+        self.checked.append(generation)
+        if self.raises is not None:
+            raise self.raises
+
+
+@pytest.fixture
+def leased(tmp_path: Path) -> Iterator[tuple[Held, Callable[[str], AgentConnection], threading.Thread]]:
+    """A lease, agents that come to the coordinator that holds it, and the thread that this runs in."""
+    run = RunConfig(launch=LaunchConfig(nodes=2, lease="folder"), resilience=ResilienceConfig(wait_for_nodes_s=600))
+    held, made = Held(), list[AgentConnection]()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        plan = Plan.parse("dp_replicate=2")
+        of = Coordinator(tmp_path, listener, run, plan, SECRET, owner="a", keeper=held)  # type: ignore[arg-type]
+        thread = threading.Thread(target=of.run)
+        thread.start()
+
+        def come(name: str) -> AgentConnection:
+            made.append(AgentConnection(name, listener.getsockname()[1], name_of(tmp_path)))
+            return made[-1]
+
+        yield held, come, thread
+        held.is_held = False
+        thread.join(10)
+        for agent in made:
+            agent.close()
+    assert not thread.is_alive()
+
+
+def test_a_generation_begins_only_while_the_lease_is_held(leased, tmp_path):
+    held, come, thread = leased
+    held.raises = LeaseLost("another has it")
+    come("a").begins(), come("b").begins()
+    thread.join(10)
+    assert not thread.is_alive() and held.checked == [1] and newest_generation(tmp_path) == 0
+    assert [e["why"] for e in events(tmp_path, "lease_lost")] == ["another has it"]
+
+
+def test_a_coordinator_without_its_lease_orders_nothing_any_more_and_the_run_goes_on(leased, tmp_path):
+    held, come, thread = leased
+    come("a").begins()
+    held.is_held = False
+    thread.join(10)
+    assert not thread.is_alive() and not events(tmp_path, "generation")
+    assert events(tmp_path, "lease_lost") and not events(tmp_path, "finish")
+
+
+def test_a_generation_that_another_has_just_begun_is_not_begun_and_does_not_end_the_run(leased, tmp_path):
+    """By one that stood still after it was told that it has the lease: the next coordinator goes on after that."""
+    held, come, thread = leased
+    begin_generation(tmp_path, 1, "b")
+    come("a").begins(), come("b").begins()
+    thread.join(10)
+    assert not thread.is_alive() and held.checked == [1] and not events(tmp_path, "finish")
+    assert "generation 1 of" in events(tmp_path, "lease_lost")[0]["why"] and not events(tmp_path, "generation")
+
+
+def test_a_coordinator_whose_agents_all_leave_when_the_run_stops_ends_at_once(leased, tmp_path):
+    """The same command again must not come to one that starts nothing any more."""
+    held, come, thread = leased
+    a = come("a").begins()
+    a.say("stopping")
+    a.say("heartbeat", workers=[])
+    assert a.hears("heard")
+    a.close()
+    thread.join(5)
+    assert not thread.is_alive() and held.is_held

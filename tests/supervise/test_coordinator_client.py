@@ -164,16 +164,13 @@ def test_without_a_coordinator_nothing_that_is_told_raises(client, elsewhere):
         client.client.tell(RunStopping())
 
 
-def test_one_that_is_not_there_is_given_up_but_not_by_a_run_that_ends(client, elsewhere):
-    elsewhere.close()
-    elsewhere_port = int(client.client._launch.coordinator.rpartition(":")[2])
-    client.client._address = ("127.0.0.2", elsewhere_port)  # nothing listens there, and it could not be started
-    client.client._listener, client.client._open_listener = None, lambda: None
+def test_one_that_is_not_there_is_given_up_but_not_by_a_run_that_ends(tmp_path):
+    client = Client(tmp_path, 0.5, nodes=2, node="a", coordinator="192.0.2.1:9")  # of documents: no machine has it
     client.client.is_ending = True
     with pytest.raises(AssertionError):
         client.turn_until(lambda: False, seconds=1.0)
     client.client.is_ending = False
-    with pytest.raises(Retryable, match=r"could not be reached for 0\.5 s"):
+    with pytest.raises(Retryable, match=r"192\.0\.2\.1:9: the coordinator could not be reached for 0\.5"):
         client.turn_until(lambda: False)
 
 

@@ -9,21 +9,24 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import uuid
 from contextlib import suppress
 from pathlib import Path
 
+from argosy.checkpoint.claims import Claims, Taken
 from argosy.errors import ArgosyError
 from argosy.files import PARTIAL, atomic_write
 
-GENERATION_FILE = ".generation"
-"""File in the run's folder: the number of the newest generation."""
+CLAIMS = ".generations"
+"""Folder in the run's folder: the claims of its generations, of which the newest is in force."""
 GENERATION = "ARGOSY_GENERATION"
 """Environment variable: the generation that a process belongs to."""
 GONE = ".gone"
 """Ends the names of folders that have lost theirs; they are deleted later."""
 OLD_NAME = "epoch"
 """What a generation was called in the folders of older runs, which go on."""
-OLD_FILE = f".{OLD_NAME}"
+OLD_FILES = (".generation", f".{OLD_NAME}")
+"""Files in the folders of older runs: the number of the newest generation."""
 _PARTIAL = re.compile(rf"step-([0-9]{{8,15}})\.(?:generation|{OLD_NAME})-([0-9]{{4,15}})" + re.escape(PARTIAL))
 
 
@@ -38,20 +41,26 @@ def own_generation() -> int:
 
 def newest_generation(run_dir: Path) -> int:
     """Return the newest generation of a run, which may be over; 0 if none has begun."""
-    for name in (GENERATION_FILE, OLD_FILE):
-        with suppress(FileNotFoundError):
-            return int((run_dir / name).read_text())
-    return 0
+    return max(_claims(run_dir).newest(), *(_number_in(run_dir / name) for name in OLD_FILES))
 
 
-def begin_generation(run_dir: Path, generation: int) -> None:
-    """Let only processes of `generation` commit checkpoints from now on; folders of older ones lose their names."""
-    paths = [run_dir / GENERATION_FILE]
-    if (run_dir / OLD_FILE).exists():  # a process of an older version that was cut off looks at this one
-        paths.append(run_dir / OLD_FILE)
-    for path in paths:
-        with atomic_write(path) as file:
-            file.write(f"{generation}\n".encode())
+def begin_generation(run_dir: Path, generation: int, owner: str = "") -> None:
+    """Let only processes of `generation` commit checkpoints from now on; folders of older ones lose their names.
+
+    owner: who begins it, for a caller that may do so again after an error; empty: nobody else, and only once.
+    Raises: Fenced if another has begun it, or a later one.
+    """
+    for name in OLD_FILES:
+        if (path := run_dir / name).exists():  # a process of an older version that was cut off looks at it
+            if _number_in(path) > generation:
+                raise Fenced(f"{path}: generation {_number_in(path)} has begun, so {generation} cannot")
+            with atomic_write(path) as file:
+                file.write(f"{generation}\n".encode())
+    claims = _claims(run_dir)
+    try:
+        claims.take(generation, owner or uuid.uuid4().hex)
+    except Taken:
+        raise Fenced(f"generation {claims.newest()} of {run_dir} has begun, so {generation} cannot") from None
     for folder, _, theirs in partial_folders(run_dir):
         if theirs < generation:
             with suppress(OSError):  # it has just been committed, or deleted
@@ -60,10 +69,15 @@ def begin_generation(run_dir: Path, generation: int) -> None:
 
 def check_generation(run_dir: Path, generation: int) -> None:
     """Raises: Fenced if a generation after `generation` has begun in `run_dir`, or if that cannot be told."""
+    claims = _claims(run_dir)
     try:
+        if generation and claims.owner(generation):
+            return  # its claim is open: no other has begun
         newest = newest_generation(run_dir)
+        if generation and claims.is_taken(generation):
+            newest = max(newest, generation + 1)  # it is closed, whatever an old listing of names says
     except (OSError, ValueError) as error:
-        raise Fenced(f"{run_dir / GENERATION_FILE}: cannot be read ({error}), so nothing is written") from None
+        raise Fenced(f"{run_dir}: its newest generation cannot be read ({error}), so nothing is written") from None
     if newest > generation:
         raise Fenced(
             f"generation {newest} of {run_dir} has begun, and this process is of generation {generation}: it writes "
@@ -96,3 +110,15 @@ def take_name(folder: Path) -> Path:
     gone = folder.with_name(folder.name + GONE)
     shutil.rmtree(gone, ignore_errors=True)
     return folder.rename(gone)
+
+
+def _claims(run_dir: Path) -> Claims:
+    return Claims(run_dir / CLAIMS)
+
+
+def _number_in(path: Path) -> int:
+    """Return the number that a file holds; 0 if there is no such file. Raises: OSError; ValueError."""
+    try:
+        return int(path.read_text())
+    except FileNotFoundError:
+        return 0

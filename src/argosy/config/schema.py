@@ -23,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from argosy.config.lease_url import LeaseUrl
 from argosy.config.meaning import explain
 from argosy.credentials import REMEDY, has_credentials
 
@@ -421,11 +422,18 @@ class LaunchConfig(Section):
     max_restarts: NonNegativeInt = 3
     """Number of times in a row that lost workers are replaced without progress in between."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """TCP port of the coordinator if `coordinator` is not given; 0: a free one."""
+    """TCP port of a coordinator on this machine if `coordinator` is not given; 0: a free one."""
     nodes: PositiveInt = 1
-    """Number of machines; start the same command on each of them, with the same `coordinator`."""
+    """Number of machines; start the same command on each of them, with the same `coordinator` or `lease`."""
     coordinator: Annotated[str, Field(pattern=r"^$|^[^\s:]+:\d{1,5}$")] = ""
     """HOST:PORT of the coordinator; the agent on the machine that HOST names starts it there."""
+    lease: str = ""
+    """In place of `coordinator`: where the agents agree on which of them starts it, and which other one if its machine
+    is lost. etcd://HOST:PORT,HOST:PORT,HOST:PORT (etcds://... for TLS), kubernetes://NAMESPACE/NAME, or folder: the
+    run's folder."""
+    address: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]*$", max_length=255)] = ""
+    """Address at which the others reach a coordinator that `lease` has started on this machine; empty: the one from
+    which it reaches etcd or Kubernetes, or that of its host name."""
     node: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]*$", max_length=255)] = ""
     """Name of this machine among the nodes; empty: its host name."""
     tls: bool = False
@@ -440,6 +448,17 @@ class LaunchConfig(Section):
     cluster: str = ""
     """Cluster that predictions are made for: NxDEVICE, a preset or a file; empty: ./cluster.toml if `argosy probe`
     wrote it on this machine, else the catalogue's figures for the devices at hand."""
+
+    @model_validator(mode="after")
+    def _has_one_place(self) -> Self:
+        if self.lease:
+            LeaseUrl.parse(self.lease)
+        if self.lease and self.coordinator:
+            raise ValueError(
+                "lease and coordinator are both given; give one: coordinator is a fixed place, lease lets the agents "
+                "choose one"
+            )
+        return self
 
     @model_validator(mode="after")
     def _certificate_has_key(self) -> Self:

@@ -19,6 +19,7 @@ from argosy.plan.rules import check_size
 from argosy.plan.search.auto import choose_plan, processes_of
 from argosy.processes.fork_server import ForkServer
 from argosy.supervise.agent import WORKER, Agent, node_name
+from argosy.supervise.place import check_place
 
 
 def train(
@@ -40,6 +41,7 @@ def train(
     """
     run_dir = (run_dir or Path("runs") / run.name).absolute()
     _check_processes(run, origin)
+    check_place(run.launch)
     progress = Progress(enabled=not quiet)
     with fork_server() as forks, run_folder.locked(run_dir, _name_of_node(run), run.launch.nodes):
         with run_folder.settling(run_dir):

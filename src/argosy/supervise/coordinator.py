@@ -11,11 +11,12 @@ import socket
 import ssl
 import sys
 import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from argosy.checkpoint.fence import begin_generation, newest_generation
+from argosy.checkpoint.fence import Fenced, begin_generation, newest_generation
 from argosy.checkpoint.owner import name_of
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
@@ -31,6 +32,9 @@ from argosy.supervise import messages as say
 from argosy.supervise.agent_connections import LEASE_S, AgentConnection, AgentConnections
 from argosy.supervise.descriptors import raise_limit
 from argosy.supervise.handover import Handover
+from argosy.supervise.lease.backends import open_lease
+from argosy.supervise.lease.keeper import Keeper
+from argosy.supervise.lease.lease import LeaseLost
 from argosy.supervise.membership import Membership, Settings
 from argosy.supervise.migration import Migrator
 from argosy.supervise.nodes import Cause, State, Worker
@@ -62,9 +66,15 @@ class Coordinator:
         plan: Plan,
         secret: bytes,
         tls: ssl.SSLContext | None = None,
+        owner: str = "",
+        keeper: Keeper | None = None,
     ):
-        """`plan`: the one in force whenever there are enough processes. `tls`: what encrypts its connections."""
+        """`plan`: the one in force whenever there are enough processes. `tls`: what encrypts its connections.
+
+        owner: the name under which it begins generations. keeper: holds the lease of its place; None if that is fixed.
+        """
         self._run_dir, self._folder = run_dir, name_of(run_dir)
+        self._owner, self._keeper = owner or uuid.uuid4().hex, keeper
         settings = Settings(
             plan.world_size,
             str(plan),
@@ -88,24 +98,42 @@ class Coordinator:
         """What agents are asked of heartbeats."""
         self._finish: Finish | None = None
         self._alone_since, self._alone_s = time.monotonic(), ALONE_S
-        self._is_of_one_agent = not run.launch.coordinator
+        self._is_of_one_agent = not run.launch.coordinator and not run.launch.lease
+        self._is_stopping = False
 
     def run(self) -> None:
-        """Serve until the run has ended and all agents have left, or no agent has come for `ALONE_S`."""
+        """Serve until the run has ended and all agents have left, or no agent has come for `ALONE_S`.
+
+        With a lease, also until that is lost: another coordinator goes on.
+        """
+        try:
+            self._serve()
+        except LeaseLost as problem:
+            self._events.write("lease_lost", why=str(problem))
+
+    def _serve(self) -> None:
         while not self._is_over():
+            self._check_lease()
             for agent, message in self._agents.turn(TICK_S):
                 self._obey(agent, message)
             self._report_refused()
             self._look()
             if self._agents:
                 for order in self._membership.orders(time.monotonic()):
+                    self._check_lease()
                     self._carry_out(order)
+
+    def _check_lease(self) -> None:
+        """Raises: LeaseLost, before another can have the lease."""
+        if self._keeper is not None and not self._keeper.is_held:
+            raise LeaseLost(self._keeper.problem or "this process stood still for too long to renew it")
 
     def _is_over(self) -> bool:
         if self._agents:
             self._alone_since = time.monotonic()
             return False
-        return self._finish is not None or time.monotonic() - self._alone_since > self._alone_s
+        is_done = self._finish is not None or self._is_stopping
+        return is_done or time.monotonic() - self._alone_since > self._alone_s
 
     def _on_left(self, name: str, why: str) -> None:
         self._events.write("agent_left", node=name, why=why)
@@ -170,6 +198,7 @@ class Coordinator:
                 membership.lost(name, slot, Cause(why, error, exit_code, step))
             case say.RunStopping():
                 membership.stop()
+                self._is_stopping = True
             case say.NodeHeartbeat(report=report):
                 self._agents.answer(agent, self._heard)  # so that it knows that it is not cut off
                 self._watch.shown(membership.generation, membership.size, name, report)
@@ -261,11 +290,9 @@ class Coordinator:
             case Start(node, slot):
                 self._agents.tell(node, say.StartWorker(slot=slot))
             case Join(generation, plan, places):
-                if (newest := newest_generation(self._run_dir)) >= generation:
-                    self._membership.fail(f"another coordinator has taken the run over: generation {newest} has begun")
+                if not self._begin(generation):
                     return
                 self._pending = order
-                begin_generation(self._run_dir, generation)
                 self._membership.handover().save(self._run_dir)
                 ranks = {f"{name}/{slot}": rank for (name, slot), rank in places.items()}
                 self._events.write("generation", generation=generation, size=len(places), plan=plan, ranks=ranks)
@@ -284,6 +311,22 @@ class Coordinator:
                 self._events.write("finish", exit_code=exit_code, why=why)
                 self._agents.tell_all(say.EndRun(**asdict(order)))
 
+    def _begin(self, generation: int) -> bool:
+        """Begin a generation, as the only coordinator that does. Return False if another has: the run ends here then.
+
+        Raises: LeaseLost if another has the lease, or has begun this generation just before this one got the lease.
+        """
+        if self._keeper is not None:
+            self._keeper.check(generation)
+        try:
+            begin_generation(self._run_dir, generation, self._owner)
+        except Fenced as problem:
+            if self._keeper is not None:  # the one that is started next knows of it
+                raise LeaseLost(str(problem)) from None
+            self._membership.fail(f"another coordinator has taken the run over: {problem}")
+            return False
+        return True
+
 
 def _heartbeats(nodes: int, ranks: int, wants_all: bool) -> say.Heard:
     """Return what to ask of the heartbeats of so many nodes and ranks."""
@@ -293,15 +336,22 @@ def _heartbeats(nodes: int, ranks: int, wants_all: bool) -> say.Heard:
 
 
 def main() -> None:
-    """`python -m argosy.supervise.coordinator RUN_DIR DESCRIPTOR PLAN`: serve until the run has ended.
+    """`python -m argosy.supervise.coordinator RUN_DIR DESCRIPTOR PLAN OWNER LEASE`: serve until the run has ended.
 
-    DESCRIPTOR: a socket that listens already. PLAN: the one in force whenever there are enough processes.
+    DESCRIPTOR: a socket that listens already. PLAN: the one in force whenever there are enough processes. OWNER: the
+    agent's name for what its coordinators claim. LEASE: the token of the lease that it has acquired; empty: none.
     """
     raise_limit()
     run_dir, listener = Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
-    run, plan = load(run_dir / "run.toml"), Plan.parse(sys.argv[3])
-    tls = server_context(run_dir, run.launch)
-    Coordinator(run_dir, listener, run, plan, secret_of(run_dir), tls).run()
+    run, plan, owner, token = load(run_dir / "run.toml"), Plan.parse(sys.argv[3]), *sys.argv[4:]
+    keeper = Keeper(open_lease(run.launch.lease, run_dir, token)) if token else None
+    try:
+        Coordinator(
+            run_dir, listener, run, plan, secret_of(run_dir), server_context(run_dir, run.launch), owner, keeper
+        ).run()
+    finally:
+        if keeper is not None:
+            keeper.end()
 
 
 if __name__ == "__main__":

@@ -18,15 +18,13 @@ from pathlib import Path
 
 from argosy.checkpoint.store import how_to_go_on
 from argosy.config.schema import RunConfig
-from argosy.errors import Retryable, RunFailed, UserError
+from argosy.errors import Retryable, UserError
 from argosy.observe.events import Events
 from argosy.plan.plan import Plan
-from argosy.processes.child import Child
 from argosy.processes.connection import Address, Connection, call
 from argosy.processes.handshake import call as handshake
 from argosy.processes.secret import FILE, VALUE, secret_of
 from argosy.processes.tls import client_context
-from argosy.supervise.descriptors import check_descriptors
 from argosy.supervise.messages import (
     EVERY_S,
     FROM_COORDINATOR,
@@ -36,6 +34,7 @@ from argosy.supervise.messages import (
     decoded,
     encoded,
 )
+from argosy.supervise.place import place_of
 
 SILENCE_S = 20.0
 """A coordinator on another machine that does not answer for this long is called anew. This is longer than it waits for
@@ -45,13 +44,10 @@ HANG_S = 60.0
 to wait for a disk, or to search for a plan."""
 LONGEST_TURN_S = 2.0
 """If `keep` is called later than this, this process was stopped."""
-MOST_FAILED_STARTS = 5
-"""This many coordinators in a row died before they said anything: another would do the same."""
 MOST_STRANGERS = 3
 """This many times in a row what answered could not prove that it knows the run's secret: it is something else."""
 AGAIN_S = 0.5
 """How soon it is called again after something else has answered, or hung up before it had proven anything."""
-COORDINATOR = "argosy.supervise.coordinator"
 SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
@@ -64,13 +60,11 @@ class CoordinatorClient:
         self._connection: Connection | None = None
         self._secret, self._tls = secret_of(run_dir), client_context(run_dir, run.launch)
         self._strangers, self._call_from_s = 0, 0.0
-        self._server: Child | None = None
-        self._is_heard = self._was_heard = False
-        """True once the coordinator that was started last, or any, has said something."""
-        self._failed_starts = 0
-        self._listener: socket.socket | None = None
-        self._address = _parsed(self._launch.coordinator)
-        self._bound_to: Address | None = None
+        self._was_heard = False
+        """True once a coordinator has said something."""
+        self._place = place_of(run_dir, run.launch, plan, events)
+        self._address: Address | None = None
+        """Of the coordinator that is called, or connected."""
         self._call: Future[socket.socket] | None = None
         self._asked_s: float | None = None
         self._last_asked_s = 0.0
@@ -103,15 +97,12 @@ class CoordinatorClient:
             self._asked_s += slept_s  # this process was stopped, and could hear no answer
         if self._connection is None:
             self._reach(now)
-        elif self._server is not None and not self._server.is_alive:
-            self._start()  # a call that nobody answers yet goes through all the same
-        elif self._asked_s is not None and now - self._asked_s > (limit_s := HANG_S if self._server else SILENCE_S):
-            self._check_patience(now)
-            self._lose(f"it did not answer for {limit_s:.0f} s")
-            if self._server is not None:
-                self._server.kill()
-        else:  # messages must not pile up while it does not answer
-            return self._asked_s is None and now - self._last_asked_s > self.ask_s
+        elif self._is_ours and self._place.process.has_ended:
+            self._lose("its process has ended")
+        elif self._asked_s is not None:  # messages must not pile up while it does not answer
+            self._check_silence(now, now - self._asked_s)
+        else:
+            return now - self._last_asked_s > self.ask_s
         return False
 
     def ask(self, now: float, message: FromAgent) -> None:
@@ -128,10 +119,26 @@ class CoordinatorClient:
         """Disconnect. A coordinator that was started here ends, unless other machines may still need it."""
         if self._connection is not None:
             self._connection.close()
-        if self._server is not None and self._launch.nodes == 1:
-            self._server.kill()  # with several nodes it ends once all agents have left
-        if self._listener is not None:
-            self._listener.close()
+        if self._launch.nodes == 1 and not self._launch.lease:
+            self._place.process.kill()  # else it ends once all agents have left
+        self._place.process.close()
+
+    @property
+    def _is_ours(self) -> bool:
+        """True if the coordinator that is called, or connected, is the one that this agent has started."""
+        return self._address is not None and self._address == self._place.process.address
+
+    def _check_silence(self, now: float, silent_s: float) -> None:
+        """Give up a coordinator that does not answer, and end one of this agent's."""
+        assert self._address is not None
+        limit_s = HANG_S if self._is_ours and self._place.process.is_alive else SILENCE_S
+        if silent_s > limit_s:
+            self._check_patience(now)
+            self._lose(f"it did not answer for {limit_s:.0f} s")
+            if limit_s == HANG_S:
+                self._place.process.kill()
+        elif self._place.has_moved(now, self._address, silent_s):
+            self._lose("it has lost the lease")
 
     def _reach(self, now: float) -> None:
         """Call the coordinator, and start it first if it should run here and does not. Repeat this until it answers."""
@@ -139,8 +146,10 @@ class CoordinatorClient:
         if now < self._call_from_s:
             return
         if self._call is None:
-            self._start()
-            assert self._address is not None
+            self._address = self._place.address(now)
+            if self._address is None:
+                self._check_patience(now)
+                return
             self._call = call(self._address)
         if not self._call.done():
             return
@@ -152,15 +161,17 @@ class CoordinatorClient:
 
     def _reached(self, connected: socket.socket, now: float) -> None:
         self.host = connected.getsockname()[0]
-        self.interface, self._bound_to = _interface_of(self.host), connected.getpeername()[:2]
+        self.interface = _interface_of(self.host)
+        self._place.reached(connected.getpeername()[:2])
         self._asked_s = now
         self._connection = Connection(connected, handshake(self._secret), self._selector, self._hear, self._tls)
 
     def _check_patience(self, now: float) -> None:
+        problem = self._place.problem
         if self._lost_since is not None and now - self._lost_since > self._patience_s and not self.is_ending:
             raise Retryable(
-                f"the coordinator at {self._launch.coordinator} could not be reached for {self._patience_s:g} s "
-                "(resilience.coordinator_timeout_s). Restore the network, or start `argosy train` there again. "
+                f"{self._place.name}: the coordinator could not be reached for {self._patience_s:g} s "
+                f"(resilience.coordinator_timeout_s){f': {problem}' if problem else ''}. {self._place.remedy} "
                 + how_to_go_on(self._run_dir)
             )
 
@@ -186,7 +197,9 @@ class CoordinatorClient:
             self._lose(f"it said what is no message: {problem}")
             return
         if messages:
-            self._asked_s, self._lost_since, self._is_heard, self._was_heard = None, None, True, True
+            self._asked_s, self._lost_since, self._was_heard = None, None, True
+            if self._is_ours:
+                self._place.process.heard()
         for message in messages:
             self._obey(message)
         if connection.problem:
@@ -201,55 +214,10 @@ class CoordinatorClient:
         self._check_patience(now)
         if self._strangers >= MOST_STRANGERS and not self._was_heard:
             raise UserError(
-                f"launch.coordinator = {self._launch.coordinator}: {connection.problem}. If it is another run's, give "
+                f"{self._place.name}: {connection.problem}. If it is another run's, give "
                 "this one a port of its own; if it is this run's, its --run-dir has to be on storage that all machines "
                 f"see, or {VALUE} or {FILE} the same on all of them."
             )
-
-    def _start(self) -> None:
-        """Start the coordinator if it should run on this machine, and again if it has died.
-
-        It listens on a socket that stays open here: an agent that calls while it is being replaced only has to wait.
-        """
-        self._listener = self._listener or self._open_listener()
-        if self._listener is None or (self._server is not None and self._server.is_alive):
-            return
-        assert self._address is not None
-        check_descriptors(self._launch.nodes)
-        replaces, descriptor = self._server is not None, self._listener.fileno()
-        log = self._run_dir / "logs" / "coordinator.log"  # it may outlive this agent: its output must not stay open
-        self._failed_starts = self._failed_starts + 1 if replaces and not self._is_heard else 0
-        if self._failed_starts == MOST_FAILED_STARTS:
-            raise RunFailed(f"the coordinator died {self._failed_starts} times before it said anything: {log} says why")
-        self._is_heard = False
-        arguments = (str(self._run_dir), str(descriptor), str(self._plan))
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as out:
-            # It does not end with this agent: others may need it.
-            self._server = Child(COORDINATOR, *arguments, pass_fds=[descriptor], stdout=out, stderr=out)
-        self._events.write("coordinator_started", pid=self._server.pid, port=self._address[1], replaces=replaces)
-
-    def _open_listener(self) -> socket.socket | None:
-        """A socket for the coordinator; None if it is to be on another machine."""
-        # Prefer the numeric address at which it was reached: resolving its name takes long when the network is down.
-        address = self._bound_to or self._address or ("127.0.0.1", self._launch.port)
-        try:
-            listener = socket.create_server(address)
-        except OSError as problem:
-            if self._address is not None:  # another machine's address, or another agent of this machine was faster
-                return None
-            raise UserError(
-                f"launch.port = {address[1]} is in use on this machine. Try launch.port = 0, which takes a free one."
-            ) from problem
-        self._address = listener.getsockname()[:2]
-        return listener
-
-
-def _parsed(text: str) -> Address | None:
-    if not text:
-        return None
-    host, _, port = text.rpartition(":")
-    return host, int(port)
 
 
 def _interface_of(address: str) -> str:

@@ -1,0 +1,211 @@
+"""Where the coordinator is, for an agent: at a fixed place, or wherever the holder of a lease has it.
+
+Neither waits: `address` returns None until it is known.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, Protocol, TypeVar
+
+from argosy.config.schema import LaunchConfig
+from argosy.errors import ArgosyError, UserError
+from argosy.observe.events import Events
+from argosy.plan.plan import Plan
+from argosy.processes.connection import Address
+from argosy.supervise.coordinator_process import CoordinatorProcess
+from argosy.supervise.lease.address import check_coordinator, own_address
+from argosy.supervise.lease.backends import check_lease, open_lease
+from argosy.supervise.lease.lease import Holder, Unreachable
+
+LOOK_S = 0.5
+"""How often an agent without a coordinator looks the lease up."""
+DOUBT_S = 3.0
+"""A coordinator that does not answer for this long may have lost the lease: it is looked up then."""
+
+T = TypeVar("T")
+
+
+class Found(NamedTuple):
+    """Who holds the lease, and the token of the lease if this agent has just acquired it."""
+
+    holder: Holder | None
+    token: str
+
+
+class Place(Protocol):
+    """Where the coordinator of a run is."""
+
+    process: CoordinatorProcess
+    """The coordinator that this agent starts, if it is to start one."""
+    name: str
+    """How messages call it: the key that says where it is, and its value."""
+    remedy: str
+    """What to do if it cannot be reached."""
+    problem: str
+    """Why it is not known where the coordinator is; empty if it is, or nobody is."""
+
+    def address(self, now: float) -> Address | None:
+        """Return its address; None if that is not known yet. Start it first, if it should run here and does not.
+
+        Raises: UserError, RunFailed.
+        """
+        ...
+
+    def reached(self, address: Address) -> None:
+        """Note the numeric address at which it was reached."""
+        ...
+
+    def has_moved(self, now: float, address: Address, silent_s: float) -> bool:
+        """Return True if the coordinator at `address`, which has not answered for a while, is not the right one."""
+        ...
+
+
+def check_place(launch: LaunchConfig) -> None:
+    """Check what can be checked before anything is written. Raises: UserError if this machine cannot take part so."""
+    check_coordinator(launch)
+    if launch.lease:
+        check_lease(launch.lease)
+        own_address(launch)
+
+
+def place_of(run_dir: Path, launch: LaunchConfig, plan: Plan, events: Events) -> Place:
+    """Return the place that the run file says. Raises: UserError if the lease's backend cannot be used here."""
+    owner = uuid.uuid4().hex
+    process = CoordinatorProcess(run_dir, plan, owner, events, launch.nodes)
+    return LeasedPlace(run_dir, launch, process, owner) if launch.lease else FixedPlace(launch, process)
+
+
+class FixedPlace:
+    """The place that launch.coordinator names; without it, this machine."""
+
+    def __init__(self, launch: LaunchConfig, process: CoordinatorProcess):
+        self.process, self._launch = process, launch
+        self.name = f"launch.coordinator = {launch.coordinator}" if launch.coordinator else "on this machine"
+        self.remedy = "Restore the network, or start `argosy train` there again."
+        self.problem = ""
+        self._address = parsed(launch.coordinator)
+        self._reached_at: Address | None = None
+
+    def address(self, now: float) -> Address | None:
+        """Return its address, and start the coordinator if that is one of this machine."""
+        if self.process.address is None:
+            self._listen()
+        if self.process.address is not None and not self.process.is_alive:
+            self.process.start()
+        return self.process.address or self._address
+
+    def reached(self, address: Address) -> None:
+        """Note the numeric address: resolving a name takes long when the network is down."""
+        self._reached_at = address
+
+    def has_moved(self, now: float, address: Address, silent_s: float) -> bool:
+        """Return False: it stays where it is."""
+        return False
+
+    def _listen(self) -> None:
+        address = self._reached_at or self._address or ("127.0.0.1", self._launch.port)
+        try:
+            self.process.listen(address)
+        except OSError as problem:
+            if self._address is not None:  # another machine's address, or another agent of this machine was faster
+                return
+            raise UserError(
+                f"launch.port = {address[1]} is in use on this machine. Try launch.port = 0, which takes a free one."
+            ) from problem
+
+
+class LeasedPlace:
+    """The place of whoever holds the lease. An agent that finds it free starts a coordinator and gives it the lease."""
+
+    def __init__(self, run_dir: Path, launch: LaunchConfig, process: CoordinatorProcess, owner: str):
+        self.process, self._launch, self._owner = process, launch, owner
+        self.name = f"launch.lease = {launch.lease}"
+        self.remedy, self.problem = "Restore it, or the network to it and among the machines.", ""
+        self._lease, self._lock = open_lease(launch.lease, run_dir), threading.Lock()
+        self._search: Future[Found] | None = None
+        self._look: Future[Holder | None] | None = None
+        self._search_from_s = self._look_from_s = 0.0
+
+    def address(self, now: float) -> Address | None:
+        """Look up who holds the lease. If nobody does, or a coordinator of this agent that has died, acquire it."""
+        if self._search is None and now >= self._search_from_s:
+            self._search = self._in_thread(partial(self._find, may_acquire=not self.process.is_alive))
+        if self._search is None or not self._search.done():
+            return None
+        (holder, token), self._search = self._answer(self._search, Found(None, "")), None
+        self._search_from_s = now + LOOK_S
+        if token:
+            self.process.start(token)
+        elif self.process.is_alive and (holder is None or holder.owner != self._owner) and not self.problem:
+            self.process.kill()  # it has lost the lease and does not end: perhaps it was stopped
+        return None if holder is None else holder.address
+
+    def reached(self, address: Address) -> None:
+        """Do nothing: the lease has numeric addresses."""
+
+    def has_moved(self, now: float, address: Address, silent_s: float) -> bool:
+        """Return True if the coordinator at `address`, which has not answered for a while, has lost the lease."""
+        if self._look is None and silent_s > DOUBT_S and now >= self._look_from_s:
+            self._look, self._look_from_s = self._in_thread(self._lease.holder), now + LOOK_S
+        if self._look is None or not self._look.done():
+            return False
+        holder, self._look = self._answer(self._look, None), None
+        return not self.problem and (holder is None or holder.address != address)
+
+    def _find(self, may_acquire: bool) -> Found:
+        holder = self._lease.holder()
+        if not may_acquire or (holder is not None and holder.owner != self._owner):
+            return Found(holder, "")
+        self._listen()
+        assert self.process.address is not None
+        me = Holder(self._owner, *self.process.address)
+        if self._lease.acquire(me):
+            return Found(me, self._lease.token)
+        self.process.close()  # nobody is to call here
+        return Found(None, "")
+
+    def _listen(self) -> None:
+        if self.process.address is not None:
+            return
+        host, port = own_address(self._launch), self._launch.port
+        try:
+            self.process.listen((host, port))
+        except OSError as problem:
+            raise UserError(
+                f"launch.address = {host}, launch.port = {port}: the coordinator cannot listen there ({problem}). "
+                "Give an address of this machine, and a port that is free, or 0 for any."
+            ) from None
+
+    def _answer(self, asked: Future[T], otherwise: T) -> T:
+        """Return what the backend has answered; `otherwise` if it does not answer. Raises: UserError."""
+        try:
+            self.problem = ""
+            return asked.result()
+        except Unreachable as problem:
+            self.problem = str(problem)
+            return otherwise
+
+    def _in_thread(self, function: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+
+        def work() -> None:
+            try:
+                with self._lock:
+                    future.set_result(function())
+            except (Unreachable, ArgosyError) as problem:
+                future.set_exception(problem)
+
+        threading.Thread(target=work, name="argosy-lease", daemon=True).start()
+        return future
+
+
+def parsed(text: str) -> Address | None:
+    """Return the address that launch.coordinator names; None if it is empty."""
+    host, _, port = text.rpartition(":")
+    return (host, int(port)) if text else None

@@ -1,0 +1,132 @@
+"""A coordinator keeps its lease as long as it can, and stops before another can have it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from argosy.supervise.lease import keeper as module
+from argosy.supervise.lease.keeper import Keeper
+from argosy.supervise.lease.lease import SAFE_S, TTL_S, Holder, LeaseLost, Unreachable
+
+
+class Backend:
+    """A backend that answers, is silent or refuses, as the test says."""
+
+    token = "1"
+
+    def __init__(self) -> None:
+        self.raises: Exception | None = None
+        self.calls: list[str] = []
+
+    def holder(self) -> Holder | None:
+        return None
+
+    def acquire(self, me: Holder) -> bool:
+        return True
+
+    def renew(self) -> None:
+        self._answer("renew")
+
+    def check(self, generation: int) -> None:
+        self._answer(f"check {generation}")
+
+    def release(self) -> None:
+        self._answer("release")
+
+    def _answer(self, call: str) -> None:
+        self.calls.append(call)
+        if self.raises is not None:
+            raise self.raises
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
+    monkeypatch.setattr(module, "RENEW_S", 0.05)
+    monkeypatch.setattr(module, "AGAIN_S", 0.05)
+    monkeypatch.setattr(module, "SAFE_S", 0.5)
+    return Backend()
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_the_holder_stops_well_before_the_lease_ends():
+    assert SAFE_S < 0.8 * TTL_S
+
+
+def test_it_renews_and_stays_held(backend):
+    keeper = Keeper(backend)
+    wait_until(lambda: len(backend.calls) > 15)
+    assert keeper.is_held
+    keeper.end()
+    assert backend.calls[-1] == "release" and not keeper.is_held
+
+
+def test_a_backend_that_is_silent_for_a_moment_is_asked_again(backend):
+    keeper = Keeper(backend)
+    backend.raises = Unreachable("silent")
+    wait_until(lambda: len(backend.calls) > 3)
+    backend.raises = None
+    time.sleep(0.6)
+    assert keeper.is_held
+    keeper.end()
+
+
+def test_one_that_cannot_renew_does_not_hold_it_any_more_and_says_why(backend):
+    keeper = Keeper(backend)
+    backend.raises = Unreachable("no way to it")
+    wait_until(lambda: not keeper.is_held)
+    assert keeper.problem == "no way to it"
+    with pytest.raises(LeaseLost, match="no way to it"):
+        keeper.check(3)
+    assert "check 3" not in backend.calls
+    count = len(backend.calls)
+    backend.raises = None
+    keeper.end()
+    time.sleep(0.2)
+    assert len(backend.calls) <= count + 1, "it neither renews again, nor releases what another may hold"
+
+
+def test_a_lease_that_another_has_taken_is_not_held_from_then_on(backend):
+    keeper = Keeper(backend)
+    backend.raises = LeaseLost("another has it")
+    wait_until(lambda: not keeper.is_held)
+    assert keeper.problem == "another has it"
+
+
+def test_what_began_is_checked_once_the_backend_answers_again(backend):
+    keeper = Keeper(backend)
+    backend.raises = Unreachable("silent")
+
+    def answers(call: str) -> None:
+        backend.calls.append(call)
+        if backend.calls.count("check 3") < 3:
+            raise Unreachable("silent")
+
+    backend._answer = answers
+    keeper.check(3)
+    assert backend.calls.count("check 3") == 3
+    keeper.end()
+
+
+def test_a_process_that_stood_still_knows_it_by_a_clock_that_did_not(backend, monkeypatch):
+    keeper = Keeper(backend)
+    assert keeper.is_held
+    now_s = module._clock_s()
+    monkeypatch.setattr(module, "_clock_s", lambda: now_s + 60)
+    assert not keeper.is_held
+    with pytest.raises(LeaseLost):
+        keeper.check(1)
+
+
+def test_a_lease_that_cannot_be_renewed_at_once_is_not_kept(backend):
+    backend.raises = LeaseLost("too late")
+    with pytest.raises(LeaseLost, match="too late"):
+        Keeper(backend)
