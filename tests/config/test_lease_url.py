@@ -32,6 +32,7 @@ def test_each_form_is_taken_apart(text, parsed):
         ('lease = "etcd://h1,,h2"', ['"" is not HOST:PORT']),
         ('lease = "kubernetes://Training/x"', ["kubernetes://NAMESPACE/NAME"]),
         ('lease = "etcd://me:hunter2@h1"', ["ETCDCTL_USER and ETCDCTL_PASSWORD"]),
+        ('lease = "etcd://me@h1"', ["launch.lease names a user of etcd", "ETCDCTL_USER"]),
         ('lease = "folder"\ncoordinator = "h:1"', ["launch.lease and coordinator are both given", "give one"]),
     ],
 )

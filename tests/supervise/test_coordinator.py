@@ -342,7 +342,7 @@ def test_a_coordinator_whose_agents_all_leave_when_the_run_stops_ends_at_once(le
     held, come, thread = leased
     a = come("a").begins()
     a.say("stopping")
-    a.say("heartbeat", workers=[])
+    a.say("heartbeat")
     assert a.hears("heard")
     a.close()
     thread.join(5)

@@ -44,10 +44,10 @@ class LeaseUrl:
 
     @classmethod
     def _of_etcd(cls, text: str, rest: str, is_tls: bool) -> LeaseUrl:
-        if "@" in rest:  # without the text itself, which holds them
+        if "@" in rest:
             raise ValueError(
-                "lease has a user's name in it, and the run file is no place for passwords; set the environment "
-                "variables ETCDCTL_USER and ETCDCTL_PASSWORD on each machine"
+                "lease names a user of etcd; leave that out, and set the environment variables ETCDCTL_USER and "
+                "ETCDCTL_PASSWORD on each machine"
             )
         hosts, _, prefix = rest.partition("/")
         endpoints = []

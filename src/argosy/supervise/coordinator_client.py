@@ -162,7 +162,8 @@ class CoordinatorClient:
     def _reached(self, connected: socket.socket, now: float) -> None:
         self.host = connected.getsockname()[0]
         self.interface = _interface_of(self.host)
-        self._place.reached(connected.getpeername()[:2])
+        with suppress(OSError):  # the other end has hung up already
+            self._place.reached(connected.getpeername()[:2])
         self._asked_s = now
         self._connection = Connection(connected, handshake(self._secret), self._selector, self._hear, self._tls)
 
