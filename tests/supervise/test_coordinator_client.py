@@ -170,7 +170,7 @@ def test_one_that_is_not_there_is_given_up_but_not_by_a_run_that_ends(tmp_path):
     with pytest.raises(AssertionError):
         client.turn_until(lambda: False, seconds=1.0)
     client.client.is_ending = False
-    with pytest.raises(Retryable, match=r"192\.0\.2\.1:9: the coordinator could not be reached for 0\.5"):
+    with pytest.raises(Retryable, match=r"the coordinator at 192\.0\.2\.1:9 could not be reached for 0\.5"):
         client.turn_until(lambda: False)
 
 

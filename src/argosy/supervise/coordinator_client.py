@@ -171,7 +171,7 @@ class CoordinatorClient:
         problem = self._place.problem
         if self._lost_since is not None and now - self._lost_since > self._patience_s and not self.is_ending:
             raise Retryable(
-                f"{self._place.name}: the coordinator could not be reached for {self._patience_s:g} s "
+                f"{self._place.name} could not be reached for {self._patience_s:g} s "
                 f"(resilience.coordinator_timeout_s){f': {problem}' if problem else ''}. {self._place.remedy} "
                 + how_to_go_on(self._run_dir)
             )
@@ -215,7 +215,7 @@ class CoordinatorClient:
         self._check_patience(now)
         if self._strangers >= MOST_STRANGERS and not self._was_heard:
             raise UserError(
-                f"{self._place.name}: {connection.problem}. If it is another run's, give "
+                f"{self._place.key}: {connection.problem}. If it is another run's, give "
                 "this one a port of its own; if it is this run's, its --run-dir has to be on storage that all machines "
                 f"see, or {VALUE} or {FILE} the same on all of them."
             )

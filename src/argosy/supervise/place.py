@@ -43,8 +43,10 @@ class Place(Protocol):
 
     process: CoordinatorProcess
     """The coordinator that this agent starts, if it is to start one."""
+    key: str
+    """The key that says where it is, and its value."""
     name: str
-    """How messages call it: the key that says where it is, and its value."""
+    """What messages call the coordinator there."""
     remedy: str
     """What to do if it cannot be reached."""
     problem: str
@@ -86,7 +88,8 @@ class FixedPlace:
 
     def __init__(self, launch: LaunchConfig, process: CoordinatorProcess):
         self.process, self._launch = process, launch
-        self.name = f"launch.coordinator = {launch.coordinator}" if launch.coordinator else "on this machine"
+        self.key = f"launch.coordinator = {launch.coordinator}"
+        self.name = f"the coordinator at {launch.coordinator or 'this machine'}"
         self.remedy = "Restore the network, or start `argosy train` there again."
         self.problem = ""
         self._address = parsed(launch.coordinator)
@@ -125,7 +128,8 @@ class LeasedPlace:
 
     def __init__(self, run_dir: Path, launch: LaunchConfig, process: CoordinatorProcess, owner: str):
         self.process, self._launch, self._owner = process, launch, owner
-        self.name = f"launch.lease = {launch.lease}"
+        self.key = f"launch.lease = {launch.lease}"
+        self.name = f"the coordinator of {self.key}"
         self.remedy, self.problem = "Restore it, or the network to it and among the machines.", ""
         self._lease, self._lock = open_lease(launch.lease, run_dir), threading.Lock()
         self._search: Future[Found] | None = None
