@@ -14,11 +14,11 @@ from typing import Protocol
 
 from argosy.processes.connection import Address
 
-TTL_S = 10.0
+TTL_S = 8.0
 """A lease that was not renewed for this long ends."""
-RENEW_S = 2.0
+RENEW_S = 1.5
 """How often its holder renews it."""
-SAFE_S = 7.5
+SAFE_S = 6.0
 """The holder stops after this long without a renewal that was answered, counted from when it asked for that: before the
 lease ends, also where two clocks differ by a few percent."""
 
