@@ -45,7 +45,7 @@ from argosy.processes.secret import secret_of
 from argosy.resilience.node_health import Health
 from argosy.supervise import messages as say
 from argosy.supervise.agent_connections import LEASE_S
-from argosy.supervise.coordinator_client import COORDINATOR
+from argosy.supervise.coordinator_process import COORDINATOR
 from argosy.supervise.messages import FROM_COORDINATOR, decoded, encoded
 from argosy.supervise.node_report import NodeReporter
 
@@ -147,7 +147,7 @@ class Swarm:
         self.secret, self.folder = secret_of(folder), name_of(folder)
         plan = f"dp_replicate={SLOTS * nodes}"
         self._log = (folder / "coordinator.log").open("wb")
-        arguments = (str(folder), str(listener.fileno()), plan)
+        arguments = (str(folder), str(listener.fileno()), plan, "benchmark", "")
         self.coordinator = Child(
             COORDINATOR, *arguments, pass_fds=[listener.fileno()], stdout=self._log, stderr=self._log
         )
