@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -215,3 +217,14 @@ def pickling(world: World) -> bool:
         patch.setattr(torch.distributed.distributed_c10d, "_object_to_tensor", noted)
         torch.distributed.all_gather_object([None] * world.size, 1)
     return bool(seen)
+
+
+def test_what_a_process_of_another_node_has_encoded_is_understood():
+    """Nothing is forked from the same process there, so no address in memory is the same."""
+    program = (
+        "import sys, torch; from argosy.parallel.encoding import SentTensor, encode; "
+        "sys.stdout.buffer.write(encode([('a', torch.ones(2))], list[tuple[str, SentTensor]]))"
+    )
+    sent = subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE).stdout
+    ((name, tensor),) = decode(sent, list[tuple[str, encoding.SentTensor]], "rank 1")
+    assert name == "a" and tensor.tolist() == [1.0, 1.0]

@@ -8,6 +8,7 @@ length, its checksum and a hash of the type, so that ranks that are at different
 from __future__ import annotations
 
 import base64
+import re
 import struct
 import zlib
 from dataclasses import dataclass
@@ -168,7 +169,9 @@ def _hash(kind: Any) -> int:
 
 
 def _words(kind: Any) -> str:
-    return kind.__name__ if isinstance(kind, type) and issubclass(kind, BaseModel) else str(kind)
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return kind.__name__
+    return re.sub(r"<function (\w+) at 0x[0-9a-f]+>", r"\1", str(kind))  # addresses differ between processes
 
 
 def _wrong(sender: str, kind: Any, why: str) -> WrongMessage:
