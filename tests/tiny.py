@@ -108,13 +108,14 @@ class StopAfter(StopSignal):
     """Asks for a stop in the last of `steps` steps, as SIGTERM would: the loop looks once a step."""
 
     def __init__(self, steps: int):
+        super().__init__()
         self._steps_left = steps
-        self.world_is_over = self.is_to_hold = False
 
-    @property
-    def number(self) -> int | None:
+    def is_requested(self) -> bool:
         self._steps_left -= 1
-        return signal.SIGTERM if self._steps_left <= 0 else None
+        if self._steps_left <= 0:
+            self.number = signal.SIGTERM
+        return super().is_requested()
 
 
 def train_in(

@@ -160,9 +160,11 @@ def _validations(records: list[dict[str, Any]]) -> list[float]:
 
 
 def _numbers(records: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """What a run computes, without what it measures."""
+    """What a run computes, without what it measures. An evaluation that a signal interrupted comes after its step's
+    line, any other before it."""
     keys = ("step", "tokens", "loss", "grad_norm", "lr", "validation_loss", "bits_per_byte")
-    return [tuple(record.get(key) for key in keys) for record in records]
+    in_order = sorted(records, key=lambda record: (record["step"], "loss" in record))
+    return [tuple(record.get(key) for key in keys) for record in in_order]
 
 
 @pytest.mark.parametrize("plan", ["microbatch=8", "dp_replicate=2", "pp=2,microbatch=2"])

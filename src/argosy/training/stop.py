@@ -40,6 +40,10 @@ class StopSignal:
             signal.signal(signal.SIGINT, self._remember)
         return self
 
+    def is_requested(self) -> bool:
+        """Return True once a signal came; the loop asks once a step."""
+        return self.number is not None
+
     def check(self) -> None:
         """Raises: WorldIsOver."""
         if self.world_is_over:

@@ -156,12 +156,8 @@ class Trainer:
             self._restorer.make_replicas_agree()
             if self.state.step != done:
                 return  # it went back
-            try:
-                self._evaluator.evaluate(self._go_on)
-            except StoppedEarly:
-                self.is_stopped_early = True  # whoever goes on with the run evaluates then
-                return
-        if self._evaluator.score is not None:
+            self._evaluate()
+        if self._evaluator.score is not None and not self.is_stopped_early:
             self._records.evaluated(done - 1, self._evaluator.score)
 
     def observe(self) -> None:
@@ -203,13 +199,20 @@ class Trainer:
         self._records.progress.close()
         self._shutdown.save_last_state()
         if self.state.step == self._pace.steps and self._evaluator.score is None and not self.is_stopped_early:
-            self.evaluate_if_due()
+            self._evaluate()
         finished = self.state.step == self._pace.steps and not self.is_stopped_early
         memory_before_bytes = self._survivor.memory_before_bytes
         self._records.report(self._data, self._evaluator, finished, self._time_to_first_step_s, memory_before_bytes)
         self._shutdown.close()
         self._records.events.write("end", step=self.state.step, finished=finished)
         return finished or self._is_paused
+
+    def _evaluate(self) -> None:
+        """Score the model, unless a signal comes: whoever goes on with the run does it then."""
+        try:
+            self._evaluator.evaluate(self._go_on)
+        except StoppedEarly:
+            self.is_stopped_early = True
 
     def _go_on(self) -> None:
         """Show that this process gets on. Raises: StoppedEarly once a signal came to any process; WorldIsOver."""
@@ -222,7 +225,7 @@ class Trainer:
 
     def _requests(self) -> Requests:
         return Requests(
-            stop=self._stop.number is not None,
+            stop=self._stop.is_requested(),
             save=self._checkpointer.is_due_by_time,
             quarantine=self._batches.are_unreadable,
             memory_checkpoint=self._memory.is_due(self.state.step + 1, self._pace.step_s),
