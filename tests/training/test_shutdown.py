@@ -29,7 +29,7 @@ class HoldsAt(StopSignal):
         super().__init__()
         self._left = step
 
-    def check(self) -> None:
+    def between_steps(self) -> None:
         self.is_to_hold |= self._left == 0
         self._left -= 1  # called before the first step, and after each
 
@@ -96,7 +96,7 @@ class OverAt(StopSignal):
         super().__init__()
         self._left = step
 
-    def check(self) -> None:
+    def between_steps(self) -> None:
         if self._left == 0:
             raise WorldIsOver
         self._left -= 1  # called before the first step, and after each

@@ -32,7 +32,7 @@ class OverAfter(StopSignal):
         super().__init__()
         self._left = steps
 
-    def check(self) -> None:
+    def between_steps(self) -> None:
         if self._left == 0:
             raise WorldIsOver
         self._left -= 1  # it is asked before the first step, and after each

@@ -44,6 +44,13 @@ class StopSignal:
         """Return True once a signal came; the loop asks once a step."""
         return self.number is not None
 
+    def between_steps(self) -> None:
+        """Let a world that is over end here: the loop calls this before its first step, and after each.
+
+        Raises: WorldIsOver.
+        """
+        self.check()
+
     def check(self) -> None:
         """Raises: WorldIsOver."""
         if self.world_is_over:

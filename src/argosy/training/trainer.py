@@ -106,11 +106,11 @@ class Trainer:
 
     def remaining_steps(self) -> Iterator[int]:
         """Yield the steps still to do, 0-based; a run given in minutes learns their number on the way."""
-        self._stop.check()
+        self._stop.between_steps()
         while not self._is_paused and (self._pace.steps is None or self.state.step < self._pace.steps):
             self._heartbeat.begin(self.state.step)
             yield self.state.step
-            self._stop.check()
+            self._stop.between_steps()
             if steps := self._pace.decide_length(self.state.step, self._world):
                 self._records.length(steps)
 
@@ -215,10 +215,9 @@ class Trainer:
             self.is_stopped_early = True
 
     def _go_on(self) -> None:
-        """Show that this process gets on. Raises: StoppedEarly once a signal came to any process; WorldIsOver."""
+        """Show that this process gets on. Raises: StoppedEarly once a signal came to any process."""
         self._heartbeat.advance()
         fault("evaluate", step=self.state.step)
-        self._stop.check()
         has_signal = torch.tensor(float(self._stop.number is not None), device=self._world.device)
         if self._world.sum(has_signal).item():
             raise StoppedEarly
