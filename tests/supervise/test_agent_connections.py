@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import resource
 import socket
+import ssl
 import struct
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
 from argosy.processes.handshake import call
+from argosy.processes.tls import certificate_of
 from argosy.supervise import agent_connections as module
 from argosy.supervise import messages as say
 from argosy.supervise.agent_connections import AgentConnections
@@ -21,11 +24,11 @@ from peers import SECRET, Peer, PeerGone
 class Server:
     """The connections of a coordinator that admits everybody, and what was said."""
 
-    def __init__(self, listener: socket.socket):
+    def __init__(self, listener: socket.socket, tls: ssl.SSLContext | None = None):
         self.address = listener.getsockname()
         self.left: list[tuple[str, str]] = []
         self.said: list[tuple[str, say.FromAgent]] = []
-        self.connections = AgentConnections(listener, SECRET, None, lambda name, why: self.left.append((name, why)))
+        self.connections = AgentConnections(listener, SECRET, tls, lambda name, why: self.left.append((name, why)))
 
     def turn(self, timeout_s: float = 0.02) -> None:
         for agent, message in self.connections.turn(timeout_s):
@@ -80,6 +83,18 @@ def test_a_stranger_is_refused_and_learns_and_changes_nothing(server, sent):
     assert "does not know this run's secret" in server.connections.last_refusal
     assert server.said[1:] == [] and server.still_hears(agent)
     stranger.close()
+
+
+@pytest.mark.parametrize("sent", [b"", b"some bytes"], ids=["nothing", "bytes"])
+@pytest.mark.parametrize("is_encrypted", [False, True], ids=["plain", "tls"])
+def test_a_connection_that_is_cut_before_it_is_accepted_ends_alone(sent, is_encrypted, tmp_path: Path):
+    tls = certificate_of(tmp_path).context(is_server=True) if is_encrypted else None
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = Server(listener, tls)
+        stranger = server.stranger(sent)
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # it resets the connection
+        stranger.close()
+        server.turn_until(lambda: server.connections.refused == 1)
 
 
 def test_who_does_not_say_who_it_is_is_not_waited_for_for_ever(server, monkeypatch):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import selectors
 import socket
+import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -227,3 +228,16 @@ def test_one_that_does_not_know_the_secret_is_another_runs(client, elsewhere):
         with pytest.raises(UserError, match=r"does not know this run's secret.*a port of its own.*ARGOSY_SECRET"):
             client.turn_until(lambda: False)
     assert not client.greeted
+
+
+def test_a_coordinator_that_cuts_the_connection_at_once_is_called_again(elsewhere, tmp_path, monkeypatch):
+    address = elsewhere.getsockname()
+    client, came = Client(tmp_path, nodes=2, coordinator=f"127.0.0.1:{address[1]}"), Future[socket.socket]()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "call", lambda address: came)
+        client.client.keep(time.monotonic())
+    came.set_result(socket.create_connection(address))
+    cut = elsewhere.accept()[0]
+    cut.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # it resets the connection
+    cut.close()
+    answered(elsewhere, client)

@@ -156,7 +156,12 @@ class AgentConnections:
             except OSError:  # no descriptor is left, or the other end is gone already
                 self._make_room()
                 return
-            agent = AgentConnection(connected, f"{host}:{port}", self)
+            try:
+                agent = AgentConnection(connected, f"{host}:{port}", self)
+            except OSError as problem:  # TLS looks at the other end, which may have cut the connection already
+                connected.close()
+                self.refused, self.last_refusal = self.refused + 1, f"{host}:{port}: {problem}"
+                continue
             self._strangers[agent] = None
             if len(self._strangers) > MOST_STRANGERS:
                 self.drop(next(iter(self._strangers)), "too many have not said who they are")

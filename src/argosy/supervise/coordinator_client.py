@@ -154,18 +154,22 @@ class CoordinatorClient:
         if not self._call.done():
             return
         answered, self._call = self._call, None
-        if answered.exception() is None:
+        try:
             self._reached(answered.result(), now)
-        else:
+        except OSError:
             self._check_patience(now)
 
     def _reached(self, connected: socket.socket, now: float) -> None:
-        self.host = connected.getsockname()[0]
-        self.interface = _interface_of(self.host)
-        with suppress(OSError):  # the other end has hung up already
-            self._place.reached(connected.getpeername()[:2])
-        self._asked_s = now
-        self._connection = Connection(connected, handshake(self._secret), self._selector, self._hear, self._tls)
+        """Use a connection. Raises: OSError if the other end has cut it already."""
+        try:
+            address, host = connected.getpeername()[:2], connected.getsockname()[0]
+            connection = Connection(connected, handshake(self._secret), self._selector, self._hear, self._tls)
+        except OSError:
+            connected.close()
+            raise
+        self._place.reached(address)
+        self.host, self.interface = host, _interface_of(host)
+        self._asked_s, self._connection = now, connection
 
     def _check_patience(self, now: float) -> None:
         problem = self._place.problem
