@@ -207,6 +207,34 @@ def test_a_node_of_another_run_is_sent_away_and_disturbs_nobody(come):
     assert a.hears("heard")
 
 
+def test_of_two_machines_of_one_name_the_one_that_came_later_is_told_and_the_other_goes_on(come):
+    first = come("a").hello(process="first")
+    later = come("a").hello(process="later")
+    first.close()  # its connection has ended, as that of `later` will
+    first = come("a").hello(process="first")
+    first.hears("heard")
+    later.close()
+    finish = come("a").hello(process="later").hears("finish")
+    assert finish["exit_code"] == 2 and "launch.node" in finish["why"] and "called a" in finish["why"]
+    first.say("heartbeat")
+    assert first.hears("heard")
+
+
+def test_an_agent_that_was_started_again_and_again_is_taken_for_its_node_each_time(come):
+    for process in ("one", "two", "three", "three", "four"):
+        come("a").hello(process=process).hears("heard")
+
+
+def test_only_the_node_that_was_asked_to_opens_the_store(come, tmp_path):
+    a, b = come("a").begins(), come("b").begins()
+    generation = a.hears("open_store")["generation"]
+    b.say("store", generation=generation, port=2)
+    b.say("heartbeat")
+    b.hears("heard")
+    a.say("store", generation=generation, port=1)
+    assert [agent.hears("join")["port"] for agent in (a, b)] == [1, 1]
+
+
 def test_a_coordinator_whose_run_was_taken_over_begins_nothing(come, tmp_path):
     """Somebody has started another elsewhere: there is one that begins generations."""
     begin_generation(tmp_path, 7)

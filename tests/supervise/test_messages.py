@@ -51,8 +51,12 @@ def test_the_coordinators_message_survives_the_way():
         {"kind": "heartbeat", "report": {"workers": [[0]]}},
         {"kind": "store", "generation": 1, "port": 0}, {"kind": "finish", "exit_code": 0, "why": ""},
         json.loads(encoded(HELLO)) | {"name": "../../etc"}, json.loads(encoded(HELLO)) | {"slots": 10**9},
+        json.loads(encoded(HELLO)) | {"slots": 1},
+        json.loads(encoded(HELLO)) | {"workers": 2 * json.loads(encoded(HELLO))["workers"]},
+        {"kind": "heartbeat", "report": {"step": 10**400}}, {"kind": "lost", "slot": 0, "why": "", "exit_code": 10**9},
+        {"kind": "node_checked", "health": {"rates": {"core memory": float("nan")}}},
     ],
-    ids=str,
+    ids=lambda wrong: str(wrong)[:60],
 )  # fmt: skip
 def test_what_no_agent_says_is_refused(wrong):
     with pytest.raises(BadMessage):

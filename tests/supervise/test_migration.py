@@ -15,6 +15,7 @@ from argosy.resilience.migration_cost import MigrationAnswer, MigrationQuestion
 from argosy.supervise import migration
 from argosy.supervise.membership import Membership, Settings
 from argosy.supervise.migration import APART_S, MIGRATION_S, Migrator
+from argosy.supervise.nodes import Cause
 from argosy.supervise.orders import Break, Join, Start
 
 PAYS = MigrationAnswer(True, "dp_replicate=2", 2, 2, 0.6, 0.3, steps_left=1000)
@@ -211,6 +212,14 @@ def test_a_slow_link_is_priced_for_all_nodes_and_for_one(tmp_path, planner, monk
     (join,) = [order for order in run.migrate() if isinstance(order, Join)]
     assert planner.asked[0].on == (6, 2) and planner.asked[0].kind == "slow_link"
     assert join.places == {("a", 0): 0, ("a", 1): 1}
+
+
+def test_a_slow_link_of_a_world_that_rank_0_has_just_left_is_nobodys_affair(tmp_path, planner):
+    run = Run(tmp_path)
+    run.of.lost("a", 0, Cause("signal SIGKILL", exit_code=-9))
+    run.migrator.slow_link(LINK)
+    run.look()
+    assert not planner.asked
 
 
 def test_around_a_slow_link_all_nodes_may_go_on_under_another_plan(tmp_path, monkeypatch):

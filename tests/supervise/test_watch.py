@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from argosy.config.schema import ResilienceConfig
-from argosy.resilience.detect.finding import Finding
-from argosy.supervise.node_report import NodeReporter
+from argosy.resilience.detect.finding import Finding, WorkerSeen
+from argosy.supervise.node_report import NodeReporter, Report
 from argosy.supervise.watch import RunWatch
 from resilience.detect.samples import World
 
@@ -60,6 +60,15 @@ def test_a_rank_that_others_wait_for_is_found_though_nodes_tell_little_until_the
     nodes.world.step()
     nodes.tick()
     assert not watch.wants_all
+
+
+def test_what_a_node_says_of_ranks_that_it_does_not_have_is_nothing(watch):
+    """Not even if it looks like a world that hangs."""
+    seen = WorkerSeen(7, 3, "forward", {}, "S", has_made_a_step=True)
+    for tick in range(30):
+        workers = [(0, 7)] if tick == 0 else None
+        watch.shown(1, 1, "a", Report(1, workers, step=3, still=[0], seen={5: seen}))
+        assert not watch.findings(tick * TICK_S)
 
 
 def test_a_node_that_is_cut_off_does_not_make_its_ranks_look_hung(watch):

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+import uuid
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -58,7 +59,7 @@ class Agent:
         """`fork_server` has imported `WORKER`'s module. `quiet`: what rank 0 prints goes to its log too."""
         self._run_dir, self._run, self._plan, self._fork_server, self._quiet = run_dir, run, plan, fork_server, quiet
         self._launch = run.launch
-        self._name = node_name(self._launch)
+        self._name, self._process = node_name(self._launch), uuid.uuid4().hex
         self._events = Events(run_dir, "launcher" if self._launch.nodes == 1 else f"launcher-{self._name}")
         self._slots = -(-plan.world_size // self._launch.nodes)
         self._processes: dict[int, WorkerProcess] = {}
@@ -315,6 +316,7 @@ class Agent:
             say.AgentHello(
                 folder=name_of(self._run_dir), name=self._name, host=host, slots=self._slots, workers=workers,
                 health=self._health, is_checking=self._node_check is not None,
+                process=self._process,
             )
         )  # fmt: skip
         if self._stopping.number is not None:

@@ -97,6 +97,11 @@ class Coordinator:
         self._heard = say.Heard()
         """What agents are asked of heartbeats."""
         self._finish: Finish | None = None
+        self._processes: dict[str, str] = {}
+        """Node -> the agent's process that speaks for it (`AgentHello.process`)."""
+        self._replaced: set[tuple[str, str]] = set()
+        """Nodes and processes in whose place another has come, and below, those that came where one was already."""
+        self._refused: set[tuple[str, str]] = set()
         self._alone_since, self._alone_s = time.monotonic(), ALONE_S
         self._is_of_one_agent = not run.launch.coordinator and not run.launch.lease
         self._is_stopping = False
@@ -211,7 +216,18 @@ class Coordinator:
 
     def _on_hello(self, agent: AgentConnection, hello: say.AgentHello) -> None:
         if hello.folder != self._folder:
-            self._send_away(agent)
+            self._send_away(
+                agent,
+                f"launch.coordinator: another run is coordinated there, {self._run_dir}. Give this one a port of its "
+                "own; if it is to be the same run, its --run-dir has to be on storage that all machines see.",
+            )
+            return
+        if not self._is_the_node(hello):
+            self._send_away(
+                agent,
+                f"launch.node: this machine is called {hello.name}, and so is another of the run. Give each a name of "
+                "its own; without the key it is the host name.",
+            )
             return
         name, workers = hello.name, {w.slot: Worker(w.state, w.rank, w.generation, w.pid) for w in hello.workers}
         self._agents.admit(agent, name)
@@ -224,11 +240,22 @@ class Coordinator:
         self._tell_what_was_missed(name, workers)
         self._agents.tell(name, self._heard)
 
-    def _send_away(self, agent: AgentConnection) -> None:
-        why = (
-            f"launch.coordinator: another run is coordinated there, {self._run_dir}. Give this one a port of its own; "
-            "if it is to be the same run, its --run-dir has to be on storage that all machines see."
-        )
+    def _is_the_node(self, hello: say.AgentHello) -> bool:
+        """Return False for the agent of a machine that has the name of another.
+
+        An agent may be started again, and then its earlier process does not come back. If it does, both live, and the
+        one that came later is not to have the name.
+        """
+        name, process = hello.name, hello.process
+        if (name, process) in self._refused:
+            return False
+        before = self._processes.get(name, process)
+        if before != process:
+            (self._refused if (name, process) in self._replaced else self._replaced).add((name, before))
+        self._processes[name] = process
+        return True
+
+    def _send_away(self, agent: AgentConnection, why: str) -> None:
         self._agents.answer(agent, say.EndRun(exit_code=UserError.exit_code, why=why, error=UserError.__name__))
 
     def _tell_what_was_missed(self, name: str, workers: Mapping[int, Worker]) -> None:
@@ -262,7 +289,7 @@ class Coordinator:
     def _on_store(self, node: str, generation: int, port: int) -> None:
         """The rendezvous store of the generation being formed is open: let its members join."""
         join = self._pending
-        if join is None or join.generation != generation or not self._membership.in_force:
+        if join is None or (join.generation, _opener(join)) != (generation, node) or not self._membership.in_force:
             return
         self._pending = None
         host = self._membership.nodes[node].host
@@ -297,8 +324,7 @@ class Coordinator:
                 ranks = {f"{name}/{slot}": rank for (name, slot), rank in places.items()}
                 self._events.write("generation", generation=generation, size=len(places), plan=plan, ranks=ranks)
                 self._migrator.joined(time.monotonic())
-                first = next(name for (name, _), rank in places.items() if rank == 0)
-                self._agents.tell(first, say.OpenStore(generation=generation))
+                self._agents.tell(_opener(order), say.OpenStore(generation=generation))
             case Break(generation, why):
                 self._pending = None
                 self._membership.handover().save(self._run_dir)
@@ -326,6 +352,11 @@ class Coordinator:
             self._membership.fail(f"another coordinator has taken the run over: {problem}")
             return False
         return True
+
+
+def _opener(join: Join) -> str:
+    """Return the node that opens the rendezvous store: that of rank 0."""
+    return next(name for (name, _), rank in join.places.items() if rank == 0)
 
 
 def _heartbeats(nodes: int, ranks: int, wants_all: bool) -> say.Heard:

@@ -131,9 +131,11 @@ class Membership:
         if worker is None:
             return
         was_member = self._roster.is_member(worker)
+        if was_member and generation != self.generation:
+            return
         worker.state = State.READY
         self._roster.changed(name)
-        if was_member and generation == self.generation:
+        if was_member:
             self._break(why)
 
     def done(self, name: str, slot: int) -> None:
@@ -386,7 +388,7 @@ class Membership:
             self._queue.append(Break(self.generation, why))
 
     def _end_if_done(self) -> None:
-        if self.in_force and self._roster.counts.done == self._roster.counts.members:
+        if self.in_force and self._roster.counts.done == self.size:
             self._end(Finish(0, "done"))
 
     def _count(self, cause: Cause) -> None:

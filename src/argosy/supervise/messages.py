@@ -6,13 +6,13 @@ the connection that it came on.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from argosy.observe.heartbeat import LAST_STEPS
 from argosy.resilience.node_health import Health
-from argosy.supervise.node_report import Report
+from argosy.supervise.node_report import Count, Report, Step
 from argosy.supervise.nodes import State
 
 TEXT_CHARS = 20_000
@@ -25,7 +25,8 @@ MOST_WORKERS = 4096
 Text = Annotated[str, BeforeValidator(lambda text: text[:TEXT_CHARS] if isinstance(text, str) else text)]
 NodeName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$", max_length=255)]
 Slot = Annotated[int, Field(ge=0, lt=MOST_WORKERS)]
-Count = Annotated[int, Field(ge=0, lt=2**53)]
+ExitCode = Annotated[int, Field(ge=-255, le=255)]
+"""Negative: a signal."""
 Port = Annotated[int, Field(ge=1, le=65535)]
 Host = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]+$", max_length=255)]
 
@@ -67,6 +68,16 @@ class AgentHello(Record):
     health: Health | None = None
     is_checking: bool = False
     """True while a node health check runs."""
+    process: Annotated[str, Field(max_length=64)] = ""
+    """A name of the agent's process, made up by it: two processes of one node name are two machines, or one after the
+    other."""
+
+    @model_validator(mode="after")
+    def _has_those_slots(self) -> Self:
+        slots = [worker.slot for worker in self.workers]
+        if len(set(slots)) < len(slots) or any(slot >= self.slots for slot in slots):
+            raise ValueError(f"workers are in slots {slots[:8]}, each of which must be one of {self.slots}")
+        return self
 
 
 class WorkerStarted(Record):
@@ -101,8 +112,8 @@ class WorkerLost(Record):
     slot: Slot
     why: Text
     error: Text = ""
-    exit_code: int = 0
-    step: int = -1
+    exit_code: ExitCode = 0
+    step: Step = -1
 
 
 class RunStopping(Record):
@@ -223,7 +234,7 @@ class EndRun(Record):
     """The run is over. The rest is that of `orders.Finish`."""
 
     kind: Literal["finish"] = "finish"
-    exit_code: int
+    exit_code: ExitCode
     why: Text
     error: Text = ""
 

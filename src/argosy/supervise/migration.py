@@ -84,7 +84,10 @@ class Migrator:
     def slow_link(self, finding: Finding) -> None:
         """Take in that the links between nodes became slow."""
         membership = self._membership
-        ((first, _),) = membership.places_of([0])
+        places = membership.places_of([0])
+        if not places:
+            return  # it has just left the world
+        ((first, _),) = places
         here = membership.nodes[first].slots
         others = tuple(sorted(membership.nodes.keys() - {first}))
         on = (membership.size,) if here >= membership.size else (membership.size, here)

@@ -8,38 +8,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from pydantic import FiniteFloat, NonNegativeInt
+from pydantic import Field, FiniteFloat
 
 from argosy.observe.heartbeat import LAST_STEPS, HeartbeatReading
 from argosy.resilience.detect.finding import WorkerSeen, process_state
 
-Rank = NonNegativeInt
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+Rank = Count
+Step = Annotated[int, Field(ge=-1, lt=2**53)]
+"""-1: none."""
 
 
 @dataclass(frozen=True)
 class Report:
     """A node's workers in one generation, as far as they are not as in the report before. It arrives as a message."""
 
-    generation: NonNegativeInt = 0
+    generation: Count = 0
     """The newest of its workers; ranks are those of this generation."""
-    workers: list[tuple[Rank, NonNegativeInt]] | None = None
+    workers: list[tuple[Rank, Count]] | None = None
     """Rank and process of each; None: the same as in the report before. If it is given, nothing before it counts."""
-    step: int = -1
+    step: Step = -1
     """The furthest that any of them is in, or did last."""
-    safe_step: int = -1
+    safe_step: Step = -1
     """The newest that any of them could go back to."""
     still: list[Rank] = field(default_factory=list)
     """Ranks that have made no progress since the report before."""
     silent: list[Rank] = field(default_factory=list)
     """Ranks whose heart has not beaten since the report before."""
-    waiting: NonNegativeInt = 0
+    waiting: Count = 0
     """How many wait for the next world."""
     has_evaluated: bool = False
     """True if one of them has ended an evaluation since the report before."""
-    took: list[tuple[NonNegativeInt, list[FiniteFloat]]] = field(default_factory=list)
+    took: list[tuple[Count, list[FiniteFloat]]] = field(default_factory=list)
     """Steps that all of them have ended, with the seconds of own work of each, in the order of `workers`."""
-    suspicions: dict[Rank, NonNegativeInt] = field(default_factory=dict)
+    suspicions: dict[Rank, Count] = field(default_factory=dict)
     """Rank -> how often it was found or suspected to be wrong, where that has grown."""
     seen: dict[Rank, WorkerSeen] = field(default_factory=dict)
     """Rank -> all that it shows."""

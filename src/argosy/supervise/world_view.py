@@ -60,16 +60,11 @@ class WorldView:
         if of.seen:
             still = set(report.still)
             of.seen = {rank: seen for rank, seen in of.seen.items() if rank in still}
-        of.seen |= report.seen
+        of.seen |= {rank: seen for rank, seen in report.seen.items() if rank in of.pids}
         for step, busy_s in report.took:
             if len(busy_s) == len(of.ranks) and step > of.told_step:
                 self.has_made_a_step, of.told_step = True, step
                 self._times.put(step, of.ranks, busy_s)
-
-    def leave(self, node: str) -> None:
-        """A node is lost."""
-        self._nodes.pop(node, None)
-        self._unheard.discard(node)
 
     def do_all_wait(self) -> bool:
         """Return True if all ranks wait for the next world."""
