@@ -34,6 +34,7 @@ SECRETS = [
     f"zip://a.txt::https://user:{SECRET}@host/x.zip",
     f"s3:/AKIAKEY:{SECRET}@bucket",
     f"http://user:{SECRET}@[::1]:80/x",
+    f"2-https://{SECRET}@host/path",
 ]
 PLAIN = [
     "s3://bucket/argosy/run.v2/x@y",
@@ -102,3 +103,9 @@ def test_what_a_library_says_is_hidden_in_errors_warnings_and_events(tmp_path: P
     assert SECRET not in str(ArgosyWarning(f"cannot be read ({problem})"))
     Events(tmp_path, "rank-0").write("drain_failed", error=str(problem), more={"urls": [url]})
     assert SECRET not in (tmp_path / "events/rank-0.jsonl").read_text()
+
+
+def test_a_long_text_without_a_url_is_looked_at_once() -> None:
+    """It took a time that grew with the square of its length: minutes for what an error message may quote."""
+    text = "a" * 1_000_000 + " and s3://bucket"
+    assert redact(text) == text

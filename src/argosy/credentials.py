@@ -18,7 +18,8 @@ REMEDY = (
 )
 
 # One slash: of a URL that was taken for a path. A chained URL (zip://x::https://y) is several.
-_URL = re.compile(r"""([a-zA-Z][a-zA-Z0-9+.-]*)(:/{1,2})((?:(?!::)[^\s'"<>])+)""")
+# It begins where no letter of a scheme is before it, so that a long text without URLs is looked at once.
+_URL = re.compile(r"""(?<![a-zA-Z0-9+.-])([a-zA-Z0-9+.-]+)(:/{1,2})((?:(?!::)[^\s'"<>])+)""")
 _HOST = re.compile(r"(\[[^\]]*\]?|[^:]*)(:[0-9]*)?")
 _QUERY = re.compile(r"([?&;#])([^=?&;#]+)=([^&;#]+)")
 _SECRET_NAME = re.compile(
@@ -28,6 +29,8 @@ _SECRET_NAME = re.compile(
 )
 _NO_SECRETS = ("github", "git")
 """Schemes in which a colon before the @ means something else: github://owner:repository@branch/path."""
+_NOT_FIRST = "0123456789+.-"
+"""What a scheme does not begin with; a list in YAML or a number may stand before it."""
 _ALL_SECRETS = ("http", "https")
 """Schemes in which whatever stands before the @ may be a token."""
 
@@ -53,7 +56,7 @@ def redacted(value: Any) -> Any:
 
 def _redacted(url: re.Match[str]) -> str:
     scheme, slashes, rest = url.groups()
-    return f"{scheme}{slashes}{_QUERY.sub(_without_value, _without_user(scheme.lower(), rest))}"
+    return f"{scheme}{slashes}{_QUERY.sub(_without_value, _without_user(scheme.lower().lstrip(_NOT_FIRST), rest))}"
 
 
 def _without_user(scheme: str, rest: str) -> str:

@@ -122,6 +122,12 @@ def test_what_has_the_right_frame_and_the_wrong_content_is_refused():
         decode(message, Position)
 
 
+def test_a_tensor_of_which_nothing_was_sent_takes_no_memory():
+    assert encoding.from_text('[["float32", [3, 0], ""]]', encoding.SentTensor).shape == (3, 0)
+    with pytest.raises(WrongMessage, match="it is no tensor"):
+        encoding.from_text('[["float32", [1000000000, 1000], ""]]', encoding.SentTensor)
+
+
 class Unknown:
     """A class of which nothing is known could only be pickled."""
 

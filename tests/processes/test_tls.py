@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives import serialization
 
 from argosy.config.schema import LaunchConfig
 from argosy.errors import UserError
@@ -54,3 +55,18 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(tmp_path, monk
     with pytest.raises(UserError, match=r"argosy\[tls\]"):
         certificate_of(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_key_that_is_encrypted_is_refused_and_nobody_is_asked_for_its_password(tmp_path):
+    made = certificate_of(tmp_path)
+    key = serialization.load_pem_private_key(made.key.read_bytes(), None)
+    made.key.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.BestAvailableEncryption(b"a password"),
+        )
+    )
+    launch = LaunchConfig(tls=True, tls_certificate=str(made.certificate), tls_key=str(made.key))
+    with pytest.raises(UserError, match=r"launch\.tls_key = .*key\.pem.*not encrypted"):
+        server_context(tmp_path, launch)

@@ -111,6 +111,17 @@ def test_while_the_backend_does_not_answer_the_problem_is_known_and_nothing_is_d
     assert found(a) == a.process.address
 
 
+def test_an_answer_that_nobody_expects_is_an_error_and_no_silence(agents, monkeypatch):
+    a = agents("a")
+
+    def wrong() -> Holder | None:
+        raise KeyError("spec")
+
+    monkeypatch.setattr(a._lease, "holder", wrong)
+    with pytest.raises(KeyError, match="spec"):
+        found(a)
+
+
 def test_an_address_that_is_not_this_machine_s_is_the_user_s_to_change(tmp_path):
     launch = LaunchConfig(nodes=2, lease="folder", address="192.0.2.1", port=4000)
     place = place_of(tmp_path, launch, Plan(), Events(tmp_path, "a"))

@@ -148,6 +148,7 @@ def _tensor_of(record: Any) -> Tensor:
         data = bytearray(base64.b64decode(text, validate=True))
         assert name in DTYPES and all(isinstance(length, int) and length >= 0 for length in shape)
         if not data:
+            assert 0 in shape, "nothing was sent, so there is nothing in it"
             return torch.empty(shape, dtype=getattr(torch, name))
         return torch.frombuffer(data, dtype=getattr(torch, name)).view(shape)
     except (ValueError, TypeError, AssertionError, RuntimeError):

@@ -36,12 +36,13 @@ class Certificate:
         context.verify_mode = ssl.CERT_REQUIRED
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # trust it, and not those that it was signed with
         try:
-            context.load_cert_chain(self.certificate, self.key)
+            # Without a password OpenSSL would ask the terminal for that of a key that is encrypted.
+            context.load_cert_chain(self.certificate, self.key, password="")
             context.load_verify_locations(self.certificate)
         except (OSError, ValueError) as problem:
             raise UserError(
                 f"launch.tls_certificate = {self.certificate}, launch.tls_key = {self.key}: {problem}. Give a "
-                "certificate and its private key, both as PEM files, or leave both keys out."
+                "certificate and its private key, which is not encrypted, both as PEM files, or leave both keys out."
             ) from None
         return context
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
 from argosy.config.schema import LaunchConfig
-from argosy.errors import ArgosyError, UserError
+from argosy.errors import UserError
 from argosy.observe.events import Events
 from argosy.plan.plan import Plan
 from argosy.processes.connection import Address
@@ -202,7 +202,7 @@ class LeasedPlace:
             try:
                 with self._lock:
                     future.set_result(function())
-            except (Unreachable, ArgosyError) as problem:
+            except Exception as problem:  # whatever it is, the agent must not wait for ever
                 future.set_exception(problem)
 
         threading.Thread(target=work, name="argosy-lease", daemon=True).start()

@@ -279,6 +279,12 @@ def test_an_object_that_somebody_edits_is_renewed_all_the_same(api, tmp_path):
     assert lease["spec"]["holderIdentity"] == "a" and lease["spec"]["leaseDurationSeconds"] == 1
 
 
+def test_an_object_that_somebody_has_created_by_hand_is_free(api, tmp_path):
+    api.objects["run"] = {"metadata": {"name": "run", "resourceVersion": "1"}}
+    a = open_lease("kubernetes://training/run", tmp_path)
+    assert a.holder() is None and a.acquire(A) and a.holder() == A
+
+
 def test_a_lease_of_another_run_is_refused_while_it_is_held(api, tmp_path):
     (tmp_path / "other").mkdir()
     other, mine = (open_lease("kubernetes://training/run", folder) for folder in (tmp_path / "other", tmp_path))

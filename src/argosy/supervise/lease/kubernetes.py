@@ -105,6 +105,8 @@ class KubernetesLease:
 
     def _read(self) -> Object | None:
         found: Object | None = self._call("read_namespaced_lease", self._name, self._namespace)
+        if found is not None:
+            found.setdefault("spec", {})  # somebody has created it by hand, for its rights or labels
         return found
 
     def _create(self, lease: Object) -> bool:
