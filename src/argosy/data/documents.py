@@ -236,7 +236,7 @@ def _record_text(line: bytes, where: str, field: str) -> bytes | BadInput:
         record = json.loads(line.decode())
     except UnicodeDecodeError as error:
         return BadInput(BROKEN_UTF8, f"{where}, byte {error.start} of the line")
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # Python reads no number of more than 4,300 digits
         return BadInput(BROKEN_JSON, f"{where} ({error})")
     if not isinstance(record, dict):
         return BadInput(NOT_TEXT, f"{where} (a {type(record).__name__}, not a record)")
