@@ -220,6 +220,18 @@ def test_of_two_machines_of_one_name_the_one_that_came_later_is_told_and_the_oth
     assert first.hears("heard")
 
 
+def test_an_agent_that_comes_back_long_after_another_has_taken_its_place_is_sent_away(come, monkeypatch):
+    """It was stopped, or its machine frozen."""
+    come("a").hello(process="first").hears("heard")
+    later = come("a").hello(process="later")
+    later.hears("heard")
+    monkeypatch.setattr(coordinator, "LEASE_S", 0.0)
+    for _ in range(2):
+        assert "launch.node" in come("a").hello(process="first").hears("finish")["why"]
+    later.say("heartbeat")
+    assert later.hears("heard")
+
+
 def test_an_agent_that_was_started_again_and_again_is_taken_for_its_node_each_time(come):
     for process in ("one", "two", "three", "three", "four"):
         come("a").hello(process=process).hears("heard")

@@ -97,10 +97,10 @@ class Coordinator:
         self._heard = say.Heard()
         """What agents are asked of heartbeats."""
         self._finish: Finish | None = None
-        self._processes: dict[str, str] = {}
-        """Node -> the agent's process that speaks for it (`AgentHello.process`)."""
+        self._processes: dict[str, tuple[str, float]] = {}
+        """Node -> the agent's process that speaks for it (`AgentHello.process`), and since when."""
         self._replaced: set[tuple[str, str]] = set()
-        """Nodes and processes in whose place another has come, and below, those that came where one was already."""
+        """Nodes and processes in whose place another has come; and below, those that are not to have the name."""
         self._refused: set[tuple[str, str]] = set()
         self._alone_since, self._alone_s = time.monotonic(), ALONE_S
         self._is_of_one_agent = not run.launch.coordinator and not run.launch.lease
@@ -243,16 +243,20 @@ class Coordinator:
     def _is_the_node(self, hello: say.AgentHello) -> bool:
         """Return False for the agent of a machine that has the name of another.
 
-        An agent may be started again, and then its earlier process does not come back. If it does, both live, and the
-        one that came later is not to have the name.
+        An agent may be started again, and then its earlier process does not come back. If it does, both live. If it is
+        back at once, the one that came in between is not to have the name; if that has had it for long, it keeps it.
         """
-        name, process = hello.name, hello.process
-        if (name, process) in self._refused:
+        now_s, me = time.monotonic(), (hello.name, hello.process)
+        process, since_s = self._processes.get(hello.name, (hello.process, now_s))
+        if process != hello.process and me not in self._refused:
+            if me not in self._replaced:
+                self._replaced.add((hello.name, process))
+            else:
+                self._refused.add((hello.name, process) if now_s - since_s < LEASE_S else me)
+        if me in self._refused:
             return False
-        before = self._processes.get(name, process)
-        if before != process:
-            (self._refused if (name, process) in self._replaced else self._replaced).add((name, before))
-        self._processes[name] = process
+        if process != hello.process or hello.name not in self._processes:
+            self._processes[hello.name] = hello.process, now_s
         return True
 
     def _send_away(self, agent: AgentConnection, why: str) -> None:
