@@ -44,3 +44,34 @@ def test_messages_name_the_options_of_the_command(prepared):
         prepare.main(["my text.txt", "--out", "data", "--vocab-size", "400"])
     with pytest.raises(UserError, match=r"^nowhere\.txt: there is no such file or folder\. .* alone\.$"):
         prepare.main(["nowhere.txt", "--out", "other"])
+
+
+def test_nothing_of_a_folder_is_dropped_in_silence(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    for name in ("BSD", "GPL-2", "GPL-3", "LGPL"):
+        (tmp_path / "mine" / name).write_text("a licence of many words")
+    (tmp_path / "mine" / "broken.txt").write_bytes(b"\xff")
+    (tmp_path / "mine" / "empty.md").write_bytes(b"")
+    (tmp_path / "mine" / "a.jsonl").write_text(
+        "".join(f'{{"text": "text {n}"}}\n' for n in range(20)) + '{"body": 1}\n'
+    )
+    argv = ["mine", "--vocab-size", "300", "--processes", "1", "--validation-fraction", "0"]
+    dropped = (
+        "; 1 document with broken UTF-8 skipped; 1 document without text skipped; 1 document without the field skipped"
+    )
+    left_out = "; 4 files left out: BSD, GPL-2, GPL-3, ... (no known extension: `--extensions '*'` reads them)"
+    for _ in range(2):  # the second time nothing is prepared, and it is told all the same
+        prepare.main([*argv, "--out", "out"])
+        assert f"out: 20 documents from 3 files{left_out}{dropped}\n" in capsys.readouterr().out.replace("  ", " ")
+    prepare.main([*argv, "--out", "all", "--extensions", "*"])
+    assert f"all: 24 documents from 7 files{dropped}\n" in capsys.readouterr().out
+
+
+def test_text_that_has_another_field_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')
+    with pytest.raises(
+        UserError, match=r"no text in it \(skipped: 1 x no such field; first .*a\.jsonl, line 1, .*'body'"
+    ):
+        prepare.main(["a.jsonl", "--out", "out", "--vocab-size", "300", "--processes", "1"])

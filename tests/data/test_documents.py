@@ -20,7 +20,7 @@ from argosy.errors import UserError
 
 
 def reader(*paths: Path, field: str = "text", **options: Any) -> DocumentReader:
-    return DocumentReader(find_files(map(str, paths)), field, **options)
+    return DocumentReader(find_files(map(str, paths)).files, field, **options)
 
 
 def texts(*paths: Path, **options: Any) -> list[str]:
@@ -85,10 +85,22 @@ def test_broken_input_can_be_refused(write: Any, name: str, data: bytes, message
         texts(path, on_bad_input="refuse")
 
 
-def test_record_without_the_field_is_always_refused(write: Any) -> None:
+def test_record_without_the_field_is_as_bad_as_any_other(write: Any) -> None:
     path = write("a.jsonl", jsonl({"text": "x"}, {"id": 1, "body": "y"}))
-    with pytest.raises(UserError, match=r"a\.jsonl, line 2: no field 'text'; the record has 'id', 'body'"):
-        texts(path)
+    read = reader(path)
+    assert [document.text for document in read.read(InputPosition())] == ["x"]
+    assert read.tally.skipped == {"no such field": 1}
+    with pytest.raises(
+        UserError, match=r"a\.jsonl, line 2, field 'text' \(the record has 'id', 'body'\): no such field"
+    ):
+        texts(path, on_bad_input="refuse")
+
+
+def test_file_is_not_read_to_its_end_for_a_field_that_it_does_not_have(write: Any) -> None:
+    without = [{"body": "y"}] * 999
+    assert texts(write("a.jsonl", jsonl(*without, {"text": "x"}, *without, {"body": "y"}))) == ["x"]
+    with pytest.raises(UserError, match=r"b\.jsonl, line 1000, field 'text' .*Set `field`"):
+        texts(write("b.jsonl", jsonl(*without, {"body": "y"}, {"text": "x"})))
 
 
 def test_parquet_without_the_column_lists_the_columns(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_no_validation_if_none_is_wanted(config: PrepareConfig) -> None:
 
 def test_input_without_text_is_refused(config: PrepareConfig) -> None:
     only_broken = (str(Path(config.input[0], "099-broken.txt")),)
-    with pytest.raises(UserError, match=r"there is no text in it \(skipped: 1 x broken UTF-8\)"):
+    with pytest.raises(UserError, match=r"there is no text in it \(skipped: 1 x broken UTF-8; first .*099-broken.*\)"):
         prepare(changed(config, input=only_broken))
     with pytest.raises(UserError, match="there is no text in it"):
         prepare(changed(config, input=only_broken, tokenizer=None))

@@ -9,7 +9,7 @@ from argosy.data.sources import find_files
 
 def sample(folder: Path, max_chars: int, **options: int) -> list[str]:
     config = PrepareConfig(input=(str(folder),), **options)
-    return list(sample_texts(find_files(config.input), config, max_chars))
+    return list(sample_texts(find_files(config.input).files, config, max_chars))
 
 
 def test_small_input_is_taken_whole(tmp_path: Path) -> None:

@@ -18,11 +18,23 @@ def tree(tmp_path: Path) -> Path:
 
 
 def names(*items: str | Path) -> list[str]:
-    return [Path(file.path).name for file in find_files(map(str, items))]
+    return [Path(file.path).name for file in find_files(map(str, items)).files]
 
 
 def test_folder_gives_known_kinds_in_order_without_hidden_files(tree: Path) -> None:
     assert names(tree) == ["a.md", "b.txt", "c.jsonl.gz", "d.PARQUET"]
+
+
+def test_files_of_no_known_kind_are_told_unless_another_item_names_them(tree: Path) -> None:
+    found = find_files([str(tree), str(tree / "sub" / "image.png")])
+    assert "image.png" in [Path(file.name).name for file in found.files] and not found.left_out
+    assert [Path(file.name).name for file in find_files([str(tree)] * 2).left_out] == ["image.png"]
+
+
+@pytest.mark.parametrize("extensions", [["png"], [".PNG"], ["*"]])
+def test_extensions_are_read_that_are_asked_for(tree: Path, extensions: list[str]) -> None:
+    found = find_files([str(tree)], extensions)
+    assert not found.left_out and "image.png" in [Path(file.name).name for file in found.files]
 
 
 def test_items_keep_their_order_and_globs_are_sorted(tree: Path) -> None:
@@ -34,7 +46,7 @@ def test_file_named_itself_may_have_any_suffix(tree: Path) -> None:
 
 
 def test_kind_and_compression_come_from_the_name(tree: Path) -> None:
-    (gz,) = find_files([str(tree / "sub/c.jsonl.gz")])
+    (gz,) = find_files([str(tree / "sub/c.jsonl.gz")]).files
     assert (gz.suffix, gz.compression, gz.size) == (".jsonl", ".gz", 1)
 
 
@@ -42,7 +54,7 @@ def test_urls_go_through_fsspec(tree: Path) -> None:
     memory = fsspec.filesystem("memory")
     memory.pipe({"/corpus/2.txt": b"two", "/corpus/1.txt": b"one"})
     try:
-        assert [file.name for file in find_files(["memory://corpus"])] == [
+        assert [file.name for file in find_files(["memory://corpus"]).files] == [
             "memory:///corpus/1.txt",
             "memory:///corpus/2.txt",
         ]
@@ -52,8 +64,8 @@ def test_urls_go_through_fsspec(tree: Path) -> None:
 
 
 def test_builtin_python_is_the_standard_library_then_torch() -> None:
-    files = [file.path for file in find_files(["builtin:python"])]
-    assert files == [file.path for file in find_files(["builtin:python"])]
+    files = [file.path for file in find_files(["builtin:python"]).files]
+    assert files == [file.path for file in find_files(["builtin:python"]).files]
     library, torch = [p for p in files if "site-packages" not in p], [p for p in files if "site-packages" in p]
     assert files == library + torch and library == sorted(library) and torch == sorted(torch)
     assert any(path.endswith("/abc.py") for path in library) and any("/torch/nn/" in path for path in torch)
@@ -63,12 +75,12 @@ def test_a_glob_that_spells_a_name_out_takes_it_whatever_its_kind(tmp_path: Path
     for package in ("a", "b"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "copyright").write_text(package)
-    assert [file.path for file in find_files([f"{tmp_path}/*/copyright"])] == [
+    assert [file.path for file in find_files([f"{tmp_path}/*/copyright"]).files] == [
         str(tmp_path / "a/copyright"),
         str(tmp_path / "b/copyright"),
     ]
     with pytest.raises(
-        UserError, match=r"holds 2 files, none of a known kind \(\.txt .*\.parquet, also with .*\)\. Name"
+        UserError, match=r"holds 2 files, none of a known kind \(\.txt .*\.parquet, also with .*\)\. If .* --extensions"
     ):
         find_files([f"{tmp_path}/*/copy*"])
 

@@ -101,6 +101,8 @@ def _prepare(options: Options, config: Positional) -> None:
     if options.json:
         print(json.dumps(manifest.model_dump(mode="json")))
         return
+    if made_of := manifest.in_words():
+        print(f"{folder}: {made_of}")
     splits = ", ".join(f"{name} {_tokens(manifest.tokens(name))}" for name in manifest.splits)
     print(f"{folder}: {splits}; vocabulary {manifest.vocab_size}")
 

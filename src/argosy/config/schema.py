@@ -259,6 +259,9 @@ class PrepareConfig(Section):
     input: tuple[str, ...] = ()
     """Text to train on: files, folders, globs, URLs, or builtin:python; .txt .md .py ... .jsonl .parquet, also
     .gz/.zst."""
+    extensions: tuple[str, ...] = ()
+    """File extensions that folders and globs are searched for as well, beside the known ones: .log; * reads every
+    file."""
     out: Path = Path("data/prepared")
     """Folder for the shards and their manifest."""
     tokenizer: Path | None = None
@@ -277,7 +280,7 @@ class PrepareConfig(Section):
     shard_tokens: PositiveInt = 100_000_000
     """Tokens per shard file."""
     on_bad_input: Literal["skip", "refuse"] = "skip"
-    """Broken UTF-8 or a broken record: skip and count it, or stop."""
+    """Broken UTF-8, a broken record or one without `field`: skip and count it, or stop."""
     processes: NonNegativeInt = 0
     """Tokenizer processes; 0 takes one per core."""
     engine: Literal["auto", "huggingface", "fastokens"] = "auto"

@@ -24,6 +24,9 @@ EMPTY = "empty document"
 BROKEN_UTF8 = "broken UTF-8"
 BROKEN_JSON = "broken JSON"
 NOT_TEXT = "not text"
+NO_FIELD = "no such field"
+MOST_WITHOUT_FIELD = 1000
+"""A file whose first records, so many, all lack the field is not read to its end: the field's name is wrong."""
 MAX_DOCUMENT_BYTES: int = PrepareConfig.model_fields["max_document_bytes"].default
 CHUNK_BYTES = 2**20
 """Bytes that are read at once."""
@@ -94,6 +97,8 @@ class DocumentReader:
         self._max_text_bytes, self._max_document_bytes = max_text_bytes, max_document_bytes
         self.tally = Tally()
         """Counts up to the document that was read last."""
+        self.first_bad: BadInput | None = None
+        """The first input that was skipped; None if it was empty, or all was good."""
 
     def read(self, start: InputPosition) -> Iterator[Document]:
         """Yield the documents from `start` on."""
@@ -125,6 +130,7 @@ class DocumentReader:
             if self._on_bad_input == "refuse":
                 raise UserError(f"{found.where}: {found.kind}. Mend it, or leave such input out: on_bad_input = skip.")
             self.tally.skipped[found.kind] += 1
+            self.first_bad = self.first_bad or found
             return b""
         if not found:
             self.tally.skipped[EMPTY] += 1
@@ -139,7 +145,8 @@ def read_file(file: InputFile, field: str, most_bytes: int = MAX_DOCUMENT_BYTES)
     """Yield the texts of one file as UTF-8, and a `BadInput` in place of what is not text.
 
     most_bytes: the longest document; a file of text that is not compressed may have the size that it shows.
-    Raises: UserError if the file cannot be read or decompressed, has a longer document, or does not have `field`.
+    Raises: UserError if the file cannot be read or decompressed, has a longer document, or does not have `field` at all
+    (a Parquet file without the column, the first MOST_WITHOUT_FIELD records without the field).
     """
     with _opened(file) as stream:
         if file.suffix in (".jsonl", ".ndjson"):
@@ -209,9 +216,18 @@ def _too_long(where: str, most_bytes: int) -> UserError:
 
 
 def _read_jsonl(stream: BinaryIO, name: str, field: str, most_bytes: int) -> Iterator[bytes | BadInput]:
+    without: int | None = 0  # records without the field, as long as there was no other
     for number, line in enumerate(_lines(stream, name, most_bytes), 1):
-        if line.strip():
-            yield _record_text(line, f"{name}, line {number}", field)
+        if not line.strip():
+            continue
+        found = _record_text(line, f"{name}, line {number}", field)
+        if without is not None:
+            without = without + 1 if isinstance(found, BadInput) and found.kind == NO_FIELD else None
+        if without == MOST_WITHOUT_FIELD and isinstance(found, BadInput):
+            raise UserError(
+                f"{found.where}: {NO_FIELD}, nor in any record before. Set `field` to the one with the text"
+            )
+        yield found
 
 
 def _lines(stream: BinaryIO, name: str, most_bytes: int) -> Iterator[bytes]:
@@ -241,11 +257,14 @@ def _record_text(line: bytes, where: str, field: str) -> bytes | BadInput:
     if not isinstance(record, dict):
         return BadInput(NOT_TEXT, f"{where} (a {type(record).__name__}, not a record)")
     if field not in record:
-        raise UserError(
-            f"{where}: no field {field!r}; the record has {', '.join(map(repr, record)) or 'none'}. Set `field` to the "
-            "one that holds the text."
-        )
+        return BadInput(NO_FIELD, f"{where}, field {field!r} (the record has {_listed(record)})")
     return _field_text(record[field], f"{where}, field {field!r}")
+
+
+def _listed(record: dict[str, Any]) -> str:
+    """Return the names of a record's fields, a bounded part of them."""
+    names = ", ".join(repr(name[:40]) for name in list(record)[:10]) or "none"
+    return f"{names}, ..." if len(record) > 10 else names
 
 
 def _field_text(value: Any, where: str) -> bytes | BadInput:

@@ -24,6 +24,18 @@ SETTINGS = ("vocab_size", "field", "validation_fraction", "max_text_bytes", "sha
 SplitName = Literal["train", "validation"]
 
 
+SKIPPED = {
+    "empty document": "without text",
+    "broken UTF-8": "with broken UTF-8",
+    "broken JSON": "with broken JSON",
+    "not text": "of other than text",
+    "no such field": "without the field",
+}
+"""Kind of input that was skipped -> what is said of such documents."""
+NAMES_KEPT = 100
+"""Names of files left out that the manifest keeps."""
+NAMES_IN_WORDS = 3
+
 MOST_BYTES = 256 * 2**20
 """No manifest is larger: that of 100,000 shards has 35 MB."""
 
@@ -70,6 +82,12 @@ class Manifest(_Record):
     """The options of `prepare` on which the result depends; empty for adopted shards."""
     skipped: dict[str, Count] = {}
     """Input that was skipped: kind -> count."""
+    files: Count | None = None
+    """Input files that were read; None if that was not counted."""
+    left_out: Count = 0
+    """Files of the input's folders and globs that were not read, since their extension is not known."""
+    left_out_names: tuple[str, ...] = ()
+    """The first of them."""
     text_bytes_estimated: bool = False
     """True if text_bytes were estimated from a decoded sample (adopted shards), not counted."""
     splits: dict[SplitName, tuple[Shard, ...]]
@@ -98,6 +116,23 @@ class Manifest(_Record):
     def text_bytes(self, split: SplitName) -> int:
         """Count the UTF-8 bytes of text in a split."""
         return sum(shard.text_bytes for shard in self.splits.get(split, ()))
+
+    def in_words(self) -> str:
+        """Return what was made of the input: documents, files that were left out, what was skipped; "" if unknown."""
+        if self.files is None:
+            return ""
+        documents = sum(self.documents(split) for split in self.splits)
+        parts = [f"{_plural(documents, 'document')} from {_plural(self.files, 'file')}"]
+        if self.left_out:
+            names = [Path(name).name for name in self.left_out_names[:NAMES_IN_WORDS]]
+            names += ["..."] if self.left_out > len(names) else []
+            parts.append(
+                f"{_plural(self.left_out, 'file')} left out: {', '.join(names)} (no known extension: "
+                "`--extensions '*'` reads them)"
+            )
+        for kind, count in sorted(self.skipped.items()):
+            parts.append(f"{_plural(count, 'document')} {SKIPPED.get(kind, f'({kind})')} skipped")
+        return "; ".join(parts)
 
     @property
     def identity(self) -> str:
@@ -178,6 +213,10 @@ class Manifest(_Record):
                 raise DataError(
                     f"{path} {state}. Restore the file, or delete {folder} and prepare it again: {self._again(folder)}"
                 )
+
+
+def _plural(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def verify(folder: Path) -> Manifest:

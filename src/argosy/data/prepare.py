@@ -20,7 +20,7 @@ from argosy.data.cutting import Cutter
 from argosy.data.documents import Document, DocumentReader, InputPosition
 from argosy.data.engine import EncodedBatch, choose_engine
 from argosy.data.journal import Journal, fingerprint
-from argosy.data.manifest import TOKENIZER, Manifest, Shard, SplitName
+from argosy.data.manifest import NAMES_KEPT, TOKENIZER, Manifest, Shard, SplitName
 from argosy.data.sample import sample_texts
 from argosy.data.shards import token_dtype
 from argosy.data.sources import RECORDS, InputFile, find_files
@@ -93,7 +93,8 @@ def prepare(config: PrepareConfig, report: Report | None = None) -> Manifest:
     options = _options(config)
     if _is_prepared(config.out):
         return _load_prepared(config.out, options)
-    files = find_files(config.input)  # before `out` is created: wrong input leaves nothing behind
+    found = find_files(config.input, config.extensions)  # before `out` is created: wrong input leaves nothing behind
+    files = found.files
     with _writing(config.out):
         if _is_prepared(config.out):  # another process prepared it, while this one waited
             return _load_prepared(config.out, options)
@@ -110,6 +111,9 @@ def prepare(config: PrepareConfig, report: Report | None = None) -> Manifest:
             dtype=token_dtype(tokenizer.vocab_size).name,
             options=options,
             skipped=dict(reader.tally.skipped),
+            files=len(files),
+            left_out=len(found.left_out),
+            left_out_names=tuple(file.name for file in found.left_out[:NAMES_KEPT]),
             splits=splits,
         ).save(config.out)
         journal.remove()
@@ -154,6 +158,7 @@ def _options(config: PrepareConfig) -> dict[str, Any]:
         "max_text_bytes": config.max_text_bytes,
         "shard_tokens": config.shard_tokens,
         "on_bad_input": config.on_bad_input,
+        "extensions": list(config.extensions) or None,
     }
 
 
@@ -229,9 +234,11 @@ def _total_text_bytes(files: Sequence[InputFile], config: PrepareConfig) -> int 
 
 def _no_text(config: PrepareConfig, reader: DocumentReader) -> UserError:
     skipped = ", ".join(f"{count} x {kind}" for kind, count in reader.tally.skipped.items())
+    if reader.first_bad is not None:
+        skipped += f"; first {reader.first_bad.where}: {reader.first_bad.kind}"
     return UserError(
         f"input = {list(config.input)}: there is no text in it" + (f" (skipped: {skipped})" if skipped else "") + ". "
-        "Name files with text in UTF-8."
+        "Name files with text in UTF-8, and in `field` the field or column that holds it."
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
@@ -53,26 +53,39 @@ class InputFile:
         return _suffixes(self.path)[1]
 
 
-def find_files(items: Iterable[str]) -> list[InputFile]:
-    """Return all files that the items of `prepare.input` name, in order of items; those of a folder or glob by path.
+@dataclass(frozen=True)
+class Input:
+    """The files that `prepare.input` names."""
 
+    files: list[InputFile]
+    left_out: list[InputFile]
+    """Files of folders and globs that are not read, since their suffix is not known. Hidden files are in neither."""
+
+
+def find_files(items: Iterable[str], extensions: Sequence[str] = ()) -> Input:
+    """Find all files that the items of `prepare.input` name, in order of items; those of a folder or glob by path.
+
+    extensions: suffixes that are text beside TEXTS; * stands for any.
     Raises: UserError if an item names nothing, or its protocol is unknown or lacks a package.
     """
-    files = [file for item in items for file in _expand(item)]
-    if not files:
+    found = [_expand(item, extensions) for item in items]
+    if not found:
         raise UserError("input = []: nothing to prepare. Name files, folders, globs, URLs or builtin:python.")
-    return files
+    files = [file for each in found for file in each.files]
+    named = {file.name for file in files}  # what one item leaves out, another may name
+    left_out = {file.name: file for each in found for file in each.left_out if file.name not in named}
+    return Input(files, list(left_out.values()))
 
 
-def _expand(item: str) -> list[InputFile]:
+def _expand(item: str, extensions: Sequence[str]) -> Input:
     if item.startswith(PREFIX):
         local = fsspec.filesystem("file")
-        return [_file(local, str(path), local.info(str(path))) for path in builtin_files(item)]
+        return Input([_file(local, str(path), local.info(str(path))) for path in builtin_files(item)], [])
     if has_credentials(item):
         raise UserError(f"input = {item}: {REMEDY}.")
     fs, path = _file_system(item)
     try:
-        return _look_up(item, fs, path)
+        return _look_up(item, fs, path, extensions)
     except FileNotFoundError:
         raise UserError(
             f"input = {item}: there is no such file or folder. Check the path, or quote the glob so that the shell "
@@ -89,9 +102,9 @@ def _file_system(item: str) -> tuple[Any, str]:
         raise UserError(f"input = {item}: {error}. Install what it asks for, or copy the files here.") from None
 
 
-def _look_up(item: str, fs: Any, path: str) -> list[InputFile]:
+def _look_up(item: str, fs: Any, path: str, extensions: Sequence[str]) -> Input:
     if fs.isfile(path):
-        return [_file(fs, path, fs.info(path))]
+        return Input([_file(fs, path, fs.info(path))], [])
     if fs.isdir(path):
         found, what = fs.find(path, detail=True), "folder"
         found = {name: info for name, info in found.items() if not _is_hidden(name, path)}
@@ -101,15 +114,16 @@ def _look_up(item: str, fs: Any, path: str) -> list[InputFile]:
         raise FileNotFoundError(path)
     files = [_file(fs, name, info) for name, info in sorted(found.items()) if info["type"] == "file"]
     if what == "glob" and files and not _has_wildcard(PurePosixPath(path).name):
-        return files
-    known = [file for file in files if file.suffix in (*TEXTS, *RECORDS)]
-    if not known:
+        return Input(files, [])
+    known = {*TEXTS, *RECORDS, *(f".{extension.lower().lstrip('.')}" for extension in extensions)}
+    taken = files if "*" in extensions else [file for file in files if file.suffix in known]
+    if not taken:
         raise UserError(
             f"input = {item}: this {what} holds {len(files)} files, none of a known kind "
             f"({' '.join((*TEXTS, *RECORDS))}, also with {' or '.join(COMPRESSIONS)}). "
-            "Name the files themselves if they are text."
+            "If they are text, name the files themselves, or their extensions: --extensions .log, or '*' for any."
         )
-    return known
+    return Input(taken, [] if "*" in extensions else [file for file in files if file.suffix not in known])
 
 
 def _has_wildcard(path: str) -> bool:

@@ -58,7 +58,10 @@ def with_known_sizes(run: RunConfig) -> RunConfig:
 
 def _with_data(run: RunConfig, progress: Progress) -> RunConfig:
     if run.data.prepare.input:
-        prepare(run.data.prepare, lambda state: _show(progress, state))
+        is_prepared = (run.data.prepare.out / MANIFEST).exists()
+        manifest = prepare(run.data.prepare, lambda state: _show(progress, state))
+        if not is_prepared:
+            progress.say(f"{run.data.prepare.out}: {manifest.in_words()}")
     elif not run.data.sources:
         raise UserError(
             "there is no data to train on. Give data.sources (folders that `argosy prepare` wrote), or "
