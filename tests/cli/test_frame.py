@@ -111,7 +111,10 @@ def test_an_unknown_command_gets_the_near_one(capsys):
 def test_an_error_becomes_an_exit_code_without_a_traceback(command, capsys, error, code):
     command(fails_with(error))
     assert cli.main(["train"]) == code
-    assert capsys.readouterr().err == ("" if code == 130 else "argosy: wrong\n")
+    stopped = (
+        "argosy train: stopped. Training had not begun. Data that were prepared are kept; the same command goes on"
+    )
+    assert capsys.readouterr().err == (f"{stopped} from there.\n" if code == 130 else "argosy: wrong\n")
 
 
 def test_debug_shows_the_traceback(command, capsys, monkeypatch):

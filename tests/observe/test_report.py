@@ -45,6 +45,36 @@ def test_totals_are_of_all_steps_and_speeds_those_of_the_middle_one():
     }
 
 
+def test_figures_between_two_steps_are_as_short_as_those_of_a_step():
+    steps = [STEPS[0] | {"mfu": mfu, "tokens_per_s": 100.1 + mfu, "step_time_s": mfu} for mfu in (0.1232, 0.1236)]
+    found = totals(steps)
+    assert (found["mfu"], found["tokens_per_s"], found["step_time_s"]) == (0.1234, 100.2, 0.1234)
+
+
+def test_no_run_computes_faster_than_the_peak():
+    found = totals([step | {"mfu": 1.26} for step in STEPS])
+    assert found["mfu"] is None
+    assert "MFU n/a" in report(**found).in_words()
+
+
+def test_time_in_which_a_run_was_stopped_is_told_apart():
+    words = report(wall_s=697.0, **totals(STEPS)).in_words()
+    assert words.startswith("done: 3 steps, 0.00M tokens in 0:12 of steps (11:37 since the first start)\n")
+    assert max(map(len, words.splitlines())) <= 80
+
+
+def test_counts_stay_whole_numbers(tmp_path):
+    report(validation={"loss": 4.5, "tokens": 65536}, **totals(STEPS)).save(tmp_path)
+    assert '"tokens": 65536\n' in (tmp_path / "report.json").read_text()
+
+
+def report(**facts):
+    given = {"wall_s": 20.0, "time_to_first_step_s": 2.5, "validation": None, "sample": None} | facts
+    return Report(
+        name="tiny", run_dir="r", status="finished", plan="microbatch=1", peak_flops=1e9, goodput=0.5, **given
+    )
+
+
 def test_a_typical_step_is_the_middle_half_without_what_comes_now_and_then():
     steps = [
         {

@@ -91,6 +91,18 @@ def test_steps_that_compile_are_no_sign_of_the_time_left():
 def test_time_left_is_that_of_the_budget_and_then_that_of_the_steps():
     running = pace(minutes=BUDGET_S / 60)
     assert running.left_s(0) == pytest.approx(BUDGET_S, abs=5)
-    running.took(2.0)
+    for seconds in (2.0, 2.0):
+        running.took(seconds)
     running.steps = 100
     assert running.left_s(40) == pytest.approx(120.0)
+
+
+@pytest.mark.parametrize(("compiles", "first_s"), [(True, [90.0, 30.0]), (False, [4.0])])
+def test_first_steps_say_nothing_of_the_time_left(compiles, first_s):
+    running = Pace(RunConfig(train=TrainConfig(steps=100)), compiles=compiles)
+    for seconds in first_s:
+        running.took(seconds)
+        assert running.left_s(1) is None
+    running.took(2.0)
+    assert running.left_s(40) == pytest.approx(120.0)
+    assert running.left_s(100) == 0.0

@@ -29,6 +29,12 @@ COMMANDS = {
 }
 """Command -> its purpose, in a line; its module is argosy.cli.COMMAND, with `main(argv) -> int | None`."""
 
+WHEN_STOPPED = {
+    "prepare": "The same command goes on from the last whole shard.",
+    "train": "Training had not begun. Data that were prepared are kept; the same command goes on from there.",
+}
+"""Command -> what it does next after Ctrl-C. A run that trains says that itself, since it has a state to save."""
+
 BROKEN_PIPE = 128 + 13
 
 
@@ -62,6 +68,7 @@ def _main(argv: list[str]) -> int:
 def _run(name: str, argv: list[str]) -> int:
     from argosy.credentials import redact
     from argosy.errors import ArgosyError, ArgosyWarning
+    from argosy.observe.terminal import print_message
 
     warnings.simplefilter("default", ArgosyWarning)  # each text once
     warnings.showwarning = _show_warning
@@ -72,9 +79,10 @@ def _run(name: str, argv: list[str]) -> int:
     except ArgosyError as error:
         if os.environ.get("ARGOSY_DEBUG") == "1":
             print(redact(traceback.format_exc()), end="", file=sys.stderr)
-        print(f"argosy: {error}", file=sys.stderr)
+        print_message(f"argosy: {error}")
         return error.exit_code
     except KeyboardInterrupt:
+        print_message(f"argosy {name}: stopped. {WHEN_STOPPED.get(name, 'The same command starts again.')}")
         return 130
 
 
@@ -88,9 +96,10 @@ def _show_warning(
 ) -> None:
     """Print a warning; one of ours is a sentence for the user, any other keeps its place in the source."""
     from argosy.errors import ArgosyWarning
+    from argosy.observe.terminal import print_message
 
     where = "" if issubclass(category, ArgosyWarning) else f"{filename}:{lineno}: "
-    print(f"argosy: warning: {where}{message}", file=sys.stderr)
+    print_message(f"argosy: warning: {where}{message}")
 
 
 def _help() -> str:

@@ -14,6 +14,7 @@ Examples:
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 from dataclasses import dataclass
@@ -38,23 +39,36 @@ class Options:
 def main(argv: list[str]) -> None:
     """`argosy train [RUN] ...`."""
     options, run = parse_run(argv, "argosy train", Options)
+    prompt = run.evaluate.sample_prompt or "Once upon a time"
     if "RANK" in os.environ:
         from argosy.launch.joined import train_joined
 
         train_joined(run, options.run_dir, accept_changes=options.accept_changes)
+        if os.environ["RANK"] == "0":
+            print(_what_next(options.run_dir or Path("runs") / run.name, prompt))
         return
     from argosy.launch.local import train
 
     report = train(run, options.run_dir, accept_changes=options.accept_changes, origin=partial(origin, argv))
     if options.json:
         print(report.model_dump_json())
-    elif not argv and report.status == "finished":
-        print(_what_next(report.run_dir))
+    elif report.status == "finished":
+        print(_what_next(report.run_dir, prompt) if argv else _what_next_after_the_demo(report.run_dir))
 
 
-def _what_next(run_dir: Path) -> str:
+def _what_next(run_dir: Path, prompt: str) -> str:
+    """Return the command that lets the trained model write."""
+    return f"next: {_argosy()} generate {shlex.quote(os.path.relpath(run_dir))} --prompt {shlex.quote(prompt)}"
+
+
+def _argosy() -> str:
+    """Return the command as it can be typed here."""
+    return "argosy" if shutil.which("argosy") else os.path.relpath(sys.argv[0])
+
+
+def _what_next_after_the_demo(run_dir: Path) -> str:
     """Return the three commands to run after the demo."""
-    argosy = "argosy" if shutil.which("argosy") else os.path.relpath(sys.argv[0])  # as it can be typed here
+    argosy = _argosy()
     commands = {
         f'{argosy} generate {os.path.relpath(run_dir)} --prompt "class "': "let it write",
         f"{argosy} train --train.minutes 30 --run-dir runs/longer": "train longer",

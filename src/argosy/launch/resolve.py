@@ -61,6 +61,7 @@ def _with_data(run: RunConfig, progress: Progress) -> RunConfig:
         is_prepared = (run.data.prepare.out / MANIFEST).exists()
         manifest = prepare(run.data.prepare, lambda state: _show(progress, state))
         if not is_prepared:
+            progress.close()
             progress.say(f"{run.data.prepare.out}: {manifest.in_words()}")
     elif not run.data.sources:
         raise UserError(

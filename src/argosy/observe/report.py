@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from array import array
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,8 +13,12 @@ from pydantic import BaseModel, ConfigDict
 
 from argosy.files import atomic_write
 from argosy.observe.heartbeat import BESIDE
-from argosy.observe.progress import duration
+from argosy.observe.progress import duration, mfu_in_words
 from argosy.plan.calibration.reconcile import Reconciled
+
+COLUMNS = 80
+DIGITS = {"step_time_s": 6, "tokens_per_s": 1, "mfu": 4}
+"""Digits behind the point, as in metrics.jsonl: the median of an even number of steps lies between two of them."""
 
 
 class Report(BaseModel):
@@ -34,8 +39,9 @@ class Report(BaseModel):
     """Median."""
     tokens_per_s: float
     """At the median step."""
-    mfu: float
-    """Model FLOPs over the measured matmul peak, at the median step."""
+    mfu: float | None
+    """Model FLOPs over the measured matmul peak, at the median step; None if that is more than 1: the machine was busy
+    when the peak was measured, which is too low then. metrics.jsonl keeps the quotient as it is."""
     peak_flops: float
     """The measured matmul peak of all processes together, FLOP/s."""
     time_to_first_step_s: float | None
@@ -56,7 +62,7 @@ class Report(BaseModel):
     """From the first start to the end, restarts and pauses included."""
     goodput: float
     """Share of `wall_s` spent in steps that count."""
-    validation: dict[str, float] | None
+    validation: dict[str, int | float] | None
     """Held-out loss, perplexity and bits per byte; `unigram_bits_per_byte` is the trivial baseline's."""
     sample: str | None
     """Text that the model wrote."""
@@ -67,13 +73,18 @@ class Report(BaseModel):
             return f"stopped after step {self.steps}; the state is saved in {self.run_dir}/checkpoints"
         seconds = {k: v for k, v in self.seconds.items() if k != "step"}
         shares = sorted(seconds.items(), key=lambda kv: -kv[1])
-        where = ", ".join(f"{name} {value / self.seconds['step']:.0%}" for name, value in shares if value > 0)
+        where = ", ".join(
+            f"{name} {value / self.seconds['step']:.0%}"
+            for name, value in shares
+            if value >= 0.005 * self.seconds["step"]
+        )
         first_s = self.time_to_first_step_s
         first_step = "" if first_s is None else f"   first step after {first_s:.0f} s"
+        tokens, steps_s = f"{self.tokens / 1e6:.2f}M tokens", duration(self.seconds["step"])
         lines = [
-            f"done: {self.steps} steps, {self.tokens / 1e6:.2f}M tokens in {duration(self.wall_s)}"
-            f"   {self.tokens_per_s:.0f} tok/s   MFU {self.mfu:.0%}{first_step}",
-            f"time: {where}",
+            f"done: {self.steps} steps, {tokens} in {steps_s} of steps ({duration(self.wall_s)} since the first start)",
+            f"      {self.tokens_per_s:.0f} tok/s   {mfu_in_words(self.mfu)}{first_step}",
+            *textwrap.wrap(f"time: {where}", COLUMNS, subsequent_indent="      "),
         ]
         if self.validation:
             lines.append(
@@ -104,7 +115,7 @@ def totals(steps: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
     It keeps 24 bytes of a line, since a long run has millions.
     """
     seconds: dict[str, float] = {}
-    rates = {key: array("d") for key in ("step_time_s", "tokens_per_s", "mfu")}
+    rates = {key: array("d") for key in DIGITS}
     last: dict[str, Any] | None = None
     memory_bytes = 0
     for last in steps:
@@ -115,11 +126,13 @@ def totals(steps: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
         memory_bytes = max(memory_bytes, last["memory_bytes"])
     if last is None:
         return None
+    middle = {key: round(statistics.median(values), DIGITS[key]) for key, values in rates.items()}
     return {
         "steps": len(rates["mfu"]),
         "tokens": last["tokens"],
         "loss": last["loss"],
-        **{key: statistics.median(values) for key, values in rates.items()},
+        **middle,
+        "mfu": middle["mfu"] if middle["mfu"] <= 1 else None,
         "memory_bytes": memory_bytes,
         "seconds": {category: round(value, 4) for category, value in seconds.items()},
     }

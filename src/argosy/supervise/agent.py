@@ -10,7 +10,6 @@ import os
 import selectors
 import signal
 import socket
-import sys
 import time
 import uuid
 from contextlib import suppress
@@ -26,6 +25,8 @@ from argosy.errors import FINAL, ArgosyError, RunFailed, error_of
 from argosy.observe import stack
 from argosy.observe.events import Events
 from argosy.observe.heartbeat import HeartbeatReading, heartbeat_path, read_heartbeat
+from argosy.observe.progress import Progress
+from argosy.observe.terminal import print_message
 from argosy.plan.plan import Plan
 from argosy.processes.channel import Channel, Gone
 from argosy.processes.child import Entry
@@ -68,6 +69,8 @@ class Agent:
         self._store_generation = 0
         self._stopping = Stopping(run_dir, run.resilience.grace_s)
         self._finish: say.EndRun | None = None
+        self._progress = Progress(enabled=not quiet)
+        """What is waited for while no worker of this node is in a world: then none of them has the live line."""
         self._node = NodeWatch(run_dir)
         self._newcomers = Newcomers(run.resilience)
         self._failed_starts = 0
@@ -92,6 +95,7 @@ class Agent:
                         self._turn()
             finally:
                 self._end_all()
+                self._progress.doing("")
         self._raise_if_not_done()
 
     def _is_over(self) -> bool:
@@ -115,6 +119,7 @@ class Agent:
         self._kill_what_stands_still(now)
         if self._node_check is not None:
             self._node_check.end_if_late()
+        self._show_what_is_waited_for()
         if self._coordinator.keep(now):
             self._show_heartbeat(now)
         self._report(self._node.look([process.pid for process in self._processes.values() if process.pid]))
@@ -234,9 +239,9 @@ class Agent:
             step=cause.step, generation=process.generation,
         )  # fmt: skip
         name = "a worker" if process.rank is None else f"worker {process.rank}"
-        print(f"argosy: {name} (process {process.pid}) died: {cause.why}", file=sys.stderr)
+        print_message(f"argosy: {name} (process {process.pid}) died: {cause.why}")
         if process.failure is not None:
-            print(process.failure["traceback"], end="", file=sys.stderr)
+            print_message(process.failure["traceback"].rstrip())
 
     def _kill(self, process: WorkerProcess, why: str) -> None:
         if process.killed or not process.pid:
@@ -263,13 +268,25 @@ class Agent:
     def _report(self, findings: list[Finding]) -> None:
         for finding in findings:
             self._events.write(finding.kind, **finding.to_event())
-            print(f"argosy: {finding.why}", file=sys.stderr)
+            print_message(f"argosy: {finding.why}")
 
     def _show_heartbeat(self, now: float) -> None:
         pages = (heartbeat_path(self._scratch, process.pid) for process in self._processes.values())
         readings = [reading for page in pages if (reading := read_heartbeat(page)) is not None]
         report = self._reporter.report(readings, self._heard.wants_all, self._heard.most_steps)
         self._coordinator.ask(now, say.NodeHeartbeat(report=report))
+
+    def _show_what_is_waited_for(self) -> None:
+        states = {process.state for process in self._processes.values()}
+        if self._finish is not None or states & {State.RUNNING, State.DONE}:
+            self._progress.hand_over()
+        elif self._stopping.number is not None:
+            self._progress.doing("stopping")
+        elif State.STARTING in states or not states:
+            self._progress.doing("starting the processes" if self._node_check is None else "checking this machine")
+        else:
+            others = f" with the other {self._launch.nodes - 1} nodes" if self._launch.nodes > 1 else ""
+            self._progress.doing(f"waiting for a world{others}")
 
     def _end_all(self) -> None:
         if self._node_check is not None:
@@ -301,7 +318,7 @@ class Agent:
         self._node_check, self._health = None, health
         self._events.write("node_checked", **health.to_record())
         if health.unknown:
-            print(f"argosy: the health of this machine could not be checked: {health.unknown}", file=sys.stderr)
+            print_message(f"argosy: the health of this machine could not be checked: {health.unknown}")
         self._coordinator.tell(say.NodeChecked(health=health))
 
     # ---- the coordinator ----------------------------------------------------------------------------------------
@@ -400,7 +417,7 @@ class Agent:
 
     def _stop(self) -> None:
         """Have the workers save their state and end."""
-        print(f"argosy: {self._stopping.in_words(self._readings_in_worlds())}", file=sys.stderr)
+        print_message(f"argosy: {self._stopping.in_words(self._readings_in_worlds())}")
         self._coordinator.is_ending = True
         self._events.write("signal", number=self._stopping.number)
         self._coordinator.tell(say.RunStopping())

@@ -87,6 +87,11 @@ class Evaluator:
         self.score: Score | None = None
         """The newest; None before the first, and without held-out text."""
 
+    @property
+    def batches(self) -> int:
+        """Batches of an evaluation."""
+        return -(-len(self.held_out.windows) // (self._microbatch * self._model.microbatches_at_once * self._model.dp))
+
     def is_due(self, done: int) -> bool:
         """True if evaluate.every_steps asks for a score after `done` steps."""
         return bool(self._every) and done % self._every == 0

@@ -51,13 +51,14 @@ class Integrity(Checks):
             self.suspect([self._world.rank])
         if not self._is_replayed:
             return not is_sound
-        with self._clock.time("check"):
+        with self._clock.time("check"), self._records.progress.during("checking by replay"):
             mine = loss.item(), self._state.model.bits()
             found = compare(step // self._replay_check_every, mine, partial(self._recompute, step), self._world)
         if found is not None:
             self._records.tell("gradient_corrupt", step=step, rank=found.rank, suspects=list(found.suspects))
             self._records.progress.say(
-                f" step {step}: other ranks get another gradient than rank {found.rank}; suspects: {found.suspects}"
+                f" step {step}: other ranks get another gradient than rank {found.rank}; suspects: {found.suspects}",
+                "yellow",
             )
             self.suspect(found.suspects)
         return found is not None or not is_sound
@@ -79,7 +80,7 @@ class Integrity(Checks):
             facts = {"tensor": corrupt.name, "ranks": list(corrupt.ranks), "healthy_rank": corrupt.healthy}
             self._records.tell("corruption", step=step, **facts, outcome=outcome)
             what = f"{corrupt.name} of rank {', '.join(map(str, corrupt.ranks))}"
-            self._records.progress.say(f" step {step}: {what} is corrupt: {outcome.replace('_', ' ')}")
+            self._records.progress.say(f" step {step}: {what} is corrupt: {outcome.replace('_', ' ')}", "yellow")
         if not found:  # they are equal by now: a sum was wrong, or the difference is gone
             self._records.tell("corruption", step=step, outcome="gone")
         elif heals:

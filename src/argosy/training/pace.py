@@ -15,6 +15,8 @@ SLACK = 0.92
 """Share of the budget for steps and evaluations; saves and the sample at the end take the rest."""
 SLOW = 3.0
 """A step that took so many times the median compiled, evaluated or was disturbed."""
+FIRST_STEPS, COMPILING_STEPS = 1, 2
+"""So many first steps of a world say nothing of those to come: they fill caches, or compile."""
 FORWARD = 0.4
 """About the time of a forward pass over that of a training step on as many tokens."""
 
@@ -26,19 +28,25 @@ class Pace:
     the learning rate does not depend on it, so a resumed run, which takes the number over, repeats the same steps.
     """
 
-    def __init__(self, run: RunConfig, held_out_tokens: int = 0):
-        """`held_out_tokens`: the tokens that an evaluation reads."""
+    def __init__(self, run: RunConfig, held_out_tokens: int = 0, compiles: bool = False):
+        """`held_out_tokens`: the tokens that an evaluation reads. `compiles`: the first steps compile the model."""
         self.steps: int | None = run.train.steps or None
         self._decide_at = run.schedule.warmup_steps
         self._budget_s = run.train.minutes * 60
         self._began = time.monotonic()
         self._recent: deque[float] = deque(maxlen=20)
+        self._steady: deque[float] = deque(maxlen=20)
+        self._first_steps_left = COMPILING_STEPS if compiles else FIRST_STEPS
         evaluation = FORWARD * held_out_tokens / run.tokens_per_step  # in steps' time
         self._evaluation_per_step = evaluation / run.evaluate.every_steps if run.evaluate.every_steps else 0.0
 
     def took(self, step_s: float) -> None:
         """Note how long a step took, all of it."""
         self._recent.append(step_s)
+        if self._first_steps_left:
+            self._first_steps_left -= 1
+        else:
+            self._steady.append(step_s)
 
     @property
     def step_s(self) -> float | None:
@@ -64,12 +72,15 @@ class Pace:
         step_s = statistics.median(self._recent) * (1 + self._evaluation_per_step)
         return done + max(1, int(left_s / step_s))
 
-    def left_s(self, done: int) -> float:
-        """Return the seconds to the end at the recent speed, without slow steps (mostly those that compiled)."""
+    def left_s(self, done: int) -> float | None:
+        """Return the seconds to the end at the recent speed, without slow steps (mostly those that compiled).
+
+        None as long as only first steps were made.
+        """
         if self.steps is None:
             return max(0.0, self._budget_s - (time.monotonic() - self._began))
-        if not self._recent:
-            return 0.0
-        slow = SLOW * statistics.median(self._recent)
-        step_s = statistics.mean(s for s in self._recent if s <= slow)
+        if not self._steady:
+            return None if done < self.steps else 0.0
+        slow = SLOW * statistics.median(self._steady)
+        step_s = statistics.mean(s for s in self._steady if s <= slow)
         return (self.steps - done) * step_s * (1 + self._evaluation_per_step)

@@ -88,7 +88,7 @@ class Records:
         made = max((record["step"] + 1 for record in self.metrics.last(1)), default=0)
         steps_lost = max(found.steps_lost, made - found.step)  # if no process lived to know of them, their lines tell
         lost = f", {steps_lost} steps lost" if steps_lost else ""
-        self.progress.say(f" from step {found.step}, {FROM[found.tier]}{lost}")
+        self.progress.say(f" from step {found.step}, {FROM[found.tier]}{lost}", "green")
         facts = {key: getattr(found, key) for key in ("step", "sent_bytes", "own_bytes")}
         took_s, refused = round(found.seconds, 3), list(found.refused)
         self.tell("recovered", source=found.tier, steps_lost=steps_lost, **facts, seconds=took_s, refused=refused)
@@ -151,6 +151,10 @@ class Records:
         """Write the line of an evaluation after `step`."""
         if self._world.is_first:
             self.metrics.write({"step": step, "validation_loss": score.loss, "bits_per_byte": score.bits_per_byte})
+            self.progress.say(
+                f" step {step + 1:>5}  evaluated: loss {score.loss:.3f}, {score.bits_per_byte:.3f} bits per byte",
+                "cyan",
+            )
 
     def length(self, steps: int) -> None:
         """Record the number of steps that a budget of minutes was turned into, in run.toml too; each process does."""
@@ -171,7 +175,7 @@ class Records:
             grad_norm=outcome.gradient_norm,
         )
         was = f"{WRONG[first_try.reason]} (loss {first_try.loss}, gradient norm {first_try.gradient_norm})"
-        self.progress.say(f" step {first_try.step} was {was}, and fine when it was done again")
+        self.progress.say(f" step {first_try.step} was {was}, and fine when it was done again", "yellow")
 
     def bad_step(self, bad: BadStep, action: Action, samples: Sequence[Range]) -> None:
         """Record a bad step, and what is done with it. Raises: RunFailed if the run ends with it."""
@@ -188,7 +192,9 @@ class Records:
             outcome=action.value,
         )
         what = f"loss {bad.loss}, gradient norm {bad.gradient_norm}"
-        self.progress.say(f" step {bad.step} is {WRONG[bad.reason]}: {what}; samples {samples}: {action.value}")
+        self.progress.say(
+            f" step {bad.step} is {WRONG[bad.reason]}: {what}; samples {samples}: {action.value}", "yellow"
+        )
         if action is Action.STOP:
             row = f"the last {bad.in_a_row} steps were" if bad.in_a_row > 1 else "the step is"
             raise RunFailed(f"{what} at step {bad.step}: {row} {WRONG[bad.reason]}, and changed nothing. {REMEDY}")

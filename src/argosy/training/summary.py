@@ -27,19 +27,32 @@ from argosy.plan.plan import Plan
 from argosy.training.evaluation import HeldOut, Score, unigram_score
 
 SAMPLE_TOKENS = 200
+COLUMNS = 80
 TYPICAL_OF = 20_000
 """The typical step, which a prediction is compared with, is that of so many last steps."""
 
 
 def headline(run: RunConfig, plan: Plan, peak_flops: float, prediction: Prediction | None) -> str:
-    """Return in one line what is trained on what, and its prediction."""
-    model = model_name(run.model)
+    """Return what is trained on what, and its prediction, in lines that fit a terminal of 80 columns."""
     processes = f"{plan.world_size} process{'es' if plan.world_size > 1 else ''}"
-    expected = f"   plan: {prediction.in_words()}" if prediction else ""
-    return (
-        f"argosy train  {run.name}  {model} ({parameters(run.model) / 1e6:.1f}M parameters) on {processes} ({plan})"
-        f"   matmul peak {peak_flops / 1e9:.0f} GFLOP/s{expected}"
-    )
+    lines = [
+        f"argosy train  {run.name}  {model_name(run.model)} ({parameters(run.model) / 1e6:.1f}M parameters)",
+        *_wrapped_plan(f" on {processes}: ", str(plan)),
+        f" matmul peak {peak_flops / 1e9:.0f} GFLOP/s",
+    ]
+    if prediction:
+        lines.append(f" predicted: {prediction.in_words()}")
+    return "\n".join(lines)
+
+
+def _wrapped_plan(head: str, plan: str) -> Iterator[str]:
+    """Yield `plan` after `head` in lines of at most COLUMNS, which end at its commas."""
+    for part in plan.split(","):
+        if len(head) + len(part) + 1 > COLUMNS:
+            yield head
+            head = "   "
+        head += part + ","
+    yield head.removesuffix(",")
 
 
 def write_report(
@@ -85,6 +98,7 @@ def write_report(
         **facts,
     )
     report.save(run_dir)
+    progress.close()
     progress.say(report.in_words())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,7 +56,8 @@ class Trainer:
         self._began = time.monotonic()
         if survivor.memory_before_bytes is None:
             survivor.memory_before_bytes = peak_memory_bytes(world.device)
-        self._run, self._world, self._stop, self._survivor, self._heartbeat = run, world, stop, survivor, heartbeat
+        self._run, self._plan, self._world, self._stop = run, plan, world, stop
+        self._survivor, self._heartbeat = survivor, heartbeat
         torch.use_deterministic_algorithms(run.train.deterministic)
         torch.manual_seed(run.seed * 1_000_003 + world.rank)
         self._records = records = Records(run, plan, world, run_dir)
@@ -73,7 +75,7 @@ class Trainer:
             run_dir, run.checkpoint, plan, identity, world, records.events, records.progress, lasting, stop.check
         )
         self._memory = memory = MemoryCheckpointing(run, state, world, records)
-        self._pace = Pace(run, self._evaluator.held_out.tokens)
+        self._pace = Pace(run, self._evaluator.held_out.tokens, plan.compile)
         self._clock = StepClock(world.device, heartbeat)
         integrity = Integrity(run, state, batches, world, records, self._clock, heartbeat)
         self._step = Step(run, state, world, self._clock, integrity, stop.check)
@@ -98,7 +100,9 @@ class Trainer:
 
     def restore_or_initialize(self) -> None:
         """Go on from the newest state there is: of survivors, in memory, on disk; or from the initial weights."""
+        self._show("restoring the state")
         is_survivors = self._restorer.restore_or_initialize()
+        self._show("compiling" if self._plan.compile else "the first step")
         self._clock.lap()
         self._repeat_evaluation()
         if is_survivors:
@@ -152,7 +156,7 @@ class Trainer:
         done = self.state.step
         if not (self._evaluator.is_due(done) or done == self._pace.steps):
             return
-        with self._clock.time("evaluate"):
+        with self._clock.time("evaluate"), self._records.progress.during("evaluating"):
             self._restorer.make_replicas_agree()
             if self.state.step != done:
                 return  # it went back
@@ -173,6 +177,8 @@ class Trainer:
             record = self._records.step(update, self.state.tokens, self._batches.line(update.step), seconds)
             left_s = self._pace.left_s(self.state.step)
             self._records.progress.step(record, self._pace.steps, score.loss if score else None, left_s)
+            if left_s is None and self._plan.compile:
+                self._show("compiling")
 
     def save_if_due(self, outcome: StepOutcome) -> None:
         """Save by steps, by minutes or for a world that is to end; its time counts in the next step."""
@@ -183,12 +189,16 @@ class Trainer:
             on_disk = requests.save or self._checkpointer.is_due_by_steps(self.state.step)
             in_memory = requests.memory_checkpoint or requests.hold
             if on_disk or in_memory:
+                self._show("saving")
                 self._restorer.make_replicas_agree()
             if on_disk:
                 self._checkpointer.save(self.state, self._run.checkpoint.background)
             if in_memory:
                 self._memory.save()
+            if on_disk or in_memory:
+                self._show("")
         if requests.hold:
+            self._show("waiting for processes to join")
             self._shutdown.hold()
 
     def finish(self) -> bool:
@@ -196,27 +206,35 @@ class Trainer:
 
         Returns True if nothing is left to do. Raises: StorageError if the state cannot be saved.
         """
-        self._records.progress.close()
+        self._show("saving the last state")
         self._shutdown.save_last_state()
         if self.state.step == self._pace.steps and self._evaluator.score is None and not self.is_stopped_early:
             self._evaluate()
         finished = self.state.step == self._pace.steps and not self.is_stopped_early
         memory_before_bytes = self._survivor.memory_before_bytes
+        self._show("writing the report")
         self._records.report(self._data, self._evaluator, finished, self._time_to_first_step_s, memory_before_bytes)
-        self._shutdown.close()
+        with self._records.progress.during("verifying what was saved"):
+            self._shutdown.close()
         self._records.events.write("end", step=self.state.step, finished=finished)
         return finished or self._is_paused
 
     def _evaluate(self) -> None:
         """Score the model, unless a signal comes: whoever goes on with the run does it then."""
+        batches = itertools.count(1)
         try:
-            self._evaluator.evaluate(self._go_on)
+            self._evaluator.evaluate(lambda: self._go_on(next(batches)))
         except StoppedEarly:
             self.is_stopped_early = True
 
-    def _go_on(self) -> None:
-        """Show that this process gets on. Raises: StoppedEarly once a signal came to any process."""
+    def _show(self, what: str) -> None:
+        """Show the user what is done now beside training; "" if nothing is."""
+        self._records.progress.doing(what)
+
+    def _go_on(self, batch: int) -> None:
+        """Show that this process gets on with a batch. Raises: StoppedEarly once a signal came to any process."""
         self._heartbeat.advance()
+        self._show(f"evaluating, batch {batch} of {self._evaluator.batches}")
         fault("evaluate", step=self.state.step)
         has_signal = torch.tensor(float(self._stop.number is not None), device=self._world.device)
         if self._world.sum(has_signal).item():
