@@ -90,8 +90,8 @@ EXIT_CODES = {
     Poisoned.exit_code: "the same crash at the same step, twice",
     StorageError.exit_code: "the disk: the state could not be saved, or no checkpoint can be read",
     Retryable.exit_code: "processes or machines were lost: the same command goes on from what is saved",
-    130: "stopped by Ctrl-C, state saved: the same command goes on",
-    143: "stopped by SIGTERM, state saved: the same command goes on",
+    130: "stopped by Ctrl-C, all that there was to save is saved: the same command goes on",
+    143: "stopped by SIGTERM, all that there was to save is saved: the same command goes on",
 }
 """The exit codes of `argosy`, for scripts."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +196,15 @@ def test_weights_in_bf16_are_the_rounded_ones(small, build, tmp_path):
     _, again = hf.import_folder(tmp_path / "out")
     assert all(torch.equal(again[name], weights[name].bfloat16()) for name in weights)
     assert json.loads((tmp_path / "out/config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_what_is_exported_has_the_rights_of_any_new_file(small, build, tmp_path):
+    before = os.umask(0o027)
+    try:
+        hf.export_folder(small, build(small).state_dict(), tmp_path / "out")
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "out").iterdir()} == {0o640}
 
 
 @pytest.mark.parametrize("name", ["../weights.safetensors", "/etc/passwd", "a/b", ""])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import stat
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -93,7 +94,7 @@ def _write_weights(
             # A file has no use for two tensors in the same memory, and safetensors refuses them.
             copies = (part.clone() if len(parts) > 1 else part.contiguous() for part in parts)
             tensors |= dict(zip(their_names(name, config), copies, strict=True))
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+        _save(tensors, folder / file)
     if len(shards) > 1:
         where = {
             theirs: file
@@ -103,6 +104,14 @@ def _write_weights(
         }
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
         _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a file that has the rights of any new file: safetensors writes one that only its owner may read."""
+    path.touch()
+    rights = path.stat().st_mode
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(stat.S_IMODE(rights))
 
 
 def _shards(sizes: Mapping[str, int]) -> list[list[str]]:
