@@ -75,3 +75,14 @@ def test_text_that_has_another_field_is_named(tmp_path, monkeypatch):
         UserError, match=r"no text in it \(skipped: 1 x no such field; first .*a\.jsonl, line 1, .*'body'"
     ):
         prepare.main(["a.jsonl", "--out", "out", "--vocab-size", "300", "--processes", "1"])
+
+
+def test_files_after_the_limit_are_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    for name in "abcd":
+        (tmp_path / "mine" / f"{name}.txt").write_text("twelve bytes")
+    argv = ["mine", "--out", "out", "--vocab-size", "300", "--processes", "1", "--validation-fraction", "0"]
+    prepare.main([*argv, "--max-text-bytes", "18"])
+    said = capsys.readouterr().out
+    assert "out: 2 documents from 2 files; 2 files not read: max_text_bytes is reached\n" in said

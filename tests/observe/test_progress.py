@@ -122,11 +122,11 @@ def test_messages_of_any_process_stand_on_lines_of_their_own(monkeypatch):
     show(progress, 376)
     print_message("argosy: worker 0 died")
     assert terminal.screen() == ["argosy: worker 0 died", ""]
-    progress.doing("restoring the state")
+    progress.doing("setting up the model")
     progress.say(" step   376  evaluated", "cyan")
     first, second, live = terminal.screen()
     assert (first, second) == ("argosy: worker 0 died", " step   376  evaluated")
-    assert "restoring the state" in live and "\x1b[36m" in terminal.getvalue()
+    assert "setting up the model" in live and "\x1b[36m" in terminal.getvalue()
 
 
 def test_the_line_of_another_process_is_not_cleared_by_the_one_that_handed_it_over(monkeypatch):

@@ -97,19 +97,22 @@ class DocumentReader:
         self._max_text_bytes, self._max_document_bytes = max_text_bytes, max_document_bytes
         self.tally = Tally()
         """Counts up to the document that was read last."""
+        self.files_read = 0
+        """Files up to that document's; those after max_text_bytes are not read."""
         self.first_bad: BadInput | None = None
         """The first input that was skipped; None if it was empty, or all was good."""
 
     def read(self, start: InputPosition) -> Iterator[Document]:
         """Yield the documents from `start` on."""
-        self.tally = start.before.copy()
+        self.tally, self.files_read = start.before.copy(), start.file
         for file in range(start.file, len(self._files)):
+            if self._left() == 0:
+                return
+            self.files_read = file + 1
             before = self.tally.copy()
             for number, text in enumerate(self._texts(self._files[file])):
                 if file > start.file or number >= start.number:
                     yield Document(text, InputPosition(file, number, before))
-            if self._left() == 0:
-                return
 
     def _texts(self, file: InputFile) -> Iterator[str]:
         """Yield the readable texts of a file; end where max_text_bytes is reached."""

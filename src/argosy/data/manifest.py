@@ -84,6 +84,8 @@ class Manifest(_Record):
     """Input that was skipped: kind -> count."""
     files: Count | None = None
     """Input files that were read; None if that was not counted."""
+    files_after_limit: Count = 0
+    """Files that were not read since max_text_bytes was reached."""
     left_out: Count = 0
     """Files of the input's folders and globs that were not read, since their extension is not known."""
     left_out_names: tuple[str, ...] = ()
@@ -123,6 +125,8 @@ class Manifest(_Record):
             return ""
         documents = sum(self.documents(split) for split in self.splits)
         parts = [f"{_plural(documents, 'document')} from {_plural(self.files, 'file')}"]
+        if self.files_after_limit:
+            parts.append(f"{_plural(self.files_after_limit, 'file')} not read: max_text_bytes is reached")
         if self.left_out:
             names = [Path(name).name for name in self.left_out_names[:NAMES_IN_WORDS]]
             names += ["..."] if self.left_out > len(names) else []

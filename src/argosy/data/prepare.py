@@ -111,7 +111,8 @@ def prepare(config: PrepareConfig, report: Report | None = None) -> Manifest:
             dtype=token_dtype(tokenizer.vocab_size).name,
             options=options,
             skipped=dict(reader.tally.skipped),
-            files=len(files),
+            files=reader.files_read,
+            files_after_limit=len(files) - reader.files_read,
             left_out=len(found.left_out),
             left_out_names=tuple(file.name for file in found.left_out[:NAMES_KEPT]),
             splits=splits,
@@ -141,7 +142,7 @@ def _tokenize(
             meter.count(batch)
         if not meter.progress.documents:
             raise _no_text(config, reader)
-        splits = cutter.finish(InputPosition(len(files), 0, reader.tally), config.validation_fraction > 0)
+        splits = cutter.finish(InputPosition(reader.files_read, 0, reader.tally), config.validation_fraction > 0)
     meter.finish()
     return splits
 

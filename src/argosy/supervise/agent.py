@@ -285,8 +285,9 @@ class Agent:
         elif State.STARTING in states or not states:
             self._progress.doing("starting the processes" if self._node_check is None else "checking this machine")
         else:
-            others = f" with the other {self._launch.nodes - 1} nodes" if self._launch.nodes > 1 else ""
-            self._progress.doing(f"waiting for a world{others}")
+            others = f"all {self._launch.nodes} nodes" if self._launch.nodes > 1 else "the other processes"
+            was_in_world = any(process.generation for process in self._processes.values())
+            self._progress.doing(f"{'recovering, ' if was_in_world else ''}waiting for {others}")
 
     def _end_all(self) -> None:
         if self._node_check is not None:

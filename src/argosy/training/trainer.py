@@ -100,7 +100,7 @@ class Trainer:
 
     def restore_or_initialize(self) -> None:
         """Go on from the newest state there is: of survivors, in memory, on disk; or from the initial weights."""
-        self._show("restoring the state")
+        self._show("setting up the model and its state")
         is_survivors = self._restorer.restore_or_initialize()
         self._show("compiling" if self._plan.compile else "the first step")
         self._clock.lap()
