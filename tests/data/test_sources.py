@@ -80,7 +80,7 @@ def test_a_glob_that_spells_a_name_out_takes_it_whatever_its_kind(tmp_path: Path
         str(tmp_path / "b/copyright"),
     ]
     with pytest.raises(
-        UserError, match=r"holds 2 files, none of a known kind \(\.txt .*\.parquet, also with .*\)\. If .* --extensions"
+        UserError, match=r"holds 2 files, none of a known kind \(\.txt .*\.parquet, also with .*\)\. If .*`extensions`"
     ):
         find_files([f"{tmp_path}/*/copy*"])
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from argosy.resilience.node_health import Health
 from argosy.supervise import agent as agent_module
 from argosy.supervise import coordinator_client as module
 from argosy.supervise.agent import Agent
+from argosy.supervise.nodes import State
 from peers import SECRET, Peer
 
 
@@ -113,6 +115,24 @@ def test_a_worker_that_waits_for_a_world_does_not_hold_up_the_end(agent, server)
     coordinator.say("finish", exit_code=0, why="", error="")
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_it_says_what_it_waits_for_until_a_worker_is_in_a_world(agent, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(agent._progress, "doing", said.append)
+    monkeypatch.setattr(agent._progress, "hand_over", lambda: said.append("(rank 0)"))
+    worker = SimpleNamespace(state=State.STARTING, generation=0)
+    for slot, state, generation in ((None, None, 0), (0, State.STARTING, 0), (0, State.READY, 0),
+                                    (0, State.RUNNING, 1), (0, State.READY, 1)):  # fmt: skip
+        worker.state, worker.generation = state, generation
+        agent._processes = {} if slot is None else {slot: worker}
+        agent._show_what_is_waited_for()
+    assert said == [
+        *["starting the processes"] * 2,
+        "waiting for all 2 nodes",
+        "(rank 0)",
+        "recovering, waiting for all 2 nodes",
+    ]
 
 
 def wait() -> None:

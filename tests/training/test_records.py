@@ -48,6 +48,12 @@ def test_what_is_the_same_on_all_ranks_is_recorded_by_rank_0_alone(tmp_path):
     assert records(tmp_path).metrics.read() == [{"step": 4, "validation_loss": 2.0, "bits_per_byte": 1.0}]
 
 
+def test_an_evaluation_leaves_a_line_on_the_screen(tmp_path, capsys):
+    for world in (FIRST, SECOND):
+        records(tmp_path, world).evaluated(4, Score(2.0, math.exp(2.0), 1.0, 100))
+    assert capsys.readouterr().out == " step     5  evaluated: loss 2.000, 1.000 bits per byte\n"
+
+
 def test_the_line_of_a_step_leaves_out_the_time_of_what_comes_now_and_then(tmp_path):
     seconds = {"forward": 1.0, "evaluate": 4.0, "checkpoint": 3.0, "check": 2.0, "other": 1.0, "step": 11.0}
     line = records(tmp_path).step(UPDATE, 1280, SAMPLES, seconds)

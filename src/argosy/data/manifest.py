@@ -119,8 +119,11 @@ class Manifest(_Record):
         """Count the UTF-8 bytes of text in a split."""
         return sum(shard.text_bytes for shard in self.splits.get(split, ()))
 
-    def in_words(self) -> str:
-        """Return what was made of the input: documents, files that were left out, what was skipped; "" if unknown."""
+    def in_words(self, option: str = "--extensions") -> str:
+        """Return what was made of the input: documents, files that were left out, what was skipped; "" if unknown.
+
+        option: the command's, that reads files of other extensions.
+        """
         if self.files is None:
             return ""
         documents = sum(self.documents(split) for split in self.splits)
@@ -132,7 +135,7 @@ class Manifest(_Record):
             names += ["..."] if self.left_out > len(names) else []
             parts.append(
                 f"{_plural(self.left_out, 'file')} left out: {', '.join(names)} (no known extension: "
-                "`--extensions '*'` reads them)"
+                f"`{option} '*'` reads them)"
             )
         for kind, count in sorted(self.skipped.items()):
             parts.append(f"{_plural(count, 'document')} {SKIPPED.get(kind, f'({kind})')} skipped")

@@ -121,7 +121,7 @@ def _look_up(item: str, fs: Any, path: str, extensions: Sequence[str]) -> Input:
         raise UserError(
             f"input = {item}: this {what} holds {len(files)} files, none of a known kind "
             f"({' '.join((*TEXTS, *RECORDS))}, also with {' or '.join(COMPRESSIONS)}). "
-            "If they are text, name the files themselves, or their extensions: --extensions .log, or '*' for any."
+            "If they are text, name the files themselves, or their extensions in `extensions` (.log; * for any)."
         )
     return Input(taken, [] if "*" in extensions else [file for file in files if file.suffix not in known])
 

@@ -62,7 +62,7 @@ def _with_data(run: RunConfig, progress: Progress) -> RunConfig:
         manifest = prepare(run.data.prepare, lambda state: _show(progress, state))
         if not is_prepared:
             progress.close()
-            progress.say(f"{run.data.prepare.out}: {manifest.in_words()}")
+            progress.say(f"{run.data.prepare.out}: {manifest.in_words('--data.prepare.extensions')}")
     elif not run.data.sources:
         raise UserError(
             "there is no data to train on. Give data.sources (folders that `argosy prepare` wrote), or "
