@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from argosy.config.schema import LaunchConfig
+from argosy.config.schema import LaunchConfig, RunConfig
 from argosy.errors import ArgosyWarning, UserError
-from argosy.launch.devices import find_devices
+from argosy.launch.devices import devices_of_run, find_devices
 
 CORES = len(os.sched_getaffinity(0))
 
@@ -36,6 +36,14 @@ def test_processes_that_run_already_are_taken_as_they_are():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert find_devices(LaunchConfig(device="cpu", processes=1), processes=CORES + 1).count == CORES + 1
+
+
+@pytest.mark.parametrize(("plan", "times"), [("auto", 1), ("auto,precision=bf16", 0), ("precision=fp32", 0)])
+def test_rates_are_measured_only_for_a_plan_that_depends_on_them(plan, times, monkeypatch):
+    measured = []
+    monkeypatch.setattr("argosy.launch.devices._bf16_is_fast", lambda: measured.append("now") or True)
+    found = devices_of_run(RunConfig(plan=plan, launch=LaunchConfig(device="cpu", processes=1)))
+    assert (len(measured), found.fast_bf16) == (times, bool(times))
 
 
 @pytest.mark.parametrize(("capability", "bf16", "fp16"), [((7, 5), False, True), ((8, 0), True, False)])

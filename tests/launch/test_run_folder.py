@@ -16,6 +16,7 @@ from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.launch import run_folder
 from argosy.plan.plan import Plan
+from argosy.plan.search.auto import Devices
 from tiny import run_config
 
 CORPUS = "0123456789abcdef"
@@ -33,11 +34,11 @@ def run(**sections: dict[str, object]) -> RunConfig:
     return run_config(Path("/corpus"), **sections)
 
 
-def hold(run_dir: Path, held: RunConfig, step: int = 4) -> RunConfig:
+def hold(run_dir: Path, held: RunConfig, step: int = 4, plan: str = "") -> RunConfig:
     """Make `run_dir` that of the run `held`, with a checkpoint."""
     folder = fence.partial_folder(run_dir, step, generation=0)
     folder.mkdir(parents=True)
-    facts = {"tokens": 0, "saved_at_s": 0.0, "plan": "", "has_optimizer": True, "files": {}}
+    facts = {"tokens": 0, "saved_at_s": 0.0, "plan": plan, "has_optimizer": True, "files": {}}
     store.commit(folder, CheckpointManifest(step=step, data_identity=CORPUS, **facts))
     save_run(held, run_dir / "run.toml")
     return held
@@ -143,6 +144,18 @@ def test_a_checkpoint_whose_manifest_is_damaged_does_not_keep_the_run_from_the_o
     assert enter(tmp_path, run()) == run()
     with pytest.raises(UserError, match=CORPUS):
         enter(tmp_path, run(), identity="fedc")
+
+
+@pytest.mark.parametrize("begun", ["", "dp_replicate=2,microbatch=4,precision=bf16"], ids=["new", "begun"])
+def test_the_number_format_of_the_first_start_is_that_of_every_other(tmp_path, begun):
+    hold(tmp_path, run(), plan=begun)
+    asked, said = run().model_copy(update={"plan": "auto"}), []
+    slow, fast = (Devices(2, "cpu", fast_bf16=fast) for fast in (False, True))
+    plans = [run_folder.settle_plan(tmp_path, asked, devices, said.append) for devices in (slow, fast)]
+    assert [plan.precision for plan in plans] == (["bf16", "bf16"] if begun else ["fp32", "bf16"])
+    assert len(said) == bool(begun)
+    if begun:
+        assert plans == [Plan.parse(begun)] * 2 and "a new run would take fp32 here" in said[0]
 
 
 def test_the_folder_then_needs_nothing_else_to_be_used(tmp_path):

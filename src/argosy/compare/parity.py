@@ -15,7 +15,7 @@ import torch
 from argosy.config.schema import RunConfig
 from argosy.errors import ArgosyWarning, Interrupted, RunFailed, UserError
 from argosy.inference.trained_model import open_checkpoint
-from argosy.launch.devices import find_devices
+from argosy.launch.devices import find_devices, precision_is_open
 from argosy.launch.local import train
 from argosy.observe.metrics import Metrics
 from argosy.parallel.world import threads_per_process
@@ -156,7 +156,8 @@ def _complete(run: RunConfig) -> Plan:
     size = Plan.from_words(words).world_size
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ArgosyWarning)  # more processes than cores: only the numbers matter here
-        devices = find_devices(run.launch.model_copy(update={"processes": size}))
+        here = run.launch.model_copy(update={"processes": size})
+        devices = find_devices(here, is_measured=precision_is_open(run))
     return choose_plan(run, devices)
 
 

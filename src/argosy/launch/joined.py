@@ -12,12 +12,11 @@ from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
 from argosy.errors import ArgosyError
 from argosy.launch import run_folder
-from argosy.launch.devices import find_devices
+from argosy.launch.devices import find_devices, precision_is_open
 from argosy.launch.resolve import resolve
 from argosy.observe.progress import Progress
 from argosy.parallel.world import World, join_world
 from argosy.plan.plan import Plan
-from argosy.plan.search.auto import choose_plan
 from argosy.supervise.worker import work
 from argosy.training.stop import StopSignal
 
@@ -53,9 +52,11 @@ def _settle(
 ) -> tuple[RunConfig, Plan, int]:
     """Return run, plan and generation; `held` keeps the run's folder locked."""
     held.enter_context(run_folder.locked(run_dir))
-    run, data = resolve(run, Progress(enabled=True))
+    progress = Progress(enabled=True)
+    run, data = resolve(run, progress)
     run = run_folder.enter(run_dir, run, data.identity, accept_changes)
-    plan = choose_plan(run, find_devices(run.launch, processes=world.size))
+    devices = find_devices(run.launch, processes=world.size, is_measured=precision_is_open(run))
+    plan = run_folder.settle_plan(run_dir, run, devices, progress.say)
     run_folder.write(run_dir, run, plan, data.sources[0].folder / TOKENIZER)
     generation = fence.newest_generation(run_dir) + 1
     fence.begin_generation(run_dir, generation)

@@ -16,7 +16,7 @@ from argosy.launch.resolve import resolve
 from argosy.observe.progress import Progress
 from argosy.observe.report import Report
 from argosy.plan.rules import check_size
-from argosy.plan.search.auto import choose_plan, processes_of
+from argosy.plan.search.auto import processes_of
 from argosy.processes.fork_server import ForkServer
 from argosy.supervise.agent import WORKER, Agent, node_name
 from argosy.supervise.place import check_place
@@ -47,7 +47,8 @@ def train(
         with run_folder.settling(run_dir):
             run, data = resolve(run, progress)
             run = run_folder.enter(run_dir, run, data.identity, accept_changes)
-            plan = choose_plan(run, devices_of_run(run, partial(ask, forks)))
+            devices = devices_of_run(run, partial(ask, forks))
+            plan = run_folder.settle_plan(run_dir, run, devices, progress.say)
             run_folder.write(run_dir, run, plan, data.sources[0].folder / TOKENIZER)
         progress.close()
         if (report := _report_if_finished(run_dir, run)) is not None:

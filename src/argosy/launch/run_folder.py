@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from argosy.errors import UserError
 from argosy.files import atomic_write
 from argosy.launch.storage import check_storage
 from argosy.plan.plan import Plan
+from argosy.plan.search.auto import Devices, choose_plan, other_choice, plan_to_go_on
 
 NEVER = ("model",)
 """Sections that even `--accept-changes` cannot change: the checkpoint would not fit."""
@@ -98,6 +99,29 @@ def write(run_dir: Path, run: RunConfig, plan: Plan, tokenizer: Path) -> None:
     if path.exists() and checkpoints and Plan.load(path) != plan:
         path.replace(run_dir / f"plan-{checkpoints[-1].step:08d}.toml")
     plan.save(path)
+
+
+def settle_plan(run_dir: Path, run: RunConfig, devices: Devices, say: Callable[[str], None]) -> Plan:
+    """Return the plan to train `run` with in `run_dir`, for these devices.
+
+    A run that goes on keeps what changes its numbers; `say` is told what a new run would choose instead.
+    Raises: UserError.
+    """
+    before = _plan_before(store.committed(run_dir))
+    if before is None:
+        return choose_plan(run, devices)
+    plan = plan_to_go_on(run, devices, before)
+    if other := other_choice(run, devices, plan):
+        say(other)
+    return plan
+
+
+def _plan_before(checkpoints: list[Checkpoint]) -> Plan | None:
+    """Return the plan of the newest checkpoint that tells it; imported ones were trained elsewhere, with none."""
+    for checkpoint in reversed(checkpoints):
+        with suppress(Damaged, UserError):
+            return Plan.parse(checkpoint.manifest.plan) if checkpoint.manifest.plan else None
+    return None
 
 
 def _data_identity(checkpoints: list[Checkpoint]) -> str | None:

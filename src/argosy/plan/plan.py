@@ -21,6 +21,8 @@ Offload = Literal["none", "activations", "optimizer", "all"]
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """The mesh axes, outermost first; their product is the number of processes. `ep` is laid over dp and cp."""
+NUMERICS = ("precision", "weights", "reduce", "compile")
+"""Keys of a plan that change the numbers of training; the others change only the order in which numbers are summed."""
 
 
 class Plan(Section):

@@ -14,7 +14,7 @@ from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import Plan
 from argosy.plan.rules import check_plan
-from argosy.plan.search.auto import Devices, choose_plan
+from argosy.plan.search.auto import Devices, choose_plan, other_choice, plan_to_go_on
 from argosy.plan.search.search import search
 
 LAPTOP = Devices(count=2, kind="cpu", fast_bf16=False)
@@ -56,6 +56,39 @@ def large(preset: str, plan: str = "auto", **keys: object) -> RunConfig:
 )
 def test_what_is_left_open_is_chosen_and_what_is_written_stays(written, devices, chosen):
     assert choose_plan(run(written), devices) == Plan.parse(chosen)
+
+
+@pytest.mark.parametrize(
+    ("written", "before", "devices", "kept"),
+    [
+        ("auto", "dp_replicate=2,microbatch=4,precision=bf16", LAPTOP, "dp_replicate=2,microbatch=4,precision=bf16"),
+        ("auto", "dp_replicate=4,microbatch=2,precision=bf16", LAPTOP, "dp_replicate=2,microbatch=8,precision=bf16"),
+        ("auto", "microbatch=4,weights=bf16,compile=false", LAPTOP, "dp_replicate=2,microbatch=8,weights=bf16,"
+         "compile=false"),
+        ("auto", "dp_replicate=8,microbatch=1", GPUS, "dp_replicate=8,microbatch=1"),
+        ("auto,tp=2", "dp_replicate=2,microbatch=8", LAPTOP, "tp=2,microbatch=16"),
+        ("dp_replicate=2", "dp_replicate=2,microbatch=2,precision=bf16", LAPTOP, "dp_replicate=2,microbatch=2,"
+         "precision=bf16"),
+        ("tp=2", "dp_replicate=2,microbatch=2,precision=bf16", LAPTOP, "tp=2,microbatch=16,precision=bf16"),
+        ("auto,precision=fp32", "dp_replicate=2,microbatch=8,precision=bf16", LAPTOP, "dp_replicate=2,microbatch=8"),
+    ],
+)  # fmt: skip
+def test_a_run_that_goes_on_keeps_its_plan_and_on_other_devices_its_numbers(written, before, devices, kept):
+    assert plan_to_go_on(run(written), devices, Plan.parse(before)) == Plan.parse(kept)
+
+
+def test_a_plan_that_does_not_fit_the_same_number_of_smaller_gpus_is_chosen_again():
+    before = choose_plan(large("llama3-8b"), GPUS)
+    smaller = Devices(8, "cuda", fast_bf16=True, name="NVIDIA H100 80GB HBM3", memory_bytes=24e9)
+    assert plan_to_go_on(large("llama3-8b"), GPUS, before) == before
+    assert plan_to_go_on(large("llama3-8b"), smaller, before) != before
+
+
+def test_what_a_new_run_would_choose_is_offered_in_words():
+    said = other_choice(run("auto"), LAPTOP, Plan(precision="bf16"))
+    assert "goes on in bf16" in said and "--plan auto,precision=fp32" in said
+    assert not other_choice(run("auto"), LAPTOP, Plan())
+    assert not other_choice(run("auto,precision=bf16"), LAPTOP, Plan(precision="bf16"))
 
 
 def test_the_demo_is_plain_data_parallelism_with_one_microbatch():

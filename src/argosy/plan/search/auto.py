@@ -14,9 +14,10 @@ from argosy.plan.hardware.clusters import Cluster, NodeGroup
 from argosy.plan.hardware.devices import device_names, find_device
 from argosy.plan.hardware.local_machine import cluster_of, device_named, resized
 from argosy.plan.pipeline import SCHEDULES
-from argosy.plan.plan import Plan, Precision, words_of
+from argosy.plan.plan import NUMERICS, Plan, Precision, words_of
 from argosy.plan.rules import check_plan, divisors, first_problem
 from argosy.plan.search.best import plainest, search_to_run, why_nothing_fits
+from argosy.plan.search.fitting import misfit
 from argosy.plan.search.space import Pins
 
 UNKNOWN_GPU = "a100-80"
@@ -31,7 +32,7 @@ class Devices:
     """Number of processes, one device each."""
     kind: Literal["cpu", "cuda"]
     fast_bf16: bool
-    """True if bf16 matmuls are at least 1.5 times as fast as fp32 ones."""
+    """True if bf16 matmuls are at least 1.5 times as fast as fp32 ones; False, too, if nobody needed to know."""
     fast_fp16: bool = False
     """True if fp16 ones are, and bf16 ones are not: GPUs before Ampere."""
     name: str = ""
@@ -95,6 +96,43 @@ def choose_plan(run: RunConfig, devices: Devices, machine: Cluster | None = None
             "a plan that names its axes is tried anyway."
         )
     return found.leanest
+
+
+def plan_to_go_on(run: RunConfig, devices: Devices, before: Plan) -> Plan:
+    """Return the plan of `run.plan` for a run whose state was computed with the plan `before`.
+
+    The same plan, if it is one for these devices and `run.plan` does not say otherwise. Else what `run.plan` leaves
+    open is chosen again, except for `NUMERICS`: the losses must not depend on how a run was interrupted.
+    Raises: UserError as `choose_plan`.
+    """
+    words = words_of(run.plan)
+    auto = words.pop("auto", None) is not None
+    open_keys = (Plan.model_fields.keys() if auto else {"microbatch", "precision", "compile"}) - words.keys()
+    same = Plan.from_words(words).model_copy(update={key: getattr(before, key) for key in open_keys})
+    if same == before and same.world_size == devices.count and _fits(run, devices, same):
+        written = [f"{key}={str(getattr(before, key)).lower()}" for key in Plan.model_fields]
+    else:
+        kept = [key for key in NUMERICS if key in open_keys]
+        written = [run.plan, *(f"{key}={str(getattr(before, key)).lower()}" for key in kept)]
+    return choose_plan(run.model_copy(update={"plan": ",".join(written)}), devices)
+
+
+def other_choice(run: RunConfig, devices: Devices, plan: Plan) -> str:
+    """Return in words what `run.plan` would choose for a new run where `plan` goes on otherwise; "" if nothing."""
+    new = fast_precision(devices)
+    if "precision" in words_of(run.plan) or new == plan.precision:
+        return ""
+    return (
+        f"The run goes on in {plan.precision}, as it began; a new run would take {new} here. "
+        f"--plan {run.plan},precision={new} changes it, and with it the losses from here on."
+    )
+
+
+def _fits(run: RunConfig, devices: Devices, plan: Plan) -> bool:
+    """Return True if the plan trains `run` and, on GPUs, is predicted to fit their memory."""
+    if first_problem(plan, run) is not None:
+        return False
+    return devices.kind == "cpu" or misfit(_costs(run, devices, None), plan) is None
 
 
 def _known(run: RunConfig, devices: Devices, machine: Cluster | None) -> Cluster | None:

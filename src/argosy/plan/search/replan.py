@@ -20,7 +20,7 @@ from argosy.plan.cost.factors import OF_TIME, slowed
 from argosy.plan.cost.prediction import predict
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.local_machine import resized
-from argosy.plan.plan import Plan, words_of
+from argosy.plan.plan import NUMERICS, Plan, words_of
 from argosy.plan.search.best import plainest, search_to_run, why_nothing_fits
 from argosy.plan.search.search import SearchResult
 from argosy.plan.search.space import Pins
@@ -123,7 +123,7 @@ def worth_migrating(predicted_now_s: float, predicted_new_s: float, steps_left: 
 
 def _numerics(plan: Plan) -> Pins:
     """Return the keys that decide the numbers of training, as in the plan in force."""
-    return {key: (getattr(plan, key),) for key in ("precision", "weights", "reduce", "compile")}
+    return {key: (getattr(plan, key),) for key in NUMERICS}
 
 
 def _alike(found: SearchResult, plan: Plan) -> SearchResult:
