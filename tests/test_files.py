@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from argosy.errors import UserError
-from argosy.files import PARTIAL, PartialFile, atomic_write, file_sha256, read_at_most
+from argosy.files import PARTIAL, PartialFile, atomic_write, file_sha256, made_folder, read_at_most
 
 
 def names(folder: Path) -> set[str]:
@@ -32,6 +32,36 @@ def before(request, tmp_path) -> bytes | None:
 def now(tmp_path: Path) -> bytes | None:
     path = tmp_path / "file"
     return path.read_bytes() if path.exists() else None
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["new", "empty"])
+def test_wrong_input_leaves_no_folder_behind(tmp_path, there):
+    folder = tmp_path / "runs" / "mine"
+    if there:
+        folder.mkdir(parents=True)
+    with pytest.raises(UserError, match="wrong"), made_folder(folder):
+        (folder / "logs").mkdir()
+        (folder / "logs" / "worker.log").write_text("refused")
+        raise UserError("wrong")
+    assert {path.name for path in tmp_path.rglob("*")} == ({"runs", "mine"} if there else set())
+
+
+def test_the_folder_above_stays_if_something_else_is_in_it(tmp_path):
+    with pytest.raises(UserError, match="wrong"), made_folder(tmp_path / "runs" / "mine"):
+        (tmp_path / "runs" / "another").mkdir()
+        raise UserError("wrong")
+    assert names(tmp_path / "runs") == {"another"}
+
+
+@pytest.mark.parametrize("error", [UserError, OSError])
+def test_what_was_there_and_what_another_error_left_stay(tmp_path, error):
+    (tmp_path / "old").mkdir()
+    if error is UserError:
+        (tmp_path / "old" / "mine").touch()
+    with pytest.raises(error), made_folder(tmp_path / "old"):
+        (tmp_path / "old" / "new").touch()
+        raise error("wrong")
+    assert "new" in names(tmp_path / "old")
 
 
 def test_a_file_appears_when_it_is_whole(tmp_path, before):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -54,6 +56,44 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         partial.abandon()
         raise
+
+
+@dataclass
+class MadeFolder:
+    """A folder to write in. Set `is_kept` once it holds something that is worth keeping, or somebody else's."""
+
+    is_kept: bool = False
+
+
+@contextmanager
+def made_folder(path: Path) -> Iterator[MadeFolder]:
+    """Make the folder `path`, and those above it. After a UserError in the block, which says that nothing was written,
+    make that true: if the folder was missing or empty and is not to be kept, remove what is new.
+
+    Raises: OSError if it cannot be made.
+    """
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    folder = MadeFolder(is_kept=path.exists() and any(path.iterdir()))
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        yield folder
+    except UserError:
+        if not folder.is_kept:
+            _clear(path, missing)
+        raise
+
+
+def _clear(folder: Path, missing: Sequence[Path]) -> None:
+    """Remove all that is in `folder`, and the folders that were `missing`, if nothing else is in them."""
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()
+    for made in missing:
+        with suppress(OSError):
+            made.rmdir()
 
 
 def sync(file: BinaryIO) -> None:

@@ -109,3 +109,20 @@ def test_item_that_names_nothing_is_refused(
 def test_no_input_is_refused() -> None:
     with pytest.raises(UserError, match="nothing to prepare"):
         find_files([])
+
+
+class Unreachable(fsspec.AbstractFileSystem):
+    """A file system whose server does not answer, as its client library says it: not with an OSError."""
+
+    protocol = "unreachable"
+
+    def info(self, path: str, **kwargs: object) -> dict[str, object]:
+        raise RuntimeError("Name or service not known")
+
+
+def test_a_server_that_cannot_be_reached_is_a_message() -> None:
+    fsspec.register_implementation("unreachable", Unreachable, clobber=True)
+    with pytest.raises(
+        UserError, match=r"unreachable://data/x\.txt: cannot be read \(Name or service.*and the network"
+    ):
+        find_files(["unreachable://data/x.txt"])

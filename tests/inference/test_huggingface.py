@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from argosy.checkpoint import store
-from argosy.errors import UserError
+from argosy.errors import StorageError, UserError
 from argosy.inference.generate import generate
 from argosy.inference.huggingface import export_checkpoint, import_checkpoint
 from argosy.inference.trained_model import open_checkpoint
@@ -23,6 +25,23 @@ def exported(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("huggingface") / "model"
     export_checkpoint(trained, out)
     return out
+
+
+@pytest.fixture
+def full_disk() -> Iterator[None]:
+    """Files of this process end at 4 KiB: the kernel refuses more, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.usefixtures("full_disk")
+@pytest.mark.parametrize("way", [export_checkpoint, import_checkpoint])
+def test_a_full_disk_is_a_message_and_leaves_nothing(way, trained, exported, tmp_path):
+    with pytest.raises(StorageError, match=r"out could not be written \(.*Free some space"):
+        way(trained if way is export_checkpoint else exported, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
 from argosy.errors import Retryable, RunFailed, UserError
 from argosy.launch import run_folder
-from argosy.launch.local import fork_server
+from argosy.launch.local import fork_server, train
 from argosy.observe.events import read_lines
 from argosy.observe.metrics import Metrics
 from argosy.observe.report import Report
@@ -134,6 +134,15 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_the_path_of_a_run_file_in_place_of_a_run_is_refused_with_what_to_write(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        UserError, match=r"takes a RunConfig, not 'run\.toml'. Try train\(argosy\.load\('run\.toml'\)\)"
+    ):
+        train("run.toml")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_port_in_use_is_refused_before_any_worker_starts(corpus, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.config.dump import save_run
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
-from argosy.errors import UserError
+from argosy.errors import StorageError, UserError
 from argosy.launch import run_folder
 from argosy.plan.plan import Plan
 from argosy.plan.search.auto import Devices
@@ -165,6 +166,17 @@ def test_the_folder_then_needs_nothing_else_to_be_used(tmp_path):
     assert (tmp_path / "tokenizer.json").read_text() == "a tokenizer"
     assert load(tmp_path / "run.toml") == asked
     assert Plan.load(tmp_path / "plan.toml") == Plan(microbatch=2)
+
+
+def test_a_full_disk_is_a_message(tmp_path):
+    (tmp_path / "elsewhere.json").write_text("a tokenizer")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4, hard))
+    try:
+        with pytest.raises(StorageError, match=r"cannot be written \(.*Free some space"):
+            run_folder.write(tmp_path, run(), Plan(), tmp_path / "elsewhere.json")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_plan_that_is_replaced_is_kept_under_the_step_it_was_in_force_until(tmp_path):

@@ -21,10 +21,14 @@ def folder(tmp_path: Path, corpus: Path) -> Folder:
 
 @pytest.fixture
 def refused(folder: Folder) -> Callable[..., str]:
-    """Run a command, in this process, that must be refused: exit code 2, a message with all of `said`, no traceback."""
+    """Run a command, in this process, that must be refused: exit code 2, a message with all of `said`, no traceback,
+    and nothing written.
+    """
 
     def run(*words: object, said: tuple[str, ...]) -> str:
+        before = set(folder.path.rglob("*"))
         text = folder.argosy_here(*words, code=2)
+        assert set(folder.path.rglob("*")) == before
         for part in said:
             assert part in text, text
         assert "Traceback" not in text

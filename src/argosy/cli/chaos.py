@@ -50,16 +50,17 @@ def main(argv: list[str]) -> int:
     from argosy.chaos.campaign import KINDS
     from argosy.chaos.run import run_chaos
     from argosy.config.dump import save_run
+    from argosy.files import made_folder
 
     if options.minutes:
         train = run.train.model_copy(update={"minutes": options.minutes, "steps": 0})
         run = run.model_copy(update={"train": train})
     folder = (options.folder or Path("runs") / f"{run.name}-chaos").absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    save_run(run, folder / "run.toml")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the run it started is ended
     seed, kinds = options.fault_seed, options.kinds or tuple(KINDS)
-    report = run_chaos(folder / "run.toml", folder, seed=seed, every_s=options.every_s, kinds=kinds)
+    with made_folder(folder):
+        save_run(run, folder / "run.toml")
+        report = run_chaos(folder / "run.toml", folder, seed=seed, every_s=options.every_s, kinds=kinds)
     (folder / f"seed-{seed}.json").write_text(report.model_dump_json(indent=1) + "\n")
     print(report.model_dump_json() if options.json else report.in_words())
     return 0 if report.is_passed else 1

@@ -27,7 +27,7 @@ from argosy.data.sources import RECORDS, InputFile, find_files
 from argosy.data.tokenizer import Tokenizer, train
 from argosy.data.workers import Workers
 from argosy.errors import ArgosyWarning, RunFailed, UserError
-from argosy.files import atomic_write
+from argosy.files import atomic_write, made_folder
 
 TRAINING_CHARS = 10_000_000
 """Characters that a tokenizer is trained on. That takes seconds; below 100,000 tokens, more changes little."""
@@ -286,9 +286,9 @@ def _processes(config: PrepareConfig) -> int:
 def _writing(out: Path) -> Iterator[None]:
     """Create `out`, and lock it against other processes or wait for them. The lock of a dead process does not count."""
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        with (out / LOCK).open("w") as lock:
+        with made_folder(out) as folder, (out / LOCK).open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
+            folder.is_kept = folder.is_kept or any(path.name != LOCK for path in out.iterdir())  # another's, meanwhile
             yield
     except OSError as error:  # errors of reading are reported elsewhere
         raise RunFailed(

@@ -86,19 +86,23 @@ def _expand(item: str, extensions: Sequence[str]) -> Input:
     fs, path = _file_system(item)
     try:
         return _look_up(item, fs, path, extensions)
+    except UserError:
+        raise
     except FileNotFoundError:
         raise UserError(
             f"input = {item}: there is no such file or folder. Check the path, or quote the glob so that the shell "
             "leaves it alone."
         ) from None
-    except (OSError, PermissionError) as error:
-        raise UserError(f"input = {item}: cannot be read ({error}). Check the address and your rights.") from None
+    except Exception as error:  # each remote file system has errors of its own: no network, no such repository
+        raise UserError(
+            f"input = {item}: cannot be read ({error}). Check the address, your rights there and the network."
+        ) from None
 
 
 def _file_system(item: str) -> tuple[Any, str]:
     try:
         return url_to_fs(item)
-    except (ImportError, ValueError) as error:  # the protocol's package is missing, or there is no such protocol
+    except Exception as error:  # the protocol's package is missing, there is no such protocol, or it asks the network
         raise UserError(f"input = {item}: {error}. Install what it asks for, or copy the files here.") from None
 
 

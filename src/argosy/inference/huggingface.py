@@ -27,7 +27,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def export_checkpoint(path: Path, out: Path, dtype: ExportDtype = "fp32") -> None:
     """Write the model of a run or checkpoint at `path` as the Hugging Face folder `out`.
 
-    Raises: UserError if there is no checkpoint, `out` exists, or the family's class cannot express the model.
+    Raises: UserError if there is no checkpoint, `out` exists, or the family's class cannot express the model;
+    StorageError if it cannot be written.
     """
     opened = open_checkpoint(path)
     tokenizer = opened.run_dir / TOKENIZER
@@ -46,15 +47,16 @@ def import_checkpoint(folder: Path, run_dir: Path) -> None:
     """Turn a Hugging Face folder into the run folder `run_dir` with one checkpoint, of step 0, weights only.
 
     The result works with `generate`, `evaluate`, `checkpoint export`, and as the model.weights of a run.
-    Raises: UserError if `run_dir` exists, or if our decoder would compute the folder's model differently.
+    Raises: UserError if `run_dir` exists, or if our decoder would compute the folder's model differently; StorageError
+    if it cannot be written.
     """
     if run_dir.exists():
         raise UserError(f"{run_dir} exists already. Choose another folder, or remove it first.")
     model, weights = hf.import_folder(folder)
     partial = run_dir.absolute().with_name(f".{run_dir.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     try:
+        partial.mkdir(parents=True)
         data = DataConfig(seq_len=min(DataConfig().seq_len, model.max_seq_len))
         save_run(RunConfig(model=model, data=data), partial / "run.toml")
         if (folder / TOKENIZER).is_file():
@@ -69,6 +71,11 @@ def import_checkpoint(folder: Path, run_dir: Path) -> None:
         finally:
             saver.close()
         partial.rename(run_dir)
+    except OSError as problem:
+        raise StorageError(
+            f"{run_dir} could not be written ({problem}). Free some space or get the right to write there, or choose "
+            "another folder."
+        ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

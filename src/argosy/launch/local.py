@@ -10,6 +10,7 @@ from pathlib import Path
 from argosy.checkpoint.store import committed
 from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
+from argosy.errors import UserError
 from argosy.launch import run_folder
 from argosy.launch.devices import ask, devices_of_run
 from argosy.launch.resolve import resolve
@@ -24,7 +25,7 @@ from argosy.supervise.place import check_place
 
 def train(
     run: RunConfig,
-    run_dir: Path | None = None,
+    run_dir: str | Path | None = None,
     *,
     accept_changes: bool = False,
     quiet: bool = False,
@@ -39,7 +40,9 @@ def train(
     Raises: UserError if the run cannot be started as asked; RunFailed if it could not go on; Interrupted after
     SIGTERM or SIGINT, once its state is saved.
     """
-    run_dir = (run_dir or Path("runs") / run.name).absolute()
+    if not isinstance(run, RunConfig):
+        raise UserError(f"train takes a RunConfig, not {run!r}. Try train(argosy.load({run!r})).")
+    run_dir = (Path(run_dir) if run_dir else Path("runs") / run.name).absolute()
     _check_processes(run, origin)
     check_place(run.launch)
     progress = Progress(enabled=not quiet)

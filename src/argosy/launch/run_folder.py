@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from argosy.checkpoint import store
 from argosy.checkpoint.checksums import Damaged
@@ -17,8 +17,9 @@ from argosy.config.identity import is_under, lasting_values
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
-from argosy.errors import UserError
+from argosy.errors import StorageError, UserError
 from argosy.files import atomic_write
+from argosy.launch.own_folder import LOCK, own_folder
 from argosy.launch.storage import check_storage
 from argosy.plan.plan import Plan
 from argosy.plan.search.auto import Devices, choose_plan, other_choice, plan_to_go_on
@@ -31,24 +32,33 @@ NEVER = ("model",)
 def locked(run_dir: Path, node: str = "", nodes: int = 1) -> Iterator[None]:
     """Lock the run's folder for this process; the kernel releases the lock when the process dies.
 
-    With `node`, which is one of `nodes` machines, lock only that node's part.
-    Raises: UserError if another process holds the lock, or the storage cannot hold a run.
+    With `node`, which is one of `nodes` machines, lock only that node's part. A new folder is made, and is removed
+    again if the block raises UserError.
+    Raises: UserError if another process holds the lock, the folder is not a run's, or the storage cannot hold a run.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    check_storage(run_dir, nodes)
-    with (run_dir / (f".lock-{node}" if node else ".lock")).open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise UserError(
-                f"{run_dir} is in use by process {file.read().strip() or 'unknown'}. Wait for it, or give this run "
-                "another folder with --run-dir."
-            ) from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        yield
+    with own_folder(run_dir, nodes) as folder:
+        check_storage(run_dir, nodes)
+        with _lock_file(run_dir / (f"{LOCK}-{node}" if node else LOCK)) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                folder.is_kept = True  # it was found empty, and another process was faster
+                file.seek(0)
+                raise UserError(
+                    f"{run_dir} is in use by process {file.read().strip() or 'unknown'}. Wait for it, or give this run "
+                    "another folder with --run-dir."
+                ) from None
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            yield
+
+
+def _lock_file(path: Path) -> TextIO:
+    try:
+        return path.open("a+")
+    except OSError as problem:
+        raise UserError(f"{path}: cannot be written ({problem.strerror}). Is the run another user's?") from None
 
 
 @contextmanager
@@ -89,11 +99,20 @@ def enter(run_dir: Path, run: RunConfig, data_identity: str, accept_changes: boo
 def write(run_dir: Path, run: RunConfig, plan: Plan, tokenizer: Path) -> None:
     """Write run.toml, plan.toml and a copy of the tokenizer to the folder, which can then be used without the data.
 
-    A plan that is replaced is kept as plan-STEP.toml.
+    A plan that is replaced is kept as plan-STEP.toml. Raises: StorageError if the disk is full.
     """
-    with atomic_write(run_dir / TOKENIZER) as file:
-        file.write(tokenizer.read_bytes())
-    save_run(run, run_dir / "run.toml")
+    try:
+        with atomic_write(run_dir / TOKENIZER) as file:
+            file.write(tokenizer.read_bytes())
+        save_run(run, run_dir / "run.toml")
+        _write_plan(run_dir, plan)
+    except OSError as problem:
+        raise StorageError(
+            f"{run_dir}: cannot be written ({problem}). Free some space, or choose another disk."
+        ) from None
+
+
+def _write_plan(run_dir: Path, plan: Plan) -> None:
     path = run_dir / "plan.toml"
     checkpoints = store.committed(run_dir)
     if path.exists() and checkpoints and Plan.load(path) != plan:

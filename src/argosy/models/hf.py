@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from argosy.config.schema import ModelConfig
-from argosy.errors import ArgosyWarning, UserError
+from argosy.errors import ArgosyWarning, StorageError, UserError
 from argosy.files import is_plain_name, read_at_most
 from argosy.models.hf_config import config_from_json, config_to_json, refuse
 from argosy.models.hf_families import FAMILIES, MTP_NAMES, is_stack, their_names, to_ours, to_theirs
@@ -50,7 +50,8 @@ def export_folder(
     `tokenizer`: a tokenizer.json to put beside them.
     `eod_id`: the token that ends a document; generation stops at it.
 
-    Raises: UserError if `out` exists, or the model is not one that the family's class can express.
+    Raises: UserError if `out` exists, or the model is not one that the family's class can express; StorageError if it
+    cannot be written.
     """
     if out.exists():
         raise UserError(f"{out} exists already. Choose another folder, or remove it first.")
@@ -59,8 +60,8 @@ def export_folder(
     described = config_to_json(config, dtype=dtype, eod_id=eod_id)
     partial = out.with_name(f".{out.name}.partial")  # a sibling: the rename stays on one file system
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     try:
+        partial.mkdir(parents=True)
         _write_json(partial / "config.json", described)
         ends = {"bos_token_id": None, "eos_token_id": eod_id, "pad_token_id": eod_id}
         _write_json(partial / "generation_config.json", ends)
@@ -68,6 +69,11 @@ def export_folder(
             _write_tokenizer(partial, tokenizer, eod_id, config)
         _write_weights(partial, weights, config, shapes, dtype)
         partial.rename(out)
+    except (OSError, SafetensorError) as problem:
+        raise StorageError(
+            f"{out} could not be written ({problem}). Free some space or get the right to write there, or choose "
+            "another folder."
+        ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
