@@ -174,6 +174,8 @@ def test_a_checkpoint_of_another_model_is_refused_and_nothing_of_it_is_read(tmp_
     other = state(seed=1, ffn_width=48, layers=3)
     with pytest.raises(UserError, match=r"(?s)is of another model: .*and \d+ more.*another --run-dir"):
         checkpointer(tmp_path).restore(other)
+    with pytest.raises(UserError, match=r"(?s)is of another model: .*Leave out the sizes"):
+        checkpointer(tmp_path).read_weights(other, tmp_path)
     assert _same(other, state(seed=1, ffn_width=48, layers=3))
 
 

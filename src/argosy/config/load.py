@@ -12,6 +12,8 @@ from pydantic import ValidationError
 from argosy.config.catalog import near_names, preset_names, preset_path
 from argosy.config.keys import Key, dotted, fields, key_of, nest, sections, value_type
 from argosy.config.layers import Entry, Layer, Source, file_layer, override_layer, preset_layer, run_layer
+from argosy.config.pretrained import OF_ANY_MODEL, WEIGHTS, of_weights
+from argosy.config.pretrained import PRESET as MODEL_PRESET
 from argosy.config.problems import Place, Problem, problem_of, shown
 from argosy.config.schema import DataConfig, RunConfig, Section
 from argosy.config.suggest import ELSEWHERE, suggestion
@@ -20,9 +22,6 @@ from argosy.errors import UserError
 DEFAULT_RUN = "demo"
 OPTION_MARK = "--"
 """Stands before a key in messages about the command line."""
-MODEL_PRESET: Key = ("model", "preset")
-OF_ANY_MODEL: tuple[Key, ...] = (("model", "weights"), ("model", "init_std"))
-"""Keys of the model that no preset sets."""
 _NO_DEFAULT = "default_factory_not_called"
 """pydantic's error for a key whose default depends on a key that is itself wrong."""
 
@@ -36,6 +35,8 @@ def load(
     overrides_mark: str = "overrides: ",
 ) -> RunConfig:
     """Return the resolved run: the model preset, the run file's keys over it, `overrides` over both.
+
+    Without a model preset, the sizes of a model that starts from weights are those of the weights.
 
     source: a run file (TOML), or the name of a run preset; None is the built-in demo.
     overrides: dotted keys, e.g. {"train.steps": 100, "model.preset": "llama-20m"}; a preset replaces the
@@ -51,7 +52,10 @@ def load(
     file = file_layer(path, path.name if preset else str(path), folder)
     given = override_layer(overrides or {}, overrides_mark)
     out: dict[Key, object] = {("data", "prepare", "out"): DataConfig().prepare.out}
-    return build(RunConfig, run_layer(out, Source(""), folder) | over_model_preset(file, given) | given)
+    if preset and WEIGHTS in given:  # its model is nobody's choice
+        file = _without_model(file)
+    asked = over_model_preset(file, given) | given
+    return build(RunConfig, run_layer(out, Source(""), folder) | of_weights(asked) | asked)
 
 
 def origin_of(source: str | Path | None, key: str, options: Collection[str] = ()) -> str:
@@ -123,8 +127,12 @@ def over_model_preset(file: Layer, given: Layer) -> Layer:
     """
     new = _model_preset(file | given)
     if new and MODEL_PRESET in given:
-        file = {key: entry for key, entry in file.items() if key[0] != "model" or key in OF_ANY_MODEL}
+        file = _without_model(file)
     return new | file
+
+
+def _without_model(file: Layer) -> Layer:
+    return {key: entry for key, entry in file.items() if key[0] != "model" or key in OF_ANY_MODEL}
 
 
 def _model_preset(layer: Layer) -> Layer:

@@ -175,7 +175,7 @@ class ModelConfig(Section):
     it. A preset given as an option replaces the whole model of the file."""
     weights: Path | None = None
     """Fine-tuning: start from these pretrained weights, a run folder or checkpoint, e.g. what `argosy checkpoint
-    import` wrote."""
+    import` wrote. Without a preset, sizes that are not given are those of the weights."""
     family: Literal["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3"] = "llama"
     """The Hugging Face classes and weight names that the model maps to on export and import."""
     layers: PositiveInt = 4

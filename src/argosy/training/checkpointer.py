@@ -25,6 +25,9 @@ from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 from argosy.training.state import TrainState, generators, set_generators
 
+SAME_MODEL = "Use the model section that it was saved with, or another --run-dir to start anew."
+SIZES_OF_WEIGHTS = "Leave out the sizes in the model section: those of model.weights are taken then."
+
 
 class Checkpointer:
     """Saves a run's state by steps, by minutes and on request, and restores it."""
@@ -172,7 +175,7 @@ class Checkpointer:
         """Read only the weights, from a checkpoint or run at `folder`. Raises: UserError."""
         checkpoint = self._world.share_first(lambda: store.find(folder), Checkpoint)
         weights = state.weights()
-        _check_fits(weights, checkpoint)
+        _check_fits(weights, checkpoint, SIZES_OF_WEIGHTS)
         load_into(weights, checkpoint)
         state.model.after_update()
         return checkpoint
@@ -269,11 +272,8 @@ class Checkpointer:
             )
 
 
-def _check_fits(weights: dict[Box, Any], checkpoint: Checkpoint) -> None:
+def _check_fits(weights: dict[Box, Any], checkpoint: Checkpoint, remedy: str = SAME_MODEL) -> None:
     problems = missing_from(weights, checkpoint)
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-        raise UserError(
-            f"{checkpoint.folder} is of another model: {'; '.join(problems[:3])}{more}.\n"
-            "  Use the model section that it was saved with, or another --run-dir to start anew."
-        )
+        raise UserError(f"{checkpoint.folder} is of another model: {'; '.join(problems[:3])}{more}.\n  {remedy}")
