@@ -243,3 +243,4 @@ def test_a_call_does_not_wait_whether_it_is_answered_or_not():
         connected.close()
         address = listener.getsockname()
     assert isinstance(connect(address).exception(timeout=10), ConnectionRefusedError)
+    assert connect(("a..b", 1)).exception(timeout=10), "a name that cannot be"

@@ -206,14 +206,14 @@ class Connection:
 def call(address: Address) -> Future[socket.socket]:
     """Connect to `address` in a thread: where the network is down, even resolving the name takes long.
 
-    The future raises OSError if nothing answers.
+    The future raises OSError if nothing answers, UnicodeError if that can be no name.
     """
     connected: Future[socket.socket] = Future()
 
     def connect() -> None:
         try:
             connected.set_result(socket.create_connection(address, CALL_TIMEOUT_S))
-        except OSError as problem:
+        except (OSError, UnicodeError) as problem:  # the second: no such name is possible
             connected.set_exception(problem)
 
     threading.Thread(target=connect, name="argosy-call", daemon=True).start()
