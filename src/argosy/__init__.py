@@ -14,21 +14,53 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from argosy.compare.parity import parity
     from argosy.config.load import load
-    from argosy.config.schema import RunConfig
+    from argosy.config.schema import PrepareConfig, RunConfig
     from argosy.data.prepare import prepare
+    from argosy.errors import ArgosyError, Interrupted, RunFailed, UserError
     from argosy.inference.evaluate import evaluate
     from argosy.inference.generate import generate
+    from argosy.inference.huggingface import export_checkpoint, import_checkpoint
     from argosy.launch.local import train
+    from argosy.observe.report import Report
     from argosy.plan.plan import Plan
+    from argosy.plan.report.ask import best_plans
 
 __version__ = "0.1.0"
-__all__ = ["Plan", "RunConfig", "__version__", "evaluate", "generate", "load", "parity", "prepare", "train"]
+__all__ = [
+    "ArgosyError",
+    "Interrupted",
+    "Plan",
+    "PrepareConfig",
+    "Report",
+    "RunConfig",
+    "RunFailed",
+    "UserError",
+    "__version__",
+    "best_plans",
+    "evaluate",
+    "export_checkpoint",
+    "generate",
+    "import_checkpoint",
+    "load",
+    "parity",
+    "prepare",
+    "train",
+]
 
 _HOME = {
+    "ArgosyError": "argosy.errors",
+    "Interrupted": "argosy.errors",
     "Plan": "argosy.plan.plan",
+    "PrepareConfig": "argosy.config.schema",
+    "Report": "argosy.observe.report",
     "RunConfig": "argosy.config.schema",
+    "RunFailed": "argosy.errors",
+    "UserError": "argosy.errors",
+    "best_plans": "argosy.plan.report.ask",
     "evaluate": "argosy.inference.evaluate",
+    "export_checkpoint": "argosy.inference.huggingface",
     "generate": "argosy.inference.generate",
+    "import_checkpoint": "argosy.inference.huggingface",
     "load": "argosy.config.load",
     "parity": "argosy.compare.parity",
     "prepare": "argosy.data.prepare",

@@ -64,6 +64,9 @@ def test_a_command_that_is_refused_does_not_wait_for_torch():
 
 def test_the_public_names_are_lazy_and_listed():
     assert set(argosy.__all__) <= set(dir(argosy))
+    assert all(getattr(argosy, name) is not None for name in argosy.__all__)
+    quick = "import sys, argosy; argosy.UserError, argosy.PrepareConfig, argosy.Report; print('torch' in sys.modules)"
+    assert run_python("-c", quick).stdout == "False\n"
     assert argosy.RunConfig.__name__ == "RunConfig"
     assert argosy.load("demo").name == "demo"
     with pytest.raises(AttributeError, match="nothing"):

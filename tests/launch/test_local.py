@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from socket import create_server
 from threading import Thread
@@ -143,6 +144,21 @@ def test_the_path_of_a_run_file_in_place_of_a_run_is_refused_with_what_to_write(
     ):
         train("run.toml")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_caller_sees_what_is_printed_and_each_step_and_may_end_the_run(corpus, tmp_path):
+    run, out, told = run_config(corpus, train={"steps": 1_000_000}, launch={"device": "cpu"}), io.StringIO(), []
+
+    def watch(record: dict[str, Any]) -> None:
+        told.append(record["step"])
+        if len(told) == 5:
+            raise KeyError("enough")
+
+    with pytest.raises(KeyError, match="enough"), redirect_stdout(out):
+        train(run, tmp_path / "run", on_step=watch)
+    assert told == sorted(told) and len(told) == 5
+    assert "argosy train" in out.getvalue() and "loss" in out.getvalue()
+    assert store.committed(tmp_path / "run"), "its state is saved"
 
 
 def test_a_port_in_use_is_refused_before_any_worker_starts(corpus, tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +13,9 @@ from argosy.data.manifest import TOKENIZER
 from argosy.errors import UserError
 from argosy.launch import run_folder
 from argosy.launch.devices import ask, devices_of_run
+from argosy.launch.following import Following, OnStep
 from argosy.launch.resolve import resolve
+from argosy.launch.shown import shown
 from argosy.observe.progress import Progress
 from argosy.observe.report import Report
 from argosy.plan.rules import check_size
@@ -30,12 +32,15 @@ def train(
     accept_changes: bool = False,
     quiet: bool = False,
     origin: Callable[[str], str] = lambda key: "",
+    on_step: OnStep | None = None,
 ) -> Report:
     """Train `run` in `run_dir` (runs/NAME by default) with processes of this machine; return its report.
 
     If the folder holds a checkpoint of this run, it goes on from there. With launch.nodes, this is one of the machines,
     and returns when the run is done. quiet: what rank 0 prints goes to the folder's logs too. origin: returns where a
-    key of the run has its value from, for messages.
+    key of the run has its value from, for messages. on_step: called in this process, in a thread of its own, with each
+    new line of metrics.jsonl: a step has "loss", an evaluation "validation_loss", both have "step". A step that is run
+    again after a failure is told again. If on_step raises, the run saves its state and ends, and that error is raised.
 
     Raises: UserError if the run cannot be started as asked; RunFailed if it could not go on; Interrupted after
     SIGTERM or SIGINT, once its state is saved.
@@ -62,18 +67,17 @@ def train(
             progress.say(report.in_words())
             return report
         (run_dir / "report.json").unlink(missing_ok=True)
-        Agent(run_dir, run, plan, forks, quiet).run()
+        agent = Agent(run_dir, run, plan, forks, quiet)
+        with Following(run_dir, on_step, agent.stop):
+            agent.run()
         return Report.load(run_dir)
 
 
 @contextmanager
 def fork_server() -> Iterator[ForkServer]:
     """Start the fork server of a run's processes; it imports torch while the run is being settled."""
-    forks = ForkServer(WORKER.module)
-    try:
+    with shown() as stdout, closing(ForkServer(WORKER.module, stdout)) as forks:
         yield forks
-    finally:
-        forks.close()
 
 
 def _report_if_finished(run_dir: Path, run: RunConfig) -> Report | None:

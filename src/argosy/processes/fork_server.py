@@ -36,11 +36,16 @@ STORE_HOST = "ARGOSY_STORE_HOST"
 class ForkServer:
     """The asker's side: `fork` asks for processes, `take` tells which were forked and which have ended."""
 
-    def __init__(self, imports: str):
-        """`imports`: the module that its processes will need. Returns at once; forking waits for the import."""
+    def __init__(self, imports: str, stdout: int | None = None):
+        """Return at once; forking waits for the import.
+
+        imports: the module that its processes will need. stdout: the descriptor that they print to; None: this
+        process's standard output.
+        """
+        self.stdout = stdout
         # Workers, and the compilers that they start, are told of a terminal's Ctrl-C by their agent, and not by the
         # terminal. What workers print is for it all the same.
-        self._process = Child("argosy.processes.fork_server", imports, stdout=None)
+        self._process = Child("argosy.processes.fork_server", imports, stdout=stdout)
         self.has_forked = False
         """True once it has forked any process."""
 

@@ -98,6 +98,10 @@ class Agent:
                 self._progress.doing("")
         self._raise_if_not_done()
 
+    def stop(self) -> None:
+        """Have the run save its state and end, as after SIGTERM. Any thread may call this."""
+        self._stopping.ask(signal.SIGTERM)
+
     def _is_over(self) -> bool:
         if self._finish is not None and self._finish.exit_code:
             return True
@@ -175,7 +179,7 @@ class Agent:
             raise RunFailed("the process that workers are forked from died at once; what it printed says why")
         self._selector.unregister(self._fork_server)
         self._fork_server.close()
-        self._fork_server = ForkServer(WORKER.module)
+        self._fork_server = ForkServer(WORKER.module, self._fork_server.stdout)
         self._selector.register(self._fork_server, selectors.EVENT_READ, self._hear_fork_server)
         self._events.write("fork_server_replaced", pid=self._fork_server.pid)
         for process in list(self._processes.values()):

@@ -50,6 +50,10 @@ class Stopping:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._came.append(number)  # and no more: it may have interrupted the sending of a message
 
+    def ask(self, number: int) -> None:
+        """Act as if the signal had come. Any thread may call this."""
+        self._came.append(number)
+
     def begins(self) -> bool:
         """Take in the signals that came since the last call; return True if the run is to stop from now on.
 
