@@ -37,7 +37,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = Path(folder) / "tokenizer.json"
         config = PrepareConfig(input=("builtin:python",), max_text_bytes=text_bytes, tokenizer=tokenizer)
-        files = find_files(config.input)
+        files = find_files(config.input).files
         train(sample_texts(files, config, 5_000_000), 8192, tokenizer)
         texts = [d.text for d in DocumentReader(files, "text", "skip", text_bytes).read(Position())]
         print(f"{text_bytes / 1e6:.0f} MB, {len(texts)} documents, {len(os.sched_getaffinity(0))} cores")
