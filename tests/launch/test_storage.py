@@ -83,7 +83,7 @@ def test_storage_that_lacks_something_is_refused_by_the_command(
         check=False,
     )
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
-    assert not list((tmp_path / "run").iterdir())
+    assert not (tmp_path / "run").exists()
 
 
 def test_storage_that_does_what_it_must_is_left_as_it_was(tmp_path: Path) -> None:
