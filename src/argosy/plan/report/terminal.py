@@ -22,6 +22,8 @@ LEAST_CHANGE = 0.0005
 """Relative change of the step below which it counts as none."""
 HOLDERS = {"microbatches": "replicas", "layers": "pipeline ranks"}
 """Unit of work -> the ranks that it is dealt to."""
+FIGURES_WIDTH = 66
+"""Characters of the figures beside a plan."""
 PIPE_WIDTH = 200
 """Characters in a line if the output is no terminal."""
 
@@ -31,19 +33,20 @@ def show(report: PlanReport, console: Console | None = None) -> None:
     console = console or Console()
     if not console.is_terminal:
         console.width = PIPE_WIDTH
-    console.print(Group(*_parts(report)), highlight=False)
+    console.print(Group(*_parts(report, console.width)), highlight=False, crop=False)
 
 
-def _parts(report: PlanReport) -> Iterator[RenderableType]:
+def _parts(report: PlanReport, width: int) -> Iterator[RenderableType]:
+    """Yield the parts of the report for a terminal of `width` characters."""
     yield Text(headline(report), style="bold")
     for line in (*report.assumed, *report.notes):
         yield Text(line, style="dim")
     if report.choices:
         yield Text(f"\n{search_line(report)}")
-        yield _choices(report, report.choices)
+        yield from _choices(report, report.choices, width)
     if len(report.pareto) > 1:
         yield Text("\nNo other plan is faster with as little memory on as few devices:")
-        yield _choices(report, report.pareto)
+        yield from _choices(report, report.pareto, width)
     yield from _explained(report)
     yield from _outlooks(report)
 
@@ -67,12 +70,14 @@ def search_line(report: PlanReport) -> str:
     )
 
 
-def _choices(report: PlanReport, choices: tuple[Candidate, ...]) -> Table:
+def _choices(report: PlanReport, choices: tuple[Candidate, ...], width: int) -> Iterator[RenderableType]:
+    """Yield the table of plans; where they do not fit into its lines, they follow it by number, one in a line."""
+    is_narrow = width < FIGURES_WIDTH + max(len(choice.plan) for choice in choices)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("step", "GiB", "MFU", "tokens/s", "devices", "run", report.currency, "kWh"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("plan", overflow="fold")
-    for choice in choices:
+    table.add_column("plan", no_wrap=True)
+    for number, choice in enumerate(choices, 1):
         run = choice.run
         table.add_row(
             seconds(choice.step_s.mid),
@@ -83,15 +88,25 @@ def _choices(report: PlanReport, choices: tuple[Candidate, ...]) -> Table:
             seconds(run.time_s.mid),
             count(run.money.mid) if run.money else "?",
             count(run.energy_kwh.mid) if run.energy_kwh else "?",
-            choice.plan,
+            f"{number}" if is_narrow else choice.plan,
         )
-    return table
+    yield table
+    if is_narrow:
+        yield Text()
+        for number, choice in enumerate(choices, 1):
+            yield _line(f"{number:>2}  {choice.plan}")
+
+
+def _line(text: str, style: str = "") -> Text:
+    """Return a text that stays one line, so that it can be copied: the terminal may wrap it, rich does not."""
+    return Text(text, style=style, no_wrap=True, overflow="ignore")
 
 
 def _explained(report: PlanReport) -> Iterator[RenderableType]:
     about = report.explanation
     choice, run, missing = about.choice, about.choice.run, about.misfit
-    yield Text(f'\n"{choice.plan}"', style="bold")
+    yield Text()
+    yield _line(f'"{choice.plan}"', style="bold")
     if missing:
         yield Text(
             f"does not fit: {gib(missing.excess_bytes)} GiB too much, most of it {missing.largest} "

@@ -1,0 +1,41 @@
+"""The planner's report on a screen: a plan can be copied from it, however narrow it is."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from argosy.plan.plan import Plan
+from argosy.plan.report.report import PlanReport, plan_report
+from argosy.plan.report.request import Question, of_model
+from argosy.plan.report.terminal import show
+
+
+@pytest.fixture(scope="module")
+def report() -> PlanReport:
+    return plan_report(of_model("llama3-8b", "8xh100", Question()))
+
+
+def shown(report: PlanReport, width: int) -> list[str]:
+    out = StringIO()
+    show(report, Console(file=out, width=width, force_terminal=True, color_system=None))
+    return out.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 250])
+def test_each_plan_stands_whole_in_a_line(report, width):
+    lines = shown(report, width)
+    assert len(report.choices) > 3
+    for choice in report.choices:
+        line = next(line for line in lines if line.rstrip().endswith(f" {choice.plan}"))
+        assert Plan.parse(line.split()[-1]) == Plan.parse(choice.plan)
+    assert f'"{report.explanation.choice.plan}"' in lines
+
+
+def test_the_figures_of_a_plan_that_does_not_fit_beside_them_have_its_number(report):
+    lines = shown(report, 80)
+    plans = [line.split()[1] for line in lines if line.startswith(" 1  ")]
+    assert plans[0] == report.choices[0].plan
+    assert all(len(line) <= 80 for line in lines if "microbatch=" not in line)
