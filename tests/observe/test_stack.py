@@ -10,7 +10,10 @@ import pytest
 
 from argosy.observe import stack
 
-HANGS = {"sleeps": "import time; time.sleep(60)", "holds the lock": "import ctypes; ctypes.PyDLL(None).sleep(60)"}
+HANGS = {
+    "sleeps": "import time; time.sleep(60)",
+    "holds the lock": "import ctypes; [ctypes.PyDLL(None).sleep(60) for _ in range(9)]",  # a signal ends one of them
+}
 CODE = """
 import sys
 from argosy.observe.stack import write_when_asked
