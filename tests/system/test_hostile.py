@@ -14,6 +14,8 @@ from matrix import PLANS, Disturbed, free_port
 
 SLOW = "slow@batch:seconds=0.3"
 """Each step takes so long at least, so that the run lasts as long as the strangers."""
+ONE_THREAD = ("--launch.threads", "1")
+"""Two processes of one node have half of its cores each, and sum in another order than one on each of two nodes."""
 MEMORY_BYTES = 100 << 20
 """What the coordinator's memory may grow by."""
 
@@ -26,7 +28,7 @@ class Attacked:
         self._recorder = Recorder(self.port)
         self._run = disturbed(
             PLANS["replicas"], SLOW, "--launch.nodes", "2", "--launch.processes", "1",
-            *("--launch.node", "a", "--launch.coordinator", f"127.0.0.1:{self.port}"), *options,
+            *("--launch.node", "a", "--launch.coordinator", f"127.0.0.1:{self.port}"), *ONE_THREAD, *options,
         )  # fmt: skip
         to_recorder = f"127.0.0.1:{self._recorder.port}"
         self._second = self._run.launch("--launch.node", "b", "--launch.coordinator", to_recorder)
@@ -63,7 +65,7 @@ def test_no_stranger_disturbs_a_run(disturbed, undisturbed):
         babble(run.port, seed=1, times=50)
         flood(run.port, 500, seconds=1)
         replay(run.port, run.recorded)
-    run.check(undisturbed())
+    run.check(undisturbed(PLANS["replicas"], *ONE_THREAD))
 
 
 @pytest.mark.slow
@@ -73,4 +75,4 @@ def test_ten_thousand_connections_in_a_minute_cost_no_step(disturbed, undisturbe
     began = time.monotonic()
     flood(run.port, 10_000, seconds=60)
     assert time.monotonic() - began < 90
-    run.check(undisturbed(PLANS["replicas"], *long))
+    run.check(undisturbed(PLANS["replicas"], *ONE_THREAD, *long))
