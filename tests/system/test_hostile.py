@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 
 from hostile import Recorder, babble, flood, guess, half_open, replay
-from matrix import PLANS, Disturbed, free_port
+from matrix import ONE_THREAD, PLANS, Disturbed, free_port
 
 SLOW = "slow@batch:seconds=0.3"
 """Each step takes so long at least, so that the run lasts as long as the strangers."""
-ONE_THREAD = ("--launch.threads", "1")
-"""Two processes of one node have half of its cores each, and sum in another order than one on each of two nodes."""
 MEMORY_BYTES = 100 << 20
 """What the coordinator's memory may grow by."""
 
