@@ -6,6 +6,7 @@ Each node is an agent on this machine, with a worker; "the machine" of one is th
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -71,7 +72,10 @@ class Cluster:
         self.watch(watch)
         moment_s = time.time()
         self.send(name, signal.SIGKILL)
-        self.processes.pop(name).communicate()
+        lost = self.processes.pop(name)
+        lost.communicate()
+        for memory in Path("/dev/shm").glob(f"argosy-{lost.pid}-*"):  # which is lost with a machine
+            shutil.rmtree(memory)
         return moment_s
 
     def wait_for_takeover(self, by: str, since_s: float) -> float:
