@@ -55,6 +55,7 @@ class Attacked:
 
 
 def test_no_stranger_disturbs_a_run(disturbed, undisturbed):
+    healthy = undisturbed(PLANS["replicas"], *ONE_THREAD)
     run = Attacked(disturbed)
     another_run_s = secrets.token_hex(32).encode()
     with half_open(run.port, 600):
@@ -63,14 +64,15 @@ def test_no_stranger_disturbs_a_run(disturbed, undisturbed):
         babble(run.port, seed=1, times=50)
         flood(run.port, 500, seconds=1)
         replay(run.port, run.recorded)
-    run.check(undisturbed(PLANS["replicas"], *ONE_THREAD))
+    run.check(healthy)
 
 
 @pytest.mark.slow
 def test_ten_thousand_connections_in_a_minute_cost_no_step(disturbed, undisturbed):
     long = ("--train.steps", "250", "--optimizer.lr", "1e-3")
+    healthy = undisturbed(PLANS["replicas"], *ONE_THREAD, *long)
     run = Attacked(disturbed, *long)
     began = time.monotonic()
     flood(run.port, 10_000, seconds=60)
     assert time.monotonic() - began < 90
-    run.check(undisturbed(PLANS["replicas"], *ONE_THREAD, *long))
+    run.check(healthy)
