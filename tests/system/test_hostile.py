@@ -12,7 +12,7 @@ import pytest
 from hostile import Recorder, babble, flood, guess, half_open, replay
 from matrix import ONE_THREAD, PLANS, Disturbed, free_port
 
-SLOW = "slow@batch:seconds=0.3"
+SLOW = "slow@batch:seconds=0.5"
 """Each step takes so long at least, so that the run lasts as long as the strangers."""
 MEMORY_BYTES = 100 << 20
 """What the coordinator's memory may grow by."""
@@ -69,7 +69,7 @@ def test_no_stranger_disturbs_a_run(disturbed, undisturbed):
 
 @pytest.mark.slow
 def test_ten_thousand_connections_in_a_minute_cost_no_step(disturbed, undisturbed):
-    long = ("--train.steps", "250", "--optimizer.lr", "1e-3")
+    long = ("--train.steps", "160", "--optimizer.lr", "1e-3")
     healthy = undisturbed(PLANS["replicas"], *ONE_THREAD, *long)
     run = Attacked(disturbed, *long)
     began = time.monotonic()
