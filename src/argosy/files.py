@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,6 +95,23 @@ def _clear(folder: Path, missing: Sequence[Path]) -> None:
     for made in missing:
         with suppress(OSError):
             made.rmdir()
+
+
+def kept_text(path: Path, make: Callable[[], str], mode: int = 0o666, most_chars: int = -1) -> str:
+    """Return the first `most_chars` characters of a small file; the first caller writes it, with what `make` returns.
+
+    Processes, of other machines too, may call this at the same time, and get the same. `mode`: permissions of a new
+    file. Raises: OSError; ValueError if the file holds no text.
+    """
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, mode), "r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # another may be about to write it
+        text = file.read(most_chars)
+        if not text.strip():
+            text = make()
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        return text
 
 
 def sync(file: BinaryIO) -> None:

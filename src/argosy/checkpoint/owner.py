@@ -5,7 +5,6 @@ It tells nodes of different runs apart, and runs of one name that copy their che
 
 from __future__ import annotations
 
-import fcntl
 import time
 import uuid
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 from argosy.checkpoint.checksums import RECORD_BYTES, checked, signed
 from argosy.errors import UserError
+from argosy.files import kept_text
 
 NAME_FILE = ".name"
 """File in the run's folder."""
@@ -29,13 +29,7 @@ def name_of(run_dir: Path) -> str:
 
     Raises: UserError if what the folder has is no name.
     """
-    with (run_dir / NAME_FILE).open("a+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-        name = file.read(LONGEST + 2).strip()
-        if not name:
-            name = uuid.uuid4().hex
-            file.write(name)
+    name = kept_text(run_dir / NAME_FILE, lambda: uuid.uuid4().hex, most_chars=LONGEST + 2).strip()
     if len(name) > LONGEST or not name.isprintable():
         raise UserError(f"{run_dir / NAME_FILE}: must hold at most {LONGEST} letters. Delete it to have it made anew.")
     return name
@@ -61,7 +55,7 @@ def claim(fs: Any, folder: str, run_dir: Path) -> None:
         except FileExistsError:
             if _owner(fs, path) is None:  # who began to write it has died
                 fs.pipe_file(path, data)
-        except (NotImplementedError, TypeError, ValueError):
+        except (NotImplementedError, TypeError, ValueError):  # that file system does not know the mode
             fs.pipe_file(path, data)
         owner = _owner(fs, path)
     if owner != name:

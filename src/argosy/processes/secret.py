@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 from pathlib import Path
 
 from argosy.errors import UserError
+from argosy.files import kept_text
 
 VALUE, FILE = "ARGOSY_SECRET", "ARGOSY_SECRET_FILE"
 """Environment variables: the secret itself, or the path of a file that holds it."""
@@ -31,22 +31,12 @@ def secret_of(run_dir: Path) -> bytes:
         return _read(Path(given), f"{FILE} = {given}")
     path = run_dir / NAME
     try:
-        _make(path)
+        kept_text(path, lambda: secrets.token_hex(32) + "\n", mode=0o600)
     except OSError as problem:
         raise UserError(
             f"{path}: the run's secret cannot be kept there ({problem}). Make the folder writable, or set {FILE}"
         ) from None
     return _read(path, str(path))
-
-
-def _make(path: Path) -> None:
-    """Write a new secret, unless there is one. Raises: OSError."""
-    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # another node may be about to
-        if not file.read():
-            file.write(secrets.token_hex(32) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
 
 
 def _read(path: Path, named: str) -> bytes:
