@@ -33,6 +33,7 @@ def test_a_folder_of_somebody_else_is_refused_and_left_as_it_was(tmp_path, names
     [
         [],
         [".lock", ".settling", ".secret"],
+        [".lock", ".secret", "tls", "tls-1.partial"],
         [".lock-a-0", ".lock-b-0", "tokenizer.json.partial"],
         [".lock", "tokenizer.json", "run.toml", "logs"],
         ["run.toml", "plan.toml", "what I noticed.txt"],
