@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -98,12 +99,8 @@ class Manifest(_Record):
     def _check_whole(self) -> Self:
         if self.eod_id >= self.vocab_size:
             raise ValueError(f"eod_id = {self.eod_id} is outside of the vocabulary of {self.vocab_size} tokens")
-        names = [shard.name for shard in self._shards()]
-        if (
-            twice := next((name for name in names if names.count(name) > 1), None)
-            if len({*names}) < len(names)
-            else None
-        ):
+        names = sorted(shard.name for shard in self._shards())
+        if twice := next((name for name, after in pairwise(names) if name == after), None):
             raise ValueError(f"splits name {twice!r} twice")
         return self
 
