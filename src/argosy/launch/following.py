@@ -22,7 +22,7 @@ class NewLines:
         """What is there already is not new."""
         self._path = path
         self._ends, self._sums = array("Q"), array("Q")
-        """Of each known line: where it ends, and its CRC-32, by which a line is recognized."""
+        """Where each known line ends, and its CRC-32, by which it is recognized."""
         self.take()
 
     def take(self) -> list[dict[str, Any]]:

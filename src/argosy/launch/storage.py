@@ -1,4 +1,4 @@
-"""Whether the storage of a run's folder does what a run relies on, tried before anything is trained.
+"""The storage of a run's folder: what a run relies on there is tried before anything is trained.
 
 Two things hold a run together there: a lock that one process has at a time and that ends with it (`flock`), and folders
 that get their name at once (`rename`), which is how a checkpoint is committed.

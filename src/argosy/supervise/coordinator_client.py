@@ -64,7 +64,7 @@ class CoordinatorClient:
         """True once a coordinator has said something."""
         self._place = place_of(run_dir, run.launch, plan, events)
         self._address: Address | None = None
-        """Of the coordinator that is called, or connected."""
+        """The address of the coordinator that is called, or connected."""
         self._call: Future[socket.socket] | None = None
         self._asked_s: float | None = None
         self._last_asked_s = 0.0

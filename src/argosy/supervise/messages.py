@@ -195,9 +195,9 @@ class JoinWorld(Record):
     plan: str
     host: Host
     port: Port
-    """Of the rendezvous store."""
+    """The port of the rendezvous store."""
     places: tuple[WorldPlace, ...]
-    """Of all the members on this node."""
+    """The places of all the members on this node."""
 
 
 class LeaveWorld(Record):

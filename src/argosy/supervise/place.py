@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class Found(NamedTuple):
-    """Who holds the lease, and the token of the lease if this agent has just acquired it."""
+    """The holder of the lease, and the token of the lease if this agent has just acquired it."""
 
     holder: Holder | None
     token: str
