@@ -24,7 +24,8 @@ from argosy.config.layers import Entry, Source
 from argosy.config.load import OPTION_MARK, build, load, origin_of
 from argosy.config.meaning import meanings
 from argosy.config.renamed import RENAMED, new_key
-from argosy.config.schema import RunConfig, Section
+from argosy.config.schema import RunConfig
+from argosy.config.section import Section
 from argosy.config.suggest import suggestion
 from argosy.errors import UserError
 

@@ -10,7 +10,8 @@ from tomlkit.container import Container
 from tomlkit.items import AoT, Item, Table
 
 from argosy.config.meaning import meanings
-from argosy.config.schema import RunConfig, Section
+from argosy.config.schema import RunConfig
+from argosy.config.section import Section
 from argosy.files import atomic_write
 
 

@@ -10,8 +10,8 @@ from argosy.config.keys import dotted, flatten
 from argosy.config.schema import RunConfig
 
 MAY_CHANGE = ("name", "plan", "model.preset", "model.weights", "train.steps", "train.minutes", "train.pause_at",
-              "train.deterministic", "evaluate", "checkpoint", "launch", "resilience", "data.prepare",
-              "data.on_bad_shard")  # fmt: skip
+              "train.deterministic", "evaluate", "checkpoint", "launch", "resilience", "observe",
+              "data.prepare", "data.on_bad_shard")  # fmt: skip
 """Keys that a resumed run may change: they affect neither what the checkpoint means nor the order of the samples."""
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from argosy.config.schema import Section
+from argosy.config.section import Section
 
 Key = tuple[str | int, ...]
 """Names from the outermost table inwards; an index stands for an element of a list."""

@@ -12,7 +12,8 @@ from argosy.config.keys import Key, fields, flatten, key_of, value_type
 from argosy.config.lines import read_toml
 from argosy.config.problems import Place
 from argosy.config.renamed import new_key
-from argosy.config.schema import RunConfig, Section
+from argosy.config.schema import RunConfig
+from argosy.config.section import Section
 
 
 @dataclass(frozen=True)

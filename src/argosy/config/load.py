@@ -15,7 +15,8 @@ from argosy.config.layers import Entry, Layer, Source, file_layer, override_laye
 from argosy.config.pretrained import OF_ANY_MODEL, WEIGHTS, of_weights
 from argosy.config.pretrained import PRESET as MODEL_PRESET
 from argosy.config.problems import Place, Problem, problem_of, shown
-from argosy.config.schema import DataConfig, RunConfig, Section
+from argosy.config.schema import DataConfig, RunConfig
+from argosy.config.section import Section
 from argosy.config.suggest import ELSEWHERE, suggestion
 from argosy.errors import UserError
 

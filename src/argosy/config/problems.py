@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 from argosy.config.counts import count_of
 from argosy.config.keys import Key, dotted, element_of, fields, limits, sections, value_type
 from argosy.config.meaning import meanings
-from argosy.config.schema import Section
+from argosy.config.section import Section
 from argosy.config.suggest import suggestion
 
 

@@ -7,12 +7,10 @@ all come from these classes. A key that is not here is refused. Units stand in t
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 import tyro
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -24,33 +22,11 @@ from pydantic import (
 )
 
 from argosy.config.lease_url import LeaseUrl
-from argosy.config.meaning import explain
-from argosy.credentials import REMEDY, has_credentials
+from argosy.config.observe import ObserveConfig
+from argosy.config.section import Section
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
-
-
-class Section(BaseModel):
-    """A table of the run file: immutable, and closed (an unknown key is an error)."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        json_schema_extra=explain,
-        validate_default=True,
-        allow_inf_nan=False,
-        hide_input_in_errors=True,
-    )
-
-    @field_validator("*")
-    @classmethod
-    def _refuse_credentials(cls, value: Any) -> Any:
-        """A run file is written to the run's folder, and what it says to logs and manifests."""
-        texts = value if isinstance(value, tuple | dict) else [value]
-        if any(isinstance(text, str | Path) and has_credentials(str(text)) for text in texts):
-            raise ValueError(REMEDY)
-        return value
 
 
 class RopeScaling(Section):
@@ -550,6 +526,7 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     launch: LaunchConfig = LaunchConfig()
     resilience: ResilienceConfig = ResilienceConfig()
+    observe: ObserveConfig = ObserveConfig()
 
     @property
     def tokens_per_step(self) -> int:

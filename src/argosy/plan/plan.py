@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, PositiveInt, ValidationError
 
 from argosy.config.problems import Place, problem_of
-from argosy.config.schema import Section
+from argosy.config.section import Section
 from argosy.errors import UserError
 from argosy.files import atomic_write
 from argosy.plan.pipeline import SCHEDULES, Schedule

@@ -44,7 +44,7 @@ from argosy.config.dump import dump
 from argosy.config.layers import Source, table_layer
 from argosy.config.lines import read_toml
 from argosy.config.load import build
-from argosy.config.schema import Section
+from argosy.config.section import Section
 from argosy.errors import UserError
 from argosy.files import atomic_write
 from argosy.plan.hardware.devices import Device, device_names, find_device, is_path

@@ -21,7 +21,8 @@ from argosy.config.catalog import near_names, preset_names, preset_path
 from argosy.config.layers import Source, table_layer
 from argosy.config.lines import read_toml
 from argosy.config.load import build
-from argosy.config.schema import Fraction, Section
+from argosy.config.schema import Fraction
+from argosy.config.section import Section
 from argosy.errors import UserError
 
 Format = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp4"]
