@@ -1,14 +1,9 @@
-"""A run whose coordinator's place is a lease: whichever machine is lost, the run goes on.
-
-Each node is an agent on this machine, with a worker; "the machine" of one is that and all that it has started.
-"""
+"""A run whose coordinator's place is a lease: whichever machine is lost, the run goes on."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from argosy.chaos.campaign import descendants
 from argosy.checkpoint import store
 from commands import Folder
 from etcd import WHERE_FROM, Etcd, etcd, is_installed
 from kubernetes_api import kubernetes_api
 from matrix import ONE_THREAD, PLANS, STEADY, Disturbed
+from nodes import Nodes
 
 TAKEN_OVER_S = 15.0
 """Another machine's coordinator has taken over within this time."""
@@ -31,52 +26,18 @@ SLOW = "slow@forward:seconds=0.4"  # a step
 needs_etcd = pytest.mark.skipif(not is_installed(), reason=WHERE_FROM)
 
 
-class Cluster:
+class Cluster(Nodes):
     """A run of two workers, one on each node; a third node is a spare."""
 
-    def __init__(self, folder: Folder, lease: str, names: str, *options: str):
-        run = Disturbed(folder, PLANS["replicas"], SLOW)
-        run.options = ("--launch.nodes", "2", "--launch.processes", "1", "--resilience.wait_for_nodes_s", "1",
-                       "--launch.lease", lease, "--launch.address", "127.0.0.1", *options, *ONE_THREAD)  # fmt: skip
-        self.run, self.processes = run, dict[str, subprocess.Popen[str]]()
-        for name in names:
-            self.start(name)
-            run.wait_until(lambda: self.started_by(names[0]))  # the first has the coordinator
-        run.wait_until(lambda: all(self.came(name) for name in names))
-
-    def start(self, name: str) -> None:
-        self.processes[name] = self.run.launch("--launch.node", name)
-        self.run.process = self.run.process or self.processes[name]
+    def begin(self, names: str) -> None:
+        self.start(*names)
+        self.run.wait_until(lambda: all(self.came(name) for name in names))
 
     def started_by(self, name: str) -> list[dict[str, Any]]:
         return [e for e in self.run.events("coordinator_started") if e["by"] == f"launcher-{name}"]
 
     def came(self, name: str) -> list[dict[str, Any]]:
         return [e for e in self.run.events("agent_came") if e["node"] == name]
-
-    def machine(self, name: str) -> list[int]:
-        """Its agent, and all that it has started."""
-        pid = self.processes[name].pid
-        return [pid, *descendants(pid)]
-
-    def send(self, name: str, number: signal.Signals) -> None:
-        for pid in self.machine(name):
-            os.kill(pid, number)
-
-    def watch(self, name: str) -> None:
-        """From now on this node's command is that whose end is the run's."""
-        self.run.process = self.processes[name]
-
-    def lose(self, name: str, watch: str) -> float:
-        """Its machine is gone at once. Returns when that was."""
-        self.watch(watch)
-        moment_s = time.time()
-        self.send(name, signal.SIGKILL)
-        lost = self.processes.pop(name)
-        lost.communicate()
-        for memory in Path("/dev/shm").glob(f"argosy-{lost.pid}-*"):  # which is lost with a machine
-            shutil.rmtree(memory)
-        return moment_s
 
     def wait_for_takeover(self, by: str, since_s: float) -> float:
         """Until another's coordinator is reached by an agent. Returns how many seconds that took."""
@@ -88,21 +49,6 @@ class Cluster:
         self.run.wait_until(taken_over)
         return taken_over()[0]["time_s"] - since_s
 
-    def sizes(self) -> list[int]:
-        return [e["size"] for e in self.run.events("generation")]
-
-    def end(self) -> None:
-        self.run.end()
-        for process in self.processes.values():
-            process.communicate(timeout=60)
-            assert process.returncode == 0
-
-    def kill(self) -> None:
-        for name, process in self.processes.items():
-            if process.poll() is None:
-                self.send(name, signal.SIGKILL)
-            process.communicate()
-
 
 Start = Callable[..., Cluster]
 
@@ -111,10 +57,12 @@ Start = Callable[..., Cluster]
 def cluster(folder: Folder) -> Iterator[Start]:
     begun: list[Cluster] = []
 
-    def start(*words: str) -> Cluster:
-        begun.append(Cluster.__new__(Cluster))
-        begun[-1].processes = {}
-        begun[-1].__init__(folder, *words)
+    def start(lease: str, names: str, *options: str) -> Cluster:
+        run = Disturbed(folder, PLANS["replicas"], SLOW)
+        run.options = ("--launch.nodes", "2", "--launch.processes", "1", "--resilience.wait_for_nodes_s", "1",
+                       "--launch.lease", lease, "--launch.address", "127.0.0.1", *options, *ONE_THREAD)  # fmt: skip
+        begun.append(Cluster(run))
+        begun[-1].begin(names)
         return begun[-1]
 
     yield start
@@ -136,7 +84,8 @@ def of_length(steps: int) -> tuple[str, ...]:
 def test_the_coordinator_s_machine_is_lost_and_a_spare_takes_its_worker_s_place(cluster, three_etcds, undisturbed):
     nodes = cluster(three_etcds.url, "abc", *of_length(40))
     run = nodes.run.wait_for_step(6)
-    lost_s = nodes.lose("a", watch="b")
+    nodes.watch("b")
+    lost_s = nodes.lose("a")
     took_s = nodes.wait_for_takeover("bc", lost_s)
     print(f"taken over after {took_s:.1f} s")
     nodes.end()
@@ -152,7 +101,8 @@ def test_the_same_without_etcd(cluster, undisturbed, lease, tmp_path, monkeypatc
         monkeypatch.setenv("KUBECONFIG", str(api.kubeconfig))
         nodes = cluster("folder" if lease == "folder" else "kubernetes://training/run", "abc", *of_length(60))
         run = nodes.run.wait_for_step(6)
-        lost_s = nodes.lose("a", watch="b")
+        nodes.watch("b")
+        lost_s = nodes.lose("a")
         took_s = nodes.wait_for_takeover("bc", lost_s)
         nodes.end()
     print(f"taken over after {took_s:.1f} s")
@@ -166,7 +116,8 @@ def test_the_same_without_etcd(cluster, undisturbed, lease, tmp_path, monkeypatc
 def test_the_run_shrinks_where_there_is_no_spare(cluster, three_etcds, undisturbed):
     nodes = cluster(three_etcds.url, "ab", *of_length(60))
     run = nodes.run.wait_for_step(6)
-    lost_s = nodes.lose("a", watch="b")
+    nodes.watch("b")
+    lost_s = nodes.lose("a")
     took_s = nodes.wait_for_takeover("b", lost_s)
     print(f"taken over after {took_s:.1f} s")
     nodes.end()

@@ -4,47 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import pytest
 
-from argosy.chaos.campaign import descendants
 from argosy.checkpoint import store
 from commands import Folder
 from matrix import PLANS, Disturbed, free_port
+from nodes import Nodes
 
 EIGHT = ("--train.global_batch", "8")
 TWELVE = ("--train.global_batch", "12")
 """A batch that can be dealt to three."""
 
 
-class Nodes:
-    """A run on several nodes, all of them on this machine: an agent and a worker each. The first has the coordinator,
-    and can be lost too."""
-
-    def __init__(self, run: Disturbed, names: str):
-        self.run = run
-        self._processes: dict[str, subprocess.Popen[str]] = {}
-        run.options += ("--launch.nodes", str(len(names)), "--launch.coordinator", f"127.0.0.1:{free_port()}",
-                        "--launch.processes", "1", "--resilience.wait_for_nodes_s", "1")  # fmt: skip
-        for name in names:
-            self.start(name)
-            run.wait_until(lambda: run.events("coordinator_started"))  # the first has it
-
-    def start(self, name: str) -> None:
-        if self.run.process is None:
-            self.run.start("--launch.node", name)
-            self._processes[name] = self.run.process
-        else:
-            self._processes[name] = self.run.launch("--launch.node", name)
-
-    def lose(self, names: str) -> None:
-        for name in names:
-            self._processes[name].kill()
-        for name in names:
-            self._processes.pop(name).communicate()
+class Cluster(Nodes):
+    """A run whose first node has the coordinator, and can be lost too."""
 
     def wait_for_size(self, size: int) -> None:
         """Until a world of that size has made some steps, and copies of them in memory."""
@@ -52,32 +28,16 @@ class Nodes:
         run.wait_until(lambda: run.events("generation") and run.events("generation")[-1]["size"] == size)
         run.wait_for_step(run.steps() + 4)
 
-    def all_of(self, name: str) -> list[int]:
-        """Its agent and whatever that has started."""
-        pid = self._processes[name].pid
-        return [pid, *descendants(pid)]
-
-    def end(self) -> None:
-        self.run.end(timeout_s=300)
-        for process in self._processes.values():
-            process.communicate(timeout=60)
-            assert process.returncode == 0
-
-    def kill(self) -> None:
-        for name, process in self._processes.items():
-            if process.poll() is None:
-                for pid in self.all_of(name):
-                    os.kill(pid, signal.SIGCONT)  # it would not notice that its agent is gone, and keep the pipes open
-                process.kill()
-                process.communicate()
-
 
 @pytest.fixture
-def nodes(folder: Folder) -> Iterator[Callable[..., Nodes]]:
-    begun: list[Nodes] = []
+def nodes(folder: Folder) -> Iterator[Callable[..., Cluster]]:
+    begun: list[Cluster] = []
 
-    def run(plan: str, faults: str, names: str, *options: str) -> Nodes:
-        begun.append(Nodes(Disturbed(folder, plan, faults, options), names))
+    def run(plan: str, faults: str, names: str, *options: str) -> Cluster:
+        placed = ("--launch.nodes", str(len(names)), "--launch.coordinator", f"127.0.0.1:{free_port()}",
+                  "--launch.processes", "1", "--resilience.wait_for_nodes_s", "1")  # fmt: skip
+        begun.append(Cluster(Disturbed(folder, plan, faults, (*options, *placed))))
+        begun[-1].start(*names)
         return begun[-1]
 
     yield run
@@ -107,13 +67,12 @@ def test_nodes_that_are_lost_and_come_back(nodes, undisturbed, plan, sizes, samp
     cluster.wait_for_size(sizes[0])
     for before, after in pairwise(sizes):
         if after < before:
-            cluster.lose(names[after:before])
+            cluster.lose(*names[after:before])
         else:
-            for name in names[before:after]:
-                cluster.start(name)
+            cluster.start(*names[before:after])
         cluster.wait_for_size(after)
     cluster.end()
-    assert [e["size"] for e in run.events("generation")] == sizes
+    assert cluster.sizes() == sizes
     lost = [e["node"] for e in run.events("agent_left")][: len(names) - 1]
     assert set(lost) <= set(names[1:]), "a node that is lost is told of"
     recovered = run.events("recovered")
@@ -130,7 +89,7 @@ def test_a_node_that_wakes_after_it_was_replaced_writes_nothing(nodes, undisturb
     run = cluster.run
     run.wait_until(lambda: run.struck("stop@"))
     assert run.events("generation")[0]["ranks"]["a/0"] == 0, "it would commit checkpoints, and write the steps down"
-    asleep = cluster.all_of("a")
+    asleep = cluster.machine("a")
     for pid in asleep:
         os.kill(pid, signal.SIGSTOP)
     run.wait_until(lambda: run.events("generation")[-1]["size"] == 1)
