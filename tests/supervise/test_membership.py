@@ -496,11 +496,53 @@ def test_no_worker_is_started_for_a_run_that_was_asked_to_stop():
     run.of.done("a", 1)
     assert run.go().take(Finish) == [Finish(0, "done")]
     run = Run({"a": 2}).go()
+    run.take(Start)
     run.of.stop()
     run.of.lost("a", 1, KILLED)
-    orders = run.of.orders(0.0)
-    assert any(isinstance(o, Finish) and o.exit_code == 75 for o in orders)
-    assert not any(isinstance(o, Start) for o in orders)
+    assert not run.go().take(Start)
+
+
+@pytest.mark.parametrize("stops_first", [True, False])
+def test_survivors_of_a_run_that_stops_form_one_last_world(stops_first):
+    run = Run({"a": 2, "b": 2, "spare": 2}, size=4, replan=lambda room: (f"dp_replicate={room}", room)).go()
+    run.take(Join)
+    for happens in (run.of.stop, lambda: run.of.left("b", "it is gone"))[:: 1 if stops_first else -1]:
+        happens()
+    assert run.go().take(Join) == [Join(2, "dp_replicate=2", {("a", 0): 0, ("a", 1): 1})]
+    run.of.done("a", 0)
+    run.of.done("a", 1)
+    assert run.go().take(Finish) == [Finish(0, "done")]
+
+
+@pytest.mark.parametrize(
+    ("lost", "why"),
+    [
+        ([("a", 0), ("a", 1)], "no process is left that has the state"),
+        ([("a", 1)], "no plan fits the 1 that are left"),
+    ],
+)
+def test_a_run_that_stops_says_if_nothing_could_be_saved(lost, why):
+    run = Run({"a": 2}, replan=lambda room: None).go()
+    run.of.stop()
+    for place in lost:
+        run.of.lost(*place, KILLED)
+    (finish,) = run.go().take(Finish)
+    assert finish.exit_code == 75 and finish.why.endswith(f"signal SIGKILL, and {why}")
+
+
+def test_what_some_have_saved_need_not_be_saved_again():
+    run = Run({"a": 2}).go()
+    run.of.stop()
+    run.of.done("a", 0)
+    run.of.lost("a", 1, KILLED)
+    assert run.go().take(Finish) == [Finish(0, "done")]
+
+
+def test_a_spare_worker_that_ends_does_not_end_a_run_that_stops():
+    run = Run({"a": 2, "spare": 1}, size=2).go()
+    run.of.stop()
+    run.of.lost("spare", 0, KILLED)
+    assert not run.go().take(Finish)
 
 
 # ---- nodes that are checked --------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from argosy.checkpoint import store
+from argosy.training.stop import SAME_S
 from matrix import AGAIN_S, PATIENCE, PLANS, SEEN_S, Disturbed, free_port
 
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))]
@@ -262,10 +263,10 @@ def test_a_second_sigterm_ends_it_at_once(disturbed, undisturbed):
     assert run.process is not None
     began = time.monotonic()
     run.process.send_signal(signal.SIGTERM)
-    time.sleep(0.5)
+    time.sleep(SAME_S + 0.5)
     run.process.send_signal(signal.SIGTERM)
-    run.end(code=143)
-    assert time.monotonic() - began < 5
+    run.end(code=75)
+    assert time.monotonic() - began < SAME_S + 5
     run.check_nothing_is_left()
     run.faults = ""
     run.start().end().check(undisturbed())

@@ -251,7 +251,7 @@ class Agent:
         if process.killed or not process.pid:
             return
         process.killed = why
-        if self._stopping.number is not None and process.state is State.RUNNING:
+        if self._stopping.number is not None and process.generation:
             self._stopping.not_saved = why
         self._events.write("killed", slot=process.slot, rank=process.rank, pid=process.pid, why=why)
         if process.state is State.RUNNING:
@@ -367,6 +367,8 @@ class Agent:
                     self._check_node()
             case say.EndRun():
                 self._finish, self._coordinator.is_ending = message, True
+                if message.exit_code:
+                    self._stopping.not_saved = self._stopping.not_saved or message.why
 
     def _join(self, world: say.JoinWorld) -> None:
         for place in world.places:
@@ -427,7 +429,7 @@ class Agent:
         self._events.write("signal", number=self._stopping.number)
         self._coordinator.tell(say.RunStopping())
         for process in self._processes.values():
-            if process.state in (State.STARTING, State.READY):  # no world will be formed for it
+            if not process.generation:  # no world will be formed for it
                 self._kill(process, "the run is to stop, and it has nothing to save")
             elif process.pid:
                 process.signal(signal.SIGTERM)

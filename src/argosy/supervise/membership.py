@@ -59,6 +59,8 @@ class Membership:
         self._heard_since: float | None = None
         self.in_force = False
         """True while the generation's world is formed and, as far as is known, whole."""
+        self._broke = "the coordinator was lost"
+        """Why the last world ended."""
         self._short_since: float | None = None
         self._instead = (of.plan, of.size) if self._inherited and handover.is_instead else None
         """Plan and size that replace the run's own, as long as there is room for them."""
@@ -160,9 +162,8 @@ class Membership:
         if was_member:
             self.made_step(cause.step)  # no heartbeat may have shown it yet
             self._break(f"rank {worker.rank} is lost: {cause.why}")
-        if self._stopping:
-            self._end(Finish(Retryable.exit_code, f"a worker was lost while the run was stopping: {cause.why}"))
-        self._count(cause)
+        if not self._stopping:
+            self._count(cause)
 
     def made_step(self, step: int, safe_step: int = -1) -> None:
         """The run is in `step`, and would go back to `safe_step` at most; -1: in none, or not known."""
@@ -170,7 +171,10 @@ class Membership:
             self._failures.made_step(step, safe_step)
 
     def stop(self) -> None:
-        """A signal asked the run to end: its workers save and end, and no worker is started any more."""
+        """A signal asked the run to end: its workers save and end, and no worker is started any more.
+
+        Where the world is broken, those that were in it form one last world, which saves what they have.
+        """
         self._stopping = True
 
     def fail(self, why: str) -> None:
@@ -239,7 +243,12 @@ class Membership:
 
     def orders(self, now_s: float) -> list[Order]:
         """Return what has to be done; `now_s` is any clock that only goes forward."""
-        if not self._ended and not self._stopping:
+        if self._ended:
+            pass
+        elif self._stopping:
+            if not self.in_force and self.generation:
+                self._form_the_last()
+        else:
             self._queue += self._start_missing()
             if self._inherited is not None:
                 self._wait_for_the_inherited(now_s)
@@ -286,12 +295,32 @@ class Membership:
             self._count(Cause("a connection between the workers broke", exit_code=-9))
         if self._ended:
             return
-        self._short_since, self._is_counted, self._newcomer, self._planned = None, False, "", {}
+        self._short_since, self._is_counted, self._newcomer = None, False, ""
         self._instead = self._instead if self._instead == (plan, size) else None
-        self.generation += 1
-        self.plan, self.size, self.in_force = plan, size, True
         ready = [place for place in self._roster.ready() if needs_avoided or not self.nodes[place[0]].is_avoided]
-        places = self._roster.assign(ready[:size] if self._roster.has_reserve(ready) else ready, size)
+        self._begin(plan, size, ready[:size] if self._roster.has_reserve(ready) else ready)
+
+    def _form_the_last(self) -> None:
+        """Begin a world of those that have the state, for them to save it; end the run if there can be none."""
+        counts = self._roster.counts
+        if self._inherited is not None or counts.members > counts.done:
+            return  # some have not come, or have not left the broken world
+        if counts.done:
+            self._end(Finish(0, "done"))  # none is done before the state of all is saved
+            return
+        left = self._roster.survivors()
+        chosen = (self.plan, self.size) if len(left) >= self.size else self._plan_for(len(left)) if left else None
+        if chosen is None:
+            what = f"no plan fits the {len(left)} that are left" if left else "no process is left that has the state"
+            self._end(Finish(Retryable.exit_code, f"{self._broke}, and {what}"))
+            return
+        self._begin(*chosen, left)
+
+    def _begin(self, plan: str, size: int, ready: list[Place]) -> None:
+        """Begin the next generation, of workers that are ready."""
+        self.generation += 1
+        self.plan, self.size, self.in_force, self._planned = plan, size, True, {}
+        places = self._roster.assign(ready, size)
         self._roster.begin(self.generation, places)
         self._queue.append(Join(self.generation, plan, places))
 
@@ -383,7 +412,7 @@ class Membership:
         if self._inherited is not None and not self._ended:
             self._forfeit(why)
         if self.in_force and not self._ended:
-            self.in_force = False
+            self.in_force, self._broke = False, why
             self._is_counted |= is_planned
             self._queue.append(Break(self.generation, why))
 

@@ -122,6 +122,10 @@ class Roster:
             if worker.state is State.READY
         ]
 
+    def survivors(self) -> list[Place]:
+        """Return the places of the workers that can join a world and have been in one, in the order of preference."""
+        return [place for place in self.ready() if self._worker_at(place).generation]
+
     def has_reserve(self, places: list[Place]) -> bool:
         """Return True if any of the places is on a node that is to be used after others."""
         return any(self.nodes[name].is_avoided or self.nodes[name].is_last for name, _ in places)

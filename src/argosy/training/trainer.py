@@ -111,6 +111,8 @@ class Trainer:
     def remaining_steps(self) -> Iterator[int]:
         """Yield the steps still to do, 0-based; a run given in minutes learns their number on the way."""
         self._stop.between_steps()
+        if self.state.step and self._has_signal():
+            return  # this world was formed for what survivors have to be saved
         while not self._is_paused and (self._pace.steps is None or self.state.step < self._pace.steps):
             self._heartbeat.begin(self.state.step)
             yield self.state.step
@@ -236,9 +238,13 @@ class Trainer:
         self._heartbeat.advance()
         self._show(f"evaluating, batch {batch} of {self._evaluator.batches}")
         fault("evaluate", step=self.state.step)
-        has_signal = torch.tensor(float(self._stop.number is not None), device=self._world.device)
-        if self._world.sum(has_signal).item():
+        if self._has_signal():
             raise StoppedEarly
+
+    def _has_signal(self) -> bool:
+        """Return True once a signal came to any process. All call it together."""
+        has_signal = torch.tensor(float(self._stop.number is not None), device=self._world.device)
+        return self._world.sum(has_signal).item() > 0
 
     def _requests(self) -> Requests:
         return Requests(

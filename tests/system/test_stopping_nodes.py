@@ -1,0 +1,53 @@
+"""A run on several nodes is stopped by a signal while one of them has no part in it, or is lost."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from argosy.checkpoint import store
+from commands import Folder
+from matrix import PLANS, Disturbed, free_port
+from nodes import Nodes
+
+STOPPED = 128 + signal.SIGTERM
+
+
+@pytest.fixture
+def nodes(folder: Folder) -> Iterator[Nodes]:
+    run = Disturbed(folder, PLANS["replicas"], "slow@forward:seconds=0.2", ("--train.steps", "200"))
+    run.options += ("--launch.nodes", "2", "--launch.coordinator", f"127.0.0.1:{free_port()}",
+                    "--launch.processes", "1", "--resilience.wait_for_nodes_s", "300")  # fmt: skip
+    nodes = Nodes(run)
+    yield nodes
+    nodes.kill()
+
+
+def stop(nodes: Nodes) -> list[int]:
+    """Send SIGTERM to the command of each node. Returns their exit codes."""
+    for process in nodes.processes.values():
+        process.send_signal(signal.SIGTERM)
+    for process in nodes.processes.values():
+        out, err = process.communicate(timeout=120)
+        nodes.run.text += out + err
+    return [process.returncode for process in nodes.processes.values()]
+
+
+def test_a_spare_node_keeps_nobody_from_saving(nodes):
+    nodes.start(*"abc")
+    run = nodes.run.wait_for_step(4)
+    run.wait_until(lambda: len(run.events("agent_came")) == 3)
+    assert stop(nodes) == [STOPPED] * 3, run.text
+    assert store.committed(run.run_dir)[-1].step == run.steps()
+
+
+def test_survivors_that_wait_for_a_lost_node_save_what_they_have(nodes):
+    nodes.start(*"ab")
+    run = nodes.run.wait_for_step(4)
+    nodes.lose("b")
+    run.wait_until(lambda: run.events("break"))
+    made = run.steps()
+    assert stop(nodes) == [STOPPED], run.text
+    assert store.committed(run.run_dir)[-1].step >= made
