@@ -15,7 +15,7 @@ help:
 	@echo "make healthy   an hour of undisturbed training, in which no fault must be found (RUN=run.toml)"
 	@echo "make chaos     a run that is killed, stopped and corrupted at random for half an hour"
 	@echo "make lint      ruff, mypy, and the order of imports"
-	@echo "make docs      check links and commands in the documents, write the run file's JSON schema"
+	@echo "make docs      build the site (build/site), check its links and commands, write the run file's JSON schema"
 	@echo "make bench     the benchmarks, side by side with their peers"
 	@echo "make bench-planner  the planner's predictions against published runs"
 	@echo "make clean     remove the environment and what was built (not runs/ and data/)"
@@ -50,7 +50,8 @@ docs: .venv/.dev
 # By way of another file: a failure would leave the document empty.
 	$(BIN)/argosy config schema > .venv/run.schema.json
 	mv .venv/run.schema.json docs/run.schema.json
-	$(BIN)/python -m pytest tests/test_docs.py -m ""
+	$(BIN)/python docs/site/build.py
+	$(BIN)/python -m pytest tests/test_docs.py tests/test_site.py -m ""
 
 bench: .venv/.bench
 	$(BIN)/python benchmarks/train_step.py
