@@ -6,7 +6,7 @@ import pytest
 
 from argosy import errors
 from argosy.cli import main
-from argosy.errors import EXIT_CODES, ArgosyError, Interrupted, RunFailed, error_of
+from argosy.errors import EXIT_CODES, STOP_SIGNALS, ArgosyError, Interrupted, RunFailed, error_of
 
 
 def classes() -> list[type[ArgosyError]]:
@@ -16,7 +16,7 @@ def classes() -> list[type[ArgosyError]]:
 
 
 def test_every_exit_code_is_explained_and_stands_in_the_help(capsys):
-    assert {kind.exit_code for kind in classes()} | {0, 130, 143} == set(EXIT_CODES)
+    assert {kind.exit_code for kind in classes()} | {0} | {128 + number for number in STOP_SIGNALS} == set(EXIT_CODES)
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
     assert all(meaning in text for meaning in EXIT_CODES.values())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 from argosy.credentials import redact
 
 
@@ -81,6 +83,10 @@ def error_of(exit_code: int, text: str) -> ArgosyError:
     return next((kind for kind in kinds if kind.exit_code == exit_code), RunFailed)(text)
 
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""Signals that stop a run with its state saved; its exit code is 128 and the number. SLURM is often asked for
+USR1 before the time of a job is over."""
+
 EXIT_CODES = {
     0: "done",
     1: "failed: the message says why, and the same command again would fail again",
@@ -91,6 +97,7 @@ EXIT_CODES = {
     StorageError.exit_code: "the disk: the state could not be saved, or no checkpoint can be read",
     Retryable.exit_code: "processes or machines were lost: the same command goes on from what is saved",
     130: "stopped by Ctrl-C, all that there was to save is saved: the same command goes on",
+    138: "stopped by SIGUSR1, all that there was to save is saved: the same command goes on",
     143: "stopped by SIGTERM, all that there was to save is saved: the same command goes on",
 }
 """The exit codes of `argosy`, for scripts."""

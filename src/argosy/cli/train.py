@@ -1,13 +1,14 @@
 """Train a model: a run file, a run preset, or without either the built-in demo.
 
-It starts its own processes on this machine; under torchrun it joins the ones that torchrun started. The same
-command again goes on from the newest checkpoint in the run's folder.
+It starts its own processes on this machine, and with srun on each node; under torchrun it joins the ones that
+torchrun started. The same command again goes on from the newest checkpoint in the run's folder.
 
 Examples:
   argosy train                                            the demo: prepares data, trains for some minutes
   argosy train run.toml                                   your run; its folder is runs/NAME
   argosy train run.toml --run-dir runs/b --optimizer.lr 1e-3
   argosy train run.toml --launch.processes 2 --plan dp_replicate=2,microbatch=4
+  srun --ntasks-per-node 1 argosy train run.toml          on all nodes of a SLURM job
   torchrun --nproc-per-node 2 -m argosy train run.toml    in the processes of torchrun
 """
 
@@ -22,6 +23,7 @@ from functools import partial
 from pathlib import Path
 
 from argosy.cli.options import origin, parse_run
+from argosy.launch.slurm import with_slurm
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ def main(argv: list[str]) -> None:
         return
     from argosy.launch.local import train
 
+    run = with_slurm(run, os.environ)
     report = train(run, options.run_dir, accept_changes=options.accept_changes, origin=partial(origin, argv))
     if options.json:
         print(report.model_dump_json())

@@ -24,6 +24,7 @@ from contextlib import suppress
 from dataclasses import astuple
 from typing import Any
 
+from argosy.errors import STOP_SIGNALS
 from argosy.processes.channel import Channel, Gone, Message
 from argosy.processes.child import CHANNEL, PARENT, PARENT_S, Child, Entry, channel_to_parent
 
@@ -91,11 +92,11 @@ def main() -> None:
     importlib.import_module(sys.argv[1])
     gc.collect()
     gc.freeze()  # what is here stays here: a collection in a forked process would copy all of its pages
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # a terminal sends them to all; the asker decides what they mean
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # a terminal or SLURM sends them to all
     entry = _serve(asker)
     if entry is not None:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         entry.resolve()()
         sys.exit(0)

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from argosy.checkpoint.store import committed, how_to_go_on
-from argosy.errors import ArgosyError, Interrupted, Retryable
+from argosy.errors import STOP_SIGNALS, ArgosyError, Interrupted, Retryable
 from argosy.observe.heartbeat import HeartbeatReading
 from argosy.training.stop import SAME_S
 
@@ -36,11 +36,11 @@ class Stopping:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Take SIGTERM and SIGINT in this block (main thread only)."""
+        """Take `STOP_SIGNALS` in this block (main thread only)."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
         try:
             yield
         finally:

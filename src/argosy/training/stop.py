@@ -7,6 +7,8 @@ import threading
 import time
 from types import FrameType
 
+from argosy.errors import STOP_SIGNALS
+
 SAME_S = 2.0
 """Signals that come within so long are one: `timeout` and SLURM send theirs to the process and to its group."""
 LOOK_S = 0.01
@@ -22,7 +24,7 @@ class StoppedEarly(Exception):
 
 
 class StopSignal:
-    """Remembers the first SIGTERM or SIGINT; a SIGINT that comes later than `SAME_S` after it ends the process."""
+    """Remembers the first of `STOP_SIGNALS`; a SIGINT that comes later than `SAME_S` after it ends the process."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -36,8 +38,8 @@ class StopSignal:
     def listen(self) -> StopSignal:
         """Catch the signals from now on (main thread only)."""
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._remember)
-            signal.signal(signal.SIGINT, self._remember)
+            for number in STOP_SIGNALS:
+                signal.signal(number, self._remember)
         return self
 
     def is_requested(self) -> bool:

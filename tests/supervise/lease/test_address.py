@@ -8,6 +8,7 @@ import pytest
 
 from argosy.config.schema import LaunchConfig
 from argosy.errors import UserError
+from argosy.supervise.lease import address
 from argosy.supervise.lease.address import check_coordinator, own_address
 
 NAMES = {"node0": "127.0.1.1", "localhost": "127.0.0.1", "node1": "10.0.0.7"}
@@ -67,3 +68,10 @@ def test_the_address_towards_etcd_is_preferred_unless_that_is_on_this_machine(mo
 
     monkeypatch.setattr(socket, "socket", Unconnected)
     assert own_address(LaunchConfig(nodes=2, lease="etcd://10.0.0.8:2379")) == "10.0.0.5"
+
+
+def test_srun_s_machine_tells_which_of_this_one_s_addresses_the_others_reach(monkeypatch):
+    monkeypatch.setitem(NAMES, "node0", "127.0.1.1")
+    monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", "192.0.2.7")
+    monkeypatch.setattr(address, "_address_towards", {("192.0.2.7", 9): "10.0.0.5"}.get)
+    assert own_address(LaunchConfig(nodes=2, lease="folder")) == "10.0.0.5"

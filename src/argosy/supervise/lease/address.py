@@ -14,11 +14,15 @@ from argosy.processes.connection import Address
 
 KUBERNETES_HOST, KUBERNETES_PORT = "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT"
 """Environment variables of a pod: the API server."""
+SLURM_LAUNCHER = "SLURM_LAUNCH_NODE_IPADDR"
+"""Environment variable of a task of srun: the machine on which srun runs, which all nodes reach."""
+ANY_PORT = 9
+"""Nothing is sent there."""
 
 
 def own_address(launch: LaunchConfig) -> str:
     """Return the address at which others reach this machine: launch.address, or the one from which it reaches the
-    lease's backend, or that of its host name.
+    lease's backend or the machine of srun, or that of its host name.
 
     Raises: UserError if that is a loopback address, and the run has several nodes.
     """
@@ -61,6 +65,8 @@ def _servers(lease: str) -> list[Address]:
     url = LeaseUrl.parse(lease)
     if url.kind == "kubernetes" and (host := os.environ.get(KUBERNETES_HOST)):
         return [(host, int(os.environ.get(KUBERNETES_PORT, "443")))]
+    if launcher := os.environ.get(SLURM_LAUNCHER):
+        return [*url.endpoints, (launcher, ANY_PORT)]
     return list(url.endpoints)
 
 
