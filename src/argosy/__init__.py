@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from argosy import extend
     from argosy.compare.parity import parity
     from argosy.config.load import load
     from argosy.config.schema import PrepareConfig, RunConfig
@@ -39,6 +40,7 @@ __all__ = [
     "best_plans",
     "evaluate",
     "export_checkpoint",
+    "extend",
     "generate",
     "import_checkpoint",
     "load",
@@ -69,7 +71,13 @@ _HOME = {
 """Public name -> the module that defines it. No room (subpackage) may bear one of these names."""
 
 
+EXTEND = "extend"
+"""The one public name that is a room of its own: `argosy.extend.callback` and so on."""
+
+
 def __getattr__(name: str) -> object:
+    if name == EXTEND:
+        return import_module("argosy.extend")
     if name not in _HOME:
         raise AttributeError(f"module 'argosy' has no attribute {name!r}")
     value: object = getattr(import_module(_HOME[name]), name)
@@ -78,4 +86,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    return sorted({*globals(), *_HOME, EXTEND})

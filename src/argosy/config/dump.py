@@ -82,6 +82,11 @@ def _value(value: Any) -> Item:
 
 
 def save_run(config: RunConfig, path: Path) -> None:
-    """Write the run file `path`, whole or not at all."""
-    with atomic_write(path) as file:
-        file.write(dump(config).encode())
+    """Write the run file `path`, whole or not at all. Code that lies in its folder is named from there on."""
+    document = tomlkit.parse(dump(config))
+    folder = path.absolute().parent
+    for place, file in enumerate(config.extend.files):
+        if file.is_relative_to(folder):
+            document["extend"]["files"][place] = str(file.relative_to(folder))
+    with atomic_write(path) as out:
+        out.write(tomlkit.dumps(document).encode())

@@ -11,7 +11,8 @@ from argosy.config.schema import RunConfig
 
 MAY_CHANGE = ("name", "plan", "model.preset", "model.weights", "train.steps", "train.minutes", "train.pause_at",
               "train.deterministic", "evaluate", "checkpoint", "launch", "resilience", "observe",
-              "data.prepare", "data.on_bad_shard")  # fmt: skip
+              "data.prepare", "data.on_bad_shard",
+              "extend")  # fmt: skip
 """Keys that a resumed run may change: they affect neither what the checkpoint means nor the order of the samples."""
 
 
@@ -20,9 +21,13 @@ ADDED = {"model.qkv_bias": False}
 
 
 def lasting_values(run: RunConfig) -> dict[str, Any]:
-    """Return dotted key -> value for all keys except those that may change."""
+    """Return dotted key -> value for all keys except those that may change.
+
+    Code of the user's counts by its checksum, wherever it lies.
+    """
     values = {dotted(key): value for key, value in flatten(run.model_dump(mode="json"), RunConfig).items()}
-    return {key: value for key, value in values.items() if not is_under(key, MAY_CHANGE)}
+    lasting = {key: value for key, value in values.items() if not is_under(key, MAY_CHANGE)}
+    return lasting | {f"extend {name}": f"sha256 {sum_}" for name, sum_ in run.extend.checksums.items()}
 
 
 def config_sha256(run: RunConfig) -> str:

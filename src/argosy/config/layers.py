@@ -88,7 +88,7 @@ def _settled(key: Key, value: object, folder: Path) -> object:
             return {_absolute(path, folder): weight for path, weight in value.items()}
         case ("data", "stages"), list() | tuple():
             return [_settled_stage(stage, folder) for stage in value]
-        case ("data", "prepare", "input"), list() | tuple():
+        case ((("data", "prepare", "input") | ("extend", "files")), list() | tuple()):
             return [_absolute(path, folder) for path in value]
     is_path = key in fields(RunConfig) and value_type(fields(RunConfig)[key]) is Path
     return _absolute(value, folder) if is_path else value

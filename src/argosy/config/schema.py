@@ -21,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from argosy.config.extend import ExtendConfig
 from argosy.config.lease_url import LeaseUrl
 from argosy.config.observe import ObserveConfig
 from argosy.config.section import Section
@@ -527,6 +528,7 @@ class RunConfig(Section):
     launch: LaunchConfig = LaunchConfig()
     resilience: ResilienceConfig = ResilienceConfig()
     observe: ObserveConfig = ObserveConfig()
+    extend: ExtendConfig = ExtendConfig()
 
     @property
     def tokens_per_step(self) -> int:

@@ -57,7 +57,7 @@ def _settle(
     run = run_folder.enter(run_dir, run, data.identity, accept_changes)
     devices = find_devices(run.launch, processes=world.size, is_measured=precision_is_open(run))
     plan = run_folder.settle_plan(run_dir, run, devices, progress.say)
-    run_folder.write(run_dir, run, plan, data.sources[0].folder / TOKENIZER)
+    run = run_folder.write(run_dir, run, plan, data.sources[0].folder / TOKENIZER)
     generation = fence.newest_generation(run_dir) + 1
     fence.begin_generation(run_dir, generation)
     return run, plan, generation

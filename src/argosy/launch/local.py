@@ -57,7 +57,7 @@ def train(
             run = run_folder.enter(run_dir, run, data.identity, accept_changes)
             devices = devices_of_run(run, partial(ask, forks))
             plan = run_folder.settle_plan(run_dir, run, devices, progress.say)
-            run_folder.write(run_dir, run, plan, data.sources[0].folder / TOKENIZER)
+            run = run_folder.write(run_dir, run, plan, data.sources[0].folder / TOKENIZER)
         progress.close()
         if (report := _report_if_finished(run_dir, run)) is not None:
             progress.say(

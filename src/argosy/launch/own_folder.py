@@ -21,7 +21,7 @@ from argosy.supervise.lease.folder import FOLDER as COORDINATORS
 LOCK = ".lock"
 OF_A_START = (f"{LOCK}*", ".settling", SECRET, NAME_FILE, f"{CLAIMS}*", *(f"{name}*" for name in OLD_FILES),
               COORDINATORS, f"{TLS}*", ".storage-*", f"{TOKENIZER}*", "run.toml*", "plan.toml*", MEMBERSHIP, "logs",
-              "events", "checkpoints", "metrics.jsonl")  # fmt: skip
+              "events", "checkpoints", "metrics.jsonl", "extend")  # fmt: skip
 """Names of what a run that was interrupted while it started may have left."""
 MOST_NAMED = 3
 """So many of the files that are not a run's are named in a message."""

@@ -13,6 +13,7 @@ from argosy.checkpoint import store
 from argosy.checkpoint.checksums import Damaged
 from argosy.checkpoint.store import Checkpoint
 from argosy.config.dump import save_run
+from argosy.config.extend import ExtendConfig
 from argosy.config.identity import is_under, lasting_values
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
@@ -24,6 +25,8 @@ from argosy.launch.storage import check_storage
 from argosy.plan.plan import Plan
 from argosy.plan.search.auto import Devices, choose_plan, other_choice, plan_to_go_on
 
+CODE = "extend"
+"""The part of a run's folder with copies of the user's code, by their checksums: the older ones stay."""
 NEVER = ("model",)
 """Sections that even `--accept-changes` cannot change: the checkpoint would not fit."""
 
@@ -96,20 +99,38 @@ def enter(run_dir: Path, run: RunConfig, data_identity: str, accept_changes: boo
     return run
 
 
-def write(run_dir: Path, run: RunConfig, plan: Plan, tokenizer: Path) -> None:
-    """Write run.toml, plan.toml and a copy of the tokenizer to the folder, which can then be used without the data.
+def write(run_dir: Path, run: RunConfig, plan: Plan, tokenizer: Path) -> RunConfig:
+    """Write run.toml, plan.toml and copies of the tokenizer and of the user's code to the folder.
 
-    A plan that is replaced is kept as plan-STEP.toml. Raises: StorageError if the disk is full.
+    It can then be used without the data, and goes on with the code that it began with. A plan that is replaced is kept
+    as plan-STEP.toml. Returns the run as it was written. Raises: StorageError if the disk is full.
     """
     try:
         with atomic_write(run_dir / TOKENIZER) as file:
             file.write(tokenizer.read_bytes())
+        run = _with_copied_code(run_dir, run)
         save_run(run, run_dir / "run.toml")
         _write_plan(run_dir, plan)
     except OSError as problem:
         raise StorageError(
             f"{run_dir}: cannot be written ({problem}). Free some space, or choose another disk."
         ) from None
+    return run
+
+
+def _with_copied_code(run_dir: Path, run: RunConfig) -> RunConfig:
+    """Copy the user's files to the folder, as they were when checked. Return the run that names the copies."""
+    if not run.extend.code:
+        return run
+    copies = []
+    for code in run.extend.code:
+        if code.module is None:
+            copies.append(run_dir.absolute() / CODE / code.sha256[:8] / code.name)
+            copies[-1].parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(copies[-1]) as file:
+                file.write(code.source)
+    extend = ExtendConfig(files=tuple(copies), packages=run.extend.packages, sha256=run.extend.checksums)
+    return run.model_copy(update={"extend": extend})
 
 
 def _write_plan(run_dir: Path, plan: Plan) -> None:

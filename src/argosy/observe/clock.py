@@ -12,13 +12,22 @@ import torch
 from argosy.observe.heartbeat import UNREAD, Heartbeat
 
 Category = Literal[
-    "data", "forward", "backward", "pipeline", "communication", "optimizer", "check", "evaluate", "checkpoint"
+    "data",
+    "forward",
+    "backward",
+    "pipeline",
+    "communication",
+    "optimizer",
+    "check",
+    "evaluate",
+    "checkpoint",
+    "user",
 ]
 """`communication` is the part that backward did not hide; `pipeline` is forward and backward where a schedule
-interleaves them, waits included; `check` is the replay check, including the wait for the ranks that replay; `other` is
-the rest of the wall time."""
+interleaves them, waits included; `check` is the replay check, including the wait for the ranks that replay; `user`
+is code of the user's (docs/extending.md); `other` is the rest of the wall time."""
 
-OWN_WORK: tuple[Category, ...] = ("data", "forward", "backward", "pipeline", "optimizer")
+OWN_WORK: tuple[Category, ...] = ("data", "forward", "backward", "pipeline", "optimizer", "user")
 """A process's own work. Where layers communicate, the waits for other ranks are included."""
 
 Mark = float | torch.cuda.Event

@@ -24,11 +24,12 @@ from typing import BinaryIO, Literal, get_args
 
 Phase = Literal[
     "starting", "recovering", "waiting", "data", "forward", "backward", "pipeline", "communication", "optimizer",
-    "check", "evaluate", "checkpoint", "finishing", "other",
+    "check", "evaluate", "checkpoint", "finishing", "other", "user",
 ]  # fmt: skip
 """The phase of a worker. starting: until its first step; recovering: taking state from other ranks or from disk;
 waiting: for a world to join; finishing: the last save and the report; communication: what backward did not hide;
-pipeline: forward and backward where they interleave; check: the replay check of another rank's gradient."""
+pipeline: forward and backward where they interleave; check: the replay check of another rank's gradient; user: code of
+the user's."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 BESIDE: tuple[Phase, ...] = ("check", "evaluate", "checkpoint")

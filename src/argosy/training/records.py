@@ -113,11 +113,17 @@ class Records:
             self.step(last, tokens, samples_of(last.step), {"step": 0.0})
 
     def step(
-        self, update: Update, tokens: int, samples: Mapping[str, Any], seconds: Mapping[str, float]
+        self,
+        update: Update,
+        tokens: int,
+        samples: Mapping[str, Any],
+        seconds: Mapping[str, float],
+        logged: Mapping[str, float] | None = None,
     ) -> dict[str, Any]:
         """Write the line of a step that was applied, and return it. Only rank 0 calls it.
 
         tokens: trained on so far. samples: what `Batches.line` says of the step. seconds: as the clock gives them.
+        logged: what the user's code logged.
         """
         step_s = seconds["step"] - sum(seconds.get(category, 0.0) for category in BESIDE)
         tokens_per_s = update.tokens / step_s if step_s else 0.0
@@ -137,6 +143,8 @@ class Records:
         if update.loads is not None:
             loads = loads_by_layer(update.loads, self._run.model)
             record["experts"] = {str(layer): load.record() for layer, load in loads.items()}
+        if logged:
+            record["user"] = dict(logged)
         self.metrics.write(record)
         return record
 
@@ -198,6 +206,21 @@ class Records:
         if action is Action.STOP:
             row = f"the last {bad.in_a_row} steps were" if bad.in_a_row > 1 else "the step is"
             raise RunFailed(f"{what} at step {bad.step}: {row} {WRONG[bad.reason]}, and changed nothing. {REMEDY}")
+
+    def switched_off(self, what: str, place: str, why: str, step: int) -> None:
+        """Record that an extension of the user's raised an error and is switched off; each process does so."""
+        self.events.write("user_code_off", what=what, place=place, why=why, step=step)
+        self._say_of_user_code(f"{place}: the {what} raised {why}, at step {step}; it is switched off")
+
+    def user_code(self, what: str, place: str, did: str, step: int) -> None:
+        """Record that an extension of the user's did what it should not; each process does so."""
+        self.events.write("user_code", what=what, place=place, did=did, step=step)
+        self._say_of_user_code(f"{place}: the {what} {did} (step {step})")
+
+    def _say_of_user_code(self, text: str) -> None:
+        self.progress.say(f" {text}", "yellow")
+        if not self._world.is_first:
+            print(f"rank {self._world.rank}: {text}", flush=True)  # into its log
 
     def report(
         self,

@@ -54,6 +54,8 @@ class StepOutcome:
     requests: Requests
     loads: Tensor | None
     """In host memory."""
+    measured: tuple[float, ...] = ()
+    """Sums over ranks of what `exchange` was given to sum."""
 
 
 class Checks:
@@ -119,12 +121,15 @@ class Step:
         fault("loss", step=step, rank=rank, tensors=lambda: {"loss": loss})
         return loss
 
-    def exchange(self, loss: Tensor, requests: Callable[[], Requests] = Requests) -> StepOutcome:
+    def exchange(
+        self, loss: Tensor, requests: Callable[[], Requests] = Requests, measure: Callable[[], Sequence[float]] = tuple
+    ) -> StepOutcome:
         """Tell all ranks what each of them found: one small all-reduce, from which all decide alike.
 
         It is the one place of a step where all ranks meet, and the one time that the host waits for the device. A rank
         enters it once its gradient is whole; what comes after it may rely on that for all ranks (`TrainState.pending`).
-        `requests` gives what this process asks for after the step; it is called once the gradient is whole.
+        `requests` gives what this process asks for after the step, and `measure` more numbers to sum, as many on each
+        rank; they are called once the gradient is whole.
         """
         state, step = self.state, self.state.step
         with self._clock.time("optimizer"):
@@ -134,20 +139,23 @@ class Step:
         state.pending = True
         fault("exchange", step=step, rank=self._world.rank)
         is_wrong = self.checks.is_wrong(step, loss)
+        measured = loss.new_tensor(measure(), dtype=torch.float64)
         with self._clock.time("communication"):
             loads = loads_of(state.model.moes, self._run.model, self._world.device)
             votes = loss.new_tensor([*astuple(replace(requests(), retry=is_wrong))], dtype=torch.float64)
-            numbers = [loss.double().view(1), squares.view(1), limbs_of(fingerprint, loss.device), votes]
+            numbers = [loss.double().view(1), squares.view(1), limbs_of(fingerprint, loss.device), votes, measured]
             sums = self._world.sum(torch.cat(numbers if loads is None else [*numbers, loads.flatten()])).cpu()
         self._check_world()
         head = 2 + LIMBS + len(votes)
         mean_loss, norm_squared, *rest = sums[:head].tolist()
+        end = head + len(measured)
         return StepOutcome(
             loss=mean_loss,
             gradient_norm=math.sqrt(norm_squared),
             replicas_differ=is_nonzero(rest[:LIMBS]),
             requests=Requests(*(count > 0 for count in rest[LIMBS:])),
-            loads=None if loads is None else sums[head:].view_as(loads),
+            loads=None if loads is None else sums[end:].view_as(loads),
+            measured=tuple(sums[head:end].tolist()),
         )
 
     def update(self, outcome: StepOutcome, learning_rate: float) -> Update:

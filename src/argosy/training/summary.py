@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,10 +39,19 @@ def headline(run: RunConfig, plan: Plan, peak_flops: float, prediction: Predicti
         f"argosy train  {run.name}  {model_name(run.model)} ({parameters(run.model) / 1e6:.1f}M parameters)",
         *_wrapped_plan(f" on {processes}: ", str(plan)),
         f" matmul peak {peak_flops / 1e9:.0f} GFLOP/s",
+        *_own_code(run),
     ]
     if prediction:
         lines.append(f" predicted: {prediction.in_words()}")
     return "\n".join(lines)
+
+
+def _own_code(run: RunConfig) -> Iterator[str]:
+    """Yield a line for each file of the user's code: what it declares."""
+    for code in run.extend.code:
+        counts = Counter(declaration.kind for declaration in code.declarations)
+        declared = ", ".join(f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts.items())
+        yield f" {code.name} ({code.sha256[:8]}): {declared}"
 
 
 def _wrapped_plan(head: str, plan: str) -> Iterator[str]:

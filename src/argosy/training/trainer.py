@@ -38,6 +38,7 @@ from argosy.training.state import Survivor, TrainState
 from argosy.training.step import Requests, Step, StepOutcome
 from argosy.training.step_policy import StepPolicy
 from argosy.training.stop import StoppedEarly, StopSignal
+from argosy.training.user_code import UserCode
 
 
 class Trainer:
@@ -86,6 +87,7 @@ class Trainer:
             run_dir, state, survivor, stop, checkpointer, memory, restorer, batches, bad_steps, heartbeat
         )
         self._policy = StepPolicy(state, batches, restorer, bad_steps, records)
+        self._user = UserCode(run, state, world, self._clock, records, run_dir)
         self._time_to_first_step_s: float | None = None
         self.is_stopped_early = False
         """True once a signal has interrupted something that need not be finished."""
@@ -107,6 +109,8 @@ class Trainer:
         self._repeat_evaluation()
         if is_survivors:
             self._repeat_save()
+        self._user.now.step = self.state.step
+        self._user.at("start")
 
     def remaining_steps(self) -> Iterator[int]:
         """Yield the steps still to do, 0-based; a run given in minutes learns their number on the way."""
@@ -115,10 +119,13 @@ class Trainer:
             return  # this world was formed for what survivors have to be saved
         while not self._is_paused and (self._pace.steps is None or self.state.step < self._pace.steps):
             self._heartbeat.begin(self.state.step)
+            self._user.now.begin(self.state.step)
+            self._user.at("before_step")
             yield self.state.step
             self._stop.between_steps()
             if steps := self._pace.decide_length(self.state.step, self._world):
                 self._records.length(steps)
+                self._user.now.steps = steps
 
     def batch(self, step: int) -> list[Microbatch]:
         """Return this process's share of the step's samples."""
@@ -128,11 +135,15 @@ class Trainer:
 
     def forward_backward(self, batch: list[Microbatch]) -> Tensor:
         """Leave the global batch's gradient in the pieces; returns this rank's share of the loss."""
-        return self._step.forward_backward(batch)
+        loss = self._step.forward_backward(batch)
+        self._user.at("after_backward")
+        return loss
 
     def exchange(self, loss: Tensor) -> StepOutcome:
         """Return the step's outcome over all ranks, with what any of them asks for."""
-        return self._step.exchange(loss, self._requests)
+        outcome = self._step.exchange(loss, self._requests, self._user.measure)
+        self._user.exchanged(outcome)
+        return outcome
 
     def decide(self, outcome: StepOutcome) -> Action:
         """Decide what is done with the step, the same on all ranks. Raises: RunFailed if the run ends with it."""
@@ -143,8 +154,10 @@ class Trainer:
         step = self.state.step
         fault("commit", step=step, rank=self._world.rank)
         factor = learning_rate_factor(step, self._pace.steps, self._run.schedule)
-        self._step.apply(self._step.update(outcome, self._run.optimizer.lr * factor))
+        self._user.now.lr = self._run.optimizer.lr * factor
+        self._step.apply(self._step.update(outcome, self._user.now.lr))
         self._policy.applied()
+        self._user.at("after_step")
 
     def drop_step(self, outcome: StepOutcome, action: Action) -> None:
         """Drop the step's gradient, and mend what is wrong, so that the step can be done (again).
@@ -165,6 +178,8 @@ class Trainer:
             self._evaluate()
         if self._evaluator.score is not None and not self.is_stopped_early:
             self._records.evaluated(done - 1, self._evaluator.score)
+            self._user.now.validation_loss = self._evaluator.score.loss
+            self._user.at("evaluate")
 
     def observe(self) -> None:
         """Write the line of the step that was applied, and show it."""
@@ -174,9 +189,10 @@ class Trainer:
             self._time_to_first_step_s = time.monotonic() - self._began
         self._checkpointer.poll()
         self._restorer.show_safe_step()
+        logged = self._user.take_logged()
         if self._world.is_first and self.state.last_update is not None:
             update, score = self.state.last_update, self._evaluator.score
-            record = self._records.step(update, self.state.tokens, self._batches.line(update.step), seconds)
+            record = self._records.step(update, self.state.tokens, self._batches.line(update.step), seconds, logged)
             left_s = self._pace.left_s(self.state.step)
             self._records.progress.step(record, self._pace.steps, score.loss if score else None, left_s)
             if left_s is None and self._plan.compile:
@@ -199,6 +215,8 @@ class Trainer:
                 self._memory.save()
             if on_disk or in_memory:
                 self._show("")
+        if on_disk:
+            self._user.at("save")
         if requests.hold:
             self._show("waiting for processes to join")
             self._shutdown.hold()
@@ -214,11 +232,15 @@ class Trainer:
             self._evaluate()
         finished = self.state.step == self._pace.steps and not self.is_stopped_early
         memory_before_bytes = self._survivor.memory_before_bytes
+        self._user.at("end")
         self._show("writing the report")
         self._records.report(self._data, self._evaluator, finished, self._time_to_first_step_s, memory_before_bytes)
         with self._records.progress.during("verifying what was saved"):
             self._shutdown.close()
-        self._records.events.write("end", step=self.state.step, finished=finished)
+        logged = self._user.take_logged()
+        self._records.events.write(
+            "end", step=self.state.step, finished=finished, **({"user": logged} if logged else {})
+        )
         return finished or self._is_paused
 
     def _evaluate(self) -> None:

@@ -36,8 +36,9 @@ PARTS = {
     COMMUNICATION: StepPart(("gradients",), ("communication",)),
     # The update and the gradients' norm.
     OPTIMIZER: StepPart(("optimizer",), ("optimizer",)),
-    # Reading the batch, and the time between the parts. Compiling, checks, evaluation and checkpoints are in no part.
-    REST: StepPart(("other",), ("data", "other")),
+    # Reading the batch, code of the user's, and the time between the parts. Compiling, checks, evaluation and
+    # checkpoints are in no part.
+    REST: StepPart(("other",), ("data", "user", "other")),
 }
 """Part of a step -> its predicted and measured categories."""
 

@@ -1,0 +1,16 @@
+"""Code of your own in a run: callbacks and metrics at named points of a step (docs/extending.md).
+
+    from argosy import extend
+
+    @extend.callback("after_step")
+    def perplexity(run: extend.Run) -> None:
+        run.log(perplexity=math.exp(run.loss))
+
+A run file names the file that this stands in: `[extend] files = ["mine.py"]`. Outside of a run, what is decorated is
+the plain function that it was: it can be imported and tested as any other.
+"""
+
+from argosy.extend.register import callback, metric
+from argosy.extend.views import POINTS, Point, Run
+
+__all__ = ["POINTS", "Point", "Run", "callback", "metric"]

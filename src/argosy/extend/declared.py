@@ -1,0 +1,165 @@
+"""What a file of the user's declares, read from its text: nothing of it is run, and nothing imported.
+
+So every process knows a run's extensions (names, what an optimizer keeps, what is not deterministic), also those that
+must never run code of the user's, and a mistake is found with its line before a run begins.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from argosy.extend.register import DECORATORS, Kind, Registration
+
+ROOM = "argosy.extend"
+MOST_BYTES = 2**20
+"""No file of extensions is longer."""
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """An extension, as its decorator says."""
+
+    kind: Kind
+    name: str
+    place: str
+    """FILE:LINE of the function."""
+    facts: Mapping[str, Any]
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What must be there only once."""
+        return (self.kind, self.name, str(self.facts.get("point", "")))
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}"
+
+
+@dataclass(frozen=True)
+class CodeFile:
+    """A file of the user's, and what it declares."""
+
+    name: str
+    """The file's own name, or that of the entry point."""
+    path: Path
+    source: bytes
+    declarations: tuple[Declaration, ...]
+    module: str | None = None
+    """The module's name, if it belongs to an installed package."""
+
+    @property
+    def sha256(self) -> str:
+        """Checksum of the file."""
+        return hashlib.sha256(self.source).hexdigest()
+
+
+def read_code(path: Path, name: str | None = None, module: str | None = None) -> CodeFile:
+    """Read what a file declares. Raises: ValueError that names file and line, if there are any."""
+    try:
+        stat = path.stat()
+        if not path.is_file():
+            raise ValueError(f"{path}: is not a file")
+        return _read(path, name or path.name, module, stat.st_mtime_ns, stat.st_size, stat.st_ino)
+    except OSError as problem:
+        raise ValueError(f"{path}: cannot be read ({problem.strerror})") from None
+
+
+@lru_cache(maxsize=64)
+def _read(path: Path, name: str, module: str | None, *_stamp: int) -> CodeFile:
+    source = path.read_bytes()
+    if len(source) > MOST_BYTES:
+        raise ValueError(f"{path}: is longer than {MOST_BYTES} bytes")
+    try:
+        tree = ast.parse(source, str(path))
+    except SyntaxError as error:
+        raise ValueError(f"{path}:{error.lineno}: not Python: {error.msg}") from None
+    except ValueError as error:  # null bytes
+        raise ValueError(f"{path}: not Python: {error}") from None
+    found = tuple(_declarations(tree, path))
+    if not found:
+        raise ValueError(f"{path}: declares nothing; put @extend.{' or @extend.'.join(DECORATORS)} above a function")
+    return CodeFile(name, path, source, found, module)
+
+
+def _declarations(tree: ast.Module, path: Path) -> Iterator[Declaration]:
+    names = dict(_imported(tree))
+    top = {id(node) for node in tree.body}
+    for node in ast.walk(tree):
+        if not isinstance(node, Definition):
+            continue
+        for decorator in node.decorator_list:
+            called = decorator.func if isinstance(decorator, ast.Call) else decorator
+            if (kind := _kind(called, names)) is None:
+                continue
+            place = f"{path}:{decorator.lineno}"
+            if id(node) not in top:
+                raise ValueError(f"{place}: @extend.{kind} stands inside of another block; put it at the top level")
+            registration = _registration(kind, decorator, place)
+            _check_definition(node, registration, place)
+            yield Declaration(registration.kind, registration.name or node.name, place, registration.facts)
+
+
+def _imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yield what imports at the top level call things of ours -> what these are."""
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name in ("argosy", ROOM):
+                    yield (alias.asname, alias.name) if alias.asname else ("argosy", "argosy")
+        elif isinstance(node, ast.ImportFrom) and node.module in ("argosy", ROOM):
+            yield from ((alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def _kind(called: ast.expr, names: Mapping[str, str]) -> str | None:
+    """Return the last name of a decorator of ours; None if it is another's."""
+    parts: list[str] = []
+    while isinstance(called, ast.Attribute):
+        parts.insert(0, called.attr)
+        called = called.value
+    if not isinstance(called, ast.Name) or called.id not in names:
+        return None
+    full = ".".join([names[called.id], *parts])
+    return full.removeprefix(f"{ROOM}.") if full.startswith(f"{ROOM}.") else None
+
+
+def _registration(kind: str, decorator: ast.expr, place: str) -> Registration[Any]:
+    if kind not in DECORATORS:
+        near = get_close_matches(kind, DECORATORS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(DECORATORS)}"
+        raise ValueError(f"{place}: there is no @extend.{kind}; {hint}")
+    if not isinstance(decorator, ast.Call):
+        raise ValueError(f"{place}: @extend.{kind} needs its arguments, in parentheses")
+    try:
+        values = [ast.literal_eval(value) for value in decorator.args]
+        named = {str(word.arg): ast.literal_eval(word.value) for word in decorator.keywords}
+    except ValueError:
+        raise ValueError(
+            f"{place}: the arguments of @extend.{kind} must be written out (texts, numbers, True, False): they are "
+            "read before the file is run"
+        ) from None
+    try:
+        return DECORATORS[kind](*values, **named)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{place}: @extend.{kind}: {error}") from None
+
+
+def _check_definition(node: Definition, registration: Registration[Any], place: str) -> None:
+    if not isinstance(node, ast.FunctionDef):
+        raise ValueError(f"{place}: @extend.{registration.kind} stands above a function (def), not {node.name}")
+    spec, wanted = node.args, registration.arguments
+    most = len(spec.posonlyargs) + len(spec.args)
+    least = most - len(spec.defaults)
+    needs_names = any(default is None for default in spec.kw_defaults)
+    if not least <= wanted <= (wanted if spec.vararg else most) or needs_names:
+        raise ValueError(
+            f"{place}: a {registration.kind} takes {wanted} argument{'s' * (wanted > 1)}, and {node.name} takes "
+            f"({ast.unparse(spec)})"
+        )

@@ -1,0 +1,105 @@
+"""Extensions in whole runs, as a user writes them: the examples work, and what is wrong is told with file and line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from argosy.observe.events import read_lines
+from argosy.observe.metrics import Metrics
+from commands import Folder
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples" / "extend"
+HEAD = "from argosy import extend\n\n"
+
+
+def write_run(folder: Folder, *files: str, **keys: Any) -> Path:
+    """A run file whose table `extend` names these files."""
+    path = folder.write_run(**{"every_steps": 5, **keys})
+    path.write_text(f"{path.read_text()}\n[extend]\nfiles = {json.dumps([str(file) for file in files])}\n")
+    return path
+
+
+def lines(folder: Folder, name: str = "tiny") -> list[dict[str, Any]]:
+    return [record for record in Metrics(folder.path / "runs" / name).read() if "loss" in record]
+
+
+def test_callbacks_and_metrics_of_the_examples_run_and_a_resumed_run_repeats_itself(folder):
+    for name in ("callbacks.py", "metrics.py"):
+        (folder.path / name).write_bytes((EXAMPLES / name).read_bytes())
+    run = write_run(folder, "callbacks.py", "metrics.py", steps=5)
+    said = folder.argosy("train", run)
+    assert "callbacks.py (" in said
+    assert ": 2 callbacks" in said
+    assert set(lines(folder)[0]["user"]) == {"perplexity", "embedding_rows_used"}
+    assert 0 < lines(folder)[0]["user"]["embedding_rows_used"] < 1
+    evaluations = (folder.path / "runs" / "tiny" / "evaluations.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in evaluations] == ["4"]
+
+    # Another file of that name is refused, and taken where that is accepted.
+    (folder.path / "callbacks.py").write_text(f"{HEAD}@extend.callback('save')\ndef saved(run): run.log(saved=1)\n")
+    said = folder.argosy_here("train", run, "--train.steps", 7, code=2)
+    assert "extend callbacks.py: sha256" in said
+    assert "--accept-changes" in said
+    folder.argosy("train", run, "--train.steps", 12, "--accept-changes")
+    assert lines(folder)[10]["user"].keys() == {"embedding_rows_used", "saved"}  # saved after step 9, and logged then
+    assert len(list((folder.path / "runs" / "tiny" / "extend").glob("*/callbacks.py"))) == 2
+
+    # The copy in the folder was changed by hand.
+    (copy,) = (folder.path / "runs" / "tiny" / "extend").glob("*/metrics.py")
+    copy.write_text(copy.read_text() + "\n")
+    assert "was changed. Restore it" in folder.argosy_here("train", "runs/tiny/run.toml", code=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "extend.files = {path}: cannot be read (No such file or directory)"),
+        ("def f(:", "{path}:3: not Python: invalid syntax"),
+        ("@extend.hook('save')\ndef f(run): ...", "{path}:3: there is no @extend.hook; there are: callback, metric"),
+        ("@extend.metric('a')\ndef f(): ...", "{path}:3: a metric takes 1 argument, and f takes ()"),
+        (
+            "@extend.metric('a')\ndef f(run): ...\n@extend.metric('a')\ndef g(run): ...",
+            "{path}:5: the metric a is declared already, at {path}:3; give one of them another name",
+        ),
+    ],
+)
+def test_a_mistake_is_refused_with_its_line_before_anything_is_written(folder, refused, text, said):
+    path = folder.path / "mine.py"
+    if text is not None:
+        path.write_text(HEAD + text)
+    run = write_run(folder, "mine.py")
+    written = refused("train", run, said=(said.format(path=path), f"{run}:"))
+    assert len(written.splitlines()) == 1
+
+
+def test_two_files_of_one_name_are_refused(folder, refused):
+    for sub in ("a", "b"):
+        (folder.path / sub).mkdir()
+        (folder.path / sub / "mine.py").write_text(f"{HEAD}@extend.metric('{sub}')\ndef f(run): return 1\n")
+    refused("train", write_run(folder, "a/mine.py", "b/mine.py"), said=("files names two of the name mine.py",))
+
+
+def test_an_unknown_package_is_refused(folder, refused):
+    run = folder.write_run()
+    refused("train", run, "--extend.packages", "moonshot", said=("--extend.packages", "no entry point 'moonshot'"))
+
+
+def test_a_file_that_fails_to_import_ends_the_run_with_its_line(folder):
+    (folder.path / "mine.py").write_text(f"{HEAD}import nothing_here\n@extend.metric('a')\ndef f(run): return 1\n")
+    said = folder.argosy("train", write_run(folder, "mine.py", processes=1), code=2)
+    assert "mine.py:3: ModuleNotFoundError" in said
+
+
+def test_a_callback_that_raises_does_not_end_the_run(folder):
+    (folder.path / "mine.py").write_text(
+        f"{HEAD}@extend.callback('after_step')\ndef boom(run):\n    if run.step == 2: raise KeyError('oops')\n"
+    )
+    said = folder.argosy("train", write_run(folder, "mine.py", steps=4, processes=1))
+    assert "mine.py:5: the callback boom raised KeyError: 'oops', at step 2; it is switched off" in said
+    assert len(lines(folder)) == 4
+    found = read_lines(folder.path / "runs" / "tiny" / "events" / "rank-0.jsonl")
+    assert [event["what"] for event in found if event["event"] == "user_code_off"] == ["callback boom"]
