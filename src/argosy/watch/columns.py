@@ -1,0 +1,196 @@
+"""Columns of numbers by step, and the parsing that fills them from JSON lines.
+
+A key is a path in a line's nested tables, with dots: `seconds.forward`, `communication.tp.node.0`. The part before the
+first dot is its group. Lines are parsed group by group: of a million lines only what is asked for becomes numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Line = dict[str, Any]
+
+STEP = "step"
+MOST_KEYS = 20_000
+"""A line of a foreign file may name anything; keys beyond so many are left out."""
+DEEPEST = 8
+"""Tables that are nested deeper than this are left out."""
+LISTS = ("communication.",)
+"""Lists become columns in these groups only: the loads of all experts, step by step, are no columns."""
+MOST_NUMBERS = 10**8
+"""So many numbers are held at most, 800 MB; a key that comes when there is no room for it is left out."""
+
+
+class Columns:
+    """Numbers by step: `columns[key]` is as long as `columns`, NaN where a line has no such number.
+
+    Steps rise strictly. An array that was taken is good until the next `append` or `cut`, which may write into it.
+    """
+
+    def __init__(self, load: Callable[[str], None] | None = None):
+        """`load` is called with the group of a key that is asked for and not there, and may `put` it."""
+        self._load = load
+        self._count = 0
+        self._arrays: dict[str, Floats] = {STEP: np.empty(0)}
+        self.left_out: set[str] = set()
+        """Keys for which there was no room."""
+
+    def __len__(self) -> int:
+        """Return the number of steps."""
+        return self._count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the numbers take."""
+        return sum(array.nbytes for array in self._arrays.values())
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the keys that are in memory, `step` first."""
+        return iter(list(self._arrays))
+
+    def keys(self) -> list[str]:
+        """Return the keys that are in memory, `step` first."""
+        return list(self._arrays)
+
+    def __contains__(self, key: object) -> bool:
+        """Return True if `key` is in memory."""
+        return key in self._arrays
+
+    def __getitem__(self, key: str) -> Floats:
+        """Return the numbers of `key`, all NaN if no line has it."""
+        if key not in self._arrays and self._load is not None:
+            self._load(group_of(key))
+        if key not in self._arrays:
+            return np.full(self._count, np.nan)
+        return self._arrays[key][: self._count]
+
+    def since(self, step: float) -> slice:
+        """Return the slice of `step` and all later ones."""
+        return slice(int(np.searchsorted(self[STEP], step)), self._count)
+
+    def between(self, first: float | None, last: float | None) -> slice:
+        """Return the slice of the steps from `first` to `last`, both included; None: no bound."""
+        steps = self[STEP]
+        begin = 0 if first is None else int(np.searchsorted(steps, first))
+        end = self._count if last is None else int(np.searchsorted(steps, last, side="right"))
+        return slice(begin, max(begin, end))
+
+    def append(self, rows: Mapping[str, Floats]) -> None:
+        """Append rows, which name their `step`; rows of steps that are there already replace these and all after them.
+
+        That is what lines say that were written after a recovery: the steps behind them are run again.
+        """
+        steps = rows[STEP]
+        keep = _risen(steps)
+        if not keep.any():
+            return
+        self.cut(float(steps[keep][0]))
+        first, self._count = self._count, self._count + int(keep.sum())
+        for key in {**self._arrays, **rows}:
+            if self._has_room(key):
+                array = self._room(key, first)
+                array[first : self._count] = rows[key][keep] if key in rows else np.nan
+
+    def put(self, steps: Floats, rows: Mapping[str, Floats]) -> None:
+        """Give keys values at `steps` that are there already; the last of equal steps counts."""
+        if not self._count:
+            return
+        own = self[STEP]
+        at = np.minimum(np.searchsorted(own, steps), self._count - 1)
+        found = own[at] == steps
+        for key, values in rows.items():
+            if key != STEP and self._has_room(key):
+                self._room(key, 0)[at[found]] = values[found]
+
+    def cut(self, step: float) -> None:
+        """Forget `step` and all later ones."""
+        self._count = int(np.searchsorted(self[STEP], step))
+
+    def drop(self, keys: Iterable[str]) -> None:
+        """Forget these keys."""
+        for key in keys:
+            self._arrays.pop(key, None)
+
+    def _has_room(self, key: str) -> bool:
+        if key in self._arrays:
+            return True
+        if len(self._arrays) < MOST_KEYS and (len(self._arrays) + 1) * self._count <= MOST_NUMBERS:
+            return True
+        if len(self.left_out) < MOST_KEYS:
+            self.left_out.add(key)
+        return False
+
+    def _room(self, key: str, known: int) -> Floats:
+        """Return the array of `key` with room for all rows; what it does not know yet (after `known`) is NaN."""
+        array = self._arrays.get(key)
+        if array is None or len(array) < self._count:
+            roomy = np.full(max(64, self._count + self._count // 4 if known else self._count), np.nan)
+            if array is not None:
+                roomy[:known] = array[:known]
+            self._arrays[key] = array = roomy
+        return array
+
+
+def group_of(key: str) -> str:
+    """Return the part of a key before its first dot."""
+    return key.partition(".")[0]
+
+
+def _risen(steps: Floats) -> npt.NDArray[np.bool_]:
+    """Return True for each row whose step no later row has or goes back behind."""
+    later = np.minimum.accumulate(steps[::-1])[::-1]
+    return np.append(steps[:-1] < later[1:], True) if len(steps) else np.zeros(0, bool)
+
+
+def rows_of(lines: Sequence[Line], prefix: str = "") -> dict[str, Floats]:
+    """Return the columns of these lines, by flat key. null is NaN. Texts are left out, and lists but LISTS."""
+    out: dict[str, Floats] = {}
+    _add_columns(lines, prefix, out)
+    return out
+
+
+def _add_columns(lines: Sequence[Line], prefix: str, out: dict[str, Floats]) -> None:
+    """Add column by column: of a million lines, that is some times as fast as line by line."""
+    names: dict[str, None] = {}
+    for line in lines:
+        if len(names) <= MOST_KEYS and not names.keys() >= line.keys():
+            names.update(dict.fromkeys(line))
+    for name in names:
+        if len(out) >= MOST_KEYS:
+            return
+        key, values = f"{prefix}{name}", [line.get(name) for line in lines]
+        array = numbers(values)
+        if array is not None:
+            out[key] = array
+        elif key.count(".") < DEEPEST and any(isinstance(value, dict) for value in values):
+            _add_columns([value if isinstance(value, dict) else {} for value in values], f"{key}.", out)
+        elif key.startswith(LISTS):
+            _add_columns([_as_table(value) for value in values], f"{key}.", out)
+
+
+def numbers(values: list[Any]) -> Floats | None:
+    """Return these values as numbers; None if one is neither number nor null."""
+    try:
+        array = np.array(values, dtype=float)
+    except (TypeError, ValueError, OverflowError):  # a table, a text, lists of several lengths, a giant integer
+        return None
+    return array if array.ndim == 1 else None
+
+
+def _as_table(value: Any) -> Line:
+    return {str(index): part for index, part in enumerate(value)} if isinstance(value, list) else {}
+
+
+def parse_line(line: bytes) -> Line | None:
+    """Return the table in a line of JSON; None if it is none: cut off, damaged, or of another kind."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):  # a UnicodeDecodeError is a ValueError
+        return None
+    return record if isinstance(record, dict) else None

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from tests.run_folders import Made, Trouble, append
+
+from argosy.errors import UserError
+from argosy.watch.reader import RunReader, is_run
+
+
+def opened(folder: Path) -> RunReader:
+    reader = RunReader(folder)
+    reader.refresh()
+    return reader
+
+
+def test_a_run_folder_is_read_whole(tmp_path: Path) -> None:
+    reader = opened(Made(steps=120, ranks=4, per_node=2).write(tmp_path / "demo"))
+    assert reader.problems == []
+    assert len(reader.steps) == 120
+    assert reader.run is not None and reader.run.name == "demo"
+    assert reader.plan is not None and reader.plan.world_size == 4
+    assert reader.prediction is not None and reader.prediction.step_s.mid == 0.38
+    assert reader.report is not None and reader.report["energy"]["source"] == "nvml"
+    assert list(reader.nodes) == ["node-0", "node-1"]
+    assert [sample["step"] for sample in reader.samples] == [49, 99]
+    assert {event["process"] for event in reader.events} >= {"coordinator", "launcher-node-1", "rank-3"}
+    assert [event["time_s"] for event in reader.events] == sorted(event["time_s"] for event in reader.events)
+    assert {"loss", "seconds.forward", "norms.layers.0.weight"} <= set(reader.keys())
+
+
+def test_only_a_change_counts_as_one(tmp_path: Path) -> None:
+    folder = Made(steps=20).write(tmp_path / "demo")
+    reader = opened(folder)
+    assert not reader.refresh()
+    for path, line in {
+        "events/rank-0.jsonl": {"time_s": 1.0, "event": "save"},
+        "events/new.jsonl": {"time_s": 2.0, "event": "fault"},
+        "nodes/node-9.jsonl": {"time_s": 3.0, "ranks": [1]},
+        "samples.jsonl": {"step": 1, "text": "x"},
+    }.items():
+        append(folder / path, line)
+        assert reader.refresh(), path
+        assert not reader.refresh(), path
+    (folder / "report.json").unlink()
+    assert reader.refresh()
+    assert reader.report is None
+
+
+def test_a_missing_part_is_empty(tmp_path: Path) -> None:
+    folder = tmp_path / "old"
+    append(folder / "metrics.jsonl", {"step": 0, "loss": 1.0, "seconds": {"forward": 1.0}})
+    reader = opened(folder)
+    assert len(reader.steps) == 1
+    assert (reader.run, reader.plan, reader.prediction, reader.report) == (None, None, None, None)
+    assert (reader.events, reader.nodes, reader.samples, reader.problems) == ([], {}, [], [])
+
+
+@pytest.mark.parametrize("kind", ["missing", "file", "empty", "foreign"])
+def test_a_folder_that_is_no_run_is_refused(kind: str, tmp_path: Path) -> None:
+    folder = tmp_path / "it"
+    if kind == "file":
+        folder.write_text("x")
+    elif kind != "missing":
+        folder.mkdir()
+    if kind == "foreign":
+        (folder / "photo.jpg").write_bytes(b"\xff\xd8")
+    assert not is_run(folder)
+    with pytest.raises(UserError, match=r"not a run: it .*Name a run's folder"):
+        RunReader(folder)
+
+
+def test_what_is_damaged_is_said_and_the_rest_is_shown(tmp_path: Path) -> None:
+    folder = Made(steps=20).write(tmp_path / "demo")
+    (folder / "run.toml").write_text("nonsense = ")
+    (folder / "plan.toml").write_text("pp = 'three'")
+    (folder / "report.json").write_text("[" * 100_000)
+    append(folder / "metrics.jsonl", b"\xff\xfe\n")
+    reader = opened(folder)
+    assert len(reader.steps) == 20
+    assert (reader.run, reader.plan, reader.report) == (None, None, None)
+    assert len(reader.problems) == 4, reader.problems
+    for name in ("run.toml", "plan.toml", "report.json", "metrics.jsonl"):
+        assert any(problem.startswith(name) for problem in reader.problems), name
+
+
+def test_nothing_outside_of_the_folder_is_read_through_a_link(tmp_path: Path) -> None:
+    folder = Made(steps=20).write(tmp_path / "demo")
+    secret = tmp_path / "secret"
+    append(secret / "all.jsonl", {"step": 77, "loss": 1.0, "text": "secret", "event": "secret", "time_s": 1.0})
+    for name in ("metrics.jsonl", "samples.jsonl", "events/rank-0.jsonl", "nodes/node-0.jsonl"):
+        (folder / name).unlink()
+        (folder / name).symlink_to(secret / "all.jsonl")
+    reader = opened(folder)
+    assert len(reader.steps) == 0
+    assert reader.samples == []
+    assert "node-0" not in reader.nodes
+    assert "secret" not in {event["event"] for event in reader.events}
+    shutil.rmtree(folder / "events")
+    (folder / "events").symlink_to(secret)
+    assert "secret" not in {event["event"] for event in opened(folder).events}
+
+
+def test_a_pipe_in_a_file_s_place_holds_nothing_up(tmp_path: Path) -> None:
+    folder = Made(steps=20).write(tmp_path / "demo")
+    (folder / "samples.jsonl").unlink()
+    os.mkfifo(folder / "samples.jsonl")
+    reader = opened(folder)
+    assert len(reader.steps) == 20
+    assert "samples.jsonl" in reader.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("made", "state", "why"),
+    [
+        (Made(steps=20), "finished", ""),
+        (Made(steps=20, total_steps=40, is_finished=False), "silent", "no sign of life"),
+        (Made(steps=20, start_s=time.time() - 15, is_finished=False), "training", ""),
+        (Made(steps=0, start_s=time.time() - 5, is_finished=False), "training", ""),
+        (Made(steps=20, trouble=Trouble(crash=True)), "failed", "ValueError"),
+    ],
+)
+def test_the_state_of_a_run(made: Made, state: str, why: str, tmp_path: Path) -> None:
+    reader = opened(made.write(tmp_path / "demo"))
+    assert reader.state == state
+    assert why in reader.why
+
+
+def test_a_run_that_a_signal_stopped_is_stopped_until_it_goes_on(tmp_path: Path) -> None:
+    folder = Made(steps=20, is_finished=False).write(tmp_path / "demo")
+    now = time.time()
+    append(folder / "events" / "rank-0.jsonl", {"time_s": now - 60, "event": "end", "finished": False})
+    append(folder / "events" / "coordinator.jsonl", {"time_s": now - 59, "event": "finish", "exit_code": 0})
+    reader = opened(folder)
+    assert reader.state == "stopped"
+    append(folder / "events" / "rank-0.jsonl", {"time_s": now - 2, "event": "start", "step": 20})
+    assert reader.refresh()
+    assert reader.state == "training"
+
+
+def test_node_lines_are_those_about_the_steps_that_are_asked_for(tmp_path: Path) -> None:
+    reader = opened(Made(steps=500).write(tmp_path / "demo"))
+    records, all_there = reader.node_records("node-1", 100, 200)
+    assert all_there
+    covered = sorted(step for record in records for step in range(record["steps"][0], record["steps"][1] + 1))
+    assert covered[0] <= 100 and covered[-1] >= 200 and set(range(100, 201)) <= set(covered)
+    assert len(records) < 15
+
+
+def test_memory_is_given_back_and_the_numbers_stay(tmp_path: Path) -> None:
+    reader = opened(Made(steps=100).write(tmp_path / "demo"))
+    before = reader.steps["seconds.forward"].copy()
+    reader.release()
+    assert (reader.steps["seconds.forward"] == before).all()
+
+
+def test_a_folder_that_must_not_be_written_is_read(tmp_path: Path) -> None:
+    folder = Made(steps=30).write(tmp_path / "demo")
+    before = _listing(folder)
+    opened(folder).steps["seconds.forward"]
+    assert _listing(folder) == before
+
+
+def _listing(folder: Path) -> dict[str, tuple[int, int]]:
+    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}
+
+
+def test_a_line_of_a_newer_version_does_no_harm(tmp_path: Path) -> None:
+    folder = Made(steps=5).write(tmp_path / "demo")
+    append(folder / "events" / "rank-0.jsonl", b'{"event": "odd", "time_s": "late"}\n', b'{"time_s": 5}\n', b"7\n")
+    append(folder / "nodes" / "node-0.jsonl", b'{"time_s": null}\n', b"[]\n", json.dumps({"ranks": 3}).encode() + b"\n")
+    reader = opened(folder)
+    assert "odd" not in {event["event"] for event in reader.events}
+    assert reader.nodes["node-0"].last["steps"] == [0, 4]
