@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import PositiveFloat
 
+from argosy.config.alerts import AlertsConfig
 from argosy.config.section import Section
 
 
@@ -12,3 +13,4 @@ class ObserveConfig(Section):
 
     ranks_every_s: PositiveFloat = 5.0
     """Seconds between two lines in which a node writes down what its ranks and devices did; longer in large runs."""
+    alerts: AlertsConfig = AlertsConfig()

@@ -90,7 +90,11 @@ def learn(folders: Sequence[Path], cluster: Cluster) -> Cluster:
 
     Raises: UserError if they ran on other devices, or with different software.
     """
-    runs = [Finished.read(folder) for folder in folders]
+    return learn_from([Finished.read(folder) for folder in folders], cluster)
+
+
+def learn_from(runs: Sequence[Finished], cluster: Cluster) -> Cluster:
+    """Return what `learn` does for runs whose measured parts are known. Raises: UserError, as `learn`."""
     _check(runs, cluster)
     plain = cluster.model_copy(update={"factors": {}})
     raw = [predict(done.plan, done.run, resized(plain, done.plan.world_size)) for done in runs]

@@ -1,0 +1,260 @@
+"""The facts that conclusions about a run are drawn from: its figures as columns, and what follows directly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from argosy.config.schema import RunConfig
+from argosy.observe.heartbeat import BESIDE
+from argosy.plan.cost.prediction import Prediction
+from argosy.plan.plan import Plan
+
+Floats = NDArray[np.float64]
+
+
+class Table(Protocol):
+    """Columns by key: of a reader, or a dictionary of arrays."""
+
+    def __getitem__(self, key: str, /) -> Floats:
+        """Return the column; KeyError or NaN where there is none."""
+        ...
+
+    def keys(self) -> Iterable[str]:
+        """Return the names of columns."""
+        ...
+
+
+Event = Mapping[str, Any]
+State = Literal["training", "finished", "stopped", "failed", "silent"]
+
+RECENT = 200
+"""Conclusions about the present are drawn from so many last steps: seconds of small runs, an hour of large ones."""
+FIRST_STEPS = 3
+"""So many first steps of a world compile, warm up and fill caches."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What the nodes wrote down of their ranks in the last steps; R ranks, S steps."""
+
+    numbers: NDArray[np.int64]
+    """Shape: (R,), ascending."""
+    nodes: tuple[str, ...]
+    """Each rank's node."""
+    steps: NDArray[np.int64]
+    """The steps that own_s tells of. Shape: (S,), ascending."""
+    own_s: Floats
+    """Seconds of own work, without waits for others; NaN where nobody said. Shape: (S, R)."""
+    seconds: Mapping[str, Floats] = field(default_factory=dict)
+    """Category of the clock -> mean seconds a step. Shape: (R,)."""
+    memory_bytes: Floats | None = None
+    """Peak memory. Shape: (R,)."""
+
+
+@dataclass(frozen=True)
+class DeviceSeen:
+    """The newest figures of a device, means over the last minutes; None where nobody measures them."""
+
+    node: str
+    ranks: tuple[int, ...]
+    name: str = ""
+    utilisation: float | None = None
+    """0 to 1."""
+    temperature_c: float | None = None
+    clock_mhz: float | None = None
+    power_w: float | None = None
+
+
+@dataclass(frozen=True)
+class DiskSeen:
+    """The free space of a node's disk over the last lines, at most an hour; by time."""
+
+    node: str
+    time_s: Floats
+    free_bytes: Floats
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A run as its folder shows it at one moment."""
+
+    now_s: float
+    """Seconds since 1970; of a run that has ended, any later time."""
+    state: State = "training"
+    run: RunConfig | None = None
+    plan: Plan | None = None
+    prediction: Prediction | None = None
+    report: Mapping[str, Any] | None = None
+    steps: Table = field(default_factory=dict[str, Floats])
+    """Key of metrics.jsonl, nested ones with dots -> its value in each line of a step; NaN where it is missing."""
+    evaluations: Table = field(default_factory=dict[str, Floats])
+    """The same of the lines of evaluations."""
+    events: Sequence[Event] = ()
+    """Of all processes, by time."""
+    ranks: Ranks | None = None
+    devices: Sequence[DeviceSeen] = ()
+    disks: Sequence[DiskSeen] = ()
+    power_w: float | None = None
+    """Mean power of all nodes over their last lines; None if they do not tell."""
+    power_source: str = ""
+    """nvml, rapl, or estimate."""
+    folder: str = "runs/NAME"
+    """The run's folder, as a user types it."""
+
+    def __len__(self) -> int:
+        """Return the number of steps made."""
+        return len(_column(self.steps, "step"))
+
+    def column(self, key: str, part: slice | None = None) -> Floats:
+        """Return the values of a key in these steps, default all; NaN if nobody wrote it."""
+        values, part = _column(self.steps, key), slice(None) if part is None else part
+        return values[part] if len(values) else np.full(len(range(*part.indices(len(self)))), np.nan)
+
+    def evaluated(self, key: str) -> Floats:
+        """Return the values of a key in the lines of evaluations; none if nobody wrote it."""
+        return _column(self.evaluations, key)
+
+    def keys(self, beginning: str) -> list[str]:
+        """Return the keys of steps that begin so."""
+        _column(self.steps, beginning)  # a reader reads a group of keys when one of them is asked for
+        return [key for key in self.steps.keys() if key.startswith(beginning)]  # noqa: SIM118 (not always a dict)
+
+    def of(self, *kinds: str) -> list[Event]:
+        """Return the events of these kinds, by time."""
+        found = [event for kind in kinds for event in self._by_kind.get(kind, ())]
+        return found if len(kinds) == 1 else sorted(found, key=lambda event: float(event["time_s"]))
+
+    @cached_property
+    def _by_kind(self) -> dict[str, list[Event]]:
+        kinds: dict[str, list[Event]] = {}
+        for event in self.events:
+            kinds.setdefault(str(event.get("event")), []).append(event)
+        return kinds
+
+    @cached_property
+    def starts(self) -> list[Event]:
+        """The starts of rank 0, by time."""
+        return [event for event in self.of("start") if event.get("process", "rank-0") == "rank-0"]
+
+    @cached_property
+    def plan_since(self) -> int:
+        """The step from which on the plan in force has been in force."""
+        since, before = 0, ""
+        for start in self.starts:
+            since = since if start["plan"] == before else int(start["step"])
+            before = start["plan"]
+        return since
+
+    @cached_property
+    def warm(self) -> NDArray[np.bool_]:
+        """Which steps are none of the first of a world. Shape: (steps,)."""
+        steps = self.column("step")
+        warm = np.ones(len(steps), dtype=bool)
+        for start in self.starts or [{"step": 0}]:
+            first = int(np.searchsorted(steps, int(start["step"])))
+            warm[first : first + FIRST_STEPS] = False
+        return warm
+
+    @cached_property
+    def recent(self) -> slice:
+        """The last `RECENT` steps under the plan in force, without the first ones of the newest world."""
+        newest = max([int(start["step"]) for start in self.starts[-1:]], default=0)
+        from_step = max(newest + FIRST_STEPS, self.plan_since)
+        first = int(np.searchsorted(self.column("step"), from_step))
+        return slice(max(first, len(self) - RECENT), len(self))
+
+    @property
+    def recent_count(self) -> int:
+        """Number of recent steps."""
+        return self.recent.stop - self.recent.start
+
+    @cached_property
+    def over(self) -> tuple[int, int]:
+        """The first and the last recent step."""
+        steps = self.column("step", self.recent)
+        return (int(steps[0]), int(steps[-1])) if len(steps) else (0, 0)
+
+    @cached_property
+    def step_s(self) -> float:
+        """Median of the recent steps, without evaluations, checkpoints and checks; NaN without any."""
+        return median(self.column("step_time_s", self.recent))
+
+    @cached_property
+    def wall_s(self) -> float:
+        """Seconds from the first start to the newest line, or to now if the run goes on."""
+        if not self.starts:
+            return float("nan")
+        return max(0.0, self.last_line_s - float(self.starts[0]["time_s"]))
+
+    @cached_property
+    def last_line_s(self) -> float:
+        """When the newest line of a step was written, seconds since 1970; NaN if nobody knows."""
+        times = self.column("time_s", slice(-1, None))
+        if len(times) and np.isfinite(times[0]):
+            return float(times[0])
+        last = [float(event["time_s"]) for event in self.events[-1:]]
+        return last[0] if last else float("nan")
+
+    def mean_s(self, category: str, part: slice | None = None) -> float:
+        """Return the mean seconds a step of a category of the clock; 0 where it is not mentioned."""
+        values = self.column(f"seconds.{category}", self.recent if part is None else part)
+        return float(np.nansum(values) / len(values)) if len(values) else 0.0
+
+    def share(self, *categories: str) -> float:
+        """Return the share of categories in the recent steps, without what comes beside a step."""
+        whole = self.mean_s("step") - sum(self.mean_s(name) for name in BESIDE)
+        return sum(self.mean_s(name) for name in categories) / whole if whole > 0 else 0.0
+
+    @cached_property
+    def typical(self) -> dict[str, float]:
+        """Seconds of a step by category: the mean over the middle half of the recent steps, as in a report."""
+        took = self.column("step_time_s", self.recent)
+        order = np.argsort(took, kind="stable")
+        middle = order[len(order) // 4 : len(order) - len(order) // 4]
+        names = [key.removeprefix("seconds.") for key in self.keys("seconds.")]
+        values = {name: self.column(f"seconds.{name}", self.recent)[middle] for name in names}
+        return {
+            name: float(np.nansum(values[name]) / max(1, len(middle)))
+            for name in names
+            if name not in ("step", *BESIDE)
+        }
+
+    @cached_property
+    def steps_in_all(self) -> int | None:
+        """The length of the run; None while a run in minutes does not know it."""
+        lengths = [int(event["steps"]) for event in self.of("length")]
+        planned = self.run.train.steps if self.run is not None else 0
+        return planned or (lengths[-1] if lengths else None)
+
+    @property
+    def steps_left(self) -> int | None:
+        """Steps that are still to be made; None if nobody knows."""
+        if self.steps_in_all is None:
+            return None
+        done = int(self.column("step", slice(-1, None))[0]) + 1 if len(self) else 0
+        return max(0, self.steps_in_all - done)
+
+    @property
+    def has_ended(self) -> bool:
+        """True if nothing is trained any more."""
+        return self.state in ("finished", "failed", "stopped")
+
+
+def _column(table: Table, key: str) -> Floats:
+    try:
+        return np.asarray(table[key], dtype=float)
+    except KeyError:
+        return np.empty(0)
+
+
+def median(values: Floats | Iterable[float]) -> float:
+    """Return the median of the finite values; NaN without any."""
+    array = np.asarray(values if isinstance(values, np.ndarray) else list(values), dtype=float)
+    finite = array[np.isfinite(array)]
+    return float(np.median(finite)) if len(finite) else float("nan")

@@ -1,0 +1,194 @@
+"""The forecast of a run: when it ends and what it will have cost, within intervals that hold nine times of ten.
+
+The time left is the sum of steps, evaluations and failures that are still to come. Each has its own uncertainty:
+
+- *steps*: the mean of the steps so far, of which the last half counts. How far such a mean is off is not assumed but
+  looked up in the run itself: at earlier points of what it has done, its later part is forecast from its earlier one.
+  The errors, with a prior for short runs, give the spread of a t-distribution, since they are few;
+- *evaluations*: as many as the run file asks for, each as long as those so far;
+- *failures*: a Poisson process with the rate of `watch.outages`: the run's own if it had more failures than the
+  catalogue's rate explains, else the catalogue's. Each costs as much as those so far, or as is usual
+  (`plan.cost.goodput.RESTART_S`).
+
+All are drawn together 4000 times, with a fixed seed: the same folder gives the same forecast. The final loss is not
+forecast: see docs/advice.md.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from argosy.plan.cost.economy import power_per_device_w, price_per_device_h
+from argosy.plan.cost.estimate import INTERVAL_Z, Estimate
+from argosy.plan.cost.formatting import seconds
+from argosy.plan.cost.goodput import RESTART_S, mtbf_s
+from argosy.watch.facts import Facts, Floats
+from argosy.watch.outages import failure_rate, failures
+from argosy.watch.rules.planner import Planner
+
+DRAWS = 4000
+LEAST_STEPS = 10
+"""With fewer steps, most of them first ones, nothing can be told."""
+BLOCKS = 30
+"""Steps are put together in so many blocks: their means depend less on each other than steps do."""
+SPLITS = (0.3, 0.4, 0.5, 0.6, 0.7)
+"""Points of the run so far at which its later part is forecast."""
+PRIOR_STD, PRIOR_WEIGHT = 0.12, 2.0
+"""Spread of the logarithm of such errors before any is seen, and its weight as a number of errors: tuned on the runs
+named in benchmarks/forecast.py, and checked on others (benchmarks/results/forecast.md)."""
+FREEDOM = 5
+"""Degrees of freedom of the t-distribution."""
+LATE_SHARE = 0.5
+"""The level is the mean of so large a last part of the steps: what changed long ago counts no more."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Nine times of ten it lies from `low` to `high`, and half of the time below `mid`."""
+
+    low: float
+    mid: float
+    high: float
+
+    @classmethod
+    def of(cls, draws: Floats) -> Interval:
+        """Return the interval of what was drawn."""
+        low, mid, high = np.quantile(draws, [0.05, 0.5, 0.95])
+        return cls(float(low), float(mid), float(high))
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """When a run ends, and what it will have cost."""
+
+    steps_left: int
+    left_s: Interval
+    """Seconds from the newest line to the last step."""
+    end_s: Interval
+    """When that is, in seconds since 1970."""
+    words: str
+    """All of it in a sentence or two."""
+    cost: Interval | None = None
+    """Money for the whole run; None if nobody knows a price of the devices."""
+    cost_so_far: float | None = None
+    currency: str = ""
+    energy_kwh: Interval | None = None
+    """Energy of the whole run; None if it is neither measured nor published."""
+    energy_source: str = ""
+    """nvml or rapl: measured; estimate: by the power that the catalogue has of the devices."""
+    failures: float = 0.0
+    """Failures that are expected until the end."""
+
+
+def forecast(facts: Facts, planner: Planner | None = None) -> Forecast | None:
+    """Return the forecast; None for a run that has ended, or has done too little to tell."""
+    left = facts.steps_left
+    if facts.has_ended or not left or int(facts.warm.sum()) < LEAST_STEPS or not facts.wall_s > 0:
+        return None
+    planner, random = planner or Planner(facts), np.random.default_rng(0)
+    steps_s = left * _level(facts, random)
+    draws = steps_s + _evaluations(facts, left, random)
+    stops, stops_s = _failures(facts, planner, draws, random)
+    left_s = Interval.of(draws + stops_s)
+    newest_s = facts.last_line_s
+    end_s = Interval(*(newest_s + each for each in (left_s.low, left_s.mid, left_s.high)))
+    hours = (facts.wall_s + draws + stops_s) / 3600
+    cost, so_far, currency = _cost(facts, planner, hours, random)
+    energy, source = _energy(facts, planner, hours, random)
+    return Forecast(
+        left, left_s, end_s, _words(left, left_s, cost, currency), cost, so_far, currency, energy, source, stops
+    )
+
+
+def _level(facts: Facts, random: np.random.Generator) -> Floats:
+    """Draw the mean seconds of the steps to come, evaluations left out, saves and checks included."""
+    took = _plain_steps(facts)
+    late = took[int(len(took) * (1 - LATE_SHARE)) :]
+    errors = _errors(took)
+    spread = np.sqrt((PRIOR_WEIGHT * PRIOR_STD**2 + np.sum(errors**2)) / (PRIOR_WEIGHT + len(errors)))
+    return np.asarray(late.mean() * np.exp(spread * random.standard_t(FREEDOM, DRAWS)))
+
+
+def _plain_steps(facts: Facts) -> Floats:
+    """Return the seconds of steps without evaluations: those under the plan in force, without first ones of a world."""
+    whole = facts.column("seconds.step")
+    whole = np.where(np.isfinite(whole), whole, facts.column("step_time_s"))
+    plain = whole - np.nan_to_num(facts.column("seconds.evaluate"))
+    under = facts.warm & (facts.column("step") >= facts.plan_since) & np.isfinite(plain)
+    return plain[under] if under.sum() >= LEAST_STEPS else plain[np.isfinite(plain)]
+
+
+def _errors(took: Floats) -> Floats:
+    """Return how far forecasts at earlier points were off, as logarithms of measured over forecast."""
+    if len(took) < 2 * BLOCKS:
+        return np.empty(0)
+    blocks = np.array([block.mean() for block in np.array_split(took, BLOCKS)])
+    cuts = [round(split * BLOCKS) for split in SPLITS]
+    errors = [np.log(blocks[cut:].mean() / blocks[int(cut * (1 - LATE_SHARE)) : cut].mean()) for cut in cuts]
+    return np.asarray(errors, dtype=float)
+
+
+def _evaluations(facts: Facts, left: int, random: np.random.Generator) -> Floats:
+    """Draw the seconds of the evaluations to come: those of each `every_steps`, and the one at the end."""
+    took = facts.column("seconds.evaluate")
+    took = took[np.isfinite(took) & (took > 0)]
+    if facts.run is None or facts.steps_in_all is None or not len(took):
+        return np.zeros(DRAWS)
+    every, done, steps = facts.run.evaluate.every_steps, facts.steps_in_all - left, facts.steps_in_all
+    times = (steps // every - done // every) + (steps % every > 0) if every else 1
+    return np.asarray(times * random.choice(took, (DRAWS, min(times, 20))).mean(axis=1)) if times else np.zeros(DRAWS)
+
+
+def _failures(facts: Facts, planner: Planner, left_s: Floats, random: np.random.Generator) -> tuple[float, Floats]:
+    """Return the failures to expect, and draw the seconds that they take."""
+    found = failures(facts)
+    machine, size = planner.machine, facts.plan.world_size if facts.plan is not None else 1
+    usual = None if machine is None else float(mtbf_s(machine, size).mid)
+    rate = failure_rate(len(found), facts.wall_s, usual)
+    rates = random.gamma(rate.shape, 1 / rate.exposure_s, DRAWS) if rate is not None else np.zeros(DRAWS)
+    counts = random.poisson(np.minimum(rates * left_s, 1e6))
+    costs = np.array([outage.cost_s(facts.step_s) for outage in found])
+    each = random.choice(costs, DRAWS) if len(costs) else _of(RESTART_S, random)
+    return float(counts.mean()), np.asarray(counts * each, dtype=float)
+
+
+def _cost(
+    facts: Facts, planner: Planner, hours: Floats, random: np.random.Generator
+) -> tuple[Interval | None, float | None, str]:
+    machine, plan = planner.machine, facts.plan
+    price = None if machine is None or plan is None else price_per_device_h(machine)
+    if machine is None or plan is None or price is None:
+        return None, None, ""
+    so_far = facts.wall_s / 3600 * plan.world_size * float(price.mid)
+    return Interval.of(hours * plan.world_size * _of(price, random)), so_far, machine.currency
+
+
+def _energy(facts: Facts, planner: Planner, hours: Floats, random: np.random.Generator) -> tuple[Interval | None, str]:
+    if facts.power_w:
+        return Interval.of(facts.power_w / 1000 * hours), facts.power_source
+    machine, plan = planner.machine, facts.plan
+    power = None if machine is None or plan is None else power_per_device_w(machine)
+    if plan is None or power is None:
+        return None, ""
+    return Interval.of(hours * plan.world_size * _of(power, random) / 1000), "estimate"
+
+
+def _of(estimate: Estimate, random: np.random.Generator) -> Floats:
+    """Draw from an estimate: log-normal, each side with its own spread."""
+    low, mid, high = float(estimate.low), float(estimate.mid), float(estimate.high)
+    normal = np.asarray(random.standard_normal(DRAWS))
+    down, up = math.log(mid / low) / INTERVAL_Z, math.log(high / mid) / INTERVAL_Z
+    return np.asarray(mid * np.exp(down * np.minimum(normal, 0.0) + up * np.maximum(normal, 0.0)))
+
+
+def _words(left: int, left_s: Interval, cost: Interval | None, currency: str) -> str:
+    text = (
+        f"{left} steps are left: about {seconds(left_s.mid)}, and nine times of ten {seconds(left_s.low)} to "
+        f"{seconds(left_s.high)}."
+    )
+    if cost is not None:
+        text += f" In all it will have cost {cost.mid:,.2f} {currency} ({cost.low:,.2f} to {cost.high:,.2f})."
+    return text

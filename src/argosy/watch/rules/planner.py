@@ -1,0 +1,255 @@
+"""The planner's better alternatives, computed from what a run measured.
+
+The machine is the one that the run recorded at its start. The recent steps calibrate it as `argosy plan --learn` does
+with a finished run, so that the run's own step is predicted as it was measured; then all plans that keep the numbers of
+training are searched. What is left of the model's error is in both predictions: the measured step is scaled by their
+ratio. Where the machine's devices are unknown, there is no alternative.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from argosy.errors import ArgosyWarning, UserError
+from argosy.plan.calibration.learn import Finished, learn_from
+from argosy.plan.calibration.reconcile import Reconciled, reconcile
+from argosy.plan.cost.cluster_constants import time_std
+from argosy.plan.cost.cost_model import CostModel
+from argosy.plan.cost.estimate import Estimate
+from argosy.plan.cost.factors import OF_TIME, RUN_STD
+from argosy.plan.cost.prediction import Prediction, predict
+from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.hardware.local_machine import DetectedHardware, machine_at_hand, resized
+from argosy.plan.plan import NUMERICS, Plan
+from argosy.plan.search.best import plainest, search_to_run
+from argosy.plan.search.replan import LEAST_GAIN, replan, step_with_slow_rank_s, with_slow_link, worth_migrating
+from argosy.watch.facts import Facts
+
+AnswerT = TypeVar("AnswerT")
+
+RESTART_S = 300.0
+"""What stopping, and going on with another plan, is assumed to cost: saving, starting, compiling."""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another plan for the run."""
+
+    plan: Plan
+    step_s: Estimate
+    """Its step: the measured one, scaled by the ratio of both predictions; nine times of ten within the interval.
+
+    What the model gets wrong in a part of the step that both plans have to the same share errs in neither direction.
+    """
+    now_s: float
+    """The measured step that it is compared with."""
+    memory_bytes: float
+    """Predicted for the rank that needs most."""
+    spares: int = 0
+    """Processes that it leaves idle."""
+
+    @property
+    def saves(self) -> float:
+        """Share of the step that it saves."""
+        return 1 - float(self.step_s.mid) / self.now_s
+
+
+class Planner:
+    """Answers what else could be done with a run, each question once."""
+
+    def __init__(self, facts: Facts):
+        self._facts = facts
+
+    @cached_property
+    def machine(self) -> Cluster | None:
+        """The run's machine, calibrated by its recent steps; None if its devices are unknown."""
+        facts, plain = self._facts, self._plain
+        if plain is None or self._raw is None or facts.plan is None or facts.run is None or not facts.recent_count:
+            return plain
+        done = Finished(Path(facts.folder), facts.run, facts.plan, self._hardware_name, "", self._measured(self._raw))
+        learned = _quietly(lambda: learn_from([done], plain))
+        if learned is None:
+            return plain
+        # Of memory, a line of metrics does not tell what the process held before it made the model.
+        factors = {name: factor for name, factor in learned.factors.items() if name != "memory"}
+        before = {name: factor for name, factor in plain.factors.items() if name == "memory"}
+        return plain.model_copy(update={"factors": {**before, **factors}})
+
+    @cached_property
+    def predicted(self) -> Prediction | None:
+        """The prediction for the plan in force, calibrated by the recent steps."""
+        return self._predict(self._facts.plan)
+
+    @cached_property
+    def usable_bytes(self) -> float | None:
+        """Memory of a device that programs may use; None if it is unknown, and on CPUs, where processes share it."""
+        if self._plain is None or self._plain.device.kind == "cpu" or "memory_bytes" in self._plain.device.assumed:
+            return None
+        return self._plain.device.usable_bytes
+
+    @cached_property
+    def faster(self) -> Alternative | None:
+        """The fastest plan on the same devices, if it is enough faster to be worth a restart.
+
+        It saves a tenth of each step, and over the remaining steps twice what a restart costs, the thresholds by which
+        a run migrates (`plan.search.replan`). A run that has ended is judged as one that begins.
+        """
+        facts = self._facts
+        if facts.run is None or facts.plan is None or self.machine is None or not facts.step_s > 0:
+            return None
+        run, plan, machine = facts.run.model_copy(update={"plan": "auto"}), facts.plan, self.machine
+        found = _quietly(lambda: replan(run, plan, machine, plan.world_size))
+        if found is None or found.plan == plan:
+            return None
+        other = self._alternative(found.plan, facts.step_s, found.spares)
+        if other is None:
+            return None
+        left = facts.steps_in_all if facts.has_ended else facts.steps_left
+        is_worth = worth_migrating(other.now_s, float(other.step_s.mid), 10**9 if left is None else left, RESTART_S)
+        return other if is_worth and float(other.step_s.high) < other.now_s else None
+
+    def without(self, processes: int, times: float) -> Alternative | None:
+        """Return the plan without so many processes, where one of their ranks takes `times` times as long as others.
+
+        None if it would not be faster than waiting for that rank.
+        """
+        facts = self._facts
+        if facts.run is None or facts.plan is None or self._plain is None or not facts.step_s > 0:
+            return None
+        run, plan, machine = facts.run.model_copy(update={"plan": "auto"}), facts.plan, self._plain
+        left = plan.world_size - processes
+        if left < 1:
+            return None
+        found = _quietly(lambda: replan(run, plan, resized(machine, left), left))
+        slow_s = _quietly(lambda: step_with_slow_rank_s(run, plan, machine, times))
+        if found is None or slow_s is None:
+            return None
+        step_s = Estimate.exactly(facts.step_s * found.step_s / slow_s)
+        other = Alternative(found.plan, step_s, facts.step_s, 0.0, found.spares)
+        return other if other.saves >= LEAST_GAIN else None
+
+    def around_slow_link(self, times: float) -> Alternative | None:
+        """Return the plan for links so slow that a step takes `times` times as long; None if none is faster."""
+        facts = self._facts
+        if facts.run is None or facts.plan is None or self._plain is None or not facts.step_s > 0:
+            return None
+        run, plan, machine = facts.run.model_copy(update={"plan": "auto"}), facts.plan, self._plain
+        slow = _quietly(lambda: with_slow_link(run, plan, machine, times))
+        found = None if slow is None else _quietly(lambda: replan(run, plan, slow, plan.world_size))
+        if slow is None or found is None or found.plan == plan:
+            return None
+        now_s = float(predict(plan, run, slow).step_s.mid)
+        step_s = Estimate.exactly(facts.step_s * found.step_s / now_s)
+        other = Alternative(found.plan, step_s, facts.step_s, 0.0, found.spares)
+        return other if other.saves >= LEAST_GAIN else None
+
+    def leaner(self, most_share: float, measured_bytes: float) -> Alternative | None:
+        """Return the fastest plan that needs at most `most_share` of the device, judged by the measured memory."""
+        facts, machine = self._facts, self.machine
+        if facts.run is None or facts.plan is None or machine is None or self.usable_bytes is None:
+            return None
+        now = self._predict(facts.plan)
+        if now is None:
+            return None
+        scale, run, plan = measured_bytes / float(now.memory_bytes.mid), facts.run, facts.plan
+        costs = CostModel.of(run, machine).on(run, plan.world_size)
+        found = _quietly(lambda: search_to_run(costs, {key: (getattr(plan, key),) for key in NUMERICS}))
+        if found is None or not len(found):
+            return None
+        fits = found.memory_bytes * scale <= most_share * self.usable_bytes
+        if not fits.any():
+            return None
+        rows = np.flatnonzero(fits)
+        some = replace(found, plans=found.plans[rows], memory=found.memory.rows(rows), time=found.time.rows(rows))
+        return self._alternative(some.plans.plan(plainest(some)), facts.step_s, 0)
+
+    def _alternative(self, plan: Plan, now_s: float, spares: int) -> Alternative | None:
+        old, new = self.predicted, self._predict(plan)
+        if old is None or new is None:
+            return None
+        mid = now_s * float(new.step_s.mid) / float(old.step_s.mid)
+        step_s = Estimate.log_normal(mid, self._ratio_std(old, new))
+        return Alternative(plan, step_s, now_s, float(new.memory_bytes.mid), spares)
+
+    def _ratio_std(self, old: Prediction, new: Prediction) -> float:
+        """Return the standard deviation of the logarithm of the ratio of two predictions.
+
+        Each plan has an error of its own (RUN_STD). The error of a part of the step counts by how much more of the step
+        that part is under one plan than under the other.
+        """
+        assert self.machine is not None and self._facts.run is not None
+        unknown = time_std(self.machine, experts=self._facts.run.model.moe.experts > 0)
+        errors = [RUN_STD, RUN_STD]
+        for category, parts in OF_TIME.items():
+            factor = self.machine.factors.get(category)
+            std = unknown if factor is None else factor.std / factor.value
+            errors += [std * (_share(new, part) - _share(old, part)) for part in parts]
+        return math.hypot(*errors)
+
+    def _predict(self, plan: Plan | None) -> Prediction | None:
+        run, machine = self._facts.run, self.machine
+        if run is None or plan is None or machine is None:
+            return None
+        return _quietly(lambda: predict(plan, run, machine))
+
+    @cached_property
+    def _plain(self) -> Cluster | None:
+        """The machine as the run found it; None if nobody described it and the catalogue does not know it."""
+        facts = self._facts
+        starts = [start for start in facts.starts if "hardware" in start]
+        if not starts or facts.run is None or facts.plan is None:
+            return None
+        newest, run, size = starts[-1]["hardware"], facts.run, facts.plan.world_size
+        try:
+            known = {each.name: newest[each.name] for each in fields(DetectedHardware)}
+            found = DetectedHardware(**{**known, "processes": size, "per_node": min(known["per_node"], size)})
+        except (KeyError, TypeError):
+            return None
+        machine = _quietly(lambda: machine_at_hand(run, found))
+        # The folder may be read on another machine than the run's, where a description says nothing about it.
+        is_told = facts.prediction is None or machine is None or facts.prediction.cluster == _name(machine)
+        return machine if is_told else None
+
+    @property
+    def _hardware_name(self) -> str:
+        return str(self._facts.starts[-1]["hardware"]["device"])
+
+    @cached_property
+    def _raw(self) -> Prediction | None:
+        """The prediction without factors."""
+        facts, plain = self._facts, self._plain
+        if facts.run is None or facts.plan is None or plain is None:
+            return None
+        run, plan, bare = facts.run, facts.plan, plain.model_copy(update={"factors": {}})
+        return _quietly(lambda: predict(plan, run, bare))
+
+    def _measured(self, raw: Prediction) -> Reconciled:
+        plan = self._facts.plan
+        assert plan is not None
+        return reconcile(raw, plan, self._facts.typical, float(raw.memory_bytes.mid), with_reserve=True)
+
+
+def _share(prediction: Prediction, part: str) -> float:
+    return prediction.seconds.get(part, 0.0) / float(prediction.step_s.mid)
+
+
+def _name(machine: Cluster) -> str:
+    return machine.name or str(machine.devices)
+
+
+def _quietly(ask: Callable[[], AnswerT]) -> AnswerT | None:
+    """Return the planner's answer; None if it has none, as for a run or a machine that it does not know."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ArgosyWarning)
+            return ask()
+    except (UserError, ValueError, ArithmeticError, LookupError):
+        return None

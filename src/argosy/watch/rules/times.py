@@ -1,0 +1,309 @@
+"""Rules about where the time of a step goes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from argosy.plan.calibration.reconcile import Reconciled, reconcile
+from argosy.plan.cost.formatting import percent, seconds
+from argosy.watch.facts import Facts
+from argosy.watch.rules.planner import Alternative, Planner
+from argosy.watch.rules.rule import Advice, is_enough, over
+
+DATA_SHARE = 0.05
+"""The loader reads ahead while the step before runs, so that a step should find its batch: a healthy run waits for less
+than 1 %. What is below a twentieth is not worth an hour of anybody's time."""
+LEAST_WAIT_S = 2e-3
+"""Taking a batch over from the loader's thread takes up to a millisecond or two, however fast the storage is."""
+COMMUNICATION_SHARE, COMMUNICATION_ALONE = 0.15, 0.25
+"""Waiting for collectives that the compute did not hide. Published runs hide nearly all of it; Llama 3 405B lost about
+a tenth of its step (Dubey et al. 2024, section 3.3: 38 to 43 % MFU), and a fifth is what another layout often wins.
+Where the planner knows no better one, only a larger share is worth saying."""
+BUBBLE_SHARE = 0.1
+"""Share of a step that stages of a pipeline idle."""
+MICROBATCHES_PER_STAGE = 4
+"""With so many microbatches for each stage the bubble hardly counts (GPipe, Huang et al. 2019, section 2.3)."""
+EVALUATION_SHARE = 0.1
+EVALUATION_SHOULD = 0.05
+"""Evaluation is worth saying above the first share of the time, and is set to come to the second."""
+RECOMPILED_TIMES, RECOMPILED_S = 5.0, 2.0
+"""A compiled step that takes so many times the median, and so much longer, in forward and backward, compiled again:
+torch.compile takes seconds for each graph."""
+RECOMPILED_LEAST = 3
+RECOMPILED_SHARE = 0.02
+"""Fewer such steps, or a smaller share of the time, can be a pause of the machine, and do not matter."""
+IDLE = 0.5
+"""Mean utilisation below which devices idle most of the time; a training GPU is above 0.9 by this measure."""
+
+
+def waiting_for_data(facts: Facts, planner: Planner) -> Advice | None:
+    """Tell that steps wait for their batch."""
+    share = facts.share("data")
+    wait_s = facts.mean_s("data")
+    if not is_enough(facts) or share < DATA_SHARE or wait_s < LEAST_WAIT_S:
+        return None
+    sources = list(facts.run.data.sources) if facts.run is not None else []
+    where = f" ({', '.join(sources)})" if sources else ""
+    return Advice(
+        "waiting_for_data",
+        "warning",
+        f"Steps wait {percent(share)} of their time for data",
+        f"Of {seconds(facts.step_s)} a step, {seconds(wait_s)} are spent waiting for the batch ({over(facts)}). A "
+        "loader that keeps up costs less than 1 %.",
+        f"Put the prepared data{where} on a disk of the machine, or on faster storage, and look whether other programs "
+        "take the cores on which the loader's thread reads ahead.",
+        f"up to {percent(share)} of each step",
+        share,
+        steps=facts.over,
+        facts={"share": share, "seconds": wait_s},
+    )
+
+
+def exposed_communication(facts: Facts, planner: Planner) -> Advice | None:
+    """Tell that ranks wait for collectives, along which axis and tier, and which plan waits less."""
+    waits = _waits(facts)
+    share = sum(waits.values()) / facts.step_s if is_enough(facts) else 0.0
+    if share < COMMUNICATION_SHARE or _slowest_rank_explains(facts, sum(waits.values())):
+        return None
+    worst = max(waits, key=lambda name: waits[name])
+    largest = sorted(waits.items(), key=lambda item: -item[1])[:3]
+    predicted = _predicted_waits(facts)
+    beside = "" if predicted is None else f"; the plan was predicted to wait {seconds(predicted)}"
+    other = planner.faster
+    if other is None and share < COMMUNICATION_ALONE:
+        return None
+    return Advice(
+        "exposed_communication",
+        "warning",
+        f"Ranks wait {percent(share)} of a step for each other, most {worst}",
+        f"Of {seconds(facts.step_s)} a step: {', '.join(f'{seconds(value)} {name}' for name, value in largest)} "
+        f"({over(facts)}){beside}.",
+        _try(other, facts)
+        or "No other plan on these devices is predicted to be enough faster. A larger train.global_batch sends the "
+        "same gradients for more tokens; so does a faster network between the ranks.",
+        _gain(other),
+        other.saves if other else None,
+        str(other.plan) if other else "",
+        facts.over,
+        {"share": share, "waits": waits},
+    )
+
+
+def pipeline_bubble(facts: Facts, planner: Planner) -> Advice | None:
+    """Tell that the stages of a pipeline idle, and what makes the bubble smaller."""
+    plan, run, predicted = facts.plan, facts.run, planner.predicted
+    if plan is None or run is None or plan.pp < 2 or predicted is None or not is_enough(facts):
+        return None
+    share = predicted.seconds.get("bubble", 0.0) / float(predicted.step_s.mid)
+    if share < BUBBLE_SHARE:
+        return None
+    microbatches, wanted = plan.microbatches(run.train.global_batch), MICROBATCHES_PER_STAGE * plan.pp
+    more = (
+        f"With {wanted} microbatches, {MICROBATCHES_PER_STAGE} for each stage, the bubble hardly counts: a larger "
+        "train.global_batch, or a smaller microbatch, makes more of them."
+    )
+    other = planner.faster
+    return Advice(
+        "pipeline_bubble",
+        "warning",
+        f"Stages of the pipeline idle {percent(share)} of a step",
+        f"{plan.pp} stages run {microbatches} microbatches in the schedule {plan.schedule}. Of {seconds(facts.step_s)} "
+        f"a step ({over(facts)}), passes and their waits take {seconds(_passes_s(facts))}, and the bubble "
+        f"{seconds(share * facts.step_s)} by the schedule's formula.",
+        _try(other, facts) or more,
+        _gain(other) or f"up to {percent(share)} of each step",
+        other.saves if other else share,
+        str(other.plan) if other else "",
+        facts.over,
+        {"share": share, "microbatches": microbatches},
+    )
+
+
+def faster_plan(facts: Facts, planner: Planner) -> Advice | None:
+    """Tell of a plan that would be faster on the same devices, whatever the reason."""
+    other = planner.faster if is_enough(facts) else None
+    if other is None:
+        return None
+    return Advice(
+        "faster_plan",
+        "info",
+        f"Another plan is predicted to take {percent(other.saves)} less for a step",
+        f'A step takes {seconds(facts.step_s)} with "{facts.plan}" ({over(facts)}); the planner, calibrated with these '
+        f"steps, predicts {_step(other)} for the other.",
+        _try(other, facts),
+        _gain(other),
+        other.saves,
+        str(other.plan),
+        facts.over,
+    )
+
+
+def slower_than_planned(facts: Facts, planner: Planner) -> Advice | None:
+    """Tell that steps take longer than the prediction's interval, and which part disagrees most."""
+    found = _reconciled(facts)
+    if found is None or found.step_s.high is None or found.step_s.measured <= found.step_s.high:
+        return None
+    part, compared = max(found.seconds.items(), key=lambda item: item[1].measured - item[1].predicted)
+    mfu = facts.column("mfu", facts.recent)
+    would = float(np.nanmean(mfu)) * found.step_s.measured / found.step_s.predicted if len(mfu) else float("nan")
+    is_rough = "argosy probe" in found.cluster or "by the catalogue" in found.cluster
+    probe = " The machine was never measured: `argosy probe` tells what it can do." if is_rough else ""
+    return Advice(
+        "slower_than_planned",
+        "info" if is_rough else "warning",
+        f"Steps take {found.step_s.measured / found.step_s.predicted:.1f} times as long as planned",
+        f"{seconds(found.step_s.measured)} a step ({over(facts)}), and nine times of ten it should be less than "
+        f"{seconds(found.step_s.high)}. Most of it is {part.replace('_', ' and ')}: {seconds(compared.measured)}, "
+        f"predicted {seconds(compared.predicted)}. MFU {percent(float(np.nanmean(mfu)))}, at the plan's step "
+        f"{percent(min(1.0, would))}.",
+        _ABOUT[part] + probe,
+        facts=found.model_dump(),
+        steps=facts.over,
+    )
+
+
+_ABOUT = {
+    "forward_backward": "Look for other programs on the machine, clocks that are throttled, and a profile of some "
+    "steps (`argosy train --profile`).",
+    "communication": "Look at links between ranks, and at ranks that come late (Ranks).",
+    "optimizer": "Look for memory that is swapped, and for state in host memory (offload).",
+    "rest": "Look at the loader, and at what else runs in each step.",
+}
+
+
+def evaluation_share(facts: Facts, planner: Planner) -> Advice | None:
+    """Tell that evaluation takes much of the time."""
+    run, whole = facts.run, slice(0, len(facts))
+    times = len(facts.evaluated("step"))
+    total = facts.mean_s("step", whole)
+    if run is None or times < 2 or not run.evaluate.every_steps or total <= 0 or not is_enough(facts):
+        return None
+    share = facts.mean_s("evaluate", whole) / total
+    if share < EVALUATION_SHARE:
+        return None
+    each_s = facts.mean_s("evaluate", whole) * len(facts) / times
+    rarer = int(np.ceil(each_s * (1 - EVALUATION_SHOULD) / EVALUATION_SHOULD / facts.step_s))
+    fewer = int(run.evaluate.tokens * run.evaluate.every_steps / max(rarer, 1))
+    return Advice(
+        "evaluation_share",
+        "info",
+        f"Evaluation takes {percent(share)} of the time",
+        f"{times} evaluations of {run.evaluate.tokens} tokens took {seconds(each_s)} each, one every "
+        f"{run.evaluate.every_steps} steps of {seconds(facts.step_s)} (steps 0 to {facts.over[1]}).",
+        f"Set evaluate.every_steps = {rarer}, or evaluate.tokens = {fewer}, for {percent(EVALUATION_SHOULD)}.",
+        f"{percent(share - EVALUATION_SHOULD)} of the time",
+        share - EVALUATION_SHOULD,
+        facts={"share": share, "seconds": each_s, "every_steps": rarer},
+    )
+
+
+def recompiles(facts: Facts, planner: Planner) -> Advice | None:
+    """Tell that torch.compile seems to compile again and again."""
+    if facts.plan is None or not facts.plan.compile or not is_enough(facts):
+        return None
+    passes = np.nansum([facts.column(f"seconds.{name}") for name in ("forward", "backward", "pipeline")], axis=0)
+    usual = float(np.median(passes[facts.recent]))
+    slow = facts.warm & (passes > RECOMPILED_TIMES * usual) & (passes > usual + RECOMPILED_S)
+    slow[: facts.recent.start] &= facts.column("step")[: facts.recent.start] >= facts.plan_since
+    lost = float((passes[slow] - usual).sum())
+    share = lost / float(np.nansum(facts.column("seconds.step")))
+    if slow.sum() < RECOMPILED_LEAST or share < RECOMPILED_SHARE:
+        return None
+    steps = facts.column("step")[slow].astype(int).tolist()
+    return Advice(
+        "recompiles",
+        "warning",
+        f"{len(steps)} steps took so long that torch.compile must have compiled again",
+        f"Steps {', '.join(map(str, steps[:8]))}{', ...' if len(steps) > 8 else ''} took {seconds(lost / len(steps))} "
+        f"longer than usual in forward and backward ({seconds(usual)}).",
+        "Run with TORCH_LOGS=recompiles to see why; shapes that change (data.stages, a callback of yours) are the "
+        "usual reason. compile=false in the plan avoids it, and changes the numbers slightly.",
+        f"{percent(share)} of the time",
+        share,
+        steps=(steps[0], steps[-1]),
+        facts={"steps": steps[:100], "lost_s": lost},
+    )
+
+
+def idle_devices(facts: Facts, planner: Planner) -> Advice | None:
+    """Tell that devices idle, with the energy that this takes."""
+    seen = [device.utilisation for device in facts.devices if device.utilisation is not None]
+    if not seen or not is_enough(facts) or facts.has_ended or float(np.mean(seen)) >= IDLE:
+        return None
+    used = float(np.mean(seen))
+    power = sum(device.power_w or 0.0 for device in facts.devices)
+    energy = f", and draw {power:,.0f} W all the same" if power else ""
+    if facts.power_w and facts.wall_s > 0:
+        energy += f" (about {facts.power_w * facts.wall_s / 3.6e6:,.2f} kWh so far)"
+    other = planner.faster
+    return Advice(
+        "idle_devices",
+        "info",
+        f"Devices are busy only {percent(used)} of the time",
+        f"Mean utilisation of {len(seen)} devices over the last minutes is {percent(used)}{energy}.",
+        _try(other, facts)
+        or "Where the time goes tells what they wait for; a larger microbatch or torch.compile gives them more to do "
+        "at a time.",
+        _gain(other),
+        other.saves if other else None,
+        str(other.plan) if other else "",
+        facts={"utilisation": used, "power_w": power},
+    )
+
+
+def _reconciled(facts: Facts) -> Reconciled | None:
+    if facts.prediction is None or facts.plan is None or not is_enough(facts):
+        return None
+    memory = float(np.nan_to_num(facts.column("memory_bytes", facts.recent)).max(initial=0.0))
+    return reconcile(facts.prediction, facts.plan, facts.typical, memory, with_reserve=True)
+
+
+def _waits(facts: Facts) -> dict[str, float]:
+    """Return the seconds a step that rank 0 waited for others: by axis and tier where a run wrote that down."""
+    waits = {}
+    for key in facts.keys("communication."):
+        if key.endswith(".0"):
+            _, axis, tier, _ = key.split(".")
+            over_the = "inside a machine" if tier == "node" else "over the network"
+            waits[f"along {axis} {over_the}"] = float(np.nan_to_num(facts.column(key, facts.recent)).mean())
+    waits = {name: value for name, value in waits.items() if value > 0}
+    return waits or {"for sums of gradients": facts.mean_s("communication")}
+
+
+def _slowest_rank_explains(facts: Facts, waited_s: float) -> bool:
+    """Return True if most of the waiting of rank 0 is for a rank whose own work takes longer."""
+    if facts.ranks is None or not len(facts.ranks.steps):
+        return False
+    own_s = np.nanmedian(facts.ranks.own_s, axis=0)
+    first = own_s[facts.ranks.numbers == 0]
+    return bool(len(first)) and float(np.nanmax(own_s) - first[0]) > 0.5 * waited_s
+
+
+def _predicted_waits(facts: Facts) -> float | None:
+    if facts.prediction is None:
+        return None
+    return sum(
+        facts.prediction.seconds.get(name, 0.0) for name in ("tensor", "context", "experts", "pipeline", "gradients")
+    )
+
+
+def _passes_s(facts: Facts) -> float:
+    return sum(facts.mean_s(name) for name in ("forward", "backward", "pipeline"))
+
+
+def _step(other: Alternative) -> str:
+    low, mid, high = (seconds(float(end)) for end in (other.step_s.low, other.step_s.mid, other.step_s.high))
+    return f"{mid} a step ({low} to {high})"
+
+
+def _try(other: Alternative | None, facts: Facts) -> str:
+    if other is None:
+        return ""
+    spares = f" It leaves {other.spares} processes idle." if other.spares else ""
+    if facts.has_ended:
+        return f'Next time, give --plan "{other.plan}".{spares}'
+    return f'Stop the run and go on with --plan "{other.plan}": it goes on from its checkpoint.{spares}'
+
+
+def _gain(other: Alternative | None) -> str:
+    return f"{_step(other)} in place of {seconds(other.now_s)}" if other else ""
