@@ -1,4 +1,4 @@
-"""The lines of a file, as they come and go."""
+"""A function of the caller's is told each line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from argosy.launch.following import Following, NewLines
+from argosy.launch.following import Following
 
 
 def add(path: Path, *steps: int, loss: float = 1.0) -> None:
@@ -18,36 +18,6 @@ def add(path: Path, *steps: int, loss: float = 1.0) -> None:
 
 def steps(records: list[dict[str, Any]]) -> list[int]:
     return [record["step"] for record in records]
-
-
-def test_only_what_is_new_and_complete_is_told(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    assert NewLines(path).take() == []
-    add(path, 0, 1)
-    lines = NewLines(path)
-    add(path, 2)
-    with path.open("a") as file:
-        file.write('{"step": 3')
-    assert steps(lines.take()) == [2]
-    with path.open("a") as file:
-        file.write("}\nbroken\n")
-    assert steps(lines.take()) == [3]
-    assert lines.take() == []
-
-
-@pytest.mark.parametrize("again", [(1,), (1, 2), (1, 2, 3, 4)], ids=["shorter", "as long", "longer"])
-def test_steps_that_were_forgotten_and_run_again_are_told_again(tmp_path, again):
-    path = tmp_path / "metrics.jsonl"
-    add(path, 0)
-    lines = NewLines(path)
-    add(path, 1, 2)
-    assert steps(lines.take()) == [1, 2]
-    path.write_text("")
-    add(path, 0)
-    add(path, *again, loss=2.0)
-    assert steps(lines.take()) == list(again)
-    add(path, 9)
-    assert steps(lines.take()) == [9]
 
 
 def test_the_last_lines_are_told_before_the_block_ends(tmp_path):

@@ -6,6 +6,15 @@ from pydantic import PositiveFloat
 
 from argosy.config.alerts import AlertsConfig
 from argosy.config.section import Section
+from argosy.config.sinks import (
+    MlflowConfig,
+    OpenTelemetryConfig,
+    PrometheusConfig,
+    SinksConfig,
+    TensorBoardConfig,
+    TrackioConfig,
+    WandbConfig,
+)
 
 
 class ObserveConfig(Section):
@@ -14,3 +23,12 @@ class ObserveConfig(Section):
     ranks_every_s: PositiveFloat = 5.0
     """Seconds between two lines in which a node writes down what its ranks and devices did; longer in large runs."""
     alerts: AlertsConfig = AlertsConfig()
+    sinks: tuple[str, ...] = ()
+    """Where else the run is shown: tensorboard, wandb, mlflow, trackio, prometheus, opentelemetry."""
+    sink: SinksConfig = SinksConfig()
+    tensorboard: TensorBoardConfig = TensorBoardConfig()
+    wandb: WandbConfig = WandbConfig()
+    mlflow: MlflowConfig = MlflowConfig()
+    trackio: TrackioConfig = TrackioConfig()
+    prometheus: PrometheusConfig = PrometheusConfig()
+    opentelemetry: OpenTelemetryConfig = OpenTelemetryConfig()

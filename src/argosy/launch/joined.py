@@ -14,9 +14,12 @@ from argosy.errors import ArgosyError
 from argosy.launch import run_folder
 from argosy.launch.devices import find_devices, precision_is_open
 from argosy.launch.resolve import resolve
+from argosy.observe.events import Events
 from argosy.observe.progress import Progress
 from argosy.parallel.world import World, join_world
 from argosy.plan.plan import Plan
+from argosy.sinks.process import following
+from argosy.sinks.table import check_sinks
 from argosy.supervise.worker import work
 from argosy.training.stop import StopSignal
 
@@ -42,6 +45,8 @@ def train_joined(run: RunConfig, run_dir: Path | None = None, *, accept_changes:
                 sys.exit(error.exit_code)  # rank 0 reports it
             raise
         os.environ[fence.GENERATION] = str(generation)
+        if world.is_first:
+            held.enter_context(following(run_dir, run.observe, Events(run_dir, "launcher")))
         work(run, plan, world, run_dir, stop)
     if stop.number is not None:
         sys.exit(128 + stop.number)
@@ -51,6 +56,7 @@ def _settle(
     run: RunConfig, run_dir: Path, world: World, accept_changes: bool, held: ExitStack
 ) -> tuple[RunConfig, Plan, int]:
     """Return run, plan and generation; `held` keeps the run's folder locked."""
+    check_sinks(run.observe)
     held.enter_context(run_folder.locked(run_dir))
     progress = Progress(enabled=True)
     run, data = resolve(run, progress)

@@ -21,6 +21,7 @@ from argosy.observe.report import Report
 from argosy.plan.rules import check_size
 from argosy.plan.search.auto import processes_of
 from argosy.processes.fork_server import ForkServer
+from argosy.sinks.table import check_sinks
 from argosy.supervise.agent import WORKER, Agent, node_name
 from argosy.supervise.place import check_place
 
@@ -50,6 +51,7 @@ def train(
     run_dir = (Path(run_dir) if run_dir else Path("runs") / run.name).absolute()
     _check_processes(run, origin)
     check_place(run.launch)
+    check_sinks(run.observe)
     progress = Progress(enabled=not quiet)
     with fork_server() as forks, run_folder.locked(run_dir, _name_of_node(run), run.launch.nodes):
         with run_folder.settling(run_dir):

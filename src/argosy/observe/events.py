@@ -102,7 +102,7 @@ def each_line(path: Path) -> Iterator[dict[str, Any]]:
     """
     with suppress(FileNotFoundError), path.open("rb") as file:
         for line in file:
-            if (record := _record(line)) is not None:
+            if (record := record_of(line)) is not None:
                 yield record
 
 
@@ -125,10 +125,10 @@ def backwards(file: BinaryIO) -> Iterator[tuple[int, dict[str, Any] | None]]:
         for line in reversed(lines):
             begin -= len(line) + 1
             if line:
-                yield begin, _record(line)
+                yield begin, record_of(line)
         rest = first
     if rest:
-        yield 0, _record(rest)
+        yield 0, record_of(rest)
 
 
 def from_the_end(path: Path) -> Iterator[dict[str, Any]]:
@@ -138,10 +138,11 @@ def from_the_end(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _records(lines: Iterable[bytes]) -> list[dict[str, Any]]:
-    return [record for line in lines if (record := _record(line)) is not None]
+    return [record for line in lines if (record := record_of(line)) is not None]
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
+def record_of(line: bytes) -> dict[str, Any] | None:
+    """Return the record of a line; None for a line that is none, as a kill leaves."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

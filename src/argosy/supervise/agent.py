@@ -34,6 +34,7 @@ from argosy.processes.fork_server import RENDEZVOUS, STORE_HOST, ForkServer
 from argosy.resilience.detect.finding import Finding
 from argosy.resilience.detect.node import NodeWatch
 from argosy.resilience.node_health import Health, NodeCheck, NodeCheckRequest
+from argosy.sinks.process import FollowerProcess
 from argosy.supervise import messages as say
 from argosy.supervise.coordinator_client import CoordinatorClient
 from argosy.supervise.newcomers import Newcomers
@@ -73,6 +74,7 @@ class Agent:
         """What is waited for while no worker of this node is in a world: then none of them has the live line."""
         self._node = NodeWatch(run_dir)
         self._newcomers = Newcomers(run.resilience)
+        self._follower = FollowerProcess(run_dir, run.observe, self._events)
         self._failed_starts = 0
         self._node_check: NodeCheck | None = None
         self._health: Health | None = None
@@ -124,6 +126,7 @@ class Agent:
         if self._node_check is not None:
             self._node_check.end_if_late()
         self._show_what_is_waited_for()
+        self._follower.keep()
         if self._coordinator.keep(now):
             self._show_heartbeat(now)
         self._report(self._node.look([process.pid for process in self._processes.values() if process.pid]))
@@ -304,6 +307,7 @@ class Agent:
         if self._store is not None:
             self._store.close()
         self._coordinator.close()
+        self._follower.finish()
 
     # ---- the node -----------------------------------------------------------------------------------------------
 
@@ -371,6 +375,8 @@ class Agent:
                     self._stopping.not_saved = self._stopping.not_saved or message.why
 
     def _join(self, world: say.JoinWorld) -> None:
+        # Sinks are held where the first rank writes what they read.
+        self._follower.is_wanted = any(place.rank == 0 for place in world.places)
         for place in world.places:
             process = self._processes.get(place.slot)
             if process is None:

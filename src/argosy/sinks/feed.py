@@ -1,0 +1,90 @@
+"""What is new in a run's folder, for one sink: where it has read to is kept, so that it goes on there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from argosy.observe.new_lines import NewLines
+from argosy.sinks.sink import Record, Sink
+
+MOST_LINES = 2000
+"""So many lines of a file are taken at once: a long run that is read from its start must not fill the memory."""
+MOST_FILES = 64
+"""A run with more processes than this is followed by the events of its first, its agents and its coordinator."""
+
+
+@dataclass
+class News:
+    """What was added to a run's files."""
+
+    rewound_to: int | None = None
+    """The first step whose lines were forgotten; None if none were."""
+    steps: list[Record] = field(default_factory=list)
+    evaluations: list[Record] = field(default_factory=list)
+    events: list[Record] = field(default_factory=list)
+    samples: list[Record] = field(default_factory=list)
+    is_more: bool = False
+    """There may be more at once."""
+
+    def tell(self, sink: Sink) -> None:
+        """Pass it on."""
+        if self.rewound_to is not None:
+            sink.rewind(self.rewound_to)
+        for records, take in (
+            (self.events, sink.events),
+            (self.evaluations, sink.evaluations),
+            (self.steps, sink.steps),
+            (self.samples, sink.samples),
+        ):
+            if records:
+                take(records)
+
+
+class Feed:
+    """Follows metrics.jsonl, samples.jsonl and the events of a run."""
+
+    def __init__(self, folder: Path, marks: Mapping[str, Any]):
+        """`marks`: what `marks` returned before; empty: from the start."""
+        self._folder, self._marks = folder, dict(marks)
+        self._files: dict[str, NewLines] = {}
+
+    def take(self) -> News:
+        """Return what is new, in parts of `MOST_LINES` lines of a file."""
+        news = News()
+        lines = self._lines("metrics.jsonl")
+        records = lines.take(MOST_LINES)
+        if lines.was_cut:
+            news.rewound_to = self._next_step(lines, records)
+        news.steps = [record for record in records if "loss" in record]
+        news.evaluations = [record for record in records if "validation_loss" in record]
+        news.samples = self._lines("samples.jsonl").take(MOST_LINES)
+        for name in self._event_files():
+            news.events += self._lines(name).take(MOST_LINES)
+        news.events.sort(key=lambda record: record.get("time_s", 0.0))
+        news.is_more = max(map(len, (records, news.samples, news.events))) >= MOST_LINES
+        return news
+
+    def marks(self) -> dict[str, Any]:
+        """Return where each file was read to (JSON)."""
+        return self._marks | {name: lines.marks() for name, lines in self._files.items()}
+
+    def _lines(self, name: str) -> NewLines:
+        if name not in self._files:
+            self._files[name] = NewLines(self._folder / name, self._marks.get(name, []))
+        return self._files[name]
+
+    def _next_step(self, lines: NewLines, records: list[Record]) -> int:
+        """Return the first step that was forgotten: lines are in the order of their steps."""
+        if records:
+            return int(records[0]["step"])
+        newest = lines.newest()
+        return 0 if newest is None else int(newest["step"]) + 1
+
+    def _event_files(self) -> list[str]:
+        files = sorted(path.name for path in (self._folder / "events").glob("*.jsonl"))
+        if len(files) > MOST_FILES:
+            files = [name for name in files if not name.startswith("rank-") or name == "rank-0.jsonl"]
+        return [f"events/{name}" for name in files]

@@ -1,0 +1,76 @@
+"""The follower: the one process of a run that holds its sinks. Training never waits for it, and does not need it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from argosy.config.load import load
+from argosy.observe.events import Events
+from argosy.processes.channel import Channel
+from argosy.processes.child import channel_to_parent, messages
+from argosy.sinks.keeper import Keeper
+from argosy.sinks.worker import FOLDER
+
+LOOK_S = 0.2
+"""How often it looks after the sinks."""
+PROCESS = "follower"
+"""Its name among those of the run's events."""
+
+
+def follow(folder: Path, is_over: threading.Event) -> None:
+    """Hold the sinks of the run in `folder`, until it is over and they have written the rest, or had time for it."""
+    observe, events = load(folder / "run.toml").observe, Events(folder, PROCESS)
+    keepers = [Keeper(folder, name, observe.sink, events) for name in observe.sinks]
+    with _alone(folder, is_over):
+        while not is_over.wait(LOOK_S):
+            for keeper in keepers:
+                keeper.keep(time.monotonic())
+        end_s = time.monotonic() + observe.sink.flush_s
+        for keeper in keepers:
+            keeper.finish(time.monotonic())
+        while any(keeper.is_running for keeper in keepers) and time.monotonic() < end_s:
+            time.sleep(LOOK_S / 4)
+            for keeper in keepers:
+                keeper.keep(time.monotonic())
+        for keeper in keepers:
+            keeper.end(f"it has not written the rest within {observe.sink.flush_s:g} s")
+
+
+@contextmanager
+def _alone(folder: Path, is_over: threading.Event) -> Iterator[None]:
+    """Wait until no other follower has the run: one on a machine that was given up may not know yet that it was."""
+    (folder / FOLDER).mkdir(exist_ok=True)
+    with (folder / FOLDER / ".lock").open("a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if is_over.wait(1.0):
+                    break
+        yield
+
+
+def _listen(channel: Channel, is_over: threading.Event) -> None:
+    for message in messages(channel):
+        if message["kind"] == "finish":
+            is_over.set()
+    os._exit(1)  # its sinks notice, and end too
+
+
+def main() -> None:
+    """Entry of the process; its argument is the run's folder."""
+    channel, is_over = channel_to_parent(), threading.Event()
+    threading.Thread(target=_listen, args=(channel, is_over), name="argosy-parent", daemon=True).start()
+    follow(Path(sys.argv[1]), is_over)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""The run's own /metrics, for a Prometheus server to scrape. Needs no package.
+
+It listens on loopback unless told otherwise; on any other address only who has the token is answered.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import os
+import socket
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from argosy.errors import UserError
+from argosy.observe.events import Tail
+from argosy.sinks.sink import About, Record, Sink
+from argosy.watch.prometheus import CONTENT_TYPE, Latest, exposition
+
+TOKEN = "ARGOSY_METRICS_TOKEN"
+"""Environment variable: who scrapes has to say `Authorization: Bearer` and this."""
+SHORTEST_TOKEN = 16
+"""Characters."""
+REQUEST_S = 5.0
+"""A request that has not come by then is dropped."""
+MOST_NODES = 256
+"""The machines of a larger run are left to `argosy watch`."""
+HOSTS = ("localhost", "127.0.0.1", "::1")
+
+
+def is_loopback(host: str) -> bool:
+    """Return True if only this machine reaches `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def token_for(host: str) -> str:
+    """Return the token that who scrapes has to know; empty if anybody on this machine may.
+
+    Raises: UserError if `host` needs one, and it is not there or too short.
+    """
+    token = os.environ.get(TOKEN, "")
+    if not token and is_loopback(host):
+        return ""
+    if len(token) < SHORTEST_TOKEN:
+        raise UserError(
+            f"observe.prometheus.host = {host!r}: others can reach it, so it needs a token of {SHORTEST_TOKEN} "
+            f"characters or more. Set {TOKEN}, for example to what `openssl rand -hex 16` prints."
+        )
+    return token
+
+
+class Prometheus(Sink):
+    """Answers a Prometheus server."""
+
+    def __init__(self, about: About):
+        super().__init__(about)
+        settings = about.config["observe"]["prometheus"]
+        plan, model = about.plan_text, about.config["model"].get("preset") or ""
+        self._latest = Latest(about.name, plan, model, about.config["train"]["steps"] or None)
+        self._latest.step = self.state.get("step", {})
+        self._latest.evaluation = self.state.get("evaluation", {})
+        self._latest.events = Counter(self.state.get("events", {}))
+        self._nodes: dict[str, tuple[Tail, float]] = {}
+        self._text = ""
+        self._server = _serve(settings["host"], settings["port"], token_for(settings["host"]), lambda: self._text)
+        host, port = self._server.server_address[:2]
+        self.state["address"] = f"http://{host!s}:{port}/metrics"
+        self.tick()
+
+    def steps(self, records: Sequence[Record]) -> None:
+        """Show the newest."""
+        self._latest.step = self.state["step"] = records[-1]
+
+    def evaluations(self, records: Sequence[Record]) -> None:
+        """Show the newest."""
+        self._latest.evaluation = self.state["evaluation"] = records[-1]
+
+    def events(self, records: Sequence[Record]) -> None:
+        """Count them."""
+        self._latest.events.update(str(record.get("event")) for record in records)
+        for record in records:
+            if record.get("event") == "length":
+                self._latest.steps = record["steps"]
+        self.state["events"] = dict(self._latest.events)
+
+    def rewind(self, step: int) -> None:
+        """Show what is left: until the next line, the steps that are done."""
+        self._latest.step = self.state["step"] = {"step": step - 1} if step else {}
+
+    def tick(self) -> None:
+        """Write the text anew."""
+        self._latest.nodes = self._read_nodes(self.about.folder / "nodes")
+        self._text = exposition([self._latest])
+
+    def close(self, report: Record | None) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _read_nodes(self, folder: Path) -> dict[str, Record]:
+        nodes = dict(self._latest.nodes)
+        for path in sorted(folder.glob("*.jsonl"))[:MOST_NODES]:
+            tail, joules = self._nodes.get(path.stem, (Tail(path), 0.0))
+            lines = tail.read()
+            joules += sum(line.get("energy", {}).get("joules", 0.0) for line in lines)
+            self._nodes[path.stem] = tail, joules
+            if lines:
+                nodes[path.stem] = {**lines[-1], "energy_joules": joules}
+        return nodes
+
+
+def _serve(host: str, port: int, token: str, text: Any) -> ThreadingHTTPServer:
+    """Answer GET /metrics in threads. Raises: OSError if the address cannot be had."""
+
+    class Server(ThreadingHTTPServer):
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        daemon_threads = True
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = REQUEST_S
+        server_version, sys_version = "argosy", ""
+
+        def do_GET(self) -> None:
+            if self.path.partition("?")[0] != "/metrics":
+                self._answer(404, "Only /metrics is here.\n")
+            elif token and not hmac.compare_digest(self.headers.get("Authorization", "").encode(), expected):
+                self._answer(401, f"Say `Authorization: Bearer` and the token of {TOKEN}.\n")
+            elif not token and _host_of(self.headers.get("Host", "")) not in HOSTS:
+                self._answer(403, "This address is for this machine alone.\n")  # DNS rebinding from a browser
+            else:
+                self._answer(200, text())
+
+        def _answer(self, status: int, body: str) -> None:
+            payload = body.encode()
+            self.send_response(status)
+            self.send_header("Content-Type", CONTENT_TYPE)
+            self.send_header("Content-Length", str(len(payload)))
+            if status == 401:
+                self.send_header("WWW-Authenticate", "Bearer")
+            self.end_headers()
+            self.wfile.write(payload)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Say nothing: a scrape every few seconds is no news."""
+
+    expected = f"Bearer {token}".encode()
+    try:
+        server = Server((host, port), Handler)
+    except (OSError, OverflowError) as problem:
+        raise OSError(f"observe.prometheus: cannot listen on {host}, port {port}: {problem}") from None
+    threading.Thread(target=server.serve_forever, args=(0.1,), name="argosy-metrics", daemon=True).start()
+    return server
+
+
+def _host_of(header: str) -> str:
+    return header.rpartition("]")[0].lstrip("[") if header.startswith("[") else header.partition(":")[0]

@@ -1,0 +1,79 @@
+"""Which sinks there are."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from argosy.config.observe import ObserveConfig
+from argosy.errors import UserError, missing_extra
+from argosy.sinks.sink import Sink
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A sink by name: it is imported in its own process alone, since its package may be heavy or broken."""
+
+    module: str
+    kind: str
+    """The class's name."""
+    package: str = ""
+    """What it needs installed; empty: nothing."""
+    extra: str = ""
+    """The extra of Argosy that installs that."""
+
+    def load(self) -> type[Sink]:
+        """Import the sink's class."""
+        found: type[Sink] = getattr(importlib.import_module(self.module), self.kind)
+        return found
+
+
+SINKS = {
+    "tensorboard": Entry("argosy.sinks.tensorboard", "TensorBoard", "tensorboard", "tensorboard"),
+    "prometheus": Entry("argosy.sinks.prometheus", "Prometheus"),
+}
+
+
+def entry_of(name: str) -> Entry:
+    """Return the sink that observe.sinks calls `name`: one of `SINKS`, or your own as "module:Class".
+
+    Raises: UserError if there is none.
+    """
+    module, colon, kind = name.partition(":")
+    if name in SINKS:
+        return SINKS[name]
+    if colon and module and kind:
+        return Entry(module, kind)
+    near = get_close_matches(name, SINKS, 1)
+    hint = f"did you mean {near[0]!r}?" if near else f'choose from {", ".join(SINKS)}, or name a class: "module:Class".'
+    raise UserError(f"observe.sinks: there is no sink {name!r}; {hint}")
+
+
+def check_sinks(observe: ObserveConfig) -> None:
+    """Check, before anything is trained, that the sinks of a run are known, and that their packages are there.
+
+    Raises: UserError.
+    """
+    for name in observe.sinks:
+        entry = entry_of(name)
+        package = entry.package or entry.module.partition(".")[0]
+        if _is_installed(package):
+            continue
+        if entry.extra:
+            raise missing_extra(package, entry.extra, f"observe.sinks: the sink {name!r}")
+        raise UserError(f"observe.sinks: {name!r} cannot be imported: there is no module {package!r}.")
+    if len(set(observe.sinks)) < len(observe.sinks):
+        raise UserError(f"observe.sinks names a sink twice: {', '.join(observe.sinks)}. Name each once.")
+    if "prometheus" in observe.sinks:
+        from argosy.sinks.prometheus import token_for
+
+        token_for(observe.prometheus.host)
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # the package above it
+        return False

@@ -1,0 +1,133 @@
+"""The process of one sink: it follows the run's folder, and tells the sink what is new.
+
+It is ended from outside when it hangs, and begun again where it was: `RUN/sinks/NAME.json` says how far it has read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from argosy.config.load import load
+from argosy.errors import ArgosyError
+from argosy.plan.plan import Plan
+from argosy.processes.channel import Channel, Gone
+from argosy.processes.child import channel_to_parent, messages
+from argosy.sinks.feed import Feed
+from argosy.sinks.sink import About, Sink
+from argosy.sinks.table import entry_of
+
+FOLDER = "sinks"
+"""In a run's folder: what each sink keeps of itself."""
+EVERY_S = 1.0
+"""How often the folder is looked at."""
+NICENESS = 10
+"""Training comes first (nice(2))."""
+
+
+class Kept:
+    """What a sink keeps over restarts: where it has read to, and what it wants to know of itself."""
+
+    def __init__(self, folder: Path, name: str):
+        self._path = folder / FOLDER / f"{name.replace(':', '.').replace('/', '.')}.json"
+        self._text = ""
+
+    def read(self) -> dict[str, Any]:
+        """Return it: "marks" and "state"."""
+        with suppress(OSError, ValueError):
+            kept = json.loads(self._path.read_text())
+            if isinstance(kept, dict) and {"marks", "state"} <= kept.keys():
+                return kept
+        return {"marks": {}, "state": {}}
+
+    def write(self, marks: dict[str, Any], state: dict[str, Any]) -> None:
+        """Keep it, if it has changed. It is not synced: a disk must not be made to wait for a sink."""
+        text = json.dumps({"marks": marks, "state": state})
+        if text != self._text:
+            self._path.parent.mkdir(exist_ok=True)
+            partial = self._path.with_suffix(".part")
+            partial.write_text(text)
+            partial.replace(self._path)
+            self._text = text
+
+
+def about(folder: Path, state: dict[str, Any]) -> About:
+    """Return what a sink learns of the run in `folder`."""
+    run, plan = load(folder / "run.toml"), Plan.load(folder / "plan.toml")
+    config = run.model_dump(mode="json")
+    return About(run.name, folder, config, plan.model_dump(mode="json"), str(plan), state)
+
+
+def follow(folder: Path, name: str, channel: Channel, is_over: threading.Event) -> None:
+    """Tell the sink what is new in `folder`, until the run is over and all is told."""
+    kept = Kept(folder, name)
+    before = kept.read()
+    sink = entry_of(name).load()(about(folder, before["state"]))
+    feed = Feed(folder, before["marks"])
+    channel.send("started", state=sink.state)
+    while True:
+        is_last = is_over.is_set()
+        _catch_up(feed, sink, kept, channel)
+        if is_last:
+            break
+        is_over.wait(EVERY_S)
+    sink.close(_report(folder))
+    kept.write(feed.marks(), sink.state)
+
+
+def _catch_up(feed: Feed, sink: Sink, kept: Kept, channel: Channel) -> None:
+    is_more = True
+    while is_more:
+        news = feed.take()
+        news.tell(sink)
+        sink.tick()
+        kept.write(feed.marks(), sink.state)
+        channel.send("alive")
+        is_more = news.is_more
+
+
+def _report(folder: Path) -> dict[str, Any] | None:
+    with suppress(OSError, ValueError):
+        report = json.loads((folder / "report.json").read_text())
+        return report if isinstance(report, dict) else None
+    return None
+
+
+def _listen(channel: Channel, is_over: threading.Event) -> None:
+    """Hear the end of the run; end with the parent, whatever the sink waits for."""
+    for message in messages(channel):
+        if message["kind"] == "finish":
+            is_over.set()
+    os._exit(1)
+
+
+def main() -> None:
+    """Entry of the process: the run's folder, the sink's name, and the bytes of memory that it may take."""
+    folder, name, memory_bytes = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    channel, is_over = channel_to_parent(), threading.Event()
+    os.nice(NICENESS)
+    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    threading.Thread(target=_listen, args=(channel, is_over), name="argosy-parent", daemon=True).start()
+    try:
+        follow(folder, name, channel, is_over)
+    except Gone:
+        os._exit(1)
+    except BaseException as error:
+        why = str(error) if isinstance(error, ArgosyError) else f"{type(error).__name__}: {error}"
+        with suppress(Gone):
+            channel.send("failed", why=" ".join(why.split())[:500])
+        raise
+    with suppress(Gone):
+        channel.send("done")
+    sys.stdout.flush()
+    os._exit(0)  # threads that a package left behind have had their time
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""Runs as Prometheus reads them: the text exposition format, version 0.0.4.
+
+https://prometheus.io/docs/instrumenting/exposition_formats/; names and units as
+https://prometheus.io/docs/practices/naming/ asks: base units in the name, `_total` for what only grows, ratios 0 to 1.
+What a recovery takes back, such as the step, is a gauge.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+STATES = ("training", "finished", "stopped", "failed", "silent")
+
+
+@dataclass
+class Latest:
+    """The newest facts of one run, as its files have them."""
+
+    run: str
+    """Its name: the label `run` of all that is said of it."""
+    plan: str = ""
+    model: str = ""
+    steps: int | None = None
+    """Steps that it is to make; None: not known yet."""
+    step: Mapping[str, Any] = field(default_factory=dict)
+    """The newest line of a step."""
+    evaluation: Mapping[str, Any] = field(default_factory=dict)
+    """The newest line of an evaluation."""
+    nodes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Node -> its newest line, and "energy_joules": the sum of all its lines'."""
+    events: Counter[str] = field(default_factory=Counter)
+    """Kind of event -> how often it came."""
+    state: str = "training"
+    """One of `STATES`."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What one name says."""
+
+    kind: str
+    """gauge or counter."""
+    meaning: str
+
+
+METRICS: dict[str, Metric] = {
+    "argosy_run_info": Metric("gauge", "1; the labels say what the run is."),
+    "argosy_run_state": Metric("gauge", "1 for the state that the run is in."),
+    "argosy_steps_done": Metric("gauge", "Steps done; a recovery may take some back."),
+    "argosy_steps_planned": Metric("gauge", "Steps that the run is to make."),
+    "argosy_trained_tokens": Metric("gauge", "Tokens trained on; a recovery may take some back."),
+    "argosy_loss": Metric("gauge", "Training loss of the newest step, nats per token."),
+    "argosy_gradient_norm": Metric("gauge", "Norm of the newest gradient, before clipping."),
+    "argosy_learning_rate": Metric("gauge", "Learning rate of the newest step."),
+    "argosy_validation_loss": Metric("gauge", "Loss on held-out text, nats per token."),
+    "argosy_validation_bits_per_byte": Metric("gauge", "Bits per byte of held-out text."),
+    "argosy_step_seconds": Metric("gauge", "Duration of the newest step."),
+    "argosy_step_part_seconds": Metric("gauge", "Where the time of the newest step went, of the first rank."),
+    "argosy_tokens_per_second": Metric("gauge", "Tokens per second of the newest step."),
+    "argosy_mfu_ratio": Metric("gauge", "Model FLOPs utilization of the newest step."),
+    "argosy_memory_bytes": Metric("gauge", "Peak memory of the first rank."),
+    "argosy_memory_part_bytes": Metric("gauge", "What the memory of the first rank is taken by."),
+    "argosy_communication_seconds": Metric("gauge", "Time in collectives in the newest step, of the first rank."),
+    "argosy_communication_bytes": Metric("gauge", "Bytes that the first rank sent in the newest step."),
+    "argosy_last_step_timestamp_seconds": Metric("gauge", "When the newest step was written down, since 1970."),
+    "argosy_user_metric": Metric("gauge", "What the user's code logged."),
+    "argosy_events_total": Metric("counter", "Events of the run, by kind."),
+    "argosy_device_utilization_ratio": Metric("gauge", "Utilization of a device."),
+    "argosy_device_memory_bytes": Metric("gauge", "Memory of a device that is used."),
+    "argosy_device_temperature_celsius": Metric("gauge", "Temperature of a device."),
+    "argosy_device_power_watts": Metric("gauge", "Power that a device takes."),
+    "argosy_device_clock_hertz": Metric("gauge", "Clock of a device."),
+    "argosy_host_cpu_ratio": Metric("gauge", "Utilization of a node's processors."),
+    "argosy_host_memory_used_bytes": Metric("gauge", "Memory of a node that is used."),
+    "argosy_host_disk_free_bytes": Metric("gauge", "What is left of the disk that holds the run."),
+    "argosy_node_energy_joules_total": Metric("counter", "Energy that a node has used for the run."),
+}
+"""Every name, in the order of the text."""
+STEP = {
+    "argosy_trained_tokens": "tokens",
+    "argosy_loss": "loss",
+    "argosy_gradient_norm": "grad_norm",
+    "argosy_learning_rate": "lr",
+    "argosy_step_seconds": "step_time_s",
+    "argosy_tokens_per_second": "tokens_per_s",
+    "argosy_mfu_ratio": "mfu",
+    "argosy_memory_bytes": "memory_bytes",
+    "argosy_last_step_timestamp_seconds": "time_s",
+}
+EVALUATION = {"argosy_validation_loss": "validation_loss", "argosy_validation_bits_per_byte": "bits_per_byte"}
+PARTS = {
+    "argosy_step_part_seconds": ("seconds", "part"),
+    "argosy_memory_part_bytes": ("memory", "part"),
+    "argosy_user_metric": ("user", "name"),
+}
+DEVICE = {
+    "argosy_device_utilization_ratio": ("utilisation", 1.0),
+    "argosy_device_memory_bytes": ("memory_bytes", 1.0),
+    "argosy_device_temperature_celsius": ("temperature_c", 1.0),
+    "argosy_device_power_watts": ("power_w", 1.0),
+    "argosy_device_clock_hertz": ("clock_mhz", 1e6),
+}
+HOST = {
+    "argosy_host_cpu_ratio": "cpu",
+    "argosy_host_memory_used_bytes": "memory_used_bytes",
+    "argosy_host_disk_free_bytes": "disk_free_bytes",
+}
+
+Sample = tuple[str, dict[str, str], Any]
+"""Name, labels, value."""
+
+
+def exposition(runs: Iterable[Latest]) -> str:
+    """Return the metrics of `runs` as text, each name's samples together; what is not known is left out."""
+    by_name: dict[str, list[str]] = {name: [] for name in METRICS}
+    for run in runs:
+        for name, labels, value in _samples(run):
+            if isinstance(value, int | float) and not math.isnan(value):
+                by_name[name].append(f"{name}{_labels({'run': run.run, **labels})} {_number(value)}")
+    lines: list[str] = []
+    for name, samples in by_name.items():
+        if samples:
+            metric = METRICS[name]
+            lines += [f"# HELP {name} {metric.meaning}", f"# TYPE {name} {metric.kind}", *samples]
+    return "\n".join(lines) + "\n"
+
+
+def _samples(run: Latest) -> Iterator[Sample]:
+    yield "argosy_run_info", {"plan": run.plan, "model": run.model}, 1
+    for state in STATES:
+        yield "argosy_run_state", {"state": state}, int(state == run.state)
+    yield "argosy_steps_done", {}, run.step["step"] + 1 if run.step else 0
+    yield "argosy_steps_planned", {}, run.steps
+    for name, key in STEP.items():
+        yield name, {}, run.step.get(key)
+    for name, key in EVALUATION.items():
+        yield name, {}, run.evaluation.get(key)
+    for name, (key, label) in PARTS.items():
+        for part, value in _table(run.step, key).items():
+            yield name, {label: part}, value
+    for axis, tiers in _table(run.step, "communication").items():
+        for tier, (seconds, sent) in tiers.items():
+            yield "argosy_communication_seconds", {"axis": axis, "tier": tier}, seconds
+            yield "argosy_communication_bytes", {"axis": axis, "tier": tier}, sent
+    for kind, count in sorted(run.events.items()):
+        yield "argosy_events_total", {"event": kind}, count
+    for node, line in run.nodes.items():
+        yield from _of_node(node, line)
+
+
+def _of_node(node: str, line: Mapping[str, Any]) -> Iterator[Sample]:
+    for number, device in enumerate(line.get("devices", ())):
+        labels = {"node": node, "device": str(number), "name": str(device.get("name", ""))}
+        for name, (key, factor) in DEVICE.items():
+            if (value := device.get(key)) is not None:
+                yield name, labels, value * factor
+    for name, key in HOST.items():
+        yield name, {"node": node}, _table(line, "host").get(key)
+    yield "argosy_node_energy_joules_total", {"node": node}, line.get("energy_joules")
+
+
+def _table(record: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = record.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items()) + "}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _number(value: float) -> str:
+    if isinstance(value, float) and math.isinf(value):
+        return "+Inf" if value > 0 else "-Inf"
+    return repr(value)
+
+
+def names() -> Sequence[str]:
+    """Return every name that may be said."""
+    return tuple(METRICS)

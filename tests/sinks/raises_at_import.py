@@ -1,0 +1,3 @@
+"""A sink whose package is broken."""
+
+raise ImportError("a library of it is missing")

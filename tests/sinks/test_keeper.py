@@ -1,0 +1,127 @@
+"""A sink is held from outside: whatever it does, it is ended, told of once, and tried again within bounds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from argosy.config.sinks import SinksConfig
+from argosy.observe.events import Events
+from argosy.sinks.keeper import MOST_TRIES, Keeper
+from run_folder import RunFolder
+
+LIMITS = {"timeout_s": 30.0, "flush_s": 5.0, "memory_bytes": 2**29}
+
+
+@pytest.fixture(autouse=True)
+def _bad_sinks_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
+
+
+def keeper(run: RunFolder, name: str, again_s: float = 60.0, **limits: Any) -> Keeper:
+    config = SinksConfig.model_validate({**LIMITS, **limits})
+    return Keeper(run.path, name, config, Events(run.path, "follower"), again_s)
+
+
+def keep_until(one: Keeper, condition: Callable[[], bool], seconds: float = 40.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        one.keep(time.monotonic())
+        time.sleep(0.02)
+
+
+def offs(run: RunFolder) -> list[dict[str, Any]]:
+    return [event for event in run.events_of("follower") if event["event"] == "sink_off"]
+
+
+def told(run: RunFolder) -> list[str]:
+    path = run.path / "good.txt"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("raises_at_import:Sink", "a library of it is missing"),
+        ("bad_sinks:Missing", "Missing"),
+        ("bad_sinks:RaisesAtStart", "RuntimeError: no server at http://***@example.org"),
+        ("bad_sinks:RaisesAtWrite", "ValueError: cannot write"),
+        ("bad_sinks:Exits", "its process ended: exit code 7"),
+        ("bad_sinks:Floods", "MemoryError"),
+    ],
+)
+def test_a_sink_that_fails_is_switched_off_with_one_message(tmp_path, capsys, name, why):
+    run = RunFolder(tmp_path)
+    run.step(0)
+    one = keeper(run, name)
+    keep_until(one, lambda: bool(offs(run)))
+    assert not one.is_running
+    assert why in offs(run)[0]["why"]
+    assert offs(run)[0]["again_s"] == 60.0
+    said = capsys.readouterr().err
+    assert said.count(f"argosy: the sink {name} is switched off: ") == 1
+    assert "training goes on" in said
+
+
+def test_a_sink_that_hangs_is_ended(tmp_path):
+    run = RunFolder(tmp_path)
+    run.step(0)
+    one = keeper(run, "bad_sinks:Hangs", timeout_s=2.0)
+    keep_until(one, lambda: bool(offs(run)))
+    assert offs(run)[0]["why"] == "it has done nothing for 2 s"
+    assert not one.is_running
+
+
+def test_a_sink_is_tried_again_so_often_and_no_more(tmp_path, capsys):
+    run = RunFolder(tmp_path)
+    one = keeper(run, "bad_sinks:Missing", again_s=0.01)
+    keep_until(one, lambda: len(offs(run)) == MOST_TRIES)
+    assert [event["again_s"] for event in offs(run)] == [0.01, 0.02, 0.04, 0.08, None]
+    one.keep(time.monotonic() + 1e6)
+    assert not one.is_running
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2
+    assert "not tried again" in said[1]
+
+
+def test_a_sink_that_was_killed_goes_on_with_the_lines_that_it_has_not_had(tmp_path):
+    run = RunFolder(tmp_path)
+    run.step(0, 1)
+    one = keeper(run, "bad_sinks:Good", again_s=0.01)
+    kept = tmp_path / "sinks/bad_sinks.Good.json"
+    keep_until(one, lambda: kept.exists() and '"told": 2' in kept.read_text())
+    os.kill(next(e["pid"] for e in run.events_of("follower") if e["event"] == "sink_started"), signal.SIGKILL)
+    keep_until(one, lambda: bool(offs(run)))
+    run.step(2)
+    keep_until(one, lambda: "2" in told(run))
+    one.finish(time.monotonic())
+    keep_until(one, lambda: not one.is_running)
+    assert told(run) == ["start", "0 1", "start", "2", "close"]
+    assert len(offs(run)) == 1
+
+
+def test_a_sink_that_is_off_at_the_end_is_told_the_rest(tmp_path):
+    run = RunFolder(tmp_path)
+    one = keeper(run, "bad_sinks:Good")
+    run.step(0)
+    one.finish(time.monotonic())  # it was never started
+    keep_until(one, lambda: not one.is_running)
+    assert told(run) == ["start", "0", "close"]
+
+
+@pytest.mark.parametrize("name", ["RaisesAtClose", "HangsAtClose"])
+def test_a_sink_that_cannot_be_closed_is_ended(tmp_path, name):
+    run = RunFolder(tmp_path)
+    one = keeper(run, f"bad_sinks:{name}", timeout_s=2.0)
+    one.keep(time.monotonic())
+    one.finish(time.monotonic())
+    keep_until(one, lambda: not one.is_running)
+    assert [event["again_s"] for event in offs(run)] == [None]

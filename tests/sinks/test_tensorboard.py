@@ -1,0 +1,81 @@
+"""TensorBoard's own reader reads what was written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from argosy.sinks.feed import Feed
+from argosy.sinks.tensorboard import TensorBoard
+from argosy.sinks.worker import about
+from run_folder import RunFolder
+
+
+class Session:
+    """One life of the sink."""
+
+    def __init__(self, path: Path, marks: dict, state: dict):
+        self.sink = TensorBoard(about(path, state))
+        self.feed = Feed(path, marks)
+
+    def take(self) -> None:
+        self.feed.take().tell(self.sink)
+
+
+def read(path: Path) -> EventAccumulator:
+    found = EventAccumulator(str(path), size_guidance={"scalars": 0})
+    found.Reload()
+    return found
+
+
+def scalars(path: Path, tag: str) -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in read(path).Scalars(tag)]
+
+
+def test_all_that_a_run_writes_is_there(tmp_path):
+    run = RunFolder(tmp_path)
+    session = Session(tmp_path, {}, {})
+    run.step(0, 1)
+    run.evaluation(1, 3.5)
+    run.event("recovered", step=1)
+    run.sample(1, " upon a time")
+    session.take()
+    found = read(tmp_path / "tensorboard")
+    assert scalars(tmp_path / "tensorboard", "train/loss") == [(0, 0.0), (1, 1.0)]
+    assert scalars(tmp_path / "tensorboard", "validation/loss") == [(1, 3.5)]
+    assert scalars(tmp_path / "tensorboard", "seconds/forward") == [(0, pytest.approx(0.2)), (1, pytest.approx(0.2))]
+    assert found.Scalars("train/loss")[1].wall_time == 1.8e9 + 1
+    texts = {tag: found.Tensors(f"{tag}/text_summary") for tag in ("run", "plan", "events", "samples")}
+    assert b"upon a time" in texts["samples"][0].tensor_proto.string_val[0]
+    assert b"recovered" in texts["events"][0].tensor_proto.string_val[0]
+    session.sink.close({"status": "finished"})
+
+
+def test_steps_that_were_lost_are_there_once_with_their_new_values(tmp_path):
+    run = RunFolder(tmp_path)
+    session = Session(tmp_path, {}, {})
+    run.step(*range(6))
+    run.evaluation(5, 3.0)
+    session.take()
+    run.lose_from(3)
+    run.step(3, 4, loss=9.0)
+    session.take()
+    assert scalars(tmp_path / "tensorboard", "train/loss") == [(0, 0), (1, 1), (2, 2), (3, 9), (4, 9)]
+    assert scalars(tmp_path / "tensorboard", "validation/loss") == []
+
+
+def test_a_run_that_goes_on_goes_on_in_the_same_folder(tmp_path):
+    run = RunFolder(tmp_path)
+    first = Session(tmp_path, {}, {})
+    run.step(0, 1)
+    first.take()
+    marks, state = first.feed.marks(), dict(first.sink.state)
+    run.step(2)
+    first.take()  # it was killed before it could note that
+    first.sink.close(None)
+    second = Session(tmp_path, marks, state)
+    run.step(3)
+    second.take()
+    assert scalars(tmp_path / "tensorboard", "train/loss") == [(0, 0), (1, 1), (2, 2), (3, 3)]

@@ -1,0 +1,49 @@
+"""The text that Prometheus reads."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import subprocess
+from collections import Counter
+
+import pytest
+
+from argosy.watch.prometheus import METRICS, Latest, exposition
+
+SAMPLE = re.compile(r'^[a-z_]+\{([a-z_]+="(\\.|[^"\\\n])*",?)+\} \S+$')
+FULL = Latest(
+    run='a "b"\n\\c', plan="dp_shard=2", model="llama-5m", steps=100,
+    step={"step": 9, "tokens": 10, "loss": 2.5, "grad_norm": math.inf, "lr": 1e-4, "step_time_s": 0.5, "mfu": 0.5,
+          "tokens_per_s": 3.0, "memory_bytes": 5, "time_s": 1.8e9, "seconds": {"forward": 0.1},
+          "memory": {"weights": 4}, "communication": {"tp": {"node": [0.5, 7]}}, "user": {"x": 1.0}},
+    evaluation={"step": 9, "validation_loss": 2.0, "bits_per_byte": 1.0},
+    nodes={"n": {"devices": [{"name": "GPU", "utilisation": 0.5, "memory_bytes": 3, "temperature_c": 60,
+                              "power_w": 300.0, "clock_mhz": 1500}],
+                 "host": {"cpu": 0.1, "memory_used_bytes": 5, "disk_free_bytes": 7}, "energy_joules": 80.0}},
+    events=Counter(save=2), state="finished",
+)  # fmt: skip
+
+
+def test_every_name_is_said_and_every_line_is_well_formed():
+    text = exposition([FULL, Latest(run="other")])
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    assert all(SAMPLE.match(line) for line in lines), text
+    assert {line.partition("{")[0] for line in lines} == set(METRICS)
+    assert 'argosy_loss{run="a \\"b\\"\\n\\\\c"} 2.5' in lines
+    assert 'argosy_gradient_norm{run="a \\"b\\"\\n\\\\c"} +Inf' in lines
+    assert text.count("# TYPE argosy_steps_done gauge\n") == 1
+
+
+def test_what_is_not_known_is_left_out():
+    text = exposition([Latest(run="new", step={"step": 0, "loss": None})])
+    assert "argosy_loss" not in text
+    assert 'argosy_steps_done{run="new"} 1' in text
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="needs Debian's package prometheus (promtool)")
+def test_prometheus_own_linter_finds_nothing():
+    command, text = ["promtool", "check", "metrics"], exposition([FULL])
+    done = subprocess.run(command, input=text, text=True, capture_output=True, check=False)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
