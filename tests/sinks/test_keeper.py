@@ -97,8 +97,8 @@ def test_a_sink_that_was_killed_goes_on_with_the_lines_that_it_has_not_had(tmp_p
     run.step(0, 1)
     one = keeper(run, "bad_sinks:Good", again_s=0.01)
     kept = tmp_path / "sinks/bad_sinks.Good.json"
-    keep_until(one, lambda: kept.exists() and '"told": 2' in kept.read_text())
-    os.kill(next(e["pid"] for e in run.events_of("follower") if e["event"] == "sink_started"), signal.SIGKILL)
+    keep_until(one, lambda: kept.exists() and '"told": 2' in kept.read_text() and bool(run.events_of("follower")))
+    os.kill(run.events_of("follower")[0]["pid"], signal.SIGKILL)
     keep_until(one, lambda: bool(offs(run)))
     run.step(2)
     keep_until(one, lambda: "2" in told(run))

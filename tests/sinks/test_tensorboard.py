@@ -47,7 +47,7 @@ def test_all_that_a_run_writes_is_there(tmp_path):
     assert scalars(tmp_path / "tensorboard", "validation/loss") == [(1, 3.5)]
     assert scalars(tmp_path / "tensorboard", "seconds/forward") == [(0, pytest.approx(0.2)), (1, pytest.approx(0.2))]
     assert found.Scalars("train/loss")[1].wall_time == 1.8e9 + 1
-    texts = {tag: found.Tensors(f"{tag}/text_summary") for tag in ("run", "plan", "events", "samples")}
+    texts = {tag: found.Tensors(tag) for tag in ("run", "plan", "events", "samples")}
     assert b"upon a time" in texts["samples"][0].tensor_proto.string_val[0]
     assert b"recovered" in texts["events"][0].tensor_proto.string_val[0]
     session.sink.close({"status": "finished"})

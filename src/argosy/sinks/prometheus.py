@@ -105,7 +105,7 @@ class Prometheus(Sink):
         self._server.server_close()
 
     def _read_nodes(self, folder: Path) -> dict[str, Record]:
-        nodes = dict(self._latest.nodes)
+        nodes: dict[str, Record] = {name: dict(line) for name, line in self._latest.nodes.items()}
         for path in sorted(folder.glob("*.jsonl"))[:MOST_NODES]:
             tail, joules = self._nodes.get(path.stem, (Tail(path), 0.0))
             lines = tail.read()

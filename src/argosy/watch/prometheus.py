@@ -58,7 +58,7 @@ METRICS: dict[str, Metric] = {
     "argosy_gradient_norm": Metric("gauge", "Norm of the newest gradient, before clipping."),
     "argosy_learning_rate": Metric("gauge", "Learning rate of the newest step."),
     "argosy_validation_loss": Metric("gauge", "Loss on held-out text, nats per token."),
-    "argosy_validation_bits_per_byte": Metric("gauge", "Bits per byte of held-out text."),
+    "argosy_validation_bpb": Metric("gauge", "Bits per byte of held-out text."),
     "argosy_step_seconds": Metric("gauge", "Duration of the newest step."),
     "argosy_step_part_seconds": Metric("gauge", "Where the time of the newest step went, of the first rank."),
     "argosy_tokens_per_second": Metric("gauge", "Tokens per second of the newest step."),
@@ -92,7 +92,7 @@ STEP = {
     "argosy_memory_bytes": "memory_bytes",
     "argosy_last_step_timestamp_seconds": "time_s",
 }
-EVALUATION = {"argosy_validation_loss": "validation_loss", "argosy_validation_bits_per_byte": "bits_per_byte"}
+EVALUATION = {"argosy_validation_loss": "validation_loss", "argosy_validation_bpb": "bits_per_byte"}
 PARTS = {
     "argosy_step_part_seconds": ("seconds", "part"),
     "argosy_memory_part_bytes": ("memory", "part"),
