@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import PositiveFloat
+from pydantic import NonNegativeInt, PositiveFloat
 
 from argosy.config.alerts import AlertsConfig
 from argosy.config.section import Section
@@ -23,6 +23,11 @@ class ObserveConfig(Section):
     ranks_every_s: PositiveFloat = 5.0
     """Seconds between two lines in which a node writes down what its ranks and devices did; longer in large runs."""
     alerts: AlertsConfig = AlertsConfig()
+    norms_every_steps: NonNegativeInt = 50
+    """Steps between two measurements of the norms of weights, gradients and updates by layer; 0: never."""
+    sample_every_steps: NonNegativeInt = 0
+    """Steps between two texts that continue evaluate.sample_prompt, each written by a verified checkpoint; 0: only at
+    the end."""
     sinks: tuple[str, ...] = ()
     """Where else the run is shown: tensorboard, wandb, mlflow, trackio, prometheus, opentelemetry."""
     sink: SinksConfig = SinksConfig()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -72,13 +72,22 @@ class Optimizer:
         self._is_prepared = True
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Apply the gradients. After `prepare` this needs no other rank. Raises: ValueError if one is missing."""
+    def step(self, watch: Callable[[Piece, Tensor], None] | None = None) -> None:
+        """Apply the gradients. After `prepare` this needs no other rank. Raises: ValueError if one is missing.
+
+        watch: is called after each piece's update, with the piece and a copy of its value before. The numbers are the
+            same with it and without; one piece after the other takes longer.
+        """
         if not self._is_prepared:
             self.prepare()
         self._is_prepared = False
         for settings, slots in self._groups.items():
-            self._rules[settings.rule].step(slots, self._lr * settings.lr_factor, settings.weight_decay)
+            rule, lr = self._rules[settings.rule], self._lr * settings.lr_factor
+            for some in [slots] if watch is None else [[slot] for slot in slots]:
+                before = None if watch is None else some[0].piece.value.clone()
+                rule.step(some, lr, settings.weight_decay)
+                if watch is not None and before is not None:
+                    watch(some[0].piece, before)
             fault("optimizer")
 
     def zero_grad(self) -> None:

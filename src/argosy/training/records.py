@@ -119,11 +119,13 @@ class Records:
         samples: Mapping[str, Any],
         seconds: Mapping[str, float],
         logged: Mapping[str, float] | None = None,
+        norms: Mapping[str, Mapping[str, float]] | None = None,
     ) -> dict[str, Any]:
         """Write the line of a step that was applied, and return it. Only rank 0 calls it.
 
         tokens: trained on so far. samples: what `Batches.line` says of the step. seconds: as the clock gives them.
         logged: what the user's code logged.
+        norms: as `LayerNorms.of` gives them, if they were due.
         """
         step_s = seconds["step"] - sum(seconds.get(category, 0.0) for category in BESIDE)
         tokens_per_s = update.tokens / step_s if step_s else 0.0
@@ -145,6 +147,8 @@ class Records:
             record["experts"] = {str(layer): load.record() for layer, load in loads.items()}
         if logged:
             record["user"] = dict(logged)
+        if norms is not None:
+            record["norms"] = norms
         self.metrics.write(record)
         return record
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +14,7 @@ from argosy.checkpoint.shards import part_box, wholes
 from argosy.config.schema import RunConfig
 from argosy.data.order import Range
 from argosy.optim.optimizer import Optimizer
+from argosy.optim.piece import Piece
 from argosy.parallel.encoding import SentTensor
 from argosy.parallel.expert import update_biases
 from argosy.parallel.gradients import clip
@@ -103,14 +104,17 @@ class TrainState:
         self.optimizer.prepare()
         self.is_prepared = True
 
-    def apply(self, update: Update) -> None:
-        """Update weights and optimizer; the step counts from then on. `model.after_update` has to be called next."""
+    def apply(self, update: Update, watch: Callable[[Piece, Tensor], None] | None = None) -> None:
+        """Update weights and optimizer; the step counts from then on. `model.after_update` has to be called next.
+
+        `watch`: as of `Optimizer.step`.
+        """
         if not self.is_prepared:
             self.prepare(update)
         self.in_update, self.pending, self.is_prepared = True, False, False
         self.scaler.update(update.gradient_norm)
         self.optimizer.set_learning_rate(update.learning_rate)
-        self.optimizer.step()
+        self.optimizer.step(watch)
         if update.loads is not None:
             update_biases(self.model.moes, update.loads)
         self.step += 1

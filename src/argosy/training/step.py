@@ -23,6 +23,7 @@ from argosy.parallel.expert import loads_of
 from argosy.parallel.gradients import square_share, unscale
 from argosy.parallel.world import World
 from argosy.training.fingerprint import LIMBS, Fingerprints, is_nonzero, limbs_of
+from argosy.training.norms import LayerNorms
 from argosy.training.state import TrainState, Update
 
 
@@ -170,10 +171,12 @@ class Step:
             loads=outcome.loads,
         )
 
-    def apply(self, update: Update) -> None:
-        """Apply the gradients and free them; the step counts from then on."""
+    def apply(self, update: Update, norms: LayerNorms | None = None) -> None:
+        """Apply the gradients and free them; the step counts from then on. `norms` are measured, if given."""
         state, clock, step, rank = self.state, self._clock, update.step, self._world.rank
         with clock.time("optimizer"):
+            if norms is not None:
+                norms.begin()
             state.prepare(update)
         if not state.optimizer.is_local:
             fault("prepared", step=step, rank=rank)
@@ -181,10 +184,14 @@ class Step:
                 self._world.barrier()  # a rank that is here can follow, whichever applies it now (`TrainState`)
             self._check_world()
         with clock.time("optimizer"):
-            state.apply(update)
+            state.apply(update, None if norms is None else norms.watch)
         with clock.time("communication"):
             state.model.after_update()
         state.model.zero_gradients()
+        if norms is not None:
+            with clock.time("communication"):
+                norms.finish(step)
+            self._check_world()
         fault("weights", step=step, rank=rank, tensors=lambda: {p.name: p.value for p in state.model.pieces})
         fault("moments", step=step, rank=rank, tensors=self._moments)
 

@@ -28,6 +28,7 @@ from argosy.training.checkpointer import Checkpointer
 from argosy.training.evaluation import Evaluator
 from argosy.training.integrity import Integrity
 from argosy.training.memory_checkpoints import MemoryCheckpointing
+from argosy.training.norms import LayerNorms
 from argosy.training.pace import Pace
 from argosy.training.records import Records
 from argosy.training.replay_check import check_can_replay
@@ -80,6 +81,7 @@ class Trainer:
         self._clock = StepClock(world.device, heartbeat)
         integrity = Integrity(run, state, batches, world, records, self._clock, heartbeat)
         self._step = Step(run, state, world, self._clock, integrity, stop.check)
+        self._norms = LayerNorms(run, model, world)
         self._restorer = restorer = Restorer(
             run, state, survivor, world, checkpointer, memory, batches, integrity, bad_steps, records, heartbeat
         )
@@ -156,6 +158,8 @@ class Trainer:
         factor = learning_rate_factor(step, self._pace.steps, self._run.schedule)
         self._user.now.lr = self._run.optimizer.lr * factor
         self._step.apply(self._step.update(outcome, self._user.now.lr))
+        norms = self._norms if self._norms.is_due(step) else None
+        self._step.apply(self._step.update(outcome, self._run.optimizer.lr * factor), norms)
         self._policy.applied()
         self._user.at("after_step")
 
@@ -193,6 +197,8 @@ class Trainer:
         if self._world.is_first and self.state.last_update is not None:
             update, score = self.state.last_update, self._evaluator.score
             record = self._records.step(update, self.state.tokens, self._batches.line(update.step), seconds, logged)
+            norms, samples = self._norms.of(update.step), self._batches.line(update.step)
+            record = self._records.step(update, self.state.tokens, samples, seconds, norms)
             left_s = self._pace.left_s(self.state.step)
             self._records.progress.step(record, self._pace.steps, score.loss if score else None, left_s)
             if left_s is None and self._plan.compile:

@@ -1,0 +1,87 @@
+"""Norms of weights, gradients and updates, by layer, in steps that are due.
+
+Each rank adds up the squares of what it holds, divided by the number of ranks that hold the same; one small all-reduce
+after the update makes sums of them. What is trained does not change by a bit: the optimizer does the same, parameter by
+parameter, so that only one of them is copied at a time.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from argosy.config.schema import RunConfig
+from argosy.optim.piece import Piece
+from argosy.parallel.model import ParallelModel
+from argosy.parallel.world import World
+from argosy.plan.parameters import parameter_table
+
+KINDS = ("weight", "gradient", "update")
+"""weight: before the update; gradient: before clipping; update: what the weights have changed by."""
+
+
+def layer_of(name: str) -> str:
+    """Return the layer of a parameter: the number of its block, or what is outside of the blocks by its own name."""
+    first, second, *_ = name.split(".")
+    return second if first == "blocks" else first
+
+
+class LayerNorms:
+    """Measures the norms of one rank's share. All ranks call each method together, in this order: begin, watch for each
+    parameter, finish.
+    """
+
+    def __init__(self, run: RunConfig, model: ParallelModel, world: World):
+        self._every, self._world = run.observe.norms_every_steps, world
+        self.layers = list(dict.fromkeys(layer_of(name) for name in parameter_table(run.model)))
+        """The same on all ranks, whichever of them a rank holds."""
+        places = {layer: place for place, layer in enumerate(self.layers)}
+        self._pieces = model.pieces
+        self._place = {piece.name: (places[layer_of(piece.name)], piece.replicas) for piece in model.pieces}
+        self._squares: dict[torch.device, Tensor] = {}
+        """[kinds, layers], fp64, by the device that the squares are of."""
+        self._step, self._newest = -1, dict[str, dict[str, float]]()
+
+    def is_due(self, step: int) -> bool:
+        """Return True if the norms of `step` are to be measured."""
+        return bool(self._every) and (step + 1) % self._every == 0
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Take the gradients' squares: they are whole, and not clipped yet."""
+        self._squares = {}
+        for piece in self._pieces:
+            if piece.value.grad is not None:
+                self._add("gradient", piece, piece.value.grad)
+
+    def watch(self, piece: Piece, before: Tensor) -> None:
+        """Take the squares of a parameter's update. `before`: a copy of its value before it, which is overwritten."""
+        self._add("weight", piece, before)
+        change = before.sub_(piece.value) if before.dtype == torch.float32 else piece.value.float() - before.float()
+        self._add("update", piece, change)
+
+    def finish(self, step: int) -> None:
+        """Add up the squares of all ranks."""
+        shape, device = (len(KINDS), len(self.layers)), self._world.device
+        total = torch.zeros(shape, dtype=torch.float64, device=device)
+        for squares in self._squares.values():
+            total += squares.to(device)
+        norms = self._world.sum(total).sqrt().cpu()
+        self._step = step
+        self._newest = {
+            layer: {kind: norms[row, place].item() for row, kind in enumerate(KINDS)}
+            for place, layer in enumerate(self.layers)
+        }
+
+    def of(self, step: int) -> dict[str, dict[str, float]] | None:
+        """Return layer -> kind -> norm, if `step` is the one that was measured last."""
+        return self._newest if step == self._step else None
+
+    def _add(self, kind: str, piece: Piece, tensor: Tensor) -> None:
+        place, replicas = self._place[piece.name]
+        if tensor.device not in self._squares:
+            shape = (len(KINDS), len(self.layers))
+            self._squares[tensor.device] = torch.zeros(shape, dtype=torch.float64, device=tensor.device)
+        # In fp32: the norm of a bf16 tensor would be rounded to bf16.
+        norm = torch.linalg.vector_norm(tensor, dtype=torch.float32)
+        self._squares[tensor.device][KINDS.index(kind), place] += norm.double().square() / replicas
