@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.run_folders import Made, append
 
 from argosy.watch import linefile, metrics_table
 from argosy.watch.metrics_table import MetricsTable
+from run_folders import Made, append
 
 
 @pytest.fixture(params=["all keys", "by groups", "without msgspec"])

@@ -4,10 +4,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from tests.run_folders import append
 
 from argosy.watch import node_series
 from argosy.watch.node_series import NodeSeries
+from run_folders import append
 
 
 @pytest.fixture

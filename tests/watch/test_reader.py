@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.run_folders import Made, Trouble, append
 
 from argosy.errors import UserError
 from argosy.watch.reader import RunReader, is_run
+from run_folders import Made, Trouble, append
 
 
 def opened(folder: Path) -> RunReader:

@@ -3,10 +3,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.run_folders import Made
 
 from argosy.errors import UserError
 from argosy.watch.runs import ITSELF, find_runs, run_folder
+from run_folders import Made
 
 
 @pytest.fixture

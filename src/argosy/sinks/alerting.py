@@ -9,11 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from argosy.sinks.sink import About, Record, Sink
-
 from argosy.config.alerts import AlertsConfig
 from argosy.observe.events import Events
 from argosy.sinks.delivery import Delivery
+from argosy.sinks.sink import About, Record, Sink
 from argosy.watch.alerts import Alert, Alerts
 from argosy.watch.gather import facts_of
 from argosy.watch.reader import RunReader

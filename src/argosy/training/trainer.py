@@ -196,9 +196,8 @@ class Trainer:
         logged = self._user.take_logged()
         if self._world.is_first and self.state.last_update is not None:
             update, score = self.state.last_update, self._evaluator.score
-            record = self._records.step(update, self.state.tokens, self._batches.line(update.step), seconds, logged)
             norms, samples = self._norms.of(update.step), self._batches.line(update.step)
-            record = self._records.step(update, self.state.tokens, samples, seconds, norms)
+            record = self._records.step(update, self.state.tokens, samples, seconds, logged, norms)
             left_s = self._pace.left_s(self.state.step)
             self._records.progress.step(record, self._pace.steps, score.loss if score else None, left_s)
             if left_s is None and self._plan.compile:
