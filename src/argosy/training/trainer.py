@@ -157,9 +157,8 @@ class Trainer:
         fault("commit", step=step, rank=self._world.rank)
         factor = learning_rate_factor(step, self._pace.steps, self._run.schedule)
         self._user.now.lr = self._run.optimizer.lr * factor
-        self._step.apply(self._step.update(outcome, self._user.now.lr))
         norms = self._norms if self._norms.is_due(step) else None
-        self._step.apply(self._step.update(outcome, self._run.optimizer.lr * factor), norms)
+        self._step.apply(self._step.update(outcome, self._user.now.lr), norms)
         self._policy.applied()
         self._user.at("after_step")
 
