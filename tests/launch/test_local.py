@@ -22,6 +22,7 @@ from argosy.data.manifest import TOKENIZER
 from argosy.errors import Retryable, RunFailed, UserError
 from argosy.launch import run_folder
 from argosy.launch.local import fork_server, train
+from argosy.launch.shown import Shown
 from argosy.observe.events import read_lines
 from argosy.observe.metrics import Metrics
 from argosy.observe.report import Report
@@ -37,7 +38,7 @@ def launch(run: RunConfig, corpus: Path, run_dir: Path, **settings: Any) -> None
     run_dir.mkdir(exist_ok=True)
     run = run.model_copy(update={"launch": run.launch.model_copy(update=settings)})
     run_folder.write(run_dir, run, EAGER, corpus / TOKENIZER)
-    with fork_server() as forks:
+    with fork_server(Shown()) as forks:
         Agent(run_dir, run, EAGER, forks).run()
 
 

@@ -15,7 +15,7 @@ from argosy.launch import run_folder
 from argosy.launch.devices import ask, devices_of_run
 from argosy.launch.following import Following, OnStep
 from argosy.launch.resolve import resolve
-from argosy.launch.shown import shown
+from argosy.launch.shown import Shown, shown
 from argosy.observe.progress import Progress
 from argosy.observe.report import Report
 from argosy.plan.rules import check_size
@@ -52,8 +52,12 @@ def train(
     _check_processes(run, origin)
     check_place(run.launch)
     check_sinks(run.observe)
-    progress = Progress(enabled=not quiet)
-    with fork_server() as forks, run_folder.locked(run_dir, _name_of_node(run), run.launch.nodes):
+    with (
+        shown(quiet) as where,
+        fork_server(where) as forks,
+        run_folder.locked(run_dir, _name_of_node(run), run.launch.nodes),
+    ):
+        progress = Progress(enabled=not quiet)
         with run_folder.settling(run_dir):
             run, data = resolve(run, progress)
             run = run_folder.enter(run_dir, run, data.identity, accept_changes)
@@ -69,6 +73,8 @@ def train(
             progress.say(report.in_words())
             return report
         (run_dir / "report.json").unlink(missing_ok=True)
+        if where.screen is not None:
+            where.screen.begin(run_dir)
         agent = Agent(run_dir, run, plan, forks, quiet)
         with Following(run_dir, on_step, agent.stop):
             agent.run()
@@ -76,9 +82,9 @@ def train(
 
 
 @contextmanager
-def fork_server() -> Iterator[ForkServer]:
+def fork_server(where: Shown) -> Iterator[ForkServer]:
     """Start the fork server of a run's processes; it imports torch while the run is being settled."""
-    with shown() as stdout, closing(ForkServer(WORKER.module, stdout)) as forks:
+    with closing(ForkServer(WORKER.module, where.stdout, where.stderr)) as forks:
         yield forks
 
 

@@ -1,15 +1,19 @@
-"""What a person sees while a run goes on: one live line in a terminal, plain lines elsewhere.
+"""What a process of a run says to a person: to the screen, if one shows the run; else one live line, or plain lines.
 
-Several processes write to the terminal: rank 0, which may be another after a recovery, and its agent. So the line is
-only ever as long as the terminal is wide, each write begins by clearing it, and no state is left in the terminal when
-its writer is killed (rich's `Live` hides the cursor).
+Where a screen has the terminal (`observe.screen`), all that is said goes there: by a call within its process, as marked
+lines from a worker, whose output it reads. Without one (under torchrun, `argosy prepare`) several processes may write
+to the terminal. So the live line is only ever as long as the terminal is wide, each write begins by clearing it, and no
+state is left in the terminal when its writer is killed (rich's `Live` hides the cursor).
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -17,21 +21,37 @@ from rich.control import Control
 from rich.segment import ControlType
 from rich.text import Text
 
+from argosy.observe import terminal
+from argosy.observe.panel import figures, step_in_words
+from argosy.observe.screen import packed
+
 PLAIN_EVERY_S = 10.0
 """Seconds between lines where there is no terminal."""
 CLEAR_LINE = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2))
 
 
+SCREEN = "ARGOSY_SCREEN"
+"""Environment variable of a worker: 1 if a screen reads what it prints."""
+TELL_EVERY_S = 0.2
+"""How often a worker tells the screen what only it knows."""
+
+
 class Progress:
     """The run's progress on standard output; silent on all processes but the first."""
 
-    def __init__(self, enabled: bool):
+    def __init__(self, enabled: bool, by: str = ""):
+        """`by`: who speaks; what "agent" does now is shown before what a worker does."""
+        self._enabled, self._by = enabled, by
+        self._has_reader = os.environ.get(SCREEN) == "1"
+        self._last_told = 0.0
         self._console = Console(quiet=not enabled, highlight=False, soft_wrap=True, emoji=False)
         self._step, self._doing, self._rest = "", "", ""
         self._last_plain = 0.0
 
     def say(self, text: str, style: str = "") -> None:
         """Print a line that stays, above the live line. style: as rich names it, e.g. "red"."""
+        if self._tell(say=text, style=style):
+            return
         with self._console:  # one write: another process may print too
             if self._is_live:
                 self._console.control(CLEAR_LINE)
@@ -42,12 +62,19 @@ class Progress:
         self, record: dict[str, Any], steps: int | None, validation_loss: float | None, left_s: float | None
     ) -> None:
         """Show a finished step; `record` is its line of metrics.jsonl, `left_s` the seconds to the end, if known."""
-        self._step, self._rest = _step(record, steps), _rest(record, validation_loss, left_s)
+        if self._has_screen:  # it reads the line from the file
+            if time.monotonic() - self._last_told >= TELL_EVERY_S or self._doing:
+                self._last_told, self._doing = time.monotonic(), ""
+                self._tell(steps=steps, left_s=left_s)
+            return
+        self._step, self._rest = step_in_words(record, steps), figures(record, validation_loss, left_s)
         self._doing = ""
         self._show(last=record["step"] + 1 == steps)
 
     def note(self, line: str, last: bool = False) -> None:
         """Show how far something has got: in place in a terminal, else a line every few seconds and the last one."""
+        if self._tell(**({"say": line} if last else {}), doing="" if last else line.strip()):
+            return
         self._step, self._doing, self._rest = "", "", line
         self._show(last)
 
@@ -55,8 +82,14 @@ class Progress:
         """Show in the live line what is done now beside training, until the next step; "" if nothing is."""
         if what != self._doing:
             self._doing = what
+            if self._tell(doing=what):
+                return
             with self._console:
                 self._draw()
+
+    def heartbeats(self, folder: Path) -> None:
+        """Name the folder of this machine's heartbeats, for a screen."""
+        self._tell(heartbeats=str(folder))
 
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
@@ -69,16 +102,39 @@ class Progress:
 
     def hand_over(self) -> None:
         """Leave the live line as it is: another process writes it from now on."""
+        if self._doing:
+            self._tell(doing="")
         self._step, self._doing, self._rest = "", "", ""
 
     def close(self) -> None:
         """Leave the last line on the screen; what follows begins a new one."""
+        if self._has_screen:
+            self._doing = ""
+            self._tell(close=True, doing="")
+            return
         if self._is_live and self._line():
             self._doing = ""
             with self._console:
                 self._draw()
                 self._console.print()
         self.hand_over()
+
+    @property
+    def _has_screen(self) -> bool:
+        return self._enabled and (terminal.owner is not None or self._has_reader)
+
+    def _tell(self, **message: Any) -> bool:
+        """Pass a message to the screen. Return False if there is none."""
+        if not self._has_screen:
+            return not self._enabled
+        message["by"] = self._by
+        if terminal.owner is not None:
+            terminal.owner.take(message)
+        else:
+            with suppress(OSError):  # the reader is gone, and this process goes with it
+                sys.stdout.write(packed(message))
+                sys.stdout.flush()
+        return True
 
     @property
     def _is_live(self) -> bool:
@@ -105,41 +161,3 @@ class Progress:
         """Return the line; what is done now stands first, where nothing crops it."""
         doing = f"  {self._doing}" if self._doing else ""
         return Text.assemble((self._step, "bold"), (doing, "yellow"), self._rest)
-
-
-def _step(record: dict[str, Any], steps: int | None) -> str:
-    return f" step {record['step'] + 1:>5}/{steps if steps else '?'}"
-
-
-def _rest(record: dict[str, Any], validation_loss: float | None, left_s: float | None) -> str:
-    parts = [
-        f"loss {record['loss']:.3f}",
-        f"val {validation_loss:.3f}" if validation_loss is not None else "",
-        f"{_short(record['tokens_per_s'])} tok/s",
-        f"eta {'?' if left_s is None else duration(left_s)}",
-        mfu_in_words(record["mfu"]),
-        f"{record['step_time_s'] * 1e3:.0f} ms",
-    ]
-    return "".join(f"  {part}" for part in parts if part)
-
-
-def mfu_in_words(mfu: float | None) -> str:
-    """Return e.g. "MFU 61%"; "MFU n/a" above 100 %.
-
-    Nothing computes faster than the peak: where it seems so, the peak was measured while the machine was busy.
-    """
-    return "MFU n/a" if mfu is None or mfu > 1 else f"MFU {mfu:.0%}"
-
-
-def _short(number: float) -> str:
-    for unit, size in (("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.1f}{unit}"
-    return f"{number:.0f}"
-
-
-def duration(seconds: float) -> str:
-    """Return seconds as h:mm:ss or m:ss."""
-    whole = max(0, round(seconds))
-    hours, minutes = whole // 3600, whole % 3600 // 60
-    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"

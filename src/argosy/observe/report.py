@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from argosy.files import atomic_write
 from argosy.observe.heartbeat import BESIDE
-from argosy.observe.progress import duration, mfu_in_words
+from argosy.observe.words import duration, mfu_in_words
 from argosy.plan.calibration.reconcile import Reconciled
 
 COLUMNS = 80

@@ -1,13 +1,24 @@
-"""A terminal that the processes of a run share: rank 0 has a live line there, and any of them may print a message."""
+"""A terminal that the processes of a run share. Any of them may print a message while something is shown there."""
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import TextIO
+from typing import Any, Protocol, TextIO
 
 CLEAR_LINE = "\r\x1b[2K"
 """Back to the start of the line, and erase it (ECMA-48: CR, EL 2)."""
+
+
+class Owner(Protocol):
+    """Whoever has this process's terminal to itself: an `observe.screen.Screen`."""
+
+    def take(self, message: dict[str, Any]) -> None:
+        """Show a message of `observe.progress`; waits for nothing."""
+
+
+owner: Owner | None = None
+"""Who has the terminal now, if somebody has; there is one, as there is one terminal."""
 
 
 def has_live_line(stream: TextIO) -> bool:
@@ -17,6 +28,9 @@ def has_live_line(stream: TextIO) -> bool:
 
 def print_message(text: str) -> None:
     """Print to stderr, in place of the live line if there is one: whoever has that line writes it again below."""
+    if owner is not None and has_live_line(sys.stderr):
+        owner.take({"say": text})
+        return
     start = CLEAR_LINE if has_live_line(sys.stderr) else ""
     sys.stderr.write(f"{start}{text}\n")  # at once: other processes write too
     sys.stderr.flush()

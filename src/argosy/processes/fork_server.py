@@ -37,16 +37,16 @@ STORE_HOST = "ARGOSY_STORE_HOST"
 class ForkServer:
     """The asker's side: `fork` asks for processes, `take` tells which were forked and which have ended."""
 
-    def __init__(self, imports: str, stdout: int | None = None):
+    def __init__(self, imports: str, stdout: int | None = None, stderr: int | None = None):
         """Return at once; forking waits for the import.
 
-        imports: the module that its processes will need. stdout: the descriptor that they print to; None: this
-        process's standard output.
+        imports: the module that its processes will need. stdout, stderr: the descriptors that they print to; None: this
+        process's own.
         """
-        self.stdout = stdout
+        self.stdout, self.stderr = stdout, stderr
         # Workers, and the compilers that they start, are told of a terminal's Ctrl-C by their agent, and not by the
         # terminal. What workers print is for it all the same.
-        self._process = Child("argosy.processes.fork_server", imports, stdout=stdout)
+        self._process = Child("argosy.processes.fork_server", imports, stdout=stdout, stderr=stderr)
         self.has_forked = False
         """True once it has forked any process."""
 

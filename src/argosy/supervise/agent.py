@@ -22,10 +22,10 @@ from argosy.checkpoint.owner import name_of
 from argosy.checkpoint.store import how_to_go_on
 from argosy.config.schema import LaunchConfig, RunConfig
 from argosy.errors import FINAL, ArgosyError, RunFailed, error_of
-from argosy.observe import stack
+from argosy.observe import stack, terminal
 from argosy.observe.events import Events
 from argosy.observe.heartbeat import HeartbeatReading, heartbeat_path, read_heartbeat
-from argosy.observe.progress import Progress
+from argosy.observe.progress import SCREEN, Progress
 from argosy.observe.terminal import print_message
 from argosy.plan.plan import Plan
 from argosy.processes.channel import Channel, Gone
@@ -70,7 +70,7 @@ class Agent:
         self._store_generation = 0
         self._stopping = Stopping(run_dir, run.resilience.grace_s)
         self._finish: say.EndRun | None = None
-        self._progress = Progress(enabled=not quiet)
+        self._progress = Progress(enabled=not quiet, by="agent")
         """What is waited for while no worker of this node is in a world: then none of them has the live line."""
         self._node = NodeWatch(run_dir)
         self._newcomers = Newcomers(run.resilience)
@@ -88,6 +88,7 @@ class Agent:
         Raises: RunFailed, Interrupted, or the error that the workers themselves ended with.
         """
         with scratch_folder() as self._scratch:
+            self._progress.heartbeats(self._scratch)
             try:
                 with self._stopping.listening(), selectors.DefaultSelector() as self._selector:
                     self._selector.register(self._fork_server, selectors.EVENT_READ, self._hear_fork_server)
@@ -141,6 +142,7 @@ class Agent:
             "ARGOSY_NODE": self._name,
             "ARGOSY_SLOT": str(slot),
             "ARGOSY_QUIET": str(int(self._quiet)),
+            SCREEN: str(int(terminal.owner is not None)),
         }
         if self._coordinator.interface and "GLOO_SOCKET_IFNAME" not in os.environ:
             # Else gloo takes the address that the host's name resolves to.
@@ -182,7 +184,8 @@ class Agent:
             raise RunFailed("the process that workers are forked from died at once; what it printed says why")
         self._selector.unregister(self._fork_server)
         self._fork_server.close()
-        self._fork_server = ForkServer(WORKER.module, self._fork_server.stdout)
+        lost = self._fork_server
+        self._fork_server = ForkServer(WORKER.module, lost.stdout, lost.stderr)
         self._selector.register(self._fork_server, selectors.EVENT_READ, self._hear_fork_server)
         self._events.write("fork_server_replaced", pid=self._fork_server.pid)
         for process in list(self._processes.values()):

@@ -1,0 +1,224 @@
+"""The panel: a run at one moment in a dozen lines of a terminal, at least 80 columns wide."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Mapping
+
+from rich.text import Text
+
+from argosy.observe.charts import LineChart, bar, heights, stacked
+from argosy.observe.run_view import RunView
+from argosy.observe.words import duration, mfu_in_words, short
+from argosy.plan.calibration.reconcile import COMMUNICATION, OPTIMIZER, PASSES, REST
+from argosy.plan.cost.formatting import seconds
+
+COLUMNS, ROWS = 80, 20
+"""The smallest terminal that has room for the panel and for some messages above it."""
+TALL = 32
+"""A terminal with so many rows has a higher chart and more events."""
+WIDE = 110
+"""So many columns have room for the predicted seconds of each part beside the measured ones."""
+PARTS = {
+    PASSES: ("fwd+bwd", "blue"),
+    COMMUNICATION: ("comm", "magenta"),
+    OPTIMIZER: ("optimizer", "green"),
+    REST: ("rest", "bright_black"),
+}
+"""Part of a step -> its short name and colour."""
+LOSS, VALIDATION, DOING = "cyan", "yellow", "yellow"
+LABEL = 9
+"""Columns of the names at the left."""
+FIGURES = 28
+"""Columns of the figures at the right of the chart."""
+SLOW = 1.1
+"""A rank is named if its own work takes so many times the median."""
+
+
+def fits(columns: int, rows: int) -> bool:
+    """Return True if a terminal of this size has room for the panel."""
+    return columns >= COLUMNS and rows >= ROWS
+
+
+def panel(view: RunView, columns: int, rows: int) -> list[Text]:
+    """Return the panel's lines, none wider than `columns` - 1, for a terminal of this size.
+
+    The first one is empty: what is typed into the terminal, and lines of other processes, do least harm there.
+    """
+    width, is_tall = columns - 1, rows >= TALL
+    lines = [
+        Text(),
+        _title(view),
+        _steps(view, width),
+        *_chart(view, width, height=6 if is_tall else 4),
+        *_times(view, width),
+        *_ranks(view, width),
+        *_events(view, count=5 if is_tall else 3),
+    ]
+    for line in lines:
+        line.truncate(width, overflow="ellipsis")
+        line.rstrip()
+    return lines
+
+
+def one_line(view: RunView) -> Text:
+    """Return the run in one line; what is done now stands first, where nothing crops it."""
+    step = step_in_words(view.record, view.steps) if view.record else ""
+    doing = f"  {view.doing}" if view.doing else ""
+    return Text.assemble((step, "bold"), (doing, DOING), figures(view.record, view.validation_loss, view.left_s))
+
+
+def step_in_words(record: Mapping[str, object], steps: int | None) -> str:
+    """Return the number of a step's line of metrics.jsonl, of how many."""
+    step = record["step"]
+    assert isinstance(step, int)
+    return f" step {step + 1:>5}/{steps if steps else '?'}"
+
+
+def figures(record: Mapping[str, object], validation_loss: float | None, left_s: float | None) -> str:
+    """Return the figures of a step's line of metrics.jsonl; "" for none."""
+    if not record:
+        return ""
+    parts = [
+        f"loss {number(record['loss'])}",
+        f"val {validation_loss:.3f}" if validation_loss is not None else "",
+        f"{short(float(str(record['tokens_per_s'])))} tok/s",
+        f"eta {'?' if left_s is None else duration(left_s)}",
+        mfu_in_words(float(str(record["mfu"]))),
+        f"{float(str(record['step_time_s'])) * 1e3:.0f} ms",
+    ]
+    return "".join(f"  {part}" for part in parts if part)
+
+
+def number(loss: object) -> str:
+    """Return a loss; one that is not finite is null in JSON."""
+    return f"{loss:.3f}" if isinstance(loss, float | int) else "not finite"
+
+
+def _title(view: RunView) -> Text:
+    processes = f"{view.processes} process{'' if view.processes == 1 else 'es'}" if view.processes else ""
+    rest = "   ".join(part for part in (view.model, processes, view.plan) if part)
+    doing = f"   {view.doing}" if view.doing else ""
+    return Text.assemble((f" {view.name}", "bold"), (doing, DOING), (f"   {rest}", "bright_black"))
+
+
+def _steps(view: RunView, width: int) -> Text:
+    head = f" step {view.step}/{view.steps or '?'}"
+    share = view.step / view.steps if view.steps else 0.0
+    left = f"eta {'?' if view.left_s is None else duration(view.left_s)}"
+    tail = f"  {share:4.0%}  {left}" if view.steps else f"  {left}"
+    room = max(10, width - len(head) - len(tail) - 2)
+    filled = bar(share, room).rstrip()
+    rest = "░" * (room - len(filled))
+    return Text.assemble((head, "bold"), "  ", (filled, "cyan"), (rest, "bright_black"), tail)
+
+
+def _chart(view: RunView, width: int, height: int) -> list[Text]:
+    """Return the curves of the losses, with figures beside them."""
+    room = width - LABEL - FIGURES
+    shown = [(float(step), loss) for step, loss in view.losses if math.isfinite(loss)]
+    held_out = [(float(step), loss) for step, loss in view.validation if math.isfinite(loss)]
+    labels, rows = [""] * height, [Text()] * height
+    if shown:
+        # The first steps fall from far above, and would leave no room for the rest.
+        later = [loss for _, loss in shown[len(shown) // 20 :]] + [loss for _, loss in held_out[1:]]
+        low, high = min(later), max(later)
+        chart = LineChart(room, height, (shown[0][0], shown[-1][0]), (low, high))
+        chart.line(shown, LOSS)
+        chart.line(held_out, VALIDATION)
+        rows = chart.rows()
+        labels[0], labels[-1] = f"{high:.2f}", f"{low:.2f}"
+    lines = []
+    for label, row, (figure, style) in zip(labels, rows, _figures(view, height), strict=True):
+        curve = row.copy()
+        curve.truncate(room, pad=True)
+        lines.append(Text.assemble((f"{label:>{LABEL - 1}} ", "bright_black"), curve, "  ", (figure, style)))
+    return lines
+
+
+def _figures(view: RunView, height: int) -> list[tuple[str, str]]:
+    record = view.record
+    memory = record.get("memory_bytes")
+    plan = view.predicted_memory_bytes
+    words = [("", "")]
+    if record:
+        validation, where = view.validation_loss, f" at {view.validation[-1][0] + 1}" if view.validation else ""
+        planned = f" (plan {seconds(view.predicted_step_s)})" if view.predicted_step_s else ""
+        words = [
+            (f"loss {number(record['loss'])}", f"bold {LOSS}"),
+            ("" if validation is None else f"val  {validation:.3f}{where}", VALIDATION),
+            (f"{short(record['tokens_per_s'])} tok/s  {mfu_in_words(record['mfu'])}", ""),
+            (f"{_megabytes(memory)}" + (f" (plan {_megabytes(plan)})" if plan else ""), ""),
+            (f"{seconds(record['step_time_s'])} a step{planned}", ""),
+            (f"{record['tokens'] / 1e6:,.1f}M tokens", ""),
+        ]
+    return [*words, *[("", "")] * height][:height]
+
+
+def _times(view: RunView, width: int) -> list[Text]:
+    """Return the parts of a step, measured above predicted, and what the colours mean."""
+    measured, predicted = sum(view.parts.values()), sum(view.predicted_parts.values())
+    scale, room = max(measured, predicted), width - LABEL - 10
+    if not measured:
+        return []
+    lines = [_stack("time", view.parts, scale, room)]
+    if predicted:
+        lines.append(_stack("plan", view.predicted_parts, scale, room))
+    legend = Text(" " * LABEL)
+    for part, (name, style) in PARTS.items():
+        planned = f" ({seconds(view.predicted_parts[part])})" if predicted and width >= WIDE else ""
+        legend.append("■ ", style)
+        legend.append(f"{name} {seconds(view.parts.get(part, 0.0))}{planned} ")
+    return [*lines, legend]
+
+
+def _stack(name: str, parts: Mapping[str, float], scale: float, room: int) -> Text:
+    row = stacked([(parts.get(part, 0.0), style) for part, (_, style) in PARTS.items()], scale, room)
+    return Text.assemble((f" {name:<{LABEL - 2}} ", "bright_black"), row, f" {seconds(sum(parts.values()))}")
+
+
+def _ranks(view: RunView, width: int) -> list[Text]:
+    """Return a column for each rank, as high as its own work takes long, and the slow ones by name."""
+    words, style = _slow(view)
+    room = max(1, width - LABEL - len(words) - 2)
+    ranks = sorted(view.ranks)
+    if len(ranks) < 2 and not view.standing_s:
+        return []
+    per_column = -(-len(ranks) // room)
+    columns = [max(view.ranks[rank] for rank in ranks[at : at + per_column]) for at in range(0, len(ranks), per_column)]
+    top = max(columns, default=0.0)
+    return [Text.assemble((" ranks   ", "bright_black"), heights(columns, top), "  ", (words, style))]
+
+
+def _slow(view: RunView) -> tuple[str, str]:
+    if view.standing_s:
+        rank, standing_s = max(view.standing_s.items(), key=lambda pair: pair[1])
+        others = f" and {len(view.standing_s) - 1} more" if len(view.standing_s) > 1 else ""
+        return f"rank {rank}{others}: no progress for {standing_s:.0f} s", "red"
+    if len(view.ranks) < 2:
+        return "", ""
+    median = statistics.median(view.ranks.values())
+    rank, slowest = max(view.ranks.items(), key=lambda pair: pair[1])
+    if median and slowest >= SLOW * median:
+        return f"rank {rank} is slow: {slowest / median - 1:.0%} above the median", "yellow"
+    return f"own work {seconds(median)}, the slowest {seconds(slowest)}", "bright_black"
+
+
+def _events(view: RunView, count: int) -> list[Text]:
+    shown = list(view.events)[-count:]
+    names = [" events", *[""] * count]
+    return [
+        Text.assemble((f"{name:<{LABEL}}{_clock(at_s)}  ", "bright_black"), (" ".join(words.split()), style))
+        for name, (at_s, words, style) in zip(names, shown, strict=False)
+    ]
+
+
+def _clock(at_s: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(at_s))
+
+
+def _megabytes(size: object) -> str:
+    value = float(str(size or 0))
+    return f"{value / 1e9:.1f} GB" if value >= 10e9 else f"{value / 1e6:,.0f} MB"
