@@ -73,7 +73,7 @@ def in_terminal(folder):
 def test_a_panel_lives_through_the_death_of_a_worker_and_leaves_nothing_when_it_is_killed(folder, in_terminal):
     folder.write_run(steps=100_000, every_steps=100_000)
     terminal = in_terminal("train", "run.toml", ARGOSY_FAULTS="kill@optimizer:step=12,rank=0")
-    shown = terminal.waits(lambda shown: "which survivors have" in shown and " events" in shown)
+    shown = terminal.waits(lambda shown: "which survivors have" in shown and " ranks " in shown)
     assert any("worker 0 (process " in line for line in terminal.emulator.lines)
     for name in (" tiny ", " step ", " time ", " plan ", " ranks ", "tok/s"):
         assert name in shown, shown
