@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from argosy import extend
+    from argosy import extend as extend
     from argosy.compare.parity import parity
     from argosy.config.load import load
     from argosy.config.schema import PrepareConfig, RunConfig
@@ -40,7 +40,6 @@ __all__ = [
     "best_plans",
     "evaluate",
     "export_checkpoint",
-    "extend",
     "generate",
     "import_checkpoint",
     "load",

@@ -54,6 +54,48 @@ def test_callbacks_and_metrics_of_the_examples_run_and_a_resumed_run_repeats_its
     assert "was changed. Restore it" in folder.argosy_here("train", "runs/tiny/run.toml", code=2)
 
 
+def test_own_loss_optimizer_and_text_survive_a_killed_rank_bit_for_bit(folder):
+    names = ("losses.py", "optimizers.py", "sources.py")
+    for name in names:
+        (folder.path / name).write_bytes((EXAMPLES / name).read_bytes())
+    run = write_run(folder, *names, steps=8, every_steps=3)
+    text = run.read_text().replace(f'sources = {{ "{folder.corpus}" = 1.0 }}\n', "")
+    text = text.replace(
+        "[train]", '[data.prepare]\ninput = ["source:sums:3000"]\nvocab_size = 300\n\n[train]\nloss = "z_loss"'
+    )
+    text = text.replace("lr = 1e-2", 'lr = 0.5\nkind = "sgd"')
+    run.write_text(text.replace("dp_replicate=2,", "dp_shard=2,zero=2,"))
+    folder.argosy("train", run)
+    process = folder.start("train", run, "--name", "killed", ARGOSY_FAULTS="kill@optimizer:step=5,rank=1")
+    assert process.wait(120) == 0, process.communicate()
+    assert [line["loss"] for line in lines(folder, "killed")] == [line["loss"] for line in lines(folder)]
+    assert lines(folder)[0]["loss"] > lines(folder)[-1]["loss"]
+    again = folder.argosy("replay", "runs/tiny", "--step", 7)
+    assert "the same, bit for bit" in again
+
+
+def test_code_that_raises_or_does_not_repeat_itself_is_told_and_the_run_goes_on(folder):
+    (folder.path / "mine.py").write_text(
+        f"{HEAD}import torch\n@extend.loss('noisy', deterministic=False)\ndef f(logits, targets):\n"
+        "    losses = torch.nn.functional.cross_entropy(logits, targets, reduction='none')\n"
+        "    return losses * (1 + torch.rand(()))\n"
+        "@extend.callback('after_step')\ndef boom(run):\n    if run.step == 2: raise KeyError('oops')\n"
+    )
+    run = write_run(folder, "mine.py", steps=4, processes=1)
+    said = folder.argosy("train", run, "--train.loss", "noisy")
+    assert "mine.py:10: the callback boom raised KeyError: 'oops', at step 2; it is switched off" in said
+    assert len(lines(folder)) == 4
+    found = read_lines(folder.path / "runs" / "tiny" / "events" / "rank-0.jsonl")
+    assert [event["what"] for event in found if event["event"] == "user_code_off"] == ["callback boom"]
+
+    assert "not deterministic: loss noisy. No replay or resumed run repeats its numbers" in said
+    report = json.loads((folder.path / "runs" / "tiny" / "report.json").read_text())
+    assert report["not_deterministic"][0].startswith("loss noisy (")
+    refused = folder.argosy_here("replay", "runs/tiny", "--step", 1, code=2)
+    assert "the loss noisy" in refused
+    assert "is declared not deterministic" in refused
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -92,14 +134,3 @@ def test_a_file_that_fails_to_import_ends_the_run_with_its_line(folder):
     (folder.path / "mine.py").write_text(f"{HEAD}import nothing_here\n@extend.metric('a')\ndef f(run): return 1\n")
     said = folder.argosy("train", write_run(folder, "mine.py", processes=1), code=2)
     assert "mine.py:3: ModuleNotFoundError" in said
-
-
-def test_a_callback_that_raises_does_not_end_the_run(folder):
-    (folder.path / "mine.py").write_text(
-        f"{HEAD}@extend.callback('after_step')\ndef boom(run):\n    if run.step == 2: raise KeyError('oops')\n"
-    )
-    said = folder.argosy("train", write_run(folder, "mine.py", steps=4, processes=1))
-    assert "mine.py:5: the callback boom raised KeyError: 'oops', at step 2; it is switched off" in said
-    assert len(lines(folder)) == 4
-    found = read_lines(folder.path / "runs" / "tiny" / "events" / "rank-0.jsonl")
-    assert [event["what"] for event in found if event["event"] == "user_code_off"] == ["callback boom"]

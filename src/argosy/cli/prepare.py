@@ -8,6 +8,7 @@ Examples:
   argosy prepare 'dumps/*.jsonl.zst' --field content --out data/web
   argosy prepare builtin:python --out data/python --vocab-size 8192
   argosy prepare --out data/mine --verify                         read every byte back against its checksum
+  argosy prepare source:poems --extend poems.py --out data/poems     documents out of a function of yours
   argosy prepare megatron-shards/ --adopt --tokenizer tokenizer.json    use shards that another program wrote
 """
 
@@ -22,6 +23,9 @@ from pathlib import Path
 import tyro
 
 from argosy.cli.options import parse_section
+from argosy.config.extend import ExtendConfig
+from argosy.config.layers import Entry, Source
+from argosy.config.load import OPTION_MARK, build
 from argosy.config.schema import DataConfig, PrepareConfig
 from argosy.errors import ArgosyWarning, DataError, RunFailed, UserError
 from argosy.observe.progress import Progress
@@ -38,6 +42,8 @@ class Options:
     """Only check the folder `--out`, byte by byte."""
     adopt: bool = False
     """The input is one folder of Megatron .bin/.idx shards: write a manifest for it, copy nothing."""
+    extend: tuple[Path, ...] = ()
+    """Python files with sources of your own, for input such as source:NAME."""
     json: bool = False
     """Print the manifest as JSON."""
 
@@ -88,7 +94,9 @@ def _prepare(options: Options, config: Positional) -> None:
             )
         folder = config.out
         manifest = prepare(
-            PrepareConfig(**config.model_dump()), lambda state: progress.note(str(state), last=state.stage == "done")
+            PrepareConfig(**config.model_dump()),
+            lambda state: progress.note(str(state), last=state.stage == "done"),
+            _extend(options.extend),
         )
         progress.close()
         if config.validation_fraction and manifest.tokens("validation") < LITTLE_HELD_OUT:
@@ -105,6 +113,11 @@ def _prepare(options: Options, config: Positional) -> None:
         print(f"{folder}: {made_of}")
     splits = ", ".join(f"{name} {_tokens(manifest.tokens(name))}" for name in manifest.splits)
     print(f"{folder}: {splits}; vocabulary {manifest.vocab_size}")
+
+
+def _extend(files: tuple[Path, ...]) -> ExtendConfig:
+    source = Source(OPTION_MARK)
+    return build(ExtendConfig, {("files",): Entry([str(file.absolute()) for file in files], source)})
 
 
 def _tokens(count: int) -> str:

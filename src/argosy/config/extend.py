@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Self
@@ -34,6 +36,25 @@ class ExtendConfig(Section):
     def checksums(self) -> dict[str, str]:
         """The checksum of each file and entry point."""
         return {file.name: file.sha256 for file in self.code}
+
+    def check_name(self, key: str, name: str, kind: Kind, built_in: Sequence[str]) -> None:
+        """Raise ValueError unless `name`, the value of `key`, is built in or declared."""
+        own = sorted(self.declared(kind))
+        if twice := set(own) & set(built_in):
+            name = min(twice)
+            raise ValueError(
+                f"extend.files = {self.declared(kind)[name].place}: there is a built-in {kind} {name}; rename yours"
+            )
+        if name in (*built_in, *own):
+            return
+        near = get_close_matches(name.lower(), [*built_in, *own], n=1)
+        declared = (
+            f"those that extend declares: {', '.join(own)}" if own else "one that a file in extend.files declares"
+        )
+        raise ValueError(
+            f'{key} = "{name}": must be one of {", ".join(built_in)}, or {declared}'
+            + (f".\n  Try {near[0]}" if near else "")
+        )
 
     def declared(self, kind: Kind) -> dict[str, Declaration]:
         """Return what is declared of one kind, by name."""

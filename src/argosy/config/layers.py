@@ -101,8 +101,8 @@ def _settled_stage(stage: object, folder: Path) -> object:
 
 
 def _absolute(path: object, folder: Path) -> object:
-    """`path` from `folder` on; URLs, builtin:NAME and what is no path at all stay as they are."""
-    if not isinstance(path, str | Path) or "://" in str(path) or str(path).startswith("builtin:"):
+    """`path` from `folder` on; URLs, builtin:NAME, source:NAME and what is no path at all stay as they are."""
+    if not isinstance(path, str | Path) or "://" in str(path) or str(path).startswith(("builtin:", "source:")):
         return path
     return os.path.normpath(folder / Path(path).expanduser())
 

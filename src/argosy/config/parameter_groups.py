@@ -10,12 +10,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Literal
 
 from argosy.config.schema import OptimizerConfig
 from argosy.errors import UserError
-
-Rule = Literal["adamw", "lion", "muon"]
 
 NOT_HIDDEN = ("embedding", "head", "router")
 """Modules whose matrices Muon leaves to AdamW: their rows stand for tokens or experts, one by one (Jordan 2024)."""
@@ -27,7 +24,8 @@ LEAST_INT8 = 4096
 class ParameterSettings:
     """How one parameter is trained."""
 
-    rule: Rule
+    rule: str
+    """adamw, lion, muon, or the name of an optimizer of the user's."""
     int8: bool
     """True if its moments are kept in eight bits."""
     lr_factor: float
@@ -44,7 +42,7 @@ def settings_of(name: str, shape: tuple[int, ...], config: OptimizerConfig) -> P
     weight_decay = config.weight_decay if matrix else 0.0
     if group is not None and group.weight_decay is not None:
         weight_decay = group.weight_decay
-    rule: Rule = config.kind
+    rule = config.kind
     if rule == "muon" and not (matrix and is_hidden(name)):
         rule = "adamw"
     return ParameterSettings(

@@ -25,9 +25,17 @@ from argosy.config.extend import ExtendConfig
 from argosy.config.lease_url import LeaseUrl
 from argosy.config.observe import ObserveConfig
 from argosy.config.section import Section
+from argosy.extend.declared import Declaration
 
+OPTIMIZERS = ("adamw", "lion", "muon")
+LOSSES = ("cross_entropy",)
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+def one_of_or_own(*names: str) -> WithJsonSchema:
+    """Return the JSON schema of a key that takes one of `names`, or a name that the table `extend` brings."""
+    return WithJsonSchema({"anyOf": [{"enum": list(names)}, {"type": "string"}]})
 
 
 class RopeScaling(Section):
@@ -303,8 +311,9 @@ class OptimizerGroup(Section):
 class OptimizerConfig(Section):
     """The optimizer."""
 
-    kind: Literal["adamw", "lion", "muon"] = "adamw"
-    """adamw; lion (Chen et al. 2023; needs a 3 to 10 times lower lr); muon (Jordan 2024), adamw beside it."""
+    kind: Annotated[str, one_of_or_own(*OPTIMIZERS)] = "adamw"
+    """adamw; lion (Chen et al. 2023; needs a 3 to 10 times lower lr); muon (Jordan 2024), adamw beside it; or one of
+    your own, by its name (docs/extending.md)."""
     lr: PositiveFloat = 1e-3
     """Peak learning rate."""
     beta1: Beta = 0.9
@@ -350,6 +359,8 @@ class TrainConfig(Section):
     """Batch size: sequences per optimizer step, over all processes and accumulated microbatches."""
     deterministic: bool = False
     """Use deterministic kernels only: the same numbers again, slower on a GPU."""
+    loss: Annotated[str, one_of_or_own(*LOSSES)] = "cross_entropy"
+    """Training loss: cross_entropy, or one of your own, by its name (docs/extending.md)."""
     pause_at: NonNegativeInt = 0
     """Save and stop after this many steps, with the schedule of the whole run; 0 does not stop."""
 
@@ -534,6 +545,23 @@ class RunConfig(Section):
     def tokens_per_step(self) -> int:
         """Tokens of one optimizer step, over all devices."""
         return self.train.global_batch * self.data.seq_len
+
+    @property
+    def not_deterministic(self) -> tuple[Declaration, ...]:
+        """The user's code that the run's numbers depend on and that is declared not to repeat itself."""
+        loss = self.extend.declared("loss").get(self.train.loss)
+        optimizer = self.extend.declared("optimizer").get(self.optimizer.kind)
+        return tuple(d for d in (loss, optimizer) if d is not None and not d.facts["deterministic"])
+
+    @model_validator(mode="after")
+    def _own_names_are_declared(self) -> Self:
+        self.extend.check_name("optimizer.kind", self.optimizer.kind, "optimizer", OPTIMIZERS)
+        self.extend.check_name("train.loss", self.train.loss, "loss", LOSSES)
+        if self.optimizer.kind not in OPTIMIZERS and self.optimizer.state != "fp32":
+            raise ValueError(
+                f'optimizer.state = "{self.optimizer.state}": an optimizer of your own keeps fp32; set fp32'
+            )
+        return self
 
     @model_validator(mode="after")
     def _sequences_fit(self) -> Self:

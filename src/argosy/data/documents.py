@@ -11,7 +11,7 @@ import io
 import json
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Literal
@@ -151,6 +151,9 @@ def read_file(file: InputFile, field: str, most_bytes: int = MAX_DOCUMENT_BYTES)
     Raises: UserError if the file cannot be read or decompressed, has a longer document, or does not have `field` at all
     (a Parquet file without the column, the first MOST_WITHOUT_FIELD records without the field).
     """
+    if file.texts is not None:
+        yield from _own_texts(file, file.texts(), most_bytes)
+        return
     with _opened(file) as stream:
         if file.suffix in (".jsonl", ".ndjson"):
             yield from _read_jsonl(stream, file.name, field, most_bytes)
@@ -159,6 +162,14 @@ def read_file(file: InputFile, field: str, most_bytes: int = MAX_DOCUMENT_BYTES)
         else:
             shown = 0 if file.compression else file.size or 0
             yield from _read_text(stream, file.name, max(most_bytes, shown))
+
+
+def _own_texts(file: InputFile, texts: Iterable[str], most_bytes: int) -> Iterator[bytes | BadInput]:
+    for number, text in enumerate(texts):
+        data = _field_text(text, f"{file.name}, document {number}")
+        if not isinstance(data, BadInput) and len(data) > most_bytes:
+            raise _too_long(f"{file.name}, document {number}", most_bytes)
+        yield data
 
 
 @contextmanager

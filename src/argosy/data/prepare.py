@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from argosy.config.extend import ExtendConfig
 from argosy.config.schema import PrepareConfig
 from argosy.data import journal as journals
 from argosy.data import manifest as manifests
@@ -21,6 +22,7 @@ from argosy.data.documents import Document, DocumentReader, InputPosition
 from argosy.data.engine import EncodedBatch, choose_engine
 from argosy.data.journal import Journal, fingerprint
 from argosy.data.manifest import NAMES_KEPT, TOKENIZER, Manifest, Shard, SplitName
+from argosy.data.own_source import OWN
 from argosy.data.sample import sample_texts
 from argosy.data.shards import token_dtype
 from argosy.data.sources import RECORDS, InputFile, find_files
@@ -73,7 +75,11 @@ class PrepareProgress:
 Report = Callable[[PrepareProgress], None]
 
 
-def prepare(config: PrepareConfig, report: Report | None = None) -> Manifest:
+def prepare(
+    config: PrepareConfig,
+    report: Report | None = None,
+    extend: ExtendConfig = ExtendConfig(),  # noqa: B008  (frozen)
+) -> Manifest:
     """Tokenize `config.input` into shards in `config.out` and return their manifest.
 
     The result depends on the options and the input alone, not on the number of processes or interruptions (nor on the
@@ -85,15 +91,18 @@ def prepare(config: PrepareConfig, report: Report | None = None) -> Manifest:
     Args:
         config: the options.
         report: called with the progress, at most ten times a second.
+        extend: where sources of the user's are declared.
 
     Raises: UserError if an option or the input is wrong, or `out` holds something else; RunFailed if `out` cannot be
     written (disk full) or a tokenizer process dies. After any interruption, the same call resumes.
     """
     report = report or (lambda progress: None)
-    options = _options(config)
+    options = _options(config, extend)
     if _is_prepared(config.out):
         return _load_prepared(config.out, options)
-    found = find_files(config.input, config.extensions)  # before `out` is created: wrong input leaves nothing behind
+    found = find_files(
+        config.input, config.extensions, extend.code
+    )  # before `out` is created: wrong input leaves nothing behind
     files = found.files
     with _writing(config.out):
         if _is_prepared(config.out):  # another process prepared it, while this one waited
@@ -147,8 +156,8 @@ def _tokenize(
     return splits
 
 
-def _options(config: PrepareConfig) -> dict[str, Any]:
-    """Return the options on which the result depends. A given tokenizer counts by its contents."""
+def _options(config: PrepareConfig, extend: ExtendConfig) -> dict[str, Any]:
+    """Return the options on which the result depends. A given tokenizer counts by its contents, as sources' code."""
     brought = Tokenizer.load(config.tokenizer) if config.tokenizer else None
     return {
         "input": list(config.input),
@@ -160,7 +169,7 @@ def _options(config: PrepareConfig) -> dict[str, Any]:
         "shard_tokens": config.shard_tokens,
         "on_bad_input": config.on_bad_input,
         "extensions": list(config.extensions) or None,
-    }
+    } | ({"extend": extend.checksums} if any(item.startswith(OWN) for item in config.input) else {})
 
 
 def _is_prepared(out: Path) -> bool:

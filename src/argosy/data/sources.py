@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
@@ -12,7 +12,9 @@ from fsspec.core import url_to_fs
 
 from argosy.credentials import REMEDY, has_credentials
 from argosy.data.builtin import PREFIX, builtin_files
+from argosy.data.own_source import OWN, texts_of
 from argosy.errors import UserError
+from argosy.extend.declared import CodeFile
 
 COMPRESSIONS = (".gz", ".zst")
 RECORDS = (".jsonl", ".ndjson", ".parquet")
@@ -41,6 +43,8 @@ class InputFile:
     """Size as stored, bytes; None if the server does not say."""
     stamp: str
     """A value that changes when the file does, as far as the file system can tell."""
+    texts: Callable[[], Iterable[str]] | None = None
+    """Gives the documents of a source of the user's, which has no file; else None."""
 
     @property
     def suffix(self) -> str:
@@ -62,19 +66,27 @@ class Input:
     """Files of folders and globs that are not read, since their suffix is not known. Hidden files are in neither."""
 
 
-def find_files(items: Iterable[str], extensions: Sequence[str] = ()) -> Input:
+def find_files(items: Iterable[str], extensions: Sequence[str] = (), code: Sequence[CodeFile] = ()) -> Input:
     """Find all files that the items of `prepare.input` name, in order of items; those of a folder or glob by path.
 
-    extensions: suffixes that are text beside TEXTS; * stands for any.
+    extensions: suffixes that are text beside TEXTS; * stands for any. code: where sources of the user's are declared.
     Raises: UserError if an item names nothing, or its protocol is unknown or lacks a package.
     """
-    found = [_expand(item, extensions) for item in items]
+    found = [
+        Input([own_source(item, code)], []) if item.startswith(OWN) else _expand(item, extensions) for item in items
+    ]
     if not found:
         raise UserError("input = []: nothing to prepare. Name files, folders, globs, URLs or builtin:python.")
     files = [file for each in found for file in each.files]
     named = {file.name for file in files}  # what one item leaves out, another may name
     left_out = {file.name: file for each in found for file in each.left_out if file.name not in named}
     return Input(files, list(left_out.values()))
+
+
+def own_source(item: str, code: Sequence[CodeFile]) -> InputFile:
+    """Return the source of the user's that `item` names, as a file. Raises: UserError."""
+    texts, checksum = texts_of(item, code)
+    return InputFile(item, None, item, None, checksum, texts)
 
 
 def _expand(item: str, extensions: Sequence[str]) -> Input:

@@ -1,4 +1,4 @@
-"""Code of your own in a run: callbacks and metrics at named points of a step (docs/extending.md).
+"""Code of your own in a run: callbacks, metrics, losses, optimizers and sources of text (docs/extending.md).
 
     from argosy import extend
 
@@ -10,7 +10,7 @@ A run file names the file that this stands in: `[extend] files = ["mine.py"]`. O
 the plain function that it was: it can be imported and tested as any other.
 """
 
-from argosy.extend.register import callback, metric
-from argosy.extend.views import POINTS, Point, Run
+from argosy.extend.register import callback, loss, metric, optimizer, source
+from argosy.extend.views import POINTS, Loss, Point, Run, Update
 
-__all__ = ["POINTS", "Point", "Run", "callback", "metric"]
+__all__ = ["POINTS", "Loss", "Point", "Run", "Update", "callback", "loss", "metric", "optimizer", "source"]

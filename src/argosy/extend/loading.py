@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import sys
 import traceback
@@ -58,7 +59,8 @@ def _load(file: CodeFile) -> list[Extension]:
 
 
 def _module(file: CodeFile) -> ModuleType:
-    name = file.module or f"argosy_extend_{file.path.stem}_{file.sha256[:8]}"
+    identity = hashlib.sha256(f"{file.path}\0{file.sha256}".encode()).hexdigest()
+    name = file.module or f"argosy_extend_{file.path.stem}_{identity[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     try:

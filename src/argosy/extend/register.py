@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Generic, Literal, TypeVar
 
-from argosy.extend.views import POINTS, Point, Run
+from argosy.extend.views import POINTS, Loss, Point, Run, Update
 
-Kind = Literal["callback", "metric"]
+Kind = Literal["callback", "metric", "loss", "optimizer", "source"]
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}")
 
@@ -75,7 +75,47 @@ def metric(
     return Registration("metric", _name(name), 1, {"reduce": reduce, "strict": _bool("strict", strict)})
 
 
-DECORATORS: dict[str, Callable[..., Registration[Any]]] = {"callback": callback, "metric": metric}
+def loss(name: str, *, deterministic: bool = True) -> Registration[Loss]:
+    """Make the function a loss that a run file may name in `train.loss`.
+
+    It is given logits [C, V] (fp32, C tokens of a chunk, the whole vocabulary) and targets [C] (int64), and returns a
+    loss for each token, [C]; autograd gives the gradient. A token's loss may depend on that token's logits and target
+    alone. Held-out text is still scored by the cross-entropy, so that runs compare.
+    """
+    return Registration("loss", _name(name), 2, {"deterministic": _bool("deterministic", deterministic)})
+
+
+def optimizer(
+    name: str, *, moments: tuple[str, ...] = (), deterministic: bool = True
+) -> Registration[Callable[[Update], None]]:
+    """Make the function an optimizer that a run file may name in `optimizer.kind`.
+
+    It is called with the `Update` of one parameter's part at a time, and changes `weight` and `moments` in place. Each
+    element's result may depend on that element alone, since ranks have different parts under different plans.
+
+    moments: names of the tensors that it keeps for each parameter, fp32, zeros at first; they are sharded, saved and
+    predicted like those of AdamW.
+    """
+    if not isinstance(moments, tuple | list) or not all(isinstance(m, str) and m.isidentifier() for m in moments):
+        raise ValueError(f'moments = {moments!r} must be names, such as ("momentum",)')
+    if len(set(moments)) < len(moments) or "step" in moments:
+        raise ValueError(f"moments = {moments!r} must be different names, and none of them step")
+    facts = {"moments": tuple(moments), "deterministic": _bool("deterministic", deterministic)}
+    return Registration("optimizer", _name(name), 1, facts)
+
+
+def source(name: str) -> Registration[Callable[[str], Iterable[str]]]:
+    """Make the function a source of text for `argosy prepare`: "source:NAME" or "source:NAME:ARGUMENT" in its input.
+
+    It is given ARGUMENT (empty without one), and yields documents. Each call must yield the same documents again: they
+    are read for the tokenizer, for the tokens, and once more after an interruption.
+    """
+    return Registration("source", _name(name), 1)
+
+
+DECORATORS: dict[str, Callable[..., Registration[Any]]] = {
+    function.__name__: function for function in (callback, metric, loss, optimizer, source)
+}
 """The decorators, by their names, which are the kinds."""
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,3 +81,29 @@ class Run(Protocol):
         Rank 0's values are written; those of other ranks are not. A metric is for means over ranks. Values that are
         not finite are left out. Raises: TypeError if a value is no number.
         """
+
+
+Loss: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
+"""Logits [C, V] and targets [C] to a loss for each token [C]."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """One step of this rank's part of one parameter, for an optimizer. Its tensors are fp32 and changed in place."""
+
+    name: str
+    """The parameter's name in the whole model, such as blocks.0.attention.q.weight."""
+    weight: Tensor
+    """Local shape."""
+    gradient: Tensor
+    """Local shape; summed over ranks and clipped."""
+    moments: Mapping[str, Tensor]
+    """What the optimizer keeps, by its names; local shape."""
+    step: int
+    """Number of the parameter's step, from 1."""
+    lr: float
+    """The learning rate of the step, with the factor of the parameter's group."""
+    weight_decay: float
+    """That of the parameter: 0 for norms and biases, unless its group says otherwise."""
+    settings: Mapping[str, float]
+    """beta1, beta2, momentum and eps of the run file's table `optimizer`."""

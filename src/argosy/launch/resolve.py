@@ -59,7 +59,7 @@ def with_known_sizes(run: RunConfig) -> RunConfig:
 def _with_data(run: RunConfig, progress: Progress) -> RunConfig:
     if run.data.prepare.input:
         is_prepared = (run.data.prepare.out / MANIFEST).exists()
-        manifest = prepare(run.data.prepare, lambda state: _show(progress, state))
+        manifest = prepare(run.data.prepare, lambda state: _show(progress, state), run.extend)
         if not is_prepared:
             progress.close()
             progress.say(f"{run.data.prepare.out}: {manifest.in_words('--data.prepare.extensions')}")

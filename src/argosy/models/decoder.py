@@ -60,6 +60,8 @@ class Decoder(nn.Module):
             self.norm = norm(table, "norm", config.norm_eps) if stage.last else None
             self.head = linear(table, "head") if has_head else None
         self.loss_of_chunk: ChunkLoss = chunk_loss_and_gradient
+        #: A loss of the user's, in training; held-out text is scored by `loss_of_chunk` all the same.
+        self.own_loss: ChunkLoss | None = None
         #: The largest part of the vocabulary that a rank has, in tokens.
         self.longest_part = config.vocab_size
         self.my_tokens: Callable[[Tensor], Tensor] = _all_of_them
@@ -103,7 +105,10 @@ class Decoder(nn.Module):
         if targets_BT is None:
             return F.linear(x, local(weight_VD).to(x.dtype))
         targets_N = targets_BT.flatten()
-        return summed_cross_entropy(x.flatten(0, 1), local(weight_VD), targets_N, self.loss_of_chunk, self.longest_part)
+        of_chunk, longest = self.loss_of_chunk, self.longest_part
+        if self.own_loss is not None and torch.is_grad_enabled():
+            of_chunk, longest = self.own_loss, self.config.vocab_size
+        return summed_cross_entropy(x.flatten(0, 1), local(weight_VD), targets_N, of_chunk, longest)
 
     @property
     def head_weight(self) -> Tensor:

@@ -56,6 +56,8 @@ class Report(BaseModel):
     """Versions that speed depends on."""
     predicted: Reconciled | None = None
     """Measured next to predicted, part by part; None without a prediction."""
+    not_deterministic: tuple[str, ...] = ()
+    """Code of the user's that is declared not to repeat itself: no replay gives these numbers again."""
     seconds: dict[str, float]
     """Where the time of the steps went; the categories add up to `step`."""
     wall_s: float
@@ -94,6 +96,7 @@ class Report(BaseModel):
             )
         if self.predicted is not None:
             lines.append(self.predicted.in_words())
+        lines += [f"not deterministic: {what}; no replay gives these numbers again" for what in self.not_deterministic]
         if self.sample is not None:
             lines += ["a sample:", *("  | " + line for line in self.sample.splitlines())]
         return "\n".join(lines)

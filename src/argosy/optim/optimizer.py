@@ -26,15 +26,22 @@ class Optimizer:
     Raises: ValueError if a piece is neither fp32 nor bf16.
     """
 
-    def __init__(self, pieces: Sequence[Piece], config: OptimizerConfig, seed: int = 0):
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        config: OptimizerConfig,
+        seed: int = 0,
+        own: Callable[[OptimizerConfig], UpdateRule] | None = None,
+    ):
+        """`own` makes the rule that `config.kind` names, if it is the user's."""
         self._lr = config.lr
-        self._rules = {name: rule(config) for name, rule in RULES.items()}
+        self._rules = {name: rule(config) for name, rule in RULES.items()} | ({config.kind: own(config)} if own else {})
         self._slots: dict[str, Slot] = {}
         for piece in pieces:
             if piece.value.dtype not in (torch.float32, torch.bfloat16):
                 raise ValueError(f"{piece.name} is {piece.value.dtype}; an optimizer updates fp32 or bf16")
             settings = settings_of(piece.name, piece.shape, config)
-            self._slots[piece.name] = Slot(piece, settings, seed, RULES[settings.rule].moments)
+            self._slots[piece.name] = Slot(piece, settings, seed, self._rules[settings.rule].moments)
         assert len(self._slots) == len(pieces), "two pieces of one name"
         self._is_prepared = False
         self._groups: dict[ParameterSettings, list[Slot]] = {}
@@ -55,7 +62,7 @@ class Optimizer:
     def is_local(self) -> bool:
         """True if `prepare` needs no other rank."""
         slots = self._slots.values()
-        return all(RULES[slot.settings.rule].is_local or slot.piece.group is None for slot in slots)
+        return all(self._rules[slot.settings.rule].is_local or slot.piece.group is None for slot in slots)
 
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate of the next steps, before each group's factor."""

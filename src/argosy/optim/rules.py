@@ -16,7 +16,7 @@ from argosy.optim.slot import Slot, opened
 class UpdateRule(ABC):
     """How one step changes weights and moments."""
 
-    moments: ClassVar[tuple[str, ...]]
+    moments: tuple[str, ...]
     """Names of the tensors that it keeps for each parameter."""
     is_local: ClassVar[bool] = True
     """True if a step needs no other rank."""
@@ -68,20 +68,21 @@ class Lion(UpdateRule):
 
     def step(self, slots: Sequence[Slot], lr: float, weight_decay: float) -> None:
         """Step by the momentum with `beta1`; keep the momentum with `beta2`."""
-        for slot in _not_empty(slots):
+        for slot in not_empty(slots):
             with opened([slot]) as (u,):
                 sign = u.moments["exp_avg"].lerp(u.gradient, 1 - self.config.beta1).sign_()
                 u.weight.mul_(1 - lr * weight_decay).sub_(sign, alpha=lr)
                 u.moments["exp_avg"].lerp_(u.gradient, 1 - self.config.beta2)
 
 
-def _not_empty(slots: Sequence[Slot]) -> list[Slot]:
+def not_empty(slots: Sequence[Slot]) -> list[Slot]:
+    """Return the slots whose part on this rank has elements."""
     return [slot for slot in slots if slot.piece.value.numel()]
 
 
 def _batches(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
     """Yield the slots that open without copies in one batch for each device, and each of the others alone."""
-    full = _not_empty(slots)
+    full = not_empty(slots)
     plain = [slot for slot in full if slot.is_plain]
     for device in dict.fromkeys(slot.piece.value.device for slot in plain):
         yield [slot for slot in plain if slot.piece.value.device == device]

@@ -12,10 +12,11 @@ from functools import partial
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from argosy.config.schema import ModelConfig, RunConfig
+from argosy.config.schema import LOSSES, ModelConfig, RunConfig
 from argosy.models.decoder import Block, Decoder
 from argosy.models.experts import moe_layers
 from argosy.models.initialize import materialize
+from argosy.models.own_loss import own_loss
 from argosy.parallel.compile import compile_blocks
 from argosy.parallel.context import RingAttention, UlyssesAttention, shard_sequence, unshard_sequence
 from argosy.parallel.expert import SplitRows, split_experts
@@ -24,7 +25,7 @@ from argosy.parallel.model import DTYPES, ParallelModel
 from argosy.parallel.offload import offload_activations
 from argosy.parallel.recompute import apply_recompute
 from argosy.parallel.shard import shard_fully
-from argosy.parallel.tensor import split_over_ranks
+from argosy.parallel.tensor import GatheredLoss, split_over_ranks
 from argosy.parallel.world import World
 from argosy.plan.cost.exact_state import stages_on
 from argosy.plan.parameters import Stage
@@ -66,6 +67,7 @@ def apply(
         if plan.offload in ("activations", "all"):
             offload_activations(blocks)
         compile_blocks(model, plan.compile)
+        use_loss(model, run, meshes)
         if plan.shards_parameters:
             experts = _fsdp_mesh(meshes, "expert_replicate", "expert_shard") if plan.ep > 1 else None
             keep_gathered = plan.pp > 1 and SCHEDULES[plan.schedule].splits_backward
@@ -97,6 +99,14 @@ def split_model(model: Decoder, plan: Plan, meshes: Meshes) -> None:
         rows = SplitRows(group, partial(torch.cat, dim=1), lambda x: x.chunk(plan.tp, dim=1)[rank], around=rows)
     for moe in moe_layers(model):
         moe.rows = rows or moe.rows
+
+
+def use_loss(model: Decoder, run: RunConfig, meshes: Meshes) -> None:
+    """Train with the loss that the run names, if it is the user's. Raises: UserError."""
+    if run.train.loss in LOSSES:
+        return
+    loss, group = own_loss(run.extend.code, run.train.loss), meshes.group("tp")
+    model.own_loss = loss if group is None else GatheredLoss(loss, group, run.model.vocab_size)
 
 
 def _fsdp_mesh(meshes: Meshes, replicate: str, shard: str) -> DeviceMesh:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from argosy.models.attention import Attention
 from argosy.models.decoder import Decoder
 from argosy.models.layers import Embedding, FeedForward, Linear, local
-from argosy.models.loss import IGNORED
+from argosy.models.loss import IGNORED, ChunkLoss
 from argosy.models.mla import LatentAttention
 from argosy.parallel.collectives import all_gather_single, gather_sequence, reduce_scatter_sequence
 from argosy.plan.parameters import INPUTS, parameter_table
@@ -159,6 +159,28 @@ class VocabularyLoss:
     def compile(self) -> None:
         """Compile what is computed between the exchanges."""
         self._statistics, self._gradient = torch.compile(_statistics), torch.compile(_gradient)
+
+
+class GatheredLoss:
+    """A loss of the user's where each rank has the logits of its part of the vocabulary: ranks gather them first.
+
+    Each computes the loss from the whole, and takes its part of the gradient. That sends V numbers for a token, where
+    `VocabularyLoss` sends two.
+    """
+
+    def __init__(self, loss: ChunkLoss, group: dist.ProcessGroup, vocabulary: int):
+        self._loss, self._group, self._vocabulary = loss, group, vocabulary
+
+    def __call__(self, logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the summed loss (the same on all ranks) and its gradient to this rank's logits."""
+        size, mine = -(-self._vocabulary // self._group.size()), logits_CV.shape[1]
+        padded = F.pad(logits_CV, (0, size - mine)).contiguous()
+        everyone = padded.new_empty(self._group.size() * len(padded), size)
+        all_gather_single(everyone, padded, group=self._group)
+        whole = everyone.unflatten(0, (self._group.size(), -1)).movedim(0, 1).flatten(1)[:, : self._vocabulary]
+        loss, gradient = self._loss(whole, targets_C)
+        first = min(self._group.rank() * size, self._vocabulary)
+        return loss, gradient[:, first : first + mine].contiguous()
 
 
 def _statistics(logits_CV: Tensor, targets_C: Tensor) -> Tensor:

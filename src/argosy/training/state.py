@@ -13,7 +13,8 @@ from argosy.checkpoint.history import History, Position
 from argosy.checkpoint.shards import part_box, wholes
 from argosy.config.schema import RunConfig
 from argosy.data.order import Range
-from argosy.optim.optimizer import Optimizer
+from argosy.optim.optimizer import RULES, Optimizer
+from argosy.optim.own import own_rule
 from argosy.optim.piece import Piece
 from argosy.parallel.encoding import SentTensor
 from argosy.parallel.expert import update_biases
@@ -78,7 +79,8 @@ class TrainState:
     def begin(cls, model: ParallelModel, plan: Plan, run: RunConfig) -> TrainState:
         """Return the state of a run before its first step, with the weights that `model` has."""
         scaler = LossScaler() if plan.precision == "fp16" else LossScaler(scale=1.0, growth_steps=0)
-        return cls(model, Optimizer(model.masters, run.optimizer, run.seed), scaler)
+        own = own_rule(run.extend.code, run.optimizer.kind) if run.optimizer.kind not in RULES else None
+        return cls(model, Optimizer(model.masters, run.optimizer, run.seed, own), scaler)
 
     @property
     def position(self) -> Position:

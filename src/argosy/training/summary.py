@@ -52,6 +52,8 @@ def _own_code(run: RunConfig) -> Iterator[str]:
         counts = Counter(declaration.kind for declaration in code.declarations)
         declared = ", ".join(f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts.items())
         yield f" {code.name} ({code.sha256[:8]}): {declared}"
+    for declaration in run.not_deterministic:
+        yield f" not deterministic: {declaration}. No replay or resumed run repeats its numbers bit for bit"
 
 
 def _wrapped_plan(head: str, plan: str) -> Iterator[str]:
@@ -103,6 +105,7 @@ def write_report(
         sample=sample,
         plan=str(plan),
         predicted=_predicted(plan, prediction, measured, facts),
+        not_deterministic=tuple(f"{declaration} ({declaration.place})" for declaration in run.not_deterministic),
         **found,
         **facts,
     )

@@ -29,6 +29,7 @@ from argosy.training.evaluation import Evaluator
 from argosy.training.integrity import Integrity
 from argosy.training.memory_checkpoints import MemoryCheckpointing
 from argosy.training.norms import LayerNorms
+from argosy.training.own_checks import check_own_code
 from argosy.training.pace import Pace
 from argosy.training.records import Records
 from argosy.training.replay_check import check_can_replay
@@ -65,6 +66,7 @@ class Trainer:
         self._records = records = Records(run, plan, world, run_dir)
 
         check_can_replay(run, plan, world.device)
+        check_own_code(run, plan)
         model = apply(plan, run, world)
         self._data = open_data(run.data, run.seed, run.train.global_batch)
         self._evaluator = Evaluator(run, plan, self._data.sources, model, world)

@@ -17,7 +17,7 @@ import numpy as np
 from argosy.config.schema import RunConfig
 from argosy.plan.cost.cluster_constants import COMPILER_BYTES, constants_of, memory_std, time_std
 from argosy.plan.cost.constants import Constants
-from argosy.plan.cost.exact_state import INT8_BLOCK, MOMENTS
+from argosy.plan.cost.exact_state import INT8_BLOCK, moments_of
 from argosy.plan.cost.factors import Factors, calibrated
 from argosy.plan.cost.memory_model import Footprint, MemoryModel
 from argosy.plan.cost.rates import Rates, System
@@ -96,7 +96,7 @@ class CostModel:
         optimizer = self.run.optimizer
         of_moment = 4.0 if optimizer.state == "fp32" else 1.0 + 4 / INT8_BLOCK
         return System(
-            moment_bytes=MOMENTS[optimizer.kind] * of_moment,
+            moment_bytes=moments_of(self.run)[optimizer.kind] * of_moment,
             compiler_bytes=COMPILER_BYTES * self.rates.host_waits,
             saves_here=self.rates.host_waits,
             checks_gradients=float(self.run.resilience.replay_check_every_steps > 0),

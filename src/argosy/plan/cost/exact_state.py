@@ -20,6 +20,7 @@ of gradients, and the blocks that stage 3 gathers.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from argosy.config.parameter_groups import settings_of
@@ -83,13 +84,14 @@ def state_bytes(plan: Plan, run: RunConfig, rank: int = 0) -> StateBytes:
     """Return the bytes of the state on global rank `rank` when gradients have been summed; exact, padding included."""
     w = DTYPE_BYTES[plan.weights]
     parameters = gradients = optimizer = 0
+    moments = moments_of(run)
     seen: set[str] = set()  # the first rank of a V-shaped pipeline has a tied embedding twice, and updates it once
     for stage in stages_on(plan, run, rank).values():
         for name, parameter in parameter_table(run.model, stage, plan.tp).items():
             cut = local_shard_of(parameter, plan, rank)
             parameters += w * (cut.chunk if plan.zero == 3 else cut.numel)
             gradients += w * _gradient_elements(cut, plan)
-            optimizer += 0 if name in seen else moment_bytes(name, parameter.shape, cut.mine, run.optimizer)
+            optimizer += 0 if name in seen else moment_bytes(name, parameter.shape, cut.mine, run.optimizer, moments)
             seen.add(name)
     return StateBytes(parameters, gradients, optimizer)
 
@@ -102,7 +104,18 @@ def _gradient_elements(cut: LocalShard, plan: Plan) -> int:
     return share + (cut.numel if plan.zero == 1 else 0)
 
 
-def moment_bytes(name: str, shape: tuple[int, ...], mine: tuple[int, ...], config: OptimizerConfig) -> int:
+def moments_of(run: RunConfig) -> Mapping[str, int]:
+    """Return how many moments each optimizer keeps of a parameter, those of the user's included."""
+    return MOMENTS | {name: len(d.facts["moments"]) for name, d in run.extend.declared("optimizer").items()}
+
+
+def moment_bytes(
+    name: str,
+    shape: tuple[int, ...],
+    mine: tuple[int, ...],
+    config: OptimizerConfig,
+    moments: Mapping[str, int] = MOMENTS,
+) -> int:
     """Return the bytes of optimizer state for the part `mine` of a parameter of `shape`: 4 for each element and moment.
 
     With state = "int8", matrices take 1 byte an element and 4 for each block of 256 elements of a row.
@@ -113,7 +126,7 @@ def moment_bytes(name: str, shape: tuple[int, ...], mine: tuple[int, ...], confi
         return 0
     rows = math.prod(mine[:-1])
     each = elements + 4 * rows * -(-mine[-1] // INT8_BLOCK) if settings.int8 else 4 * elements
-    return MOMENTS[settings.rule] * each
+    return moments[settings.rule] * each
 
 
 def local_shard_of(parameter: Parameter, plan: Plan, rank: int) -> LocalShard:

@@ -1,0 +1,82 @@
+"""A loss of the user's: a function of the logits of a chunk of tokens, whose gradient autograd gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from argosy.errors import RunFailed, UserError
+from argosy.extend.declared import CodeFile
+from argosy.extend.loading import Extension, find, where
+from argosy.models.loss import IGNORED
+
+# C tokens of a chunk, V vocabulary
+
+
+class OwnLoss:
+    """A `models.loss.ChunkLoss` that calls a function of the user's with the whole vocabulary's logits."""
+
+    def __init__(self, extension: Extension):
+        self.declared = extension.declared
+        self._function = extension.function
+
+    def __call__(self, logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the chunk's summed loss and its gradient to the logits. Raises: RunFailed that names the function."""
+        with torch.enable_grad():
+            logits = logits_CV.detach().float().requires_grad_()
+            losses_C = self._losses(logits, targets_C.clamp(min=0))
+            loss = torch.where(targets_C == IGNORED, 0.0, losses_C.float()).sum()
+        (gradient_CV,) = torch.autograd.grad(loss, logits)
+        return loss.detach(), gradient_CV.to(logits_CV.dtype)
+
+    def _losses(self, logits_CV: Tensor, targets_C: Tensor) -> Tensor:
+        try:
+            losses_C = self._function(logits_CV, targets_C)
+        except Exception as error:
+            place = where(error, self.declared.place.rpartition(":")[0])
+            raise RunFailed(f"{place}: the {self.declared} raised {type(error).__name__}: {error}.") from error
+        if not isinstance(losses_C, Tensor) or losses_C.shape != targets_C.shape or not losses_C.requires_grad:
+            what = f"{list(losses_C.shape)}" if isinstance(losses_C, Tensor) else f"a {type(losses_C).__name__}"
+            what += " without a gradient" if isinstance(losses_C, Tensor) and not losses_C.requires_grad else ""
+            raise RunFailed(
+                f"{self.declared.place}: the {self.declared} returned {what}; a loss for each token, "
+                f"[{len(targets_C)}], computed from the logits, is what it must return."
+            )
+        return losses_C
+
+
+def own_loss(code: Sequence[CodeFile], name: str) -> OwnLoss:
+    """Return the loss `name`. Raises: UserError."""
+    return OwnLoss(find(code, "loss", name))
+
+
+def check_loss(code: Sequence[CodeFile], name: str) -> None:
+    """Try the user's loss on a few tokens: twice, and token by token.
+
+    Raises: UserError if it returns what it must not, does not repeat itself and does not say so, or if a token's loss
+    depends on others.
+    """
+    loss = own_loss(code, name)
+    declared = loss.declared
+    logits_CV, targets_C = torch.linspace(-3.0, 3.0, 66).view(6, 11).sin() * 4, torch.tensor([0, 10, 3, 3, 7, 5])
+    try:
+        whole, again = loss(logits_CV, targets_C), loss(logits_CV, targets_C)
+        single = [loss(logits_CV[i : i + 1], targets_C[i : i + 1]) for i in range(6)]
+    except RunFailed as failed:
+        raise UserError(str(failed)) from failed
+    if not whole[0].isfinite() or not whole[1].isfinite().all():
+        raise UserError(f"{declared.place}: the {declared}, or its gradient, is not finite for plain logits.")
+    if not declared.facts["deterministic"]:
+        return
+    if not all(map(torch.equal, whole, again)):
+        raise UserError(
+            f"{declared.place}: the {declared} gave two results for the same logits. Make it repeat itself, or declare "
+            "deterministic=False: then the run says that nothing repeats it."
+        )
+    if not torch.allclose(whole[1], torch.cat([gradient for _, gradient in single]), rtol=1e-4, atol=1e-6):
+        raise UserError(
+            f"{declared.place}: the {declared} of a token depends on other tokens. Tokens come in chunks of any "
+            "length, so a token's loss must follow from its own logits and target."
+        )
