@@ -74,13 +74,15 @@ def started(folder: Folder) -> Iterator[Callable[..., subprocess.Popen[str]]]:
             process.communicate()
 
 
-def test_losses_are_the_same_to_a_bit_beside_sinks_that_raise_and_hang_and_a_follower_that_is_killed(folder, started):
+def test_losses_are_the_same_to_a_bit_beside_bad_sinks_a_killed_follower_norms_and_samples(folder, started):
     run_file = folder.write_run(steps=60, every_steps=30)
-    folder.argosy("train", run_file, "--run-dir", "alone")
+    folder.argosy("train", run_file, "--run-dir", "alone", "--observe.norms-every-steps", "0")
     path = os.pathsep.join([BAD, os.environ["PYTHONPATH"]])
     sinks = ["tensorboard", "bad_sinks:RaisesAtStart", "raises_at_import:Sink", "bad_sinks:Hangs"]
-    words = [run_file, "--run-dir", "shown", "--observe.sinks", *sinks]
-    process = started(*words, "--observe.sink.flush-s", "4", PYTHONPATH=path)
+    words = [run_file, "--run-dir", "shown", "--observe.sinks", *sinks, "--observe.sink.flush-s", "4"]
+    words += ["--observe.norms-every-steps", "5"]
+    words += ["--observe.sample-every-steps", "20", "--evaluate.sample-prompt", "class "]
+    process = started(*words, PYTHONPATH=path)
     shown = folder.path / "shown"
     wait_until(lambda: (shown / "metrics.jsonl").exists() and follower_of(process.pid) is not None)
     wait_until(lambda: bool(events(shown, "sink_started")))
@@ -91,6 +93,10 @@ def test_losses_are_the_same_to_a_bit_beside_sinks_that_raise_and_hang_and_a_fol
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert losses(shown) == losses(folder.path / "alone")
+    assert sum("norms" in line for line in map(json.loads, (shown / "metrics.jsonl").open())) == 12
+    samples = [json.loads(line) for line in (shown / "samples.jsonl").read_text().splitlines()]
+    assert samples[-1]["step"] == 59
+    assert all(sample["prompt"] == "class " and sample["text"] for sample in samples)
     assert in_tensorboard(shown) == [(step, pytest.approx(loss)) for step, loss in losses(shown)]
     assert "the sink bad_sinks:RaisesAtStart is switched off: RuntimeError: no server at http://***@example.org" in err
     assert "the sink raises_at_import:Sink is switched off: ImportError: a library of it is missing" in err

@@ -541,6 +541,15 @@ class RunConfig(Section):
     observe: ObserveConfig = ObserveConfig()
     extend: ExtendConfig = ExtendConfig()
 
+    @model_validator(mode="after")
+    def _samples_have_a_prompt(self) -> Self:
+        if self.observe.sample_every_steps and not self.evaluate.sample_prompt:
+            raise ValueError(
+                f"observe.sample_every_steps = {self.observe.sample_every_steps} needs evaluate.sample_prompt, the "
+                "text that samples continue"
+            )
+        return self
+
     @property
     def tokens_per_step(self) -> int:
         """Tokens of one optimizer step, over all devices."""

@@ -46,7 +46,7 @@ def train_joined(run: RunConfig, run_dir: Path | None = None, *, accept_changes:
             raise
         os.environ[fence.GENERATION] = str(generation)
         if world.is_first:
-            held.enter_context(following(run_dir, run.observe, Events(run_dir, "launcher")))
+            held.enter_context(following(run_dir, run, Events(run_dir, "launcher")))
         work(run, plan, world, run_dir, stop)
     if stop.number is not None:
         sys.exit(128 + stop.number)

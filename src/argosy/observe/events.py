@@ -131,6 +131,19 @@ def backwards(file: BinaryIO) -> Iterator[tuple[int, dict[str, Any] | None]]:
         yield 0, record_of(rest)
 
 
+def forget_from(path: Path, step: int) -> None:
+    """Drop the lines of `step` and later of a file whose lines are in the order of their "step"."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        end = file.seek(0, os.SEEK_END)
+        for start, record in backwards(file):
+            if record is not None and record["step"] < step:
+                break
+            end = start
+        file.truncate(end)
+
+
 def from_the_end(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the complete records of a JSON-lines file, the last one first."""
     with suppress(FileNotFoundError), path.open("rb") as file:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from argosy.observe.events import JsonLines, backwards, each_line, from_the_end, read_lines
+from argosy.observe.events import JsonLines, each_line, forget_from, from_the_end, read_lines
 
 CLEAR_REFS = Path("/proc/self/clear_refs")
 
@@ -32,15 +31,7 @@ class Metrics:
 
     def forget_from(self, step: int) -> None:
         """Drop the records of `step` and later: those steps were lost and are about to be run again."""
-        if not self.path.exists():
-            return
-        with self.path.open("rb+") as file:
-            end = file.seek(0, os.SEEK_END)
-            for start, record in backwards(file):
-                if record is not None and record["step"] < step:
-                    break
-                end = start
-            file.truncate(end)
+        forget_from(self.path, step)
 
     def last(self, count: int) -> list[dict[str, Any]]:
         """Return the records of the last `count` steps (fewer if there are no more), in order."""

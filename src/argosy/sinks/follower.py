@@ -12,12 +12,19 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from argosy.config.load import load
+from argosy.config.schema import RunConfig
+from argosy.config.sinks import SinksConfig
 from argosy.observe.events import Events
+from argosy.plan.flops import parameters
 from argosy.processes.channel import Channel
 from argosy.processes.child import channel_to_parent, messages
 from argosy.sinks.keeper import Keeper
+from argosy.sinks.table import parts_of
 from argosy.sinks.worker import FOLDER
 
+FP32_BYTES = 4
+COPIES = 2
+"""The model, and what is read of it at once."""
 LOOK_S = 0.2
 """How often it looks after the sinks."""
 PROCESS = "follower"
@@ -26,13 +33,14 @@ PROCESS = "follower"
 
 def follow(folder: Path, is_over: threading.Event) -> None:
     """Hold the sinks of the run in `folder`, until it is over and they have written the rest, or had time for it."""
-    observe, events = load(folder / "run.toml").observe, Events(folder, PROCESS)
-    keepers = [Keeper(folder, name, observe.sink, events) for name in observe.sinks]
+    run, events = load(folder / "run.toml"), Events(folder, PROCESS)
+    limits = run.observe.sink
+    keepers = [Keeper(folder, name, _limits_of(name, run), events) for name in parts_of(run)]
     with _alone(folder, is_over):
         while not is_over.wait(LOOK_S):
             for keeper in keepers:
                 keeper.keep(time.monotonic())
-        end_s = time.monotonic() + observe.sink.flush_s
+        end_s = time.monotonic() + limits.flush_s
         for keeper in keepers:
             keeper.finish(time.monotonic())
         while any(keeper.is_running for keeper in keepers) and time.monotonic() < end_s:
@@ -40,7 +48,16 @@ def follow(folder: Path, is_over: threading.Event) -> None:
             for keeper in keepers:
                 keeper.keep(time.monotonic())
         for keeper in keepers:
-            keeper.end(f"it has not written the rest within {observe.sink.flush_s:g} s")
+            keeper.end(f"it has not written the rest within {limits.flush_s:g} s")
+
+
+def _limits_of(name: str, run: RunConfig) -> SinksConfig:
+    """Return what a sink may take: who writes samples holds the model."""
+    limits = run.observe.sink
+    if name != "samples":
+        return limits
+    model_bytes = FP32_BYTES * parameters(run.model)
+    return limits.model_copy(update={"memory_bytes": limits.memory_bytes + COPIES * model_bytes})
 
 
 @contextmanager

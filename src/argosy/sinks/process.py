@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from argosy.config.observe import ObserveConfig
+from argosy.config.schema import RunConfig
 from argosy.observe.events import Events
 from argosy.observe.terminal import print_message
 from argosy.processes.channel import Gone
 from argosy.processes.child import Child
+from argosy.sinks.table import parts_of
 
 FOLLOWER = "argosy.sinks.follower"
 MOST_STARTS = 5
@@ -26,9 +27,10 @@ SPARE_S = 5.0
 class FollowerProcess:
     """Starts the follower of a run, if the run has sinks, and starts it again when it has died."""
 
-    def __init__(self, folder: Path, observe: ObserveConfig, events: Events):
+    def __init__(self, folder: Path, run: RunConfig, events: Events):
         """`events`: those of the process that starts it."""
-        self._folder, self._observe, self._events = folder, observe, events
+        self._folder, self._events = folder, events
+        self._is_needed, self._flush_s = bool(parts_of(run)), run.observe.sink.flush_s
         self._child: Child | None = None
         self._starts = 0
         self.is_wanted = False
@@ -36,7 +38,7 @@ class FollowerProcess:
 
     def keep(self) -> None:
         """Start it, or start it again, or end it if another machine is to have it. Call this often: it never waits."""
-        if not self._observe.sinks or not self.is_wanted:
+        if not self._is_needed or not self.is_wanted:
             self._end()
         elif self._child is not None and self._child.is_alive:
             return
@@ -49,7 +51,7 @@ class FollowerProcess:
         """Let the sinks write the rest, for observe.sink.flush_s at most, and end."""
         if self._child is None:
             return
-        end_s = time.monotonic() + self._observe.sink.flush_s + SPARE_S
+        end_s = time.monotonic() + self._flush_s + SPARE_S
         with suppress(Gone):
             self._child.channel.send("finish")
         while self._child.is_alive and time.monotonic() < end_s:
@@ -80,9 +82,9 @@ class FollowerProcess:
 
 
 @contextmanager
-def following(folder: Path, observe: ObserveConfig, events: Events) -> Iterator[None]:
+def following(folder: Path, run: RunConfig, events: Events) -> Iterator[None]:
     """Hold the follower of a run, in a thread, while the block trains."""
-    follower, is_over = FollowerProcess(folder, observe, events), threading.Event()
+    follower, is_over = FollowerProcess(folder, run, events), threading.Event()
     follower.is_wanted = True
 
     def keep() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from argosy.config.observe import ObserveConfig
+from argosy.config.schema import RunConfig
 from argosy.errors import UserError, missing_extra
 from argosy.sinks.sink import Sink
 
@@ -34,16 +35,30 @@ SINKS = {
     "tensorboard": Entry("argosy.sinks.tensorboard", "TensorBoard", "tensorboard", "tensorboard"),
     "prometheus": Entry("argosy.sinks.prometheus", "Prometheus"),
 }
+OF_A_RUN = {
+    "alerts": Entry("argosy.sinks.alerting", "Alerting"),
+    "samples": Entry("argosy.inference.sampler", "Sampler"),
+}
+"""What a run has by other keys, held like its sinks."""
+OF_A_RUN_BY = {"alerts": "alerts", "samples": "sample_every_steps"}
+"""The keys of `observe`."""
+
+
+def parts_of(run: RunConfig) -> tuple[str, ...]:
+    """Return the names of all that a run's follower holds; none: the run needs no follower."""
+    alerts = ("alerts",) if run.observe.alerts.are_delivered else ()
+    samples = ("samples",) if run.observe.sample_every_steps else ()
+    return (*run.observe.sinks, *alerts, *samples)
 
 
 def entry_of(name: str) -> Entry:
-    """Return the sink that observe.sinks calls `name`: one of `SINKS`, or your own as "module:Class".
+    """Return the sink of this name: one of `SINKS`, of `OF_A_RUN`, or your own as "module:Class".
 
     Raises: UserError if there is none.
     """
     module, colon, kind = name.partition(":")
-    if name in SINKS:
-        return SINKS[name]
+    if name in SINKS | OF_A_RUN:
+        return (SINKS | OF_A_RUN)[name]
     if colon and module and kind:
         return Entry(module, kind)
     near = get_close_matches(name, SINKS, 1)
@@ -57,6 +72,8 @@ def check_sinks(observe: ObserveConfig) -> None:
     Raises: UserError.
     """
     for name in observe.sinks:
+        if name in OF_A_RUN:
+            raise UserError(f"observe.sinks: {name!r} is no sink; observe.{OF_A_RUN_BY[name]} asks for it.")
         entry = entry_of(name)
         package = entry.package or entry.module.partition(".")[0]
         if _is_installed(package):

@@ -74,7 +74,7 @@ class Agent:
         """What is waited for while no worker of this node is in a world: then none of them has the live line."""
         self._node = NodeWatch(run_dir)
         self._newcomers = Newcomers(run.resilience)
-        self._follower = FollowerProcess(run_dir, run.observe, self._events)
+        self._follower = FollowerProcess(run_dir, run, self._events)
         self._failed_starts = 0
         self._node_check: NodeCheck | None = None
         self._health: Health | None = None

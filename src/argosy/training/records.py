@@ -124,8 +124,7 @@ class Records:
         """Write the line of a step that was applied, and return it. Only rank 0 calls it.
 
         tokens: trained on so far. samples: what `Batches.line` says of the step. seconds: as the clock gives them.
-        logged: what the user's code logged.
-        norms: as `LayerNorms.of` gives them, if they were due.
+        logged: what the user's code logged. norms: as `LayerNorms.of` gives them, if they were due.
         """
         step_s = seconds["step"] - sum(seconds.get(category, 0.0) for category in BESIDE)
         tokens_per_s = update.tokens / step_s if step_s else 0.0
