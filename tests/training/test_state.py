@@ -56,7 +56,7 @@ def test_biases_of_experts_move_with_the_update_and_not_before():
 def test_an_update_that_fails_is_known_to_be_incomplete(monkeypatch):
     state, update = pending()
 
-    def peer_is_gone() -> None:
+    def peer_is_gone(watch: object) -> None:
         raise RuntimeError("Connection closed by peer")
 
     monkeypatch.setattr(state.optimizer, "step", peer_is_gone)
