@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from pydantic_core import PydanticUndefined
-
 import argosy
 from argosy.cli import COMMANDS
 from argosy.cli import main as argosy_main
@@ -33,7 +31,7 @@ from argosy.plan.plan import Plan
 
 def run_file() -> str:
     """Return the page of the run file: a table of keys for each of its tables."""
-    tables = [_keys_of(section, above) for above, section in _sections(RunConfig)]
+    tables = [_keys_of(section, name) for name, section in _sections(RunConfig())]
     return "\n\n".join(
         [
             "# Run file",
@@ -46,38 +44,46 @@ def run_file() -> str:
             "## plan",
             "The words of a plan: `plan` is `auto`, a text of these words such as `dp_replicate=2,microbatch=4`, "
             'both (`"auto,precision=fp32"`), or a table of them. [Parallelism](parallelism.md) explains them.',
-            _table(Plan, ("plan",)),
+            _table(Plan(), "plan"),
         ]
     )
 
 
-def _sections(schema: type[Section], above: str = "") -> Iterator[tuple[str, type[Section]]]:
-    """Yield the name and the schema of each table of the run file, as TOML writes it, in the order of the schema."""
-    yield above, schema
-    for name, info in schema.model_fields.items():
-        path = f"{above}.{name}".lstrip(".")
-        if inner := keys.section_of(info):
-            yield from _sections(inner, path)
+def _sections(section: Section, name: str = "") -> Iterator[tuple[str, Section]]:
+    """Yield each table of the run file: its name as TOML writes it, and its defaults, in the order of the schema."""
+    yield name, section
+    for key, info in type(section).model_fields.items():
+        path = f"{name}.{key}".lstrip(".")
+        if keys.section_of(info):
+            yield from _sections(getattr(section, key), path)
         elif inner := keys.element_of(info):
-            yield f"[{path}]", inner
+            yield f"[{path}]", inner.model_construct()
 
 
-def _keys_of(section: type[Section], name: str) -> str:
+def _keys_of(section: Section, name: str) -> str:
     """Return heading, meaning and table of keys of one table of the run file."""
-    heading = f"## `[{name}]` {{#{name.strip('[]')}}}" if name else "## At the top {#top}"
-    return "\n\n".join([heading, _escaped(section.__doc__ or ""), _table(section, tuple(name.strip("[]").split(".")))])
+    plain = name.strip("[]")
+    heading = f"## `[{name}]` {{#{plain}}}" if name else "## At the top {#top}"
+    return "\n\n".join([heading, _escaped(type(section).__doc__ or ""), _table(section, plain)])
 
 
-def _table(section: type[Section], above: tuple[str, ...]) -> str:
-    schema, meaning = section.model_json_schema()["properties"], meanings(section)
+def _table(section: Section, name: str) -> str:
+    """Return the table of the keys of `section`, each with an anchor: train.steps."""
+    schema, meaning = type(section).model_json_schema()["properties"], meanings(type(section))
     rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    for name, info in section.model_fields.items():
+    for key, info in type(section).model_fields.items():
         if keys.section_of(info):
             continue
-        anchor = ".".join(filter(None, (*above, name)))
-        key = f'<a id="{anchor}" href="#{anchor}"><code>{name}</code></a>'
-        rows.append(f"| {key} | {_type(schema[name])} | {_default(info.default)} | {_escaped(meaning.get(name, ''))} |")
-    return "\n".join(rows) if len(rows) > 2 else ""
+        anchor = f"{name}.{key}".lstrip(".")
+        shown = f'<a id="{anchor}" href="#{anchor}"><code>{key}</code></a>'
+        default = _default(getattr(section, key, None))
+        rows.append(f"| {shown} | {_type(schema[key])} | {default} | {_escaped(meaning.get(key, ''))} |")
+    return _keys_table(rows)
+
+
+def _keys_table(rows: list[str]) -> str:
+    """Return a table, the first two rows its head, which a phone shows as a list; nothing if it has no other row."""
+    return '<div class="keys" markdown>\n\n' + "\n".join(rows) + "\n\n</div>" if len(rows) > 2 else ""
 
 
 def _type(schema: dict[str, Any]) -> str:
@@ -104,10 +110,7 @@ def _limits(schema: dict[str, Any]) -> Iterator[str]:
 
 
 def _default(value: object) -> str:
-    if value is None or value is PydanticUndefined:
-        return ""
-    text = json.dumps(str(value) if isinstance(value, Path) else value)
-    return f"`{text}`"
+    return "" if value is None else f"`{json.dumps(str(value) if isinstance(value, Path) else value)}`"
 
 
 # The commands
@@ -174,7 +177,7 @@ def _options(box: str, kind: str) -> str:
         meaning = (here[2] or "") if here else line.strip()
         if meaning and "--help" not in option:
             rows.append(f"| {option.replace('|', '&#124;')} | {_escaped(meaning)} |")
-    return "\n".join(rows) if len(rows) > 2 else ""
+    return _keys_table(rows)
 
 
 # The Python API
@@ -215,13 +218,15 @@ def _signature(node: ast.FunctionDef) -> str:
 
 def _docstring(node: ast.FunctionDef | ast.ClassDef) -> str:
     """Return the docstring as Markdown: `name: meaning` becomes an entry of a list."""
+    blocks = (ast.get_docstring(node) or "").replace("Args:\n", "").split("\n\n")
+    # A line that ends in a full stop ends an entry, unless the next one is set in further.
+    texts = [text for block in blocks for text in re.split(r"(?<=\.)\n(?! {5})", block)]
     parts: list[str] = []
-    for block in (ast.get_docstring(node) or "").split("\n\n"):
-        text = " ".join(block.split()).removeprefix("Args: ")
+    for text in (" ".join(text.split()) for text in texts):
         entries = re.split(r"(?:^|(?<=\. ))(?=(?:[a-z_]+|Raises): )", text)
         for entry in filter(None, map(str.strip, entries)):
-            word = re.match(r"([a-z_]+|Raises): (.*)", entry)
-            parts.append(f"- `{word[1]}`: {_escaped(word[2])}" if word and word[1] != "Raises" else _escaped(entry))
+            word = re.match(r"([a-z_]+): (.*)", entry)
+            parts.append(f"- `{word[1]}`: {_escaped(word[2])}" if word else _escaped(entry))
     return "\n\n".join(parts)
 
 
@@ -242,7 +247,7 @@ def _members(name: str, node: ast.ClassDef, home: str) -> Iterator[str]:
             for f in fields
         ]
         if rows:
-            yield "\n".join(["| field | type | meaning |", "|---|---|---|", *rows])
+            yield _keys_table(["| field | type | meaning |", "|---|---|---|", *rows])
     for method in (item for item in node.body if isinstance(item, ast.FunctionDef)):
         if not method.name.startswith("_"):
             is_property = any(ast.unparse(mark) == "property" for mark in method.decorator_list)
