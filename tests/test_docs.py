@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,22 @@ def test_make_targets_that_documents_name_exist() -> None:
     for document in DOCUMENTS:
         named = set(re.findall(r"`make ([a-z-]+)`", document.read_text()))
         assert named <= targets, document.name
+
+
+def test_every_event_that_the_code_writes_is_in_the_table_of_events() -> None:
+    table = (ROOT / "docs" / "events.md").read_text()
+    written = {name for file in (ROOT / "src").rglob("*.py") for name in _events_written(file.read_text())}
+    assert {"worker_died", "recovered", "resume"} < written
+    assert sorted(name for name in written if f"`{name}`" not in table) == []
+
+
+def _events_written(code: str) -> Iterator[str]:
+    """The names in `events.write("NAME", ...)` and in `tell` and `_hear`, which write events for others."""
+    for node in ast.walk(ast.parse(code)):
+        match node:
+            case ast.Call(func=ast.Attribute(attr=method, value=writer), args=[ast.Constant(value=str(name)), *_]):
+                if method in ("tell", "_hear") or (method == "write" and "events" in ast.unparse(writer)):
+                    yield name
 
 
 def test_the_published_schema_is_the_code_s() -> None:

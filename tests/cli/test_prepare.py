@@ -37,6 +37,7 @@ def test_the_advice_about_damaged_data_is_the_whole_command(prepared, capsys):
         file.unlink()
     assert cli.main(shlex.split(command)) == 0
     assert cli.main(["prepare", "--out", "data", "--verify"]) == 0
+    assert "every byte matches its checksum" in capsys.readouterr().out
 
 
 def test_messages_name_the_options_of_the_command(prepared):

@@ -112,7 +112,8 @@ def _prepare(options: Options, config: Positional) -> None:
     if made_of := manifest.in_words():
         print(f"{folder}: {made_of}")
     splits = ", ".join(f"{name} {_tokens(manifest.tokens(name))}" for name in manifest.splits)
-    print(f"{folder}: {splits}; vocabulary {manifest.vocab_size}")
+    checked = "; every byte matches its checksum" if options.verify else ""
+    print(f"{folder}: {splits}; vocabulary {manifest.vocab_size}{checked}")
 
 
 def _extend(files: tuple[Path, ...]) -> ExtendConfig:
