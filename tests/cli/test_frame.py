@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -85,6 +86,13 @@ def test_help_lists_the_commands_and_version_the_version(capsys):
     assert all(name in text for name in cli.COMMANDS)
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"argosy {argosy.__version__}\n"
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_takes_help_all(command, capsys):
+    with suppress(SystemExit):
+        assert cli.main([command, "--help-all"]) == 0
+    assert capsys.readouterr().out.startswith(f"usage: argosy {command} ")
 
 
 @pytest.mark.parametrize("action", ["list", "verify", "prune", "export", "import"])

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from argosy.cli.help import fitted
+from argosy.cli.help import ALL, SHORT, fitted
 from argosy.cli.options import must_be_folder, parse
 from argosy.errors import ArgosyError, UserError
 
@@ -86,7 +86,7 @@ def main(argv: list[str]) -> int:
         "export": _export,
         "import": _import,
     }
-    if not argv or argv[0] in ("-h", "--help"):
+    if not argv or argv[0] in (*SHORT, ALL):
         print(f"usage: argosy checkpoint {{{','.join(actions)}}} ...\n\n{fitted(__doc__ or '')}")
         return 0
     if argv[0] not in actions:

@@ -20,7 +20,7 @@ from typing import Annotated
 
 import tyro
 
-from argosy.cli.help import fitted
+from argosy.cli.help import ALL, SHORT, fitted
 from argosy.cli.options import parse, parse_run
 from argosy.config.catalog import Kind, preset_names, preset_path
 from argosy.config.dump import dump
@@ -87,7 +87,7 @@ class DeviceOptions:
 def main(argv: list[str]) -> int:
     """`argosy config ACTION ...`."""
     actions = {"show": _show, "schema": _schema, "presets": _presets, "device": _device}
-    if not argv or argv[0] in ("-h", "--help"):
+    if not argv or argv[0] in (*SHORT, ALL):
         print(f"usage: argosy config {{{','.join(actions)}}} ...\n\n{fitted(__doc__ or '')}")
         return 0
     if argv[0] not in actions:

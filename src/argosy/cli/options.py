@@ -52,8 +52,7 @@ def parse_run(
     run, about = load(source), about or _description(extra)
     if any(word in SHORT for word in rest):
         _show_essential(prog + RUN, extra, run, about, [key for key in ESSENTIAL if keys.dotted(key) not in idle])
-    words = ["--help" if word == ALL else word for word in rest]
-    options, overrides = _parse(words, prog + RUN, extra, run, about)
+    options, overrides = _parse(_helped(rest), prog + RUN, extra, run, about)
     return options, load(source, overrides, overrides_mark=OPTION_MARK)
 
 
@@ -69,7 +68,7 @@ def parse_section(argv: list[str], prog: str, extra: type[ExtraT], section: type
 
     A field of `section` may be `tyro.conf.Positional`. Paths are left as typed.
     """
-    options, overrides = _parse(argv, prog, extra, section(), _description(extra))
+    options, overrides = _parse(_helped(argv), prog, extra, section(), _description(extra))
     source = Source(OPTION_MARK)
     return options, build(section, {keys.key_of(k): Entry(v, source) for k, v in overrides.items()})
 
@@ -81,11 +80,17 @@ def parse(argv: list[str], prog: str, options: type[ExtraT], about: str | None =
     """
     found: ExtraT
     unknown: list[str]
+    argv = _helped(argv)
     form = explained(options) if any(word in SHORT for word in argv) else options
     argv = _with_plain_counts(argv, options)
     found, unknown = described(form, prog, about or _description(options), argv)
     _refuse(unknown, prog, options, Section)
     return found
+
+
+def _helped(argv: list[str]) -> list[str]:
+    """Return the words with --help in place of --help-all, which shows all where --help would show a part."""
+    return ["--help" if word == ALL else word for word in argv]
 
 
 def _with_plain_counts(argv: list[str], options: type) -> list[str]:
