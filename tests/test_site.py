@@ -84,4 +84,8 @@ def test_the_python_reference_has_every_public_name() -> None:
     import argosy
 
     page = reference.python_api()
-    assert [name for name in argosy.__all__ if not name.startswith("_") and f"## {name} " not in page] == []
+    names = [name for name in argosy.__all__ if not name.startswith("_") and name != "extend"]
+    names += [f"extend.{name}" for name in argosy.extend.__all__]
+    for name in names:
+        section = re.search(rf"^## {re.escape(name)} .*\n\n(.+)", page, re.MULTILINE)
+        assert section and not section[1].startswith("#"), name

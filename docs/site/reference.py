@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout, suppress
 from importlib.util import find_spec
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -188,21 +189,44 @@ def python_api() -> str:
     parts = [
         "# Python API",
         "The names of `import argosy`. [Argosy from Python](python.md) shows them at work.",
+        *(_public(name, home, name) for name, home in sorted(argosy._HOME.items(), key=_functions_first)),
     ]
-    for name in sorted(argosy._HOME, key=lambda name: (name[0].isupper(), name)):
-        parts.append(_public(name, argosy._HOME[name]))
+    for room in sorted({*argosy.__all__} - {*argosy._HOME, "__version__"}):
+        names = sorted(_imported(f"argosy.{room}").items(), key=_functions_first)
+        parts += [_public(name, home, f"{room}.{name}") for name, home in names]
     return "\n\n".join(parts)
 
 
-def _public(name: str, home: str) -> str:
-    """Return the section of one public name, read from the source of its module, which is not imported."""
-    body = ast.parse(Path(find_spec(home).origin).read_text()).body
-    node = next(node for node in body if getattr(node, "name", "") == name)
-    parts = [f"## {name} {{#{name}}}"]
-    if isinstance(node, ast.FunctionDef):
-        parts += [f"```python\n{_signature(node)}\n```", _docstring(node)]
-    elif isinstance(node, ast.ClassDef):
-        parts += [_docstring(node), *_members(name, node, home)]
+def _functions_first(name_and_home: tuple[str, str]) -> tuple[bool, str]:
+    return name_and_home[0][0].isupper(), name_and_home[0]
+
+
+def _source(module: str) -> list[ast.stmt]:
+    """Return the statements of a module, which is not imported."""
+    spec = find_spec(module)
+    assert spec is not None and spec.origin is not None, module
+    return ast.parse(Path(spec.origin).read_text()).body
+
+
+def _imported(package: str) -> dict[str, str]:
+    """Return name -> module of the names that the package takes from its modules to be used by others."""
+    froms = [node for node in _source(package) if isinstance(node, ast.ImportFrom) and node.module]
+    return {alias.name: str(node.module) for node in froms for alias in node.names}
+
+
+def _public(name: str, home: str, shown: str) -> str:
+    """Return the section of one public name that the module `home` defines."""
+    parts = [f"## {shown} {{#{shown}}}"]
+    for node, following in pairwise([*_source(home), ast.Pass()]):
+        match node:
+            case ast.FunctionDef(name=found) if found == name:
+                parts += [f"```python\n{_signature(node)}\n```", _docstring(node)]
+            case ast.ClassDef(name=found) if found == name:
+                parts += [_docstring(node), *_members(name, node, home)]
+            case ast.Assign(targets=[ast.Name(id=found)]) | ast.AnnAssign(target=ast.Name(id=found)) if found == name:
+                parts.append(f"```python\n{ast.unparse(node)}\n```")
+                if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+                    parts.append(_escaped(str(following.value.value)))
     return "\n\n".join(parts)
 
 
