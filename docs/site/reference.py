@@ -272,11 +272,19 @@ def _members(name: str, node: ast.ClassDef, home: str) -> Iterator[str]:
         ]
         if rows:
             yield _keys_table(["| field | type | meaning |", "|---|---|---|", *rows])
-    for method in (item for item in node.body if isinstance(item, ast.FunctionDef)):
-        if not method.name.startswith("_"):
-            is_property = any(ast.unparse(mark) == "property" for mark in method.decorator_list)
-            shown = method.name if is_property else f"{method.name}({ast.unparse(method.args)})"
-            yield f"`{shown}`: {_docstring(method)}"
+    yield _keys_table(["| attribute, method | meaning |", "|---|---|", *map(_member, _public_methods(node))])
+
+
+def _public_methods(node: ast.ClassDef) -> Iterator[ast.FunctionDef]:
+    return (item for item in node.body if isinstance(item, ast.FunctionDef) and not item.name.startswith("_"))
+
+
+def _member(method: ast.FunctionDef) -> str:
+    """Return a property or a method as a row of a table."""
+    arguments = re.sub(r"^(self|cls)(, )?", "", ast.unparse(method.args))
+    is_property = any(ast.unparse(mark) == "property" for mark in method.decorator_list)
+    shown = method.name if is_property else f"{method.name}({arguments})"
+    return f"| {_code(shown)} | {_escaped(ast.get_docstring(method) or '')} |"
 
 
 def _code(text: str) -> str:
