@@ -80,10 +80,12 @@ def test_no_room_hides_a_public_name():
     assert not {module.name for module in iter_modules(argosy.__path__)} & set(argosy.__all__)
 
 
-def test_help_lists_the_commands_and_version_the_version(capsys):
+def test_help_lists_the_commands_in_80_columns_and_version_the_version(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     assert cli.main([]) == cli.main(["--help"]) == 0
     text = capsys.readouterr().out
     assert all(name in text for name in cli.COMMANDS)
+    assert max(map(len, text.splitlines())) <= 80
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"argosy {argosy.__version__}\n"
 

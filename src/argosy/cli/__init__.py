@@ -10,6 +10,8 @@ import sys
 import traceback
 import warnings
 from importlib import import_module
+from shutil import get_terminal_size
+from textwrap import fill
 from typing import TextIO
 
 COMMANDS = {
@@ -20,11 +22,11 @@ COMMANDS = {
     "evaluate": "measure a checkpoint's loss on held-out text",
     "parity": "train some steps in one process and as a plan says, and compare",
     "replay": "run steps again, and compare them bit for bit",
-    "chaos": "train twice, undisturbed and with processes being killed, and compare",
+    "chaos": "train twice, undisturbed and disturbed, and compare",
     "probe": "measure this machine, and write it as a cluster to plan for",
     "plan": "rank layouts for a model on a cluster: time, memory, cost, and why",
-    "scaling": "fit a scaling law to small runs, and ask it for the best size or a loss",
-    "simulate": "run the train step of any rank without devices: memory, FLOPs, bytes, timeline",
+    "scaling": "fit a scaling law to small runs, and predict larger ones",
+    "simulate": "run the train step of any rank without devices",
     "config": "show the resolved run file, its JSON schema, the presets",
 }
 """Command -> its purpose, in a line; its module is argosy.cli.COMMAND, with `main(argv) -> int | None`."""
@@ -107,21 +109,24 @@ def _help() -> str:
 
     width = max(map(len, COMMANDS))
     table = "\n".join(f"  {name:{width}}  {line}" for name, line in COMMANDS.items())
-    codes = "\n".join(f"  {code:>3}  {meaning}" for code, meaning in EXIT_CODES.items())
+    columns = get_terminal_size().columns
+    codes = "\n".join(
+        fill(f"  {code:>3}  {meaning}", columns, subsequent_indent=" " * 7) for code, meaning in EXIT_CODES.items()
+    )
     return f"""\
 usage: argosy COMMAND [RUN] [--section.key VALUE ...]
 
-Trains large language models on one machine, or with torchrun on several; plans for any number.
+Trains large language models on one machine or many; plans for any number.
 
 commands:
 {table}
 
-RUN is a run file (TOML) or the name of a run preset. Every key of it is also an option.
+RUN is a run file (TOML) or the name of a run preset. Its keys are options too.
 
 examples:
-  argosy train                                     the built-in demo, in a few minutes on a laptop
-  argosy train run.toml --optimizer.lr 1e-3        a run of your own, with one key changed
-  argosy config show run.toml                      what that run comes to, every key with its meaning
+  argosy train                                 the built-in demo, some minutes
+  argosy train run.toml --optimizer.lr 1e-3    a run of your own, a key changed
+  argosy config show run.toml                  every key of that run, explained
 
 exit codes:
 {codes}
