@@ -5,9 +5,9 @@
 2. Let MkDocs make HTML of them, in strict mode (mkdocs.yml).
 3. Check every link of the result, and that nothing in it needs another host.
 
-The pages are laid out as files, by no plugin and no hook, so that another generator that reads mkdocs.yml can take over:
-Zensical 0.0.73 makes the same site. Its 0.1 cannot be installed from every mirror of PyPI yet, which is why this is
-Material for MkDocs, Zensical's predecessor, as long as that is mended.
+The pages are laid out as files, by no plugin and no hook, so that another generator that reads mkdocs.yml can take
+over: Zensical 0.0.73 makes the same site. Its 0.1 cannot be installed from every mirror of PyPI yet, which is why this
+is Material for MkDocs, its predecessor, as long as that is maintained.
 """
 
 from __future__ import annotations
