@@ -191,9 +191,8 @@ def python_api() -> str:
         "The names of `import argosy`. [Argosy from Python](python.md) shows them at work.",
         *(_public(name, home, name) for name, home in sorted(argosy._HOME.items(), key=_functions_first)),
     ]
-    for room in sorted({*argosy.__all__} - {*argosy._HOME, "__version__"}):
-        names = sorted(_imported(f"argosy.{room}").items(), key=_functions_first)
-        parts += [_public(name, home, f"{room}.{name}") for name, home in names]
+    extensions = sorted(_imported(f"argosy.{argosy.EXTEND}").items(), key=_functions_first)
+    parts += [_public(name, home, f"{argosy.EXTEND}.{name}") for name, home in extensions]
     return "\n\n".join(parts)
 
 
