@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "docs" / "site"))
 
 import links  # noqa: E402
-import reference  # noqa: E402
+from reference import commands, prometheus, python_api, run_file  # noqa: E402
 
 from argosy.cli import COMMANDS  # noqa: E402
 from argosy.config import keys  # noqa: E402
@@ -66,7 +66,7 @@ def test_a_style_sheet_that_fetches_something_is_named(css: str, tmp_path: Path)
 
 
 def test_every_key_of_the_run_file_and_of_the_plan_has_an_anchor_and_a_meaning() -> None:
-    page = reference.run_file()
+    page = run_file.page()
     for name in [*map(keys.dotted, keys.fields(RunConfig)), *(f"plan.{key}" for key in Plan.model_fields)]:
         row = re.search(rf'^\| <a id="{re.escape(name)}".*\|$', page, re.MULTILINE)
         assert row, name
@@ -75,17 +75,24 @@ def test_every_key_of_the_run_file_and_of_the_plan_has_an_anchor_and_a_meaning()
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_that_help_shows_is_in_the_reference(command: str) -> None:
-    shown = re.findall(r"^│ (--[\w.-]+|[A-Z]{2,})", reference.help_of(command), re.MULTILINE)
-    page = reference._command(command)
+    shown = re.findall(r"^│ (--[\w.-]+|[A-Z]{2,})", commands.help_of(command), re.MULTILINE)
+    page = commands.command(command)
     assert [option for option in shown if f"| `{option}" not in page] == []
 
 
 def test_the_python_reference_has_every_public_name() -> None:
     import argosy
 
-    page = reference.python_api()
+    page = python_api.page()
     names = [name for name in argosy.__all__ if not name.startswith("_")]
     names += [f"extend.{name}" for name in argosy.extend.__all__]
     for name in names:
         section = re.search(rf"^## {re.escape(name)} .*\n\n(.+)", page, re.MULTILINE)
         assert section and not section[1].startswith("#"), name
+
+
+def test_the_page_of_prometheus_has_every_name() -> None:
+    from argosy.watch.prometheus import METRICS
+
+    page = prometheus.page()
+    assert METRICS and all(f"| `{name}` |" in page for name in METRICS)

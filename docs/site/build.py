@@ -19,8 +19,8 @@ import shutil
 import sys
 from pathlib import Path
 
-import reference
 from links import check
+from reference import commands, prometheus, python_api, run_file
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -32,9 +32,10 @@ LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json"}
 HEADS = {"index.md": "---\nhide:\n  - navigation\n---\n"}
 """What a page says to MkDocs alone."""
 GENERATED = {
-    "run-file.md": reference.run_file,
-    "commands.md": reference.commands,
-    "python-api.md": reference.python_api,
+    "run-file.md": run_file.page,
+    "commands.md": commands.page,
+    "python-api.md": python_api.page,
+    "prometheus.md": prometheus.page,
 }
 
 

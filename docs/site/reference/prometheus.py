@@ -1,0 +1,19 @@
+"""The page of the names that Prometheus scrapes."""
+
+from __future__ import annotations
+
+from argosy.watch.prometheus import METRICS
+from reference.markdown import escaped, keys_table
+
+
+def page() -> str:
+    """Return the page: a table of every name, its kind and its meaning."""
+    rows = [f"| `{name}` | {metric.kind} | {escaped(metric.meaning)} |" for name, metric in METRICS.items()]
+    return "\n\n".join(
+        [
+            "# Prometheus metrics",
+            "The names that a run shows to Prometheus. The label `run` is in all of them. What is not known of a run, "
+            "or cannot be measured on its machine, is left out. [Sinks](sinks.md#prometheus) says how to scrape them.",
+            keys_table(["| name | kind | meaning |", "|---|---|---|", *rows]),
+        ]
+    )
