@@ -68,6 +68,7 @@ def test_decorators_of_others_are_left_alone(tmp_path):
         ("@extend.metric('a')\ndef f(run, *, k): ...", "a metric takes 1 argument, and f takes (run, *, k)"),
         ("@extend.metric('a')\nasync def f(run): ...", "stands above a function (def)"),
         ("@extend.metric('a')\nclass F: ...", "stands above a function (def)"),
+        ("@extend.sink('a')\ndef f(about): ...", "mine.py:3: @extend.sink stands above a class, not f"),
         (
             "if True:\n  @extend.metric('a')\n  def f(run): ...",
             "mine.py:4: @extend.metric stands inside of another block",

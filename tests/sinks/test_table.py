@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from argosy.config.extend import ExtendConfig
 from argosy.config.observe import ObserveConfig
 from argosy.errors import UserError
 from argosy.sinks import table
@@ -37,6 +38,19 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch):
     monkeypatch.setattr(table, "_is_installed", lambda package: False)
     with pytest.raises(UserError, match=r"pip install 'argosy\[tensorboard\]'"):
         table.check_sinks(observe("tensorboard"))
+
+
+def test_a_sink_of_the_user_s_is_declared_in_a_file_of_the_run(tmp_path):
+    path = tmp_path / "mine.py"
+    head = "from argosy import extend\nfrom argosy.sinks.sink import Sink\n\n"
+    path.write_text(f"{head}@extend.sink('mine')\nclass Mine(Sink): ...\n\n@extend.sink('odd')\nclass Odd: ...\n")
+    extend = ExtendConfig(files=(path,))
+    table.check_sinks(observe("mine"), extend)
+    assert table.entry_of("mine", extend).load().__name__ == "Mine"
+    with pytest.raises(UserError, match=r"mine.py:7: the sink odd must be a subclass"):
+        table.entry_of("odd", extend).load()
+    with pytest.raises(UserError, match="did you mean 'mine'"):
+        table.check_sinks(observe("mina"), extend)
 
 
 def test_a_sink_is_named_once():

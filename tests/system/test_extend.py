@@ -27,17 +27,20 @@ def lines(folder: Folder, name: str = "tiny") -> list[dict[str, Any]]:
     return [record for record in Metrics(folder.path / "runs" / name).read() if "loss" in record]
 
 
-def test_callbacks_and_metrics_of_the_examples_run_and_a_resumed_run_repeats_itself(folder):
-    for name in ("callbacks.py", "metrics.py"):
+def test_callbacks_metrics_and_sinks_of_the_examples_run_and_a_resumed_run_repeats_itself(folder):
+    names = ("callbacks.py", "metrics.py", "sinks.py")
+    for name in names:
         (folder.path / name).write_bytes((EXAMPLES / name).read_bytes())
-    run = write_run(folder, "callbacks.py", "metrics.py", steps=5)
-    said = folder.argosy("train", run)
+    run = write_run(folder, *names, steps=5)
+    said = folder.argosy("train", run, "--observe.sinks", "csv")
     assert "callbacks.py (" in said
     assert ": 2 callbacks" in said
     assert set(lines(folder)[0]["user"]) == {"perplexity", "embedding_rows_used"}
     assert 0 < lines(folder)[0]["user"]["embedding_rows_used"] < 1
     evaluations = (folder.path / "runs" / "tiny" / "evaluations.csv").read_text().splitlines()
     assert [line.split(",")[0] for line in evaluations] == ["4"]
+    losses = (folder.path / "runs" / "tiny" / "losses.csv").read_text().splitlines()
+    assert losses == [f"{line['step']},{line['loss']}" for line in lines(folder)]
 
     # Another file of that name is refused, and taken where that is accepted.
     (folder.path / "callbacks.py").write_text(f"{HEAD}@extend.callback('save')\ndef saved(run): run.log(saved=1)\n")

@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from argosy.extend.register import DECORATORS, Kind, Registration
+from argosy.extend.register import DECORATORS, ClassRegistration, Kind, Registration
 
 ROOM = "argosy.extend"
 MOST_BYTES = 2**20
@@ -85,7 +85,7 @@ def _read(path: Path, name: str, module: str | None, *_stamp: int) -> CodeFile:
         raise ValueError(f"{path}: not Python: {error}") from None
     found = tuple(_declarations(tree, path))
     if not found:
-        raise ValueError(f"{path}: declares nothing; put @extend.{' or @extend.'.join(DECORATORS)} above a function")
+        raise ValueError(f"{path}: declares nothing; put @extend.{' or @extend.'.join(DECORATORS)} above what it has")
     return CodeFile(name, path, source, found, module)
 
 
@@ -152,6 +152,10 @@ def _registration(kind: str, decorator: ast.expr, place: str) -> Registration[An
 
 
 def _check_definition(node: Definition, registration: Registration[Any], place: str) -> None:
+    if isinstance(registration, ClassRegistration):
+        if not isinstance(node, ast.ClassDef):
+            raise ValueError(f"{place}: @extend.{registration.kind} stands above a class, not {node.name}")
+        return
     if not isinstance(node, ast.FunctionDef):
         raise ValueError(f"{place}: @extend.{registration.kind} stands above a function (def), not {node.name}")
     spec, wanted = node.args, registration.arguments

@@ -10,8 +10,9 @@ from typing import Any, Generic, Literal, TypeVar
 
 from argosy.extend.views import POINTS, Loss, Point, Run, Update
 
-Kind = Literal["callback", "metric", "loss", "optimizer", "source"]
+Kind = Literal["callback", "metric", "loss", "optimizer", "source", "sink"]
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+ClassT = TypeVar("ClassT", bound=type)
 NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}")
 
 
@@ -31,6 +32,14 @@ class Registration(Generic[FunctionT]):
         registered = Registered(self.kind, self.name or function.__name__, function, self.facts)
         _REGISTERED.setdefault(function.__module__, []).append(registered)
         return function
+
+
+class ClassRegistration(Registration[Any]):
+    """A registration that stands above a class."""
+
+    def __call__(self, function: ClassT) -> ClassT:
+        """Remember the class, and return it as it is."""
+        return super().__call__(function)
 
 
 @dataclass(frozen=True)
@@ -113,8 +122,16 @@ def source(name: str) -> Registration[Callable[[str], Iterable[str]]]:
     return Registration("source", _name(name), 1)
 
 
+def sink(name: str) -> ClassRegistration:
+    """Make the class a sink that a run file may name in `observe.sinks`: a subclass of `argosy.sinks.sink.Sink`.
+
+    It lives in a process of its own, beside the run, and is told what the run has written down.
+    """
+    return ClassRegistration("sink", _name(name), 0)
+
+
 DECORATORS: dict[str, Callable[..., Registration[Any]]] = {
-    function.__name__: function for function in (callback, metric, loss, optimizer, source)
+    function.__name__: function for function in (callback, metric, loss, optimizer, source, sink)
 }
 """The decorators, by their names, which are the kinds."""
 

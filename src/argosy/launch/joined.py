@@ -56,7 +56,7 @@ def _settle(
     run: RunConfig, run_dir: Path, world: World, accept_changes: bool, held: ExitStack
 ) -> tuple[RunConfig, Plan, int]:
     """Return run, plan and generation; `held` keeps the run's folder locked."""
-    check_sinks(run.observe)
+    check_sinks(run.observe, run.extend)
     held.enter_context(run_folder.locked(run_dir))
     progress = Progress(enabled=True)
     run, data = resolve(run, progress)

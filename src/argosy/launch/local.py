@@ -51,7 +51,7 @@ def train(
     run_dir = (Path(run_dir) if run_dir else Path("runs") / run.name).absolute()
     _check_processes(run, origin)
     check_place(run.launch)
-    check_sinks(run.observe)
+    check_sinks(run.observe, run.extend)
     with (
         shown(quiet) as where,
         fork_server(where) as forks,

@@ -7,9 +7,12 @@ import importlib.util
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+from argosy.config.extend import ExtendConfig
 from argosy.config.observe import ObserveConfig
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError, missing_extra
+from argosy.extend.declared import CodeFile
+from argosy.extend.loading import find
 from argosy.sinks.sink import Sink
 
 
@@ -51,22 +54,41 @@ def parts_of(run: RunConfig) -> tuple[str, ...]:
     return (*run.observe.sinks, *alerts, *samples)
 
 
-def entry_of(name: str) -> Entry:
-    """Return the sink of this name: one of `SINKS`, of `OF_A_RUN`, or your own as "module:Class".
+@dataclass(frozen=True)
+class OwnEntry(Entry):
+    """A sink of the user's, declared in a file that the run names."""
+
+    name: str = ""
+    code: tuple[CodeFile, ...] = ()
+
+    def load(self) -> type[Sink]:
+        """Import the user's file. Raises: UserError."""
+        found = find(self.code, "sink", self.name)
+        if not issubclass(found.function, Sink):  # type: ignore[arg-type]
+            raise UserError(
+                f"{found.declared.place}: the {found.declared} must be a subclass of argosy.sinks.sink.Sink"
+            )
+        return found.function  # type: ignore[return-value]
+
+
+def entry_of(name: str, extend: ExtendConfig = ExtendConfig()) -> Entry:  # noqa: B008  (frozen)
+    """Return the sink of this name: one of `SINKS`, of `OF_A_RUN`, or your own, declared or as "module:Class".
 
     Raises: UserError if there is none.
     """
     module, colon, kind = name.partition(":")
     if name in SINKS | OF_A_RUN:
         return (SINKS | OF_A_RUN)[name]
+    if name in extend.declared("sink"):
+        return OwnEntry("argosy", name, name=name, code=extend.code)
     if colon and module and kind:
         return Entry(module, kind)
-    near = get_close_matches(name, SINKS, 1)
+    near = get_close_matches(name, [*SINKS, *extend.declared("sink")], 1)
     hint = f"did you mean {near[0]!r}?" if near else f'choose from {", ".join(SINKS)}, or name a class: "module:Class".'
     raise UserError(f"observe.sinks: there is no sink {name!r}; {hint}")
 
 
-def check_sinks(observe: ObserveConfig) -> None:
+def check_sinks(observe: ObserveConfig, extend: ExtendConfig = ExtendConfig()) -> None:  # noqa: B008  (frozen)
     """Check, before anything is trained, that the sinks of a run are known, and that their packages are there.
 
     Raises: UserError.
@@ -74,7 +96,7 @@ def check_sinks(observe: ObserveConfig) -> None:
     for name in observe.sinks:
         if name in OF_A_RUN:
             raise UserError(f"observe.sinks: {name!r} is no sink; observe.{OF_A_RUN_BY[name]} asks for it.")
-        entry = entry_of(name)
+        entry = entry_of(name, extend)
         package = entry.package or entry.module.partition(".")[0]
         if _is_installed(package):
             continue

@@ -68,7 +68,8 @@ def follow(folder: Path, name: str, channel: Channel, is_over: threading.Event) 
     """Tell the sink what is new in `folder`, until the run is over and all is told."""
     kept = Kept(folder, name)
     before = kept.read()
-    sink = entry_of(name).load()(about(folder, before["state"]))
+    run = load(folder / "run.toml")
+    sink = entry_of(name, run.extend).load()(about(folder, before["state"]))
     feed = Feed(folder, before["marks"])
     channel.send("started", state=sink.state)
     while True:
