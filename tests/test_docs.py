@@ -74,6 +74,11 @@ def test_examples_are_valid_run_files(example: Path) -> None:
     assert load(example).name == example.stem
 
 
+@pytest.mark.parametrize("example", sorted((ROOT / "examples" / "extend").glob("*.py")), ids=lambda p: p.name)
+def test_the_page_on_extensions_has_each_example_as_it_is(example: Path) -> None:
+    assert ("python", example.name, example.read_text()) in blocks(ROOT / "docs" / "extending.md")
+
+
 def test_make_targets_that_documents_name_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for document in DOCUMENTS:
