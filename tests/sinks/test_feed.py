@@ -9,21 +9,22 @@ from run_folder import RunFolder
 
 
 def steps(news: News) -> list[int]:
-    return [record["step"] for record in news.steps]
+    return [record["step"] for record in news.metrics if "loss" in record]
 
 
 def test_each_line_is_told_once(tmp_path):
     run = RunFolder(tmp_path)
     feed = Feed(tmp_path, {})
     assert feed.take() == News()
-    run.step(0, 1)
+    run.step(0)
     run.evaluation(1, 3.0)
+    run.step(1)
     run.event("save", step=2)
     run.sample(1, "upon")
     news = feed.take()
     assert steps(news) == [0, 1]
     assert news.rewound_to is None
-    assert [record["validation_loss"] for record in news.evaluations] == [3.0]
+    assert [record.get("validation_loss") for record in news.metrics] == [None, 3.0, None]
     assert [record["event"] for record in news.events] == ["save"]
     assert [record["text"] for record in news.samples] == ["upon"]
     assert feed.take() == News()
@@ -65,8 +66,8 @@ def test_a_long_file_is_told_in_parts(tmp_path):
     run.step(*range(MOST_LINES + 10))
     feed = Feed(tmp_path, {})
     first, second = feed.take(), feed.take()
-    assert (len(first.steps), first.is_more) == (MOST_LINES, True)
-    assert (len(second.steps), second.is_more) == (10, False)
+    assert (len(first.metrics), first.is_more) == (MOST_LINES, True)
+    assert (len(second.metrics), second.is_more) == (10, False)
 
 
 def test_a_large_run_is_followed_by_the_events_of_few_processes(tmp_path):

@@ -7,21 +7,8 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from argosy.sinks.feed import Feed
-from argosy.sinks.tensorboard import TensorBoard
-from argosy.sinks.worker import about
+from argosy.sinks.worker import Told
 from run_folder import RunFolder
-
-
-class Session:
-    """One life of the sink."""
-
-    def __init__(self, path: Path, marks: dict, state: dict):
-        self.sink = TensorBoard(about(path, state))
-        self.feed = Feed(path, marks)
-
-    def take(self) -> None:
-        self.feed.take().tell(self.sink)
 
 
 def read(path: Path) -> EventAccumulator:
@@ -36,12 +23,12 @@ def scalars(path: Path, tag: str) -> list[tuple[int, float]]:
 
 def test_all_that_a_run_writes_is_there(tmp_path):
     run = RunFolder(tmp_path)
-    session = Session(tmp_path, {}, {})
+    told = Told(tmp_path, "tensorboard")
     run.step(0, 1)
     run.evaluation(1, 3.5)
     run.event("recovered", step=1)
     run.sample(1, " upon a time")
-    session.take()
+    told.catch_up()
     found = read(tmp_path / "tensorboard")
     assert scalars(tmp_path / "tensorboard", "train/loss") == [(0, 0.0), (1, 1.0)]
     assert scalars(tmp_path / "tensorboard", "validation/loss") == [(1, 3.5)]
@@ -50,32 +37,33 @@ def test_all_that_a_run_writes_is_there(tmp_path):
     texts = {tag: found.Tensors(tag) for tag in ("run", "plan", "events", "samples")}
     assert b"upon a time" in texts["samples"][0].tensor_proto.string_val[0]
     assert b"recovered" in texts["events"][0].tensor_proto.string_val[0]
-    session.sink.close({"status": "finished"})
+    told.close()
 
 
 def test_steps_that_were_lost_are_there_once_with_their_new_values(tmp_path):
     run = RunFolder(tmp_path)
-    session = Session(tmp_path, {}, {})
+    told = Told(tmp_path, "tensorboard")
     run.step(*range(6))
     run.evaluation(5, 3.0)
-    session.take()
+    told.catch_up()
     run.lose_from(3)
     run.step(3, 4, loss=9.0)
-    session.take()
+    told.catch_up()
     assert scalars(tmp_path / "tensorboard", "train/loss") == [(0, 0), (1, 1), (2, 2), (3, 9), (4, 9)]
     assert scalars(tmp_path / "tensorboard", "validation/loss") == []
 
 
 def test_a_run_that_goes_on_goes_on_in_the_same_folder(tmp_path):
     run = RunFolder(tmp_path)
-    first = Session(tmp_path, {}, {})
+    first = Told(tmp_path, "tensorboard")
     run.step(0, 1)
-    first.take()
-    marks, state = first.feed.marks(), dict(first.sink.state)
+    first.catch_up()
+    kept = (tmp_path / "sinks/tensorboard.json").read_text()
     run.step(2)
-    first.take()  # it was killed before it could note that
-    first.sink.close(None)
-    second = Session(tmp_path, marks, state)
+    first.catch_up()
+    (tmp_path / "sinks/tensorboard.json").write_text(kept)  # it was killed before it could note that
+    second = Told(tmp_path, "tensorboard")
     run.step(3)
-    second.take()
+    second.catch_up()
+    second.close()
     assert scalars(tmp_path / "tensorboard", "train/loss") == [(0, 0), (1, 1), (2, 2), (3, 3)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
@@ -16,13 +17,14 @@ from argosy.launch.devices import ask, devices_of_run
 from argosy.launch.following import Following, OnStep
 from argosy.launch.resolve import resolve
 from argosy.launch.shown import Shown, shown
+from argosy.observe.events import Events
 from argosy.observe.progress import Progress
 from argosy.observe.report import Report
 from argosy.plan.rules import check_size
 from argosy.plan.search.auto import processes_of
 from argosy.processes.fork_server import ForkServer
 from argosy.sinks.table import check_sinks
-from argosy.supervise.agent import WORKER, Agent, node_name
+from argosy.supervise.agent import WORKER, Agent, node_name, process_name
 from argosy.supervise.place import check_place
 
 
@@ -58,6 +60,7 @@ def train(
         run_folder.locked(run_dir, _name_of_node(run), run.launch.nodes),
     ):
         progress = Progress(enabled=not quiet)
+        began = time.monotonic()
         with run_folder.settling(run_dir):
             run, data = resolve(run, progress)
             run = run_folder.enter(run_dir, run, data.identity, accept_changes)
@@ -75,6 +78,7 @@ def train(
         (run_dir / "report.json").unlink(missing_ok=True)
         if where.screen is not None:
             where.screen.begin(run_dir)
+        Events(run_dir, process_name(run.launch)).write("settled", seconds=round(time.monotonic() - began, 3))
         agent = Agent(run_dir, run, plan, forks, quiet)
         with Following(run_dir, on_step, agent.stop):
             agent.run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,18 @@ MOST_FILES = 64
 """A run with more processes than this is followed by the events of its first, its agents and its coordinator."""
 
 
+class StartOver(Exception):
+    """Lines were lost, and the sink cannot take back what it was told: it needs all of the run again."""
+
+
 @dataclass
 class News:
     """What was added to a run's files."""
 
     rewound_to: int | None = None
     """The first step whose lines were forgotten; None if none were."""
-    steps: list[Record] = field(default_factory=list)
-    evaluations: list[Record] = field(default_factory=list)
+    metrics: list[Record] = field(default_factory=list)
+    """Lines of steps and of evaluations, in their order."""
     events: list[Record] = field(default_factory=list)
     samples: list[Record] = field(default_factory=list)
     is_more: bool = False
@@ -32,15 +37,20 @@ class News:
     def tell(self, sink: Sink) -> None:
         """Pass it on."""
         if self.rewound_to is not None:
+            if not sink.can_rewind:
+                raise StartOver
             sink.rewind(self.rewound_to)
-        for records, take in (
-            (self.events, sink.events),
-            (self.evaluations, sink.evaluations),
-            (self.steps, sink.steps),
-            (self.samples, sink.samples),
-        ):
-            if records:
-                take(records)
+        if self.events:
+            sink.events(self.events)
+        for is_step, records in groupby(self.metrics, key=is_of_step):
+            (sink.steps if is_step else sink.evaluations)(list(records))
+        if self.samples:
+            sink.samples(self.samples)
+
+
+def is_of_step(record: Record) -> bool:
+    """Return True for the line of a step, False for that of an evaluation."""
+    return "loss" in record
 
 
 class Feed:
@@ -58,8 +68,7 @@ class Feed:
         records = lines.take(MOST_LINES)
         if lines.was_cut:
             news.rewound_to = self._next_step(lines, records)
-        news.steps = [record for record in records if "loss" in record]
-        news.evaluations = [record for record in records if "validation_loss" in record]
+        news.metrics = records
         news.samples = self._lines("samples.jsonl").take(MOST_LINES)
         for name in self._event_files():
             news.events += self._lines(name).take(MOST_LINES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 Record = dict[str, Any]
 """A line of one of the run's files, as it was written."""
@@ -36,6 +36,13 @@ class Sink:
     files, so that a line comes again only if the sink's process died while it was told.
     """
 
+    can_rewind: ClassVar[bool] = True
+    """False if what was told cannot be taken back. Then, in place of `rewind`, `start_over` is called, and all lines of
+    the run come again."""
+
+    must_start_over: bool = False
+    """Set it in the constructor to be told everything again, as if steps had been lost."""
+
     def __init__(self, about: About):
         self.about = about
         self.state = about.state
@@ -56,6 +63,9 @@ class Sink:
 
     def rewind(self, step: int) -> None:
         """Forget the values of `step` and later: these steps were lost, and are run again."""
+
+    def start_over(self) -> None:
+        """Drop all that was told: everything comes again from the run's first line."""
 
     def tick(self) -> None:
         """Do what is due; called about once a second, after the lines that were new."""

@@ -36,6 +36,10 @@ class Entry:
 
 SINKS = {
     "tensorboard": Entry("argosy.sinks.tensorboard", "TensorBoard", "tensorboard", "tensorboard"),
+    "wandb": Entry("argosy.sinks.wandb", "Wandb", "wandb", "wandb"),
+    "mlflow": Entry("argosy.sinks.mlflow", "Mlflow", "mlflow", "mlflow"),
+    "trackio": Entry("argosy.sinks.trackio", "Trackio", "trackio", "trackio"),
+    "opentelemetry": Entry("argosy.sinks.opentelemetry", "OpenTelemetry", "opentelemetry.sdk", "opentelemetry"),
     "prometheus": Entry("argosy.sinks.prometheus", "Prometheus"),
 }
 OF_A_RUN = {

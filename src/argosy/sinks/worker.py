@@ -10,6 +10,7 @@ import os
 import resource
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from argosy.errors import ArgosyError
 from argosy.plan.plan import Plan
 from argosy.processes.channel import Channel, Gone
 from argosy.processes.child import channel_to_parent, messages
-from argosy.sinks.feed import Feed
+from argosy.sinks.feed import Feed, StartOver
 from argosy.sinks.sink import About, Sink
 from argosy.sinks.table import entry_of
 
@@ -27,6 +28,8 @@ FOLDER = "sinks"
 """In a run's folder: what each sink keeps of itself."""
 EVERY_S = 1.0
 """How often the folder is looked at."""
+QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "WANDB_ERROR_REPORTING": "false"}
+"""What a run does is told to nobody whom the user has not named."""
 NICENESS = 10
 """Training comes first (nice(2))."""
 
@@ -64,33 +67,59 @@ def about(folder: Path, state: dict[str, Any]) -> About:
     return About(run.name, folder, config, plan.model_dump(mode="json"), str(plan), state)
 
 
+class Told:
+    """A sink, and how far it has been told of its run."""
+
+    def __init__(self, folder: Path, name: str):
+        """Begin the sink where it was. Raises: whatever the sink does."""
+        self._folder, self._kept = folder, Kept(folder, name)
+        before = self._kept.read()
+        extend = load(folder / "run.toml").extend
+        self.sink: Sink = entry_of(name, extend).load()(about(folder, before["state"]))
+        self._feed = Feed(folder, before["marks"])
+        if self.sink.must_start_over:
+            self._start_over()
+
+    def catch_up(self, alive: Callable[[], None] = lambda: None) -> None:
+        """Tell it all that is new; `alive` is called after each part of that."""
+        is_more = True
+        while is_more:
+            try:
+                news = self._feed.take()
+                news.tell(self.sink)
+                is_more = news.is_more
+            except StartOver:
+                self._start_over()
+                continue
+            self.sink.tick()
+            self._keep()
+            alive()
+
+    def close(self) -> None:
+        """Tell it that the run ends here."""
+        self.sink.close(_report(self._folder))
+        self._keep()
+
+    def _start_over(self) -> None:
+        self.sink.start_over()
+        self._feed = Feed(self._folder, {})
+        self._keep()
+
+    def _keep(self) -> None:
+        self._kept.write(self._feed.marks(), self.sink.state)
+
+
 def follow(folder: Path, name: str, channel: Channel, is_over: threading.Event) -> None:
     """Tell the sink what is new in `folder`, until the run is over and all is told."""
-    kept = Kept(folder, name)
-    before = kept.read()
-    run = load(folder / "run.toml")
-    sink = entry_of(name, run.extend).load()(about(folder, before["state"]))
-    feed = Feed(folder, before["marks"])
-    channel.send("started", state=sink.state)
-    while True:
+    told = Told(folder, name)
+    channel.send("started", state=told.sink.state)
+    is_last = False
+    while not is_last:
         is_last = is_over.is_set()
-        _catch_up(feed, sink, kept, channel)
-        if is_last:
-            break
-        is_over.wait(EVERY_S)
-    sink.close(_report(folder))
-    kept.write(feed.marks(), sink.state)
-
-
-def _catch_up(feed: Feed, sink: Sink, kept: Kept, channel: Channel) -> None:
-    is_more = True
-    while is_more:
-        news = feed.take()
-        news.tell(sink)
-        sink.tick()
-        kept.write(feed.marks(), sink.state)
-        channel.send("alive")
-        is_more = news.is_more
+        told.catch_up(lambda: channel.send("alive"))
+        if not is_last:
+            is_over.wait(EVERY_S)
+    told.close()
 
 
 def _report(folder: Path) -> dict[str, Any] | None:
@@ -113,6 +142,8 @@ def main() -> None:
     folder, name, memory_bytes = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     channel, is_over = channel_to_parent(), threading.Event()
     os.nice(NICENESS)
+    for variable, value in QUIET.items():
+        os.environ.setdefault(variable, value)
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     threading.Thread(target=_listen, args=(channel, is_over), name="argosy-parent", daemon=True).start()
     try:

@@ -62,7 +62,7 @@ class Agent:
         self._run_dir, self._run, self._plan, self._fork_server, self._quiet = run_dir, run, plan, fork_server, quiet
         self._launch = run.launch
         self._name, self._process = node_name(self._launch), uuid.uuid4().hex
-        self._events = Events(run_dir, "launcher" if self._launch.nodes == 1 else f"launcher-{self._name}")
+        self._events = Events(run_dir, process_name(self._launch))
         self._slots = -(-plan.world_size // self._launch.nodes)
         self._processes: dict[int, WorkerProcess] = {}
         self._coordinator = CoordinatorClient(run_dir, run, plan, self._events)
@@ -459,6 +459,11 @@ class Agent:
 def node_name(launch: LaunchConfig) -> str:
     """Return this machine's name among the nodes of a run."""
     return launch.node or socket.gethostname()
+
+
+def process_name(launch: LaunchConfig) -> str:
+    """Return the agent's name among the processes that write events."""
+    return "launcher" if launch.nodes == 1 else f"launcher-{node_name(launch)}"
 
 
 def _as_error(finish: say.EndRun, how_to_go_on: str) -> ArgosyError:

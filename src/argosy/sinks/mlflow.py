@@ -1,0 +1,106 @@
+"""MLflow: a run of an experiment, on a server or in a file of the run's folder.
+
+MLflow keeps every point of a metric and can take none back. A line that comes twice is one point, since its time is
+that of the line. If steps are lost and run again, the MLflow run is deleted (MLflow can restore it) and another is
+written from the first line.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from mlflow.entities import Metric, Param
+from mlflow.tracking import MlflowClient
+
+from argosy.sinks.sink import About, Record, Sink
+from argosy.sinks.values import evaluation_values, flat_config, is_noteworthy, step_values
+
+MOST_METRICS, MOST_PARAMS, LONGEST = 1000, 100, 500
+"""Limits of MLflow's REST API in one request, and of a value."""
+NOT_ALLOWED = re.compile(r"[^\w\-. /]")
+
+
+class Mlflow(Sink):
+    """Logs a run to MLflow. State: `run_id`."""
+
+    can_rewind = False
+
+    def __init__(self, about: About):
+        super().__init__(about)
+        logging.getLogger("alembic").setLevel(logging.WARNING)
+        settings = about.config["observe"]["mlflow"]
+        local = about.folder / "mlflow"
+        uri = settings["tracking_uri"] or os.environ.get("MLFLOW_TRACKING_URI")
+        if uri is None:
+            local.mkdir(exist_ok=True)
+            uri = f"sqlite:///{local / 'mlflow.db'}"
+        artifacts = None if "://" in uri and not uri.startswith("sqlite:") else local.as_uri()
+        self._client = MlflowClient(uri)
+        found = self._client.get_experiment_by_name(settings["experiment"])
+        self._experiment = found.experiment_id if found else self._client.create_experiment(
+            settings["experiment"], artifact_location=artifacts
+        )  # fmt: skip
+        if "run_id" in self.state:
+            self._client.update_run(self.state["run_id"], status="RUNNING")
+        else:
+            self._begin()
+
+    def steps(self, records: Sequence[Record]) -> None:
+        """Log points."""
+        self._log(point for record in records for point in _points(record, step_values(record)))
+
+    def evaluations(self, records: Sequence[Record]) -> None:
+        """Log points."""
+        self._log(point for record in records for point in _points(record, evaluation_values(record)))
+
+    def events(self, records: Sequence[Record]) -> None:
+        """Keep what happened as tags."""
+        for record in filter(is_noteworthy, records):
+            key = f"argosy.event.{record['time_s']:.3f}.{record['event']}"
+            self._client.set_tag(self.state["run_id"], key, json.dumps(record)[:LONGEST])
+
+    def samples(self, records: Sequence[Record]) -> None:
+        """Keep texts as artifacts."""
+        for record in records:
+            text, name = record["prompt"] + record["text"], f"samples/step-{record['step']:08d}.txt"
+            self._client.log_text(self.state["run_id"], text, name)
+
+    def start_over(self) -> None:
+        """Delete the run, and begin another."""
+        before = self.state["run_id"]
+        self._begin({"argosy.replaces": before})
+        self._client.delete_run(before)
+
+    def close(self, report: Record | None) -> None:
+        """Say how the run ended."""
+        status = {"finished": "FINISHED", "stopped": "KILLED"}.get((report or {}).get("status", ""), "KILLED")
+        if report is not None:
+            self._client.log_dict(self.state["run_id"], report, "report.json")
+        self._client.set_terminated(self.state["run_id"], status)
+
+    def _begin(self, tags: dict[str, str] | None = None) -> None:
+        tags = {"argosy.folder": str(self.about.folder), "argosy.plan": self.about.plan_text, **(tags or {})}
+        run = self._client.create_run(self._experiment, run_name=self.about.name, tags=tags)
+        self.state["run_id"] = run.info.run_id
+        params = [Param(_allowed(key), str(value)[:LONGEST]) for key, value in flat_config(self.about.config).items()]
+        for start in range(0, len(params), MOST_PARAMS):
+            self._client.log_batch(self.state["run_id"], params=params[start : start + MOST_PARAMS])
+
+    def _log(self, points: Any) -> None:
+        points = list(points)
+        for start in range(0, len(points), MOST_METRICS):
+            self._client.log_batch(self.state["run_id"], metrics=points[start : start + MOST_METRICS])
+
+
+def _points(record: Record, values: dict[str, float]) -> list[Metric]:
+    time_ms = int(1000 * record.get("time_s", 0.0))
+    return [Metric(_allowed(name), value, time_ms, record["step"]) for name, value in values.items()]
+
+
+def _allowed(name: str) -> str:
+    return NOT_ALLOWED.sub("_", name)
