@@ -114,6 +114,10 @@ class Keeper:
 
     def _say_off(self, why: str, again_s: float | None) -> None:
         self._events.write("sink_off", sink=self.name, why=redact(why), again_s=again_s)
-        then = "it is not tried again" if again_s is None else f"it is tried again in {again_s:.0f} s"
+        if self._is_over:
+            then = "it gets the rest when the run goes on"
+        else:
+            again = "not tried again" if again_s is None else f"tried again in {again_s:.0f} s"
+            then = f"it is {again}, and training goes on"
         if self._tries <= 1 or again_s is None:
-            print_message(redact(f"argosy: the sink {self.name} is switched off: {why}; {then}, and training goes on"))
+            print_message(redact(f"argosy: the sink {self.name} is switched off: {why}; {then}"))
