@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from argosy.errors import UserError
-from argosy.watch.runs import ITSELF, find_runs, run_folder
+from argosy.watch.runs import find_runs, run_folder
 from run_folders import Made
 
 
@@ -26,8 +26,8 @@ def test_runs_are_found_under_a_folder(root: Path) -> None:
 
 
 def test_a_run_that_is_named_itself_is_found(root: Path) -> None:
-    assert find_runs(root / "a") == {ITSELF: root / "a"}
-    assert run_folder(root / "a", ITSELF) == root / "a"
+    assert find_runs(root / "a") == {"a": root / "a"}
+    assert run_folder(root / "a", "a") == root / "a"
 
 
 def test_a_folder_without_runs_has_none(root: Path) -> None:

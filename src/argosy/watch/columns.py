@@ -48,7 +48,7 @@ class Columns:
     @property
     def nbytes(self) -> int:
         """Bytes that the numbers take."""
-        return sum(array.nbytes for array in self._arrays.values())
+        return sum(array.nbytes for array in list(self._arrays.values()))  # another thread may be adding one
 
     def __iter__(self) -> Iterator[str]:
         """Yield the keys that are in memory, `step` first."""
@@ -64,11 +64,16 @@ class Columns:
 
     def __getitem__(self, key: str) -> Floats:
         """Return the numbers of `key`, all NaN if no line has it."""
-        if key not in self._arrays and self._load is not None:
-            self._load(group_of(key))
+        if key not in self._arrays:
+            self.load(group_of(key))
         if key not in self._arrays:
             return np.full(self._count, np.nan)
         return self._arrays[key][: self._count]
+
+    def load(self, group: str) -> None:
+        """Read the keys of `group` that are not in memory."""
+        if self._load is not None:
+            self._load(group)
 
     def since(self, step: float) -> slice:
         """Return the slice of `step` and all later ones."""

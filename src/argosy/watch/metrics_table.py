@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from argosy.observe.events import from_the_end
 from argosy.watch.columns import STEP, Columns, Floats, Line, group_of, numbers, parse_line, rows_of
 from argosy.watch.linefile import LineFile
 
@@ -79,6 +80,8 @@ class MetricsTable:
         changed = self._file.forget_what_is_gone()
         if changed:
             self._forget_after(self._file.mark)
+            steps = (line for line in from_the_end(self._file.path) if LOSS in line)
+            self.last_line = next(steps, {})
         is_long = self._file.unread_bytes() > READ_WHOLE_BYTES
         if is_long and not len(self.steps):
             self._groups = set(FIRST)

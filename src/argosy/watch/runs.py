@@ -8,15 +8,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from argosy.errors import UserError
-from argosy.watch.reader import is_run
+from argosy.watch.run_files import is_run
 
 MOST_RUNS = 5000
 DEEPEST = 4
 """A run is looked for in so many levels of folders."""
 MOST_FOLDERS = 50_000
 """So many folders are looked into."""
-ITSELF = "."
-"""The id of a run that was named itself, and is no run under a folder."""
 
 
 def find_runs(root: Path) -> dict[str, Path]:
@@ -25,9 +23,14 @@ def find_runs(root: Path) -> dict[str, Path]:
     A link is not followed, so nothing outside of `root` is found. A run within a run's folder is none of its own.
     """
     if is_run(root):
-        return {ITSELF: root}
+        return {own_id(root): root}
     found = dict(_runs_under(root))
     return dict(sorted(found.items()))
+
+
+def own_id(run: Path) -> str:
+    """Return the id of a run that was named itself, and is no run under a folder: its folder's name."""
+    return run.resolve().name.lstrip(".") or "run"
 
 
 def run_folder(root: Path, run_id: str) -> Path:
@@ -36,7 +39,9 @@ def run_folder(root: Path, run_id: str) -> Path:
     if "\0" in run_id or run_id.startswith(("/", "\\")):
         raise unknown
     parts = run_id.split("/")
-    if run_id != ITSELF and any(part in ("", ".", "..") or part.startswith(".") for part in parts):
+    if is_run(root) and run_id == own_id(root):
+        return root.resolve()
+    if any(not part or part.startswith(".") for part in parts):
         raise unknown
     try:
         home = root.resolve(strict=True)

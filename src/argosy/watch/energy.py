@@ -1,0 +1,87 @@
+"""The energy that the agents measured: a sum over all of their lines, kept up as they are written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from argosy.watch.columns import parse_line
+from argosy.watch.linefile import LineFile
+from argosy.watch.reader import RunReader
+
+JOULES_PER_KWH = 3.6e6
+SERIES_POINTS = 500
+MOST_MINUTES = 1_000_000
+
+try:
+    import msgspec
+except ImportError:
+    msgspec = None  # type: ignore[assignment]
+
+
+class EnergyMeter:
+    """The energy of a run so far. Each line of nodes/NODE.jsonl says what was used since the one before."""
+
+    def __init__(self, reader: RunReader):
+        self._reader = reader
+        self._files: dict[str, LineFile] = {}
+        self._clear()
+
+    def _clear(self) -> None:
+        self.joules = 0.0
+        self._sources: set[str] = set()
+        self._minutes: dict[int, float] = {}
+
+    @property
+    def source(self) -> str:
+        """nvml, rapl or estimate; several are joined by +."""
+        return "+".join(sorted(self._sources))
+
+    def refresh(self) -> None:
+        """Read the lines that were added."""
+        for node in self._reader.nodes:
+            self._files.setdefault(node, LineFile(Path(self._reader.folder, "nodes", f"{node}.jsonl")))
+        try:
+            if sum(file.forget_what_is_gone() for file in self._files.values()):
+                self._clear()  # a file was replaced: the sum is made anew
+                self._files = {node: LineFile(file.path) for node, file in self._files.items()}
+            for file in self._files.values():
+                for chunk in file.read_on():
+                    for line in _records(chunk):
+                        self._add(line)
+        except OSError:
+            return
+
+    def _add(self, line: dict[str, Any]) -> None:
+        used, time_s = line.get("energy"), line.get("time_s")
+        joules = used.get("joules") if isinstance(used, dict) else None
+        if isinstance(joules, int | float) and isinstance(time_s, int | float) and joules >= 0:
+            self.joules += joules
+            self._sources.add(str(used.get("source")))  # type: ignore[union-attr]
+            minute = int(time_s // 60)
+            if minute in self._minutes or len(self._minutes) < MOST_MINUTES:
+                self._minutes[minute] = self._minutes.get(minute, 0.0) + joules
+
+    def series(self) -> dict[str, list[float]]:
+        """Return the mean power over time: W, by stretches of whole minutes."""
+        minutes = sorted(self._minutes)
+        if not minutes:
+            return {"time_s": [], "power_w": []}
+        size = -(-(minutes[-1] - minutes[0] + 1) // SERIES_POINTS)
+        sums: dict[int, float] = {}
+        for minute in minutes:
+            begin = minute - (minute - minutes[0]) % size
+            sums[begin] = sums.get(begin, 0.0) + self._minutes[minute]
+        return {"time_s": [60.0 * m for m in sums], "power_w": [joules / (60 * size) for joules in sums.values()]}
+
+
+def _records(chunk: bytes) -> list[dict[str, Any]]:
+    """Return `time_s` and `energy` of the chunk's lines."""
+    if msgspec is not None:
+        kind = msgspec.defstruct("Line", [("time_s", Any, None), ("energy", Any, None)], gc=False)
+        try:
+            found: list[Any] = msgspec.json.Decoder(kind).decode_lines(chunk)
+            return [{"time_s": line.time_s, "energy": line.energy} for line in found]
+        except (msgspec.MsgspecError, ValueError):
+            pass  # a damaged line: one by one
+    return [line for line in map(parse_line, chunk.split(b"\n")) if line is not None]

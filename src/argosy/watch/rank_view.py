@@ -1,0 +1,182 @@
+"""Ranks by step as a map, and what the machines did, out of the lines of the agents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from argosy.watch.columns import STEP, Floats
+from argosy.watch.node_series import Record
+from argosy.watch.reader import RunReader
+
+ROWS, COLUMNS = 256, 400
+"""Of a map, if nobody says how many."""
+MOST_ROWS, MOST_COLUMNS = 1024, 2000
+MOST_LINES = 20_000
+"""So many lines of all nodes are read for one map; of more, some that are evenly spread."""
+MOST_NODES, NODE_POINTS = 64, 200
+OWN = "own"
+UNITS = {"memory_bytes": "bytes"}
+STRAGGLERS, LINKS, DEATHS = ("straggler", "node_slow", "suspect"), ("slow_link",), ("worker_died",)
+
+
+def rank_map(
+    reader: RunReader,
+    key: str = OWN,
+    first: float | None = None,
+    last: float | None = None,
+    rows: int = ROWS,
+    columns: int = COLUMNS,
+    rank_from: int = 0,
+    rank_to: int | None = None,
+) -> dict[str, Any]:
+    """Return `values[row][column]`: a row is a rank, or some neighbours, and a column a step, or some.
+
+    The worst (largest) value of those behind a cell is shown; None where nothing is known. key: own (seconds of a
+    rank's own work), step_s, memory_bytes, seconds.CATEGORY, or communication.AXIS.TIER.seconds (or .bytes).
+    """
+    slots = _slots(reader)
+    ranks = sorted(rank for rank in slots if rank >= rank_from and (rank_to is None or rank <= rank_to))
+    known = reader.steps[STEP]
+    begin = known[0] if first is None and len(known) else first or 0
+    end = known[-1] if last is None and len(known) else last or 0
+    groups = [part for part in np.array_split(np.array(ranks, int), max(1, min(rows, len(ranks)))) if len(part)]
+    row_of = {int(rank): n for n, group in enumerate(groups) for rank in group}
+    steps_here = int(end - begin) + 1
+    edges = np.unique(np.linspace(begin, end + 1, min(columns, max(1, steps_here)) + 1).astype(int))
+    grid = np.full((len(groups), max(1, len(edges) - 1)), np.nan)
+    all_there = True
+    if groups:
+        most = max(8, MOST_LINES // max(1, len(reader.nodes)))
+        wanted = {slots[rank] for rank in ranks}
+        for node in sorted(wanted & reader.nodes.keys()):
+            records, are_all = reader.node_records(node, begin, end, most)
+            all_there &= are_all
+            for record in records:
+                _fill(grid, edges, row_of, record, key)
+    return {
+        "key": key,
+        "keys": _keys(reader),
+        "unit": UNITS.get(key, "bytes" if key.endswith(".bytes") else "s"),
+        "step": edges[:-1],
+        "ranks": [[int(group[0]), int(group[-1])] for group in groups],
+        "nodes": [slots[int(group[0])] for group in groups],
+        "values": grid,
+        "complete": all_there,
+        "world": max(slots, default=-1) + 1,
+        **_marks(reader, slots),
+    }
+
+
+def _slots(reader: RunReader) -> dict[int, str]:
+    """Return rank -> node, as the newest world has them, or else the nodes' lines."""
+    for event in reversed(reader.events):
+        if event["event"] == "generation" and isinstance(event.get("ranks"), dict):
+            return {rank: slot.rpartition("/")[0] for slot, rank in event["ranks"].items() if isinstance(rank, int)}
+    return {rank: node for node, series in reader.nodes.items() for rank in _ranks(series.last)}
+
+
+def _ranks(record: Record) -> list[int]:
+    ranks = record.get("ranks")
+    return [rank for rank in ranks if isinstance(rank, int)] if isinstance(ranks, list) else []
+
+
+def _fill(grid: Floats, edges: Any, row_of: dict[int, int], record: Record, key: str) -> None:
+    """Put the values of a node's line into the cells of its ranks and steps; the larger one stays."""
+    rows = np.array([row_of.get(rank, -1) for rank in _ranks(record)], int)
+    for first, last, values in _values(record, key):
+        here = min(len(rows), len(values))
+        begin = max(0, int(np.searchsorted(edges, first, side="right")) - 1)
+        end = min(grid.shape[1] - 1, int(np.searchsorted(edges, last, side="right")) - 1)
+        if last < edges[0] or first >= edges[-1] or not here:
+            continue
+        inside = rows[:here] >= 0
+        for column in range(begin, end + 1):
+            np.fmax.at(grid[:, column], rows[:here][inside], values[:here][inside])
+
+
+def _values(record: Record, key: str) -> Iterator[tuple[int, int, Floats]]:
+    """Yield (first step, last step, value of each rank)."""
+    if key == OWN:
+        for entry in record.get(OWN) or ():
+            if isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], int):
+                yield entry[0], entry[0], _floats(entry[1])
+        return
+    steps = record.get("steps")
+    value: Any = record
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    if isinstance(steps, list) and len(steps) == 2 and isinstance(value, list):
+        yield steps[0], steps[1], _floats(value)
+
+
+def _floats(values: Any) -> Floats:
+    if not isinstance(values, list):
+        return np.empty(0)
+    return np.array([value if isinstance(value, int | float) else np.nan for value in values], dtype=float)
+
+
+def _keys(reader: RunReader) -> list[str]:
+    """Return the keys that lines of nodes have by rank."""
+    found: dict[str, None] = {}
+    for series in list(reader.nodes.values())[:MOST_NODES]:
+        last = series.last
+        found |= {name: None for name in (OWN, "step_s", "memory_bytes") if isinstance(last.get(name), list)}
+        found |= {f"seconds.{name}": None for name in last.get("seconds") or {}}
+        for axis, tiers in (last.get("communication") or {}).items():
+            found |= {f"communication.{axis}.{tier}.{what}": None for tier in tiers for what in ("seconds", "bytes")}
+    return list(found)
+
+
+def _marks(reader: RunReader, slots: dict[int, str]) -> dict[str, list[dict[str, Any]]]:
+    """Return stragglers, links and deaths by the run's events; `step` is the newest at the time."""
+    times, steps = reader.steps["time_s"], reader.steps[STEP]
+    marks: dict[str, list[dict[str, Any]]] = {"stragglers": [], "links": [], "deaths": []}
+    for event in reader.events:
+        kind = event["event"]
+        named = event.get("ranks") if isinstance(event.get("ranks"), list) else [event.get("rank")]
+        ranks: list[int] = [rank for rank in named or () if isinstance(rank, int)]
+        at = int(np.searchsorted(times, event["time_s"], side="right")) - 1
+        step = event["step"] if isinstance(event.get("step"), int) else int(steps[at]) if at >= 0 else None
+        told = {"step": step, "time_s": event["time_s"], "why": str(event.get("why", ""))}
+        if kind in LINKS:
+            marks["links"].append({"ranks": ranks, **told})
+        elif kind in (*STRAGGLERS, *DEATHS):
+            each = [{"rank": rank, "node": slots.get(rank, ""), **told} for rank in ranks]
+            each = each or [{"rank": None, "node": str(event.get("node", "")), **told}]
+            marks["stragglers" if kind in STRAGGLERS else "deaths"] += each
+    return {name: found[-1000:] for name, found in marks.items()}
+
+
+def devices(reader: RunReader, first: float | None = None, last: float | None = None, points: int = NODE_POINTS) -> Any:
+    """Return what devices and hosts did, by node: columns over time, at most `points` of them, of MOST_NODES nodes."""
+    shown = list(reader.nodes)[:MOST_NODES]
+    nodes = []
+    for node in shown:
+        records, _ = reader.node_records(node, first, last, min(points, NODE_POINTS))
+        nodes.append({"node": node, "ranks": _ranks(reader.nodes[node].last), **_columns(records)})
+    return {"nodes": nodes, "more": len(reader.nodes) - len(shown)}
+
+
+def _columns(records: list[Record]) -> dict[str, Any]:
+    times = [record["time_s"] for record in records]
+    last = records[-1].get("devices") if records else None
+    newest = [device for device in last if isinstance(device, dict)] if isinstance(last, list) else []
+    found = []
+    for index, device in enumerate(newest):
+        each = [_at(record.get("devices"), index) for record in records]
+        numbers = [name for name, value in device.items() if isinstance(value, int | float)]
+        columns = {name: [part.get(name) for part in each] for name in numbers}
+        found.append({"name": device.get("name"), "ranks": device.get("ranks"), "time_s": times, **columns})
+    hosts = [record["host"] if isinstance(record.get("host"), dict) else {} for record in records]
+    host = {name: [part.get(name) for part in hosts] for name in (hosts[-1] if hosts else {})}
+    if "memory_bytes" in host:
+        host["memory_bytes"] = hosts[-1]["memory_bytes"]
+    return {"devices": found, "host": {"time_s": times, **host}}
+
+
+def _at(parts: Any, index: int) -> dict[str, Any]:
+    part = parts[index] if isinstance(parts, list) and index < len(parts) else None
+    return part if isinstance(part, dict) else {}

@@ -1,0 +1,234 @@
+"""What a list of runs needs of each: its documents, its events, and the ends of its metrics."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from argosy.config.load import load
+from argosy.config.schema import RunConfig
+from argosy.errors import UserError
+from argosy.observe.events import from_the_end
+from argosy.plan.cost.prediction import Prediction
+from argosy.plan.plan import Plan
+from argosy.watch.columns import parse_line
+from argosy.watch.documents import Document, leads_away, table_of
+from argosy.watch.event_log import Event, EventLog
+from argosy.watch.node_series import NodeSeries
+from argosy.watch.state import Condition, State, condition
+
+MARKS = ("metrics.jsonl", "events", "plan.toml", "report.json")
+"""A folder with run.toml and any of these, or with the first, holds a run."""
+RECENT_STEPS = 20
+LAST_LINES = 2000
+"""The newest evaluation is looked for in so many last lines."""
+SPARKS = 60
+"""Points of the little curve of the loss in a list of runs."""
+
+Part = Callable[[], bool]
+
+
+def is_run(folder: Path) -> bool:
+    """Return True if `folder` looks like that of a run."""
+    try:
+        if (folder / MARKS[0]).is_file():
+            return True
+        return (folder / "run.toml").is_file() and any((folder / mark).exists() for mark in MARKS)
+    except OSError:
+        return False
+
+
+class RunFiles:
+    """A run's folder, of which all but the metrics are read. Nothing is ever written to it.
+
+    Not for several threads at once. `refresh` reads what was added; between two calls nothing changes.
+    """
+
+    most_nodes = 20_000
+
+    def __init__(self, folder: Path):
+        """Raises: UserError if `folder` does not hold a run. Nothing is read before `refresh`."""
+        if not is_run(folder):
+            what = "has no metrics.jsonl, and no run.toml with events" if folder.is_dir() else "is no folder"
+            raise UserError(f"{folder}: not a run: it {what}. Name a run's folder, such as runs/demo.")
+        self.folder = folder
+        self._events = EventLog(folder / "events")
+        self._run = Document(folder / "run.toml", lambda path: load(str(path)))
+        self._plan = Document(folder / "plan.toml", Plan.load)
+        self._prediction = Document(folder / "plan.toml", Prediction.load)
+        self._report = Document(folder / "report.json", table_of)
+        self._io_problems: dict[str, str] = {}
+        self._condition = Condition("training")
+        self.nodes: dict[str, NodeSeries] = {}
+        """By the launcher's name of the node."""
+        self.last_line: dict[str, Any] = {}
+        """The whole line of the newest step, its lists too; empty before the first."""
+        self.last_evaluation: dict[str, Any] = {}
+        """The line of the newest evaluation."""
+        self.recent_steps: list[dict[str, Any]] = []
+        """The lines of the last steps."""
+
+    @property
+    def events(self) -> list[Event]:
+        """Events of all processes in the order of time, each with its `process`; the number held is bounded."""
+        return self._events.events
+
+    @property
+    def run(self) -> RunConfig | None:
+        """run.toml; None if it is missing or from another version."""
+        return self._run.value
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force."""
+        return self._plan.value
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """The prediction for that plan, for the machine that it runs on."""
+        return self._prediction.value
+
+    @property
+    def report(self) -> dict[str, Any] | None:
+        """report.json, written at the run's end."""
+        return self._report.value
+
+    @property
+    def state(self) -> State:
+        """What became of the run, as of the last `refresh`."""
+        return self._condition.state
+
+    @property
+    def why(self) -> str:
+        """One sentence on a state that is not `training` or `finished`; it may be empty."""
+        return self._condition.why
+
+    @property
+    def problems(self) -> list[str]:
+        """What could not be read, or is not shown, in sentences."""
+        found = list(self._io_problems.values())
+        if self._events.left_out:
+            found.append(f"events: {self._events.left_out} of single ranks, or old, are not shown")
+        documents = (self._run, self._plan, self._report)
+        return found + [document.problem for document in documents if document.problem]
+
+    def refresh(self) -> bool:
+        """Read what was added since; return True if anything changed. What cannot be read becomes a problem."""
+        changed = [self._try(name, part) for name, part in self._parts().items()]
+        before = self._condition
+        self._condition = condition(self.events, self.report, self.alive_s, time.time(), self.recent_step_s)
+        return any(changed) or before != self._condition
+
+    def _parts(self) -> dict[str, Part]:
+        """Return what is to be read, by name of the file or folder."""
+        return {
+            "events": self._events.refresh,
+            "nodes": self._read_nodes,
+            "run.toml": self._run.refresh,
+            "plan.toml": lambda: self._plan.refresh() | self._prediction.refresh(),
+            "report.json": self._report.refresh,
+        }
+
+    @property
+    def alive_s(self) -> float:
+        """The time of the run's last sign of life, in seconds since 1970; 0 if it gave none."""
+        times = [self.last_line.get("time_s"), *(series.last.get("time_s") for series in self.nodes.values())]
+        if self.events:
+            times.append(self.events[-1]["time_s"])
+        if "time_s" not in self.last_line:  # of an older version
+            with suppress(OSError):
+                times.append((self.folder / "metrics.jsonl").stat().st_mtime)
+        return max((time_s for time_s in times if isinstance(time_s, int | float)), default=0.0)
+
+    @property
+    def recent_step_s(self) -> float | None:
+        """The median of the last steps' `step_time_s`; None if there is none."""
+        recent = [line.get("step_time_s") for line in self.recent_steps]
+        known = [value for value in recent if isinstance(value, int | float)]
+        return float(np.median(known)) if known else None
+
+    def _read_nodes(self) -> bool:
+        try:
+            with os.scandir(self.folder / "nodes") as entries:
+                names = [e.name for e in entries if e.name.endswith(".jsonl") and e.is_file(follow_symlinks=False)]
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        for name in sorted(names)[: self.most_nodes]:
+            self.nodes.setdefault(name.removesuffix(".jsonl"), NodeSeries(self.folder / "nodes" / name))
+        return sum(series.refresh() for series in self.nodes.values()) > 0
+
+    def _try(self, name: str, part: Part) -> bool:
+        try:
+            if leads_away(self.folder, name):
+                raise OSError(0, "a link out of the run's folder, or no file")
+            changed = part()
+        except OSError as problem:
+            was = self._io_problems.get(name)
+            self._io_problems[name] = f"{name}: cannot be read ({problem.strerror})"
+            return was is None
+        return self._io_problems.pop(name, None) is not None or changed
+
+
+class RunTail(RunFiles):
+    """A run in a list of runs: of its metrics, only the end is read, and some points of the loss."""
+
+    most_nodes = 64
+
+    def __init__(self, folder: Path):
+        """Raises: UserError if `folder` does not hold a run. Nothing is read before `refresh`."""
+        super().__init__(folder)
+        self._metrics_path = folder / "metrics.jsonl"
+        self._version = (-1, -1)
+        self.spark: list[float] = []
+        """Losses that are evenly spread over the run."""
+        self._spark_bytes = 0
+
+    def _parts(self) -> dict[str, Part]:
+        return {"metrics.jsonl": self._read_end, **super()._parts()}
+
+    def _read_end(self) -> bool:
+        try:
+            found = self._metrics_path.stat()
+        except FileNotFoundError:
+            return False
+        version = (found.st_size, found.st_mtime_ns)
+        if version == self._version:
+            return False
+        self._version = version
+        steps: list[dict[str, Any]] = []
+        evaluation: dict[str, Any] = {}
+        for count, line in enumerate(from_the_end(self._metrics_path)):
+            if "loss" in line and len(steps) < RECENT_STEPS:
+                steps.append(line)
+            elif "validation_loss" in line and not evaluation:
+                evaluation = line
+            if count > LAST_LINES or (evaluation and len(steps) == RECENT_STEPS):
+                break
+        self.recent_steps, self.last_line = steps[::-1], steps[0] if steps else {}
+        self.last_evaluation = evaluation or self.last_evaluation
+        if not 0.98 * found.st_size <= self._spark_bytes <= found.st_size:
+            self.spark, self._spark_bytes = list(_some_losses(self._metrics_path, found.st_size)), found.st_size
+        return True
+
+
+def _some_losses(path: Path, size: int) -> Iterator[float]:
+    """Yield the losses of about SPARKS lines."""
+    with path.open("rb") as file:
+        end = 0
+        for n in range(SPARKS):
+            at = n * size // SPARKS
+            if at < end:
+                continue
+            file.seek(max(0, at - 1))
+            if at:
+                file.readline()
+            loss = (parse_line(file.readline()) or {}).get("loss")
+            end = file.tell()
+            if isinstance(loss, int | float):
+                yield float(loss)

@@ -1,0 +1,352 @@
+"""The server of `argosy watch`: JSON of the runs under a folder, news while they train, Prometheus, and the page.
+
+docs/watch-api.md says what each address answers. All of it is read only. Each request is answered in a thread of its
+own, so that a long run that is being opened keeps neither the news nor other runs waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import msgspec
+import numpy as np
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from argosy.errors import UserError
+from argosy.watch import conclusions, more_views, overview, rank_view, series, step_parts
+from argosy.watch.auth import OWN_NAMES, Guard
+from argosy.watch.documents import leads_away
+from argosy.watch.library import Library, Open
+from argosy.watch.prometheus import CONTENT_TYPE, Latest, exposition
+from argosy.watch.runs import run_folder
+from argosy.watch.timeline import goodput, run_timeline, shown_events
+
+PAGE = Path(__file__).parent / "page"
+NEWS_S = 1.0
+BEAT_S = 10.0
+"""The live line says something at least so often, so that the page knows that it is there."""
+MOST_LISTENERS = 100
+MOST_EVENTS = 5000
+"""Events in one answer; the newest are there."""
+PROFILE_FILES = (".json.gz", ".json", ".pickle")
+
+View = Callable[["Asked", Open], Any]
+
+
+class Asked:
+    """The parameters of a request. Raises: HTTPException 400 with a sentence if one is no such value."""
+
+    def __init__(self, request: Request):
+        self._query = request.query_params
+
+    def number(self, name: str) -> float | None:
+        """Return a step, or None if it was not given."""
+        text = self._query.get(name)
+        if text is None or text == "":
+            return None
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not abs(value) < 2**53:
+            raise HTTPException(400, f"{name} = {text[:40]!r}: a number is needed, such as {name}=100")
+        return value
+
+    def count(self, name: str, default: int, most: int) -> int:
+        """Return a number of points, rows or the like, of at most `most`."""
+        value = self.number(name)
+        if value is not None and value < 1:
+            raise HTTPException(400, f"{name} = {value:g}: at least 1 is needed")
+        return default if value is None else int(min(value, most))
+
+    def words(self, name: str) -> list[str]:
+        """Return a list that is separated by commas, empty if it was not given."""
+        return [word for word in self._query.get(name, "").split(",") if word]
+
+    def text(self, name: str, default: str) -> str:
+        """Return a word."""
+        return self._query.get(name) or default
+
+    @property
+    def steps(self) -> tuple[float | None, float | None]:
+        """The stretch that is asked for."""
+        return self.number("from"), self.number("to")
+
+
+def _series(asked: Asked, run: Open) -> Any:
+    points = asked.count("points", series.POINTS, series.MOST_POINTS)
+    return series.series(run.reader, asked.words("keys") or ["loss"], *asked.steps, points)
+
+
+def _evaluations(asked: Asked, run: Open) -> Any:
+    table = run.reader.evaluations
+    return {"step": table["step"], "loss": table["validation_loss"], "bits_per_byte": table["bits_per_byte"]}
+
+
+def _time(asked: Asked, run: Open) -> Any:
+    return step_parts.step_parts(run.reader, *asked.steps, asked.count("points", series.POINTS, series.MOST_POINTS))
+
+
+def _ranks(asked: Asked, run: Open) -> Any:
+    rows = asked.count("rows", rank_view.ROWS, rank_view.MOST_ROWS)
+    columns = asked.count("points", rank_view.COLUMNS, rank_view.MOST_COLUMNS)
+    low, high = asked.number("rank_from"), asked.number("rank_to")
+    ranks = int(low or 0), None if high is None else int(high)
+    return rank_view.rank_map(run.reader, asked.text("key", rank_view.OWN), *asked.steps, rows, columns, *ranks)
+
+
+def _events(asked: Asked, run: Open) -> Any:
+    found = run_timeline(run.reader)
+    events = list(shown_events(run.reader.events, found, asked.words("kinds") or None))
+    phases = [asdict(stretch) for stretch in found.stretches]
+    more = max(0, len(events) - MOST_EVENTS)
+    return {"events": events[more:], "goodput": goodput(run.reader, found), "phases": phases, "more": more}
+
+
+def _advice(asked: Asked, run: Open) -> Any:
+    forecast = conclusions.forecast_of(run.reader)
+    return {
+        "advice": [asdict(advice) for advice in conclusions.advice_of(run.reader)],
+        "forecast": None if forecast is None else asdict(forecast),
+        "alerts": [asdict(alert) for alert in conclusions.alerts_of(run.reader)],
+    }
+
+
+VIEWS: dict[str, View] = {
+    "series": _series,
+    "evaluations": _evaluations,
+    "time": _time,
+    "memory": lambda asked, run: step_parts.memory(run.reader),
+    "ranks": _ranks,
+    "devices": lambda asked, run: rank_view.devices(run.reader, *asked.steps),
+    "events": _events,
+    "model": lambda asked, run: more_views.model(run.reader, *asked.steps),
+    "advice": _advice,
+    "energy": lambda asked, run: more_views.energy(run.reader, run.meter),
+    "profiles": lambda asked, run: more_views.profiles(run.reader),
+    "log": lambda asked, run: more_views.logs(run.reader),
+}
+"""The last part of an address -> what answers it."""
+
+
+class Api:
+    """The addresses under /api, and /metrics."""
+
+    def __init__(self, library: Library):
+        self._library = library
+        self._news = News(library)
+
+    def routes(self) -> list[Route]:
+        """Return all routes; an id may hold slashes, so the longest address comes first."""
+        views = [Route(f"/api/runs/{{run_id:path}}/{name}", partial(self.view, view)) for name, view in VIEWS.items()]
+        return [
+            Route("/api/live", self.live),
+            Route("/api/runs", self.runs),
+            Route("/api/runs/{run_id:path}/profiles/{profile}/{file}", self.profile_file),
+            *views,
+            Route("/api/runs/{run_id:path}", self.run),
+            Route("/metrics", self.metrics),
+        ]
+
+    @asynccontextmanager
+    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        """Look for news while the server runs."""
+        task = asyncio.create_task(self._news.follow())
+        yield
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    async def runs(self, request: Request) -> Response:
+        """Answer /api/runs."""
+        return await _answer(self._library.lines)
+
+    async def run(self, request: Request) -> Response:
+        """Answer /api/runs/ID."""
+        run_id = request.path_params["run_id"]
+        return await self._opened(run_id, lambda entry: overview.details(run_id, entry.reader))
+
+    async def view(self, view: View, request: Request) -> Response:
+        """Answer /api/runs/ID/VIEW."""
+        asked = Asked(request)
+        return await self._opened(request.path_params["run_id"], lambda entry: view(asked, entry))
+
+    async def _opened(self, run_id: str, answer: Callable[[Open], Any]) -> Response:
+        def opened() -> Any:
+            with self._library.open(run_id) as entry:
+                return _encoded(answer(entry))  # within the lock: arrays may change after it
+
+        return await _answer(opened)
+
+    async def profile_file(self, request: Request) -> Response:
+        """Answer /api/runs/ID/profiles/NAME/FILE: a trace, as a file to be saved."""
+        profile, file = request.path_params["profile"], request.path_params["file"]
+        path = await anyio.to_thread.run_sync(self._profile_path, request.path_params["run_id"], profile, file)
+        return FileResponse(path, filename=file, content_disposition_type="attachment")
+
+    def _profile_path(self, run_id: str, profile: str, file: str) -> Path:
+        folder = _folder(self._library.root, run_id)
+        name = f"profiles/{profile}/{file}"
+        path = folder / name
+        plain = not any(part.startswith(".") or "\\" in part or "\0" in part for part in (profile, file))
+        if not plain or not file.endswith(PROFILE_FILES) or not path.is_file() or leads_away(folder, name):
+            raise HTTPException(404, "no such file")
+        if not path.resolve().is_relative_to(folder):
+            raise HTTPException(404, "no such file")
+        return path
+
+    async def metrics(self, request: Request) -> Response:
+        """Answer /metrics, for Prometheus."""
+        text = await anyio.to_thread.run_sync(lambda: exposition(list(map(latest, *zip(*self._tails(), strict=True)))))
+        return Response(text, media_type=None, headers={"content-type": CONTENT_TYPE})
+
+    def _tails(self) -> list[Any]:
+        return [(run_id, tail) for run_id, tail, _ in self._library.tails() if tail is not None]
+
+    async def live(self, request: Request) -> Response:
+        """Answer /api/live: server-sent events."""
+        if self._news.listeners >= MOST_LISTENERS:
+            raise HTTPException(503, f"{MOST_LISTENERS} pages listen already")
+        headers = {"x-accel-buffering": "no"}  # a proxy must pass each event on at once
+        return StreamingResponse(self._news.listen(), media_type="text/event-stream", headers=headers)
+
+
+class News:
+    """Tells all listeners which runs changed. A listener that is slow gets the newest, not all."""
+
+    def __init__(self, library: Library):
+        self._library = library
+        self._pending: dict[object, dict[str, dict[str, Any]]] = {}
+        self._wake: dict[object, asyncio.Event] = {}
+        self._limiter: anyio.CapacityLimiter | None = None
+
+    @property
+    def listeners(self) -> int:
+        """The number of pages that listen."""
+        return len(self._pending)
+
+    async def follow(self) -> None:
+        """Look for news about once a second, as long as anybody listens."""
+        # A thread of its own: those of requests may all be busy.
+        self._limiter = anyio.CapacityLimiter(1)
+        known: dict[str, tuple[Any, ...]] = {}
+        while True:
+            began = time.monotonic()
+            if self._pending:
+                with suppress(OSError):
+                    for news in await anyio.to_thread.run_sync(self._library.news, known, limiter=self._limiter):
+                        for each in self._pending.values():
+                            each[news["id"]] = news
+                    for listener in [n for n, each in self._pending.items() if each]:
+                        self._wake[listener].set()
+            await asyncio.sleep(max(NEWS_S, 4 * (time.monotonic() - began)))
+
+    async def listen(self) -> AsyncIterator[bytes]:
+        """Yield events as they come, and a beat in between."""
+        me = object()
+        self._pending[me], self._wake[me] = {}, asyncio.Event()
+        try:
+            yield b"retry: 2000\nevent: beat\ndata: {}\n\n"
+            while True:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake[me].wait(), BEAT_S)
+                self._wake[me].clear()
+                pending, self._pending[me] = self._pending[me], {}
+                for news in pending.values():
+                    yield b"event: run\ndata: " + msgspec.json.encode(news) + b"\n\n"
+                if not pending:
+                    yield b"event: beat\ndata: {}\n\n"
+        finally:
+            del self._pending[me], self._wake[me]
+
+
+def latest(run_id: str, tail: Any) -> Latest:
+    """Return what Prometheus is told of a run."""
+    line = overview.line(run_id, tail)
+    return Latest(
+        run=run_id,
+        plan=line["plan"] or "",
+        model=line["model"] or "",
+        steps=line["steps"],
+        step=tail.last_line,
+        evaluation=tail.last_evaluation,
+        nodes={node: series.last for node, series in tail.nodes.items()},
+        events=Counter(event["event"] for event in tail.events),
+        state=tail.state,
+    )
+
+
+async def _answer(compute: Callable[[], Any]) -> Response:
+    try:
+        found = await anyio.to_thread.run_sync(compute)
+    except UserError as error:
+        raise HTTPException(404, str(error)) from None
+    body = found if isinstance(found, bytes) else _encoded(found)
+    return Response(body, media_type="application/json")
+
+
+def _encoded(value: Any) -> bytes:
+    """Return JSON; what is not finite is null."""
+    return msgspec.json.encode(value, enc_hook=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, Path):
+        return str(value)
+    raise NotImplementedError(f"{type(value)} in an answer")
+
+
+def _folder(root: Path, run_id: str) -> Path:
+    try:
+        return run_folder(root, run_id)
+    except UserError as error:
+        raise HTTPException(404, str(error)) from None
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """Answer with a sentence as JSON under /api, and as text elsewhere."""
+    code = error.status_code if isinstance(error, HTTPException) else 500
+    text = error.detail if isinstance(error, HTTPException) else "the server failed; its terminal says more"
+    if request.url.path.startswith("/api/"):
+        return Response(_encoded({"error": text}), code, media_type="application/json")
+    return PlainTextResponse(f"{text}\n", code)
+
+
+async def _page(request: Request) -> Response:
+    return FileResponse(PAGE / "index.html", headers={"cache-control": "no-cache"})
+
+
+def make_app(root: Path, token: str = "", port: int = 0, names: tuple[str, ...] = OWN_NAMES) -> Guard:
+    """Return the application that shows the runs under `root`. `token` and `names` as in `Guard`."""
+    api = Api(Library(root))
+    routes = [
+        *api.routes(),
+        Route("/", _page),
+        Mount("/static", StaticFiles(directory=PAGE)),
+    ]
+    app = Starlette(
+        routes=routes,
+        lifespan=api.lifespan,
+        middleware=[Middleware(GZipMiddleware, minimum_size=2000, compresslevel=4)],
+        exception_handlers={HTTPException: _failed, Exception: _failed},
+    )
+    return Guard(app, token, port, names)

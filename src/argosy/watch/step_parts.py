@@ -1,0 +1,162 @@
+"""Where the time of steps goes and what memory holds, beside what the plan predicts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from argosy.errors import UserError
+from argosy.observe.heartbeat import BESIDE
+from argosy.plan.calibration.reconcile import PARTS
+from argosy.plan.cost.formatting import seconds as in_words
+from argosy.plan.hardware.devices import find_device
+from argosy.plan.hardware.local_machine import device_named
+from argosy.watch.columns import STEP, Floats
+from argosy.watch.reader import RunReader
+from argosy.watch.series import POINTS, Buckets
+
+SECONDS, COMMUNICATION = "seconds.", "communication."
+NAMES = {
+    "forward_backward": "forward and backward",
+    "communication": "communication that backward does not hide",
+    "optimizer": "the optimizer",
+    "rest": "data and the time between the parts",
+}
+"""A part that is both predicted and measured -> its name in a sentence."""
+
+
+def step_parts(
+    reader: RunReader, first: float | None = None, last: float | None = None, points: int = POINTS
+) -> dict[str, Any]:
+    """Return the seconds of each category by step, and of a usual step of this stretch beside the prediction.
+
+    parts: category -> mean seconds of the steps behind each point; they add up to the step. predicted and measured:
+    the four parts that both sides can tell (`plan.calibration.reconcile.PARTS`); measured is the mean over the middle
+    half of the steps, by duration. communication: by axis and tier, seconds and bytes of a step, mean of that half.
+    """
+    steps = reader.steps
+    for group in ("seconds", "communication"):
+        steps.load(group)
+    known = reader.keys()
+    categories = [key for key in known if key.startswith(SECONDS) and key != "seconds.step"]
+    buckets = Buckets.of(steps, first, last, points)
+    usual = _usual(steps["step_time_s"][buckets.rows])
+    typical = {key.removeprefix(SECONDS): _mean(steps[key][buckets.rows][usual]) for key in categories}
+    measured = {part: sum(typical.get(name, 0.0) for name in sides.measured) for part, sides in PARTS.items()}
+    predicted = _predicted(reader)
+    return {
+        "step": np.round(buckets.mean(steps[STEP])),
+        "parts": {key.removeprefix(SECONDS): buckets.mean(steps[key]) for key in categories},
+        "step_s": buckets.mean(steps["step_time_s"]),
+        "beside": list(BESIDE),
+        "predicted": predicted,
+        "measured": measured if categories else {},
+        "words": _largest_disagreement(predicted, measured) if categories else "",
+        "communication": _communication(reader, buckets.rows, usual),
+    }
+
+
+def _usual(step_s: Floats) -> Any:
+    """Return the indices of the middle half of these steps, by duration: compiling and pauses are not in it."""
+    order = np.argsort(step_s, kind="stable")  # NaN comes last
+    count = int(np.isfinite(step_s).sum())
+    return order[count // 4 : max(count - count // 4, min(count, 1))]
+
+
+def _mean(values: Floats) -> float:
+    known = values[np.isfinite(values)]
+    return float(known.mean()) if len(known) else 0.0
+
+
+def _predicted(reader: RunReader) -> dict[str, float]:
+    if reader.prediction is None:
+        return {}
+    seconds = reader.prediction.seconds
+    return {part: sum(seconds.get(name, 0.0) for name in sides.predicted) for part, sides in PARTS.items()}
+
+
+def _largest_disagreement(predicted: dict[str, float], measured: dict[str, float]) -> str:
+    """Return a sentence on the part that is farthest from its prediction, in seconds."""
+    if not predicted or not any(measured.values()):
+        return ""
+    step_s, planned_s = sum(measured.values()), sum(predicted.values())
+    part = max(PARTS, key=lambda part: abs(measured[part] - predicted[part]))
+    far = measured[part] - predicted[part]
+    if abs(far) < 0.05 * planned_s:
+        return (
+            f"Each part is within 5 % of the planned step: {in_words(step_s)} measured, {in_words(planned_s)} planned."
+        )
+    more = "longer" if far > 0 else "shorter"
+    times = f"{measured[part] / predicted[part]:.1f} times the plan's" if predicted[part] else "nothing was planned"
+    return (
+        f"The largest disagreement: {NAMES[part]} takes {in_words(measured[part])} "
+        f"of a step, {in_words(abs(far))} {more} than planned ({times})."
+    )
+
+
+def _communication(reader: RunReader, rows: slice, usual: Any) -> list[dict[str, Any]]:
+    """Return seconds and bytes of a step by axis and tier, of rank 0, the longest first."""
+    traffic = reader.prediction.traffic if reader.prediction else {}
+    found = []
+    known = reader.keys()
+    for key in known:
+        if key.startswith(COMMUNICATION) and key.endswith(".0"):
+            _, axis, tier, _ = key.split(".") if key.count(".") == 3 else ("", "", "", "")
+            values = [_mean(reader.steps[f"{key[:-1]}{n}"][rows][usual]) for n in (0, 1)]
+            found.append({"axis": axis, "tier": tier, "seconds": values[0], "bytes": values[1]})
+    for entry in found:
+        if entry["axis"] in traffic and sum(other["axis"] == entry["axis"] for other in found) == 1:
+            entry["predicted_bytes"] = traffic[entry["axis"]]
+    return sorted(found, key=lambda entry: -float(entry["seconds"]))
+
+
+def memory(reader: RunReader, points: int = POINTS) -> dict[str, Any]:
+    """Return the memory of rank 0 by category beside the prediction, in bytes, and the peak of each rank."""
+    steps, predicted = reader.steps, reader.prediction
+    steps.load("memory")
+    known = reader.keys()
+    categories = [key for key in known if key.startswith("memory.")]
+    buckets = Buckets.of(steps, None, None, points)
+    return {
+        "predicted": predicted.memory if predicted else {},
+        "predicted_total": _ends(predicted.memory_bytes) if predicted else None,
+        "measured": {key.removeprefix("memory."): _newest(steps[key]) for key in categories},
+        "measured_total": _newest(steps["memory_bytes"]),
+        "by_rank": _by_rank(reader),
+        "series": {"step": np.round(buckets.mean(steps[STEP])), "memory_bytes": buckets.most(steps["memory_bytes"])},
+    }
+
+
+def _newest(values: Floats) -> float | None:
+    known = values[np.isfinite(values)]
+    return float(known[-1]) if len(known) else None
+
+
+def _by_rank(reader: RunReader) -> dict[str, list[Any]]:
+    rows = []
+    for node, series in reader.nodes.items():
+        ranks, used = series.last.get("ranks"), series.last.get("memory_bytes")
+        if isinstance(ranks, list) and isinstance(used, list):
+            limit = _limit_bytes(series.last)
+            rows += [(rank, node, value, limit) for rank, value in zip(ranks, used, strict=False)]
+    rows.sort(key=lambda row: row[0])
+    names = ("ranks", "nodes", "bytes", "limit_bytes")
+    return {name: [row[n] for row in rows] for n, name in enumerate(names)}
+
+
+def _limit_bytes(record: dict[str, Any]) -> float | None:
+    """Return what a rank of this node can use: its device's memory by the catalogue, else its share of the host's."""
+    devices = record.get("devices")
+    if isinstance(devices, list) and devices and isinstance(devices[0], dict):
+        try:
+            return float(find_device(device_named(str(devices[0].get("name")))).memory_bytes)
+        except UserError:
+            pass
+    host, ranks = record.get("host"), record.get("ranks")
+    whole = host.get("memory_bytes") if isinstance(host, dict) else None
+    return whole / len(ranks) if isinstance(whole, int | float) and ranks else None
+
+
+def _ends(estimate: Any) -> list[float]:
+    return [float(estimate.low), float(estimate.mid), float(estimate.high)]
