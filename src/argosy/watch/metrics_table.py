@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import compress
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 
 from argosy.observe.events import from_the_end
 from argosy.watch.columns import STEP, Columns, Floats, Line, group_of, numbers, parse_line, rows_of
+from argosy.watch.fast_lines import group_rows
 from argosy.watch.linefile import LineFile
 
 try:  # without the extra `watch` all is the same, but a long run takes some times as long to open
@@ -25,10 +25,8 @@ LOSS = "loss"
 """A line with this key is that of a step."""
 VALIDATION_LOSS = "validation_loss"
 """A line with this key, and without the other, is that of an evaluation."""
-FIRST = (
-    STEP, LOSS, "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "step_time_s", "time_s", VALIDATION_LOSS,
-    "bits_per_byte",
-)  # fmt: skip
+BITS_PER_BYTE = "bits_per_byte"
+FIRST = (STEP, LOSS, "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "step_time_s", "time_s")
 """What is read of each line of a long file before anything is shown."""
 NORMS = "norms"
 """Group that only steps that are due have; in a table of its own, since it is hundreds of keys in a large model."""
@@ -38,6 +36,7 @@ SAMPLED_LINES = 4
 """So many first lines of each chunk of a long file, and its last one, are read to learn which keys there are."""
 SELDOM = ("user", "experts", NORMS)
 """Groups that perhaps none of these lines has: the first line of a chunk that has one is read too."""
+OF_EVALUATIONS = (VALIDATION_LOSS, BITS_PER_BYTE)
 ABSENT: Any = object()
 
 Rows = dict[str, Floats]
@@ -80,8 +79,6 @@ class MetricsTable:
         changed = self._file.forget_what_is_gone()
         if changed:
             self._forget_after(self._file.mark)
-            steps = (line for line in from_the_end(self._file.path) if LOSS in line)
-            self.last_line = next(steps, {})
         is_long = self._file.unread_bytes() > READ_WHOLE_BYTES
         if is_long and not len(self.steps):
             self._groups = set(FIRST)
@@ -92,6 +89,8 @@ class MetricsTable:
             else:
                 self._append(chunk)
             self._file.mark = float(self.steps[STEP][-1]) if len(self.steps) else -np.inf
+        if changed:
+            self.last_line = next((line for line in from_the_end(self._file.path) if LOSS in line), {})
         return changed
 
     def drop_all_but_first(self) -> None:
@@ -116,7 +115,6 @@ class MetricsTable:
             self._append_steps(steps)
 
     def _append_steps(self, lines: list[Line]) -> None:
-        self.last_line = lines[-1]
         self._append_norms([line for line in lines if NORMS in line])
         rows = rows_of([{key: value for key, value in line.items() if key != NORMS} for line in lines])
         self._keys.update(dict.fromkeys(rows))
@@ -130,10 +128,10 @@ class MetricsTable:
 
     def _append_groups(self, chunk: bytes, groups: Collection[str]) -> None:
         """Append only some groups of the lines' keys, and all norms; learn which other keys there are."""
-        grouped = _grouped(chunk, groups, (*SELDOM,))
+        grouped = _grouped(chunk, groups, SELDOM)
         self.bad_lines += grouped.bad_lines
-        if STEP in grouped.evaluations:
-            self.evaluations.append(grouped.evaluations)
+        if grouped.evaluations:
+            self.evaluations.append(rows_of(grouped.evaluations))
         if STEP in grouped.steps:
             self.steps.append(grouped.steps)
         self._append_norms([line for line in grouped.seldom if NORMS in line])
@@ -141,8 +139,6 @@ class MetricsTable:
         sampled, _, _ = _sorted_out(map(parse_line, _some_lines(chunk)))
         some = [{key: line[key] for key in line if key != NORMS} for line in (*sampled, *others.values())]
         self._keys.update(dict.fromkeys(rows_of(some)))
-        if sampled:
-            self.last_line = sampled[-1]
 
     def _load(self, group: str) -> None:
         """Read a group of the lines that were passed over before."""
@@ -150,7 +146,8 @@ class MetricsTable:
             return
         for chunk in self._file.again():
             self._groups.add(group)  # unless the file is gone at the moment: then it is read later
-            rows = _grouped(chunk, {STEP, LOSS, group}).steps
+            sample = next((line for line in map(parse_line, _some_lines(chunk)) if line and group in line), {})
+            rows = group_rows(chunk, group, sample) or _grouped(chunk, {STEP, LOSS, group}).steps
             if STEP in rows:
                 self.steps.put(rows[STEP], {key: rows[key] for key in rows if group_of(key) == group})
                 self._keys.update(dict.fromkeys(rows))
@@ -187,7 +184,7 @@ class Grouped:
     """Some groups of the keys of a chunk's lines."""
 
     steps: Rows
-    evaluations: Rows
+    evaluations: list[Line]
     bad_lines: int
     """The number of lines that are no records."""
     seldom: list[Line]
@@ -196,20 +193,18 @@ class Grouped:
 
 def _grouped(chunk: bytes, groups: Collection[str], seldom: Collection[str] = ()) -> Grouped:
     """Return these groups of keys, and the lines that have one of `seldom`."""
-    names, rare = sorted(groups), [name for name in seldom if name not in groups]
-    found = None
+    names, rare = sorted(groups), [*OF_EVALUATIONS, *(name for name in seldom if name not in groups)]
     if msgspec is not None:
         try:
             records = _decoder(tuple(names), tuple(rare))(chunk)
         except (msgspec.MsgspecError, ValueError):
             pass  # a damaged line, or a number that JSON has no word for: line by line
         else:
-            found = _from_records(records, names, rare)
-    if found is None:
-        steps, evaluations, bad = _sorted_out(map(parse_line, _lines(chunk)))
-        some = [{key: line[key] for key in (STEP, *rare) if key in line} for line in steps]
-        return Grouped(_only(steps, names), _only(evaluations, names), bad, [line for line in some if len(line) > 1])
-    return found
+            if (found := _from_records(records, names, rare)) is not None:
+                return found
+    steps, evaluations, bad = _sorted_out(map(parse_line, _lines(chunk)))
+    some = [{key: line[key] for key in (STEP, *rare) if key in line} for line in steps]
+    return Grouped(_only(steps, names), evaluations, bad, [line for line in some if len(line) > 1])
 
 
 @lru_cache(maxsize=64)
@@ -228,33 +223,43 @@ def _decoder(names: tuple[str, ...], rare: tuple[str, ...]) -> Callable[[bytes],
 
 
 def _from_records(records: list[Any], names: Sequence[str], rare: Sequence[str]) -> Grouped | None:
-    """Return what these objects of `_decoder` come to; None if a line has no number as its step."""
-    values = {name: list(map(attrgetter(f"f{n}"), records)) for n, name in enumerate(names)}
-    if numbers(values[STEP]) is None or None in values[STEP]:
-        return None
-    seldom = []
+    """Return what these objects of `_decoder` come to; None if a line has no number as its step, or is no step's."""
+    step, loss = attrgetter(f"f{names.index(STEP)}"), attrgetter(f"f{names.index(LOSS)}")
+    seldom: list[Line] = []
+    evaluations: dict[float, Line] = {}
     for n, name in enumerate(rare):
-        for step, raw in zip(values[STEP], map(attrgetter(f"r{n}"), records), strict=True):
-            if raw is not ABSENT:
-                seldom.append({STEP: step, name: msgspec.json.decode(raw)})
-    if ABSENT not in values[LOSS]:
-        return Grouped(_arrays(values), {}, 0, seldom)
-    is_step = [value is not ABSENT for value in values[LOSS]]
-    steps, evaluations = (
-        {key: list(compress(column, keep)) for key, column in values.items()}
-        for keep in (is_step, [not this for this in is_step])
-    )
-    del evaluations[LOSS]
-    return Grouped(_arrays(steps), _arrays(evaluations), 0, seldom)
+        raws = list(map(attrgetter(f"r{n}"), records))
+        if raws.count(ABSENT) == len(raws):
+            continue
+        there = [(line, msgspec.json.decode(raw)) for line, raw in zip(records, raws, strict=True) if raw is not ABSENT]
+        for line, value in there:
+            if loss(line) is ABSENT:
+                evaluations.setdefault(step(line), {STEP: step(line)})[name] = value
+            else:
+                seldom.append({STEP: step(line), name: value})
+    if evaluations:
+        records = [line for line in records if loss(line) is not ABSENT]
+    rows = _columns(records, names)
+    if STEP not in rows or not np.isfinite(rows[STEP]).all() or not all(map(_is_step, evaluations)):
+        return None
+    if LOSS not in rows and records:
+        return None
+    return Grouped(rows, list(evaluations.values()), 0, seldom)
 
 
-def _arrays(values: dict[str, list[Any]]) -> Rows:
+def _columns(records: list[Any], names: Sequence[str]) -> Rows:
     out: Rows = {}
-    for key, column in values.items():
-        if column.count(None) == len(column):
-            continue  # no line has it
-        array = numbers(column)
-        out |= {key: array} if array is not None else rows_of([{key: value} for value in column])
+    for n, name in enumerate(names):
+        values = map(attrgetter(f"f{n}"), records)
+        try:
+            out[name] = np.fromiter(values, float, len(records))
+            continue
+        except (TypeError, ValueError, OverflowError):
+            pass  # a line without it, or with a table
+        each = list(map(attrgetter(f"f{n}"), records))
+        if each.count(None) < len(each):
+            array = numbers(each)
+            out |= {name: array} if array is not None else rows_of([{name: value} for value in each])
     return out
 
 

@@ -15,7 +15,7 @@ from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.local_machine import DetectedHardware, machine_at_hand
 from argosy.watch.reader import RunReader
 from argosy.watch.run_files import RunFiles, RunTail
-from argosy.watch.timeline import Timeline, goodput, run_timeline, timeline
+from argosy.watch.timeline import Timeline, run_timeline, timeline, useful_s
 
 
 def line(run_id: str, run: RunFiles) -> dict[str, Any]:
@@ -52,11 +52,11 @@ def line(run_id: str, run: RunFiles) -> dict[str, Any]:
 
 def details(run_id: str, reader: RunReader) -> dict[str, Any]:
     """Return what the head of a run's page shows."""
-    split = goodput(reader, run_timeline(reader))
+    found = run_timeline(reader)
     predicted = reader.prediction
     return line(run_id, reader) | {
         "now_s": time.time(),
-        "goodput": split["goodput"],
+        "goodput": useful_s(reader) / found.wall_s if found.wall_s else None,
         "step_s": reader.recent_step_s,
         "predicted": predicted
         and {

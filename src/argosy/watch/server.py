@@ -151,7 +151,7 @@ class Api:
 
     def __init__(self, library: Library):
         self._library = library
-        self._news = News(library)
+        self.news = News(library)
 
     def routes(self) -> list[Route]:
         """Return all routes; an id may hold slashes, so the longest address comes first."""
@@ -168,7 +168,7 @@ class Api:
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
         """Look for news while the server runs."""
-        task = asyncio.create_task(self._news.follow())
+        task = asyncio.create_task(self.news.follow())
         yield
         task.cancel()
         with suppress(asyncio.CancelledError):
@@ -222,10 +222,10 @@ class Api:
 
     async def live(self, request: Request) -> Response:
         """Answer /api/live: server-sent events."""
-        if self._news.listeners >= MOST_LISTENERS:
+        if self.news.listeners >= MOST_LISTENERS:
             raise HTTPException(503, f"{MOST_LISTENERS} pages listen already")
         headers = {"x-accel-buffering": "no"}  # a proxy must pass each event on at once
-        return StreamingResponse(self._news.listen(), media_type="text/event-stream", headers=headers)
+        return StreamingResponse(self.news.listen(), media_type="text/event-stream", headers=headers)
 
 
 class News:
@@ -235,7 +235,8 @@ class News:
         self._library = library
         self._pending: dict[object, dict[str, dict[str, Any]]] = {}
         self._wake: dict[object, asyncio.Event] = {}
-        self._limiter: anyio.CapacityLimiter | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._has_ended = False
 
     @property
     def listeners(self) -> int:
@@ -245,18 +246,29 @@ class News:
     async def follow(self) -> None:
         """Look for news about once a second, as long as anybody listens."""
         # A thread of its own: those of requests may all be busy.
-        self._limiter = anyio.CapacityLimiter(1)
+        limiter = anyio.CapacityLimiter(1)
+        self._loop = asyncio.get_running_loop()
         known: dict[str, tuple[Any, ...]] = {}
         while True:
             began = time.monotonic()
             if self._pending:
                 with suppress(OSError):
-                    for news in await anyio.to_thread.run_sync(self._library.news, known, limiter=self._limiter):
+                    for news in await anyio.to_thread.run_sync(self._library.news, known, limiter=limiter):
                         for each in self._pending.values():
                             each[news["id"]] = news
                     for listener in [n for n, each in self._pending.items() if each]:
                         self._wake[listener].set()
             await asyncio.sleep(max(NEWS_S, 4 * (time.monotonic() - began)))
+
+    def end(self) -> None:
+        """Let all listeners go: the server ends. Called from a signal handler."""
+        self._has_ended = True
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._wake_all)
+
+    def _wake_all(self) -> None:
+        for event in self._wake.values():
+            event.set()
 
     async def listen(self) -> AsyncIterator[bytes]:
         """Yield events as they come, and a beat in between."""
@@ -264,7 +276,7 @@ class News:
         self._pending[me], self._wake[me] = {}, asyncio.Event()
         try:
             yield b"retry: 2000\nevent: beat\ndata: {}\n\n"
-            while True:
+            while not self._has_ended:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._wake[me].wait(), BEAT_S)
                 self._wake[me].clear()
@@ -324,7 +336,7 @@ def _folder(root: Path, run_id: str) -> Path:
 
 async def _failed(request: Request, error: Exception) -> Response:
     """Answer with a sentence as JSON under /api, and as text elsewhere."""
-    code = error.status_code if isinstance(error, HTTPException) else 500
+    code = error.status_code if isinstance(error, HTTPException) else 500  # uvicorn prints its traceback
     text = error.detail if isinstance(error, HTTPException) else "the server failed; its terminal says more"
     if request.url.path.startswith("/api/"):
         return Response(_encoded({"error": text}), code, media_type="application/json")
@@ -335,13 +347,18 @@ async def _page(request: Request) -> Response:
     return FileResponse(PAGE / "index.html", headers={"cache-control": "no-cache"})
 
 
-def make_app(root: Path, token: str = "", port: int = 0, names: tuple[str, ...] = OWN_NAMES) -> Guard:
-    """Return the application that shows the runs under `root`. `token` and `names` as in `Guard`."""
+def make_app(
+    root: Path, token: str = "", port: int = 0, names: tuple[str, ...] = OWN_NAMES
+) -> tuple[Guard, Callable[[], None]]:
+    """Return the application that shows the runs under `root`, and what lets go of those who wait for its news.
+
+    `token` and `names` as in `Guard`.
+    """
     api = Api(Library(root))
     routes = [
         *api.routes(),
         Route("/", _page),
-        Mount("/static", StaticFiles(directory=PAGE)),
+        Mount("/static", StaticFiles(directory=PAGE, check_dir=False)),
     ]
     app = Starlette(
         routes=routes,
@@ -349,4 +366,4 @@ def make_app(root: Path, token: str = "", port: int = 0, names: tuple[str, ...] 
         middleware=[Middleware(GZipMiddleware, minimum_size=2000, compresslevel=4)],
         exception_handlers={HTTPException: _failed, Exception: _failed},
     )
-    return Guard(app, token, port, names)
+    return Guard(app, token, port, names), api.news.end

@@ -169,7 +169,7 @@ def goodput(reader: RunReader, found: Timeline) -> dict[str, Any]:
     is left of the training. `goodput` is the share of the useful part, None if there was no time yet.
     """
     training = found.seconds("training")
-    parts = {"useful": float(np.nansum(reader.steps["step_time_s"]))}
+    parts = {"useful": useful_s(reader)}
     parts |= {name: float(np.nansum(reader.steps[f"seconds.{name}"])) for name in sorted(BESIDE)}
     parts["lost"] = min(found.lost_s, max(0.0, training - sum(parts.values())))
     if (inside := sum(parts.values())) > training:  # a step that began before its world said so, or clocks that differ
@@ -182,6 +182,11 @@ def goodput(reader: RunReader, found: Timeline) -> dict[str, Any]:
         "parts": {name: round(max(0.0, seconds), 3) for name, seconds in parts.items()},
         "goodput": parts["useful"] / wall_s if wall_s > 0 else None,
     }
+
+
+def useful_s(reader: RunReader) -> float:
+    """Return the seconds of the steps that count."""
+    return float(np.nansum(reader.steps["step_time_s"]))
 
 
 def shown_events(events: list[Event], found: Timeline, kinds: Iterable[str] | None = None) -> Iterator[dict[str, Any]]:

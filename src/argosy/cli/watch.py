@@ -1,0 +1,102 @@
+"""Show runs in a web page: while they train, afterwards, or copies of them.
+
+Without a name, all runs under the folder `runs` are shown, side by side. Only this machine can open the page unless
+--host says otherwise; then the address that is printed holds a token, and nobody gets in without it. From elsewhere,
+an SSH tunnel does as well: ssh -L 8765:127.0.0.1:8765 MACHINE.
+
+Nothing is written to a run's folder, and a run does not notice that it is watched. /metrics is for Prometheus.
+
+Examples:
+  argosy watch                                  all runs under runs
+  argosy watch runs/demo --open                 one run, in the browser at once
+  argosy watch runs/demo --terminal             in the terminal
+  argosy watch /shared/runs --host 0.0.0.0      for others on the network, with a token
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+import webbrowser
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from argosy.cli.options import parse
+from argosy.errors import ArgosyWarning, UserError, missing_extra
+
+TOKEN = "ARGOSY_WATCH_TOKEN"
+"""Variable of the environment with a token of the user's own; then 127.0.0.1 asks for it as well."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `argosy watch`."""
+
+    run: Annotated[Path, tyro.conf.Positional] = Path("runs")
+    """A run's folder, or a folder with runs."""
+    host: str = "127.0.0.1"
+    """Address to listen at; 0.0.0.0: all of this machine's."""
+    port: int | None = None
+    """Port to listen at; 8765 or the next free one if not given."""
+    terminal: bool = False
+    """Show it in the terminal."""
+    open: bool = False
+    """Open the page in a browser."""
+
+
+def main(argv: list[str]) -> int:
+    """`argosy watch [RUN|FOLDER] ...`."""
+    options = parse(argv, "argosy watch", Options)
+    root = _folder(options.run)
+    warnings.simplefilter("ignore", ArgosyWarning)  # of an old run.toml: it is the run that is asked to change it
+    if options.terminal:
+        return int(import_module("argosy.watch.terminal").main(root))
+    try:
+        import msgspec  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise missing_extra(error.name or "starlette", "watch", "argosy watch") from None
+    from argosy.watch.auth import is_loopback, new_token
+    from argosy.watch.serve import listening, serve, url
+
+    token = _own_token() or ("" if is_loopback(options.host) else new_token())
+    with listening(options.host, options.port) as listener:
+        address = url(listener, options.host, token)
+        print(f"{root} is shown at {address}   (Ctrl-C ends this, and no run)", flush=True)
+        if options.open:
+            webbrowser.open(address)
+        try:
+            serve(root, listener, token, options.host)
+        except KeyboardInterrupt:
+            print()
+    return 0
+
+
+def _folder(path: Path) -> Path:
+    """Return the folder to show. Raises: UserError if it is none, or a foreign file."""
+    if not path.exists():
+        remedy = "Train one with `argosy train`, or name" if path == Path("runs") else "Name"
+        raise UserError(f"{path}: no such folder. {remedy} a run's folder or one that holds runs: argosy watch FOLDER")
+    if not path.is_dir():
+        raise UserError(f"{path}: a file. Name the folder of a run, such as {path.parent}.")
+    if not os.access(path, os.R_OK | os.X_OK):
+        raise UserError(f"{path}: may not be read by this user. Ask its owner for the permission.")
+    return path.absolute()
+
+
+def _own_token() -> str:
+    """Return the token of the environment. Raises: UserError if it is easily guessed."""
+    from argosy.watch.auth import SHORTEST_TOKEN
+
+    token = os.environ.get(TOKEN, "").strip()
+    if token and (len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isprintable()):
+        raise UserError(
+            f"{TOKEN}: too short, or not plain ASCII; {SHORTEST_TOKEN} characters or more are needed. "
+            "Make one: openssl rand -hex 32"
+        )
+    return token

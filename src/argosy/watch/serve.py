@@ -1,0 +1,140 @@
+"""Runs the server of `argosy watch`: its socket, its limits, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from argosy.errors import UserError
+from argosy.watch.auth import OWN_NAMES, is_loopback
+from argosy.watch.server import make_app
+
+PORT = 8765
+TRIES = 50
+"""So many ports are tried, from PORT on, if the user named none."""
+REQUEST_S = 15.0
+"""A connection must have sent its whole request after so long."""
+MOST_CONNECTIONS = 400
+MOST_HEADER_BYTES = 2**14
+
+
+class PatientProtocol(H11Protocol):
+    """HTTP/1.1 that closes a connection whose request does not arrive: uvicorn itself waits for ever."""
+
+    deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for the first request."""
+        super().connection_made(transport)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        """Stop waiting once a request is whole, and begin again with a part of the next one."""
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_waiting()
+        elif self.deadline is None:
+            self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop waiting."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _wait(self) -> None:
+        self.deadline = self.loop.call_later(REQUEST_S, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        if self.deadline is not None:
+            self.deadline.cancel()
+            self.deadline = None
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, which tells the pages that listen for news when it is asked to end."""
+
+    def __init__(self, config: uvicorn.Config, before_exit: Callable[[], None]):
+        super().__init__(config)
+        self._before_exit = before_exit
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """End after the answers that are under way."""
+        self._before_exit()
+        super().handle_exit(sig, frame)
+
+
+def listening(host: str, port: int | None) -> socket.socket:
+    """Return a socket that listens at `host`; with port None, at the first free one from PORT on.
+
+    Raises: UserError if the port is in use, or nothing can listen there.
+    """
+    tried = [port] if port is not None else [*range(PORT, PORT + TRIES), 0]
+    for each in tried:
+        try:
+            return _bound(host, each)
+        except OSError as problem:
+            if problem.errno == errno.EADDRINUSE and port is None:
+                continue
+            raise _cannot_listen(host, each, problem) from None
+        except OverflowError:
+            raise UserError(f"--port {each}: a port is a number from 0 to 65535. Try --port {PORT}.") from None
+    raise AssertionError("port 0 is always free")
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    found = socket.socket(family, kind, protocol)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+        found.listen(256)
+        found.set_inheritable(False)
+    except BaseException:
+        found.close()
+        raise
+    return found
+
+
+def _cannot_listen(host: str, port: int, problem: OSError) -> UserError:
+    if problem.errno == errno.EADDRINUSE:
+        return UserError(f"--port {port}: another program listens there. Name another, or leave --port out.")
+    if isinstance(problem, socket.gaierror) or problem.errno == errno.EADDRNOTAVAIL:
+        return UserError(f"--host {host}: no address of this machine. Try --host 0.0.0.0 for all that it has.")
+    if problem.errno == errno.EACCES:
+        return UserError(f"--port {port}: only root may listen there. Try --port {PORT}.")
+    return UserError(f"--host {host} --port {port}: cannot listen there ({problem.strerror}).")
+
+
+def serve(root: Path, listener: socket.socket, token: str, host: str) -> None:
+    """Serve the runs under `root` until SIGINT or SIGTERM. `token` and `host` as in `url`."""
+    port = listener.getsockname()[1]
+    names = (*OWN_NAMES, host.lower()) if is_loopback(host) else OWN_NAMES
+    app, stop = make_app(root, token, port, names)
+    options: dict[str, Any] = {
+        "http": PatientProtocol,
+        "ws": "none",
+        "loop": "asyncio",
+        "log_level": "error",
+        "access_log": False,  # it would show the token
+        "server_header": False,
+        "limit_concurrency": MOST_CONNECTIONS,
+        "h11_max_incomplete_event_size": MOST_HEADER_BYTES,
+        "timeout_graceful_shutdown": 2,
+        "proxy_headers": False,
+    }
+    Server(uvicorn.Config(app, **options), stop).run(sockets=[listener])
+
+
+def url(listener: socket.socket, host: str, token: str) -> str:
+    """Return the address to open."""
+    shown = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname(), "": socket.gethostname()}.get(host, host)
+    shown = f"[{shown}]" if ":" in shown else shown
+    return f"http://{shown}:{listener.getsockname()[1]}/" + (f"?token={token}" if token else "")
