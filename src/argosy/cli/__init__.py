@@ -17,7 +17,7 @@ from typing import TextIO
 COMMANDS = {
     "train": "train a model; without a run file, the built-in demo",
     "prepare": "turn text, JSONL or Parquet into token shards",
-    "watch": "show runs in a web page, or in the terminal, while they train or afterwards",
+    "watch": "show runs in a web page or in the terminal, live or afterwards",
     "checkpoint": "list, verify, export, import and prune checkpoints",
     "generate": "continue a text with a checkpoint",
     "evaluate": "measure a checkpoint's loss on held-out text",
