@@ -36,7 +36,7 @@ BLOCKS = 30
 """Steps are put together in so many blocks: their means depend less on each other than steps do."""
 SPLITS = (0.3, 0.4, 0.5, 0.6, 0.7)
 """Points of the run so far at which its later part is forecast."""
-PRIOR_STD, PRIOR_WEIGHT = 0.12, 2.0
+PRIOR_STD, PRIOR_WEIGHT = 0.2, 2.0
 """Spread of the logarithm of such errors before any is seen, and its weight as a number of errors: tuned on the runs
 named in benchmarks/forecast.py, and checked on others (benchmarks/results/forecast.md)."""
 FREEDOM = 5
