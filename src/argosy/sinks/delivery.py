@@ -53,7 +53,7 @@ class Delivery:
         """Wait until all is delivered, `CLOSE_S` at most."""
         self._is_closing.set()
         self._put(None)
-        self._thread.join(min(CLOSE_S, 2 * self._settings.timeout_s))
+        self._thread.join(min(CLOSE_S, (TRIES + 1) * self._settings.timeout_s))
 
     def _put(self, record: Mapping[str, Any] | None) -> None:
         while True:
@@ -82,8 +82,8 @@ class Delivery:
                 why = f"{type(problem).__name__}: {problem}"
             if not why:
                 return
-            if number < len(PAUSES_S) and self._is_closing.wait(PAUSES_S[number]):
-                break
+            if number < len(PAUSES_S):
+                self._is_closing.wait(PAUSES_S[number])  # the end of a run does not wait for a server to recover
         host = urlsplit(self._url).hostname  # the rest of the URL may be secret
         self._failed(f"{record.get('alert')} {record.get('state')}: webhook on {host} failed: {why}")
 
