@@ -36,12 +36,15 @@ BLOCKS = 30
 """Steps are put together in so many blocks: their means depend less on each other than steps do."""
 SPLITS = (0.3, 0.4, 0.5, 0.6, 0.7)
 """Points of the run so far at which its later part is forecast."""
-PRIOR_STD, PRIOR_WEIGHT = 0.2, 2.0
+PRIOR_STD, PRIOR_WEIGHT = 0.35, 3.0
 """Spread of the logarithm of such errors before any is seen, and its weight as a number of errors: tuned on the runs
-named in benchmarks/forecast.py, and checked on others (benchmarks/results/forecast.md)."""
+named in benchmarks/results/forecast.md, and checked on others."""
+PRIOR_S = 60.0
+"""What else a machine does changes within minutes: the prior shrinks with the root of the time that was seen, over this.
+"""
 FREEDOM = 5
 """Degrees of freedom of the t-distribution."""
-LATE_SHARE = 0.5
+LATE_SHARE = 0.7
 """The level is the mean of so large a last part of the steps: what changed long ago counts no more."""
 
 
@@ -108,7 +111,8 @@ def _level(facts: Facts, random: np.random.Generator) -> Floats:
     took = _plain_steps(facts)
     late = took[int(len(took) * (1 - LATE_SHARE)) :]
     errors = _errors(took)
-    spread = np.sqrt((PRIOR_WEIGHT * PRIOR_STD**2 + np.sum(errors**2)) / (PRIOR_WEIGHT + len(errors)))
+    prior = PRIOR_STD / np.sqrt(1 + took.sum() / PRIOR_S)
+    spread = np.sqrt((PRIOR_WEIGHT * prior**2 + np.sum(errors**2)) / (PRIOR_WEIGHT + len(errors)))
     return np.asarray(late.mean() * np.exp(spread * random.standard_t(FREEDOM, DRAWS)))
 
 
