@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 from argosy.config.schema import RunConfig
 from argosy.models.batch import microbatches
 from argosy.models.layers import local
+from argosy.observe.collectives import CommunicationMeter
 from argosy.observe.wire import Counts, WireCounter
 from argosy.parallel.world import World
 from argosy.plan.cost.exact_state import StateBytes, state_bytes
@@ -91,6 +93,8 @@ class Found:
 
     state: StateBytes
     sent: Counts
+    metered: dict[str, dict[str, list[float]]]
+    """The same step, as a training run counts it: axis -> tier -> seconds, bytes."""
 
 
 def run_of(model: str, optimizer: str) -> RunConfig:
@@ -103,14 +107,16 @@ def measure(world: World, plan: str, model_name: str, kind: str) -> Found:
     model = step.state.model
     share = len(ROWS) // layout.dp
     rows = ROWS[model.dp_rank * share : (model.dp_rank + 1) * share]
+    meter = CommunicationMeter(model.meshes.axis_of_groups(), lambda rank: rank // 2, world.device)
     for _ in range(2):
         batch = microbatches(rows, layout.microbatch, 0, world.device)
-        with WireCounter(model.meshes.axis_of_groups()) as sent:
+        with WireCounter(model.meshes.axis_of_groups()) as sent, meter:
+            meter.lap()
             loss = step.forward_backward(batch)
             gradients = memory(x for p in model.pieces for x in (p.parameter.grad, p.value.grad) if x is not None)
             step.apply(step.update(step.exchange(loss), learning_rate=1e-2))
     parameters = memory(x for p in model.pieces for x in (p.parameter.detach(), p.value))
-    return Found(StateBytes(parameters, gradients, step.state.optimizer.state_bytes), sent)
+    return Found(StateBytes(parameters, gradients, step.state.optimizer.state_bytes), sent, meter.lap())
 
 
 def memory(tensors: Iterable[Tensor]) -> int:
@@ -131,3 +137,9 @@ def test_bytes_held_and_sent_are_as_the_formulas_say(workers, model: str, plan: 
             # Which experts are chosen is up to the data: their formula is for an even load.
             tolerance = 0.15 if what[1] == "all_to_all" and model == "experts" else 0.01
             assert sent == pytest.approx(expected[what], rel=tolerance), what
+        by_axis: Counter[str] = Counter()
+        for (axis, _), sent in of_rank.sent.items():
+            by_axis[axis] += sent
+        metered = {axis: sum(sent for _, sent in tiers.values()) for axis, tiers in of_rank.metered.items()}
+        assert metered == by_axis
+        assert all(seconds > 0 for tiers in of_rank.metered.values() for seconds, _ in tiers.values())

@@ -28,6 +28,12 @@ def losses(run_dir: Path) -> list[float]:
     return [r["loss"] for r in records(run_dir) if "loss" in r]
 
 
+def of_nodes(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of all nodes that have steps, in the order of time."""
+    lines = [json.loads(line) for path in run_dir.glob("nodes/*.jsonl") for line in path.read_text().splitlines()]
+    return sorted((line for line in lines if "steps" in line), key=lambda line: float(line["time_s"]))
+
+
 def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     found = []
     for path in sorted((run_dir / "events").glob("*.jsonl")):
@@ -93,6 +99,28 @@ def test_a_run_leaves_a_folder_that_says_all(finished: Finished) -> None:
     assert folder.argosy_here("generate", run_dir, "--prompt", "def ", "--max-tokens", 5).startswith("def ")
 
 
+def check_that_lines_tell_of_all_ranks(run_dir: Path) -> None:
+    lines = of_nodes(run_dir)
+    assert lines[0]["steps"][0] == 0 and lines[-1]["steps"][1] == 9
+    for line in lines:
+        assert line["ranks"] == [0, 1]
+        values = [line["step_s"], line["memory_bytes"], *line["seconds"].values()]
+        values += line["communication"]["replicate"]["node"].values()
+        assert all(len(of_ranks) == 2 for of_ranks in values)
+    assert sum(line.get("checkpoint_bytes", 0) for line in lines) > 0
+
+
+def test_all_ranks_are_in_the_lines_of_their_node_and_the_first_one_in_those_of_the_steps(finished: Finished) -> None:
+    check_that_lines_tell_of_all_ranks(finished.run_dir)
+    for step in (record for record in records(finished.run_dir) if "loss" in record):
+        assert sum(s for name, s in step["seconds"].items() if name != "step") == pytest.approx(
+            step["seconds"]["step"], abs=1e-4
+        )
+        waited_s, sent = step["communication"]["replicate"]["node"]
+        assert 0 < waited_s < step["seconds"]["step"] and sent > 2 * step["memory"]["gradients"] / 2
+        assert sum(step["memory"].values()) == step["memory_bytes"] and step["time_s"] > 1.6e9
+
+
 @pytest.mark.slow
 def test_the_resolved_run_file_repeats_the_run(folder: Folder) -> None:
     folder.write_run()
@@ -117,6 +145,7 @@ def test_kill_9_at_any_moment_changes_no_loss(
         _, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
         assert "SIGKILL" in err and events(run_dir, "worker_died")
+        assert {line["generation"] for line in of_nodes(run_dir)} == {1, 2}
     else:
         process.kill()
         for pid in pids:
@@ -250,6 +279,7 @@ def test_it_joins_the_processes_of_torchrun(folder: Folder, finished: Finished) 
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     subprocess.run([*torchrun, "-m", "argosy", "train", "run.toml"], cwd=folder.path, check=True, timeout=120)
     assert losses(folder.path / "runs/tiny") == losses(finished.run_dir)
+    check_that_lines_tell_of_all_ranks(folder.path / "runs/tiny")
 
 
 @pytest.mark.slow

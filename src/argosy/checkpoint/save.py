@@ -70,6 +70,8 @@ class Saver:
         """Steps that need no saving: those of its own checkpoints, and any that are added here, alike on all ranks."""
         self.last_error: str | None = None
         """Why the newest save of this rank's part failed (on the first rank: of the whole); None if it did not."""
+        self.written_bytes = 0
+        """What this rank has written to checkpoints, all of them together."""
 
     @property
     def writer_pid(self) -> int | None:
@@ -188,6 +190,8 @@ class Saver:
             self._advanced_s = time.monotonic()
             return
         if news in ("save", "save_failed"):
+            if self._in_flight is not None and news == "save":
+                self.written_bytes += self._in_flight.bytes
             self._in_flight = None
             self.last_error = facts.get("error")
             if news == "save":

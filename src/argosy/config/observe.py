@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import NonNegativeInt, PositiveFloat
 
 from argosy.config.alerts import AlertsConfig
+from argosy.config.energy import EnergyConfig
 from argosy.config.section import Section
 from argosy.config.sinks import (
     MlflowConfig,
@@ -22,6 +23,7 @@ class ObserveConfig(Section):
 
     ranks_every_s: PositiveFloat = 5.0
     """Seconds between two lines in which a node writes down what its ranks and devices did; longer in large runs."""
+    energy: EnergyConfig = EnergyConfig()
     alerts: AlertsConfig = AlertsConfig()
     norms_every_steps: NonNegativeInt = 50
     """Steps between two measurements of the norms of weights, gradients and updates by layer; 0: never."""

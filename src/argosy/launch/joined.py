@@ -13,6 +13,7 @@ from argosy.data.manifest import TOKENIZER
 from argosy.errors import ArgosyError
 from argosy.launch import run_folder
 from argosy.launch.devices import find_devices, precision_is_open
+from argosy.launch.joined_heartbeat import read_heartbeats
 from argosy.launch.resolve import resolve
 from argosy.observe.events import Events
 from argosy.observe.progress import Progress
@@ -47,7 +48,8 @@ def train_joined(run: RunConfig, run_dir: Path | None = None, *, accept_changes:
         os.environ[fence.GENERATION] = str(generation)
         if world.is_first:
             held.enter_context(following(run_dir, run, Events(run_dir, "launcher")))
-        work(run, plan, world, run_dir, stop)
+        with read_heartbeats(run, run_dir, world, generation) as heartbeat:
+            work(run, plan, world, run_dir, stop, heartbeat=heartbeat)
     if stop.number is not None:
         sys.exit(128 + stop.number)
 

@@ -9,7 +9,9 @@ from typing import Literal
 
 import torch
 
+from argosy.observe.collectives import CommunicationMeter
 from argosy.observe.heartbeat import UNREAD, Heartbeat
+from argosy.observe.metrics import peak_memory_bytes
 
 Category = Literal[
     "data",
@@ -39,10 +41,17 @@ class StepClock:
     On a GPU the marks are events in its stream: nothing waits for the device until `lap` reads them.
     """
 
-    def __init__(self, device: torch.device, heartbeat: Heartbeat = UNREAD):
-        """`heartbeat` is told which part of the step runs, and at each lap how long the process's own work took."""
-        self._on_gpu = device.type == "cuda"
-        self._heartbeat = heartbeat
+    def __init__(
+        self, device: torch.device, heartbeat: Heartbeat = UNREAD, communication: CommunicationMeter | None = None
+    ):
+        """`heartbeat` is told which part of the step runs, and at each lap how long its parts took.
+
+        communication: a second view of the same time, whichever categories it is in; its laps are the clock's.
+        """
+        self._device, self._on_gpu = device, device.type == "cuda"
+        self._heartbeat, self._meter = heartbeat, communication
+        self.communication: dict[str, dict[str, list[float]]] = {}
+        """Of the last lap: axis -> tier -> seconds waited, bytes sent; empty if nothing measures them."""
         self._spans: list[tuple[Category, Mark, Mark]] = []
         self._began = time.perf_counter()
 
@@ -65,10 +74,13 @@ class StepClock:
         for category, start, end in self._spans:
             seconds[category] = seconds.get(category, 0.0) + _between(start, end)
         self._spans.clear()
+        self.communication = self._meter.lap() if self._meter else {}
         now = time.perf_counter()
         step_s, self._began = now - self._began, now
-        self._heartbeat.took(sum(seconds.get(category, 0.0) for category in OWN_WORK))
-        return {**seconds, "other": max(0.0, step_s - sum(seconds.values())), "step": step_s}
+        own_s = sum(seconds.get(category, 0.0) for category in OWN_WORK)
+        seconds |= {"other": max(0.0, step_s - sum(seconds.values())), "step": step_s}
+        self._heartbeat.took(own_s, seconds, self.communication, peak_memory_bytes(self._device))
+        return seconds
 
     def _mark(self) -> Mark:
         if not self._on_gpu:

@@ -27,8 +27,8 @@ class JsonLines:
     def __init__(self, path: Path):
         self.path = path
 
-    def write(self, record: dict[str, Any]) -> None:
-        """Append one complete record: a reader never meets half a line of a living writer.
+    def write(self, record: dict[str, Any]) -> int:
+        """Append one complete record: a reader never meets half a line of a living writer. Returns its bytes.
 
         A number that is not finite becomes null, since JSON has no word for it. A full disk is a warning: a run does
         not end because its records cannot be written.
@@ -38,6 +38,7 @@ class JsonLines:
             self._append(line)
         except OSError as problem:
             warnings.warn(f"{self.path}: a record is lost ({problem}). Free some space.", ArgosyWarning, stacklevel=2)
+        return len(line)
 
     def _append(self, line: bytes) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
 """A worker's heartbeat: a page of memory in which it shows its progress to its agent, without locks or system calls.
 
-The loop writes what it does (generation, step, the phase and when it began, how long its own work took) with plain
-stores. A thread, `argosy-beat`, writes every 0.1 s that the process lives, and how many collectives each process group
-has begun. When the process is stopped, or holds Python's lock for ever, the beat stops; when it is dead, the page can
-still be read.
+The loop writes what it does (generation, step, the phase and when it began, how long its own work took, and what it
+counts: `observe.counters`) with plain stores. A thread, `argosy-beat`, writes every 0.1 s that the process lives, and
+how many collectives each process group has begun. When the process is stopped, or holds Python's lock for ever, the
+beat stops; when it is dead, the page can still be read.
 
 The file belongs in memory (/dev/shm): on a disk a store may wait while the kernel writes the page back. This module
 does not import torch, since its readers have none.
@@ -20,7 +20,11 @@ from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal, get_args
+from types import MappingProxyType
+from typing import Any, BinaryIO, Literal, get_args
+
+from argosy.observe import counters
+from argosy.observe.counters import Communication, Counters
 
 Phase = Literal[
     "starting", "recovering", "waiting", "data", "forward", "backward", "pipeline", "communication", "optimizer",
@@ -35,7 +39,7 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 BESIDE: tuple[Phase, ...] = ("check", "evaluate", "checkpoint")
 """Phases that come now and then, and do not count as part of a step."""
 BEAT_S = 0.1
-FORMAT = 3
+FORMAT = 4
 MAGIC = int.from_bytes(b"ARGOSYVT", "little")
 LAST_STEPS = 64
 """The page remembers how long this many of the last steps took."""
@@ -49,7 +53,8 @@ TRIES = 100
 MAGIC_AT, FORMAT_AT, PID_AT = range(3)
 LOOP_VERSION, GENERATION, RANK, STEP, PHASE, PHASE_SINCE, SAFE_STEP, SUSPICIONS = range(8, 16)
 TOOK = 16  # LAST_STEPS pairs: step, nanoseconds
-BEAT = TOOK + 2 * LAST_STEPS
+COUNTERS = TOOK + 2 * LAST_STEPS
+BEAT = COUNTERS + counters.WORDS
 BEAT_VERSION, BEATS, BEAT_AT, PEAK_MEMORY, GROUP_COUNT = range(BEAT, BEAT + 5)
 GROUP = BEAT + 8  # GROUPS times: sequence number, name
 GROUP_WORDS = 1 + NAME_BYTES // 8
@@ -57,6 +62,10 @@ WORDS = GROUP + GROUPS * GROUP_WORDS
 
 Sequences = Callable[[], Mapping[str, int]]
 """Gives how many collectives each process group has begun, by its name, which is the same on all its ranks."""
+
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+NOTHING_YET = Counters()
 
 
 def heartbeat_path(folder: Path, pid: int) -> Path:
@@ -79,8 +88,7 @@ class Heartbeat:
         self._words = memoryview(self._page).cast("q")  # a store of an aligned word is never seen half done
         self._words[PID_AT], self._words[FORMAT_AT], self._words[MAGIC_AT] = os.getpid(), FORMAT, MAGIC
         self._words[RANK] = self._words[STEP] = self._words[SAFE_STEP] = -1
-        for slot in range(LAST_STEPS):
-            self._words[TOOK + 2 * slot] = -1
+        self._forget_steps()
         self._sequences: Sequences = dict
         self.enter("starting")
         self._beat()
@@ -99,8 +107,7 @@ class Heartbeat:
         words = self._words
         words[LOOP_VERSION] += 1
         words[GENERATION], words[RANK], words[STEP], words[SAFE_STEP] = generation, rank, -1, -1
-        for slot in range(LAST_STEPS):
-            words[TOOK + 2 * slot] = -1
+        self._forget_steps()
         words[LOOP_VERSION] += 1
         self.enter("recovering")
 
@@ -128,8 +135,18 @@ class Heartbeat:
         """Count that what this process computed or holds was found wrong, or may be wrong."""
         self._words[SUSPICIONS] += 1
 
-    def took(self, busy_s: float) -> None:
-        """Show that the last step took `busy_s` seconds of this process's own work, without waits for other ranks."""
+    def took(
+        self,
+        busy_s: float,
+        seconds: Mapping[str, float] = NOTHING,
+        communication: Communication = NOTHING,
+        memory_bytes: int = 0,
+    ) -> None:
+        """Show that the last step took `busy_s` seconds of this process's own work, without waits for other ranks.
+
+        seconds: of each category, communication: by axis and tier, as `StepClock.lap` gives them; memory_bytes: the
+        peak so far. They are added to what was counted in this world.
+        """
         words = self._words
         step = words[STEP]
         if step < 0:
@@ -137,15 +154,29 @@ class Heartbeat:
         slot = TOOK + 2 * (step % LAST_STEPS)
         words[LOOP_VERSION] += 1
         words[slot], words[slot + 1] = step, round(busy_s * 1e9)
+        counters.add_step(words, COUNTERS, step, seconds, communication, memory_bytes)
         words[LOOP_VERSION] += 1
 
-    def close(self) -> None:
-        """End the beat and remove the file."""
+    def has_written(self, checkpoint_bytes: int) -> None:
+        """Show how many bytes of checkpoints this process has written in this world."""
+        self._words[COUNTERS + counters.WRITTEN] = checkpoint_bytes
+
+    def stop(self) -> None:
+        """End the beat; the file stays, and can be read."""
         self._closed.set()
         self._thread.join()
         self._words.release()
         self._page.close()
+
+    def close(self) -> None:
+        """End the beat and remove the file."""
+        self.stop()
         self.path.unlink(missing_ok=True)
+
+    def _forget_steps(self) -> None:
+        for slot in range(LAST_STEPS):
+            self._words[TOOK + 2 * slot] = -1
+        counters.clear(self._words, COUNTERS)
 
     def _keep_beating(self) -> None:
         while not self._closed.wait(BEAT_S):
@@ -179,9 +210,13 @@ class UnreadHeartbeat(Heartbeat):
     def __init__(self) -> None:
         self._words = memoryview(bytearray(8 * WORDS)).cast("q")
         self._words[STEP] = -1
+        self._forget_steps()
 
     def join(self, generation: int, rank: int, sequences: Sequences) -> None:
         """Do nothing: nobody reads it in the new world either."""
+
+    def stop(self) -> None:
+        """Do nothing: there is no thread."""
 
     def close(self) -> None:
         """Do nothing: there is no thread and no file."""
@@ -219,6 +254,8 @@ class HeartbeatReading:
     """Steps in the newest checkpoint, in memory or on disk, that all ranks have their part of; -1: none is known."""
     suspicions: int = 0
     """How often its numbers were found wrong, or suspected to be, since it started."""
+    counted: Counters = NOTHING_YET
+    """What it has counted in this world."""
 
     @property
     def progress(self) -> Hashable:
@@ -285,6 +322,7 @@ def _reading(loop: list[int], beat: list[int]) -> HeartbeatReading:
         peak_memory_bytes=beat[PEAK_MEMORY],
         safe_step=loop[SAFE_STEP],
         suspicions=loop[SUSPICIONS],
+        counted=counters.read(loop, COUNTERS),
         sequences={_name(beat[at + 1 : at + GROUP_WORDS]): beat[at] for at in groups},
     )
 

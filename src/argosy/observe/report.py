@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from argosy.files import atomic_write
+from argosy.observe.energy_report import Energy
 from argosy.observe.heartbeat import BESIDE
 from argosy.observe.words import duration, mfu_in_words
 from argosy.plan.calibration.reconcile import Reconciled
@@ -66,6 +67,8 @@ class Report(BaseModel):
     """Share of `wall_s` spent in steps that count."""
     validation: dict[str, int | float] | None
     """Held-out loss, perplexity and bits per byte; `unigram_bits_per_byte` is the trivial baseline's."""
+    energy: Energy | None = None
+    """Energy, carbon and money; None if nothing was measured and the devices are unknown."""
     sample: str | None
     """Text that the model wrote."""
 
@@ -94,6 +97,8 @@ class Report(BaseModel):
                 f"(loss {self.validation['loss']:.3f}); a unigram model: "
                 f"{self.validation['unigram_bits_per_byte']:.3f}"
             )
+        if self.energy is not None:
+            lines += textwrap.wrap(self.energy.in_words(), COLUMNS, subsequent_indent="      ")
         if self.predicted is not None:
             lines.append(self.predicted.in_words())
         lines += [f"not deterministic: {what}; no replay gives these numbers again" for what in self.not_deterministic]

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from argosy.observe.counters import OTHER
 from argosy.observe.dispatch import Watch, nbytes
 from argosy.plan.cost.traffic import WORLD
 
@@ -32,9 +33,6 @@ Counts = Counter[tuple[str, str]]
 """(axis, kind of collective) -> bytes sent by this rank."""
 Sent = Callable[[tuple[Any, ...], dist.ProcessGroup], float]
 """The arguments of a collective's operator and its group -> bytes that this rank sends."""
-
-OTHER = "other"
-"""The axis of a group that is neither a mesh's nor the world."""
 
 
 def _circling(message: int, times: int = 1) -> Sent:

@@ -7,7 +7,9 @@ import datetime
 import functools
 import gc
 import os
+import socket
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -263,6 +265,20 @@ def give_back_freed_memory() -> None:
 def processes_here(size: int) -> int:
     """Return how many of a world's processes are on this machine: what the launcher says, or all."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", size))
+
+
+def node_of_each_rank(world: World) -> list[int]:
+    """Return a number for the machine of each rank: equal for ranks of one machine. All ranks call it together.
+
+    A machine is known by its name among the nodes of the run, or in a run that another launcher started by its host's
+    and that launcher's number for it.
+    """
+    host = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
+    name = os.environ.get("ARGOSY_NODE") or host
+    nodes = torch.zeros(world.size, dtype=torch.int64, device=world.device)
+    nodes[world.rank] = zlib.crc32(name.encode())
+    numbers: list[int] = world.sum(nodes).tolist()
+    return numbers
 
 
 def threads_per_process(launch: LaunchConfig, local_processes: int) -> int:

@@ -12,6 +12,7 @@ import signal
 import socket
 import time
 import uuid
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -24,7 +25,8 @@ from argosy.config.schema import LaunchConfig, RunConfig
 from argosy.errors import FINAL, ArgosyError, RunFailed, error_of
 from argosy.observe import stack, terminal
 from argosy.observe.events import Events
-from argosy.observe.heartbeat import HeartbeatReading, heartbeat_path, read_heartbeat
+from argosy.observe.heartbeat import HeartbeatReading, heartbeat_path
+from argosy.observe.node_metrics import NodeMetrics
 from argosy.observe.progress import SCREEN, Progress
 from argosy.observe.terminal import print_message
 from argosy.plan.plan import Plan
@@ -73,6 +75,8 @@ class Agent:
         self._progress = Progress(enabled=not quiet, by="agent")
         """What is waited for while no worker of this node is in a world: then none of them has the live line."""
         self._node = NodeWatch(run_dir)
+        self._metrics = NodeMetrics.of_run(run, run_dir, self._name)
+        self._world_size = plan.world_size
         self._newcomers = Newcomers(run.resilience)
         self._follower = FollowerProcess(run_dir, run, self._events)
         self._failed_starts = 0
@@ -97,6 +101,7 @@ class Agent:
                     while not self._is_over():
                         self._turn()
             finally:
+                self._metrics.write(self._readings_in_worlds(), self._world_size)
                 self._end_all()
                 self._progress.doing("")
         self._raise_if_not_done()
@@ -130,6 +135,7 @@ class Agent:
         self._follower.keep()
         if self._coordinator.keep(now):
             self._show_heartbeat(now)
+        self._metrics.tend(self._readings_in_worlds, self._world_size)
         self._report(self._node.look([process.pid for process in self._processes.values() if process.pid]))
 
     # ---- workers ------------------------------------------------------------------------------------------------
@@ -224,9 +230,10 @@ class Agent:
             self._selector.unregister(process.channel)
         process.channel.close()
         del self._processes[process.slot]
-        heartbeat = heartbeat_path(self._scratch, process.pid)
-        reading = read_heartbeat(heartbeat)
-        heartbeat.unlink(missing_ok=True)
+        reading = process.reading(self._scratch)
+        heartbeat_path(self._scratch, process.pid).unlink(missing_ok=True)
+        if reading is not None:
+            self._metrics.ended(reading)
         if process.state is State.DONE and exit_code == 0:
             if not process.is_finished and self._stopping.number is None:
                 self._stopping.begin(signal.SIGTERM)  # it was sent to the worker directly
@@ -281,8 +288,7 @@ class Agent:
             print_message(f"argosy: {finding.why}")
 
     def _show_heartbeat(self, now: float) -> None:
-        pages = (heartbeat_path(self._scratch, process.pid) for process in self._processes.values())
-        readings = [reading for page in pages if (reading := read_heartbeat(page)) is not None]
+        readings = self._readings(self._processes.values())
         report = self._reporter.report(readings, self._heard.wants_all, self._heard.most_steps)
         self._coordinator.ask(now, say.NodeHeartbeat(report=report))
 
@@ -378,6 +384,7 @@ class Agent:
                     self._stopping.not_saved = self._stopping.not_saved or message.why
 
     def _join(self, world: say.JoinWorld) -> None:
+        self._world_size = world.size
         # Sinks are held where the first rank writes what they read.
         self._follower.is_wanted = any(place.rank == 0 for place in world.places)
         for place in world.places:
@@ -445,9 +452,10 @@ class Agent:
 
     def _readings_in_worlds(self) -> list[HeartbeatReading]:
         """Return what the workers show that are in a world."""
-        members = [process for process in self._processes.values() if process.state is State.RUNNING]
-        readings = [read_heartbeat(heartbeat_path(self._scratch, process.pid)) for process in members]
-        return [reading for reading in readings if reading is not None]
+        return self._readings(process for process in self._processes.values() if process.state is State.RUNNING)
+
+    def _readings(self, processes: Iterable[WorkerProcess]) -> list[HeartbeatReading]:
+        return [reading for process in processes if (reading := process.reading(self._scratch)) is not None]
 
     def _raise_if_not_done(self) -> None:
         if (error := self._stopping.error()) is not None:

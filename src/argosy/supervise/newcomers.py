@@ -6,7 +6,6 @@ from collections.abc import Collection
 from pathlib import Path
 
 from argosy.config.schema import ResilienceConfig
-from argosy.observe.heartbeat import heartbeat_path, read_heartbeat
 from argosy.processes.fork_server import ForkServer
 from argosy.resilience.detect.finding import process_state
 from argosy.resilience.detect.joining import JoiningWatch, Newcomer
@@ -42,4 +41,4 @@ class Newcomers:
 
 def _seen(process: WorkerProcess, scratch: Path) -> Newcomer:
     generation = process.generation if process.state is State.RUNNING else 0
-    return Newcomer(process_state(process.pid), generation, read_heartbeat(heartbeat_path(scratch, process.pid)))
+    return Newcomer(process_state(process.pid), generation, process.reading(scratch))

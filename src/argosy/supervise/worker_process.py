@@ -6,8 +6,10 @@ import os
 import signal
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from argosy.errors import FINAL
+from argosy.observe.heartbeat import HeartbeatReading, heartbeat_path, read_heartbeat
 from argosy.processes.channel import Channel, Message
 from argosy.supervise.nodes import Cause, State
 
@@ -33,6 +35,10 @@ class WorkerProcess:
     """True once it has closed its end of the channel."""
     is_finished: bool = False
     """With state DONE: True if the run's last step was made."""
+
+    def reading(self, scratch: Path) -> HeartbeatReading | None:
+        """Return what it shows in its agent's folder `scratch`; None if it shows nothing (yet)."""
+        return read_heartbeat(heartbeat_path(scratch, self.pid))
 
     def signal(self, number: int) -> None:
         """Send it a signal, unless it is gone."""

@@ -68,6 +68,11 @@ class Checkpointer:
         minutes = self._settings.every_minutes
         return bool(minutes) and self._world.is_first and time.monotonic() - self.last_save_s >= minutes * 60
 
+    @property
+    def written_bytes(self) -> int:
+        """Bytes of checkpoints that this process has written."""
+        return self._saver.written_bytes
+
     def is_due_by_steps(self, done: int) -> bool:
         """True if a checkpoint is due after `done` steps."""
         return bool(self._settings.every_steps) and done % self._settings.every_steps == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,14 +17,16 @@ from argosy.config.schema import RunConfig
 from argosy.data.loader import OpenData
 from argosy.data.order import Range
 from argosy.errors import RunFailed
+from argosy.observe.counters import Communication
 from argosy.observe.events import Events
-from argosy.observe.heartbeat import BESIDE
+from argosy.observe.heartbeat import BESIDE, NOTHING
 from argosy.observe.metrics import Metrics, peak_memory_bytes
 from argosy.observe.peak import device_name, matmul_peak_flops, software
 from argosy.observe.progress import Progress
 from argosy.parallel.expert import loads_by_layer
 from argosy.parallel.model import DTYPES
 from argosy.parallel.world import World, processes_here
+from argosy.plan.cost.exact_state import state_bytes
 from argosy.plan.cost.goodput import mtbf_s
 from argosy.plan.cost.prediction import Prediction, predict
 from argosy.plan.flops import train_flops_per_token
@@ -65,6 +68,7 @@ class Records:
         self.peak_flops = 0.0
         """FLOP/s of matmuls, all processes together."""
         self._flops_per_token = train_flops_per_token(run.model, run.data.seq_len)
+        self._state = state_bytes(plan, run, world.rank)
 
     def measure_peak(self) -> None:
         """Measure `peak_flops` on all processes at once, since they share the machine; all call it together."""
@@ -118,18 +122,21 @@ class Records:
         tokens: int,
         samples: Mapping[str, Any],
         seconds: Mapping[str, float],
+        communication: Communication = NOTHING,
         logged: Mapping[str, float] | None = None,
         norms: Mapping[str, Mapping[str, float]] | None = None,
     ) -> dict[str, Any]:
         """Write the line of a step that was applied, and return it. Only rank 0 calls it.
 
-        tokens: trained on so far. samples: what `Batches.line` says of the step. seconds: as the clock gives them.
-        logged: what the user's code logged. norms: as `LayerNorms.of` gives them, if they were due.
+        tokens: trained on so far. samples: what `Batches.line` says of the step. seconds, communication: as the clock
+        gives them. logged: what the user's code logged. norms: as `LayerNorms.of` gives them, if they were due.
         """
         step_s = seconds["step"] - sum(seconds.get(category, 0.0) for category in BESIDE)
         tokens_per_s = update.tokens / step_s if step_s else 0.0
+        memory_bytes = peak_memory_bytes(self._world.device)
         record = {
             "step": update.step,
+            "time_s": round(time.time(), 3),
             "tokens": tokens,
             "loss": update.loss,
             "grad_norm": update.gradient_norm,
@@ -138,9 +145,15 @@ class Records:
             "step_time_s": round(step_s, 6),
             "tokens_per_s": round(tokens_per_s, 1),
             "mfu": round(tokens_per_s * self._flops_per_token / self.peak_flops, 4),
-            "memory_bytes": peak_memory_bytes(self._world.device),
+            "memory_bytes": memory_bytes,
+            "memory": self._memory(memory_bytes),
             "seconds": {category: round(value, 6) for category, value in seconds.items()},
         }
+        if communication:
+            record["communication"] = {
+                axis: {tier: [round(waited_s, 6), round(sent)] for tier, (waited_s, sent) in tiers.items()}
+                for axis, tiers in communication.items()
+            }
         if update.loads is not None:
             loads = loads_by_layer(update.loads, self._run.model)
             record["experts"] = {str(layer): load.record() for layer, load in loads.items()}
@@ -150,6 +163,17 @@ class Records:
             record["norms"] = norms
         self.metrics.write(record)
         return record
+
+    def _memory(self, used_bytes: int) -> dict[str, int]:
+        """Return the bytes of each part of the state on this rank's device, and of the rest of `used_bytes`."""
+        state = self._state
+        is_elsewhere = self._plan.offload in ("optimizer", "all") and self._world.device.type != "cpu"
+        parts = {
+            "weights": state.parameters,
+            "gradients": state.gradients,
+            "optimizer": 0 if is_elsewhere else state.optimizer,
+        }
+        return {**parts, "other": max(0, used_bytes - sum(parts.values()))}
 
     def last_steps(self) -> list[tuple[int, float, float]]:
         """Return step, loss and gradient norm of the last steps, as rank 0 has them. All processes call it together."""
@@ -248,7 +272,10 @@ class Records:
             "software": software(self._world.device),
         }
         held_out, score = evaluator.held_out, evaluator.score
-        write_report(self._run, self._run_dir, data, held_out, score, self.progress, self._plan, self.prediction, facts)
+        machine = machine_at_hand(self._run, self._hardware())
+        write_report(
+            self._run, self._run_dir, data, held_out, score, self.progress, self._plan, self.prediction, machine, facts
+        )
 
     def tell(self, kind: str, **facts: Any) -> None:
         """Record an event that is the same on all ranks."""

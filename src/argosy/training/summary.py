@@ -16,6 +16,7 @@ from argosy.config.schema import RunConfig
 from argosy.data.loader import OpenData
 from argosy.models.decoder import Decoder
 from argosy.models.generate import sample_tokens
+from argosy.observe.energy_report import RunSoFar, energy_of_run
 from argosy.observe.events import each_line
 from argosy.observe.metrics import Metrics
 from argosy.observe.progress import Progress
@@ -23,6 +24,7 @@ from argosy.observe.report import Report, totals, typical
 from argosy.plan.calibration.reconcile import Reconciled, reconcile
 from argosy.plan.cost.prediction import Prediction
 from argosy.plan.flops import parameters
+from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import Plan
 from argosy.training.evaluation import HeldOut, Score, unigram_score
 
@@ -75,9 +77,10 @@ def write_report(
     progress: Progress,
     plan: Plan,
     prediction: Prediction | None,
+    machine: Cluster | None,
     facts: dict[str, Any],
 ) -> None:
-    """Write report.json and print the run's result (rank 0 only)."""
+    """Write report.json and print the run's result (rank 0 only); `machine`: what the run's devices are, if known."""
     finished = facts["status"] == "finished"
     validation, sample = None, None
     if score is not None and finished:
@@ -105,6 +108,13 @@ def write_report(
         sample=sample,
         plan=str(plan),
         predicted=_predicted(plan, prediction, measured, facts),
+        energy=energy_of_run(
+            run_dir,
+            run.observe.energy,
+            machine,
+            RunSoFar(found["tokens"], found["steps"], found["seconds"]["step"], plan.world_size),
+            None if prediction is None else prediction.step_s,
+        ),
         not_deterministic=tuple(f"{declaration} ({declaration.place})" for declaration in run.not_deterministic),
         **found,
         **facts,

@@ -17,10 +17,11 @@ from argosy.data.loader import open_data
 from argosy.faults import fault
 from argosy.models.batch import Microbatch
 from argosy.observe.clock import StepClock
+from argosy.observe.collectives import CommunicationMeter
 from argosy.observe.heartbeat import Heartbeat
 from argosy.observe.metrics import peak_memory_bytes
 from argosy.parallel.apply import apply
-from argosy.parallel.world import World
+from argosy.parallel.world import World, node_of_each_rank
 from argosy.plan.plan import Plan
 from argosy.training.bad_steps import Action, BadStepPolicy
 from argosy.training.batches import Batches
@@ -80,7 +81,9 @@ class Trainer:
         )
         self._memory = memory = MemoryCheckpointing(run, state, world, records)
         self._pace = Pace(run, self._evaluator.held_out.tokens, plan.compile)
-        self._clock = StepClock(world.device, heartbeat)
+        nodes = node_of_each_rank(world)
+        self._meter = CommunicationMeter(model.meshes.axis_of_groups(), nodes.__getitem__, world.device)
+        self._clock = StepClock(world.device, heartbeat, self._meter)
         integrity = Integrity(run, state, batches, world, records, self._clock, heartbeat)
         self._step = Step(run, state, world, self._clock, integrity, stop.check)
         self._norms = LayerNorms(run, model, world)
@@ -98,9 +101,11 @@ class Trainer:
         records.measure_peak()
 
     def __enter__(self) -> Self:
+        self._meter.open()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._meter.close()
         if kind is not None:
             self._shutdown.abandon()
 
@@ -193,12 +198,15 @@ class Trainer:
         if self._time_to_first_step_s is None:
             self._time_to_first_step_s = time.monotonic() - self._began
         self._checkpointer.poll()
+        self._heartbeat.has_written(self._checkpointer.written_bytes)
         self._restorer.show_safe_step()
         logged = self._user.take_logged()
         if self._world.is_first and self.state.last_update is not None:
             update, score = self.state.last_update, self._evaluator.score
             norms, samples = self._norms.of(update.step), self._batches.line(update.step)
-            record = self._records.step(update, self.state.tokens, samples, seconds, logged, norms)
+            record = self._records.step(
+                update, self.state.tokens, samples, seconds, self._clock.communication, logged, norms
+            )
             left_s = self._pace.left_s(self.state.step)
             self._records.progress.step(record, self._pace.steps, score.loss if score else None, left_s)
             if left_s is None and self._plan.compile:
@@ -236,6 +244,7 @@ class Trainer:
         self._shutdown.save_last_state()
         if self.state.step == self._pace.steps and self._evaluator.score is None and not self.is_stopped_early:
             self._evaluate()
+        self._heartbeat.has_written(self._checkpointer.written_bytes)
         finished = self.state.step == self._pace.steps and not self.is_stopped_early
         memory_before_bytes = self._survivor.memory_before_bytes
         self._user.at("end")

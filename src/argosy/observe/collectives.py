@@ -1,0 +1,305 @@
+"""Time and bytes of this rank's collectives by axis and tier, counted while it trains.
+
+All collectives of a process, whoever asks for them (our own layers, FSDP2, torch's pipelines), go through two doors:
+the methods of `ProcessGroup`, and in compiled code the operators of torch's namespace `_c10d_functional`. Torch has no
+public hook there, so `CommunicationMeter` replaces both while it is on, and passes every call on. What is waited for is
+the `Work` that a call returned. Bytes are counted by the formulas of `observe.wire`.
+
+On a CPU seconds are those that the caller spent in the call and in the wait; on a GPU those that its compute stream
+stood still, between two events that are read when the step's clock waits for the device anyway.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any, Self
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives  # the operators of `_c10d_functional`
+from torch import Tensor
+
+from argosy.observe.counters import NETWORK, NODE, OTHER
+from argosy.observe.wire import COLLECTIVES
+from argosy.plan.cost.traffic import WORLD
+
+Channel = tuple[str, str]
+"""(axis, tier)"""
+Arguments = Callable[..., tuple[Any, ...]]
+"""The arguments of a method or functional operator -> those of c10d's operator, as `wire.COLLECTIVES` reads them."""
+
+
+def _plain(*args: Any) -> tuple[Any, ...]:
+    return args
+
+
+METHODS: dict[str, tuple[str, Arguments]] = {
+    "allreduce": ("allreduce_", _plain),
+    "allreduce_coalesced": ("allreduce_coalesced_", _plain),
+    "allgather": ("allgather_", _plain),
+    "_allgather_base": ("_allgather_base_", _plain),
+    "all_gather_single": ("_allgather_base_", _plain),
+    "allgather_coalesced": ("allgather_coalesced_", _plain),
+    "allgather_into_tensor_coalesced": ("allgather_into_tensor_coalesced_", _plain),
+    "all_gather_single_coalesced": ("allgather_into_tensor_coalesced_", _plain),
+    "reduce_scatter": ("reduce_scatter_", _plain),
+    "_reduce_scatter_base": ("_reduce_scatter_base_", _plain),
+    "reduce_scatter_single": ("_reduce_scatter_base_", _plain),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter_tensor_coalesced_", _plain),
+    "reduce_scatter_single_coalesced": ("reduce_scatter_tensor_coalesced_", _plain),
+    "alltoall_base": ("alltoall_base_", lambda out, x, outs, ins, *_: (out, x, None, outs, ins)),
+    "all_to_all_single": ("alltoall_base_", lambda out, x, outs, ins, *_: (out, x, None, outs, ins)),
+    "alltoall": ("alltoall_", _plain),
+    "send": ("send", _plain),
+    "recv": ("recv_", _plain),
+    "recv_anysource": ("recv_any_source_", _plain),
+    "broadcast": ("broadcast_", _plain),
+    "reduce": ("reduce_", _plain),
+    "gather": ("gather_", lambda out, x, options: (out, x, None, options.rootRank)),
+    "scatter": ("scatter_", _plain),
+    "barrier": ("barrier", _plain),
+    "monitored_barrier": ("monitored_barrier_", _plain),
+    "_end_coalescing": ("barrier", _plain),
+}
+"""Method of `ProcessGroup` -> the operator of c10d that it calls, and its arguments as that operator's."""
+
+FUNCTIONAL: dict[str, tuple[str, int, Callable[[Any, tuple[Any, ...]], tuple[Any, ...]]]] = {
+    "all_gather_into_tensor": ("_allgather_base_", 2, lambda y, args: (y, args[0])),
+    "all_gather_into_tensor_out": ("_allgather_base_", 2, lambda y, args: (y, args[0])),
+    "all_gather_into_tensor_coalesced": ("allgather_into_tensor_coalesced_", 2, lambda y, args: (y, args[0])),
+    "reduce_scatter_tensor": ("_reduce_scatter_base_", 3, lambda y, args: (y, args[0])),
+    "reduce_scatter_tensor_out": ("_reduce_scatter_base_", 3, lambda y, args: (y, args[0])),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter_tensor_coalesced_", 3, lambda y, args: (y, args[0])),
+    "all_reduce": ("allreduce_", 2, lambda y, args: (y,)),
+    "all_reduce_": ("allreduce_", 2, lambda y, args: (y,)),
+    "all_reduce_coalesced": ("allreduce_coalesced_", 2, lambda y, args: (y,)),
+    "all_to_all_single": ("alltoall_base_", 3, lambda y, args: (y, args[0], None, args[1], args[2])),
+    "broadcast": ("broadcast_", 2, lambda y, args: (y,)),
+    "broadcast_": ("broadcast_", 2, lambda y, args: (y,)),
+}
+"""Operator of `_c10d_functional` -> that of c10d, where its group stands, and result and arguments as c10d's."""
+
+
+class CommunicationMeter:
+    """Counts the seconds that this rank waits in collectives and the bytes that it sends, by axis and tier.
+
+        with CommunicationMeter(meshes.axis_of_groups(), node_of_rank, device) as meter:
+            ...         # a step
+            meter.lap()["tp"]["node"]    # [seconds, bytes]
+
+    Collectives of any thread count, those of evaluations and checkpoints too. One meter is on at a time: another that
+    is turned on takes its place. It neither waits for a device nor changes what a call does or returns.
+    """
+
+    def __init__(self, axes: Mapping[str, str], node_of_rank: Callable[[int], object], device: torch.device):
+        """axes: name of a process group -> the axis that it is along (`Meshes.axis_of_groups`). node_of_rank: the
+        machine of a global rank, in any form that can be compared."""
+        self._axes, self._node_of_rank, self._device = axes, node_of_rank, device
+        self._channels: dict[str, Channel] = {}
+        self._seconds: dict[Channel, float] = {}
+        self._bytes: dict[Channel, float] = {}
+        self._works: WeakKeyDictionary[Any, Channel] = WeakKeyDictionary()
+        self._tensors: dict[int, Channel] = {}
+        self._spans: list[tuple[Channel, torch.cuda.Event, torch.cuda.Event]] = []
+        self._is_inside = False
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def open(self) -> None:
+        """Begin to count."""
+        _Doors.open_for(self)
+
+    def close(self) -> None:
+        """Count no longer; torch is as it was."""
+        _Doors.close_for(self)
+
+    def lap(self) -> dict[str, dict[str, list[float]]]:
+        """Return axis -> tier -> [seconds, bytes] since the last lap. On a GPU, call it after a wait for the device."""
+        for channel, start, end in self._spans:
+            self._add(channel, start.elapsed_time(end) / 1e3)
+        self._spans.clear()
+        self._tensors.clear()
+        found: dict[str, dict[str, list[float]]] = {}
+        for (axis, tier), sent in self._bytes.items():
+            found.setdefault(axis, {})[tier] = [self._seconds.get((axis, tier), 0.0), sent]
+        self._seconds, self._bytes = {}, {}
+        return found
+
+    def call(self, group: dist.ProcessGroup, operator: str, arguments: Arguments, call: Any, args: Any, kw: Any) -> Any:
+        """Carry out a method of `group`, and count it."""
+        channel = self._channel_of(group)
+        start = self._mark()
+        work = call(group, *args, **kw)
+        self._took(channel, start)
+        with suppress(Exception):  # arguments that torch has changed: the bytes are missing, and the step goes on
+            self._sent(channel, operator, arguments(*args), group)
+        if isinstance(work, dist.Work):
+            self._works[work] = channel
+        return work
+
+    def wait(self, work: dist.Work, wait: Any, args: Any, kw: Any) -> Any:
+        """Carry out `work.wait`, and count it."""
+        channel = self._works.get(work)
+        if channel is None:
+            return wait(work, *args, **kw)
+        start = self._mark()
+        try:
+            return wait(work, *args, **kw)
+        finally:
+            self._took(channel, start)
+
+    def call_functional(self, name: str, call: Any, args: Any, kw: Any) -> Any:
+        """Carry out an operator of `_c10d_functional`, and count it: once, if a dispatch mode calls it once more."""
+        if self._is_inside:
+            return call(*args, **kw)
+        operator, place, arguments = FUNCTIONAL[name]
+        start = self._mark()
+        self._is_inside = True
+        try:
+            result = call(*args, **kw)
+        finally:
+            self._is_inside = False
+        some = result[0] if isinstance(result, (list, tuple)) and result else result
+        if type(some) is Tensor:  # not while the compiler tries it out on fake ones
+            with suppress(Exception):
+                group = _group(args[place])
+                channel = self._channel_of(group)
+                self._took(channel, start)
+                self._sent(channel, operator, arguments(result, args), group)
+                for tensor in result if isinstance(result, (list, tuple)) else [result]:
+                    self._tensors[tensor.data_ptr()] = channel
+        return result
+
+    def wait_functional(self, call: Any, args: Any, kw: Any) -> Any:
+        """Carry out `_c10d_functional.wait_tensor`, and count it."""
+        channel = self._tensors.pop(args[0].data_ptr(), None) if type(args[0]) is Tensor else None
+        if channel is None:
+            return call(*args, **kw)
+        start = self._mark()
+        try:
+            return call(*args, **kw)
+        finally:
+            self._took(channel, start)
+
+    def _channel_of(self, group: dist.ProcessGroup) -> Channel:
+        name = group.group_name
+        if (channel := self._channels.get(name)) is None:
+            ranks = dist.get_process_group_ranks(group)
+            unnamed = WORLD if len(ranks) == dist.get_world_size() else OTHER
+            tier = NODE if len({self._node_of_rank(rank) for rank in ranks}) == 1 else NETWORK
+            channel = self._channels[name] = self._axes.get(name, unnamed), tier
+        return channel
+
+    def _sent(self, channel: Channel, operator: str, args: tuple[Any, ...], group: dist.ProcessGroup) -> None:
+        sent = round(COLLECTIVES[operator][1](args, group))
+        self._bytes[channel] = self._bytes.get(channel, 0) + sent
+
+    def _mark(self) -> float | torch.cuda.Event | None:
+        """Return the present; on a GPU None in another stream than that of the arithmetic, which does not wait here."""
+        if self._stream is None:
+            return time.perf_counter()
+        if torch.cuda.current_stream(self._device) != self._stream:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _took(self, channel: Channel, start: float | torch.cuda.Event | None) -> None:
+        if isinstance(start, float):
+            self._add(channel, time.perf_counter() - start)
+        elif start is not None and isinstance(end := self._mark(), torch.cuda.Event):
+            self._spans.append((channel, start, end))
+
+    def _add(self, channel: Channel, seconds: float) -> None:
+        self._seconds[channel] = self._seconds.get(channel, 0.0) + seconds
+        self._bytes.setdefault(channel, 0)
+
+
+class _Doors:
+    """The calls of torch that collectives go through, replaced while a meter is on."""
+
+    meter: CommunicationMeter | None = None
+    _originals: list[tuple[Any, str, Any]] = []
+
+    @classmethod
+    def open_for(cls, meter: CommunicationMeter) -> None:
+        if cls.meter is None:
+            cls._replace_all()
+        cls.meter = meter
+
+    @classmethod
+    def close_for(cls, meter: CommunicationMeter) -> None:
+        if cls.meter is not meter:
+            return
+        cls.meter = None
+        for owner, name, original in reversed(cls._originals):
+            setattr(owner, name, original)
+        cls._originals.clear()
+
+    @classmethod
+    def _replace_all(cls) -> None:
+        for name, (operator, arguments) in METHODS.items():
+            cls._replace(dist.ProcessGroup, name, partial(_method, operator, arguments))
+        cls._replace(dist.Work, "wait", _wait)
+        operators = torch.ops._c10d_functional
+        for name in FUNCTIONAL:
+            if (packet := getattr(operators, name, None)) is not None:
+                for callee in (packet, packet.default):  # Python code calls the one, compiled code the other
+                    cls._replace(callee, "_op", partial(_operator, name))
+        for callee in (operators.wait_tensor, operators.wait_tensor.default):
+            cls._replace(callee, "_op", _wait_tensor)
+
+    @classmethod
+    def _replace(cls, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
+        if (original := getattr(owner, name, None)) is not None:  # another version of torch may lack it
+            # As the class has it: what getattr gives of a class is no longer bound to an instance.
+            cls._originals.append((owner, name, vars(owner).get(name, original)))
+            setattr(owner, name, around(original))
+
+
+def _method(operator: str, arguments: Arguments, call: Any) -> Any:
+    def counted(group: dist.ProcessGroup, *args: Any, **kw: Any) -> Any:
+        if (meter := _Doors.meter) is None:
+            return call(group, *args, **kw)
+        return meter.call(group, operator, arguments, call, args, kw)
+
+    return counted
+
+
+def _wait(call: Any) -> Any:
+    def counted(work: dist.Work, *args: Any, **kw: Any) -> Any:
+        meter = _Doors.meter
+        return call(work, *args, **kw) if meter is None else meter.wait(work, call, args, kw)
+
+    return counted
+
+
+def _operator(name: str, call: Any) -> Any:
+    def counted(*args: Any, **kw: Any) -> Any:
+        meter = _Doors.meter
+        return call(*args, **kw) if meter is None else meter.call_functional(name, call, args, kw)
+
+    return counted
+
+
+def _wait_tensor(call: Any) -> Any:
+    def counted(*args: Any, **kw: Any) -> Any:
+        meter = _Doors.meter
+        return call(*args, **kw) if meter is None else meter.wait_functional(call, args, kw)
+
+    return counted
+
+
+def _group(group: Any) -> dist.ProcessGroup:
+    """Return the group, which compiled code names by its name."""
+    return group if isinstance(group, dist.ProcessGroup) else dist.distributed_c10d._resolve_process_group(group)
