@@ -1,0 +1,309 @@
+// The page: its frame, what is chosen, and who is asked when. The views draw the rest.
+
+import { get, ofRun, follow } from "./api.js";
+import { forget, ofRuns } from "./colours.js";
+import { h, icon, replace, say } from "./dom.js";
+import { ago, clock } from "./format.js";
+import { listen, showSheet } from "./keys.js";
+import { refresher } from "./refresher.js";
+import { RunList, RunTable } from "./runs.js";
+import * as state from "./state.js";
+import { drawVitals } from "./vitals.js";
+import advice from "./views/advice.js";
+import devices from "./views/devices.js";
+import energy from "./views/energy.js";
+import events from "./views/events.js";
+import memory from "./views/memory.js";
+import model from "./views/model.js";
+import profiles from "./views/profiles.js";
+import ranks from "./views/ranks.js";
+import run from "./views/run.js";
+import time from "./views/time.js";
+
+const VIEWS = [run, time, memory, ranks, devices, events, model, advice, energy, profiles];
+const THEMES = { auto: "as the system", light: "light", dark: "dark" };
+const main = document.getElementById("main");
+
+/** What views know of the page. */
+const page = {
+  runs: [],
+  colours: new Map(),
+  chosen: () => state.get().run,
+  /** The run that a view of one run shows. */
+  primary: () => (state.get().run.includes(state.get().of) ? state.get().of : state.get().run[0]),
+  summary: (id) => page.runs.find((each) => each.id === id),
+  named: (id) => page.summary(id)?.name || id,
+  colour: (id) => page.colours.get(id) ?? ofRuns([id]).get(id),
+  /** The steps shown, [from, to]; null for all. A negative `from` counts from the end, so that it follows the run. */
+  window() {
+    const { from, to } = state.get();
+    const last = Math.max(0, ...page.chosen().map((id) => page.summary(id)?.step ?? 0));
+    if (from === undefined && to === undefined) return null;
+    return [from < 0 ? Math.max(0, last + from) : (from ?? 0), to ?? last];
+  },
+  range: () => (page.window() ? { from: Math.floor(page.window()[0]), to: Math.ceil(page.window()[1]) } : {}),
+  zoom: (from, to) => state.set({ from: Math.max(0, Math.floor(from)), to: Math.max(1, Math.ceil(to)) }),
+  all: () => state.set({ from: undefined, to: undefined }),
+};
+
+let view = null;
+let shown = null; // what is in main: "home", or view and runs
+let table = null;
+let list = null;
+let live = { state: "waiting", since: Date.now() / 1000 };
+
+const lists = refresher(
+  async (signal) => {
+    page.runs = await get("runs", {}, signal);
+    const { run: chosen } = state.get();
+    if (!chosen.length && page.runs.length === 1) return state.set({ run: [page.runs[0].id] });
+    table?.update(page.runs);
+    list?.update(page.runs, chosen);
+  },
+  (error) => trouble("list", error),
+);
+
+// One after the other: the strip stands before events and advice have come.
+const vitals = refresher(
+  async (signal) => {
+    const id = page.primary();
+    const place = document.getElementById("vitals");
+    if (!id || !place) return;
+    const quiet = (promise) => promise.catch(() => null);
+    const rest = Promise.all([quiet(ofRun(id, "advice", {}, signal)), quiet(ofRun(id, "events", {}, signal))]);
+    page.detail = await ofRun(id, "", {}, signal);
+    if (!place.childElementCount) drawVitals(place, page.detail, null, null);
+    const [told, happened] = await rest;
+    if (signal.aborted) return;
+    page.advice = told;
+    page.events = happened;
+    drawVitals(place, page.detail, told, happened);
+    view?.drawing?.marks?.(happened);
+  },
+  (error) => trouble("vitals", error),
+);
+
+const drawing = refresher(
+  async (signal) => {
+    if (!view) return;
+    const current = view;
+    await current.drawing.refresh(signal);
+    if (view === current) current.loading.hidden = true;
+  },
+  (error) => {
+    trouble("view", error);
+    if (error && view) view.loading.hidden = true;
+  },
+);
+
+/** Say what is wrong above what is shown; null takes it back. */
+function trouble(what, error) {
+  const place = document.getElementById("trouble");
+  if (error && error.status === undefined) console.error(error);
+  if (!place) return;
+  place.querySelector(`[data-what="${what}"]`)?.remove();
+  const same = [...place.children].some((each) => each.dataset.text === error?.message);
+  if (!error || same) return;
+  const again = () => [lists, vitals, drawing].forEach((each) => each.now());
+  const retry = h("button", { type: "button", class: "quiet", onclick: again }, "Try again");
+  place.append(h("div", { class: "notice bad", role: "alert", "data-what": what, "data-text": error.message }, h("p", {}, error.message), retry));
+}
+
+function home() {
+  shown = "home";
+  document.body.classList.add("home");
+  const root = h("div", {});
+  replace(main, h("div", { id: "trouble" }), root);
+  table = new RunTable(root, page.colour);
+  if (page.runs.length) table.update(page.runs);
+  document.title = "Runs – Argosy";
+}
+
+function frame() {
+  document.body.classList.remove("home");
+  table = null;
+  if (!list) {
+    list = new RunList(document.getElementById("side"), page.colour);
+  }
+  list.update(page.runs, page.chosen());
+  const [only] = page.chosen();
+  const title = h("div", { class: "head" }, h("h1", { title: page.chosen().join(", ") }, page.chosen().length > 1 ? `${page.chosen().length} runs` : page.named(only)), h("div", { id: "of" }));
+  const tabs = h("nav", { class: "tabs", "aria-label": "Views" }, VIEWS.map((each) => tab(each)));
+  replace(main, h("div", { id: "trouble" }), title, h("div", { id: "vitals" }), tabs, h("div", { id: "view" }));
+  chips();
+}
+
+// With several runs, views of one run need to be told which.
+function chips() {
+  const place = document.getElementById("of");
+  if (page.chosen().length < 2) return replace(place);
+  replace(
+    place,
+    h("div", { class: "chips", role: "group", "aria-label": "Run of the strip and of views that show one" }, page.chosen().map((id) => h("button", { type: "button", class: "chip", "aria-pressed": String(id === page.primary()), style: { "--c": `var(--${page.colour(id)})` }, onclick: () => state.set({ of: id }) }, h("i", { class: "swatch" }), page.named(id)))),
+  );
+}
+
+function tab(each) {
+  const go = (event) => {
+    if (event.ctrlKey || event.metaKey || event.shiftKey) return;
+    event.preventDefault();
+    state.set({ view: each.name }, { step: true });
+  };
+  const current = each === currentView();
+  return h("a", { href: state.link({ view: each.name }), "aria-current": current ? "page" : null, onclick: go, "data-view": each.name }, each.title);
+}
+
+const currentView = () => VIEWS.find((each) => each.name === state.get().view) ?? VIEWS[0];
+
+function openView() {
+  view?.drawing.destroy?.();
+  const root = document.getElementById("view");
+  const chosen = currentView();
+  const loading = h("p", { class: "state loading" }, "Loading …");
+  const body = h("div", { class: `view view-${chosen.name}` });
+  replace(root, loading, body);
+  view = { name: chosen.name, loading, drawing: chosen.create(body, page) };
+  for (const each of document.querySelectorAll(".tabs a")) {
+    if (each.dataset.view === chosen.name) each.setAttribute("aria-current", "page");
+    else each.removeAttribute("aria-current");
+    each.href = state.link({ view: each.dataset.view });
+    if (each.dataset.view === chosen.name) each.scrollIntoView({ block: "nearest", inline: "nearest" });
+  }
+  document.title = `${page.chosen().map(page.named).join(", ")} – ${chosen.title} – Argosy`;
+}
+
+function render() {
+  const { run: chosen, of } = state.get();
+  page.colours = ofRuns(chosen);
+  const now = chosen.length ? JSON.stringify([chosen, of]) : "home";
+  const other = now !== shown;
+  if (other) {
+    drawing.stop();
+    vitals.stop();
+    if (now === "home") {
+      view?.drawing.destroy?.();
+      view = null;
+      home();
+    } else frame();
+    shown = now;
+  }
+  if (now === "home") return;
+  if (other || view?.name !== currentView().name) openView();
+  if (other) vitals.now();
+  drawing.now();
+}
+
+function head() {
+  const drawer = () => document.body.classList.toggle("drawer");
+  const toHome = (event) => {
+    if (event.ctrlKey || event.metaKey) return;
+    event.preventDefault();
+    if (page.runs.length !== 1) state.set({ run: [], view: undefined, from: undefined, to: undefined, of: undefined }, { step: true });
+  };
+  replace(
+    document.getElementById("bar"),
+    h("button", { type: "button", class: "tool drawer-button", "aria-label": "Choose runs", title: "Choose runs", onclick: drawer }, icon("list")),
+    h("a", { class: "brand", href: location.pathname, onclick: toHome }, h("img", { src: "static/icon.svg", alt: "", width: 20, height: 20 }), "Argosy", h("span", { class: "muted all-runs" }, "all runs")),
+    h("span", { class: "grow" }),
+    h("span", { id: "live", class: "live", role: "status" }),
+    h("button", { type: "button", class: "tool", id: "theme", onclick: turnTheme }),
+    h("button", { type: "button", class: "tool", "aria-label": "Keyboard", title: "Keyboard (?)", onclick: showSheet }, icon("question")),
+  );
+  drawTheme();
+}
+
+const theme = () => document.documentElement.dataset.theme ?? "auto";
+
+function drawTheme() {
+  const button = document.getElementById("theme");
+  replace(button, icon({ auto: "auto", light: "sun", dark: "moon" }[theme()]));
+  button.title = `Colours: ${THEMES[theme()]} (t)`;
+  button.setAttribute("aria-label", button.title);
+}
+
+function turnTheme() {
+  const names = Object.keys(THEMES);
+  const next = names[(names.indexOf(theme()) + 1) % names.length];
+  if (next === "auto") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = next;
+  try {
+    localStorage.setItem("argosy-theme", next);
+  } catch {
+    // It lasts for this page, then.
+  }
+  say(`Colours: ${THEMES[next]}`);
+  drawTheme();
+  recolour();
+}
+
+function recolour() {
+  forget();
+  view?.drawing.recolour?.();
+}
+
+function drawLive() {
+  const place = document.getElementById("live");
+  const words = { live: "Live", waiting: "Connecting …", lost: `Not live since ${clock(live.since)}` }[live.state];
+  place.className = `live ${live.state}`;
+  place.title = live.state === "live" ? "What is shown follows the run" : "The server does not answer; it is asked again and again. What is shown is what was known last.";
+  if (place.textContent !== words) replace(place, h("i", { "aria-hidden": "true" }), words);
+}
+
+function step(by, of, current) {
+  const at = of.indexOf(current);
+  return of[(at + by + of.length) % of.length];
+}
+
+const nextView = (by) => state.get().run.length && state.set({ view: step(by, VIEWS, currentView()).name }, { step: true });
+const nextRun = (by) => page.runs.length && state.set({ run: [step(by, page.runs.map((each) => each.id), page.chosen()[0])] }, { step: true });
+const smoothing = (by) => state.set({ smooth: Math.round(100 * Math.max(0, Math.min(0.99, (state.get().smooth ?? 0) + by))) / 100 || undefined });
+
+head();
+drawLive();
+state.subscribe(render);
+listen({
+  "?": showSheet,
+  "[": () => nextView(-1),
+  "]": () => nextView(1),
+  j: () => nextRun(1),
+  k: () => nextRun(-1),
+  r: () => state.set({ run: [], view: undefined, of: undefined, from: undefined, to: undefined }, { step: true }),
+  "/": () => (table ?? list)?.focusFilter(),
+  l: () => state.set({ log: state.get().log?.includes("y") ? state.get().log.replace("y", "") || undefined : `${state.get().log ?? ""}y` }),
+  s: () => smoothing(0.1),
+  S: () => smoothing(-0.1),
+  z: page.all,
+  t: turnTheme,
+  Escape: () => document.body.classList.remove("drawer"),
+  ...Object.fromEntries(VIEWS.map((each, i) => [String((i + 1) % 10), () => state.get().run.length && state.set({ view: each.name }, { step: true })])),
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", recolour);
+document.addEventListener("click", (event) => {
+  if (document.body.classList.contains("drawer") && !event.target.closest(".side, .drawer-button")) document.body.classList.remove("drawer");
+});
+
+follow(
+  (change) => {
+    lists.soon();
+    if (page.chosen().includes(change.id)) {
+      drawing.soon();
+      if (change.id === page.primary()) vitals.soon();
+    }
+  },
+  (now) => {
+    const back = now === "live" && live.state !== "live";
+    if (now === "live" || live.state === "live") live = { state: now, since: Date.now() / 1000 };
+    else live.state = now;
+    drawLive();
+    // What happened meanwhile was not told.
+    if (back) [lists, vitals, drawing].forEach((each) => each.soon());
+  },
+);
+
+// "3 s ago" grows old by itself.
+setInterval(() => {
+  for (const each of document.querySelectorAll("time[data-ago]")) each.textContent = ago(Number(each.dataset.ago));
+}, 1000);
+
+await lists.now();
+render();

@@ -1,0 +1,86 @@
+// What a tired person wants to see in the first second: is it alive, is it healthy, when will it be done, what went wrong.
+
+import { h, replace } from "./dom.js";
+import { ago, clock, duration, grouped, loss, money, number, percent, NONE } from "./format.js";
+import { stateMark } from "./runs.js";
+import * as state from "./state.js";
+
+const FAULTS = new Set([
+  "worker_died", "killed", "hang", "stopped", "frozen", "stuck_loader", "mismatch", "straggler", "suspect", "slow_link",
+  "oom_kill", "memory_low", "disk_failed", "disk_slow", "disk_full", "limit_near", "clock_jump", "bad_step", "rewind",
+  "bad_shard", "corruption", "gradient_corrupt", "collective_corrupt", "save_failed", "damaged_checkpoint",
+  "coordinator_lost", "lease_lost", "node_refused", "node_slow", "writer_died", "drain_failed", "upkeep_failed", "alert",
+]);  // prettier-ignore
+
+export const isFault = (event) => FAULTS.has(event.event);
+
+function cell(label, value, sub, extra = {}) {
+  return h("div", { class: `vital ${extra.tone ?? ""}`, "data-vital": label }, h("dt", {}, label), h("dd", { class: "value" }, value), h("dd", { class: "sub", title: extra.title }, sub));
+}
+
+function toView(view, ...text) {
+  const go = (event) => {
+    event.preventDefault();
+    state.set({ view }, { step: true });
+  };
+  return h("a", { href: state.link({ view }), onclick: go }, text);
+}
+
+/** Draw the strip. run: the run's answer; advice and events: theirs, or null while they are not known. */
+export function drawVitals(root, run, advice, events) {
+  replace(
+    root,
+    h("dl", { class: "vitals" }, alive(run), health(run, advice, events), done(run, advice?.forecast), cost(run, advice?.forecast), speed(run)),
+    run.problems?.length ? h("div", { class: "notice warn", role: "note" }, run.problems.slice(0, 5).map((each) => h("p", {}, each))) : null,
+  );
+}
+
+function alive(run) {
+  const share = run.steps ? Math.min(1, run.step / run.steps) : null;
+  const step = run.steps ? `step ${grouped(run.step)} of ${grouped(run.steps)}` : `step ${grouped(run.step)}`;
+  return h(
+    "div",
+    { class: "vital alive", "data-vital": "State" },
+    h("dt", {}, "State"),
+    h("dd", { class: "value" }, stateMark(run.state)),
+    share === null ? null : h("dd", { class: "progress", role: "progressbar", "aria-label": "Progress", "aria-valuenow": Math.round(100 * share), "aria-valuemin": 0, "aria-valuemax": 100 }, h("i", { style: { width: `${100 * share}%` } })),
+    h("dd", { class: "sub" }, step, share === null ? "" : `, ${percent(share)}`, " · ", h("time", { "data-ago": run.updated_s }, ago(run.updated_s))),
+  );
+}
+
+function health(run, advice, events) {
+  if (run.state === "failed" || run.state === "silent") {
+    const words = run.state === "failed" ? "It failed" : "No word from it";
+    return cell("Health", h("span", { class: run.state === "failed" ? "bad" : "warn" }, words), toView("events", run.why ?? "Look at what happened last"), { tone: "raised", title: run.why });
+  }
+  const alerts = advice?.alerts ?? [];
+  if (alerts.length) {
+    const newest = alerts.reduce((a, b) => ((b.time_s ?? 0) >= (a.time_s ?? 0) ? b : a));
+    return cell("Health", h("span", { class: "warn" }, alerts.length === 1 ? "1 alert" : `${alerts.length} alerts`), toView("advice", newest.why ?? newest.alert), { tone: "raised", title: newest.why });
+  }
+  const faults = (events?.events ?? []).filter(isFault);
+  const last = faults.at(-1);
+  if (!last) return cell("Health", h("span", { class: "good" }, "Healthy"), events ? "nothing went wrong so far" : "");
+  const words = last.words ?? last.why ?? last.event;
+  return cell("Health", h("span", { class: "good" }, "Healthy again"), toView("events", `${ago(last.time_s)}: ${words}`), { title: words });
+}
+
+function done(run, forecast) {
+  if (run.state === "finished") return cell("Done", clock(run.updated_s), run.started_s ? `took ${duration(run.updated_s - run.started_s)}` : "");
+  if (run.state !== "training") return cell("Done", NONE, run.state === "failed" ? "give the same command again to go on" : "it does not train now");
+  const [low, middle, high] = forecast?.end_s ?? [];
+  const sub = middle ? `at ${clock(middle)}${low && high ? `, between ${clock(low)} and ${clock(high)}` : ""}` : run.eta_s ? `at ${clock(Date.now() / 1000 + run.eta_s)}` : "not known yet";
+  return cell("Done in", duration(run.eta_s ?? (middle ? middle - Date.now() / 1000 : null)), sub, { title: sub });
+}
+
+function cost(run, forecast) {
+  const [low, middle, high] = forecast?.cost ?? [];
+  const currency = run.currency ?? forecast?.currency;
+  const sub = middle ? `${money(middle, currency)} at the end${low !== undefined ? `, ${money(low)} to ${money(high)}` : ""}` : run.cost === null || run.cost === undefined ? "no price is known for this machine" : "so far";
+  return cell("Cost so far", money(run.cost, currency), sub, { title: sub });
+}
+
+function speed(run) {
+  const goodput = run.goodput === null || run.goodput === undefined ? "" : `, goodput ${percent(run.goodput)}`;
+  return cell("Loss", loss(run.loss), `${number(run.tokens_per_s)} tokens/s, MFU ${percent(run.mfu, 1)}${goodput}`);
+}
