@@ -28,9 +28,10 @@ const main = document.getElementById("main");
 const page = {
   runs: [],
   colours: new Map(),
-  chosen: () => state.get().run,
+  /** The chosen runs that exist; all, while it is not known which do. */
+  chosen: () => (page.runs.length ? state.get().run.filter((id) => page.summary(id)) : state.get().run),
   /** The run that a view of one run shows. */
-  primary: () => (state.get().run.includes(state.get().of) ? state.get().of : state.get().run[0]),
+  primary: () => (page.chosen().includes(state.get().of) ? state.get().of : page.chosen()[0]),
   summary: (id) => page.runs.find((each) => each.id === id),
   named: (id) => page.summary(id)?.name || id,
   colour: (id) => page.colours.get(id) ?? ofRuns([id]).get(id),
@@ -59,6 +60,8 @@ const lists = refresher(
     if (!chosen.length && page.runs.length === 1) return state.set({ run: [page.runs[0].id] });
     table?.update(page.runs);
     list?.update(page.runs, chosen);
+    // A run that was waited for has come, or one is gone.
+    if (shown && shown !== "home" && chosen.length && shown !== frameOf()) render();
   },
   (error) => trouble("list", error),
 );
@@ -127,9 +130,12 @@ function frame() {
   }
   list.update(page.runs, page.chosen());
   const [only] = page.chosen();
+  const lost = state.get().run.filter((id) => !page.chosen().includes(id));
+  const gone = lost.length ? h("div", { class: "notice bad", role: "alert" }, h("p", {}, `There is no run ${lost.join(", ")} in this folder.`), h("button", { type: "button", class: "quiet", onclick: toHome }, "All runs")) : null;
+  if (only === undefined) return replace(main, h("div", { id: "trouble" }), gone);
   const title = h("div", { class: "head" }, h("h1", { title: page.chosen().join(", ") }, page.chosen().length > 1 ? `${page.chosen().length} runs` : page.named(only)), h("div", { id: "of" }));
   const tabs = h("nav", { class: "tabs", "aria-label": "Views" }, VIEWS.map((each) => tab(each)));
-  replace(main, h("div", { id: "trouble" }), title, h("div", { id: "vitals" }), tabs, h("div", { id: "view" }));
+  replace(main, h("div", { id: "trouble" }), gone, title, h("div", { id: "vitals" }), tabs, h("div", { id: "view" }));
   chips();
 }
 
@@ -172,10 +178,13 @@ function openView() {
   document.title = `${page.chosen().map(page.named).join(", ")} – ${chosen.title} – Argosy`;
 }
 
+/** What the frame depends on. */
+const frameOf = () => JSON.stringify([state.get().run, page.chosen(), state.get().of]);
+
 function render() {
-  const { run: chosen, of } = state.get();
+  const { run: chosen } = state.get();
   page.colours = ofRuns(chosen);
-  const now = chosen.length ? JSON.stringify([chosen, of]) : "home";
+  const now = chosen.length ? frameOf() : "home";
   const other = now !== shown;
   if (other) {
     drawing.stop();
@@ -187,23 +196,22 @@ function render() {
     } else frame();
     shown = now;
   }
-  if (now === "home") return;
+  if (now === "home" || !page.chosen().length) return;
   if (other || view?.name !== currentView().name) openView();
   if (other) vitals.now();
   drawing.now();
 }
 
+function toHome() {
+  if (page.runs.length !== 1) state.set({ run: [], view: undefined, from: undefined, to: undefined, of: undefined }, { step: true });
+}
+
 function head() {
   const drawer = () => document.body.classList.toggle("drawer");
-  const toHome = (event) => {
-    if (event.ctrlKey || event.metaKey) return;
-    event.preventDefault();
-    if (page.runs.length !== 1) state.set({ run: [], view: undefined, from: undefined, to: undefined, of: undefined }, { step: true });
-  };
   replace(
     document.getElementById("bar"),
     h("button", { type: "button", class: "tool drawer-button", "aria-label": "Choose runs", title: "Choose runs", onclick: drawer }, icon("list")),
-    h("a", { class: "brand", href: location.pathname, onclick: toHome }, h("img", { src: "static/icon.svg", alt: "", width: 20, height: 20 }), "Argosy", h("span", { class: "muted all-runs" }, "all runs")),
+    h("a", { class: "brand", href: location.pathname, onclick: (event) => (event.preventDefault(), toHome()) }, h("img", { src: "static/icon.svg", alt: "", width: 20, height: 20 }), "Argosy", h("span", { class: "muted all-runs" }, "all runs")),
     h("span", { class: "grow" }),
     h("span", { id: "live", class: "live", role: "status" }),
     h("button", { type: "button", class: "tool", id: "theme", onclick: turnTheme }),
@@ -267,7 +275,7 @@ listen({
   "]": () => nextView(1),
   j: () => nextRun(1),
   k: () => nextRun(-1),
-  r: () => state.set({ run: [], view: undefined, of: undefined, from: undefined, to: undefined }, { step: true }),
+  r: toHome,
   "/": () => (table ?? list)?.focusFilter(),
   l: () => state.set({ log: state.get().log?.includes("y") ? state.get().log.replace("y", "") || undefined : `${state.get().log ?? ""}y` }),
   s: () => smoothing(0.1),

@@ -9,7 +9,7 @@ export function stackBar(parts, scale, format, { mark, label } = {}) {
   const share = (value) => `${(100 * value) / (scale || 1)}%`;
   return h(
     "div",
-    { class: "stack", role: "img", "aria-label": `${label ?? ""} ${parts.map((part) => `${part.name} ${format(part.value)}`).join(", ")}` },
+    { class: "parts", role: "img", "aria-label": `${label ?? ""} ${parts.map((part) => `${part.name} ${format(part.value)}`).join(", ")}` },
     parts
       .filter((part) => part.value > 0)
       .map((part) =>

@@ -179,7 +179,7 @@ export class Chart {
         "li",
         { title: line.named },
         h("i", { class: line.dash ? "swatch dashed" : "swatch", style: { "--c": `var(--${line.colour})` } }),
-        h("span", { class: "name" }, line.named),
+        line.named === this.title ? null : h("span", { class: "name" }, line.named),
         h("b", {}, this.format(value)),
       );
     });

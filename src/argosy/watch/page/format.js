@@ -31,14 +31,14 @@ export function grouped(value) {
 /** A loss: three digits behind the point, so that it does not jump in width while it falls. */
 export const loss = (value) => (missing(value) ? NONE : Math.abs(value) >= 1e4 ? number(value) : value.toFixed(3));
 
-export const percent = (value, behind = 0) => (missing(value) ? NONE : `${(100 * value).toFixed(behind)} %`);
+export const percent = (value, behind = 0) => (missing(value) ? NONE : `${(100 * value).toFixed(behind)}\u00a0%`);
 
 export function bytes(value) {
   if (missing(value)) return NONE;
   for (const [limit, unit] of [[1e15, "PB"], [1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"]]) {
-    if (Math.abs(value) >= limit) return `${digits(value / limit, 3)} ${unit}`;
+    if (Math.abs(value) >= limit) return `${digits(value / limit, 3)}\u00a0${unit}`;
   }
-  return `${digits(value, 3)} B`;
+  return `${digits(value, 3)}\u00a0B`;
 }
 
 /** A length of time in its two largest units. */
@@ -46,9 +46,9 @@ export function duration(seconds) {
   if (missing(seconds)) return NONE;
   const size = Math.abs(seconds);
   if (size === 0) return "0 s";
-  if (size < 0.001) return `${digits(seconds * 1e6, 3)} µs`;
-  if (size < 1) return `${digits(seconds * 1000, 3)} ms`;
-  if (size < 60) return `${digits(seconds, 3)} s`;
+  if (size < 0.001) return `${digits(seconds * 1e6, 3)}\u00a0µs`;
+  if (size < 1) return `${digits(seconds * 1000, 3)}\u00a0ms`;
+  if (size < 60) return `${digits(seconds, 3)}\u00a0s`;
   if (size < 3600) return two(seconds, 60, "min", 1, "s");
   if (size < 86400) return two(seconds, 3600, "h", 60, "min");
   return two(seconds, 86400, "d", 3600, "h");
@@ -58,7 +58,7 @@ function two(seconds, large, largeUnit, small, smallUnit) {
   const total = Math.round(seconds / small);
   const per = Math.round(large / small);
   const rest = total % per;
-  return `${Math.floor(total / per)} ${largeUnit}${rest ? ` ${rest} ${smallUnit}` : ""}`;
+  return `${Math.floor(total / per)}\u00a0${largeUnit}${rest ? `\u00a0${rest}\u00a0${smallUnit}` : ""}`;
 }
 
 /** "14:02", or with the day where that is not today. */
@@ -84,6 +84,12 @@ export function money(value, currency) {
   if (missing(value)) return NONE;
   const text = value >= 1000 ? grouped(value) : value >= 100 ? value.toFixed(0) : value >= 0.01 || value === 0 ? value.toFixed(2) : digits(value, 2);
   return currency ? `${text} ${currency}` : text;
+}
+
+/** [low, middle, high] of an estimate, given so or as {low, mid, high}; empty without one. */
+export function interval(estimate) {
+  if (!estimate) return [];
+  return Array.isArray(estimate) ? estimate : [estimate.low, estimate.mid ?? estimate.middle, estimate.high];
 }
 
 /** What each kind of value is written with; unknown keys are plain numbers. */

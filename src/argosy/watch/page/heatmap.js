@@ -18,8 +18,8 @@ function onRamp(stops, share) {
 
 export class HeatMap {
   /**
-   * describe(row, column) -> lines of text for the cell under the pointer; select(firstRow, lastRow) and
-   * open(row): the reader chose rows.
+   * describe(row, column) -> lines of text for the cell under the pointer; select(firstRow, lastRow): the reader
+   * pressed a row, or dragged over several.
    */
   constructor({ label, describe, select, height = 320 }) {
     Object.assign(this, { describe, select, height, cursor: null });
@@ -95,7 +95,9 @@ export class HeatMap {
     context.textAlign = "right";
     const every = Math.ceil(rowNames.length / Math.floor(this.tall / 15));
     rowNames.forEach((name, row) => {
-      if (row % every === 0) context.fillText(fit(context, name, LEFT - 10), LEFT - 6, ((row + 0.5) * this.tall) / rowNames.length);
+      // The first and the last are not cut at the edge.
+      const y = Math.max(7, Math.min(this.tall - 7, ((row + 0.5) * this.tall) / rowNames.length));
+      if (row % every === 0) context.fillText(fit(context, name, LEFT - 10), LEFT - 6, y);
     });
     context.textBaseline = "top";
     const count = Math.max(2, Math.floor(this.wide / 90));
@@ -149,13 +151,13 @@ export class HeatMap {
 
   #down(event) {
     this.from = this.#cell(event);
-    if (!this.from || !this.select || event.pointerType === "touch") return void (this.from = null);
+    if (!this.from || !this.select) return void (this.from = null);
     addEventListener(
       "pointerup",
       (end) => {
         const to = this.#cell(end);
         this.box.hidden = true;
-        if (to && this.from && to[0] !== this.from[0]) this.select(Math.min(this.from[0], to[0]), Math.max(this.from[0], to[0]));
+        if (to && this.from) this.select(Math.min(this.from[0], to[0]), Math.max(this.from[0], to[0]));
         this.from = null;
       },
       { once: true },

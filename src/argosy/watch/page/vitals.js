@@ -1,7 +1,7 @@
 // What a tired person wants to see in the first second: is it alive, is it healthy, when will it be done, what went wrong.
 
 import { h, replace } from "./dom.js";
-import { ago, clock, duration, grouped, loss, money, number, percent, NONE } from "./format.js";
+import { ago, clock, duration, grouped, interval, loss, money, number, percent, NONE } from "./format.js";
 import { stateMark } from "./runs.js";
 import * as state from "./state.js";
 
@@ -53,10 +53,11 @@ function health(run, advice, events) {
     const words = run.state === "failed" ? "It failed" : "No word from it";
     return cell("Health", h("span", { class: run.state === "failed" ? "bad" : "warn" }, words), toView("events", run.why ?? "Look at what happened last"), { tone: "raised", title: run.why });
   }
-  const alerts = advice?.alerts ?? [];
+  // What is over is told in the view Advice.
+  const alerts = (advice?.alerts ?? []).filter((alert) => alert.state !== "ends");
   if (alerts.length) {
     const newest = alerts.reduce((a, b) => ((b.time_s ?? 0) >= (a.time_s ?? 0) ? b : a));
-    return cell("Health", h("span", { class: "warn" }, alerts.length === 1 ? "1 alert" : `${alerts.length} alerts`), toView("advice", newest.why ?? newest.alert), { tone: "raised", title: newest.why });
+    return cell("Health", h("span", { class: alerts.some((alert) => alert.severity === "critical") ? "bad" : "warn" }, alerts.length === 1 ? "1 alert" : `${alerts.length} alerts`), toView("advice", newest.why ?? newest.alert), { tone: "raised", title: newest.why });
   }
   const faults = (events?.events ?? []).filter(isFault);
   const last = faults.at(-1);
@@ -68,19 +69,20 @@ function health(run, advice, events) {
 function done(run, forecast) {
   if (run.state === "finished") return cell("Done", clock(run.updated_s), run.started_s ? `took ${duration(run.updated_s - run.started_s)}` : "");
   if (run.state !== "training") return cell("Done", NONE, run.state === "failed" ? "give the same command again to go on" : "it does not train now");
-  const [low, middle, high] = forecast?.end_s ?? [];
+  const [low, middle, high] = interval(forecast?.end_s);
   const sub = middle ? `at ${clock(middle)}${low && high ? `, between ${clock(low)} and ${clock(high)}` : ""}` : run.eta_s ? `at ${clock(Date.now() / 1000 + run.eta_s)}` : "not known yet";
   return cell("Done in", duration(run.eta_s ?? (middle ? middle - Date.now() / 1000 : null)), sub, { title: sub });
 }
 
 function cost(run, forecast) {
-  const [low, middle, high] = forecast?.cost ?? [];
+  const [low, middle, high] = interval(forecast?.cost);
   const currency = run.currency ?? forecast?.currency;
   const sub = middle ? `${money(middle, currency)} at the end${low !== undefined ? `, ${money(low)} to ${money(high)}` : ""}` : run.cost === null || run.cost === undefined ? "no price is known for this machine" : "so far";
   return cell("Cost so far", money(run.cost, currency), sub, { title: sub });
 }
 
 function speed(run) {
-  const goodput = run.goodput === null || run.goodput === undefined ? "" : `, goodput ${percent(run.goodput)}`;
-  return cell("Loss", loss(run.loss), `${number(run.tokens_per_s)} tokens/s, MFU ${percent(run.mfu, 1)}${goodput}`);
+  const known = (value, text) => (value === null || value === undefined ? null : text);
+  const parts = [known(run.tokens_per_s, `${number(run.tokens_per_s)} tokens/s`), known(run.mfu, `MFU ${percent(run.mfu, 1)}`), known(run.goodput, `goodput ${percent(run.goodput)}`)];
+  return cell("Loss", loss(run.loss), parts.filter(Boolean).join(", ") || "no step yet");
 }

@@ -3,7 +3,7 @@
 import { ofRun } from "../api.js";
 import { card, nothing } from "../bars.js";
 import { h, replace } from "../dom.js";
-import { clock, duration, grouped, loss, money, words } from "../format.js";
+import { clock, duration, grouped, interval, loss, money, words } from "../format.js";
 
 function create(root, page) {
   async function refresh(signal) {
@@ -15,7 +15,7 @@ function create(root, page) {
       h(
         "div",
         { class: "stack-of-cards" },
-        alerts.length ? card(alerts.length === 1 ? "Alert" : "Alerts", h("ol", { class: "alerts" }, [...alerts].reverse().map(alertRow))) : null,
+        alerts.length ? card(alerts.length === 1 ? "Alert" : "Alerts", h("ol", { class: "alerts" }, [...alerts].sort((a, b) => (b.time_s ?? 0) - (a.time_s ?? 0)).map(alertRow))) : null,
         forecastCard(answer.forecast, page.summary(page.primary())),
         advice.length ? h("div", { class: "advice" }, advice.map(adviceCard)) : nothing("No advice: nothing that Argosy knows of would make this run clearly better.", "Rules look at stragglers, waits, data, memory, checkpoints, number formats and the planner’s other plans."),
       ),
@@ -25,7 +25,7 @@ function create(root, page) {
 }
 
 function adviceCard(each) {
-  return h("article", { class: "card advice-card" }, h("h3", {}, each.title, each.gain ? h("span", { class: "gain" }, gain(each.gain)) : null), evidence(each.evidence), each.do ? h("p", { class: "do" }, h("b", {}, "Do: "), mono(each.do)) : null);
+  return h("article", { class: `card advice-card ${each.severity ?? ""}`, "data-rule": each.rule }, h("h3", {}, each.title, each.gain ? h("span", { class: "gain" }, gain(each.gain)) : null), evidence(each.evidence), each.do || each.plan ? h("p", { class: "do" }, h("b", {}, "Do: "), mono(each.do ?? ""), each.plan && !String(each.do).includes(each.plan) ? [" ", h("code", {}, `--plan ${each.plan}`)] : null) : null);
 }
 
 // A gain may be a sentence, or a share of the step's time.
@@ -43,14 +43,14 @@ function mono(text) {
 }
 
 function alertRow(each) {
-  return h("li", {}, h("time", {}, clock(each.time_s, true)), h("b", { class: "warn" }, words(each.alert ?? "alert")), h("span", { class: "what" }, each.why ?? ""), h("span", { class: "muted" }, each.step === undefined || each.step === null ? "" : `step ${grouped(each.step)}`));
+  return h("li", {}, h("time", {}, clock(each.time_s, true)), h("b", { class: each.state === "ends" ? "muted" : each.severity === "critical" ? "bad" : "warn" }, words(each.alert ?? "alert"), each.state === "ends" ? ", over" : ""), h("span", { class: "what" }, each.why ?? "", each.do ? h("span", { class: "muted" }, " ", mono(each.do)) : null), h("span", { class: "muted" }, each.step === undefined || each.step === null ? "" : `step ${grouped(each.step)}`));
 }
 
 function forecastCard(forecast, run) {
-  const [low, middle, high] = forecast?.end_s ?? [];
+  const [low, middle, high] = interval(forecast?.end_s);
   if (!middle) return forecast?.words ? card("Forecast", h("p", {}, forecast.words)) : null;
-  const [cheap, cost, dear] = forecast.cost ?? [];
-  const [least, likely, most] = forecast.loss ?? [];
+  const [cheap, cost, dear] = interval(forecast.cost);
+  const [least, likely, most] = interval(forecast.loss);
   const currency = forecast.currency ?? run?.currency;
   const row = (term, value, interval) => h("div", {}, h("dt", {}, term), h("dd", { class: "value" }, value), h("dd", { class: "sub" }, interval));
   return card(

@@ -13,7 +13,7 @@ const carbon = (value) => (value === null || value === undefined ? "–" : value
 
 function create(root, page) {
   const chart = new Chart({ title: "Power", format: (value) => `${number(value)} W`, height: 170, x: (time) => clock(time), xName: "time", group: "energy" });
-  const top = h("div", {});
+  const top = h("div", { class: "stack-of-cards" });
   replace(root, h("div", { class: "stack-of-cards" }, top, chart.element));
 
   async function refresh(signal) {

@@ -1,7 +1,7 @@
 // Ranks by step: who is slower than the others, since when, and between whom a link is slow.
 
 import { ofRun } from "../api.js";
-import { card, nothing, table } from "../bars.js";
+import { card, nothing } from "../bars.js";
 import { median } from "../curves.js";
 import { h, replace } from "../dom.js";
 import { forKey, grouped, words } from "../format.js";
@@ -46,7 +46,7 @@ function create(root, page) {
     }
     key.value = shown;
     const of = answer.world ?? answer.values.length;
-    const each = answer.values.length < of && !zoomed ? `, the slowest of every ${grouped(Math.ceil(of / answer.values.length))} a row: drag over rows to see closer` : "";
+    const each = answer.values.length < of && !zoomed ? `, the slowest of every ${grouped(Math.ceil(of / answer.values.length))} a row; press a row, or drag over several, to see closer` : "";
     size.textContent = `${grouped(of)} ${of === 1 ? "rank" : "ranks"}${each}`;
     back.hidden = !zoomed;
     steps.hidden = !page.window();
@@ -58,7 +58,7 @@ function create(root, page) {
       values: answer.values,
       ramp: "relative",
       share: (value, row, column) => shareOf(value, relative ? medians[column] : middle),
-      rowNames: answer.ranks.map((rank) => rankText(rank)),
+      rowNames: answer.ranks.map((rank) => String(Array.isArray(rank) ? rank[0] : rank)),
       columnNames: answer.step.map((step) => grouped(step)),
       marks: marksOf(answer),
     });
@@ -93,6 +93,7 @@ function describe(answer, medians, row, column) {
 function zoomRows(answer, first, last) {
   const low = answer.ranks[first];
   const high = answer.ranks[last];
+  if (first === last && (!Array.isArray(low) || low[0] === low[1])) return; // it cannot be seen closer
   state.set({ rank_from: Array.isArray(low) ? low[0] : low, rank_to: Array.isArray(high) ? high[1] : high });
 }
 
@@ -109,14 +110,19 @@ function marksOf(answer) {
 }
 
 function findings(answer) {
-  const line = (kind, each, tone) => [h("span", { class: tone }, kind), (each.ranks ?? [each.rank]).map(rankText).join(" and "), each.node ?? each.nodes?.join(", ") ?? "–", grouped(each.step), h("span", { class: "wrap" }, each.why ?? "")];
-  const rows = [
-    ...(answer.stragglers ?? []).map((each) => line("straggler", each, "bad")),
-    ...(answer.links ?? []).map((each) => line("slow link", each, "warn")),
-    ...(answer.deaths ?? []).map((each) => line("died", each, "bad")),
+  const item = (kind, each, tone) => {
+    const ranks = each.ranks ?? [each.rank];
+    const where = each.node ?? each.nodes?.join(", ");
+    const since = each.step === undefined || each.step === null ? "" : `, ${kind === "died" ? "at" : "since"} step ${grouped(each.step)}`;
+    return h("li", {}, h("b", { class: tone }, kind), h("span", {}, `rank${ranks.length > 1 ? "s" : ""} ${ranks.map(rankText).join(" and ")}${where ? ` on ${where}` : ""}${since}`), h("span", { class: "why" }, each.why ?? ""));
+  };
+  const items = [
+    ...(answer.stragglers ?? []).map((each) => item("straggler", each, "bad")),
+    ...(answer.links ?? []).map((each) => item("slow link", each, "warn")),
+    ...(answer.deaths ?? []).map((each) => item("died", each, "bad")),
   ];
-  if (!rows.length) return h("p", { class: "muted" }, "No straggler, no slow link, and no rank died.");
-  return card("What stands out", table([{ text: "What" }, { text: "Rank" }, { text: "Node" }, { text: "Since step", number: true }, { text: "Why" }], rows, { caption: "Stragglers, slow links and deaths" }));
+  if (!items.length) return h("p", { class: "muted" }, "No straggler, no slow link, and no rank died.");
+  return card("What stands out", h("ul", { class: "findings" }, items));
 }
 
 export default { name: "ranks", title: "Ranks", create };

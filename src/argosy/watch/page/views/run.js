@@ -1,7 +1,7 @@
 // The curves of one or more runs.
 
 import { ofRun } from "../api.js";
-import { table } from "../bars.js";
+import { nothing, table } from "../bars.js";
 import { Chart } from "../charts.js";
 import { extent } from "../curves.js";
 import { h, replace } from "../dom.js";
@@ -25,9 +25,11 @@ function create(root, page) {
   const controls = tools(page);
   const compared = h("div", {});
   const grid = h("div", { class: "charts" });
-  replace(root, controls.element, compared, strip.element, grid);
+  const empty = h("div", {});
+  replace(root, controls.element, compared, strip.element, grid, empty);
   let marks = [];
   let whole = { at: 0 };
+  strip.element.hidden = true;
 
   const chartOf = (key) => {
     if (!charts.has(key)) {
@@ -50,6 +52,9 @@ function create(root, page) {
       Promise.all(ids.map((id) => ofRun(id, "evaluations", {}, signal).catch(() => null))),
     ]);
     await overview(ids, answers, signal);
+    const none = !page.window() && !answers.some((answer) => answer.step.length);
+    replace(empty, none ? nothing("No step has been made yet.", "The first one takes longest: processes start and the model is compiled.") : null);
+    grid.hidden = controls.element.hidden = none;
     const window_ = page.window();
     for (const key of [...CHARTS, ...own, ...more]) {
       const series = ids.flatMap((id, i) => curves(page, id, key, answers[i], evaluations[i], window_));
@@ -68,7 +73,7 @@ function create(root, page) {
     if (elements.some((element, i) => grid.children[i] !== element) || grid.children.length !== elements.length) replace(grid, elements);
     controls.update(known.filter((key) => !KEYS.includes(key) && !own.includes(key)));
     replace(compared, ids.length > 1 ? comparison(page, ids) : null);
-    strip.element.hidden = !whole.ends;
+    strip.element.hidden = !whole.ends || none;
     if (whole.ends) strip.update(whole.ends, window_, whole.values);
   }
 
