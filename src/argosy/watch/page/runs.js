@@ -20,8 +20,10 @@ export function stateMark(name) {
   return h("span", { class: `status ${tone}` }, h("i", { "aria-hidden": "true" }), word);
 }
 
-export const progressText = (run) => (run.steps ? `${grouped(run.step)} / ${grouped(run.steps)}` : grouped(run.step));
-const shortProgress = (run) => (run.steps ? `${number(run.step)} / ${number(run.steps)}` : number(run.step));
+export const progressText = (run) => {
+  const count = Math.max(run.step ?? 0, run.steps ?? 0) >= 1e5 ? number : grouped;
+  return run.steps ? `${count(run.step)} / ${count(run.steps)}` : count(run.step);
+};
 const named = (run) => run.name || run.id;
 
 const COLUMNS = [
@@ -179,7 +181,7 @@ export class RunList {
       "li",
       { class: on ? "chosen" : null, style: { "--c": `var(--${tone})` } },
       h("input", { type: "checkbox", "aria-label": `Show ${named(run)}`, checked: on, onchange: tick, "data-focus": `tick ${run.id}` }),
-      h("a", { href: state.link({ run: [run.id] }), "aria-current": only ? "true" : null, onclick: open, "data-focus": `open ${run.id}`, title: run.id }, h("span", { class: "name" }, named(run)), h("span", { class: "sub" }, stateMark(run.state), h("span", {}, shortProgress(run)))),
+      h("a", { href: state.link({ run: [run.id] }), "aria-current": only ? "true" : null, onclick: open, "data-focus": `open ${run.id}`, title: run.id }, h("span", { class: "name" }, named(run)), h("span", { class: "sub" }, stateMark(run.state), h("span", {}, progressText(run)))),
       sparkline(run.spark, { width: 54, height: 26, colour: on ? tone : "muted" }),
     );
   }
