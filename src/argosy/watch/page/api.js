@@ -11,7 +11,9 @@ const idPath = (id) => id.split("/").map(encodeURIComponent).join("/");
 
 /** GET api/PATH as JSON. Raises ApiError with a sentence for people; an aborted request raises AbortError as ever. */
 export async function get(path, params = {}, signal = undefined) {
-  const query = new URLSearchParams(Object.entries(params).filter(([, value]) => value !== undefined && value !== null));
+  const query = new URLSearchParams(
+    Object.entries(params).filter(([, value]) => value !== undefined && value !== null),
+  );
   let response;
   try {
     response = await fetch(`api/${path}${query.size ? `?${query}` : ""}`, { signal, credentials: "same-origin" });
@@ -24,7 +26,10 @@ export async function get(path, params = {}, signal = undefined) {
   }
   if (!response.ok) {
     const body = await response.json().catch(() => ({}));
-    throw new ApiError(body.error ?? body.detail ?? `The server answered ${response.status} to ${path}.`, response.status);
+    throw new ApiError(
+      body.error ?? body.detail ?? `The server answered ${response.status} to ${path}.`,
+      response.status,
+    );
   }
   try {
     return await response.json();

@@ -2,8 +2,9 @@
 
 import { get, ofRun, follow } from "./api.js";
 import { forget, ofRuns } from "./colours.js";
-import { h, icon, replace, say } from "./dom.js";
-import { ago, clock } from "./format.js";
+import { drawBar, drawLive, turnTheme } from "./bar.js";
+import { h, replace } from "./dom.js";
+import { ago } from "./format.js";
 import { listen, showSheet } from "./keys.js";
 import { refresher } from "./refresher.js";
 import { RunList, RunTable } from "./runs.js";
@@ -21,7 +22,6 @@ import run from "./views/run.js";
 import time from "./views/time.js";
 
 const VIEWS = [run, time, memory, ranks, devices, events, model, advice, energy, profiles];
-const THEMES = { auto: "as the system", light: "light", dark: "dark" };
 const main = document.getElementById("main");
 
 /** What views know of the page. */
@@ -58,6 +58,7 @@ const lists = refresher(
     page.runs = await get("runs", {}, signal);
     const { run: chosen } = state.get();
     if (!chosen.length && page.runs.length === 1) return state.set({ run: [page.runs[0].id] });
+    document.body.classList.toggle("single", page.runs.length === 1);
     table?.update(page.runs);
     list?.update(page.runs, chosen);
     // A run that was waited for has come, or one is gone.
@@ -109,7 +110,14 @@ function trouble(what, error) {
   if (!error || same) return;
   const again = () => [lists, vitals, drawing].forEach((each) => each.now());
   const retry = h("button", { type: "button", class: "quiet", onclick: again }, "Try again");
-  place.append(h("div", { class: "notice bad", role: "alert", "data-what": what, "data-text": error.message }, h("p", {}, error.message), retry));
+  place.append(
+    h(
+      "div",
+      { class: "notice bad", role: "alert", "data-what": what, "data-text": error.message },
+      h("p", {}, error.message),
+      retry,
+    ),
+  );
 }
 
 function home() {
@@ -131,10 +139,30 @@ function frame() {
   list.update(page.runs, page.chosen());
   const [only] = page.chosen();
   const lost = state.get().run.filter((id) => !page.chosen().includes(id));
-  const gone = lost.length ? h("div", { class: "notice bad", role: "alert" }, h("p", {}, `There is no run ${lost.join(", ")} in this folder.`), h("button", { type: "button", class: "quiet", onclick: toHome }, "All runs")) : null;
+  const gone = lost.length
+    ? h(
+        "div",
+        { class: "notice bad", role: "alert" },
+        h("p", {}, `There is no run ${lost.join(", ")} in this folder.`),
+        h("button", { type: "button", class: "quiet", onclick: toHome }, "All runs"),
+      )
+    : null;
   if (only === undefined) return replace(main, h("div", { id: "trouble" }), gone);
-  const title = h("div", { class: "head" }, h("h1", { title: page.chosen().join(", ") }, page.chosen().length > 1 ? `${page.chosen().length} runs` : page.named(only)), h("div", { id: "of" }));
-  const tabs = h("nav", { class: "tabs", "aria-label": "Views" }, VIEWS.map((each) => tab(each)));
+  const title = h(
+    "div",
+    { class: "head" },
+    h(
+      "h1",
+      { title: page.chosen().join(", ") },
+      page.chosen().length > 1 ? `${page.chosen().length} runs` : page.named(only),
+    ),
+    h("div", { id: "of" }),
+  );
+  const tabs = h(
+    "nav",
+    { class: "tabs", "aria-label": "Views" },
+    VIEWS.map((each) => tab(each)),
+  );
   replace(main, h("div", { id: "trouble" }), gone, title, h("div", { id: "vitals" }), tabs, h("div", { id: "view" }));
   chips();
 }
@@ -145,7 +173,24 @@ function chips() {
   if (page.chosen().length < 2) return replace(place);
   replace(
     place,
-    h("div", { class: "chips", role: "group", "aria-label": "Run of the strip and of views that show one" }, page.chosen().map((id) => h("button", { type: "button", class: "chip", "aria-pressed": String(id === page.primary()), style: { "--c": `var(--${page.colour(id)})` }, onclick: () => state.set({ of: id }) }, h("i", { class: "swatch" }), page.named(id)))),
+    h(
+      "div",
+      { class: "chips", role: "group", "aria-label": "Run of the strip and of views that show one" },
+      page.chosen().map((id) =>
+        h(
+          "button",
+          {
+            type: "button",
+            class: "chip",
+            "aria-pressed": String(id === page.primary()),
+            style: { "--c": `var(--${page.colour(id)})` },
+            onclick: () => state.set({ of: id }),
+          },
+          h("i", { class: "swatch" }),
+          page.named(id),
+        ),
+      ),
+    ),
   );
 }
 
@@ -156,7 +201,16 @@ function tab(each) {
     state.set({ view: each.name }, { step: true });
   };
   const current = each === currentView();
-  return h("a", { href: state.link({ view: each.name }), "aria-current": current ? "page" : null, onclick: go, "data-view": each.name }, each.title);
+  return h(
+    "a",
+    {
+      href: state.link({ view: each.name }),
+      "aria-current": current ? "page" : null,
+      onclick: go,
+      "data-view": each.name,
+    },
+    each.title,
+  );
 }
 
 const currentView = () => VIEWS.find((each) => each.name === state.get().view) ?? VIEWS[0];
@@ -203,45 +257,8 @@ function render() {
 }
 
 function toHome() {
-  if (page.runs.length !== 1) state.set({ run: [], view: undefined, from: undefined, to: undefined, of: undefined }, { step: true });
-}
-
-function head() {
-  const drawer = () => document.body.classList.toggle("drawer");
-  replace(
-    document.getElementById("bar"),
-    h("button", { type: "button", class: "tool drawer-button", "aria-label": "Choose runs", title: "Choose runs", onclick: drawer }, icon("list")),
-    h("a", { class: "brand", href: location.pathname, onclick: (event) => (event.preventDefault(), toHome()) }, h("img", { src: "static/icon.svg", alt: "", width: 20, height: 20 }), "Argosy", h("span", { class: "muted all-runs" }, "all runs")),
-    h("span", { class: "grow" }),
-    h("span", { id: "live", class: "live", role: "status" }),
-    h("button", { type: "button", class: "tool", id: "theme", onclick: turnTheme }),
-    h("button", { type: "button", class: "tool", "aria-label": "Keyboard", title: "Keyboard (?)", onclick: showSheet }, icon("question")),
-  );
-  drawTheme();
-}
-
-const theme = () => document.documentElement.dataset.theme ?? "auto";
-
-function drawTheme() {
-  const button = document.getElementById("theme");
-  replace(button, icon({ auto: "auto", light: "sun", dark: "moon" }[theme()]));
-  button.title = `Colours: ${THEMES[theme()]} (t)`;
-  button.setAttribute("aria-label", button.title);
-}
-
-function turnTheme() {
-  const names = Object.keys(THEMES);
-  const next = names[(names.indexOf(theme()) + 1) % names.length];
-  if (next === "auto") delete document.documentElement.dataset.theme;
-  else document.documentElement.dataset.theme = next;
-  try {
-    localStorage.setItem("argosy-theme", next);
-  } catch {
-    // It lasts for this page, then.
-  }
-  say(`Colours: ${THEMES[next]}`);
-  drawTheme();
-  recolour();
+  if (page.runs.length !== 1)
+    state.set({ run: [], view: undefined, from: undefined, to: undefined, of: undefined }, { step: true });
 }
 
 function recolour() {
@@ -249,25 +266,25 @@ function recolour() {
   view?.drawing.recolour?.();
 }
 
-function drawLive() {
-  const place = document.getElementById("live");
-  const words = { live: "Live", waiting: "Connecting …", lost: `Not live since ${clock(live.since)}` }[live.state];
-  place.className = `live ${live.state}`;
-  place.title = live.state === "live" ? "What is shown follows the run" : "The server does not answer; it is asked again and again. What is shown is what was known last.";
-  if (place.textContent !== words) replace(place, h("i", { "aria-hidden": "true" }), words);
-}
-
 function step(by, of, current) {
   const at = of.indexOf(current);
   return of[(at + by + of.length) % of.length];
 }
 
-const nextView = (by) => state.get().run.length && state.set({ view: step(by, VIEWS, currentView()).name }, { step: true });
-const nextRun = (by) => page.runs.length && state.set({ run: [step(by, page.runs.map((each) => each.id), page.chosen()[0])] }, { step: true });
-const smoothing = (by) => state.set({ smooth: Math.round(100 * Math.max(0, Math.min(0.99, (state.get().smooth ?? 0) + by))) / 100 || undefined });
+const nextView = (by) =>
+  state.get().run.length && state.set({ view: step(by, VIEWS, currentView()).name }, { step: true });
+function nextRun(by) {
+  const ids = page.runs.map((each) => each.id);
+  if (ids.length) state.set({ run: [step(by, ids, page.chosen()[0])] }, { step: true });
+}
 
-head();
-drawLive();
+const smoothing = (by) =>
+  state.set({
+    smooth: Math.round(100 * Math.max(0, Math.min(0.99, (state.get().smooth ?? 0) + by))) / 100 || undefined,
+  });
+
+drawBar(toHome, recolour);
+drawLive(live);
 state.subscribe(render);
 listen({
   "?": showSheet,
@@ -277,17 +294,26 @@ listen({
   k: () => nextRun(-1),
   r: toHome,
   "/": () => (table ?? list)?.focusFilter(),
-  l: () => state.set({ log: state.get().log?.includes("y") ? state.get().log.replace("y", "") || undefined : `${state.get().log ?? ""}y` }),
+  l: () =>
+    state.set({
+      log: state.get().log?.includes("y") ? state.get().log.replace("y", "") || undefined : `${state.get().log ?? ""}y`,
+    }),
   s: () => smoothing(0.1),
   S: () => smoothing(-0.1),
   z: page.all,
   t: turnTheme,
   Escape: () => document.body.classList.remove("drawer"),
-  ...Object.fromEntries(VIEWS.map((each, i) => [String((i + 1) % 10), () => state.get().run.length && state.set({ view: each.name }, { step: true })])),
+  ...Object.fromEntries(
+    VIEWS.map((each, i) => [
+      String((i + 1) % 10),
+      () => state.get().run.length && state.set({ view: each.name }, { step: true }),
+    ]),
+  ),
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", recolour);
 document.addEventListener("click", (event) => {
-  if (document.body.classList.contains("drawer") && !event.target.closest(".side, .drawer-button")) document.body.classList.remove("drawer");
+  if (document.body.classList.contains("drawer") && !event.target.closest(".side, .drawer-button"))
+    document.body.classList.remove("drawer");
 });
 
 follow(
@@ -302,7 +328,7 @@ follow(
     const back = now === "live" && live.state !== "live";
     if (now === "live" || live.state === "live") live = { state: now, since: Date.now() / 1000 };
     else live.state = now;
-    drawLive();
+    drawLive(live);
     // What happened meanwhile was not told.
     if (back) [lists, vitals, drawing].forEach((each) => each.soon());
   },

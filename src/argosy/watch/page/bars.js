@@ -9,14 +9,19 @@ export function stackBar(parts, scale, format, { mark, label } = {}) {
   const share = (value) => `${(100 * value) / (scale || 1)}%`;
   return h(
     "div",
-    { class: "parts", role: "img", "aria-label": `${label ?? ""} ${parts.map((part) => `${part.name} ${format(part.value)}`).join(", ")}` },
+    {
+      class: "parts",
+      role: "img",
+      "aria-label": `${label ?? ""} ${parts.map((part) => `${part.name} ${format(part.value)}`).join(", ")}`,
+    },
     parts
       .filter((part) => part.value > 0)
       .map((part) =>
-        h(
-          "span",
-          { class: "part", style: { width: share(part.value), "--c": `var(--${part.colour})` }, title: `${part.name}: ${format(part.value)} (${percent(part.value / total)})` },
-        ),
+        h("span", {
+          class: "part",
+          style: { width: share(part.value), "--c": `var(--${part.colour})` },
+          title: `${part.name}: ${format(part.value)} (${percent(part.value / total)})`,
+        }),
       ),
     mark ? h("span", { class: "mark", style: { left: share(mark.value) }, title: mark.title }) : null,
   );
@@ -27,7 +32,15 @@ export function partsLegend(parts, format) {
   return h(
     "ul",
     { class: "legend" },
-    parts.map((part) => h("li", {}, h("i", { class: "swatch square", style: { "--c": `var(--${part.colour})` } }), h("span", { class: "name" }, part.name), h("b", {}, format(part.value)))),
+    parts.map((part) =>
+      h(
+        "li",
+        {},
+        h("i", { class: "swatch square", style: { "--c": `var(--${part.colour})` } }),
+        h("span", { class: "name" }, part.name),
+        h("b", {}, format(part.value)),
+      ),
+    ),
   );
 }
 
@@ -35,7 +48,12 @@ export function partsLegend(parts, format) {
 export function meter(share, text, colour = "accent") {
   if (share === null || share === undefined) return h("span", { class: "muted" }, text);
   const width = `${Math.max(0, Math.min(1, share)) * 100}%`;
-  return h("span", { class: "meter" }, h("span", { class: "track" }, h("i", { style: { width, "--c": `var(--${colour})` } })), h("span", {}, text));
+  return h(
+    "span",
+    { class: "meter" },
+    h("span", { class: "track" }, h("i", { style: { width, "--c": `var(--${colour})` } })),
+    h("span", {}, text),
+  );
 }
 
 /** A table: head [{text, number}] and rows of cells (text or element). Wide ones scroll inside their own frame. */
@@ -47,8 +65,26 @@ export function table(head, rows, { caption, id } = {}) {
       "table",
       { id },
       h("caption", { class: "unseen" }, caption),
-      h("thead", {}, h("tr", {}, head.map((each) => h("th", { scope: "col", class: each.number ? "number" : null }, each.text)))),
-      h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell, i) => h("td", { class: head[i].number ? "number" : null }, cell))))),
+      h(
+        "thead",
+        {},
+        h(
+          "tr",
+          {},
+          head.map((each) => h("th", { scope: "col", class: each.number ? "number" : null }, each.text)),
+        ),
+      ),
+      h(
+        "tbody",
+        {},
+        rows.map((row) =>
+          h(
+            "tr",
+            {},
+            row.map((cell, i) => h("td", { class: head[i].number ? "number" : null }, cell)),
+          ),
+        ),
+      ),
     ),
   );
 }

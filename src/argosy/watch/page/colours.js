@@ -2,16 +2,45 @@
 
 const RUNS = 10;
 const PARTS = {
-  forward: "a", pipeline: "a", forward_backward: "a", matmul: "a", ideal: "a", useful: "a", weights: "a", steps: "a",
-  backward: "b", attention: "b", gradients: "b", overhead: "b",
-  pointwise: "c", optimizer: "c",
-  communication: "d", tensor: "d", activations: "d", lost: "g", repeated: "g",
-  checkpoint: "e", logits: "e", experts: "e",
-  data: "f", workspace: "f",
-  check: "g", recovery: "d", recovering: "d", down: "d",
-  evaluate: "h", context: "h", reserve: "i", startup: "i", starting: "i", host: "i",
-  other: "rest", rest: "rest", idle: "rest", unknown: "rest",
-};  // prettier-ignore
+  forward: "a",
+  pipeline: "a",
+  forward_backward: "a",
+  matmul: "a",
+  ideal: "a",
+  useful: "a",
+  weights: "a",
+  steps: "a",
+  backward: "b",
+  attention: "b",
+  gradients: "b",
+  overhead: "b",
+  pointwise: "c",
+  optimizer: "c",
+  communication: "d",
+  tensor: "d",
+  activations: "d",
+  lost: "g",
+  repeated: "g",
+  checkpoint: "e",
+  logits: "e",
+  experts: "e",
+  data: "f",
+  workspace: "f",
+  check: "g",
+  recovery: "d",
+  recovering: "d",
+  down: "d",
+  evaluate: "h",
+  context: "h",
+  reserve: "i",
+  startup: "i",
+  starting: "i",
+  host: "i",
+  other: "rest",
+  rest: "rest",
+  idle: "rest",
+  unknown: "rest",
+};
 const SPARE = ["h", "i", "g", "f", "e", "d"];
 
 let probe;
@@ -38,7 +67,10 @@ export function faint(name, alpha) {
 }
 
 export function rgb(name) {
-  return colour(name).match(/[\d.]+/g).slice(0, 3).map(Number);
+  return colour(name)
+    .match(/[\d.]+/g)
+    .slice(0, 3)
+    .map(Number);
 }
 
 /** Forget what was computed: light has become dark, or the other way. */

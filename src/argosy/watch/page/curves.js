@@ -59,7 +59,8 @@ export function ticks(low, high, count = 4) {
   const power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map((m) => m * power).find((each) => each >= raw);
   const places = [];
-  for (let at = Math.ceil(low / step) * step; at <= high + step * 1e-9; at += step) places.push(Number(at.toPrecision(12)));
+  for (let at = Math.ceil(low / step) * step; at <= high + step * 1e-9; at += step)
+    places.push(Number(at.toPrecision(12)));
   return places;
 }
 

@@ -62,6 +62,13 @@ export function icon(name) {
   return svg(
     "svg",
     { viewBox: "0 0 16 16", class: "icon", "aria-hidden": "true" },
-    svg("path", { d: ICONS[name], fill: "none", stroke: "currentColor", "stroke-width": "1.4", "stroke-linecap": "round", "stroke-linejoin": "round" }),
+    svg("path", {
+      d: ICONS[name],
+      fill: "none",
+      stroke: "currentColor",
+      "stroke-width": "1.4",
+      "stroke-linecap": "round",
+      "stroke-linejoin": "round",
+    }),
   );
 }

@@ -3,7 +3,11 @@
 import { colour } from "./colours.js";
 import { say } from "./dom.js";
 
-const fileName = (text) => text.replace(/[^\w.-]+/g, "-").replace(/^-+|-+$/g, "").slice(0, 80) || "argosy";
+const fileName = (text) =>
+  text
+    .replace(/[^\w.-]+/g, "-")
+    .replace(/^-+|-+$/g, "")
+    .slice(0, 80) || "argosy";
 
 export function saveText(name, ending, text, type = "text/csv") {
   save(`${fileName(name)}.${ending}`, new Blob([text], { type: `${type};charset=utf-8` }));

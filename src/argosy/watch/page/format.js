@@ -10,7 +10,12 @@ export function number(value) {
   const size = Math.abs(value);
   if (size === 0) return "0";
   if (size >= 1e15 || size < 1e-4) return value.toExponential(2).replace("e+", "e");
-  for (const [limit, unit] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]]) {
+  for (const [limit, unit] of [
+    [1e12, "T"],
+    [1e9, "G"],
+    [1e6, "M"],
+    [1e4, "k"],
+  ]) {
     if (size >= limit) return digits(value / (unit === "k" ? 1e3 : limit), 3) + unit;
   }
   return size >= 1000 && Number.isInteger(value) ? grouped(value) : digits(value, 4);
@@ -18,14 +23,19 @@ export function number(value) {
 
 function digits(value, count) {
   const whole = Math.abs(value) >= 1 ? Math.floor(Math.log10(Math.abs(value))) + 1 : 0;
-  const behind = whole > 0 ? Math.max(0, count - whole) : Math.min(12, count - 1 - Math.floor(Math.log10(Math.abs(value))));
+  const behind =
+    whole > 0 ? Math.max(0, count - whole) : Math.min(12, count - 1 - Math.floor(Math.log10(Math.abs(value))));
   const text = value.toFixed(behind);
   return text.includes(".") ? text.replace(/0+$/, "").replace(/\.$/, "") : text;
 }
 
 /** A count with its thousands set apart. */
 export function grouped(value) {
-  return missing(value) ? NONE : Math.round(value).toString().replace(/\B(?=(\d{3})+(?!\d))/g, "\u202f");
+  return missing(value)
+    ? NONE
+    : Math.round(value)
+        .toString()
+        .replace(/\B(?=(\d{3})+(?!\d))/g, "\u202f");
 }
 
 /** A loss: three digits behind the point, so that it does not jump in width while it falls. */
@@ -35,7 +45,13 @@ export const percent = (value, behind = 0) => (missing(value) ? NONE : `${(100 *
 
 export function bytes(value) {
   if (missing(value)) return NONE;
-  for (const [limit, unit] of [[1e15, "PB"], [1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"]]) {
+  for (const [limit, unit] of [
+    [1e15, "PB"],
+    [1e12, "TB"],
+    [1e9, "GB"],
+    [1e6, "MB"],
+    [1e3, "kB"],
+  ]) {
     if (Math.abs(value) >= limit) return `${digits(value / limit, 3)}\u00a0${unit}`;
   }
   return `${digits(value, 3)}\u00a0B`;
@@ -82,7 +98,14 @@ export function ago(time_s) {
 
 export function money(value, currency) {
   if (missing(value)) return NONE;
-  const text = value >= 1000 ? grouped(value) : value >= 100 ? value.toFixed(0) : value >= 0.01 || value === 0 ? value.toFixed(2) : digits(value, 2);
+  const text =
+    value >= 1000
+      ? grouped(value)
+      : value >= 100
+        ? value.toFixed(0)
+        : value >= 0.01 || value === 0
+          ? value.toFixed(2)
+          : digits(value, 2);
   return currency ? `${text} ${currency}` : text;
 }
 
@@ -127,7 +150,11 @@ export function title(key) {
   if (TITLES[key]) return TITLES[key];
   const words = key.replace(/_bytes$|_s$/, "").split(".");
   const last = words.at(-1).replaceAll("_", " ");
-  return words[0] === "user" ? words.slice(1).join(".") : words.length > 1 ? `${words.slice(0, -1).join(" ")}: ${last}` : last[0].toUpperCase() + last.slice(1);
+  return words[0] === "user"
+    ? words.slice(1).join(".")
+    : words.length > 1
+      ? `${words.slice(0, -1).join(" ")}: ${last}`
+      : last[0].toUpperCase() + last.slice(1);
 }
 
 /** "forward_backward" as words. */

@@ -7,7 +7,10 @@ import { hideTip, showTip } from "./tip.js";
 const LEFT = 58;
 const BOTTOM = 22;
 const MARKS = 16;
-const RAMPS = { relative: ["heat-0", "heat-1", "heat-2", "heat-3", "heat-4"], even: ["even-0", "even-1", "even-2", "even-3"] };
+const RAMPS = {
+  relative: ["heat-0", "heat-1", "heat-2", "heat-3", "heat-4"],
+  even: ["even-0", "even-1", "even-2", "even-3"],
+};
 
 /** Colour of `share` (0 to 1) on a ramp, as [red, green, blue]. */
 function onRamp(stops, share) {
@@ -23,7 +26,12 @@ export class HeatMap {
    */
   constructor({ label, describe, select, height = 320 }) {
     Object.assign(this, { describe, select, height, cursor: null });
-    this.canvas = h("canvas", { tabindex: "0", role: "application", "aria-roledescription": "heat map", "aria-label": label });
+    this.canvas = h("canvas", {
+      tabindex: "0",
+      role: "application",
+      "aria-roledescription": "heat map",
+      "aria-label": label,
+    });
     this.box = h("div", { class: "heat-box", hidden: true });
     this.element = h("div", { class: "heat" }, this.canvas, this.box);
     this.canvas.addEventListener("pointermove", (event) => this.#move(event));
@@ -104,7 +112,8 @@ export class HeatMap {
     for (let i = 0; i < count; i++) {
       const column = Math.round((i * (columnNames.length - 1)) / (count - 1));
       context.textAlign = i === 0 ? "left" : i === count - 1 ? "right" : "center";
-      const x = i === 0 ? LEFT : i === count - 1 ? LEFT + this.wide : LEFT + ((column + 0.5) * this.wide) / columnNames.length;
+      const x =
+        i === 0 ? LEFT : i === count - 1 ? LEFT + this.wide : LEFT + ((column + 0.5) * this.wide) / columnNames.length;
       context.fillText(columnNames[column], x, this.tall + 6);
       if (columnNames.length === 1) break;
     }
@@ -186,7 +195,11 @@ export class HeatMap {
     this.draw();
     const lines = this.describe(...this.cursor);
     const { left, top } = this.canvas.getBoundingClientRect();
-    showTip(lines, left + LEFT + ((this.cursor[1] + 0.5) * this.wide) / values[0].length, top + ((this.cursor[0] + 0.5) * this.tall) / values.length);
+    showTip(
+      lines,
+      left + LEFT + ((this.cursor[1] + 0.5) * this.wide) / values[0].length,
+      top + ((this.cursor[0] + 0.5) * this.tall) / values.length,
+    );
     say(lines.join(", "));
   }
 
@@ -204,5 +217,12 @@ function fit(context, text, width) {
 
 /** The bar that says what the colours mean: its two ends and what lies between. */
 export function rampLegend(ramp, low, middle, high) {
-  return h("p", { class: `ramp ${ramp}` }, h("span", {}, low), h("i", { "aria-hidden": "true" }), h("span", {}, high), middle ? h("span", { class: "muted" }, middle) : null);
+  return h(
+    "p",
+    { class: `ramp ${ramp}` },
+    h("span", {}, low),
+    h("i", { "aria-hidden": "true" }),
+    h("span", {}, high),
+    middle ? h("span", { class: "muted" }, middle) : null,
+  );
 }

@@ -40,9 +40,25 @@ export function showSheet() {
   const close = () => dialog.close();
   const dialog = h(
     "dialog",
-    { class: "sheet", "aria-labelledby": "keys-title", onclose: () => dialog.remove(), onclick: (event) => event.target === dialog && close() },
-    h("header", {}, h("h2", { id: "keys-title" }, "Keyboard"), h("button", { type: "button", class: "quiet", onclick: close }, "Close")),
-    h("dl", {}, SHEET.map(([key, meaning]) => (meaning ? h("div", {}, h("dt", {}, h("kbd", {}, key)), h("dd", {}, meaning)) : h("h3", {}, key)))),
+    {
+      class: "sheet",
+      "aria-labelledby": "keys-title",
+      onclose: () => dialog.remove(),
+      onclick: (event) => event.target === dialog && close(),
+    },
+    h(
+      "header",
+      {},
+      h("h2", { id: "keys-title" }, "Keyboard"),
+      h("button", { type: "button", class: "quiet", onclick: close }, "Close"),
+    ),
+    h(
+      "dl",
+      {},
+      SHEET.map(([key, meaning]) =>
+        meaning ? h("div", {}, h("dt", {}, h("kbd", {}, key)), h("dd", {}, meaning)) : h("h3", {}, key),
+      ),
+    ),
   );
   document.body.append(dialog);
   dialog.showModal();

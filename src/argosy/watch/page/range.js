@@ -12,9 +12,12 @@ export class RangeBar {
     Object.assign(this, { move, choose });
     this.picture = h("div", { class: "range-picture" });
     this.window = h("div", {
-      class: "range-window", tabindex: "0", role: "slider", "aria-label": "Steps shown",
+      class: "range-window",
+      tabindex: "0",
+      role: "slider",
+      "aria-label": "Steps shown",
       onkeydown: (event) => this.#key(event),
-    });  // prettier-ignore
+    });
     this.strip = h("div", { class: "range-strip" }, this.picture, this.window);
     this.text = h("output", { class: "range-text" });
     this.reset = h("button", { type: "button", class: "quiet", onclick: all }, icon("reset"), "All steps");
@@ -59,7 +62,13 @@ export class RangeBar {
     const inside = this.window.getBoundingClientRect();
     const began = { at: step(event.clientX), shown: this.shown ? [...this.shown] : null };
     const near = (edge) => this.shown && Math.abs(event.clientX - edge) < EDGE_PX;
-    const how = near(inside.left) ? "from" : near(inside.right) ? "to" : this.shown && event.clientX > inside.left && event.clientX < inside.right ? "both" : "new";
+    const how = near(inside.left)
+      ? "from"
+      : near(inside.right)
+        ? "to"
+        : this.shown && event.clientX > inside.left && event.clientX < inside.right
+          ? "both"
+          : "new";
     const drag = (now) => {
       this.shown = this.#dragged(how, began, step(now.clientX));
       this.#place();

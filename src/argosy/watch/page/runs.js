@@ -52,18 +52,48 @@ function sorted(runs, sort) {
   });
 }
 
-const matches = (run, text) => text.toLowerCase().split(/\s+/).every((word) => `${run.id} ${named(run)} ${run.state} ${run.plan ?? ""}`.toLowerCase().includes(word));
+const matches = (run, text) =>
+  text
+    .toLowerCase()
+    .split(/\s+/)
+    .every((word) => `${run.id} ${named(run)} ${run.state} ${run.plan ?? ""}`.toLowerCase().includes(word));
 
 /** The page without a chosen run: all of them, in a table. */
 export class RunTable {
   constructor(root, colourOf) {
     this.colourOf = colourOf;
-    this.filter = h("input", { type: "search", placeholder: "Filter by name, state or plan", "aria-label": "Filter the runs", class: "filter", oninput: () => this.#draw() });
-    this.compare = h("button", { type: "button", class: "primary", disabled: true, onclick: () => state.set({ run: [...this.chosen], view: undefined }, { step: true }) }, "Compare");
+    this.filter = h("input", {
+      type: "search",
+      placeholder: "Filter by name, state or plan",
+      "aria-label": "Filter the runs",
+      class: "filter",
+      oninput: () => this.#draw(),
+    });
+    this.compare = h(
+      "button",
+      {
+        type: "button",
+        class: "primary",
+        disabled: true,
+        onclick: () => state.set({ run: [...this.chosen], view: undefined }, { step: true }),
+      },
+      "Compare",
+    );
     this.counts = h("p", { class: "muted" });
     this.body = h("div", {});
     this.chosen = new Set();
-    replace(root, h("div", { class: "head" }, h("div", {}, h("h1", {}, "Runs"), this.counts), h("span", { class: "grow" }), this.filter, this.compare), this.body);
+    replace(
+      root,
+      h(
+        "div",
+        { class: "head" },
+        h("div", {}, h("h1", {}, "Runs"), this.counts),
+        h("span", { class: "grow" }),
+        this.filter,
+        this.compare,
+      ),
+      this.body,
+    );
   }
 
   update(runs) {
@@ -78,17 +108,52 @@ export class RunTable {
   #draw() {
     if (!this.runs) return;
     const count = (name) => this.runs.filter((run) => run.state === name).length;
-    const tally = ["training", "silent", "failed", "stopped", "finished"].filter(count).map((name) => `${count(name)} ${name}`);
+    const tally = ["training", "silent", "failed", "stopped", "finished"]
+      .filter(count)
+      .map((name) => `${count(name)} ${name}`);
     this.counts.textContent = tally.join(" · ");
     if (!this.runs.length) {
-      return replace(this.body, h("p", { class: "state" }, "There are no runs in this folder yet.", h("span", { class: "more" }, "Start one with ", h("code", {}, "argosy train"), "; it shows up here by itself.")));
+      return replace(
+        this.body,
+        h(
+          "p",
+          { class: "state" },
+          "There are no runs in this folder yet.",
+          h(
+            "span",
+            { class: "more" },
+            "Start one with ",
+            h("code", {}, "argosy train"),
+            "; it shows up here by itself.",
+          ),
+        ),
+      );
     }
-    const shown = sorted(this.runs.filter((run) => matches(run, this.filter.value)), state.get().sort ?? "state");
+    const shown = sorted(
+      this.runs.filter((run) => matches(run, this.filter.value)),
+      state.get().sort ?? "state",
+    );
     this.compare.disabled = this.chosen.size < 2;
     this.compare.textContent = this.chosen.size > 1 ? `Compare ${this.chosen.size}` : "Compare";
     if (!shown.length) return replace(this.body, h("p", { class: "state" }, "No run matches the filter."));
     const focused = document.activeElement?.dataset?.focus;
-    replace(this.body, h("div", { class: "frame runs-frame" }, h("table", { class: "runs" }, this.#head(), h("tbody", {}, shown.map((run) => this.#row(run))))));
+    replace(
+      this.body,
+      h(
+        "div",
+        { class: "frame runs-frame" },
+        h(
+          "table",
+          { class: "runs" },
+          this.#head(),
+          h(
+            "tbody",
+            {},
+            shown.map((run) => this.#row(run)),
+          ),
+        ),
+      ),
+    );
     if (focused) this.body.querySelector(`[data-focus="${CSS.escape(focused)}"]`)?.focus();
   }
 
@@ -99,7 +164,11 @@ export class RunTable {
       const order = ascending ? "ascending" : sort === `-${key}` ? "descending" : null;
       const next = ascending ? `-${key}` : key;
       const turn = () => (state.set({ sort: next }), this.#draw());
-      return h("th", { scope: "col", "aria-sort": order, class: ["name", "state"].includes(key) ? `of-${key}` : "number" }, h("button", { type: "button", class: "sort", "data-focus": `sort ${key}`, onclick: turn }, title));
+      return h(
+        "th",
+        { scope: "col", "aria-sort": order, class: ["name", "state"].includes(key) ? `of-${key}` : "number" },
+        h("button", { type: "button", class: "sort", "data-focus": `sort ${key}`, onclick: turn }, title),
+      );
     };
     const cells = COLUMNS.map(cell);
     cells.splice(2, 0, h("th", { scope: "col", class: "curve" }, "Loss so far"));
@@ -120,9 +189,29 @@ export class RunTable {
     return h(
       "tr",
       { "data-run": run.id },
-      h("td", { class: "tick" }, h("input", { type: "checkbox", "aria-label": `Compare ${named(run)}`, checked: this.chosen.has(run.id), onchange: tick, "data-focus": `tick ${run.id}` })),
-      h("td", { class: "name" }, h("a", { href: state.link({ run: [run.id] }), onclick: open, "data-focus": `open ${run.id}` }, named(run)), h("span", { class: "sub" }, run.name && run.id !== run.name && run.id !== "." ? run.id : (run.plan ?? ""))),
-      h("td", { class: "state-cell" }, stateMark(run.state), run.why ? h("span", { class: "sub", title: run.why }, run.why) : null),
+      h(
+        "td",
+        { class: "tick" },
+        h("input", {
+          type: "checkbox",
+          "aria-label": `Compare ${named(run)}`,
+          checked: this.chosen.has(run.id),
+          onchange: tick,
+          "data-focus": `tick ${run.id}`,
+        }),
+      ),
+      h(
+        "td",
+        { class: "name" },
+        h("a", { href: state.link({ run: [run.id] }), onclick: open, "data-focus": `open ${run.id}` }, named(run)),
+        h("span", { class: "sub" }, run.name && run.id !== run.name && run.id !== "." ? run.id : (run.plan ?? "")),
+      ),
+      h(
+        "td",
+        { class: "state-cell" },
+        stateMark(run.state),
+        run.why ? h("span", { class: "sub", title: run.why }, run.why) : null,
+      ),
       h("td", { class: "curve" }, sparkline(run.spark, { colour: this.colourOf(run.id), width: 110 })),
       number_(loss(run.loss), "loss"),
       number_(loss(run.validation_loss), "validation"),
@@ -140,9 +229,24 @@ export class RunTable {
 export class RunList {
   constructor(root, colourOf) {
     this.colourOf = colourOf;
-    this.filter = h("input", { type: "search", placeholder: "Filter runs", "aria-label": "Filter the runs", class: "filter", oninput: () => this.#draw() });
+    this.filter = h("input", {
+      type: "search",
+      placeholder: "Filter runs",
+      "aria-label": "Filter the runs",
+      class: "filter",
+      oninput: () => this.#draw(),
+    });
     this.list = h("ul", { class: "run-list" });
-    replace(root, h("div", { class: "side-head" }, this.filter, h("p", { class: "muted hint" }, "Tick several to lay their curves over each other.")), this.list);
+    replace(
+      root,
+      h(
+        "div",
+        { class: "side-head" },
+        this.filter,
+        h("p", { class: "muted hint" }, "Tick several to lay their curves over each other."),
+      ),
+      this.list,
+    );
   }
 
   update(runs, chosen) {
@@ -157,8 +261,15 @@ export class RunList {
 
   #draw() {
     const focused = document.activeElement?.dataset?.focus;
-    const shown = sorted((this.runs ?? []).filter((run) => matches(run, this.filter.value)), "state");
-    replace(this.list, shown.map((run) => this.#item(run)), shown.length ? null : h("li", { class: "muted empty" }, "No run matches."));
+    const shown = sorted(
+      (this.runs ?? []).filter((run) => matches(run, this.filter.value)),
+      "state",
+    );
+    replace(
+      this.list,
+      shown.map((run) => this.#item(run)),
+      shown.length ? null : h("li", { class: "muted empty" }, "No run matches."),
+    );
     if (focused) this.list.querySelector(`[data-focus="${CSS.escape(focused)}"]`)?.focus();
   }
 
@@ -180,8 +291,25 @@ export class RunList {
     return h(
       "li",
       { class: on ? "chosen" : null, style: { "--c": `var(--${tone})` } },
-      h("input", { type: "checkbox", "aria-label": `Show ${named(run)}`, checked: on, onchange: tick, "data-focus": `tick ${run.id}` }),
-      h("a", { href: state.link({ run: [run.id] }), "aria-current": only ? "true" : null, onclick: open, "data-focus": `open ${run.id}`, title: run.id }, h("span", { class: "name" }, named(run)), h("span", { class: "sub" }, stateMark(run.state), h("span", {}, progressText(run)))),
+      h("input", {
+        type: "checkbox",
+        "aria-label": `Show ${named(run)}`,
+        checked: on,
+        onchange: tick,
+        "data-focus": `tick ${run.id}`,
+      }),
+      h(
+        "a",
+        {
+          href: state.link({ run: [run.id] }),
+          "aria-current": only ? "true" : null,
+          onclick: open,
+          "data-focus": `open ${run.id}`,
+          title: run.id,
+        },
+        h("span", { class: "name" }, named(run)),
+        h("span", { class: "sub" }, stateMark(run.state), h("span", {}, progressText(run))),
+      ),
       sparkline(run.spark, { width: 54, height: 26, colour: on ? tone : "muted" }),
     );
   }

@@ -5,7 +5,14 @@ import { svg } from "./dom.js";
 
 /** An SVG of `values`; gaps where a value is missing. */
 export function sparkline(values, { width = 96, height = 22, colour = "accent", low, high } = {}) {
-  const picture = svg("svg", { class: "spark", viewBox: `0 0 ${width} ${height}`, width, height, "aria-hidden": "true", preserveAspectRatio: "none" });
+  const picture = svg("svg", {
+    class: "spark",
+    viewBox: `0 0 ${width} ${height}`,
+    width,
+    height,
+    "aria-hidden": "true",
+    preserveAspectRatio: "none",
+  });
   const ends = extent([values ?? []]);
   if (!ends) return picture;
   const bottom = low ?? ends[0];
@@ -22,6 +29,15 @@ export function sparkline(values, { width = 96, height = 22, colour = "accent", 
     path += `${drawing ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`;
     drawing = true;
   });
-  picture.append(svg("path", { d: path, fill: "none", stroke: `var(--${colour})`, "stroke-width": "1.3", "stroke-linejoin": "round", "vector-effect": "non-scaling-stroke" }));
+  picture.append(
+    svg("path", {
+      d: path,
+      fill: "none",
+      stroke: `var(--${colour})`,
+      "stroke-width": "1.3",
+      "stroke-linejoin": "round",
+      "vector-effect": "non-scaling-stroke",
+    }),
+  );
   return picture;
 }

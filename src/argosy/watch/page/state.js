@@ -24,7 +24,8 @@ function parse(search) {
 function format(from) {
   const query = new URLSearchParams();
   for (const name of LISTS) for (const each of from[name]) query.append(name, each);
-  for (const name of [...NUMBERS, ...TEXTS]) if (from[name] !== undefined && from[name] !== "") query.set(name, from[name]);
+  for (const name of [...NUMBERS, ...TEXTS])
+    if (from[name] !== undefined && from[name] !== "") query.set(name, from[name]);
   const text = query.toString();
   return text ? `?${text}` : location.pathname;
 }

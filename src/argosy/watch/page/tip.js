@@ -5,7 +5,10 @@ import { h, replace } from "./dom.js";
 /** Show lines of text near a place in the window, always inside it. */
 export function showTip(lines, x, y) {
   const tip = document.getElementById("tip");
-  replace(tip, lines.map((line, i) => h(i ? "span" : "b", {}, line)));
+  replace(
+    tip,
+    lines.map((line, i) => h(i ? "span" : "b", {}, line)),
+  );
   tip.hidden = false;
   const { width, height } = tip.getBoundingClientRect();
   tip.style.left = `${Math.max(4, Math.min(x + 14, innerWidth - width - 8))}px`;

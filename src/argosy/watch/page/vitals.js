@@ -6,16 +6,51 @@ import { stateMark } from "./runs.js";
 import * as state from "./state.js";
 
 const FAULTS = new Set([
-  "worker_died", "killed", "hang", "stopped", "frozen", "stuck_loader", "mismatch", "straggler", "suspect", "slow_link",
-  "oom_kill", "memory_low", "disk_failed", "disk_slow", "disk_full", "limit_near", "clock_jump", "bad_step", "rewind",
-  "bad_shard", "corruption", "gradient_corrupt", "collective_corrupt", "save_failed", "damaged_checkpoint",
-  "coordinator_lost", "lease_lost", "node_refused", "node_slow", "writer_died", "drain_failed", "upkeep_failed", "alert",
-]);  // prettier-ignore
+  "worker_died",
+  "killed",
+  "hang",
+  "stopped",
+  "frozen",
+  "stuck_loader",
+  "mismatch",
+  "straggler",
+  "suspect",
+  "slow_link",
+  "oom_kill",
+  "memory_low",
+  "disk_failed",
+  "disk_slow",
+  "disk_full",
+  "limit_near",
+  "clock_jump",
+  "bad_step",
+  "rewind",
+  "bad_shard",
+  "corruption",
+  "gradient_corrupt",
+  "collective_corrupt",
+  "save_failed",
+  "damaged_checkpoint",
+  "coordinator_lost",
+  "lease_lost",
+  "node_refused",
+  "node_slow",
+  "writer_died",
+  "drain_failed",
+  "upkeep_failed",
+  "alert",
+]);
 
 export const isFault = (event) => FAULTS.has(event.event);
 
 function cell(label, value, sub, extra = {}) {
-  return h("div", { class: `vital ${extra.tone ?? ""}`, "data-vital": label }, h("dt", {}, label), h("dd", { class: "value" }, value), h("dd", { class: "sub", title: extra.title }, sub));
+  return h(
+    "div",
+    { class: `vital ${extra.tone ?? ""}`, "data-vital": label },
+    h("dt", {}, label),
+    h("dd", { class: "value" }, value),
+    h("dd", { class: "sub", title: extra.title }, sub),
+  );
 }
 
 function toView(view, ...text) {
@@ -30,8 +65,22 @@ function toView(view, ...text) {
 export function drawVitals(root, run, advice, events) {
   replace(
     root,
-    h("dl", { class: "vitals" }, alive(run), health(run, advice, events), done(run, advice?.forecast), cost(run, advice?.forecast), speed(run)),
-    run.problems?.length ? h("div", { class: "notice warn", role: "note" }, run.problems.slice(0, 5).map((each) => h("p", {}, each))) : null,
+    h(
+      "dl",
+      { class: "vitals" },
+      alive(run),
+      health(run, advice, events),
+      done(run, advice?.forecast),
+      cost(run, advice?.forecast),
+      speed(run),
+    ),
+    run.problems?.length
+      ? h(
+          "div",
+          { class: "notice warn", role: "note" },
+          run.problems.slice(0, 5).map((each) => h("p", {}, each)),
+        )
+      : null,
   );
 }
 
@@ -43,46 +92,103 @@ function alive(run) {
     { class: "vital alive", "data-vital": "State" },
     h("dt", {}, "State"),
     h("dd", { class: "value" }, stateMark(run.state)),
-    share === null ? null : h("dd", { class: "progress", role: "progressbar", "aria-label": "Progress", "aria-valuenow": Math.round(100 * share), "aria-valuemin": 0, "aria-valuemax": 100 }, h("i", { style: { width: `${100 * share}%` } })),
-    h("dd", { class: "sub" }, step, share === null ? "" : `, ${percent(share)}`, " · ", h("time", { "data-ago": run.updated_s }, ago(run.updated_s))),
+    share === null
+      ? null
+      : h(
+          "dd",
+          {
+            class: "progress",
+            role: "progressbar",
+            "aria-label": "Progress",
+            "aria-valuenow": Math.round(100 * share),
+            "aria-valuemin": 0,
+            "aria-valuemax": 100,
+          },
+          h("i", { style: { width: `${100 * share}%` } }),
+        ),
+    h(
+      "dd",
+      { class: "sub" },
+      step,
+      share === null ? "" : `, ${percent(share)}`,
+      " · ",
+      h("time", { "data-ago": run.updated_s }, ago(run.updated_s)),
+    ),
   );
 }
 
 function health(run, advice, events) {
   if (run.state === "failed" || run.state === "silent") {
     const words = run.state === "failed" ? "It failed" : "No word from it";
-    return cell("Health", h("span", { class: run.state === "failed" ? "bad" : "warn" }, words), toView("events", run.why ?? "Look at what happened last"), { tone: "raised", title: run.why });
+    return cell(
+      "Health",
+      h("span", { class: run.state === "failed" ? "bad" : "warn" }, words),
+      toView("events", run.why ?? "Look at what happened last"),
+      { tone: "raised", title: run.why },
+    );
   }
   // What is over is told in the view Advice.
   const alerts = (advice?.alerts ?? []).filter((alert) => alert.state !== "ends");
   if (alerts.length) {
     const newest = alerts.reduce((a, b) => ((b.time_s ?? 0) >= (a.time_s ?? 0) ? b : a));
-    return cell("Health", h("span", { class: alerts.some((alert) => alert.severity === "critical") ? "bad" : "warn" }, alerts.length === 1 ? "1 alert" : `${alerts.length} alerts`), toView("advice", newest.why ?? newest.alert), { tone: "raised", title: newest.why });
+    return cell(
+      "Health",
+      h(
+        "span",
+        { class: alerts.some((alert) => alert.severity === "critical") ? "bad" : "warn" },
+        alerts.length === 1 ? "1 alert" : `${alerts.length} alerts`,
+      ),
+      toView("advice", newest.why ?? newest.alert),
+      { tone: "raised", title: newest.why },
+    );
   }
   const faults = (events?.events ?? []).filter(isFault);
   const last = faults.at(-1);
   if (!last) return cell("Health", h("span", { class: "good" }, "Healthy"), events ? "nothing went wrong so far" : "");
   const words = last.words ?? last.why ?? last.event;
-  return cell("Health", h("span", { class: "good" }, "Healthy again"), toView("events", `${ago(last.time_s)}: ${words}`), { title: words });
+  return cell(
+    "Health",
+    h("span", { class: "good" }, "Healthy again"),
+    toView("events", `${ago(last.time_s)}: ${words}`),
+    { title: words },
+  );
 }
 
 function done(run, forecast) {
-  if (run.state === "finished") return cell("Done", clock(run.updated_s), run.started_s ? `took ${duration(run.updated_s - run.started_s)}` : "");
-  if (run.state !== "training") return cell("Done", NONE, run.state === "failed" ? "give the same command again to go on" : "it does not train now");
+  if (run.state === "finished")
+    return cell("Done", clock(run.updated_s), run.started_s ? `took ${duration(run.updated_s - run.started_s)}` : "");
+  if (run.state !== "training")
+    return cell(
+      "Done",
+      NONE,
+      run.state === "failed" ? "give the same command again to go on" : "it does not train now",
+    );
   const [low, middle, high] = interval(forecast?.end_s);
-  const sub = middle ? `at ${clock(middle)}${low && high ? `, between ${clock(low)} and ${clock(high)}` : ""}` : run.eta_s ? `at ${clock(Date.now() / 1000 + run.eta_s)}` : "not known yet";
+  const sub = middle
+    ? `at ${clock(middle)}${low && high ? `, between ${clock(low)} and ${clock(high)}` : ""}`
+    : run.eta_s
+      ? `at ${clock(Date.now() / 1000 + run.eta_s)}`
+      : "not known yet";
   return cell("Done in", duration(run.eta_s ?? (middle ? middle - Date.now() / 1000 : null)), sub, { title: sub });
 }
 
 function cost(run, forecast) {
   const [low, middle, high] = interval(forecast?.cost);
   const currency = run.currency ?? forecast?.currency;
-  const sub = middle ? `${money(middle, currency)} at the end${low !== undefined ? `, ${money(low)} to ${money(high)}` : ""}` : run.cost === null || run.cost === undefined ? "no price is known for this machine" : "so far";
+  const sub = middle
+    ? `${money(middle, currency)} at the end${low !== undefined ? `, ${money(low)} to ${money(high)}` : ""}`
+    : run.cost === null || run.cost === undefined
+      ? "no price is known for this machine"
+      : "so far";
   return cell("Cost so far", money(run.cost, currency), sub, { title: sub });
 }
 
 function speed(run) {
   const known = (value, text) => (value === null || value === undefined ? null : text);
-  const parts = [known(run.tokens_per_s, `${number(run.tokens_per_s)} tokens/s`), known(run.mfu, `MFU ${percent(run.mfu, 1)}`), known(run.goodput, `goodput ${percent(run.goodput)}`)];
+  const parts = [
+    known(run.tokens_per_s, `${number(run.tokens_per_s)} tokens/s`),
+    known(run.mfu, `MFU ${percent(run.mfu, 1)}`),
+    known(run.goodput, `goodput ${percent(run.goodput)}`),
+  ];
   return cell("Loss", loss(run.loss), parts.filter(Boolean).join(", ") || "no step yet");
 }

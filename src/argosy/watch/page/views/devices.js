@@ -25,8 +25,14 @@ const HOST = [
 ];
 const HOT_C = 88;
 
-const newest = (values) => (Array.isArray(values) ? values.findLast((value) => value !== null && value !== undefined) : values);
-const ranksText = (ranks) => (!ranks?.length ? "–" : ranks.length > 4 && ranks.at(-1) - ranks[0] === ranks.length - 1 ? `${ranks[0]}–${ranks.at(-1)}` : ranks.join(", "));
+const newest = (values) =>
+  Array.isArray(values) ? values.findLast((value) => value !== null && value !== undefined) : values;
+const ranksText = (ranks) =>
+  !ranks?.length
+    ? "–"
+    : ranks.length > 4 && ranks.at(-1) - ranks[0] === ranks.length - 1
+      ? `${ranks[0]}–${ranks.at(-1)}`
+      : ranks.join(", ");
 
 function create(root, page) {
   const charts = new Map();
@@ -44,14 +50,25 @@ function create(root, page) {
     const nodes = answer.nodes ?? [];
     const known = nodes.filter((node) => node.devices?.length || node.host);
     body.hidden = !known.length;
-    replace(empty, known.length ? null : nothing("No devices have been measured.", "NVML tells of NVIDIA devices; install argosy[devices] for processors, memory and disks of the host."));
+    replace(
+      empty,
+      known.length
+        ? null
+        : nothing(
+            "No devices have been measured.",
+            "NVML tells of NVIDIA devices; install argosy[devices] for processors, memory and disks of the host.",
+          ),
+    );
     if (!known.length) return;
     replace(devices, deviceTable(known, answer.more));
     replace(hosts, hostTable(known));
     const names = known.map((node) => node.node);
     if (pick.dataset.names !== names.join()) {
       pick.dataset.names = names.join();
-      replace(pick, names.map((name) => h("option", { value: name }, name)));
+      replace(
+        pick,
+        names.map((name) => h("option", { value: name }, name)),
+      );
     }
     const shown = known.find((node) => node.node === state.get().node) ?? known[0];
     pick.value = shown.node;
@@ -62,23 +79,46 @@ function create(root, page) {
   function curves(node) {
     const wanted = [];
     for (const [key, title, format] of CURVES) {
-      const series = (node.devices ?? []).filter((device) => device[key]?.some?.((value) => value !== null)).map((device, i) => ({ name: `${device.name ?? "device"} (${ranksText(device.ranks)})`, run: node.node, colour: `run-${i % 10}`, step: device.time_s, mean: device[key] }));
+      const series = (node.devices ?? [])
+        .filter((device) => device[key]?.some?.((value) => value !== null))
+        .map((device, i) => ({
+          name: `${device.name ?? "device"} (${ranksText(device.ranks)})`,
+          run: node.node,
+          colour: `run-${i % 10}`,
+          step: device.time_s,
+          mean: device[key],
+        }));
       if (series.length) wanted.push([key, title, format, series]);
     }
     for (const [key, title, format] of HOST) {
-      if (node.host?.[key]?.some?.((value) => value !== null)) wanted.push([`host.${key}`, title, format, [{ name: node.node, run: node.node, colour: "accent", step: node.host.time_s, mean: node.host[key] }]]);
+      if (node.host?.[key]?.some?.((value) => value !== null))
+        wanted.push([
+          `host.${key}`,
+          title,
+          format,
+          [{ name: node.node, run: node.node, colour: "accent", step: node.host.time_s, mean: node.host[key] }],
+        ]);
     }
     const elements = wanted.map(([key, title, format, series]) => {
-      if (!charts.has(key)) charts.set(key, new Chart({ title, format, height: 120, x: (time) => clock(time), xName: "time", group: "devices" }));
+      if (!charts.has(key))
+        charts.set(
+          key,
+          new Chart({ title, format, height: 120, x: (time) => clock(time), xName: "time", group: "devices" }),
+        );
       const chart = charts.get(key);
       chart.pending = { series, window: null };
       return chart.element;
     });
-    if (elements.some((element, i) => grid.children[i] !== element) || grid.children.length !== elements.length) replace(grid, elements);
+    if (elements.some((element, i) => grid.children[i] !== element) || grid.children.length !== elements.length)
+      replace(grid, elements);
     for (const [key] of wanted) charts.get(key).update(charts.get(key).pending);
   }
 
-  return { refresh, recolour: () => charts.forEach((chart) => chart.recolour()), destroy: () => charts.forEach((chart) => chart.destroy()) };
+  return {
+    refresh,
+    recolour: () => charts.forEach((chart) => chart.recolour()),
+    destroy: () => charts.forEach((chart) => chart.destroy()),
+  };
 }
 
 function deviceTable(nodes, more) {
@@ -98,9 +138,21 @@ function deviceTable(nodes, more) {
       ];
     }),
   );
-  if (!rows.length) return card("Devices", h("p", { class: "muted" }, "No accelerator: this run trains on processors."));
-  const head = [{ text: "Node" }, { text: "Device" }, { text: "Ranks" }, { text: "Utilisation" }, { text: "" }, ...["Memory", "Temperature", "Power", "Clock"].map((text) => ({ text, number: true }))];
-  return card("Devices now", table(head, rows, { caption: "Devices, newest values" }), more ? h("p", { class: "muted" }, `${grouped(more)} more nodes are not shown.`) : null);
+  if (!rows.length)
+    return card("Devices", h("p", { class: "muted" }, "No accelerator: this run trains on processors."));
+  const head = [
+    { text: "Node" },
+    { text: "Device" },
+    { text: "Ranks" },
+    { text: "Utilisation" },
+    { text: "" },
+    ...["Memory", "Temperature", "Power", "Clock"].map((text) => ({ text, number: true })),
+  ];
+  return card(
+    "Devices now",
+    table(head, rows, { caption: "Devices, newest values" }),
+    more ? h("p", { class: "muted" }, `${grouped(more)} more nodes are not shown.`) : null,
+  );
 }
 
 function hostTable(nodes) {
@@ -112,10 +164,23 @@ function hostTable(nodes) {
       const left = newest(host.disk_free_bytes);
       const rate = (key) => (newest(host[key]) === undefined ? "–" : `${bytes(newest(host[key]))}/s`);
       const cpu = newest(host.cpu);
-      return [node, meter(cpu, percent(cpu)), meter(used && all ? used / all : null, all ? `${bytes(used)} of ${bytes(all)}` : bytes(used)), h("span", { class: left < 10e9 ? "warn" : null }, bytes(left)), rate("network_sent_bytes_per_s"), rate("network_received_bytes_per_s"), number(newest(host.load))];
+      return [
+        node,
+        meter(cpu, percent(cpu)),
+        meter(used && all ? used / all : null, all ? `${bytes(used)} of ${bytes(all)}` : bytes(used)),
+        h("span", { class: left < 10e9 ? "warn" : null }, bytes(left)),
+        rate("network_sent_bytes_per_s"),
+        rate("network_received_bytes_per_s"),
+        number(newest(host.load)),
+      ];
     });
   if (!rows.length) return null;
-  const head = [{ text: "Node" }, { text: "Processors" }, { text: "Memory" }, ...["Disk left", "Sent", "Received", "Load"].map((text) => ({ text, number: true }))];
+  const head = [
+    { text: "Node" },
+    { text: "Processors" },
+    { text: "Memory" },
+    ...["Disk left", "Sent", "Received", "Load"].map((text) => ({ text, number: true })),
+  ];
   return card("Hosts now", table(head, rows, { caption: "Hosts, newest values" }));
 }
 

@@ -6,13 +6,26 @@ import { Chart } from "../charts.js";
 import { h, replace } from "../dom.js";
 import { clock, money, number } from "../format.js";
 
-const SOURCES = { nvml: "measured by the devices (NVML)", rapl: "measured by the processors (RAPL)", estimate: "estimated from the catalogue of devices, not measured" };
+const SOURCES = {
+  nvml: "measured by the devices (NVML)",
+  rapl: "measured by the processors (RAPL)",
+  estimate: "estimated from the catalogue of devices, not measured",
+};
 
-const kwh = (value) => (value === null || value === undefined ? "–" : value < 0.1 ? `${number(1000 * value)} Wh` : `${number(value)} kWh`);
-const carbon = (value) => (value === null || value === undefined ? "–" : value < 0.1 ? `${number(1000 * value)} g` : `${number(value)} kg`);
+const kwh = (value) =>
+  value === null || value === undefined ? "–" : value < 0.1 ? `${number(1000 * value)} Wh` : `${number(value)} kWh`;
+const carbon = (value) =>
+  value === null || value === undefined ? "–" : value < 0.1 ? `${number(1000 * value)} g` : `${number(value)} kg`;
 
 function create(root, page) {
-  const chart = new Chart({ title: "Power", format: (value) => `${number(value)} W`, height: 170, x: (time) => clock(time), xName: "time", group: "energy" });
+  const chart = new Chart({
+    title: "Power",
+    format: (value) => `${number(value)} W`,
+    height: 170,
+    x: (time) => clock(time),
+    xName: "time",
+    group: "energy",
+  });
   const top = h("div", { class: "stack-of-cards" });
   replace(root, h("div", { class: "stack-of-cards" }, top, chart.element));
 
@@ -20,16 +33,41 @@ function create(root, page) {
     const answer = await ofRun(page.primary(), "energy", {}, signal);
     const { series } = answer;
     chart.element.hidden = !series?.time_s?.length;
-    if (!chart.element.hidden) chart.update({ series: [{ name: page.named(page.primary()), run: page.named(page.primary()), colour: page.colour(page.primary()), step: series.time_s, mean: series.power_w }], window: null });
-    replace(top, answer.kwh === null || answer.kwh === undefined ? nothing("No energy has been counted yet.", "It is counted by each node, from NVML, RAPL or the catalogue of devices.") : summary(answer));
+    if (!chart.element.hidden)
+      chart.update({
+        series: [
+          {
+            name: page.named(page.primary()),
+            run: page.named(page.primary()),
+            colour: page.colour(page.primary()),
+            step: series.time_s,
+            mean: series.power_w,
+          },
+        ],
+        window: null,
+      });
+    replace(
+      top,
+      answer.kwh === null || answer.kwh === undefined
+        ? nothing(
+            "No energy has been counted yet.",
+            "It is counted by each node, from NVML, RAPL or the catalogue of devices.",
+          )
+        : summary(answer),
+    );
   }
   return { refresh, recolour: () => chart.recolour(), destroy: () => chart.destroy() };
 }
 
 function summary(answer) {
   const each = (source) => SOURCES[source] ?? String(source);
-  const sources = Array.isArray(answer.source) ? answer.source.map(each).join(", ") : answer.source ? each(answer.source) : "";
-  const row = (term, value, sub) => h("div", {}, h("dt", {}, term), h("dd", { class: "value" }, value), h("dd", { class: "sub" }, sub));
+  const sources = Array.isArray(answer.source)
+    ? answer.source.map(each).join(", ")
+    : answer.source
+      ? each(answer.source)
+      : "";
+  const row = (term, value, sub) =>
+    h("div", {}, h("dt", {}, term), h("dd", { class: "value" }, value), h("dd", { class: "sub" }, sub));
   const per = answer.per_token ?? {};
   const [plan, got] = [answer.predicted ?? {}, answer.measured ?? answer];
   const ratio = (key) => (plan[key] && got[key] ? `${(got[key] / plan[key]).toFixed(2)} ×` : "–");
@@ -45,13 +83,33 @@ function summary(answer) {
         "dl",
         { class: "vitals inside" },
         row("Energy", kwh(answer.kwh), sources),
-        row("CO₂", carbon(answer.co2_kg), answer.grid_g_per_kwh ? `at ${number(answer.grid_g_per_kwh)} g a kWh` : "by the grid’s factor"),
-        answer.money === null || answer.money === undefined ? null : row("Money for it", money(answer.money, answer.currency), "electricity alone"),
+        row(
+          "CO₂",
+          carbon(answer.co2_kg),
+          answer.grid_g_per_kwh ? `at ${number(answer.grid_g_per_kwh)} g a kWh` : "by the grid’s factor",
+        ),
+        answer.money === null || answer.money === undefined
+          ? null
+          : row("Money for it", money(answer.money, answer.currency), "electricity alone"),
         per.joules || per.kwh ? row("A token", `${number(per.joules ?? per.kwh * 3.6e6)} J`, "of all machines") : null,
       ),
       answer.words ? h("p", { class: "muted" }, answer.words) : null,
     ),
-    Object.keys(plan).length ? card("Predicted beside measured", table([{ text: "" }, { text: "Plan", number: true }, { text: String(answer.source).includes("estimate") ? "Estimated" : "Measured", number: true }, { text: "Ratio", number: true }], rows, { caption: "Energy, predicted and measured" })) : null,
+    Object.keys(plan).length
+      ? card(
+          "Predicted beside measured",
+          table(
+            [
+              { text: "" },
+              { text: "Plan", number: true },
+              { text: String(answer.source).includes("estimate") ? "Estimated" : "Measured", number: true },
+              { text: "Ratio", number: true },
+            ],
+            rows,
+            { caption: "Energy, predicted and measured" },
+          ),
+        )
+      : null,
   ];
 }
 

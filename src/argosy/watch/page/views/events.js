@@ -11,14 +11,31 @@ import { hideTip, showTip } from "../tip.js";
 import { isFault } from "../vitals.js";
 
 const LANES = [
-  ["starts", "Starts", "accent", ["start", "end", "length", "generation", "worker_started", "coordinator_started", "agent_came", "finish", "signal"]],
+  [
+    "starts",
+    "Starts",
+    "accent",
+    ["start", "end", "length", "generation", "worker_started", "coordinator_started", "agent_came", "finish", "signal"],
+  ],
   ["saves", "Saves", "part-e", ["save", "verified", "prune", "drained", "memory_checkpoint_interval"]],
   ["faults", "Faults", "bad", ["fault", "break", "agent_left"]],
-  ["recoveries", "Recoveries", "good", ["recovered", "resume", "fetched", "transient", "samples_replaced", "fork_server_replaced"]],
+  [
+    "recoveries",
+    "Recoveries",
+    "good",
+    ["recovered", "resume", "fetched", "transient", "samples_replaced", "fork_server_replaced"],
+  ],
   ["plans", "Plans", "part-d", ["replan", "migrated", "stayed", "migration_measured", "replan_failed"]],
   ["others", "Others", "muted", []],
 ];
-const QUIET = new Set(["worker_started", "prune", "verified", "node_checked", "memory_checkpoint_interval", "coordinator_started"]);
+const QUIET = new Set([
+  "worker_started",
+  "prune",
+  "verified",
+  "node_checked",
+  "memory_checkpoint_interval",
+  "coordinator_started",
+]);
 const LIST_UP_TO = 500;
 const KNOWN = new Set(["time_s", "event", "process", "by", "cost_s", "words", "why", "step", "kind"]);
 
@@ -32,8 +49,20 @@ function create(root, page) {
   const line = h("div", { class: "timeline" });
   const filters = h("div", { class: "chips", role: "group", "aria-label": "Kinds of events" });
   const list = h("ol", { class: "events" });
-  const log = h("details", { class: "card log", ontoggle: () => log.open && readLog() }, h("summary", {}, "What the processes printed"), h("pre", { tabindex: "0" }, "Loading …"));
-  const body = h("div", { class: "stack-of-cards" }, goodput, card("Timeline", line), h("section", { class: "card" }, h("header", {}, h("h3", {}, "Events"), filters), list), log);
+  const log = h(
+    "details",
+    { class: "card log", ontoggle: () => log.open && readLog() },
+    h("summary", {}, "What the processes printed"),
+    h("pre", { tabindex: "0" }, "Loading …"),
+  );
+  const body = h(
+    "div",
+    { class: "stack-of-cards" },
+    goodput,
+    card("Timeline", line),
+    h("section", { class: "card" }, h("header", {}, h("h3", {}, "Events"), filters), list),
+    log,
+  );
   const empty = h("div", {});
   replace(root, body, empty);
   let answer = { events: [] };
@@ -43,7 +72,10 @@ function create(root, page) {
     if (Array.isArray(answer)) answer = { events: answer };
     const none = !answer.events.length;
     body.hidden = none;
-    replace(empty, none ? nothing("Nothing has happened yet.", "The run’s processes write here as soon as they start.") : null);
+    replace(
+      empty,
+      none ? nothing("Nothing has happened yet.", "The run’s processes write here as soon as they start.") : null,
+    );
     if (none) return;
     replace(goodput, goodputCard(answer.goodput));
     draw();
@@ -59,17 +91,48 @@ function create(root, page) {
       else hidden.add(name);
       state.set({ kinds: [...hidden].join(",") || undefined });
     };
-    replace(filters, LANES.filter(([name]) => counts.get(name)).map(([name, title, colour]) => h("button", { type: "button", class: "chip", "aria-pressed": String(!hidden.has(name)), style: { "--c": `var(--${colour})` }, onclick: () => turn(name) }, h("i", { class: "swatch square" }), `${title} ${grouped(counts.get(name))}`)));
+    replace(
+      filters,
+      LANES.filter(([name]) => counts.get(name)).map(([name, title, colour]) =>
+        h(
+          "button",
+          {
+            type: "button",
+            class: "chip",
+            "aria-pressed": String(!hidden.has(name)),
+            style: { "--c": `var(--${colour})` },
+            onclick: () => turn(name),
+          },
+          h("i", { class: "swatch square" }),
+          `${title} ${grouped(counts.get(name))}`,
+        ),
+      ),
+    );
     const shown = answer.events.filter((event) => !hidden.has(laneOf(event)[0]));
     replace(line, timeline(shown, Math.max(280, line.clientWidth || 800)));
     const newest = shown.slice(-LIST_UP_TO).reverse();
-    replace(list, newest.map((event) => row(event)), shown.length > newest.length || answer.more ? h("li", { class: "muted" }, `${grouped(shown.length - newest.length + (answer.more ?? 0))} older ones are in the run’s folder, events/.`) : null);
+    replace(
+      list,
+      newest.map((event) => row(event)),
+      shown.length > newest.length || answer.more
+        ? h(
+            "li",
+            { class: "muted" },
+            `${grouped(shown.length - newest.length + (answer.more ?? 0))} older ones are in the run’s folder, events/.`,
+          )
+        : null,
+    );
   }
 
   async function readLog(signal) {
-    const told = await ofRun(page.primary(), "log", {}, signal).catch((error) => ({ lines: [{ text: error.message }] }));
+    const told = await ofRun(page.primary(), "log", {}, signal).catch((error) => ({
+      lines: [{ text: error.message }],
+    }));
     const lines = Array.isArray(told) ? told : (told.lines ?? []);
-    log.querySelector("pre").textContent = lines.map((each) => (typeof each === "string" ? each : `${each.process ? `${each.process}  ` : ""}${each.text}`)).join("\n") || "Nothing was printed.";
+    log.querySelector("pre").textContent =
+      lines
+        .map((each) => (typeof each === "string" ? each : `${each.process ? `${each.process}  ` : ""}${each.text}`))
+        .join("\n") || "Nothing was printed.";
   }
 
   const resized = new ResizeObserver(() => answer.events.length && draw());
@@ -84,7 +147,12 @@ function goodputCard(goodput) {
   const list = parts.map(([name, value]) => ({ name: words(name), value, colour: colours.get(name) }));
   const wall = goodput.wall_s ?? list.reduce((sum, part) => sum + part.value, 0);
   const useful = goodput.goodput ?? (goodput.parts.useful ?? goodput.parts.steps ?? 0) / wall;
-  return card("Goodput", h("p", { class: "figure" }, h("b", {}, percent(useful, 1)), ` of ${duration(wall)} went into steps that count`), stackBar(list, wall, duration, { label: "Wall time:" }), partsLegend(list, duration));
+  return card(
+    "Goodput",
+    h("p", { class: "figure" }, h("b", {}, percent(useful, 1)), ` of ${duration(wall)} went into steps that count`),
+    stackBar(list, wall, duration, { label: "Wall time:" }),
+    partsLegend(list, duration),
+  );
 }
 
 function timeline(events, width) {
@@ -98,13 +166,30 @@ function timeline(events, width) {
   const places = ticks(from, to, Math.max(2, Math.floor((width - left) / 110)));
   return svg(
     "svg",
-    { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${events.length} events between ${clock(from)} and ${clock(to)}` },
+    {
+      width,
+      height,
+      viewBox: `0 0 ${width} ${height}`,
+      role: "img",
+      "aria-label": `${events.length} events between ${clock(from)} and ${clock(to)}`,
+    },
     lanes.map(([, title, colour], i) => [
       svg("line", { x1: left, x2: width, y1: (i + 0.5) * tall, y2: (i + 0.5) * tall, class: "lane" }),
       svg("text", { x: 0, y: (i + 0.5) * tall + 4, class: "lane-name" }, title),
       events.filter((event) => laneOf(event) === lanes[i]).map((event) => mark(event, x, (i + 0.5) * tall, colour)),
     ]),
-    places.map((at) => svg("text", { x: x(at), y: height - 4, class: "at", "text-anchor": x(at) > width - 50 ? "end" : x(at) < left + 30 ? "start" : "middle" }, clock(at, to - from < 600))),
+    places.map((at) =>
+      svg(
+        "text",
+        {
+          x: x(at),
+          y: height - 4,
+          class: "at",
+          "text-anchor": x(at) > width - 50 ? "end" : x(at) < left + 30 ? "start" : "middle",
+        },
+        clock(at, to - from < 600),
+      ),
+    ),
   );
 }
 
@@ -113,17 +198,35 @@ function mark(event, x, y, colour) {
   const cost = event.cost_s > 0 ? event.cost_s : 0;
   const wide = cost ? x(event.time_s + cost) - x(event.time_s) : 0;
   const size = QUIET.has(event.event) ? 2.5 : 4.5;
-  const about = [event.event.replaceAll("_", " "), clock(event.time_s, true), text(event), cost ? `cost ${duration(cost)}` : ""].filter(Boolean);
-  const attributes = { fill: `var(--${colour})`, onpointerenter: (at) => showTip(about, at.clientX, at.clientY), onpointerleave: hideTip };
-  if (wide > 2 * size) return svg("rect", { ...attributes, x: x(event.time_s), y: y - 4, width: wide, height: 8, rx: 3 });
+  const about = [
+    event.event.replaceAll("_", " "),
+    clock(event.time_s, true),
+    text(event),
+    cost ? `cost ${duration(cost)}` : "",
+  ].filter(Boolean);
+  const attributes = {
+    fill: `var(--${colour})`,
+    onpointerenter: (at) => showTip(about, at.clientX, at.clientY),
+    onpointerleave: hideTip,
+  };
+  if (wide > 2 * size)
+    return svg("rect", { ...attributes, x: x(event.time_s), y: y - 4, width: wide, height: 8, rx: 3 });
   return svg("circle", { ...attributes, cx: x(event.time_s), cy: y, r: size });
 }
 
 function text(event) {
-  if (event.words) return event.words;
+  const name = words(event.event);
+  // The name stands before it already.
+  if (event.words)
+    return event.words.startsWith(name) ? event.words.slice(name.length).replace(/^[:,]? /, "") : event.words;
   if (event.why) return event.why;
-  const facts = Object.entries(event).filter(([key, value]) => !KNOWN.has(key) && value !== null && typeof value !== "object");
-  return facts.slice(0, 5).map(([key, value]) => fact(key, value)).join(", ");
+  const facts = Object.entries(event).filter(
+    ([key, value]) => !KNOWN.has(key) && value !== null && typeof value !== "object",
+  );
+  return facts
+    .slice(0, 5)
+    .map(([key, value]) => fact(key, value))
+    .join(", ");
 }
 
 function fact(key, value) {
@@ -142,7 +245,16 @@ function row(event) {
     h("i", { class: "swatch square", style: { "--c": `var(--${colour})` } }),
     h("b", {}, words(event.event)),
     h("span", { class: "what" }, text(event)),
-    h("span", { class: "muted by" }, [event.process ?? event.by, event.step === undefined || event.step === null ? null : `step ${grouped(event.step)}`].filter(Boolean).join(", ")),
+    h(
+      "span",
+      { class: "muted by" },
+      [
+        event.process ?? event.by,
+        event.step === undefined || event.step === null ? null : `step ${grouped(event.step)}`,
+      ]
+        .filter(Boolean)
+        .join(", "),
+    ),
     h("span", { class: "number cost" }, event.cost_s > 0 ? duration(event.cost_s) : ""),
   );
 }

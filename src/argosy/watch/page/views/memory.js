@@ -33,27 +33,73 @@ const sum = (parts) => parts.reduce((total, part) => total + (part.value ?? 0), 
 function beside(answer) {
   const planned = Object.entries(answer.predicted ?? {}).filter(([, value]) => value > 0);
   const measured = Object.entries(answer.measured ?? {}).filter(([, value]) => value > 0);
-  if (!planned.length && !measured.length) return nothing("No memory has been measured yet.", "The first line comes with the first step.");
+  if (!planned.length && !measured.length)
+    return nothing("No memory has been measured yet.", "The first line comes with the first step.");
   const colours = ofParts([...new Set([...planned, ...measured].map(([name]) => name))]);
   const partsOf = (list) => list.map(([name, value]) => ({ name: words(name), value, colour: colours.get(name) }));
   const [plan, got] = [partsOf(planned), partsOf(measured)];
   const [low, , high] = answer.predicted_total ?? [];
-  const limit = typeof answer.limit_bytes === "number" ? answer.limit_bytes : null;
-  const scale = Math.max(sum(plan), sum(got), high ?? 0, limit && limit < 3 * Math.max(sum(plan), sum(got)) ? limit : 0);
+  const limits = (answer.by_rank?.limit_bytes ?? []).filter((each) => each > 0);
+  const limit = limits.length ? Math.min(...limits) : null;
+  const scale = Math.max(
+    sum(plan),
+    sum(got),
+    high ?? 0,
+    limit && limit < 4 * Math.max(sum(plan), sum(got)) ? limit : 0,
+  );
   const mark = limit && limit <= scale ? { value: limit, title: `The device has ${bytes(limit)}` } : null;
   const names = [...new Set([...planned, ...measured].map(([name]) => name))];
   const rows = names.map((name) => {
     const [a, b] = [answer.predicted?.[name], answer.measured?.[name]];
-    return [h("span", { class: "run-name" }, h("i", { class: "swatch square", style: { "--c": `var(--${colours.get(name)})` } }), words(name), EXACT.includes(name) ? h("span", { class: "muted" }, "exact") : null), bytes(a), bytes(b), a && b ? `${(b / a).toFixed(2)} ×` : "–"];
+    return [
+      h(
+        "span",
+        { class: "run-name" },
+        h("i", { class: "swatch square", style: { "--c": `var(--${colours.get(name)})` } }),
+        words(name),
+        EXACT.includes(name) ? h("span", { class: "muted" }, "exact") : null,
+      ),
+      bytes(a),
+      bytes(b),
+      a && b ? `${(b / a).toFixed(2)} ×` : "–",
+    ];
   });
   const total = answer.measured_total ?? (got.length ? sum(got) : null);
-  rows.push([h("b", {}, "in all"), bytes(plan.length ? sum(plan) : null), bytes(total), plan.length && total ? `${(total / sum(plan)).toFixed(2)} ×` : "–"]);
+  rows.push([
+    h("b", {}, "in all"),
+    bytes(plan.length ? sum(plan) : null),
+    bytes(total),
+    plan.length && total ? `${(total / sum(plan)).toFixed(2)} ×` : "–",
+  ]);
   return card(
     "Of a rank, predicted beside measured",
-    h("div", { class: "pair tall" }, h("span", {}, "plan"), stackBar(plan, scale, bytes, { label: "Plan:", mark }), h("span", {}, "measured"), stackBar(got, scale, bytes, { label: "Measured:", mark })),
-    low ? h("p", { class: "muted" }, `Nine times of ten the plan expects ${bytes(low)} to ${bytes(high)}.`, limit ? ` The device has ${bytes(limit)}.` : "") : null,
+    h(
+      "div",
+      { class: "pair tall" },
+      h("span", {}, "plan"),
+      stackBar(plan, scale, bytes, { label: "Plan:", mark }),
+      h("span", {}, "measured"),
+      stackBar(got, scale, bytes, { label: "Measured:", mark }),
+    ),
+    low
+      ? h(
+          "p",
+          { class: "muted" },
+          `Nine times of ten the plan expects ${bytes(low)} to ${bytes(high)}.`,
+          limit ? ` The device has ${bytes(limit)}.` : "",
+        )
+      : null,
     got.length ? null : partsLegend(plan, bytes),
-    table([{ text: "Category" }, { text: "Plan", number: true }, { text: "Measured", number: true }, { text: "Ratio", number: true }], rows, { caption: "Memory by category" }),
+    table(
+      [
+        { text: "Category" },
+        { text: "Plan", number: true },
+        { text: "Measured", number: true },
+        { text: "Ratio", number: true },
+      ],
+      rows,
+      { caption: "Memory by category" },
+    ),
   );
 }
 
@@ -73,7 +119,10 @@ class RankBars {
     this.by = by;
     const order = by.bytes.map((_, i) => i).sort((a, b) => (by.bytes[b] ?? 0) - (by.bytes[a] ?? 0));
     const [most, least] = [order[0], order.filter((i) => by.bytes[i] !== null).at(-1)];
-    const text = by.bytes.length > 1 ? `Rank ${this.#rank(most)} has most, ${bytes(by.bytes[most])}; rank ${this.#rank(least)} least, ${bytes(by.bytes[least])}.` : "";
+    const text =
+      by.bytes.length > 1
+        ? `Rank ${this.#rank(most)} has most, ${bytes(by.bytes[most])}; rank ${this.#rank(least)} least, ${bytes(by.bytes[least])}.`
+        : "";
     this.words.textContent = text;
     this.canvas.setAttribute("aria-label", `Memory of ${by.bytes.length} ranks. ${text}`);
     this.draw();
@@ -115,7 +164,13 @@ class RankBars {
   #tip(event) {
     const at = Math.floor((event.clientX - this.canvas.getBoundingClientRect().left) / this.wide);
     if (!this.by || at < 0 || at >= this.by.bytes.length) return hideTip();
-    showTip([`Rank ${this.#rank(at)}`, this.by.nodes?.[at] ? `on ${this.by.nodes[at]}` : "", bytes(this.by.bytes[at])].filter(Boolean), event.clientX, event.clientY);
+    showTip(
+      [`Rank ${this.#rank(at)}`, this.by.nodes?.[at] ? `on ${this.by.nodes[at]}` : "", bytes(this.by.bytes[at])].filter(
+        Boolean,
+      ),
+      event.clientX,
+      event.clientY,
+    );
   }
 
   destroy() {

@@ -15,25 +15,56 @@ const ABOVE = 2;
 function create(root, page) {
   let answer = null;
   let medians = [];
-  const map = new HeatMap({ label: "Ranks by step; arrow keys go from cell to cell", describe: (row, column) => describe(answer, medians, row, column), select: (first, last) => zoomRows(answer, first, last), height: 420 });
-  const key = h("select", { id: "ranks-key", onchange: () => state.set({ key: key.value === "own" ? undefined : key.value }) });
-  const back = h("button", { type: "button", class: "quiet", onclick: () => state.set({ rank_from: undefined, rank_to: undefined }) }, "All ranks");
+  const map = new HeatMap({
+    label: "Ranks by step; arrow keys go from cell to cell",
+    describe: (row, column) => describe(answer, medians, row, column),
+    select: (first, last) => zoomRows(answer, first, last),
+    height: 420,
+  });
+  const key = h("select", {
+    id: "ranks-key",
+    onchange: () => state.set({ key: key.value === "own" ? undefined : key.value }),
+  });
+  const back = h(
+    "button",
+    { type: "button", class: "quiet", onclick: () => state.set({ rank_from: undefined, rank_to: undefined }) },
+    "All ranks",
+  );
   const steps = h("button", { type: "button", class: "quiet", onclick: page.all }, "All steps");
   const size = h("span", { class: "muted" });
   const found = h("div", {});
   const legend = h("div", {});
   const empty = h("div", {});
-  const body = h("div", { class: "stack-of-cards" }, h("div", { class: "tools-bar" }, h("label", { for: "ranks-key" }, "Shown"), key, size, back, steps), h("section", { class: "card" }, legend, map.element), found);
+  const body = h(
+    "div",
+    { class: "stack-of-cards" },
+    h("div", { class: "tools-bar" }, h("label", { for: "ranks-key" }, "Shown"), key, size, back, steps),
+    h("section", { class: "card" }, legend, map.element),
+    found,
+  );
   replace(root, body, empty);
 
   async function refresh(signal) {
     const { key: wanted, rank_from, rank_to } = state.get();
     const columns = Math.max(40, Math.min(400, Math.round(root.clientWidth / 4)));
-    answer = await ofRun(page.primary(), "ranks", { key: wanted ?? "own", points: columns, rows: 256, rank_from, rank_to, ...page.range() }, signal);
+    answer = await ofRun(
+      page.primary(),
+      "ranks",
+      { key: wanted ?? "own", points: columns, rows: 256, rank_from, rank_to, ...page.range() },
+      signal,
+    );
     const none = !answer.values?.length || !answer.step?.length;
     const told = [...(answer.stragglers ?? []), ...(answer.links ?? []), ...(answer.deaths ?? [])].length;
     body.hidden = none && !told;
-    replace(empty, none ? nothing("No figures of ranks in this range.", "Each node writes down what its ranks did every few seconds (observe.ranks_every_s); short or older runs have none.") : null);
+    replace(
+      empty,
+      none
+        ? nothing(
+            "No figures of ranks in this range.",
+            "Each node writes down what its ranks did every few seconds (observe.ranks_every_s); short or older runs have none.",
+          )
+        : null,
+    );
     if (!none) draw(wanted ?? "own", rank_from !== undefined);
     replace(found, findings(answer));
   }
@@ -42,11 +73,17 @@ function create(root, page) {
     const keys = answer.keys?.length ? answer.keys : [shown];
     if (key.dataset.keys !== keys.join()) {
       key.dataset.keys = keys.join();
-      replace(key, keys.map((each) => h("option", { value: each }, TITLES[each] ?? words(each.replace(/^seconds\./, "")))));
+      replace(
+        key,
+        keys.map((each) => h("option", { value: each }, TITLES[each] ?? words(each.replace(/^seconds\./, "")))),
+      );
     }
     key.value = shown;
     const of = answer.world ?? answer.values.length;
-    const each = answer.values.length < of && !zoomed ? `, the slowest of every ${grouped(Math.ceil(of / answer.values.length))} a row; press a row, or drag over several, to see closer` : "";
+    const each =
+      answer.values.length < of && !zoomed
+        ? `, the slowest of every ${grouped(Math.ceil(of / answer.values.length))} a row; press a row, or drag over several, to see closer`
+        : "";
     size.textContent = `${grouped(of)} ${of === 1 ? "rank" : "ranks"}${each}`;
     back.hidden = !zoomed;
     steps.hidden = !page.window();
@@ -62,7 +99,15 @@ function create(root, page) {
       columnNames: answer.step.map((step) => grouped(step)),
       marks: marksOf(answer),
     });
-    replace(legend, rampLegend("relative", `${BELOW} ×`, `the median ${relative ? "of the step" : "of this rank"}, ${format(middle)} typically`, `${ABOVE} ×`));
+    replace(
+      legend,
+      rampLegend(
+        "relative",
+        `${BELOW} ×`,
+        `the median ${relative ? "of the step" : "of this rank"}, ${format(middle)} typically`,
+        `${ABOVE} ×`,
+      ),
+    );
   }
 
   return { refresh, recolour: () => map.draw(), destroy: () => map.destroy() };
@@ -74,7 +119,8 @@ function shareOf(value, middle) {
   return Math.log(value / middle / BELOW) / Math.log(ABOVE / BELOW);
 }
 
-const rankText = (rank) => (Array.isArray(rank) ? (rank[0] === rank[1] ? grouped(rank[0]) : `${rank[0]}–${rank[1]}`) : grouped(rank));
+const rankText = (rank) =>
+  Array.isArray(rank) ? (rank[0] === rank[1] ? grouped(rank[0]) : `${rank[0]}–${rank[1]}`) : grouped(rank);
 
 const covers = (rank, wanted) => (Array.isArray(rank) ? wanted >= rank[0] && wanted <= rank[1] : rank === wanted);
 
@@ -97,6 +143,9 @@ function zoomRows(answer, first, last) {
   state.set({ rank_from: Array.isArray(low) ? low[0] : low, rank_to: Array.isArray(high) ? high[1] : high });
 }
 
+// A frame from the first time on, rather than one for each.
+const firsts = (found) => grouping(found ?? []).map(([first]) => first);
+
 function marksOf(answer) {
   const rowOf = (rank) => answer.ranks.findIndex((each) => covers(each, rank));
   const columnOf = (step) => {
@@ -104,25 +153,66 @@ function marksOf(answer) {
     const at = answer.step.findIndex((each) => each >= step);
     return at < 0 ? answer.step.length - 1 : at;
   };
-  const marks = (list, colour) => list.flatMap((each) => (each.ranks ?? [each.rank]).map((rank) => ({ row: rowOf(rank), from: columnOf(each.step), to: each.last_step === undefined || each.last_step === null ? answer.step.length - 1 : columnOf(each.last_step), colour })));
-  const deaths = (answer.deaths ?? []).map((each) => ({ row: rowOf(each.rank), from: columnOf(each.step), to: columnOf(each.step), colour: "ink" }));
-  return [...marks(answer.stragglers ?? [], "bad"), ...marks(answer.links ?? [], "warn"), ...deaths].filter((mark) => mark.row >= 0);
+  const end = answer.step.length - 1;
+  const marks = (list, colour) =>
+    list.flatMap((each) =>
+      ranksOf(each).map((rank) => ({
+        row: rowOf(rank),
+        from: columnOf(each.step),
+        to: columnOf(each.last_step) ?? end,
+        colour,
+      })),
+    );
+  const deaths = (answer.deaths ?? []).map((each) => ({
+    row: rowOf(each.rank),
+    from: columnOf(each.step),
+    to: columnOf(each.step),
+    colour: "ink",
+  }));
+  return [...marks(firsts(answer.stragglers), "bad"), ...marks(firsts(answer.links), "warn"), ...deaths].filter(
+    (mark) => mark.row >= 0,
+  );
 }
 
+/** What detectors and agents found. The same thing is often found again while it lasts: one line, with how often. */
 function findings(answer) {
-  const item = (kind, each, tone) => {
-    const ranks = each.ranks ?? [each.rank];
-    const where = each.node ?? each.nodes?.join(", ");
-    const since = each.step === undefined || each.step === null ? "" : `, ${kind === "died" ? "at" : "since"} step ${grouped(each.step)}`;
-    return h("li", {}, h("b", { class: tone }, kind), h("span", {}, `rank${ranks.length > 1 ? "s" : ""} ${ranks.map(rankText).join(" and ")}${where ? ` on ${where}` : ""}${since}`), h("span", { class: "why" }, each.why ?? ""));
-  };
-  const items = [
-    ...(answer.stragglers ?? []).map((each) => item("straggler", each, "bad")),
-    ...(answer.links ?? []).map((each) => item("slow link", each, "warn")),
-    ...(answer.deaths ?? []).map((each) => item("died", each, "bad")),
+  const kinds = [
+    ["straggler", answer.stragglers, "bad"],
+    ["slow link", answer.links, "warn"],
+    ["died", answer.deaths, "bad"],
   ];
+  const items = kinds.flatMap(([kind, found, tone]) => grouping(found ?? []).map((same) => finding(kind, same, tone)));
   if (!items.length) return h("p", { class: "muted" }, "No straggler, no slow link, and no rank died.");
   return card("What stands out", h("ul", { class: "findings" }, items));
+}
+
+const ranksOf = (each) => (each.ranks ?? [each.rank]).filter((rank) => rank !== null && rank !== undefined);
+
+function grouping(found) {
+  const groups = new Map();
+  for (const each of found) {
+    const key = JSON.stringify([ranksOf(each), each.node]);
+    groups.set(key, [...(groups.get(key) ?? []), each]);
+  }
+  return [...groups.values()];
+}
+
+function finding(kind, same, tone) {
+  const [first] = same;
+  const ranks = ranksOf(first);
+  const who = ranks.length ? `rank${ranks.length > 1 ? "s" : ""} ${ranks.map(rankText).join(" and ")}` : "";
+  const where = first.node ? `${who ? "on " : ""}${first.node}` : "";
+  const known = first.step !== null && first.step !== undefined;
+  const when = known ? `${kind === "died" ? "at" : "since"} step ${grouped(first.step)}` : "";
+  const often = same.length > 1 ? `${same.length} times` : "";
+  const place = [[who, where].filter(Boolean).join(" "), when, often].filter(Boolean).join(", ");
+  return h(
+    "li",
+    {},
+    h("b", { class: tone }, kind),
+    h("span", {}, place),
+    h("span", { class: "why" }, same.at(-1).why ?? ""),
+  );
 }
 
 export default { name: "ranks", title: "Ranks", create };

@@ -13,6 +13,7 @@ import { isFault } from "../vitals.js";
 
 const KEYS = ["loss", "grad_norm", "lr", "tokens_per_s", "mfu", "step_time_s"];
 const CHARTS = ["loss", "grad_norm", "tokens_per_s", "mfu", "lr", "step_time_s"];
+const MARKED = new Set(["loss", "grad_norm"]); // with faults, recoveries, and steps that were not finite
 const RECOVERED = new Set(["recovered", "resume", "migrated", "replan"]);
 
 function create(root, page) {
@@ -33,7 +34,14 @@ function create(root, page) {
 
   const chartOf = (key) => {
     if (!charts.has(key)) {
-      const chart = new Chart({ title: title(key), format: forKey(key), axis: forKey(key) === loss ? number : forKey(key), height: key === "loss" ? 260 : 150, zoom: page.zoom, reset: page.all });
+      const chart = new Chart({
+        title: title(key),
+        format: forKey(key),
+        axis: forKey(key) === loss ? number : forKey(key),
+        height: key === "loss" ? 260 : 150,
+        zoom: page.zoom,
+        reset: page.all,
+      });
       chart.element.classList.toggle("large", key === "loss");
       charts.set(key, chart);
     }
@@ -53,15 +61,33 @@ function create(root, page) {
     ]);
     await overview(ids, answers, signal);
     const none = !page.window() && !answers.some((answer) => answer.step.length);
-    replace(empty, none ? nothing("No step has been made yet.", "The first one takes longest: processes start and the model is compiled.") : null);
+    replace(
+      empty,
+      none
+        ? nothing(
+            "No step has been made yet.",
+            "The first one takes longest: processes start and the model is compiled.",
+          )
+        : null,
+    );
     grid.hidden = controls.element.hidden = none;
     const window_ = page.window();
     for (const key of [...CHARTS, ...own, ...more]) {
       const series = ids.flatMap((id, i) => curves(page, id, key, answers[i], evaluations[i], window_));
-      const wanted = KEYS.includes(key) ? key === "loss" || key === "grad_norm" || series.some((each) => each.step.length) : true;
+      const wanted = KEYS.includes(key)
+        ? key === "loss" || key === "grad_norm" || series.some((each) => each.step.length)
+        : true;
       const chart = chartOf(key);
       chart.element.hidden = !wanted;
-      if (wanted) chart.update({ series, window: window_ ?? whole.ends, marks: key === "loss" || key === "grad_norm" ? marks : [], logX: log?.includes("x"), logY: log?.includes("y"), smooth });
+      if (wanted)
+        chart.update({
+          series,
+          window: window_ ?? whole.ends,
+          marks: MARKED.has(key) ? marks : [],
+          logX: log?.includes("x"),
+          logY: log?.includes("y"),
+          smooth,
+        });
     }
     for (const [key, chart] of charts) {
       if (![...CHARTS, ...own, ...more].includes(key)) {
@@ -70,7 +96,8 @@ function create(root, page) {
       }
     }
     const elements = [...new Set([...CHARTS, ...own, ...more])].map((key) => charts.get(key)?.element).filter(Boolean);
-    if (elements.some((element, i) => grid.children[i] !== element) || grid.children.length !== elements.length) replace(grid, elements);
+    if (elements.some((element, i) => grid.children[i] !== element) || grid.children.length !== elements.length)
+      replace(grid, elements);
     controls.update(known.filter((key) => !KEYS.includes(key) && !own.includes(key)));
     replace(compared, ids.length > 1 ? comparison(page, ids) : null);
     strip.element.hidden = !whole.ends || none;
@@ -87,7 +114,12 @@ function create(root, page) {
     const ends = extent(answers.map((answer) => [answer.step[0], answer.step.at(-1)]));
     // The longest run's curve fills the strip.
     const longest = answers.find((answer) => answer.step.at(-1) === ends?.[1]);
-    whole = { ids: ids.join(), at: now, ends: ends && ends[1] > ends[0] ? ends : null, values: longest?.keys.loss?.mean ?? [] };
+    whole = {
+      ids: ids.join(),
+      at: now,
+      ends: ends && ends[1] > ends[0] ? ends : null,
+      values: longest?.keys.loss?.mean ?? [],
+    };
   }
 
   return {
@@ -96,7 +128,8 @@ function create(root, page) {
       const before = JSON.stringify(marks);
       marks = marksOf(events?.events ?? []);
       if (JSON.stringify(marks) === before) return;
-      for (const key of ["loss", "grad_norm"]) if (charts.get(key)?.drawn) charts.get(key).update({ ...charts.get(key).drawn, marks });
+      for (const key of ["loss", "grad_norm"])
+        if (charts.get(key)?.drawn) charts.get(key).update({ ...charts.get(key).drawn, marks });
     },
     recolour: () => charts.forEach((chart) => chart.recolour()),
     destroy: () => charts.forEach((chart) => chart.destroy()),
@@ -106,23 +139,40 @@ function create(root, page) {
 function marksOf(events) {
   const found = events.filter((event) => Number.isFinite(event.step) && (isFault(event) || RECOVERED.has(event.event)));
   const unique = new Map(found.map((event) => [`${event.step} ${RECOVERED.has(event.event)}`, event]));
-  return [...unique.values()].slice(-60).map((event) => ({ step: event.step, colour: RECOVERED.has(event.event) ? "good" : "bad" }));
+  return [...unique.values()]
+    .slice(-60)
+    .map((event) => ({ step: event.step, colour: RECOVERED.has(event.event) ? "good" : "bad" }));
 }
 
 function curves(page, id, key, answer, evaluation, window_) {
   const several = page.chosen().length > 1;
   const name = page.named(id);
-  const values = answer.keys[key];
+  // Norms have steps of their own.
+  const found = answer.keys[key] ? answer : answer.norms;
+  const values = found?.keys[key];
   const about = { run: name, colour: page.colour(id) };
   const result = [];
   if (values) {
-    const absent = answer.bad && !Array.isArray(answer.bad) ? (answer.bad[key] ?? []) : key === "loss" || key === "grad_norm" ? (answer.bad ?? []) : [];
-    result.push({ ...about, name: several ? name : key === "loss" ? "training" : title(key), step: answer.step, ...values, bad: absent });
+    result.push({
+      ...about,
+      name: several ? name : key === "loss" ? "training" : title(key),
+      step: found.step,
+      ...values,
+      bad: MARKED.has(key) ? answer.bad : [],
+    });
   }
   if (key === "loss" && evaluation?.step?.length) {
     const inside = evaluation.step.map((step) => !window_ || (step >= window_[0] && step <= window_[1]));
     const cut = (list) => list.filter((_, i) => inside[i]);
-    result.push({ ...about, name: several ? `${name}, validation` : "validation", step: cut(evaluation.step), mean: cut(evaluation.loss), dash: [5, 4], points: true, colour: several ? about.colour : "run-1" });
+    result.push({
+      ...about,
+      name: several ? `${name}, validation` : "validation",
+      step: cut(evaluation.step),
+      mean: cut(evaluation.loss),
+      dash: [5, 4],
+      points: true,
+      colour: several ? about.colour : "run-1",
+    });
   }
   return result;
 }
@@ -130,17 +180,44 @@ function curves(page, id, key, answer, evaluation, window_) {
 function tools() {
   const { smooth = 0 } = state.get();
   const shown = h("output", { class: "number" }, smooth.toFixed(2));
-  const slider = h("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: smooth, id: "smooth", oninput: () => state.set({ smooth: Number(slider.value) || undefined }) });
+  const slider = h("input", {
+    type: "range",
+    min: 0,
+    max: 0.99,
+    step: 0.01,
+    value: smooth,
+    id: "smooth",
+    oninput: () => state.set({ smooth: Number(slider.value) || undefined }),
+  });
   const logs = ["y", "x"].map((axis) => {
     const turn = () => {
       const now = state.get().log ?? "";
       state.set({ log: (now.includes(axis) ? now.replace(axis, "") : now + axis) || undefined });
     };
-    return [axis, h("button", { type: "button", class: "toggle", onclick: turn, "data-log": axis }, axis === "y" ? "log values" : "log steps")];
+    return [
+      axis,
+      h(
+        "button",
+        { type: "button", class: "toggle", onclick: turn, "data-log": axis },
+        axis === "y" ? "log values" : "log steps",
+      ),
+    ];
   });
-  const add = h("select", { "aria-label": "Add a curve", onchange: () => state.set({ more: [...state.get().more, add.value] }) });
+  const add = h("select", {
+    "aria-label": "Add a curve",
+    onchange: () => state.set({ more: [...state.get().more, add.value] }),
+  });
   const removed = h("span", { class: "chips" });
-  const element = h("div", { class: "tools-bar" }, h("label", { for: "smooth" }, "Smoothing"), slider, shown, logs.map(([, button]) => button), add, removed);
+  const element = h(
+    "div",
+    { class: "tools-bar" },
+    h("label", { for: "smooth" }, "Smoothing"),
+    slider,
+    shown,
+    logs.map(([, button]) => button),
+    add,
+    removed,
+  );
   const update = (keys) => {
     const { smooth: factor = 0, log, more } = state.get();
     slider.value = factor;
@@ -150,21 +227,59 @@ function tools() {
     const text = free.join(",");
     if (add.dataset.keys !== text) {
       add.dataset.keys = text;
-      replace(add, h("option", { value: "" }, "Add a curve …"), free.map((key) => h("option", { value: key }, key)));
+      replace(
+        add,
+        h("option", { value: "" }, "Add a curve …"),
+        free.map((key) => h("option", { value: key }, key)),
+      );
     }
     add.value = "";
     add.hidden = !free.length;
-    replace(removed, more.map((key) => h("button", { type: "button", class: "chip", title: `Take ${key} away`, onclick: () => state.set({ more: more.filter((each) => each !== key) }) }, key, " ×")));
+    replace(
+      removed,
+      more.map((key) =>
+        h(
+          "button",
+          {
+            type: "button",
+            class: "chip",
+            title: `Take ${key} away`,
+            onclick: () => state.set({ more: more.filter((each) => each !== key) }),
+          },
+          key,
+          " ×",
+        ),
+      ),
+    );
   };
   return { element, update };
 }
 
 function comparison(page, ids) {
-  const head = [{ text: "Run" }, { text: "State" }, ...["Step", "Loss", "Validation", "Tokens/s", "MFU", "Left", "Cost"].map((text) => ({ text, number: true }))];
+  const head = [
+    { text: "Run" },
+    { text: "State" },
+    ...["Step", "Loss", "Validation", "Tokens/s", "MFU", "Left", "Cost"].map((text) => ({ text, number: true })),
+  ];
   const rows = ids.map((id) => {
     const run = page.summary(id) ?? { id };
-    const name = h("span", { class: "run-name" }, h("i", { class: "swatch", style: { "--c": `var(--${page.colour(id)})` } }), page.named(id));
-    return [name, stateMark(run.state), progressText(run), loss(run.loss), loss(run.validation_loss), number(run.tokens_per_s), percent(run.mfu, 1), run.state === "training" ? duration(run.eta_s) : "–", money(run.cost, run.currency)];
+    const name = h(
+      "span",
+      { class: "run-name" },
+      h("i", { class: "swatch", style: { "--c": `var(--${page.colour(id)})` } }),
+      page.named(id),
+    );
+    return [
+      name,
+      stateMark(run.state),
+      progressText(run),
+      loss(run.loss),
+      loss(run.validation_loss),
+      number(run.tokens_per_s),
+      percent(run.mfu, 1),
+      run.state === "training" ? duration(run.eta_s) : "–",
+      money(run.cost, run.currency),
+    ];
   });
   return h("section", { class: "card flush" }, table(head, rows, { caption: "The chosen runs beside each other" }));
 }

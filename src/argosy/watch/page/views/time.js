@@ -8,26 +8,70 @@ import { h, replace } from "../dom.js";
 import { bytes, duration, percent, words } from "../format.js";
 
 const NOT_PARTS = new Set(["step"]);
-const ORDER = ["forward", "pipeline", "backward", "optimizer", "communication", "data", "check", "checkpoint", "evaluate", "other"];
+const ORDER = [
+  "forward",
+  "pipeline",
+  "backward",
+  "optimizer",
+  "communication",
+  "data",
+  "check",
+  "checkpoint",
+  "evaluate",
+  "other",
+];
 
 function create(root, page) {
-  const chart = new Chart({ title: "Seconds of each step", format: duration, height: 250, kind: "stack", zoom: page.zoom, reset: page.all });
+  const chart = new Chart({
+    title: "Seconds of each step",
+    format: duration,
+    height: 250,
+    kind: "stack",
+    zoom: page.zoom,
+    reset: page.all,
+  });
   const said = h("div", {});
   const beside = h("div", {});
   const traffic = h("div", {});
   const empty = h("div", {});
-  const body = h("div", { class: "stack-of-cards" }, said, h("div", { class: "two wide-left" }, chart.element, beside), traffic);
+  const body = h(
+    "div",
+    { class: "stack-of-cards" },
+    said,
+    h("div", { class: "two wide-left" }, chart.element, beside),
+    traffic,
+  );
   replace(root, body, empty);
 
   async function refresh(signal) {
-    const answer = await ofRun(page.primary(), "time", { points: Math.min(600, Math.round(root.clientWidth / 2)), ...page.range() }, signal);
+    const answer = await ofRun(
+      page.primary(),
+      "time",
+      { points: Math.min(600, Math.round(root.clientWidth / 2)), ...page.range() },
+      signal,
+    );
     const none = !answer.step?.length;
     body.hidden = none;
-    replace(empty, none ? nothing("No step has been made in this range.", "A run shows its first step when compiling has ended.") : null);
+    replace(
+      empty,
+      none
+        ? nothing("No step has been made in this range.", "A run shows its first step when compiling has ended.")
+        : null,
+    );
     if (none) return;
     const names = sortedParts(Object.keys(answer.parts));
     const colours = ofParts(names);
-    chart.update({ series: names.map((name) => ({ name: words(name), run: page.named(page.primary()), colour: colours.get(name), step: answer.step, mean: answer.parts[name] })), window: [answer.step[0], answer.step.at(-1)], marks: [] });
+    chart.update({
+      series: names.map((name) => ({
+        name: words(name),
+        run: page.named(page.primary()),
+        colour: colours.get(name),
+        step: answer.step,
+        mean: answer.parts[name],
+      })),
+      window: [answer.step[0], answer.step.at(-1)],
+      marks: [],
+    });
     replace(said, answer.words ? h("p", { class: "notice say" }, answer.words) : null);
     replace(beside, measuredAndPlanned(answer, names, colours));
     replace(traffic, trafficTable(answer.communication ?? []));
@@ -47,32 +91,100 @@ const mean = (values) => {
 };
 
 function measuredAndPlanned(answer, names, colours) {
-  const typical = names.map((name) => ({ name: words(name), value: mean(answer.parts[name]), colour: colours.get(name) })).filter((part) => part.value > 0);
+  const typical = names
+    .map((name) => ({ name: words(name), value: mean(answer.parts[name]), colour: colours.get(name) }))
+    .filter((part) => part.value > 0);
   const planned = Object.entries(answer.predicted ?? {});
   const shades = ofParts(planned.map(([name]) => name));
   const plan = planned.map(([name, value]) => ({ name: words(name), value, colour: shades.get(name) }));
-  const measured = answer.measured ? Object.entries(answer.measured).map(([name, value]) => ({ name: words(name), value, colour: shades.get(name) ?? "part-rest" })) : typical;
+  const measured = answer.measured
+    ? Object.entries(answer.measured).map(([name, value]) => ({
+        name: words(name),
+        value,
+        colour: shades.get(name) ?? "part-rest",
+      }))
+    : typical;
   const sum = (parts) => parts.reduce((total, part) => total + (part.value ?? 0), 0);
   const scale = Math.max(sum(measured), sum(plan));
-  if (!plan.length) return card("A step", h("h4", {}, `measured, ${duration(sum(typical))}`), stackBar(typical, sum(typical), duration, { label: "Measured:" }), partsLegend(typical, duration), h("p", { class: "muted" }, "This run has no prediction to stand beside."));
+  if (!plan.length)
+    return card(
+      "A step",
+      h("h4", {}, `measured, ${duration(sum(typical))}`),
+      stackBar(typical, sum(typical), duration, { label: "Measured:" }),
+      partsLegend(typical, duration),
+      h("p", { class: "muted" }, "This run has no prediction to stand beside."),
+    );
   const rows = plan.map((part, i) => {
     const got = measured.find((each) => each.name === part.name)?.value;
     const ratio = got !== undefined && part.value ? got / part.value : null;
-    return [h("span", { class: "run-name" }, h("i", { class: "swatch square", style: { "--c": `var(--${shades.get(planned[i][0])})` } }), part.name), duration(part.value), duration(got), ratio === null ? "–" : h("span", { class: ratio > 1.5 || ratio < 0.67 ? "warn" : null }, `${ratio.toFixed(2)} ×`)];
+    return [
+      h(
+        "span",
+        { class: "run-name" },
+        h("i", { class: "swatch square", style: { "--c": `var(--${shades.get(planned[i][0])})` } }),
+        part.name,
+      ),
+      duration(part.value),
+      duration(got),
+      ratio === null ? "–" : h("span", { class: ratio > 1.5 || ratio < 0.67 ? "warn" : null }, `${ratio.toFixed(2)} ×`),
+    ];
   });
-  rows.push([h("b", {}, "step"), duration(sum(plan)), duration(sum(measured)), sum(plan) ? `${(sum(measured) / sum(plan)).toFixed(2)} ×` : "–"]);
+  rows.push([
+    h("b", {}, "step"),
+    duration(sum(plan)),
+    duration(sum(measured)),
+    sum(plan) ? `${(sum(measured) / sum(plan)).toFixed(2)} ×` : "–",
+  ]);
   return card(
     "A typical step beside the plan’s",
-    h("div", { class: "pair" }, h("span", {}, "measured"), stackBar(measured, scale, duration, { label: "Measured:" }), h("span", {}, "plan"), stackBar(plan, scale, duration, { label: "Plan:" })),
-    table([{ text: "Part" }, { text: "Plan", number: true }, { text: "Measured", number: true }, { text: "Ratio", number: true }], rows, { caption: "Parts of a step, predicted and measured" }),
+    h(
+      "div",
+      { class: "pair" },
+      h("span", {}, "measured"),
+      stackBar(measured, scale, duration, { label: "Measured:" }),
+      h("span", {}, "plan"),
+      stackBar(plan, scale, duration, { label: "Plan:" }),
+    ),
+    table(
+      [
+        { text: "Part" },
+        { text: "Plan", number: true },
+        { text: "Measured", number: true },
+        { text: "Ratio", number: true },
+      ],
+      rows,
+      { caption: "Parts of a step, predicted and measured" },
+    ),
   );
 }
 
 function trafficTable(rows) {
-  if (!rows.length) return card("Communication", h("p", { class: "muted" }, "No communication by axis was written down: one process, or a run of an older version."));
-  const head = [{ text: "Axis" }, { text: "Tier" }, ...["Waited, a step", "Sent, a step", "Rate", "Plan says"].map((text) => ({ text, number: true }))];
-  const cells = rows.map((row) => [row.axis, row.tier === "network" ? "between machines" : "inside a machine", duration(row.seconds), bytes(row.bytes), row.seconds > 0 ? `${bytes(row.bytes / row.seconds)}/s` : "–", row.predicted_bytes ? `${bytes(row.predicted_bytes)} (${percent(row.bytes / row.predicted_bytes)})` : "–"]);
-  return card("Communication by axis and tier", table(head, cells, { caption: "Communication of the first rank by axis and tier, mean of the steps shown" }));
+  if (!rows.length)
+    return card(
+      "Communication",
+      h(
+        "p",
+        { class: "muted" },
+        "No communication by axis was written down: one process, or a run of an older version.",
+      ),
+    );
+  const head = [
+    { text: "Axis" },
+    { text: "Tier" },
+    ...["Waited, a step", "Sent, a step", "Rate", "Plan says"].map((text) => ({ text, number: true })),
+  ];
+  const cells = rows.map((row) => [
+    row.axis,
+    row.tier === "network" ? "between machines" : "inside a machine",
+    duration(row.seconds),
+    bytes(row.bytes),
+    row.seconds > 0 ? `${bytes(row.bytes / row.seconds)}/s` : "–",
+    row.predicted_bytes ? `${bytes(row.predicted_bytes)} (${percent(row.bytes / row.predicted_bytes)})` : "–",
+  ]);
+  return card(
+    "Communication by axis and tier",
+    table(head, cells, { caption: "Communication of the first rank by axis and tier, mean of the steps shown" }),
+  );
 }
 
 export default { name: "time", title: "Where the time goes", create };
