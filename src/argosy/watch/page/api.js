@@ -42,7 +42,11 @@ export async function get(path, params = {}, signal = undefined) {
 /** What a run says: `part` is one of series, evaluations, time, memory, ...; without it the run itself. */
 export const ofRun = (id, part, params, signal) => get(`runs/${idPath(id)}${part ? `/${part}` : ""}`, params, signal);
 
+/** Where a file of a profile is downloaded. */
+export const profileFile = (id, profile, file) => `api/runs/${[id, "profiles", profile, file].map(idPath).join("/")}`;
+
 const RETRY_S = [1, 2, 5, 10, 30];
+const SILENT_MS = 35000; // the server says something every ten seconds
 
 /**
  * Follow the server. `onChange({id, step, state})` when a run has grown; `onState("live" | "waiting" | "lost")`.
@@ -51,13 +55,31 @@ const RETRY_S = [1, 2, 5, 10, 30];
 export function follow(onChange, onState) {
   let failures = 0;
   let source;
+  let silence;
+  const lost = () => {
+    // EventSource gives up for good after some answers; opening it anew does not.
+    source.close();
+    clearTimeout(silence);
+    const wait = RETRY_S[Math.min(failures, RETRY_S.length - 1)];
+    failures += 1;
+    onState(failures > 2 ? "lost" : "waiting");
+    setTimeout(open, 1000 * wait);
+  };
+  const heard = () => {
+    // A connection can die without a word, when a laptop sleeps.
+    clearTimeout(silence);
+    silence = setTimeout(lost, SILENT_MS);
+  };
   const open = () => {
     source = new EventSource("api/live");
+    heard();
     source.onopen = () => {
       failures = 0;
+      heard();
       onState("live");
     };
     const take = (event) => {
+      heard();
       try {
         onChange(JSON.parse(event.data));
       } catch {
@@ -66,14 +88,8 @@ export function follow(onChange, onState) {
     };
     source.onmessage = take;
     source.addEventListener("run", take);
-    source.onerror = () => {
-      // EventSource gives up for good after some answers; opening it anew does not.
-      source.close();
-      const wait = RETRY_S[Math.min(failures, RETRY_S.length - 1)];
-      failures += 1;
-      onState(failures > 2 ? "lost" : "waiting");
-      setTimeout(open, 1000 * wait);
-    };
+    source.addEventListener("beat", heard);
+    source.onerror = lost;
   };
   open();
   addEventListener("pagehide", () => source.close());

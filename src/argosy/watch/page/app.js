@@ -9,7 +9,7 @@ import { listen, showSheet } from "./keys.js";
 import { refresher } from "./refresher.js";
 import { RunList, RunTable } from "./runs.js";
 import * as state from "./state.js";
-import { drawVitals } from "./vitals.js";
+import { drawVitals, TOLD } from "./vitals.js";
 import advice from "./views/advice.js";
 import devices from "./views/devices.js";
 import energy from "./views/energy.js";
@@ -74,7 +74,10 @@ const vitals = refresher(
     const place = document.getElementById("vitals");
     if (!id || !place) return;
     const quiet = (promise) => promise.catch(() => null);
-    const rest = Promise.all([quiet(ofRun(id, "advice", {}, signal)), quiet(ofRun(id, "events", {}, signal))]);
+    const rest = Promise.all([
+      quiet(ofRun(id, "advice", {}, signal)),
+      quiet(ofRun(id, "events", { kinds: TOLD }, signal)),
+    ]);
     page.detail = await ofRun(id, "", {}, signal);
     if (!place.childElementCount) drawVitals(place, page.detail, null, null);
     const [told, happened] = await rest;

@@ -41,6 +41,9 @@ const FAULTS = new Set([
   "alert",
 ]);
 
+/** What the strip and the marks on curves need to know of; the view Events asks for all. */
+export const TOLD = [...FAULTS, "recovered", "resume", "migrated", "replan"].join(",");
+
 export const isFault = (event) => FAULTS.has(event.event);
 
 function cell(label, value, sub, extra = {}) {

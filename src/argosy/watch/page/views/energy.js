@@ -60,12 +60,13 @@ function create(root, page) {
 }
 
 function summary(answer) {
-  const each = (source) => SOURCES[source] ?? String(source);
-  const sources = Array.isArray(answer.source)
-    ? answer.source.map(each).join(", ")
-    : answer.source
-      ? each(answer.source)
-      : "";
+  const sources = String(answer.source ?? "")
+    .split("+")
+    .filter(Boolean);
+  const told = sources.map((source) => SOURCES[source] ?? source).join(", ");
+  const factor = answer.grid_kg_per_kwh
+    ? `${number(1000 * answer.grid_kg_per_kwh)} g a kWh${answer.pue > 1 ? `, and PUE ${number(answer.pue)} of the building` : ""}`
+    : "by the grid’s factor";
   const row = (term, value, sub) =>
     h("div", {}, h("dt", {}, term), h("dd", { class: "value" }, value), h("dd", { class: "sub" }, sub));
   const per = answer.per_token ?? {};
@@ -82,15 +83,11 @@ function summary(answer) {
       h(
         "dl",
         { class: "vitals inside" },
-        row("Energy", kwh(answer.kwh), sources),
-        row(
-          "CO₂",
-          carbon(answer.co2_kg),
-          answer.grid_g_per_kwh ? `at ${number(answer.grid_g_per_kwh)} g a kWh` : "by the grid’s factor",
-        ),
+        row("Energy", kwh(answer.kwh), told),
+        row("CO₂", carbon(answer.co2_kg), factor),
         answer.money === null || answer.money === undefined
           ? null
-          : row("Money for it", money(answer.money, answer.currency), "electricity alone"),
+          : row("Money for it", money(answer.money, answer.currency), "price of the devices as long as they were held"),
         per.joules || per.kwh ? row("A token", `${number(per.joules ?? per.kwh * 3.6e6)} J`, "of all machines") : null,
       ),
       answer.words ? h("p", { class: "muted" }, answer.words) : null,
@@ -102,7 +99,7 @@ function summary(answer) {
             [
               { text: "" },
               { text: "Plan", number: true },
-              { text: String(answer.source).includes("estimate") ? "Estimated" : "Measured", number: true },
+              { text: sources.includes("estimate") ? "Estimated" : "Measured", number: true },
               { text: "Ratio", number: true },
             ],
             rows,

@@ -57,7 +57,7 @@ function create(root, page) {
   async function refresh(signal) {
     const answer = await ofRun(page.primary(), "model", page.range(), signal);
     norms = answer.norms?.step?.length && answer.norms.layers?.length ? answer.norms : null;
-    experts = answer.experts?.load?.length ? answer.experts : null;
+    experts = answer.experts?.load?.length ? { ...answer.experts, load: answer.experts.load.map(shares) } : null;
     normCard.hidden = !norms;
     loadCard.hidden = !experts;
     if (norms) drawNorms();
@@ -117,6 +117,12 @@ function create(root, page) {
   }
 
   return { refresh, recolour: () => (map.draw(), load.draw()), destroy: () => (map.destroy(), load.destroy()) };
+}
+
+// Tokens of each expert, as shares of its layer's.
+function shares(tokens) {
+  const sum = tokens.reduce((total, each) => total + (each ?? 0), 0);
+  return tokens.map((each) => (sum ? (each ?? 0) / sum : null));
 }
 
 const short = (layer) => String(layer).replace(/^(layers?|blocks?)\./, "");

@@ -1,6 +1,6 @@
 // Profiles that were recorded: top operations, exposed communication, gaps, beside the plan.
 
-import { ofRun } from "../api.js";
+import { ofRun, profileFile } from "../api.js";
 import { card, meter, nothing, table } from "../bars.js";
 import { h, replace } from "../dom.js";
 import { bytes, duration, grouped, percent, words } from "../format.js";
@@ -28,8 +28,8 @@ function create(root, page) {
         "div",
         { class: "stack-of-cards" },
         choosers(profiles, profile, ranks, rank),
-        rank === undefined ? nothing("This profile has no summary.") : ofRank(profile.ranks[rank]),
-        files(profile),
+        rank === undefined ? nothing("This profile has no summary.", profile.problem) : ofRank(profile.ranks[rank]),
+        files(page.primary(), profile),
       ),
     );
   }
@@ -158,7 +158,12 @@ function gapText(gap) {
     .join(", ");
 }
 
-function files(profile) {
+function link(id, profile, file) {
+  if (!/\.(json|json\.gz|pickle)$/.test(file)) return file;
+  return h("a", { href: profileFile(id, profile.name, file), download: file }, file);
+}
+
+function files(id, profile) {
   const list = profile.files ?? [];
   if (!list.length) return null;
   return card(
@@ -177,7 +182,7 @@ function files(profile) {
     h(
       "ul",
       { class: "evidence" },
-      list.map((each) => h("li", {}, typeof each === "string" ? each : `${each.name} (${bytes(each.bytes)})`)),
+      list.map((each) => h("li", {}, link(id, profile, each.name), ` ${bytes(each.bytes)}`)),
     ),
   );
 }
