@@ -2,7 +2,7 @@
 
 import { colour } from "./colours.js";
 import { ticks } from "./curves.js";
-import { grouped } from "./format.js";
+import { clock, grouped } from "./format.js";
 
 /** uPlot's options for both axes of a Chart. */
 export function axesOf(chart, { logX, logY }) {
@@ -17,17 +17,20 @@ export function axesOf(chart, { logX, logY }) {
       size: 20,
       gap: 4,
       space: 70,
-      values: written(chart.x ?? grouped),
+      values: chart.isTime ? times : written(grouped),
       ...(logX ? sparse : {}),
     },
     { ...axis, grid, size: sizeOf, gap: 6, space: 32, values: written(chart.axis), ...(logY ? between : {}) },
   ];
 }
 
+// With seconds where two labels would else be the same minute.
+const times = (plot, at, axis, space, step) => at.map((each) => clock(each, step < 60));
+
 /** uPlot's options for both scales. */
-export function scalesOf(kind, { logX, logY }) {
+export function scalesOf({ kind, isTime }, { logX, logY }) {
   const x = {
-    time: false,
+    time: isTime,
     distr: logX ? 3 : 1,
     range: (plot, low, high) => (high > low ? [low, high] : [low, low + 1]),
   };

@@ -7,14 +7,14 @@ import { colour } from "./colours.js";
 import { csv, nearest } from "./curves.js";
 import { h, icon, replace, say } from "./dom.js";
 import { saveText, savePicture } from "./download.js";
-import { grouped, number } from "./format.js";
+import { clock, grouped, number } from "./format.js";
 
 const uPlot = window.uPlot;
 
 export class Chart {
   /**
    * format: how values are written. kind: "lines" or "stack". zoom(from, to): the reader chose a range; reset(): all
-   * again. x: how places on the x axis are written; steps without it.
+   * again. isTime: x is seconds since 1970 rather than steps. group: charts that share their cursor.
    */
   constructor({
     title,
@@ -24,11 +24,12 @@ export class Chart {
     zoom,
     reset,
     axis = format,
-    x = grouped,
-    xName = "step",
+    isTime = false,
     group = "steps",
   }) {
-    Object.assign(this, { title, format, axis, height, kind, zoom, reset, x, xName, group });
+    Object.assign(this, { title, format, axis, height, kind, zoom, reset, isTime, group });
+    this.x = isTime ? (time) => clock(time, true) : grouped;
+    this.xName = isTime ? "time" : "step";
     this.plot = null;
     this.drawn = null;
     this.legend = h("ul", { class: "legend" });
@@ -153,7 +154,7 @@ export class Chart {
       height: this.height,
       padding: [8, 12, 0, 0],
       legend: { show: false },
-      scales: scalesOf(this.kind, this.drawn),
+      scales: scalesOf(this, this.drawn),
       axes: axesOf(this, this.drawn),
       series: [{}, ...lines.map((line) => line.options)],
       bands,
@@ -204,7 +205,9 @@ export class Chart {
     this.element.classList.toggle("many", named.length > 2);
     replace(
       this.legend,
-      step === null || step === undefined ? null : h("li", { class: "at" }, `${this.xName} ${this.x(step)}`),
+      step === null || step === undefined
+        ? null
+        : h("li", { class: "at" }, this.isTime ? this.x(step) : `step ${this.x(step)}`),
       items,
     );
   }

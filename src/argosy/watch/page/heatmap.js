@@ -108,15 +108,15 @@ export class HeatMap {
       if (row % every === 0) context.fillText(fit(context, name, LEFT - 10), LEFT - 6, y);
     });
     context.textBaseline = "top";
-    const count = Math.max(2, Math.floor(this.wide / 90));
-    for (let i = 0; i < count; i++) {
-      const column = Math.round((i * (columnNames.length - 1)) / (count - 1));
-      context.textAlign = i === 0 ? "left" : i === count - 1 ? "right" : "center";
-      const x =
-        i === 0 ? LEFT : i === count - 1 ? LEFT + this.wide : LEFT + ((column + 0.5) * this.wide) / columnNames.length;
-      context.fillText(columnNames[column], x, this.tall + 6);
-      if (columnNames.length === 1) break;
-    }
+    const wide = this.wide / columnNames.length;
+    const stride = Math.ceil(70 / wide);
+    columnNames.forEach((name, column) => {
+      if (column % stride) return;
+      // Over wide cells in the middle, over narrow ones at their left edge; nothing beyond the right end.
+      context.textAlign = wide > 40 ? "center" : "left";
+      const x = LEFT + (wide > 40 ? column + 0.5 : column) * wide;
+      if (x + 30 < LEFT + this.wide + MARKS || wide > 40) context.fillText(name, x, this.tall + 6);
+    });
   }
 
   // A mark frames its row from its first column on, and has an arrow at the edge, which is seen where cells are tiny.

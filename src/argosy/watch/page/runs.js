@@ -22,7 +22,7 @@ export function stateMark(name) {
 
 export const progressText = (run) => {
   const count = Math.max(run.step ?? 0, run.steps ?? 0) >= 1e5 ? number : grouped;
-  return run.steps ? `${count(run.step)} / ${count(run.steps)}` : count(run.step);
+  return run.steps ? `${count(run.step ?? 0)} / ${count(run.steps)}` : count(run.step ?? 0);
 };
 const named = (run) => run.name || run.id;
 

@@ -89,7 +89,7 @@ export function drawVitals(root, run, advice, events) {
 
 function alive(run) {
   const share = run.steps ? Math.min(1, run.step / run.steps) : null;
-  const step = run.steps ? `step ${grouped(run.step)} of ${grouped(run.steps)}` : `step ${grouped(run.step)}`;
+  const step = run.steps ? `step ${grouped(run.step ?? 0)} of ${grouped(run.steps)}` : `step ${grouped(run.step ?? 0)}`;
   return h(
     "div",
     { class: "vital alive", "data-vital": "State" },

@@ -4,7 +4,7 @@ import { ofRun } from "../api.js";
 import { card, meter, nothing, table } from "../bars.js";
 import { Chart } from "../charts.js";
 import { h, replace } from "../dom.js";
-import { bytes, clock, grouped, number, percent } from "../format.js";
+import { bytes, grouped, number, percent } from "../format.js";
 import { sparkline } from "../sparkline.js";
 import * as state from "../state.js";
 
@@ -100,11 +100,7 @@ function create(root, page) {
         ]);
     }
     const elements = wanted.map(([key, title, format, series]) => {
-      if (!charts.has(key))
-        charts.set(
-          key,
-          new Chart({ title, format, height: 120, x: (time) => clock(time), xName: "time", group: "devices" }),
-        );
+      if (!charts.has(key)) charts.set(key, new Chart({ title, format, height: 120, isTime: true, group: "devices" }));
       const chart = charts.get(key);
       chart.pending = { series, window: null };
       return chart.element;

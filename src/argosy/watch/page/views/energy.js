@@ -4,7 +4,7 @@ import { ofRun } from "../api.js";
 import { card, nothing, table } from "../bars.js";
 import { Chart } from "../charts.js";
 import { h, replace } from "../dom.js";
-import { clock, money, number } from "../format.js";
+import { money, number } from "../format.js";
 
 const SOURCES = {
   nvml: "measured by the devices (NVML)",
@@ -22,8 +22,7 @@ function create(root, page) {
     title: "Power",
     format: (value) => `${number(value)} W`,
     height: 170,
-    x: (time) => clock(time),
-    xName: "time",
+    isTime: true,
     group: "energy",
   });
   const top = h("div", { class: "stack-of-cards" });
@@ -84,7 +83,7 @@ function summary(answer) {
         "dl",
         { class: "vitals inside" },
         row("Energy", kwh(answer.kwh), told),
-        row("CO₂", carbon(answer.co2_kg), factor),
+        answer.co2_kg === null || answer.co2_kg === undefined ? null : row("CO₂", carbon(answer.co2_kg), factor),
         answer.money === null || answer.money === undefined
           ? null
           : row("Money for it", money(answer.money, answer.currency), "price of the devices as long as they were held"),

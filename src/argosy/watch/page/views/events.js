@@ -37,7 +37,8 @@ const QUIET = new Set([
   "coordinator_started",
 ]);
 const LIST_UP_TO = 500;
-const KNOWN = new Set(["time_s", "event", "process", "by", "cost_s", "words", "why", "step", "kind"]);
+const TOGETHER_S = 10;
+const KNOWN = new Set(["time_s", "event", "process", "by", "cost_s", "words", "why", "step", "kind", "processes"]);
 
 function laneOf(event) {
   if (isFault(event)) return LANES[2];
@@ -110,15 +111,16 @@ function create(root, page) {
     );
     const shown = answer.events.filter((event) => !hidden.has(laneOf(event)[0]));
     replace(line, timeline(shown, Math.max(280, line.clientWidth || 800)));
-    const newest = shown.slice(-LIST_UP_TO).reverse();
+    const lines = together(shown);
+    const newest = lines.slice(-LIST_UP_TO).reverse();
     replace(
       list,
       newest.map((event) => row(event)),
-      shown.length > newest.length || answer.more
+      lines.length > newest.length || answer.more
         ? h(
             "li",
             { class: "muted" },
-            `${grouped(shown.length - newest.length + (answer.more ?? 0))} older ones are in the run’s folder, events/.`,
+            `${grouped(lines.length - newest.length + (answer.more ?? 0))} older ones are in the run’s folder, events/.`,
           )
         : null,
     );
@@ -216,9 +218,11 @@ function mark(event, x, y, colour) {
 
 function text(event) {
   const name = words(event.event);
-  // The name stands before it already.
-  if (event.words)
-    return event.words.startsWith(name) ? event.words.slice(name.length).replace(/^[:,]? /, "") : event.words;
+  if (event.words) {
+    // Name and step stand beside it already.
+    const rest = event.words.startsWith(name) ? event.words.slice(name.length) : event.words;
+    return rest.replace(/^[:,]? /, "").replace(/^step \d+(: |$)/, "");
+  }
   if (event.why) return event.why;
   const facts = Object.entries(event).filter(
     ([key, value]) => !KNOWN.has(key) && value !== null && typeof value !== "object",
@@ -236,6 +240,25 @@ function fact(key, value) {
   return `${words(key.replace(/_(s|bytes)$/, ""))} ${/^(pid|port|slot|rank|generation|exit_code)$/.test(key) ? value : forKey(key)(value)}`;
 }
 
+// What many processes say at once, such as that they saved, is one line.
+function together(events) {
+  const lines = [];
+  for (const event of events) {
+    const before = lines.findLast((line) => line.event === event.event);
+    const same = before && event.time_s - before.time_s < TOGETHER_S && before.step === event.step && !isFault(event);
+    if (same && (text(before) === text(event) || event.event === "save")) {
+      before.processes.add(event.process ?? event.by);
+      before.cost_s = Math.max(before.cost_s ?? 0, event.cost_s ?? 0);
+    } else lines.push({ ...event, processes: new Set([event.process ?? event.by]) });
+  }
+  return lines;
+}
+
+function whose({ processes }) {
+  const [first, ...others] = [...processes].filter(Boolean);
+  return others.length ? `${first} and ${others.length} more` : first;
+}
+
 function row(event) {
   const [, , colour] = laneOf(event);
   return h(
@@ -248,10 +271,7 @@ function row(event) {
     h(
       "span",
       { class: "muted by" },
-      [
-        event.process ?? event.by,
-        event.step === undefined || event.step === null ? null : `step ${grouped(event.step)}`,
-      ]
+      [whose(event), event.step === undefined || event.step === null ? null : `step ${grouped(event.step)}`]
         .filter(Boolean)
         .join(", "),
     ),
