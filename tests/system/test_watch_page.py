@@ -82,8 +82,8 @@ def test_a_straggler_a_spike_and_a_killed_rank_are_shown_and_named_by_the_advice
     assert int(highest["step"]) == TROUBLE.spike
     watched.open("?run=troubled", view="advice")
     told = text(watched, "#view")
-    for evidence in ("rank 2", "spike", "died"):
-        assert evidence in told.lower(), told
+    for named in ("Rank 2 on node-1 is slow", "Rank 1 died", f"step {TROUBLE.spike}: loss"):
+        assert named in told
 
 
 def rows(watched: Watched, chart: str) -> list[dict[str, str]]:
@@ -119,14 +119,14 @@ def test_the_page_follows_a_run_and_says_when_it_cannot(browser, tmp_path):
         page.wait_for_selector("#live.live")
         assert "step 40 of 80" in text(watched, ".vital.alive")
         append(folder / "metrics.jsonl", *(made.metric_line(step) for step in range(40, 55)))
-        page.wait_for_function("document.querySelector('.vital.alive').innerText.includes('step 55')")
+        page.wait_for_selector(".vital.alive:has-text('step 55')")
         served.close()
         page.wait_for_selector("#live.waiting, #live.lost")
         again = serve(tmp_path, "--port", base.rsplit(":", 1)[1])
         append(folder / "metrics.jsonl", *(made.metric_line(step) for step in range(55, 60)))
         stack.enter_context(again)
         page.wait_for_selector("#live.live")
-        page.wait_for_function("document.querySelector('.vital.alive').innerText.includes('step 60')")
+        page.wait_for_selector(".vital.alive:has-text('step 60')")
 
 
 def test_a_dragged_range_is_asked_of_the_server_and_the_address_shows_another_reader_the_same(open_page):
@@ -141,9 +141,7 @@ def test_a_dragged_range_is_asked_of_the_server_and_the_address_shows_another_re
         page.mouse.up()
     page.wait_for_selector(".range button:visible")
     page.get_by_role("button", name="log values").click()
-    page.fill("#smooth", "0.5") if page.locator("#smooth").get_attribute("type") != "range" else page.locator(
-        "#smooth"
-    ).evaluate("(slider) => { slider.value = 0.5; slider.dispatchEvent(new Event('input')) }")
+    page.locator("#smooth").fill("0.5")
     query = page.url.partition("?")[2]
     assert "from=" in query and "log=y" in query and "smooth=0.5" in query
     other = open_page()
@@ -157,7 +155,7 @@ def test_several_runs_lie_over_each_other_in_colours_that_stay(open_page):
     watched = open_page()
     page = watched.open("?run=troubled")
     page.get_by_role("checkbox", name="Show calm").check()
-    page.wait_for_function("document.querySelectorAll('[data-chart=\"Gradient norm\"] .legend li').length === 2")
+    page.wait_for_selector('[data-chart="Gradient norm"] .legend li:nth-child(2)')
     shown = legend(page)
     assert set(shown) == {"troubled", "calm"} and len(set(shown.values())) == 2
     watched.open("?run=calm&run=nan")
@@ -184,7 +182,7 @@ def test_a_phone_chooses_a_run_from_the_drawer(open_page):
     assert not page.locator("#side").is_visible()
     page.get_by_role("button", name="Choose runs").tap()
     page.locator("#side a", has_text="calm").tap()
-    page.wait_for_function("document.querySelector('h1').innerText === 'calm'")
+    page.wait_for_selector("h1:text-is('calm')")
 
 
 def test_light_and_dark_follow_the_system_until_the_reader_chooses(open_page):
@@ -245,7 +243,7 @@ def test_a_hundred_runs_are_listed_filtered_and_sorted(open_page):
     watched = open_page()
     page = watched.open()
     assert page.locator("table.runs tbody tr").count() == 105
-    page.get_by_role("searchbox", name="Filter the runs").fill("sweep finished 07")
+    page.get_by_role("searchbox", name="Filter the runs").fill("sweep finished lr-07")
     assert page.locator("table.runs tbody tr").count() == 10
     page.get_by_role("button", name="Run", exact=True).click()
     assert "lr-070" in page.locator("table.runs tbody tr").first.inner_text()
@@ -255,8 +253,8 @@ def test_what_is_not_there_is_said(open_page, browser, tmp_path):
     watched = open_page()
     watched.open("?run=empty")
     assert "No step has been made yet" in text(watched, "main")
-    watched.open("?run=nan")
-    assert "NaN" in text(watched, "main") or watched.page.locator('[data-chart="Loss"]').count()
+    watched.open("?run=nan&from=30&to=30")
+    assert "No finite value in this range" in text(watched, '[data-chart="Loss"]')
     watched.open("?run=nobody")
     assert "There is no run nobody" in text(watched, "main")
     watched.open("?run=calm", view="profiles")

@@ -152,7 +152,7 @@ export class Chart {
     return {
       width: this.place.clientWidth || 400,
       height: this.height,
-      padding: [8, 12, 0, 0],
+      padding: [8, 24, 0, 0],
       legend: { show: false },
       scales: scalesOf(this, this.drawn),
       axes: axesOf(this, this.drawn),
