@@ -51,6 +51,8 @@ let view = null;
 let shown = null; // what is in main: "home", or view and runs
 let table = null;
 let list = null;
+let drawn = () => {};
+let firstDrawing = Promise.resolve();
 let live = { state: "waiting", since: Date.now() / 1000 };
 
 const lists = refresher(
@@ -73,21 +75,19 @@ const vitals = refresher(
     const id = page.primary();
     const place = document.getElementById("vitals");
     if (!id || !place) return;
-    const quiet = (promise) => promise.catch(() => null);
-    const rest = Promise.all([
-      quiet(ofRun(id, "advice", {}, signal)),
-      quiet(ofRun(id, "events", { kinds: TOLD }, signal)),
-    ]);
     page.detail = await ofRun(id, "", {}, signal);
     if (!place.childElementCount) drawVitals(place, page.detail, null, null);
-    const [told, happened] = await rest;
+    // In a long run advice takes seconds to find: what the reader came for goes first.
+    await firstDrawing;
+    const quiet = (promise) => promise.catch(() => null);
+    const asked = [ofRun(id, "advice", {}, signal), ofRun(id, "events", { kinds: TOLD }, signal)];
+    const [told, happened] = await Promise.all(asked.map(quiet));
     if (signal.aborted) return;
-    page.advice = told;
-    page.events = happened;
     drawVitals(place, page.detail, told, happened);
     view?.drawing?.marks?.(happened);
   },
   (error) => trouble("vitals", error),
+  3000,
 );
 
 const drawing = refresher(
@@ -99,6 +99,7 @@ const drawing = refresher(
   },
   (error) => {
     trouble("view", error);
+    drawn();
     if (error && view) view.loading.hidden = true;
   },
 );
@@ -128,7 +129,7 @@ function home() {
   document.body.classList.add("home");
   const root = h("div", {});
   replace(main, h("div", { id: "trouble" }), root);
-  table = new RunTable(root, page.colour);
+  table = new RunTable(root);
   if (page.runs.length) table.update(page.runs);
   document.title = "Runs – Argosy";
 }
@@ -220,6 +221,7 @@ const currentView = () => VIEWS.find((each) => each.name === state.get().view) ?
 
 function openView() {
   view?.drawing.destroy?.();
+  firstDrawing = new Promise((done) => (drawn = done));
   const root = document.getElementById("view");
   const chosen = currentView();
   const loading = h("p", { class: "state loading" }, "Loading …");

@@ -60,8 +60,7 @@ const matches = (run, text) =>
 
 /** The page without a chosen run: all of them, in a table. */
 export class RunTable {
-  constructor(root, colourOf) {
-    this.colourOf = colourOf;
+  constructor(root) {
     this.filter = h("input", {
       type: "search",
       placeholder: "Filter by name, state or plan",
@@ -212,7 +211,7 @@ export class RunTable {
         stateMark(run.state),
         run.why ? h("span", { class: "sub", title: run.why }, run.why) : null,
       ),
-      h("td", { class: "curve" }, sparkline(run.spark, { colour: this.colourOf(run.id), width: 110 })),
+      h("td", { class: "curve" }, sparkline(run.spark, { width: 110 })),
       number_(loss(run.loss), "loss"),
       number_(loss(run.validation_loss), "validation"),
       number_(progressText(run), "step"),

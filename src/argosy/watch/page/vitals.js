@@ -120,6 +120,11 @@ function alive(run) {
   );
 }
 
+const isCritical = (alert) => alert.severity === "critical";
+
+// A warning whose steps reach up to now: it still goes on.
+const isLasting = (each, run) => each.severity === "warning" && each.steps?.[1] >= (run.step ?? 0) - 50;
+
 function health(run, advice, events) {
   if (run.state === "failed" || run.state === "silent") {
     const words = run.state === "failed" ? "It failed" : "No word from it";
@@ -133,17 +138,18 @@ function health(run, advice, events) {
   // What is over is told in the view Advice.
   const alerts = (advice?.alerts ?? []).filter((alert) => alert.state !== "ends");
   if (alerts.length) {
-    const newest = alerts.reduce((a, b) => ((b.time_s ?? 0) >= (a.time_s ?? 0) ? b : a));
-    return cell(
-      "Health",
-      h(
-        "span",
-        { class: alerts.some((alert) => alert.severity === "critical") ? "bad" : "warn" },
-        alerts.length === 1 ? "1 alert" : `${alerts.length} alerts`,
-      ),
-      toView("advice", newest.why ?? newest.alert),
-      { tone: "raised", title: newest.why },
+    const [worst] = [...alerts].sort((a, b) => isCritical(b) - isCritical(a) || (b.time_s ?? 0) - (a.time_s ?? 0));
+    const words = h(
+      "span",
+      { class: isCritical(worst) ? "bad" : "warn" },
+      `${alerts.length} alert${alerts.length > 1 ? "s" : ""}`,
     );
+    return cell("Health", words, toView("advice", worst.why ?? worst.alert), { tone: "raised", title: worst.why });
+  }
+  const lasting = (advice?.advice ?? []).filter((each) => isLasting(each, run));
+  if (lasting.length && run.state === "training") {
+    const words = h("span", { class: "warn" }, `${lasting.length} warning${lasting.length > 1 ? "s" : ""}`);
+    return cell("Health", words, toView("advice", lasting[0].title), { tone: "raised", title: lasting[0].title });
   }
   const faults = (events?.events ?? []).filter(isFault);
   const last = faults.at(-1);

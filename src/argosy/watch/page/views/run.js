@@ -14,6 +14,7 @@ import { isFault } from "../vitals.js";
 const KEYS = ["loss", "grad_norm", "lr", "tokens_per_s", "mfu", "step_time_s"];
 const CHARTS = ["loss", "grad_norm", "tokens_per_s", "mfu", "lr", "step_time_s"];
 const MARKED = new Set(["loss", "grad_norm"]); // with faults, recoveries, and steps that were not finite
+const POSITIONS = new Set(["step", "time_s", "first_sample"]); // they say where, not what
 const RECOVERED = new Set(["recovered", "resume", "migrated", "replan"]);
 
 function create(root, page) {
@@ -98,7 +99,7 @@ function create(root, page) {
     const elements = [...new Set([...CHARTS, ...own, ...more])].map((key) => charts.get(key)?.element).filter(Boolean);
     if (elements.some((element, i) => grid.children[i] !== element) || grid.children.length !== elements.length)
       replace(grid, elements);
-    controls.update(known.filter((key) => !KEYS.includes(key) && !own.includes(key)));
+    controls.update(known.filter((key) => !KEYS.includes(key) && !own.includes(key) && !POSITIONS.has(key)));
     replace(compared, ids.length > 1 ? comparison(page, ids) : null);
     strip.element.hidden = !whole.ends || none;
     if (whole.ends) strip.update(whole.ends, window_, whole.values);
