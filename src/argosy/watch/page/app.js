@@ -51,6 +51,7 @@ let view = null;
 let shown = null; // what is in main: "home", or view and runs
 let table = null;
 let list = null;
+let known = null; // of the run in the strip: its keys and events
 let drawn = () => {};
 let firstDrawing = Promise.resolve();
 let live = { state: "waiting", since: Date.now() / 1000 };
@@ -75,16 +76,19 @@ const vitals = refresher(
     const id = page.primary();
     const place = document.getElementById("vitals");
     if (!id || !place) return;
-    page.detail = await ofRun(id, "", {}, signal);
-    if (!place.childElementCount) drawVitals(place, page.detail, null, null);
+    const detail = await ofRun(id, "", {}, signal);
+    known = { id, keys: detail.keys ?? [] };
+    if (view?.drawing.learn?.(known.keys)) drawing.soon();
+    if (!place.childElementCount) drawVitals(place, detail, null, null);
     // In a long run advice takes seconds to find: what the reader came for goes first.
     await firstDrawing;
     const quiet = (promise) => promise.catch(() => null);
     const asked = [ofRun(id, "advice", {}, signal), ofRun(id, "events", { kinds: TOLD }, signal)];
     const [told, happened] = await Promise.all(asked.map(quiet));
     if (signal.aborted) return;
-    drawVitals(place, page.detail, told, happened);
-    view?.drawing?.marks?.(happened);
+    drawVitals(place, detail, told, happened);
+    known.events = happened;
+    view?.drawing.marks?.(happened);
   },
   (error) => trouble("vitals", error),
   3000,
@@ -228,6 +232,10 @@ function openView() {
   const body = h("div", { class: `view view-${chosen.name}` });
   replace(root, loading, body);
   view = { name: chosen.name, loading, drawing: chosen.create(body, page) };
+  if (known?.id === page.primary()) {
+    view.drawing.learn?.(known.keys);
+    view.drawing.marks?.(known.events);
+  }
   for (const each of document.querySelectorAll(".tabs a")) {
     if (each.dataset.view === chosen.name) each.setAttribute("aria-current", "page");
     else each.removeAttribute("aria-current");

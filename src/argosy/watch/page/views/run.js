@@ -14,6 +14,8 @@ import { isFault } from "../vitals.js";
 const KEYS = ["loss", "grad_norm", "lr", "tokens_per_s", "mfu", "step_time_s"];
 const CHARTS = ["loss", "grad_norm", "tokens_per_s", "mfu", "lr", "step_time_s"];
 const MARKED = new Set(["loss", "grad_norm"]); // with faults, recoveries, and steps that were not finite
+/** What the user's code logged. */
+const isOwn = (key) => key.startsWith("user.");
 const POSITIONS = new Set(["step", "time_s", "first_sample"]); // they say where, not what
 const RECOVERED = new Set(["recovered", "resume", "migrated", "replan"]);
 
@@ -30,9 +32,11 @@ function create(root, page) {
   const empty = h("div", {});
   replace(root, controls.element, compared, strip.element, grid, empty);
   let marks = [];
+  let known = [];
   let whole = { at: 0 };
   strip.element.hidden = true;
 
+  const choices = () => known.filter((key) => !KEYS.includes(key) && !isOwn(key) && !POSITIONS.has(key));
   const chartOf = (key) => {
     if (!charts.has(key)) {
       const chart = new Chart({
@@ -53,8 +57,7 @@ function create(root, page) {
     const ids = page.chosen();
     const { more, smooth, log } = state.get();
     const points = Math.max(200, Math.min(2000, Math.round(root.clientWidth)));
-    const known = page.detail?.keys ?? [];
-    const own = known.filter((key) => key.startsWith("user."));
+    const own = known.filter(isOwn);
     const keys = [...new Set([...KEYS, ...own, ...more])];
     const [answers, evaluations] = await Promise.all([
       Promise.all(ids.map((id) => ofRun(id, "series", { keys: keys.join(","), points, ...page.range() }, signal))),
@@ -99,7 +102,7 @@ function create(root, page) {
     const elements = [...new Set([...CHARTS, ...own, ...more])].map((key) => charts.get(key)?.element).filter(Boolean);
     if (elements.some((element, i) => grid.children[i] !== element) || grid.children.length !== elements.length)
       replace(grid, elements);
-    controls.update(known.filter((key) => !KEYS.includes(key) && !own.includes(key) && !POSITIONS.has(key)));
+    controls.update(choices());
     replace(compared, ids.length > 1 ? comparison(page, ids) : null);
     strip.element.hidden = !whole.ends || none;
     if (whole.ends) strip.update(whole.ends, window_, whole.values);
@@ -125,6 +128,13 @@ function create(root, page) {
 
   return {
     refresh,
+    /** The run has these numbers. True if the charts lack one that is the reader's own. */
+    learn(keys) {
+      const lacking = keys.some((key) => isOwn(key) && !known.includes(key));
+      known = keys;
+      controls.update(choices());
+      return lacking;
+    },
     marks(events) {
       const before = JSON.stringify(marks);
       marks = marksOf(events?.events ?? []);
