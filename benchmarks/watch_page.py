@@ -21,20 +21,20 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
-from browser import chromium, look, serve  # noqa: E402
-from run_folders import Made, Trouble  # noqa: E402
+from browser import chromium, look, serve
+from run_folders import Made, Trouble
 
-TROUBLE = Trouble(straggler=(2, 240), spike=320, killed=(1, 420))
+TROUBLE = Trouble(straggler=(2, 430), spike=200, killed=(1, 300))
 WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 360, "height": 740}
 PICTURES = {
     "watch-runs-light": ("", WIDE, "light"),
-    "watch-run-light": ("?run=llama-5m", WIDE, "light"),
-    "watch-run-dark": ("?run=llama-5m", WIDE, "dark"),
-    "watch-time-light": ("?run=llama-5m&view=time", WIDE, "light"),
-    "watch-ranks-dark": ("?run=llama-5m&view=ranks", WIDE, "dark"),
-    "watch-events-light": ("?run=llama-5m&view=events", WIDE, "light"),
-    "watch-advice-dark": ("?run=llama-5m&view=advice", WIDE, "dark"),
-    "watch-phone-dark": ("?run=llama-5m", PHONE, "dark"),
+    "watch-run-light": ("?run=stdlib-5m", WIDE, "light"),
+    "watch-run-dark": ("?run=stdlib-5m", WIDE, "dark"),
+    "watch-time-light": ("?run=stdlib-5m&view=time", WIDE, "light"),
+    "watch-ranks-dark": ("?run=stdlib-5m&view=ranks", WIDE, "dark"),
+    "watch-events-light": ("?run=stdlib-5m&view=events", WIDE, "light"),
+    "watch-advice-dark": ("?run=stdlib-5m&view=advice", WIDE, "dark"),
+    "watch-phone-dark": ("?run=stdlib-5m", PHONE, "dark"),
 }
 """Name -> address, window, colours."""
 MOST_BYTES = 200_000
@@ -56,7 +56,7 @@ def take_pictures(browser: Any, folder: Path, out: Path) -> None:
     """Make runs, and a picture of each view."""
     # As if it went on at this moment.
     made = Made(steps=520, total_steps=800, ranks=8, per_node=4, trouble=TROUBLE, experts=8, is_finished=False)
-    replace(made, start_s=time.time() - 10 - 20 - 520 * made.step_s).write(folder / "llama-5m")
+    replace(made, start_s=time.time() - 10 - 20 - 520 * made.step_s).write(folder / "stdlib-5m")
     for name, steps in (("llama-5m-lr-3e-4", 800), ("llama-5m-lr-1e-3", 800), ("moe-8x", 300)):
         crash = Trouble(crash=name == "moe-8x")
         Made(steps=steps, trouble=crash, start_s=time.time() - 90_000).write(folder / "sweep" / name)

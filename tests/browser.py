@@ -48,8 +48,8 @@ class Watched:
         if view is not None:
             query = f"{query or '?'}&view={view}"
         self.page.goto(f"{self.base}/{query}")
-        self.page.wait_for_selector("#vitals .vital, table.runs, main .state:not(.loading), main .notice", timeout=LONGEST_MS)
-        self.page.wait_for_selector("p.loading", state="hidden", timeout=LONGEST_MS)
+        self.page.wait_for_selector("#vitals .vital, table.runs, main .state:not(.loading), main .notice")
+        self.page.wait_for_selector("p.loading", state="hidden")
         return self.page
 
 

@@ -168,12 +168,17 @@ def legend(page: Any) -> dict[str, str]:
     return {item.locator(".name").inner_text(): item.locator(".swatch").get_attribute("style") for item in items}
 
 
-@pytest.mark.parametrize("view", VIEWS)
-def test_nothing_is_cut_off_on_a_phone(open_page, view):
+def test_nothing_is_cut_off_on_a_phone(open_page):
     watched = open_page(**PHONE)
-    page = watched.open("?run=troubled", view=view)
-    assert page.evaluate("document.documentElement.scrollWidth") <= 360
-    assert page.locator("#view").inner_text().strip()
+    page = watched.open()
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
+    watched.open("?run=troubled")
+    for view in VIEWS:
+        page.locator(f'.tabs [data-view="{view}"]').tap()
+        page.wait_for_selector(f".view-{view}")
+        page.wait_for_selector("p.loading", state="hidden")
+        assert page.locator("#view").inner_text().strip()
+        assert page.evaluate("document.documentElement.scrollWidth") == 360, view
 
 
 def test_a_phone_chooses_a_run_from_the_drawer(open_page):
@@ -263,3 +268,27 @@ def test_what_is_not_there_is_said(open_page, browser, tmp_path):
         alone.open()
         assert "no runs in this folder" in text(alone, "main")
         assert not alone.complaints
+
+
+@pytest.mark.slow
+def test_a_real_run_is_followed_through_its_faults(browser, disturbed):
+    slow = "slow@forward:rank=0,seconds=0.05; slow@forward:rank=1,seconds=0.15"
+    faults = f"{slow}; kill@optimizer:step=12,rank=0; spike@weights:step=40,factor=30"
+    run = disturbed("dp_replicate=2,microbatch=4", faults, "--train.steps", "70", "--resilience.straggler_s", "1")
+    run.wait_for_step(5)
+    with serve(run.run_dir.parent) as base, look(browser, base) as watched:
+        page = watched.open()
+        page.wait_for_selector(".vital.alive:has-text('training')")
+        run.end(timeout_s=300)
+        page.wait_for_selector(".vital.alive:has-text('finished')")
+        watched.open(view="ranks")
+        assert "straggler rank 1" in text(watched, ".findings") and "died rank 0" in text(watched, ".findings")
+        watched.open(view="events")
+        assert page.locator('[data-event="recovered"]').count()
+        watched.open()
+        losses = {int(row["step"]): float(row["Loss"]) for row in rows(watched, "Loss") if row["run"] == "training"}
+        assert max(losses[step] for step in range(40, 44)) > 1.2 * losses[39]
+        watched.open(view="advice")
+        told = text(watched, "#view")
+        assert "Rank 1 on" in told and "Rank 0 died" in told
+        assert not watched.complaints
