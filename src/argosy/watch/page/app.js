@@ -230,7 +230,7 @@ function openView() {
   const chosen = currentView();
   const loading = h("p", { class: "state loading" }, "Loading …");
   const body = h("div", { class: `view view-${chosen.name}` });
-  replace(root, loading, body);
+  replace(root, h("h2", { class: "unseen" }, chosen.title), loading, body);
   view = { name: chosen.name, loading, drawing: chosen.create(body, page) };
   if (known?.id === page.primary()) {
     view.drawing.learn?.(known.keys);

@@ -88,36 +88,22 @@ export function drawVitals(root, run, advice, events) {
 }
 
 function alive(run) {
-  const share = run.steps ? Math.min(1, run.step / run.steps) : null;
-  const step = run.steps ? `step ${grouped(run.step ?? 0)} of ${grouped(run.steps)}` : `step ${grouped(run.step ?? 0)}`;
+  const share = run.steps ? Math.min(1, (run.step ?? 0) / run.steps) : null;
+  const step = `step ${grouped(run.step ?? 0)}${run.steps ? ` of ${grouped(run.steps)}, ${percent(share)}` : ""}`;
   return h(
     "div",
     { class: "vital alive", "data-vital": "State" },
     h("dt", {}, "State"),
     h("dd", { class: "value" }, stateMark(run.state)),
-    share === null
-      ? null
-      : h(
-          "dd",
-          {
-            class: "progress",
-            role: "progressbar",
-            "aria-label": "Progress",
-            "aria-valuenow": Math.round(100 * share),
-            "aria-valuemin": 0,
-            "aria-valuemax": 100,
-          },
-          h("i", { style: { width: `${100 * share}%` } }),
-        ),
-    h(
-      "dd",
-      { class: "sub" },
-      step,
-      share === null ? "" : `, ${percent(share)}`,
-      " · ",
-      h("time", { "data-ago": run.updated_s }, ago(run.updated_s)),
-    ),
+    share === null ? null : h("dd", {}, progress(share)),
+    h("dd", { class: "sub" }, step, " · ", h("time", { "data-ago": run.updated_s }, ago(run.updated_s))),
   );
+}
+
+function progress(share) {
+  const now = { "aria-valuenow": Math.round(100 * share), "aria-valuemin": 0, "aria-valuemax": 100 };
+  const bar = h("i", { style: { width: `${100 * share}%` } });
+  return h("div", { class: "progress", role: "progressbar", "aria-label": "Progress", ...now }, bar);
 }
 
 const isCritical = (alert) => alert.severity === "critical";
