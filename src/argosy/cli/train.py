@@ -25,6 +25,8 @@ from pathlib import Path
 from argosy.cli.options import origin, parse_run
 from argosy.launch.slurm import with_slurm
 
+SHORT, LONG = "--profile", "--observe.profile.steps"
+
 
 @dataclass(frozen=True)
 class Options:
@@ -34,12 +36,15 @@ class Options:
     """The run's folder; runs/NAME if not given."""
     accept_changes: bool = False
     """Go on from the folder's checkpoint although data, batch or optimizer settings have changed since."""
+    profile: str = ""
+    """Record these steps with torch's profiler, as FIRST:END; the same as --observe.profile.steps."""
     json: bool = False
     """Print the report as JSON on the last line."""
 
 
 def main(argv: list[str]) -> None:
     """`argosy train [RUN] ...`."""
+    argv = [word.replace(SHORT, LONG) if word == SHORT or word.startswith(f"{SHORT}=") else word for word in argv]
     options, run = parse_run(argv, "argosy train", Options)
     prompt = run.evaluate.sample_prompt or "Once upon a time"
     if "RANK" in os.environ:

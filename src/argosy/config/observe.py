@@ -6,6 +6,7 @@ from pydantic import NonNegativeInt, PositiveFloat
 
 from argosy.config.alerts import AlertsConfig
 from argosy.config.energy import EnergyConfig
+from argosy.config.profile import ProfileConfig
 from argosy.config.section import Section
 from argosy.config.sinks import (
     MlflowConfig,
@@ -30,6 +31,7 @@ class ObserveConfig(Section):
     sample_every_steps: NonNegativeInt = 0
     """Steps between two texts that continue evaluate.sample_prompt, each written by a verified checkpoint; 0: only at
     the end."""
+    profile: ProfileConfig = ProfileConfig()
     sinks: tuple[str, ...] = ()
     """Where else the run is shown: tensorboard, wandb, mlflow, trackio, prometheus, opentelemetry."""
     sink: SinksConfig = SinksConfig()

@@ -14,6 +14,7 @@ from argosy.errors import ArgosyError
 from argosy.launch import run_folder
 from argosy.launch.devices import find_devices, precision_is_open
 from argosy.launch.joined_heartbeat import read_heartbeats
+from argosy.launch.profile import check_profile
 from argosy.launch.resolve import resolve
 from argosy.observe.events import Events
 from argosy.observe.progress import Progress
@@ -65,6 +66,7 @@ def _settle(
     run = run_folder.enter(run_dir, run, data.identity, accept_changes)
     devices = find_devices(run.launch, processes=world.size, is_measured=precision_is_open(run))
     plan = run_folder.settle_plan(run_dir, run, devices, progress.say)
+    check_profile(run, plan)
     run = run_folder.write(run_dir, run, plan, data.sources[0].folder / TOKENIZER)
     generation = fence.newest_generation(run_dir) + 1
     fence.begin_generation(run_dir, generation)

@@ -15,6 +15,7 @@ from argosy.errors import UserError
 from argosy.launch import run_folder
 from argosy.launch.devices import ask, devices_of_run
 from argosy.launch.following import Following, OnStep
+from argosy.launch.profile import check_profile
 from argosy.launch.resolve import resolve
 from argosy.launch.shown import Shown, shown
 from argosy.observe.events import Events
@@ -66,6 +67,7 @@ def train(
             run = run_folder.enter(run_dir, run, data.identity, accept_changes)
             devices = devices_of_run(run, partial(ask, forks))
             plan = run_folder.settle_plan(run_dir, run, devices, progress.say)
+            check_profile(run, plan)
             run = run_folder.write(run_dir, run, plan, data.sources[0].folder / TOKENIZER)
         progress.close()
         if (report := _report_if_finished(run_dir, run)) is not None:

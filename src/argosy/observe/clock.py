@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
 
 import torch
@@ -26,8 +26,8 @@ Category = Literal[
     "user",
 ]
 """`communication` is the part that backward did not hide; `pipeline` is forward and backward where a schedule
-interleaves them, waits included; `check` is the replay check, including the wait for the ranks that replay; `user`
-is code of the user's (docs/extending.md); `other` is the rest of the wall time."""
+interleaves them, waits included; `check` is the replay check, including the wait for the ranks that replay, and writing
+a profile; `user` is code of the user's (docs/extending.md); `other` is the rest of the wall time."""
 
 OWN_WORK: tuple[Category, ...] = ("data", "forward", "backward", "pipeline", "optimizer", "user")
 """A process's own work. Where layers communicate, the waits for other ranks are included."""
@@ -54,6 +54,8 @@ class StepClock:
         """Of the last lap: axis -> tier -> seconds waited, bytes sent; empty if nothing measures them."""
         self._spans: list[tuple[Category, Mark, Mark]] = []
         self._began = time.perf_counter()
+        self.mark: Callable[[Category], AbstractContextManager[object]] = nullcontext
+        """Around each part of a step, with its category: a profile marks it there."""
 
     @contextmanager
     def time(self, category: Category) -> Iterator[None]:
@@ -61,7 +63,8 @@ class StepClock:
         self._heartbeat.enter(category)
         start = self._mark()
         try:
-            yield
+            with self.mark(category):
+                yield
         finally:
             self._spans.append((category, start, self._mark()))
             self._heartbeat.enter("other")

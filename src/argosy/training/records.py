@@ -125,11 +125,13 @@ class Records:
         communication: Communication = NOTHING,
         logged: Mapping[str, float] | None = None,
         norms: Mapping[str, Mapping[str, float]] | None = None,
+        is_profiled: bool = False,
     ) -> dict[str, Any]:
         """Write the line of a step that was applied, and return it. Only rank 0 calls it.
 
         tokens: trained on so far. samples: what `Batches.line` says of the step. seconds, communication: as the clock
         gives them. logged: what the user's code logged. norms: as `LayerNorms.of` gives them, if they were due.
+        is_profiled: its times are not those of other steps.
         """
         step_s = seconds["step"] - sum(seconds.get(category, 0.0) for category in BESIDE)
         tokens_per_s = update.tokens / step_s if step_s else 0.0
@@ -161,6 +163,8 @@ class Records:
             record["user"] = dict(logged)
         if norms is not None:
             record["norms"] = norms
+        if is_profiled:
+            record["profiled"] = True
         self.metrics.write(record)
         return record
 

@@ -140,7 +140,7 @@ class Measured:
             if "loss" not in record:
                 continue
             self.counted_s += record["step_time_s"]
-            if record["step"] >= self._since:
+            if record["step"] >= self._since and not record.get("profiled"):
                 self.newest.append(record)
                 self.memory_bytes = max(self.memory_bytes, record["memory_bytes"])
             yield record

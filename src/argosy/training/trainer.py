@@ -32,6 +32,7 @@ from argosy.training.memory_checkpoints import MemoryCheckpointing
 from argosy.training.norms import LayerNorms
 from argosy.training.own_checks import check_own_code
 from argosy.training.pace import Pace
+from argosy.training.profiling import Profiling
 from argosy.training.records import Records
 from argosy.training.replay_check import check_can_replay
 from argosy.training.restore import Restorer
@@ -86,6 +87,8 @@ class Trainer:
         self._clock = StepClock(world.device, heartbeat, self._meter)
         integrity = Integrity(run, state, batches, world, records, self._clock, heartbeat)
         self._step = Step(run, state, world, self._clock, integrity, stop.check)
+        axes = model.meshes.axis_of_groups()
+        self._profiling = Profiling(run, plan, world, run_dir, records, self._clock, heartbeat, axes)
         self._norms = LayerNorms(run, model, world)
         self._restorer = restorer = Restorer(
             run, state, survivor, world, checkpointer, memory, batches, integrity, bad_steps, records, heartbeat
@@ -105,6 +108,7 @@ class Trainer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._profiling.abandon()
         self._meter.close()
         if kind is not None:
             self._shutdown.abandon()
@@ -128,6 +132,7 @@ class Trainer:
             return  # this world was formed for what survivors have to be saved
         while not self._is_paused and (self._pace.steps is None or self.state.step < self._pace.steps):
             self._heartbeat.begin(self.state.step)
+            self._profiling.begin(self.state.step)
             self._user.now.begin(self.state.step)
             self._user.at("before_step")
             yield self.state.step
@@ -194,7 +199,9 @@ class Trainer:
     def observe(self) -> None:
         """Write the line of the step that was applied, and show it."""
         seconds = self._clock.lap()
-        self._pace.took(seconds["step"])
+        is_profiled = self._profiling.is_on
+        if not is_profiled:
+            self._pace.took(seconds["step"])
         if self._time_to_first_step_s is None:
             self._time_to_first_step_s = time.monotonic() - self._began
         self._checkpointer.poll()
@@ -205,12 +212,20 @@ class Trainer:
             update, score = self.state.last_update, self._evaluator.score
             norms, samples = self._norms.of(update.step), self._batches.line(update.step)
             record = self._records.step(
-                update, self.state.tokens, samples, seconds, self._clock.communication, logged, norms
+                update,
+                self.state.tokens,
+                samples,
+                seconds,
+                self._clock.communication,
+                logged,
+                norms,
+                is_profiled,
             )
             left_s = self._pace.left_s(self.state.step)
             self._records.progress.step(record, self._pace.steps, score.loss if score else None, left_s)
             if left_s is None and self._plan.compile:
                 self._show("compiling")
+        self._profiling.end(self.state.step, seconds)
 
     def save_if_due(self, outcome: StepOutcome) -> None:
         """Save by steps, by minutes or for a world that is to end; its time counts in the next step."""
@@ -240,6 +255,7 @@ class Trainer:
 
         Returns True if nothing is left to do. Raises: StorageError if the state cannot be saved.
         """
+        self._profiling.finish()
         self._show("saving the last state")
         self._shutdown.save_last_state()
         if self.state.step == self._pace.steps and self._evaluator.score is None and not self.is_stopped_early:
