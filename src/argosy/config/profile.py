@@ -28,7 +28,8 @@ class ProfileConfig(Section):
         if value and found is None:
             raise ValueError(f"{value} is not FIRST:END, such as 10:13 for the steps 10, 11 and 12")
         if found and int(found[1]) >= int(found[2]):
-            raise ValueError(f"{value} has no step: END must be greater than FIRST. Try {found[1]}:{int(found[1]) + 3}")
+            ahead = int(found[1]) + 3
+            raise ValueError(f"{value} has no step: END must exceed FIRST. Try {found[1]}:{ahead}")
         return value
 
     @field_validator("ranks")
