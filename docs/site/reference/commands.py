@@ -75,5 +75,5 @@ def _options(box: str, kind: str) -> str:
             option = f"`{here[1].strip()}`"
         meaning = (here[2] or "") if here else line.strip()
         if meaning and "--help" not in option:
-            rows.append(f"| {option.replace('|', '&#124;')} | {escaped(meaning)} |")
+            rows.append(f"| {option} | {escaped(meaning)} |")
     return keys_table(rows)

@@ -10,15 +10,10 @@ def keys_table(rows: list[str]) -> str:
     return '<div class="keys" markdown>\n\n' + "\n".join(rows) + "\n\n</div>" if len(rows) > 2 else ""
 
 
-def code(text: str) -> str:
-    """Return a piece of code that may stand in a table."""
-    return "`" + text.replace("|", "&#124;") + "`" if "|" not in text else f"<code>{text.replace('|', '&#124;')}</code>"
-
-
 def escaped(text: str) -> str:
     """Return a text of the code in one line, in which only backticks mean something to Markdown."""
     pieces = " ".join(text.split()).split("`")
     if len(pieces) % 2 == 0:
         pieces = [" ".join(pieces)]
-    pieces[::2] = [re.sub(r"([*_\\[\]])", r"\\\1", piece).replace("<", "&lt;") for piece in pieces[::2]]
-    return "`".join(pieces).replace("|", "&#124;")
+    pieces[::2] = [re.sub(r"([*_\\[\]|])", r"\\\1", piece).replace("<", "&lt;") for piece in pieces[::2]]
+    return "`".join(pieces)

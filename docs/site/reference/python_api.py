@@ -12,7 +12,7 @@ from pathlib import Path
 
 import argosy
 from argosy.config.meaning import texts_under_names
-from reference.markdown import code, escaped, keys_table
+from reference.markdown import escaped, keys_table
 
 
 def page() -> str:
@@ -96,7 +96,7 @@ def _members(name: str, node: ast.ClassDef, home: str) -> Iterator[str]:
         said = texts_under_names(getattr(importlib.import_module(home), name))
         fields = [item for item in node.body if isinstance(item, ast.AnnAssign)]
         rows = [
-            f"| `{ast.unparse(f.target)}` | {code(ast.unparse(f.annotation))} | "
+            f"| `{ast.unparse(f.target)}` | `{ast.unparse(f.annotation)}` | "
             f"{escaped(said.get(ast.unparse(f.target), ''))} |"
             for f in fields
         ]
@@ -114,4 +114,4 @@ def _member(method: ast.FunctionDef) -> str:
     arguments = re.sub(r"^(self|cls)(, )?", "", ast.unparse(method.args))
     is_property = any(ast.unparse(mark) == "property" for mark in method.decorator_list)
     shown = method.name if is_property else f"{method.name}({arguments})"
-    return f"| {code(shown)} | {escaped(ast.get_docstring(method) or '')} |"
+    return f"| `{shown}` | {escaped(ast.get_docstring(method) or '')} |"
