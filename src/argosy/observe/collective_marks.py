@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from argosy.observe.wire import OTHER
+from argosy.observe.counters import OTHER
 from argosy.plan.cost.traffic import WORLD
 
 COLLECTIVE = "argosy:collective/"
