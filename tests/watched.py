@@ -14,7 +14,7 @@ from argosy.plan.plan import Plan
 from argosy.watch.facts import Event, Facts, Floats, Ranks
 from tiny import run_config
 
-BEGAN_S = 1_800_000_000.0
+BEGAN_S = 1_700_000_000.0
 STEPS = 400
 STEP_S = 0.4
 PARTS = {

@@ -202,9 +202,17 @@ class Facts:
         return last[0] if last else float("nan")
 
     def mean_s(self, category: str, part: slice | None = None) -> float:
-        """Return the mean seconds a step of a category of the clock; 0 where it is not mentioned."""
-        values = self.column(f"seconds.{category}", self.recent if part is None else part)
-        return float(np.nansum(values) / len(values)) if len(values) else 0.0
+        """Return the mean seconds a step of a category of the clock, over the steps that tell; 0 if it is in none."""
+        part = self.recent if part is None else part
+        known = np.isfinite(self.column("seconds.step", part)).sum()
+        return float(np.nansum(self.column(f"seconds.{category}", part)) / known) if known else 0.0
+
+    @cached_property
+    def known(self) -> tuple[int, int]:
+        """The first and the last step of which all keys are known: of a long run these are the last ones."""
+        known = np.flatnonzero(np.isfinite(self.column("seconds.step")))
+        steps = self.column("step")
+        return (int(steps[known[0]]), int(steps[known[-1]])) if len(known) else (0, 0)
 
     def share(self, *categories: str) -> float:
         """Return the share of categories in the recent steps, without what comes beside a step."""

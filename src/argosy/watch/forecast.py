@@ -40,8 +40,7 @@ PRIOR_STD, PRIOR_WEIGHT = 0.35, 3.0
 """Spread of the logarithm of such errors before any is seen, and its weight as a number of errors: tuned on the runs
 named in benchmarks/results/forecast.md, and checked on others."""
 PRIOR_S = 60.0
-"""What else a machine does changes within minutes: the prior shrinks with the root of the time that was seen, over
-this."""
+"""What else a machine does changes within minutes: the prior shrinks with the root of the time seen over this."""
 FREEDOM = 5
 """Degrees of freedom of the t-distribution."""
 LATE_SHARE = 0.7

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from argosy.observe.events import from_the_end
+from argosy.watch.columns import rows_of
 from argosy.watch.facts import RECENT, DeviceSeen, DiskSeen, Facts, Floats, Ranks
 from argosy.watch.reader import RunReader
 
@@ -21,6 +24,10 @@ DISK_S = 3600.0
 """The free space of disks is looked at over so long."""
 OWN_STEPS = 50
 """Steps whose own work is compared between ranks."""
+KNOWN = 4000
+"""Of a longer run, keys other than `OF_ALL` are read from so many last lines: all of them would be gigabytes."""
+OF_ALL = ("step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "step_time_s", "time_s")
+"""Keys that a reader has of all steps at once."""
 FRESH_S = 600.0
 """A node's line that is so much older than the newest one tells nothing of now."""
 
@@ -42,7 +49,7 @@ def facts_of(reader: RunReader, now_s: float | None = None) -> Facts:
         plan=reader.plan,
         prediction=reader.prediction,
         report=reader.report,
-        steps=reader.steps,
+        steps=reader.steps if len(reader.steps) <= KNOWN else _Newest(reader),
         evaluations=reader.evaluations,
         events=reader.events,
         ranks=_ranks(lines),
@@ -52,6 +59,32 @@ def facts_of(reader: RunReader, now_s: float | None = None) -> Facts:
         power_source=power_source,
         folder=str(reader.folder),
     )
+
+
+class _Newest:
+    """The columns of a long run: `OF_ALL` of all steps; of other keys the last values, NaN before."""
+
+    def __init__(self, reader: RunReader):
+        self._of_all, self._count = reader.steps, len(reader.steps)
+        lines = (line for line in from_the_end(reader.folder / "metrics.jsonl") if "loss" in line)
+        last = rows_of(list(islice(lines, KNOWN))[::-1])
+        steps = reader.steps["step"]
+        at = np.minimum(np.searchsorted(steps, last.get("step", np.empty(0))), self._count - 1)
+        self._is_there = steps[at] == last.get("step", np.empty(0))
+        self._at, self._last = at[self._is_there], last
+
+    def __getitem__(self, key: str) -> Floats:
+        """Return a column as long as the run."""
+        if key in OF_ALL:
+            return self._of_all[key]
+        column = np.full(self._count, np.nan)
+        if key in self._last:
+            column[self._at] = self._last[key][self._is_there]
+        return column
+
+    def keys(self) -> list[str]:
+        """Return the keys of the last lines."""
+        return list({**dict.fromkeys(OF_ALL), **dict.fromkeys(self._last)})
 
 
 def _lines(reader: RunReader, first_step: float) -> Iterator[tuple[str, list[Record]]]:

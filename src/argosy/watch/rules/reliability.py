@@ -140,7 +140,8 @@ def checkpoint_stalls(facts: Facts, planner: Planner) -> Advice | None:
         "checkpoint_stalls",
         "warning",
         f"Saving stops training for {percent(share)} of the time",
-        f"{saves} saves {how} stopped training for {seconds(each_s)} each (steps 0 to {facts.over[1]}).",
+        f"{saves} saves {how} stopped training for {seconds(each_s)} each "
+        f"(steps {facts.known[0]} to {facts.known[1]}).",
         doing,
         f"up to {percent(share)} of the time",
         share,

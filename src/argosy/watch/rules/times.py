@@ -189,7 +189,7 @@ def evaluation_share(facts: Facts, planner: Planner) -> Advice | None:
         "info",
         f"Evaluation takes {percent(share)} of the time",
         f"{times} evaluations of {run.evaluate.tokens} tokens took {seconds(each_s)} each, one every "
-        f"{run.evaluate.every_steps} steps of {seconds(facts.step_s)} (steps 0 to {facts.over[1]}).",
+        f"{run.evaluate.every_steps} steps of {seconds(facts.step_s)} (steps {facts.known[0]} to {facts.known[1]}).",
         f"Set evaluate.every_steps = {rarer}, or evaluate.tokens = {fewer}, for {percent(EVALUATION_SHOULD)}.",
         f"{percent(share - EVALUATION_SHOULD)} of the time",
         share - EVALUATION_SHOULD,
