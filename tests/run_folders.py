@@ -140,6 +140,9 @@ class Made:
         stall = self.trouble.stall
         killed = self.trouble.killed
         late = (stall[1] if stall and step >= stall[0] else 0.0) + (20.0 if killed and step >= killed[1] else 0.0)
+        straggler, link = self.trouble.straggler, self.trouble.slow_link
+        waits = [(straggler[1] if straggler else step + 1, 0.5), (link[0] if link else step + 1, 0.4)]
+        late += sum(share * self.step_s * max(0, step + 1 - first) for first, share in waits)
         return round(self.start_s + 10.0 + late + (step + 1) * self.step_s, 3)
 
     def metric_lines(self) -> Iterator[dict[str, Any]]:

@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
     except ImportError as error:
         raise missing_extra(error.name or "starlette", "watch", "argosy watch") from None
     from argosy.watch.auth import is_loopback, new_token
-    from argosy.watch.serve import listening, serve, url
+    from argosy.watch.serve import listening, server_of, url
 
     token = _own_token() or ("" if is_loopback(options.host) else new_token())
     with listening(options.host, options.port) as listener:
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
         if options.open:
             webbrowser.open(address)
         try:
-            serve(root, listener, token, options.host)
+            server_of(root, listener, token, options.host).run(sockets=[listener])
         except KeyboardInterrupt:
             print()
     return 0

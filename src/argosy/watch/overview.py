@@ -56,7 +56,7 @@ def details(run_id: str, reader: RunReader) -> dict[str, Any]:
     predicted = reader.prediction
     return line(run_id, reader) | {
         "now_s": time.time(),
-        "goodput": useful_s(reader) / found.wall_s if found.wall_s else None,
+        "goodput": _goodput(reader, found),
         "step_s": reader.recent_step_s,
         "predicted": predicted
         and {
@@ -70,6 +70,11 @@ def details(run_id: str, reader: RunReader) -> dict[str, Any]:
         "problems": reader.problems,
         "report": {key: (reader.report or {}).get(key) for key in ("status", "wall_s", "validation", "sample")},
     }
+
+
+def _goodput(reader: RunReader, found: Timeline) -> float | None:
+    useful = min(useful_s(reader), found.seconds("training"))  # clocks may differ by a little
+    return useful / found.wall_s if found.wall_s > 0 else None
 
 
 def unreadable(run_id: str, problem: str) -> dict[str, Any]:

@@ -66,9 +66,14 @@ class Server(uvicorn.Server):
         self._before_exit = before_exit
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """End after the answers that are under way."""
+        """End at a signal, after the answers that are under way."""
         self._before_exit()
         super().handle_exit(sig, frame)
+
+    def end(self) -> None:
+        """End after the answers that are under way. Any thread may call it."""
+        self._before_exit()
+        self.should_exit = True
 
 
 def listening(host: str, port: int | None) -> socket.socket:
@@ -113,11 +118,15 @@ def _cannot_listen(host: str, port: int, problem: OSError) -> UserError:
     return UserError(f"--host {host} --port {port}: cannot listen there ({problem.strerror}).")
 
 
-def serve(root: Path, listener: socket.socket, token: str, host: str) -> None:
-    """Serve the runs under `root` until SIGINT or SIGTERM. `token` and `host` as in `url`."""
+def server_of(root: Path, listener: socket.socket, token: str = "", host: str = "127.0.0.1") -> Server:
+    """Return the server of the runs under `root`. `listener` was made for `host`.
+
+    token: who reads must have it; empty: nobody needs one.
+    `run(sockets=[listener])` serves until SIGINT or SIGTERM.
+    """
     port = listener.getsockname()[1]
     names = (*OWN_NAMES, host.lower()) if is_loopback(host) else OWN_NAMES
-    app, stop = make_app(root, token, port, names)
+    app, let_go = make_app(root, token, port, names)
     options: dict[str, Any] = {
         "http": PatientProtocol,
         "ws": "none",
@@ -130,7 +139,7 @@ def serve(root: Path, listener: socket.socket, token: str, host: str) -> None:
         "timeout_graceful_shutdown": 2,
         "proxy_headers": False,
     }
-    Server(uvicorn.Config(app, **options), stop).run(sockets=[listener])
+    return Server(uvicorn.Config(app, **options), let_go)
 
 
 def url(listener: socket.socket, host: str, token: str) -> str:
