@@ -45,7 +45,7 @@ def test_the_newest_of_a_run_is_there(tmp_path):
     run.event("save", step=1)
     (tmp_path / "nodes").mkdir()
     line = {"time_s": 1.0, "devices": [{"name": "GPU", "power_w": 300.0, "clock_mhz": 1500}], "host": {"cpu": 0.5},
-            "energy": {"joules": 40.0}}  # fmt: skip
+            "energy": {"joules": 40.0, "total_joules": 80.0}}  # fmt: skip
     (tmp_path / "nodes/one.jsonl").write_text(f"{json.dumps(line)}\n" * 2)
     with listening(tmp_path) as sink:
         Feed(tmp_path, {}).take().tell(sink)

@@ -21,7 +21,7 @@ FULL = Latest(
     evaluation={"step": 9, "validation_loss": 2.0, "bits_per_byte": 1.0},
     nodes={"n": {"devices": [{"name": "GPU", "utilisation": 0.5, "memory_bytes": 3, "temperature_c": 60,
                               "power_w": 300.0, "clock_mhz": 1500}],
-                 "host": {"cpu": 0.1, "memory_used_bytes": 5, "disk_free_bytes": 7}, "energy_joules": 80.0}},
+                 "host": {"cpu": 0.1, "memory_used_bytes": 5, "disk_free_bytes": 7}, "energy": {"total_joules": 80.0}}},
     events=Counter(save=2), state="finished",
 )  # fmt: skip
 

@@ -67,7 +67,7 @@ class Prometheus(Sink):
         self._latest.step = self.state.get("step", {})
         self._latest.evaluation = self.state.get("evaluation", {})
         self._latest.events = Counter(self.state.get("events", {}))
-        self._nodes: dict[str, tuple[Tail, float]] = {}
+        self._nodes: dict[str, Tail] = {}
         self._text = ""
         self._server = _serve(settings["host"], settings["port"], token_for(settings["host"]), lambda: self._text)
         host, port = self._server.server_address[:2]
@@ -107,12 +107,8 @@ class Prometheus(Sink):
     def _read_nodes(self, folder: Path) -> dict[str, Record]:
         nodes: dict[str, Record] = {name: dict(line) for name, line in self._latest.nodes.items()}
         for path in sorted(folder.glob("*.jsonl"))[:MOST_NODES]:
-            tail, joules = self._nodes.get(path.stem, (Tail(path), 0.0))
-            lines = tail.read()
-            joules += sum(line.get("energy", {}).get("joules", 0.0) for line in lines)
-            self._nodes[path.stem] = tail, joules
-            if lines:
-                nodes[path.stem] = {**lines[-1], "energy_joules": joules}
+            if lines := self._nodes.setdefault(path.stem, Tail(path)).read():
+                nodes[path.stem] = lines[-1]
         return nodes
 
 

@@ -32,7 +32,7 @@ class Latest:
     evaluation: Mapping[str, Any] = field(default_factory=dict)
     """The newest line of an evaluation."""
     nodes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Node -> its newest line, and "energy_joules": the sum of all its lines'."""
+    """Node -> its newest line."""
     events: Counter[str] = field(default_factory=Counter)
     """Kind of event -> how often it came."""
     state: str = "training"
@@ -161,7 +161,7 @@ def _of_node(node: str, line: Mapping[str, Any]) -> Iterator[Sample]:
                 yield name, labels, value * factor
     for name, key in HOST.items():
         yield name, {"node": node}, _table(line, "host").get(key)
-    yield "argosy_node_energy_joules_total", {"node": node}, line.get("energy_joules")
+    yield "argosy_node_energy_joules_total", {"node": node}, _table(line, "energy").get("total_joules")
 
 
 def _table(record: Mapping[str, Any], key: str) -> Mapping[str, Any]:
