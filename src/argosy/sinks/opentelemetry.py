@@ -69,7 +69,6 @@ class OpenTelemetry(Sink):
         endpoint, service = settings["endpoint"], settings["service"]
         self._steps_per_span: int = settings["steps_per_span"]
         self._exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces" if endpoint else None)
-        self._exporter = OTLPSpanExporter(**({"endpoint": f"{endpoint.rstrip('/')}/v1/traces"} if endpoint else {}))
         resource = Resource.create({"service.name": service} if service else {})
         if str(resource.attributes.get("service.name", "")).startswith("unknown_service"):
             resource = resource.merge(Resource({"service.name": "argosy"}))

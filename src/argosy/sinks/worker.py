@@ -76,7 +76,6 @@ class Told:
         before = self._kept.read()
         extend = load(folder / "run.toml").extend
         self.sink: Sink = entry_of(name, extend).load()(about(folder, before["state"]))
-        self.sink: Sink = entry_of(name).load()(about(folder, before["state"]))
         self._feed = Feed(folder, before["marks"])
         if self.sink.must_start_over:
             self._start_over()
