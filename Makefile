@@ -66,7 +66,7 @@ bench-planner: .venv/.dev
 	$(PYTHON) -m venv .venv
 
 .venv/.core: .venv/bin/python pyproject.toml constraints.txt
-	$(INSTALL) .
+	$(INSTALL) '.[watch]'
 	@touch $@
 
 .venv/.dev: .venv/bin/python pyproject.toml constraints.txt

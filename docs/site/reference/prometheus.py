@@ -13,7 +13,7 @@ def page() -> str:
         [
             "# Prometheus metrics",
             "The names that a run shows to Prometheus. The label `run` is in all of them. What is not known of a run, "
-            "or cannot be measured on its machine, is left out. [Sinks](sinks.md#prometheus) says how to scrape them.",
+            "or cannot be measured on its machine, is left out. [Sinks](sinks.md) says how to scrape them.",
             keys_table(["| name | kind | meaning |", "|---|---|---|", *rows]),
         ]
     )
