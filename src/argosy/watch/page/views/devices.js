@@ -141,7 +141,7 @@ function deviceTable(nodes, more) {
     { text: "Device" },
     { text: "Ranks" },
     { text: "Utilisation" },
-    { text: "" },
+    { text: "so far" },
     ...["Memory", "Temperature", "Power", "Clock"].map((text) => ({ text, number: true })),
   ];
   return card(
