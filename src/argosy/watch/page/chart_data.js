@@ -33,9 +33,9 @@ export function linesOf(series, { smooth: factor = 0, logX, logY }) {
       add(each.min, {}, { stroke: () => "transparent", width: 0 });
       bands.push({ series: [lines.length - 1, lines.length], fill: () => faint(each.colour, 0.16) });
     }
-    if (factor > 0 && !each.points) add(each.mean, {}, { stroke: () => faint(each.colour, 0.28), width: 1 });
+    if (factor > 0 && !each.isSparse) add(each.mean, {}, { stroke: () => faint(each.colour, 0.28), width: 1 });
     add(
-      each.points ? each.mean : smooth(each.mean, factor),
+      each.isSparse ? each.mean : smooth(each.mean, factor),
       { named: each.name },
       {
         stroke,

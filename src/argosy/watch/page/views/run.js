@@ -14,6 +14,9 @@ import { isFault } from "../vitals.js";
 const KEYS = ["loss", "grad_norm", "lr", "tokens_per_s", "mfu", "step_time_s"];
 const CHARTS = ["loss", "grad_norm", "tokens_per_s", "mfu", "lr", "step_time_s"];
 const MARKED = new Set(["loss", "grad_norm"]); // with faults, recoveries, and steps that were not finite
+const DOTS_UP_TO = 120;
+const EVALUATIONS_UP_TO = 800;
+const EVALUATED_MS = 10000; // evaluations are rare: they are not asked for at each step
 /** What the user's code logged. */
 const isOwn = (key) => key.startsWith("user.");
 const POSITIONS = new Set(["step", "time_s", "first_sample"]); // they say where, not what
@@ -31,6 +34,7 @@ function create(root, page) {
   const grid = h("div", { class: "charts" });
   const empty = h("div", {});
   replace(root, controls.element, compared, strip.element, grid, empty);
+  const evaluated = new Map();
   let marks = [];
   let known = [];
   let whole = { at: 0 };
@@ -61,7 +65,7 @@ function create(root, page) {
     const keys = [...new Set([...KEYS, ...own, ...more])];
     const [answers, evaluations] = await Promise.all([
       Promise.all(ids.map((id) => ofRun(id, "series", { keys: keys.join(","), points, ...page.range() }, signal))),
-      Promise.all(ids.map((id) => ofRun(id, "evaluations", {}, signal).catch(() => null))),
+      Promise.all(ids.map((id) => evaluationsOf(id, signal))),
     ]);
     await overview(ids, answers, signal);
     const none = !page.window() && !answers.some((answer) => answer.step.length);
@@ -106,6 +110,14 @@ function create(root, page) {
     replace(compared, ids.length > 1 ? comparison(page, ids) : null);
     strip.element.hidden = !whole.ends || none;
     if (whole.ends) strip.update(whole.ends, window_, whole.values);
+  }
+
+  async function evaluationsOf(id, signal) {
+    const before = evaluated.get(id);
+    if (before && performance.now() - before.at < EVALUATED_MS) return before.answer;
+    const answer = await ofRun(id, "evaluations", {}, signal).catch(() => null);
+    if (!signal.aborted) evaluated.set(id, { at: performance.now(), answer });
+    return answer;
   }
 
   // The strip shows the whole run: a question of its own only while the charts show a part of it.
@@ -155,6 +167,14 @@ function marksOf(events) {
     .map((event) => ({ step: event.step, colour: RECOVERED.has(event.event) ? "good" : "bad" }));
 }
 
+/** The evaluations in a window; of very many, some that are evenly spread, and the last. */
+function within({ step, loss: values }, window_) {
+  const inside = step.map((_, i) => i).filter((i) => !window_ || (step[i] >= window_[0] && step[i] <= window_[1]));
+  const stride = Math.ceil(inside.length / EVALUATIONS_UP_TO);
+  const kept = inside.filter((_, i) => i % stride === 0 || i === inside.length - 1);
+  return { step: kept.map((i) => step[i]), mean: kept.map((i) => values[i]) };
+}
+
 function curves(page, id, key, answer, evaluation, window_) {
   const several = page.chosen().length > 1;
   const name = page.named(id);
@@ -173,16 +193,19 @@ function curves(page, id, key, answer, evaluation, window_) {
     });
   }
   if (key === "loss" && evaluation?.step?.length) {
-    const inside = evaluation.step.map((step) => !window_ || (step >= window_[0] && step <= window_[1]));
-    const cut = (list) => list.filter((_, i) => inside[i]);
+    const { step, mean } = within(evaluation, window_);
+    const dotted = step.length <= DOTS_UP_TO;
+    const colour = several ? about.colour : "run-1";
+    const named = several ? `${name}, validation` : "validation";
     result.push({
       ...about,
-      name: several ? `${name}, validation` : "validation",
-      step: cut(evaluation.step),
-      mean: cut(evaluation.loss),
-      dash: [5, 4],
-      points: true,
-      colour: several ? about.colour : "run-1",
+      name: named,
+      step,
+      mean,
+      dash: dotted ? [5, 4] : undefined,
+      points: dotted,
+      isSparse: true,
+      colour,
     });
   }
   return result;
