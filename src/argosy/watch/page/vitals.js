@@ -137,6 +137,8 @@ function health(run, advice, events) {
     const words = h("span", { class: "warn" }, `${lasting.length} warning${lasting.length > 1 ? "s" : ""}`);
     return cell("Health", words, toView("advice", lasting[0].title), { tone: "raised", title: lasting[0].title });
   }
+  // "Healthy" is said of what was looked at only.
+  if (!events || !advice) return cell("Health", NONE, "being looked at");
   const faults = (events?.events ?? []).filter(isFault);
   const last = faults.at(-1);
   if (!last) return cell("Health", h("span", { class: "good" }, "Healthy"), events ? "nothing went wrong so far" : "");

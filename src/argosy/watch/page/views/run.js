@@ -38,7 +38,7 @@ function create(root, page) {
   let marks = [];
   let known = [];
   let whole = { at: 0 };
-  strip.element.hidden = true;
+  strip.element.hidden = controls.element.hidden = true;
 
   const choices = () => known.filter((key) => !KEYS.includes(key) && !isOwn(key) && !POSITIONS.has(key));
   const chartOf = (key) => {
@@ -127,9 +127,9 @@ function create(root, page) {
       if (whole.ids === ids.join() && now - whole.at < 15000) return;
       answers = await Promise.all(ids.map((id) => ofRun(id, "series", { keys: "loss", points: 300 }, signal)));
     }
-    const ends = extent(answers.map((answer) => [answer.step[0], answer.step.at(-1)]));
+    const ends = extent(answers.map((answer) => [answer.first, answer.last]));
     // The longest run's curve fills the strip.
-    const longest = answers.find((answer) => answer.step.at(-1) === ends?.[1]);
+    const longest = answers.find((answer) => answer.last === ends?.[1]);
     whole = {
       ids: ids.join(),
       at: now,
@@ -195,7 +195,7 @@ function curves(page, id, key, answer, evaluation, window_) {
   if (key === "loss" && evaluation?.step?.length) {
     const { step, mean } = within(evaluation, window_);
     const dotted = step.length <= DOTS_UP_TO;
-    const colour = several ? about.colour : "run-1";
+    const colour = several ? about.colour : about.colour === "run-1" ? "run-0" : "run-1";
     const named = several ? `${name}, validation` : "validation";
     result.push({
       ...about,
