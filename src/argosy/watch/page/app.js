@@ -82,7 +82,7 @@ const vitals = refresher(
     if (!place.childElementCount) drawVitals(place, detail, null, null);
     // In a long run advice takes seconds to find: what the reader came for goes first.
     await firstDrawing;
-    const quiet = (promise) => promise.catch(() => null);
+    const quiet = (promise) => promise.catch(() => ({ failed: true }));
     const asked = [ofRun(id, "advice", {}, signal), ofRun(id, "events", { kinds: TOLD }, signal)];
     const [told, happened] = await Promise.all(asked.map(quiet));
     if (signal.aborted) return;

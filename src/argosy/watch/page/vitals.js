@@ -139,9 +139,10 @@ function health(run, advice, events) {
   }
   // "Healthy" is said of what was looked at only.
   if (!events || !advice) return cell("Health", NONE, "being looked at");
-  const faults = (events?.events ?? []).filter(isFault);
+  if (events.failed || advice.failed) return cell("Health", NONE, "the server failed to look at it");
+  const faults = events.events.filter(isFault);
   const last = faults.at(-1);
-  if (!last) return cell("Health", h("span", { class: "good" }, "Healthy"), events ? "nothing went wrong so far" : "");
+  if (!last) return cell("Health", h("span", { class: "good" }, "Healthy"), "nothing went wrong so far");
   const words = last.words ?? last.why ?? last.event;
   return cell(
     "Health",
