@@ -109,3 +109,11 @@ def test_ranks_are_those_of_the_newest_world_and_one_that_stands_still_is_named(
     time.sleep(0.05)
     assert list(folder.look().standing_s) == [3]
     heartbeat.close()
+
+
+def test_ranks_of_other_machines_are_those_that_their_nodes_wrote_down(tmp_path):
+    for node, generation, ranks in (("a", 2, [0, 1]), ("b", 2, [2, 3]), ("gone", 1, [4, 5])):
+        line = {"generation": generation, "ranks": ranks, "own": [[7, [0.1, 0.2]], [8, [0.3, 0.4]]]}
+        JsonLines(tmp_path / "nodes" / f"{node}.jsonl").write(line)
+    JsonLines(tmp_path / "nodes" / "odd.jsonl").write({"ranks": 3})
+    assert FolderView(tmp_path).look().ranks == {0: 0.3, 1: 0.4, 2: 0.3, 3: 0.4}

@@ -70,6 +70,9 @@ class FolderView:
         self._looked_at = 0.0
         self._settled: dict[str, tuple[float, Any]] = {}
         self._progress: dict[int, tuple[Hashable, float]] = {}
+        self._nodes: dict[Path, Tail] = {}
+        self._nodes_at = 0.0
+        self._own: dict[Path, tuple[int, dict[int, float]]] = {}
         self.heartbeats: Path | None = None
         """The folder of this machine's heartbeats, once it is known."""
 
@@ -168,7 +171,20 @@ class FolderView:
         common = set.intersection(*(set(reading.busy_s) for reading in newest)) if newest else set()
         last = sorted(common)[-LAST_STEPS:]
         own = {r.rank: statistics.mean(r.busy_s[step] for step in last) for r in newest} if last else {}
-        return own, self._standing(newest)
+        return self._ranks_of_nodes() | own, self._standing(newest)
+
+    def _ranks_of_nodes(self) -> dict[int, float]:
+        """Return each rank's own seconds in the last step that its node has written down (nodes/NODE.jsonl)."""
+        now = time.monotonic()
+        if now - self._nodes_at >= FILES_EVERY_S:
+            self._nodes_at = now
+            for path in sorted((self._run_dir / "nodes").glob("*.jsonl"))[:MOST_FILES]:
+                for record in self._nodes.setdefault(path, Tail(path, EVENTS_BYTES)).read()[-1:]:
+                    with suppress(KeyError, IndexError, TypeError, ValueError):  # another version wrote it
+                        _, seconds = record["own"][-1]
+                        self._own[path] = record["generation"], dict(zip(record["ranks"], seconds, strict=True))
+        newest = max((generation for generation, _ in self._own.values()), default=0)
+        return {r: s for generation, own in self._own.values() if generation == newest for r, s in own.items()}
 
     def _standing(self, readings: Iterable[HeartbeatReading]) -> dict[int, float]:
         now, before = time.monotonic(), self._progress
