@@ -56,7 +56,7 @@ def test_keys_choose_the_run_and_the_terminal_is_as_it_was(tmp_path, monkeypatch
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("LINES", "40")
     with open(end, "r+b", buffering=0, closefd=False) as raw:
-        out = open(os.dup(end), "w", encoding="utf-8")  # noqa: SIM115
+        out = os.fdopen(os.dup(end), "w", encoding="utf-8")
         monkeypatch.setattr(sys, "stdin", raw)
         monkeypatch.setattr(sys, "stdout", out)
         keys = iter(["", "\x1b[B", "", "q"])

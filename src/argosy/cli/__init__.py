@@ -23,6 +23,7 @@ COMMANDS = {
     "evaluate": "measure a checkpoint's loss on held-out text",
     "parity": "train some steps in one process and as a plan says, and compare",
     "replay": "run steps again, and compare them bit for bit",
+    "stacks": "show where every process of a run that trains, or hangs, is now",
     "chaos": "train twice, undisturbed and disturbed, and compare",
     "probe": "measure this machine, and write it as a cluster to plan for",
     "plan": "rank layouts for a model on a cluster: time, memory, cost, and why",

@@ -23,3 +23,9 @@ def ask(pid: int) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, ASKED)
         time.sleep(WRITING_S)
+
+
+def ask_and_go_on(pid: int) -> None:
+    """Ask as `ask` does, and do not wait."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, ASKED)

@@ -43,6 +43,7 @@ from argosy.supervise.newcomers import Newcomers
 from argosy.supervise.node_report import NodeReporter
 from argosy.supervise.nodes import Cause, State
 from argosy.supervise.scratch import MEMORY, scratch_folder
+from argosy.supervise.stack_gatherer import FOLDER, StackGatherer
 from argosy.supervise.stopping import Stopping
 from argosy.supervise.worker_process import WorkerProcess
 
@@ -79,6 +80,9 @@ class Agent:
         self._world_size = plan.world_size
         self._newcomers = Newcomers(run.resilience)
         self._follower = FollowerProcess(run_dir, run, self._events)
+        self._hang_of = 0
+        """The generation whose end was looked at last for a hang."""
+        self._stacks = StackGatherer(run_dir, self._name)
         self._failed_starts = 0
         self._node_check: NodeCheck | None = None
         self._health: Health | None = None
@@ -133,6 +137,7 @@ class Agent:
             self._node_check.end_if_late()
         self._show_what_is_waited_for()
         self._follower.keep()
+        self._stacks.keep(now, self._scratch, self._processes.values())
         if self._coordinator.keep(now):
             self._show_heartbeat(now)
         self._metrics.tend(self._readings_in_worlds, self._world_size)
@@ -368,12 +373,14 @@ class Agent:
             case say.JoinWorld():
                 self._join(message)
             case say.LeaveWorld(generation=generation, why=why):
+                self._write_down_a_hang(generation, why)
                 self._break(generation, why)
             case say.HoldWorld(generation=generation):
                 self._pass_on("hold", generation)
             case say.KillWorker(slot=slot, generation=generation, why=why):
                 process = self._processes.get(slot)
                 if process is not None and process.generation == generation:
+                    self._write_down_a_hang(generation, why)
                     self._kill(process, why)
             case say.RunNodeCheck():
                 if self._node_check is None:
@@ -428,6 +435,17 @@ class Agent:
             if process.generation == generation and process.state is State.RUNNING:
                 with suppress(Gone):
                     process.channel.send(kind, generation=generation)
+
+    def _write_down_a_hang(self, generation: int, why: str) -> None:
+        """Keep where the workers of a world are that stood still, before it ends; once for each world."""
+        if generation <= self._hang_of:
+            return
+        self._hang_of = generation
+        members = [p for p in self._processes.values() if p.generation == generation and p.state is State.RUNNING]
+        if self._stacks.stand_still(self._scratch, members):
+            name = f"hang-{generation:06d}"
+            self._stacks.gather_now(name, why, self._scratch, members)
+            self._events.write("stacks", generation=generation, why=why, folder=str(self._run_dir / FOLDER / name))
 
     def _break(self, generation: int, why: str) -> None:
         for process in self._processes.values():

@@ -1,4 +1,4 @@
-"""`argosy watch --terminal`: the panel of `argosy train` for runs that train elsewhere, or did so, from their folders."""
+"""`argosy watch --terminal`: the panel of `argosy train`, for runs that train elsewhere or did so."""
 
 from __future__ import annotations
 

@@ -1,0 +1,152 @@
+"""Stacks and progress of a node's workers, written down when `argosy stacks` asks, or when a world ends in which all
+stood still.
+
+Who may write to the run's folder may ask: a request is one small file there, which each agent looks for every second,
+and its answer is a file beside it. Nothing is run on behalf of the asker but this.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from argosy.files import atomic_write
+from argosy.observe import stack
+from argosy.observe.heartbeat import heartbeat_path, read_heartbeat
+from argosy.resilience.detect.finding import process_state
+from argosy.supervise.nodes import State
+from argosy.supervise.worker_process import WorkerProcess
+
+FOLDER, REQUEST = "stacks", "request.json"
+LOOK_S = 1.0
+COLLECT_S = 0.3
+"""How long workers have to write their stacks."""
+OLD_S = 60.0
+"""A request is not answered any more after so long: whoever asked has given up."""
+MOST_BYTES = 4096
+"""Of a request."""
+MOST_STACK_BYTES = 2**17
+"""Of one worker's stacks."""
+NAME = re.compile(r"[0-9a-z-]{1,64}")
+STANDS_S = 5.0
+"""If a world is broken off in which a rank has been in one place for so long, it is written down where."""
+
+
+@dataclass
+class _Asked:
+    """Workers that write their stacks now."""
+
+    name: str
+    why: str
+    due: float
+    workers: list[dict[str, Any]]
+    logs: dict[int, tuple[Path, int]] = field(default_factory=dict)
+    """Process -> its log, and how long that was before it was asked."""
+
+
+class StackGatherer:
+    """The agent's side. None of its methods waits, but `gather_now`."""
+
+    def __init__(self, run_dir: Path, node: str):
+        self._run_dir, self._node = run_dir, node
+        self._looked_at, self._answered = 0.0, ""
+        self._asked: _Asked | None = None
+
+    def keep(self, now: float, scratch: Path, workers: Iterable[WorkerProcess]) -> None:
+        """Look for a request, and answer one once the workers have had the time. now: monotonic seconds."""
+        if self._asked is not None:
+            if now >= self._asked.due:
+                self._answer()
+        elif now - self._looked_at >= LOOK_S:
+            self._looked_at = now
+            if name := self._request():
+                self._answered = name
+                self._ask(name, "asked for", now, scratch, workers)
+
+    def gather_now(self, name: str, why: str, scratch: Path, workers: Iterable[WorkerProcess]) -> None:
+        """Write down where the workers are, before some of them are killed."""
+        self._ask(name, why, time.monotonic(), scratch, workers)
+        if self._asked is not None:
+            time.sleep(COLLECT_S)
+            self._answer()
+
+    def stand_still(self, scratch: Path, workers: Iterable[WorkerProcess]) -> bool:
+        """Return True if a worker has been in one place for long: then its world is broken off since it hangs."""
+        now = time.monotonic_ns()
+        for worker in workers:
+            with suppress(OSError, ValueError):
+                reading = read_heartbeat(heartbeat_path(scratch, worker.pid))
+                if reading is not None and reading.busy_s and now - reading.phase_since_ns > STANDS_S * 1e9:
+                    return True
+        return False
+
+    def _request(self) -> str:
+        """Return the name of a request that is new and not old; "" if there is none."""
+        try:
+            descriptor = os.open(self._run_dir / FOLDER / REQUEST, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            return ""
+        with os.fdopen(descriptor, "rb") as file, suppress(OSError, ValueError, TypeError):
+            is_fresh = abs(time.time() - os.fstat(descriptor).st_mtime) < OLD_S
+            if is_fresh and stat.S_ISREG(os.fstat(descriptor).st_mode):
+                name = json.loads(file.read(MOST_BYTES))["name"]
+                if name != self._answered and NAME.fullmatch(name):
+                    return str(name)
+        return ""
+
+    def _ask(self, name: str, why: str, now: float, scratch: Path, workers: Iterable[WorkerProcess]) -> None:
+        self._asked = asked = _Asked(name, why, now + COLLECT_S, [])
+        for worker in workers:
+            seen = _seen(worker, scratch)
+            asked.workers.append(seen)
+            if worker.state is not State.RUNNING or not worker.pid:
+                seen["problem"] = f"it is in no world: {worker.state.name.lower()}"
+            elif seen["process"] in ("T", "t"):
+                seen["problem"] = "it is stopped (SIGSTOP), and can say nothing"
+            else:
+                log = self._run_dir / "logs" / f"worker-{self._node}-{worker.slot}.log"
+                with suppress(OSError):
+                    asked.logs[worker.pid] = log, log.stat().st_size
+                    stack.ask_and_go_on(worker.pid)
+
+    def _answer(self) -> None:
+        asked, self._asked = self._asked, None
+        assert asked is not None
+        for seen in asked.workers:
+            if (found := asked.logs.get(seen["pid"])) is not None:
+                path, start = found
+                with suppress(OSError), path.open("rb") as log:
+                    log.seek(start)
+                    seen["stack"] = log.read(MOST_STACK_BYTES).decode(errors="replace")
+                if not seen.get("stack"):
+                    seen["problem"] = "it did not write its stacks: it waits in the kernel, or has ended"
+        with suppress(OSError):  # a full disk must not end the run
+            folder = self._run_dir / FOLDER / asked.name
+            folder.mkdir(parents=True, exist_ok=True)
+            record = {"time_s": time.time(), "node": self._node, "why": asked.why, "workers": asked.workers}
+            with atomic_write(folder / f"{self._node}.json") as file:
+                file.write(json.dumps(record, indent=1).encode() + b"\n")
+
+
+def _seen(worker: WorkerProcess, scratch: Path) -> dict[str, Any]:
+    """Return what a worker shows without its help: /proc and its heartbeat."""
+    seen: dict[str, Any] = {
+        "rank": worker.rank, "pid": worker.pid, "slot": worker.slot, "generation": worker.generation,
+        "process": process_state(worker.pid) if worker.pid else "",
+    }  # fmt: skip
+    with suppress(OSError, ValueError):
+        reading = read_heartbeat(heartbeat_path(scratch, worker.pid))
+        if reading is not None:
+            sequences: Mapping[str, int] = reading.sequences
+            since_s = (time.monotonic_ns() - reading.phase_since_ns) / 1e9
+            seen |= {"step": reading.step, "phase": reading.phase, "phase_s": round(since_s, 3)}
+            seen["collectives"] = dict(sequences)
+    return seen
