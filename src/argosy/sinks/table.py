@@ -100,6 +100,8 @@ def check_sinks(observe: ObserveConfig, extend: ExtendConfig = ExtendConfig()) -
     for name in observe.sinks:
         if name in OF_A_RUN:
             raise UserError(f"observe.sinks: {name!r} is no sink; observe.{OF_A_RUN_BY[name]} asks for it.")
+        if name in SINKS and (own := extend.declared("sink").get(name)) is not None:
+            raise UserError(f"{own.place}: there is a built-in sink {name!r}; give yours another name.")
         entry = entry_of(name, extend)
         package = entry.package or entry.module.partition(".")[0]
         if _is_installed(package):
