@@ -14,9 +14,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -24,11 +24,9 @@ import torch.distributed._functional_collectives  # the operators of `_c10d_func
 from torch import Tensor
 
 from argosy.observe.counters import NETWORK, NODE, OTHER
-from argosy.observe.wire import COLLECTIVES
+from argosy.observe.wire import COLLECTIVES, Sent
 from argosy.plan.cost.traffic import WORLD
 
-Channel = tuple[str, str]
-"""(axis, tier)"""
 Arguments = Callable[..., tuple[Any, ...]]
 """The arguments of a method or functional operator -> those of c10d's operator, as `wire.COLLECTIVES` reads them."""
 
@@ -84,6 +82,19 @@ FUNCTIONAL: dict[str, tuple[str, int, Callable[[Any, tuple[Any, ...]], tuple[Any
 """Operator of `_c10d_functional` -> that of c10d, where its group stands, and result and arguments as c10d's."""
 
 
+@dataclass(slots=True)
+class _Channel:
+    """What is counted of the groups along one axis, on one tier."""
+
+    axis: str
+    tier: str
+    is_on_stream: bool
+    """True if its collectives are work of the GPU, for which the host does not wait."""
+    seconds: float = 0.0
+    sent: float = 0
+    is_used: bool = False
+
+
 class CommunicationMeter:
     """Counts the seconds that this rank waits in collectives and the bytes that it sends, by axis and tier.
 
@@ -99,12 +110,12 @@ class CommunicationMeter:
         """axes: name of a process group -> the axis that it is along (`Meshes.axis_of_groups`). node_of_rank: the
         machine of a global rank, in any form that can be compared."""
         self._axes, self._node_of_rank, self._device = axes, node_of_rank, device
-        self._channels: dict[str, Channel] = {}
-        self._seconds: dict[Channel, float] = {}
-        self._bytes: dict[Channel, float] = {}
-        self._works: WeakKeyDictionary[Any, Channel] = WeakKeyDictionary()
-        self._tensors: dict[int, Channel] = {}
-        self._spans: list[tuple[Channel, torch.cuda.Event, torch.cuda.Event]] = []
+        # By id, as they are looked up in each collective. A group lives as long as its world, and so does the meter;
+        # a work that was dropped and one that has its id now are told apart by the call that made the new one.
+        self._channels: dict[int, _Channel] = {}
+        self._works: dict[int, _Channel] = {}
+        self._tensors: dict[int, _Channel] = {}
+        self._spans: list[tuple[_Channel, torch.cuda.Event, torch.cuda.Event]] = []
         self._is_inside = False
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
@@ -126,87 +137,85 @@ class CommunicationMeter:
     def lap(self) -> dict[str, dict[str, list[float]]]:
         """Return axis -> tier -> [seconds, bytes] since the last lap. On a GPU, call it after a wait for the device."""
         for channel, start, end in self._spans:
-            self._add(channel, start.elapsed_time(end) / 1e3)
+            channel.seconds += start.elapsed_time(end) / 1e3
         self._spans.clear()
+        self._works.clear()
         self._tensors.clear()
         found: dict[str, dict[str, list[float]]] = {}
-        for (axis, tier), sent in self._bytes.items():
-            found.setdefault(axis, {})[tier] = [self._seconds.get((axis, tier), 0.0), sent]
-        self._seconds, self._bytes = {}, {}
+        for channel in self._channels.values():
+            if channel.is_used:
+                both = found.setdefault(channel.axis, {}).setdefault(channel.tier, [0.0, 0])
+                both[0] += channel.seconds
+                both[1] += channel.sent
+                channel.seconds, channel.sent, channel.is_used = 0.0, 0, False
         return found
 
-    def call(self, group: dist.ProcessGroup, operator: str, arguments: Arguments, call: Any, args: Any, kw: Any) -> Any:
+    def call(self, group: dist.ProcessGroup, sent: Sent, arguments: Arguments, call: Any, args: Any, kw: Any) -> Any:
         """Carry out a method of `group`, and count it."""
-        channel = self._channel_of(group)
-        start = self._mark()
+        channel = self._channels.get(id(group)) or self._meet(group)
+        start = self._mark(channel)
         work = call(group, *args, **kw)
         self._took(channel, start)
-        with suppress(Exception):  # arguments that torch has changed: the bytes are missing, and the step goes on
-            self._sent(channel, operator, arguments(*args), group)
-        if isinstance(work, dist.Work):
-            self._works[work] = channel
+        try:  # noqa: SIM105  a context manager takes longer, in every collective
+            channel.sent += round(sent(arguments(*args), group))
+        except Exception:  # torch has changed its arguments: the step goes on, without these bytes
+            pass
+        if work is not None:
+            self._works[id(work)] = channel
         return work
 
     def wait(self, work: dist.Work, wait: Any, args: Any, kw: Any) -> Any:
         """Carry out `work.wait`, and count it."""
-        channel = self._works.get(work)
-        if channel is None:
-            return wait(work, *args, **kw)
-        start = self._mark()
-        try:
-            return wait(work, *args, **kw)
-        finally:
-            self._took(channel, start)
+        channel = self._works.pop(id(work), None)
+        return wait(work, *args, **kw) if channel is None else self._waited(channel, wait, (work, *args), kw)
 
     def call_functional(self, name: str, call: Any, args: Any, kw: Any) -> Any:
         """Carry out an operator of `_c10d_functional`, and count it: once, if a dispatch mode calls it once more."""
         if self._is_inside:
             return call(*args, **kw)
-        operator, place, arguments = FUNCTIONAL[name]
-        start = self._mark()
+        began_s = time.perf_counter()
         self._is_inside = True
         try:
             result = call(*args, **kw)
         finally:
             self._is_inside = False
-        some = result[0] if isinstance(result, (list, tuple)) and result else result
-        if type(some) is Tensor:  # not while the compiler tries it out on fake ones
+        results = result if isinstance(result, (list, tuple)) else [result]
+        if all(type(tensor) is Tensor for tensor in results):  # not while the compiler tries it out on fake ones
             with suppress(Exception):
+                operator, place, arguments = FUNCTIONAL[name]
                 group = _group(args[place])
-                channel = self._channel_of(group)
-                self._took(channel, start)
-                self._sent(channel, operator, arguments(result, args), group)
-                for tensor in result if isinstance(result, (list, tuple)) else [result]:
+                channel = self._channels.get(id(group)) or self._meet(group)
+                channel.is_used = True
+                channel.seconds += 0.0 if channel.is_on_stream else time.perf_counter() - began_s
+                channel.sent += round(COLLECTIVES[operator][1](arguments(result, args), group))
+                for tensor in results:
                     self._tensors[tensor.data_ptr()] = channel
         return result
 
     def wait_functional(self, call: Any, args: Any, kw: Any) -> Any:
         """Carry out `_c10d_functional.wait_tensor`, and count it."""
         channel = self._tensors.pop(args[0].data_ptr(), None) if type(args[0]) is Tensor else None
-        if channel is None:
-            return call(*args, **kw)
-        start = self._mark()
+        return call(*args, **kw) if channel is None else self._waited(channel, call, args, kw)
+
+    def _waited(self, channel: _Channel, wait: Any, args: Any, kw: Any) -> Any:
+        start = self._mark(channel)
         try:
-            return call(*args, **kw)
+            return wait(*args, **kw)
         finally:
             self._took(channel, start)
 
-    def _channel_of(self, group: dist.ProcessGroup) -> Channel:
-        name = group.group_name
-        if (channel := self._channels.get(name)) is None:
-            ranks = dist.get_process_group_ranks(group)
-            unnamed = WORLD if len(ranks) == dist.get_world_size() else OTHER
-            tier = NODE if len({self._node_of_rank(rank) for rank in ranks}) == 1 else NETWORK
-            channel = self._channels[name] = self._axes.get(name, unnamed), tier
+    def _meet(self, group: dist.ProcessGroup) -> _Channel:
+        """Return a group's channel, the first time that it is used."""
+        ranks = dist.get_process_group_ranks(group)
+        unnamed = WORLD if len(ranks) == dist.get_world_size() else OTHER
+        tier = NODE if len({self._node_of_rank(rank) for rank in ranks}) == 1 else NETWORK
+        is_on_stream = self._stream is not None and dist.get_backend(group) != "gloo"
+        channel = self._channels[id(group)] = _Channel(self._axes.get(group.group_name, unnamed), tier, is_on_stream)
         return channel
 
-    def _sent(self, channel: Channel, operator: str, args: tuple[Any, ...], group: dist.ProcessGroup) -> None:
-        sent = round(COLLECTIVES[operator][1](args, group))
-        self._bytes[channel] = self._bytes.get(channel, 0) + sent
-
-    def _mark(self) -> float | torch.cuda.Event | None:
+    def _mark(self, channel: _Channel) -> float | torch.cuda.Event | None:
         """Return the present; on a GPU None in another stream than that of the arithmetic, which does not wait here."""
-        if self._stream is None:
+        if not channel.is_on_stream:
             return time.perf_counter()
         if torch.cuda.current_stream(self._device) != self._stream:
             return None
@@ -214,15 +223,12 @@ class CommunicationMeter:
         event.record()
         return event
 
-    def _took(self, channel: Channel, start: float | torch.cuda.Event | None) -> None:
+    def _took(self, channel: _Channel, start: float | torch.cuda.Event | None) -> None:
+        channel.is_used = True
         if isinstance(start, float):
-            self._add(channel, time.perf_counter() - start)
-        elif start is not None and isinstance(end := self._mark(), torch.cuda.Event):
+            channel.seconds += time.perf_counter() - start
+        elif start is not None and isinstance(end := self._mark(channel), torch.cuda.Event):
             self._spans.append((channel, start, end))
-
-    def _add(self, channel: Channel, seconds: float) -> None:
-        self._seconds[channel] = self._seconds.get(channel, 0.0) + seconds
-        self._bytes.setdefault(channel, 0)
 
 
 class _Doors:
@@ -268,10 +274,12 @@ class _Doors:
 
 
 def _method(operator: str, arguments: Arguments, call: Any) -> Any:
+    sent = COLLECTIVES[operator][1]
+
     def counted(group: dist.ProcessGroup, *args: Any, **kw: Any) -> Any:
         if (meter := _Doors.meter) is None:
             return call(group, *args, **kw)
-        return meter.call(group, operator, arguments, call, args, kw)
+        return meter.call(group, sent, arguments, call, args, kw)
 
     return counted
 

@@ -60,4 +60,4 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 
 def nbytes(tree: Any) -> int:
     """Return the bytes of all tensors in `tree`."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(tree))
+    return sum(tensor.nbytes for tensor in tensors_in(tree))

@@ -105,7 +105,7 @@ class Agent:
                     while not self._is_over():
                         self._turn()
             finally:
-                self._metrics.write(self._readings_in_worlds(), self._world_size)
+                self._metrics.write(self._readings(self._processes.values()), self._world_size)
                 self._end_all()
                 self._progress.doing("")
         self._raise_if_not_done()
@@ -140,7 +140,7 @@ class Agent:
         self._stacks.keep(now, self._scratch, self._processes.values())
         if self._coordinator.keep(now):
             self._show_heartbeat(now)
-        self._metrics.tend(self._readings_in_worlds, self._world_size)
+        self._metrics.tend(lambda: self._readings(self._processes.values()), self._world_size)
         self._report(self._node.look([process.pid for process in self._processes.values() if process.pid]))
 
     # ---- workers ------------------------------------------------------------------------------------------------
