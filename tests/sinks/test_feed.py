@@ -25,7 +25,7 @@ def test_each_line_is_told_once(tmp_path):
     assert steps(news) == [0, 1]
     assert news.rewound_to is None
     assert [record.get("validation_loss") for record in news.metrics] == [None, 3.0, None]
-    assert [record["event"] for record in news.events] == ["save"]
+    assert [(record["process"], record["event"]) for record in news.events] == [("rank-0", "save")]
     assert [record["text"] for record in news.samples] == ["upon"]
     assert feed.take() == News()
 

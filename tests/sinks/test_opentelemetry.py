@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -90,6 +91,8 @@ def a_whole_run(run: RunFolder) -> None:
     event(run, 2.7, "start", step=3, world_size=2)
     run.step(3, 4, seconds={"forward": 0.2, "evaluate": 0.1, "step": 0.5})
     event(run, 5.0, "end", step=5)
+    end = {"time_s": BASE + 5.1, "event": "end", "step": 5}
+    (run.path / "events/rank-1.jsonl").write_text(f"{json.dumps(end)}\n")  # every rank says so
 
 
 def near(*spans: tuple[float, float]) -> list[Any]:

@@ -71,7 +71,8 @@ class Feed:
         news.metrics = records
         news.samples = self._lines("samples.jsonl").take(MOST_LINES)
         for name in self._event_files():
-            news.events += self._lines(name).take(MOST_LINES)
+            process = Path(name).stem
+            news.events += [{"process": process, **event} for event in self._lines(name).take(MOST_LINES)]
         news.events.sort(key=lambda record: record.get("time_s", 0.0))
         news.is_more = max(map(len, (records, news.samples, news.events))) >= MOST_LINES
         return news

@@ -27,6 +27,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
 
 from argosy.sinks.sink import About, Record, Sink
+from argosy.sinks.values import OF_EACH_RANK, is_of_another_rank
 
 ROOT = "run"
 FROM_SECONDS = {"save": "save", "verified": "verify", "settled": "data"}
@@ -104,7 +105,8 @@ class OpenTelemetry(Sink):
     def events(self, records: Sequence[Record]) -> None:
         """Make spans of what they begin and end."""
         for record in records:
-            self._note(record["event"], record["time_s"], record)
+            if not (record["event"] in OF_EACH_RANK and is_of_another_rank(record)):
+                self._note(record["event"], record["time_s"], record)
 
     def rewind(self, step: int) -> None:
         """Leave lost steps out that were not sent. Those that were sent did happen, before a recovery."""

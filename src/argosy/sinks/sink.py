@@ -56,7 +56,7 @@ class Sink:
         """Take lines of evaluations: "step", "validation_loss", "bits_per_byte"."""
 
     def events(self, records: Sequence[Record]) -> None:
-        """Take events of the run's processes: "time_s", "event", ... (docs/events.md)."""
+        """Take events of the run's processes: "process", "time_s", "event", ... (docs/events.md)."""
 
     def samples(self, records: Sequence[Record]) -> None:
         """Take texts that the model wrote: "step", "time_s", "prompt", "text"."""

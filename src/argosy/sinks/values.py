@@ -17,11 +17,19 @@ NOTEWORTHY = {
     "node_refused", "corruption", "gradient_corrupt", "save_failed", "alert", "end",
 }  # fmt: skip
 """Events that a curve is read with: why it has a gap, a bend or a jump."""
+OF_EACH_RANK = {"start", "resume", "end"}
+"""Events that every rank writes."""
 
 
 def is_noteworthy(event: Record) -> bool:
-    """Return True for an event that belongs beside the curves."""
-    return event.get("event") in NOTEWORTHY
+    """Return True for an event that belongs beside the curves; of what every rank says, that of the first alone."""
+    return event.get("event") in NOTEWORTHY and not (event.get("event") in OF_EACH_RANK and is_of_another_rank(event))
+
+
+def is_of_another_rank(event: Record) -> bool:
+    """Return True for an event of a rank that is not the first."""
+    process = event.get("process", "")
+    return process.startswith("rank-") and process != "rank-0"
 
 
 def step_values(record: Record) -> dict[str, float]:
