@@ -21,6 +21,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
+from argosy.watch.reader import RunReader
 from browser import chromium, look, serve
 from run_folders import Made, Trouble
 
@@ -77,6 +78,7 @@ def take_pictures(browser: Any, folder: Path, out: Path) -> None:
 def times(browser: Any, folder: Path, steps: int) -> dict[str, Any]:
     """Open a run of so many steps in a server that has just started, then scroll through it."""
     Made(steps=steps, total_steps=2 * steps, ranks=1, norms_every=1000, is_finished=False).write(folder / "long")
+    read_s, read_cpu_s = reading(folder / "long")
     with serve(folder) as base, look(browser, base) as seen:
         first = seconds(lambda: drawn(seen, "?run=long"))
         again = seconds(lambda: drawn(seen, "?run=long"))
@@ -89,11 +91,22 @@ def times(browser: Any, folder: Path, steps: int) -> dict[str, Any]:
         return {
             "steps": steps,
             "metrics_bytes": (folder / "long" / "metrics.jsonl").stat().st_size,
+            "read_s": round(read_s, 3),
+            "read_cpu_s": round(read_cpu_s, 3),
             "first_open_s": round(first, 3),
             "second_open_s": round(again, 3),
             "scroll_s": {"median": round(statistics.median(scrolls), 3), "most": round(max(scrolls), 3)},
             "complaints": seen.complaints,
         }
+
+
+def reading(run: Path) -> tuple[float, float]:
+    """Seconds, and those of a processor, to read the run without a server: on a busy machine they differ."""
+    began, cpu = time.perf_counter(), time.process_time()
+    reader = RunReader(run)
+    reader.refresh()
+    assert len(reader.steps["loss"])
+    return time.perf_counter() - began, time.process_time() - cpu
 
 
 def drawn(seen: Any, query: str) -> None:

@@ -285,7 +285,7 @@ def test_a_real_run_is_followed_through_its_faults(browser, disturbed):
         watched.open(view="ranks")
         assert "straggler rank 1" in text(watched, ".findings") and "died rank 0" in text(watched, ".findings")
         watched.open(view="events")
-        for event in ("worker_died", "recovered", "straggler", "bad_step"):
+        for event in ("worker_died", "recovered", "straggler", "transient"):
             assert page.locator(f'[data-event="{event}"]').count(), event
         watched.open(view="advice")
         for named in ("Rank 1", "Rank 0 died", "step 50 was bad"):
