@@ -1,7 +1,19 @@
 // What a tired person wants to see in the first second: is it alive, is it healthy, when will it be done, what went wrong.
 
 import { h, replace } from "./dom.js";
-import { ago, clock, duration, grouped, interval, loss, money, number, percent, NONE } from "./format.js";
+import {
+  ago,
+  clock,
+  duration,
+  grouped,
+  interval,
+  loss,
+  money,
+  number,
+  percent,
+  words as plain,
+  NONE,
+} from "./format.js";
 import { stateMark } from "./runs.js";
 import * as state from "./state.js";
 
@@ -143,13 +155,10 @@ function health(run, advice, events) {
   const faults = events.events.filter(isFault);
   const last = faults.at(-1);
   if (!last) return cell("Health", h("span", { class: "good" }, "Healthy"), "nothing went wrong so far");
-  const words = last.words ?? last.why ?? last.event;
-  return cell(
-    "Health",
-    h("span", { class: "good" }, "Healthy again"),
-    toView("events", `${ago(last.time_s)}: ${words}`),
-    { title: words },
-  );
+  const told = last.words ?? last.why ?? last.event;
+  const link = toView("events", `${ago(last.time_s)}: ${told}`);
+  if (run.state !== "training") return cell("Last trouble", plain(last.event), link, { title: told });
+  return cell("Health", h("span", { class: "good" }, "Healthy again"), link, { title: told });
 }
 
 function done(run, forecast) {
@@ -177,8 +186,10 @@ function cost(run, forecast) {
     ? `${money(middle, currency)} at the end${low !== undefined ? `, ${money(low)} to ${money(high)}` : ""}`
     : run.cost === null || run.cost === undefined
       ? "no price is known for this machine"
-      : "so far";
-  return cell("Cost so far", money(run.cost, currency), sub, { title: sub });
+      : run.state === "finished"
+        ? "in all"
+        : "so far";
+  return cell(run.state === "finished" ? "Cost" : "Cost so far", money(run.cost, currency), sub, { title: sub });
 }
 
 function speed(run) {

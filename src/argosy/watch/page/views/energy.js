@@ -31,7 +31,7 @@ function create(root, page) {
   async function refresh(signal) {
     const answer = await ofRun(page.primary(), "energy", {}, signal);
     const { series } = answer;
-    chart.element.hidden = !series?.time_s?.length;
+    chart.element.hidden = !(series?.time_s?.length > 1);
     if (!chart.element.hidden)
       chart.update({
         series: [
