@@ -47,9 +47,10 @@ export function extent(columns) {
   return low <= high ? [low, high] : null;
 }
 
+/** The middle value; of two, the lower: of two ranks the faster is the measure. Null without any. */
 export function median(values) {
   const sorted = values.filter((value) => value !== null && Number.isFinite(value)).sort((a, b) => a - b);
-  return sorted.length ? sorted[sorted.length >> 1] : null;
+  return sorted.length ? sorted[(sorted.length - 1) >> 1] : null;
 }
 
 /** Round places between two ends, for an axis or a legend. */

@@ -70,7 +70,8 @@ function create(root, page) {
   }
 
   function draw(shown, zoomed) {
-    const keys = answer.keys?.length ? answer.keys : [shown];
+    // The newest line of a node may lack some.
+    const keys = [...new Set(["own", "step_s", shown, ...(answer.keys ?? [])])];
     if (key.dataset.keys !== keys.join()) {
       key.dataset.keys = keys.join();
       replace(
