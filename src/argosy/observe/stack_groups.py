@@ -27,7 +27,14 @@ def threads_of(text: str) -> list[list[Frame]]:
             threads.append([])
         elif (found := FRAME.match(line)) and threads:
             threads[-1].append((_short(found["file"]), found["line"], found["name"]))
+    threads = [_without_start(frames) for frames in threads]
     return sorted(threads, key=lambda frames: not any(MAIN in file and name == "main" for file, _, name in frames))
+
+
+def _without_start(frames: list[Frame]) -> list[Frame]:
+    """Return the frames within the worker's main function: below it all are alike."""
+    ends = (at for at, (file, _, name) in enumerate(frames) if MAIN in file and name == "main")
+    return frames[: next(ends, len(frames)) + 1]
 
 
 def groups(workers: Iterable[Seen]) -> list[tuple[list[Seen], list[Frame], str]]:

@@ -37,6 +37,7 @@ from argosy.resilience.detect.finding import Finding
 from argosy.resilience.detect.node import NodeWatch
 from argosy.resilience.node_health import Health, NodeCheck, NodeCheckRequest
 from argosy.sinks.process import FollowerProcess
+from argosy.supervise import flight_recorder
 from argosy.supervise import messages as say
 from argosy.supervise.coordinator_client import CoordinatorClient
 from argosy.supervise.newcomers import Newcomers
@@ -155,6 +156,8 @@ class Agent:
             "ARGOSY_QUIET": str(int(self._quiet)),
             SCREEN: str(int(terminal.owner is not None)),
         }
+        if self._launch.device != "cpu":
+            environment |= flight_recorder.environment(self._run_dir / FOLDER, self._scratch)
         if self._coordinator.interface and "GLOO_SOCKET_IFNAME" not in os.environ:
             # Else gloo takes the address that the host's name resolves to.
             environment["GLOO_SOCKET_IFNAME"] = self._coordinator.interface

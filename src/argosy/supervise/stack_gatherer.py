@@ -22,6 +22,7 @@ from argosy.files import atomic_write
 from argosy.observe import stack
 from argosy.observe.heartbeat import heartbeat_path, read_heartbeat
 from argosy.resilience.detect.finding import process_state
+from argosy.supervise import flight_recorder
 from argosy.supervise.nodes import State
 from argosy.supervise.worker_process import WorkerProcess
 
@@ -35,6 +36,8 @@ MOST_BYTES = 4096
 """Of a request."""
 MOST_STACK_BYTES = 2**17
 """Of one worker's stacks."""
+NOT_A_REQUEST = (ValueError, TypeError, KeyError, RecursionError)
+"""What reading any bytes as a request may raise."""
 NAME = re.compile(r"[0-9a-z-]{1,64}")
 STANDS_S = 5.0
 """If a world is broken off in which a rank has been in one place for so long, it is written down where."""
@@ -73,7 +76,9 @@ class StackGatherer:
 
     def gather_now(self, name: str, why: str, scratch: Path, workers: Iterable[WorkerProcess]) -> None:
         """Write down where the workers are, before some of them are killed."""
-        self._ask(name, why, time.monotonic(), scratch, workers)
+        members = list(workers)
+        flight_recorder.ask(self._run_dir / FOLDER, scratch, [worker.rank for worker in members])
+        self._ask(name, why, time.monotonic(), scratch, members)
         if self._asked is not None:
             time.sleep(COLLECT_S)
             self._answer()
@@ -94,7 +99,7 @@ class StackGatherer:
             descriptor = os.open(self._run_dir / FOLDER / REQUEST, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
             return ""
-        with os.fdopen(descriptor, "rb") as file, suppress(OSError, ValueError, TypeError):
+        with os.fdopen(descriptor, "rb") as file, suppress(OSError, *NOT_A_REQUEST):
             is_fresh = abs(time.time() - os.fstat(descriptor).st_mtime) < OLD_S
             if is_fresh and stat.S_ISREG(os.fstat(descriptor).st_mode):
                 name = json.loads(file.read(MOST_BYTES))["name"]

@@ -1,0 +1,64 @@
+"""The agent answers requests for stacks, and nothing that only looks like one disturbs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from argosy.supervise.stack_gatherer import COLLECT_S, FOLDER, LOOK_S, MOST_BYTES, OLD_S, REQUEST, StackGatherer
+
+
+def look(run_dir: Path, gatherer: StackGatherer, times: int = 3) -> list[str]:
+    """Let an agent without workers look; return the answers that there are."""
+    for turn in range(times):
+        gatherer.keep(100.0 + turn * (LOOK_S + COLLECT_S), run_dir, [])
+    return sorted(str(path.relative_to(run_dir)) for path in run_dir.rglob("*.json") if path.name != REQUEST)
+
+
+def write(run_dir: Path, text: str) -> Path:
+    (run_dir / FOLDER).mkdir(exist_ok=True)
+    (run_dir / FOLDER / REQUEST).write_text(text)
+    return run_dir / FOLDER / REQUEST
+
+
+def test_a_request_is_answered_once(tmp_path):
+    write(tmp_path, '{"name": "17-ab"}')
+    gatherer = StackGatherer(tmp_path, "node")
+    assert look(tmp_path, gatherer) == ["stacks/17-ab/node.json"]
+    answer = tmp_path / FOLDER / "17-ab" / "node.json"
+    assert json.loads(answer.read_text())["workers"] == []
+    answer.unlink()
+    assert look(tmp_path, gatherer) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"name": "../outside"}', '{"name": 3}', '{"name": ["a"]}', "{}", "[]", "null", "", "[" * MOST_BYTES, "\0\udcff"],
+    ids=["path", "number", "list", "no name", "array", "null", "empty", "deep", "bytes"],
+)
+def test_what_is_no_request_is_left_alone(tmp_path, text):
+    write(tmp_path, "").write_bytes(text.encode(errors="surrogateescape"))
+    assert look(tmp_path, StackGatherer(tmp_path, "node")) == []
+
+
+def test_an_old_request_a_link_and_a_pipe_are_left_alone(tmp_path):
+    request = write(tmp_path, '{"name": "17-ab"}')
+    os.utime(request, (time.time() - OLD_S - 1,) * 2)
+    assert look(tmp_path, StackGatherer(tmp_path, "node")) == []
+    (tmp_path / "elsewhere").write_text('{"name": "17-ab"}')
+    request.unlink()
+    request.symlink_to(tmp_path / "elsewhere")
+    assert look(tmp_path, StackGatherer(tmp_path, "node")) == []
+    request.unlink()
+    os.mkfifo(request)
+    assert look(tmp_path, StackGatherer(tmp_path, "node")) == []
+
+
+def test_an_answer_that_cannot_be_written_disturbs_nobody(tmp_path):
+    write(tmp_path, '{"name": "17-ab"}')
+    (tmp_path / FOLDER / "17-ab").write_text("a file in the way")
+    assert look(tmp_path, StackGatherer(tmp_path, "node")) == []
