@@ -16,7 +16,7 @@ MAY_CHANGE = ("name", "plan", "model.preset", "model.weights", "train.steps", "t
 """Keys that a resumed run may change: they affect neither what the checkpoint means nor the order of the samples."""
 
 
-ADDED = {"model.qkv_bias": False, "train.loss": "cross_entropy"}
+ADDED = {"model.qkv_bias": False, "model.ffn_gate": True, "train.loss": "cross_entropy"}
 """Keys that older versions did not have, with the value that says what these did: it is left out, as they left it."""
 
 

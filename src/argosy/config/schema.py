@@ -29,6 +29,7 @@ from argosy.extend.declared import Declaration
 
 OPTIMIZERS = ("adamw", "lion", "muon")
 LOSSES = ("cross_entropy",)
+FAMILIES = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3")
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -161,8 +162,9 @@ class ModelConfig(Section):
     weights: Path | None = None
     """Fine-tuning: start from these pretrained weights, a run folder or checkpoint, e.g. what `argosy checkpoint
     import` wrote. Without a preset, sizes that are not given are those of the weights."""
-    family: Literal["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3"] = "llama"
-    """The Hugging Face classes and weight names that the model maps to on export and import."""
+    family: Annotated[str, one_of_or_own(*FAMILIES)] = "llama"
+    """The Hugging Face classes and weight names that the model maps to on export and import; or a family of your own,
+    by its name (docs/extending.md)."""
     layers: PositiveInt = 4
     """Number of layers (decoder blocks)."""
     width: PositiveInt = 256
@@ -175,6 +177,8 @@ class ModelConfig(Section):
     """Width of one head; must be even (rotary pairs). With mla: width of the rotated part, mla.rope_width."""
     ffn_width: PositiveInt = 704
     """Intermediate size: hidden width of the SwiGLU feed-forward of dense layers."""
+    ffn_gate: bool = True
+    """false: a feed-forward of two matrices, without a gate, which some families of your own have."""
     moe: MoEConfig = MoEConfig()
     mla: MLAConfig = MLAConfig()
     vocab_size: NonNegativeInt = 0
@@ -566,6 +570,20 @@ class RunConfig(Section):
     def _own_names_are_declared(self) -> Self:
         self.extend.check_name("optimizer.kind", self.optimizer.kind, "optimizer", OPTIMIZERS)
         self.extend.check_name("train.loss", self.train.loss, "loss", LOSSES)
+        self.extend.check_name("model.family", self.model.family, "family", FAMILIES)
+        own = self.extend.declared("family").get(self.model.family)
+        gated = own is None or own.facts["gated"]
+        if self.model.ffn_gate != gated:
+            has, value = ("a", "true") if gated else ("no", "false")
+            raise ValueError(
+                f"model.ffn_gate = {str(self.model.ffn_gate).lower()}: the family {self.model.family} has {has} gate; "
+                f"set ffn_gate = {value}"
+            )
+        if own is not None and self.model.moe.experts:
+            raise ValueError(
+                f"model.moe.experts = {self.model.moe.experts}: experts are SwiGLU, and not of the family "
+                f"{self.model.family}; set experts = 0"
+            )
         if self.optimizer.kind not in OPTIMIZERS and self.optimizer.state != "fp32":
             raise ValueError(
                 f'optimizer.state = "{self.optimizer.state}": an optimizer of your own keeps fp32; set fp32'

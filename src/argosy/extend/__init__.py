@@ -1,4 +1,5 @@
-"""Code of your own in a run: callbacks, metrics, losses, optimizers, sources of text, sinks (docs/extending.md).
+"""Code of your own in a run: callbacks, metrics, losses, optimizers, sources of text, sinks,
+model families (docs/extending.md).
 
     from argosy import extend
 
@@ -10,7 +11,20 @@ A run file names the file that this stands in: `[extend] files = ["mine.py"]`. O
 the plain function that it was: it can be imported and tested as any other.
 """
 
-from argosy.extend.register import callback, loss, metric, optimizer, sink, source
+from argosy.extend.register import callback, family, loss, metric, optimizer, sink, source
 from argosy.extend.views import POINTS, Loss, Point, Run, Update
 
-__all__ = ["POINTS", "Loss", "Point", "Run", "Update", "callback", "loss", "metric", "optimizer", "sink", "source"]
+__all__ = [
+    "POINTS",
+    "Loss",
+    "Point",
+    "Run",
+    "Update",
+    "callback",
+    "family",
+    "loss",
+    "metric",
+    "optimizer",
+    "sink",
+    "source",
+]

@@ -10,7 +10,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from argosy.extend.views import POINTS, Loss, Point, Run, Update
 
-Kind = Literal["callback", "metric", "loss", "optimizer", "source", "sink"]
+Kind = Literal["callback", "metric", "loss", "optimizer", "source", "sink", "family"]
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 ClassT = TypeVar("ClassT", bound=type)
 NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}")
@@ -130,8 +130,26 @@ def sink(name: str) -> ClassRegistration:
     return ClassRegistration("sink", _name(name), 0)
 
 
+def family(
+    name: str, *, gated: bool = True, architecture: str = "", hidden_act: str = ""
+) -> Registration[Callable[[Any], Any]]:
+    """Make the function the activation of a model family that a run file may name in `model.family`.
+
+    The family is Llama's but for the feed-forward: down(f(gate(x)) * up(x)) if `gated`, else down(f(up(x))), for which
+    the run file says `model.ffn_gate = false`. The function is given a tensor of any shape, and returns one of the same
+    shape; each element must follow from that element alone, since tensor parallelism cuts it.
+
+    architecture, hidden_act: the class of transformers that computes the same, and its word for the function; with both
+    the model can be exported. `name` is then the `model_type` of config.json.
+    """
+    if bool(architecture) != bool(hidden_act) or not isinstance(architecture, str) or not isinstance(hidden_act, str):
+        raise ValueError("architecture and hidden_act belong together: give both, or none (then nothing is exported)")
+    facts = {"gated": _bool("gated", gated), "architecture": architecture, "hidden_act": hidden_act}
+    return Registration("family", _name(name), 1, facts)
+
+
 DECORATORS: dict[str, Callable[..., Registration[Any]]] = {
-    function.__name__: function for function in (callback, metric, loss, optimizer, source, sink)
+    function.__name__: function for function in (callback, metric, loss, optimizer, source, sink, family)
 }
 """The decorators, by their names, which are the kinds."""
 

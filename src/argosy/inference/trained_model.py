@@ -17,6 +17,7 @@ from argosy.data.manifest import TOKENIZER
 from argosy.data.tokenizer import Tokenizer
 from argosy.errors import UserError
 from argosy.models.decoder import Decoder
+from argosy.models.own_family import load_family
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class TrainedModel:
 
     def model(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Decoder:
         """Return the model with the checkpoint's fp32 weights, computing in `dtype` on `device` (default: a GPU)."""
+        load_family(self.run)
         model = Decoder(self.run.model, dtype)
         model.to_empty(device=device or default_device())
         load_into(wholes(model.state_dict(), "model."), self.checkpoint)

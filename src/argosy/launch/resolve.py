@@ -15,6 +15,7 @@ from argosy.errors import UserError
 from argosy.observe.progress import Progress
 from argosy.plan.hardware.devices import is_path
 from argosy.plan.hardware.local_machine import cluster_of
+from argosy.plan.parameters import parameter_table
 
 
 def resolve(run: RunConfig, progress: Progress) -> tuple[RunConfig, OpenData]:
@@ -33,9 +34,7 @@ def resolve(run: RunConfig, progress: Progress) -> tuple[RunConfig, OpenData]:
             "Try model.vocab_size = 0, which takes the tokenizer's."
         )
     if run.optimizer.groups:
-        from argosy.models.decoder import Decoder  # importing it takes seconds, and few runs need it here
-
-        check_groups(run.optimizer, [name for name, _ in Decoder(run.model).named_parameters()])
+        check_groups(run.optimizer, list(parameter_table(run.model)))
     return run, data
 
 

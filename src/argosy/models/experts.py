@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from argosy.config.schema import ModelConfig, MoEConfig
 from argosy.models.layers import FeedForward, local
+from argosy.models.own_family import activation_of
 from argosy.plan.parameters import Table, feed_forward_table, inside, moe_table
 
 # B rows, T tokens of a row (those that this rank has), D model width, F hidden width of an expert
@@ -27,7 +28,8 @@ def feed_forward_of(config: ModelConfig, layer: int) -> FeedForward | MoE:
     """Return the feed-forward of block `layer` (from 0)."""
     if config.is_moe_layer(layer):
         return MoE(config)
-    return FeedForward(feed_forward_table(config.width, config.ffn_width))
+    table = feed_forward_table(config.width, config.ffn_width, config.ffn_gate)
+    return FeedForward(table, activation_of(config.family))
 
 
 def moe_layers(model: nn.Module) -> Iterator[MoE]:

@@ -21,7 +21,7 @@ from argosy.config.schema import ModelConfig
 from argosy.errors import ArgosyWarning, StorageError, UserError
 from argosy.files import is_plain_name, read_at_most
 from argosy.models.hf_config import config_from_json, config_to_json, refuse
-from argosy.models.hf_families import FAMILIES, MTP_NAMES, is_stack, their_names, to_ours, to_theirs
+from argosy.models.hf_families import MTP_NAMES, family_of, is_stack, their_names, to_ours, to_theirs
 from argosy.plan.parameters import state_table
 
 MOST_JSON_BYTES = 256 * 2**20
@@ -154,7 +154,7 @@ def _write_tokenizer(folder: Path, file: Path, eod_id: int | None, config: Model
         **({} if eod is None else {"eos_token": eod, "pad_token": eod}),
     }
     _write_json(folder / "tokenizer_config.json", described)
-    if (split := FAMILIES[config.family].own_split) and not _splits_by(tokenizer, split):
+    if (split := family_of(config.family).own_split) and not _splits_by(tokenizer, split):
         warnings.warn(
             f"{file}: AutoTokenizer of transformers splits text in its own way for {config.family} models, and would "
             "give other tokens than this tokenizer. Load it with PreTrainedTokenizerFast.from_pretrained.",

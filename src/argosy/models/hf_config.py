@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from argosy.config.keys import dotted, nest
 from argosy.config.schema import ModelConfig, RopeScaling
 from argosy.errors import UserError
-from argosy.models.hf_families import DEFAULTS, FAMILIES, KEYS, value_of
+from argosy.models.hf_families import DEFAULTS, FAMILIES, KEYS, family_of, value_of
 from argosy.models.rope import attention_scale
 
 ROPE_KEYS = {
@@ -44,7 +44,7 @@ MLA_YARN = {"mscale": 1.0, "mscale_all_dim": 1.0}
 def config_to_json(config: ModelConfig, *, dtype: torch.dtype, eod_id: int | None) -> dict[str, Any]:
     """Return the values of config.json. Raises: UserError if the family's class cannot express the model."""
     _refuse_what_the_class_cannot_say(config)
-    family = FAMILIES[config.family]
+    family = family_of(config.family)
     scaling = config.rope_scaling
     rope = {theirs: getattr(scaling, ours) for ours, theirs in ROPE_KEYS[scaling.kind].items()}
     if scaling.kind == "yarn" and config.mla.kv_rank:
@@ -55,7 +55,7 @@ def config_to_json(config: ModelConfig, *, dtype: torch.dtype, eod_id: int | Non
         **{theirs: value_of(config, ours) for ours, theirs in (KEYS | family.keys).items()},
         **family.constants,
         **_unlike_keys(config),
-        "hidden_act": "silu",
+        "hidden_act": family.hidden_act,
         "attention_dropout": 0.0,
         # transformers 4 reads only these two keys, and 5 reads them as well as its own `rope_parameters`.
         "rope_theta": config.rope_theta,
@@ -89,11 +89,11 @@ def _refuse_what_the_class_cannot_say(config: ModelConfig) -> None:
             f"model.width = {config.width} is not a multiple of model.heads = {config.heads}, which "
             f"LlamaForCausalLM refuses whatever head_width is. Choose sizes that divide, or the family qwen3."
         )
-    for field, wanted in FAMILIES[family].fixed.items():
+    for field, wanted in family_of(family).fixed.items():
         value = value_of(config, field)
         if value != wanted and {value, wanted} != {"none", "aux"}:  # these two differ only in training
             raise UserError(
-                f"model.{field} = {json.dumps(value)} and model.family = {family}: {FAMILIES[family].architecture} "
+                f"model.{field} = {json.dumps(value)} and model.family = {family}: {family_of(family).architecture} "
                 f"computes as with {json.dumps(wanted)}. Choose that, or another family."
             )
     if family in MOE_FAMILIES and not config.moe.experts:

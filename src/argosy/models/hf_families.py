@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from argosy.config.schema import ModelConfig
+from argosy.errors import UserError
+from argosy.models.own_family import declared_family
 
 KEYS = {
     "layers": "num_hidden_layers",
@@ -99,6 +101,7 @@ class Family:
     """In addition to `NAMES`."""
     aliases: dict[str, str] = field(default_factory=dict)
     """Keys of other versions -> the key in `keys`."""
+    hidden_act: str = "silu"
     own_split: str = ""
     """Pattern that `AutoTokenizer` of transformers splits text by, whatever tokenizer.json says; empty: it obeys."""
 
@@ -227,6 +230,19 @@ FAMILIES = {
 """`ModelConfig.family`, which is also the `model_type` of config.json -> the class."""
 
 
+def family_of(name: str) -> Family:
+    """Return the class of a family, also of the user's. Raises: UserError if it names none, or is not known here."""
+    if name in FAMILIES:
+        return FAMILIES[name]
+    facts = declared_family(name).facts
+    if not facts["architecture"]:
+        raise UserError(
+            f"model.family = {name!r} names no class of transformers, so there is nothing to export it as. Add "
+            "architecture and hidden_act to its @extend.family."
+        )
+    return Family(facts["architecture"], fixed=DENSE | {"ffn_gate": facts["gated"]}, hidden_act=facts["hidden_act"])
+
+
 def value_of(config: ModelConfig, field: str) -> Any:
     """Return the value of a dotted field, e.g. "moe.experts"."""
     return reduce(getattr, field.split("."), config)
@@ -237,7 +253,7 @@ def their_names(name: str, config: ModelConfig) -> list[str]:
 
     `blocks.3.attention.q.weight` -> [`model.layers.3.self_attn.q_proj.weight`].
     """
-    names = NAMES | FAMILIES[config.family].names
+    names = NAMES | family_of(config.family).names
     block = name.split(".")[1] if name.startswith("blocks.") else ""
     pattern = name.replace(f".{block}.", ".*.", 1) if block else name
     if pattern in names:

@@ -11,6 +11,9 @@ from torch.nn import functional as F
 
 from argosy.plan.parameters import Table
 
+Activation = Callable[[Tensor], Tensor]
+"""Computes each element from that element alone."""
+
 
 def local(parameter: Tensor) -> Tensor:
     """Return this rank's part of a parameter: all of it, unless tensor or expert parallelism made it a DTensor."""
@@ -77,12 +80,20 @@ def embedding(table: Table, name: str, dtype: torch.dtype) -> Embedding:
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020): down(silu(gate(x)) * up(x)), with the sizes of a `plan.parameters.feed_forward_table`."""
+    """SwiGLU (Shazeer 2020): down(silu(gate(x)) * up(x)), with the sizes of a `plan.parameters.feed_forward_table`.
 
-    def __init__(self, table: Table):
+    If the table has no gate, it is down(activation(up(x))). A family of the user's has an `activation` of its own.
+    """
+
+    def __init__(self, table: Table, activation: Activation = F.silu):
         super().__init__()
-        self.gate, self.up, self.down = (linear(table, name) for name in ("gate", "up", "down"))
+        self.gate = linear(table, "gate") if "gate.weight" in table else None
+        self.up, self.down = linear(table, "up"), linear(table, "down")
+        self.activation = activation
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        y_BTD: Tensor = self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+        if self.gate is None:
+            y_BTD: Tensor = self.down(self.activation(self.up(x_BTD)))
+        else:
+            y_BTD = self.down(self.activation(self.gate(x_BTD)) * self.up(x_BTD))
         return y_BTD

@@ -16,6 +16,7 @@ from argosy.config.schema import LOSSES, ModelConfig, RunConfig
 from argosy.models.decoder import Block, Decoder
 from argosy.models.experts import moe_layers
 from argosy.models.initialize import materialize
+from argosy.models.own_family import load_family
 from argosy.models.own_loss import own_loss
 from argosy.parallel.compile import compile_blocks
 from argosy.parallel.context import RingAttention, UlyssesAttention, shard_sequence, unshard_sequence
@@ -49,6 +50,7 @@ def apply(
     stages_on: may replace `plan.cost.exact_state.stages_on`.
     Raises: UserError if the device cannot do what the plan asks of it (fp8).
     """
+    load_family(run)
     tied = run.model.tie_embeddings and plan.pp > 1 and not SCHEDULES[plan.schedule].v_shaped
     meshes = lay_out_meshes(world.device.type, plan, tied, run.launch.timeout_s)
     parts = {

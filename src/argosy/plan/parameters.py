@@ -80,7 +80,11 @@ def state_table(model: ModelConfig) -> Table:
 def block_table(model: ModelConfig, layer: int, tp: int = 1) -> Table:
     """The parameters of block `layer`."""
     attention = latent_attention_table(model) if model.mla.kv_rank else attention_table(model, tp)
-    feed_forward = moe_table(model) if model.is_moe_layer(layer) else feed_forward_table(model.width, model.ffn_width)
+    feed_forward = (
+        moe_table(model)
+        if model.is_moe_layer(layer)
+        else feed_forward_table(model.width, model.ffn_width, model.ffn_gate)
+    )
     return (
         _norm("attention_norm", model.width)
         | _prefixed("attention", attention)
@@ -123,10 +127,10 @@ def latent_attention_table(model: ModelConfig) -> Table:
     )
 
 
-def feed_forward_table(width: int, hidden: int) -> Table:
+def feed_forward_table(width: int, hidden: int, gated: bool = True) -> Table:
     """The parameters of `models.layers.FeedForward`."""
     return (
-        _linear("gate", hidden, width, OUTPUTS)
+        (_linear("gate", hidden, width, OUTPUTS) if gated else {})
         | _linear("up", hidden, width, OUTPUTS)
         | _linear("down", width, hidden, INPUTS, initial="into_residual")
     )

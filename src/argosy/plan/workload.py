@@ -83,7 +83,7 @@ class Workload:
             key_width=model.mla.key_width if latent else model.head_width,
             value_width=model.mla.value_width if latent else model.head_width,
             ffn_width=model.ffn_width,
-            ffn_matrices=3,
+            ffn_matrices=3 if model.ffn_gate else 2,
             vocab_size=model.vocab_size,
             tied=float(model.tie_embeddings),
             seq_len=seq_len,

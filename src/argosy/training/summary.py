@@ -16,6 +16,7 @@ from argosy.config.schema import RunConfig
 from argosy.data.loader import OpenData
 from argosy.models.decoder import Decoder
 from argosy.models.generate import sample_tokens
+from argosy.models.own_family import load_family
 from argosy.observe.energy_report import RunSoFar, energy_of_run
 from argosy.observe.events import each_line
 from argosy.observe.metrics import Metrics
@@ -170,6 +171,7 @@ def _sample(run: RunConfig, run_dir: Path, data: OpenData) -> str:
     """Return text that the model of the checkpoint just saved writes, whole on this process under any layout."""
     choice = store.newest_whole(run_dir)
     assert choice is not None
+    load_family(run)
     model = Decoder(run.model).to_empty(device="cpu")
     load_into(wholes(model.state_dict(), "model."), choice.checkpoint)
     prompt = run.evaluate.sample_prompt or ""
