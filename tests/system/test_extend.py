@@ -130,7 +130,13 @@ def test_two_files_of_one_name_are_refused(folder, refused):
 
 def test_an_unknown_package_is_refused(folder, refused):
     run = folder.write_run()
-    refused("train", run, "--extend.packages", "moonshot", said=("--extend.packages", "no entry point 'moonshot'"))
+    refused(
+        "train",
+        run,
+        "--extend.packages",
+        "moonshot",
+        said=("--extend.packages", "moonshot: there is no such entry point"),
+    )
 
 
 def test_a_file_that_fails_to_import_ends_the_run_with_its_line(folder):

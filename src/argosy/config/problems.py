@@ -70,9 +70,10 @@ def _element_around(key: Key, schema: type[Section]) -> tuple[Key, type[Section]
 def _broken_rule(key: Key, rule: str, schema: type[Section], place: Callable[[Key], Place]) -> Problem:
     """A rule between keys; its sentence begins with the key to blame, relative to its section."""
     blamed = key + tuple(rule.split(" ", 1)[0].split("."))
+    rule += "" if rule.endswith("?") else "."
     if blamed in fields(schema):
-        return Problem(place(blamed), f"{dotted(key)}{'.' * bool(key)}{rule}.", is_rule=True)
-    return Problem(place(key), f"{dotted(key)}: {rule}.".removeprefix(": "), is_rule=True)
+        return Problem(place(blamed), f"{dotted(key)}{'.' * bool(key)}{rule}", is_rule=True)
+    return Problem(place(key), f"{dotted(key)}: {rule}".removeprefix(": "), is_rule=True)
 
 
 def allowed(field: FieldInfo) -> str:

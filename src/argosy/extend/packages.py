@@ -22,7 +22,7 @@ def read_package(name: str) -> CodeFile:
         near = get_close_matches(name, found, n=1)
         there = f"there are: {', '.join(sorted(found))}" if found else "no installed package has any"
         hint = f"did you mean {near[0]}?" if near else there
-        raise ValueError(f"no entry point {name!r} in the group {GROUP}; {hint}")
+        raise ValueError(f"{name}: there is no such entry point in the group {GROUP}; {hint}")
     return read_code(_source_of(found[name]), name, found[name].module)
 
 
