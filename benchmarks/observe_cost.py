@@ -6,6 +6,7 @@
 step    two steps at a time of the same model in the same processes: one counts collectives by axis and tier and shows
         its counters in a heartbeat's page, as a run does; the other does neither. Which comes first changes from pair
         to pair. The figure is the median of the pairs' differences over the median step, of the slowest rank
+call    what counting one collective takes of the processor, in a group of one, and an entry in the heartbeat's page
 line    what an agent does for a line on eight ranks: read their pages, ask its instruments, write
 world   the lines of all nodes of a world of --ranks, by one process: their size, how often they come, its memory
 """
@@ -20,12 +21,14 @@ import resource
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from argosy.config.schema import RunConfig
 from argosy.models.batch import microbatches
@@ -69,7 +72,7 @@ def main() -> None:
         for process in processes:
             process.join()
         ranks = [found[rank] for rank in range(plan.world_size)]
-    print(json.dumps({"plan": str(plan), "step": worst(ranks), "line": line_of_node()}, indent=1))
+    print(json.dumps({"plan": str(plan), "step": worst(ranks), "call": call(), "line": line_of_node()}, indent=1))
 
 
 # ---- step ---------------------------------------------------------------------------------------------------------
@@ -109,6 +112,30 @@ def rank_of(rank: int, plan: Plan, pairs: int, found: Any) -> None:
         heartbeat.close()
     leave_world()
     found[rank] = times[WARMUP:]
+
+
+def call(times: int = 3000, rounds: int = 7) -> dict[str, float]:
+    """Return microseconds of processor time: the least of several rounds, with the meter less without."""
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        meter, x = CommunicationMeter({}, lambda rank: rank, torch.device("cpu")), torch.ones(64)
+        seen, unseen = [], []
+        for _ in range(rounds):
+            unseen.append(cpu_us(lambda: dist.all_reduce(x), times))
+            with meter:
+                seen.append(cpu_us(lambda: dist.all_reduce(x), times))
+            meter.lap()
+        dist.destroy_process_group()
+    UNREAD.begin(0)
+    took_us = cpu_us(lambda: UNREAD.took(0.9, SECONDS, COMMUNICATION, 10**9), times)
+    return {"collective_us": round(min(seen) - min(unseen), 2), "page_us": round(took_us, 2)}
+
+
+def cpu_us(function: Callable[[], object], times: int) -> float:
+    began_s = time.thread_time()
+    for _ in range(times):
+        function()
+    return 1e6 * (time.thread_time() - began_s) / times
 
 
 class Side:
@@ -176,7 +203,7 @@ def line_of_node(lines: int = 200) -> dict[str, float]:
                 page.begin(step)
                 page.took(0.9, SECONDS, COMMUNICATION, 10**9)
             began_s = time.thread_time()
-            metrics.write([read for page in pages if (read := read_heartbeat(page.path))], RANKS_OF_NODE)
+            metrics.write(lambda: [read for page in pages if (read := read_heartbeat(page.path))], RANKS_OF_NODE)
             cpu_s += time.thread_time() - began_s
         for page in pages:
             page.close()
@@ -210,7 +237,7 @@ def world_of(ranks: int, rounds: int = 3) -> dict[str, float]:
             for node, metrics in enumerate(nodes):
                 readings = [fake(node * RANKS_OF_NODE + local, step) for local in range(RANKS_OF_NODE)]
                 began_s = time.thread_time()
-                metrics.write(readings, ranks)
+                metrics.write(readings.copy, ranks)
                 cpu_s += time.thread_time() - began_s
             every_s = nodes[0]._due_s - now_s
         grown_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb

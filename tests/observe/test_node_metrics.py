@@ -129,7 +129,7 @@ def test_what_a_worker_showed_before_its_end_is_in_the_last_line(metrics, ranks)
 
 
 def test_a_node_whose_workers_are_in_no_world_writes_nothing(metrics, tmp_path):
-    metrics.write([], world_size=8)
+    metrics.write(list, world_size=8)
     assert not (tmp_path / "nodes").exists()
 
 
@@ -160,11 +160,11 @@ def test_lines_of_a_large_world_come_so_rarely_that_all_nodes_write_a_gigabyte_a
 
     for rank in ranks:
         rank.step(0)
-    metrics.write(readings(ranks), world_size=2)
+    metrics.write(lambda: readings(ranks), world_size=2)
     assert not is_due(4.9) and is_due(5.1)
     for rank in ranks:
         rank.step(1)
-    metrics.write(readings(ranks), world_size=16_384)
+    metrics.write(lambda: readings(ranks), world_size=16_384)
     size = len((tmp_path / "nodes" / "a.jsonl").read_bytes().splitlines(keepends=True)[-1])
     every_s = size * 8192 * DAY_S / BYTES_PER_DAY
     assert every_s > 60
@@ -176,4 +176,12 @@ def test_a_full_disk_costs_a_warning(tmp_path, ranks):
     for rank in ranks:
         rank.step(0)
     with pytest.warns(UserWarning, match="a record is lost"):
-        NodeMetrics(lines_of_node(tmp_path, "a"), 5.0).write(readings(ranks), world_size=2)
+        NodeMetrics(lines_of_node(tmp_path, "a"), 5.0).write(lambda: readings(ranks), world_size=2)
+
+
+def test_a_page_that_cannot_be_read_costs_a_warning(metrics):
+    def damaged() -> list[HeartbeatReading]:
+        raise ValueError("x.heartbeat is no heartbeat")
+
+    with pytest.warns(UserWarning, match="a line is lost"):
+        metrics.write(damaged, world_size=2)

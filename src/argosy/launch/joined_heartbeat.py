@@ -91,4 +91,4 @@ def _reader(metrics: NodeMetrics, folder: Path, pids: list[int], world_size: int
     finally:
         is_over.set()
         thread.join()
-        metrics.write(readings(), world_size)
+        metrics.write(readings, world_size)

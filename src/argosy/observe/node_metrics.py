@@ -7,11 +7,13 @@ about `BYTES_PER_DAY`, whatever the number of ranks: means lose nothing by that,
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from argosy.config.schema import RunConfig
+from argosy.errors import ArgosyWarning
 from argosy.observe.counters import Counters
 from argosy.observe.events import JsonLines
 from argosy.observe.heartbeat import HeartbeatReading
@@ -22,6 +24,9 @@ BYTES_PER_DAY = 1e9
 DAY_S = 86_400.0
 MOST_OWN = 16
 """A line has own seconds of at most so many steps: of every second, fourth, ... where there are more."""
+
+Readings = Callable[[], Iterable[HeartbeatReading]]
+"""Gives what the node's workers show now."""
 
 
 class NodeMetrics:
@@ -44,29 +49,32 @@ class NodeMetrics:
         path = lines_of_node(run_dir, node)
         return cls(path, run.observe.ranks_every_s, Instruments.find(run, run_dir, path))
 
-    def tend(self, readings: Callable[[], Iterable[HeartbeatReading]], world_size: int) -> None:
+    def tend(self, readings: Readings, world_size: int) -> None:
         """Write a line on what `readings` gives, if one is due. Call it every second, or more often."""
-        now_s = time.monotonic()
-        self._instruments.poll(now_s)
-        if now_s >= self._due_s:
-            self.write(readings(), world_size)
+        if time.monotonic() >= self._due_s:
+            self.write(readings, world_size)
+        else:
+            self._instruments.poll(time.monotonic())
 
     def ended(self, reading: HeartbeatReading) -> None:
         """Keep what a worker showed last, which is gone: the next line of its world counts it."""
         self._ended.append(reading)
 
-    def write(self, readings: Iterable[HeartbeatReading], world_size: int) -> None:
+    def write(self, readings: Readings, world_size: int) -> None:
         """Write a line on these workers, of which those of the newest world count; none without any.
 
-        world_size: ranks of that world on all nodes, by which the next line is put off. A disk that is full costs the
-        line, not the run.
+        world_size: ranks of that world on all nodes, by which the next line is put off. Whatever goes wrong (a full
+        disk, say) costs the line and a warning, not the run.
         """
         began_s = time.monotonic()
         self._due_s = began_s + self._every_s
-        line = self.line(readings)
-        if line is not None:
-            size, nodes = self._lines.write(line), world_size / len(line["ranks"])
-            self._due_s = began_s + max(self._every_s, size * nodes * DAY_S / BYTES_PER_DAY)
+        try:
+            line = self.line(readings())
+            if line is not None:
+                size, nodes = self._lines.write(line), world_size / len(line["ranks"])
+                self._due_s = began_s + max(self._every_s, size * nodes * DAY_S / BYTES_PER_DAY)
+        except Exception as problem:
+            warnings.warn(f"{self._lines.path}: a line is lost ({problem})", ArgosyWarning, stacklevel=2)
 
     def line(self, readings: Iterable[HeartbeatReading]) -> dict[str, Any] | None:
         """Return the line on what was done since the last one; None while no worker is in a world."""

@@ -106,7 +106,7 @@ class Agent:
                     while not self._is_over():
                         self._turn()
             finally:
-                self._metrics.write(self._readings(self._processes.values()), self._world_size)
+                self._metrics.write(self._all_readings, self._world_size)
                 self._end_all()
                 self._progress.doing("")
         self._raise_if_not_done()
@@ -141,7 +141,7 @@ class Agent:
         self._stacks.keep(now, self._scratch, self._processes.values())
         if self._coordinator.keep(now):
             self._show_heartbeat(now)
-        self._metrics.tend(lambda: self._readings(self._processes.values()), self._world_size)
+        self._metrics.tend(self._all_readings, self._world_size)
         self._report(self._node.look([process.pid for process in self._processes.values() if process.pid]))
 
     # ---- workers ------------------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ class Agent:
             print_message(f"argosy: {finding.why}")
 
     def _show_heartbeat(self, now: float) -> None:
-        readings = self._readings(self._processes.values())
+        readings = self._all_readings()
         report = self._reporter.report(readings, self._heard.wants_all, self._heard.most_steps)
         self._coordinator.ask(now, say.NodeHeartbeat(report=report))
 
@@ -474,6 +474,9 @@ class Agent:
     def _readings_in_worlds(self) -> list[HeartbeatReading]:
         """Return what the workers show that are in a world."""
         return self._readings(process for process in self._processes.values() if process.state is State.RUNNING)
+
+    def _all_readings(self) -> list[HeartbeatReading]:
+        return self._readings(self._processes.values())
 
     def _readings(self, processes: Iterable[WorkerProcess]) -> list[HeartbeatReading]:
         return [reading for process in processes if (reading := process.reading(self._scratch)) is not None]

@@ -69,6 +69,8 @@ class Records:
         """FLOP/s of matmuls, all processes together."""
         self._flops_per_token = train_flops_per_token(run.model, run.data.seq_len)
         self._state = state_bytes(plan, run, world.rank)
+        self.memory_before_bytes = 0
+        """What the process held before it trained in any world: Python, torch and its libraries; 0 on a GPU."""
 
     def measure_peak(self) -> None:
         """Measure `peak_flops` on all processes at once, since they share the machine; all call it together."""
@@ -169,13 +171,14 @@ class Records:
         return record
 
     def _memory(self, used_bytes: int) -> dict[str, int]:
-        """Return the bytes of each part of the state on this rank's device, and of the rest of `used_bytes`."""
+        """Return the bytes of each part of the state on the rank's device, of what was there before, and of the rest."""
         state = self._state
         is_elsewhere = self._plan.offload in ("optimizer", "all") and self._world.device.type != "cpu"
         parts = {
             "weights": state.parameters,
             "gradients": state.gradients,
             "optimizer": 0 if is_elsewhere else state.optimizer,
+            **({"before": self.memory_before_bytes} if self.memory_before_bytes else {}),
         }
         return {**parts, "other": max(0, used_bytes - sum(parts.values()))}
 

@@ -66,6 +66,7 @@ class Trainer:
         torch.use_deterministic_algorithms(run.train.deterministic)
         torch.manual_seed(run.seed * 1_000_003 + world.rank)
         self._records = records = Records(run, plan, world, run_dir)
+        records.memory_before_bytes = survivor.memory_before_bytes
 
         check_can_replay(run, plan, world.device)
         check_own_code(run, plan)
