@@ -133,7 +133,7 @@ def _means(of_node: dict[str, list[Record]], numbers: NDArray[np.int64]) -> tupl
     seconds: dict[str, Floats] = {}
     memory = np.full(len(numbers), np.nan)
     for each in of_node.values():
-        line = each[-1]
+        line = next((line for line in reversed(each) if line.get("seconds")), each[-1])  # some end no step
         at = _places(line, numbers)
         for category, values in (line.get("seconds") or {}).items():
             if len(values) == len(at):

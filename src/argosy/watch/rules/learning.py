@@ -206,8 +206,9 @@ def _bad(event: Event) -> str:
 
 
 def _transient(event: Event) -> str:
-    first, again = _short(event.get("first_loss")), _short(event.get("loss"))
-    return f"step {event['step']} was bad once (loss {first}) and good when it was done again ({again})"
+    what, key = ("gradient norm", "grad_norm") if event.get("reason") == "norm_outlier" else ("loss", "loss")
+    first, again = _short(event.get(f"first_{key}")), _short(event.get(key))
+    return f"step {event['step']} was bad once ({what} {first}) and good when it was done again ({again})"
 
 
 def _short(value: object) -> str:
