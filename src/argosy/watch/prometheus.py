@@ -70,6 +70,8 @@ METRICS: dict[str, Metric] = {
     "argosy_last_step_timestamp_seconds": Metric("gauge", "When the newest step was written down, since 1970."),
     "argosy_user_metric": Metric("gauge", "What the user's code logged."),
     "argosy_events_total": Metric("counter", "Events of the run, by kind."),
+    "argosy_rank_step_seconds": Metric("gauge", "Duration of a step of a rank, mean of the newest seconds."),
+    "argosy_rank_memory_bytes": Metric("gauge", "Peak memory of a rank."),
     "argosy_device_utilization_ratio": Metric("gauge", "Utilization of a device."),
     "argosy_device_memory_bytes": Metric("gauge", "Memory of a device that is used."),
     "argosy_device_temperature_celsius": Metric("gauge", "Temperature of a device."),
@@ -105,11 +107,18 @@ DEVICE = {
     "argosy_device_power_watts": ("power_w", 1.0),
     "argosy_device_clock_hertz": ("clock_mhz", 1e6),
 }
+RANK = {
+    "argosy_rank_step_seconds": "step_s",
+    "argosy_rank_memory_bytes": "memory_bytes",
+}
 HOST = {
     "argosy_host_cpu_ratio": "cpu",
     "argosy_host_memory_used_bytes": "memory_used_bytes",
     "argosy_host_disk_free_bytes": "disk_free_bytes",
 }
+
+MOST_EACH = 64
+"""A name has at most so many samples of nodes, devices or ranks of a run; of more, least, mean and most."""
 
 Sample = tuple[str, dict[str, str], Any]
 """Name, labels, value."""
@@ -134,7 +143,8 @@ def _samples(run: Latest) -> Iterator[Sample]:
     yield "argosy_run_info", {"plan": run.plan, "model": run.model}, 1
     for state in STATES:
         yield "argosy_run_state", {"state": state}, int(state == run.state)
-    yield "argosy_steps_done", {}, run.step["step"] + 1 if run.step else 0
+    newest = run.step.get("step", -1)
+    yield "argosy_steps_done", {}, newest + 1 if isinstance(newest, int | float) else None
     yield "argosy_steps_planned", {}, run.steps
     for name, key in STEP.items():
         yield name, {}, run.step.get(key)
@@ -143,25 +153,58 @@ def _samples(run: Latest) -> Iterator[Sample]:
     for name, (key, label) in PARTS.items():
         for part, value in _table(run.step, key).items():
             yield name, {label: part}, value
-    for axis, tiers in _table(run.step, "communication").items():
-        for tier, (seconds, sent) in tiers.items():
-            yield "argosy_communication_seconds", {"axis": axis, "tier": tier}, seconds
-            yield "argosy_communication_bytes", {"axis": axis, "tier": tier}, sent
+    communication = _table(run.step, "communication")
+    for axis in communication:
+        for tier, pair in _table(communication, axis).items():
+            if isinstance(pair, Sequence) and len(pair) == 2:
+                yield "argosy_communication_seconds", {"axis": axis, "tier": tier}, pair[0]
+                yield "argosy_communication_bytes", {"axis": axis, "tier": tier}, pair[1]
     for kind, count in sorted(run.events.items()):
         yield "argosy_events_total", {"event": kind}, count
-    for node, line in run.nodes.items():
-        yield from _of_node(node, line)
+    of_nodes = [sample for node, line in run.nodes.items() for sample in _of_node(node, line)]
+    yield from _bounded(of_nodes)
+
+
+def _bounded(samples: list[Sample]) -> Iterator[Sample]:
+    """Yield samples of nodes, devices and ranks; of a name with more than MOST_EACH, the least, mean and most."""
+    by_name: dict[str, list[Sample]] = {}
+    for sample in samples:
+        if isinstance(sample[2], int | float) and math.isfinite(sample[2]):
+            by_name.setdefault(sample[0], []).append(sample)
+    for name, each in by_name.items():
+        if len(each) <= MOST_EACH:
+            yield from each
+        else:
+            values = [sample[2] for sample in each]
+            if METRICS[name].kind == "counter":
+                yield name, {"statistic": "sum"}, math.fsum(values)
+                continue
+            for statistic, value in (
+                ("min", min(values)),
+                ("mean", math.fsum(values) / len(values)),
+                ("max", max(values)),
+            ):
+                yield name, {"statistic": statistic}, value
 
 
 def _of_node(node: str, line: Mapping[str, Any]) -> Iterator[Sample]:
-    for number, device in enumerate(line.get("devices", ())):
-        labels = {"node": node, "device": str(number), "name": str(device.get("name", ""))}
-        for name, (key, factor) in DEVICE.items():
-            if (value := device.get(key)) is not None:
-                yield name, labels, value * factor
+    for number, device in enumerate(_list(line, "devices")):
+        if isinstance(device, Mapping):
+            labels = {"node": node, "device": str(number), "name": str(device.get("name", ""))}
+            for name, (key, factor) in DEVICE.items():
+                if isinstance(value := device.get(key), int | float):
+                    yield name, labels, value * factor
+    for name, key in RANK.items():
+        for rank, value in zip(_list(line, "ranks"), _list(line, key), strict=False):
+            yield name, {"node": node, "rank": str(rank)}, value
     for name, key in HOST.items():
         yield name, {"node": node}, _table(line, "host").get(key)
     yield "argosy_node_energy_joules_total", {"node": node}, _table(line, "energy").get("total_joules")
+
+
+def _list(record: Mapping[str, Any], key: str) -> Sequence[Any]:
+    value = record.get(key)
+    return value if isinstance(value, list) else ()
 
 
 def _table(record: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -178,7 +178,7 @@ class RunFiles:
 class RunTail(RunFiles):
     """A run in a list of runs: of its metrics, only the end is read, and some points of the loss."""
 
-    most_nodes = 64
+    most_nodes = 4096
 
     def __init__(self, folder: Path):
         """Raises: UserError if `folder` does not hold a run. Nothing is read before `refresh`."""

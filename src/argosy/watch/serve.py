@@ -81,6 +81,8 @@ def listening(host: str, port: int | None) -> socket.socket:
 
     Raises: UserError if the port is in use, or nothing can listen there.
     """
+    if port is not None and not 0 <= port <= 65535:
+        raise UserError(f"--port {port}: a port is a number from 0 to 65535. Try --port {PORT}.")
     tried = [port] if port is not None else [*range(PORT, PORT + TRIES), 0]
     for each in tried:
         try:
@@ -89,8 +91,6 @@ def listening(host: str, port: int | None) -> socket.socket:
             if problem.errno == errno.EADDRINUSE and port is None:
                 continue
             raise _cannot_listen(host, each, problem) from None
-        except OverflowError:
-            raise UserError(f"--port {each}: a port is a number from 0 to 65535. Try --port {PORT}.") from None
     raise AssertionError("port 0 is always free")
 
 
