@@ -52,8 +52,8 @@ def recorded(recorder: Recorder, traces: list[Trace]) -> Iterator[None]:
             recorder.begin(step.state.model.meshes.axis_of_groups())
         return forward_backward(step, batch)
 
-    def end(step: Step, update: Any) -> None:
-        apply(step, update)
+    def end(step: Step, update: Any, norms: Any = None) -> None:
+        apply(step, update, norms)
         if update.step == STEP:
             traces.append(recorder.end())
 
