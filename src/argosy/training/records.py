@@ -171,7 +171,7 @@ class Records:
         return record
 
     def _memory(self, used_bytes: int) -> dict[str, int]:
-        """Return the bytes of each part of the state on the rank's device, of what was there before, and of the rest."""
+        """Return the bytes of each part of the state on the rank's device, of what was there before and of the rest."""
         state = self._state
         is_elsewhere = self._plan.offload in ("optimizer", "all") and self._world.device.type != "cpu"
         parts = {
