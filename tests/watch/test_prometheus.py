@@ -45,7 +45,12 @@ def test_what_is_not_known_is_left_out():
 
 def large(ranks: int) -> Latest:
     """A run of one rank and one device a node."""
-    line = {"step_s": [0.5], "devices": [{"name": "GPU", "power_w": 300.0}], "host": {"cpu": 0.5}, "energy_joules": 2.0}
+    line = {
+        "step_s": [0.5],
+        "devices": [{"name": "GPU", "power_w": 300.0}],
+        "host": {"cpu": 0.5},
+        "energy": {"total_joules": 2.0},
+    }
     return Latest(run="large", nodes={f"n{n}": {**line, "ranks": [n], "step_s": [float(n)]} for n in range(ranks)})
 
 
