@@ -88,17 +88,21 @@ class Disturbed:
 
     def launch(self, *more: str) -> subprocess.Popen[str]:
         """Give the command, with `more` options: that of the run, or of another of its nodes."""
-        if not (self.folder.path / "run.toml").exists():
-            run = self.folder.write_run(steps=STEPS, every_steps=5, processes=2)
-            text = run.read_text()
-            text = re.sub(r'plan = ".*"', f'plan = "{plan_text(self.plan)}"', text)
-            run.write_text(
-                text.replace("processes = 2\n", "").replace("every_steps = 5\ntokens", "every_steps = 0\ntokens")
-            )
+        self.write()
         words = [*("train", "run.toml", "--resilience.memory_checkpoint_every_steps", "2"), *self.options, *more]
         process = self.folder.start(*words, within=self.within, ARGOSY_FAULTS=self.faults)
         self.agents.append(process.pid)
         return process
+
+    def write(self) -> None:
+        """Write the run file, if it is not there."""
+        if (self.folder.path / "run.toml").exists():
+            return
+        run = self.folder.write_run(steps=STEPS, every_steps=5, processes=2)
+        text = re.sub(r'plan = ".*"', f'plan = "{plan_text(self.plan)}"', run.read_text())
+        run.write_text(
+            text.replace("processes = 2\n", "").replace("every_steps = 5\ntokens", "every_steps = 0\ntokens")
+        )
 
     def end(self, code: int = 0, timeout_s: float = 300) -> Disturbed:
         assert self.process is not None

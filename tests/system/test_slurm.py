@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -62,3 +66,79 @@ def test_the_end_of_a_job_s_time_saves(job):
 def test_several_tasks_on_a_node_are_refused(job):
     run = job(1, srun=("--ntasks=2", "--ntasks-per-node=2")).start().end(code=2)
     assert "srun has started 2 tasks on 1 node" in run.text and "--ntasks-per-node=1" in run.text
+
+
+@pytest.fixture
+def launched(folder: Folder, cluster: Slurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disturbed]:
+    """A run to launch. Its job is cancelled at the end."""
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    run = Disturbed(folder, PLANS["replicas"])
+    run.write()
+    yield run
+    cluster.ask("scancel", "--user=root")
+
+
+def launch(run: Disturbed, *options: str) -> str:
+    words = ("launch", "run.toml", "--on", "slurm", "--nodes", "2", "--cpus-per-node", "1", *HERE, *ONE_THREAD)
+    return run.folder.argosy(*words, *options)
+
+
+def state(run: Disturbed) -> dict[str, Any]:
+    (found,) = json.loads(run.folder.argosy("runs", "--json"))
+    return found
+
+
+def wait_for(run: Disturbed, *states: str, seconds: float = 90) -> None:
+    end = time.monotonic() + seconds
+    while (found := state(run))["state"] not in states:
+        assert time.monotonic() < end, (found, log(run))
+        time.sleep(0.5)
+
+
+def log(run: Disturbed) -> str:
+    return run.folder.argosy("logs", "runs/tiny")
+
+
+def test_a_run_is_launched_followed_stopped_and_launched_again(launched, undisturbed, monkeypatch):
+    monkeypatch.setenv("ARGOSY_FAULTS", "slow@forward:seconds=0.2")
+    assert "launched tiny on slurm: job " in launch(launched, "--train.steps", "40")
+    refused = launched.folder.argosy("launch", "run.toml", "--on", "slurm", code=2)
+    assert re.search(r"its job \d+ on slurm is (waiting|running)", refused) and "argosy stop" in refused
+    end = time.monotonic() + 60
+    while launched.steps() < 4:
+        assert time.monotonic() < end, log(launched)
+        time.sleep(0.2)
+    assert state(launched)["state"] == "training" and state(launched)["engine"] == "slurm"
+    launched.folder.argosy("stop", "runs/tiny")
+    wait_for(launched, "stopped")
+    assert store.committed(launched.run_dir)[-1].step == launched.steps() < 40
+    monkeypatch.setenv("ARGOSY_FAULTS", "")
+    launch(launched, "--train.steps", "40")
+    assert "done: 40 steps" in launched.folder.argosy("logs", "runs/tiny", "-f")
+    assert state(launched)["state"] == "finished" and state(launched)["step"] == 40
+    assert "the run is finished: the job ends with 0" in log(launched)
+    launched.check(undisturbed(PLANS["replicas"], "--train.steps", "40", *ONE_THREAD))
+
+
+@pytest.mark.slow
+def test_a_job_whose_time_is_over_is_requeued_until_the_run_has_ended(launched, undisturbed, monkeypatch):
+    """SLURM lets a job that is requeued wait for two minutes."""
+    monkeypatch.setenv("ARGOSY_FAULTS", "slow@forward:seconds=1")
+    launch(launched, "--train.steps", "45", "--time", "2", "--resilience.grace_s", "10")
+    wait_for(launched, "finished", seconds=600)
+    assert log(launched).count("the job is requeued") == 1
+    launched.check(undisturbed(PLANS["replicas"], "--train.steps", "45", *ONE_THREAD))
+
+
+def test_what_slurm_refuses_is_said_and_leaves_nothing(launched):
+    refused = launched.folder.argosy("launch", "run.toml", "--on", "slurm", "--partition", "fast", code=2)
+    assert "sbatch refuses" in refused and "invalid partition" in refused
+    assert not launched.run_dir.exists()
+    script = launched.folder.argosy("launch", "run.toml", "--on", "slurm", "--nodes", "4", "--dry-run")
+    assert (
+        "#SBATCH --nodes=4" in script
+        and "argosy train run.toml --run-dir" in script
+        and "#SBATCH --exclusive" in script
+    )
+    assert not launched.run_dir.exists()

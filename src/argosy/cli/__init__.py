@@ -16,6 +16,10 @@ from typing import TextIO
 
 COMMANDS = {
     "train": "train a model; without a run file, the built-in demo",
+    "launch": "train in the background: on this machine, or as a job of SLURM",
+    "runs": "list runs, with their states and last steps",
+    "logs": "what a launched run prints",
+    "stop": "have a launched run save its state and end",
     "prepare": "turn text, JSONL or Parquet into token shards",
     "watch": "show runs in a web page or in the terminal, live or afterwards",
     "checkpoint": "list, verify, export, import and prune checkpoints",

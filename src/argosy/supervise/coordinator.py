@@ -7,6 +7,7 @@ handover file (`handover`). It imports no torch, so that it starts in a moment.
 
 from __future__ import annotations
 
+import signal
 import socket
 import ssl
 import sys
@@ -20,7 +21,7 @@ from argosy.checkpoint.fence import Fenced, begin_generation, newest_generation
 from argosy.checkpoint.owner import name_of
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
-from argosy.errors import UnfitNode, UserError
+from argosy.errors import STOP_SIGNALS, UnfitNode, UserError
 from argosy.observe.events import Events
 from argosy.observe.heartbeat import LAST_STEPS
 from argosy.plan.plan import Plan
@@ -376,6 +377,8 @@ def main() -> None:
     DESCRIPTOR: a socket that listens already. PLAN: the one in force whenever there are enough processes. OWNER: the
     agent's name for what its coordinators claim. LEASE: the token of the lease that it has acquired; empty: none.
     """
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # SLURM sends them to all processes of a job; the agents stop the run
     raise_limit()
     run_dir, listener = Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
     run, plan, owner, token = load(run_dir / "run.toml"), Plan.parse(sys.argv[3]), *sys.argv[4:]

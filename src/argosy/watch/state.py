@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from argosy.errors import STOP_SIGNALS
+
 State = Literal["training", "finished", "stopped", "failed", "silent"]
 
 SILENT_AFTER_S = 120.0
@@ -14,7 +16,7 @@ SILENT_STEPS = 20
 STARTING_S = 900.0
 """Until its first step after a start, it may be compiling."""
 BEGINNINGS = ("start", "generation", "agent_came", "coordinator_started", "worker_started")
-STOPPED_BY_SIGNAL = (130, 143)
+STOPPED_BY_SIGNAL = tuple(128 + number for number in STOP_SIGNALS)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,90 @@
+"""Launch a run where it goes on without this shell: on this machine, or as a job of a SLURM cluster.
+
+The job has an agent on each node, saves before its time is over, and is requeued until the run has ended. `argosy
+runs`, `argosy logs RUN` and `argosy stop RUN` go on from there.
+
+Examples:
+  argosy launch run.toml --on slurm --nodes 4 --gpus-per-node 8 --time 24:00:00
+  argosy launch run.toml --on slurm --nodes 4 --dry-run                    print the job, submit nothing
+  argosy launch run.toml --on slurm --extra=--constraint=h100              a line for sbatch
+  argosy launch run.toml                                                   on this machine
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import tyro
+
+from argosy.cli.options import parse_run
+from argosy.errors import UserError
+from argosy.launch.engines.table import EngineName
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `argosy launch`."""
+
+    on: EngineName = "local"
+    """Where it is to run."""
+    nodes: int = 1
+    """Machines."""
+    cpus_per_node: int = 0
+    """slurm: CPUs of each; 0 asks for whole nodes, for this job alone."""
+    gpus_per_node: int = 0
+    """GPUs of each; 0 asks for none."""
+    time: str = ""
+    """slurm: the job's time limit, e.g. 24:00:00; it is requeued when that is over. Empty: the partition's."""
+    account: str = ""
+    """slurm: the account that is charged."""
+    partition: str = ""
+    """slurm: the partition."""
+    image: str = ""
+    """slurm: the container image of each task (srun --container-image, of the pyxis plugin)."""
+    extra: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """slurm: an option of sbatch that is passed through, e.g. --extra=--constraint=h100; give it again for another."""
+    dry_run: bool = False
+    """Print what would be submitted, and submit nothing."""
+    run_dir: Path | None = None
+    """The run's folder; runs/NAME if not given."""
+
+
+def main(argv: list[str]) -> None:
+    """`argosy launch RUN ...`."""
+    from argosy.launch.engines.engine import Request
+    from argosy.launch.engines.table import ENGINES
+    from argosy.launch.launched import launch
+
+    options, run = parse_run(argv, "argosy launch", Options)
+    if options.nodes < 1 or min(options.cpus_per_node, options.gpus_per_node) < 0:
+        raise UserError("--nodes must be at least 1, --cpus-per-node and --gpus-per-node at least 0. Try --nodes 1.")
+    run_dir = (options.run_dir or Path("runs") / run.name).absolute()
+    asked = {field.name: getattr(options, field.name) for field in fields(Request) if hasattr(options, field.name)}
+    request = Request(
+        **{**asked, "run_dir": run_dir},
+        name=run.name,
+        words=tuple(_words_of_train(argv)),
+        work_dir=Path.cwd(),
+        grace_s=run.resilience.grace_s,
+    )
+    if options.dry_run:
+        print(ENGINES[options.on]().script(request), end="")
+        return
+    job = launch(request, options.on)
+    print(f"launched {run.name} on {job.engine}: job {job.id}, in {run_dir}")
+    print(f"next: argosy logs {run_dir} -f     argosy runs     argosy stop {run_dir}")
+
+
+def _words_of_train(argv: list[str]) -> list[str]:
+    """Return the words of `argv` that are not options of this command, but the run file and keys of the run."""
+    own = {f"--{field.name.replace('_', '-')}" for field in fields(Options)}
+    words, is_own = [], False
+    for word in argv:
+        if word.startswith("--") and "." not in word.split("=")[0]:
+            is_own = word.split("=")[0].replace("_", "-") in own
+        elif word.startswith("--"):
+            is_own = False
+        if not is_own:
+            words.append(word)
+    return words

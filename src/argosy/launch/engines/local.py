@@ -1,0 +1,74 @@
+"""This machine: the command goes on when the shell that gave it has ended."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from argosy.errors import UserError
+from argosy.launch.engines.engine import Job, JobState, Request
+
+START_TIME = 19
+"""Field of /proc/PID/stat behind the command: when the process started, in ticks since boot (proc(5), field 22)."""
+
+
+class Local:
+    """A process of this machine in a session of its own."""
+
+    def script(self, request: Request) -> str:
+        """Return the command. Raises: UserError for what only a cluster has."""
+        asked = {"--nodes": request.nodes > 1, "--time": request.time, "--account": request.account,
+                 "--partition": request.partition, "--image": request.image, "--extra": request.extra,
+                 "--gpus-per-node": request.gpus_per_node, "--cpus-per-node": request.cpus_per_node}  # fmt: skip
+        if given := [option for option, value in asked.items() if value]:
+            raise UserError(f"--on local: {', '.join(given)} has no effect on this machine. Leave it out.")
+        return f"cd {shlex.quote(str(request.work_dir))} && exec {request.command}\n"
+
+    def submit(self, request: Request) -> Job:
+        """Start the command, with what it prints in a file."""
+        log = request.folder / "local.out"
+        with log.open("ab") as out:
+            process = subprocess.Popen(
+                ["bash", "-c", self.script(request)],
+                stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        return Job(
+            engine="local",
+            id=f"{process.pid}@{_started(process.pid)}",
+            submitted_s=round(time.time(), 3),
+            nodes=1,
+            log=str(log),
+        )
+
+    def state(self, job: Job) -> tuple[JobState, str]:
+        """Return whether that process is still there; a number may be another's by now."""
+        return ("running", f"process {_pid(job)}") if _is_there(job) else ("ended", "")
+
+    def stop(self, job: Job) -> None:
+        """Send it SIGTERM."""
+        if _is_there(job):
+            with suppress(ProcessLookupError):
+                os.kill(_pid(job), signal.SIGTERM)
+
+
+def _pid(job: Job) -> int:
+    return int(job.id.partition("@")[0])
+
+
+def _is_there(job: Job) -> bool:
+    pid, _, started = job.id.partition("@")
+    return _started(int(pid)) == started
+
+
+def _started(pid: int) -> str:
+    """Return when a process started; empty if it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] == "Z" else fields[START_TIME]

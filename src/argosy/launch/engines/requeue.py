@@ -1,0 +1,66 @@
+"""At the end of a batch job: whether it is to run again, from what became of the run.
+
+A run that was stopped, or lost its processes or machines, goes on in the same job. One that is finished or has failed
+does not: the same command would fail again. Nor does one that has made no step in several jobs in a row.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from argosy.errors import Retryable, RunFailed
+from argosy.files import atomic_write
+from argosy.launch.engines.engine import FOLDER
+from argosy.observe.events import from_the_end
+from argosy.watch.reader import RunReader, is_run
+
+MOST_IDLE = 3
+"""So many jobs in a row may end without one step more than before."""
+
+
+def decide(run_dir: Path, code: int) -> tuple[int, str]:
+    """Return the exit code of the job (Retryable's: requeue it), and why.
+
+    code: srun's, the largest of its tasks, which decides only if the run has recorded nothing.
+    """
+    if not is_run(run_dir):
+        return code, "the run did not begin"
+    run = RunReader(run_dir)
+    run.refresh()
+    if run.state == "finished":
+        return 0, "the run is finished"
+    failed = next((e["exit_code"] for e in reversed(run.events) if e["event"] == "finish" and e["exit_code"]), 0)
+    if run.state == "failed" and failed != Retryable.exit_code:
+        return failed, f"the run has failed: {run.why}"
+    if _idle_jobs(run_dir) >= MOST_IDLE:
+        return RunFailed.exit_code, f"{MOST_IDLE} jobs in a row have made no step"
+    return Retryable.exit_code, run.why or "its processes ended"
+
+
+def _idle_jobs(run_dir: Path) -> int:
+    """Return how many jobs in a row, this one included, have made no step."""
+    path = run_dir / FOLDER / "progress.json"
+    step = next((line["step"] for line in from_the_end(run_dir / "metrics.jsonl")), -1)
+    before = json.loads(path.read_text()) if path.exists() else {"step": -1, "idle": 0}
+    idle = before["idle"] + 1 if step <= before["step"] else 0
+    with atomic_write(path) as file:
+        file.write(json.dumps({"step": step, "idle": idle}).encode())
+    return int(idle)
+
+
+def main() -> None:
+    """`python -m argosy.launch.engines.requeue RUN_DIR CODE`, in a batch job of SLURM."""
+    code, why = decide(Path(sys.argv[1]), int(sys.argv[2]))
+    again = code == Retryable.exit_code
+    print(f"argosy launch: {why}: {'the job is requeued' if again else f'the job ends with {code}'}", flush=True)
+    if again:
+        subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=True)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,20 @@
+"""The engines, by name."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from argosy.errors import UserError
+from argosy.launch.engines.engine import Engine, Job
+from argosy.launch.engines.local import Local
+from argosy.launch.engines.slurm import Slurm
+
+EngineName = Literal["slurm", "local"]
+ENGINES: dict[str, type[Engine]] = {"slurm": Slurm, "local": Local}
+
+
+def engine_of(job: Job) -> Engine:
+    """Return the engine that a job was launched on. Raises: UserError if this version does not know it."""
+    if job.engine not in ENGINES:
+        raise UserError(f"the run was launched on {job.engine!r}, which this version does not know.")
+    return ENGINES[job.engine]()

@@ -1,0 +1,93 @@
+"""Launching a run on an engine, and what has become of runs that were launched."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from argosy.errors import UserError
+from argosy.files import made_folder
+from argosy.launch.engines.engine import FOLDER, Job, Request
+from argosy.launch.engines.table import ENGINES, engine_of
+from argosy.launch.own_folder import check_is_own
+from argosy.watch.reader import RunReader, is_run
+from argosy.watch.runs import find_runs
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A run, and what its engine says of it."""
+
+    id: str
+    """The run's path in the folder that was searched."""
+    folder: Path
+    engine: str
+    """Empty if the run was not launched."""
+    job: str
+    state: str
+    """waiting or running, as the engine says; else what the run's folder says: finished, stopped, failed, silent."""
+    why: str
+    step: int | None
+    """The steps that it has made; None before the first."""
+
+
+def launch(request: Request, engine: str) -> Job:
+    """Launch a run. Raises: UserError if its job before still waits or runs, or the engine refuses."""
+    check_is_own(request.run_dir)
+    before = Job.load(request.run_dir)
+    if before is not None and (state := engine_of(before).state(before)[0]) != "ended":
+        raise UserError(
+            f"{request.run_dir}: its job {before.id} on {before.engine} is {state}. `argosy stop {request.run_dir}` "
+            "stops it; --run-dir gives this run another folder."
+        )
+    with made_folder(request.folder):
+        job = ENGINES[engine]().submit(request)
+        job.save(request.run_dir)
+    return job
+
+
+def launched_in(root: Path) -> list[Launched]:
+    """Return the runs in and under `root`, launched or not, in alphabetical order."""
+    found = {**find_runs(root), **{str(p.parent.parent.relative_to(root)): p.parent.parent for p in _records(root)}}
+    return [_launched(name, folder) for name, folder in sorted(found.items())]
+
+
+def _records(root: Path) -> list[Path]:
+    """Return the records of jobs that have not begun: their folders are no runs yet."""
+    return [*root.glob(f"{FOLDER}/job.json"), *root.glob(f"*/{FOLDER}/job.json")]
+
+
+def _launched(name: str, folder: Path) -> Launched:
+    job, state, why, step = Job.load(folder), "", "", None
+    if is_run(folder):
+        reader = RunReader(folder)
+        reader.refresh()
+        last = reader.last_line.get("step")
+        state, why, step = reader.state, reader.why, None if last is None else int(last) + 1
+    if job is not None:
+        with suppress(UserError):  # it was launched from another machine: only the folder can tell
+            engine_state, words = engine_of(job).state(job)
+            if engine_state == "waiting" or (engine_state == "running" and state != "training"):
+                state, why = engine_state, words
+            elif engine_state == "ended" and state in ("", "training", "silent"):
+                state, why = "ended", f"{words}; `argosy logs {folder}` says more".lstrip("; ")
+    return Launched(
+        id=name,
+        folder=folder,
+        engine="" if job is None else job.engine,
+        job="" if job is None else job.id,
+        state=state,
+        why=why,
+        step=step,
+    )
+
+
+def job_in(run_dir: Path) -> Job:
+    """Return the job of a run's folder. Raises: UserError if the run was not launched."""
+    if not run_dir.is_dir():
+        raise UserError(f"{run_dir}: there is no such folder. `argosy runs` lists the runs here.")
+    job = Job.load(run_dir)
+    if job is None:
+        raise UserError(f"{run_dir}: the run was not launched by `argosy launch`, so no engine knows it.")
+    return job
