@@ -15,6 +15,7 @@ from argosy.watch.forecast import Forecast, forecast
 from argosy.watch.gather import facts_of
 from argosy.watch.reader import RunReader
 from argosy.watch.rules.planner import Planner
+from argosy.watch.rules.ranks import slow_ranks
 from argosy.watch.rules.rule import Advice
 
 AnswerT = TypeVar("AnswerT")
@@ -40,6 +41,16 @@ _KEPT: WeakKeyDictionary[RunReader, _Kept] = WeakKeyDictionary()
 def advice_of(reader: RunReader) -> tuple[Advice, ...]:
     """Return advice on the run as of the reader's last `refresh`, the most important first."""
     return _answer(reader, "advice", lambda kept: advise(kept.facts, kept.planner))
+
+
+def slow_ranks_of(reader: RunReader) -> tuple[dict[int, float], tuple[int, int]]:
+    """Return rank -> how many times its peers' time it takes, for ranks that are slow now; and the steps that tell."""
+
+    def conclude(kept: _Kept) -> tuple[dict[int, float], tuple[int, int]]:
+        slow, ranks = slow_ranks(kept.facts), kept.facts.ranks
+        return slow, (int(ranks.steps[0]), int(ranks.steps[-1])) if slow and ranks is not None else (0, 0)
+
+    return _answer(reader, "slow ranks", conclude)
 
 
 def forecast_of(reader: RunReader) -> Forecast | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
 from argosy.watch.columns import STEP, Floats
+from argosy.watch.conclusions import slow_ranks_of
 from argosy.watch.node_series import Record
 from argosy.watch.reader import RunReader
 
@@ -99,12 +101,13 @@ def _fill(grid: Floats, edges: Any, row_of: dict[int, int], record: Record, key:
 
 def _values(record: Record, key: str) -> Iterator[tuple[int, int, Floats]]:
     """Yield (first step, last step, value of each rank)."""
-    if key == OWN:
-        for entry in record.get(OWN) or ():
-            if isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], int):
-                yield entry[0], entry[0], _floats(entry[1])
-        return
     steps = record.get("steps")
+    if key == OWN:
+        told = [e for e in record.get(OWN) or () if isinstance(e, list) and len(e) == 2 and isinstance(e[0], int)]
+        end = steps[1] if isinstance(steps, list) and len(steps) == 2 else told[-1][0] if told else 0
+        for entry, after in zip_longest(told, told[1:]):  # one of several steps: it stands for those up to the next
+            yield entry[0], after[0] - 1 if after else max(entry[0], end), _floats(entry[1])
+        return
     value: Any = record
     for name in key.split("."):
         value = value.get(name) if isinstance(value, dict) else None
@@ -131,7 +134,9 @@ def _keys(reader: RunReader) -> list[str]:
 
 
 def _marks(reader: RunReader, slots: dict[int, str]) -> dict[str, list[dict[str, Any]]]:
-    """Return stragglers, links and deaths by the run's events; `step` is the newest at the time."""
+    """Return stragglers, links and deaths by the run's events, and ranks that are slow now; `step` is the newest at the
+    time.
+    """
     times, steps = reader.steps["time_s"], reader.steps[STEP]
     marks: dict[str, list[dict[str, Any]]] = {"stragglers": [], "links": [], "deaths": []}
     for event in reader.events:
@@ -147,6 +152,12 @@ def _marks(reader: RunReader, slots: dict[int, str]) -> dict[str, list[dict[str,
             each = [{"rank": rank, "node": slots.get(rank, ""), **told} for rank in ranks]
             each = each or [{"rank": None, "node": str(event.get("node", "")), **told}]
             marks["stragglers" if kind in STRAGGLERS else "deaths"] += each
+    slow, (first, last) = slow_ranks_of(reader)
+    for rank in slow.keys() - {mark["rank"] for mark in marks["stragglers"]}:  # shorter than the detector waits
+        why = f"its own work takes {slow[rank]:.1f} times as long as its peers', median of steps {first} to {last}"
+        marks["stragglers"].append(
+            {"rank": rank, "node": slots.get(rank, ""), "step": first, "time_s": reader.alive_s, "why": why}
+        )
     return {name: found[-1000:] for name, found in marks.items()}
 
 
