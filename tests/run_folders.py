@@ -183,7 +183,13 @@ class Made:
                 },
                 "world": {"network": [0.001, 96]},
             },
-            "memory": {"weights": 10**8, "gradients": 10**8, "optimizer": 2 * 10**8, "other": 5 * 10**8 + step % 7},
+            "memory": {
+                "weights": 10**8,
+                "gradients": 10**8,
+                "optimizer": 2 * 10**8,
+                "before": 10**8,
+                "other": 4 * 10**8 + step % 7,
+            },
         }
         if step == trouble.nan:
             line |= {"loss": None, "grad_norm": None}

@@ -131,6 +131,8 @@ def test_the_parts_of_a_step_stand_beside_the_plan_s(server: Served) -> None:
 def test_memory_of_all_ranks_stands_beside_the_prediction(server: Served) -> None:
     found = server.get("/api/runs/trouble/memory").json()
     assert found["measured"]["optimizer"] == found["predicted"]["optimizer"] == 2e8
+    assert found["before"] == 1e8 and "before" not in found["measured"]
+    assert found["measured_total"] == sum(found["measured"].values()), "without what was there before the model"
     assert found["by_rank"]["ranks"] == [0, 1, 2, 3]
     assert found["by_rank"]["bytes"][3] == 900_000_003
     assert found["by_rank"]["limit_bytes"][0] > 7e10

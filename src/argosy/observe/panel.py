@@ -140,7 +140,7 @@ def _chart(view: RunView, width: int, height: int) -> list[Text]:
 
 def _figures(view: RunView, height: int) -> list[tuple[str, str]]:
     record = view.record
-    memory = record.get("memory_bytes")
+    memory = record.get("memory_bytes", 0) - record.get("memory", {}).get("before", 0)
     plan = view.predicted_memory_bytes
     words = [("", "")]
     if record:

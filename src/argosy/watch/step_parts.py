@@ -112,17 +112,22 @@ def _communication(reader: RunReader, rows: slice, usual: Any) -> list[dict[str,
 
 
 def memory(reader: RunReader, points: int = POINTS) -> dict[str, Any]:
-    """Return the memory of rank 0 by category beside the prediction, in bytes, and the peak of each rank."""
+    """Return the memory of rank 0 by category beside the prediction, in bytes, and the peak of each rank.
+
+    What the process held before it made the model (`before`) is in no prediction, and in no total here.
+    """
     steps, predicted = reader.steps, reader.prediction
     steps.load("memory")
     known = reader.keys()
-    categories = [key for key in known if key.startswith("memory.")]
+    newest = {key.removeprefix("memory."): _newest(steps[key]) for key in known if key.startswith("memory.")}
+    before, used = newest.pop("before", None), _newest(steps["memory_bytes"])
     buckets = Buckets.of(steps, None, None, points)
     return {
         "predicted": predicted.memory if predicted else {},
         "predicted_total": _ends(predicted.memory_bytes) if predicted else None,
-        "measured": {key.removeprefix("memory."): _newest(steps[key]) for key in categories},
-        "measured_total": _newest(steps["memory_bytes"]),
+        "measured": newest,
+        "measured_total": None if used is None else used - (before or 0.0),
+        "before": before,
         "by_rank": _by_rank(reader),
         "series": {"step": np.round(buckets.mean(steps[STEP])), "memory_bytes": buckets.most(steps["memory_bytes"])},
     }

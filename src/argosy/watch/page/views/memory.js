@@ -89,6 +89,9 @@ function beside(answer) {
           limit ? ` The device has ${bytes(limit)}.` : "",
         )
       : null,
+    answer.before
+      ? h("p", { class: "muted" }, `Python and torch held ${bytes(answer.before)} before the model was made.`)
+      : null,
     got.length ? null : partsLegend(plan, bytes),
     table(
       [
