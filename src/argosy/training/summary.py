@@ -182,8 +182,10 @@ def _sample(run: RunConfig, run_dir: Path, data: OpenData) -> str:
 
 
 def _first_start(run_dir: Path) -> float:
-    """Return when rank 0 started first, in seconds since 1970."""
-    return float(_starts(run_dir)[0]["time_s"])
+    """Return when an agent, or without agents rank 0, was started first, in seconds since 1970."""
+    events = run_dir / "events"
+    begun = (next(each_line(path), None) for path in (*events.glob("launcher*.jsonl"), events / "rank-0.jsonl"))
+    return min(float(event["time_s"]) for event in begun if event is not None)
 
 
 def _starts(run_dir: Path) -> list[dict[str, Any]]:

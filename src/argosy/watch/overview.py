@@ -56,7 +56,7 @@ def details(run_id: str, reader: RunReader) -> dict[str, Any]:
     predicted = reader.prediction
     return line(run_id, reader) | {
         "now_s": time.time(),
-        "goodput": _goodput(reader, found),
+        "goodput": (reader.report or {}).get("goodput", _goodput(reader, found)),
         "step_s": reader.recent_step_s,
         "predicted": predicted
         and {
