@@ -167,6 +167,8 @@ def test_errors_that_other_modules_have_keep_what_the_table_has():
 
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 OBJECTS = ("_object", "_object_list", "object_enforce_type")
+WRITES_THEM = {"training/profiling.py"}
+"""Writes what torch's viewer of memory snapshots reads, and reads none."""
 ONE_MACHINE = {"simulate/simulate.py"}
 """Uses a pool of its own child processes, over pipes that nobody else has."""
 
@@ -178,7 +180,7 @@ def test_no_module_pickles_or_uses_torch_s_collectives_of_objects():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 modules = {alias.name for alias in node.names} | {getattr(node, "module", None) or ""}
-                assert not {name.split(".")[0] for name in modules} & PICKLES, where
+                assert where in WRITES_THEM or not {name.split(".")[0] for name in modules} & PICKLES, where
                 assert where in ONE_MACHINE or "multiprocessing" not in modules, where
             names = [getattr(node, "attr", ""), getattr(node, "id", "")]
             assert not any(name.endswith(OBJECTS) and name != "is_object" for name in names), f"{where}: {names}"

@@ -250,7 +250,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_as_the_newest(folder: Folder) 
     """The run's folder lies on a file system with room for little more than one checkpoint."""
     disk = folder.path / "disk"
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1200k", "tmpfs", disk]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1000k", "tmpfs", disk]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("mounting needs the rights of root")
     try:

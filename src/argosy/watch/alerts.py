@@ -370,7 +370,7 @@ def _pace(facts: Facts, settings: AlertsConfig) -> tuple[float, float]:
     between = np.diff(times[np.isfinite(times)])
     longest = float(between.max(initial=0.0))
     usual = facts.step_s if facts.step_s > 0 else median(facts.column("step_time_s"))
-    last_s = float(np.nanmax([facts.last_line_s, start_s]))
+    last_s = float(np.fmax(facts.last_line_s, start_s))
     return last_s, max(settings.stall_s, STALL_STEPS * usual, STALL_LONGEST * longest)
 
 
