@@ -23,13 +23,10 @@ PIPE, DUMP = "flight-", "flight/rank-"
 
 
 def environment(stacks: Path, scratch: Path) -> dict[str, str]:
-    """Return the variables for a worker on a GPU, under torch's old and new names; without those that are set."""
-    dump = str(stacks / DUMP)
+    """Return the variables for a worker on a GPU, without those that are set."""
     wanted = {
         "TORCH_FR_BUFFER_SIZE": str(ENTRIES),
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": str(ENTRIES),
-        "TORCH_FR_DUMP_TEMP_FILE": dump,
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": dump,
+        "TORCH_FR_DUMP_TEMP_FILE": str(stacks / DUMP),
         "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(scratch / PIPE),
     }
     return {name: value for name, value in wanted.items() if name not in os.environ}
