@@ -7,6 +7,7 @@ FOLDER: a clone whose demo has not been run. It needs tmux, which is the termina
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -47,11 +48,16 @@ def main() -> None:
             time.sleep(1)
     finally:
         tmux("kill-session", "-t", NAME)
-    panel = training.rstrip().splitlines()
-    end = ended[ended.rindex("done: ") :].rstrip().splitlines()
+    PICTURE.write_text(drawn(training, ended))
+
+
+def drawn(training: str, ended: str) -> str:
+    """Return the picture of two screens, one below the other, which loads nothing from another host."""
     terminal = Console(record=True, width=COLUMNS, file=StringIO(), force_terminal=True)
-    terminal.print(Text.from_ansi("\n".join(["$ make demo", *panel, "", *end])))
-    PICTURE.write_text(terminal.export_svg(title="make demo"))
+    for text in ("$ make demo", training.rstrip(), "", ended[ended.rindex("done: ") :].rstrip()):
+        terminal.print(Text.from_ansi(text))
+    picture = re.sub(r"@font-face \{.*?\}", "", terminal.export_svg(title="make demo"), flags=re.DOTALL)
+    return picture.replace("Fira Code, monospace", "monospace")
 
 
 if __name__ == "__main__":
