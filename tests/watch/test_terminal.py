@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import select
 import sys
 import termios
 from pathlib import Path
@@ -62,6 +63,8 @@ def test_keys_choose_the_run_and_the_terminal_is_as_it_was(tmp_path, monkeypatch
         keys = iter(["", "\x1b[B", "", "q"])
         monkeypatch.setattr(terminal, "_typed", lambda _: next(keys))
         assert terminal.main(tmp_path) == 0
-    shown = os.read(main, 1 << 16).decode()
+    shown = ""
+    while select.select([main], [], [], 0.5)[0]:  # a terminal gives out a part at a time
+        shown += os.read(main, 1 << 16).decode(errors="replace")
     assert "first (1 of 2)" in shown and "second (2 of 2)" in shown
     assert termios.tcgetattr(end) == before

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-CHUNK_BYTES = 2**20
+CHUNK_BYTES = 2**21
 """Bytes that are read and parsed at once: some milliseconds of work, after which other threads have their turn."""
 LONGEST_LINE_BYTES = 2**24
 """A longer line is no record of ours: it is read in parts, none of which is a record."""
