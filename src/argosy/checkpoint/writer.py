@@ -29,6 +29,7 @@ from argosy.checkpoint.checksums import Damaged
 from argosy.checkpoint.rank_writer import SaveOrder, commit_part, words
 from argosy.checkpoint.read_back import verify_together, vouch
 from argosy.checkpoint.store import Checkpoint
+from argosy.errors import STOP_SIGNALS
 from argosy.processes.channel import Channel, Gone
 from argosy.processes.child import channel_to_parent, messages
 
@@ -161,7 +162,8 @@ class _Line:
 def main() -> None:
     """Take orders until the parent is gone."""
     snapshot = int(sys.argv[1])
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the signal is for training, which saves then
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # they are for training, which saves then
     os.nice(NICENESS)
     trainer = channel_to_parent(send_timeout_s=math.inf)  # it may stand still for long, and hear the news later
     writer = Writer(snapshot, _teller(trainer))
