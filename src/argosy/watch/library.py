@@ -14,6 +14,7 @@ from typing import Any
 from argosy.errors import UserError
 from argosy.watch import overview
 from argosy.watch.energy import EnergyMeter
+from argosy.watch.preview import Preview, preview
 from argosy.watch.reader import RunReader
 from argosy.watch.run_files import RunTail
 from argosy.watch.runs import find_runs, run_folder
@@ -88,6 +89,13 @@ class Library:
                 entry.read_at = time.monotonic()
             yield entry
         self._make_room(entry)
+
+    def preview(self, run_id: str) -> Preview | None:
+        """Return a preview of a long run that was not read yet, else None. Raises: UserError if there is no run."""
+        folder = run_folder(self.root, run_id)
+        with self._lock:
+            entry = self._open.get(folder)
+        return preview(folder) if entry is None or entry.read_at < 0 else None
 
     def tails(self) -> Iterator[tuple[str, RunTail | None, str]]:
         """Yield id, run and problem of each run, refreshed; a run that cannot be read has a problem instead."""

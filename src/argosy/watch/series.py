@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from argosy.watch.columns import STEP, Columns, Floats
+from argosy.watch.preview import Preview
 from argosy.watch.reader import RunReader
 
 MOST_POINTS = 5000
@@ -64,11 +65,16 @@ class Buckets:
 
 
 def series(
-    reader: RunReader, keys: Sequence[str], first: float | None = None, last: float | None = None, points: int = POINTS
+    reader: RunReader | Preview,
+    keys: Sequence[str],
+    first: float | None = None,
+    last: float | None = None,
+    points: int = POINTS,
 ) -> dict[str, Any]:
     """Return mean, least and most of the steps behind each of at most `points` points, for these keys.
 
-    A key that the run does not have is left out. `bad`: steps whose loss or gradient norm was not finite, if asked for.
+    A key that the run does not have is left out. `is_preview`: the points are made of some steps, not of all. `bad`:
+    steps whose loss or gradient norm was not finite, if asked for.
     """
     known = set(reader.keys())
     asked = [key for key in keys[:MOST_KEYS] if key in known]
@@ -81,6 +87,7 @@ def series(
         "keys": {key: _summed_up(buckets, steps[key]) for key in asked if not key.startswith(NORMS)},
         "first": steps[STEP][0] if len(steps) else None,
         "last": steps[STEP][-1] if len(steps) else None,
+        "is_preview": isinstance(reader, Preview),
         "bad": _bad_steps(steps, [key for key in asked if key in SHOWN_AS_BAD], buckets.rows),
     }
     if norms := [key for key in asked if key.startswith(NORMS)]:

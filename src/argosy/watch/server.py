@@ -34,7 +34,9 @@ from argosy.watch import conclusions, more_views, overview, rank_view, series, s
 from argosy.watch.auth import OWN_NAMES, Guard
 from argosy.watch.documents import leads_away
 from argosy.watch.library import Library, Open
+from argosy.watch.preview import Preview
 from argosy.watch.prometheus import CONTENT_TYPE, Latest, exposition
+from argosy.watch.reader import RunReader
 from argosy.watch.runs import run_folder
 from argosy.watch.timeline import goodput, run_timeline, shown_events
 
@@ -91,8 +93,12 @@ class Asked:
 
 
 def _series(asked: Asked, run: Open) -> Any:
+    return _series_of(asked, run.reader)
+
+
+def _series_of(asked: Asked, run: RunReader | Preview) -> Any:
     points = asked.count("points", series.POINTS, series.MOST_POINTS)
-    return series.series(run.reader, asked.words("keys") or ["loss"], *asked.steps, points)
+    return series.series(run, asked.words("keys") or ["loss"], *asked.steps, points)
 
 
 def _evaluations(asked: Asked, run: Open) -> Any:
@@ -160,6 +166,7 @@ class Api:
             Route("/api/live", self.live),
             Route("/api/runs", self.runs),
             Route("/api/runs/{run_id:path}/profiles/{profile}/{file}", self.profile_file),
+            Route("/api/runs/{run_id:path}/preview", self.preview),
             *views,
             Route("/api/runs/{run_id:path}", self.run),
             Route("/metrics", self.metrics),
@@ -187,6 +194,17 @@ class Api:
         """Answer /api/runs/ID/VIEW."""
         asked = Asked(request)
         return await self._opened(request.path_params["run_id"], lambda entry: view(asked, entry))
+
+    async def preview(self, request: Request) -> Response:
+        """Answer /api/runs/ID/preview: `series`, out of some lines if the run is long and not read yet."""
+        asked, run_id = Asked(request), request.path_params["run_id"]
+
+        def previewed() -> Any:
+            found = self._library.preview(run_id)
+            return None if found is None else _series_of(asked, found)
+
+        answer = await _answer(previewed)
+        return answer if answer.body != b"null" else await self.view(_series, request)
 
     async def _opened(self, run_id: str, answer: Callable[[Open], Any]) -> Response:
         def opened() -> Any:

@@ -59,14 +59,24 @@ function create(root, page) {
 
   async function refresh(signal) {
     const ids = page.chosen();
-    const { more, smooth, log } = state.get();
     const points = Math.max(200, Math.min(2000, Math.round(root.clientWidth)));
+    const keys = [...new Set([...KEYS, ...known.filter(isOwn), ...state.get().more])];
+    const ask = (part) =>
+      Promise.all(ids.map((id) => ofRun(id, part, { keys: keys.join(","), points, ...page.range() }, signal)));
+    // A run of very many steps takes seconds to read: at first some of them are shown.
+    const first = charts.size ? null : await ask("preview");
+    const isPreview = first?.some((answer) => answer.is_preview);
+    if (isPreview) {
+      await draw(ids, first, [], signal);
+      replace(empty, h("p", { class: "state" }, "Some of the steps, while all of them are read …"));
+    }
+    const answers = first && !isPreview ? first : await ask("series");
+    await draw(ids, answers, await Promise.all(ids.map((id) => evaluationsOf(id, signal))), signal);
+  }
+
+  async function draw(ids, answers, evaluations, signal) {
+    const { more, smooth, log } = state.get();
     const own = known.filter(isOwn);
-    const keys = [...new Set([...KEYS, ...own, ...more])];
-    const [answers, evaluations] = await Promise.all([
-      Promise.all(ids.map((id) => ofRun(id, "series", { keys: keys.join(","), points, ...page.range() }, signal))),
-      Promise.all(ids.map((id) => evaluationsOf(id, signal))),
-    ]);
     await overview(ids, answers, signal);
     const none = !page.window() && !answers.some((answer) => answer.step.length);
     replace(
