@@ -51,6 +51,7 @@ def test_decorators_of_others_are_left_alone(tmp_path):
     ("text", "said"),
     [
         ("def f(:\n", "mine.py:3: not Python"),
+        ("x = " + "-" * 100_000 + "1\n", "mine.py: not Python: it is nested too deeply"),
         ("x = 1\n", "mine.py: declares nothing; put @extend.callback or"),
         ("@extend.calback('save')\ndef f(run): ...", "mine.py:3: there is no @extend.calback; did you mean callback?"),
         ("@extend.callback\ndef f(run): ...", "mine.py:3: @extend.callback needs its arguments, in parentheses"),

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
+from argosy.sinks import prometheus
 from argosy.sinks.feed import Feed
 from argosy.sinks.prometheus import Prometheus
 from argosy.sinks.worker import about
@@ -115,3 +118,26 @@ def test_a_peer_that_says_nothing_does_not_keep_others_waiting(tmp_path):
         host, port = sink.state["address"].split("/")[2].split(":")
         with closing(socket.create_connection((host, int(port)))):
             assert get(sink.state["address"])[0] == 200
+
+
+def test_strangers_that_send_slowly_keep_a_few_places_for_a_few_seconds(tmp_path, monkeypatch):
+    monkeypatch.setattr(prometheus, "REQUEST_S", 0.5)
+    RunFolder(tmp_path, prometheus={"port": 0})
+    with listening(tmp_path) as sink, ExitStack() as opened:
+        host, port = sink.state["address"].split("/")[2].split(":")
+        before = threading.active_count()
+        slow = [opened.enter_context(socket.create_connection((host, int(port)))) for _ in range(200)]
+        deadline = time.monotonic() + 10
+        while (answer := _status(sink)) != 200 and time.monotonic() < deadline:
+            assert threading.active_count() - before <= 2 * prometheus.MOST_REQUESTS
+            for one in slow:
+                with suppress(OSError):
+                    one.send(b"G")
+        assert answer == 200
+
+
+def _status(sink: Prometheus) -> int:
+    try:
+        return get(sink.state["address"])[0]
+    except OSError:
+        return 0

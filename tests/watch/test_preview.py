@@ -50,6 +50,11 @@ def test_lines_that_are_no_records_are_passed_over(tmp_path: Path) -> None:
     assert set(found.steps["loss"]) == {1.5, 2.5}
 
 
+def test_a_file_of_giant_lines_has_none(tmp_path: Path) -> None:
+    append(tmp_path / "metrics.jsonl", b'{"step": 1, "loss": 1.0, "x": "' + b"a" * 2**22 + b'"}\n')
+    assert preview(tmp_path) is None
+
+
 def test_the_server_previews_until_the_run_was_read(root: Path) -> None:
     with served(root) as server:
         first = server.get("/api/runs/long/preview?keys=loss,lr&points=100").json()

@@ -74,7 +74,8 @@ def read_code(path: Path, name: str | None = None, module: str | None = None) ->
 
 @lru_cache(maxsize=64)
 def _read(path: Path, name: str, module: str | None, *_stamp: int) -> CodeFile:
-    source = path.read_bytes()
+    with path.open("rb") as file:
+        source = file.read(MOST_BYTES + 1)
     if len(source) > MOST_BYTES:
         raise ValueError(f"{path}: is longer than {MOST_BYTES} bytes")
     try:
@@ -83,6 +84,8 @@ def _read(path: Path, name: str, module: str | None, *_stamp: int) -> CodeFile:
         raise ValueError(f"{path}:{error.lineno}: not Python: {error.msg}") from None
     except ValueError as error:  # null bytes
         raise ValueError(f"{path}: not Python: {error}") from None
+    except (RecursionError, MemoryError):
+        raise ValueError(f"{path}: not Python: it is nested too deeply") from None
     found = tuple(_declarations(tree, path))
     if not found:
         raise ValueError(f"{path}: declares nothing; put @extend.{' or @extend.'.join(DECORATORS)} above what it has")

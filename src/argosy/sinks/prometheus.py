@@ -12,6 +12,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ SHORTEST_TOKEN = 16
 """Characters."""
 REQUEST_S = 5.0
 """A request that has not come by then is dropped."""
+MOST_REQUESTS = 16
+"""So many are answered at a time; of more, the connection is closed."""
 MOST_NODES = 256
 """The machines of a larger run are left to `argosy watch`."""
 HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -118,6 +121,27 @@ def _serve(host: str, port: int, token: str, text: Any) -> ThreadingHTTPServer:
     class Server(ThreadingHTTPServer):
         address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         daemon_threads = True
+        places = threading.BoundedSemaphore(MOST_REQUESTS)
+
+        def process_request(self, request: Any, client_address: Any) -> None:
+            if self.places.acquire(blocking=False):
+                super().process_request(request, client_address)
+            else:
+                self.shutdown_request(request)
+
+        def process_request_thread(self, request: Any, client_address: Any) -> None:
+            # A handler's timeout is that of each read: a client that sends a byte now and then would keep its place.
+            guard = threading.Timer(REQUEST_S, _shut, (request,))
+            guard.daemon = True
+            guard.start()
+            try:
+                super().process_request_thread(request, client_address)
+            finally:
+                guard.cancel()
+                self.places.release()
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            """Say nothing of a client that has gone."""
 
     class Handler(BaseHTTPRequestHandler):
         timeout = REQUEST_S
@@ -153,6 +177,11 @@ def _serve(host: str, port: int, token: str, text: Any) -> ThreadingHTTPServer:
         raise OSError(f"observe.prometheus: cannot listen on {host}, port {port}: {problem}") from None
     threading.Thread(target=server.serve_forever, args=(0.1,), name="argosy-metrics", daemon=True).start()
     return server
+
+
+def _shut(request: socket.socket) -> None:
+    with suppress(OSError):
+        request.shutdown(socket.SHUT_RDWR)
 
 
 def _host_of(header: str) -> str:

@@ -13,6 +13,8 @@ from argosy.watch.metrics_table import LOSS, NORMS
 LONG_BYTES = 2**26
 """A shorter file is read in a tenth of a second, and needs no preview."""
 LINES = 2000
+LONGEST_LINE_BYTES = 2**16
+"""Of a file with longer lines there is no preview: it would be read many times over."""
 
 
 class Preview:
@@ -29,7 +31,7 @@ class Preview:
 
 
 def preview(folder: Path) -> Preview | None:
-    """Return a preview of the run in `folder`; None if it is short, or cannot be read now."""
+    """Return a preview of the run in `folder`; None if it is short, has few lines, or cannot be read now."""
     path = folder / "metrics.jsonl"
     try:
         if leads_away(folder, path.name) or path.stat().st_size < LONG_BYTES:
@@ -38,6 +40,8 @@ def preview(folder: Path) -> Preview | None:
     except OSError:
         return None
     steps = [line for line in lines if isinstance(line.get(STEP), int) and LOSS in line]
+    if len(steps) < LINES / 2:
+        return None
     return Preview([{key: line[key] for key in line if key != NORMS} for line in steps])
 
 
@@ -45,8 +49,8 @@ def _spread(path: Path, size: int) -> Iterator[Line]:
     with path.open("rb") as file:
         for n in range(LINES):
             file.seek(n * size // LINES)
-            file.readline()
-            if (line := parse_line(file.readline())) is not None:
+            file.readline(LONGEST_LINE_BYTES)
+            if (line := parse_line(file.readline(LONGEST_LINE_BYTES))) is not None:
                 yield line
 
 

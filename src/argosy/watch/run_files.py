@@ -28,6 +28,7 @@ MARKS = ("metrics.jsonl", "events", "plan.toml", "report.json")
 RECENT_STEPS = 20
 LAST_LINES = 2000
 """The newest evaluation is looked for in so many last lines."""
+LONGEST_LINE_BYTES = 2**20
 SPARKS = 60
 """Points of the little curve of the loss in a list of runs."""
 
@@ -227,8 +228,8 @@ def _some_losses(path: Path, size: int) -> Iterator[float]:
                 continue
             file.seek(max(0, at - 1))
             if at:
-                file.readline()
-            loss = (parse_line(file.readline()) or {}).get("loss")
+                file.readline(LONGEST_LINE_BYTES)
+            loss = (parse_line(file.readline(LONGEST_LINE_BYTES)) or {}).get("loss")
             end = file.tell()
             if isinstance(loss, int | float):
                 yield float(loss)
