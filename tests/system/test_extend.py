@@ -97,6 +97,9 @@ def test_code_that_raises_or_does_not_repeat_itself_is_told_and_the_run_goes_on(
     refused = folder.argosy_here("replay", "runs/tiny", "--step", 1, code=2)
     assert "the loss noisy" in refused
     assert "is declared not deterministic" in refused
+    for command in ("parity", "chaos"):
+        refused = folder.argosy_here(command, run, "--train.loss", "noisy", code=2)
+        assert "tiny: the loss noisy" in refused and "is declared not deterministic" in refused
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from argosy.cli.options import parse_run
+from argosy.config.repeatable import check_repeatable
 from argosy.errors import UserError
 
 
@@ -47,6 +48,7 @@ def main(argv: list[str]) -> int:
     options, run = parse_run(argv, "argosy chaos", Options)
     if options.every_s <= 0:
         raise UserError(f"--every-s {options.every_s:g}: must be more than 0. Try --every-s 60.")
+    check_repeatable(run, run.name)
     from argosy.chaos.campaign import KINDS
     from argosy.chaos.run import run_chaos
     from argosy.config.dump import save_run

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from argosy.config.repeatable import check_repeatable
 from argosy.config.schema import RunConfig
 from argosy.errors import ArgosyWarning, Interrupted, RunFailed, UserError
 from argosy.inference.trained_model import open_checkpoint
@@ -91,12 +92,13 @@ def parity(
     tolerance: largest relative difference of the loss (`LOOSER` gives the others'); None means `TOLERANCE` for a plan
     in fp32, and no limit for others. say: called with a line when each half is done.
 
-    Raises: UserError, before any process starts, if the plan cannot train the run; RunFailed if a process dies;
-    Interrupted after SIGTERM or SIGINT.
+    Raises: UserError, before any process starts, if the plan cannot train the run or nothing repeats it; RunFailed if a
+    process dies; Interrupted after SIGTERM or SIGINT.
     """
     tell = say or (lambda text: None)
     if steps < 1:
         raise UserError(f"steps = {steps}: must be at least 1. Try 5.")
+    check_repeatable(run, run.name)
     run = _brief(run, steps)
     plan = _complete(run)
     threads = threads_per_process(

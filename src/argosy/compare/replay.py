@@ -17,6 +17,7 @@ from argosy.checkpoint import store
 from argosy.checkpoint.checksums import Damaged
 from argosy.checkpoint.store import Checkpoint
 from argosy.config.load import load
+from argosy.config.repeatable import check_repeatable
 from argosy.config.schema import RunConfig
 from argosy.errors import ArgosyWarning, Interrupted, UserError
 from argosy.launch import run_folder
@@ -71,11 +72,7 @@ def replay(run_dir: Path, step: int, *, say: Callable[[str], None] | None = None
     """
     if not (run_dir / "run.toml").is_file():
         raise UserError(f"{run_dir}: no run there (run.toml is missing). Give a run's folder, such as runs/NAME.")
-    if own := load(run_dir / "run.toml").not_deterministic:
-        raise UserError(
-            f"{run_dir}: the {own[0]} ({own[0].place}) is declared not deterministic, so the same steps give other "
-            "numbers each time. There is nothing to compare."
-        )
+    check_repeatable(load(run_dir / "run.toml"), run_dir)
     last = next((record["step"] for record in Metrics(run_dir).last(1)), -1)
     if not 0 <= step <= last:
         counted = f"counted from 0, it has 0 to {last} (training shows the last as step {last + 1})"

@@ -1,0 +1,15 @@
+"""Which runs give the same numbers again."""
+
+from __future__ import annotations
+
+from argosy.config.schema import RunConfig
+from argosy.errors import UserError
+
+
+def check_repeatable(run: RunConfig, source: object) -> None:
+    """Raise UserError if `run`, which `source` names, gives other numbers each time: then nothing can be compared."""
+    for own in run.not_deterministic:
+        raise UserError(
+            f"{source}: the {own} ({own.place}) is declared not deterministic, so the same steps give other "
+            "numbers each time. There is nothing to compare."
+        )
