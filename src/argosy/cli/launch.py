@@ -36,6 +36,8 @@ class Options:
     """GPUs of each; 0 asks for none."""
     time: str = ""
     """slurm: the job's time limit, e.g. 24:00:00; it is requeued when that is over. Empty: the partition's."""
+    memory_per_node: str = ""
+    """slurm: memory of each, e.g. 64G. Empty: what the cluster gives."""
     account: str = ""
     """slurm: the account that is charged."""
     partition: str = ""
@@ -61,15 +63,11 @@ def main(argv: list[str]) -> None:
         raise UserError("--nodes must be at least 1, --cpus-per-node and --gpus-per-node at least 0. Try --nodes 1.")
     run_dir = (options.run_dir or Path("runs") / run.name).absolute()
     asked = {field.name: getattr(options, field.name) for field in fields(Request) if hasattr(options, field.name)}
-    request = Request(
-        **{**asked, "run_dir": run_dir},
-        name=run.name,
-        words=tuple(_words_of_train(argv)),
-        work_dir=Path.cwd(),
-        grace_s=run.resilience.grace_s,
-    )
+    request = Request(**{**asked, "run_dir": run_dir}, run=run, words=tuple(_words_of_train(argv)), work_dir=Path.cwd())
     if options.dry_run:
-        print(ENGINES[options.on]().script(request), end="")
+        engine = ENGINES[options.on]()
+        engine.check(request)
+        print(engine.script(request), end="")
         return
     job = launch(request, options.on)
     print(f"launched {run.name} on {job.engine}: job {job.id}, in {run_dir}")

@@ -8,7 +8,6 @@ Examples:
 from __future__ import annotations
 
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -16,8 +15,6 @@ from typing import Annotated
 import tyro
 
 from argosy.cli.options import parse
-
-LOOK_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -37,26 +34,10 @@ def main(argv: list[str]) -> None:
     from argosy.launch.launched import job_in
 
     job = job_in(options.run)
-    log, engine = Path(job.log), engine_of(job)
-    at = _print_from(log, 0)
-    if not at and not options.follow:
-        print(f"{log}: nothing yet: the job is {' '.join(engine.state(job)).strip()}", file=sys.stderr)
-    while options.follow:
-        has_ended = engine.state(job)[0] == "ended"
-        at = _print_from(log, at)
-        if has_ended:
-            break
-        time.sleep(LOOK_S)
-
-
-def _print_from(log: Path, at: int) -> int:
-    """Print what `log` has from byte `at` on. Return where it ends."""
-    try:
-        with log.open("rb") as file:
-            file.seek(at)
-            while text := file.read(1 << 16):
-                sys.stdout.buffer.write(text)
-            sys.stdout.flush()
-            return file.tell()
-    except FileNotFoundError:
-        return at
+    engine, is_empty = engine_of(job), True
+    for text in engine.logs(job, options.follow):
+        sys.stdout.buffer.write(text)
+        sys.stdout.flush()
+        is_empty = False
+    if is_empty:
+        print(f"{options.run}: nothing yet: the job is {' '.join(engine.state(job)).strip()}", file=sys.stderr)

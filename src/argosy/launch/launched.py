@@ -34,6 +34,8 @@ class Launched:
 
 def launch(request: Request, engine: str) -> Job:
     """Launch a run. Raises: UserError if its job before still waits or runs, or the engine refuses."""
+    on = ENGINES[engine]()
+    on.check(request)
     check_is_own(request.run_dir)
     before = Job.load(request.run_dir)
     if before is not None and (state := engine_of(before).state(before)[0]) != "ended":
@@ -42,7 +44,7 @@ def launch(request: Request, engine: str) -> Job:
             "stops it; --run-dir gives this run another folder."
         )
     with made_folder(request.folder):
-        job = ENGINES[engine]().submit(request)
+        job = on.submit(request)
         job.save(request.run_dir)
     return job
 
@@ -72,6 +74,7 @@ def _launched(name: str, folder: Path) -> Launched:
                 state, why = engine_state, words
             elif engine_state == "ended" and state in ("", "training", "silent"):
                 state, why = "ended", f"{words}; `argosy logs {folder}` says more".lstrip("; ")
+            step = engine_of(job).step(job) if step is None else step
     return Launched(
         id=name,
         folder=folder,

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import dataclass
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.files import atomic_write
 
 FOLDER = "launch"
 """The folder in a run's folder for what was launched, and what that printed."""
 RECORD = "job.json"
+LOOK_S = 0.5
+"""How often a log that is followed is looked at."""
+PIECE_BYTES = 1 << 16
 JobState = Literal["waiting", "running", "ended"]
 
 
@@ -23,23 +31,46 @@ JobState = Literal["waiting", "running", "ended"]
 class Request:
     """A run that is to be launched, and the machines that it asks for."""
 
-    name: str
+    run: RunConfig
+    """The run as its file and the command line say it; what SLURM or another engine adds is not in it."""
     run_dir: Path
     words: tuple[str, ...]
     """The words after `argosy train`."""
     work_dir: Path
     """Where the command is given: relative paths in the run file begin there."""
-    nodes: int
-    grace_s: float
+    nodes: int = 1
     cpus_per_node: int = 0
     """0: whole nodes."""
     gpus_per_node: int = 0
+    memory_per_node: str = ""
     time: str = ""
     account: str = ""
     partition: str = ""
+    hosts: str = ""
+    """Names of machines, with commas between them."""
+    address: str = ""
+    """Where the cluster is reached."""
+    namespace: str = ""
+    volume: str = ""
     image: str = ""
     extra: tuple[str, ...] = ()
     """Lines for the engine, passed through."""
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return self.run.name
+
+    @property
+    def grace_s(self) -> float:
+        """How long the run may take to save after a signal."""
+        return self.run.resilience.grace_s
+
+    @property
+    def given(self) -> list[str]:
+        """The names of the fields for an engine that are not as they are without an option."""
+        optional = [field for field in fields(self) if field.default is not MISSING]
+        return [field.name for field in optional if getattr(self, field.name) != field.default]
 
     @property
     def folder(self) -> Path:
@@ -64,8 +95,10 @@ class Job(BaseModel):
     submitted_s: float
     """Seconds since 1970."""
     nodes: int
-    log: str
-    """The file that it prints to."""
+    log: str = ""
+    """The file that it prints to, if there is one."""
+    place: dict[str, str] = {}
+    """Where the engine finds it again: an address, a namespace, hosts, ..."""
 
     def save(self, run_dir: Path) -> None:
         """Write it to the run's folder."""
@@ -86,21 +119,52 @@ class Job(BaseModel):
             ) from None
 
 
-class Engine(Protocol):
+class Engine(ABC):
     """An engine. Each method raises UserError if the engine is not there, or refuses."""
 
+    name: ClassVar[str]
+    takes: ClassVar[frozenset[str]]
+    """The fields of a request with a default that have a meaning there."""
+
+    def check(self, request: Request) -> None:
+        """Raises: UserError for options that have no meaning there."""
+        others = [f"--{name.replace('_', '-')}" for name in request.given if name not in self.takes]
+        if others:
+            known = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(self.takes)) or "none"
+            raise UserError(
+                f"--on {self.name}: {', '.join(others)} has no meaning there. Leave it out; known: {known}."
+            )
+
+    @abstractmethod
     def script(self, request: Request) -> str:
         """Return what would be submitted."""
-        ...
 
+    @abstractmethod
     def submit(self, request: Request) -> Job:
-        """Launch it."""
-        ...
+        """Launch it. The request has passed `check`, and its `folder` is there."""
 
+    @abstractmethod
     def state(self, job: Job) -> tuple[JobState, str]:
         """Return what the engine knows of a job, and a few words on it."""
-        ...
 
+    @abstractmethod
     def stop(self, job: Job) -> None:
         """Have it save its state and end."""
-        ...
+
+    def step(self, job: Job) -> int | None:
+        """Return the steps that a run has made whose folder cannot be seen from here; None if that is not known."""
+        return None
+
+    def logs(self, job: Job, follow: bool) -> Iterator[bytes]:
+        """Yield what the job prints, in pieces; follow: until it has ended."""
+        at, has_ended = 0, not follow
+        while True:
+            with suppress(FileNotFoundError), Path(job.log).open("rb") as file:
+                file.seek(at)
+                while text := file.read(PIECE_BYTES):
+                    yield text
+                at = file.tell()
+            if has_ended:
+                return
+            time.sleep(LOOK_S)
+            has_ended = self.state(job)[0] == "ended"

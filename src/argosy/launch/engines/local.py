@@ -10,23 +10,20 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from argosy.errors import UserError
-from argosy.launch.engines.engine import Job, JobState, Request
+from argosy.launch.engines.engine import Engine, Job, JobState, Request
 
 START_TIME = 19
 """Field of /proc/PID/stat behind the command: when the process started, in ticks since boot (proc(5), field 22)."""
 
 
-class Local:
+class Local(Engine):
     """A process of this machine in a session of its own."""
 
+    name = "local"
+    takes = frozenset()
+
     def script(self, request: Request) -> str:
-        """Return the command. Raises: UserError for what only a cluster has."""
-        asked = {"--nodes": request.nodes > 1, "--time": request.time, "--account": request.account,
-                 "--partition": request.partition, "--image": request.image, "--extra": request.extra,
-                 "--gpus-per-node": request.gpus_per_node, "--cpus-per-node": request.cpus_per_node}  # fmt: skip
-        if given := [option for option, value in asked.items() if value]:
-            raise UserError(f"--on local: {', '.join(given)} has no effect on this machine. Leave it out.")
+        """Return the command."""
         return f"cd {shlex.quote(str(request.work_dir))} && exec {request.command}\n"
 
     def submit(self, request: Request) -> Job:

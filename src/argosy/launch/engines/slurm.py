@@ -14,7 +14,7 @@ import sys
 import time
 
 from argosy.errors import UserError
-from argosy.launch.engines.engine import Job, JobState, Request
+from argosy.launch.engines.engine import Engine, Job, JobState, Request
 
 SPARE_S = 30
 """SLURM may send a signal up to 60 s early, and looks at the time every 30 s: so much is added to `grace_s`."""
@@ -32,8 +32,13 @@ exit $code
 before, they would end it."""
 
 
-class Slurm:
+class Slurm(Engine):
     """The cluster whose sbatch is at hand."""
+
+    name = "slurm"
+    takes = frozenset(
+        ("nodes", "cpus_per_node", "gpus_per_node", "memory_per_node", "time", "account", "partition", "image", "extra")
+    )
 
     def script(self, request: Request) -> str:
         """Return the batch script."""
@@ -43,6 +48,7 @@ class Slurm:
             "ntasks-per-node": "1",
             "cpus-per-task": str(request.cpus_per_node or ""),
             "gpus-per-node": str(request.gpus_per_node or ""),
+            "mem": request.memory_per_node,
             "time": request.time,
             "account": request.account,
             "partition": request.partition,

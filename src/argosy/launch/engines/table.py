@@ -10,7 +10,7 @@ from argosy.launch.engines.local import Local
 from argosy.launch.engines.slurm import Slurm
 
 EngineName = Literal["slurm", "local"]
-ENGINES: dict[str, type[Engine]] = {"slurm": Slurm, "local": Local}
+ENGINES: dict[str, type[Engine]] = {engine.name: engine for engine in (Slurm, Local)}
 
 
 def engine_of(job: Job) -> Engine:

@@ -1,0 +1,58 @@
+"""What all engines have in common: options without a meaning are refused, logs are followed to their end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from argosy.config.schema import RunConfig
+from argosy.errors import UserError
+from argosy.launch.engines.engine import Job, JobState, Request
+from argosy.launch.engines.local import Local
+from argosy.launch.engines.table import ENGINES
+
+
+def request_in(folder: Path, **options: object) -> Request:
+    return Request(RunConfig(), folder / "runs/a", ("run.toml",), folder, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_option_that_has_no_meaning_on_an_engine_is_refused(engine: str, tmp_path: Path) -> None:
+    takes = ENGINES[engine].takes
+    values = {"nodes": 2, "account": "team", "namespace": "training", "extra": ("a",)}
+    for name, value in values.items():
+        request = request_in(tmp_path, **{name: value})
+        if name in takes:
+            ENGINES[engine]().check(request)
+        else:
+            with pytest.raises(UserError, match=f"--on {engine}: --{name} has no meaning there. Leave it out"):
+                ENGINES[engine]().check(request)
+
+
+def test_each_option_of_a_request_has_a_meaning_somewhere() -> None:
+    request = Request(RunConfig(), Path(), (), Path(), **{name: "given" for name in OPTIONS})  # type: ignore[arg-type]
+    assert set(request.given) == set(OPTIONS)
+    assert {name for engine in ENGINES.values() for name in engine.takes} <= set(OPTIONS)
+
+
+OPTIONS = (
+    "nodes", "cpus_per_node", "gpus_per_node", "memory_per_node", "time", "account", "partition", "hosts", "address",
+    "namespace", "volume", "image", "extra",
+)  # fmt: skip
+
+
+def test_a_log_is_followed_until_its_job_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "out"
+    states: list[JobState] = ["waiting", "running", "running", "ended"]
+
+    def state(_: object, __: Job) -> tuple[JobState, str]:
+        with log.open("a") as file:  # a last line may come until it has ended
+            file.write(f"{len(states)}\n")
+        return states.pop(0), ""
+
+    monkeypatch.setattr(Local, "state", state)
+    monkeypatch.setattr("argosy.launch.engines.engine.LOOK_S", 0.01)
+    job = Job(engine="local", id="1@1", submitted_s=0, nodes=1, log=str(log))
+    assert b"".join(Local().logs(job, follow=True)) == b"4\n3\n2\n1\n"
+    assert b"".join(Local().logs(job, follow=False)) == b"4\n3\n2\n1\n"
