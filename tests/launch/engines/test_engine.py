@@ -31,7 +31,7 @@ def test_an_option_that_has_no_meaning_on_an_engine_is_refused(engine: str, tmp_
 
 
 def test_each_option_of_a_request_has_a_meaning_somewhere() -> None:
-    request = Request(RunConfig(), Path(), (), Path(), **{name: "given" for name in OPTIONS})  # type: ignore[arg-type]
+    request = Request(RunConfig(), Path(), (), Path(), **dict.fromkeys(OPTIONS, "given"))  # type: ignore[arg-type]
     assert set(request.given) == set(OPTIONS)
     assert {name for engine in ENGINES.values() for name in engine.takes} <= set(OPTIONS)
 
