@@ -124,6 +124,8 @@ class Profiling:
         activities = [ProfilerActivity.CPU]
         if self._world.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
+        # Kineto announces each start and end on the terminal, at its level 5.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         made = profile(activities=activities, profile_memory=self._settings.memory, with_stack=self._settings.stacks)
         try:
             made.start()
