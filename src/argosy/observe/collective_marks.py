@@ -20,18 +20,11 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.profiler import record_function
 
+from argosy.observe.collectives import METHODS
 from argosy.observe.counters import OTHER
 from argosy.plan.cost.traffic import WORLD
 
 COLLECTIVE = "argosy:collective/"
-METHODS = (
-    *("allreduce", "allreduce_coalesced", "allgather", "_allgather_base", "all_gather_single", "allgather_coalesced"),
-    *("allgather_into_tensor_coalesced", "all_gather_single_coalesced", "reduce_scatter", "_reduce_scatter_base"),
-    *("reduce_scatter_single", "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced", "alltoall_base"),
-    *("all_to_all_single", "alltoall", "send", "recv", "recv_anysource", "broadcast", "reduce", "gather", "scatter"),
-    *("barrier", "monitored_barrier", "_end_coalescing"),
-)
-"""Of torch.distributed.ProcessGroup, old and new names; another version of torch may lack some."""
 
 
 class CollectiveMarks:
