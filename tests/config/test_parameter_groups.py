@@ -68,3 +68,10 @@ def test_muon_takes_the_hidden_matrices_of_the_decoder_and_no_others():
 def test_int8_is_for_large_matrices_outside_muon(kind, name, shape, int8):
     assert settings_of(name, shape, config(kind=kind, state="int8")).int8 is int8
     assert not settings_of(name, shape, config(kind=kind)).int8
+
+
+def test_a_factor_by_width_leaves_the_weight_decay_of_a_step_as_it_is():
+    config = OptimizerConfig(lr=0.1, weight_decay=0.5, groups=(OptimizerGroup(match="a", lr_factor=0.5),))
+    settings = settings_of("a", (4, 4), config, lambda name, shape, rule: 0.25)
+    assert (settings.lr_factor, settings.weight_decay) == (0.125, 2.0)
+    assert settings.lr_factor * settings.weight_decay == settings_of("a", (4, 4), config).lr_factor * 0.5

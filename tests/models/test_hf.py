@@ -102,6 +102,16 @@ def test_what_we_export_gives_the_same_logits_in_transformers(config, build, tmp
     assert_same_logits(ours, load_theirs(tmp_path / "out"))
 
 
+@pytest.mark.parametrize("name", ["llama-gqa", "llama-tied", "llama-bias", "qwen3-tied", "mixtral", "deepseek"])
+def test_multipliers_of_mup_are_folded_into_what_is_exported(name, small, build, tmp_path):
+    mup = {"base_width": 12} | ({} if name == "deepseek" else {"base_head_width": 3})
+    config = ModelConfig.model_validate(small.model_dump() | VARIANTS[name] | {"mup": mup})
+    ours = build(config)
+    hf.export_folder(config, ours.state_dict(), tmp_path / "out", dtype=torch.float32)
+    assert_same_logits(ours, load_theirs(tmp_path / "out"))
+    assert hf.import_config(tmp_path / "out").mup.base_width == 0
+
+
 def test_export_and_import_give_back_config_and_weights_exactly(config, build, tmp_path):
     weights = build(config).state_dict()
     hf.export_folder(config, weights, tmp_path / "out", dtype=torch.float32)

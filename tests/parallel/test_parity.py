@@ -36,6 +36,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "biased": {"attention_bias": True},
     "deep": {"layers": 8},  # for pipelines of 4 ranks with two stages each
     "mixtral": {"family": "mixtral", "moe": EXPERTS},
+    "mup": {"mup": {"base_width": 16, "base_head_width": 4}, "tie_embeddings": True},
+    "mup_experts": {"family": "mixtral", "moe": EXPERTS, "mup": {"base_width": 16}},
     "qwen3_moe": {
         "family": "qwen3_moe", "qk_norm": True, "tie_embeddings": True,
         "moe": EXPERTS | {"experts": 8, "experts_per_token": 3, "z_coefficient": 1e-2},
@@ -63,6 +65,7 @@ QUICK = [
     ("qwen3", "dp_shard=2,tp=2,microbatch=2"),
     ("qwen2", "pp=2,tp=2,microbatch=2"),
     ("mixtral", "dp_shard=2,ep=2,recompute=selective,microbatch=4"),
+    ("mup", "dp_shard=2,tp=2,zero=3,microbatch=2"),
     ("deepseek_v3", "cp=2,ep=2,microbatch=4"),
 ]
 """Family and plan, in every run of the tests."""
@@ -136,6 +139,10 @@ SLOW = [
     ("llama", "dp_shard=2,tp=2,recompute=selective"),
     ("llama", "pp=2,dp_shard=2,recompute=full,recompute_every=2"),
     ("llama", "dp_shard=2,offload=all"),
+    # Factors by width.
+    ("mup", "pp=2,dp_shard=2,zero=1,microbatch=2"),
+    ("mup", "cp=2,context=ulysses"),
+    ("mup_experts", "dp_shard=2,ep=2,tp=2"),
     # Experts.
     ("mixtral", "tp=2,microbatch=2"),
     ("qwen3_moe", "cp=2,microbatch=2"),

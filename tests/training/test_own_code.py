@@ -111,6 +111,10 @@ def test_what_does_not_repeat_itself_is_refused_where_ranks_must_agree(tmp_path,
             {"optimizer": {"kind": "sgd", "state": "int8"}},
             'optimizer.state = "int8": an optimizer of your own keeps fp32',
         ),
+        (
+            {"optimizer": {"kind": "sgd"}, "model": {"mup": {"base_width": 16}}},
+            "model.mup.base_width = 16: how the step of an optimizer of your own grows",
+        ),
     ],
 )
 def test_a_name_that_nothing_declares_is_refused_with_the_near_ones(sections, said):

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from argosy.config.keys import dotted, flatten
+from argosy.config.mup import MuPConfig
 from argosy.config.schema import RunConfig
 
 MAY_CHANGE = ("name", "plan", "model.preset", "model.weights", "train.steps", "train.minutes", "train.pause_at",
@@ -16,7 +17,12 @@ MAY_CHANGE = ("name", "plan", "model.preset", "model.weights", "train.steps", "t
 """Keys that a resumed run may change: they affect neither what the checkpoint means nor the order of the samples."""
 
 
-ADDED = {"model.qkv_bias": False, "model.ffn_gate": True, "train.loss": "cross_entropy"}
+ADDED = {
+    "model.qkv_bias": False,
+    "model.ffn_gate": True,
+    "train.loss": "cross_entropy",
+    **{f"model.mup.{name}": 0 for name in MuPConfig.model_fields},
+}
 """Keys that older versions did not have, with the value that says what these did: it is left out, as they left it."""
 
 

@@ -8,7 +8,7 @@ from argosy.config.load import build
 from argosy.config.schema import ModelConfig, RunConfig
 
 NOT_SIZES = {
-    *("preset", "weights", "vocab_size", "init_std", "norm_eps"),
+    *("preset", "weights", "vocab_size", "init_std", "norm_eps", "mup"),
     *("max_seq_len", "rope_theta", "rope_scaling"),
 }
 """Keys that make no other model of a preset."""

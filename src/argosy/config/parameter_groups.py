@@ -6,7 +6,7 @@ Trainer and planner read the same: what the optimizer keeps of a parameter is wh
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -18,6 +18,15 @@ NOT_HIDDEN = ("embedding", "head", "router")
 """Modules whose matrices Muon leaves to AdamW: their rows stand for tokens or experts, one by one (Jordan 2024)."""
 LEAST_INT8 = 4096
 """Smaller parameters keep fp32 state under `state = "int8"` (Dettmers et al. 2022)."""
+
+
+RateFactor = Callable[[str, tuple[int, ...], str], float]
+"""Name, whole shape and rule of a parameter -> the factor on its learning rate that its width asks for."""
+
+
+def no_factor(name: str, shape: tuple[int, ...], rule: str) -> float:
+    """The factor of the usual parametrization."""
+    return 1.0
 
 
 @dataclass(frozen=True)
@@ -32,10 +41,14 @@ class ParameterSettings:
     weight_decay: float
 
 
-def settings_of(name: str, shape: tuple[int, ...], config: OptimizerConfig) -> ParameterSettings:
+def settings_of(
+    name: str, shape: tuple[int, ...], config: OptimizerConfig, rate_factor: RateFactor = no_factor
+) -> ParameterSettings:
     """Return the settings of the first group that matches `name`, over the defaults.
 
-    `shape` is that of the whole parameter.
+    `shape` is that of the whole parameter. A `rate_factor` leaves the weight decay of a step as it is, learning rate
+    times `weight_decay`: the best is the same for all widths (Wang & Aitchison 2024, "How to set AdamW's weight decay
+    as you scale model and dataset size").
     """
     matrix = len(shape) >= 2 and not name.endswith("bias")  # a stack of experts' biases has two dims as well
     group = next((group for group in config.groups if fnmatchcase(name, group.match)), None)
@@ -45,12 +58,13 @@ def settings_of(name: str, shape: tuple[int, ...], config: OptimizerConfig) -> P
     rule = config.kind
     if rule == "muon" and not (matrix and is_hidden(name)):
         rule = "adamw"
+    factor = rate_factor(name, shape, rule)
     return ParameterSettings(
         rule=rule,
         # Not Muon's momentum: making all singular values alike would make its rounding errors large.
         int8=config.state == "int8" and rule != "muon" and matrix and math.prod(shape) >= LEAST_INT8,
-        lr_factor=group.lr_factor if group else 1.0,
-        weight_decay=weight_decay,
+        lr_factor=factor * (group.lr_factor if group else 1.0),
+        weight_decay=weight_decay / factor,
     )
 
 

@@ -23,6 +23,7 @@ from pydantic import (
 
 from argosy.config.extend import ExtendConfig
 from argosy.config.lease_url import LeaseUrl
+from argosy.config.mup import MuPConfig
 from argosy.config.observe import ObserveConfig
 from argosy.config.section import Section
 from argosy.extend.declared import Declaration
@@ -181,6 +182,7 @@ class ModelConfig(Section):
     """false: a feed-forward of two matrices, without a gate, which some families of your own have."""
     moe: MoEConfig = MoEConfig()
     mla: MLAConfig = MLAConfig()
+    mup: MuPConfig = MuPConfig()
     vocab_size: NonNegativeInt = 0
     """Tokens in the vocabulary; 0 takes the size of the prepared data's tokenizer."""
     max_seq_len: PositiveInt = 8192
@@ -235,6 +237,24 @@ class ModelConfig(Section):
             raise ValueError("qk_norm = true with mla: the latents have norms of their own; set qk_norm = false")
         if self.qkv_bias:
             raise ValueError("qkv_bias = true with mla: latent attention has no q, k and v alike; set qkv_bias = false")
+        return self
+
+    @model_validator(mode="after")
+    def _base_has_these_parts(self) -> Self:
+        mup = self.mup
+        if mup.base_head_width and self.mla.kv_rank:
+            raise ValueError(
+                f"mup.base_head_width = {mup.base_head_width} with mla: the widths of latent heads do not grow with "
+                "the model; leave it out"
+            )
+        parts = {
+            "base_expert_ffn_width": ("moe.experts", self.moe.experts),
+            "base_kv_rank": ("mla.kv_rank", self.mla.kv_rank),
+            "base_q_rank": ("mla.q_rank", self.mla.q_rank if self.mla.kv_rank else 0),
+        }
+        for key, (part, size) in parts.items():
+            if getattr(mup, key) and not size:
+                raise ValueError(f"mup.{key} = {getattr(mup, key)} has no effect with {part} = 0; leave it out")
         return self
 
     def is_moe_layer(self, layer: int) -> bool:
@@ -587,6 +607,11 @@ class RunConfig(Section):
         if self.optimizer.kind not in OPTIMIZERS and self.optimizer.state != "fp32":
             raise ValueError(
                 f'optimizer.state = "{self.optimizer.state}": an optimizer of your own keeps fp32; set fp32'
+            )
+        if self.optimizer.kind not in OPTIMIZERS and self.model.mup.base_width:
+            raise ValueError(
+                f"model.mup.base_width = {self.model.mup.base_width}: how the step of an optimizer of your own grows "
+                f"with the width is not known; set base_width = 0, or optimizer.kind to one of {', '.join(OPTIMIZERS)}"
             )
         return self
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from argosy.config.schema import ModelConfig
 from argosy.models.layers import linear, norm
 from argosy.models.rope import rotate
+from argosy.plan.mup import query_factor
 from argosy.plan.parameters import attention_table
 
 PADDED_TO = 32
@@ -50,6 +51,7 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.o = (linear(table, name) for name in "qkvo")
         self.q_norm = norm(table, "q_norm", config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = norm(table, "k_norm", config.norm_eps) if config.qk_norm else nn.Identity()
+        self.query_factor = query_factor(config)
         self.core: AttentionCore = packed_attention
 
     def forward(
@@ -62,6 +64,8 @@ class Attention(nn.Module):
         """`rotary`: cosines and sines of these tokens; `documents`: see `packed_attention`."""
         heads = (*x_BTD.shape[:2], -1, self.head_width)
         q_BTHE = rotate(self.q_norm(self.q(x_BTD).view(heads)), *rotary)
+        if self.query_factor != 1.0:
+            q_BTHE = q_BTHE * self.query_factor
         k_BTKE = rotate(self.k_norm(self.k(x_BTD).view(heads)), *rotary)
         v_BTKE = self.v(x_BTD).view(heads)
         if cache is None:

@@ -14,6 +14,7 @@ from argosy.models.layers import embedding, linear, local, norm
 from argosy.models.loss import ChunkLoss, chunk_loss_and_gradient, summed_cross_entropy
 from argosy.models.mla import Cache, attention_of, cache_of
 from argosy.models.rope import rotary_table
+from argosy.plan.mup import logit_factor
 from argosy.plan.parameters import Stage, block_table, parameter_table
 
 # B batch, T tokens, D model width, V vocabulary
@@ -64,6 +65,7 @@ class Decoder(nn.Module):
         self.own_loss: ChunkLoss | None = None
         #: The largest part of the vocabulary that a rank has, in tokens.
         self.longest_part = config.vocab_size
+        self.logit_factor = logit_factor(config)
         self.my_tokens: Callable[[Tensor], Tensor] = _all_of_them
         self._rotary: tuple[Tensor, Tensor] | None = None
 
@@ -101,6 +103,8 @@ class Decoder(nn.Module):
         if self.norm is None:
             return x
         x = self.norm(x)
+        if self.logit_factor != 1.0:
+            x = x * self.logit_factor
         weight_VD = self.head_weight
         if targets_BT is None:
             return F.linear(x, local(weight_VD).to(x.dtype))

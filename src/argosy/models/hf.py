@@ -22,6 +22,7 @@ from argosy.errors import ArgosyWarning, StorageError, UserError
 from argosy.files import is_plain_name, read_at_most
 from argosy.models.hf_config import config_from_json, config_to_json, refuse
 from argosy.models.hf_families import MTP_NAMES, family_of, is_stack, their_names, to_ours, to_theirs
+from argosy.plan.mup import folded_factor
 from argosy.plan.parameters import state_table
 
 MOST_JSON_BYTES = 256 * 2**20
@@ -49,6 +50,8 @@ def export_folder(
     `weights`: by our names; a lazy mapping is read one file's worth at a time.
     `tokenizer`: a tokenizer.json to put beside them.
     `eod_id`: the token that ends a document; generation stops at it.
+
+    The multipliers of `model.mup` are folded into the weights, which the classes then compute the same with.
 
     Raises: UserError if `out` exists, or the model is not one that the family's class can express; StorageError if it
     cannot be written.
@@ -95,6 +98,8 @@ def _write_weights(
         for name in names:
             weight = weights[name]
             _check_shape(name, weight.shape, shapes[name], "the weights to export")
+            if (factor := folded_factor(name, config)) != 1.0:
+                weight = weight * factor
             stored = torch.float32 if name.endswith(KEPT_IN_FP32) else dtype
             parts = to_theirs(name, weight.detach().to("cpu", stored), config)
             # A file has no use for two tensors in the same memory, and safetensors refuses them.

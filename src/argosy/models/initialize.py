@@ -15,6 +15,7 @@ from torch import Tensor
 from argosy.config.schema import ModelConfig
 from argosy.models.decoder import Decoder
 from argosy.models.layers import local
+from argosy.plan.mup import initial_factor
 from argosy.plan.parameters import Parameter, parameter_table
 
 AT_ONCE = 2**20
@@ -64,6 +65,7 @@ def fill_initial(
         part.zero_()
     else:
         std = config.init_std / (2 * config.layers) ** 0.5 if whole.initial == "into_residual" else config.init_std
+        std *= initial_factor(name, config)
         digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
         strides = [math.prod(whole.shape[dim + 1 :]) for dim in range(len(whole.shape))]
         first = sum(place * stride for place, stride in zip(offset, strides, strict=True))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from argosy.config.parameter_groups import ParameterSettings, settings_of
+from argosy.config.parameter_groups import ParameterSettings, RateFactor, no_factor, settings_of
 from argosy.config.schema import OptimizerConfig
 from argosy.faults import fault
 from argosy.optim.muon import Muon
@@ -32,15 +32,16 @@ class Optimizer:
         config: OptimizerConfig,
         seed: int = 0,
         own: Callable[[OptimizerConfig], UpdateRule] | None = None,
+        rate_factor: RateFactor = no_factor,
     ):
-        """`own` makes the rule that `config.kind` names, if it is the user's."""
+        """`own` makes the rule that `config.kind` names, if it is the user's. `rate_factor`: see `settings_of`."""
         self._lr = config.lr
         self._rules = {name: rule(config) for name, rule in RULES.items()} | ({config.kind: own(config)} if own else {})
         self._slots: dict[str, Slot] = {}
         for piece in pieces:
             if piece.value.dtype not in (torch.float32, torch.bfloat16):
                 raise ValueError(f"{piece.name} is {piece.value.dtype}; an optimizer updates fp32 or bf16")
-            settings = settings_of(piece.name, piece.shape, config)
+            settings = settings_of(piece.name, piece.shape, config, rate_factor)
             self._slots[piece.name] = Slot(piece, settings, seed, self._rules[settings.rule].moments)
         assert len(self._slots) == len(pieces), "two pieces of one name"
         self._is_prepared = False

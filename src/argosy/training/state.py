@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from argosy.parallel.gradients import clip
 from argosy.parallel.model import ParallelModel
 from argosy.parallel.pieces import Held
 from argosy.parallel.world import World
+from argosy.plan.mup import rate_factor
 from argosy.plan.plan import Plan
 from argosy.precision.scaler import LossScaler
 from argosy.training.bad_steps import Counts
@@ -80,7 +82,8 @@ class TrainState:
         """Return the state of a run before its first step, with the weights that `model` has."""
         scaler = LossScaler() if plan.precision == "fp16" else LossScaler(scale=1.0, growth_steps=0)
         own = own_rule(run.extend.code, run.optimizer.kind) if run.optimizer.kind not in RULES else None
-        return cls(model, Optimizer(model.masters, run.optimizer, run.seed, own), scaler)
+        factor = partial(rate_factor, model=run.model)
+        return cls(model, Optimizer(model.masters, run.optimizer, run.seed, own, factor), scaler)
 
     @property
     def position(self) -> Position:
