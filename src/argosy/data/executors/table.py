@@ -1,0 +1,22 @@
+"""The executors, by the name that `--on` takes."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Literal
+
+from argosy.data.executors.executor import Executor
+
+ExecutorName = Literal["local", "slurm"]
+EXECUTORS: dict[ExecutorName, tuple[str, str]] = {
+    "local": ("argosy.data.executors.local", "LocalExecutor"),
+    "slurm": ("argosy.data.executors.slurm", "SlurmExecutor"),
+}
+"""Module and class; imported when it is used, as it may need a package."""
+
+
+def executor_class(name: ExecutorName) -> type[Executor]:
+    """Import an executor. Raises: UserError if its package is missing."""
+    module, kind = EXECUTORS[name]
+    found: type[Executor] = getattr(import_module(module), kind)
+    return found
