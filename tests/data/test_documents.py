@@ -14,7 +14,9 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.data.documents import DocumentReader, InputPosition, _lines
+from argosy.data.documents import DocumentReader
+from argosy.data.formats import Fields, _lines, read_file
+from argosy.data.pieces import Piece
 from argosy.data.sources import find_files
 from argosy.errors import UserError
 
@@ -24,7 +26,7 @@ def reader(*paths: Path, field: str = "text", **options: Any) -> DocumentReader:
 
 
 def texts(*paths: Path, **options: Any) -> list[str]:
-    return [document.text for document in reader(*paths, **options).read(InputPosition())]
+    return [document.text for document in reader(*paths, **options).read()]
 
 
 def jsonl(*records: Any) -> bytes:
@@ -64,7 +66,7 @@ def test_parquet_column_is_read(tmp_path: Path) -> None:
 def test_broken_input_is_counted_by_kind(write: Any) -> None:
     lines = b'{"text": "good"}\n\n{"text": \n[1]\n{"text": 5}\n{"text": null}\n{"text": "\\ud800"}\n{"text": "\xff"}\n'
     read = reader(write("a.jsonl", lines), write("b.txt", b"ab\xffc"), write("c.txt", b""))
-    assert [document.text for document in read.read(InputPosition())] == ["good"]
+    assert [document.text for document in read.read()] == ["good"]
     assert read.tally.skipped == {"broken JSON": 1, "not text": 2, "empty document": 2, "broken UTF-8": 3}
 
 
@@ -88,7 +90,7 @@ def test_broken_input_can_be_refused(write: Any, name: str, data: bytes, message
 def test_record_without_the_field_is_as_bad_as_any_other(write: Any) -> None:
     path = write("a.jsonl", jsonl({"text": "x"}, {"id": 1, "body": "y"}))
     read = reader(path)
-    assert [document.text for document in read.read(InputPosition())] == ["x"]
+    assert [document.text for document in read.read()] == ["x"]
     assert read.tally.skipped == {"no such field": 1}
     with pytest.raises(
         UserError, match=r"a\.jsonl, line 2, field 'text' \(the record has 'id', 'body'\): no such field"
@@ -126,7 +128,7 @@ def test_file_that_vanished_is_refused(write: Any) -> None:
     gone = reader(write("a.txt", b"x"))
     Path(gone._files[0].path).unlink()
     with pytest.raises(UserError, match=r"a\.txt: cannot be read"):
-        list(gone.read(InputPosition()))
+        list(gone.read())
 
 
 def test_stops_after_max_text_bytes_at_a_whole_character(write: Any) -> None:
@@ -137,20 +139,25 @@ def test_stops_after_max_text_bytes_at_a_whole_character(write: Any) -> None:
     assert texts(first, second, max_text_bytes=8) == ["12345", "aü"]
 
 
-@given(st.integers(0, 7), st.integers(1, 40))
-def test_reading_goes_on_from_any_document(tmp_path_factory: pytest.TempPathFactory, done: int, limit: int) -> None:
+@given(st.integers(0, 7))
+def test_reading_goes_on_from_any_document(tmp_path_factory: pytest.TempPathFactory, done: int) -> None:
     folder = tmp_path_factory.mktemp("in")
     (folder / "a.jsonl").write_bytes(
         jsonl({"text": "one"}, {"text": ""}, {"text": "two"}, {"text": 3}, {"text": "four"})
     )
     (folder / "b.txt").write_bytes(b"\xff")
     (folder / "c.jsonl").write_bytes(jsonl({"text": "five"}, {"text": "six"}, [], {"text": "seven"}))
-    whole = reader(folder, max_text_bytes=limit)
-    documents = list(whole.read(InputPosition()))
+    whole = reader(folder)
+    documents = list(whole.read())
     if done < len(documents):
-        resumed = reader(folder, max_text_bytes=limit)
-        assert list(resumed.read(documents[done].at)) == documents[done:]
-        assert resumed.tally == whole.tally
+        resumed = reader(folder)
+        assert list(resumed.read(start=documents[done].number)) == documents[done:]
+        before = reader(folder)
+        for document in before.read():
+            if document.number == documents[done].number:
+                break
+        rest = whole.tally.skipped - before.tally.skipped
+        assert resumed.tally.skipped == rest and resumed.number == whole.number
 
 
 LIMIT = 2**20
@@ -208,7 +215,7 @@ def test_what_unpacks_to_too_much_is_named_and_takes_little_memory(bomb_files: P
 
 def test_a_value_that_is_stored_once_for_many_rows_is_not_unpacked_for_all_of_them(bomb_files: Path) -> None:
     """A row is no longer than may be; a thousand of them at once would be."""
-    found = reader(bomb_files / "rows.parquet", max_document_bytes=LIMIT).read(InputPosition())
+    found = reader(bomb_files / "rows.parquet", max_document_bytes=LIMIT).read()
     most = 0
     for _ in zip(range(3000), found, strict=False):
         most = max(most, pa.total_allocated_bytes())
@@ -226,6 +233,34 @@ def test_the_limit_can_be_raised_and_does_not_hold_for_a_text_file_of_that_size(
 def test_lines_are_those_of_the_file_however_it_is_read(lines: list[bytes], chunk: int) -> None:
     data = b"\n".join(lines)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("argosy.data.documents.CHUNK_BYTES", chunk)
+        patch.setattr("argosy.data.formats.CHUNK_BYTES", chunk)
         found = list(_lines(io.BytesIO(data), "x", 1000))
     assert found == [line.removesuffix(b"\n") for line in io.BytesIO(data)]
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=30), st.integers(1, 9))
+def test_parts_of_a_file_hold_each_line_once(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], parts: int
+) -> None:
+    path = tmp_path_factory.mktemp("in") / "a.jsonl"
+    path.write_bytes(jsonl(*({"text": f"{number}" + "x" * length} for number, length in enumerate(lengths))))
+    (file,) = find_files([str(path)]).files
+    found = [text for part in range(parts) for text in read_file(file, Fields("text"), part=(part, parts))]
+    assert found == list(read_file(file, Fields("text")))
+
+
+@given(st.integers(1, 30), st.integers(1, 9))
+def test_parts_of_a_parquet_file_hold_each_row_once(
+    tmp_path_factory: pytest.TempPathFactory, rows: int, parts: int
+) -> None:
+    path = tmp_path_factory.mktemp("in") / "a.parquet"
+    table = pa.table({"id": list(range(rows)), "text": [f"{row}" * row for row in range(rows)]})
+    pq.write_table(table, path, row_group_size=4)
+    (file,) = find_files([str(path)]).files
+    found = [text for part in range(parts) for text in read_file(file, Fields("text"), part=(part, parts))]
+    assert found == list(read_file(file, Fields("text"))) and len(found) == rows
+
+
+def test_a_piece_is_read_like_its_files(write: Any) -> None:
+    paths = [write(f"{name}.txt", name.encode()) for name in "abcd"]
+    assert [(d.text, d.number, d.file) for d in reader(*paths).read(Piece(1, 3))] == [("b", 0, 1), ("c", 1, 2)]

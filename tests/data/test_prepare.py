@@ -13,11 +13,12 @@ import pytest
 
 from argosy.config.schema import PrepareConfig
 from argosy.data import prepare as module
+from argosy.data.executors.local import LocalExecutor
 from argosy.data.manifest import TOKENIZER, Manifest, verify
 from argosy.data.prepare import PrepareProgress, prepare
 from argosy.data.stream import TokenSource
 from argosy.data.tokenizer import Tokenizer
-from argosy.data.workers import Workers
+from argosy.data.work import FOLDER
 from argosy.errors import ArgosyWarning, RunFailed, UserError
 from data.conftest import TEXTS
 
@@ -27,6 +28,8 @@ DOCUMENTS = [f"{text}# {i * i}\n" * (i % 7 + 1) for i, text in enumerate(TEXTS)]
 @pytest.fixture
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BATCH_CHARS", 2000)
+    monkeypatch.setattr(module, "CHUNK_BYTES", 2000)
+    monkeypatch.setattr(module, "PIECE_BYTES", 5000)
 
 
 @pytest.fixture
@@ -182,23 +185,55 @@ def test_full_disk_is_told_and_gone_on_from(config: PrepareConfig, monkeypatch: 
     assert prepare(config) == verify(config.out)
 
 
-def test_worker_that_dies_is_told(config: PrepareConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = Workers.__enter__
+def test_workers_that_die_are_replaced(config: PrepareConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = prepare(config)
+    killed = []
 
-    def start_and_kill(workers: Workers) -> Workers:
-        workers._processes[0].kill()
-        return start(workers)
+    def start_and_kill(executor: LocalExecutor, count: int) -> list[str]:
+        names = list(start(executor, count))
+        if len(killed) < 2:
+            killed.append(names[0])
+            executor._children[names[0]].kill()
+        return names
 
-    monkeypatch.setattr(Workers, "__enter__", start_and_kill)
-    with pytest.raises(RunFailed, match=r"tokenizer process died \(signal SIGKILL.*Repeat the command"):
+    start = LocalExecutor.start
+    monkeypatch.setattr(LocalExecutor, "start", start_and_kill)
+    assert prepare(changed(config, out=tmp_path / "killed")) == whole and len(killed) == 2
+
+
+def test_workers_that_die_again_and_again_are_told(config: PrepareConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "executor_class", lambda name: DyingExecutor)
+    with pytest.raises(RunFailed, match=r"3 workers have ended before their time \(signal SIGKILL.*Repeat the command"):
         prepare(config)
+
+
+class DyingExecutor(LocalExecutor):
+    def start(self, count: int) -> list[str]:
+        names = list(super().start(count))
+        for name in names:
+            self._children[name].kill()
+        return names
+
+
+def test_a_damaged_result_is_made_again(config: PrepareConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    whole = prepare(config)
+    damaged = changed(config, out=tmp_path / "damaged")
+    with monkeypatch.context() as patch:
+        patch.setattr(module._Meter, "count", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            prepare(damaged)
+    for result in (damaged.out / FOLDER / "results").glob("tokens-*-?????"):
+        data = result.read_bytes()
+        result.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert prepare(damaged) == whole
 
 
 SCRIPT = """
 import json, sys
 from argosy.config.schema import PrepareConfig
 from argosy.data import prepare as module
-module.BATCH_CHARS = 2000
+module.BATCH_CHARS = module.CHUNK_BYTES = 2000
+module.PIECE_BYTES = 5000
 module.REPORT_EVERY_S = 0
 def report(progress):
     print(progress.stage, flush=True)

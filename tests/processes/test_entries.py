@@ -26,7 +26,7 @@ def named(callee: str) -> Iterator[list[str]]:
             match node:
                 case ast.Assign(targets=[ast.Name(name)], value=ast.Constant(str(value))):
                     known[name] = value
-                case ast.ImportFrom(module="argosy.processes.child"):
+                case ast.ImportFrom(module="argosy.processes.child" | "argosy.data.executors.executor"):
                     uses_processes = True
         for node in ast.walk(tree):
             match node:
@@ -45,7 +45,7 @@ def _text(word: ast.expr, known: dict[str, str]) -> str | None:
 
 
 ENTRIES = [Entry(*words) for words in named("Entry")]
-CHILDREN = [words[0] for words in named("Child")]
+CHILDREN = [words[0] for callee in ("Child", "Program") for words in named(callee)]
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.module)
@@ -65,7 +65,7 @@ def test_none_is_overlooked():
         "supervise.worker", "processes.rendezvous", "resilience.node_check", "probe.start",
     }  # fmt: skip
     assert {module.removeprefix("argosy.") for module in CHILDREN} == {
-        "processes.fork_server", "checkpoint.writer", "data.workers", "supervise.coordinator",
+        "processes.fork_server", "checkpoint.writer", "data.worker", "supervise.coordinator",
         "resilience.migration_cost", "sinks.follower", "sinks.worker",
     }  # fmt: skip
 

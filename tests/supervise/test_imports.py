@@ -12,7 +12,7 @@ PACKAGE = Path(argosy.__file__).parent
 LIGHT = (
     "argosy.faults",
     "argosy.checkpoint.writer",
-    "argosy.data.workers",
+    "argosy.data.worker",
     "argosy.launch.local",
     "argosy.resilience.migration_cost",
     "argosy.resilience.node_health",

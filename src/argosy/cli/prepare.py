@@ -9,6 +9,7 @@ Examples:
   argosy prepare builtin:python --out data/python --vocab-size 8192
   argosy prepare --out data/mine --verify                         read every byte back against its checksum
   argosy prepare source:poems --extend poems.py --out data/poems     documents out of a function of yours
+  argosy prepare /shared/texts --out /shared/data --on slurm --processes 64     workers on a cluster
   argosy prepare megatron-shards/ --adopt --tokenizer tokenizer.json    use shards that another program wrote
 """
 
@@ -16,9 +17,11 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import NoReturn
 
 import tyro
 
@@ -27,7 +30,8 @@ from argosy.config.extend import ExtendConfig
 from argosy.config.layers import Entry, Source
 from argosy.config.load import OPTION_MARK, build
 from argosy.config.schema import DataConfig, PrepareConfig
-from argosy.errors import ArgosyWarning, DataError, RunFailed, UserError
+from argosy.data.executors.table import ExecutorName, Machines
+from argosy.errors import ArgosyWarning, DataError, Interrupted, RunFailed, UserError
 from argosy.observe.progress import Progress
 
 LITTLE_HELD_OUT = 8 * DataConfig().seq_len
@@ -44,6 +48,18 @@ class Options:
     """The input is one folder of Megatron .bin/.idx shards: write a manifest for it, copy nothing."""
     extend: tuple[Path, ...] = ()
     """Python files with sources of your own, for input such as source:NAME."""
+    on: ExecutorName = "local"
+    """Where the workers run; all machines must see --out, and the input where it is not a URL."""
+    cpus: int = 1
+    """slurm: CPUs of each worker."""
+    time: str = ""
+    """slurm: time limit of each worker, e.g. 4:00:00; empty: the partition's."""
+    account: str = ""
+    """slurm: the account that is charged."""
+    partition: str = ""
+    """slurm: the partition."""
+    extra: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """slurm: an option of sbatch that is passed through, e.g. --extra=--mem=4G; give it again for another."""
     json: bool = False
     """Print the manifest as JSON."""
 
@@ -58,6 +74,8 @@ class Positional(PrepareConfig):
 def main(argv: list[str]) -> None:
     """`argosy prepare INPUT ... --out DIR`."""
     options, config = parse_section(argv, "argosy prepare", Options, Positional)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, _stop)
     try:
         _prepare(options, config)
     except (UserError, DataError, RunFailed) as error:
@@ -97,6 +115,7 @@ def _prepare(options: Options, config: Positional) -> None:
             PrepareConfig(**config.model_dump()),
             lambda state: progress.note(str(state), last=state.stage == "done"),
             _extend(options.extend),
+            _machines(options),
         )
         progress.close()
         if config.validation_fraction and manifest.tokens("validation") < LITTLE_HELD_OUT:
@@ -114,6 +133,19 @@ def _prepare(options: Options, config: Positional) -> None:
     splits = ", ".join(f"{name} {_tokens(manifest.tokens(name))}" for name in manifest.splits)
     checked = "; every byte matches its checksum" if options.verify else ""
     print(f"{folder}: {splits}; vocabulary {manifest.vocab_size}{checked}")
+
+
+def _machines(options: Options) -> Machines:
+    if options.cpus < 1:
+        raise UserError(f"--cpus {options.cpus}: each worker needs one at least. Try --cpus 1.")
+    return Machines(**{field.name: getattr(options, field.name) for field in fields(Machines)})
+
+
+def _stop(number: int, _: object) -> NoReturn:
+    """Unwind, so that the workers on other machines are ended as well."""
+    signal.signal(number, signal.SIG_IGN)
+    name = signal.Signals(number).name
+    raise Interrupted(f"stopped by {name}: the same command goes on from the last finished results.", number)
 
 
 def _extend(files: tuple[Path, ...]) -> ExtendConfig:

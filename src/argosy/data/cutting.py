@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -11,9 +11,8 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from argosy.data.documents import InputPosition
 from argosy.data.engine import EncodedBatch
-from argosy.data.journal import Cut, Journal
+from argosy.data.journal import Cut, Journal, Position
 from argosy.data.manifest import Shard, SplitName
 from argosy.data.shards import ShardWriter
 
@@ -107,14 +106,14 @@ class Cutter:
         for shard in self._open.values():
             shard.abandon()
 
-    def add(self, positions: Sequence[InputPosition], batch: EncodedBatch) -> None:
-        """Write documents, which were found at `positions`, and cut where a shard is full."""
+    def add(self, position: Callable[[int], Position], batch: EncodedBatch) -> None:
+        """Write documents, and cut where a shard is full. position: returns that of each document of the batch."""
         ends = np.concatenate(([0], np.cumsum(batch.lengths)))
         start = 0
-        while start < len(positions):
+        while start < len(batch.lengths):
             stop = start + self._room_for(batch.lengths[start:], batch.held_out[start:])
             if stop == start:
-                self._cut(positions[start])
+                self._cut(position(start))
                 continue
             tokens = batch.tokens[ends[start] : ends[stop]]
             lengths, text_bytes = batch.lengths[start:stop], batch.text_bytes[start:stop]
@@ -123,7 +122,7 @@ class Cutter:
                 self._open[split].add(_Documents(tokens[np.repeat(mine, lengths)], lengths[mine], text_bytes[mine]))
             start = stop
 
-    def finish(self, end: InputPosition, wants_validation: bool) -> dict[SplitName, tuple[Shard, ...]]:
+    def finish(self, end: Position, wants_validation: bool) -> dict[SplitName, tuple[Shard, ...]]:
         """Finish the last shards and return all shards of each split.
 
         The hash of a few documents may put all of them into one split. If `wants_validation`, the last document then
@@ -148,7 +147,7 @@ class Cutter:
                 room = min(room, int(too_many.argmax()))
         return room
 
-    def _cut(self, next_position: InputPosition) -> None:
+    def _cut(self, next_position: Position) -> None:
         closed = {split: shard.close() for split, shard in self._open.items()}
         finished = {split: shard for split, shard in closed.items() if shard is not None}
         self._journal.add(Cut(shards=finished, next=next_position))

@@ -35,6 +35,13 @@ class EncodedBatch:
     held_out: npt.NDArray[np.bool_]
     """True for each document in the validation split."""
 
+    def after(self, count: int) -> EncodedBatch:
+        """Return the documents after the first `count`."""
+        if not count:
+            return self
+        first = int(self.lengths[:count].sum())
+        return EncodedBatch(self.tokens[first:], self.lengths[count:], self.text_bytes[count:], self.held_out[count:])
+
 
 class Encoder:
     """Encodes batches of documents.

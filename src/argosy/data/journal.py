@@ -1,4 +1,4 @@
-"""The journal of a running `prepare`: what is finished, and where in the input to resume.
+"""The journal of a running `prepare`: which shards are finished, and where in the input to resume.
 
 It has one JSON line for each cut, synced before work goes on. All files that a line names are complete, so a killed
 `prepare` loses only the shards that were open.
@@ -9,17 +9,36 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from argosy.data.documents import InputPosition
+from argosy.data.documents import Tally
 from argosy.data.manifest import Shard, SplitName
+from argosy.data.pieces import Piece
 from argosy.data.sources import InputFile
 from argosy.files import PARTIAL, atomic_write, sync
 
 NAME = "prepare.journal"
+
+
+@dataclass(frozen=True)
+class Position:
+    """The place of a document among what the workers made of the pieces."""
+
+    piece: int = 0
+    chunk: int = 0
+    """Of the piece; see `work`."""
+    start: int = 0
+    """The number, in the piece, of the chunk's first text."""
+    document: int = 0
+    """Of the chunk: those before are in a shard."""
+    before: Tally = field(default_factory=Tally)
+    """Counts at the start of the chunk."""
+    files: int = 0
+    """At the end of all: the input's files that were read."""
 
 
 class Cut(BaseModel):
@@ -28,21 +47,25 @@ class Cut(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     shards: dict[SplitName, Shard]
-    next: InputPosition
+    next: Position
     """The first document that is not in a shard yet."""
 
 
-def fingerprint(options: dict[str, Any], files: Sequence[InputFile]) -> str:
-    """Hash all that the result depends on. Input files count by name, size and time of change."""
+def fingerprint(options: dict[str, Any], files: Sequence[InputFile], pieces: Sequence[Piece]) -> str:
+    """Hash all that the result depends on, and where the pieces begin, which positions count.
+
+    Input files count by name, size and time of change.
+    """
     inputs = [(file.name, file.size, file.stamp) for file in files]
-    return hashlib.sha256(json.dumps([options, inputs]).encode()).hexdigest()
+    cuts = [(piece.first, piece.part) for piece in pieces]
+    return hashlib.sha256(json.dumps([options, inputs, cuts]).encode()).hexdigest()
 
 
 class Journal:
     """The journal in a folder. `cuts` are those of an earlier `prepare` of the same input, and those added since."""
 
     def __init__(self, folder: Path, job: str):
-        self._path = folder / NAME
+        self._path, self.job = folder / NAME, job
         lines = self._path.read_bytes().splitlines() if self._path.exists() else []
         self.is_of_other_job = len(lines) > 1 and lines[0] != job.encode()
         """True if an earlier `prepare` finished shards here with other options or input."""
@@ -53,9 +76,9 @@ class Journal:
             file.writelines(line.encode() + b"\n" for line in (job, *(cut.model_dump_json() for cut in self.cuts)))
 
     @property
-    def next(self) -> InputPosition:
+    def next(self) -> Position:
         """Where to resume."""
-        return self.cuts[-1].next if self.cuts else InputPosition()
+        return self.cuts[-1].next if self.cuts else Position()
 
     def add(self, cut: Cut) -> None:
         """Add `cut`, whose shards have their final names."""

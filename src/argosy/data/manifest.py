@@ -83,6 +83,8 @@ class Manifest(_Record):
     """The options of `prepare` on which the result depends; empty for adopted shards."""
     skipped: dict[str, Count] = {}
     """Input that was skipped: kind -> count."""
+    dropped: dict[str, Count] = {}
+    """Documents that filters left out: why -> count."""
     files: Count | None = None
     """Input files that were read; None if that was not counted."""
     files_after_limit: Count = 0
@@ -136,6 +138,8 @@ class Manifest(_Record):
             )
         for kind, count in sorted(self.skipped.items()):
             parts.append(f"{_plural(count, 'document')} {SKIPPED.get(kind, f'({kind})')} skipped")
+        for why, count in sorted(self.dropped.items()):
+            parts.append(f"{_plural(count, 'document')} dropped: {why}")
         return "; ".join(parts)
 
     @property

@@ -7,29 +7,37 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+
+import numpy as np
 
 from argosy.config.extend import ExtendConfig
 from argosy.config.schema import PrepareConfig
 from argosy.data import journal as journals
 from argosy.data import manifest as manifests
+from argosy.data.crew import Crew, Workers
 from argosy.data.cutting import Cutter
-from argosy.data.documents import Document, DocumentReader, InputPosition
+from argosy.data.documents import Tally
 from argosy.data.engine import EncodedBatch, choose_engine
-from argosy.data.journal import Journal, fingerprint
+from argosy.data.executors.executor import Executor, Program, Request
+from argosy.data.executors.table import Machines, executor_class
+from argosy.data.journal import Journal, Position, fingerprint
 from argosy.data.manifest import NAMES_KEPT, TOKENIZER, Manifest, Shard, SplitName
 from argosy.data.own_source import OWN
+from argosy.data.pieces import PIECE_BYTES, Piece, cut_input
 from argosy.data.sample import sample_texts
 from argosy.data.shards import token_dtype
 from argosy.data.sources import RECORDS, InputFile, find_files
+from argosy.data.stages import TOKENS, Job, Stages
 from argosy.data.tokenizer import Tokenizer, train
-from argosy.data.workers import Workers
+from argosy.data.work import FOLDER, LOGS, Task, WorkFolder
 from argosy.errors import ArgosyWarning, RunFailed, UserError
-from argosy.files import atomic_write, made_folder
+from argosy.files import MadeFolder, atomic_write, made_folder
 
 TRAINING_CHARS = 10_000_000
 """Characters that a tokenizer is trained on. That takes seconds; below 100,000 tokens, more changes little."""
@@ -38,7 +46,10 @@ COMPARED_CHARS = 500_000
 """Characters on which tokenizer engines must agree."""
 
 BATCH_CHARS = 500_000
-"""Characters sent to a worker at once: about 0.1 s of work, so that sending them costs nothing in comparison."""
+"""Characters that a worker encodes in one call: enough for its threads, few enough to show how far it is."""
+
+CHUNK_BYTES = 8_000_000
+"""Text of one file of results."""
 
 REPORT_EVERY_S = 0.1
 
@@ -61,14 +72,20 @@ class PrepareProgress:
     documents: int = 0
     rate_bytes_per_s: float = 0.0
     """Text tokenized per second since `prepare` was called, without the work of an interrupted call before."""
+    underway_bytes: int = 0
+    """Text that workers have tokenized and not delivered."""
+    workers: str = ""
+    """The workers, in words."""
 
     def __str__(self) -> str:
         if self.stage == "tokenizer":
             return "prepare  training the tokenizer"
         total = f"/{self.total_text_bytes / 1e6:.1f}" if self.total_text_bytes else ""
+        done = min(self.text_bytes + self.underway_bytes, self.total_text_bytes or sys.maxsize)
         return (
-            f"prepare  {self.text_bytes / 1e6:.1f}{total} MB of text, {self.tokens / 1e6:.2f}M tokens   "
-            f"{self.rate_bytes_per_s / 1e6:.1f} MB/s"
+            f"prepare  {done / 1e6:.1f}{total} MB of text, "
+            f"{self.tokens / 1e6:.2f}M tokens   {self.rate_bytes_per_s / 1e6:.1f} MB/s"
+            + (f"   {self.workers}" if self.workers else "")
         )
 
 
@@ -79,11 +96,12 @@ def prepare(
     config: PrepareConfig,
     report: Report | None = None,
     extend: ExtendConfig = ExtendConfig(),  # noqa: B008  (frozen)
+    machines: Machines = Machines(),  # noqa: B008  (frozen)
 ) -> Manifest:
     """Tokenize `config.input` into shards in `config.out` and return their manifest.
 
-    The result depends on the options and the input alone, not on the number of processes or interruptions (nor on the
-    engine, as far as a sample can tell: see `choose_engine`).
+    The result depends on the options and the input alone, not on the number of workers, machines or interruptions (nor
+    on the engine, as far as a sample can tell: see `choose_engine`).
 
     A folder that was prepared with the same options is returned as it is; the input is not read again and may be gone.
     If another process is preparing the same folder, this waits for it.
@@ -92,36 +110,47 @@ def prepare(
         config: the options.
         report: called with the progress, at most ten times a second.
         extend: where sources of the user's are declared.
+        machines: where the workers run. All of them must see `out`, and the input where it is not a URL.
 
     Raises: UserError if an option or the input is wrong, or `out` holds something else; RunFailed if `out` cannot be
-    written (disk full) or a tokenizer process dies. After any interruption, the same call resumes.
+    written (disk full) or workers die again and again. After any interruption, the same call resumes.
     """
     report = report or (lambda progress: None)
     options = _options(config, extend)
     if _is_prepared(config.out):
         return _load_prepared(config.out, options)
+    wanted = _workers_wanted(config, machines)
     found = find_files(
         config.input, config.extensions, extend.code
     )  # before `out` is created: wrong input leaves nothing behind
-    files = found.files
-    with _writing(config.out):
+    with _writing(config.out) as kept:
         if _is_prepared(config.out):  # another process prepared it, while this one waited
             return _load_prepared(config.out, options)
-        journal = _open_journal(config, options, files)
-        tokenizer = _tokenizer(config, files, bool(journal.cuts), report)
-        reader = DocumentReader(
-            files, config.field, config.on_bad_input, config.max_text_bytes, config.max_document_bytes
-        )
-        splits = _tokenize(config, files, reader, tokenizer, journal, report)
+        pieces = cut_input(found.files, PIECE_BYTES)
+        journal = _open_journal(config, options, found.files, pieces)
+        kept.is_kept = kept.is_kept or bool(journal.cuts)
+        tokenizer = _tokenizer(config, found.files, bool(journal.cuts), report)
+        job = _job(config, extend, tokenizer, found.files, journal)
+        folder = WorkFolder(config.out.absolute() / FOLDER)
+        folder.make(job.as_json(), [file.as_found for file in found.files], [astuple(piece) for piece in pieces])
+        meter = _Meter(journal, _total_text_bytes(found.files, config), report)
+        count = max(1, min(wanted, len(pieces)))
+        with Workers(folder, lambda: _executor(folder, machines, count), count, meter.look) as workers:
+            splits = _tokenize(job, Stages(job, folder, found.files, pieces), len(pieces), journal, workers, meter)
+            workers.finish()
+        meter.finish()
+        folder.remove()
+        end = journal.next
         Manifest(
             tokenizer_sha256=tokenizer.sha256,
             vocab_size=tokenizer.vocab_size,
             eod_id=tokenizer.eod_id,
-            dtype=token_dtype(tokenizer.vocab_size).name,
+            dtype=job.dtype,
             options=options,
-            skipped=dict(reader.tally.skipped),
-            files=reader.files_read,
-            files_after_limit=len(files) - reader.files_read,
+            skipped=dict(end.before.skipped),
+            dropped=dict(end.before.dropped),
+            files=end.files,
+            files_after_limit=len(found.files) - end.files,
             left_out=len(found.left_out),
             left_out_names=tuple(file.name for file in found.left_out[:NAMES_KEPT]),
             splits=splits,
@@ -130,30 +159,81 @@ def prepare(
         return Manifest.load(config.out)
 
 
-def _tokenize(
-    config: PrepareConfig,
-    files: Sequence[InputFile],
-    reader: DocumentReader,
-    tokenizer: Tokenizer,
-    journal: Journal,
-    report: Report,
-) -> Splits:
-    """Write all documents to shards. The workers encode; this process reads and writes."""
-    path, dtype = config.out / TOKENIZER, token_dtype(tokenizer.vocab_size)
-    engine = choose_engine(config.engine, path, sample_texts(files, config, COMPARED_CHARS))
-    meter = _Meter(journal, _total_text_bytes(files, config), report)
-    with (
-        Workers(_processes(config), path, engine, dtype, config.validation_fraction) as workers,
-        Cutter(config.out, dtype, config.shard_tokens, journal) as cutter,
-    ):
-        for positions, batch in workers.encode(_batches(reader.read(journal.next))):
-            cutter.add(positions, batch)
-            meter.count(batch)
+def _tokenize(job: Job, stages: Stages, pieces: int, journal: Journal, workers: Workers, meter: _Meter) -> Splits:
+    """Write all documents to shards: workers make tokens of them, and this process puts those in order."""
+    config, at = job.config, journal.next
+    limit = config.max_text_bytes or sys.maxsize
+    tally, start, skip, files, first_bad = at.before, at.start, at.document, at.files, None
+    waiting = deque[tuple[Task, int]]()  # results that are not in finished shards yet
+    with Cutter(config.out, np.dtype(job.dtype), config.shard_tokens, journal) as cutter:
+        for task, number, chunk in workers.results(TOKENS, pieces, at.piece, at.chunk, at.start):
+            waiting.append((task, number))
+            batch, counts, files = stages.batch(task.number, chunk, start, limit - tally.text_bytes)
+            cutter.add(_positions(Position(task.number, number, start, skip, tally)), batch.after(skip))
+            while waiting and (waiting[0][0].number, waiting[0][1]) < (journal.next.piece, journal.next.chunk):
+                stages.folder.drop(*waiting.popleft())
+            meter.count(batch.after(skip))
+            first_bad, tally = first_bad or chunk.facts["first_bad"], tally + counts
+            start, skip = 0 if chunk.is_last else chunk.end, 0
+            if tally.text_bytes >= limit:
+                break
         if not meter.progress.documents:
-            raise _no_text(config, reader)
-        splits = cutter.finish(InputPosition(reader.files_read, 0, reader.tally), config.validation_fraction > 0)
-    meter.finish()
-    return splits
+            raise _no_text(config, tally, first_bad)
+        return cutter.finish(Position(pieces, before=tally, files=files), config.validation_fraction > 0)
+
+
+def _positions(first: Position) -> Callable[[int], Position]:
+    """Return the function from a document's number, counted from `first`, to its position."""
+    return lambda number: replace(first, document=first.document + number)
+
+
+def _job(
+    config: PrepareConfig, extend: ExtendConfig, tokenizer: Tokenizer, files: Sequence[InputFile], journal: Journal
+) -> Job:
+    path = config.out / TOKENIZER
+    return Job(
+        fingerprint=f"{journal.job} {tokenizer.sha256}",
+        config=config.model_copy(update={"out": config.out.absolute(), "tokenizer": None}),
+        extend=extend,
+        engine=choose_engine(config.engine, path, sample_texts(files, config, COMPARED_CHARS)),
+        dtype=token_dtype(tokenizer.vocab_size).name,
+        chunk_bytes=CHUNK_BYTES,
+        batch_chars=BATCH_CHARS,
+    )
+
+
+def _workers_wanted(config: PrepareConfig, machines: Machines) -> int:
+    """Return how many workers to start. Raises: UserError if only the user can say."""
+    if machines.on != "local" and not config.processes:
+        raise UserError(
+            f"processes = 0: with --on {machines.on}, say how many workers to start, e.g. --processes 16. Each takes a "
+            "core, and as many as the cluster has room for run at once."
+        )
+    return config.processes or len(os.sched_getaffinity(0))
+
+
+def _executor(folder: WorkFolder, machines: Machines, workers: int) -> Executor:
+    """Return the executor of this job's workers."""
+    cores = len(os.sched_getaffinity(0)) // workers if machines.on == "local" else machines.cpus
+    threads = str(max(1, cores))  # workers share the cores: one that is alone, with one big file, takes all
+    return executor_class(machines.on)(
+        Request(
+            name="argosy-prepare",
+            program=Program("argosy.data.worker", (str(folder.path),)),
+            folder=folder.path / LOGS,
+            work_dir=Path.cwd(),
+            environment={
+                "TOKENIZERS_PARALLELISM": "true" if int(threads) > 1 else "false",
+                "RAYON_NUM_THREADS": threads,
+                "OMP_NUM_THREADS": "1",
+            },
+            cpus=machines.cpus,
+            time=machines.time,
+            account=machines.account,
+            partition=machines.partition,
+            extra=machines.extra,
+        )
+    )
 
 
 def _options(config: PrepareConfig, extend: ExtendConfig) -> dict[str, Any]:
@@ -188,7 +268,9 @@ def _load_prepared(out: Path, options: dict[str, Any]) -> Manifest:
     return manifest
 
 
-def _open_journal(config: PrepareConfig, options: dict[str, Any], files: Sequence[InputFile]) -> Journal:
+def _open_journal(
+    config: PrepareConfig, options: dict[str, Any], files: Sequence[InputFile], pieces: Sequence[Piece]
+) -> Journal:
     """Return the journal of an interrupted `prepare` of the same input, or a new one."""
     out = config.out
     if not (out / journals.NAME).exists() and any(out.glob("*.bin")):
@@ -196,7 +278,7 @@ def _open_journal(config: PrepareConfig, options: dict[str, Any], files: Sequenc
             f"out = {out}: holds .bin files that `prepare` did not write. Choose another `out`, delete {out}, or take "
             f"them over: argosy prepare {out} --adopt --tokenizer tokenizer.json"
         )
-    journal = Journal(out, fingerprint(options, files))
+    journal = Journal(out, fingerprint(options, files, pieces))
     if journal.is_of_other_job:
         warnings.warn(
             f"out = {out}: an interrupted `prepare` of other options or input lay here; starting over.",
@@ -218,22 +300,6 @@ def _tokenizer(config: PrepareConfig, files: Sequence[InputFile], is_resumed: bo
     return train(sample_texts(files, config, TRAINING_CHARS), config.vocab_size, path)
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[tuple[list[InputPosition], list[str]]]:
-    """Yield documents in batches of BATCH_CHARS or a little more."""
-    positions: list[InputPosition] = []
-    texts: list[str] = []
-    chars = 0
-    for document in documents:
-        positions.append(document.at)
-        texts.append(document.text)
-        chars += len(document.text)
-        if chars >= BATCH_CHARS:
-            yield positions, texts
-            positions, texts, chars = [], [], 0
-    if texts:
-        yield positions, texts
-
-
 def _total_text_bytes(files: Sequence[InputFile], config: PrepareConfig) -> int | None:
     """Return the bytes of text to come. Only for plain text do file sizes tell; else None."""
     sizes = [file.size for file in files if not file.compression and file.suffix not in RECORDS]
@@ -242,10 +308,13 @@ def _total_text_bytes(files: Sequence[InputFile], config: PrepareConfig) -> int 
     return min(sum(size or 0 for size in sizes), config.max_text_bytes or sys.maxsize)
 
 
-def _no_text(config: PrepareConfig, reader: DocumentReader) -> UserError:
-    skipped = ", ".join(f"{count} x {kind}" for kind, count in reader.tally.skipped.items())
-    if reader.first_bad is not None:
-        skipped += f"; first {reader.first_bad.where}: {reader.first_bad.kind}"
+def _no_text(config: PrepareConfig, tally: Tally, first_bad: Sequence[str] | None) -> UserError:
+    skipped = ", ".join(f"{count} x {kind}" for kind, count in tally.skipped.items())
+    if first_bad is not None:
+        skipped += f"; first {first_bad[1]}: {first_bad[0]}"
+    if tally.dropped:
+        dropped = ", ".join(f"{count} x {why}" for why, count in tally.dropped.items())
+        return UserError(f"input = {list(config.input)}: all text was left out ({dropped}). Relax the filters.")
     return UserError(
         f"input = {list(config.input)}: there is no text in it" + (f" (skipped: {skipped})" if skipped else "") + ". "
         "Name files with text in UTF-8, and in `field` the field or column that holds it."
@@ -268,37 +337,42 @@ class _Meter:
         )
 
     def count(self, batch: EncodedBatch) -> None:
-        """Add a batch."""
-        old, now_s = self.progress, time.monotonic()
-        text_bytes = old.text_bytes + int(batch.text_bytes.sum())
-        self.progress = replace(
-            old,
-            text_bytes=text_bytes,
-            tokens=old.tokens + len(batch.tokens),
-            documents=old.documents + len(batch.lengths),
-            rate_bytes_per_s=(text_bytes - self._earlier_bytes) / max(now_s - self._began_s, 1e-9),
+        """Add documents that are in a shard."""
+        old = self.progress
+        self._show(
+            replace(
+                old,
+                text_bytes=old.text_bytes + int(batch.text_bytes.sum()),
+                tokens=old.tokens + len(batch.tokens),
+                documents=old.documents + len(batch.lengths),
+            )
         )
+
+    def look(self, crew: Crew) -> None:
+        """Show how many workers there are, and what they are at."""
+        self._show(replace(self.progress, underway_bytes=crew.text_bytes, workers=str(crew)))
+
+    def finish(self) -> None:
+        """Report that the work is finished."""
+        self._report(replace(self.progress, stage="done", underway_bytes=0, workers=""))
+
+    def _show(self, progress: PrepareProgress) -> None:
+        now_s = time.monotonic()
+        done = progress.text_bytes + progress.underway_bytes - self._earlier_bytes
+        self.progress = replace(progress, rate_bytes_per_s=done / max(now_s - self._began_s, 1e-9))
         if now_s - self._reported_s >= REPORT_EVERY_S:
             self._reported_s = now_s
             self._report(self.progress)
 
-    def finish(self) -> None:
-        """Report that the work is finished."""
-        self._report(replace(self.progress, stage="done"))
-
-
-def _processes(config: PrepareConfig) -> int:
-    return config.processes or len(os.sched_getaffinity(0))
-
 
 @contextmanager
-def _writing(out: Path) -> Iterator[None]:
+def _writing(out: Path) -> Iterator[MadeFolder]:
     """Create `out`, and lock it against other processes or wait for them. The lock of a dead process does not count."""
     try:
         with made_folder(out) as folder, (out / LOCK).open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             folder.is_kept = folder.is_kept or any(path.name != LOCK for path in out.iterdir())  # another's, meanwhile
-            yield
+            yield folder
     except OSError as error:  # errors of reading are reported elsewhere
         raise RunFailed(
             f"out = {out}: cannot be written ({error}). Free some space or get the right to write there, then repeat "

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from argosy.config.schema import PrepareConfig
-from argosy.data.documents import DocumentReader, InputPosition
+from argosy.data.documents import DocumentReader
 from argosy.data.sources import InputFile
 
 FILES = 2_000
@@ -33,7 +33,7 @@ def sample_texts(files: Sequence[InputFile], config: PrepareConfig, max_chars: i
 
 def _from_file(file: InputFile, config: PrepareConfig, share: int) -> Iterator[str]:
     reader = DocumentReader([file], config.field, config.on_bad_input, config.max_text_bytes, config.max_document_bytes)
-    for document in reader.read(InputPosition()):
+    for document in reader.read():
         if share <= 0:
             return
         for piece in _pieces(document.text, share):

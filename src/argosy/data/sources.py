@@ -45,6 +45,13 @@ class InputFile:
     """A value that changes when the file does, as far as the file system can tell."""
     texts: Callable[[], Iterable[str]] | None = None
     """Gives the documents of a source of the user's, which has no file; else None."""
+    is_seekable: bool = True
+    """False if the server gives the file only from its beginning."""
+
+    @property
+    def as_found(self) -> tuple[str, int | None, str, bool]:
+        """What another process needs to open it."""
+        return self.name, self.size, self.stamp, self.is_seekable
 
     @property
     def suffix(self) -> str:
@@ -153,8 +160,19 @@ def _is_hidden(name: str, folder: str) -> bool:
 
 def _file(fs: Any, path: str, info: dict[str, Any]) -> InputFile:
     stamp = next((str(info[key]) for key in ("mtime", "ETag", "etag", "LastModified") if info.get(key)), "")
-    name = path if "file" in fs.protocol else str(fs.unstrip_protocol(path))
-    return InputFile(name, fs, path, info.get("size"), stamp)
+    is_local, is_http = "file" in fs.protocol, "http" in fs.protocol
+    name = path if is_local else str(fs.unstrip_protocol(path))
+    is_seekable = not is_http or info.get("partial", False)
+    return InputFile(name, fs, path, info.get("size"), stamp, is_seekable=is_seekable)
+
+
+def file_again(found: Sequence[Any], code: Sequence[CodeFile]) -> InputFile:
+    """Return a file from its `as_found`, in another process. Raises: UserError as `find_files`."""
+    name, size, stamp, is_seekable = found
+    if name.startswith(OWN):
+        return own_source(name, code)
+    fs, path = (fsspec.filesystem("file"), name) if name.startswith("/") else _file_system(name)
+    return InputFile(name, fs, path, size, stamp, is_seekable=is_seekable)
 
 
 def _suffixes(path: str) -> tuple[str, str]:

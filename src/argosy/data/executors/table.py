@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Literal
 
@@ -13,6 +14,18 @@ EXECUTORS: dict[ExecutorName, tuple[str, str]] = {
     "slurm": ("argosy.data.executors.slurm", "SlurmExecutor"),
 }
 """Module and class; imported when it is used, as it may need a package."""
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Where workers run, and what each asks for."""
+
+    on: ExecutorName = "local"
+    cpus: int = 1
+    time: str = ""
+    account: str = ""
+    partition: str = ""
+    extra: tuple[str, ...] = ()
 
 
 def executor_class(name: ExecutorName) -> type[Executor]:

@@ -1,0 +1,316 @@
+"""The formats of input files: plain text, JSONL, Parquet.
+
+A document is a file of plain text (which is read at once), a JSONL record or a Parquet row. Nothing is read into memory
+whose size only shows once it is unpacked: `most_bytes` is the limit.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, BinaryIO, NamedTuple
+
+from argosy.config.schema import PrepareConfig
+from argosy.data.sources import InputFile
+from argosy.errors import UserError, missing_extra
+
+EMPTY = "empty document"
+BROKEN_UTF8 = "broken UTF-8"
+BROKEN_JSON = "broken JSON"
+NOT_TEXT = "not text"
+NO_FIELD = "no such field"
+MOST_WITHOUT_FIELD = 1000
+"""A file whose first records, so many, all lack the field is not read to its end: the field's name is wrong."""
+MAX_DOCUMENT_BYTES: int = PrepareConfig.model_fields["max_document_bytes"].default
+CHUNK_BYTES = 2**20
+"""Bytes that are read at once."""
+ROWS_AT_ONCE = 1024
+"""Most rows of a Parquet file that are unpacked at once."""
+MOST_TIMES_SMALLER = 100
+"""Text is hardly ever compressed to less than a hundredth."""
+
+
+Part = tuple[int, int]
+"""Which part of a file, from 0, and how many there are."""
+WHOLE: Part = (0, 1)
+
+
+class Fields(NamedTuple):
+    """The fields or columns that are read."""
+
+    text: str
+    url: str = ""
+    """"": none."""
+
+
+class Text(NamedTuple):
+    """A text as it was found."""
+
+    data: bytes
+    """UTF-8."""
+    url: str = ""
+    """Where it is from, if its record says so."""
+
+
+@dataclass(frozen=True)
+class BadInput:
+    """Input that is not text."""
+
+    kind: str
+    where: str
+
+
+def read_file(
+    file: InputFile, fields: Fields, most_bytes: int = MAX_DOCUMENT_BYTES, part: Part = WHOLE
+) -> Iterator[Text | BadInput]:
+    """Yield the texts of one file, and a `BadInput` in place of what is not text.
+
+    most_bytes: the longest document; a file of text that is not compressed may have the size that it shows.
+    part: the lines or row groups that begin in this share of the file's bytes.
+    Raises: UserError if the file cannot be read or decompressed, has a longer document, or does not have `field` at all
+    (a Parquet file without the column, the first MOST_WITHOUT_FIELD records without the field).
+    """
+    if file.texts is not None:
+        yield from _own_texts(file, file.texts(), most_bytes)
+        return
+    with _opened(file) as stream:
+        if file.suffix in (".jsonl", ".ndjson"):
+            yield from _read_jsonl(stream, file.name, fields, most_bytes, _bytes_of(file, part))
+        elif file.suffix == ".parquet":
+            yield from _read_parquet(stream, file.name, fields, most_bytes, _bytes_of(file, part))
+        else:
+            shown = 0 if file.compression else file.size or 0
+            yield from _read_text(stream, file.name, max(most_bytes, shown))
+
+
+def _bytes_of(file: InputFile, part: Part) -> tuple[int, int | None]:
+    """Return where a part begins, and where it ends; None: at the end of the file."""
+    number, parts = part
+    size = file.size or 0
+    return size * number // parts, None if number + 1 == parts else size * (number + 1) // parts
+
+
+def _own_texts(file: InputFile, texts: Iterable[str], most_bytes: int) -> Iterator[Text | BadInput]:
+    for number, text in enumerate(texts):
+        found = _field_text(text, f"{file.name}, document {number}")
+        if isinstance(found, Text) and len(found.data) > most_bytes:
+            raise _too_long(f"{file.name}, document {number}", most_bytes)
+        yield found
+
+
+@contextmanager
+def _opened(file: InputFile) -> Iterator[BinaryIO]:
+    zstd_error = _zstandard().ZstdError if file.compression == ".zst" else zlib.error
+    try:
+        with ExitStack() as stack:
+            yield _decompressed(stack.enter_context(file.fs.open(file.path, "rb")), file.compression)
+    except (OSError, EOFError, zlib.error, zstd_error) as error:
+        raise UserError(
+            f"{file.name}: cannot be read ({error or type(error).__name__}). Check the file and your rights to it, or "
+            "leave it out of `input`."
+        ) from None
+
+
+def _decompressed(stream: Any, compression: str) -> BinaryIO:
+    if compression == ".gz":
+        return gzip.GzipFile(fileobj=stream)  # type: ignore[return-value]
+    if compression == ".zst":
+        return io.BufferedReader(_zstandard().ZstdDecompressor().stream_reader(stream, read_across_frames=True))
+    return stream
+
+
+def _zstandard() -> Any:
+    try:
+        import zstandard
+    except ImportError:
+        raise missing_extra("zstandard", "zstd", "Reading .zst files") from None
+    return zstandard
+
+
+def _read_text(stream: BinaryIO, name: str, most_bytes: int) -> Iterator[Text | BadInput]:
+    data = _read_all(stream, name, most_bytes).removeprefix(
+        b"\xef\xbb\xbf"
+    )  # the byte order mark that some editors write before UTF-8
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        yield BadInput(BROKEN_UTF8, f"{name}, byte {error.start}")
+    else:
+        yield Text(data)
+
+
+def _read_all(stream: BinaryIO, name: str, most_bytes: int) -> bytes:
+    data = io.BytesIO()
+    while chunk := stream.read(CHUNK_BYTES):
+        if data.tell() + len(chunk) > most_bytes:
+            raise _too_long(name, most_bytes)
+        data.write(chunk)
+    return data.getvalue()
+
+
+def _too_long(where: str, most_bytes: int) -> UserError:
+    return UserError(
+        f"{where}: a document of more than max_document_bytes = {most_bytes} bytes. Cut it into documents, or raise "
+        "max_document_bytes if the file is what it should be: a small file may unpack to any size."
+    )
+
+
+def _read_jsonl(
+    stream: BinaryIO, name: str, fields: Fields, most_bytes: int, within: tuple[int, int | None]
+) -> Iterator[Text | BadInput]:
+    without: int | None = 0 if within[0] == 0 else None  # records without the field, as long as there was no other
+    after = f" after byte {within[0]}" if within[0] else ""
+    for number, line in enumerate(_lines_within(stream, name, most_bytes, within), 1):
+        if not line.strip():
+            continue
+        found = _record_text(line, f"{name}, line {number}{after}", fields)
+        if without is not None:
+            without = without + 1 if isinstance(found, BadInput) and found.kind == NO_FIELD else None
+        if without == MOST_WITHOUT_FIELD and isinstance(found, BadInput):
+            raise UserError(
+                f"{found.where}: {NO_FIELD}, nor in any record before. Set `field` to the one with the text"
+            )
+        yield found
+
+
+def _lines_within(stream: BinaryIO, name: str, most_bytes: int, within: tuple[int, int | None]) -> Iterator[bytes]:
+    """Yield the lines that begin at one of these bytes."""
+    start, end = within
+    at = max(start - 1, 0)
+    if at:
+        stream.seek(at)
+    lines = _lines(stream, name, most_bytes)
+    if start:
+        at += len(next(lines, b"")) + 1  # the end of a line of the part before
+    for line in lines:
+        if end is not None and at >= end:
+            return
+        at += len(line) + 1
+        yield line
+
+
+def _lines(stream: BinaryIO, name: str, most_bytes: int) -> Iterator[bytes]:
+    """Yield the lines. Not the stream's own iterator: that reads a line without end until memory is full."""
+    number, begun = 1, bytearray()
+    while chunk := stream.read(CHUNK_BYTES):
+        first, *others = chunk.split(b"\n")
+        begun += first
+        if others:
+            yield bytes(begun)
+            yield from others[:-1]
+            number += len(others)
+            begun = bytearray(others[-1])
+        if len(begun) > most_bytes:
+            raise _too_long(f"{name}, line {number}", most_bytes)
+    if begun:
+        yield bytes(begun)
+
+
+def _record_text(line: bytes, where: str, fields: Fields) -> Text | BadInput:
+    try:
+        record = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        return BadInput(BROKEN_UTF8, f"{where}, byte {error.start} of the line")
+    except (ValueError, RecursionError) as error:  # Python reads no number of more than 4,300 digits
+        return BadInput(BROKEN_JSON, f"{where} ({error})")
+    if not isinstance(record, dict):
+        return BadInput(NOT_TEXT, f"{where} (a {type(record).__name__}, not a record)")
+    if fields.text not in record:
+        return BadInput(NO_FIELD, f"{where}, field {fields.text!r} (the record has {_listed(record)})")
+    url = record.get(fields.url) if fields.url else None
+    return _field_text(record[fields.text], f"{where}, field {fields.text!r}", url if isinstance(url, str) else "")
+
+
+def _listed(record: dict[str, Any]) -> str:
+    """Return the names of a record's fields, a bounded part of them."""
+    names = ", ".join(repr(name[:40]) for name in list(record)[:10]) or "none"
+    return f"{names}, ..." if len(record) > 10 else names
+
+
+def _field_text(value: Any, where: str, url: str = "") -> Text | BadInput:
+    if not isinstance(value, str | None):
+        return BadInput(NOT_TEXT, f"{where} (a {type(value).__name__})")
+    try:
+        return Text((value or "").encode(), url)
+    except UnicodeEncodeError:  # JSON can spell half of a surrogate pair, which is no character
+        return BadInput(BROKEN_UTF8, f"{where} (half of a surrogate pair)")
+
+
+def _read_parquet(
+    stream: BinaryIO, name: str, fields: Fields, most_bytes: int, within: tuple[int, int | None]
+) -> Iterator[Text | BadInput]:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise missing_extra("pyarrow", "parquet", f"Reading {name}") from None
+    columns = [column for column in fields if column]
+    try:
+        table = pq.ParquetFile(stream if stream.seekable() else io.BytesIO(_read_all(stream, name, most_bytes)))
+        for key, column in zip(("field", "filters.url_field"), columns, strict=False):
+            _check_column(table.schema_arrow, name, key, column)
+        for group, row in _groups_within(table.metadata, within):
+            rows = _rows_at_once(table.metadata.row_group(group), name, row, fields.text, most_bytes)
+            for batch in table.iter_batches(batch_size=rows, row_groups=[group], columns=columns):
+                texts = batch.column(columns[0]).cast(pa.binary()).to_pylist()
+                urls = batch.column(fields.url).cast(pa.string()).to_pylist() if fields.url else [""] * len(texts)
+                for data, url in zip(texts, urls, strict=True):
+                    if data and len(data) > most_bytes:
+                        raise _too_long(f"{name}, row {row}", most_bytes)
+                    yield _checked(data or b"", f"{name}, row {row}", url or "")
+                    row += 1  # noqa: PLW2901  (counts within the group)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise UserError(f"{name}: not a Parquet file ({error}). Restore it, or leave it out of `input`.") from None
+
+
+def _groups_within(metadata: Any, within: tuple[int, int | None]) -> Iterator[tuple[int, int]]:
+    """Yield the row groups that begin at one of these bytes of the file, each with its first row."""
+    start, end = within
+    row = 0
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        column = group.column(0)
+        at = column.dictionary_page_offset or column.data_page_offset
+        if start <= at and (end is None or at < end):
+            yield number, row
+        row += group.num_rows
+
+
+def _rows_at_once(group: Any, name: str, row: int, field: str, most_bytes: int) -> int:
+    """Return how many rows of a row group, whose first is `row`, to unpack at once.
+
+    Each value of a column may be as long as all that is stored of it, since a dictionary stores what is repeated once.
+    Raises: UserError if a page of the group unpacks to more than `most_bytes`, out of far fewer bytes.
+    """
+    columns = [group.column(number) for number in range(group.num_columns)]
+    unpacked = max((c.total_uncompressed_size for c in columns if c.path_in_schema == field), default=0)
+    stored = max((c.total_compressed_size for c in columns if c.path_in_schema == field), default=0)
+    if unpacked > most_bytes and unpacked > MOST_TIMES_SMALLER * stored:
+        raise _too_long(f"{name}, row group from row {row}: {stored} bytes that unpack to {unpacked}", most_bytes)
+    return int(min(ROWS_AT_ONCE, max(1, most_bytes // max(unpacked, 1))))
+
+
+def _check_column(schema: Any, name: str, key: str, field: str) -> None:
+    import pyarrow.types as kinds
+
+    if field not in schema.names:
+        raise UserError(
+            f"{name}: no column {field!r}; the file has {', '.join(map(repr, schema.names))}. Set `{key}` to the "
+            "one that is meant."
+        )
+    kind = schema.field(field).type
+    if not (kinds.is_string(kind) or kinds.is_large_string(kind) or kinds.is_binary(kind)):
+        raise UserError(f"{name}: column {field!r} holds {kind}, not text. Set `{key}` to one that holds text.")
+
+
+def _checked(data: bytes, where: str, url: str) -> Text | BadInput:
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        return BadInput(BROKEN_UTF8, f"{where}, byte {error.start} of the text")
+    return Text(data, url)

@@ -1,0 +1,187 @@
+"""What workers make of a task, stage by stage. It depends on the job and the task alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+
+from argosy.config.extend import ExtendConfig
+from argosy.config.schema import PrepareConfig
+from argosy.data.documents import Document, DocumentReader, Tally
+from argosy.data.engine import EncodedBatch, Encoder, EngineName
+from argosy.data.manifest import TOKENIZER
+from argosy.data.pieces import Piece
+from argosy.data.sources import InputFile, file_again
+from argosy.data.work import Chunk, Task, WorkFolder
+
+TOKENS = "tokens"
+"""The stage in which documents become tokens: a task for each piece."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be made: the content of job.json."""
+
+    fingerprint: str
+    config: PrepareConfig
+    extend: ExtendConfig
+    engine: EngineName
+    dtype: str
+    """Of tokens."""
+    chunk_bytes: int
+    """UTF-8 bytes of text of a chunk, about."""
+    batch_chars: int
+    """Characters that are encoded in one call."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what JSON can hold."""
+        return {
+            **vars(self),
+            "config": self.config.model_dump(mode="json"),
+            "extend": self.extend.model_dump(mode="json"),
+        }
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> Job:
+        """Return the job that `as_json` has written."""
+        return cls(
+            **{
+                **facts,
+                "config": PrepareConfig(**facts["config"]),
+                "extend": ExtendConfig(**facts["extend"]),
+            }
+        )
+
+
+class InputFiles(Sequence[InputFile]):
+    """The input's files, opened again where they are used: a worker needs few of them."""
+
+    def __init__(self, found: Sequence[Sequence[Any]], extend: ExtendConfig):
+        self._found, self._code = found, extend
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    @overload
+    def __getitem__(self, number: int) -> InputFile: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[InputFile]: ...
+    def __getitem__(self, number: int | slice) -> InputFile | Sequence[InputFile]:
+        if isinstance(number, slice):
+            return [self[each] for each in range(*number.indices(len(self)))]
+        return file_again(self._found[number], self._code.code)
+
+
+class Stages:
+    """Makes the results of tasks. Cheap to make; what a stage needs is loaded at its first task."""
+
+    def __init__(
+        self,
+        job: Job,
+        folder: WorkFolder,
+        files: Sequence[InputFile],
+        pieces: Sequence[Piece],
+        count: Callable[[int], None] = lambda text_bytes: None,
+    ):
+        """`count` is told of each part of a task that is done, by its bytes of text."""
+        self.folder = folder
+        self._job, self._files, self._pieces, self._count = job, files, pieces, count
+        self._encoder: Encoder | None = None
+
+    def make(self, task: Task, start: int) -> Iterator[Chunk]:
+        """Yield the results of a task from text `start` of its piece on. Raises: UserError."""
+        yield from self._tokens(task.number, start)
+
+    def reader(self, piece: int, max_text_bytes: int | None = None) -> DocumentReader:
+        """Return a reader of the documents that are to become tokens."""
+        config = self._job.config
+        return DocumentReader(self._files, config.field, config.on_bad_input, max_text_bytes, config.max_document_bytes)
+
+    def batch(self, number: int, chunk: Chunk, start: int, most_bytes: int) -> tuple[EncodedBatch, Tally, int]:
+        """Return the documents of a chunk of tokens, counts, and how many files are read by then.
+
+        start: where the chunk begins in its piece. most_bytes: of text; what is too much is cut off.
+        """
+        batch = _joined([EncodedBatch(**chunk.arrays)] if chunk.arrays else [], self._job.dtype)
+        tally = Tally(int(batch.text_bytes.sum()), Counter(chunk.facts["skipped"]), Counter(chunk.facts["dropped"]))
+        if tally.text_bytes < most_bytes:
+            return batch, tally, self._pieces[number].end
+        reader = self.reader(number, most_bytes)
+        documents = list(reader.read(self._pieces[number], start))
+        return self._encode(documents), reader.tally, reader.files_read
+
+    def _encode(self, documents: Sequence[Document]) -> EncodedBatch:
+        """Encode documents, a batch after the other."""
+        batches = []
+        for texts in _batches(documents, self._job.batch_chars):
+            batches.append(self._encode_batch(texts))
+            self._count(int(batches[-1].text_bytes.sum()))
+        return _joined(batches, self._job.dtype)
+
+    def _encode_batch(self, texts: Sequence[str]) -> EncodedBatch:
+        job = self._job
+        if self._encoder is None:
+            tokenizer = Path(job.config.out) / TOKENIZER
+            self._encoder = Encoder(tokenizer, job.engine, np.dtype(job.dtype), job.config.validation_fraction)
+        return self._encoder.encode(texts)
+
+    def _tokens(self, number: int, start: int) -> Iterator[Chunk]:
+        reader = self.reader(number)
+        for documents, end, is_last in self._chunks(reader, number, start):
+            arrays = vars(self._encode(documents))
+            yield Chunk(self._facts(reader), arrays, end, is_last)
+
+    def _chunks(self, reader: DocumentReader, number: int, start: int) -> Iterator[tuple[list[Document], int, bool]]:
+        """Yield a piece's documents in chunks, each with its end and whether it is the last."""
+        held, size = list[Document](), 0
+        for document in reader.read(self._pieces[number], start):
+            if size >= self._job.chunk_bytes:
+                yield held, document.number, False
+                held, size = [], 0
+            held.append(document)
+            size += len(document.text.encode())
+        yield held, reader.number, True
+
+    @staticmethod
+    def _facts(reader: DocumentReader) -> dict[str, Any]:
+        """Return what was counted since the last call."""
+        tally, reader.tally = reader.tally, Tally()
+        bad = reader.first_bad
+        return {
+            "skipped": dict(tally.skipped),
+            "dropped": dict(tally.dropped),
+            "first_bad": bad and [bad.kind, bad.where],
+        }
+
+
+def stages_of(folder: WorkFolder, count: Callable[[int], None]) -> Stages:
+    """Return the stages of the job in a folder."""
+    job = Job.of(folder.job())
+    files, pieces = folder.input()
+    return Stages(job, folder, InputFiles(files, job.extend), [Piece(*piece) for piece in pieces], count)
+
+
+def _joined(batches: Sequence[EncodedBatch], dtype: str) -> EncodedBatch:
+    """Return the documents of all batches in one."""
+    none = EncodedBatch(np.empty(0, dtype), np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.bool_))
+    return EncodedBatch(
+        **{name: np.concatenate([getattr(batch, name) for batch in batches or [none]]) for name in vars(none)}
+    )
+
+
+def _batches(documents: Sequence[Document], most_chars: int) -> Iterator[list[str]]:
+    """Yield the texts in batches of `most_chars` or a little more."""
+    texts, chars = list[str](), 0
+    for document in documents:
+        texts.append(document.text)
+        chars += len(document.text)
+        if chars >= most_chars:
+            yield texts
+            texts, chars = [], 0
+    if texts:
+        yield texts
