@@ -74,12 +74,14 @@ class Positional(PrepareConfig):
 def main(argv: list[str]) -> None:
     """`argosy prepare INPUT ... --out DIR`."""
     options, config = parse_section(argv, "argosy prepare", Options, Positional)
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, _stop)
+    before = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
         _prepare(options, config)
     except (UserError, DataError, RunFailed) as error:
         raise type(error)(_by_option(str(error))) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _by_option(text: str) -> str:
