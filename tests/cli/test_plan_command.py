@@ -176,6 +176,22 @@ def test_several_clusters_stand_side_by_side_with_their_prices(ask: Any) -> None
     assert found[0]["report"]["price_per_device_h"]["mid"] == 2 and found[2]["report"] is None
 
 
+def test_the_side_by_side_ends_in_what_to_take(ask: Any) -> None:
+    words = ask("--model", "llama3-8b", "--cluster", "8xh100", "--cluster", "16xh100", "--price", "2")
+    assert "Take 8xh100 if cost counts" in words and "take 16xh100 if time counts" in words
+
+
+def test_the_fewest_devices_that_are_in_time_on_each_cluster(ask: Any) -> None:
+    asked = ("--model", "llama3-8b", "--tokens", "100B", "--global-batch", "512", "--within", "2w")
+    words = ask(*asked, "--cluster", "h100", "--cluster", "8xt4", "--price", "2")
+    assert "llama3-8b, 100B tokens, within 14.0 days" in words
+    assert re.search(r"h100: \d+ devices do it in 14.0 days", words)
+    assert re.search(r"Take \d+ devices of h100: it costs least, the only one that does it", words)
+    (found,) = json.loads(ask(*asked, "--cluster", "64xh100", "--json"))
+    assert found["fewest"]["run"]["time_s"]["mid"] <= 14 * 86400 < found["sizes"][0]["run"]["time_s"]["mid"]
+    assert Plan.parse(found["fewest"]["plan"]).world_size == found["fewest"]["devices"]
+
+
 def test_the_price_of_an_hour_is_said(ask: Any) -> None:
     assert "USD an hour of a device, prices of" in ask(*SMALL) and "--price sets yours" in ask(*SMALL)
     mine = ask(*SMALL, "--price", "2.5")
@@ -269,6 +285,10 @@ def test_inference(ask: Any) -> None:
         ([*SMALL, "--cluster", "8xa100", "--inference"], "--inference takes one --cluster"),
         ([*SMALL, "--price", "2", "--price", "3"], "2 --price for 1 --cluster"),
         ([*SMALL, "--price", "0"], "--price 0.0: must be above 0"),
+        ([*SMALL, "--within", "30"], "--within '30' is no length of time; try 90m, 12h, 30d or 2w"),
+        ([*SMALL, "--within", "30d", "--inference"], "Leave out --inference"),
+        ([*SMALL, "--within", "30d", "--objective", "cost"], "Leave out --objective cost"),
+        (["--model", "llama3-70b", "--cluster", "1xt4", "--within", "30d"], "nothing fits"),
         ([*SMALL, "--finetune", "1M", "--tokens", "1M"], "give one of them"),
         (["--model", "no/such", "--cluster", "8xh100"], "no/such is not there. Give a Hugging Face folder"),
         (["--model", "llama3-70b", "--cluster", "8xh100", "--cluster", "16xa100"], "16xa100: nothing fits"),

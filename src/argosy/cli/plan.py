@@ -15,6 +15,9 @@ Examples:
   argosy plan --model llama3-8b --cluster 8xh100 --fix "tp=2|4,compile=true"
   argosy plan --model llama3-8b --cluster 64xh100+64xa100 --html plan.html
   argosy plan --model llama3-70b --cluster 8xh100 --inference --global-batch 16
+  argosy plan --model llama3-8b --tokens 1T --within 30d --cluster h100 --cluster a100
+      how many of each train this in 30 days, and for what
+  argosy plan runs/mine --within 2d --cluster 16xh200         a run under way: stay, up, down or sideways
   argosy plan --learn runs/a runs/b                  correct ./cluster.toml, or --cluster FILE, by finished runs
 """
 
@@ -46,7 +49,8 @@ class Options:
     """Options of `argosy plan`."""
 
     run: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")] = None
-    """A run file, or the name of a run preset; or use --model."""
+    """A run file, or the name of a run preset; or use --model. A run's folder: what is left of it, on fewer devices, on
+    more, or on each --cluster."""
     model: str | None = None
     """A model preset (`argosy config presets` lists them), a Hugging Face folder, or its config.json."""
     cluster: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -63,6 +67,9 @@ class Options:
     price: tyro.conf.UseAppendAction[tuple[float, ...]] = ()
     """What you pay for an hour of one device, e.g. 2.49, in USD or the cluster file's currency; default: the range in
     the catalogue. One for all clusters, or one for each."""
+    within: str | None = None
+    """The fewest devices of each --cluster that train this in time: 30d, 12h, 2w. A cluster may then be a DEVICE alone,
+    as h100: as many as it takes."""
     objective: Objective = "time"
     """Quantity to rank plans by; cost and energy may choose fewer devices, goodput counts failures."""
     fix: str = ""
@@ -95,6 +102,12 @@ def main(argv: list[str]) -> None:
 def _answer(options: Options) -> None:
     from argosy.plan.report.report import plan_report
 
+    if options.run is not None and (Path(options.run) / "run.toml").is_file():
+        _resize(options, Path(options.run))
+        return
+    if options.within is not None:
+        _within(options, _limit_s(options.within))
+        return
     if len(options.cluster) > 1:
         _side_by_side(options)
         return
@@ -144,12 +157,70 @@ def _devices_here(run: RunConfig) -> Devices:
     return devices_of_run(run)
 
 
+def _priced(options: Options) -> list[tuple[str, float | None]]:
+    """Return each cluster as the user named it, with its price."""
+    prices = options.price * len(options.cluster) if len(options.price) == 1 else options.price
+    return list(zip(options.cluster, prices or [None] * len(options.cluster), strict=True))
+
+
+def _limit_s(limit: str) -> float:
+    from argosy.config.durations import seconds_of
+
+    try:
+        return seconds_of(limit)
+    except ValueError as error:
+        raise UserError(f"--within {error}.") from None
+
+
+def _resize(options: Options, folder: Path) -> None:
+    from argosy.watch.reader import RunReader
+    from argosy.watch.resize_terminal import resizing_of, show
+
+    limit_s = None if options.within is None else _limit_s(options.within)
+    others = [
+        (named, Cluster.parse(named).model_copy(update={} if price is None else {"price_per_device_h": price}))
+        for named, price in _priced(options)
+    ]
+    reader = RunReader(folder)
+    reader.refresh()
+    found = resizing_of(reader, others, limit_s)
+    if options.json:
+        print(_json(found))
+    else:
+        show(found, folder)
+
+
+def _within(options: Options, limit_s: float) -> None:
+    from argosy.config.model_name import model_name
+    from argosy.plan.report.within import of_each
+    from argosy.plan.report.within_terminal import show
+
+    asked = []
+    for named, price in _priced(options) or [(None, *(options.price or [None]))]:
+        cluster, is_open = _nodes_of(named)
+        asked.append((named or "this machine", _request(options, cluster, price), is_open))
+    found = of_each(asked, limit_s)
+    if options.json:
+        print(_json(found))
+        return
+    requests = [request for _, request, _ in asked]
+    run = requests[0].run
+    show(found, model_name(run.model, run.name), list(dict.fromkeys(a for r in requests for a in r.assumed)))
+
+
+def _nodes_of(named: str | None) -> tuple[str | None, bool]:
+    """Return the cluster, and True if it is one node of a device that was named alone: there are as many as it takes."""
+    from argosy.plan.hardware.devices import device_names, find_device
+
+    if named is None or named.lower() not in device_names():
+        return named, False
+    return f"{find_device(named.lower()).devices_per_node}x{named}", True
+
+
 def _side_by_side(options: Options) -> None:
     from argosy.plan.report.comparison import compare, show
 
-    prices = options.price * len(options.cluster) if len(options.price) == 1 else options.price
-    priced = zip(options.cluster, prices or [None] * len(options.cluster), strict=True)
-    found = compare([(cluster, _request(options, cluster, price)) for cluster, price in priced])
+    found = compare([(cluster, _request(options, cluster, price)) for cluster, price in _priced(options)])
     if options.json:
         print(_json(found))
     else:
@@ -205,6 +276,14 @@ def _check(options: Options) -> None:
         raise UserError("say either a run file or --model NAME, e.g. argosy plan --model llama3-8b --cluster 8xh100.")
     if options.tokens is not None and options.finetune is not None:
         raise UserError("--tokens and --finetune both say how much to train on: give one of them.")
+    if options.within is not None:
+        others = {"--html": options.html, "--inference": options.inference, "--learn": options.learn}
+        if other := next((name for name, value in others.items() if value), None):
+            raise UserError(f"--within asks how many devices train a run in time. Leave out {other}.")
+        if options.objective != "time":
+            raise UserError(
+                f"--within finds the fewest devices that are in time. Leave out --objective {options.objective}."
+            )
     if options.html is not None and options.inference:
         raise UserError("--html is for training plans. Leave out --inference, or take --json.")
     if len(options.cluster) > 1 and (options.html or options.inference or options.learn):

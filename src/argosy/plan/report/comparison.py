@@ -58,7 +58,28 @@ def show(found: Sequence[OnCluster], console: Console | None = None) -> None:
     plans = [_plan(one) for one in found]
     rule = Text("\nThe whole report of one: the same command with that --cluster alone.", style="dim")
     above = [Text(question, style="bold"), *(Text(line, style="dim") for line in assumed), Text()]
-    console.print(Group(*above, _table(found), Text(), *plans, rule), highlight=False)
+    advice = Text(f"\n{recommendation(found)}", style="bold")
+    console.print(Group(*above, _table(found), Text(), *plans, advice, rule), highlight=False)
+
+
+def recommendation(found: Sequence[OnCluster]) -> str:
+    """Return which cluster is the fastest, and which the cheapest, in a sentence."""
+    able = [(one.named, one.report.explanation.choice, one.report.currency) for one in found if one.report is not None]
+    name, fast, currency = min(able, key=lambda each: float(each[1].run.time_s.mid))
+    priced = [(each, choice.run.money) for each, choice, _ in able if choice.run.money]
+    if len(priced) < len(able) or len({each[2] for each in able}) > 1:
+        return f"The fastest is {name}. Costs cannot be compared: a price is unknown, or in another currency (--price)."
+    cheap, least = min(priced, key=lambda each: float(each[1].mid))
+    if cheap == name:
+        return f"Take {name}: it is the fastest, and costs least."
+    choice = next(choice for each, choice, _ in able if each == cheap)
+    assert fast.run.money is not None
+    saves = 1 - float(least.mid) / float(fast.run.money.mid)
+    return (
+        f"Take {cheap} if cost counts: it saves {percent(saves)} ({count(least.mid)} in place of "
+        f"{count(fast.run.money.mid)} {currency}); take {name} if time counts: {seconds(fast.run.time_s.mid)} in place "
+        f"of {seconds(choice.run.time_s.mid)}."
+    )
 
 
 def _table(found: Sequence[OnCluster]) -> Table:

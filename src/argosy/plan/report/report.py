@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -117,15 +117,8 @@ class PlanReport:
 def plan_report(request: PlanRequest) -> PlanReport:
     """Search, rank and explain. Raises: UserError with a remedy if nothing is legal, or nothing fits."""
     run, cluster = request.run, request.cluster
-    whole = CostModel.of(run, cluster)
-    costs = within_site(whole, cluster) if site_count(cluster) > 1 else whole
-    pins = _of_a_site(request.pins or {}, cluster)
-    counts = _counts(costs, request.objective)
-    found = search(costs, pins, counts)
-    if not len(found):
-        raise UserError(_nothing_fits(costs, found, pins, counts))
-    tokens = request.tokens or TOKENS_PER_PARAMETER * float(active_parameters(run.model))
-    economy = WholeRunModel(run, cluster, costs, tokens)
+    economy, found = searched(request, lambda costs: _counts(costs, request.objective))
+    costs, tokens = economy.costs, economy.tokens
     best = found.best(economy.score(found, request.objective), max(request.top, 1))
     explained = request.given or found.plans.plan(int(best[0]))
     explanation = _explain(economy, explained, found, is_best=request.given is None)
@@ -151,10 +144,27 @@ def plan_report(request: PlanRequest) -> PlanReport:
         choices=economy.choices(found.plans[best]),
         pareto=economy.choices(found.plans[front]),
         explanation=explanation,
-        uneven=_uneven(costs, cluster, found, [*best, *front]) if costs is whole else (),
-        exchanges=tuple(exchanges(costs, cluster, inside_s)) if costs is not whole else (),
+        uneven=() if economy.sites > 1 else _uneven(costs, cluster, found, [*best, *front]),
+        exchanges=tuple(exchanges(costs, cluster, inside_s)) if economy.sites > 1 else (),
         notes=tuple(_notes(request, costs)),
     )
+
+
+def searched(request: PlanRequest, counts_of: Callable[[CostModel], list[int]]) -> tuple[WholeRunModel, SearchResult]:
+    """Return the plans for some numbers of devices of a site, and the costs of whole runs.
+
+    Raises: UserError with a remedy if nothing is legal, or nothing fits.
+    """
+    run, cluster = request.run, request.cluster
+    whole = CostModel.of(run, cluster)
+    costs = within_site(whole, cluster) if site_count(cluster) > 1 else whole
+    pins = _of_a_site(request.pins or {}, cluster)
+    counts = counts_of(costs)
+    found = search(costs, pins, counts)
+    if not len(found):
+        raise UserError(_nothing_fits(costs, found, pins, counts))
+    tokens = request.tokens or TOKENS_PER_PARAMETER * float(active_parameters(run.model))
+    return WholeRunModel(run, cluster, costs, tokens), found
 
 
 def _uneven(costs: CostModel, cluster: Cluster, found: SearchResult, rows: Sequence[int]) -> tuple[UnevenSplit, ...]:

@@ -171,8 +171,12 @@ class Planner:
         some = replace(found, plans=found.plans[rows], memory=found.memory.rows(rows), time=found.time.rows(rows))
         return self._alternative(some.plans.plan(plainest(some)), facts.step_s, 0)
 
-    def _alternative(self, plan: Plan, now_s: float, spares: int) -> Alternative | None:
-        old, new = self.predicted, self._predict(plan)
+    def elsewhere(self, plan: Plan, machine: Cluster) -> Alternative | None:
+        """Return `plan` on another number of the run's machines, which `machine` has with the same factors."""
+        return self._alternative(plan, self._facts.step_s, 0, machine)
+
+    def _alternative(self, plan: Plan, now_s: float, spares: int, machine: Cluster | None = None) -> Alternative | None:
+        old, new = self.predicted, self._predict(plan, machine)
         if old is None or new is None:
             return None
         mid = now_s * float(new.step_s.mid) / float(old.step_s.mid)
@@ -194,8 +198,8 @@ class Planner:
             errors += [std * (_share(new, part) - _share(old, part)) for part in parts]
         return math.hypot(*errors)
 
-    def _predict(self, plan: Plan | None) -> Prediction | None:
-        run, machine = self._facts.run, self.machine
+    def _predict(self, plan: Plan | None, elsewhere: Cluster | None = None) -> Prediction | None:
+        run, machine = self._facts.run, elsewhere or self.machine
         if run is None or plan is None or machine is None:
             return None
         return _quietly(lambda: predict(plan, run, machine))

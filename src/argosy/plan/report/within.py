@@ -1,0 +1,191 @@
+"""How many devices train a run in a given time: of each cluster the fewest that do, with plan and cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from argosy.errors import UserError
+from argosy.plan.cost.formatting import seconds
+from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.report.report import PlanRequest, describe, searched
+from argosy.plan.search.candidates import Candidate
+from argosy.plan.search.sizes import best_of_each, counts_up_to, fewest, grown
+
+MOST_DEVICES = 2**18
+"""No search goes further: larger jobs are not known."""
+
+
+OPEN_MORE = 4
+"""Of as many devices as it takes, so many times what is enough is looked at, to be sure too."""
+FEW_NODES = 64
+"""Nodes that are looked at where no number is known to do."""
+
+
+@dataclass(frozen=True)
+class Within:
+    """The answer for one cluster."""
+
+    named: str
+    """The cluster as the user named it."""
+    cluster: str
+    """What it is made of."""
+    within_s: float
+    devices: int
+    """Devices that there are, or that were looked at."""
+    is_open: bool
+    """There are as many as it takes."""
+    fewest: Candidate | None
+    """The fewest devices whose whole run takes no longer, half of the time; None: more are needed than there are."""
+    surely: Candidate | None
+    """The fewest that do so nine times of ten or more: the upper end of the interval is within the limit."""
+    fastest: Candidate | None
+    """The fastest plan that there is on the cluster."""
+    sizes: tuple[Candidate, ...]
+    """The best plan for each number of devices; the fewest first."""
+    beyond: int | None
+    """If the cluster is too small: how many such devices would do; None if none are known to."""
+    currency: str
+    tokens: float = 0.0
+    """Tokens of the run."""
+    problem: str = ""
+    """Why there is no plan at all."""
+
+
+def within(named: str, request: PlanRequest, limit_s: float, is_open: bool = False) -> Within:
+    """Return the fewest devices that do the run in `limit_s`.
+
+    is_open: the cluster is one node of as many as it takes.
+    Raises: UserError if there is no legal plan, or none fits.
+    """
+    if is_open:
+        size = _large_enough(request, limit_s)
+        request = _on(request, grown(request.cluster, OPEN_MORE * (size or FEW_NODES)))
+    tokens, sizes = best_by_size(request)
+    in_time = fewest([float(each.run.time_s.mid) <= limit_s for each in sizes])
+    surely = fewest([float(each.run.time_s.high) <= limit_s for each in sizes])
+    beyond = None
+    if in_time is None and not is_open:
+        times = _large_enough(request, limit_s, start=2)
+        beyond = times and request.cluster.devices * times
+    return Within(
+        named=named,
+        cluster=describe(request.cluster),
+        within_s=limit_s,
+        devices=request.cluster.devices,
+        is_open=is_open,
+        fewest=None if in_time is None else sizes[in_time],
+        surely=None if surely is None else sizes[surely],
+        fastest=min(sizes, key=lambda each: float(each.run.time_s.mid)),
+        sizes=sizes,
+        beyond=beyond,
+        currency=request.cluster.currency,
+        tokens=tokens,
+    )
+
+
+def of_each(requests: Sequence[tuple[str, PlanRequest, bool]], limit_s: float) -> tuple[Within, ...]:
+    """Return the answer for each (cluster as named, request, is_open); one without a plan keeps no other from its own.
+
+    Raises: UserError if no cluster has a plan.
+    """
+    found = tuple(_answer(named, request, limit_s, is_open) for named, request, is_open in requests)
+    if all(each.problem for each in found):
+        raise UserError(
+            "\n".join(f"{each.named}: {each.problem}" if len(found) > 1 else each.problem for each in found)
+        )
+    return found
+
+
+def best_by_size(request: PlanRequest) -> tuple[float, tuple[Candidate, ...]]:
+    """Return the tokens of the run, and for each number of devices the plan whose whole run, failures included, is
+    shortest; the fewest first.
+
+    Raises: UserError if nothing is legal or fits.
+    """
+    economy, found = searched(request, counts_up_to)
+    tokens_per_day = -economy.score(found, "goodput")
+    rows = best_of_each(economy.tokens / tokens_per_day, np.asarray(found.devices))
+    return economy.tokens, economy.choices(found.plans[rows])
+
+
+def recommended(found: Sequence[Within]) -> Within | None:
+    """Return the cluster that does it for least, or with fewest device-hours where a price is unknown; None if none."""
+    able = [each for each in found if each.fewest is not None]
+    alike = len({each.currency for each in able}) == 1 and all(each.fewest and each.fewest.run.money for each in able)
+    return min(able, key=lambda each: _cost(each, alike), default=None)
+
+
+def _cost(one: Within, by_money: bool) -> float:
+    assert one.fewest is not None
+    run = one.fewest.run
+    return float(run.money.mid) if by_money and run.money else float(run.device_hours.mid)
+
+
+def _answer(named: str, request: PlanRequest, limit_s: float, is_open: bool) -> Within:
+    try:
+        return within(named, request, limit_s, is_open)
+    except UserError as error:
+        cluster = request.cluster
+        return Within(
+            named, describe(cluster), limit_s, cluster.devices, is_open, None, None, None, (), None, cluster.currency, problem=str(error)
+        )  # fmt: skip
+
+
+def _large_enough(request: PlanRequest, limit_s: float, start: int = 1) -> int | None:
+    """Return how many times the cluster's nodes do it in time, in doublings from `start` on; None if none are known to.
+
+    It ends where twice as many devices are no faster.
+    """
+    times, before = start, float("inf")
+    while request.cluster.devices * times <= MOST_DEVICES:
+        took = _shortest_s(_on(request, grown(request.cluster, times)))
+        if took is not None and took <= limit_s:
+            return times
+        if took is not None and took > 0.98 * before:
+            return None
+        times, before = 2 * times, before if took is None else took
+    return None
+
+
+def _shortest_s(request: PlanRequest) -> float | None:
+    """Return the shortest run on all devices; None if no plan is legal there, or none fits."""
+    try:
+        economy, found = searched(request, lambda costs: [costs.devices])
+    except UserError:
+        return None
+    return float(np.min(economy.tokens / -economy.score(found, "goodput"))) * 86_400
+
+
+def _on(request: PlanRequest, cluster: Cluster) -> PlanRequest:
+    return PlanRequest(
+        request.run, cluster, request.tokens, request.objective, request.pins, request.top, assumed=request.assumed
+    )
+
+
+def in_words(one: Within) -> str:
+    """Return the answer for one cluster in a sentence."""
+    limit = seconds(one.within_s)
+    if one.problem:
+        return f"{one.named}: {one.problem}"
+    if one.fewest is not None:
+        run = one.fewest.run
+        money = f", {float(run.money.mid):,.0f} {one.currency}" if run.money else ""
+        sure = (
+            f"nine times of ten with {one.surely.devices}"
+            if one.surely
+            else f"nine times of ten it takes more than the {one.devices} that there are"
+        )
+        return f"{one.named}: {one.fewest.devices} devices do it in {limit} ({seconds(run.time_s.mid)}{money}); {sure}."
+    assert one.fastest is not None
+    more = (
+        f"About {one.beyond} such devices would do."
+        if one.beyond
+        else "More such devices are no faster, with this batch: a larger global batch gives them work."
+    )
+    return (
+        f"{one.named}: not within {limit} with {one.devices} devices; the fastest is {seconds(one.fastest.run.time_s.mid)}"
+        f" on {one.fastest.devices}. {more}"
+    )

@@ -1,0 +1,195 @@
+"""What a run under way would take on fewer devices, on more, or on others: time and cost of what is left of it.
+
+On devices of its own kind, the measured step is scaled by the ratio of two predictions, both calibrated by the run's
+recent steps (`watch.rules.planner`). For another cluster there is nothing measured: its prediction stands as it is. All
+plans keep the numbers of training: precision, batch, sample order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from argosy.errors import UserError
+from argosy.plan.cost.economy import price_per_device_h
+from argosy.plan.cost.estimate import Estimate, propagate
+from argosy.plan.cost.formatting import count, seconds
+from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.plan import NUMERICS, Plan
+from argosy.plan.report.report import PlanRequest
+from argosy.plan.report.within import best_by_size
+from argosy.plan.search.sizes import grown
+from argosy.watch.facts import Facts
+from argosy.watch.forecast import forecast
+from argosy.watch.rules.planner import RESTART_S, Planner
+
+Direction = Literal["stay", "up", "down", "sideways"]
+
+MORE = 4
+"""So many times as many devices are looked at."""
+WORTH = 0.1
+"""A change that saves less of the cost is not worth a restart."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to go on with the run."""
+
+    where: str
+    """Empty: on devices of its own kind; else the cluster as the user named it."""
+    devices: int
+    plan: str
+    step_s: Estimate
+    left_s: Estimate
+    """Until the last step, a restart included where one is needed."""
+    device_hours: Estimate
+    """Of what is left."""
+    money: Estimate | None
+    """Of what is left; None if nobody knows a price."""
+    currency: str
+    is_measured: bool = False
+    """It is how the run goes on if nothing is changed."""
+
+
+@dataclass(frozen=True)
+class Resizing:
+    """The ways to go on, and which of them is recommended."""
+
+    steps_left: int
+    limit_s: float | None
+    options: tuple[Option, ...]
+    """How it goes on first, then by devices."""
+    direction: Direction
+    recommended: Option
+    words: str
+
+
+def resizing(
+    facts: Facts, planner: Planner, others: Sequence[tuple[str, Cluster]] = (), limit_s: float | None = None
+) -> Resizing:
+    """Return the ways to go on with a run, on its own kind of devices and on `others` (name, cluster).
+
+    limit_s: seconds from now in which it is to be done.
+    Raises: UserError if the run has ended, or has done too little to tell.
+    """
+    run, plan = facts.run, facts.plan
+    if facts.has_ended:
+        raise UserError(
+            f"{facts.folder}: the run has ended. Ask about its run file: argosy plan {facts.folder}/run.toml"
+        )
+    expected = forecast(facts, planner)
+    if run is None or plan is None or expected is None:
+        raise UserError(f"{facts.folder}: the run has done too little to tell. Ask again after some more steps.")
+    left, machine = expected.steps_left, planner.machine
+    left_s = Estimate(expected.left_s.low, expected.left_s.mid, expected.left_s.high)
+    beside = float(left_s.mid) / (left * facts.step_s)  # evaluations and failures make it more than 1
+    now = _option("", plan.world_size, str(plan), Estimate.exactly(facts.step_s), left_s, machine, is_measured=True)
+    tokens = float(left * run.tokens_per_step)
+    free = run.model_copy(update={"plan": "auto"})
+    pins = {key: (getattr(plan, key),) for key in NUMERICS}
+    found = [now]
+    if machine is not None:
+        for devices, words in _own_sizes(PlanRequest(free, grown(machine, MORE), tokens, pins=pins)):
+            alternative = planner.elsewhere(Plan.parse(words), grown(machine, MORE))
+            if alternative is not None and (devices != plan.world_size or alternative.saves > 0):
+                rest_s = propagate(lambda step: left * step * beside + RESTART_S, alternative.step_s)
+                found.append(_option("", devices, words, alternative.step_s, rest_s, machine))
+    for name, cluster in others:
+        _, sizes = best_by_size(PlanRequest(free, cluster, tokens, pins=pins))
+        for size in sizes:
+            rest_s = propagate(lambda took: took + RESTART_S, size.run.time_s)
+            found.append(_option(name, size.devices, size.plan, size.step_s, rest_s, cluster))
+    best = _best(found, limit_s)
+    direction = _direction(best, now)
+    options = (now, *sorted(_shown(found[1:], now, best), key=lambda each: (each.where, each.devices)))
+    return Resizing(left, limit_s, options, direction, best, _words(direction, best, now, limit_s))
+
+
+def _own_sizes(request: PlanRequest) -> list[tuple[int, str]]:
+    try:
+        return [(size.devices, size.plan) for size in best_by_size(request)[1]]
+    except UserError:
+        return []
+
+
+def _option(
+    where: str,
+    devices: int,
+    plan: str,
+    step_s: Estimate,
+    left_s: Estimate,
+    cluster: Cluster | None,
+    is_measured: bool = False,
+) -> Option:
+    hours = propagate(lambda left: left / 3600 * devices, left_s)
+    price = cluster and price_per_device_h(cluster)
+    return Option(
+        where=where,
+        devices=devices,
+        plan=plan,
+        step_s=step_s,
+        left_s=left_s,
+        device_hours=hours,
+        money=propagate(lambda h, each: h * each, hours, price) if price else None,
+        currency=cluster.currency if cluster else "",
+        is_measured=is_measured,
+    )
+
+
+def _best(found: Sequence[Option], limit_s: float | None) -> Option:
+    """Return the cheapest that is in time, or no slower than now; the run as it is, if that saves little; else, where
+    nothing is in time, the fastest."""
+    now = found[0]
+    limit = float(now.left_s.mid) if limit_s is None else limit_s
+    able = [each for each in found if float(each.left_s.mid) <= limit]
+    if not able:
+        return min(found, key=lambda each: float(each.left_s.mid))
+    by_money = len({each.currency for each in able}) == 1 and all(each.money for each in able)
+    best = min(able, key=lambda each: _cost(each, by_money))
+    return now if now in able and _cost(best, by_money) > (1 - WORTH) * _cost(now, by_money) else best
+
+
+def _cost(option: Option, by_money: bool) -> float:
+    return float(option.money.mid) if by_money and option.money else float(option.device_hours.mid)
+
+
+def _direction(best: Option, now: Option) -> Direction:
+    if best is now:
+        return "stay"
+    if best.where or best.devices == now.devices:
+        return "sideways"
+    return "up" if best.devices > now.devices else "down"
+
+
+def _shown(found: Sequence[Option], now: Option, best: Option) -> list[Option]:
+    """Return the options worth a row: halves and doubles, the best, and of another cluster the fewest and the most."""
+    sizes = {max(1, now.devices // 4), max(1, now.devices // 2), now.devices, 2 * now.devices, 4 * now.devices}
+    own = [each for each in found if not each.where and (each.devices in sizes or each is best)]
+    others = [each for each in found if each.where]
+    ends: dict[str, list[Option]] = {}
+    for each in others:
+        ends.setdefault(each.where, [each, each])[1] = each
+    return [*own, *(each for each in others if each is best or each in ends[each.where])]
+
+
+def _words(direction: Direction, best: Option, now: Option, limit_s: float | None) -> str:
+    if limit_s is not None and float(best.left_s.mid) > limit_s:
+        stay = "as it is" if best is now else f"on {_place(best)}"
+        return (
+            f"Not within {seconds(limit_s)}: the fastest is {seconds(best.left_s.mid)}, {stay}. More steps a day need "
+            "another kind of device, or fewer tokens."
+        )
+    if direction == "stay":
+        return f"Stay: {seconds(now.left_s.mid)} are left, and no other number of devices saves a tenth of the cost."
+    words = {"up": "Scale up to", "down": "Scale down to", "sideways": "Go sideways, to"}[direction]
+    money = f", {count(best.money.mid)} {best.currency}" if best.money else ""
+    before = f", {count(now.money.mid)} {now.currency}" if now.money else ""
+    return (
+        f"{words} {_place(best)}: {seconds(best.left_s.mid)} left{money}, in place of {seconds(now.left_s.mid)}{before}. "
+        f'Stop the run, and go on with --plan "{best.plan}": it goes on from its checkpoint.'
+    )
+
+
+def _place(option: Option) -> str:
+    return f"{option.devices} devices of {option.where}" if option.where else f"{option.devices} devices"

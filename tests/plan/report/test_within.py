@@ -1,0 +1,80 @@
+"""How many devices train a run in a given time."""
+
+from __future__ import annotations
+
+import pytest
+
+from argosy.config.durations import seconds_of
+from argosy.errors import UserError
+from argosy.plan.report.report import PlanRequest
+from argosy.plan.report.request import Question, of_model
+from argosy.plan.report.within import Within, best_by_size, in_words, of_each, recommended, within
+
+DAY = 86_400.0
+
+
+def request(cluster: str, tokens: float = 1e12, **asked: object) -> PlanRequest:
+    return of_model("llama3-8b", cluster, Question(tokens=tokens, global_batch=512, **asked))
+
+
+def took_s(answer: Within, devices: int) -> float:
+    return next(float(size.run.time_s.mid) for size in answer.sizes if size.devices == devices)
+
+
+def test_it_is_the_smallest_number_that_is_in_time():
+    found = within("256xh100", request("256xh100"), 30 * DAY)
+    assert found.fewest is not None and found.surely is not None
+    assert took_s(found, found.fewest.devices) <= 30 * DAY
+    assert all(float(size.run.time_s.mid) > 30 * DAY for size in found.sizes if size.devices < found.fewest.devices)
+    assert found.surely.devices > found.fewest.devices
+    assert float(found.surely.run.time_s.high) <= 30 * DAY
+    assert {size.devices % 8 for size in found.sizes if size.devices > 8} == {0}  # whole nodes
+
+
+def test_longer_takes_fewer_devices():
+    fewest = [within("c", request("256xh100"), days * DAY).fewest for days in (10, 20, 40)]
+    devices = [each.devices for each in fewest if each]
+    assert devices == sorted(devices, reverse=True) and len(set(devices)) == 3
+
+
+def test_a_device_alone_is_as_many_as_it_takes():
+    found = within("h100", request("8xh100"), 30 * DAY, is_open=True)
+    bounded = within("256xh100", request("256xh100"), 30 * DAY)
+    assert found.fewest is not None and bounded.fewest is not None
+    assert found.fewest.devices == bounded.fewest.devices
+
+
+def test_out_of_reach_it_says_how_fast_and_how_many_would_do():
+    found = within("8xh100", request("8xh100"), 30 * DAY)
+    assert (found.fewest, found.beyond) == (None, 64)
+    assert "not within 30.0 days with 8 devices; the fastest is" in in_words(found)
+    never = within("h100", request("8xh100"), 60.0, is_open=True)
+    assert (never.fewest, never.beyond) == (None, None)
+    assert "a larger global batch" in in_words(never)
+
+
+def test_the_cheapest_is_recommended_and_one_without_a_plan_spoils_nothing():
+    dear = ("dear", request("256xh100", price=9.0), False)
+    cheap, small = ("cheap", request("256xh100", price=1.0), False), ("small", request("1xt4"), False)
+    found = of_each([dear, cheap, small], 30 * DAY)
+    best = recommended(found)
+    assert best is not None and best.named == "cheap"
+    assert "nothing fits" in found[2].problem
+    with pytest.raises(UserError, match="nothing fits"):
+        of_each([small], 30 * DAY)
+
+
+def test_every_size_has_its_shortest_run():
+    _, sizes = best_by_size(request("32xh100"))
+    assert [size.devices for size in sizes] == sorted({size.devices for size in sizes})
+
+
+@pytest.mark.parametrize(("word", "seconds"), [("30d", 30 * DAY), ("1.5h", 5400), ("2W", 14 * DAY), ("90 m", 5400)])
+def test_times_as_people_type_them(word, seconds):
+    assert seconds_of(word) == seconds
+
+
+@pytest.mark.parametrize("word", ["30", "d", "0d", "-3d", "a month", ""])
+def test_what_is_no_time_is_refused(word):
+    with pytest.raises(ValueError, match="no length of time"):
+        seconds_of(word)

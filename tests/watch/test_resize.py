@@ -1,0 +1,67 @@
+"""Up, down or sideways: what is left of a run on other numbers of devices, and which of them is recommended."""
+
+from __future__ import annotations
+
+import pytest
+
+from argosy.errors import UserError
+from argosy.plan.hardware.clusters import Cluster
+from argosy.watch.facts import Facts
+from argosy.watch.resize import Resizing, resizing
+from argosy.watch.rules.planner import Planner
+from watched import H100, big_run, columns, healthy
+
+PLAN = "dp_shard=64,zero=1,recompute=selective,microbatch=1,precision=bf16"
+DAY = 86_400.0
+
+
+def run(step_s: float = 8.0) -> Facts:
+    """An 8B model on 64 H100, with 9600 steps left."""
+    return healthy(big_run(), PLAN, hardware=H100, steps=columns(step_s=step_s))
+
+
+def ask(facts: Facts, *clusters: str, days: float | None = None) -> Resizing:
+    others = [(name, Cluster.parse(name)) for name in clusters]
+    return resizing(facts, Planner(facts), others, None if days is None else days * DAY)
+
+
+def test_the_measured_speed_is_what_all_sizes_are_scaled_from():
+    now, twice = ask(run()), ask(run(step_s=16.0))
+    for quick, slow in zip(now.options, twice.options, strict=True):
+        assert quick.devices == slow.devices
+        assert float(slow.left_s.mid) == pytest.approx(2 * float(quick.left_s.mid), rel=0.1)
+    assert now.options[0].is_measured
+    assert float(now.options[0].left_s.mid) == pytest.approx(9600 * 8, rel=0.1)
+    half, double = (next(o for o in now.options if o.devices == n and not o.is_measured) for n in (32, 128))
+    assert float(double.left_s.mid) < float(now.options[0].left_s.mid) < float(half.left_s.mid)
+
+
+def test_a_run_that_is_late_is_scaled_up_and_one_with_time_down():
+    now_days = float(ask(run()).options[0].left_s.mid) / DAY
+    up = ask(run(), days=0.6 * now_days)
+    assert (up.direction, up.recommended.devices > 64) == ("up", True)
+    assert float(up.recommended.left_s.mid) <= 0.6 * now_days * DAY
+    assert "Scale up to" in up.words and up.recommended.plan in up.words
+    down = ask(run(step_s=30.0), days=100)
+    assert down.direction in ("down", "sideways", "stay")
+    assert float(down.recommended.device_hours.mid) <= float(down.options[0].device_hours.mid)
+
+
+def test_another_cluster_that_does_it_for_less_is_sideways():
+    cheap = Cluster.parse("64xh200").model_copy(update={"price_per_device_h": 0.1})
+    facts = run()
+    found = resizing(facts, Planner(facts), [("ours", cheap)], 2 * DAY)
+    assert (found.direction, found.recommended.where) == ("sideways", "ours")
+
+
+def test_what_no_size_can_do_is_said_with_the_fastest():
+    found = ask(run(), days=0.01)
+    assert "Not within 14.4 min: the fastest is" in found.words
+    assert float(found.recommended.left_s.mid) == min(float(option.left_s.mid) for option in found.options)
+
+
+def test_a_run_that_has_ended_or_has_hardly_begun_is_refused():
+    with pytest.raises(UserError, match="has ended"):
+        ask(healthy(big_run(), PLAN, hardware=H100, state="finished"))
+    with pytest.raises(UserError, match="too little"):
+        ask(healthy(big_run(), PLAN, hardware=H100, steps=columns(5, step_s=8.0)))
