@@ -209,7 +209,7 @@ def _within(options: Options, limit_s: float) -> None:
 
 
 def _nodes_of(named: str | None) -> tuple[str | None, bool]:
-    """Return the cluster, and True if it is one node of a device that was named alone: there are as many as it takes."""
+    """Return the cluster, and True if it is one node of a device named alone: as many as it takes."""
     from argosy.plan.hardware.devices import device_names, find_device
 
     if named is None or named.lower() not in device_names():

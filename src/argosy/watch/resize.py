@@ -186,7 +186,8 @@ def _words(direction: Direction, best: Option, now: Option, limit_s: float | Non
     money = f", {count(best.money.mid)} {best.currency}" if best.money else ""
     before = f", {count(now.money.mid)} {now.currency}" if now.money else ""
     return (
-        f"{words} {_place(best)}: {seconds(best.left_s.mid)} left{money}, in place of {seconds(now.left_s.mid)}{before}. "
+        f"{words} {_place(best)}: {seconds(best.left_s.mid)} left{money}, in place of "
+        f"{seconds(now.left_s.mid)}{before}. "
         f'Stop the run, and go on with --plan "{best.plan}": it goes on from its checkpoint.'
     )
 

@@ -130,8 +130,19 @@ def _answer(named: str, request: PlanRequest, limit_s: float, is_open: bool) -> 
     except UserError as error:
         cluster = request.cluster
         return Within(
-            named, describe(cluster), limit_s, cluster.devices, is_open, None, None, None, (), None, cluster.currency, problem=str(error)
-        )  # fmt: skip
+            named=named,
+            cluster=describe(cluster),
+            within_s=limit_s,
+            devices=cluster.devices,
+            is_open=is_open,
+            fewest=None,
+            surely=None,
+            fastest=None,
+            sizes=(),
+            beyond=None,
+            currency=cluster.currency,
+            problem=str(error),
+        )
 
 
 def _large_enough(request: PlanRequest, limit_s: float, start: int = 1) -> int | None:
@@ -185,7 +196,5 @@ def in_words(one: Within) -> str:
         if one.beyond
         else "More such devices are no faster, with this batch: a larger global batch gives them work."
     )
-    return (
-        f"{one.named}: not within {limit} with {one.devices} devices; the fastest is {seconds(one.fastest.run.time_s.mid)}"
-        f" on {one.fastest.devices}. {more}"
-    )
+    took, devices = seconds(one.fastest.run.time_s.mid), one.fastest.devices
+    return f"{one.named}: not within {limit} with {one.devices} devices; the fastest is {took} on {devices}. {more}"
