@@ -48,7 +48,7 @@ def read_run(run_dir: Path) -> RunResult:
             f"{run_dir}: it has no loss on held-out text. Prepare the data with validation_fraction above 0, or give "
             "the losses as a CSV."
         )
-    return RunResult(active_parameters(run.model), done * run.tokens_per_step, loss)
+    return RunResult(active_parameters(run.model), run.tokens_before(done), loss)
 
 
 def planned_size(source: Path) -> tuple[int, int]:
@@ -60,7 +60,7 @@ def planned_size(source: Path) -> tuple[int, int]:
     ):
         if not value:
             raise UserError(f"{source}: {key} = 0, and the size of the run depends on it. Say {remedy}.")
-    return active_parameters(run.model), run.train.steps * run.tokens_per_step
+    return active_parameters(run.model), run.tokens_before(run.train.steps)
 
 
 def read_csv(path: Path) -> list[RunResult]:

@@ -21,6 +21,7 @@ ADDED = {
     "model.qkv_bias": False,
     "model.ffn_gate": True,
     "train.loss": "cross_entropy",
+    "train.batch_ramp": [],
     **{f"model.mup.{name}": 0 for name in MuPConfig.model_fields},
 }
 """Keys that older versions did not have, with the value that says what these did: it is left out, as they left it."""

@@ -21,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from argosy.config.batch_ramp import BatchSizes, BatchStage, check_ramp
 from argosy.config.extend import ExtendConfig
 from argosy.config.lease_url import LeaseUrl
 from argosy.config.mup import MuPConfig
@@ -381,6 +382,8 @@ class TrainConfig(Section):
     """Length of the run in minutes, used when steps = 0."""
     global_batch: PositiveInt = 16
     """Batch size: sequences per optimizer step, over all processes and accumulated microbatches."""
+    batch_ramp: Annotated[tuple[BatchStage, ...], tyro.conf.Suppress] = ()
+    """Batch-size ramp: stages of first steps with smaller batches, which grow up to global_batch."""
     deterministic: bool = False
     """Use deterministic kernels only: the same numbers again, slower on a GPU."""
     loss: Annotated[str, one_of_or_own(*LOSSES)] = "cross_entropy"
@@ -392,7 +395,13 @@ class TrainConfig(Section):
     def _has_an_end(self) -> Self:
         if not self.steps and not self.minutes:
             raise ValueError("steps = 0 and minutes = 0: say how long, e.g. steps = 1000 or minutes = 10")
+        check_ramp(self.batch_ramp, self.global_batch, self.steps)
         return self
+
+    @property
+    def batches(self) -> BatchSizes:
+        """The batch of each step, and the samples before it."""
+        return BatchSizes(self.global_batch, tuple((s.until_step, s.global_batch) for s in self.batch_ramp))
 
 
 class EvaluateConfig(Section):
@@ -576,8 +585,16 @@ class RunConfig(Section):
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one optimizer step, over all devices."""
+        """Tokens of one optimizer step, over all devices; during a batch-size ramp steps have fewer (`tokens_at`)."""
         return self.train.global_batch * self.data.seq_len
+
+    def tokens_at(self, step: int) -> int:
+        """Return the tokens of `step` (0-based), over all devices."""
+        return self.train.batches.at(step) * self.data.seq_len
+
+    def tokens_before(self, step: int) -> int:
+        """Return the tokens of all steps before `step`: those of a run of so many steps."""
+        return self.train.batches.before(step) * self.data.seq_len
 
     @property
     def not_deterministic(self) -> tuple[Declaration, ...]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from argosy.config.batch_ramp import BatchSizes
 from argosy.config.schema import DataConfig
 from argosy.data.manifest import TOKENIZER
 from argosy.data.order import I64, MixtureStage, Range, SampleOrder, Samples, kept
@@ -42,19 +43,19 @@ class Loader:
         sources: the sources, ordered as in `order`.
         order: which sample comes when.
         seq_len: tokens of a sample; a row has one more, the last token's successor.
-        global_batch: rows of a step over all ranks.
-        rows: this rank's part of these rows.
+        batches: rows of each step over all ranks.
+        rows: this rank's part of the rows of a step with the largest batch; of a smaller one it has the same share.
     """
 
     def __init__(
-        self, sources: Sequence[TokenSource], order: SampleOrder, seq_len: int, global_batch: int, rows: slice
+        self, sources: Sequence[TokenSource], order: SampleOrder, seq_len: int, batches: BatchSizes, rows: slice
     ):
         self._sources, self._order, self._seq_len = sources, order, seq_len
-        self._global_batch = global_batch
-        self._first, self._stop, stride = rows.indices(global_batch)
+        self._batches = batches
+        self._first, self._stop, stride = rows.indices(batches.largest)
         self._skipped: tuple[Range, ...] = ()
         self._bad: dict[str, set[int]] = {}
-        self._at_once = max(LOCATED // global_batch, 1) * global_batch
+        self._at_once = max(LOCATED // batches.largest, 1) * batches.largest
         self._locate = lru_cache(2)(self._locate_block)
         if stride != 1:
             raise ValueError(f"rows = {rows}: the rows of a rank are consecutive")
@@ -96,9 +97,10 @@ class Loader:
         numbers, samples = self._numbers(step), self._samples(step)
         return numbers[self._is_bad(samples.sources, samples.windows)].tolist() if self._bad else []
 
-    def stand_in(self, token: int) -> I32:
-        """Return rows filled with `token`, in place of rows that cannot be read."""
-        return np.full((self._stop - self._first, self._seq_len + 1), token, np.int32)
+    def stand_in(self, step: int, token: int) -> I32:
+        """Return rows filled with `token`, in place of rows of a step that cannot be read."""
+        first, stop = self._share(step)
+        return np.full((stop - first, self._seq_len + 1), token, np.int32)
 
     def close(self) -> None:
         """Stop reading ahead. The loader cannot be used after that."""
@@ -107,7 +109,7 @@ class Loader:
 
     def of(self, rows: slice) -> Loader:
         """Return the loader of another rank, which skips and replaces the same samples as this one."""
-        other = Loader(self._sources, self._order, self._seq_len, self._global_batch, rows)
+        other = Loader(self._sources, self._order, self._seq_len, self._batches, rows)
         other._skipped, other._bad = self._skipped, self._bad
         return other
 
@@ -128,8 +130,13 @@ class Loader:
 
     def _ranges(self, step: int) -> list[Range]:
         """Return the numbers of this rank's samples of a step, as ranges."""
-        start = step * self._global_batch
-        return kept(start + self._first, start + self._stop, self._skipped)
+        start, (first, stop) = self._batches.before(step), self._share(step)
+        return kept(start + first, start + stop, self._skipped)
+
+    def _share(self, step: int) -> Range:
+        """Return this rank's rows among those of a step. Plans deal out every batch evenly (`plan.rules`)."""
+        batch, largest = self._batches.at(step), self._batches.largest
+        return self._first * batch // largest, self._stop * batch // largest
 
     def _numbers(self, step: int) -> I64:
         return np.concatenate([np.arange(first, stop) for first, stop in self._ranges(step)])
@@ -195,11 +202,16 @@ class OpenData:
     """Train splits: those of `data.sources`, then those that only stages name."""
     order: SampleOrder
     seq_len: int
-    global_batch: int
+    batches: BatchSizes
+
+    @property
+    def global_batch(self) -> int:
+        """Rows of the largest step."""
+        return self.batches.largest
 
     def loader(self, rows: slice) -> Loader:
         """Return a loader for these rows of every global batch."""
-        return Loader(self.sources, self.order, self.seq_len, self.global_batch, rows)
+        return Loader(self.sources, self.order, self.seq_len, self.batches, rows)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -226,12 +238,15 @@ class OpenData:
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
 
-def open_data(config: DataConfig, seed: int, global_batch: int) -> OpenData:
+def open_data(config: DataConfig, seed: int, batch: int | BatchSizes) -> OpenData:
     """Open the sources in a run's [data] section; `config.prepare.out` if it names none.
+
+    batch: rows of every step, or of each.
 
     Raises: UserError if a folder is not prepared or shorter than one sample, or two have different tokenizers;
     DataError if a shard is missing or cut off, unless config.on_bad_shard is "skip".
     """
+    batches = BatchSizes(batch) if isinstance(batch, int) else batch
     mixtures = [(0, config.sources or {str(config.prepare.out): 1.0})]
     mixtures += [(stage.from_step, stage.sources) for stage in config.stages]
     starts = [step for step, _ in mixtures]
@@ -243,11 +258,11 @@ def open_data(config: DataConfig, seed: int, global_batch: int) -> OpenData:
     sources = tuple(TokenSource(Path(folder), check_shards=check_shards) for folder in folders)
     _check_same_tokenizer(sources)
     stages = [
-        MixtureStage(step * global_batch, tuple(weights.get(folder, 0.0) for folder in folders))
+        MixtureStage(batches.before(step), tuple(weights.get(folder, 0.0) for folder in folders))
         for step, weights in mixtures
     ]
     order = SampleOrder(seed, [source.windows(config.seq_len) for source in sources], stages)
-    return OpenData(sources, order, config.seq_len, global_batch)
+    return OpenData(sources, order, config.seq_len, batches)
 
 
 def _check_same_tokenizer(sources: Sequence[TokenSource]) -> None:

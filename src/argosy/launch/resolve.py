@@ -25,7 +25,7 @@ def resolve(run: RunConfig, progress: Progress) -> tuple[RunConfig, OpenData]:
         path = Path(run.launch.cluster).expanduser().absolute()
         run = run.model_copy(update={"launch": run.launch.model_copy(update={"cluster": str(path)})})
     run = _with_data(run, progress)
-    data = open_data(run.data, run.seed, run.train.global_batch)
+    data = open_data(run.data, run.seed, run.train.batches)
     if not run.model.vocab_size:
         run = run.model_copy(update={"model": run.model.model_copy(update={"vocab_size": data.vocab_size})})
     if run.model.vocab_size < data.vocab_size:

@@ -227,12 +227,30 @@ def breaks_any(plans: Layouts, run: RunConfig, besides: tuple[Rule, ...] = ()) -
 
     besides: rules that are left out.
     """
-    return reduce(or_, (rule.breaks(plans, run) for rule in RULES if rule not in besides))
+    broken = reduce(or_, (rule.breaks(plans, run) for rule in RULES if rule not in besides))
+    of_stages = (r.breaks(plans, s) for s in _stages(run) for r in OF_MICROBATCHES if r not in besides)
+    return reduce(or_, of_stages, broken)
 
 
 def first_problem(plan: Plan, run: RunConfig) -> str | None:
     """Explain the first rule that `plan` breaks; return None if it can train `run`."""
-    return next((problem for rule in RULES if (problem := rule(plan, run))), None)
+    problem = next((problem for rule in RULES if (problem := rule(plan, run))), None)
+    if problem is not None:
+        return problem
+    return next((_of_stage(p, stage) for stage in _stages(run) for r in OF_MICROBATCHES if (p := r(plan, stage))), None)
+
+
+def _stages(run: RunConfig) -> Iterator[RunConfig]:
+    """Yield the run as it would be with the batch of each stage of its ramp."""
+    for stage in run.train.batch_ramp:
+        train = run.train.model_copy(update={"global_batch": stage.global_batch, "batch_ramp": ()})
+        yield run.model_copy(update={"train": train})
+
+
+def _of_stage(problem: str, stage: RunConfig) -> str:
+    """Return a problem with the batch of a stage, which calls it train.global_batch, under its own name."""
+    return problem.replace(f"train.global_batch = {stage.train.global_batch}",
+                           f"train.batch_ramp: global_batch = {stage.train.global_batch}")  # fmt: skip
 
 
 def check_plan(plan: Plan, run: RunConfig, processes: int) -> None:

@@ -71,7 +71,7 @@ def _rate_of_run(run: RunConfig | None, budget_s: float) -> float | None:
     if run is None:
         return None
     try:
-        return _rate(open_data(run.data, run.seed, run.train.global_batch), budget_s)
+        return _rate(open_data(run.data, run.seed, run.train.batches), budget_s)
     except UserError:  # not prepared yet: no reason to end a probe
         return None
 

@@ -134,7 +134,7 @@ def nodes_for(ranks: int) -> Cluster:
 
 def _vocab_size(run: RunConfig) -> int:
     if run.data.sources:
-        return open_data(run.data, run.seed, run.train.global_batch).vocab_size
+        return open_data(run.data, run.seed, run.train.batches).vocab_size
     if run.data.prepare.input:
         return run.data.prepare.vocab_size
     raise UserError("model.vocab_size is 0, and there is no data to take it from. Try --model.vocab-size 128256.")

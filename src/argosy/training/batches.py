@@ -48,12 +48,12 @@ class Batches:
 
     def stage(self, step: int) -> int:
         """Return the number of the mixture that the step's first sample comes from."""
-        starts = [stage.from_step * self._run.train.global_batch for stage in self._run.data.stages]
+        starts = [self._run.train.batches.before(stage.from_step) for stage in self._run.data.stages]
         return bisect_right(starts, self.samples(step)[0][0])
 
     def line(self, step: int) -> dict[str, Any]:
         """Return what the step's line of metrics says of its samples (`observe.ledger`)."""
-        line: dict[str, Any] = {"first_sample": self.samples(step)[0][0], "samples": self._run.train.global_batch}
+        line: dict[str, Any] = {"first_sample": self.samples(step)[0][0], "samples": self._run.train.batches.at(step)}
         if skipped := skipped_by(*self._numbers(step), self._state.skipped):
             line["samples_skipped"] = [list(samples) for samples in skipped]
         return line
@@ -92,7 +92,7 @@ class Batches:
                 raise
             # All ranks have to go through the step before all can know of it.
             self._found_bad = [problem.place]
-            return self._loader.stand_in(1 if self._data.eod_id == 0 else 0)
+            return self._loader.stand_in(step, 1 if self._data.eod_id == 0 else 0)
         if replaced := self._loader.replaced(step):
             self._events.write("samples_replaced", step=step, samples=replaced)
         return rows
@@ -105,4 +105,4 @@ class Batches:
 
     def _numbers(self, step: int) -> Range:
         """Return the range of the step's samples, counted without those that are skipped."""
-        return step * self._run.train.global_batch, (step + 1) * self._run.train.global_batch
+        return self._run.train.batches.before(step), self._run.train.batches.before(step + 1)

@@ -36,7 +36,7 @@ class Integrity(Checks):
         self._state, self._batches, self._world = state, batches, world
         self._records, self._clock, self._heartbeat = records, clock, heartbeat
         self._replay_check_every = run.resilience.replay_check_every_steps
-        self._tokens_per_step = run.tokens_per_step
+        self._tokens_at = run.tokens_at
 
     def watch(self) -> None:
         """Compute the step at hand such that it can be checked."""
@@ -97,7 +97,7 @@ class Integrity(Checks):
     def _recompute(self, step: int, rank: int) -> Result:
         """Return loss and gradient of the samples of another replica, `rank`."""
         batch = self._batches.of_rank(rank, step)
-        return self._state.model.recompute(batch, self._state.scaler.scale, self._tokens_per_step)
+        return self._state.model.recompute(batch, self._state.scaler.scale, self._tokens_at(step))
 
     @property
     def _is_replayed(self) -> bool:

@@ -31,6 +31,7 @@ class Pace:
     def __init__(self, run: RunConfig, held_out_tokens: int = 0, compiles: bool = False):
         """`held_out_tokens`: the tokens that an evaluation reads. `compiles`: the first steps compile the model."""
         self.steps: int | None = run.train.steps or None
+        self._batches = run.train.batches
         self._decide_at = run.schedule.warmup_steps
         self._budget_s = run.train.minutes * 60
         self._began = time.monotonic()
@@ -40,13 +41,13 @@ class Pace:
         evaluation = FORWARD * held_out_tokens / run.tokens_per_step  # in steps' time
         self._evaluation_per_step = evaluation / run.evaluate.every_steps if run.evaluate.every_steps else 0.0
 
-    def took(self, step_s: float) -> None:
-        """Note how long a step took, all of it."""
+    def took(self, step_s: float, step: int = 0) -> None:
+        """Note how long a step took, all of it. `step`: its number, of which the size of its batch follows."""
         self._recent.append(step_s)
         if self._first_steps_left:
             self._first_steps_left -= 1
         else:
-            self._steady.append(step_s)
+            self._steady.append(step_s * self._batches.largest / self._batches.at(step))
 
     @property
     def step_s(self) -> float | None:
@@ -83,4 +84,5 @@ class Pace:
             return None if done < self.steps else 0.0
         slow = SLOW * statistics.median(self._steady)
         step_s = statistics.mean(s for s in self._steady if s <= slow)
-        return (self.steps - done) * step_s * (1 + self._evaluation_per_step)
+        samples = self._batches.before(self.steps) - self._batches.before(done)  # smaller batches take less time
+        return samples / self._batches.largest * step_s * (1 + self._evaluation_per_step)

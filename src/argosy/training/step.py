@@ -167,7 +167,7 @@ class Step:
             gradient_norm=outcome.gradient_norm,
             max_norm=self._run.optimizer.grad_clip,
             learning_rate=learning_rate,
-            tokens=self._run.tokens_per_step,
+            tokens=self._run.tokens_at(self.state.step),
             loads=outcome.loads,
         )
 

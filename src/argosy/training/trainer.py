@@ -71,7 +71,7 @@ class Trainer:
         check_can_replay(run, plan, world.device)
         check_own_code(run, plan)
         model = apply(plan, run, world)
-        self._data = open_data(run.data, run.seed, run.train.global_batch)
+        self._data = open_data(run.data, run.seed, run.train.batches)
         self._evaluator = Evaluator(run, plan, self._data.sources, model, world)
         self.state = state = TrainState.begin(model, plan, run)
         self._batches = batches = Batches(run, plan, self._data, state, world, records.events)
@@ -202,7 +202,7 @@ class Trainer:
         seconds = self._clock.lap()
         is_profiled = self._profiling.is_on
         if not is_profiled:
-            self._pace.took(seconds["step"])
+            self._pace.took(seconds["step"], self.state.step - 1)
         if self._time_to_first_step_s is None:
             self._time_to_first_step_s = time.monotonic() - self._began
         self._checkpointer.poll()

@@ -91,7 +91,7 @@ def forecast(facts: Facts, planner: Planner | None = None) -> Forecast | None:
     if facts.has_ended or not left or int(facts.warm.sum()) < LEAST_STEPS or not facts.wall_s > 0:
         return None
     planner, random = planner or Planner(facts), np.random.default_rng(0)
-    steps_s = left * _level(facts, random)
+    steps_s = _full_steps(facts, left) * _level(facts, random)
     draws = steps_s + _evaluations(facts, left, random)
     stops, stops_s = _failures(facts, planner, draws, random)
     left_s = Interval.of(draws + stops_s)
@@ -119,9 +119,26 @@ def _plain_steps(facts: Facts) -> Floats:
     """Return the seconds of steps without evaluations: those under the plan in force, without first ones of a world."""
     whole = facts.column("seconds.step")
     whole = np.where(np.isfinite(whole), whole, facts.column("step_time_s"))
-    plain = whole - np.nan_to_num(facts.column("seconds.evaluate"))
+    plain = (whole - np.nan_to_num(facts.column("seconds.evaluate"))) / _shares(facts)
     under = facts.warm & (facts.column("step") >= facts.plan_since) & np.isfinite(plain)
     return plain[under] if under.sum() >= LEAST_STEPS else plain[np.isfinite(plain)]
+
+
+def _full_steps(facts: Facts, left: int) -> float:
+    """Return the steps to come, counted in steps with the largest batch: samples are what takes time."""
+    if facts.run is None or not facts.run.train.batch_ramp or facts.steps_in_all is None:
+        return left
+    batches, steps = facts.run.train.batches, facts.steps_in_all
+    return (batches.before(steps) - batches.before(steps - left)) / batches.largest
+
+
+def _shares(facts: Facts) -> Floats:
+    """Return the batch of each step over the largest one."""
+    steps = facts.column("step")
+    if facts.run is None or not facts.run.train.batch_ramp:
+        return np.ones(len(steps))
+    batches = facts.run.train.batches
+    return np.array([batches.at(int(step)) for step in steps]) / batches.largest
 
 
 def _errors(took: Floats) -> Floats:

@@ -44,15 +44,18 @@ def whole_run(
     tokens_per_step: float,
     devices: Numbers | None = None,
     spares: Numbers = 0,
+    ramp: tuple[Numbers, Numbers] | None = None,
 ) -> WholeRun:
     """Return the costs of training on `tokens`.
 
     devices: those of the cluster that the run uses, evenly of all kinds; default: all. spares: devices that are held
-    and paid for beside those; they draw no power.
+    and paid for beside those; they draw no power. ramp: the steps of a run whose first ones have smaller batches, and
+    as many full steps as they take the time of.
     """
     used = cluster.devices if devices is None else devices
-    steps = np.ceil(tokens / tokens_per_step)
-    time_s = propagate(lambda step, lost: steps * step * (1 + lost), step_time_s, goodput.overhead)
+    steps, full = ramp or 2 * (np.ceil(tokens / tokens_per_step),)
+    total = tokens if ramp else steps * tokens_per_step
+    time_s = propagate(lambda step, lost: full * step * (1 + lost), step_time_s, goodput.overhead)
     device_hours = propagate(lambda t: t / 3600 * used, time_s)
     price, power = price_per_device_h(cluster), power_per_device_w(cluster)
     energy = power and propagate(lambda hours, watts: hours * watts / 1000, device_hours, power)
@@ -63,7 +66,7 @@ def whole_run(
         money=price and propagate(lambda t, each: t / 3600 * (used + spares) * each, time_s, price),
         energy_kwh=energy,
         co2_kg=energy and propagate(lambda kwh: kwh * cluster.grid_kg_per_kwh, energy),
-        tokens_per_day=propagate(lambda t: steps * tokens_per_step * 86_400 / t, time_s),
+        tokens_per_day=propagate(lambda t: total * 86_400 / t, time_s),
     )
 
 

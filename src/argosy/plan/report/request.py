@@ -70,7 +70,7 @@ def of_run(run: RunConfig, place: Cluster | Devices, asked: Question) -> PlanReq
     run, assumed = _with_vocabulary(run)
     tokens, more = _tokens(asked)
     if not tokens and run.train.steps:
-        tokens = float(run.train.steps * run.tokens_per_step)
+        tokens = float(run.tokens_before(run.train.steps))
     pins = dict(parse_pins(asked.fix))
     if isinstance(place, Cluster):
         cluster, given, numbers = place, None, _numbers(run.plan)

@@ -16,7 +16,7 @@ from argosy.plan.cost.estimate import Estimate
 from argosy.plan.cost.factors import OF_MEMORY, OF_TIME, spread
 from argosy.plan.cost.goodput import Goodput, checkpoint_cost, goodput
 from argosy.plan.cost.rates import in_precision
-from argosy.plan.cost.sites import exchange_s, site_count
+from argosy.plan.cost.sites import exchange_s, site_count, within_site
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
@@ -61,19 +61,44 @@ class WholeRunModel:
         saving = checkpoint_cost(self.cluster, state_bytes, used, self.run.checkpoint.background)
         return goodput(self.cluster, saving, used, step_s=step_s)
 
-    def whole(self, devices: NDArray[np.int64], step_s: Estimate, failures: Goodput) -> WholeRun:
+    def whole(self, plans: Layouts, devices: NDArray[np.int64], step_s: Estimate, failures: Goodput) -> WholeRun:
         """Return the costs of whole runs on so many devices of a site, with such steps and failures."""
         used = np.asarray(devices * self.sites, float)
         return whole_run(
-            self.cluster, step_s, failures, tokens=self.tokens, tokens_per_step=self.run.tokens_per_step, devices=used
+            self.cluster,
+            step_s,
+            failures,
+            tokens=self.tokens,
+            tokens_per_step=self.run.tokens_per_step,
+            devices=used,
+            ramp=self._ramp(plans),
         )
+
+    def _ramp(self, plans: Layouts) -> tuple[Numbers, Numbers] | None:
+        """Return the steps of a run with a batch-size ramp, and as many full steps as they take the time of."""
+        run = self.run
+        if not run.train.batch_ramp or not len(plans):
+            return None
+        full_s, between_s = np.asarray(self.costs.predict_time(plans).total), self.between_sites_s
+        steps, full, left = 0.0, np.zeros(len(plans)), self.tokens
+        for batch, many in run.train.batches.steps_of(run.train.batch_ramp[-1].until_step):
+            train = run.train.model_copy(update={"global_batch": batch, "batch_ramp": ()})
+            stage = run.model_copy(update={"train": train})
+            whole = CostModel.of(stage, self.cluster)
+            costs = within_site(whole, self.cluster) if self.sites > 1 else whole
+            made = min(float(many), np.ceil(left / stage.tokens_per_step))
+            step_s = np.asarray(costs.predict_time(plans).total)
+            steps, full = steps + made, full + made * (step_s + between_s) / (full_s + between_s)
+            left = max(0.0, left - made * stage.tokens_per_step)
+        rest = np.ceil(left / run.tokens_per_step)
+        return steps + rest, full + rest
 
     def score(self, found: SearchResult, objective: Objective) -> NDArray[np.float64]:
         """Return the score of each plan; lower is better."""
         if objective == "time":
             return found.step_s
         step_s = found.step_s + self.between_sites_s
-        made = self.whole(found.devices, Estimate.exactly(step_s), self.failures(found.devices, step_s))
+        made = self.whole(found.plans, found.devices, Estimate.exactly(step_s), self.failures(found.devices, step_s))
         chosen = {"cost": made.money, "energy": made.energy_kwh}.get(objective)
         if objective == "goodput":
             return -np.asarray(made.tokens_per_day.mid)
@@ -96,7 +121,7 @@ class WholeRunModel:
         ]
         step_s = stacked(steps)
         failures = self.failures(devices, step_s.mid)
-        made = self.whole(devices, step_s, failures)
+        made = self.whole(plans, devices, step_s, failures)
         rates = costs.rates
         peak = np.broadcast_to(in_precision(plans.precision, rates.fp32, rates.half, rates.narrow), n)
         flops = float(costs.workload.train_flops_per_token) * self.run.tokens_per_step
