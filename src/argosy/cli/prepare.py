@@ -7,6 +7,7 @@ Examples:
   argosy prepare book.txt notes/ --out data/mine                  files and folders; a tokenizer is trained on them
   argosy prepare 'dumps/*.jsonl.zst' --field content --out data/web
   argosy prepare builtin:python --out data/python --vocab-size 8192
+  argosy prepare web/ --out data/web --remote s3://bucket/web     and copy them to an object store
   argosy prepare --out data/mine --verify                         read every byte back against its checksum
   argosy prepare source:poems --extend poems.py --out data/poems     documents out of a function of yours
   argosy prepare /shared/texts --out /shared/data --on slurm --processes 64     workers on a cluster
@@ -127,6 +128,8 @@ def _prepare(options: Options, config: Positional) -> None:
                 ArgosyWarning,
                 stacklevel=1,
             )
+    if config.remote and not options.verify:
+        _copy(folder, config.remote, progress)
     if options.json:
         print(json.dumps(manifest.model_dump(mode="json")))
         return
@@ -148,6 +151,13 @@ def _stop(number: int, _: object) -> NoReturn:
     signal.signal(number, signal.SIG_IGN)
     name = signal.Signals(number).name
     raise Interrupted(f"stopped by {name}: the same command goes on from the last finished results.", number)
+
+
+def _copy(folder: Path, url: str, progress: Progress) -> None:
+    from argosy.data.stores.upload import upload
+
+    upload(folder, url, lambda done, files: progress.note(f"copying to {url}: {done} of {files} files", done == files))
+    progress.close()
 
 
 def _extend(files: tuple[Path, ...]) -> ExtendConfig:

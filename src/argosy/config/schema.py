@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from argosy.config.batch_ramp import BatchSizes, BatchStage, check_ramp
+from argosy.config.cache import CacheConfig
 from argosy.config.extend import ExtendConfig
 from argosy.config.lease_url import LeaseUrl
 from argosy.config.mup import MuPConfig
@@ -274,6 +275,9 @@ class PrepareConfig(Section):
     file."""
     out: Path = Path("data/prepared")
     """Folder for the shards and their manifest."""
+    remote: str = ""
+    """URL of a folder in an object store, e.g. s3://bucket/web, to which the prepared data are copied, their manifest
+    last; data.sources may name it."""
     tokenizer: Path | None = None
     """A tokenizer.json to use; without one a byte-level BPE is trained on the input."""
     vocab_size: PositiveInt = 4096
@@ -312,12 +316,14 @@ class DataConfig(Section):
     seq_len: PositiveInt = 512
     """Sequence length (context length): tokens per sample."""
     sources: dict[str, PositiveFloat] = {}
-    """Datasets: prepared folder -> weight; weights are scaled to add up to 1. Empty: `prepare.out`."""
+    """Datasets: prepared folder, or its URL in an object store (s3://bucket/folder), -> weight; weights are scaled to
+    add up to 1. Empty: `prepare.out`."""
     stages: Annotated[tuple[DataStage, ...], tyro.conf.Suppress] = ()
     """Mixtures that replace `sources` from a given step on."""
     on_bad_shard: Literal["stop", "skip"] = "stop"
     """A token shard is cut off, does not match its checksum or has tokens outside of the vocabulary. stop: the run
     ends; skip: it goes on, with other samples of the same source in place of those from the shard."""
+    cache: CacheConfig = CacheConfig()
     prepare: PrepareConfig = PrepareConfig()
     """If its `input` is given, the run first prepares the data, once."""
 

@@ -35,12 +35,16 @@ class BlockChecksums:
             if not self._room:
                 self._close_block()
 
-    def write(self, path: Path) -> None:
-        """End the stream and write the checksums of all blocks, including the last, shorter one."""
+    def to_bytes(self) -> bytes:
+        """End the stream and return the checksums of all blocks, including the last, shorter one."""
         if self._room < BLOCK_BYTES:
             self._close_block()
+        return np.array(self._finished, "<u4").tobytes()
+
+    def write(self, path: Path) -> None:
+        """End the stream and write its checksums to `path`."""
         with atomic_write(path) as file:
-            file.write(np.array(self._finished, "<u4").tobytes())
+            file.write(self.to_bytes())
 
     def _close_block(self) -> None:
         self._finished.append(self._crc)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,11 +18,17 @@ from argosy.config.schema import DataConfig
 from argosy.data.manifest import TOKENIZER
 from argosy.data.order import I64, MixtureStage, Range, SampleOrder, Samples, kept
 from argosy.data.permutation import key_of
+from argosy.data.stores.ahead import Ahead
+from argosy.data.stores.cache import Cache
+from argosy.data.stores.source import open_source, stores_of
+from argosy.data.stores.store import is_url
 from argosy.data.stream import I32, Place, TokenSource
 from argosy.data.tokenizer import Tokenizer
 from argosy.errors import DataError, UserError
 from argosy.faults import fault
 
+WAITED_S = 1.0
+"""How often a loader that waits for a store says so."""
 AHEAD = 4
 """Steps that are read ahead."""
 
@@ -61,19 +67,23 @@ class Loader:
             raise ValueError(f"rows = {rows}: the rows of a rank are consecutive")
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="argosy-data")
         self._coming: deque[tuple[int, Future[I32]]] = deque()
+        self._ahead: Ahead | None = None
 
-    def batch(self, step: int) -> I32:
+    def batch(self, step: int, while_waiting: Callable[[], None] = lambda: None) -> I32:
         """Return the rows of step `step` (0-based), int32 [rows, seq_len + 1].
 
-        Steps asked for in sequence are read ahead.
+        Steps asked for in sequence are read ahead. `while_waiting` is called every second while a store is waited for.
 
-        Raises: BadShard if a shard is damaged where the step reads it.
+        Raises: BadShard if a shard is damaged where the step reads it; Retryable if a store is away for too long.
         """
+        self._fetch_ahead(step)
         if not self._coming or self._coming[0][0] != step:
             self._forget()
             self._read_ahead(step)
         _, rows = self._coming.popleft()
         self._read_ahead(self._coming[-1][0] + 1 if self._coming else step + 1)
+        while self._ahead is not None and not wait([rows], WAITED_S).done:
+            while_waiting()
         return rows.result()
 
     def skip(self, samples: Sequence[Range]) -> None:
@@ -81,6 +91,8 @@ class Loader:
         if tuple(samples) != self._skipped:
             self._forget()
             self._skipped = tuple(samples)
+            if self._ahead is not None:
+                self._ahead.forget()
 
     def quarantine(self, shards: Iterable[Place]) -> None:
         """Stop reading these shards (`BadShard.place`). Each window that overlaps one is replaced by another window of
@@ -104,8 +116,10 @@ class Loader:
 
     def close(self) -> None:
         """Stop reading ahead. The loader cannot be used after that."""
+        if self._ahead is not None:
+            self._ahead.close()
         self._forget()
-        self._thread.shutdown()
+        self._thread.shutdown(wait=self._ahead is None)  # it may be waiting for a store
 
     def of(self, rows: slice) -> Loader:
         """Return the loader of another rank, which skips and replaces the same samples as this one."""
@@ -158,7 +172,7 @@ class Loader:
             draws = (np.array([key_of("in place of", number, draw) % n]) for draw in range(DRAWS))
             found = next((window for window in draws if not self._is_bad(source, window)[0]), None)
             if found is None:
-                folder = self._sources[int(source[0])].folder
+                folder = self._sources[int(source[0])].name
                 raise DataError(f"{folder}: hardly any shard of it is whole. Prepare it again: argosy prepare")
             windows[row] = found[0]
         return Samples(samples.sources, samples.epochs, windows)
@@ -167,7 +181,7 @@ class Loader:
         """Return True for each window that overlaps a shard known to be bad."""
         bad = np.zeros(windows.shape, bool)
         for number, source in enumerate(self._sources):
-            if shards := self._bad.get(str(source.folder)):
+            if shards := self._bad.get(source.name):
                 bad |= (sources == number) & source.in_shards(windows, self._seq_len, shards)
         return bad
 
@@ -182,6 +196,20 @@ class Loader:
     def _locate_block(self, block: int) -> Samples:
         """Return all ranks' samples of some steps."""
         return self._order.samples(block * self._at_once, (block + 1) * self._at_once)
+
+    def _fetch_ahead(self, step: int) -> None:
+        """Have the blocks of the steps from `step` on fetched, if sources are in stores."""
+        if self._ahead is not None:
+            self._ahead.at(step)
+        elif stores := stores_of(self._sources):
+            self._ahead = Ahead(stores[0].cache, self._sources, self._seq_len, self._samples_of_steps, step)
+
+    def _samples_of_steps(self, first: int, stop: int) -> Samples:
+        """Return the places of this rank's samples of steps `first` to `stop`."""
+        numbers = kept(first * self._global_batch, stop * self._global_batch, self._skipped)
+        found = Samples.joined([self._order.samples(*some) for some in numbers])
+        rows = np.arange(len(found)).reshape(-1, self._global_batch)[:, self._first : self._stop].reshape(-1)
+        return Samples(found.sources[rows], found.epochs[rows], found.windows[rows])
 
     def _read_ahead(self, step: int) -> None:
         while len(self._coming) <= AHEAD:
@@ -228,6 +256,12 @@ class OpenData:
         """Size of the tokenizer's vocabulary."""
         return self.sources[0].manifest.vocab_size
 
+    def news(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield what has happened with stores since the last call: the names of events, and their facts."""
+        for folder in stores_of(self.sources):
+            while folder.news:
+                yield folder.news.popleft()
+
     @property
     def identity(self) -> str:
         """Sixteen hexadecimal digits that change when the tokens behind the samples change.
@@ -255,7 +289,8 @@ def open_data(config: DataConfig, seed: int, batch: int | BatchSizes) -> OpenDat
 
     folders = list(dict.fromkeys(folder for _, weights in mixtures for folder in weights))
     check_shards = config.on_bad_shard == "stop"
-    sources = tuple(TokenSource(Path(folder), check_shards=check_shards) for folder in folders)
+    cache = Cache(config.cache) if any(map(is_url, folders)) else None
+    sources = tuple(open_source(folder, "train", check_shards, cache) for folder in folders)
     _check_same_tokenizer(sources)
     stages = [
         MixtureStage(batches.before(step), tuple(weights.get(folder, 0.0) for folder in folders))
@@ -270,7 +305,7 @@ def _check_same_tokenizer(sources: Sequence[TokenSource]) -> None:
     for other in sources[1:]:
         if other.manifest.tokenizer_sha256 != first.manifest.tokenizer_sha256:
             raise UserError(
-                f"data.sources: {first.folder} and {other.folder} were prepared with different tokenizers "
+                f"data.sources: {first.name} and {other.name} were prepared with different tokenizers "
                 f"({first.manifest.tokenizer_sha256[:12]}, {other.manifest.tokenizer_sha256[:12]}). Prepare one of "
-                f"them again: argosy prepare --tokenizer {first.folder / TOKENIZER} --out {other.folder}"
+                f"them again: argosy prepare --tokenizer {first.folder / TOKENIZER} --out {other.name}"
             )

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +27,9 @@ OPEN_SHARDS = 256
 class BadShard(DataError):
     """A shard is missing, too short, damaged, or made with another vocabulary."""
 
-    def __init__(self, text: str, folder: Path, shard: int):
+    def __init__(self, text: str, folder: str, shard: int):
         super().__init__(text)
-        self.place: Place = (str(folder), shard)
+        self.place: Place = (folder, shard)
 
 
 class TokenSource:
@@ -44,6 +45,8 @@ class TokenSource:
 
     def __init__(self, folder: Path | str, split: SplitName = "train", check_shards: bool = True):
         self.folder, self.split = Path(folder), split
+        self.name = str(self.folder)
+        """What the user calls it: the folder, or a URL."""
         self.manifest = Manifest.load(self.folder, check_shards)
         self._shards = [shard for shard in self.manifest.splits.get(split, ()) if shard.tokens]
         self._starts = [0, *accumulate(shard.tokens for shard in self._shards)]
@@ -72,7 +75,7 @@ class TokenSource:
         remedies = [f"seq_len = {len(self) - 1} or less"] if len(self) > 1 else []
         remedies += ["more text"] if self.split == "train" else ["a larger validation_fraction", "more text"]
         raise UserError(
-            f"data.seq_len = {seq_len}: the {self.split} split of {self.folder} has only {len(self)} tokens, and a "
+            f"data.seq_len = {seq_len}: the {self.split} split of {self.name} has only {len(self)} tokens, and a "
             f"sample takes seq_len + 1. Try {', or '.join(remedies)}"
         )
 
@@ -106,10 +109,14 @@ class TokenSource:
             offset = start + done - self._starts[shard]
             stop = min(offset + len(out) - done, self._starts[shard + 1] - self._starts[shard])
             try:
-                out[done : done + stop - offset] = self._reader(shard).tokens(offset, stop)
+                out[done : done + stop - offset] = self._tokens(shard, offset, stop)
             except DataError as problem:
-                raise BadShard(str(problem), self.folder, shard) from None
+                raise BadShard(str(problem), self.name, shard) from None
             done += stop - offset
+
+    def _tokens(self, shard: int, start: int, stop: int) -> npt.NDArray[Any]:
+        """Return tokens `start` to `stop` of a shard. Raises: DataError."""
+        return self._reader(shard).tokens(start, stop)
 
     def _open(self, shard: int) -> ShardReader:
         self.manifest.check_sizes(self.folder, self._shards[shard])

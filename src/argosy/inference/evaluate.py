@@ -7,7 +7,9 @@ from typing import Literal
 
 import torch
 
-from argosy.data.stream import TokenSource
+from argosy.data.stores.cache import Cache
+from argosy.data.stores.source import open_source
+from argosy.data.stores.store import is_url
 from argosy.errors import UserError
 from argosy.inference.trained_model import open_checkpoint
 from argosy.parallel.mesh import Meshes
@@ -30,18 +32,21 @@ def evaluate(
 ) -> Score:
     """Return loss, perplexity and bits per byte of the model of a run or checkpoint at `path`.
 
-    data: a folder that `argosy prepare` wrote; by default the run's own sources. seq_len: tokens per window; by
-    default those that the run trained with. Raises: UserError if the data has another tokenizer, or is too short.
+    data: a folder that `argosy prepare` wrote, or its URL in a store; by default the run's own sources. seq_len: tokens
+    per window; by default those that the run trained with.
+
+    Raises: UserError if the data has another tokenizer, or is too short.
     """
     opened = open_checkpoint(Path(path))
-    folders = [Path(data)] if data is not None else [Path(folder) for folder in opened.run.data.sources]
+    folders = [str(data)] if data is not None else list(opened.run.data.sources)
     if not folders:
         raise UserError(f"{path}: the run names no data. Give a prepared folder with --data.")
-    sources = [TokenSource(folder, split) for folder in folders]
+    cache = Cache(opened.run.data.cache) if any(map(is_url, folders)) else None
+    sources = [open_source(folder, split, cache=cache) for folder in folders]
     for source in sources:
         if source.manifest.tokenizer_sha256 != opened.tokenizer.sha256:
             raise UserError(
-                f"{source.folder}: prepared with another tokenizer than {opened.run_dir}/tokenizer.json. Prepare the "
+                f"{source.name}: prepared with another tokenizer than {opened.run_dir}/tokenizer.json. Prepare the "
                 f"text with --tokenizer {opened.run_dir}/tokenizer.json."
             )
     length = seq_len or opened.run.data.seq_len

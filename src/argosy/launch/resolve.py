@@ -10,6 +10,10 @@ from argosy.data.loader import OpenData, open_data
 from argosy.data.manifest import NAME as MANIFEST
 from argosy.data.manifest import Manifest
 from argosy.data.prepare import PrepareProgress, prepare
+from argosy.data.stores.cache import Cache
+from argosy.data.stores.folder import StoreFolder
+from argosy.data.stores.store import is_url
+from argosy.data.stores.upload import upload
 from argosy.data.tokenizer import Tokenizer
 from argosy.errors import UserError
 from argosy.observe.progress import Progress
@@ -45,10 +49,13 @@ def with_known_sizes(run: RunConfig) -> RunConfig:
     """
     if run.model.vocab_size:
         return run
-    folder = Path(next(iter(run.data.sources), run.data.prepare.out))
+    first = next(iter(run.data.sources), str(run.data.prepare.out))
+    folder = Path(first)
     given = run.data.prepare.tokenizer
     vocab_size = 0
-    if (folder / MANIFEST).exists():
+    if is_url(first):
+        vocab_size = StoreFolder(first, Cache(run.data.cache)).manifest.vocab_size
+    elif (folder / MANIFEST).exists():
         vocab_size = Manifest.load(folder, check_shards=False).vocab_size
     elif run.data.prepare.input:
         vocab_size = Tokenizer.load(given).vocab_size if given else run.data.prepare.vocab_size
@@ -59,6 +66,8 @@ def _with_data(run: RunConfig, progress: Progress) -> RunConfig:
     if run.data.prepare.input:
         is_prepared = (run.data.prepare.out / MANIFEST).exists()
         manifest = prepare(run.data.prepare, lambda state: _show(progress, state), run.extend)
+        if run.data.prepare.remote:
+            upload(run.data.prepare.out, run.data.prepare.remote)
         if not is_prepared:
             progress.close()
             progress.say(f"{run.data.prepare.out}: {manifest.in_words('--data.prepare.extensions')}")

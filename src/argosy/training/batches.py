@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,12 +29,19 @@ class Batches:
         self._loader = data.loader(self._rows_of(state.model.dp_rank))
         self._found_bad: list[Place] = []
 
-    def read(self, step: int) -> list[Microbatch]:
-        """Return this rank's share of the step's samples.
+    def read(self, step: int, while_waiting: Callable[[], None] = lambda: None) -> list[Microbatch]:
+        """Return this rank's share of the step's samples. `while_waiting` is called while a store is waited for.
 
-        Raises: BadShard if one cannot be read, and data.on_bad_shard = "stop".
+        Raises: BadShard if one cannot be read, and data.on_bad_shard = "stop"; Retryable if a store is away for long.
         """
-        return self._microbatches(self._read(step))
+
+        def waiting() -> None:
+            self._tell(step)
+            while_waiting()
+
+        rows = self._read(step, waiting)
+        self._tell(step)
+        return self._microbatches(rows)
 
     def of_rank(self, rank: int, step: int) -> list[Microbatch]:
         """Return the share of data-parallel rank `rank`."""
@@ -81,9 +89,14 @@ class Batches:
         """Read no more."""
         self._loader.close()
 
-    def _read(self, step: int) -> np.ndarray:
+    def _tell(self, step: int) -> None:
+        """Write down what has happened with stores."""
+        for name, facts in self._data.news():
+            self._events.write(name, step=step, **facts)
+
+    def _read(self, step: int, while_waiting: Callable[[], None]) -> np.ndarray:
         try:
-            rows = self._loader.batch(step)
+            rows = self._loader.batch(step, while_waiting)
         except BadShard as problem:
             skips = self._run.data.on_bad_shard == "skip"
             facts = {"samples": [list(some) for some in self.samples(step)], "problem": str(problem)}

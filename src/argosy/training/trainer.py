@@ -146,7 +146,7 @@ class Trainer:
         """Return this process's share of the step's samples."""
         fault("batch", step=step, rank=self._world.rank)
         with self._clock.time("data"):
-            return self._batches.read(step)
+            return self._batches.read(step, self._heartbeat.advance)
 
     def forward_backward(self, batch: list[Microbatch]) -> Tensor:
         """Leave the global batch's gradient in the pieces; returns this rank's share of the loss."""

@@ -1,0 +1,193 @@
+"""A folder in an object store, through obstore; what goes wrong there, told apart by what mends it."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import re
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from argosy.credentials import REMEDY, has_credentials
+from argosy.errors import ArgosyError, UserError, missing_extra
+
+SCHEMES = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "http", "https", "file")
+CONNECT_S, ANSWER_S = 5, 30
+"""How long one request waits for a connection, and for its answer. Who asks tries again."""
+
+_URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
+_ONE_SLASH = re.compile(rf"({'|'.join(SCHEMES)}):/(?=[^/])")
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+_ATTEMPTS = re.compile(r" in [0-9.]+[mµn]?s(, after \d+ retries, max_retries: \d+, retry_timeout: \w+)? +- +")
+_WRONG_KEYS = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken", "AuthFailure")
+
+
+class Unreachable(Exception):
+    """The store does not answer, or answers that it cannot now: the same request may succeed later."""
+
+
+def is_url(place: object) -> bool:
+    """True if `place` names a folder of a store rather than one of this machine."""
+    return _URL.match(str(place)) is not None or _ONE_SLASH.match(str(place)) is not None
+
+
+class Store:
+    """The folder at `url`. Threads may share one; forked processes may not.
+
+    Methods raise Unreachable, or UserError for what only the user can mend: credentials, permission, no such bucket.
+    """
+
+    def __init__(self, url: str, key: str = "data.sources"):
+        """key: the key of the run file that names the URL. Raises: UserError."""
+        if has_credentials(url):
+            raise UserError(f"{key}: {url}: {REMEDY}.")
+        url = _ONE_SLASH.sub(r"\1://", url)  # it was taken for a path on its way
+        scheme = url.partition("://")[0].lower()
+        if scheme not in SCHEMES:
+            raise UserError(f"{key}: {url}: data cannot be read from {scheme}://. Use one of {', '.join(SCHEMES)}.")
+        try:
+            from obstore.exceptions import BaseError
+            from obstore.store import from_url
+        except ImportError:
+            raise missing_extra("obstore", "store", f"{key} = {url}") from None
+        self.url, self._key = url.rstrip("/"), key
+        options: dict[str, Any] = {
+            "client_options": {
+                "connect_timeout": timedelta(seconds=CONNECT_S),
+                "timeout": timedelta(seconds=ANSWER_S),
+                "allow_http": scheme == "http" or _endpoint().startswith("http://"),
+            },
+            "retry_config": {"max_retries": 1, "retry_timeout": timedelta(seconds=ANSWER_S)},
+        }
+        if scheme == "file":
+            options = {}
+        try:
+            options |= _keys_of_profile() if scheme in ("s3", "s3a") else {}
+            self._store: Any = from_url(self.url, **options)
+        except (BaseError, ValueError) as problem:
+            raise UserError(f"{key}: {url}: {words(problem)}. Give a URL such as s3://bucket/folder.") from None
+
+    def get(self, name: str) -> bytes | None:
+        """Return the whole object; None if there is none."""
+        try:
+            return bytes(self._store.get(name).bytes())
+        except Exception as problem:
+            self._raise_unless_absent(problem)
+            return None
+
+    def get_newer(self, name: str, etag: str) -> tuple[bytes, str] | None:
+        """Return the object and its ETag; None if it still has `etag`. Raises: FileNotFoundError if there is none."""
+        from obstore.exceptions import NotModifiedError
+
+        try:
+            found = self._store.get(name, options={"if_none_match": etag} if etag else {})
+            return bytes(found.bytes()), found.meta["e_tag"] or ""
+        except NotModifiedError:
+            return None
+        except Exception as problem:
+            self._raise_unless_absent(problem)
+            raise FileNotFoundError(f"{self.url}/{name}") from None
+
+    def get_range(self, name: str, start: int, stop: int) -> bytes:
+        """Return bytes `start` to `stop` of an object. Raises: FileNotFoundError if it is missing or too short."""
+        try:
+            data = bytes(self._store.get_range(name, start=start, end=stop))
+        except Exception as problem:
+            if "Range" in str(problem)[:400] or "416" in str(problem)[:400]:  # of the object's length
+                raise FileNotFoundError(f"{self.url}/{name}: has no bytes {start} to {stop}") from None
+            self._raise_unless_absent(problem)
+            raise FileNotFoundError(f"{self.url}/{name}: is missing") from None
+        if len(data) != stop - start:
+            raise FileNotFoundError(f"{self.url}/{name}: has no bytes {start} to {stop}")
+        return data
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        """Yield the bytes of an object in order. Raises: FileNotFoundError if there is none."""
+        try:
+            for chunk in self._store.get(name).stream():
+                yield bytes(chunk)
+        except Exception as problem:
+            self._raise_unless_absent(problem)
+            raise FileNotFoundError(f"{self.url}/{name}: is missing") from None
+
+    def put(self, name: str, content: bytes | Path) -> None:
+        """Write an object, whole or not at all; in parts, if it is large."""
+        try:
+            self._store.put(name, content)
+        except Exception as problem:
+            self._raise_unless_absent(problem)
+            raise Unreachable(words(problem)) from None
+
+    def sizes(self) -> dict[str, int] | None:
+        """Return the objects of the folder and their lengths; None if the store keeps no list (http)."""
+        from obstore.exceptions import NotSupportedError
+
+        try:
+            return {str(one["path"]): int(one["size"]) for page in self._store.list() for one in page}
+        except NotSupportedError:
+            return None
+        except Exception as problem:
+            if not self.url.startswith("http"):
+                self._raise_unless_absent(problem)
+            return None
+
+    def _raise_unless_absent(self, problem: Exception) -> None:
+        """Return if the object is not there; else raise what says who can mend it."""
+        from obstore import exceptions
+
+        code = (_CODE.search(str(problem)) or ["", ""])[1]
+        if isinstance(problem, ArgosyError | AssertionError):
+            raise problem
+        if code == "NoSuchBucket" or "NoSuchBucket" in str(problem):
+            raise UserError(f"{self._key}: {self.url}: there is no such bucket. Name one that exists.") from None
+        if code in _WRONG_KEYS or isinstance(problem, exceptions.UnauthenticatedError):
+            raise UserError(
+                f"{self._key}: {self.url}: the store does not accept the credentials ({code or 'unauthenticated'}). "
+                "Give those of the store by the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+                "GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_SAS_TOKEN, ...)."
+            ) from None
+        if isinstance(problem, exceptions.PermissionDeniedError):
+            raise UserError(
+                f"{self._key}: {self.url}: no permission ({code or 'forbidden'}). Give the account the right to list "
+                "the bucket and to read its objects (s3:ListBucket, s3:GetObject; to write there, s3:PutObject)."
+            ) from None
+        if isinstance(problem, exceptions.NotFoundError | FileNotFoundError):
+            return
+        raise Unreachable(words(problem)) from None
+
+
+def words(problem: BaseException) -> str:
+    """Return what a library says in one short line, without the request that it quotes."""
+    code = _CODE.search(str(problem))
+    lines = str(problem).strip().splitlines() or [type(problem).__name__]
+    line = _ATTEMPTS.sub(": ", lines[0]).replace("Error performing ", "")
+    return code[1] if code else line.split(", body:")[0][:200]
+
+
+def _endpoint() -> str:
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    return next((os.environ[name] for name in names if name in os.environ), "")
+
+
+def _keys_of_profile() -> dict[str, str]:
+    """Return the keys of AWS_PROFILE in ~/.aws/credentials, which obstore does not read; {} if the environment has keys
+    or the file does not.
+    """
+    if "AWS_ACCESS_KEY_ID" in os.environ:
+        return {}
+    path = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")).expanduser()
+    profiles = configparser.ConfigParser(interpolation=None)
+    try:
+        profiles.read(path)
+    except (OSError, configparser.Error, UnicodeDecodeError):
+        return {}
+    name = os.environ.get("AWS_PROFILE", "default")
+    keys = profiles[name] if profiles.has_section(name) else {}
+    wanted = {
+        "aws_access_key_id": "access_key_id",
+        "aws_secret_access_key": "secret_access_key",
+        "aws_session_token": "session_token",
+    }
+    return {option: keys[key] for key, option in wanted.items() if key in keys}

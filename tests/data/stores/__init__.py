@@ -1,0 +1,1 @@
+"""Tests of prepared data in object stores."""

@@ -1,0 +1,101 @@
+"""What is wrong with a URL or a store is said in one message that tells what to do."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from argosy.config.cache import CacheConfig
+from argosy.data.stores.cache import Cache
+from argosy.data.stores.folder import StoreFolder
+from argosy.data.stores.store import Store, is_url, words
+from argosy.errors import UserError
+from object_store import KEYS, ObjectStore, Proxy, environment, needs_server
+
+
+@pytest.mark.parametrize("place", ["s3://bucket/x", "s3:/bucket/x", "gs://b", "file:///data", "az://c/x"])
+def test_urls_are_told_from_folders(place: str) -> None:
+    assert is_url(place)
+    assert not is_url("/data/s3/x")
+    assert not is_url("data/x")
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("ftp://host/x", "data cannot be read from ftp://. Use one of s3"),
+        ("s3://key:secret@bucket/x", "it holds credentials"),
+    ],
+)
+def test_a_url_that_cannot_be_used_is_refused(url: str, said: str) -> None:
+    with pytest.raises(UserError, match=said) as refused:
+        Store(url)
+    assert "secret@" not in str(refused.value)
+
+
+def test_without_obstore_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore.store", None)
+    with pytest.raises(UserError, match=r"pip install 'argosy\[store\]'"):
+        Store("s3://bucket/x")
+
+
+def test_keys_in_the_file_of_aws_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from argosy.data.stores.store import _keys_of_profile
+
+    (tmp_path / "credentials").write_text("[lab]\naws_access_key_id = a\naws_secret_access_key = b%c\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+    assert _keys_of_profile() == {}
+    monkeypatch.setenv("AWS_PROFILE", "lab")
+    assert _keys_of_profile() == {"access_key_id": "a", "secret_access_key": "b%c"}
+
+
+def test_a_long_error_is_one_short_line() -> None:
+    text = (
+        "Generic S3 error: Error performing GET http://h/x in 103.2ms, after 1 retries, max_retries: 1, retry_timeout"
+    )
+    assert words(OSError(f"{text}: 30s  - HTTP error: error sending request\nmore")) == (
+        "Generic S3 error: GET http://h/x: HTTP error: error sending request"
+    )
+
+
+@needs_server
+def test_a_server_refuses_in_words(tmp_path: Path, prepared: Path) -> None:
+    server = ObjectStore(tmp_path / "log", initial_requests=1)
+    try:
+        cache = Cache(CacheConfig(folder=str(tmp_path / "cache")))
+        with (
+            environment(f"http://127.0.0.1:{server.port}"),
+            pytest.raises(UserError, match="does not accept the") as bad,
+        ):
+            StoreFolder("s3://data/x", cache)
+        assert KEYS["AWS_SECRET_ACCESS_KEY"] not in str(bad.value)
+        with server.user_without_rights() as keys, environment(f"http://127.0.0.1:{server.port}", **keys):
+            with pytest.raises(UserError, match=r"s3://data/x: no permission \(AccessDenied\). Give the account"):
+                StoreFolder("s3://data/x", cache)
+    finally:
+        server.stop()
+
+
+@needs_server
+def test_a_block_harmed_on_its_way_is_fetched_again_and_a_missing_bucket_named(tmp_path: Path, prepared: Path) -> None:
+    from argosy.data.stores.source import StoreSource
+    from argosy.data.stream import TokenSource
+
+    server = ObjectStore(tmp_path / "log")
+    proxy = Proxy(server.port)
+    try:
+        url = server.put(prepared, "web")
+        cache = Cache(CacheConfig(folder=str(tmp_path / "cache")))
+        with environment(proxy.endpoint):
+            with pytest.raises(UserError, match="there is no such bucket"):
+                StoreFolder("s3://nowhere/x", cache)
+            source = StoreSource(StoreFolder(url, cache, check_shards=True))
+            proxy.flips = 1
+            assert (source.tokens(0, 5000) == TokenSource(prepared).tokens(0, 5000)).all()
+            assert source.store_folder.news[0][0] == "block_damaged"
+    finally:
+        proxy.close()
+        server.stop()
