@@ -41,6 +41,10 @@ class ObjectStore:
         _ask(self.port, f"/{BUCKET}", "PUT")
 
     @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
     def pid(self) -> int:
         assert self._process is not None
         return self._process.pid
@@ -91,7 +95,7 @@ class ObjectStore:
 
     def put(self, folder: Path, name: str) -> str:
         """Copy a folder there; return its URL."""
-        store = S3Store(BUCKET, endpoint=f"http://127.0.0.1:{self.port}", client_options={"allow_http": True}, **_KEYS)
+        store = S3Store(BUCKET, endpoint=self.endpoint, client_options={"allow_http": True}, **_KEYS)
         for path in folder.iterdir():
             if path.is_file() and not path.name.startswith("."):
                 obstore.put(store, f"{name}/{path.name}", path)

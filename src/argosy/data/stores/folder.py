@@ -228,8 +228,8 @@ class StoreFolder:
             if attempt + 1 < ATTEMPTS:
                 sums = self.checksums(shard, again=True)  # they may be what is damaged
         raise DataError(
-            f"{self.url}/{shard.name}.bin: the block at byte {bad[0] * BLOCK_BYTES} does not match its checksum, though "
-            f"it was fetched {ATTEMPTS} times. Copy the shard there again, or prepare the data again."
+            f"{self.url}/{shard.name}.bin: the block at byte {bad[0] * BLOCK_BYTES} does not match its checksum, "
+            f"though it was fetched {ATTEMPTS} times. Copy the shard there again, or prepare the data again."
         )
 
     def fetch_surely(self, shard: Shard, first: int, stop: int) -> Fetched:
