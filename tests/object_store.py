@@ -10,7 +10,6 @@ import subprocess
 import threading
 import time
 import urllib.error
-import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -83,11 +82,11 @@ class ObjectStore:
     @contextmanager
     def user_without_rights(self) -> Iterator[dict[str, str]]:
         """The keys of a user who may do nothing."""
-        # moto has an API of its own that sets how many requests need no rights.
-        _ask(self.port, "/moto-api/reset-auth", "POST", b"3")
-        names = {"Action": "CreateUser", "UserName": "guest"}
-        _ask(self.port, "/?" + urllib.parse.urlencode(names), "POST", service="iam")
-        text = _ask(self.port, "/?Action=CreateAccessKey&UserName=guest", "POST", service="iam")
+        _ask(self.port, "/moto-api/reset-auth", "POST", b"3", kind="text/plain")  # so many requests need no rights
+        user = b"UserName=guest&Version=2010-05-08&Action="
+        _ask(self.port, "/", "POST", user + b"CreateUser", service="iam")
+        text = _ask(self.port, "/", "POST", user + b"CreateAccessKey", service="iam")
+        _ask(self.port, "/moto-api/reset-auth", "POST", b"0", kind="text/plain")
         yield {
             "AWS_ACCESS_KEY_ID": text.partition("<AccessKeyId>")[2].partition("<")[0],
             "AWS_SECRET_ACCESS_KEY": text.partition("<SecretAccessKey>")[2].partition("<")[0],
@@ -190,9 +189,17 @@ def environment(endpoint: str, **more: str) -> Iterator[None]:
         yield
 
 
-def _ask(port: int, path: str, method: str, data: bytes | None = None, service: str = "s3") -> str:
+def _ask(
+    port: int,
+    path: str,
+    method: str,
+    data: bytes | None = None,
+    service: str = "s3",
+    kind: str = "application/x-www-form-urlencoded",
+) -> str:
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", method=method, data=data)
     request.add_header("Authorization", f"AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/{service}/aws4_request")
+    request.add_header("Content-Type", kind)
     with suppress(urllib.error.HTTPError):
         text: str = urllib.request.urlopen(request, timeout=5).read().decode()
         return text

@@ -146,7 +146,12 @@ class Trainer:
         """Return this process's share of the step's samples."""
         fault("batch", step=step, rank=self._world.rank)
         with self._clock.time("data"):
-            return self._batches.read(step, self._heartbeat.advance)
+            return self._batches.read(step, self._while_waiting)
+
+    def _while_waiting(self) -> None:
+        """Show that a wait for a store is no hang, and let a world that is over end meanwhile."""
+        self._heartbeat.advance()
+        self._stop.check()
 
     def forward_backward(self, batch: list[Microbatch]) -> Tensor:
         """Leave the global batch's gradient in the pieces; returns this rank's share of the loss."""

@@ -38,7 +38,7 @@ def test_an_interrupted_copy_has_no_manifest_and_goes_on(
     monkeypatch.setattr(uploads, "PAUSE_S", 0.0)
     monkeypatch.setattr(uploads, "AT_ONCE", 1)
     monkeypatch.setattr(Store, "put", dies)
-    with pytest.raises(RunFailed, match=r"prepare\.remote = file://.*cannot be reached \(cut\)"):
+    with pytest.raises(RunFailed, match=r"remote = file://.*cannot be reached \(cut\)"):
         upload(prepared, url)
     assert "manifest.json" not in names(tmp_path / "there")
 

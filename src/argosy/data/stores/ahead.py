@@ -34,6 +34,7 @@ PINNED_STEPS = 8
 """Steps that the loader may be reading."""
 SPAN_BLOCKS = 16
 """Blocks that follow each other and are fetched by one request: 4 MiB, which 1 Gbit/s brings in 34 ms."""
+CLOSING_S = 1.0
 URGENT_STEPS = 16
 """What is needed within so many steps is fetched block by block: nothing waits behind blocks that are needed later."""
 
@@ -85,8 +86,8 @@ class Ahead:
         """Fetch no more."""
         self._closed.set()
         self._wake.set()
-        self._thread.join()
-        self._pool.shutdown(cancel_futures=True)
+        self._thread.join(CLOSING_S)  # a request may wait for a store that is away
+        self._pool.shutdown(wait=False, cancel_futures=True)
         self._reader.close()
 
     def _run(self) -> None:

@@ -68,6 +68,8 @@ class Cache:
             self._lock_file: IO[Any] = (self.folder / "lock").open("a+b")
             with self._locked():
                 if not self._live():
+                    for left in (self.folder / "readers").iterdir():
+                        left.unlink(missing_ok=True)
                     self._set_used(sum(len(names) for _, names in self._listed()) * BLOCK_BYTES)
                 disk = os.statvfs(self.folder)
                 free = int(disk.f_bavail * disk.f_frsize * DISK_SHARE)

@@ -39,20 +39,20 @@ class Store:
     Methods raise Unreachable, or UserError for what only the user can mend: credentials, permission, no such bucket.
     """
 
-    def __init__(self, url: str, key: str = "data.sources"):
-        """key: the key of the run file that names the URL. Raises: UserError."""
+    def __init__(self, url: str, named: str = "data.sources: "):
+        """named: what stands before the URL in messages. Raises: UserError."""
         if has_credentials(url):
-            raise UserError(f"{key}: {url}: {REMEDY}.")
+            raise UserError(f"{named}{url}: {REMEDY}.")
         url = _ONE_SLASH.sub(r"\1://", url)  # it was taken for a path on its way
         scheme = url.partition("://")[0].lower()
         if scheme not in SCHEMES:
-            raise UserError(f"{key}: {url}: data cannot be read from {scheme}://. Use one of {', '.join(SCHEMES)}.")
+            raise UserError(f"{named}{url}: data cannot be read from {scheme}://. Use one of {', '.join(SCHEMES)}.")
         try:
             from obstore.exceptions import BaseError
             from obstore.store import from_url
         except ImportError:
-            raise missing_extra("obstore", "store", f"{key} = {url}") from None
-        self.url, self._key = url.rstrip("/"), key
+            raise missing_extra("obstore", "store", f"{named}{url}") from None
+        self.url, self._named = url.rstrip("/"), named
         options: dict[str, Any] = {
             "client_options": {
                 "connect_timeout": timedelta(seconds=CONNECT_S),
@@ -67,7 +67,7 @@ class Store:
             options |= _keys_of_profile() if scheme in ("s3", "s3a") else {}
             self._store: Any = from_url(self.url, **options)
         except (BaseError, ValueError) as problem:
-            raise UserError(f"{key}: {url}: {words(problem)}. Give a URL such as s3://bucket/folder.") from None
+            raise UserError(f"{named}{url}: {words(problem)}. Give a URL such as s3://bucket/folder.") from None
 
     def get(self, name: str) -> bytes | None:
         """Return the whole object; None if there is none."""
@@ -141,16 +141,16 @@ class Store:
         if isinstance(problem, ArgosyError | AssertionError):
             raise problem
         if code == "NoSuchBucket" or "NoSuchBucket" in str(problem):
-            raise UserError(f"{self._key}: {self.url}: there is no such bucket. Name one that exists.") from None
+            raise UserError(f"{self._named}{self.url}: there is no such bucket. Name one that exists.") from None
         if code in _WRONG_KEYS or isinstance(problem, exceptions.UnauthenticatedError):
             raise UserError(
-                f"{self._key}: {self.url}: the store does not accept the credentials ({code or 'unauthenticated'}). "
+                f"{self._named}{self.url}: the store does not accept the credentials ({code or 'unauthenticated'}). "
                 "Give those of the store by the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
                 "GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_SAS_TOKEN, ...)."
             ) from None
         if isinstance(problem, exceptions.PermissionDeniedError):
             raise UserError(
-                f"{self._key}: {self.url}: no permission ({code or 'forbidden'}). Give the account the right to list "
+                f"{self._named}{self.url}: no permission ({code or 'forbidden'}). Give the account the right to list "
                 "the bucket and to read its objects (s3:ListBucket, s3:GetObject; to write there, s3:PutObject)."
             ) from None
         if isinstance(problem, exceptions.NotFoundError | FileNotFoundError):

@@ -17,7 +17,7 @@ from argosy.errors import RunFailed, UserError
 AT_ONCE = 4
 """Files that are copied at once; a large one goes in parts, several at once too."""
 ATTEMPTS, PAUSE_S = 5, 3.0
-KEY = "prepare.remote"
+NAMED = "remote = "
 Answer = TypeVar("Answer")
 JOURNAL = ".copied.jsonl"
 """What was copied where, so that an interrupted copy goes on."""
@@ -33,14 +33,12 @@ def upload(folder: Path, url: str, report: Callable[[int, int], None] = lambda d
     """
     manifest = Manifest.load(folder)
     content = (folder / MANIFEST).read_bytes()
-    store = Store(url, KEY)
+    store = Store(url, NAMED)
     there = _patiently(store, lambda: store.get(MANIFEST))
     if there == content:
         return False
     if there is not None:
-        raise UserError(
-            f"{KEY} = {store.url}: holds other prepared data. Name another folder, or delete what is there."
-        )
+        raise UserError(f"{NAMED}{store.url}: holds other prepared data. Name another folder, or delete what is there.")
     names = [TOKENIZER]
     for shard in (shard for shards in manifest.splits.values() for shard in shards):
         names += [
@@ -78,7 +76,7 @@ def _patiently(store: Store, ask: Callable[[], Answer]) -> Answer:
             problem = away
             time.sleep(PAUSE_S if attempt + 1 < ATTEMPTS else 0)
     raise RunFailed(
-        f"{KEY} = {store.url}: cannot be reached ({problem}). The data are prepared; the same command goes on with "
+        f"{NAMED}{store.url}: cannot be reached ({problem}). The data are prepared; the same command goes on with "
         "copying them."
     ) from None
 
