@@ -157,7 +157,7 @@ class Proxy:
                     asked.clear()
                     time.sleep(self._latency_s)
                 self._wait_for_room(len(data))
-                if self.flips and len(data) > 2**12:
+                if self.flips and len(data) > 2**15:
                     self.flips -= 1
                     data = data[:-1] + bytes([data[-1] ^ 1])
                 client.sendall(data)

@@ -14,6 +14,7 @@ from argosy.data.loader import OpenData, open_data
 from argosy.data.stores.cache import Cache
 from argosy.data.stores.folder import StoreFolder
 from argosy.data.stores.source import StoreSource, stores_of
+from argosy.data.stores.store import Store
 from argosy.data.stream import BadShard, TokenSource
 from argosy.errors import ArgosyWarning, DataError, Retryable, UserError
 from data.stores.conftest import Data
@@ -105,6 +106,21 @@ def test_a_folder_that_was_prepared_anew_is_noticed(cache: Cache, prepared: Path
     text = (prepared / "manifest.json").read_text()
     (prepared / "manifest.json").write_text(text.replace('"documents": 1', '"documents": 7', 1))
     assert StoreFolder(f"file://{prepared}", cache).manifest != before
+
+
+def test_a_manifest_damaged_on_its_way_is_asked_for_again(
+    cache: Cache, prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, asked = Store.get_newer, []
+
+    def damaged(store: Store, name: str, etag: str) -> tuple[bytes, str] | None:
+        asked.append(etag)
+        found = real(store, name, etag)
+        return (found[0][:-3], found[1]) if found and len(asked) < 3 else found
+
+    monkeypatch.setattr(Store, "get_newer", damaged)
+    assert StoreFolder(f"file://{prepared}", cache).manifest.vocab_size == 300
+    assert asked == ["", "", ""]
 
 
 def test_a_folder_that_is_not_prepared_says_how_to(cache: Cache, tmp_path: Path) -> None:

@@ -74,9 +74,10 @@ class StoreFolder:
         began_s = time.monotonic()
         for pause_s in _pauses():
             try:
-                if self._bring() and check_shards:
-                    self._check_sizes(self._parsed())
-                return self._parsed()
+                is_new, manifest = self._brought()
+                if is_new and check_shards:
+                    self._check_sizes(manifest)
+                return manifest
             except Unreachable as problem:
                 if time.monotonic() - began_s + pause_s < OPEN_S:
                     time.sleep(pause_s)
@@ -94,6 +95,14 @@ class StoreFolder:
                 )
                 return self._parsed()
         raise AssertionError
+
+    def _brought(self) -> tuple[bool, Manifest]:
+        """Bring the manifest here, again if it was damaged on its way; True if it is another than before."""
+        for _ in range(ATTEMPTS - 1):
+            is_new = self._bring()
+            with suppress(ArgosyError):
+                return is_new, self._parsed()
+        return self._bring(), self._parsed()
 
     def _bring(self) -> bool:
         """Bring manifest and tokenizer here; True if the manifest is another than that which was here."""

@@ -50,8 +50,8 @@ def waiting_for_data(facts: Facts, planner: Planner) -> Advice | None:
         f"Steps wait {percent(share)} of their time for data",
         f"Of {seconds(facts.step_s)} a step, {seconds(wait_s)} are spent waiting for the batch ({over(facts)}). A "
         "loader that keeps up costs less than 1 %.",
-        f"Put the prepared data{where} on a disk of the machine, or on faster storage, and look whether other programs "
-        "take the cores on which the loader's thread reads ahead.",
+        f"Put the prepared data{where} on a disk of the machine, or on faster storage (of an object store: raise "
+        "data.cache.size_gb), and look whether other programs take the cores on which the loader's thread reads ahead.",
         f"up to {percent(share)} of each step",
         share,
         steps=facts.over,
