@@ -20,8 +20,8 @@ from argosy.plan.plan import Plan
 
 BASELINE_TOKENS = 20_000_000
 """Training tokens of each source that the unigram baseline counts."""
-BASELINE_CHUNK = 100_000
-"""Tokens that are read at once."""
+BASELINE_CHUNK = 1_000_000
+"""Tokens that are read at once: some blocks of 256 KiB, which a store sends together."""
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,8 @@ from argosy.files import PARTIAL, atomic_write
 
 FORMAT = {"argosy_cache": 1}
 MARK = "argosy-cache.json"
+OWN = {MARK, MARK + PARTIAL, "lock", "used", "folders", "shards", "readers", "lost+found"}
+"""What may lie in the folder; the last is a disk's own."""
 DISK_SHARE = 0.9
 """Share of the disk's free room that the cache takes at most."""
 BATCH_SHARE = 0.01
@@ -173,7 +175,7 @@ class Cache:
         self.folder.mkdir(parents=True, exist_ok=True)
         mark = self.folder / MARK
         if not mark.exists():
-            if any(path.name != MARK + PARTIAL for path in self.folder.iterdir()) and not mark.exists():
+            if {path.name for path in self.folder.iterdir()} - OWN and not mark.exists():
                 raise UserError(
                     f"data.cache.folder = {self.folder}: holds something else. Choose an empty or new folder."
                 )
