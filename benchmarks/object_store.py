@@ -230,7 +230,6 @@ def bytes_fetched(folder: Path, tokens: int) -> None:
         loader.close()
         print(f"cache of {share:5.0%} of the data: {later / (ROWS * SEQ_LEN * 2):5.1f} bytes fetched for each byte of "
               "samples")  # fmt: skip
-        shutil.rmtree(cache)
 
 
 def main() -> None:
@@ -239,7 +238,7 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=8, help=f"of {SHARD_TOKENS} tokens")
     parser.add_argument("--steps", type=int, default=200)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         if options.bytes:
             bytes_fetched(Path(folder), options.shards * SHARD_TOKENS)
         else:
