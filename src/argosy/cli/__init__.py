@@ -20,6 +20,7 @@ COMMANDS = {
     "runs": "list runs, with their states and last steps",
     "logs": "what a launched run prints",
     "stop": "have a launched run save its state and end",
+    "sweep": "train many runs that differ in some keys, and find the best",
     "prepare": "turn text, JSONL or Parquet into token shards",
     "watch": "show runs in a web page or in the terminal, live or afterwards",
     "checkpoint": "list, verify, export, import and prune checkpoints",

@@ -17,6 +17,9 @@ from argosy.observe.events import from_the_end
 from argosy.plan.flops import active_parameters
 from argosy.plan.scaling.law import RunResult
 
+SWEEP_FILE = "sweep.toml"
+"""A folder with this file is that of a sweep; its folders are its trials."""
+
 
 def read_results(paths: Sequence[Path]) -> list[RunResult]:
     """Read the results in run folders (`read_run`) and CSV files (`read_csv`).

@@ -52,9 +52,17 @@ def load(
     folder = Path.cwd() if preset else path.absolute().parent
     file = file_layer(path, path.name if preset else str(path), folder)
     given = override_layer(overrides or {}, overrides_mark)
-    out: dict[Key, object] = {("data", "prepare", "out"): DataConfig().prepare.out}
     if preset and WEIGHTS in given:  # its model is nobody's choice
         file = _without_model(file)
+    return load_layers(file, given, folder)
+
+
+def load_layers(file: Layer, given: Layer, folder: Path) -> RunConfig:
+    """Return the resolved run of a run file's values and of those `given` over them, as `load` does.
+
+    folder: relative paths begin there. Raises: UserError.
+    """
+    out: dict[Key, object] = {("data", "prepare", "out"): DataConfig().prepare.out}
     asked = over_model_preset(file, given) | given
     return build(RunConfig, run_layer(out, Source(""), folder) | of_weights(asked) | asked)
 

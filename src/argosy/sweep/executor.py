@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar
 
 from argosy.config.schema import RunConfig
 from argosy.launch.engines.engine import Job, JobState
@@ -38,7 +39,7 @@ class Task:
     needs: Needs
 
 
-class Executor(Protocol):
+class Executor(ABC):
     """A place where trials run. Each method raises UserError if the place is not there, or refuses.
 
     The sweep calls it from one thread, asks for `states` every few seconds, and keeps each job in its trial's folder
@@ -47,22 +48,39 @@ class Executor(Protocol):
     `start` once more and gets a new job.
     """
 
-    name: str
+    name: ClassVar[str]
     """What stands in `Job.engine`; the engine of that name in `launch.engines.table` serves `argosy runs`, `logs` and
     `stop` for single trials."""
-    queues: bool
+    queues: ClassVar[bool] = True
     """True if the place lets tasks wait until there is room: then all that are ready are handed over at once."""
-    poll_s: float
+    poll_s: ClassVar[float] = 5.0
     """Seconds between two looks."""
 
+    @abstractmethod
     def start(self, tasks: Sequence[Task]) -> list[Job]:
         """Start each task, or put it into the place's queue; return their jobs, in the same order."""
-        ...
 
+    @abstractmethod
     def states(self, jobs: Sequence[Job]) -> list[JobState]:
         """Return waiting, running or ended for each job; one that the place no longer knows has ended."""
-        ...
 
+    @abstractmethod
     def stop(self, jobs: Sequence[Job]) -> None:
         """Have these jobs save their state and end (SIGTERM to `argosy train`), and return without waiting for it."""
-        ...
+
+    def fits(self, task: Task) -> bool:
+        """Return True if the task may be started now."""
+        return True
+
+    @property
+    def is_full(self) -> bool:
+        """True if no task would fit, whatever it needs."""
+        return False
+
+    def found(self, task: Task, job: Job | None) -> Job | None:
+        """Return the job that a sweep that was killed has left, if it goes on; job: its record, if there is one."""
+        return job if job is not None and self.states([job])[0] != "ended" else None
+
+    def exit_code(self, job: Job) -> int | None:
+        """Return the exit code of a job that has ended; None if nobody knows it."""
+        return None

@@ -36,7 +36,7 @@ class Local(Engine):
             )  # fmt: skip
         return Job(
             engine="local",
-            id=f"{process.pid}@{_started(process.pid)}",
+            id=job_id(process.pid),
             submitted_s=round(time.time(), 3),
             nodes=1,
             log=str(log),
@@ -51,6 +51,11 @@ class Local(Engine):
         if _is_there(job):
             with suppress(ProcessLookupError):
                 os.kill(_pid(job), signal.SIGTERM)
+
+
+def job_id(pid: int) -> str:
+    """Return the id of the job of a process that runs here."""
+    return f"{pid}@{_started(pid)}"
 
 
 def _pid(job: Job) -> int:

@@ -1,0 +1,336 @@
+"""The loop of a sweep: propose trials, start them where there is room, collect what they have learned, promote.
+
+All that it knows is in the journal and in the trials' folders. So it may be killed at any moment and started again: it
+finds the trials that still run, and starts the others again from their checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from argosy.config.dump import save_run
+from argosy.config.schema import RunConfig
+from argosy.errors import Interrupted, RunFailed, UserError
+from argosy.launch.engines.engine import FOLDER, Job
+from argosy.sweep.executor import Executor, Task
+from argosy.sweep.folder import trial_folder
+from argosy.sweep.load import Sweep
+from argosy.sweep.needs import Limits, needs_of, processes, threads
+from argosy.sweep.rungs import Bracket, halving, hyperband, judge
+from argosy.sweep.space import in_words, short
+from argosy.sweep.study import Study, Trial
+from argosy.sweep.trial import has_reached, is_lost, last_words, metric_of, outcome, steps_of
+
+RUN_FILE = "run.toml"
+"""A trial's run file, in its folder for launches."""
+DIVERGED, REFUSED = "diverged", "refused"
+"""Words that begin the reason of a trial that failed, and says nothing about others."""
+MOST_IDLE = 3
+"""So often in a row a trial may end without a step more."""
+ALIKE = 3
+"""So many trials that fail in the same way, before any has learned anything, end the sweep."""
+LOOK_FOR_NAN_S = 5.0
+TPE_AT_ONCE = 8
+"""Trials of tpe at a time in a place that queues them: what is proposed later knows more."""
+SPARE_S = 30.0
+Say = Callable[[str], None]
+
+
+class Driver:
+    """A sweep that runs."""
+
+    def __init__(self, sweep: Sweep, folder: Path, study: Study, executor: Executor, limits: Limits, say: Say):
+        """folder: the sweep's, absolute and locked. say: shows a line to the user."""
+        self._sweep, self._folder, self._study = sweep, folder, study
+        self._executor, self._limits, self._say = executor, limits, say
+        self._brackets = brackets_of(sweep)
+        self._minimize = sweep.config.direction == "minimize"
+        self._jobs: dict[int, Job] = {}
+        self._tasks: dict[int, Task] = {}
+        self._progress: dict[int, tuple[int, int]] = {}
+        """Trial -> its steps when it was last interrupted, and how often that was without one more."""
+        self._may_repeat = sweep.config.method in ("tpe", "random")
+        self._looked_s = 0.0
+        self._stop = threading.Event()
+        self._signal = 0
+
+    @property
+    def trials(self) -> int:
+        """The number of trials in all."""
+        return sum(bracket.counts[0] for bracket in self._brackets) or self._sweep.trials
+
+    def run(self) -> None:
+        """Return when all trials have ended.
+
+        Raises: RunFailed if the trials fail alike; Interrupted after a signal, once those that run have saved;
+        UserError if the place where trials run refuses.
+        """
+        with self._signals():
+            while not self._stop.is_set():
+                self._collect()
+                trials = self._judged()
+                fail_alike = self._fail_alike(trials)
+                if len(trials) == self.trials and all(trial.state != "open" for trial in trials):
+                    return
+                if not fail_alike:
+                    self._start(trials)
+                self._stop.wait(self._executor.poll_s)
+            self._save_and_end()
+
+    def _collect(self) -> None:
+        """Record what became of the trials whose jobs have ended."""
+        numbers = list(self._jobs)
+        states = self._executor.states([self._jobs[number] for number in numbers]) if numbers else []
+        for number, state in zip(numbers, states, strict=True):
+            if state == "ended":
+                self._end(number, self._jobs.pop(number))
+        if time.monotonic() - self._looked_s > LOOK_FOR_NAN_S:
+            self._looked_s = time.monotonic()
+            for number in [n for n in self._jobs if is_lost(trial_folder(self._folder, n))]:
+                self._end_lost(number)
+
+    def _end(self, number: int, job: Job) -> None:
+        task = self._tasks[number]
+        found = outcome(task.run_dir, task.run.train.pause_at, self._executor.exit_code(job), job.log)
+        if found.kind == "reached":
+            self._record(number, task.run)
+        elif found.kind == "failed":
+            self._fail(number, found.why)
+        else:
+            self._interrupted(number, found.why or last_words(job.log))
+
+    def _interrupted(self, number: int, why: str) -> None:
+        """Let a trial go on, unless it was started several times without a step."""
+        done = steps_of(self._tasks[number].run_dir)
+        before, idle = self._progress.get(number, (-1, 0))
+        idle = idle + 1 if done <= before else 1
+        self._progress[number] = (done, idle)
+        if idle >= MOST_IDLE:
+            self._fail(number, f"it ended {idle} times in a row without a step more than {done}: {why}")
+        else:
+            self._say(f"trial {number:04d} was interrupted at step {done}, and goes on ({why})")
+
+    def _end_lost(self, number: int) -> None:
+        """Stop a trial whose loss is no number any more."""
+        job = self._jobs.pop(number)
+        self._executor.stop([job])
+        self._wait_for([job])
+        steps = steps_of(self._tasks[number].run_dir)
+        self._fail(number, f"{DIVERGED}: its loss is not finite, up to step {steps}")
+
+    def _record(self, number: int, run: RunConfig) -> None:
+        """Record the metric of a trial that has come to a rung, or to its end."""
+        key, until = self._sweep.config.metric, run.train.pause_at
+        value = metric_of(trial_folder(self._folder, number), key, until)
+        if value is None:
+            why = ": prepare the data with validation_fraction above 0" if key == "validation_loss" else ""
+            self._fail(number, f"its metrics.jsonl has no {key}{why}")
+        elif not math.isfinite(value):
+            self._fail(number, f"{DIVERGED}: {key} is not finite" + (f" at step {until}" if until else " at the end"))
+        elif until:
+            self._study.report(number, until, value)
+            self._say(f"trial {number:04d} at step {until}: {key} {short(value)}")
+        else:
+            self._study.complete(number, value)
+            self._say(f"trial {number:04d} done: {key} {short(value)}")
+
+    def _fail(self, number: int, why: str) -> None:
+        self._study.fail(number, why)
+        self._say(f"trial {number:04d} failed: {why}")
+
+    def _judged(self) -> list[Trial]:
+        """Stop trials that were not promoted; return all trials."""
+        trials = self._study.trials()
+        for bracket in self._brackets:
+            for number in self._judgement(bracket, trials).stopped:
+                if trials[number].state == "open":
+                    self._study.stop(number)
+                    self._say(f"trial {number:04d} stopped: others were better at step {max(trials[number].rungs)}")
+        return self._study.trials()
+
+    def _judgement(self, bracket: Bracket, trials: list[Trial]) -> Any:
+        mine = trials[bracket.trials.start : bracket.trials.stop]
+        scores = {trial.number: trial.rungs for trial in mine}
+        failed = {trial.number for trial in mine if trial.state == "failed"}
+        return judge(bracket, scores, failed, self._minimize)
+
+    def _targets(self, trials: list[Trial]) -> dict[int, int]:
+        """Return trial -> steps until which it is to train now (0: its end), of those that do not wait at a rung."""
+        if not self._brackets:
+            return {trial.number: 0 for trial in trials if trial.state == "open"}
+        found: dict[int, int] = {}
+        for bracket in self._brackets:
+            last = len(bracket.steps) - 1
+            for number, rung in self._judgement(bracket, trials).train.items():
+                if trials[number].state == "open":
+                    found[number] = 0 if rung == last else bracket.steps[rung]
+        return found
+
+    def _start(self, trials: list[Trial]) -> None:
+        """Start what is ready and fits; propose new trials as long as there is room for more."""
+        ready: list[Task] = []
+        waiting = False
+        for number, until in self._targets(trials).items():
+            if number not in self._jobs and (task := self._settle(trials[number], until)) is not None:
+                waiting = not self._start_or_queue(task, ready) or waiting
+        count = len(trials)
+        while count < self.trials and not waiting and self._may_propose(len(ready)):
+            trial = self._study.propose()
+            count += 1
+            until = self._targets(self._study.trials()).get(trial.number, 0)
+            if (task := self._settle(trial, until)) is not None:
+                waiting = not self._start_or_queue(task, ready)
+        if ready:
+            for task, job in zip(ready, self._executor.start(ready), strict=True):
+                self._begin(task, job)
+
+    def _may_propose(self, ready: int) -> bool:
+        at_once = self._limits.trials or TPE_AT_ONCE
+        if self._executor.queues and self._sweep.config.method == "tpe":
+            return len(self._jobs) + ready < at_once
+        return not self._executor.is_full
+
+    def _start_or_queue(self, task: Task, ready: list[Task]) -> bool:
+        """Start a task if it fits, or gather it for a place that queues. Return False if it has to wait."""
+        if self._executor.queues:
+            ready.append(task)
+            return True
+        if not self._executor.fits(task):
+            return False
+        self._begin(task, self._executor.start([task])[0])
+        return True
+
+    def _begin(self, task: Task, job: Job) -> None:
+        job.save(task.run_dir)
+        self._jobs[task.number] = job
+        if done := steps_of(task.run_dir):
+            self._say(f"trial {task.number:04d} goes on from step {done}")
+
+    def _settle(self, trial: Trial, until: int) -> Task | None:
+        """Return the task of a trial that is to be started; None if it has its result without that, or trains already.
+
+        A trial with the values of an earlier one waits for it, and takes its result.
+        """
+        known = self._tasks.get(trial.number)
+        if known is not None and known.run.train.pause_at == until:
+            return known
+        if self._may_repeat and (twin := self._study.twin(trial)) is not None:
+            if twin.state != "open":
+                self._study.copy_result(trial.number, twin)
+                self._say(f"trial {trial.number:04d} has the values, and the result, of trial {twin.number:04d}")
+            return None
+        try:
+            task = self._task(trial, until)
+        except UserError as error:
+            self._fail(trial.number, f"{REFUSED}: {error}")
+            return None
+        if known is None:
+            self._say(f"trial {trial.number:04d}: {in_words(trial.values)}")
+        self._tasks[trial.number] = task
+        if (job := self._executor.found(task, Job.load(task.run_dir))) is not None:
+            self._begin(task, job)
+            return None
+        if has_reached(task.run_dir, until):
+            self._record(trial.number, task.run)
+            return None
+        return task
+
+    def _task(self, trial: Trial, until: int) -> Task:
+        """Write the run file of a trial, and return its task. Raises: UserError if its values do not go together."""
+        run_dir = trial_folder(self._folder, trial.number)
+        run = self._sweep.run_of(trial.values)
+        fixed: dict[str, object] = {
+            "name": f"{self._sweep.config.name}-{trial.number:04d}",
+            "train__pause_at": until,
+        }
+        if not run.launch.processes:
+            fixed["launch__processes"] = processes(run)
+        if not run.launch.threads:
+            fixed["launch__threads"] = threads(run, self._limits)
+        if until and (not run.evaluate.every_steps or until % run.evaluate.every_steps):
+            fixed["evaluate__every_steps"] = until
+        run = self._sweep.run_of(trial.values, **fixed)
+        path = run_dir / FOLDER / RUN_FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_run(run, path)
+        words = (str(path), "--run-dir", str(run_dir))
+        return Task(trial.number, run, run_dir, words, needs_of(run, self._limits))
+
+    def _fail_alike(self, trials: list[Trial]) -> bool:
+        """Return True if trials fail alike and none has learned anything: then no more are started.
+
+        A trial that diverges, or whose values do not go together, says nothing about others.
+        Raises: RunFailed once none of them runs any more.
+        """
+        failed = [trial for trial in trials if trial.state == "failed" and trial.same_as is None]
+        reasons = {re.sub(r"[\d.]+", "#", trial.reason) for trial in failed}
+        has_learned = any(trial.state in ("done", "stopped") or trial.rungs for trial in trials)
+        if has_learned or len(reasons) != 1 or len(failed) < min(ALIKE, self.trials):
+            return False
+        if failed[0].reason.startswith((DIVERGED, REFUSED)):
+            return False
+        if not self._jobs:
+            raise RunFailed(
+                f"the first {len(failed)} trials failed alike: {failed[0].reason}\n  `argosy logs "
+                f"{trial_folder(self._folder, failed[0].number)}` says more. Mend it, remove {self._folder}, and start "
+                "again."
+            )
+        return True
+
+    def _save_and_end(self) -> None:
+        """Have the trials that run save and end. Raises: Interrupted."""
+        jobs = list(self._jobs.values())
+        if jobs:
+            self._say(
+                f"{signal.Signals(self._signal).name}: {len(jobs)} trials save their state; once more leaves them"
+            )
+            self._stop.clear()
+            self._executor.stop(jobs)
+            self._wait_for(jobs)
+        raise Interrupted(
+            f"the sweep was stopped by {signal.Signals(self._signal).name}. The same command goes on ({self._folder}).",
+            self._signal,
+        )
+
+    def _wait_for(self, jobs: list[Job]) -> None:
+        """Wait until these jobs have ended, not longer than they may take to save, nor beyond a signal."""
+        end = time.monotonic() + self._sweep.base.resilience.grace_s + SPARE_S
+        while jobs and time.monotonic() < end and not self._stop.is_set():
+            states = self._executor.states(jobs)
+            jobs = [job for job, state in zip(jobs, states, strict=True) if state != "ended"]
+            if jobs:
+                self._stop.wait(min(1.0, self._executor.poll_s))
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Take SIGINT and SIGTERM as the wish to end; their handlers are those of before afterwards."""
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            self._signal = number
+            self._stop.set()
+
+        before: Mapping[int, Any] = {n: signal.signal(n, handle) for n in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def brackets_of(sweep: Sweep) -> list[Bracket]:
+    """Return the brackets of a sweep by successive halving; none for other methods."""
+    config, steps = sweep.config, sweep.base.train.steps
+    if config.method == "halving":
+        return halving(sweep.trials, steps, config.halving.eta, config.halving.min_steps)
+    if config.method == "hyperband":
+        return hyperband(steps, config.halving.eta, config.halving.min_steps)
+    return []

@@ -1,0 +1,113 @@
+"""Trials as processes of this machine, within the limits of its cores, memory and GPUs."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from argosy.launch.engines.engine import FOLDER, Job, JobState
+from argosy.launch.engines.local import Local, job_id
+from argosy.launch.own_folder import LOCK
+from argosy.sweep.executor import Executor, Task
+from argosy.sweep.needs import Limits, Room
+
+LOG = "local.out"
+GPUS = "gpus"
+"""File in a trial's folder for launches: the GPUs that its processes were given."""
+
+
+class LocalTrials(Executor):
+    """Each trial is an `argosy train` in a session of its own: it outlives a sweep that is killed."""
+
+    name = "local"
+    queues = False
+    poll_s = 0.5
+
+    def __init__(self, limits: Limits):
+        self._room = Room(limits)
+        self._engine = Local()
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._numbers: dict[str, int] = {}
+
+    def fits(self, task: Task) -> bool:
+        """Return True if there is room for the trial beside those that run."""
+        return self._room.fits(task.needs)
+
+    @property
+    def is_full(self) -> bool:
+        """True if no trial fits."""
+        return self._room.is_full
+
+    def start(self, tasks: Sequence[Task]) -> list[Job]:
+        """Start each task, unless a process that a killed sweep has left trains it already."""
+        return [self.found(task, None) or self._start(task) for task in tasks]
+
+    def found(self, task: Task, job: Job | None) -> Job | None:
+        """Return the job that trains this trial already: of its record, or of the process that holds its folder."""
+        if job is None or self._engine.state(job)[0] == "ended":
+            owner = _owner(task.run_dir)
+            job = self._job(task, owner) if owner else None
+        if job is None:
+            return None
+        gpus = task.run_dir / FOLDER / GPUS
+        self._room.take(task.number, task.needs, tuple(gpus.read_text().split()) if gpus.exists() else ())
+        self._numbers[job.id] = task.number
+        return job
+
+    def states(self, jobs: Sequence[Job]) -> list[JobState]:
+        """Return what runs; the room of what has ended is given back."""
+        states: list[JobState] = []
+        for job in jobs:
+            child = self._children.get(job.id)
+            running = child.poll() is None if child else self._engine.state(job)[0] != "ended"
+            if not running:
+                self._room.give_back(self._numbers.pop(job.id, -1))
+            states.append("running" if running else "ended")
+        return states
+
+    def exit_code(self, job: Job) -> int | None:
+        """Return the exit code of a job that has ended; None if another process has started it."""
+        child = self._children.get(job.id)
+        return child.poll() if child else None
+
+    def stop(self, jobs: Sequence[Job]) -> None:
+        """Send SIGTERM."""
+        for job in jobs:
+            self._engine.stop(job)
+
+    def _start(self, task: Task) -> Job:
+        gpus = self._room.take(task.number, task.needs)
+        environment = dict(os.environ)
+        folder = task.run_dir / FOLDER
+        if gpus:
+            (folder / GPUS).write_text(" ".join(gpus))
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        with (folder / LOG).open("ab") as out:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "argosy", "train", *task.words], env=environment,
+                stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        job = self._job(task, child.pid)
+        self._children[job.id] = child
+        self._numbers[job.id] = task.number
+        return job
+
+    def _job(self, task: Task, pid: int) -> Job:
+        log = str(task.run_dir / FOLDER / LOG)
+        return Job(engine=self.name, id=job_id(pid), submitted_s=round(time.time(), 3), nodes=1, log=log)
+
+
+def _owner(run_dir: Path) -> int | None:
+    """Return the process that holds the lock of a run's folder; None if none does."""
+    with suppress(OSError, ValueError), (run_dir / LOCK).open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return int(file.read())
+    return None

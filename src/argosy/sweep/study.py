@@ -1,0 +1,223 @@
+"""The journal of a sweep: Optuna's, in one file of its folder. It proposes values, and keeps what became of each trial.
+
+Only the process that holds the sweep's folder writes to it. A trial is counted by its number in the journal: one that
+is there is never proposed again, whatever was killed since.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from argosy.errors import UserError, missing_extra
+from argosy.sweep.load import Sweep
+from argosy.sweep.space import Parameter, Scalar, Values, drawn
+
+JOURNAL = "journal.log"
+REASON = "reason"
+TWIN = "same_as"
+STARTUP_TRIALS = 10
+"""So many trials of tpe are drawn at random, or a quarter of all: a model of fewer knows nothing."""
+State = Literal["open", "done", "stopped", "failed"]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What the journal knows of a trial."""
+
+    number: int
+    values: Values
+    state: State
+    """open: it trains, is to train, or waits at a rung; stopped: it was not promoted."""
+    metric: float | None = None
+    """Of its last rung, or of its end."""
+    rungs: Mapping[int, float] | None = None
+    """Steps -> metric, where it was judged."""
+    reason: str = ""
+    """Why it failed."""
+    same_as: int | None = None
+    """The trial with the same values, whose result it has."""
+
+
+class Study:
+    """The journal, open."""
+
+    def __init__(self, folder: Path, sweep: Sweep, may_write: bool = True):
+        """Open the journal in `folder`. may_write: False reads only, and needs one that is there.
+
+        Raises: UserError without Optuna, or if the journal cannot be read.
+        """
+        self._optuna = _optuna()
+        self._sweep = sweep
+        path = folder / JOURNAL
+        if may_write:
+            _mend(path)
+        backend = self._optuna.storages.journal.JournalFileBackend(str(path), lock_obj=_NoLock())
+        options = {"study_name": sweep.config.name, "sampler": self._optuna.samplers.RandomSampler()}
+        try:
+            storage = self._optuna.storages.JournalStorage(backend)
+            if may_write:
+                options |= {"direction": sweep.config.direction, "load_if_exists": True}
+                self._study = self._optuna.create_study(storage=storage, **options)
+            else:
+                self._study = self._optuna.load_study(storage=storage, **options)
+        except (ValueError, KeyError) as problem:
+            raise UserError(
+                f"{path}: is no journal of this sweep ({problem}). Restore it, or begin again in another --sweep-dir."
+            ) from None
+
+    def trials(self) -> list[Trial]:
+        """Return all trials that were proposed, by number."""
+        return [self._trial(found) for found in self._study.get_trials(deepcopy=False) if self._is_whole(found)]
+
+    def propose(self) -> Trial:
+        """Return a new trial, or one that a kill left without all of its values."""
+        found = self._study.get_trials(deepcopy=False)
+        number = len(found) - 1 if found and not self._is_whole(found[-1]) else len(found)
+        self._study.sampler = self._sampler(number)
+        if self._sweep.config.method == "grid" and number == len(found):
+            values = self._sweep.grid[number]
+            self._study.enqueue_trial({p.key: drawn(p, values[p.key]) for p in self._sweep.parameters})
+            found = self._study.get_trials(deepcopy=False)
+        unfinished = found[number] if number < len(found) else None
+        if unfinished is None or unfinished.state == self._optuna.trial.TrialState.WAITING:
+            trial = self._study.ask()
+        else:
+            trial = self._optuna.trial.Trial(self._study, unfinished._trial_id)
+        for parameter in self._sweep.parameters:
+            _suggest(trial, parameter)
+        self._study.sampler = self._optuna.samplers.RandomSampler()  # one that does nothing when a trial ends
+        return self._trial(self._study.get_trials(deepcopy=False)[number])
+
+    def twin(self, trial: Trial) -> Trial | None:
+        """Return an earlier trial with the same values; None if there is none."""
+        others = self.trials()[: trial.number]
+        return next((t for t in others if t.same_as is None and t.values == trial.values), None)
+
+    def report(self, number: int, steps: int, metric: float) -> None:
+        """Record the metric of an open trial at a rung."""
+        self._handle(number).report(metric, steps)
+
+    def complete(self, number: int, metric: float) -> None:
+        """Record the result of a trial that has come to its end."""
+        self._study.tell(number, metric)
+
+    def copy_result(self, number: int, of: Trial) -> None:
+        """Record that a trial has the values, and so the result, of another one that has ended."""
+        self._handle(number).set_user_attr(TWIN, of.number)
+        if of.state == "done" and of.metric is not None:
+            self.complete(number, of.metric)
+        else:
+            self.fail(number, of.reason)
+
+    def stop(self, number: int) -> None:
+        """Record that a trial was not promoted."""
+        self._study.tell(number, state=self._optuna.trial.TrialState.PRUNED)
+
+    def fail(self, number: int, reason: str) -> None:
+        """Record that a trial has failed, and why."""
+        self._handle(number).set_user_attr(REASON, reason)
+        self._study.tell(number, state=self._optuna.trial.TrialState.FAIL)
+
+    def importance(self) -> dict[str, float]:
+        """Return each parameter's share of what decides whether a trial is good (PED-ANOVA, Watanabe et al. 2023).
+
+        Empty if the trials that came to their end are too few, or the metric hardly differs.
+        """
+        done = [trial for trial in self.trials() if trial.state == "done"]
+        if len(self._sweep.parameters) < 2 or len(done) < 2 * len(self._sweep.parameters) + 2:
+            return {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                shares = self._optuna.importance.get_param_importances(self._study)
+            except (ValueError, RuntimeError):
+                return {}
+        return {key: float(share) for key, share in shares.items() if np.isfinite(share)}
+
+    def _handle(self, number: int) -> Any:
+        found = self._study.get_trials(deepcopy=False)[number]
+        return self._optuna.trial.Trial(self._study, found._trial_id)
+
+    def _is_whole(self, found: Any) -> bool:
+        """False if a kill came between the parts of a proposal."""
+        is_waiting = found.state == self._optuna.trial.TrialState.WAITING
+        return not is_waiting and all(p.key in found.params for p in self._sweep.parameters)
+
+    def _trial(self, found: Any) -> Trial:
+        states = self._optuna.trial.TrialState
+        names: dict[Any, State] = {states.COMPLETE: "done", states.PRUNED: "stopped", states.FAIL: "failed"}
+        rungs = {int(step): float(value) for step, value in sorted(found.intermediate_values.items())}
+        return Trial(
+            number=found.number,
+            values={p.key: p.value(found.params[p.key]) for p in self._sweep.parameters},
+            state=names.get(found.state, "open"),
+            metric=found.value if found.value is not None else next(reversed(rungs.values()), None),
+            rungs=rungs,
+            reason=str(found.user_attrs.get(REASON, "")),
+            same_as=found.user_attrs.get(TWIN),
+        )
+
+    def _sampler(self, number: int) -> Any:
+        """Return the sampler of one trial: seeded by its number, so that a sweep that was killed draws the same."""
+        seed = int(np.random.SeedSequence([self._sweep.config.seed, number]).generate_state(1)[0])
+        samplers = self._optuna.samplers
+        if self._sweep.config.method == "tpe":
+            startup = min(STARTUP_TRIALS, max(3, self._sweep.trials // 4))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # constant_liar is called experimental
+                return samplers.TPESampler(seed=seed, n_startup_trials=startup, constant_liar=True)
+        if self._sweep.config.method != "grid" and all(parameter.is_list for parameter in self._sweep.parameters):
+            return samplers.BruteForceSampler(seed=seed)  # random, but none twice as long as there are others
+        return samplers.RandomSampler(seed=seed)
+
+
+def _suggest(trial: Any, parameter: Parameter) -> Scalar:
+    key = parameter.key
+    if parameter.is_list:
+        return trial.suggest_categorical(key, parameter.choices)
+    if parameter.whole:
+        low, high, step = int(parameter.low), int(parameter.high), int(parameter.step or 1)
+        high = low + (high - low) // step * step
+        return trial.suggest_int(key, low, high, log=parameter.log, step=step)
+    high = parameter.high if parameter.step is None else float((parameter.grid or (parameter.high,))[-1])
+    return trial.suggest_float(key, parameter.low, high, log=parameter.log, step=parameter.step)
+
+
+def check_optuna() -> None:
+    """Raise UserError if Optuna is not installed."""
+    _optuna()
+
+
+def _optuna() -> Any:
+    try:
+        import optuna
+        import optuna.importance
+    except ImportError:
+        raise missing_extra("optuna", "sweep", "argosy sweep") from None
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    return optuna
+
+
+class _NoLock:
+    """A lock that locks nothing: the sweep's folder has one, which the kernel takes back after a kill."""
+
+    def acquire(self) -> bool:
+        return True
+
+    def release(self) -> None:
+        pass
+
+
+def _mend(path: Path) -> None:
+    """Cut a last line off that is not whole, as a full disk leaves it: the next line would be lost with it."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        data = file.read()
+        file.truncate(data.rfind(b"\n") + 1)
