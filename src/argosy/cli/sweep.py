@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from argosy.cli.options import parse
-from argosy.errors import RunFailed, UserError
-from argosy.sweep.executors.table import Asked, Place
+from argosy.errors import RunFailed
+from argosy.sweep.executor import Asked
+from argosy.sweep.executors.table import Place
 
 if TYPE_CHECKING:
     from argosy.sweep.result import Result
@@ -66,8 +67,6 @@ def main(argv: list[str]) -> None:
         result = show_sweep(sweep, folder)
     else:
         asked = Asked(options.gpus_per_trial, options.time, options.account, options.partition, options.extra)
-        if options.on == "local" and asked != Asked():
-            raise UserError("--gpus-per-trial, --time, --account, --partition and --extra are for --on slurm.")
         result = run_sweep(sweep, folder, options.on, asked, quiet=options.json)
     print(result.json() if options.json else result.in_words())
     if options.show:

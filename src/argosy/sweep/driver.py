@@ -25,20 +25,19 @@ from argosy.sweep.executor import Executor, Task
 from argosy.sweep.folder import trial_folder
 from argosy.sweep.load import Sweep
 from argosy.sweep.needs import Limits, needs_of, processes, threads
-from argosy.sweep.rungs import Bracket, halving, hyperband, judge
+from argosy.sweep.rungs import Bracket, Judgement, halving, hyperband, judge
 from argosy.sweep.space import in_words, short
 from argosy.sweep.study import Study, Trial
-from argosy.sweep.trial import has_reached, is_lost, last_words, metric_of, outcome, steps_of
+from argosy.sweep.trial import DIVERGED, has_reached, last_words, metric_of, outcome, steps_of
 
 RUN_FILE = "run.toml"
 """A trial's run file, in its folder for launches."""
-DIVERGED, REFUSED = "diverged", "refused"
-"""Words that begin the reason of a trial that failed, and says nothing about others."""
+REFUSED = "refused"
+"""Begins the reason of a trial whose values do not go together."""
 MOST_IDLE = 3
 """So often in a row a trial may end without a step more."""
 ALIKE = 3
 """So many trials that fail in the same way, before any has learned anything, end the sweep."""
-LOOK_FOR_NAN_S = 5.0
 TPE_AT_ONCE = 8
 """Trials of tpe at a time in a place that queues them: what is proposed later knows more."""
 SPARE_S = 30.0
@@ -59,7 +58,6 @@ class Driver:
         self._progress: dict[int, tuple[int, int]] = {}
         """Trial -> its steps when it was last interrupted, and how often that was without one more."""
         self._may_repeat = sweep.config.method in ("tpe", "random")
-        self._looked_s = 0.0
         self._stop = threading.Event()
         self._signal = 0
 
@@ -93,10 +91,6 @@ class Driver:
         for number, state in zip(numbers, states, strict=True):
             if state == "ended":
                 self._end(number, self._jobs.pop(number))
-        if time.monotonic() - self._looked_s > LOOK_FOR_NAN_S:
-            self._looked_s = time.monotonic()
-            for number in [n for n in self._jobs if is_lost(trial_folder(self._folder, n))]:
-                self._end_lost(number)
 
     def _end(self, number: int, job: Job) -> None:
         task = self._tasks[number]
@@ -118,14 +112,6 @@ class Driver:
             self._fail(number, f"it ended {idle} times in a row without a step more than {done}: {why}")
         else:
             self._say(f"trial {number:04d} was interrupted at step {done}, and goes on ({why})")
-
-    def _end_lost(self, number: int) -> None:
-        """Stop a trial whose loss is no number any more."""
-        job = self._jobs.pop(number)
-        self._executor.stop([job])
-        self._wait_for([job])
-        steps = steps_of(self._tasks[number].run_dir)
-        self._fail(number, f"{DIVERGED}: its loss is not finite, up to step {steps}")
 
     def _record(self, number: int, run: RunConfig) -> None:
         """Record the metric of a trial that has come to a rung, or to its end."""
@@ -157,7 +143,7 @@ class Driver:
                     self._say(f"trial {number:04d} stopped: others were better at step {max(trials[number].rungs)}")
         return self._study.trials()
 
-    def _judgement(self, bracket: Bracket, trials: list[Trial]) -> Any:
+    def _judgement(self, bracket: Bracket, trials: list[Trial]) -> Judgement:
         mine = trials[bracket.trials.start : bracket.trials.stop]
         scores = {trial.number: trial.rungs for trial in mine}
         failed = {trial.number for trial in mine if trial.state == "failed"}

@@ -23,6 +23,17 @@ class Needs:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """What the command line asks of a cluster for each trial."""
+
+    gpus: int = 0
+    time: str = ""
+    account: str = ""
+    partition: str = ""
+    extra: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Task:
     """A trial that is to be trained from its newest checkpoint on, or from the start if it has none.
 
@@ -35,7 +46,7 @@ class Task:
     run_dir: Path
     """Absolute. It exists, and so does its folder `launch`, for what the task prints."""
     words: tuple[str, ...]
-    """The words after `argosy train`, --run-dir included; paths in them are absolute."""
+    """The words after `argosy train`: the run file, --run-dir and `run_dir`; both paths are absolute."""
     needs: Needs
 
 

@@ -131,7 +131,7 @@ class Result:
             "values": dict(trial.values),
             "metric": trial.metric,
             "steps": steps,
-            "rungs": {str(at): value for at, value in (trial.rungs or {}).items()},
+            "rungs": {str(at): value for at, value in trial.rungs.items()},
             "reason": trial.reason,
             "same_as": trial.same_as,
         }

@@ -10,10 +10,11 @@ from argosy.data.prepare import PrepareProgress, prepare
 from argosy.errors import UserError
 from argosy.observe.progress import Progress
 from argosy.sweep.driver import Driver
-from argosy.sweep.executors.table import Asked, Place, executor_on
+from argosy.sweep.executor import Asked
+from argosy.sweep.executors.table import Place, executor_on, limits_on
 from argosy.sweep.folder import check_is_same, enter, locked
 from argosy.sweep.load import Sweep
-from argosy.sweep.needs import limits_of, needs_of
+from argosy.sweep.needs import Limits, needs_of
 from argosy.sweep.result import Result
 from argosy.sweep.study import JOURNAL, Study, check_optuna
 
@@ -25,9 +26,9 @@ def run_sweep(sweep: Sweep, folder: Path, on: Place, asked: Asked, quiet: bool =
     SIGTERM, once its trials have saved.
     """
     check_optuna()
-    limits = limits_of(sweep.config.parallel)
+    limits = limits_on(on, sweep.config)
     progress = Progress(enabled=not quiet)
-    executor = executor_on(on, sweep, folder, limits, asked)
+    executor = executor_on(on, sweep.config, folder, limits, asked)
     with locked(folder):
         enter(folder, sweep)
         study = Study(folder, sweep)
@@ -35,7 +36,7 @@ def run_sweep(sweep: Sweep, folder: Path, on: Place, asked: Asked, quiet: bool =
         driver = Driver(sweep, folder, study, executor, limits, progress.say)
         progress.say(f"sweep {sweep.config.name}: {driver.trials} trials in {folder}")
         if on == "local":
-            _say_what_does_not_fit(sweep, limits.memory_bytes, progress.say)
+            _say_what_does_not_fit(sweep, limits, progress.say)
         try:
             driver.run()
         finally:
@@ -70,14 +71,14 @@ def _show(progress: Progress, state: PrepareProgress) -> None:
     progress.note(str(state), last=state.stage == "done")
 
 
-def _say_what_does_not_fit(sweep: Sweep, memory_bytes: float, say: Callable[[str], None]) -> None:
+def _say_what_does_not_fit(sweep: Sweep, limits: Limits, say: Callable[[str], None]) -> None:
     """Warn if a trial alone is predicted to take more memory than there is for all."""
     try:
-        needs = needs_of(sweep.base, limits_of(sweep.config.parallel))
+        needs = needs_of(sweep.base, limits)
     except UserError:  # only some of its trials may go together
         return
-    if needs.memory_bytes > memory_bytes:
+    if needs.memory_bytes > limits.memory_bytes:
         say(
             f"a trial is predicted to take {needs.memory_bytes / 1e9:.1f} GB, more than the "
-            f"{memory_bytes / 1e9:.1f} GB for all of them: trials run one at a time"
+            f"{limits.memory_bytes / 1e9:.1f} GB for all of them: trials run one at a time"
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,7 +36,7 @@ class Trial:
     """open: it trains, is to train, or waits at a rung; stopped: it was not promoted."""
     metric: float | None = None
     """Of its last rung, or of its end."""
-    rungs: Mapping[int, float] | None = None
+    rungs: Mapping[int, float] = field(default_factory=dict)
     """Steps -> metric, where it was judged."""
     reason: str = ""
     """Why it failed."""
@@ -182,9 +182,9 @@ def _suggest(trial: Any, parameter: Parameter) -> Scalar:
     if parameter.is_list:
         return trial.suggest_categorical(key, parameter.choices)
     if parameter.whole:
-        low, high, step = int(parameter.low), int(parameter.high), int(parameter.step or 1)
-        high = low + (high - low) // step * step
-        return trial.suggest_int(key, low, high, log=parameter.log, step=step)
+        low, step = int(parameter.low), int(parameter.step or 1)
+        highest = low + (int(parameter.high) - low) // step * step
+        return trial.suggest_int(key, low, highest, log=parameter.log, step=step)
     high = parameter.high if parameter.step is None else float((parameter.grid or (parameter.high,))[-1])
     return trial.suggest_float(key, parameter.low, high, log=parameter.log, step=parameter.step)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,8 +16,8 @@ from argosy.watch.reader import RunReader, is_run
 SHARE_OF_STEPS = 0.1
 """The metric of steps is the mean over so many of the last ones."""
 OF_EVALUATIONS = ("validation_loss", "bits_per_byte")
-LOST_STEPS = 32
-"""A trial whose loss has not been a number for so many steps will not come back."""
+DIVERGED = "diverged"
+"""Begins the reason of a trial whose numbers are no longer finite."""
 LOG_BYTES = 4096
 
 
@@ -47,6 +46,9 @@ def outcome(run_dir: Path, until: int, code: int | None, log: str) -> Outcome:
     reader.refresh()
     codes = [event["exit_code"] for event in reader.events if event["event"] == "finish"]
     if reader.state == "failed" and codes[-1:] != [Retryable.exit_code]:
+        bad = next((event for event in reversed(reader.events) if event["event"] == "bad_step"), {})
+        if bad.get("outcome") == "stop":
+            return Outcome("failed", f"{DIVERGED} at step {bad.get('step')}: {bad.get('reason')}")
         return Outcome("failed", reader.why)
     return Outcome("again", "" if reader.state == "training" else reader.why)
 
@@ -95,22 +97,9 @@ def metric_of(run_dir: Path, key: str, until: int = 0) -> float | None:
     return math.fsum(values) / len(values) if values else None
 
 
-def is_lost(run_dir: Path) -> bool:
-    """Return True if the loss of the last steps was not a number: no later step will be one."""
-    losses = [record["loss"] for record in _first(LOST_STEPS, run_dir) if "loss" in record]
-    return len(losses) >= LOST_STEPS // 2 and all(loss is None for loss in losses)
-
-
 def steps_of(run_dir: Path) -> int:
     """Return the steps that a trial has made."""
     return next((int(record["step"]) + 1 for record in from_the_end(run_dir / "metrics.jsonl")), 0)
-
-
-def _first(count: int, run_dir: Path) -> Iterator[dict[str, Any]]:
-    for place, record in enumerate(from_the_end(run_dir / "metrics.jsonl")):
-        if place == count:
-            return
-        yield record
 
 
 def _has(record: dict[str, Any], key: str) -> bool:

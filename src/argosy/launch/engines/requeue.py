@@ -33,6 +33,9 @@ def decide(run_dir: Path, code: int) -> tuple[int, str]:
     run.refresh()
     if run.state == "finished":
         return 0, "the run is finished"
+    steps = int(run.last_line.get("step", -1)) + 1
+    if run.state == "stopped" and run.run is not None and 0 < run.run.train.pause_at <= steps:
+        return 0, f"the run pauses at step {steps} (train.pause_at)"
     failed = next((e["exit_code"] for e in reversed(run.events) if e["event"] == "finish" and e["exit_code"]), 0)
     if run.state == "failed" and failed != Retryable.exit_code:
         return failed, f"the run has failed: {run.why}"

@@ -78,7 +78,7 @@ class Slurm(Engine):
         """Give the script to sbatch."""
         path = request.folder / "job.sh"
         path.write_text(self.script(request))
-        job_id = _ask("sbatch", "--parsable", str(path)).split(";")[0]
+        job_id = ask("sbatch", "--parsable", str(path)).split(";")[0]
         return Job(
             engine="slurm",
             id=job_id,
@@ -89,7 +89,7 @@ class Slurm(Engine):
 
     def state(self, job: Job) -> tuple[JobState, str]:
         """Return what squeue says of the job."""
-        answer = _ask("squeue", "--noheader", "--states=all", "--format=%T %r", f"--jobs={job.id}", may_fail=True)
+        answer = ask("squeue", "--noheader", "--states=all", "--format=%T %r", f"--jobs={job.id}", may_fail=True)
         state, _, reason = answer.partition(" ")
         if state in WAITING:
             return "waiting", f"{state.lower()}: {reason}" if reason not in ("", "None") else state.lower()
@@ -99,10 +99,10 @@ class Slurm(Engine):
 
     def stop(self, job: Job) -> None:
         """Send SIGTERM to the agents, which save; SLURM kills what is left after its KillWait."""
-        _ask("scancel", job.id)
+        ask("scancel", job.id)
 
 
-def _ask(program: str, *words: str, may_fail: bool = False) -> str:
+def ask(program: str, *words: str, may_fail: bool = False) -> str:
     """Return what a program of SLURM prints. Raises: UserError with what it says, if it fails."""
     if shutil.which(program) is None:
         raise UserError(f"--on slurm: there is no {program} here. Give the command on a machine of the SLURM cluster.")

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from argosy.sweep.executor import Executor
-from argosy.sweep.load import Sweep
-from argosy.sweep.needs import Limits
+from argosy.errors import UserError
+from argosy.sweep.config import SweepConfig
+from argosy.sweep.executor import Asked, Executor
+from argosy.sweep.executors.local import LocalTrials
+from argosy.sweep.executors.slurm import SlurmTrials
+from argosy.sweep.needs import Limits, limits_of
 
-Place = Literal["local"]
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What the command line asks of a cluster for each trial."""
-
-    gpus: int = 0
-    time: str = ""
-    account: str = ""
-    partition: str = ""
-    extra: tuple[str, ...] = ()
+Place = Literal["local", "slurm"]
 
 
-def executor_on(place: Place, sweep: Sweep, folder: Path, limits: Limits, asked: Asked) -> Executor:
-    """Return the place of that name. Raises: UserError if it is not there."""
-    from argosy.sweep.executors.local import LocalTrials
+def limits_on(place: Place, config: SweepConfig) -> Limits:
+    """Return what trials that run at the same time may take: in a place that queues them, only their number counts."""
+    if place == "local":
+        return limits_of(config.parallel)
+    return Limits(trials=config.parallel.trials, cores=0, memory_bytes=float("inf"))
 
+
+def executor_on(place: Place, config: SweepConfig, folder: Path, limits: Limits, asked: Asked) -> Executor:
+    """Return the place of that name. Raises: UserError if it is not there, or does not take what is asked."""
+    if place == "slurm":
+        return SlurmTrials(folder, config.name, limits.trials, asked)
+    if asked != Asked():
+        raise UserError(
+            "--gpus-per-trial, --time, --account, --partition and --extra are for clusters. Leave them out."
+        )
     return LocalTrials(limits)
