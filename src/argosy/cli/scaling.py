@@ -1,11 +1,12 @@
 """Fit a scaling law L(N, D) = E + A/N^alpha + B/D^beta to small runs, and ask it about larger ones.
 
 N: parameters with embeddings (without the experts that a token does not go to); D: training tokens; L: loss on
-held-out text, nats per token; compute is 6 N D. RESULTS are folders of finished runs that share a tokenizer, or CSV
-files with the columns parameters,tokens,loss. Intervals are 90 %, by bootstrap.
+held-out text, nats per token; compute is 6 N D. RESULTS are folders of finished runs that share a tokenizer, of sweeps
+over sizes and steps, or CSV files with the columns parameters,tokens,loss. Intervals are 90 %, by bootstrap.
 
 Examples:
   argosy scaling runs/small-*                                        the coefficients
+  argosy scaling sweeps/sizes                                        the same, of the trials of a sweep
   argosy scaling results.csv --budget 1e21                           the best N and D for 1e21 FLOPs
   argosy scaling runs/small-* --predict big.toml                     the loss of a run before it is trained
   argosy scaling results.csv --parameters 7B --tokens 140B --json    the same for a size of your own
@@ -33,7 +34,7 @@ class Options:
     """Options of `argosy scaling`."""
 
     results: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Run folders and CSV files."""
+    """Folders of runs and of sweeps, and CSV files."""
     budget: Count | None = None
     """Training compute in FLOPs, to spend on the best N and D."""
     predict: Path | None = None

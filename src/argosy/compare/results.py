@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 
@@ -22,14 +23,44 @@ SWEEP_FILE = "sweep.toml"
 
 
 def read_results(paths: Sequence[Path]) -> list[RunResult]:
-    """Read the results in run folders (`read_run`) and CSV files (`read_csv`).
+    """Read the results in run folders (`read_run`), folders of sweeps (`read_sweep`) and CSV files (`read_csv`).
 
     Raises: UserError if one cannot be read, or if the runs have different tokenizers, since their losses per token
     cannot be compared.
     """
     folders = [path for path in paths if path.is_dir()]
-    _check_same_tokenizer(folders)
-    return [result for path in paths for result in ([read_run(path)] if path.is_dir() else read_csv(path))]
+    _check_same_tokenizer([run for folder in folders for run in (trials_in(folder) or [folder])])
+    return [result for path in paths for result in _read(path)]
+
+
+def _read(path: Path) -> list[RunResult]:
+    if not path.is_dir():
+        return list(read_csv(path))
+    return read_sweep(path) if (path / SWEEP_FILE).exists() else [read_run(path)]
+
+
+def trials_in(folder: Path) -> list[Path]:
+    """Return the run folders of a sweep's trials that have begun, by number; none if `folder` is not a sweep's."""
+    if not (folder / SWEEP_FILE).exists():
+        return []
+    return sorted(path.parent for path in folder.glob("[0-9]*/run.toml"))
+
+
+def read_sweep(folder: Path) -> list[RunResult]:
+    """Return the results of a sweep's trials that have come to their end: of those with the same size and the same
+    number of tokens the best, since the law is about runs whose other settings are right.
+
+    Raises: UserError if there is none.
+    """
+    best: dict[tuple[float, float], RunResult] = {}
+    for run_dir in trials_in(folder):
+        with suppress(UserError):  # it has failed, or was not promoted
+            result = read_run(run_dir)
+            size = result.parameters, result.tokens
+            best[size] = min(result, best.get(size, result), key=lambda found: found.loss)
+    if not best:
+        raise UserError(f"{folder}: no trial of this sweep has come to its end. Let the sweep end, or give other runs.")
+    return list(best.values())
 
 
 def read_run(run_dir: Path) -> RunResult:

@@ -79,7 +79,6 @@ class Study:
         """Return a new trial, or one that a kill left without all of its values."""
         found = self._study.get_trials(deepcopy=False)
         number = len(found) - 1 if found and not self._is_whole(found[-1]) else len(found)
-        self._study.sampler = self._sampler(number)
         if self._sweep.config.method == "grid" and number == len(found):
             values = self._sweep.grid[number]
             self._study.enqueue_trial({p.key: drawn(p, values[p.key]) for p in self._sweep.parameters})
@@ -89,7 +88,8 @@ class Study:
             trial = self._study.ask()
         else:
             trial = self._optuna.trial.Trial(self._study, unfinished._trial_id)
-        for parameter in self._sweep.parameters:
+        for place, parameter in enumerate(self._sweep.parameters):
+            self._study.sampler = self._sampler(number, place)
             _suggest(trial, parameter)
         self._study.sampler = self._optuna.samplers.RandomSampler()  # one that does nothing when a trial ends
         return self._trial(self._study.get_trials(deepcopy=False)[number])
@@ -163,18 +163,18 @@ class Study:
             same_as=found.user_attrs.get(TWIN),
         )
 
-    def _sampler(self, number: int) -> Any:
-        """Return the sampler of one trial: seeded by its number, so that a sweep that was killed draws the same."""
-        seed = int(np.random.SeedSequence([self._sweep.config.seed, number]).generate_state(1)[0])
+    def _sampler(self, number: int, place: int) -> Any:
+        """Return the sampler of one value: seeded by its trial and its place, so that a killed sweep draws the same."""
+        seed = int(np.random.SeedSequence([self._sweep.config.seed, number, place]).generate_state(1)[0])
         samplers = self._optuna.samplers
-        if self._sweep.config.method == "tpe":
-            startup = min(STARTUP_TRIALS, max(3, self._sweep.trials // 4))
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # constant_liar is called experimental
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # BruteForceSampler and constant_liar are called experimental
+            if self._sweep.config.method == "tpe":
+                startup = min(STARTUP_TRIALS, max(3, self._sweep.trials // 4))
                 return samplers.TPESampler(seed=seed, n_startup_trials=startup, constant_liar=True)
-        if self._sweep.config.method != "grid" and all(parameter.is_list for parameter in self._sweep.parameters):
-            return samplers.BruteForceSampler(seed=seed)  # random, but none twice as long as there are others
-        return samplers.RandomSampler(seed=seed)
+            if all(parameter.is_list for parameter in self._sweep.parameters) and self._sweep.config.method != "grid":
+                return samplers.BruteForceSampler(seed=seed)  # random, but none twice as long as there are others
+            return samplers.RandomSampler(seed=seed)
 
 
 def _suggest(trial: Any, parameter: Parameter) -> Scalar:
