@@ -94,3 +94,24 @@ def test_a_planned_run_has_a_size(tmp_path: Path) -> None:
     save_run(run_config(tmp_path, model={"vocab_size": 0}), tmp_path / "open.toml")
     with pytest.raises(UserError, match=r"model\.vocab_size = 0"):
         planned_size(tmp_path / "open.toml")
+
+
+def sweep_folder(path: Path, *losses: float | None) -> Path:
+    """A folder as a sweep leaves it, with a trial for each loss; None: one that was not promoted."""
+    path.mkdir()
+    (path / "sweep.toml").write_text('method = "grid"\n')
+    for number, loss in enumerate(losses):
+        trial = run_folder(path / f"{number:04d}", steps_done=8 if loss is not None else 3)
+        with (trial / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 7 if loss else 2, "validation_loss": loss or 9.0}) + "\n")
+    return path
+
+
+def test_of_a_sweep_the_best_trial_of_each_size_counts(tmp_path: Path) -> None:
+    (found,) = read_results([sweep_folder(tmp_path / "s", 4.5, None, 4.0, 4.25)])
+    assert found == RunResult(parameters(run_config(tmp_path).model), 8 * 8 * 32, 4.0)
+
+
+def test_a_sweep_of_which_no_trial_has_ended_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no trial of this sweep has come to its end"):
+        read_results([sweep_folder(tmp_path / "s", None, None)])
