@@ -108,3 +108,8 @@ def test_a_run_that_is_missing_or_wrong_is_named(tmp_path: Path) -> None:
 def test_values_that_go_together_in_some_trials_only_are_no_mistake_of_a_random_sweep(tmp_path: Path) -> None:
     text = "method = 'random'\n[parameters]\nmodel.heads = [4, 6]\nmodel.kv_heads = [4, 6]\n"
     assert sweep_of(tmp_path, text).trials == 20
+
+
+def test_the_example_is_a_sweep() -> None:
+    example = Path(__file__).parents[2] / "examples" / "sweeps" / "learning-rate.toml"
+    assert load_sweep(example).config.method == "halving"

@@ -15,6 +15,9 @@ WIDTH, HEIGHT, MARGIN, GAP = 300, 220, 56, 18
 COLUMNS = 3
 DOT = 4
 COLOURS = {"done": "#2563eb", "stopped": "#94a3b8", "best": "#ea580c"}
+PADDING = 0.05
+"""Share of an axis that is left free at each end."""
+MOST_TICKS = 6
 WIDE_RATIO = 20
 """Numbers of a list that are so far apart stand on a logarithmic axis."""
 
@@ -26,19 +29,23 @@ class Axis:
     low: float
     high: float
     is_log: bool = False
+    values: tuple[float, ...] = ()
+    """Values that are written; empty: both ends and the middle."""
     names: tuple[str, ...] = ()
     """Of values that are no numbers, in order; they stand at 0, 1, 2, ..."""
 
     def place(self, value: float) -> float:
         """Return where a value stands, 0 to 1."""
         low, high, at = (math.log(v) if self.is_log else v for v in (self.low, self.high, value))
-        return (at - low) / (high - low) if high > low else 0.5
+        return PADDING + (1 - 2 * PADDING) * (at - low) / (high - low) if high > low else 0.5
 
     @property
     def ticks(self) -> list[tuple[float, str]]:
         """(place, text) of what is written."""
         if self.names:
             return [(self.place(at), name) for at, name in enumerate(self.names)]
+        if self.values:
+            return [(self.place(value), f"{value:.3g}") for value in self.values]
         middle = math.sqrt(self.low * self.high) if self.is_log else (self.low + self.high) / 2
         return [(self.place(v), f"{v:.3g}") for v in dict.fromkeys((self.low, middle, self.high))]
 
@@ -62,6 +69,8 @@ def plot(sweep: Sweep, trials: Sequence[Trial], best: Trial | None) -> str:
         for at, panel in enumerate(panels)
     ]
     title = escape(f"sweep {sweep.config.name}: {sweep.config.direction} {metric}")
+    if any(trial.state == "stopped" for trial in shown):
+        title += " (grey: not promoted, at its last rung)"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         'font-family="sans-serif" font-size="11"><rect width="100%" height="100%" fill="white"/>'
@@ -104,7 +113,8 @@ def _axis_of(parameter: Parameter) -> Axis:
     if not numbers:
         return Axis(0.0, max(1.0, len(parameter.values) - 1.0), names=tuple(short(v) for v in parameter.values))
     low, high = min(numbers), max(numbers)
-    return Axis(low, high, is_log=low > 0 and high / low >= WIDE_RATIO)
+    written = tuple(sorted(numbers)) if len(numbers) <= MOST_TICKS else ()
+    return Axis(low, high, low > 0 and high / low >= WIDE_RATIO, written)
 
 
 def _numbers(parameter: Parameter) -> list[float]:
