@@ -34,7 +34,7 @@ def test_each_trial_with_a_metric_is_a_dot_inside_of_each_panel(tmp_path: Path) 
     for panel in panels:
         dots = panel.findall(f"{SVG}circle")
         assert len(dots) == 2 and all(0 < float(dot.attrib["cx"]) < 300 for dot in dots)
-        low, high = (float(dot.attrib["cy"]) for dot in sorted(dots, key=lambda dot: "0001" in dot[0].text))  # type: ignore[operator]
+        low, high = (float(dot.attrib["cy"]) for dot in sorted(dots, key=lambda dot: "trial 0001" in dot[0].text))  # type: ignore[operator]
         assert low > high  # the less the metric, the further down
     assert "not promoted" in ElementTree.tostring(root).decode()
 
