@@ -103,3 +103,15 @@ def test_without_optuna_its_extra_is_named(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(UserError, match=r"pip install 'argosy\[sweep\]'"):
         Study(tmp_path, asked)
     assert not (tmp_path / JOURNAL).exists()
+
+
+def test_a_trial_with_the_values_of_another_has_its_result(tmp_path: Path) -> None:
+    study = Study(tmp_path, sweep(tmp_path, "random", "seed = [1]\n"))
+    study.propose()
+    again = study.propose()
+    twin = study.twin(again)
+    assert twin is not None and twin.number == 0
+    study.complete(0, 2.5)
+    study.copy_result(1, study.trials()[0])
+    copied = study.trials()[1]
+    assert (copied.state, copied.metric, copied.same_as) == ("done", 2.5, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -109,3 +110,9 @@ def test_the_same_seed_gives_the_same_intervals() -> None:
 def test_too_few_results_are_refused(few: list[RunResult]) -> None:
     with pytest.raises(UserError, match="too few for a scaling law"):
         fit_scaling_law(few)
+
+
+def test_a_law_of_which_one_term_is_nothing_is_infinite_and_no_error() -> None:
+    """Draws of the bootstrap may be such laws, where results hardly tell sizes apart."""
+    found = ScalingLaw(E=1.0, A=1e-300, B=1e300, alpha=0.01, beta=0.01).compute_optimal(1e13)
+    assert found.parameters == 0 and found.tokens == math.inf

@@ -72,15 +72,18 @@ class ScalingLaw:
 
     def loss(self, parameters: float, tokens: float) -> float:
         """Return the loss of a model with so many parameters after so many tokens, nats per token."""
-        return float(self.E + self.A * parameters**-self.alpha + self.B * tokens**-self.beta)
+        with np.errstate(all="ignore"):  # a draw may have a law of which one term is nothing: infinite, not an error
+            rest = self.A * np.float64(parameters) ** -self.alpha + self.B * np.float64(tokens) ** -self.beta
+            return float(self.E + rest)
 
     def compute_optimal(self, flops: float) -> Allocation:
         """Return the parameters and tokens of least loss for `flops` = 6 N D (Hoffmann et al. 2022, equation 4)."""
         both = self.alpha + self.beta
         product = flops / FLOPS_PER_PARAMETER_AND_TOKEN
-        balance = (self.alpha * self.A / (self.beta * self.B)) ** (1 / both)
-        parameters = balance * product ** (self.beta / both)
-        tokens = product ** (self.alpha / both) / balance
+        with np.errstate(all="ignore"):
+            balance = (np.float64(self.alpha * self.A) / np.float64(self.beta * self.B)) ** (1 / both)
+            parameters = float(balance * product ** (self.beta / both))
+            tokens = float(product ** (self.alpha / both) / balance)
         return Allocation(parameters, tokens, self.loss(parameters, tokens))
 
 
@@ -125,7 +128,7 @@ class ScalingFit:
             return {
                 "parameters": best.parameters,
                 "tokens": best.tokens,
-                "tokens_per_parameter": best.tokens / best.parameters,
+                "tokens_per_parameter": best.tokens / best.parameters if best.parameters else math.inf,
                 "loss": best.loss,
             }
 
