@@ -24,6 +24,7 @@ from pydantic import (
 from argosy.config.batch_ramp import BatchSizes, BatchStage, check_ramp
 from argosy.config.cache import CacheConfig
 from argosy.config.extend import ExtendConfig
+from argosy.config.filters import FiltersConfig
 from argosy.config.lease_url import LeaseUrl
 from argosy.config.mup import MuPConfig
 from argosy.config.observe import ObserveConfig
@@ -296,9 +297,11 @@ class PrepareConfig(Section):
     on_bad_input: Literal["skip", "refuse"] = "skip"
     """Broken UTF-8, a broken record or one without `field`: skip and count it, or stop."""
     processes: NonNegativeInt = 0
-    """Tokenizer processes; 0 takes one per core."""
+    """Worker processes, which read and tokenize; 0 takes one per core."""
     engine: Literal["auto", "huggingface", "fastokens"] = "auto"
     """Tokenizer engine; auto takes fastokens if installed and identical to Hugging Face on a sample."""
+    filters: FiltersConfig = FiltersConfig()
+    """Which documents are left out."""
 
 
 class DataStage(Section):

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from argosy.config.schema import PrepareConfig
 from argosy.data.formats import EMPTY, MAX_DOCUMENT_BYTES, BadInput, Fields, Text, read_file
 from argosy.data.pieces import Piece
 from argosy.data.sources import InputFile
@@ -77,17 +76,6 @@ class DocumentReader:
         """Texts of the piece that were read, good or not."""
         self.first_bad: BadInput | None = None
         """The first input that was skipped; None if it was empty, or all was good."""
-
-    @classmethod
-    def of(cls, config: PrepareConfig, files: Sequence[InputFile], drops: Drops | None = None) -> DocumentReader:
-        """Return the reader for these options, without their limit on the text of all files."""
-        return cls(
-            files,
-            config.field,
-            config.on_bad_input,
-            max_document_bytes=config.max_document_bytes,
-            drops=drops,
-        )
 
     def read(self, piece: Piece | None = None, start: int = 0) -> Iterator[Document]:
         """Yield the documents of a piece (all of the input if there is none), from number `start` on."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -93,6 +94,8 @@ class Manifest(_Record):
     """Files of the input's folders and globs that were not read, since their extension is not known."""
     left_out_names: tuple[str, ...] = ()
     """The first of them."""
+    other_splits: Count = 0
+    """Files of data sets that were not read, since they are of another split than train."""
     text_bytes_estimated: bool = False
     """True if text_bytes were estimated from a decoded sample (adopted shards), not counted."""
     splits: dict[SplitName, tuple[Shard, ...]]
@@ -136,10 +139,16 @@ class Manifest(_Record):
                 f"{_plural(self.left_out, 'file')} left out: {', '.join(names)} (no known extension: "
                 f"`{option} '*'` reads them)"
             )
+        if self.other_splits:
+            parts.append(f"{_plural(self.other_splits, 'file')} of other splits than train not read")
         for kind, count in sorted(self.skipped.items()):
             parts.append(f"{_plural(count, 'document')} {SKIPPED.get(kind, f'({kind})')} skipped")
-        for why, count in sorted(self.dropped.items()):
-            parts.append(f"{_plural(count, 'document')} dropped: {why}")
+        if self.dropped:
+            kinds = Counter[str]()
+            for why, count in self.dropped.items():
+                kinds[why.partition(":")[0]] += count
+            listed = ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items()))
+            parts.append(f"{_plural(kinds.total(), 'document')} dropped: {listed}")
         return "; ".join(parts)
 
     @property
@@ -206,6 +215,12 @@ class Manifest(_Record):
         for key in SETTINGS:
             if (value := self.options.get(key)) not in (None, getattr(defaults, key)):
                 words += [f"--{key.replace('_', '-')}", str(value)]
+        for key, value in (self.options.get("filters") or {}).items():
+            if key != "lists":
+                words += [
+                    f"--filters.{key.replace('_', '-')}",
+                    *map(str, value if isinstance(value, list) else [value]),
+                ]
         if self.options.get("tokenizer"):
             words += ["--tokenizer", "tokenizer.json"]
         return f"argosy prepare {shlex.join([*words, '--out', str(folder)])}"

@@ -17,15 +17,18 @@ from typing import Any, Literal
 import numpy as np
 
 from argosy.config.extend import ExtendConfig
+from argosy.config.filters import FiltersConfig
 from argosy.config.schema import PrepareConfig
 from argosy.data import journal as journals
 from argosy.data import manifest as manifests
 from argosy.data.crew import Crew, Workers
 from argosy.data.cutting import Cutter
 from argosy.data.documents import Tally
+from argosy.data.duplicates import key_maker, parts_of
 from argosy.data.engine import EncodedBatch, choose_engine
 from argosy.data.executors.executor import Executor, Program, Request
 from argosy.data.executors.table import Machines, executor_class
+from argosy.data.filters import OWN_LISTS, Filters, list_checksums
 from argosy.data.journal import Journal, Position, fingerprint
 from argosy.data.manifest import NAMES_KEPT, TOKENIZER, Manifest, Shard, SplitName
 from argosy.data.own_source import OWN
@@ -33,7 +36,7 @@ from argosy.data.pieces import PIECE_BYTES, Piece, cut_input
 from argosy.data.sample import sample_texts
 from argosy.data.shards import token_dtype
 from argosy.data.sources import RECORDS, InputFile, find_files
-from argosy.data.stages import TOKENS, Job, Stages
+from argosy.data.stages import DUPLICATES, KEYS, TOKENS, Job, Stages
 from argosy.data.tokenizer import Tokenizer, train
 from argosy.data.work import FOLDER, LOGS, Task, WorkFolder
 from argosy.errors import ArgosyWarning, RunFailed, UserError
@@ -62,8 +65,8 @@ Splits = dict[SplitName, tuple[Shard, ...]]
 class PrepareProgress:
     """The progress of `prepare`."""
 
-    stage: Literal["tokenizer", "tokens", "done"]
-    """The phase: training the tokenizer, tokenizing, or finished."""
+    stage: Literal["tokenizer", "duplicates", "tokens", "done"]
+    """The phase: training the tokenizer, looking for duplicates, tokenizing, or finished."""
     text_bytes: int = 0
     """UTF-8 bytes of text tokenized so far."""
     total_text_bytes: int | None = None
@@ -76,10 +79,16 @@ class PrepareProgress:
     """Text that workers have tokenized and not delivered."""
     workers: str = ""
     """The workers, in words."""
+    pieces_done: float = 0.0
+    """duplicates: share of the input that was looked at."""
 
     def __str__(self) -> str:
         if self.stage == "tokenizer":
             return "prepare  training the tokenizer"
+        if self.stage == "duplicates":
+            return f"prepare  looking for duplicates, {self.pieces_done:.0%}" + (
+                f"   {self.workers}" if self.workers else ""
+            )
         total = f"/{self.total_text_bytes / 1e6:.1f}" if self.total_text_bytes else ""
         done = min(self.text_bytes + self.underway_bytes, self.total_text_bytes or sys.maxsize)
         return (
@@ -120,6 +129,7 @@ def prepare(
     if _is_prepared(config.out):
         return _load_prepared(config.out, options)
     wanted = _workers_wanted(config, machines)
+    _check_filters(config.filters)
     found = find_files(
         config.input, config.extensions, extend.code
     )  # before `out` is created: wrong input leaves nothing behind
@@ -136,6 +146,8 @@ def prepare(
         meter = _Meter(journal, _total_text_bytes(found.files, config), report)
         count = max(1, min(wanted, len(pieces)))
         with Workers(folder, lambda: _executor(folder, machines, count), count, meter.look) as workers:
+            if config.filters.duplicates != "keep":
+                _find_duplicates(len(pieces), workers, meter)
             splits = _tokenize(job, Stages(job, folder, found.files, pieces), len(pieces), journal, workers, meter)
             workers.finish()
         meter.finish()
@@ -148,15 +160,28 @@ def prepare(
             dtype=job.dtype,
             options=options,
             skipped=dict(end.before.skipped),
-            dropped=dict(end.before.dropped),
+            dropped=dict(sorted(end.before.dropped.items())),
             files=end.files,
             files_after_limit=len(found.files) - end.files,
             left_out=len(found.left_out),
             left_out_names=tuple(file.name for file in found.left_out[:NAMES_KEPT]),
+            other_splits=len(found.other_splits),
             splits=splits,
         ).save(config.out)
         journal.remove()
         return Manifest.load(config.out)
+
+
+def _find_duplicates(pieces: int, workers: Workers, meter: _Meter) -> None:
+    """Have workers find out which documents came before. What they found earlier is taken as it is."""
+    keys = 0
+    for task, _, chunk in workers.results(KEYS, pieces, ahead=pieces):
+        keys += len(chunk.arrays["keys"])
+        meter.compared(task.number / pieces)
+    parts = parts_of(keys)
+    for _ in workers.results(DUPLICATES, parts, ahead=parts):
+        pass
+    meter.compared(1.0)
 
 
 def _tokenize(job: Job, stages: Stages, pieces: int, journal: Journal, workers: Workers, meter: _Meter) -> Splits:
@@ -193,12 +218,25 @@ def _job(
     path = config.out / TOKENIZER
     return Job(
         fingerprint=f"{journal.job} {tokenizer.sha256}",
-        config=config.model_copy(update={"out": config.out.absolute(), "tokenizer": None}),
+        config=config.model_copy(
+            update={"out": config.out.absolute(), "tokenizer": None, "filters": _absolute(config.filters)}
+        ),
         extend=extend,
         engine=choose_engine(config.engine, path, sample_texts(files, config, COMPARED_CHARS)),
         dtype=token_dtype(tokenizer.vocab_size).name,
         chunk_bytes=CHUNK_BYTES,
         batch_chars=BATCH_CHARS,
+    )
+
+
+def _absolute(config: FiltersConfig) -> FiltersConfig:
+    """Return the table with paths that hold on every machine."""
+    urls, words = config.blocked_urls, config.blocked_words
+    return config.model_copy(
+        update={
+            "blocked_urls": urls if urls in ("", OWN_LISTS) else str(Path(urls).absolute()),
+            "blocked_words": words and words.absolute(),
+        }
     )
 
 
@@ -249,7 +287,23 @@ def _options(config: PrepareConfig, extend: ExtendConfig) -> dict[str, Any]:
         "shard_tokens": config.shard_tokens,
         "on_bad_input": config.on_bad_input,
         "extensions": list(config.extensions) or None,
+        "filters": _filter_options(config.filters),
     } | ({"extend": extend.checksums} if any(item.startswith(OWN) for item in config.input) else {})
+
+
+def _filter_options(config: FiltersConfig) -> dict[str, Any] | None:
+    """Return what was changed of the table; None if nothing was. Lists count by their contents. Raises: UserError."""
+    if config == FiltersConfig():
+        return None
+    changed = config.model_dump(mode="json", exclude_defaults=True)
+    return changed | ({"lists": sums} if (sums := list_checksums(config)) else {})
+
+
+def _check_filters(config: FiltersConfig) -> None:
+    """Load what the filters need. Raises: UserError if that is missing or wrong."""
+    Filters(config)
+    if config.duplicates != "keep":
+        key_maker(config)
 
 
 def _is_prepared(out: Path) -> bool:
@@ -347,6 +401,14 @@ class _Meter:
                 documents=old.documents + len(batch.lengths),
             )
         )
+
+    def compared(self, share: float) -> None:
+        """Show how much of the input was looked at for duplicates; after all of it, tokenizing begins."""
+        if share < 1.0:
+            self._show(replace(self.progress, stage="duplicates", pieces_done=share))
+        else:
+            self.progress = replace(self.progress, stage="tokens")
+            self._began_s = time.monotonic()
 
     def look(self, crew: Crew) -> None:
         """Show how many workers there are, and what they are at."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from argosy.config.schema import PrepareConfig
 from argosy.data.documents import DocumentReader
+from argosy.data.filters import Filters
 from argosy.data.sources import InputFile
 
 FILES = 2_000
@@ -23,16 +24,25 @@ def sample_texts(files: Sequence[InputFile], config: PrepareConfig, max_chars: i
     A file of many documents gives its first ones, a long document PIECES pieces.
     """
     chosen = _evenly(_within_limit(files, config.max_text_bytes), FILES)
-    left = max_chars
+    left, filters = max_chars, Filters(config.filters)
     for number, file in enumerate(chosen):
         share = left // (len(chosen) - number)
-        for text in _from_file(file, config, share):
+        for text in _from_file(file, config, filters, share):
             left -= len(text)
             yield text
 
 
-def _from_file(file: InputFile, config: PrepareConfig, share: int) -> Iterator[str]:
-    reader = DocumentReader([file], config.field, config.on_bad_input, config.max_text_bytes, config.max_document_bytes)
+def _from_file(file: InputFile, config: PrepareConfig, filters: Filters, share: int) -> Iterator[str]:
+    url_field = config.filters.url_field if config.filters.blocked_urls else ""
+    reader = DocumentReader(
+        [file],
+        config.field,
+        config.on_bad_input,
+        config.max_text_bytes,
+        config.max_document_bytes,
+        url_field,
+        filters or None,
+    )
     for document in reader.read():
         if share <= 0:
             return

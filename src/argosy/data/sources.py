@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -27,6 +28,14 @@ TEXTS = (
 )
 """Suffixes that are read from a folder or a glob. A file that is named itself, or by a glob whose last part is no
 pattern (*/README), is read as text whatever its suffix."""
+
+
+SPLITS = {
+    "train": ("train", "training"),
+    "test": ("test", "testing", "eval", "evaluation"),
+    "validation": ("validation", "valid", "val", "dev"),
+}
+"""Words in names of files and folders by which Hugging Face datasets knows the splits of a data set."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,8 @@ class Input:
     files: list[InputFile]
     left_out: list[InputFile]
     """Files of folders and globs that are not read, since their suffix is not known. Hidden files are in neither."""
+    other_splits: list[InputFile] = field(default_factory=list)
+    """Files of data sets that are not read, since they are of another split than train."""
 
 
 def find_files(items: Iterable[str], extensions: Sequence[str] = (), code: Sequence[CodeFile] = ()) -> Input:
@@ -87,7 +98,8 @@ def find_files(items: Iterable[str], extensions: Sequence[str] = (), code: Seque
     files = [file for each in found for file in each.files]
     named = {file.name for file in files}  # what one item leaves out, another may name
     left_out = {file.name: file for each in found for file in each.left_out if file.name not in named}
-    return Input(files, list(left_out.values()))
+    other_splits = [file for each in found for file in each.other_splits if file.name not in named]
+    return Input(files, list(left_out.values()), other_splits)
 
 
 def own_source(item: str, code: Sequence[CodeFile]) -> InputFile:
@@ -146,7 +158,38 @@ def _look_up(item: str, fs: Any, path: str, extensions: Sequence[str]) -> Input:
             f"({' '.join((*TEXTS, *RECORDS))}, also with {' or '.join(COMPRESSIONS)}). "
             "If they are text, name the files themselves, or their extensions in `extensions` (.log; * for any)."
         )
-    return Input(taken, [] if "*" in extensions else [file for file in files if file.suffix not in known])
+    left_out = [] if "*" in extensions else [file for file in files if file.suffix not in known]
+    taken, other_splits = _of_train(item, path, taken, is_hub="hf" in fs.protocol) if what == "folder" else (taken, [])
+    return Input(taken, left_out, other_splits)
+
+
+def _of_train(item: str, folder: str, files: list[InputFile], is_hub: bool) -> tuple[list[InputFile], list[InputFile]]:
+    """Return the files of a data set's train split, and those of its others; all files if this is no data set.
+
+    A data set is a folder of Parquet files whose names or folders name splits, as Hugging Face datasets lay them out,
+    or a data set of its hub. What lies beside its tables, such as its README, is not part of it.
+    """
+    tables = [file for file in files if file.suffix == ".parquet" or (is_hub and file.suffix in RECORDS)]
+    splits = {file.name: _split(file.path[len(folder) :]) for file in tables}
+    if not any(splits.values()):
+        return (tables if is_hub and tables else files), []
+    train = [file for file in tables if splits[file.name] == "train"]
+    if not train:
+        raise UserError(
+            f"input = {item}: this data set has no split train, but {', '.join(sorted({*splits.values()} - {''}))}. "
+            "Name the files that are meant, or their folder."
+        )
+    return train, [file for file in tables if splits[file.name] != "train"]
+
+
+def _split(path: str) -> str:
+    """Return the split that a path below a data set's folder names: train, test, validation, or ""."""
+    for part in reversed(PurePosixPath(path.lower()).parts):
+        words = re.split(r"[^a-z]+", part)
+        for split, names in SPLITS.items():
+            if any(name in words for name in names):
+                return split
+    return ""
 
 
 def _has_wildcard(path: str) -> bool:
@@ -159,7 +202,7 @@ def _is_hidden(name: str, folder: str) -> bool:
 
 
 def _file(fs: Any, path: str, info: dict[str, Any]) -> InputFile:
-    stamp = next((str(info[key]) for key in ("mtime", "ETag", "etag", "LastModified") if info.get(key)), "")
+    stamp = next((str(info[key]) for key in ("mtime", "ETag", "etag", "LastModified", "blob_id") if info.get(key)), "")
     is_local, is_http = "file" in fs.protocol, "http" in fs.protocol
     name = path if is_local else str(fs.unstrip_protocol(path))
     is_seekable = not is_http or info.get("partial", False)

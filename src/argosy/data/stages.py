@@ -12,15 +12,20 @@ import numpy as np
 
 from argosy.config.extend import ExtendConfig
 from argosy.config.schema import PrepareConfig
-from argosy.data.documents import Document, DocumentReader, Tally
+from argosy.data.documents import Document, DocumentReader, Drops, Tally
+from argosy.data.duplicates import as_arrays, bounds, key_maker, repeated, within
 from argosy.data.engine import EncodedBatch, Encoder, EngineName
+from argosy.data.filters import Filters
 from argosy.data.manifest import TOKENIZER
 from argosy.data.pieces import Piece
 from argosy.data.sources import InputFile, file_again
 from argosy.data.work import Chunk, Task, WorkFolder
 
-TOKENS = "tokens"
-"""The stage in which documents become tokens: a task for each piece."""
+KEYS, DUPLICATES, TOKENS = "keys", "duplicates", "tokens"
+"""The stages. keys: each piece is filtered, and what stays gets keys by which duplicates are found; duplicates: a task
+for each part of all keys; tokens: documents become tokens, a task for each piece. The first two only where duplicates
+are left out."""
+EXACT, NEAR = "duplicate", "near-duplicate"
 
 
 @dataclass(frozen=True)
@@ -91,16 +96,54 @@ class Stages:
         """`count` is told of each part of a task that is done, by its bytes of text."""
         self.folder = folder
         self._job, self._files, self._pieces, self._count = job, files, pieces, count
+        self._filters: Filters | None = None
         self._encoder: Encoder | None = None
+        self._keys_of: Callable[[str], list[int]] | None = None
 
-    def make(self, task: Task, start: int) -> Iterator[Chunk]:
-        """Yield the results of a task from text `start` of its piece on. Raises: UserError."""
-        yield from self._tokens(task.number, start)
+    def make(self, task: Task, tasks: int, start: int) -> Iterator[Chunk]:
+        """Yield the results of one of a stage's `tasks`, from text `start` of its piece on. Raises: UserError."""
+        if task.stage == KEYS:
+            yield from self._keys(task.number, start)
+        elif task.stage == DUPLICATES:
+            yield self._duplicates(task.number, tasks)
+        else:
+            yield from self._tokens(task.number, start)
 
-    def reader(self, piece: int, max_text_bytes: int | None = None) -> DocumentReader:
-        """Return a reader of the documents that are to become tokens."""
+    def _reader(self, drops: Drops | None, max_text_bytes: int | None = None) -> DocumentReader:
         config = self._job.config
-        return DocumentReader(self._files, config.field, config.on_bad_input, max_text_bytes, config.max_document_bytes)
+        return DocumentReader(
+            self._files,
+            config.field,
+            config.on_bad_input,
+            max_text_bytes,
+            config.max_document_bytes,
+            config.filters.url_field if config.filters.blocked_urls else "",
+            drops,
+        )
+
+    def _token_reader(self, piece: int, max_text_bytes: int | None = None) -> DocumentReader:
+        """Return a reader of the documents that are to become tokens."""
+        has_keys = self._job.config.filters.duplicates != "keep"
+        return self._reader(self._dropped_before(piece) if has_keys else self._filter(), max_text_bytes)
+
+    def _filter(self) -> Drops | None:
+        if self._filters is None:
+            self._filters = Filters(self._job.config.filters)
+        return self._filters or None
+
+    def _dropped_before(self, piece: int) -> Drops:
+        """Return what the stages before have found out about a piece, instead of finding it out again."""
+        marks = dict[int, str]()
+        for chunk in self.folder.mapped_all(Task(KEYS, piece)):
+            marks |= {int(number): why for number, why in chunk.facts["marks"]}
+        parts = int(self.folder.mapped(Task(DUPLICATES, 0), 0).facts["parts"])
+        for part in range(parts):
+            found = self.folder.mapped(Task(DUPLICATES, part), 0).arrays
+            first, end = np.searchsorted(found["pieces"], [piece, piece + 1])
+            for number, exact in zip(found["numbers"][first:end], found["exact"][first:end], strict=True):
+                known = marks.get(int(number))
+                marks[int(number)] = EXACT if exact or known == EXACT else NEAR
+        return lambda text, url, number: marks.get(number, "")
 
     def batch(self, number: int, chunk: Chunk, start: int, most_bytes: int) -> tuple[EncodedBatch, Tally, int]:
         """Return the documents of a chunk of tokens, counts, and how many files are read by then.
@@ -111,7 +154,7 @@ class Stages:
         tally = Tally(int(batch.text_bytes.sum()), Counter(chunk.facts["skipped"]), Counter(chunk.facts["dropped"]))
         if tally.text_bytes < most_bytes:
             return batch, tally, self._pieces[number].end
-        reader = self.reader(number, most_bytes)
+        reader = self._token_reader(number, most_bytes)
         documents = list(reader.read(self._pieces[number], start))
         return self._encode(documents), reader.tally, reader.files_read
 
@@ -130,8 +173,37 @@ class Stages:
             self._encoder = Encoder(tokenizer, job.engine, np.dtype(job.dtype), job.config.validation_fraction)
         return self._encoder.encode(texts)
 
+    def _keys(self, number: int, start: int) -> Iterator[Chunk]:
+        """Yield which texts of a piece are left out, and the keys of the others."""
+        self._keys_of = self._keys_of or key_maker(self._job.config.filters)
+        marks, filters = list[tuple[int, str]](), self._filter()
+
+        def drops(text: str, url: str, number: int) -> str:
+            if why := filters(text, url, number) if filters else "":
+                marks.append((number, why))
+            return why
+
+        for documents, end, is_last in self._chunks(self._reader(drops), number, start):
+            keys = []
+            for document in documents:
+                keys.append((document.number, self._keys_of(document.text)))
+                self._count(len(document.text))
+            facts = {"marks": [mark for mark in marks if mark[0] < end]}
+            marks[:] = [mark for mark in marks if mark[0] >= end]
+            yield Chunk(facts, as_arrays(keys), end, is_last)
+
+    def _duplicates(self, part: int, parts: int) -> Chunk:
+        """Return the documents that one before shares a key with, of this part of the keys."""
+        least, most = bounds(part, parts)
+        found = repeated(
+            (piece, within(chunk.arrays, least, most))
+            for piece in range(len(self._pieces))
+            for chunk in self.folder.mapped_all(Task(KEYS, piece))
+        )
+        return Chunk({"parts": parts}, found, 0, True)
+
     def _tokens(self, number: int, start: int) -> Iterator[Chunk]:
-        reader = self.reader(number)
+        reader = self._token_reader(number)
         for documents, end, is_last in self._chunks(reader, number, start):
             arrays = vars(self._encode(documents))
             yield Chunk(self._facts(reader), arrays, end, is_last)

@@ -203,19 +203,31 @@ class WorkFolder:
 
     def read(self, task: Task, number: int) -> Chunk:
         """Read a chunk. Raises: Damaged; OSError."""
-        data = memoryview(self._chunk(task, number).read_bytes())
+        data = self._chunk(task, number).read_bytes()
         try:
-            length = bytes(data[: 1 << 20]).find(b"\n") + 1 or bytes(data).index(b"\n") + 1
-            head = json.loads(bytes(data[:length]))
-            body, arrays = data[length:], {}
-            if zlib.crc32(body) != head["crc32"]:
+            head, end, _ = data.partition(b"\n")
+            length = len(head) + len(end)
+            chunk = _parsed(head, memoryview(data)[length:])
+            if zlib.crc32(memoryview(data)[length:]) != json.loads(head)["crc32"]:
                 raise Damaged
-            for name, dtype, size in head["arrays"]:
-                array = np.frombuffer(body, np.dtype(dtype), size) if size else np.empty(0, dtype)
-                arrays[name], body = array, body[array.nbytes :]
-            return Chunk(head["facts"], arrays, head["end"], head["is_last"])
+            return chunk
         except (ValueError, KeyError):
             raise Damaged from None
+
+    def mapped(self, task: Task, number: int) -> Chunk:
+        """Return a chunk that the caller has checked, without reading all of it. Raises: OSError."""
+        path = self._chunk(task, number)
+        with path.open("rb") as file:
+            head = file.readline()
+        return _parsed(head, np.memmap(path, np.uint8, "r").data[len(head) :])
+
+    def mapped_all(self, task: Task) -> Iterator[Chunk]:
+        """Yield all chunks of a task, as `mapped`."""
+        number, is_last = 0, False
+        while not is_last:
+            chunk = self.mapped(task, number)
+            yield chunk
+            number, is_last = number + 1, chunk.is_last
 
     def drop(self, task: Task, number: int) -> None:
         """Remove a chunk."""
@@ -238,6 +250,15 @@ class WorkFolder:
 
     def _results(self, pattern: str) -> Iterator[Path]:
         return (self.path / RESULTS).glob(pattern)
+
+
+def _parsed(head: bytes, body: memoryview) -> Chunk:
+    """Return a chunk from the first line of its file and what follows."""
+    facts, arrays = json.loads(head), {}
+    for name, dtype, size in facts["arrays"]:
+        array = np.frombuffer(body, np.dtype(dtype), size) if size else np.empty(0, dtype)
+        arrays[name], body = array, body[array.nbytes :]
+    return Chunk(facts["facts"], arrays, facts["end"], facts["is_last"])
 
 
 def _replace(path: Path, *data: bytes, by: str = "") -> None:

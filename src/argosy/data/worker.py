@@ -89,7 +89,7 @@ class Worker:
                 return
             self._stages = self._stages or stages_of(self._folder, self._count)
             chunk, start = missing
-            for made in self._stages.make(task, start):
+            for made in self._stages.make(task, now.tasks, start):
                 self._folder.write(task, chunk, made, self._name)
                 chunk, self._text_bytes = chunk + 1, 0
         except ArgosyError as error:
