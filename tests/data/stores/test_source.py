@@ -57,6 +57,19 @@ def test_two_runs_share_one_cache(data: Data, prepared: Path) -> None:
     assert not stores_of(second.sources)[0].fetched_bytes
 
 
+def test_runs_at_the_same_time_share_a_cache_that_is_too_small_for_them(data: Data, prepared: Path) -> None:
+    loaders = []
+    for seed in (0, 1):
+        for place in (str(prepared), f"file://{prepared}"):
+            loaders.append(open_data(data(place, 4.5), seed, ROWS).loader(slice(0, ROWS)))
+    for step in range(60):
+        one, stored_one, other, stored_other = (loader.batch(step) for loader in loaders)
+        assert np.array_equal(one, stored_one), step
+        assert np.array_equal(other, stored_other), step
+    for loader in loaders:
+        loader.close()
+
+
 def test_held_out_text_is_the_same(cache: Cache, prepared: Path) -> None:
     stored = StoreSource(StoreFolder(f"file://{prepared}", cache)).held_out()
     assert np.array_equal(stored.tokens(0, 3000), TokenSource(prepared, "validation").tokens(0, 3000))
