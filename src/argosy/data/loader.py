@@ -202,14 +202,21 @@ class Loader:
         if self._ahead is not None:
             self._ahead.at(step)
         elif stores := stores_of(self._sources):
-            self._ahead = Ahead(stores[0].cache, self._sources, self._seq_len, self._samples_of_steps, step)
+            self._ahead = Ahead(
+                stores[0].cache, self._sources, self._seq_len, self._samples_of_steps, self._stop - self._first, step
+            )
 
-    def _samples_of_steps(self, first: int, stop: int) -> Samples:
-        """Return the places of this rank's samples of steps `first` to `stop`."""
-        numbers = kept(first * self._global_batch, stop * self._global_batch, self._skipped)
-        found = Samples.joined([self._order.samples(*some) for some in numbers])
-        rows = np.arange(len(found)).reshape(-1, self._global_batch)[:, self._first : self._stop].reshape(-1)
-        return Samples(found.sources[rows], found.epochs[rows], found.windows[rows])
+    def _samples_of_steps(self, first: int, stop: int) -> tuple[Samples, I64]:
+        """Return the places of this rank's samples of steps `first` to `stop`, and the step of each."""
+        before, largest = self._batches.before, self._batches.largest
+        parts = kept(before(first), before(stop), self._skipped)
+        found = Samples.joined([self._order.samples(*some) for some in parts])
+        batches = np.array([self._batches.at(step) for step in range(first, stop)])
+        low, high = self._first * batches // largest, self._stop * batches // largest
+        starts, counts = np.cumsum(batches) - batches + low, high - low
+        rows = np.arange(counts.sum()) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
+        steps = np.repeat(np.arange(first, stop), counts)
+        return Samples(found.sources[rows], found.epochs[rows], found.windows[rows]), steps
 
     def _read_ahead(self, step: int) -> None:
         while len(self._coming) <= AHEAD:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from argosy.config.batch_ramp import BatchSizes
 from argosy.config.cache import CacheConfig
 from argosy.data.checksum import BLOCK_BYTES
 from argosy.data.loader import OpenData, open_data
@@ -48,6 +49,20 @@ def test_batches_are_those_of_the_local_folder(data: Data, prepared: Path, block
 
 def test_each_rank_reads_its_rows(data: Data, prepared: Path) -> None:
     check_same(data, prepared, 100, slice(2, 5))
+
+
+def test_batches_that_grow_are_fetched_ahead_as_well(data: Data, prepared: Path) -> None:
+    sizes = BatchSizes(8, ((3, 2), (9, 4)))
+    local, stored = (open_data(data(place), 0, sizes) for place in (str(prepared), f"file://{prepared}"))
+    loaders = local.loader(slice(4, 8)), stored.loader(slice(4, 8))
+    places, steps = loaders[1]._samples_of_steps(1, 12)
+    for step in range(40):
+        here, there = (loader.batch(step) for loader in loaders)
+        assert np.array_equal(here, there), step
+        if 1 <= step < 12:
+            assert np.array_equal(places.windows[steps == step], loaders[1]._samples(step).windows)
+    for loader in loaders:
+        loader.close()
 
 
 def test_two_runs_share_one_cache(data: Data, prepared: Path) -> None:

@@ -48,7 +48,8 @@ class Ahead:
         cache: where blocks go.
         sources: the loader's, of which those in stores are fetched.
         seq_len: tokens of a sample.
-        samples: returns this process's samples of steps `first` to `stop`, the same number for each step.
+        samples: returns this process's samples of steps `first` to `stop`, and the step of each.
+        rows: the most samples of a step.
         step: the first that the loader reads.
     """
 
@@ -57,7 +58,8 @@ class Ahead:
         cache: Cache,
         sources: Sequence[TokenSource],
         seq_len: int,
-        samples: Callable[[int, int], Samples],
+        samples: Callable[[int, int], tuple[Samples, I64]],
+        rows: int,
         step: int,
     ):
         self._cache, self._sources, self._seq_len, self._samples = cache, sources, seq_len, samples
@@ -65,7 +67,7 @@ class Ahead:
         self._reader = Reader(cache)
         self._wake, self._closed, self._no_room = threading.Event(), threading.Event(), threading.Event()
         self._step, self._order, self._order_of_window = step, 0, -1
-        self._rows = max(len(samples(step, step + 1)), 1)
+        self._rows = rows
         self._from = self._to = step  # the steps whose blocks are known
         self._blocks = self._steps = np.empty(0, np.int64)  # in the order of need, and the step of each
         self._pool, self._slots = ThreadPoolExecutor(FETCHES, "argosy-fetch"), threading.Semaphore(FETCHES)
@@ -145,8 +147,7 @@ class Ahead:
         """Look up as many samples again as were looked up."""
         more = min(max(self._looked, LEAST_SAMPLES), MOST_SAMPLES // 4)
         stop = self._to + max(more // self._rows, 1)
-        samples = self._samples(self._to, stop)
-        steps = self._to + np.arange(len(samples)) // self._rows
+        samples, steps = self._samples(self._to, stop)
         parts, of_steps = [self._blocks], [self._steps]
         for number, source in enumerate(self._sources):
             here = np.flatnonzero(samples.sources == number)
