@@ -46,7 +46,19 @@ def help_of(*words: str) -> str:
     shown = StringIO()
     with patch.dict(os.environ, {"COLUMNS": "4000"}), redirect_stdout(shown), suppress(SystemExit):
         argosy_main([*words, "--help"])
-    return shown.getvalue()
+    return _in_one_column(shown.getvalue())
+
+
+def _in_one_column(text: str) -> str:
+    """Return help whose boxes stand below each other: where there are several tables, it fills a wide terminal."""
+    lines = text.splitlines()
+    first = next((line for line in lines if line.count("╭") > 1), None)
+    if first is None:
+        return text
+    begin, middle = lines.index(first), first.rindex("╭")
+    boxes = lines[begin:]
+    columns = [line[:middle].rstrip() for line in boxes], [line[middle:].rstrip() for line in boxes]
+    return "\n".join([*lines[:begin], *(line for column in columns for line in column if line)]) + "\n"
 
 
 def _as_markdown(text: str, words: tuple[str, ...]) -> str:
