@@ -126,3 +126,29 @@ def test_a_server_that_cannot_be_reached_is_a_message() -> None:
         UserError, match=r"unreachable://data/x\.txt: cannot be read \(Name or service.*and the network"
     ):
         find_files(["unreachable://data/x.txt"])
+
+
+def test_of_a_data_set_only_the_tables_of_its_train_split_are_read(tmp_path: Path) -> None:
+    files = (
+        "README.md",
+        "data/train-00000-of-00001.parquet",
+        "data/test-0.parquet",
+        "validation/0-validation.parquet",
+        "train/0.parquet",
+    )
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    found = find_files([str(tmp_path)])
+    assert [Path(file.name).relative_to(tmp_path).as_posix() for file in found.files] == [files[1], files[4]]
+    assert len(found.other_splits) == 2
+    assert len(find_files([str(tmp_path), str(tmp_path / files[2])]).other_splits) == 1  # one is named
+    with pytest.raises(UserError, match="has no split train, but validation. Name the files that are meant"):
+        find_files([str(tmp_path / "validation")])
+
+
+def test_a_folder_of_text_that_is_called_test_is_no_data_set(tmp_path: Path) -> None:
+    (tmp_path / "test").mkdir()
+    for name in ("a.py", "test/b.py", "train.jsonl", "c.parquet"):
+        (tmp_path / name).write_bytes(b"x")
+    assert len(find_files([str(tmp_path)]).files) == 4

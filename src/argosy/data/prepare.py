@@ -241,7 +241,8 @@ def _absolute(config: FiltersConfig) -> FiltersConfig:
 
 
 def _workers_wanted(config: PrepareConfig, machines: Machines) -> int:
-    """Return how many workers to start. Raises: UserError if only the user can say."""
+    """Return how many workers to start. Raises: UserError if only the user can say, or there can be none."""
+    _executor(WorkFolder(config.out.absolute() / FOLDER), machines, 1)  # what it asks for can be had
     if machines.on != "local" and not config.processes:
         raise UserError(
             f"processes = 0: with --on {machines.on}, say how many workers to start, e.g. --processes 16. Each takes a "

@@ -21,6 +21,7 @@ class SlurmExecutor:
     """Array jobs of the cluster whose sbatch is at hand."""
 
     def __init__(self, request: Request) -> None:
+        _find("sbatch")
         self._request, self._jobs = request, list[str]()
         self._workers: dict[str, tuple[WorkerState, str]] = {}
 
@@ -95,13 +96,17 @@ def _state(state: str, reason: str) -> tuple[WorkerState, str]:
     return ("running" if state in RUNNING else "waiting"), words
 
 
+def _find(program: str) -> None:
+    if shutil.which(program) is None:
+        raise UserError(f"--on slurm: there is no {program} here. Give the command on a machine of the SLURM cluster.")
+
+
 def _ask(program: str, *words: str, may_be_away: bool = False) -> str:
     """Return what a program of SLURM prints.
 
     Raises: UserError with what it says, if it fails; _NoAnswer instead if it `may_be_away`.
     """
-    if shutil.which(program) is None:
-        raise UserError(f"--on slurm: there is no {program} here. Give the command on a machine of the SLURM cluster.")
+    _find(program)
     try:
         done = subprocess.run([program, *words], capture_output=True, text=True, timeout=ANSWER_S, check=False)
     except subprocess.TimeoutExpired:
