@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from argosy.errors import UserError
 from argosy.plan.pipeline import SCHEDULES
-from argosy.plan.plan import Plan, words_of
+from argosy.plan.plan import Plan, Sync, words_of
 
 SIZES = st.integers(1, 4096)
 PLANS = st.builds(
@@ -34,6 +35,8 @@ PLANS = st.builds(
     precision=st.sampled_from(["fp32", "bf16", "fp16", "fp8"]),
     weights=st.sampled_from(["fp32", "bf16"]),
     reduce=st.sampled_from(["fp32", "bf16"]),
+    sync=st.sampled_from(get_args(Sync)),
+    bucket_mb=st.integers(1, 64),
     compile=st.booleans(),
 )
 

@@ -128,6 +128,13 @@ CASES: list[tuple[rules.Rule, str, dict[str, Any], str]] = [
         {"model": {"moe": {"experts": 8}}},
         "plan.ep = 4 does not divide plan.dp_shard x plan.cp = 2",
     ),
+    (rules.compressed_sums_have_replicas, "dp_shard=2,sync=bf16", {}, "plan.sync = bf16 with plan.dp_replicate = 1"),
+    (
+        rules.compressed_sums_are_not_checked,
+        "dp_replicate=2,sync=bf16",
+        {"resilience": {"check_collectives": True}},
+        "resilience.check_collectives = true with plan.sync = bf16",
+    ),
 ]
 
 

@@ -29,6 +29,7 @@ from argosy.config.lease_url import LeaseUrl
 from argosy.config.mup import MuPConfig
 from argosy.config.observe import ObserveConfig
 from argosy.config.section import Section
+from argosy.config.sync import SyncConfig
 from argosy.extend.declared import Declaration
 
 OPTIMIZERS = ("adamw", "lion", "muon")
@@ -580,6 +581,7 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     launch: LaunchConfig = LaunchConfig()
     resilience: ResilienceConfig = ResilienceConfig()
+    sync: SyncConfig = SyncConfig()
     observe: ObserveConfig = ObserveConfig()
     extend: ExtendConfig = ExtendConfig()
 

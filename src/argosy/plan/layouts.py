@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from argosy.plan.pipeline import SCHEDULES
-from argosy.plan.plan import Offload, Plan, Precision, Recompute
+from argosy.plan.plan import Offload, Plan, Precision, Recompute, Sync
 
 Ints = NDArray[np.int64]
 
@@ -24,6 +24,7 @@ WORDS: dict[str, tuple[Any, ...]] = {
     "precision": get_args(Precision),
     "weights": ("fp32", "bf16"),
     "reduce": ("fp32", "bf16"),
+    "sync": get_args(Sync),
     "compile": (False, True),
 }
 """Keys of a plan whose values are words; in arrays, each word is its place in this list."""
@@ -50,6 +51,8 @@ class Layouts:
     precision: Ints
     weights: Ints
     reduce: Ints
+    sync: Ints
+    bucket_mb: Ints
     compile: Ints
 
     @classmethod

@@ -18,10 +18,13 @@ from argosy.plan.pipeline import SCHEDULES, Schedule
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "activations", "optimizer", "all"]
+Sync = Literal["exact", "bf16"]
+COMPRESSED: tuple[Sync, ...] = ("bf16",)
+"""Words of `sync` that sum gradients in every step, in fewer bytes."""
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """The mesh axes, outermost first; their product is the number of processes. `ep` is laid over dp and cp."""
-NUMERICS = ("precision", "weights", "reduce", "compile")
+NUMERICS = ("precision", "weights", "reduce", "sync", "compile")
 """Keys of a plan that change the numbers of training; the others change only the order in which numbers are summed."""
 
 
@@ -62,6 +65,10 @@ class Plan(Section):
     """Number format of the weights that the optimizer updates; bf16 ones are rounded stochastically."""
     reduce: Literal["fp32", "bf16"] = "fp32"
     """Number format in which gradients are summed over ranks."""
+    sync: Sync = "exact"
+    """How replicas agree on a step: exact sums of gradients, or sums that send fewer bytes."""
+    bucket_mb: Annotated[int, Field(ge=1, le=1024)] = 4
+    """Gradients that are summed in one message, MiB."""
     compile: bool = True
     """True if blocks and loss go through torch.compile."""
 

@@ -17,7 +17,7 @@ from argosy.config.schema import LaunchConfig, RunConfig
 from argosy.errors import UserError
 from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import INTERLEAVED, SPLITTING
-from argosy.plan.plan import Plan
+from argosy.plan.plan import COMPRESSED, Plan
 
 Plans = Any
 """A `Plan` or `Layouts`: both have these columns, as numbers or arrays. mypy cannot type arithmetic on that union."""
@@ -202,6 +202,26 @@ def number_formats_go_together(plan: Plan, run: RunConfig) -> str:
     return "plan.weights = bf16 with precision = fp16: weights would lose what fp16 resolves. Try precision=bf16."
 
 
+def _has_no_replicas(p: Plans) -> Any:
+    return (p.dp_replicate == 1) & ((p.zero != 0) | (p.dp_shard * p.cp == 1))
+
+
+@rule(lambda p, run: _has_no_replicas(p) & p.is_("sync", *COMPRESSED))
+def compressed_sums_have_replicas(plan: Plan, run: RunConfig) -> str:
+    return (
+        f"plan.sync = {plan.sync} with plan.dp_replicate = 1: it says how replicas of the state sum their gradients, "
+        "and there is one only. Leave sync out, or give dp_replicate some of the ranks."
+    )
+
+
+@rule(lambda p, run: p.is_("sync", *COMPRESSED) & run.resilience.check_collectives)
+def compressed_sums_are_not_checked(plan: Plan, run: RunConfig) -> str:
+    return (
+        f"resilience.check_collectives = true with plan.sync = {plan.sync}: checksums fit exact sums only. "
+        "Set it to false, or leave sync out."
+    )
+
+
 RULES: tuple[Rule, ...] = (
     batch_is_dealt_out,
     heads_are_dealt_out,
@@ -215,6 +235,8 @@ RULES: tuple[Rule, ...] = (
     experts_are_dealt_out,
     recomputed_experts_are_gathered_alike,
     number_formats_go_together,
+    compressed_sums_have_replicas,
+    compressed_sums_are_not_checked,
 )
 
 

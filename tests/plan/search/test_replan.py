@@ -32,7 +32,7 @@ def left(processes: int, now: str, written: str = "auto", machine: Cluster = CPU
     return found
 
 
-NUMERICS = ("precision", "weights", "reduce", "compile")
+NUMERICS = ("precision", "weights", "reduce", "sync", "compile")
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,15 @@ def every_plan(costs: CostModel) -> Layouts:
     }
     grid = dict(zip(columns, (g.ravel() for g in np.meshgrid(*columns.values())), strict=True))
     chosen = np.array(axes)[grid.pop("axes")].T
-    fixed = {"precision": WORDS["precision"].index(costs.precision), "ep": 1, "offload": 0, "weights": 0, "reduce": 0}
+    fixed = {
+        "precision": WORDS["precision"].index(costs.precision),
+        "ep": 1,
+        "offload": 0,
+        "weights": 0,
+        "reduce": 0,
+        "sync": 0,
+        "bucket_mb": 4,
+    }
     plans = Layouts(
         **dict(zip(("pp", "dp_replicate", "dp_shard", "cp", "tp"), chosen, strict=True)),
         **{key: np.array([value]) for key, value in fixed.items()},

@@ -151,10 +151,14 @@ class Space:
             "precision": self._of("precision", self.costs.precision),
             "weights": self._of("weights", "fp32"),
             "reduce": self._of("reduce", "fp32"),
+            "sync": self._of("sync", "exact"),
+            "bucket_mb": self._of("bucket_mb", Plan().bucket_mb),
         }
         for key, values in rest.items():
             if key not in table:
-                table = crossed(table, table_of((key,), [(WORDS[key].index(value),) for value in values]))
+                words = WORDS.get(key)
+                rows = [(words.index(value) if words else value,) for value in values]
+                table = crossed(table, table_of((key,), rows))
         plans = Layouts(**table)
         broken = breaks_any(plans, self.run, besides=OF_MICROBATCHES if any_microbatch else ())
         return plans[~np.broadcast_to(broken, len(plans)) & self._worth_it(plans)]
