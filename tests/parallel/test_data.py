@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from argosy.parallel import data
-from argosy.parallel.data import GradientSum, Ranks
+from argosy.parallel import buckets
+from argosy.parallel.buckets import Agreement, Ranks
+from argosy.parallel.data import GradientSum
 from argosy.parallel.pieces import Held
 from argosy.parallel.world import World
+from argosy.sync.lane import Lane
 
 WIDTHS = (3, 5, 7, 2)  # rows that neither 2 nor 4 ranks share evenly; of 2 rows, 4 ranks get some nothing
 ONE_BUCKET = 2**20
@@ -27,7 +29,7 @@ ZERO = (0, 1, 2)
 def sent() -> Iterator[list[tuple[str, int]]]:
     """Which collectives start, and how many values each takes, in order."""
     messages: list[tuple[str, int]] = []
-    homes = {"all_reduce": dist, "reduce_scatter_single": data, "all_gather_single": data}
+    homes = {"all_reduce": dist, "reduce_scatter_single": buckets, "all_gather_single": buckets}
     real = {name: getattr(home, name) for name, home in homes.items()}
 
     def counting(name: str) -> Any:
@@ -75,11 +77,8 @@ def sum_of(
 
 
 def grouped(pieces: list[Held], ranks: Ranks, zero: int, bucket_bytes: int, dtype: torch.dtype) -> GradientSum:
-    whole, data.BUCKET_BYTES = data.BUCKET_BYTES, bucket_bytes
-    try:
-        return GradientSum(pieces, ranks, dtype, keep=zero < 2)
-    finally:
-        data.BUCKET_BYTES = whole
+    how = Agreement(Lane(torch.device("cpu")), bucket_bytes=bucket_bytes)
+    return GradientSum(pieces, ranks, dtype, keep=zero < 2, how=how)
 
 
 def inputs(rank: int, microbatch: int) -> Tensor:

@@ -139,9 +139,9 @@ def test_layers_that_may_differ_are_not_taken_for_alike() -> None:
     assert layers_alike(Plan(), run_config(Path("no data"), optimizer={"kind": "muon"}), 0) is None
 
 
-def test_layers_are_alike_where_each_fills_a_bucket_or_all_share_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = run_config(Path("no data"), model={**DENSE, "layers": 8})
-    plan = Plan.parse("dp_replicate=2")
-    for bucket_bytes, alike in ((4 * 2**20, True), (20_000, False), (100, True)):
-        monkeypatch.setattr("argosy.simulate.layers.BUCKET_BYTES", bucket_bytes)
-        assert (layers_alike(plan, run, 0) is not None) == alike, bucket_bytes
+def test_layers_are_alike_where_each_fills_a_bucket_or_all_share_one() -> None:
+    wide = {**DENSE, "layers": 8, "width": 256, "heads": 4, "head_width": 64, "kv_heads": 4}
+    for ffn_width, bucket_mb, alike in ((64, 64, True), (64, 2, False), (2048, 1, True)):
+        run = run_config(Path("no data"), model={**wide, "ffn_width": ffn_width})
+        plan = Plan.parse(f"dp_replicate=2,bucket_mb={bucket_mb}")
+        assert (layers_alike(plan, run, 0) is not None) == alike, (ffn_width, bucket_mb)

@@ -51,6 +51,12 @@ def load_into(parts: Mapping[Box, Tensor], checkpoint: Checkpoint) -> None:
                 parts[box][part.within(box)].copy_(file.read(source, part))
 
 
+def boxes_in(checkpoint: Checkpoint) -> list[Box]:
+    """Return what the files of `checkpoint` hold. Raises: Damaged."""
+    with opened(checkpoint) as held:
+        return [box for boxes in held.values() for _, box in boxes]
+
+
 def missing_from(parts: Mapping[Box, Tensor], checkpoint: Checkpoint) -> list[str]:
     """Return, in words, which of `parts` the checkpoint does not hold, or holds in another shape."""
     with opened(checkpoint) as held:

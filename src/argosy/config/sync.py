@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from argosy.config.section import Section
 
@@ -18,6 +18,14 @@ class SyncConfig(Section):
     """int8, int4: round to the nearest level, or up or down at random so that the mean is exact."""
     error_feedback: bool = True
     """Add what was not sent to the next step's gradients; bf16 sends all but rounding and has none."""
+    rank: PositiveInt = 4
+    """powersgd: columns of the two thin matrices that each matrix is sent as."""
+    warm_start: bool = True
+    """powersgd: begin with the last step's matrices; without, with random ones."""
+    density: Annotated[float, Field(gt=0.0, le=0.5)] = 0.01
+    """topk, randomk: share of the numbers that is sent."""
+    momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    """sign: what a replica sends is this much of its last momentum and for the rest its gradient; 0: the gradient."""
     min_elements: NonNegativeInt = 4096
     """Parameters with fewer numbers are summed exactly, as are norms, biases and routers of any size."""
     exact_steps: NonNegativeInt = 0

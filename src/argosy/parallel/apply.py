@@ -71,9 +71,10 @@ def apply(
         compile_blocks(model, plan.compile)
         use_loss(model, run, meshes)
         if plan.shards_parameters:
-            experts = _fsdp_mesh(meshes, "expert_replicate", "expert_shard") if plan.ep > 1 else None
+            ours = plan.sync != "exact"  # then the sum over replicas is not FSDP2's
+            experts = _fsdp_mesh(meshes, "expert_replicate", "expert_shard", ours) if plan.ep > 1 else None
             keep_gathered = plan.pp > 1 and SCHEDULES[plan.schedule].splits_backward
-            dense = _fsdp_mesh(meshes, "replicate", "shard")
+            dense = _fsdp_mesh(meshes, "replicate", "shard", ours)
             shard_fully(model, dense, experts, DTYPES[plan.reduce], keep_gathered)
         materialize(model, run.model, world.device, run.seed)
     return ParallelModel(plan, run, meshes, parts)
@@ -111,6 +112,8 @@ def use_loss(model: Decoder, run: RunConfig, meshes: Meshes) -> None:
     model.own_loss = loss if group is None else GatheredLoss(loss, group, run.model.vocab_size)
 
 
-def _fsdp_mesh(meshes: Meshes, replicate: str, shard: str) -> DeviceMesh:
-    """Return the mesh that FSDP2 splits over: with the dimension of replicas where there are any."""
-    return meshes.device_mesh(replicate, shard) if meshes.group(replicate) else meshes.device_mesh(shard)
+def _fsdp_mesh(meshes: Meshes, replicate: str, shard: str, one_replica: bool) -> DeviceMesh:
+    """Return the mesh that FSDP2 splits over: with the dimension of replicas where there are any, unless it is to see
+    one replica only."""
+    is_hybrid = meshes.group(replicate) is not None and not one_replica
+    return meshes.device_mesh(replicate, shard) if is_hybrid else meshes.device_mesh(shard)

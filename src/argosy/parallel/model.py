@@ -16,8 +16,9 @@ from argosy.models.batch import Microbatch
 from argosy.models.decoder import Decoder
 from argosy.models.experts import MoE
 from argosy.observe.clock import StepClock
+from argosy.parallel.buckets import Agreement, Bucket, Ranks
 from argosy.parallel.context import shard_sequence
-from argosy.parallel.data import GradientSum, Ranks
+from argosy.parallel.data import GradientSum
 from argosy.parallel.mesh import Meshes
 from argosy.parallel.offload import HostCopies
 from argosy.parallel.pieces import Held, pieces_of
@@ -25,6 +26,10 @@ from argosy.parallel.pipeline import Pipeline, Schedule, Sequential
 from argosy.parallel.shard import FullySharded
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan
+from argosy.plan.summed import is_summed_exactly
+from argosy.sync.compressor import Moment
+from argosy.sync.lane import Lane
+from argosy.sync.table import COMPRESSORS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 """The dtype of the arithmetic around matmuls, by the plan's word."""
@@ -33,7 +38,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 class GradientRule(Protocol):
     """How the gradients of one part of the model become sums over data-parallel ranks."""
 
-    def arm(self, backwards: int) -> None: ...
+    def arm(self, backwards: int, moment: Moment) -> None: ...
     def before_backward(self, last: bool) -> None: ...
     def finish(self) -> None: ...
     def after_update(self) -> None: ...
@@ -45,16 +50,20 @@ class ParallelModel:
     def __init__(self, plan: Plan, run: RunConfig, meshes: Meshes, parts: dict[int, Decoder]):
         #: The ranks' views of each other.
         self.meshes = meshes
+        #: How parameters are cut into buckets, in a word.
+        self.layout = f"pp{plan.pp}-{plan.stages}shard{plan.dp_shard}cp{plan.cp}tp{plan.tp}ep{plan.ep}zero{plan.zero}"
+        self.layout += f"mb{plan.bucket_mb}rank{run.sync.rank}"
         self._parts = list(parts.values())
         self._take_mine = partial(shard_sequence, rank=meshes.rank("cp"), size=plan.cp)
         #: This rank's layers of experts, by number.
         self.moes = {int(i): b.mlp for m in parts.values() for i, b in m.blocks.items() if isinstance(b.mlp, MoE)}
         self.pieces: list[Held] = []
         self._rules: list[GradientRule] = []
+        how = _agreement(plan, run, next(iter(parts.values())).device)
         for model in parts.values():
             mine = list(pieces_of(model, meshes))
             self.pieces += mine
-            self._rules += _gradient_rules(plan, meshes, model, mine, run.resilience.check_collectives)
+            self._rules += _gradient_rules(plan, meshes, model, mine, run.resilience.check_collectives, how)
         # A rank with both ends of the pipeline has a tied embedding twice: it updates one and copies it to the other.
         tied = [piece for piece in self.pieces if piece.name == "embedding.weight"]
         self._tied = [(tied[0], twin) for twin in tied[1:]]
@@ -74,17 +83,23 @@ class ParallelModel:
         self._reports = meshes.rank("tp") == 0
         self.microbatches_at_once = self._schedule.microbatches_at_once
 
-    def forward_backward(self, batch: Sequence[Microbatch], scale: float, clock: StepClock) -> Tensor:
+    def forward_backward(
+        self,
+        batch: Sequence[Microbatch],
+        scale: float,
+        clock: StepClock,
+        moment: Moment = Moment(),  # noqa: B008  (frozen)
+    ) -> Tensor:
         """Leave in the parameters this rank's gradients of `scale` times the batch's summed loss.
 
-        Returns this rank's share of the summed loss: over all ranks the shares add up to it. The sums of gradients
-        over ranks are under way until `finish_gradients`.
+        `moment`: the step, and the loss scale that is in `scale`. Returns this rank's share of the summed loss: over
+        all ranks the shares add up to it. The sums of gradients over ranks are under way until `finish_gradients`.
         """
         batch = [self._mine(micro) for micro in batch]
         for moe in self.moes.values():
             moe.loss_weight = scale
         for rule in self._rules:
-            rule.arm(len(batch))
+            rule.arm(len(batch), moment)
         return self._share(self._schedule.forward_backward(batch, scale, clock))
 
     def watch(self, on: bool) -> None:
@@ -115,6 +130,17 @@ class ParallelModel:
     @property
     def _sums(self) -> list[GradientSum]:
         return [rule for rule in self._rules if isinstance(rule, GradientSum)]
+
+    @property
+    def compressed_buckets(self) -> list[Bucket]:
+        """The buckets whose compressors keep something from step to step."""
+        over_replicas = [sums for rule in self._rules if isinstance(rule, FullySharded) for sums in rule.over_replicas]
+        return [bucket for sums in (*self._sums, *over_replicas) for bucket in sums.buckets if bucket.memory.kept]
+
+    def commit_sums(self) -> None:
+        """Make what the step's sums left in their compressors' memory count: the step is applied."""
+        for bucket in self.compressed_buckets:
+            bucket.memory.commit()
 
     def finish_gradients(self) -> None:
         """Wait until every piece's gradient is the sum over all ranks."""
@@ -181,19 +207,39 @@ def _schedule(
     return Pipeline(parts, plan.stages, SCHEDULES[plan.schedule], hidden, group, microbatches)
 
 
+def _agreement(plan: Plan, run: RunConfig, device: torch.device) -> Agreement:
+    """Return how replicas agree, as plan and run say."""
+
+    def goes_exact(piece: Held) -> bool:
+        whole_on_tp = plan.tp > 1 and piece.is_part_of_sum
+        at_both_ends = plan.pp > 1 and run.model.tie_embeddings
+        return is_summed_exactly(piece.name, piece.shape, whole_on_tp, at_both_ends, plan.sync, run.sync)
+
+    return Agreement(
+        Lane(device),
+        COMPRESSORS[plan.sync](run.sync),
+        goes_exact if plan.sync != "exact" else lambda piece: False,
+        run.sync.exact_steps,
+        run.seed,
+        bucket_bytes=plan.bucket_mb * 2**20,
+    )
+
+
 def _gradient_rules(
-    plan: Plan, meshes: Meshes, model: Decoder, pieces: Sequence[Held], checks: bool
+    plan: Plan, meshes: Meshes, model: Decoder, pieces: Sequence[Held], checks: bool, how: Agreement
 ) -> list[GradientRule]:
-    if plan.shards_parameters:
-        return [FullySharded(model, pieces)]
-    ranks = Ranks(meshes.group("shard"), meshes.group("replicate"))
     dense = [piece for piece in pieces if not piece.is_expert]
     experts = [piece for piece in pieces if piece.is_expert]
-    rules: list[GradientRule] = [GradientSum(dense, ranks, DTYPES[plan.reduce], plan.zero < 2, checks)]
-    if experts:
-        ranks = Ranks(meshes.group("expert_shard"), meshes.group("expert_replicate"))
-        rules.append(GradientSum(experts, ranks, DTYPES[plan.reduce], plan.zero < 2, checks))
-    return rules
+    some = [(dense, "shard", "replicate"), (experts, "expert_shard", "expert_replicate")]
+    ours = [(group, meshes.group(shard), meshes.group(replicate)) for group, shard, replicate in some if group]
+    if not plan.shards_parameters:
+        dtype, keep = DTYPES[plan.reduce], plan.zero < 2
+        return [GradientSum(group, Ranks(shard, over), dtype, keep, checks, how) for group, shard, over in ours]
+    if plan.sync == "exact":
+        return [FullySharded(model, pieces)]
+    dtype = DTYPES[plan.reduce]
+    over_replicas = [GradientSum(group, Ranks(None, over), dtype, False, how=how) for group, _, over in ours]
+    return [FullySharded(model, pieces, over_replicas)]
 
 
 def _sum_over(pieces: Sequence[Held], group: dist.ProcessGroup | None) -> None:

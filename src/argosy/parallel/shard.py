@@ -13,7 +13,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from argosy.models.decoder import Decoder
 from argosy.models.experts import moe_layers
 from argosy.models.layers import local
+from argosy.parallel.data import GradientSum
 from argosy.parallel.pieces import Held
+from argosy.sync.compressor import Moment
 
 
 def shard_fully(
@@ -50,12 +52,16 @@ def shard_fully(
 class FullySharded:
     """The gradients of a `shard_fully` model: FSDP2 sums them in backward; this hands them to the pieces."""
 
-    def __init__(self, model: Decoder, pieces: Sequence[Held]):
+    def __init__(self, model: Decoder, pieces: Sequence[Held], over_replicas: Sequence[GradientSum] = ()):
+        """`over_replicas`: sums of the shards' gradients over replicas, where FSDP2 splits over one replica only. It
+        tells them of each gradient that it has reduced, through the parameter's hooks."""
         assert isinstance(model, FSDPModule)
-        self._model, self._pieces = model, pieces
+        self._model, self._pieces, self.over_replicas = model, pieces, over_replicas
 
-    def arm(self, backwards: int) -> None:
-        """Do nothing: FSDP2 counts backwards itself."""
+    def arm(self, backwards: int, moment: Moment) -> None:
+        """FSDP2 counts backwards itself, and sums once a step."""
+        for sums in self.over_replicas:
+            sums.arm(1, moment)
 
     def before_backward(self, last: bool) -> None:
         """Sum only in the step's last backward; until then gradients add up, whole, on each rank."""
@@ -63,6 +69,10 @@ class FullySharded:
 
     def finish(self) -> None:
         """Make the sums the gradients of the pieces' values."""
+        for sums in self.over_replicas:
+            sums.finish()
+        if self.over_replicas:
+            return
         for piece in self._pieces:
             gradient = piece.parameter.grad
             assert gradient is not None, f"{piece.name}: every parameter takes part in every step"

@@ -18,8 +18,8 @@ from argosy.plan.pipeline import SCHEDULES, Schedule
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "activations", "optimizer", "all"]
-Sync = Literal["exact", "bf16"]
-COMPRESSED: tuple[Sync, ...] = ("bf16",)
+Sync = Literal["exact", "bf16", "int8", "int4", "powersgd", "topk", "randomk", "sign"]
+COMPRESSED: tuple[Sync, ...] = ("bf16", "int8", "int4", "powersgd", "topk", "randomk", "sign")
 """Words of `sync` that sum gradients in every step, in fewer bytes."""
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

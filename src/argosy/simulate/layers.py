@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from argosy.config.schema import RunConfig
-from argosy.parallel.data import BUCKET_BYTES
 from argosy.plan.cost.exact_state import DTYPE_BYTES, local_shard_of, stages_on
 from argosy.plan.parameters import Parameter, Stage, Table, block_table, parameter_table
 from argosy.plan.plan import Plan
@@ -56,8 +55,9 @@ def _buckets_repeat(plan: Plan, run: RunConfig, rank: int, stage: Stage) -> bool
         return True
     of_layer = block_table(run.model, stage.layers[-1], plan.tp)
     whole = parameter_table(run.model, stage, plan.tp)
+    bucket_bytes = plan.bucket_mb * 2**20
     return all(
-        not here or max(here) >= BUCKET_BYTES or sum(_bytes(whole, plan, rank, experts)) < BUCKET_BYTES
+        not here or max(here) >= bucket_bytes or sum(_bytes(whole, plan, rank, experts)) < bucket_bytes
         for experts in (False, True)
         for here in [_bytes(of_layer, plan, rank, experts)]
     )

@@ -10,7 +10,7 @@ from typing import Any
 from argosy.checkpoint import fence, store
 from argosy.checkpoint.boxes import Box
 from argosy.checkpoint.checksums import Damaged
-from argosy.checkpoint.load import load_into, missing_from
+from argosy.checkpoint.load import boxes_in, load_into, missing_from
 from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.remote import Remote
 from argosy.checkpoint.save import Saver
@@ -24,6 +24,7 @@ from argosy.observe.progress import Progress
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 from argosy.training.state import TrainState, generators, set_generators
+from argosy.training.sync_memory import Past
 
 SAME_MODEL = "Use the model section that it was saved with, or another --run-dir to start anew."
 SIZES_OF_WEIGHTS = "Leave out the sizes in the model section: those of model.weights are taken then."
@@ -159,7 +160,7 @@ class Checkpointer:
             return None
         checkpoint, steps = found
         self._saver.committed = set(steps)
-        weights, boxes, random = state.weights(), state.boxes(), generators(self._world)
+        weights, boxes, random = state.weights(), state.boxes(Past.of(boxes_in(checkpoint))), generators(self._world)
         _check_fits(weights, checkpoint)
         fault("load", step=checkpoint.step)
         load_into(boxes | random, checkpoint)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 from argosy.checkpoint.boxes import Box, Misfit
 from argosy.checkpoint.directory import Transfer, match
 from argosy.checkpoint.history import History, Position
 from argosy.parallel.peers import Peers, Talk
+from argosy.training.sync_memory import NOTHING, Past
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,8 @@ class Claim:
     history: History
     position: Position
     is_live: bool
+    past: Past = NOTHING
+    """What compressors kept, as far as the offer's boxes tell."""
 
     @property
     def moment(self) -> tuple[str, int]:
@@ -47,6 +51,8 @@ class WholeState:
     """Which of this rank's offers; live ones come first."""
     transfers: tuple[Transfer, ...]
     """This rank's."""
+    past: Past = NOTHING
+    """What compressors kept."""
 
 
 Leader = tuple[int, int, History, Position]
@@ -57,18 +63,20 @@ def newest_whole_state(
     peers: Peers,
     offers: Sequence[Offer],
     claims: Collection[Claim],
-    wanted: Collection[Box],
+    wanted: Callable[[Past], Collection[Box]],
     history: History,
     is_whole: Callable[[int], bool] = lambda offer: True,
 ) -> Talk[WholeState | None]:
     """Return the newest state of which every part is offered, and what this rank sends and receives of it.
 
-    `offers` and `wanted` are this rank's, `claims` those of all ranks. `history` is where the run stands; states that
-    it has turned away from do not count. `is_whole(i)` tells if offer i is undamaged; it is asked once it may be used.
+    `offers` are this rank's, `wanted` says what it wants of a state, `claims` are those of all ranks. `history` is
+    where the run stands; states that it has turned away from do not count. `is_whole(i)` tells if offer i is undamaged;
+    it is asked once it may be used.
     """
     moments = {claim.moment for claim in claims if history.admits(*claim.moment)}
     # Among equal steps the newer world's comes first: an older one's may be from before the run went back.
     for moment in sorted(moments, key=lambda m: (m[1], m[0] == history.world, m[0]), reverse=True):
+        past = reduce(Past.joined, (claim.past for claim in claims if claim.moment == moment))
         of_moment = {claim.is_live for claim in claims if claim.moment == moment}
         for live_only in (True, False):
             if live_only not in of_moment:
@@ -80,10 +88,10 @@ def newest_whole_state(
                 and offer.claim.moment == moment
                 and (offer.claim.is_live or (not live_only and is_whole(i)))
             )
-            found = yield from _of(peers, [offers[i] for i in used], wanted)
+            found = yield from _of(peers, [offers[i] for i in used], wanted(past))
             if found is not None:
-                (_, rank, past, position), transfers = found
-                return WholeState(past, position, live_only, -rank, used, tuple(transfers))
+                (_, rank, lived, position), transfers = found
+                return WholeState(lived, position, live_only, -rank, used, tuple(transfers), past)
     return None
 
 

@@ -29,6 +29,7 @@ from argosy.parallel.world import World
 from argosy.training.checkpointer import Checkpointer
 from argosy.training.offers import Claim, Offer, WholeState, is_scale, newest_whole_state
 from argosy.training.state import TrainState, Update
+from argosy.training.sync_memory import Past
 
 ATTEMPTS = 3
 """Tries of an exchange in which a message is corrupt: its sender still has what it was to be."""
@@ -91,8 +92,10 @@ def recover(
     claims = over(group, peers.union((source.offer.claim for source in sources), Claim))
     said: list[Facts | Claim] = [*facts, *claims]
     history = max((some.history for some in said), key=lambda h: (h.depth, h.world), default=History())
-    tensors = state.boxes()
-    wanted = [box for box in tensors if travels(box)]
+
+    def wanted(past: Past) -> list[Box]:
+        return [box for box in state.boxes(past) if travels(box)]
+
     offers = [source.offer for source in sources]
     found = over(group, newest_whole_state(peers, offers, claims, wanted, history, sources.is_whole))
     refused = over(group, peers.union(sources.refused, str))
@@ -109,7 +112,7 @@ def recover(
             refused.append(str(problem))
     if found is not None and (tier == "none" or state.step < found.position.step):
         tier = "live" if found.is_live else "memory"
-        traffic = over(group, peers.merge(_take(found, sources, state, tensors, group), Traffic, _sum))
+        traffic = over(group, peers.merge(_take(found, sources, state, state.boxes(found.past), group), Traffic, _sum))
     past = state.history if tier == "disk" and state.history.depth > history.depth else history
     name = over(group, peers.merge(secrets.token_hex(6) if world.is_first else "", str, max))
     state.history = past.next(name, state.step)
@@ -183,7 +186,8 @@ def _live(survivor: TrainState | None) -> list[_Source]:
     if survivor is None or survivor.in_update:
         return []
     tensors = {box: tensor for box, tensor in survivor.boxes().items() if travels(box)}
-    return [_Source(Offer(Claim(survivor.history, survivor.position, is_live=True), tuple(tensors)), tensors)]
+    claim = Claim(survivor.history, survivor.position, is_live=True, past=Past.of(tensors))
+    return [_Source(Offer(claim, tuple(tensors)), tensors)]
 
 
 def _in_memory(folder: Path | None, place: int, ranks: int) -> list[_Source]:
@@ -194,7 +198,9 @@ def _in_memory(folder: Path | None, place: int, ranks: int) -> list[_Source]:
         if state is not None:
             position, history = state
             boxes = tuple(box for box in saved.file.boxes if travels(box))
-            sources.append(_Source(Offer(Claim(history, position, is_live=False), boxes), {}, saved))
+            sources.append(
+                _Source(Offer(Claim(history, position, is_live=False, past=Past.of(boxes)), boxes), {}, saved)
+            )
     return sources
 
 

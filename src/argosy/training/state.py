@@ -27,6 +27,7 @@ from argosy.plan.mup import rate_factor
 from argosy.plan.plan import Plan
 from argosy.precision.scaler import LossScaler
 from argosy.training.bad_steps import Counts
+from argosy.training.sync_memory import Past, SyncMemory
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ class TrainState:
         self.scaler.update(update.gradient_norm)
         self.optimizer.set_learning_rate(update.learning_rate)
         self.optimizer.step(watch)
+        self.model.commit_sums()
         if update.loads is not None:
             update_biases(self.model.moes, update.loads)
         self.step += 1
@@ -137,12 +139,17 @@ class TrainState:
         parts = {_part(f"model.{p.name}", p, p.value): p.value.detach() for p in self.model.masters}
         return parts | wholes(self.model.buffers(), "model.")
 
-    def boxes(self) -> dict[Box, Tensor]:
-        """Return all tensors of this rank's part: plain, most of them live, to copy, or to fill (then `restored`)."""
+    def boxes(self, past: Past | None = None) -> dict[Box, Tensor]:
+        """Return all tensors of this rank's part: plain, most of them live, to copy, or to fill (then `restored`).
+
+        past: what a state to fill them from has of compressors' memory; None: return this state's own.
+        """
         parts = self.weights()
         for piece in self.model.masters:
             for key, tensor in self.optimizer.state_of(piece).items():
                 parts[_part(f"optimizer.{piece.name}.{key}", piece, tensor)] = tensor.detach()
+        memory = SyncMemory(self.model)
+        parts |= memory.boxes() if past is None else memory.wanted(past)
         return parts | wholes(self.scaler.state(), "scaler.")
 
     def restored(self, boxes: Mapping[Box, Tensor]) -> None:
@@ -152,6 +159,7 @@ class TrainState:
         for piece in self.model.masters:
             keys = self.optimizer.state_of(piece)
             self.optimizer.load_state(piece, {key: tensors[f"optimizer.{piece.name}.{key}"] for key in keys})
+        SyncMemory(self.model).restored(boxes)
         self.scaler.load_state({key: tensors[f"scaler.{key}"] for key in self.scaler.state()})
 
 

@@ -22,6 +22,7 @@ from argosy.observe.clock import StepClock
 from argosy.parallel.expert import loads_of
 from argosy.parallel.gradients import square_share, unscale
 from argosy.parallel.world import World
+from argosy.sync.compressor import Moment
 from argosy.training.fingerprint import LIMBS, Fingerprints, is_nonzero, limbs_of
 from argosy.training.norms import LayerNorms
 from argosy.training.state import TrainState, Update
@@ -114,7 +115,8 @@ class Step:
         state, step, rank = self.state, self.state.step, self._world.rank
         self.checks.watch()
         tokens = sum(micro.targets_BT.numel() for micro in batch) * state.model.dp
-        summed = state.model.forward_backward(batch, state.scaler.scale / tokens, self._clock)
+        moment = Moment(step, state.scaler.scale)
+        summed = state.model.forward_backward(batch, state.scaler.scale / tokens, self._clock, moment)
         with self._clock.time("communication"):
             state.model.finish_gradients()
         loss = summed / tokens

@@ -1,0 +1,136 @@
+"""What a way to sum over replicas is: a compressor, what it knows of a sum, and the memory that it has of earlier ones.
+
+A compressor is given a rank's flat bucket of gradients and leaves the sum over the ranks of a group. It is a generator
+that yields each message it has sent and goes on once that has arrived, so that whoever drives it (`sync.lane`) decides
+what is done meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from argosy.config.sync import SyncConfig
+
+Sending = Generator[dist.Work, None, Tensor]
+"""Yields each message once it is on its way; returns the sum, flat, as long as the bucket."""
+
+# torch 2.13 gave it a new name and deprecates the old; 2.11 and 2.12 have only the old.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When a sum is taken."""
+
+    step: int = 0
+    """Optimizer steps done. What is random depends on it alone, so that a step that is done again gives the same."""
+    scale: float = 1.0
+    """The loss scale, which the gradients of the step are multiplied by."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One parameter's part of a bucket: `batch` matrices of `rows` x `cols`, or numbers that are no matrix."""
+
+    batch: int
+    rows: int
+    cols: int
+
+    @property
+    def elements(self) -> int:
+        """Numbers in the bucket."""
+        return self.batch * self.rows * self.cols
+
+
+@dataclass
+class Memory:
+    """What a rank keeps from step to step of one bucket.
+
+    A step is all or nothing: what a sum leaves is staged, and counts once the step is applied (`commit`).
+    """
+
+    kept: dict[str, Tensor] = field(default_factory=dict)
+    """`residual` (and `momentum`): fp32, as long as the bucket, without the loss scale. Others: as the compressor has
+    them, the same on all replicas."""
+    staged: dict[str, Tensor] = field(default_factory=dict)
+
+    def commit(self) -> None:
+        """Make what the last sum left count."""
+        self.kept |= self.staged
+        self.staged = {}
+
+    def drop(self) -> None:
+        """Forget what the last sum left: its step is not applied."""
+        self.staged = {}
+
+
+@dataclass(frozen=True)
+class BucketFacts:
+    """What a compressor knows of the bucket that it sums."""
+
+    number: int
+    """Place among the model's buckets, the same on all ranks."""
+    segments: tuple[Segment, ...]
+    memory: Memory
+    seed: int
+
+    def generator(self, moment: Moment, device: torch.device, rank: int = 0) -> torch.Generator:
+        """Return random numbers for this bucket in this step: the same on all replicas unless they give their rank."""
+        words = (self.seed, moment.step, self.number, rank)
+        mixed = 0
+        for word in words:  # SplitMix64 (Steele et al. 2014) of each word in turn
+            mixed = (mixed ^ word) + 0x9E3779B97F4A7C15 & 2**64 - 1
+            mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & 2**64 - 1
+            mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & 2**64 - 1
+            mixed ^= mixed >> 31
+        return torch.Generator(device).manual_seed(mixed >> 1)
+
+
+class Compressor(Protocol):
+    """One way to sum a bucket over replicas."""
+
+    messages: int
+    """How many messages `sum` yields."""
+
+    def memory(self, segments: Sequence[Segment], device: torch.device) -> Memory:
+        """Return the memory of a bucket of these parameters before the first step."""
+        ...
+
+    def sum(self, flat: Tensor, group: dist.ProcessGroup, bucket: BucketFacts, moment: Moment) -> Sending:
+        """Sum `flat` over the ranks of `group`. `flat` is the compressor's to write to."""
+        ...
+
+
+def with_residual(flat: Tensor, bucket: BucketFacts, moment: Moment) -> Tensor:
+    """Return in fp32 what is to be sent: the gradients and what earlier steps left out."""
+    whole = flat.float()
+    residual = bucket.memory.kept.get("residual")
+    return whole if residual is None else whole.add(residual, alpha=moment.scale)
+
+
+def keep_residual(left: Tensor, bucket: BucketFacts, moment: Moment) -> None:
+    """Stage what was not sent, if the bucket has a residual."""
+    if "residual" in bucket.memory.kept:
+        bucket.memory.staged["residual"] = left.div_(moment.scale) if moment.scale != 1.0 else left
+
+
+def residual_memory(segments: Sequence[Segment], device: torch.device, settings: SyncConfig) -> Memory:
+    """Return a memory with a residual of zeros, or an empty one without error feedback."""
+    zeros = (
+        {"residual": torch.zeros(sum(segment.elements for segment in segments), device=device)}
+        if settings.error_feedback
+        else {}
+    )
+    return Memory(zeros)
+
+
+def started(work: dist.Work | None) -> dist.Work:
+    """Return the work of a message that was started with async_op=True, which always has one."""
+    assert work is not None
+    return work

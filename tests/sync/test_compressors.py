@@ -1,0 +1,185 @@
+"""What replicas get is the sum, but for what their residuals keep; it is the same bits on each of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from argosy.config.sync import SyncConfig
+from argosy.parallel.world import World
+from argosy.sync.compressor import BucketFacts, Moment, Segment
+from argosy.sync.lane import Lane
+from argosy.sync.table import COMPRESSORS
+
+SEGMENTS = (Segment(1, 40, 30), Segment(3, 17, 19), Segment(1, 5, 7))
+NUMBERS = sum(segment.elements for segment in SEGMENTS)
+WITH_RESIDUAL = ("int8", "int4", "powersgd", "topk", "randomk", "sign")
+SETTINGS: dict[str, Any] = {"block": 64, "rank": 2, "density": 0.05, "momentum": 0.0}
+
+
+def facts(word: str, **settings: Any) -> BucketFacts:
+    way = COMPRESSORS[word](SyncConfig(**{**SETTINGS, **settings}))
+    return BucketFacts(3, SEGMENTS, way.memory(SEGMENTS, torch.device("cpu")), seed=7)
+
+
+def gradients(rank: int, step: int) -> Tensor:
+    return torch.randn(NUMBERS, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def summed(word: str, flat: Tensor, bucket: BucketFacts, moment: Moment, **settings: Any) -> Tensor:
+    way = COMPRESSORS[word](SyncConfig(**{**SETTINGS, **settings}))
+    lane = Lane(torch.device("cpu"))
+    assert dist.group.WORLD is not None
+    return lane.finish(lane.submit(way.sum(flat, dist.group.WORLD, bucket, moment), way.messages))
+
+
+def steps(world: World, word: str, many: int, scale: float = 1.0, **settings: Any) -> list[tuple[Tensor, Tensor]]:
+    """Sum and residual of each step."""
+    bucket, found = facts(word, **settings), []
+    for step in range(many):
+        flat = gradients(world.rank, step) * scale
+        sums = summed(word, flat, bucket, Moment(step, scale), **settings)
+        bucket.memory.commit()
+        found.append((sums.float(), bucket.memory.kept.get("residual", torch.zeros(NUMBERS)).clone()))
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("word", WITH_RESIDUAL)
+def test_sums_and_residuals_together_lose_nothing(workers, word, size):
+    found = workers.run(size, steps, word, 3)
+    before = torch.zeros(NUMBERS)
+    for step in range(3):
+        sums = found[0][step][0]
+        assert all(torch.equal(sums, ranks[step][0]) for ranks in found), "the same bits on each"
+        after = sum(ranks[step][1] for ranks in found)
+        exact = sum(gradients(rank, step) for rank in range(size))
+        torch.testing.assert_close(sums + after, exact + before, rtol=1e-4, atol=1e-4)
+        assert not torch.equal(sums, exact)
+        before = after
+
+
+@pytest.mark.parametrize("word", WITH_RESIDUAL)
+def test_a_loss_scale_changes_neither_sum_nor_residual(workers, word):
+    for plain, scaled in zip(workers.run(2, steps, word, 2), workers.run(2, steps, word, 2, 1024.0), strict=True):
+        for (sums, left), (scaled_sums, same) in zip(plain, scaled, strict=True):
+            assert torch.equal(sums, scaled_sums / 1024) and torch.equal(left, same)
+
+
+@pytest.mark.parametrize(("word", "most"), [("bf16", 8e-3), ("int8", 0.02), ("int4", 0.4), ("powersgd", 1.0)])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_a_sum_is_as_near_as_its_levels_are(workers, word, most, rounding):
+    exact = gradients(0, 0) + gradients(1, 0)
+    for found in workers.run(2, one_step, word, rounding):
+        assert (found - exact).norm() / exact.norm() < most
+
+
+def one_step(world: World, word: str, rounding: str) -> Tensor:
+    return steps(world, word, 1, rounding=rounding)[0][0]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("word", ["bf16", *WITH_RESIDUAL])
+def test_a_number_that_is_not_finite_reaches_all_ranks(workers, word, bad):
+    assert workers.run(3, with_bad_number, word, bad) == [False] * 3
+
+
+def with_bad_number(world: World, word: str, bad: float) -> bool:
+    flat = gradients(world.rank, 0)
+    if world.rank == 1:
+        flat[77] = bad
+    return bool(summed(word, flat, facts(word), Moment()).isfinite().all())
+
+
+@pytest.mark.parametrize("word", WITH_RESIDUAL)
+def test_a_step_that_is_done_again_gives_the_same_bits(workers, word):
+    assert all(workers.run(2, done_again, word))
+
+
+def done_again(world: World, word: str) -> bool:
+    settings = {"rounding": "stochastic", "momentum": 0.5}
+    bucket = facts(word, **settings)
+    for step in range(2):
+        summed(word, gradients(world.rank, step), bucket, Moment(step), **settings)
+        bucket.memory.commit()
+    found = []
+    for _ in range(2):
+        bucket.memory.drop()
+        found.append(summed(word, gradients(world.rank, 2), bucket, Moment(2), **settings))
+    return torch.equal(*found)
+
+
+def test_bf16_is_the_sum_of_pytorchs_hook(workers):
+    for ours, theirs in workers.run(2, beside_bf16_hook):
+        assert torch.equal(ours / 2, theirs)
+
+
+def beside_bf16_hook(world: World) -> tuple[Tensor, Tensor]:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+    theirs = hooked(bf16_compress_hook, None, [gradients(world.rank, 0)])[0]
+    return steps(world, "bf16", 1)[0][0], theirs
+
+
+class FlatBucket:
+    """What a hook of PyTorch asks of DDP's bucket."""
+
+    def __init__(self, flat: Tensor):
+        self._flat = flat
+
+    def buffer(self) -> Tensor:
+        return self._flat
+
+    def set_buffer(self, flat: Tensor) -> None:
+        self._flat = flat
+
+    def index(self) -> int:
+        return 0
+
+    def is_last(self) -> bool:
+        return True
+
+    def gradients(self) -> list[Tensor]:
+        rows, cols = 40, 30
+        return [self._flat.view(rows, cols)]
+
+
+def hooked(hook: Any, state: Any, flats: list[Tensor]) -> list[Tensor]:
+    means = []
+    for flat in flats:
+        found = hook(state, FlatBucket(flat)).wait()
+        means.append((found[0] if isinstance(found, (list, tuple)) else found).clone())
+    return means
+
+
+def test_powersgd_is_that_of_pytorch(workers):
+    for ours, theirs in workers.run(2, beside_powersgd_hook):
+        for our, their in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(our / 2, their, rtol=1e-4, atol=1e-5)
+
+
+def beside_powersgd_hook(world: World) -> tuple[list[Tensor], list[Tensor]]:
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+    one = (Segment(1, 40, 30),)
+    flats = [gradients(world.rank, step)[:1200] for step in range(4)]
+    state = PowerSGDState(None, matrix_approximation_rank=3, start_powerSGD_iter=2, random_seed=5)
+    exact = hooked(powerSGD_hook, state, [flat.clone() for flat in flats[:2]])
+    state.iter = 2
+    draw = PowerSGDState(None, matrix_approximation_rank=3, start_powerSGD_iter=2, random_seed=5).rng
+    first_q = torch.randn(1, 30, 3, generator=torch.Generator().manual_seed(int(draw.randint(1_000_000_000))))
+    theirs = hooked(powerSGD_hook, state, [flat.clone() for flat in flats])
+    way = COMPRESSORS["powersgd"](SyncConfig(rank=3))
+    bucket = BucketFacts(0, one, way.memory(one, torch.device("cpu")), seed=0)
+    bucket.memory.kept["q"] = first_q.flatten()
+    lane, ours = Lane(torch.device("cpu")), []
+    assert dist.group.WORLD is not None and len(exact) == 2
+    for step, flat in enumerate(flats):
+        sending = way.sum(flat.clone(), dist.group.WORLD, bucket, Moment(step))
+        ours.append(lane.finish(lane.submit(sending, way.messages)))
+        bucket.memory.commit()
+    return ours, theirs
