@@ -20,6 +20,7 @@ from argosy.observe.wire import Counts, WireCounter
 from argosy.parallel.world import World
 from argosy.plan.cost.exact_state import StateBytes, state_bytes
 from argosy.plan.cost.traffic import traffic
+from argosy.plan.plan import COMPRESSED
 from tiny import eager, run_config, train_step
 
 UNEVEN = {"layers": 4, "vocab_size": 403}  # rows that no number of ranks here divides
@@ -42,6 +43,9 @@ MODELS: dict[str, dict[str, Any]] = {
 PLANS = [
     *(("dense", f"dp_shard=4,zero={stage}") for stage in range(4)),
     *(("dense", f"dp_shard=2,dp_replicate=2,zero={stage},microbatch=2") for stage in (1, 3)),
+    *(("dense", f"dp_replicate=2,dp_shard=2,zero={2 + (word == 'int8')},sync={word}") for word in COMPRESSED),
+    ("dense", "dp_replicate=2,tp=2,sync=powersgd,microbatch=4"),
+    ("experts", "dp_replicate=2,dp_shard=2,ep=2,zero=1,sync=int8"),
     ("dense", "tp=2,microbatch=2"),
     ("dense", "tp=4,microbatch=4"),
     ("dense", "pp=2"),

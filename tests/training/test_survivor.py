@@ -60,7 +60,11 @@ def interrupted(
 
 @pytest.mark.parametrize(
     ("plan", "lost", "tier", "from_step"),
-    [("dp_replicate=2", 0, "live", 5), ("dp_shard=2,zero=1", 1, "memory", 4)],
+    [
+        ("dp_replicate=2", 0, "live", 5),
+        ("dp_shard=2,zero=1", 1, "memory", 4),
+        ("dp_replicate=2,sync=int8", 0, "memory", 4),
+    ],
 )
 def test_a_run_goes_on_bit_for_bit_in_a_world_in_which_a_process_is_new(
     workers, corpus, tmp_path, plan, lost, tier, from_step

@@ -10,7 +10,8 @@ width D, e bytes of an activation, w of a weight, r of a gradient's sum, N eleme
 equal shares), a step sends
 
     axis       collective                     size                  times
-    replicate  all_reduce, zero 0             r N                   1           or of the shard, r N/n, after the others
+    replicate  all_reduce, zero 0             r N                   1           or of the shard, r N/n, after it;
+                                                                    with `sync`: `plan.cost.sync_traffic`
     shard      reduce_scatter, zero 1 to 3    r N                   1
                all_gather, zero 1, 2          w N                   1           of updated values
                all_gather, zero 3             e N                   2 M         blocks; what is around them M
@@ -44,6 +45,7 @@ from dataclasses import dataclass
 from argosy.config.parameter_groups import settings_of
 from argosy.config.schema import ModelConfig, RunConfig
 from argosy.plan.cost.exact_state import DTYPE_BYTES, LocalShard, local_shard_of, place_of, stages_on
+from argosy.plan.cost.sync_traffic import Summed, sent_over_replicas, summed
 from argosy.plan.parameters import Parameter, Stage, parameter_table
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan
@@ -93,7 +95,18 @@ def traffic(plan: Plan, run: RunConfig, rank: int = 0) -> Traffic:
     """
     sums: Traffic = Counter()
     spanning = spanning_axis(axis_sizes(plan), plan.world_size) or WORLD
-    for sends in (_gradients, _replicated, _tied_ends, _tensor, _context, _pipeline, _experts, _muon, _everyone):
+    for sends in (
+        _gradients,
+        _over_replicas,
+        _replicated,
+        _tied_ends,
+        _tensor,
+        _context,
+        _pipeline,
+        _experts,
+        _muon,
+        _everyone,
+    ):
         for sent in sends(plan, run, rank):
             if sent.ranks > 1 and sent.size:
                 by_all = sent.ranks == plan.world_size and sent.axis != ENDS
@@ -145,7 +158,23 @@ def _gradients(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
                 yield Collective(shard, "all_gather", times * gathered * padded, cut.ranks)
             else:
                 yield Collective(shard, "all_gather", weight * padded, cut.ranks)
-        yield Collective(replicate, "all_reduce", reduced * cut.chunk, cut.replicas)
+        if plan.sync == "exact":
+            yield Collective(replicate, "all_reduce", reduced * cut.chunk, cut.replicas)
+
+
+def _over_replicas(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
+    """Yield the sums of gradients over replicas in fewer bytes."""
+    if plan.sync == "exact":
+        return
+    for stage in stages_on(plan, run, rank).values():
+        groups: dict[tuple[str, int], list[Summed]] = {}
+        for name, parameter in parameter_table(run.model, stage, plan.tp).items():
+            cut = local_shard_of(parameter, plan, rank)
+            axis = "expert_replicate" if _is_dealt(parameter, plan) else "replicate"
+            groups.setdefault((axis, cut.replicas), []).append(summed(name, parameter, cut, plan, run))
+        for (axis, replicas), parameters in groups.items():
+            for kind, size in sent_over_replicas(parameters, replicas, plan, run.sync):
+                yield Collective(axis, kind, size, replicas)
 
 
 def _is_dealt(parameter: Parameter, plan: Plan) -> bool:

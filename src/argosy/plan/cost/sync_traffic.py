@@ -1,0 +1,118 @@
+"""The exact bytes of sums over replicas, by the plan's word `sync`: those that `sync` sends, bucket by bucket.
+
+With S numbers in a bucket, n replicas, blocks of b numbers and rank r, a bucket sends
+
+    word        collective                size
+    exact       all_reduce                r S                     r bytes of a number (`reduce`)
+    bf16        all_reduce                2 S
+    int8, int4, all_to_all, all_gather    n W each                W = C bits/8 + 4 C/b, C = S/n, in whole blocks
+    sign
+    powersgd    all_reduce                4 r rows, 4 r cols      each matrix that this halves; 4 S of the others
+    topk        all_gather                8 n k                   k = density S: places and values
+    randomk     all_reduce                4 k
+
+What is summed exactly whatever the word says (`plan.summed`) goes in buckets of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from argosy.config.schema import RunConfig
+from argosy.config.sync import SyncConfig
+from argosy.plan.cost.exact_state import DTYPE_BYTES, LocalShard
+from argosy.plan.parameters import Parameter
+from argosy.plan.plan import Plan
+from argosy.plan.summed import is_summed_exactly
+
+BITS = {"int8": 8, "int4": 4, "sign": 1}
+"""Bits of a number as it travels."""
+SCALE_BYTES = 4
+WORTH = 2
+"""PowerSGD compresses a matrix that is so many times as large as both thin ones."""
+
+Sent = tuple[str, float]
+"""Kind of a collective, and bytes of its whole message."""
+
+
+@dataclass(frozen=True)
+class Summed:
+    """One parameter's part of a bucket on this rank."""
+
+    is_exact: bool
+    shape: tuple[int, ...]
+    """What is summed over replicas: the largest share of the parameter."""
+    bucket_bytes: int
+    """What it counts for in the size of its bucket."""
+
+    @property
+    def elements(self) -> int:
+        """Numbers that are summed."""
+        return math.prod(self.shape)
+
+    @property
+    def matrices(self) -> tuple[int, int, int]:
+        """Number, rows and columns of its matrices: those of experts are one each."""
+        rows, *rest = self.shape
+        return (rows, rest[0], math.prod(rest[1:])) if len(rest) > 1 else (1, rows, math.prod(rest))
+
+
+def summed(name: str, parameter: Parameter, cut: LocalShard, plan: Plan, run: RunConfig) -> Summed:
+    """Return what replicas sum of a parameter."""
+    whole_on_tp = plan.tp > 1 and parameter.tp_dim is None
+    at_both_ends = plan.pp > 1 and run.model.tie_embeddings
+    is_exact = is_summed_exactly(name, parameter.shape, whole_on_tp, at_both_ends, plan.sync, run.sync)
+    weight = DTYPE_BYTES[plan.weights]
+    if plan.zero == 3 and cut.ranks > 1:
+        return Summed(is_exact, cut.mine, weight * math.prod(cut.mine))
+    shape = (-(-cut.local[0] // cut.ranks), *cut.local[1:])
+    return Summed(is_exact, shape, weight * cut.numel)
+
+
+def sent_over_replicas(parameters: Sequence[Summed], n: int, plan: Plan, settings: SyncConfig) -> Iterator[Sent]:
+    """Yield the messages of one step that sum these parameters, in the model's order, over `n` replicas."""
+    for one in parameters:
+        if one.is_exact:
+            yield "all_reduce", DTYPE_BYTES[plan.reduce] * one.elements
+    for bucket in _buckets((one for one in parameters if not one.is_exact), plan.bucket_mb * 2**20):
+        yield from _of_bucket(bucket, n, plan.sync, settings)
+
+
+def _buckets(parameters: Iterable[Summed], bucket_bytes: int) -> Iterator[list[Summed]]:
+    """Cut as `parallel.buckets.cut` does."""
+    bucket: list[Summed] = []
+    for one in reversed(list(parameters)):
+        if sum(other.bucket_bytes for other in bucket) >= bucket_bytes:
+            yield bucket
+            bucket = []
+        bucket.append(one)
+    if bucket:
+        yield bucket
+
+
+def _of_bucket(bucket: Sequence[Summed], n: int, word: str, settings: SyncConfig) -> Iterator[Sent]:
+    numbers = sum(one.elements for one in bucket)
+    few = max(1, math.ceil(numbers * settings.density))
+    if word == "bf16":
+        yield "all_reduce", 2 * numbers
+    elif word in BITS:
+        piece = -(-numbers // (n * settings.block)) * settings.block
+        bytes_of_piece = piece * BITS[word] // 8 + SCALE_BYTES * piece // settings.block
+        yield "all_to_all", n * bytes_of_piece
+        yield "all_gather", n * bytes_of_piece
+    elif word == "topk":
+        yield "all_gather", 8 * n * few
+    elif word == "randomk":
+        yield "all_reduce", 4 * few
+    elif word == "powersgd":
+        there = back = 0
+        for one in bucket:
+            batch, rows, cols = one.matrices
+            rank = min(settings.rank, rows, cols)
+            is_thin = rank > 0 and WORTH * rank * (rows + cols) < rows * cols
+            there += batch * rows * rank if is_thin else one.elements
+            back += batch * cols * rank if is_thin else 0
+        yield "all_reduce", 4 * there
+        yield "all_reduce", 4 * max(1, back)
