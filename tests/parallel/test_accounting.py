@@ -73,6 +73,7 @@ MUON_PLANS = [
 ]
 """Muon needs whole matrices, and each worked on once."""
 QUICK = {
+    ("dense", "dp_replicate=2,dp_shard=2,zero=3,sync=int8", "adamw"),
     ("dense", "dp_shard=4,zero=0", "adamw"),
     ("dense", "dp_shard=4,zero=1", "adamw"),
     ("dense", "dp_shard=4,zero=2", "adamw"),

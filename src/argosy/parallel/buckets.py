@@ -110,7 +110,8 @@ class Bucket:
             yield work
         if self._ranks.replicate is None:
             return self._mine
-        return (yield from way.sum(self._mine, self._ranks.replicate, self._about, moment))
+        sums = yield from way.sum(self._mine, self._ranks.replicate, self._about, moment)
+        return sums.to(self._dtype)
 
     def receive(self) -> Tensor:
         """Wait for the sums, and make them the gradients of the pieces' values; returns them as they came."""
