@@ -10,9 +10,9 @@ import pytest
 from argosy.config.load import load
 from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.rates import Rates, System
-from argosy.plan.cost.step_time import StepModel, StepTime
+from argosy.plan.cost.step_time import SHARE_SENT, StepModel, StepTime
 from argosy.plan.hardware.devices import find_device
-from argosy.plan.layouts import Layouts
+from argosy.plan.layouts import WORDS, Layouts
 from argosy.plan.plan import Plan
 from argosy.plan.workload import Workload
 
@@ -149,3 +149,13 @@ def test_gradient_sums_hide_under_backward():
     shown = step("dp_replicate=64,zero=0", system=System(overlaps_gradients=0)).gradients
     hidden = step("dp_replicate=64,zero=0").gradients
     assert hidden < shown
+
+
+@pytest.mark.parametrize("mesh", ["dp_replicate=16,zero=0", "dp_replicate=2,dp_shard=8,zero=3"])
+def test_replicas_that_send_fewer_bytes_wait_less(mesh):
+    waits = [step(f"{mesh},sync={word}").gradients for word in ("exact", "bf16", "int8", "int4", "sign")]
+    assert waits == sorted(waits, reverse=True) and waits[0] > waits[-1]
+
+
+def test_each_word_that_compresses_has_a_share():
+    assert {*SHARE_SENT, "exact", "powersgd"} == set(WORDS["sync"])

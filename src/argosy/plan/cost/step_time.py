@@ -16,13 +16,14 @@ from functools import cached_property
 
 import numpy as np
 
+from argosy.config.sync import SyncConfig
 from argosy.plan.cost.breakdown import Breakdown
 from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.layer_time import BACKWARD_ATTENTION, BACKWARD_POINTWISE, LayerModel, LayerTime
 from argosy.plan.cost.memory_model import MemoryModel
 from argosy.plan.cost.network import all_reduce_s, all_to_all_s, gather_s, group_of, send_s
 from argosy.plan.cost.rates import Rates, System
-from argosy.plan.layouts import SCHEDULE_NAMES, Layouts
+from argosy.plan.layouts import SCHEDULE_NAMES, WORDS, Layouts
 from argosy.plan.pipeline import SPLITTING
 from argosy.plan.workload import Numbers, Workload
 
@@ -38,6 +39,10 @@ BUBBLE_LEFT = {
 }
 """Share of the bubble of 1F1B that is left, with as many stages on a rank: a third for ZB-H1; for V-shaped schedules
 only that which synchronising the gradient norm leaves (planner notes: about 8 % of a step of few microbatches)."""
+
+SHARE_SENT = {"bf16": 1 / 2, "int8": 0.254, "int4": 0.129, "sign": 0.035, "topk": 0.02, "randomk": 0.01}
+"""Share of an fp32 sum's bytes that a word of `sync` sends, with the usual `[sync]` (topk: two replicas). What it takes
+to compress them is not counted."""
 
 
 @dataclass(frozen=True)
@@ -210,13 +215,20 @@ class StepModel(LayerModel):
         moved: Numbers = 0.0
         for parameters, group in (dense, self.data_group), (experts, self.expert_data_group):
             both = gather_s(parameters * system.reduced_bytes, group) + gather_s(parameters * updated, group)
+            both = both * np.where(plans.zero == 0, self._share_sent(), 1.0)
             moved = moved + np.where(parameters > 0, both, 0.0)
         under = 0.6 * window * system.overlaps_gradients
         hidden = np.minimum((1 - constants.exposed_gradients) * moved, under)
         once = np.where(plans.zero == 3, 0.0, moved - hidden)
         replicas = group_of(plans.dp_replicate, plans.tp * plans.cp * plans.dp_shard, self.rates, constants)
         of_shard = (dense + experts) * system.reduced_bytes / (plans.dp_shard * plans.cp)
-        return once + np.where(plans.zero == 3, all_reduce_s(of_shard, replicas) * 0.5, 0.0)
+        return once + np.where(plans.zero == 3, all_reduce_s(of_shard * self._share_sent(), replicas) * 0.5, 0.0)
+
+    def _share_sent(self) -> Numbers:
+        """Return about which share of an exact sum's bytes replicas send, with the usual details of `sync`."""
+        shares = [SHARE_SENT.get(word, 1.0) for word in WORDS["sync"]]
+        thin = 2 * SyncConfig().rank / self.work.width  # of square matrices
+        return np.where(self.plans.is_("sync", "powersgd"), thin, np.array(shares)[self.plans.sync])
 
     def _optimizer(self) -> Numbers:
         """Return the seconds to read gradient and state, and to write state and weight."""
