@@ -20,7 +20,7 @@ from argosy.plan.search.space import Pins, parse_pins
 USUAL_SEQ_LEN = 8192
 FINETUNE_EPOCHS, FINETUNE_BATCH, FINETUNE_SEQ_LEN = 2, 128, 4096
 """Supervised fine-tuning as in Tulu 3 (Lambert et al. 2024, table 10)."""
-CHANGE_NUMBERS = ("precision", "weights", "reduce")
+CHANGE_NUMBERS = ("precision", "weights", "reduce", "sync")
 """Keys of a plan that change what training computes."""
 ALIKE = ("layers", "width", "heads", "kv_heads", "ffn_width", "moe")
 """Keys of models that are as large and as fast as each other."""
