@@ -42,6 +42,8 @@ class Options:
     """slurm: the account that is charged."""
     partition: str = ""
     """slurm: the partition."""
+    hosts: str = ""
+    """ssh: the machines, e.g. node1,node2, each by a name that ssh takes."""
     image: str = ""
     """slurm: the container image of each task (srun --container-image, of the pyxis plugin)."""
     extra: tyro.conf.UseAppendAction[tuple[str, ...]] = ()

@@ -7,7 +7,6 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -17,13 +16,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.files import atomic_write
+from argosy.launch.engines.followed import Followed
 
 FOLDER = "launch"
 """The folder in a run's folder for what was launched, and what that printed."""
 RECORD = "job.json"
 LOOK_S = 0.5
 """How often a log that is followed is looked at."""
-PIECE_BYTES = 1 << 16
 JobState = Literal["waiting", "running", "ended"]
 
 
@@ -96,7 +95,7 @@ class Job(BaseModel):
     """Seconds since 1970."""
     nodes: int
     log: str = ""
-    """The file that it prints to, if there is one."""
+    """The file that it prints to, or the folder of several, if there is one."""
     place: dict[str, str] = {}
     """Where the engine finds it again: an address, a namespace, hosts, ..."""
 
@@ -155,15 +154,17 @@ class Engine(ABC):
         """Return the steps that a run has made whose folder cannot be seen from here; None if that is not known."""
         return None
 
+    def files(self, job: Job) -> dict[str, Path]:
+        """Return the files that the job prints to, by what their lines are marked with if there are several."""
+        return {"": Path(job.log)}
+
     def logs(self, job: Job, follow: bool) -> Iterator[bytes]:
         """Yield what the job prints, in pieces; follow: until it has ended."""
-        at, has_ended = 0, not follow
+        followed = [Followed(path, mark) for mark, path in self.files(job).items()]
+        has_ended = not follow
         while True:
-            with suppress(FileNotFoundError), Path(job.log).open("rb") as file:
-                file.seek(at)
-                while text := file.read(PIECE_BYTES):
-                    yield text
-                at = file.tell()
+            for file in followed:
+                yield from file.new(len(followed) > 1, has_ended)
             if has_ended:
                 return
             time.sleep(LOOK_S)

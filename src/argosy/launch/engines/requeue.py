@@ -20,15 +20,26 @@ from argosy.watch.reader import RunReader, is_run
 
 MOST_IDLE = 3
 """So many jobs in a row may end without one step more than before."""
+KILLED = 137
+"""Exit code of a command that SIGKILL has ended."""
 
 
 def decide(run_dir: Path, code: int) -> tuple[int, str]:
-    """Return the exit code of the job (Retryable's: requeue it), and why.
+    """Return the exit code of the job (Retryable's: requeue it), and why. code: as in `outcome`."""
+    found, why = outcome(run_dir, code)
+    if found == Retryable.exit_code and _idle_jobs(run_dir) >= MOST_IDLE:
+        return RunFailed.exit_code, f"{MOST_IDLE} jobs in a row have made no step"
+    return found, why
 
-    code: srun's, the largest of its tasks, which decides only if the run has recorded nothing.
+
+def outcome(run_dir: Path, code: int) -> tuple[int, str]:
+    """Return 0 if the run is finished, the exit code of its failure if it has failed, else Retryable's; and why.
+
+    code: that of the command which ended (srun's is the largest of its tasks'): it decides only if the run has recorded
+    nothing.
     """
     if not is_run(run_dir):
-        return code, "the run did not begin"
+        return Retryable.exit_code if code == KILLED else code, "the run did not begin"
     run = RunReader(run_dir)
     run.refresh()
     if run.state == "finished":
@@ -39,15 +50,17 @@ def decide(run_dir: Path, code: int) -> tuple[int, str]:
     failed = next((e["exit_code"] for e in reversed(run.events) if e["event"] == "finish" and e["exit_code"]), 0)
     if run.state == "failed" and failed != Retryable.exit_code:
         return failed, f"the run has failed: {run.why}"
-    if _idle_jobs(run_dir) >= MOST_IDLE:
-        return RunFailed.exit_code, f"{MOST_IDLE} jobs in a row have made no step"
     return Retryable.exit_code, run.why or "its processes ended"
+
+
+def last_step(run_dir: Path) -> int:
+    """Return the number of the run's last step; -1 before the first."""
+    return next((int(line["step"]) for line in from_the_end(run_dir / "metrics.jsonl")), -1)
 
 
 def _idle_jobs(run_dir: Path) -> int:
     """Return how many jobs in a row, this one included, have made no step."""
-    path = run_dir / FOLDER / "progress.json"
-    step = next((line["step"] for line in from_the_end(run_dir / "metrics.jsonl")), -1)
+    path, step = run_dir / FOLDER / "progress.json", last_step(run_dir)
     before = json.loads(path.read_text()) if path.exists() else {"step": -1, "idle": 0}
     idle = before["idle"] + 1 if step <= before["step"] else 0
     with atomic_write(path) as file:

@@ -1,0 +1,36 @@
+"""A file that a job prints to, read as it grows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+PIECE_BYTES = 1 << 16
+
+
+class Followed:
+    """A file, and how far it was read."""
+
+    def __init__(self, path: Path, mark: str):
+        """mark: stands before each line if several files are printed."""
+        self._path, self._mark = path, mark.encode()
+        self._at, self._rest = 0, b""
+
+    def new(self, is_marked: bool, is_last: bool) -> Iterator[bytes]:
+        """Yield what was added, in pieces. is_marked: whole lines only, with the mark before each."""
+        try:
+            file = self._path.open("rb")
+        except FileNotFoundError:
+            return
+        with file:
+            file.seek(self._at)
+            while text := file.read(PIECE_BYTES):
+                self._at += len(text)
+                yield from self._lines(text) if is_marked else [text]
+        if is_last and self._rest:
+            yield from self._lines(b"\n")
+
+    def _lines(self, text: bytes) -> Iterator[bytes]:
+        *lines, self._rest = (self._rest + text).split(b"\n")
+        for line in lines:
+            yield b"%s: %s\n" % (self._mark, line)

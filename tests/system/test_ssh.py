@@ -1,0 +1,128 @@
+"""A run on hosts that a real ssh reaches."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from argosy.checkpoint import store
+from commands import Folder
+from matrix import ONE_THREAD, PLANS, Disturbed
+from ssh import WHERE_FROM, Hosts, hosts, is_installed
+
+pytestmark = pytest.mark.skipif(not is_installed(), reason=WHERE_FROM)
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    with hosts(tmp_path_factory.mktemp("ssh"), 2) as running:
+        yield running
+
+
+@pytest.fixture
+def run(folder: Folder, network: Hosts, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disturbed]:
+    monkeypatch.setenv("ARGOSY_FAULTS", "slow@forward:seconds=0.2")
+    run = Disturbed(folder, PLANS["replicas"])
+    run.write()
+    yield run
+    if (run.run_dir / "launch/job.json").exists():
+        for agent in agents(run).values():
+            try:
+                os.killpg(int(agent.partition("@")[0]), signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+
+def launch(run: Disturbed, network: Hosts, *options: str, names: str = "h1,h2", code: int = 0) -> str:
+    words = ("launch", "run.toml", "--on", "ssh", "--hosts", names, network.option, *ONE_THREAD)
+    return run.folder.argosy(*words, "--launch.processes", "1", *options, code=code)
+
+
+def agents(run: Disturbed) -> dict[str, str]:
+    place = json.loads((run.run_dir / "launch/job.json").read_text())["place"]
+    return {name.removeprefix("agent of "): agent for name, agent in place.items() if name.startswith("agent of ")}
+
+
+def state(run: Disturbed) -> dict[str, Any]:
+    (found,) = json.loads(run.folder.argosy("runs", "--json"))
+    return found
+
+
+def wait(run: Disturbed, is_so: Any, seconds: float = 90) -> None:
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end, run.folder.argosy("logs", "runs/tiny")
+        time.sleep(0.3)
+
+
+def test_a_run_is_launched_on_hosts_followed_stopped_and_launched_again(run, network, undisturbed, monkeypatch):
+    assert "launched tiny on ssh: job h1,h2" in launch(run, network, "--train.steps", "40")
+    refused = launch(run, network, code=2)
+    assert "its job h1,h2 on ssh is running" in refused and "argosy stop" in refused
+    wait(run, lambda: run.steps() >= 4)
+    (world,) = run.events("generation")
+    assert set(world["ranks"]) == {"h1/0", "h2/0"}
+    assert state(run)["state"] == "training"
+    run.folder.argosy("stop", "runs/tiny")
+    wait(run, lambda: state(run)["state"] == "stopped")
+    assert store.committed(run.run_dir)[-1].step == run.steps() < 40
+    monkeypatch.setenv("ARGOSY_FAULTS", "")
+    launch(run, network, "--train.steps", "40")
+    log = run.folder.argosy("logs", "runs/tiny", "-f")
+    assert "h1: " in log and "h2: " in log and "done: 40 steps" in log
+    assert state(run)["state"] == "finished" and state(run)["step"] == 40
+    run.check(undisturbed(PLANS["replicas"], "--train.steps", "40", *ONE_THREAD))
+
+
+def test_an_agent_that_is_killed_is_started_again(run, network):
+    launch(run, network, "--train.steps", "40")
+    wait(run, lambda: run.steps() >= 4)
+    keeper = int(agents(run)["h2"].partition("@")[0])
+    (agent,) = _children(keeper)
+    os.kill(agent, signal.SIGKILL)
+    assert "done: 40 steps" in run.folder.argosy("logs", "runs/tiny", "-f")
+    assert "h2: argosy launch: the agent ended with 137 " in run.folder.argosy("logs", "runs/tiny")
+    assert len(run.events("generation")[-1]["ranks"]) == 2
+
+
+def test_hosts_that_cannot_take_part_are_named_and_nothing_is_left(run, network, tmp_path, monkeypatch):
+    refused = launch(run, network, names="h1,nowhere,noname.invalid", code=2)
+    assert "no way to nowhere (ssh: connect to host" in refused and "noname.invalid (" in refused
+    assert "h1 (" not in refused
+    assert "h1 and alias are the same host" in launch(run, network, names="h1,alias", code=2)
+    assert "--hosts: h1 is given twice" in launch(run, network, names="h1,h2,me@h1", code=2)
+    assert "'-oProxyCommand=x' is no name of a host" in launch(run, network, names="h1,-oProxyCommand=x", code=2)
+    assert "no hosts are given" in launch(run, network, names="", code=2)
+    assert "launch.nodes = 3, and --hosts names 2" in launch(run, network, "--launch.nodes", "3", code=2)
+    assert not run.run_dir.exists()
+
+
+def test_the_commands_are_shown_and_nothing_is_started(run, network):
+    shown = launch(run, network, "--dry-run")
+    assert "# h1\n" in shown and "--launch.node h2" in shown and "--launch.lease folder" in shown
+    assert not run.run_dir.exists()
+
+
+def test_the_secret_is_in_no_command_and_no_file(run, network, monkeypatch):
+    monkeypatch.setenv("ARGOSY_SECRET", "c0ffee" * 8)
+    launch(run, network, "--train.steps", "40")
+    wait(run, lambda: run.steps() >= 1)
+    for keeper in agents(run).values():
+        pid = keeper.partition("@")[0]
+        assert b"c0ffee" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+        assert b"c0ffee" in Path(f"/proc/{pid}/environ").read_bytes()
+    assert not [path for path in (run.run_dir / "launch").iterdir() if b"c0ffee" in path.read_bytes()]
+    assert not (run.run_dir / ".secret").exists()
+    run.folder.argosy("stop", "runs/tiny")
+    wait(run, lambda: state(run)["state"] == "stopped")
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
