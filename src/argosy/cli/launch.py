@@ -1,12 +1,14 @@
-"""Launch a run where it goes on without this shell: on this machine, or as a job of a SLURM cluster.
+"""Launch a run where it goes on without this shell: on this machine, on hosts that ssh reaches, or on a cluster.
 
-The job has an agent on each node, saves before its time is over, and is requeued until the run has ended. `argosy
-runs`, `argosy logs RUN` and `argosy stop RUN` go on from there.
+Each node has an agent, which is started again until the run has ended. `argosy runs`, `argosy logs RUN` and `argosy
+stop RUN` go on from there.
 
 Examples:
   argosy launch run.toml --on slurm --nodes 4 --gpus-per-node 8 --time 24:00:00
   argosy launch run.toml --on slurm --nodes 4 --dry-run                    print the job, submit nothing
   argosy launch run.toml --on slurm --extra=--constraint=h100              a line for sbatch
+  argosy launch run.toml --on ssh --hosts node1,node2
+  argosy launch run.toml --on kubernetes --nodes 4 --gpus-per-node 8 --image registry/argosy:1 --volume shared
   argosy launch run.toml                                                   on this machine
 """
 
@@ -31,23 +33,28 @@ class Options:
     nodes: int = 1
     """Machines."""
     cpus_per_node: int = 0
-    """slurm: CPUs of each; 0 asks for whole nodes, for this job alone."""
+    """CPUs of each; slurm: 0 asks for whole nodes, for this job alone."""
     gpus_per_node: int = 0
     """GPUs of each; 0 asks for none."""
     time: str = ""
     """slurm: the job's time limit, e.g. 24:00:00; it is requeued when that is over. Empty: the partition's."""
     memory_per_node: str = ""
-    """slurm: memory of each, e.g. 64G. Empty: what the cluster gives."""
+    """Memory of each, in the cluster's words: slurm 64G, kubernetes 64Gi. Empty: what the cluster gives."""
     account: str = ""
     """slurm: the account that is charged."""
     partition: str = ""
     """slurm: the partition."""
     hosts: str = ""
     """ssh: the machines, e.g. node1,node2, each by a name that ssh takes."""
+    namespace: str = ""
+    """kubernetes: the namespace; empty: kubectl's own."""
+    volume: str = ""
+    """kubernetes: the PersistentVolumeClaim for data and runs, and its path in the pods if not /work: CLAIM[:PATH]."""
     image: str = ""
-    """slurm: the container image of each task (srun --container-image, of the pyxis plugin)."""
+    """kubernetes: the container image. slurm: that of each task (srun --container-image, of the pyxis plugin)."""
     extra: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """slurm: an option of sbatch that is passed through, e.g. --extra=--constraint=h100; give it again for another."""
+    """A line that is passed through; give it again for another. slurm: an option of sbatch, e.g.
+    --extra=--constraint=h100. ssh: one of ssh, e.g. --extra=-p2222. kubernetes: JSON, merged into the pod's spec."""
     dry_run: bool = False
     """Print what would be submitted, and submit nothing."""
     run_dir: Path | None = None

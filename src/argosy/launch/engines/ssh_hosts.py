@@ -36,7 +36,7 @@ def ask_all(scripts: Mapping[str, str], options: Sequence[str]) -> dict[str, Ans
     if shutil.which("ssh") is None:
         raise UserError("--on ssh: there is no ssh here. Install it, e.g. apt-get install openssh-client.")
     with ThreadPoolExecutor(AT_ONCE) as threads:
-        answers = threads.map(lambda item: _ask(*item, options), scripts.items())
+        answers = threads.map(lambda host: _ask(host, scripts[host], options), scripts)
         return dict(zip(scripts, answers, strict=True))
 
 

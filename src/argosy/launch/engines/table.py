@@ -6,12 +6,13 @@ from typing import Literal
 
 from argosy.errors import UserError
 from argosy.launch.engines.engine import Engine, Job
+from argosy.launch.engines.kubernetes import Kubernetes
 from argosy.launch.engines.local import Local
 from argosy.launch.engines.slurm import Slurm
 from argosy.launch.engines.ssh import Ssh
 
-EngineName = Literal["slurm", "ssh", "local"]
-ENGINES: dict[str, type[Engine]] = {engine.name: engine for engine in (Slurm, Ssh, Local)}
+EngineName = Literal["slurm", "kubernetes", "ssh", "local"]
+ENGINES: dict[str, type[Engine]] = {engine.name: engine for engine in (Slurm, Kubernetes, Ssh, Local)}
 
 
 def engine_of(job: Job) -> Engine:

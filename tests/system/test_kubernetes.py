@@ -1,0 +1,133 @@
+"""A run that kubectl brings to an API server of the tests, which runs its pods."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import kubernetes_cluster
+from argosy.checkpoint import store
+from commands import Folder
+from kubernetes_cluster import WHERE_FROM, Cluster, cluster
+from matrix import ONE_THREAD, PLANS, Disturbed
+
+pytest.importorskip("kubeflow_trainer_api", reason="needs kubeflow-trainer-api: pip install 'argosy[dev]'")
+pytestmark = pytest.mark.skipif(not kubernetes_cluster.is_installed(), reason=WHERE_FROM)
+
+
+@pytest.fixture
+def api(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    with cluster(folder.path / "cluster") as running:
+        monkeypatch.setenv("KUBECONFIG", str(running.kubeconfig))
+        monkeypatch.setenv("HOME", str(folder.path))  # kubectl keeps there what it has found
+        running.claim("shared", "ReadWriteMany")
+        running.claim("single", "ReadWriteOnce")
+        yield running
+
+
+@pytest.fixture
+def run(folder: Folder, api: Cluster, monkeypatch: pytest.MonkeyPatch) -> Disturbed:
+    monkeypatch.setenv("ARGOSY_FAULTS", "slow@forward:seconds=0.2")
+    run = Disturbed(folder, PLANS["replicas"])
+    run.write()
+    return run
+
+
+def launch(run: Disturbed, *options: str, code: int = 0, volume: str = "shared") -> str:
+    where = ("--on", "kubernetes", "--nodes", "2", "--volume", f"{volume}:{run.folder.path}")
+    words = ("launch", "run.toml", *where, "--image", "registry/argosy:1", "--launch.processes", "1", *ONE_THREAD)
+    return run.folder.argosy(*words, *options, code=code)
+
+
+def state(run: Disturbed) -> dict[str, Any]:
+    (found,) = json.loads(run.folder.argosy("runs", "--json"))
+    return found
+
+
+def wait(run: Disturbed, is_so: Callable[[], Any], seconds: float = 90) -> None:
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end, run.folder.argosy("logs", "runs/tiny")
+        time.sleep(0.3)
+
+
+def test_a_run_is_launched_followed_stopped_and_launched_again(run, api, undisturbed, monkeypatch):
+    assert "launched tiny on kubernetes: job tiny-" in launch(run, "--train.steps", "40")
+    assert " on kubernetes is " in launch(run, code=2)
+    wait(run, lambda: run.steps() >= 4)
+    (world,) = run.events("generation")
+    assert set(world["ranks"]) == {"node-0/0", "node-1/0"}
+    (lease,) = api.of_kind("Lease")
+    assert lease["metadata"]["name"] == "argosy-tiny"
+    assert state(run)["state"] == "training" and state(run)["engine"] == "kubernetes"
+    run.folder.argosy("stop", "runs/tiny")
+    wait(run, lambda: state(run)["state"] == "stopped" and not api.of_kind("JobSet"))
+    assert not api.of_kind("Secret") and not api.of_kind("ConfigMap") and not api.of_kind("Pod")
+    assert store.committed(run.run_dir)[-1].step == run.steps() < 40
+    monkeypatch.setenv("ARGOSY_FAULTS", "")
+    launch(run, "--train.steps", "40")
+    log = run.folder.argosy("logs", "runs/tiny", "-f")
+    assert "[pod/tiny-" in log and "done: 40 steps" in log
+    wait(run, lambda: "completed" in state_of_job(run))
+    assert state(run)["state"] == "finished" and state(run)["step"] == 40
+    run.check(undisturbed(PLANS["replicas"], "--train.steps", "40", *ONE_THREAD))
+
+
+@pytest.mark.slow
+def test_a_pod_that_is_evicted_saves_and_another_takes_its_place(run, api, undisturbed):
+    launch(run, "--train.steps", "40")
+    wait(run, lambda: run.steps() >= 4)
+    api.evict(1)
+    wait(run, lambda: state(run)["state"] == "finished", seconds=150)
+    assert len([pod for pod in api.pods.values() if pod.index == 1]) == 2
+    assert len([pod for pod in api.pods.values() if pod.index == 0]) == 1
+    assert len(run.events("generation")) == 2
+    run.check(undisturbed(PLANS["replicas"], "--train.steps", "40", *ONE_THREAD))
+
+
+def test_a_run_that_fails_is_not_started_again(run, api):
+    launch(run, "--data.sources", "nowhere", "1")
+    wait(run, lambda: "a pod has ended with 2" in state_of_job(run))
+    assert len(api.pods) == 2
+
+
+def state_of_job(run: Disturbed) -> str:
+    from argosy.launch.engines.engine import Job
+    from argosy.launch.engines.kubernetes import Kubernetes
+
+    job = Job.load(run.run_dir)
+    assert job is not None
+    return " ".join(Kubernetes().state(job))
+
+
+def test_what_kubernetes_lacks_is_said_and_nothing_is_left(run, api):
+    assert "no image is given" in launch(run, "--image", "", code=2)
+    assert "no volume is given" in launch(run, "--volume", "", code=2)
+    assert 'persistentvolumeclaims "none" not found' in launch(run, volume="none", code=2)
+    assert "its access modes are ReadWriteOnce, and 2 nodes" in launch(run, volume="single", code=2)
+    assert "it is a part of the pod's specification, in JSON" in launch(run, "--extra=nodeSelector", code=2)
+    assert "launch.nodes = 3, and --nodes 2" in launch(run, "--launch.nodes", "3", code=2)
+    api.forbidden = {"ServiceAccount"}
+    assert "--launch.lease folder" in launch(run, code=2)
+    api.forbidden = {"Secret"}
+    assert "secrets is forbidden" in launch(run, code=2)
+    wait(run, lambda: not api.of_kind("JobSet"))
+    assert not run.run_dir.exists()
+
+
+def test_an_image_that_cannot_be_pulled_is_said(run, api):
+    launch(run, "--image", "registry/argosy:2")
+    wait(run, lambda: "ImagePullBackOff" in state(run)["why"])
+    assert state(run)["state"] == "waiting" and "registry/argosy:2" in state(run)["why"]
+
+
+def test_what_is_shown_is_what_is_made_but_for_the_secret(run, api):
+    shown = json.loads(launch(run, "--dry-run"))
+    assert [found["kind"] for found in shown["items"]] == [
+        "ServiceAccount", "Role", "RoleBinding", "Secret", "ConfigMap", "JobSet",
+    ]  # fmt: skip
+    assert not api.of_kind("JobSet") and not run.run_dir.exists()
