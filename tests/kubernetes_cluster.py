@@ -15,8 +15,9 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -313,32 +314,17 @@ class Handler(BaseHTTPRequestHandler):
         parts = urlsplit(self.path)
         return parts.path.strip("/"), parse_qs(parts.query)
 
-    def _discovery(self, path: str) -> Object | None:
-        if path == "version":
-            return {"major": "1", "minor": "32", "gitVersion": "v1.32.0"}
-        if path == "api":
-            return {"kind": "APIVersions", "versions": ["v1"]}
-        if path == "apis":
-            groups = [name.split("/")[1:] for name in KINDS if name != "api/v1"]
-            version = [{"groupVersion": f"{group}/{version}", "version": version} for group, version in groups]
-            named = [
-                {"name": group, "versions": [it], "preferredVersion": it}
-                for (group, _), it in zip(groups, version, strict=True)
-            ]
-            return {"kind": "APIGroupList", "apiVersion": "v1", "groups": named}
-        if path == "openapi/v3":
-            return {"paths": {name: {"serverRelativeURL": f"/openapi/v3/{name}"} for name in KINDS}}
-        if path.startswith("openapi/v3/"):
-            return _validates(path.removeprefix("openapi/v3/"))
-        if path in KINDS:
-            verbs = ["create", "delete", "get", "list", "patch", "update"]
-            found = [
-                {"name": name, "kind": kind, "namespaced": True, "verbs": verbs, "shortNames": SHORT.get(name, [])}
-                for name, kind in KINDS[path].items()
-            ]
-            version = path.partition("/")[2]
-            return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": version, "resources": found}
-        return None
+    @staticmethod
+    def _discovery(path: str) -> Object | None:
+        known: dict[str, Callable[[], Object]] = {
+            "version": lambda: {"major": "1", "minor": "32", "gitVersion": "v1.32.0"},
+            "api": lambda: {"kind": "APIVersions", "versions": ["v1"]},
+            "apis": _groups,
+            "openapi/v3": lambda: {"paths": {name: {"serverRelativeURL": f"/openapi/v3/{name}"} for name in KINDS}},
+            **{name: partial(_resources, name) for name in KINDS},
+            **{f"openapi/v3/{name}": partial(_validates, name) for name in KINDS},
+        }
+        return known[path]() if path in known else None
 
     def _list(self, path: str, asked: dict[str, list[str]]) -> None:
         wanted = dict([text.split("=")] for text in asked.get("labelSelector", [])) if "labelSelector" in asked else {}
@@ -379,6 +365,26 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         pass
+
+
+def _groups() -> Object:
+    groups = [name.split("/")[1:] for name in KINDS if name != "api/v1"]
+    versions = [{"groupVersion": f"{group}/{version}", "version": version} for group, version in groups]
+    named = [
+        {"name": group, "versions": [it], "preferredVersion": it}
+        for (group, _), it in zip(groups, versions, strict=True)
+    ]
+    return {"kind": "APIGroupList", "apiVersion": "v1", "groups": named}
+
+
+def _resources(version: str) -> Object:
+    verbs = ["create", "delete", "get", "list", "update"]
+    found = [
+        {"name": name, "kind": kind, "namespaced": True, "verbs": verbs, "shortNames": SHORT.get(name, [])}
+        for name, kind in KINDS[version].items()
+    ]
+    group = version.partition("/")[2]
+    return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": group, "resources": found}
 
 
 def _validates(version: str) -> Object:

@@ -29,12 +29,11 @@ def check(found: dict[str, Any]) -> None:
 def check_with_client(found: dict[str, Any]) -> None:
     """Roles and their bindings, which Kubeflow has no models of."""
     import json
-    from types import SimpleNamespace
 
     from kubernetes.client import ApiClient
 
     client = ApiClient()
-    read = client.deserialize(SimpleNamespace(data=json.dumps(found)), f"V1{found['kind']}")
+    read = client.deserialize(json.dumps(found), f"V1{found['kind']}", "application/json")
     assert (problem := lost(found, client.sanitize_for_serialization(read))) == "", problem
 
 

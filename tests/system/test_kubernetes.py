@@ -14,6 +14,7 @@ from argosy.checkpoint import store
 from commands import Folder
 from kubernetes_cluster import WHERE_FROM, Cluster, cluster
 from matrix import ONE_THREAD, PLANS, Disturbed
+from pages import PAGES, try_all
 
 pytest.importorskip("kubeflow_trainer_api", reason="needs kubeflow-trainer-api: pip install 'argosy[dev]'")
 pytestmark = pytest.mark.skipif(not kubernetes_cluster.is_installed(), reason=WHERE_FROM)
@@ -131,3 +132,16 @@ def test_what_is_shown_is_what_is_made_but_for_the_secret(run, api):
         "ServiceAccount", "Role", "RoleBinding", "Secret", "ConfigMap", "JobSet",
     ]  # fmt: skip
     assert not api.of_kind("JobSet") and not run.run_dir.exists()
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_work(run, api):
+    here = {
+        "--nodes 4": "--nodes 2",
+        "--gpus-per-node 8": "",
+        "--volume shared": f"--volume shared:{run.folder.path}",
+    }
+    options = (*ONE_THREAD, "--launch.processes", "1", "--train.steps", "6")
+    try_all("kubernetes.md", run.folder, here, options, untried=("docker",))
+    assert state(run)["state"] == "finished"
+    assert "The Dockerfile was parsed, and not built" in (PAGES / "kubernetes.md").read_text()

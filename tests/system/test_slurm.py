@@ -13,6 +13,7 @@ import pytest
 from argosy.checkpoint import store
 from commands import Folder
 from matrix import ONE_THREAD, PLANS, Disturbed
+from pages import commands, try_all
 from slurm import WHERE_FROM, Slurm, is_installed, slurm
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason=WHERE_FROM)
@@ -135,6 +136,12 @@ def test_what_slurm_refuses_is_said_and_leaves_nothing(launched):
     refused = launched.folder.argosy("launch", "run.toml", "--on", "slurm", "--partition", "fast", code=2)
     assert "sbatch refuses" in refused and "invalid partition" in refused
     assert not launched.run_dir.exists()
+    words = ("launch", "run.toml", "--on", "slurm", "--image")
+    refused = launched.folder.argosy(*words, "/images/none.sqsh", code=2)
+    assert "--image /images/none.sqsh: there is no such file" in refused
+    refused = launched.folder.argosy(*words, "registry/argosy:1", code=2)
+    assert "this SLURM knows no container images" in refused
+    assert not launched.run_dir.exists()
     script = launched.folder.argosy("launch", "run.toml", "--on", "slurm", "--nodes", "4", "--dry-run")
     assert (
         "#SBATCH --nodes=4" in script
@@ -142,3 +149,14 @@ def test_what_slurm_refuses_is_said_and_leaves_nothing(launched):
         and "#SBATCH --exclusive" in script
     )
     assert not launched.run_dir.exists()
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_work(launched, cluster):
+    """srun's command is what the first tests here give."""
+    here = {"--nodes 4": "--nodes 2", "--gpus-per-node 8": "--cpus-per-node 1"}
+    try_all("slurm.md", launched.folder, here, (*HERE, *ONE_THREAD, "--train.steps", "6"), untried=("srun",))
+    assert [line for line in commands("slurm.md") if line.startswith("srun ")] == [
+        "srun --nodes 4 --ntasks-per-node 1 argosy train run.toml"
+    ]
+    assert state(launched)["state"] == "finished"

@@ -15,6 +15,7 @@ import pytest
 from argosy.checkpoint import store
 from commands import Folder
 from matrix import ONE_THREAD, PLANS, Disturbed
+from pages import try_all
 from ssh import WHERE_FROM, Hosts, hosts, is_installed
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason=WHERE_FROM)
@@ -122,6 +123,13 @@ def test_the_secret_is_in_no_command_and_no_file(run, network, monkeypatch):
     assert not (run.run_dir / ".secret").exists()
     run.folder.argosy("stop", "runs/tiny")
     wait(run, lambda: state(run)["state"] == "stopped")
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_work(run, network):
+    options = (network.option, *ONE_THREAD, "--launch.processes", "1", "--train.steps", "6")
+    try_all("ssh.md", run.folder, {"node1,node2": "h1,h2"}, options)
+    assert state(run)["state"] == "finished"
 
 
 def _children(pid: int) -> list[int]:

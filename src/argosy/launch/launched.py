@@ -11,6 +11,7 @@ from argosy.files import made_folder
 from argosy.launch.engines.engine import FOLDER, Job, Request
 from argosy.launch.engines.table import ENGINES, engine_of
 from argosy.launch.own_folder import check_is_own
+from argosy.processes.secret import FILE, NAME, VALUE, fingerprint_in, fingerprint_of
 from argosy.watch.reader import RunReader, is_run
 from argosy.watch.runs import find_runs
 
@@ -43,10 +44,28 @@ def launch(request: Request, engine: str) -> Job:
             f"{request.run_dir}: its job {before.id} on {before.engine} is {state}. `argosy stop {request.run_dir}` "
             "stops it; --run-dir gives this run another folder."
         )
+    secret = _own_secret(request.run_dir)
     with made_folder(request.folder):
         job = on.submit(request)
+        job = job.model_copy(update={"secret": secret})
         job.save(request.run_dir)
     return job
+
+
+def _own_secret(run_dir: Path) -> str:
+    """Return the fingerprint of the run's secret. Raises: UserError if a run beside it, under way, has the same."""
+    mine = fingerprint_of(run_dir)
+    for other in run_dir.parent.glob(f"*/{FOLDER}/job.json") if mine else ():
+        folder = other.parent.parent
+        job = Job.load(folder)
+        if job is None or folder == run_dir or mine not in (job.secret, fingerprint_in(folder)):
+            continue
+        if engine_of(job).state(job)[0] != "ended":
+            raise UserError(
+                f"{run_dir} and {folder} have one secret, and who knows it may join both runs. Unset {VALUE} and "
+                f"{FILE}: each run makes its own; if one folder is a copy of the other, delete {NAME} in it."
+            )
+    return mine
 
 
 def launched_in(root: Path) -> list[Launched]:

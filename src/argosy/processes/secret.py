@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 import secrets
 from pathlib import Path
@@ -37,6 +38,25 @@ def secret_of(run_dir: Path) -> bytes:
             f"{path}: the run's secret cannot be kept there ({problem}). Make the folder writable, or set {FILE}"
         ) from None
     return _read(path, str(path))
+
+
+def fingerprint_of(run_dir: Path) -> str:
+    """Return a text from which the run's secret cannot be told, but whether two are the same; empty if it has none yet.
+
+    Raises: as `secret_of`.
+    """
+    if not (os.environ.get(VALUE) or os.environ.get(FILE) or (run_dir / NAME).exists()):
+        return ""
+    return hmac.digest(secret_of(run_dir), b"fingerprint", "sha256").hex()
+
+
+def fingerprint_in(run_dir: Path) -> str:
+    """Return the fingerprint of the secret that a run's folder holds; empty if it holds none, or none that is valid."""
+    try:
+        secret = _read(run_dir / NAME, "")
+    except UserError:
+        return ""
+    return hmac.digest(secret, b"fingerprint", "sha256").hex()
 
 
 def _read(path: Path, named: str) -> bytes:

@@ -96,6 +96,8 @@ class Job(BaseModel):
     nodes: int
     log: str = ""
     """The file that it prints to, or the folder of several, if there is one."""
+    secret: str = ""
+    """The fingerprint of the secret that the environment or the run's folder gave it; empty: it made its own."""
     place: dict[str, str] = {}
     """Where the engine finds it again: an address, a namespace, hosts, ..."""
 

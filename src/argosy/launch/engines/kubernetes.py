@@ -87,7 +87,8 @@ class Kubernetes(Engine):
             _allow(place)
         uid = json.loads(_ask("create", "-f", "-", "-o", "json", text=json.dumps(made)))["metadata"]["uid"]
         try:
-            _ask("create", "-f", "-", text=_listed(belongings(request, place, secret, uid)))
+            for owned in belongings(request, place, secret, uid):
+                _ask("create", "-f", "-", text=json.dumps(owned))
         except UserError:
             _ask("delete", "jobset", place.name, f"--namespace={place.namespace}", "--wait=false", may_fail=True)
             raise

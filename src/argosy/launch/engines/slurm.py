@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from argosy.errors import UserError
 from argosy.launch.engines.engine import Engine, Job, JobState, Request
@@ -76,6 +77,7 @@ class Slurm(Engine):
 
     def submit(self, request: Request) -> Job:
         """Give the script to sbatch."""
+        _check_image(request.image)
         path = request.folder / "job.sh"
         path.write_text(self.script(request))
         job_id = ask("sbatch", "--parsable", str(path)).split(";")[0]
@@ -100,6 +102,21 @@ class Slurm(Engine):
     def stop(self, job: Job) -> None:
         """Send SIGTERM to the agents, which save; SLURM kills what is left after its KillWait."""
         ask("scancel", job.id)
+
+
+def _check_image(image: str) -> None:
+    """Raises: UserError if a file is not there, or this SLURM cannot start containers."""
+    if not image:
+        return
+    if image.startswith(("/", ".")) and not Path(image).exists():
+        raise UserError(
+            f"--image {image}: there is no such file. Name one that all nodes see, or an image of a registry."
+        )
+    if "--container-image" not in ask("srun", "--help"):
+        raise UserError(
+            f"--image {image}: this SLURM knows no container images (srun has no --container-image). Its administrator "
+            "can install the plugin pyxis; without it, leave --image out and use a Python that all nodes see."
+        )
 
 
 def ask(program: str, *words: str, may_fail: bool = False) -> str:

@@ -1,0 +1,77 @@
+"""The objects of Kubernetes are valid by the published models, and say what a run needs."""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+
+from argosy.config.schema import RunConfig
+from argosy.launch.engines.engine import Request
+from argosy.launch.engines.jobset import Place, access, belongings, jobset
+from published_models import check
+
+pytest.importorskip("kubeflow_trainer_api", reason="needs kubeflow-trainer-api: pip install 'argosy[dev]'")
+PLACE = Place("mine-0a1b2", "training", "shared", PurePosixPath("/work"), PurePosixPath("/work/runs/mine"))
+
+
+def request(**options: Any) -> Request:
+    run = options.pop("run", RunConfig())
+    return Request(run, Path("/work/runs/mine"), ("run.toml",), Path("/work"), image="a:1", volume="shared", **options)
+
+
+def pod_of(asked: Request) -> dict[str, Any]:
+    (replicated,) = jobset(asked, PLACE)["spec"]["replicatedJobs"]
+    return replicated["template"]["spec"]["template"]["spec"]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"nodes": 4, "gpus_per_node": 8, "cpus_per_node": 64, "memory_per_node": "1Ti"}]
+)
+def test_all_objects_are_valid(options):
+    asked = request(**options)
+    for made in [*access(PLACE), *belongings(asked, PLACE, "s" * 32, "uid"), jobset(asked, PLACE)]:
+        check(made)
+
+
+def test_a_key_that_kubernetes_does_not_know_is_found():
+    made = jobset(request(), PLACE)
+    made["spec"]["replicatedJobs"][0]["template"]["spec"]["podFailurePolice"] = {}
+    made["spec"]["replicatedJobs"][0]["template"]["spec"]["backofLimit"] = 1
+    with pytest.raises(AssertionError, match=r"unknown .*backofLimit"):
+        check(made)
+
+
+def test_a_pod_has_the_time_to_save_and_some():
+    run = RunConfig.model_validate({"resilience": {"grace_s": 120}})
+    assert pod_of(request(run=run))["terminationGracePeriodSeconds"] == 150
+
+
+def test_exit_codes_that_come_again_fail_the_job_and_disruptions_do_not_count():
+    (replicated,) = jobset(request(nodes=2), PLACE)["spec"]["replicatedJobs"]
+    ignore, fail = replicated["template"]["spec"]["podFailurePolicy"]["rules"]
+    assert ignore == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    assert fail["action"] == "FailJob" and fail["onExitCodes"]["values"] == [1, 2, 65, 70, 74]
+
+
+def test_nodes_beyond_those_of_the_run_are_spares_and_each_pod_has_its_own_name():
+    run = RunConfig.model_validate({"launch": {"nodes": 2}})
+    words = pod_of(request(run=run, nodes=3))["containers"][0]["command"]
+    assert words[words.index("--launch.nodes") + 1] == "2"
+    assert words[words.index("--launch.node") + 1] == "node-$(NODE)"
+    assert words[words.index("--launch.lease") + 1] == "kubernetes://training/argosy-mine"
+
+
+def test_a_lease_that_is_given_is_kept_and_needs_no_service_account():
+    run = RunConfig.model_validate({"launch": {"lease": "folder"}})
+    pod = pod_of(request(run=run, nodes=2))
+    words = pod["containers"][0]["command"]
+    assert words[words.index("--launch.lease") + 1] == "folder" and "serviceAccountName" not in pod
+
+
+def test_extra_lines_are_merged_into_the_pod():
+    lines = ('{"nodeSelector": {"gpu": "h100"}, "affinity": null}', '{"nodeSelector": {"zone": "a"}}')
+    pod = pod_of(request(extra=lines))
+    assert pod["nodeSelector"] == {"gpu": "h100", "zone": "a"} and "affinity" not in pod
+    assert pod["restartPolicy"] == "Never"

@@ -1,0 +1,42 @@
+"""A run that is launched on this machine."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from commands import Folder
+from matrix import ONE_THREAD, PLANS, Disturbed
+from pages import try_all
+
+
+@pytest.fixture
+def run(folder: Folder) -> Disturbed:
+    run = Disturbed(folder, PLANS["replicas"])
+    run.write()
+    return run
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_work(run: Disturbed) -> None:
+    try_all("local.md", run.folder, {}, (*ONE_THREAD, "--train.steps", "6"))
+    (found,) = json.loads(run.folder.argosy("runs", "--json"))
+    assert found["state"] == "finished" and found["step"] == 6
+
+
+def test_what_only_clusters_have_is_refused_and_a_run_that_was_not_launched_is_named(run: Disturbed) -> None:
+    refused = run.folder.argosy("launch", "run.toml", "--partition", "fast", "--nodes", "2", code=2)
+    assert "--on local: --nodes, --partition has no meaning there" in refused
+    assert "there is no kubectl here" in _without_programs(run, "kubernetes", "--image", "a", "--volume", "b")
+    assert "there is no sbatch here" in _without_programs(run, "slurm")
+    assert "there is no ssh here" in _without_programs(run, "ssh", "--hosts", "a,b")
+    (run.run_dir / "events").mkdir(parents=True)
+    assert "the run was not launched" in run.folder.argosy("stop", "runs/tiny", code=2)
+
+
+def _without_programs(run: Disturbed, engine: str, *options: str) -> str:
+    process = run.folder.start("launch", "run.toml", "--on", engine, *options, PATH="/nowhere")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 2 and not run.run_dir.exists()
+    return out + err
