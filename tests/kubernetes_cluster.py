@@ -154,6 +154,10 @@ class Cluster(ThreadingHTTPServer):
             self.store(path, {**self.objects[path], "status": {"conditions": [condition]}})
 
 
+class Deleted(Exception):
+    """The pod was deleted before it began."""
+
+
 class Pod:
     """A pod of the Job, and its one process."""
 
@@ -178,8 +182,11 @@ class Pod:
             self._tell("Pending", {"waiting": reason})
             self._has_ended.set()
             return
-        files = self._files()
-        environment = self._environment(container["env"])
+        try:
+            files, environment = self._files(), self._environment(container["env"])
+        except Deleted:
+            self._has_ended.set()
+            return
         words = [_expanded(word, environment).replace("/etc/argosy", str(files)) for word in container["command"]]
         words = [sys.executable if word == "python3" else word for word in words]
         inherited = {**os.environ, "KUBECONFIG": str(self.cluster.kubeconfig), "OMP_NUM_THREADS": "1"}
@@ -238,6 +245,8 @@ class Pod:
             for found in self.cluster.of_kind(kind):
                 if found["metadata"]["name"] == name:
                     return found
+            if self.is_deleted:
+                raise Deleted
             assert time.monotonic() < end, f"no {kind} {name}"
             time.sleep(0.05)
 
@@ -320,6 +329,11 @@ class Handler(BaseHTTPRequestHandler):
             "version": lambda: {"major": "1", "minor": "32", "gitVersion": "v1.32.0"},
             "api": lambda: {"kind": "APIVersions", "versions": ["v1"]},
             "apis": _groups,
+            "api/v1/namespaces/training": lambda: {
+                "kind": "Namespace",
+                "apiVersion": "v1",
+                "metadata": {"name": "training"},
+            },
             "openapi/v3": lambda: {"paths": {name: {"serverRelativeURL": f"/openapi/v3/{name}"} for name in KINDS}},
             **{name: partial(_resources, name) for name in KINDS},
             **{f"openapi/v3/{name}": partial(_validates, name) for name in KINDS},
@@ -327,7 +341,7 @@ class Handler(BaseHTTPRequestHandler):
         return known[path]() if path in known else None
 
     def _list(self, path: str, asked: dict[str, list[str]]) -> None:
-        wanted = dict([text.split("=")] for text in asked.get("labelSelector", [])) if "labelSelector" in asked else {}
+        wanted = dict(text.split("=") for text in asked.get("labelSelector", []))
         with self.server.lock:
             items = [
                 found

@@ -43,7 +43,7 @@ def lay_out(pages: Path) -> None:
     """Write what MkDocs reads into the new folder `pages`."""
     shutil.copytree(DOCS, pages, ignore=shutil.ignore_patterns("*.md", "*.py", "__pycache__", "assets", "site"))
     shutil.copytree(DOCS / "site" / "assets", pages / "assets")
-    waiting = [*sorted(DOCS.glob("*.md")), *BESIDE]
+    waiting = [*sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("clusters/*.md")), *BESIDE]
     seen = set(waiting)
     for source in waiting:  # it grows by what its pages link to
         text, linked = _page(source)

@@ -41,11 +41,12 @@ def run(folder: Folder, api: Cluster, monkeypatch: pytest.MonkeyPatch) -> Distur
 def launch(run: Disturbed, *options: str, code: int = 0, volume: str = "shared") -> str:
     where = ("--on", "kubernetes", "--nodes", "2", "--volume", f"{volume}:{run.folder.path}")
     words = ("launch", "run.toml", *where, "--image", "registry/argosy:1", "--launch.processes", "1", *ONE_THREAD)
-    return run.folder.argosy(*words, *options, code=code)
+    give = run.folder.argosy_here if code else run.folder.argosy
+    return give(*words, *options, code=code)
 
 
 def state(run: Disturbed) -> dict[str, Any]:
-    (found,) = json.loads(run.folder.argosy("runs", "--json"))
+    (found,) = json.loads(run.folder.argosy_here("runs", "--json"))
     return found
 
 

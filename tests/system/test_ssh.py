@@ -43,7 +43,8 @@ def run(folder: Folder, network: Hosts, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 def launch(run: Disturbed, network: Hosts, *options: str, names: str = "h1,h2", code: int = 0) -> str:
     words = ("launch", "run.toml", "--on", "ssh", "--hosts", names, network.option, *ONE_THREAD)
-    return run.folder.argosy(*words, "--launch.processes", "1", *options, code=code)
+    give = run.folder.argosy_here if code else run.folder.argosy
+    return give(*words, "--launch.processes", "1", *options, code=code)
 
 
 def agents(run: Disturbed) -> dict[str, str]:
@@ -52,7 +53,7 @@ def agents(run: Disturbed) -> dict[str, str]:
 
 
 def state(run: Disturbed) -> dict[str, Any]:
-    (found,) = json.loads(run.folder.argosy("runs", "--json"))
+    (found,) = json.loads(run.folder.argosy_here("runs", "--json"))
     return found
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
-from argosy.launch.engines.engine import Job, JobState, Request
+from argosy.launch.engines.engine import Engine, Job, JobState, Request
 from argosy.launch.engines.local import Local
 from argosy.launch.engines.table import ENGINES
 
@@ -24,10 +24,10 @@ def test_an_option_that_has_no_meaning_on_an_engine_is_refused(engine: str, tmp_
     for name, value in values.items():
         request = request_in(tmp_path, **{name: value})
         if name in takes:
-            ENGINES[engine]().check(request)
+            Engine.check(ENGINES[engine](), request)
         else:
             with pytest.raises(UserError, match=f"--on {engine}: --{name} has no meaning there. Leave it out"):
-                ENGINES[engine]().check(request)
+                Engine.check(ENGINES[engine](), request)
 
 
 def test_each_option_of_a_request_has_a_meaning_somewhere() -> None:
