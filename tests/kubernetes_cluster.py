@@ -348,7 +348,9 @@ class Handler(BaseHTTPRequestHandler):
                 for at, found in self.server.objects.items()
                 if at.startswith(f"{path}/") and wanted.items() <= found["metadata"].get("labels", {}).items()
             ]
-        self._answer(200, {"kind": "List", "apiVersion": "v1", "metadata": {}, "items": items})
+        group, plural = path.partition("/namespaces/")[0], path.rpartition("/")[2]
+        known = {"kind": f"{KINDS[group][plural]}List", "apiVersion": group.partition("/")[2]}
+        self._answer(200, {**known, "metadata": {}, "items": items})
 
     def _print(self, path: str, asked: dict[str, list[str]]) -> None:
         pod = self.server.pods[path.split("/")[-2]]
