@@ -12,7 +12,7 @@ from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.launch.engines.engine import Engine, Job, JobState, Request
 from argosy.launch.engines.table import ENGINES
-from argosy.launch.launched import launch
+from argosy.launch.launched import launch, printed
 
 
 class Memory(Engine):
@@ -78,3 +78,15 @@ def test_a_run_that_is_under_way_is_not_launched_again(tmp_path):
         launch(request_in(tmp_path, "a"), "memory")
     Memory().stop(job)
     launch(request_in(tmp_path, "a"), "memory")
+
+
+def test_a_run_that_was_not_launched_prints_what_its_folder_has(tmp_path):
+    run = tmp_path / "runs/a"
+    (run / "logs").mkdir(parents=True)
+    (run / "run.toml").write_text("")
+    (run / "metrics.jsonl").touch()
+    (run / "logs/worker-1.log").write_text("one\n")
+    (run / "logs/coordinator.log").write_text("two\nthree")
+    assert b"".join(printed(run, follow=False)) == b"coordinator: two\ncoordinator: three\nworker-1: one\n"
+    with pytest.raises(UserError, match=r"no such folder"):
+        list(printed(tmp_path / "runs/b", follow=False))

@@ -35,7 +35,7 @@ class Options:
     cpus_per_node: int = 0
     """CPUs of each; slurm: 0 asks for whole nodes, for this job alone."""
     gpus_per_node: int = 0
-    """GPUs of each; 0 asks for none."""
+    """GPUs of each; 0 asks for none. ssh: so many are used, 0: all."""
     time: str = ""
     """slurm: the job's time limit, e.g. 24:00:00; it is requeued when that is over. Empty: the partition's."""
     memory_per_node: str = ""

@@ -1,4 +1,4 @@
-"""Print what a run that was launched prints.
+"""Print what a run prints that was launched; of another one, what its workers but the first have printed.
 
 Examples:
   argosy logs runs/demo           what there is
@@ -30,14 +30,12 @@ class Options:
 def main(argv: list[str]) -> None:
     """`argosy logs RUN`."""
     options = parse(argv, "argosy logs", Options)
-    from argosy.launch.engines.table import engine_of
-    from argosy.launch.launched import job_in
+    from argosy.launch.launched import printed
 
-    job = job_in(options.run)
-    engine, is_empty = engine_of(job), True
-    for text in engine.logs(job, options.follow):
+    is_empty = True
+    for text in printed(options.run, options.follow):
         sys.stdout.buffer.write(text)
         sys.stdout.flush()
         is_empty = False
     if is_empty:
-        print(f"{options.run}: nothing yet: the job is {' '.join(engine.state(job)).strip()}", file=sys.stderr)
+        print(f"{options.run}: nothing yet; `argosy runs` says what it waits for", file=sys.stderr)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from argosy.errors import UserError
 from argosy.files import made_folder
-from argosy.launch.engines.engine import FOLDER, Job, Request
+from argosy.launch.engines.engine import FOLDER, RECORD, Job, Request
+from argosy.launch.engines.followed import follow as followed
 from argosy.launch.engines.table import ENGINES, engine_of
 from argosy.launch.own_folder import check_is_own
 from argosy.processes.secret import FILE, NAME, VALUE, fingerprint_in, fingerprint_of
@@ -113,3 +115,24 @@ def job_in(run_dir: Path) -> Job:
     if job is None:
         raise UserError(f"{run_dir}: the run was not launched by `argosy launch`, so no engine knows it.")
     return job
+
+
+def printed(run_dir: Path, follow: bool) -> Iterator[bytes]:
+    """Yield what a run prints, in pieces; follow: until it has ended.
+
+    Of a run that was not launched, the first worker prints to its user's terminal, and its folder has only what the
+    others and the coordinator print.
+
+    Raises: UserError if there is neither a job nor a run.
+    """
+    if not is_run(run_dir) or (run_dir / FOLDER / RECORD).exists():
+        job = job_in(run_dir)
+        yield from engine_of(job).logs(job, follow)
+        return
+    reader = RunReader(run_dir)
+
+    def has_ended() -> bool:
+        reader.refresh()
+        return not follow or reader.state != "training"
+
+    yield from followed({path.stem: path for path in sorted((run_dir / "logs").glob("*"))}, has_ended)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
@@ -16,13 +15,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.files import atomic_write
-from argosy.launch.engines.followed import Followed
+from argosy.launch.engines.followed import follow as followed
 
 FOLDER = "launch"
 """The folder in a run's folder for what was launched, and what that printed."""
 RECORD = "job.json"
-LOOK_S = 0.5
-"""How often a log that is followed is looked at."""
 JobState = Literal["waiting", "running", "ended"]
 
 
@@ -162,12 +159,4 @@ class Engine(ABC):
 
     def logs(self, job: Job, follow: bool) -> Iterator[bytes]:
         """Yield what the job prints, in pieces; follow: until it has ended."""
-        followed = [Followed(path, mark) for mark, path in self.files(job).items()]
-        has_ended = not follow
-        while True:
-            for file in followed:
-                yield from file.new(len(followed) > 1, has_ended)
-            if has_ended:
-                return
-            time.sleep(LOOK_S)
-            has_ended = self.state(job)[0] == "ended"
+        yield from followed(self.files(job), lambda: not follow or self.state(job)[0] == "ended")

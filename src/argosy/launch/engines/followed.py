@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 PIECE_BYTES = 1 << 16
+LOOK_S = 0.5
+"""How often a file that is followed is looked at."""
+
+
+def follow(files: Mapping[str, Path], has_ended: Callable[[], bool]) -> Iterator[bytes]:
+    """Yield what the files hold, and what is added until `has_ended`. Keys: marks of their lines, if several."""
+    followed = [Followed(path, mark) for mark, path in files.items()]
+    is_last = False
+    while not is_last:
+        is_last = has_ended()  # before the last look: what was printed until then is read
+        for file in followed:
+            yield from file.new(len(followed) > 1, is_last)
+        if not is_last:
+            time.sleep(LOOK_S)
 
 
 class Followed:

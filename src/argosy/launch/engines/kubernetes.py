@@ -19,7 +19,8 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from argosy.errors import UserError
-from argosy.launch.engines.engine import LOOK_S, Engine, Job, JobState, Request
+from argosy.launch.engines.engine import Engine, Job, JobState, Request
+from argosy.launch.engines.followed import LOOK_S, PIECE_BYTES
 from argosy.launch.engines.jobset import (
     JOBSET_LABEL,
     Object,
@@ -39,7 +40,6 @@ NAME_CHARS = 30
 MADE_AT_LAUNCH = "made when the run is launched"
 STEP = re.compile(rb"\bstep\s+(\d+)/")
 TAIL_LINES = 200
-PIECE_BYTES = 1 << 16
 
 
 class Kubernetes(Engine):
