@@ -127,6 +127,26 @@ def test_the_secret_is_in_no_command_and_no_file(run, network, monkeypatch):
 
 
 @pytest.mark.slow
+def test_a_host_that_is_cut_off_is_named_and_its_agent_is_stopped_by_the_folder(run, tmp_path):
+    with hosts(tmp_path / "ssh", 2) as network:
+        launch(run, network, "--train.steps", "60")
+        wait(run, lambda: run.steps() >= 4)
+        network.lose("h2")
+        from argosy.launch.engines.engine import Job
+        from argosy.launch.engines.ssh import Ssh
+
+        job = Job.load(run.run_dir)
+        assert job is not None
+        assert "on 1 of 2 hosts; no way to h2 (ssh: connect" in Ssh().state(job)[1]
+        refused = run.folder.argosy_here("stop", "runs/tiny", code=2)
+        assert "there is no way to h2 (" in refused and "The other hosts' agents save and end" in refused
+        wait(run, lambda: state(run)["state"] == "stopped")
+        keeper = Path("/proc") / agents(run)["h2"].partition("@")[0]
+        wait(run, lambda: not keeper.exists())
+        assert store.committed(run.run_dir)[-1].step == run.steps() < 60
+
+
+@pytest.mark.slow
 def test_the_commands_of_the_page_work(run, network):
     options = (network.option, *ONE_THREAD, "--launch.processes", "1", "--train.steps", "6")
     try_all("ssh.md", run.folder, {"node1,node2": "h1,h2"}, options)
