@@ -16,6 +16,6 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 COPY pyproject.toml constraints.txt README.md LICENSE /argosy/
 COPY src /argosy/src
-RUN pip install --no-cache-dir --constraint /argosy/constraints.txt "/argosy[parquet,zstd,tls,etcd,kubernetes,devices]"
+RUN pip install --no-cache-dir --constraint /argosy/constraints.txt "/argosy[parquet,zstd,tls,etcd,kubernetes,devices,store]"
 WORKDIR /work
 ENTRYPOINT ["python3", "-m", "argosy"]
