@@ -28,6 +28,9 @@ class ObserveConfig(Section):
     alerts: AlertsConfig = AlertsConfig()
     norms_every_steps: NonNegativeInt = 50
     """Steps between two measurements of the norms of weights, gradients and updates by layer; 0: never."""
+    noise_scale_every_steps: NonNegativeInt = 0
+    """Steps between two estimates of the gradient noise scale, which tells how large a batch is worth its samples; 0:
+    never. An estimate reads the gradients once more."""
     sample_every_steps: NonNegativeInt = 0
     """Steps between two texts that continue evaluate.sample_prompt, each written by a verified checkpoint; 0: only at
     the end."""

@@ -19,6 +19,7 @@ from argosy.observe.clock import StepClock
 from argosy.parallel.buckets import Agreement, Bucket, Ranks
 from argosy.parallel.context import shard_sequence
 from argosy.parallel.data import GradientSum
+from argosy.parallel.local_squares import LocalSquares
 from argosy.parallel.mesh import Meshes
 from argosy.parallel.offload import HostCopies
 from argosy.parallel.pieces import Held, pieces_of
@@ -60,9 +61,19 @@ class ParallelModel:
         self.pieces: list[Held] = []
         self._rules: list[GradientRule] = []
         how = _agreement(plan, run, next(iter(parts.values())).device)
+        #: What takes the squares of this rank's own gradients; None if nobody asks for them.
+        self.own_squares: LocalSquares | None = None
+        #: The pieces whose gradient on this rank, before any sum, is that of its own samples.
+        self.own_pieces: list[Held] = []
         for model in parts.values():
             mine = list(pieces_of(model, meshes))
             self.pieces += mine
+            if run.observe.noise_scale_every_steps:
+                on_both_ends = plan.pp > 1 and run.model.tie_embeddings
+                own = [p for p in mine if not p.is_part_of_sum and not (on_both_ends and p.name == "embedding.weight")]
+                self.own_pieces += own
+                self.own_squares = self.own_squares or LocalSquares()
+                self.own_squares.watch(own)
             self._rules += _gradient_rules(plan, meshes, model, mine, run.resilience.check_collectives, how)
         # A rank with both ends of the pipeline has a tied embedding twice: it updates one and copies it to the other.
         tied = [piece for piece in self.pieces if piece.name == "embedding.weight"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -29,6 +30,7 @@ from argosy.training.checkpointer import Checkpointer
 from argosy.training.evaluation import Evaluator
 from argosy.training.integrity import Integrity
 from argosy.training.memory_checkpoints import MemoryCheckpointing
+from argosy.training.noise_scale import NoiseScale, Smoothed
 from argosy.training.norms import LayerNorms
 from argosy.training.own_checks import check_own_code
 from argosy.training.pace import Pace
@@ -43,6 +45,9 @@ from argosy.training.step import Requests, Step, StepOutcome
 from argosy.training.step_policy import StepPolicy
 from argosy.training.stop import StoppedEarly, StopSignal
 from argosy.training.user_code import UserCode
+
+NOISE_LINES = 1000
+"""The averages of the noise scale go on from those of one of so many last lines."""
 
 
 class Trainer:
@@ -91,6 +96,7 @@ class Trainer:
         axes = model.meshes.axis_of_groups()
         self._profiling = Profiling(run, plan, world, run_dir, records, self._clock, heartbeat, axes)
         self._norms = LayerNorms(run, model, world)
+        self._noise = NoiseScale(run, plan, model)
         self._restorer = restorer = Restorer(
             run, state, survivor, world, checkpointer, memory, batches, integrity, bad_steps, records, heartbeat
         )
@@ -118,6 +124,8 @@ class Trainer:
         """Go on from the newest state there is: of survivors, in memory, on disk; or from the initial weights."""
         self._show("setting up the model and its state")
         is_survivors = self._restorer.restore_or_initialize()
+        if self._world.is_first:
+            self._noise.smoothed = Smoothed.newest(self._records.metrics.last(NOISE_LINES), self.state.step)
         self._show("compiling" if self._plan.compile else "the first step")
         self._clock.lap()
         self._repeat_evaluation()
@@ -155,14 +163,20 @@ class Trainer:
 
     def forward_backward(self, batch: list[Microbatch]) -> Tensor:
         """Leave the global batch's gradient in the pieces; returns this rank's share of the loss."""
+        self._noise.begin(self.state.step, batch)
         loss = self._step.forward_backward(batch)
         self._user.at("after_backward")
         return loss
 
     def exchange(self, loss: Tensor) -> StepOutcome:
         """Return the step's outcome over all ranks, with what any of them asks for."""
-        outcome = self._step.exchange(loss, self._requests, self._user.measure)
-        self._user.exchanged(outcome)
+        scale = self.state.scaler.scale
+        outcome = self._step.exchange(
+            loss, self._requests, lambda: (*self._noise.measure(scale), *self._user.measure())
+        )
+        users = outcome.measured[self._noise.many :]
+        self._noise.measured(self.state.step, outcome.measured[: self._noise.many])
+        self._user.exchanged(replace(outcome, measured=users))
         return outcome
 
     def decide(self, outcome: StepOutcome) -> Action:
@@ -216,7 +230,7 @@ class Trainer:
         logged = self._user.take_logged()
         if self._world.is_first and self.state.last_update is not None:
             update, score = self.state.last_update, self._evaluator.score
-            norms, samples = self._norms.of(update.step), self._batches.line(update.step)
+            norms, samples = self._norms.of(update.step), self._batches.line(update.step) | self._noise.line()
             record = self._records.step(
                 update,
                 self.state.tokens,

@@ -1,0 +1,145 @@
+"""The gradient noise scale: how large a batch is worth its samples (McCandlish et al. 2018, "An Empirical Model of
+Large-Batch Training", appendix A.1).
+
+Of a step's gradient two norms are known: that of the whole batch B, and the mean of those of parts of b sequences, one
+part a data-parallel rank; with one rank, its first microbatch. Without bias,
+
+    |G|^2 = (B |G_B|^2 - b |G_b|^2) / (B - b)
+    S     = (|G_b|^2 - |G_B|^2) / (1/b - 1/B)
+
+and the noise scale is S / |G|^2, in sequences. A single step tells little, so both are smoothed on their own.
+Parameters that tensor-parallel ranks hold whole are left out, and a tied embedding between the ends of a pipeline: no
+single rank has their gradient before the sums. What is trained does not change by a bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from argosy.config.schema import RunConfig
+from argosy.errors import UserError
+from argosy.models.batch import Microbatch
+from argosy.parallel.gradients import square_share
+from argosy.parallel.local_squares import LocalSquares
+from argosy.parallel.model import ParallelModel
+from argosy.plan.pipeline import SPLITTING
+from argosy.plan.plan import Plan
+
+SMOOTHING = 0.98
+"""Share of the averages that stays with each new estimate: about fifty estimates count."""
+
+
+def check_can_estimate(run: RunConfig, plan: Plan) -> None:
+    """Raises: UserError if observe.noise_scale_every_steps cannot be had under `plan`."""
+    if not run.observe.noise_scale_every_steps:
+        return
+    asked = f'observe.noise_scale_every_steps = {run.observe.noise_scale_every_steps} with plan = "{plan}"'
+    if plan.shards_parameters:
+        raise UserError(f"{asked}: under zero = 3 no rank has its own gradient. Try zero=2 or lower, or 0 here.")
+    if plan.cp > 1 or plan.ep > 1:
+        raise UserError(f"{asked}: ranks of cp and ep share sequences, and none has a gradient of its own. Set 0 here.")
+    if plan.pp > 1 and plan.schedule in SPLITTING:
+        raise UserError(f"{asked}: {plan.schedule} splits backward. Try schedule=1f1b, or 0 here.")
+    if plan.dp == 1 and plan.microbatches(run.train.global_batch) == 1:
+        raise UserError(
+            f"{asked}: it takes two parts of a batch, and there is one rank with one microbatch. Try a smaller "
+            "microbatch, or 0 here."
+        )
+
+
+@dataclass(frozen=True)
+class Smoothed:
+    """Averages of the estimates so far, the newest counting most."""
+
+    squared: float = 0.0
+    """|G|^2."""
+    variance: float = 0.0
+    """S: the trace of the covariance of one sequence's gradient."""
+    estimates: int = 0
+
+    def with_estimate(self, squared: float, variance: float) -> Smoothed:
+        """Return the averages with one more estimate."""
+        keep = min(SMOOTHING, self.estimates / (self.estimates + 1))  # a plain mean at first
+        return Smoothed(
+            keep * self.squared + (1 - keep) * squared,
+            keep * self.variance + (1 - keep) * variance,
+            self.estimates + 1,
+        )
+
+    @property
+    def noise_scale(self) -> float | None:
+        """S / |G|^2, sequences; None while noise hides the gradient, or the estimate of it."""
+        return self.variance / self.squared if self.squared > 0 and self.variance > 0 else None
+
+    def line(self) -> dict[str, Any]:
+        """Return what a step's line of metrics says."""
+        scale = self.noise_scale
+        noise = {"gradient_squared": self.squared, "variance": self.variance, "estimates": self.estimates}
+        return {"noise": noise} | ({} if scale is None else {"noise_scale": round(scale, 4)})
+
+    @classmethod
+    def newest(cls, lines: Sequence[dict[str, Any]], step: int) -> Smoothed:
+        """Return the averages of the newest of these lines of metrics before `step` that has some."""
+        for line in reversed(lines):
+            if line["step"] < step and (noise := line.get("noise")) is not None:
+                return cls(noise["gradient_squared"], noise["variance"], noise["estimates"])
+        return cls()
+
+
+def estimate(small: float, big: float, b: float, B: float) -> tuple[float, float]:
+    """Return |G|^2 and S from the squared norms of the gradients of `b` and of `B` sequences."""
+    return (B * big - b * small) / (B - b), (small - big) / (1 / b - 1 / B)
+
+
+class NoiseScale:
+    """Estimates it in the steps that are due. All ranks call each method together but `line`."""
+
+    def __init__(self, run: RunConfig, plan: Plan, model: ParallelModel):
+        check_can_estimate(run, plan)
+        self._run, self._plan = run, plan
+        self._every = run.observe.noise_scale_every_steps
+        self._squares, self._pieces = model.own_squares or LocalSquares(), model.own_pieces
+        self._device = model.pieces[0].parameter.device
+        self._small, self._is_on = 0, False
+        self.smoothed = Smoothed()
+
+    def begin(self, step: int, batch: Sequence[Microbatch]) -> None:
+        """Take the squares of this rank's own gradients in the step to come, if it is due."""
+        is_due = bool(self._every) and (step + 1) % self._every == 0
+        at = len(batch) if self._plan.dp > 1 else 1
+        self._is_on = is_due and (self._plan.dp > 1 or len(batch) > 1)
+        if self._is_on:
+            self._small = at * self._plan.microbatch
+            self._squares.arm(at, self._device)
+
+    @property
+    def many(self) -> int:
+        """How many numbers `measure` gives in this step."""
+        return 2 if self._is_on else 0
+
+    def measure(self, scale: float) -> tuple[float, ...]:
+        """Return this rank's shares of the sums over ranks, once its gradients are whole. scale: that of the loss."""
+        if not self._is_on:
+            return ()
+        share = square_share(self._pieces) if self._pieces else torch.zeros(())
+        return (self._squares.take().item() / scale**2, share.item())
+
+    def measured(self, step: int, sums: Sequence[float]) -> None:
+        """Take over the sums over all ranks of what `measure` gave."""
+        if not self._is_on:
+            return
+        batch = self._run.train.batches.at(step)
+        own, big = sums
+        # Gradients are of the sum over a part, over the number of tokens of the whole batch: the mean is larger.
+        small = own / self._plan.dp * (batch / self._small) ** 2
+        if math.isfinite(small) and math.isfinite(big):
+            self.smoothed = self.smoothed.with_estimate(*estimate(small, big, self._small, batch))
+
+    def line(self) -> dict[str, Any]:
+        """Return what the line of the step says of it: nothing in a step that was not due."""
+        return self.smoothed.line() if self._is_on and self.smoothed.estimates else {}

@@ -1,0 +1,138 @@
+"""The gradient noise scale, against gradients that are computed one part at a time in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from argosy.config.schema import RunConfig
+from argosy.data.loader import open_data
+from argosy.errors import UserError
+from argosy.models.batch import microbatches
+from argosy.models.decoder import Decoder
+from argosy.models.initialize import materialize
+from argosy.parallel.world import World
+from argosy.training.noise_scale import Smoothed, check_can_estimate, estimate
+from tiny import eager, losses, run_config, train_in
+
+BATCH = 8
+
+
+def noisy(corpus: Path, every: int = 1, **sections: Any) -> RunConfig:
+    return run_config(corpus, **{**sections, "observe": {"noise_scale_every_steps": every}})
+
+
+def squares(run: RunConfig, part: int, left_out: Callable[[str], bool]) -> tuple[float, float]:
+    """The mean squared norm of the first step's gradient over parts of so many sequences, and that of the whole."""
+    model = Decoder(run.model)
+    materialize(model, run.model, torch.device("cpu"), run.seed)
+    data = open_data(run.data, run.seed, BATCH)
+    rows = data.loader(slice(0, BATCH)).read(0)
+
+    def squared(some: Any) -> float:
+        model.zero_grad()
+        (micro,) = microbatches(some, len(some), data.eod_id, torch.device("cpu"))
+        loss = model(micro.tokens_BT, micro.targets_BT, micro.positions_BT, micro.documents)
+        (loss / micro.targets_BT.numel()).backward()
+        return sum(float(p.grad.square().sum()) for n, p in model.named_parameters() if not left_out(n))
+
+    parts = [squared(rows[i : i + part]) for i in range(0, BATCH, part)]
+    return sum(parts) / len(parts), squared(rows)
+
+
+def of_first_step(records: list[dict[str, Any]]) -> tuple[float, float]:
+    noise = records[0]["noise"]
+    return noise["gradient_squared"], noise["variance"]
+
+
+def is_norm(name: str) -> bool:
+    return "norm" in name
+
+
+@pytest.mark.parametrize(
+    ("plan", "part", "left_out"),
+    [
+        ("dp_replicate=2,microbatch=2", 4, lambda name: False),
+        ("dp_shard=2,zero=2,microbatch=4", 4, lambda name: False),
+        ("dp_shard=4,zero=1,microbatch=1", 2, lambda name: False),
+        ("dp_shard=2,tp=2,zero=1,microbatch=2", 4, is_norm),
+        ("dp_replicate=2,pp=2,microbatch=1", 4, lambda name: False),
+        ("dp_replicate=2,microbatch=2,precision=fp16", 4, lambda name: False),
+    ],
+    ids=str,
+)
+def test_both_parts_are_those_of_gradients_of_parts_and_of_the_whole(workers, corpus, tmp_path, plan, part, left_out):
+    run, laid_out = noisy(corpus, train={"steps": 2}), eager(plan)
+    records = workers.run(laid_out.world_size, train_in, run, laid_out, tmp_path)[0]
+    small, big = squares(run, part, left_out)
+    tolerance = 0.03 if "fp16" in plan else 1e-4
+    assert of_first_step(records) == pytest.approx(estimate(small, big, part, BATCH), rel=tolerance)
+
+
+def test_one_process_compares_its_first_microbatch(corpus, tmp_path):
+    run = noisy(corpus, train={"steps": 2})
+    records = train_in(World(), run, eager("microbatch=2"), tmp_path)
+    _, big = squares(run, BATCH, lambda name: False)
+    model_part = squares_of_first(run, 2)
+    assert of_first_step(records) == pytest.approx(estimate(model_part, big, 2, BATCH), rel=1e-4)
+
+
+def squares_of_first(run: RunConfig, part: int) -> float:
+    model = Decoder(run.model)
+    materialize(model, run.model, torch.device("cpu"), run.seed)
+    data = open_data(run.data, run.seed, BATCH)
+    (micro,) = microbatches(data.loader(slice(0, part)).read(0), part, data.eod_id, torch.device("cpu"))
+    loss = model(micro.tokens_BT, micro.targets_BT, micro.positions_BT, micro.documents)
+    (loss / micro.targets_BT.numel()).backward()
+    return sum(float(p.grad.square().sum()) for p in model.parameters())
+
+
+def test_what_is_trained_stays_the_same_and_only_steps_that_are_due_tell(corpus, tmp_path):
+    plan = eager("microbatch=2")
+    plain = train_in(World(), run_config(corpus), plan, tmp_path / "plain")
+    noise = train_in(World(), noisy(corpus, every=3), plan, tmp_path / "noisy")
+    assert losses(plain) == losses(noise)
+    assert [record["step"] for record in noise if "noise" in record] == [2, 5]
+    assert [record["noise"]["estimates"] for record in noise if "noise" in record] == [1, 2]
+
+
+def test_a_run_that_was_stopped_goes_on_with_its_averages(corpus, tmp_path):
+    plan, run = eager("microbatch=2"), noisy(corpus)
+    whole = train_in(World(), run, plan, tmp_path / "whole")
+    train_in(World(), run, plan, tmp_path / "cut", stop_after=4)
+    cut = train_in(World(), run, plan, tmp_path / "cut")
+    assert [r["noise"] for r in cut if "noise" in r] == [r["noise"] for r in whole if "noise" in r]
+
+
+def test_the_estimates_have_no_bias():
+    generator = torch.Generator().manual_seed(0)
+    signal, spread, found = torch.tensor([0.3, -0.1]), torch.tensor([1.0, 2.0]), Smoothed()
+    pairs = []
+    for _ in range(4000):
+        samples = signal + spread * torch.randn(16, 2, generator=generator)
+        small = samples.view(4, 4, 2).mean(1).square().sum(1).mean()
+        pairs.append(estimate(float(small), float(samples.mean(0).square().sum()), 4, 16))
+        found = found.with_estimate(*pairs[-1])
+    mean_signal, mean_variance = (sum(values) / len(pairs) for values in zip(*pairs, strict=True))
+    assert mean_signal == pytest.approx(0.1, abs=0.02)
+    assert mean_variance == pytest.approx(5.0, rel=0.03)
+    assert found.estimates == 4000
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ("dp_shard=2,zero=3", "under zero = 3 no rank has its own gradient"),
+        ("cp=2", "ranks of cp and ep share sequences"),
+        ("microbatch=8", "one rank with one microbatch"),
+        ("pp=2,schedule=zbv,microbatch=1", "zbv splits backward"),
+    ],
+)
+def test_a_plan_under_which_no_rank_has_a_gradient_of_its_own_is_refused(corpus, plan, message):
+    with pytest.raises(UserError, match=message):
+        check_can_estimate(noisy(corpus), eager(plan))
+    check_can_estimate(run_config(corpus), eager(plan))
