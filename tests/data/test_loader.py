@@ -7,8 +7,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from argosy.config.batch_ramp import BatchSizes
 from argosy.config.schema import DataConfig, DataStage, PrepareConfig
 from argosy.data.loader import OpenData, open_data
+from argosy.data.order import Samples
 from argosy.data.stream import BadShard
 from argosy.data.tokenizer import train
 from argosy.errors import DataError, UserError
@@ -207,3 +209,13 @@ def test_a_shard_that_is_cut_off_is_refused_at_once_unless_it_may_be_skipped(mak
     with pytest.raises(DataError, match="has 4 bytes instead of 200"):
         open_data(DataConfig(seq_len=9, sources={str(folder): 1}), 0, 4)
     open_data(DataConfig(seq_len=9, sources={str(folder): 1}, on_bad_shard="skip"), 0, 4)
+
+
+def test_the_samples_that_are_fetched_ahead_are_those_of_the_steps_also_in_a_ramp(folders):
+    batches = BatchSizes(GLOBAL_BATCH, ((2, GLOBAL_BATCH // 2),))
+    data = open_data(DataConfig(seq_len=SEQ_LEN, sources={str(folders[0]): 1, str(folders[1]): 3}), 7, batches)
+    loader = data.loader(slice(GLOBAL_BATCH // 2, GLOBAL_BATCH))
+    loader.skip([(1, 3)])
+    ahead, one_by_one = loader._samples_of_steps(1, 5), Samples.joined([loader._samples(step) for step in range(1, 5)])
+    assert ahead.windows.tolist() == one_by_one.windows.tolist()
+    assert ahead.sources.tolist() == one_by_one.sources.tolist()
