@@ -55,6 +55,8 @@ class Driver:
         self._minimize = sweep.config.direction == "minimize"
         self._jobs: dict[int, Job] = {}
         self._tasks: dict[int, Task] = {}
+        self._words: dict[int, str] = {}
+        """Trial -> its values, for messages."""
         self._progress: dict[int, tuple[int, int]] = {}
         """Trial -> its steps when it was last interrupted, and how often that was without one more."""
         self._may_repeat = sweep.config.method in ("tpe", "random")
@@ -198,8 +200,9 @@ class Driver:
     def _begin(self, task: Task, job: Job) -> None:
         job.save(task.run_dir)
         self._jobs[task.number] = job
-        if done := steps_of(task.run_dir):
-            self._say(f"trial {task.number:04d} goes on from step {done}")
+        done = steps_of(task.run_dir)
+        goes_on = f" goes on from step {done}" if done else ""
+        self._say(f"trial {task.number:04d}{goes_on}: {self._words[task.number]}")
 
     def _settle(self, trial: Trial, until: int) -> Task | None:
         """Return the task of a trial that is to be started; None if it has its result without that, or trains already.
@@ -219,9 +222,8 @@ class Driver:
         except UserError as error:
             self._fail(trial.number, f"{REFUSED}: {error}")
             return None
-        if known is None:
-            self._say(f"trial {trial.number:04d}: {in_words(trial.values)}")
         self._tasks[trial.number] = task
+        self._words[trial.number] = in_words(trial.values)
         if (job := self._executor.found(task, Job.load(task.run_dir))) is not None:
             self._begin(task, job)
             return None
