@@ -143,7 +143,7 @@ def test_of_a_data_set_only_the_tables_of_its_train_split_are_read(tmp_path: Pat
     assert [Path(file.name).relative_to(tmp_path).as_posix() for file in found.files] == [files[1], files[4]]
     assert len(found.other_splits) == 2
     assert len(find_files([str(tmp_path), str(tmp_path / files[2])]).other_splits) == 1  # one is named
-    with pytest.raises(UserError, match="has no split train, but validation. Name the files that are meant"):
+    with pytest.raises(UserError, match=r"has no split train, but validation\. Name the files that are meant"):
         find_files([str(tmp_path / "validation")])
 
 
