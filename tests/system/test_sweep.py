@@ -70,7 +70,7 @@ def sweeping(folder: Folder) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 
 def test_a_killed_sweep_goes_on_and_counts_no_trial_twice(folder: Folder, sweeping):
-    sweep = write(folder, "method = 'grid'\n[parameters]\noptimizer.lr = [1e-3, 1e-2]", steps=20)
+    sweep = write(folder, "method = 'grid'\n[parameters]\noptimizer.lr = [1e-3, 1e-2]", steps=10)
     slow = {"ARGOSY_FAULTS": "slow@forward:seconds=0.2"}
     process = sweeping(**slow)
     wait_until(lambda: len(losses(sweep / "0000")) > 3, process)
@@ -84,15 +84,15 @@ def test_a_killed_sweep_goes_on_and_counts_no_trial_twice(folder: Folder, sweepi
     out, err = again.communicate(timeout=240)
     assert again.returncode == 0, out + err
     found = result(folder)
-    assert [(t["trial"], t["state"], t["steps"]) for t in found["trials"]] == [(0, "done", 20), (1, "done", 20)]
+    assert [(t["trial"], t["state"], t["steps"]) for t in found["trials"]] == [(0, "done", 10), (1, "done", 10)]
     assert found["best"] == min(found["trials"], key=lambda t: t["metric"])["trial"]
-    assert len(losses(sweep / "0000")) == len(losses(sweep / "0001")) == 20
+    assert len(losses(sweep / "0000")) == len(losses(sweep / "0001")) == 10
     assert starts(sweep / "0000")[0] == 0 < starts(sweep / "0000")[-1] and len(starts(sweep / "0001")) == 1
     assert "best" in out and "next: argosy train sweeps/lr/best.toml" in out
     assert (sweep / "trials.svg").read_text().count("<circle") == 4
     assert f"lr = {found['trials'][found['best']]['values']['optimizer.lr']}" in (sweep / "best.toml").read_text()
-    assert re.search(r"0000 +finished +step 20 +local", folder.argosy_here("runs", "sweeps/lr"))
-    assert "done: 20 steps" in folder.argosy("logs", "sweeps/lr/0001")
+    assert re.search(r"0000 +finished +step 10 +local", folder.argosy_here("runs", "sweeps/lr"))
+    assert "done: 10 steps" in folder.argosy("logs", "sweeps/lr/0001")
 
 
 @pytest.mark.slow
