@@ -9,6 +9,7 @@ Examples:
   argosy launch run.toml --on slurm --extra=--constraint=h100              a line for sbatch
   argosy launch run.toml --on ssh --hosts node1,node2
   argosy launch run.toml --on kubernetes --nodes 4 --gpus-per-node 8 --image registry/argosy:1 --volume shared
+  argosy launch run.toml --on ray --nodes 4 --gpus-per-node 8 --address http://head:8265
   argosy launch run.toml                                                   on this machine
 """
 
@@ -33,7 +34,7 @@ class Options:
     nodes: int = 1
     """Machines."""
     cpus_per_node: int = 0
-    """CPUs of each; slurm: 0 asks for whole nodes, for this job alone."""
+    """CPUs of each; slurm, ray: 0 asks for whole nodes, for this job alone."""
     gpus_per_node: int = 0
     """GPUs of each; 0 asks for none. ssh: so many are used, 0: all."""
     time: str = ""
@@ -50,22 +51,27 @@ class Options:
     """kubernetes: the namespace; empty: kubectl's own."""
     volume: str = ""
     """kubernetes: the PersistentVolumeClaim for data and runs, and its path in the pods if not /work: CLAIM[:PATH]."""
+    address: str = ""
+    """ray: of the cluster's dashboard, e.g. http://head:8265; empty: that of the cluster that this machine is in."""
     image: str = ""
     """kubernetes: the container image. slurm: that of each task (srun --container-image, of the pyxis plugin)."""
     extra: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A line that is passed through; give it again for another. slurm: an option of sbatch, e.g.
-    --extra=--constraint=h100. ssh: one of ssh, e.g. --extra=-p2222. kubernetes: JSON, merged into the pod's spec."""
+    --extra=--constraint=h100. ssh: one of ssh, e.g. --extra=-p2222. kubernetes: JSON, merged into the pod's spec.
+    ray: an option of `ray job submit`."""
     dry_run: bool = False
     """Print what would be submitted, and submit nothing."""
     run_dir: Path | None = None
     """The run's folder; runs/NAME if not given."""
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str]) -> int:
     """`argosy launch RUN ...`."""
     from argosy.launch.engines.engine import Request
+    from argosy.launch.engines.ray_job import hold, job_here
     from argosy.launch.engines.table import ENGINES
     from argosy.launch.launched import launch
+    from argosy.launch.own_folder import check_is_own
 
     options, run = parse_run(argv, "argosy launch", Options)
     if options.nodes < 1 or min(options.cpus_per_node, options.gpus_per_node) < 0:
@@ -77,10 +83,15 @@ def main(argv: list[str]) -> None:
         engine = ENGINES[options.on]()
         engine.check(request)
         print(engine.script(request), end="")
-        return
+        return 0
+    if options.on == "ray" and (job_id := job_here()):
+        ENGINES["ray"]().check(request)
+        check_is_own(run_dir)
+        return hold(request, job_id)
     job = launch(request, options.on)
     print(f"launched {run.name} on {job.engine}: job {job.id}, in {run_dir}")
     print(f"next: argosy logs {run_dir} -f     argosy runs     argosy stop {run_dir}")
+    return 0
 
 
 def _words_of_train(argv: list[str]) -> list[str]:

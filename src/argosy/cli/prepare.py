@@ -52,7 +52,7 @@ class Options:
     on: ExecutorName = "local"
     """Where the workers run; all machines must see --out, and the input where it is not a URL."""
     cpus: int = 1
-    """slurm: CPUs of each worker."""
+    """slurm, ray: CPUs of each worker."""
     time: str = ""
     """slurm: time limit of each worker, e.g. 4:00:00; empty: the partition's."""
     account: str = ""

@@ -8,10 +8,11 @@ from typing import Literal
 
 from argosy.data.executors.executor import Executor
 
-ExecutorName = Literal["local", "slurm"]
+ExecutorName = Literal["local", "slurm", "ray"]
 EXECUTORS: dict[ExecutorName, tuple[str, str]] = {
     "local": ("argosy.data.executors.local", "LocalExecutor"),
     "slurm": ("argosy.data.executors.slurm", "SlurmExecutor"),
+    "ray": ("argosy.data.executors.ray", "RayExecutor"),
 }
 """Module and class; imported when it is used, as it may need a package."""
 

@@ -1,0 +1,195 @@
+"""Ray: a job of the cluster, in which this same command holds an agent on each node (`ray_job`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from argosy.errors import UserError
+from argosy.launch.engines.engine import Engine, Job, JobState, Request
+from argosy.launch.engines.ray_job import SPARE_S, STOP_WAIT, WAITING
+from argosy.processes.ray_cluster import ADDRESS, knock, need_ray, no_cluster
+from argosy.processes.secret import VALUE as SECRET
+
+API_ADDRESS, HEADERS = "RAY_API_SERVER_ADDRESS", "RAY_JOB_HEADERS"
+"""Environment variables: of the client of jobs, and of `ray job`."""
+ANSWER_S = 10.0
+NOT_YET = "No available agent"
+"""What Ray answers before the head has all of its processes."""
+CLUSTER_S = 60
+"""Added to what a job is given to stop, beside `SPARE_S`: the job's own end."""
+EXTRA: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "runtime-env-json": ("runtime_env", json.loads),
+    "metadata-json": ("metadata", json.loads),
+    "entrypoint-num-cpus": ("entrypoint_num_cpus", float),
+    "entrypoint-num-gpus": ("entrypoint_num_gpus", float),
+    "entrypoint-memory": ("entrypoint_memory", int),
+    "entrypoint-resources": ("entrypoint_resources", json.loads),
+}
+"""Options of `ray job submit` that --extra takes -> what they are called in Python, and how they are read."""
+OPTION = "--"
+
+
+class Ray(Engine):
+    """The cluster whose dashboard is at `--address`, or that this machine is a part of."""
+
+    name = "ray"
+    takes = frozenset(("nodes", "cpus_per_node", "gpus_per_node", "address", "extra"))
+
+    def script(self, request: Request) -> str:
+        """Return the command of Ray that submits the same job."""
+        given = _given(request)
+        words = ["ray", "job", "submit", "--no-wait", "--runtime-env-json", json.dumps(given["runtime_env"])]
+        words += ["--address", request.address] if request.address else []
+        words += [word for word in request.extra if not word.startswith("--runtime-env-json")]
+        # Versions of Ray differ in how they quote this for a shell of their own: it has no variables.
+        entry = f"cd {shlex.quote(str(request.work_dir))} && exec {shlex.join([sys.executable, *_words(request)])}"
+        return f"{shlex.join(words)} -- {shlex.join(['sh', '-c', entry])}\n"
+
+    def submit(self, request: Request) -> Job:
+        """Submit the job."""
+        given = _given(request)
+        client = _client(request.address)
+        job_id = f"argosy-{request.name}-{secrets.token_hex(4)}"
+        with _refusals():
+            _submit(client, entrypoint=command(request), submission_id=job_id, **given)
+        return Job(
+            engine=self.name,
+            id=job_id,
+            submitted_s=round(time.time(), 3),
+            nodes=request.nodes,
+            log=str(request.folder / f"ray-{job_id}.out"),
+            place={"address": client.get_address()},
+        )
+
+    def state(self, job: Job) -> tuple[JobState, str]:
+        """Return what Ray says of the job."""
+        client = _client(job.place["address"])
+        try:
+            info = client.get_job_info(job.id)
+        except RuntimeError as problem:
+            if "does not exist" not in str(problem):
+                raise no_cluster("--on ray", job.place["address"], problem) from None
+            return "ended", "no longer known to Ray"
+        words = info.status.lower()
+        if info.status == "PENDING":
+            return "waiting", words
+        if info.status == "RUNNING":
+            last = _last_line(Path(job.log))
+            return ("waiting", last.removeprefix(WAITING)) if last.startswith(WAITING) else ("running", words)
+        return "ended", words
+
+    def stop(self, job: Job) -> None:
+        """Send SIGTERM to the job, which has its agents save."""
+        client = _client(job.place["address"])
+        with _refusals():
+            client.stop_job(job.id)
+
+    def logs(self, job: Job, follow: bool) -> Iterator[bytes]:
+        """Yield what the job prints; if it could not even begin, what Ray has noted."""
+        is_empty = True
+        for text in super().logs(job, follow):
+            is_empty = False
+            yield text
+        if is_empty:
+            with suppress(UserError, RuntimeError):
+                yield _client(job.place["address"]).get_job_logs(job.id).encode()
+
+
+def command(request: Request) -> str:
+    """Return the job's command: that which was given here, for the shell of Ray's job."""
+    python = shlex.quote(sys.executable)  # else the one of a cluster that was set up otherwise
+    folder = shlex.quote(str(request.work_dir))
+    return f"cd {folder} || exit 2; P={python}; [ -x $P ] || P=python; exec $P {shlex.join(_words(request))}"
+
+
+def _words(request: Request) -> list[str]:
+    """Return the words after `python`."""
+    words = ["-m", "argosy", "launch", *request.words, "--on", "ray", "--nodes", str(request.nodes)]
+    words += ["--cpus-per-node", str(request.cpus_per_node)] if request.cpus_per_node else []
+    words += ["--gpus-per-node", str(request.gpus_per_node)] if request.gpus_per_node else []
+    return [*words, "--run-dir", str(request.run_dir)]
+
+
+def _given(request: Request) -> dict[str, Any]:
+    """Return the arguments for submitting the job. Raises: UserError for an `--extra` that is no option of it."""
+    given: dict[str, Any] = {}
+    for word in request.extra:
+        option, _, value = word.removeprefix(OPTION).partition("=")
+        if not word.startswith(OPTION) or option not in EXTRA:
+            known = ", ".join(f"--{name}" for name in EXTRA)
+            raise UserError(f"--extra={word}: is no option of `ray job submit` that can be passed on. Known: {known}.")
+        name, read = EXTRA[option]
+        try:
+            given[name] = read(value)
+        except ValueError as problem:
+            raise UserError(f"--extra={word}: {problem}. Try --extra='--{option}=...'.") from None
+    environment = given.get("runtime_env", {})
+    ours = {name: value for name, value in os.environ.items() if name.startswith("ARGOSY_") and name != SECRET}
+    ours[STOP_WAIT] = str(round(request.grace_s) + SPARE_S + CLUSTER_S)
+    given["runtime_env"] = {**environment, "env_vars": {**ours, **environment.get("env_vars", {})}}
+    return given
+
+
+def _client(address: str) -> Any:
+    """Return a client of the cluster's jobs. Raises: UserError if there is no Ray here, or no cluster there."""
+    need_ray("--on ray")
+    try:
+        from ray.job_submission import JobSubmissionClient
+    except ImportError as problem:
+        raise UserError(f"--on ray: {problem}. Install it: pip install 'argosy[ray]'") from None
+    try:
+        knock(address)
+        headers = json.loads(os.environ.get(HEADERS, "null"))
+        with _without(*((API_ADDRESS, ADDRESS) if address else ())):  # they would go before the address
+            return JobSubmissionClient(address or None, headers=headers)
+    except (ConnectionError, RuntimeError, ValueError, OSError) as problem:
+        raise no_cluster("--on ray", address, problem) from None
+
+
+def _submit(client: Any, **given: Any) -> None:
+    """Submit a job; a cluster that has just started is given some seconds. Raises: RuntimeError if Ray refuses."""
+    end = time.monotonic() + ANSWER_S
+    while True:
+        try:
+            client.submit_job(**given)
+            return
+        except RuntimeError as problem:
+            if NOT_YET not in str(problem) or time.monotonic() > end:
+                raise
+        time.sleep(1)
+
+
+@contextmanager
+def _without(*names: str) -> Iterator[None]:
+    """Take variables out of the environment in this block."""
+    before = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(before)
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Raise UserError, with Ray's own words, in place of its errors."""
+    try:
+        yield
+    except (ConnectionError, RuntimeError, ValueError, TypeError) as problem:
+        why = " ".join(str(problem).split()).rstrip(".")
+        raise UserError(f"--on ray: Ray refuses: {why}. Mend that, or pass what is missing with --extra.") from None
+
+
+def _last_line(path: Path) -> str:
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 4096))
+        return file.read().decode(errors="replace").rstrip("\n").rpartition("\n")[2]
+    return ""

@@ -1,0 +1,173 @@
+"""A cluster of Ray, as its drivers see it: connecting, its nodes, places on them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from argosy.errors import UserError, missing_extra
+
+ADDRESS = "RAY_ADDRESS"
+"""Environment variable: where the cluster is, if it is not said. Ray sets it for its jobs."""
+LOOK_S = 1.0
+ANSWER_S = 10.0
+NO_NAME = re.compile(r"[^A-Za-z0-9_.-]")
+"""Characters that a node's name does not have for us."""
+
+
+def need_ray(what_for: str) -> Any:
+    """Return the module `ray`. Raises: UserError if it is not installed."""
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else Ray warns of what it will do one day
+    try:
+        import ray
+    except ImportError:
+        raise missing_extra("ray", "ray", what_for) from None
+    return ray
+
+
+def connect(address: str, what_for: str) -> str:
+    """Connect this process to a cluster, as a driver; in its main thread.
+
+    Return the address of the cluster's dashboard; "" if it has none.
+
+    address: HOST:PORT of its head, ray://HOST:PORT of its client server, or "" for RAY_ADDRESS, else the cluster that
+        runs on this machine.
+    Raises: UserError if there is none.
+    """
+    ray = need_ray(what_for)
+    where = address or os.environ.get(ADDRESS) or "auto"
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        knock(where)
+        context = ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR, ignore_reinit_error=True)
+    except (OSError, RuntimeError, ValueError) as problem:
+        raise no_cluster(what_for, "" if where == "auto" else where, problem) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)  # Ray's own would end the process at once
+    return str(context.dashboard_url or "")
+
+
+def knock(address: str) -> None:
+    """Raises: OSError if nobody listens at an address. Ray's client would wait for minutes."""
+    url = urlsplit(address if "://" in address else f"//{address}")
+    if url.hostname and (url.port or url.scheme in ("http", "https")):
+        port = url.port or {"http": 80, "https": 443}[url.scheme]
+        socket.create_connection((url.hostname, port), timeout=ANSWER_S).close()
+
+
+def no_cluster(what_for: str, address: str, problem: Exception) -> UserError:
+    """Return the error for a cluster that is not there."""
+    why = " ".join(str(problem).split()).rstrip(".")
+    if not address:
+        return UserError(
+            f"{what_for}: there is no cluster of Ray on this machine ({why}). Give the command on one of its machines, "
+            "or say where it is with --address."
+        )
+    return UserError(f"{what_for}: no cluster of Ray answers at {address} ({why}). Is it up, and is that its address?")
+
+
+@dataclass(frozen=True)
+class Share:
+    """What is asked of each of several nodes."""
+
+    nodes: int
+    cpus: int
+    gpus: int
+
+    @classmethod
+    def of(cls, nodes: int, cpus: int, gpus: int) -> Share:
+        """Return what is asked of each node of a cluster; cpus: 0 for all of the smallest of the `nodes` largest."""
+        if not cpus:
+            largest = sorted((_count(node, "CPU") for node in _alive() if _count(node, "GPU") >= gpus), reverse=True)
+            cpus = max(1, (largest[:nodes] or [1])[-1])
+        return cls(nodes, cpus, gpus)
+
+    def __str__(self) -> str:
+        gpus = f" and {_plural(self.gpus, 'GPU')}" if self.gpus else ""
+        return f"{_plural(self.nodes, 'node')} with {_plural(self.cpus, 'CPU')}{gpus}"
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """What Ray calls it."""
+        return {"CPU": self.cpus, **({"GPU": self.gpus} if self.gpus else {})}
+
+    def lacks(self) -> str:
+        """Say what the cluster lacks, if all of it were free; "" if nothing."""
+        fitting = [node for node in _alive() if all(_count(node, kind) >= n for kind, n in self.resources.items())]
+        if len(fitting) >= self.nodes:
+            return ""
+        there = ", ".join(
+            f"{_name(node)}: {_plural(_count(node, 'CPU'), 'CPU')}, {_plural(_count(node, 'GPU'), 'GPU')}"
+            for node in _alive()
+        )
+        return f"it has {len(fitting)} of {self} ({there})"
+
+
+def reserve(share: Share, patience_s: float, say: Callable[[str], None], is_wanted: Callable[[], bool]) -> Any:
+    """Return a placement group with a bundle on each of several nodes; wait for it while others use them.
+
+    patience_s: how long a cluster that is too small is given to grow, where it has an autoscaler.
+    say: is told what is waited for. is_wanted: False ends the waiting, and None is returned.
+    Raises: UserError if the cluster stays too small.
+    """
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    group = placement_group([share.resources] * share.nodes, strategy="STRICT_SPREAD")
+    began_s, said = time.monotonic(), ""
+    while not group.wait(LOOK_S):
+        lacks = share.lacks()
+        if not is_wanted():
+            remove_placement_group(group)
+            return None
+        if lacks and time.monotonic() - began_s > patience_s:
+            remove_placement_group(group)
+            raise UserError(
+                f"the cluster of Ray is too small, and has not grown in {patience_s:.0f} s: {lacks}. Ask for less with "
+                "--nodes, --cpus-per-node or --gpus-per-node, or add nodes."
+            )
+        why = lacks or f"{share} are not free: others use them"
+        if why != said:
+            say(why)
+            said = why
+    return group
+
+
+def node_and_address() -> tuple[str, str]:
+    """Return the name of the node of Ray that this process is on, and the address at which others reach it.
+
+    The name is Ray's, else the host's; where several nodes have it, the beginning of Ray's number is added.
+    """
+    import ray
+
+    nodes, number = _alive(), ray.get_runtime_context().get_node_id()
+    mine = next(node for node in nodes if node["NodeID"] == number)
+    is_alone = [_name(node) for node in nodes].count(_name(mine)) == 1
+    return _name(mine) if is_alone else f"{_name(mine)}-{number[:6]}", mine["NodeManagerAddress"]
+
+
+def _name(node: dict[str, Any]) -> str:
+    """Return a node's name; if none was given to it, Ray's is its address."""
+    is_given = node["NodeName"] != node["NodeManagerAddress"]
+    return NO_NAME.sub("-", str(node["NodeName" if is_given else "NodeManagerHostname"]))
+
+
+def _alive() -> list[dict[str, Any]]:
+    import ray
+
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _count(node: dict[str, Any], kind: str) -> int:
+    return int(node["Resources"].get(kind, 0))
+
+
+def _plural(count: int, word: str) -> str:
+    return f"{count} {word}{'' if count == 1 else 's'}"

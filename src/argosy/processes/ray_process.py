@@ -1,0 +1,130 @@
+"""A process that an actor of Ray owns: it ends when the actor does, and runs again where Ray starts the actor again."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from argosy.processes.ray_cluster import node_and_address
+from argosy.processes.tied import tied
+
+MOST_STARTS = 5
+"""So often a process is started that is killed."""
+POLL_S = 0.1
+NEWS_S = 10.0
+"""How long a question for news waits for some."""
+PIECE_BYTES = 1 << 16
+OF_RAY = ("PYTHONBREAKPOINT", "OMP_NUM_THREADS")
+"""Environment variables that Ray sets for its own workers."""
+THREADS = 2
+"""max_concurrency of the actor: one waits for news, while another is told to stop."""
+
+
+@dataclass(frozen=True)
+class News:
+    """What a process has to tell."""
+
+    node: str
+    output: bytes
+    """Whole lines that it has printed since the last news."""
+    exit_code: int | None
+    """None while it runs; 128 and the signal's number if one ended it."""
+
+
+class OwnedProcess:
+    """The class of the actor."""
+
+    def __init__(self, words: Sequence[str], work_dir: str, environment: Mapping[str, str], log: str = ""):
+        """Start `python WORDS` in `work_dir`, with the Python of the node.
+
+        environment: added to that of the node. log: a file that the output is added to; if empty, `news` tells it.
+        Raises: OSError if the node does not see `work_dir`.
+        """
+        os.chdir(work_dir)
+        self._node, _ = node_and_address()
+        mine = {name: value for name, value in os.environ.items() if name not in OF_RAY}
+        self._words, self._environment, self._log = [sys.executable, *words], {**mine, **environment}, log
+        self._changed = threading.Condition()
+        self._output, self._part = b"", b""
+        self._exit_code: int | None = None
+        self._pid, self._is_stopping = 0, False
+        threading.Thread(target=self._hold, name="argosy-process", daemon=True).start()
+
+    def place(self) -> str:
+        """Return the name of the node that it runs on."""
+        return self._node
+
+    def news(self) -> News:
+        """Return what is new; wait for that up to `NEWS_S`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._output or self._exit_code is not None, NEWS_S)
+            output, self._output = self._output, b""
+            return News(self._node, output, self._exit_code)
+
+    def stop(self) -> None:
+        """Send it SIGTERM; it is not started again."""
+        with self._changed, suppress(ProcessLookupError):
+            self._is_stopping = True
+            if self._pid:
+                os.kill(self._pid, signal.SIGTERM)
+
+    def _hold(self) -> None:
+        code = 0
+        for _ in range(MOST_STARTS):
+            code = self._run()
+            if code != -signal.SIGKILL or self._is_stopping:
+                break
+        with self._changed:
+            self._exit_code = code if code >= 0 else 128 - code
+            self._changed.notify_all()
+
+    def _run(self) -> int:
+        """Run the command to its end, in this thread, which it is tied to. Return its exit code, as Popen's."""
+        ours, theirs = os.pipe()
+        try:
+            with self._changed:
+                if self._is_stopping:
+                    return 128 + signal.SIGTERM
+                child = subprocess.Popen(
+                    tied(self._words), env=self._environment, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs
+                )
+                self._pid = child.pid
+            while (code := child.poll()) is None:
+                self._take(ours, POLL_S)
+            while self._take(ours, 0):  # not until the other end is closed: what it has started may live on
+                pass
+            self._put(b"\n" if self._part else b"")
+            return code
+        finally:
+            with self._changed:
+                self._pid = 0
+            os.close(ours)
+            os.close(theirs)
+
+    def _take(self, descriptor: int, timeout_s: float) -> bool:
+        """Take in what has been printed, waiting for that. Return False if there is nothing."""
+        readable, _, _ = select.select([descriptor], [], [], timeout_s)
+        text = os.read(descriptor, PIECE_BYTES) if readable else b""
+        self._put(text)
+        return bool(text)
+
+    def _put(self, text: bytes) -> None:
+        lines, newline, part = (self._part + text).rpartition(b"\n")
+        self._part = part
+        if not newline:
+            return
+        if self._log:
+            with Path(self._log).open("ab") as log:
+                log.write(lines + newline)
+            return
+        with self._changed:
+            self._output += lines + newline
+            self._changed.notify_all()

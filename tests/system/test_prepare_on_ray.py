@@ -1,0 +1,93 @@
+"""Text is prepared by actors of a real cluster of Ray: the same bytes, whatever is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from commands import Folder
+from ray_cluster import WHERE_FROM, Cluster, cluster, is_installed
+
+pytestmark = [pytest.mark.skipif(not is_installed(), reason=WHERE_FROM), pytest.mark.slow]
+WORDS = ("prepare", "texts.jsonl", "--vocab-size", "300", "--engine", "huggingface", "--shard-tokens", "400000")
+ON_RAY = ("--on", "ray", "--processes", "3")
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Cluster]:
+    with cluster("n1", "n2") as started:
+        yield started
+
+
+@pytest.fixture
+def texts(folder: Folder, running: Cluster, monkeypatch: pytest.MonkeyPatch) -> Folder:
+    """A folder with a text of several pieces."""
+    monkeypatch.setenv("RAY_ADDRESS", running.address)
+    line = '{"text": "' + "Some words of a text, which is long. " * 40
+    with (folder.path / "texts.jsonl").open("w") as file:
+        for number in range(24_000):
+            file.write(f'{line} {number} {number * number}"}}\n')
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def wait_for(is_so: Callable[[], object], seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def workers(folder: Path) -> list[int]:
+    """Return the processes that prepare text in a folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        words = path.read_bytes().decode(errors="replace").split("\0") if path.exists() else []
+        if "argosy.data.worker" in words and any(word.startswith(str(folder)) for word in words):
+            found.append(int(path.parent.name))
+    return found
+
+
+def test_the_bytes_are_those_of_one_machine_whatever_is_killed(texts: Folder, running: Cluster) -> None:
+    texts.argosy(*WORDS, "--out", "local")
+    work = texts.path / "out" / ".prepare"
+
+    caller = texts.start(*WORDS, "--out", "out", *ON_RAY)
+    wait_for(lambda: list(work.glob("results/*.claim")))
+    os.kill(workers(texts.path)[0], signal.SIGKILL)
+    wait_for(lambda: list((texts.path / "out").glob("train-*.bin")))
+    running.lose("n2")
+    caller.send_signal(signal.SIGKILL)
+    caller.wait()
+    assert not (texts.path / "out" / "manifest.json").exists()
+    wait_for(lambda: not workers(texts.path))  # they end with their caller
+
+    running.add("n2")
+    said = texts.argosy(*WORDS, "--out", "out", *ON_RAY)
+    assert "out: 24000 documents from 1 file" in said
+    assert contents(texts.path / "out") == contents(texts.path / "local")
+    assert not work.exists()
+
+
+def test_a_stopped_caller_ends_its_workers(texts: Folder) -> None:
+    caller = texts.start(*WORDS, "--out", "out", *ON_RAY)
+    wait_for(lambda: list((texts.path / "out" / ".prepare").glob("results/*.claim")))
+    caller.send_signal(signal.SIGTERM)
+    assert caller.wait(30) == 143
+    wait_for(lambda: not workers(texts.path))
+
+
+def test_no_cluster_and_options_of_slurm_are_refused(texts: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = texts.argosy(*WORDS, "--out", "out", *ON_RAY, "--partition", "fast", code=2)
+    assert "--on ray: --partition has no effect there" in refused
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    refused = texts.argosy(*WORDS, "--out", "out", *ON_RAY, code=2)
+    assert "--on ray: no cluster of Ray answers at 127.0.0.1:9" in refused
