@@ -39,10 +39,10 @@ def check_can_estimate(run: RunConfig, plan: Plan) -> None:
     if not run.observe.noise_scale_every_steps:
         return
     asked = f'observe.noise_scale_every_steps = {run.observe.noise_scale_every_steps} with plan = "{plan}"'
-    if plan.shards_parameters:
-        raise UserError(f"{asked}: under zero = 3 no rank has its own gradient. Try zero=2 or lower, or 0 here.")
     if plan.cp > 1 or plan.ep > 1:
         raise UserError(f"{asked}: ranks of cp and ep share sequences, and none has a gradient of its own. Set 0 here.")
+    if plan.shards_parameters:
+        raise UserError(f"{asked}: under zero = 3 no rank has its own gradient. Try zero=2 or lower, or 0 here.")
     if plan.pp > 1 and plan.schedule in SPLITTING:
         raise UserError(f"{asked}: {plan.schedule} splits backward. Try schedule=1f1b, or 0 here.")
     if plan.dp == 1 and plan.microbatches(run.train.global_batch) == 1:
