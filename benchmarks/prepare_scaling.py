@@ -33,6 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=float, default=30)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     options = parser.parse_args()
     module.PIECE_BYTES = 2**21  # as many pieces as a larger input has
     with tempfile.TemporaryDirectory() as folder:
@@ -43,8 +44,8 @@ def main() -> None:
         )
         train(sample_texts(find_files(config.input).files, config, 2_000_000), 4096, tokenizer)
         print(f"{options.megabytes:g} MB of Python sources, {len(os.sched_getaffinity(0))} cores")
-        for kind, filters in KINDS.items():
-            made = set()
+        for kind in options.kinds:
+            filters, made = KINDS[kind], set()
             for workers in options.workers:
                 out = Path(folder) / f"{kind}-{workers}"
                 changed = config.model_copy(update={"out": out, "processes": workers, "filters": filters})
