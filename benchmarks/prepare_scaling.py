@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import tempfile
 import time
@@ -17,6 +18,7 @@ from pathlib import Path
 from argosy.config.filters import FiltersConfig
 from argosy.config.schema import PrepareConfig
 from argosy.data import prepare as module
+from argosy.data.documents import DocumentReader
 from argosy.data.prepare import prepare
 from argosy.data.sample import sample_texts
 from argosy.data.sources import find_files
@@ -39,9 +41,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = Path(folder) / "tokenizer.json"
         text_bytes = int(options.megabytes * 1e6)
-        config = PrepareConfig(
-            input=("builtin:python",), max_text_bytes=text_bytes, tokenizer=tokenizer, engine="huggingface"
-        )
+        texts = Path(folder) / "texts.jsonl"
+        with texts.open("w") as file:  # of this size: duplicates are looked for in all of the input
+            for document in DocumentReader(find_files(["builtin:python"]).files, "text", "skip", text_bytes).read():
+                file.write(json.dumps({"text": document.text}) + "\n")
+        config = PrepareConfig(input=(str(texts),), tokenizer=tokenizer, engine="huggingface")
         train(sample_texts(find_files(config.input).files, config, 2_000_000), 4096, tokenizer)
         print(f"{options.megabytes:g} MB of Python sources, {len(os.sched_getaffinity(0))} cores")
         for kind in options.kinds:
