@@ -49,6 +49,10 @@ def of_first_step(records: list[dict[str, Any]]) -> tuple[float, float]:
     return noise["gradient_squared"], noise["variance"]
 
 
+def nothing(name: str) -> bool:
+    return False
+
+
 def is_norm(name: str) -> bool:
     return "norm" in name
 
@@ -56,14 +60,14 @@ def is_norm(name: str) -> bool:
 @pytest.mark.parametrize(
     ("plan", "part", "left_out"),
     [
-        ("dp_replicate=2,microbatch=2", 4, lambda name: False),
-        ("dp_shard=2,zero=2,microbatch=4", 4, lambda name: False),
-        ("dp_shard=4,zero=1,microbatch=1", 2, lambda name: False),
+        ("dp_replicate=2,microbatch=2", 4, nothing),
+        ("dp_shard=2,zero=2,microbatch=4", 4, nothing),
+        ("dp_shard=4,zero=1,microbatch=1", 2, nothing),
         ("dp_shard=2,tp=2,zero=1,microbatch=2", 4, is_norm),
-        ("dp_replicate=2,pp=2,microbatch=1", 4, lambda name: False),
-        ("dp_replicate=2,microbatch=2,precision=fp16", 4, lambda name: False),
+        ("dp_replicate=2,pp=2,microbatch=1", 4, nothing),
+        ("dp_replicate=2,microbatch=2,precision=fp16", 4, nothing),
     ],
-    ids=str,
+    ids=lambda value: value.__name__ if callable(value) else str(value),
 )
 def test_both_parts_are_those_of_gradients_of_parts_and_of_the_whole(workers, corpus, tmp_path, plan, part, left_out):
     run, laid_out = noisy(corpus, train={"steps": 2}), eager(plan)
@@ -76,7 +80,7 @@ def test_both_parts_are_those_of_gradients_of_parts_and_of_the_whole(workers, co
 def test_one_process_compares_its_first_microbatch(corpus, tmp_path):
     run = noisy(corpus, train={"steps": 2})
     records = train_in(World(), run, eager("microbatch=2"), tmp_path)
-    _, big = squares(run, BATCH, lambda name: False)
+    _, big = squares(run, BATCH, nothing)
     model_part = squares_of_first(run, 2)
     assert of_first_step(records) == pytest.approx(estimate(model_part, big, 2, BATCH), rel=1e-4)
 
