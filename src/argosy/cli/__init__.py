@@ -16,7 +16,7 @@ from typing import TextIO
 
 COMMANDS = {
     "train": "train a model; without a run file, the built-in demo",
-    "launch": "train in the background: on this machine, or as a job of SLURM",
+    "launch": "train in the background: on this machine, on hosts or on a cluster",
     "runs": "list runs, with their states and last steps",
     "logs": "what a launched run prints",
     "stop": "have a launched run save its state and end",
