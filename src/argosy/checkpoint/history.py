@@ -25,6 +25,8 @@ class Position:
     """Tokens trained on, over all processes."""
     skipped: tuple[tuple[int, int], ...] = ()
     """Ranges of samples that no update is made from."""
+    rounds: int = 0
+    """Outer steps made; 0 unless the run has sites."""
 
 
 @dataclass(frozen=True)
@@ -59,16 +61,16 @@ class History:
 def to_metadata(position: Position, history: History) -> dict[str, str]:
     """Return both as the metadata of a file."""
     return {
-        "position": json.dumps([position.step, position.tokens, position.skipped]),
+        "position": json.dumps([position.step, position.tokens, position.skipped, position.rounds]),
         "history": json.dumps([history.depth, history.ended, history.world]),
     }
 
 
 def from_metadata(about: dict[str, str]) -> tuple[Position, History]:
     """Return what `to_metadata` was given. Raises: KeyError, ValueError if `about` is something else."""
-    step, tokens, skipped = json.loads(about["position"])
+    step, tokens, skipped, rounds = json.loads(about["position"])
     depth, ended, world = json.loads(about["history"])
     return (
-        Position(step, tokens, tuple((first, end) for first, end in skipped)),
+        Position(step, tokens, tuple((first, end) for first, end in skipped), rounds),
         History(depth, tuple((name, last) for name, last in ended), world),
     )

@@ -35,6 +35,8 @@ class CheckpointManifest:
     """Seconds since 1970."""
     skipped: tuple[tuple[int, int], ...] = ()
     """Ranges of samples that are part of the cursor: no update is made from them."""
+    rounds: int = 0
+    """Outer steps made; 0 unless the run has sites."""
     history: History = field(default_factory=History)
     plan: str
     """The layout it was saved under."""
@@ -124,6 +126,7 @@ READ: dict[str, records.Reader] = {
     "tokens": records.whole,
     "saved_at_s": lambda key, value: records.number(key, value, LATEST_S),
     "skipped": lambda key, value: records.pairs(key, value, records.whole, records.whole),
+    "rounds": records.whole,
     "history": _history,
     "plan": records.text,
     "data_identity": records.text,
@@ -133,5 +136,5 @@ READ: dict[str, records.Reader] = {
     "files": _files,
 }
 """Key of a record -> what checks and reads its value."""
-REQUIRED = set(READ) - {"format", "config_sha256", "generation"}
+REQUIRED = set(READ) - {"format", "config_sha256", "generation", "rounds"}
 assert set(READ) == {f.name for f in fields(CheckpointManifest)}

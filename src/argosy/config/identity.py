@@ -12,7 +12,7 @@ from argosy.config.schema import RunConfig
 
 MAY_CHANGE = ("name", "plan", "model.preset", "model.weights", "train.steps", "train.minutes", "train.pause_at",
               "train.deterministic", "evaluate", "checkpoint", "launch", "resilience", "observe",
-              "data.prepare", "data.on_bad_shard", "data.cache",
+              "data.prepare", "data.on_bad_shard", "data.cache", "site", "sites",
               "extend")  # fmt: skip
 """Keys that a resumed run may change: they affect neither what the checkpoint means nor the order of the samples."""
 
@@ -34,6 +34,8 @@ def lasting_values(run: RunConfig) -> dict[str, Any]:
     """
     values = {dotted(key): value for key, value in flatten(run.model_dump(mode="json"), RunConfig).items()}
     lasting = {key: value for key, value in values.items() if not is_under(key, MAY_CHANGE)}
+    if run.sites:
+        lasting |= {f"sites.{site.name}.batch": site.batch for site in run.sites}
     return lasting | {f"extend {name}": f"sha256 {sum_}" for name, sum_ in run.extend.checksums.items()}
 
 

@@ -29,6 +29,7 @@ from argosy.config.lease_url import LeaseUrl
 from argosy.config.mup import MuPConfig
 from argosy.config.observe import ObserveConfig
 from argosy.config.section import Section
+from argosy.config.sites import SiteConfig, check_sites
 from argosy.config.sync import SyncConfig
 from argosy.extend.declared import Declaration
 
@@ -584,6 +585,15 @@ class RunConfig(Section):
     sync: SyncConfig = SyncConfig()
     observe: ObserveConfig = ObserveConfig()
     extend: ExtendConfig = ExtendConfig()
+    sites: Annotated[tuple[SiteConfig, ...], tyro.conf.Suppress] = ()
+    """Places that train this run together, each with processes and a plan of its own (docs/thin-links.md)."""
+    site: str = ""
+    """Which of `sites` this is; empty: all of them, on this machine."""
+
+    @model_validator(mode="after")
+    def _sites_are_told_apart(self) -> Self:
+        check_sites(self.sites, self.site, self.sync.quorum)
+        return self
 
     @model_validator(mode="after")
     def _samples_have_a_prompt(self) -> Self:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from argosy.config.batch_ramp import BatchSizes
 from argosy.config.schema import DataConfig
 from argosy.data.manifest import TOKENIZER
-from argosy.data.order import I64, MixtureStage, Range, SampleOrder, Samples, kept
+from argosy.data.order import I64, MixtureStage, Order, Range, SampleOrder, Samples, kept
 from argosy.data.permutation import key_of
 from argosy.data.stores.ahead import Ahead
 from argosy.data.stores.cache import Cache
@@ -54,7 +54,7 @@ class Loader:
     """
 
     def __init__(
-        self, sources: Sequence[TokenSource], order: SampleOrder, seq_len: int, batches: BatchSizes, rows: slice
+        self, sources: Sequence[TokenSource], order: Order, seq_len: int, batches: BatchSizes, rows: slice
     ):
         self._sources, self._order, self._seq_len = sources, order, seq_len
         self._batches = batches
@@ -93,6 +93,13 @@ class Loader:
             self._skipped = tuple(samples)
             if self._ahead is not None:
                 self._ahead.forget()
+
+    def again(self) -> None:
+        """Look the samples up again: the order has changed from some step on."""
+        self._forget()
+        self._locate.cache_clear()
+        if self._ahead is not None:
+            self._ahead.forget()
 
     def quarantine(self, shards: Iterable[Place]) -> None:
         """Stop reading these shards (`BadShard.place`). Each window that overlaps one is replaced by another window of
@@ -235,7 +242,7 @@ class OpenData:
 
     sources: tuple[TokenSource, ...]
     """Train splits: those of `data.sources`, then those that only stages name."""
-    order: SampleOrder
+    order: Order
     seq_len: int
     batches: BatchSizes
 

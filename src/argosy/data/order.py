@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -88,6 +89,13 @@ def skipped_by(start: int, stop: int, skipped: Sequence[Range]) -> list[Range]:
     begin = kept(start - 1, start, skipped)[0][1] if start else 0
     end = kept(stop - 1, stop, skipped)[0][1]
     return [(first, last) for first, last in sorted(skipped) if begin <= first < end]
+
+
+class Order(Protocol):
+    """Which sample comes when."""
+
+    def samples(self, start: int, stop: int) -> Samples:
+        """Return samples `start` to `stop`."""
 
 
 class SampleOrder:

@@ -16,6 +16,7 @@ from argosy.launch.devices import find_devices, precision_is_open
 from argosy.launch.joined_heartbeat import read_heartbeats
 from argosy.launch.profile import check_profile
 from argosy.launch.resolve import resolve
+from argosy.launch.sites import settle_site
 from argosy.observe.events import Events
 from argosy.observe.progress import Progress
 from argosy.parallel.world import World, join_world
@@ -23,6 +24,7 @@ from argosy.plan.plan import Plan
 from argosy.sinks.process import following
 from argosy.sinks.table import check_sinks
 from argosy.supervise.worker import work
+from argosy.sync.sites.process import exchanging
 from argosy.training.stop import StopSignal
 
 
@@ -34,7 +36,7 @@ def train_joined(run: RunConfig, run_dir: Path | None = None, *, accept_changes:
 
     Raises: UserError, RunFailed, the same on every process.
     """
-    run_dir = (run_dir or Path("runs") / run.name).absolute()
+    run, run_dir = settle_site(run, (run_dir or Path("runs") / run.name).absolute())
     stop = StopSignal().listen()
     world = join_world(run.launch)
     with ExitStack() as held:
@@ -49,6 +51,7 @@ def train_joined(run: RunConfig, run_dir: Path | None = None, *, accept_changes:
         os.environ[fence.GENERATION] = str(generation)
         if world.is_first:
             held.enter_context(following(run_dir, run, Events(run_dir, "launcher")))
+            held.enter_context(exchanging(run_dir, run, Events(run_dir, "launcher")))
         with read_heartbeats(run, run_dir, world, generation) as heartbeat:
             work(run, plan, world, run_dir, stop, heartbeat=heartbeat)
     if stop.number is not None:

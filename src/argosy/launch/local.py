@@ -18,6 +18,7 @@ from argosy.launch.following import Following, OnStep
 from argosy.launch.profile import check_profile
 from argosy.launch.resolve import resolve
 from argosy.launch.shown import Shown, shown
+from argosy.launch.sites import settle_site, train_sites
 from argosy.observe.events import Events
 from argosy.observe.progress import Progress
 from argosy.observe.report import Report
@@ -52,6 +53,9 @@ def train(
     if not isinstance(run, RunConfig):
         raise UserError(f"train takes a RunConfig, not {run!r}. Try train(argosy.load({run!r})).")
     run_dir = (Path(run_dir) if run_dir else Path("runs") / run.name).absolute()
+    if run.sites and not run.site:
+        return train_sites(run, run_dir, accept_changes=accept_changes, quiet=quiet)
+    run, run_dir = settle_site(run, run_dir)
     _check_processes(run, origin)
     check_place(run.launch)
     check_sinks(run.observe, run.extend)

@@ -18,9 +18,11 @@ from argosy.plan.pipeline import SCHEDULES, Schedule
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "activations", "optimizer", "all"]
-Sync = Literal["exact", "bf16", "int8", "int4", "powersgd", "topk", "randomk", "sign"]
+Sync = Literal["exact", "bf16", "int8", "int4", "powersgd", "topk", "randomk", "sign", "local", "diloco"]
 COMPRESSED: tuple[Sync, ...] = ("bf16", "int8", "int4", "powersgd", "topk", "randomk", "sign")
 """Words of `sync` that sum gradients in every step, in fewer bytes."""
+LOCAL: tuple[Sync, ...] = ("local", "diloco")
+"""Words of `sync` by which sites train alone for some steps and then agree on the weights."""
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """The mesh axes, outermost first; their product is the number of processes. `ep` is laid over dp and cp."""

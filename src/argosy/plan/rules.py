@@ -17,7 +17,7 @@ from argosy.config.schema import LaunchConfig, RunConfig
 from argosy.errors import UserError
 from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import INTERLEAVED, SPLITTING
-from argosy.plan.plan import COMPRESSED, Plan
+from argosy.plan.plan import COMPRESSED, LOCAL, Plan
 
 Plans = Any
 """A `Plan` or `Layouts`: both have these columns, as numbers or arrays. mypy cannot type arithmetic on that union."""
@@ -222,6 +222,27 @@ def compressed_sums_are_not_checked(plan: Plan, run: RunConfig) -> str:
     )
 
 
+@rule(lambda p, run: p.is_("sync", *LOCAL) ^ bool(run.sites))
+def sites_agree_now_and_then(plan: Plan, run: RunConfig) -> str:
+    if not run.sites:
+        return (
+            f"plan.sync = {plan.sync}, and the run has no [[sites]]: it says how sites agree. Name two sites or more "
+            "(docs/thin-links.md), or leave sync out."
+        )
+    return (
+        f"plan.sync = {plan.sync}, and the run has [[sites]]: sites agree by sync=diloco or sync=local. Leave sync out "
+        "for diloco."
+    )
+
+
+@rule(lambda p, run: p.is_("sync", *LOCAL) & (run.model.moe.experts > 0) & (run.model.moe.balance == "bias"))
+def sites_have_no_state_but_weights(plan: Plan, run: RunConfig) -> str:
+    return (
+        f'plan.sync = {plan.sync} with model.moe.balance = "bias": each site would have biases of its own, which are no '
+        'weights that sites agree on. Use balance = "aux".'
+    )
+
+
 RULES: tuple[Rule, ...] = (
     batch_is_dealt_out,
     heads_are_dealt_out,
@@ -237,6 +258,8 @@ RULES: tuple[Rule, ...] = (
     number_formats_go_together,
     compressed_sums_have_replicas,
     compressed_sums_are_not_checked,
+    sites_agree_now_and_then,
+    sites_have_no_state_but_weights,
 )
 
 

@@ -47,6 +47,7 @@ from argosy.supervise.scratch import MEMORY, scratch_folder
 from argosy.supervise.stack_gatherer import FOLDER, StackGatherer
 from argosy.supervise.stopping import Stopping
 from argosy.supervise.worker_process import WorkerProcess
+from argosy.sync.sites.process import ExchangeProcess
 
 WORKER = Entry("argosy.supervise.worker")
 """A worker process; by name, as it imports torch, which an agent does without."""
@@ -81,6 +82,7 @@ class Agent:
         self._world_size = plan.world_size
         self._newcomers = Newcomers(run.resilience)
         self._follower = FollowerProcess(run_dir, run, self._events)
+        self._exchange = ExchangeProcess(run_dir, run, self._events)
         self._hang_of = 0
         """The generation whose end was looked at last for a hang."""
         self._stacks = StackGatherer(run_dir, self._name)
@@ -138,6 +140,7 @@ class Agent:
             self._node_check.end_if_late()
         self._show_what_is_waited_for()
         self._follower.keep()
+        self._exchange.keep()
         self._stacks.keep(now, self._scratch, self._processes.values())
         if self._coordinator.keep(now):
             self._show_heartbeat(now)
@@ -324,6 +327,7 @@ class Agent:
         if self._store is not None:
             self._store.close()
         self._coordinator.close()
+        self._exchange.finish()
         self._follower.finish()
 
     # ---- the node -----------------------------------------------------------------------------------------------
@@ -395,8 +399,8 @@ class Agent:
 
     def _join(self, world: say.JoinWorld) -> None:
         self._world_size = world.size
-        # Sinks are held where the first rank writes what they read.
-        self._follower.is_wanted = any(place.rank == 0 for place in world.places)
+        # Sinks are held where the first rank writes what they read, and the exchange where it looks for the ledger.
+        self._follower.is_wanted = self._exchange.is_wanted = any(place.rank == 0 for place in world.places)
         for place in world.places:
             process = self._processes.get(place.slot)
             if process is None:

@@ -1,0 +1,1 @@
+"""How replicas agree on a step, where the links between them are thin."""

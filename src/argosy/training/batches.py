@@ -16,6 +16,7 @@ from argosy.models.batch import Microbatch, microbatches
 from argosy.observe.events import Events
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
+from argosy.sync.sites.deal import SiteOrder
 from argosy.training.state import TrainState
 
 
@@ -25,6 +26,8 @@ class Batches:
     def __init__(self, run: RunConfig, plan: Plan, data: OpenData, state: TrainState, world: World, events: Events):
         self._run, self._plan, self._data, self._state = run, plan, data, state
         self._world, self._events = world, events
+        self._site = data.order if isinstance(data.order, SiteOrder) else None
+        self._global_batch = sum(site.batch for site in run.sites) or run.train.global_batch
         self._rows = run.train.global_batch // plan.dp
         self._loader = data.loader(self._rows_of(state.model.dp_rank))
         self._found_bad: list[Place] = []
@@ -52,15 +55,22 @@ class Batches:
 
     def samples(self, step: int) -> list[Range]:
         """Return the ranges of the step's samples, those of all ranks, among all samples."""
+        if self._site is not None:
+            return self._site.numbers(*self._numbers(step))
         return kept(*self._numbers(step), self._state.skipped)
 
     def stage(self, step: int) -> int:
         """Return the number of the mixture that the step's first sample comes from."""
-        starts = [self._run.train.batches.before(stage.from_step) for stage in self._run.data.stages]
+        if self._site is not None:
+            starts = [stage.from_step * self._global_batch for stage in self._run.data.stages]
+        else:
+            starts = [self._run.train.batches.before(stage.from_step) for stage in self._run.data.stages]
         return bisect_right(starts, self.samples(step)[0][0])
 
     def line(self, step: int) -> dict[str, Any]:
         """Return what the step's line of metrics says of its samples (`observe.ledger`)."""
+        if self._site is not None:
+            return {"sample_ranges": [list(some) for some in self.samples(step)]}
         line: dict[str, Any] = {"first_sample": self.samples(step)[0][0], "samples": self._run.train.batches.at(step)}
         if skipped := skipped_by(*self._numbers(step), self._state.skipped):
             line["samples_skipped"] = [list(samples) for samples in skipped]
@@ -68,12 +78,26 @@ class Batches:
 
     def skip(self, step: int) -> None:
         """Make no update from the step's samples, now or later."""
-        self._state.skipped = (*self._state.skipped, *self.samples(step))
+        skipped = [self._numbers(step)] if self._site is not None else self.samples(step)
+        self._state.skipped = (*self._state.skipped, *skipped)
         self.follow()
 
     def follow(self) -> None:
         """Skip the samples that the state skips: they have changed."""
-        self._loader.skip(self._state.skipped)
+        if self._site is None:
+            self._loader.skip(self._state.skipped)
+        elif self._site.skipped != self._state.skipped:
+            self._site.skipped = self._state.skipped  # a site's samples stay where they are: others stand in for them
+            self.again()
+
+    def again(self) -> None:
+        """Look up again which samples come: what is dealt to this site has changed."""
+        self._loader.again()
+
+    def skipped_numbers(self, first: int, end: int) -> list[Range]:
+        """Return the run's numbers of those of a site's samples `first` to `end` that no update was made from."""
+        assert self._site is not None
+        return self._site.replaced(first, end)
 
     @property
     def are_unreadable(self) -> bool:

@@ -94,6 +94,7 @@ class Checkpointer:
             step=state.step,
             tokens=state.tokens,
             skipped=state.skipped,
+            rounds=state.rounds,
             history=state.history,
             saved_at_s=time.time(),
             plan=str(self._plan),
@@ -167,12 +168,8 @@ class Checkpointer:
         state.restored(boxes)
         set_generators(random, self._world)
         manifest = checkpoint.manifest
-        state.step, state.tokens, state.skipped, state.history = (
-            manifest.step,
-            manifest.tokens,
-            manifest.skipped,
-            manifest.history,
-        )
+        state.step, state.tokens, state.rounds = manifest.step, manifest.tokens, manifest.rounds
+        state.skipped, state.history = manifest.skipped, manifest.history
         changed = {"config_changed": True} if self._config_sha256 not in ("", manifest.config_sha256) else {}
         self._events.write("resume", step=state.step, checkpoint=str(checkpoint.folder), **changed)
         return checkpoint

@@ -40,6 +40,7 @@ def train(
             action = trainer.decide(outcome)
             if action is Action.APPLY:
                 trainer.optimizer_step(outcome)
+                trainer.outer_step(outcome)
                 trainer.evaluate_if_due()
                 trainer.observe()
                 trainer.save_if_due(outcome)

@@ -128,12 +128,13 @@ class Records:
         logged: Mapping[str, float] | None = None,
         norms: Mapping[str, Mapping[str, float]] | None = None,
         is_profiled: bool = False,
+        sites: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Write the line of a step that was applied, and return it. Only rank 0 calls it.
 
         tokens: trained on so far. samples: what `Batches.line` says of the step. seconds, communication: as the clock
         gives them. logged: what the user's code logged. norms: as `LayerNorms.of` gives them, if they were due.
-        is_profiled: its times are not those of other steps.
+        is_profiled: its times are not those of other steps. sites: of the outer step after it, if there was one.
         """
         step_s = seconds["step"] - sum(seconds.get(category, 0.0) for category in BESIDE)
         tokens_per_s = update.tokens / step_s if step_s else 0.0
@@ -167,6 +168,8 @@ class Records:
             record["norms"] = norms
         if is_profiled:
             record["profiled"] = True
+        if sites is not None:
+            record["sites"] = dict(sites)
         self.metrics.write(record)
         return record
 

@@ -134,13 +134,16 @@ def follow(survivor: TrainState | None, facts: Sequence[Facts]) -> None:
     No rank makes one before all have their gradients whole (`TrainState`), so others are ahead by one step at most;
     what they know of it is all that was missing here.
     """
-    if survivor is None or not survivor.pending or not survivor.can_follow:
+    if survivor is None or survivor.in_update:
         return
-    for ahead in facts:
-        update = ahead.last_update
-        if ahead.history == survivor.history and update is not None and update.step == survivor.step:
+    others = [ahead for ahead in facts if ahead.history == survivor.history]
+    if survivor.pending and survivor.can_follow:
+        update = next((u for u in (ahead.last_update for ahead in others) if u and u.step == survivor.step), None)
+        if update is not None:
             survivor.apply(update)
-            return
+    if survivor.outer is not None:  # what an outer step takes is in the site's folder
+        for rounds in range(survivor.rounds, max((ahead.position.rounds for ahead in others), default=0)):
+            survivor.apply_outer(rounds)
 
 
 @dataclass(frozen=True)
@@ -248,6 +251,7 @@ def _take(
     _take_scale(found.leader, held, tensors, group)
     state.restored(tensors)
     state.step, state.tokens, state.skipped = found.position.step, found.position.tokens, found.position.skipped
+    state.rounds = found.position.rounds
     return traffic
 
 

@@ -41,6 +41,8 @@ class Restorer:
         self._checkpointer, self._memory, self._batches = checkpointer, memory, batches
         self._integrity, self._bad_steps, self._records = integrity, bad_steps, records
         self._heartbeat = heartbeat
+        self.is_new = False
+        """True once the state was found nowhere: the run begins with its initial weights."""
 
     def restore_or_initialize(self) -> bool:
         """Go on from the newest state there is: of survivors, in memory, on disk; or from the initial weights.
@@ -49,6 +51,7 @@ class Restorer:
         """
         state, world = self._state, self._world
         found = recover(state, self._survivor.state, self._checkpointer, memory_folder(), world)
+        self.is_new = found.tier == "none"
         if found.tier == "none" and self._run.model.weights is not None:
             self._checkpointer.read_weights(state, self._run.model.weights)
         self._batches.follow()

@@ -27,6 +27,7 @@ from argosy.plan.mup import rate_factor
 from argosy.plan.plan import Plan
 from argosy.precision.scaler import LossScaler
 from argosy.training.bad_steps import Counts
+from argosy.training.outer_state import OuterState
 from argosy.training.sync_memory import Past, SyncMemory
 
 
@@ -65,6 +66,10 @@ class TrainState:
     """Optimizer steps done."""
     tokens: int = 0
     """Tokens trained on, over all processes."""
+    rounds: int = 0
+    """Outer steps done, of a run with sites."""
+    outer: OuterState | None = None
+    """What the sites agreed on last; None without sites."""
     skipped: tuple[Range, ...] = ()
     """Samples of bad steps: no update is made from them (`data.order.kept`)."""
     history: History = field(default_factory=History)
@@ -89,7 +94,7 @@ class TrainState:
     @property
     def position(self) -> Position:
         """What there is of the state besides tensors, the same on all ranks."""
-        return Position(self.step, self.tokens, self.skipped)
+        return Position(self.step, self.tokens, self.skipped, self.rounds)
 
     @property
     def can_follow(self) -> bool:
@@ -129,6 +134,15 @@ class TrainState:
         self.last_update = update
         self.in_update = False
 
+    def apply_outer(self, number: int) -> None:
+        """Make the outer step of round `number`, which is in the site's ledger. `model.after_update` comes next."""
+        assert self.outer is not None and number == self.rounds, f"round {number} after {self.rounds} rounds"
+        self.in_update = True
+        self.outer.apply(number, self.model.masters)
+        self.rounds += 1
+        self.step = max(self.step, self.outer.sites.end_of(number))
+        self.pending = self.is_prepared = self.in_update = False
+
     def drop_gradient(self) -> None:
         """Drop the step's gradient."""
         self.pending = False
@@ -150,6 +164,10 @@ class TrainState:
                 parts[_part(f"optimizer.{piece.name}.{key}", piece, tensor)] = tensor.detach()
         memory = SyncMemory(self.model)
         parts |= memory.boxes() if past is None else memory.wanted(past)
+        if self.outer is not None:
+            for piece in self.model.masters:
+                for key, tensor in self.outer.state_of(piece.name).items():
+                    parts[_part(f"outer.{key}.{piece.name}", piece, tensor)] = tensor
         return parts | wholes(self.scaler.state(), "scaler.")
 
     def restored(self, boxes: Mapping[Box, Tensor]) -> None:

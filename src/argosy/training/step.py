@@ -41,6 +41,8 @@ class Requests:
     memory_checkpoint: bool = False
     hold: bool = False
     """Save an in-memory checkpoint, and stand still: this world is to end, in order."""
+    outer: bool = False
+    """The other sites went on without this one: go to where they are."""
 
 
 @dataclass(frozen=True)

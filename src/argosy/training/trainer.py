@@ -14,7 +14,6 @@ from torch import Tensor
 
 from argosy.config.identity import config_sha256
 from argosy.config.schema import RunConfig
-from argosy.data.loader import open_data
 from argosy.faults import fault
 from argosy.models.batch import Microbatch
 from argosy.observe.clock import StepClock
@@ -24,6 +23,7 @@ from argosy.observe.metrics import peak_memory_bytes
 from argosy.parallel.apply import apply
 from argosy.parallel.world import World, node_of_each_rank
 from argosy.plan.plan import Plan
+from argosy.sync.sites.ledger import Ledger
 from argosy.training.bad_steps import Action, BadStepPolicy
 from argosy.training.batches import Batches
 from argosy.training.checkpointer import Checkpointer
@@ -32,6 +32,7 @@ from argosy.training.integrity import Integrity
 from argosy.training.memory_checkpoints import MemoryCheckpointing
 from argosy.training.noise_scale import NoiseScale, Smoothed
 from argosy.training.norms import LayerNorms
+from argosy.training.outer import OuterSteps, open_own_data, outer_state, sites_of
 from argosy.training.own_checks import check_own_code
 from argosy.training.pace import Pace
 from argosy.training.profiling import Profiling
@@ -76,9 +77,11 @@ class Trainer:
         check_can_replay(run, plan, world.device)
         check_own_code(run, plan)
         model = apply(plan, run, world)
-        self._data = open_data(run.data, run.seed, run.train.batches)
+        sites, ledger = sites_of(run, run_dir), Ledger(run_dir)
+        self._data = open_own_data(run, ledger, sites)
         self._evaluator = Evaluator(run, plan, self._data.sources, model, world)
         self.state = state = TrainState.begin(model, plan, run)
+        state.outer = outer_state(run, plan, state, sites, ledger)
         self._batches = batches = Batches(run, plan, self._data, state, world, records.events)
         bad_steps = BadStepPolicy(run.resilience, batches.stage, survivor.bad_steps)
 
@@ -104,6 +107,11 @@ class Trainer:
             run_dir, state, survivor, stop, checkpointer, memory, restorer, batches, bad_steps, heartbeat
         )
         self._policy = StepPolicy(state, batches, restorer, bad_steps, records)
+        self._outer = None
+        if state.outer is not None:
+            self._outer = OuterSteps(
+                state, world, checkpointer, batches, records, heartbeat, self._has_signal
+            )
         self._user = UserCode(run, state, world, self._clock, records, run_dir)
         self._time_to_first_step_s: float | None = None
         self.is_stopped_early = False
@@ -126,6 +134,9 @@ class Trainer:
         is_survivors = self._restorer.restore_or_initialize()
         if self._world.is_first:
             self._noise.smoothed = Smoothed.newest(self._records.metrics.last(NOISE_LINES), self.state.step)
+        if self._outer is not None and not self._outer.begin_again(self._restorer.is_new):
+            self.is_stopped_early = True
+            return
         self._show("compiling" if self._plan.compile else "the first step")
         self._clock.lap()
         self._repeat_evaluation()
@@ -137,7 +148,7 @@ class Trainer:
     def remaining_steps(self) -> Iterator[int]:
         """Yield the steps still to do, 0-based; a run given in minutes learns their number on the way."""
         self._stop.between_steps()
-        if self.state.step and self._has_signal():
+        if self.is_stopped_early or (self.state.step and self._has_signal()):
             return  # this world was formed for what survivors have to be saved
         while not self._is_paused and (self._pace.steps is None or self.state.step < self._pace.steps):
             self._heartbeat.begin(self.state.step)
@@ -194,6 +205,14 @@ class Trainer:
         self._policy.applied()
         self._user.at("after_step")
 
+    def outer_step(self, outcome: StepOutcome) -> None:
+        """Agree with the other sites on the weights, after the last step of a round; nothing without sites."""
+        if self._outer is None or outcome.requests.stop or not (self._outer.is_due or outcome.requests.outer):
+            return
+        with self._clock.time("communication"):
+            if not self._outer.settle():
+                self.is_stopped_early = True
+
     def drop_step(self, outcome: StepOutcome, action: Action) -> None:
         """Drop the step's gradient, and mend what is wrong, so that the step can be done (again).
 
@@ -240,6 +259,7 @@ class Trainer:
                 logged,
                 norms,
                 is_profiled,
+                self._outer.take_line() if self._outer is not None else None,
             )
             left_s = self._pace.left_s(self.state.step)
             self._records.progress.step(record, self._pace.steps, score.loss if score else None, left_s)
@@ -282,6 +302,7 @@ class Trainer:
             self._evaluate()
         self._heartbeat.has_written(self._checkpointer.written_bytes)
         finished = self.state.step == self._pace.steps and not self.is_stopped_early
+        finished = finished and (self._outer is None or not self._outer.is_due)
         memory_before_bytes = self._survivor.memory_before_bytes
         self._user.at("end")
         self._show("writing the report")
@@ -326,6 +347,7 @@ class Trainer:
             quarantine=self._batches.are_unreadable,
             memory_checkpoint=self._memory.is_due(self.state.step + 1, self._pace.step_s),
             hold=self._stop.is_to_hold,
+            outer=self._outer is not None and self._outer.is_left_behind,
         )
 
     def _repeat_evaluation(self) -> None:

@@ -151,7 +151,7 @@ class Space:
             "precision": self._of("precision", self.costs.precision),
             "weights": self._of("weights", "fp32"),
             "reduce": self._of("reduce", "fp32"),
-            "sync": self._of("sync", "exact"),
+            "sync": self._of("sync", "diloco" if self.run.sites else "exact"),
             "bucket_mb": self._of("bucket_mb", Plan().bucket_mb),
         }
         for key, values in rest.items():

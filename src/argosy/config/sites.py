@@ -1,0 +1,78 @@
+"""The run file's table `[[sites]]`: several places that train one model, each a run of its own, over thin links."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from argosy.config.section import Section
+
+SITE_NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"
+Wire = Literal["fp32", "bf16", "int8", "int4"]
+
+
+class SiteConfig(Section):
+    """One site: its name, where the others reach it, and what it does otherwise than the run."""
+
+    name: Annotated[str, Field(pattern=SITE_NAME, max_length=64)]
+    """Name of the site; its folder is sites/NAME in the run's folder."""
+    address: Annotated[str, Field(pattern=r"^$|^[^\s:]+:\d{1,5}$")] = ""
+    """HOST:PORT at which the other sites reach it; empty: a free port of this machine, if one command starts all."""
+    batch: NonNegativeInt = 0
+    """Its sequences of each step; 0: an even share of what the other sites leave of train.global_batch."""
+    plan: str = ""
+    """Its plan, if it is not the run's."""
+    processes: NonNegativeInt = 0
+    """Its processes on each machine, if not launch.processes."""
+
+
+class OuterConfig(Section):
+    """How sites agree under plan.sync = "local" or "diloco"."""
+
+    every_steps: PositiveInt = 50
+    """local, diloco: steps (H) that each site trains alone between two sums of what they changed."""
+    outer_lr: PositiveFloat = 0.7
+    """diloco: learning rate of the outer step, which is Nesterov's SGD on the mean change."""
+    outer_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    """diloco: momentum of the outer step."""
+    wire: Wire = "fp32"
+    """local, diloco: number format in which changes travel between sites; int8 and int4 have a scale a 256 numbers."""
+    patience_s: PositiveFloat = 120.0
+    """local, diloco: once as many sites as the quorum are ready, the others are waited for this long; then the round
+    goes on without them."""
+    quorum: NonNegativeInt = 0
+    """local, diloco: sites that a round needs at least; 0: more than half of them."""
+    tls: bool = True
+    """local, diloco: encrypt what sites send each other, with keys that follow from the run's secret."""
+
+
+def check_sites(sites: Sequence[SiteConfig], site: str, quorum: int) -> None:
+    """Refuse sites that cannot be told apart. Raises: ValueError."""
+    names = [one.name for one in sites]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f'sites: the name "{twice}" is there twice; give each site its own')
+    if len(sites) == 1:
+        raise ValueError("sites: there is one only; give two or more, or none")
+    addresses = [one.address for one in sites if one.address]
+    if twice := next((address for address in addresses if addresses.count(address) > 1), None):
+        raise ValueError(f'sites: the address "{twice}" is there twice; give each site its own')
+    if site and site not in names:
+        there = f"the sites are {', '.join(names)}" if names else "the run has no [[sites]]"
+        raise ValueError(f'site = "{site}": there is no such site; {there}')
+    if quorum > max(1, len(sites)):
+        raise ValueError(f"sync.quorum = {quorum} is more than there are sites; try {len(sites)} or less")
+
+
+def batches_of(sites: Sequence[SiteConfig], global_batch: int) -> list[int]:
+    """Return the sequences of each site in a step. Raises: ValueError if they cannot make up `global_batch`."""
+    given, others = sum(one.batch for one in sites), sum(not one.batch for one in sites)
+    left = global_batch - given
+    if (others and (left < others or left % others)) or (not others and left):
+        raise ValueError(
+            f"train.global_batch = {global_batch} cannot be made up by {len(sites)} sites"
+            + (f", of which some take {given}" if given else "")
+            + f"; try {given + max(1, round(left / others)) * others if others else given}"
+        )
+    return [one.batch or left // others for one in sites]

@@ -1,0 +1,175 @@
+"""Runs of several sites: one site's part of the run file, and all sites on this machine by one command."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from argosy.config.dump import save_run
+from argosy.config.load import load
+from argosy.config.schema import RunConfig
+from argosy.errors import ArgosyError, Interrupted, RunFailed, UserError
+from argosy.launch.resolve import resolve
+from argosy.observe.progress import Progress
+from argosy.observe.report import Report
+from argosy.processes.secret import secret_of
+from argosy.sync.sites.keys import contexts
+from argosy.sync.sites.layout import at_site, group_folder, site_folder
+
+RUN_FILE = "run.toml"
+
+
+def settle_site(run: RunConfig, run_dir: Path) -> tuple[RunConfig, Path]:
+    """Return the site's own run and its folder, for a run and its folder; both as they are if it has no sites.
+
+    Raises: UserError if the sites cannot train it.
+    """
+    if not run.sites:
+        return run, run_dir
+    if not run.site:
+        raise UserError("the run has [[sites]], and no site is said. Say which of them this is: --site NAME")
+    run_dir = site_folder(run_dir, run.site)
+    run = _checked(_with_addresses(run, group_folder(run_dir)))
+    if missing := [site.name for site in run.sites if not site.address]:
+        raise UserError(
+            f"sites: {', '.join(missing)} has no address, HOST:PORT, at which the others reach it. Give each site one; "
+            "only where one command starts all sites on this machine are they chosen."
+        )
+    group_folder(run_dir).mkdir(parents=True, exist_ok=True)
+    secret = secret_of(group_folder(run_dir))
+    if run.sync.tls:
+        contexts(secret)  # the package for it is there
+    return run, run_dir
+
+
+def _checked(run: RunConfig) -> RunConfig:
+    if not run.train.steps:
+        raise UserError(
+            "train.minutes with [[sites]]: all sites must end with the same step. Give train.steps instead."
+        )
+    if run.train.batch_ramp:
+        raise UserError("train.batch_ramp with [[sites]]: rounds have batches of one size. Leave it out.")
+    try:
+        return at_site(run)
+    except ValueError as problem:
+        raise UserError(str(problem)) from None
+
+
+def _with_addresses(run: RunConfig, group: Path) -> RunConfig:
+    """Fill in the addresses that the command that started all sites has chosen."""
+    path = group / RUN_FILE
+    if all(site.address for site in run.sites) or not path.exists():
+        return run
+    known = {site.name: site.address for site in load(path).sites}
+    sites = tuple(s.model_copy(update={"address": s.address or known.get(s.name, "")}) for s in run.sites)
+    return run.model_copy(update={"sites": sites})
+
+
+def train_sites(run: RunConfig, run_dir: Path, *, accept_changes: bool, quiet: bool) -> Report:
+    """Train all sites of `run` on this machine, each in a process and a folder of its own; the first one's report.
+
+    A site that dies does not stop the others. Raises: UserError, RunFailed if a site failed, Interrupted.
+    """
+    run = _checked(run)
+    progress = Progress(enabled=not quiet)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    known = {s.name: s.address for s in load(run_dir / RUN_FILE).sites} if (run_dir / RUN_FILE).exists() else {}
+    run, _ = resolve(run, progress)  # once, not by each site at the same time
+    progress.close()
+    sites = tuple(
+        site.model_copy(update={"address": site.address or known.get(site.name) or f"127.0.0.1:{_free_port()}"})
+        for site in run.sites
+    )
+    run = run.model_copy(update={"sites": sites})
+    save_run(run, run_dir / RUN_FILE)
+    secret_of(run_dir)
+    with _started(run, run_dir, accept_changes) as children:
+        codes = _held(children, quiet)
+    return _result(run, run_dir, codes)
+
+
+def _result(run: RunConfig, run_dir: Path, codes: dict[str, int]) -> Report:
+    wrong = {name: code for name, code in codes.items() if code}
+    if any(code in (128 + signal.SIGTERM, 128 + signal.SIGINT) for code in wrong.values()):
+        number = signal.SIGTERM if 128 + signal.SIGTERM in wrong.values() else signal.SIGINT
+        raise Interrupted("all sites have saved; the same command goes on", number)
+    if wrong:
+        words = ", ".join(f"site {name} ended with exit code {code}" for name, code in wrong.items())
+        error: type[ArgosyError] = UserError if set(wrong.values()) == {UserError.exit_code} else RunFailed
+        raise error(f"{words}. What it said is above, and in {run_dir / 'sites'}. The same command goes on.")
+    return Report.load(site_folder(run_dir, run.sites[0].name))
+
+
+@contextmanager
+def _started(run: RunConfig, run_dir: Path, accept_changes: bool) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    children = {}
+    try:
+        for site in run.sites:
+            words = [sys.executable, "-m", "argosy", "train", str(run_dir / RUN_FILE), "--run-dir", str(run_dir)]
+            words += ["--site", site.name, *(["--accept-changes"] if accept_changes else [])]
+            children[site.name] = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                start_new_session=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            )  # fmt: skip
+        yield children
+    finally:
+        for child in children.values():
+            if child.poll() is None:
+                child.kill()
+            child.wait()
+
+
+def _held(children: dict[str, subprocess.Popen[bytes]], quiet: bool) -> dict[str, int]:
+    """Pass on what the sites say, and signals to them, until all have ended. Returns their exit codes."""
+    width = max(map(len, children))
+
+    def pass_on(number: int, _: object) -> None:
+        for child in children.values():
+            if child.poll() is None:
+                child.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with selectors.DefaultSelector() as selector:
+            for name, child in children.items():
+                assert child.stdout is not None
+                selector.register(child.stdout, selectors.EVENT_READ, name)
+            unread = dict.fromkeys(children, b"")
+            while selector.get_map():
+                for key, _ in selector.select():
+                    name, pipe = key.data, key.fileobj
+                    data = os.read(_descriptor(pipe), 1 << 16)
+                    *lines, unread[name] = (unread[name] + data).split(b"\n")
+                    if not data:
+                        selector.unregister(pipe)
+                        lines.append(unread[name])
+                        code = children[name].wait()
+                        if code and not quiet:
+                            lines.append(f"argosy: this site ended with exit code {code}; the others go on".encode())
+                    for line in lines:
+                        if line and not quiet:
+                            print(f"{name:{width}} | {line.decode(errors='replace')}", flush=True)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return {name: child.wait() for name, child in children.items()}
+
+
+def _descriptor(pipe: object) -> int:
+    assert hasattr(pipe, "fileno")
+    number: int = pipe.fileno()
+    return number
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port

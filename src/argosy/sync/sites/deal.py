@@ -1,0 +1,152 @@
+"""Which samples each site trains on: a pure function of the round while all take part, else what the ledger deals out.
+
+A site numbers its samples by its own steps: step s of a site with b sequences takes its samples s b to (s + 1) b,
+whatever became of others. `SiteOrder` turns these numbers into those of the run, of which each is trained on once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from argosy.data.order import Order, Range, Samples
+
+RESERVE = 1 << 48
+"""Samples from this number on stand in for those of bad steps; no run reaches them otherwise."""
+RESERVE_OF_SITE = 1 << 40
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Who takes which part of each global batch."""
+
+    names: tuple[str, ...]
+    batches: tuple[int, ...]
+    """Sequences of a step, by site."""
+    round_steps: int
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences of a step, over all sites."""
+        return sum(self.batches)
+
+    def batch(self, site: str) -> int:
+        """Return the sequences of a site's step."""
+        return self.batches[self.names.index(site)]
+
+    def first(self, site: str) -> int:
+        """Return the place of a site's first sequence in each global batch."""
+        return sum(self.batches[: self.names.index(site)])
+
+    def of_round(self, number: int, site: str) -> list[Range]:
+        """Return the samples of a site in a round in which all take part: its share of every global batch."""
+        first, batch, whole = self.first(site), self.batch(site), self.global_batch
+        steps = range(number * self.round_steps, (number + 1) * self.round_steps)
+        return [(step * whole + first, step * whole + first + batch) for step in steps]
+
+    def all_of_round(self, number: int) -> Range:
+        """Return all samples of a round in which all take part."""
+        samples = self.round_steps * self.global_batch
+        return number * samples, (number + 1) * samples
+
+
+def deal(
+    shares: Shares, number: int, members: Iterable[str], returned: Sequence[Range]
+) -> tuple[dict[str, list[Range]], list[Range]]:
+    """Deal out the samples of round `number` to `members`, those that came back first.
+
+    Returns the ranges of each member, and what is left. With all sites and nothing returned: each site's own share.
+    """
+    present = [name for name in shares.names if name in set(members)]
+    if len(present) == len(shares.names) and not returned:
+        return {name: shares.of_round(number, name) for name in present}, []
+    pool = merged([*returned, shares.all_of_round(number)])
+    dealt = {}
+    for name in present:
+        dealt[name], pool = _cut(pool, shares.round_steps * shares.batch(name))
+    return dealt, pool
+
+
+def merged(ranges: Iterable[Range]) -> list[Range]:
+    """Return the same samples as few ascending ranges."""
+    out: list[Range] = []
+    for first, end in sorted(ranges):
+        if out and out[-1][1] == first:
+            out[-1] = (out[-1][0], end)
+        elif end > first:
+            out.append((first, end))
+    return out
+
+
+def _cut(pool: Sequence[Range], samples: int) -> tuple[list[Range], list[Range]]:
+    taken: list[Range] = []
+    rest = list(pool)
+    while samples:
+        first, end = rest.pop(0)
+        middle = min(end, first + samples)
+        taken.append((first, middle))
+        samples -= middle - first
+        if middle < end:
+            rest.insert(0, (middle, end))
+    return taken, rest
+
+
+class SiteOrder:
+    """The order of one site's samples, by the site's own numbers; it stands in for the run's `SampleOrder`."""
+
+    def __init__(
+        self, order: Order, shares: Shares, site: str, dealt: Callable[[int], Mapping[str, list[Range]] | None]
+    ):
+        """`dealt(round)`: what the ledger deals out in a round, by site; None: each site's own share."""
+        self._order, self._shares, self._site, self._dealt = order, shares, site, dealt
+        self._batch = shares.batch(site)
+        self._reserve = RESERVE + shares.names.index(site) * RESERVE_OF_SITE
+        self.skipped: tuple[Range, ...] = ()
+        """The site's samples of bad steps, each a range within a step. Others stand in for them; for those as well if
+        a range is there again."""
+
+    def samples(self, start: int, stop: int) -> Samples:
+        """Return the site's samples `start` to `stop`."""
+        return Samples.joined([self._order.samples(first, end) for first, end in self.numbers(start, stop)])
+
+    def numbers(self, start: int, stop: int) -> list[Range]:
+        """Return the run's numbers of the site's samples `start` to `stop`."""
+        replaced = {some: place for place, some in enumerate(self.skipped)}
+        out: list[Range] = []
+        while start < stop:
+            end = min(stop, (start // self._batch + 1) * self._batch)
+            step = start // self._batch
+            place = replaced.get((step * self._batch, (step + 1) * self._batch))
+            if place is not None:
+                base = self._reserve + place * self._batch - step * self._batch
+                out.append((base + start, base + end))
+            else:
+                out += self._of_step(step, start - step * self._batch, end - step * self._batch)
+            start = end
+        return merged_in_order(out)
+
+    def replaced(self, start: int, stop: int) -> list[Range]:
+        """Return the run's numbers of those of the site's samples `start` to `stop` that others stand in for."""
+        steps = sorted({first // self._batch for first, _ in self.skipped if start <= first < stop})
+        return merged_in_order(some for step in steps for some in self._of_step(step, 0, self._batch))
+
+    def _of_step(self, step: int, first: int, end: int) -> list[Range]:
+        number, within = divmod(step, self._shares.round_steps)
+        dealt = self._dealt(number)
+        if dealt is None or self._site not in dealt:
+            begin = step * self._shares.global_batch + self._shares.first(self._site)
+            return [(begin + first, begin + end)]
+        _, rest = _cut(dealt[self._site], within * self._batch + first)
+        taken, _ = _cut(rest, end - first)
+        return taken
+
+
+def merged_in_order(ranges: Iterable[Range]) -> list[Range]:
+    """Join ranges that follow each other."""
+    out: list[Range] = []
+    for first, end in ranges:
+        if out and out[-1][1] == first:
+            out[-1] = (out[-1][0], end)
+        else:
+            out.append((first, end))
+    return out

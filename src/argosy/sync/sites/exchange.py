@@ -1,0 +1,379 @@
+"""The exchange: the one process of a site that speaks to the other sites. Its ranks and it speak through files.
+
+A round: each site's ranks leave what they changed (`Sites.change`); the exchanges tell each other that they are ready;
+the leader, the first site of the run file that is alive, says who takes part; they sum (`assembly`); when the leader
+has all of the average it writes the round's line to the ledger and sends it to the others. A site's ranks go on once
+the line is in their own ledger. What is not in a ledger has no effect, so any process may die at any moment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+from argosy.faults import fault
+from argosy.files import atomic_write
+from argosy.observe.events import Events
+from argosy.sync.sites.assembly import Assembly, Proposal
+from argosy.sync.sites.average import Reduced, distances, encode_file
+from argosy.sync.sites.layout import Sites
+from argosy.sync.sites.ledger import Delivery, Ledger, Line, dealt_in, next_line
+from argosy.sync.sites.links import Links
+from argosy.sync.sites.messages import Message
+from argosy.sync.sites.pull import PIECE_BYTES
+
+KEPT_LINES = 64
+"""Lines of the ledger that are sent at once."""
+
+
+class Exchange:
+    """The exchange of one site."""
+
+    def __init__(self, sites: Sites, ledger: Ledger, events: Events, links: Callable[[Exchange], Links]):
+        self.sites, self._ledger, self._events = sites, ledger, events
+        sites.folder.mkdir(parents=True, exist_ok=True)
+        self._pool = ThreadPoolExecutor(1, "argosy-exchange")
+        self._rounds_of: dict[str, int] = {}
+        """Rounds that the others have in their ledgers, as they said last."""
+        self._sent_bytes = 0
+        self._status = ""
+        self._forks: set[str] = set()
+        self._begin()
+        self._links = links(self)
+
+    # ---- what it says of itself ---------------------------------------------------------------------------------
+
+    @property
+    def rounds(self) -> int:
+        """Rounds in its ledger."""
+        return len(self._ledger.lines)
+
+    def hello(self) -> dict[str, Any]:
+        """What this site says of itself."""
+        return {"run": self.sites.identity, "model": self.sites.flats[0].identity, **self._at()}
+
+    def refused(self, who: str, why: str) -> None:
+        """Note that a connection was refused, once for each reason."""
+        if (fork := f"{who}: {why}") not in self._forks:
+            self._forks.add(fork)
+            self._events.write("site_refused", site=who, why=why)
+            print(f"argosy: site {self.sites.me}: {who} is not let in: {why}; the run goes on", flush=True)
+
+    @property
+    def is_over(self) -> bool:
+        """True once the run's last round is in the ledgers of all who are to have it."""
+        last = self._ledger.last
+        if last is None or self.rounds < self.sites.rounds:
+            return False
+        return all(self._rounds_of.get(name, 0) >= self.rounds for name in last.members if name != self.sites.me)
+
+    def turn(self, timeout_s: float) -> None:
+        """Wait for something to happen, up to `timeout_s`, and do what follows from it."""
+        before = set(self._links.sites)
+        for name, message in self._links.turn(timeout_s):
+            with suppress(KeyError, TypeError, ValueError):  # what a site says wrongly has no effect
+                self._hear(name, message)
+        for name in before ^ set(self._links.sites):
+            is_here = name in self._links.sites
+            self._events.write("site_connected" if is_here else "site_lost", site=name)
+        self._tend()
+        self._show()
+
+    def close(self) -> None:
+        """End the conversation with all sites."""
+        self._links.close()
+        self._pool.shutdown(cancel_futures=True)
+
+    # ---- what the others say ------------------------------------------------------------------------------------
+
+    def _hear(self, name: str, message: Message) -> None:
+        number = message.get("round")
+        match message["kind"]:
+            case "hello":
+                self._note_at(name, message)
+                self._introduce(name)
+            case "at":
+                self._note_at(name, message)
+            case "ready" if number == self._number:
+                self._ready[name] = Delivery(
+                    int(message["tokens"]), [(int(a), int(b)) for a, b in message["skipped"]]
+                )
+                self._attempts = max(self._attempts, int(message["attempt"]))
+            case "propose" if number == self._number and name == self._leader():
+                proposal = Proposal(int(message["attempt"]), tuple(map(str, message["names"])))
+                weights = {str(site): int(tokens) for site, tokens in message["tokens"].items()}
+                self._accept(proposal, weights)
+            case "reduced" if number == self._number and self._assembly is not None:
+                if self._assembly.proposal.attempt == message["attempt"]:
+                    part = int(message["part"])
+                    if self._assembly.proposal.names[part] == name:
+                        self._assembly.reduced[part] = Reduced(int(message["sum"]), message["products"])
+            case "want_lines":
+                for line in self._ledger.lines[int(message["first"]) :][:KEPT_LINES]:
+                    self._links.tell(name, "line", line=line.to_json())
+            case "line":
+                self._take_line(name, Line.from_json(message["line"]))
+            case "get":
+                self._serve(name, message)
+            case "data" if number == self._number and self._assembly is not None:
+                self._assembly.take(
+                    str(message["what"]), name, int(message["start"]), int(message["at"]), message["data"]
+                )
+            case "gone" if number == self._number and self._assembly is not None:
+                self._assembly.gone(str(message["what"]), name, int(message["start"]))
+
+    def _introduce(self, name: str) -> None:
+        """Tell a site that has just connected what it may have missed."""
+        if self.sites.me in self._ready:
+            self._links.tell(name, "ready", **self._my_ready())
+        if self._assembly is not None:
+            self._assembly.connected_again(name)
+            if self._leader() == self.sites.me:
+                self._links.tell(name, "propose", **self._my_proposal())
+            if self._assembly.mine in self._assembly.reduced:
+                self._links.tell(name, "reduced", **self._my_slice())
+
+    def _note_at(self, name: str, message: Message) -> None:
+        """Note which rounds a site has; ask for those that are new."""
+        rounds, chain = int(message["rounds"]), str(message["chain"])
+        self._rounds_of[name] = rounds
+        common = min(rounds, self.rounds)
+        if rounds > self.rounds:
+            self._links.tell(name, "want_lines", first=self.rounds)
+        elif common and self._ledger.lines[common - 1].chain != chain:
+            self.refused(name, f"it went on without this site and otherwise: round {common - 1} differs")
+
+    def _take_line(self, name: str, line: Line) -> None:
+        """Take the line of the round at hand; the average is fetched before it counts."""
+        if line.round > self._number:
+            self._links.tell(name, "want_lines", first=self._number)
+        if line.round != self._number or self._line is not None:
+            return
+        if line.chained(self._chain()) != line.chain:
+            self.refused(name, f"it went on without this site and otherwise: round {line.round} differs")
+            return
+        self._line = line
+        proposal = Proposal(line.attempt, tuple(site for site in self.sites.names if site in line.tokens))
+        if self._assembly is None or self._assembly.proposal != proposal:
+            self._accept(proposal, line.tokens)
+
+    def _serve(self, name: str, message: Message) -> None:
+        """Send a piece of something that this site has."""
+        what, number, start = str(message["what"]), int(message["round"]), int(message["start"])
+        at, size = int(message["at"]), min(int(message["bytes"]), PIECE_BYTES)
+        key = {"what": what, "round": number, "start": start}
+        path, base = None, 0
+        if number < self.rounds and what in ("slice", "average"):
+            path = self.sites.average(number)
+        elif what == "sent":
+            path = self.sites.sent(number)
+        elif what == "slice" and number == self._number and self._assembly is not None:
+            if self._assembly.proposal.attempt == message["attempt"]:
+                path, base = self._assembly.slice_file(start) or (None, 0)
+        try:
+            if path is None:
+                raise FileNotFoundError
+            with path.open("rb") as file:
+                file.seek(start + at - base)
+                data = file.read(size)
+        except FileNotFoundError:
+            self._links.tell(name, "gone", **key)
+            return
+        self._sent_bytes += len(data)
+        self._links.tell(name, "data", data, **key, at=at)
+
+    # ---- the round at hand --------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Begin with the round after those in the ledger."""
+        self._number = self.rounds
+        self._ready: dict[str, Delivery] = {}
+        self._encoding: Future[int] | None = None
+        self._assembly: Assembly | None = None
+        self._attempts = 0
+        self._quorum_s: float | None = None
+        self._line: Line | None = None
+        self._began_bytes = self._sent_bytes
+        self._ready_s = 0.0
+        self._members = frozenset(dealt_in(self.sites.shares, self._ledger.last))
+
+    def _tend(self) -> None:
+        """Do what can be done now."""
+        if self._number >= self.sites.rounds:
+            return
+        if self.sites.me not in self._ready:
+            self._make_ready()
+        if self._line is None and self._leader() == self.sites.me:
+            self._lead()
+        if self._assembly is None:
+            return
+        if self._line is not None:
+            self._assembly.complete(self._line, self._links.tell, self._is_connected, self._holder())
+        self._assembly.tend(self._links.tell, self._is_connected, self._say_reduced)
+        if self._assembly.is_whole:
+            if self._line is None and self._leader() == self.sites.me:
+                self._line = self._agreed(self._assembly)
+            if self._line is not None:
+                self._finish(self._assembly, self._line)
+
+    def _make_ready(self) -> None:
+        """Encode what the ranks changed, once it is there, and tell the others."""
+        if self._encoding is None:
+            if self.sites.about(self._number).exists() and self.sites.me in self._members:
+                files = (self.sites.change(self._number), self.sites.wire, self.sites.sent(self._number))
+                self._encoding = self._pool.submit(encode_file, *files)
+        elif self._encoding.done():
+            self._encoding.result()
+            about = json.loads(self.sites.about(self._number).read_bytes())
+            skipped = [(int(a), int(b)) for a, b in about["skipped"]]
+            self._ready[self.sites.me] = Delivery(int(about["tokens"]), skipped)
+            self._ready_s = time.monotonic()
+            fault("site_ready", step=self._number)
+            self._links.tell_all("ready", **self._my_ready())
+
+    def _lead(self) -> None:
+        """Say who takes part, once all members are ready, or a quorum is and the others were waited for."""
+        if any(rounds > self.rounds for rounds in self._rounds_of.values()):
+            return  # it was decided already
+        now = time.monotonic()
+        here = [n for n in self.sites.names if n in self._ready and n in self._members and self._is_connected(n)]
+        if len(here) < self.sites.quorum:
+            self._quorum_s = None
+            return
+        self._quorum_s = self._quorum_s or now
+        if self._assembly is not None:
+            gone = [n for n in self._assembly.proposal.names if not self._is_connected(n) and not self._is_alive(n)]
+            if not gone:
+                return
+        elif set(here) != self._members and now - self._quorum_s < self.sites.run.sync.patience_s:
+            return
+        self._attempts += 1
+        tokens = {name: self._ready[name].tokens for name in here}
+        self._accept(Proposal(self._attempts, tuple(here)), tokens)
+        self._links.tell_all("propose", **self._my_proposal())
+
+    def _accept(self, proposal: Proposal, weights: dict[str, int]) -> None:
+        """Work on this proposal from now on."""
+        if self._assembly is not None:
+            if self._assembly.proposal == proposal or proposal.attempt < self._assembly.proposal.attempt:
+                return
+            self._assembly.abandon()
+        self._attempts = max(self._attempts, proposal.attempt)
+        self._weights = weights
+        self._assembly = Assembly(self.sites, self._number, proposal, weights, self._pool)
+
+    def _agreed(self, assembly: Assembly) -> Line:
+        """Return the line of the round: this site leads, and has all of the average."""
+        names = assembly.proposal.names
+        extra: dict[str, Any] = distances(names, assembly.products)
+        return next_line(
+            self.sites.shares,
+            self._ledger.last,
+            self.sites.me,
+            {name: self._ready[name] for name in names},
+            [self.sites.me, *self._links.sites],
+            assembly.proposal.attempt,
+            [assembly.reduced[part].checksum for part in range(assembly.slices.parts)],
+            extra,
+        )
+
+    def _finish(self, assembly: Assembly, line: Line) -> None:
+        """Write the average and the line down, and tell the others."""
+        assembly.write(self.sites.average(line.round))
+        assembly.abandon()
+        fault("site_agreed", step=line.round)
+        self._ledger.append(line)
+        self._links.tell_all("line", line=line.to_json())
+        self._links.tell_all("at", **self._at())
+        left_out = sorted(set(self._members) - set(line.tokens))
+        facts = {"participants": list(line.tokens), "left_out": left_out, "by": line.by}
+        took_s = round(time.monotonic() - self._ready_s, 3) if self._ready_s else None
+        sent, received = self._sent_bytes - self._began_bytes, assembly.received_bytes
+        self._events.write(
+            "round", round=line.round, **facts, sent_bytes=sent, received_bytes=received, seconds=took_s
+        )
+        with atomic_write(self.sites.folder / f"traffic-{line.round:08d}.json") as file:
+            file.write(json.dumps({"sent_bytes": sent, "received_bytes": received}).encode())
+        self._sweep(line.round)
+        self._begin()
+
+    def _sweep(self, number: int) -> None:
+        """Remove what is of no use any more: what led to this round's average, and averages no checkpoint needs."""
+        keep_from = number
+        with suppress(OSError, ValueError, KeyError):
+            keep_from = int(json.loads(self.sites.about(number).read_bytes())["needs_round"])
+        for path in self.sites.folder.iterdir():
+            kind, _, rest = path.name.partition("-")
+            digits = rest[:8]
+            if not digits.isdigit():
+                continue
+            is_average = kind in ("average", "traffic")
+            if (not is_average and int(digits) <= number) or (is_average and int(digits) < keep_from):
+                path.unlink(missing_ok=True)
+
+    # ---- words --------------------------------------------------------------------------------------------------
+
+    def _leader(self) -> str:
+        """Return the site that leads: the first that was heard within sync.patience_s."""
+        return next(name for name in self.sites.names if self._is_alive(name))
+
+    def _is_alive(self, name: str) -> bool:
+        if self._is_connected(name):
+            return True
+        return time.monotonic() - self._links.heard_s[name] < self.sites.run.sync.patience_s
+
+    def _is_connected(self, name: str) -> bool:
+        return name == self.sites.me or name in self._links.sites
+
+    def _holder(self) -> str | None:
+        """Return a connected site that has the average of the round at hand."""
+        return next((n for n in self._links.sites if self._rounds_of.get(n, 0) > self._number), None)
+
+    def _chain(self) -> str:
+        return "" if self._ledger.last is None else self._ledger.last.chain
+
+    def _at(self) -> dict[str, Any]:
+        return {"rounds": self.rounds, "chain": self._chain()}
+
+    def _my_ready(self) -> dict[str, Any]:
+        mine = self._ready[self.sites.me]
+        return {"round": self._number, "tokens": mine.tokens, "skipped": mine.skipped, "attempt": self._attempts}
+
+    def _my_proposal(self) -> dict[str, Any]:
+        assert self._assembly is not None
+        proposal = self._assembly.proposal
+        names = list(proposal.names)
+        return {"round": self._number, "attempt": proposal.attempt, "names": names, "tokens": self._weights}
+
+    def _my_slice(self) -> dict[str, Any]:
+        assert self._assembly is not None and self._assembly.mine is not None
+        part = self._assembly.mine
+        facts = self._assembly.reduced[part]
+        attempt = self._assembly.proposal.attempt
+        key = {"round": self._number, "attempt": attempt, "part": part}
+        return {**key, "sum": facts.checksum, "products": facts.products}
+
+    def _say_reduced(self, part: int) -> None:
+        self._links.tell_all("reduced", **self._my_slice())
+
+    def _show(self) -> None:
+        """Leave for the ranks whom the round waits for."""
+        waiting = [name for name in self.sites.names if name in self._members and name not in self._ready]
+        is_short = len([n for n in self._ready if self._is_connected(n)]) < self.sites.quorum
+        status = {
+            "connected": sorted(self._links.sites),
+            "waiting_for": waiting,
+            "round": self._number,
+            "quorum_missing": is_short,
+        }
+        text = json.dumps(status)
+        if text != self._status:
+            self._status = text
+            temporary = self.sites.status.with_suffix(".partial")
+            temporary.write_text(text)
+            os.replace(temporary, self.sites.status)

@@ -1,0 +1,155 @@
+"""What all processes of a site know of the sites: who there is, how rounds follow each other, where files lie."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from argosy.config.identity import lasting_values
+from argosy.config.schema import RunConfig
+from argosy.config.sites import batches_of
+from argosy.plan.parameters import parameter_table
+from argosy.sync.sites.deal import Shares
+from argosy.sync.sites.flat import Flat, fragments_of
+from argosy.sync.sites.wire import WireFormat
+
+FOLDER = "exchange"
+OF_A_SITE = ("train.global_batch", "site", "sites")
+"""Keys that differ between the sites of a run."""
+
+
+@dataclass(frozen=True)
+class Sites:
+    """The sites of a run, seen from one of them."""
+
+    run: RunConfig
+    folder: Path
+    """Where the site's exchange keeps its files."""
+
+    @classmethod
+    def of(cls, run: RunConfig, run_dir: Path) -> Sites:
+        """Return the sites of a run whose folder at this site is `run_dir`."""
+        return cls(run, run_dir / FOLDER)
+
+    @property
+    def me(self) -> str:
+        """This site's name."""
+        return self.run.site
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of all sites, in the order of the run file."""
+        return tuple(site.name for site in self.run.sites)
+
+    @cached_property
+    def shares(self) -> Shares:
+        """Who takes which samples."""
+        return Shares(self.names, tuple(site.batch for site in self.run.sites), self.round_steps)
+
+    @property
+    def round_steps(self) -> int:
+        """Steps of a round: with fragments, each round is one fragment's."""
+        return self.run.sync.every_steps
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of the whole run; the last one may be shorter."""
+        return -(-self.run.train.steps // self.round_steps)
+
+    @property
+    def quorum(self) -> int:
+        """Sites that a round needs at least."""
+        return self.run.sync.quorum or len(self.names) // 2 + 1
+
+    @cached_property
+    def wire(self) -> WireFormat:
+        """The number format of what travels."""
+        return WireFormat(self.run.sync.wire)
+
+    @cached_property
+    def flats(self) -> Sequence[Flat]:
+        """The fragments, in the order of their turns."""
+        shapes = {name: parameter.shape for name, parameter in parameter_table(self.run.model).items()}
+        return fragments_of(shapes, 1)
+
+    def flat(self, number: int) -> Flat:
+        """Return the fragment that round `number` is about."""
+        return self.flats[number % len(self.flats)]
+
+    def end_of(self, number: int) -> int:
+        """Return how many steps are done when round `number` ends."""
+        return min((number + 1) * self.round_steps, self.run.train.steps)
+
+    def round_of(self, step: int) -> int:
+        """Return the round that step `step` (from 0) is in."""
+        return step // self.round_steps
+
+    @cached_property
+    def identity(self) -> str:
+        """Sixteen hexadecimal digits that differ for another run, model or way to agree."""
+        lasting = {key: value for key, value in lasting_values(self.run).items() if key.split(".")[0] not in OF_A_SITE}
+        lasting = {key: value for key, value in lasting.items() if key not in OF_A_SITE}
+        lasting |= {"sites": list(zip(self.names, self.shares.batches, strict=True)), "steps": self.run.train.steps}
+        return hashlib.sha256(json.dumps(lasting, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+    # ---- files --------------------------------------------------------------------------------------------------
+
+    def change(self, number: int) -> Path:
+        """What the site's ranks changed in a round, fp32; beside it, once it is whole, `about`."""
+        return self.folder / f"change-{number:08d}.f32"
+
+    def about(self, number: int) -> Path:
+        """What the ranks say of their change."""
+        return self.folder / f"change-{number:08d}.json"
+
+    def sent(self, number: int) -> Path:
+        """The change as it is sent."""
+        return self.folder / f"sent-{number:08d}.bin"
+
+    def average(self, number: int) -> Path:
+        """The mean of all changes, as it was sent; the ledger has a line of the round once it is whole."""
+        return self.folder / f"average-{number:08d}.bin"
+
+    @property
+    def status(self) -> Path:
+        """Who is connected, and what is waited for."""
+        return self.folder / "status.json"
+
+
+def site_folder(run_dir: Path, site: str) -> Path:
+    """Return the folder of a site in that of the whole run; `run_dir` itself if it is that already, or for no site."""
+    own = Path("sites") / site
+    return run_dir if not site or run_dir.parts[-2:] == own.parts else run_dir / own
+
+
+def group_folder(run_dir: Path) -> Path:
+    """Return the folder of the whole run, for that of one of its sites: runs/NAME for runs/NAME/sites/SITE."""
+    return run_dir.parent.parent
+
+
+def at_site(run: RunConfig) -> RunConfig:
+    """Return the run with the batch of each site filled in, and its own site's as train.global_batch.
+
+    What it returns stays as it is if this is called again. Raises: ValueError if the batch cannot be dealt out.
+    """
+    if all(site.batch for site in run.sites):
+        own = next((site.batch for site in run.sites if site.name == run.site), 0)
+        if run.site and run.train.global_batch == own:
+            return run
+    batches = batches_of(run.sites, run.train.global_batch)
+    sites = tuple(
+        site.model_copy(update={"batch": batch}) for site, batch in zip(run.sites, batches, strict=True)
+    )
+    update: dict[str, object] = {"sites": sites}
+    if run.site:
+        own_site = sites[[site.name for site in sites].index(run.site)]
+        update["train"] = run.train.model_copy(update={"global_batch": own_site.batch})
+        if own_site.plan:
+            update["plan"] = own_site.plan
+        if own_site.processes:
+            update["launch"] = run.launch.model_copy(update={"processes": own_site.processes})
+    return run.model_copy(update=update)

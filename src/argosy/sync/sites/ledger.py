@@ -1,0 +1,198 @@
+"""The ledger of a run over several sites: for each round, who took part, with which samples, and who is next.
+
+Each site has the same lines in its `ledger.jsonl`. A line holds all that the next one depends on, so that a site that
+comes back needs no more than the last. `chain` is a checksum of the line and of all before it: two sites that have gone
+on without each other differ in it from the first round on that they disagree about.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from argosy.data.order import Range
+from argosy.sync.sites.deal import Shares, deal, merged
+
+NAME = "ledger.jsonl"
+
+
+@dataclass(frozen=True)
+class Line:
+    """What was agreed on in a round."""
+
+    round: int
+    """Counted from 0."""
+    by: str
+    """The site that decided."""
+    tokens: dict[str, int]
+    """Tokens that each site that took part trained on in the round: the weight of its change."""
+    samples: dict[str, list[Range]]
+    """The samples of the sites that took part."""
+    skipped: dict[str, list[Range]]
+    """Those of them that no update was made from, because of bad steps."""
+    members: list[str]
+    """The sites that the next round is dealt out to."""
+    dealt: dict[str, list[Range]] | None
+    """The samples of the next round; None: each site its own share of it."""
+    returned: list[Range]
+    """Samples that are still to be handed out: sites that did not deliver had them."""
+    attempt: int
+    sums: list[int]
+    """CRC-32 of each slice of the average."""
+    chain: str = ""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What was measured: `norms`, `cosines`; not part of the chain."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Line:
+        """Return the line whose `to_json` this is. Raises: KeyError, TypeError, ValueError if it is none."""
+
+        def by_site(value: Mapping[str, Any]) -> dict[str, list[Range]]:
+            return {str(name): [(int(a), int(b)) for a, b in ranges] for name, ranges in value.items()}
+
+        return cls(
+            round=int(record["round"]),
+            by=str(record["by"]),
+            tokens={str(name): int(n) for name, n in record["tokens"].items()},
+            samples=by_site(record["samples"]),
+            skipped=by_site(record["skipped"]),
+            members=[str(name) for name in record["members"]],
+            dealt=None if record["dealt"] is None else by_site(record["dealt"]),
+            returned=[(int(a), int(b)) for a, b in record["returned"]],
+            attempt=int(record["attempt"]),
+            sums=[int(n) for n in record["sums"]],
+            chain=str(record["chain"]),
+            extra=dict(record["extra"]),
+        )
+
+    def chained(self, before: str) -> str:
+        """Return the chain after this line, given the one before it."""
+        record = {key: value for key, value in self.to_json().items() if key not in ("chain", "extra")}
+        return hashlib.sha256((before + json.dumps(record, sort_keys=True)).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What a site says of its part in a round."""
+
+    tokens: int
+    skipped: list[Range]
+
+
+def next_line(
+    shares: Shares,
+    last: Line | None,
+    by: str,
+    delivered: Mapping[str, Delivery],
+    connected: Collection[str],
+    attempt: int,
+    sums: Sequence[int],
+    extra: Mapping[str, Any],
+) -> Line:
+    """Return the line of the round after `last`, in which the sites of `delivered` took part.
+
+    Samples of members that did not deliver come back. The next round's members are those that delivered and all that
+    are `connected`.
+    """
+    number = 0 if last is None else last.round + 1
+    dealt = dealt_in(shares, last)
+    samples = {name: dealt[name] for name in shares.names if name in delivered and name in dealt}
+    lost = [some for name, ranges in dealt.items() if name not in samples for some in ranges]
+    returned = merged([*([] if last is None else last.returned), *lost])
+    members = [name for name in shares.names if name in delivered or name in connected]
+    later, left = deal(shares, number + 1, members, returned)
+    usual, _ = deal(shares, number + 1, shares.names, [])
+    line = Line(
+        round=number,
+        by=by,
+        tokens={name: delivered[name].tokens for name in samples},
+        samples=samples,
+        skipped={name: delivered[name].skipped for name in samples if delivered[name].skipped},
+        members=members,
+        dealt=None if later == usual else later,
+        returned=left,
+        attempt=attempt,
+        sums=list(sums),
+        extra=dict(extra),
+    )
+    return Line(**{**line.__dict__, "chain": line.chained("" if last is None else last.chain)})
+
+
+def dealt_in(shares: Shares, last: Line | None) -> dict[str, list[Range]]:
+    """Return the samples of each member of the round after `last`."""
+    number = 0 if last is None else last.round + 1
+    if last is None or last.dealt is None:
+        return deal(shares, number, shares.names, [])[0]
+    return last.dealt
+
+
+class Ledger:
+    """A site's ledger, in its folder."""
+
+    def __init__(self, folder: Path):
+        self.path = folder / NAME
+        self.lines: list[Line] = []
+        self._read_bytes = 0
+        self._file_id: tuple[int, int] | None = None
+        self.refresh()
+
+    @property
+    def last(self) -> Line | None:
+        """The newest line."""
+        return self.lines[-1] if self.lines else None
+
+    def refresh(self) -> None:
+        """Read what was written since; a last line that is cut off is left out."""
+        try:
+            with self.path.open("rb") as file:
+                about = os.fstat(file.fileno())
+                if (about.st_dev, about.st_ino) != self._file_id or about.st_size < self._read_bytes:
+                    self.lines, self._read_bytes = [], 0
+                    self._file_id = (about.st_dev, about.st_ino)
+                file.seek(self._read_bytes)
+                data = file.read()
+        except FileNotFoundError:
+            self.lines, self._read_bytes = [], 0
+            return
+        whole = data[: data.rfind(b"\n") + 1]
+        for text in whole.splitlines():
+            line = Line.from_json(json.loads(text))
+            if line.round != len(self.lines):
+                break
+            self.lines.append(line)
+        self._read_bytes += len(whole)
+
+    def append(self, line: Line) -> None:
+        """Add the next line, on the disk when this returns."""
+        self.refresh()
+        assert line.round == len(self.lines), f"round {line.round} after {len(self.lines)} rounds"
+        with self.path.open("r+b" if self.path.exists() else "w+b") as file:
+            file.truncate(self._read_bytes)  # what was cut off
+            file.seek(0, os.SEEK_END)
+            file.write(json.dumps(line.to_json(), separators=(",", ":")).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.refresh()
+
+    def dealt(self, number: int) -> dict[str, list[Range]] | None:
+        """Return the samples of round `number`, by site; None: each site its own share. Unknown yet: its own share."""
+        return self.lines[number - 1].dealt if 0 < number <= len(self.lines) else None
+
+    def turn_back(self, rounds: int) -> Path:
+        """Keep the first `rounds` lines only; the whole ledger stays beside it, under the path that is returned."""
+        aside = self.path.with_name(f"ledger-discarded-{len(self.lines)}-{self.lines[-1].chain}.jsonl")
+        kept = self.lines[:rounds]
+        self.path.replace(aside)
+        self.lines, self._read_bytes, self._file_id = [], 0, None
+        for line in kept:
+            self.append(line)
+        return aside

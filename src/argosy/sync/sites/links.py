@@ -1,0 +1,215 @@
+"""The connections of one site's exchange to those of the others: who is let in, who is refused, who went silent.
+
+Of two sites the later one in the run file calls the earlier one. Both prove that they know the run's secret before a
+message counts, and say which run, model and version they are of.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import ssl
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from argosy.processes.connection import FRAME_BYTES, Address, Connection, call
+from argosy.processes.handshake import call as called
+from argosy.processes.handshake import listen
+from argosy.sync.sites.messages import VERSION, Malformed, Message, packed, unpacked
+
+PING_S = 1.0
+SILENT_S = 10.0
+"""A site that says nothing for this long is not connected any more: a link that was cut does not say so."""
+HELLO_S = 10.0
+AGAIN_S, REFUSED_AGAIN_S = 1.0, 5.0
+"""How long after a failed call the next one is made; and after a refusal."""
+MOST_STRANGERS = 16
+"""Connections that have not said who they are."""
+
+
+class Link:
+    """One connection. `name`: the site at the other end, once it has said it."""
+
+    def __init__(self, connected: socket.socket, where: str, name: str, links: Links):
+        self.where, self.name, self.expected = where, "", name
+        self.since_s = self.heard_s = time.monotonic()
+        self.has_said_hello = False
+        if name:
+            self.connection = Connection(
+                connected, called(links.secret), links.selector, self, links.client_tls
+            )
+        else:
+            self.connection = Connection(connected, listen(links.secret), links.selector, self, links.server_tls)
+
+    def send(self, kind: str, data: bytes | memoryview = b"", /, **facts: Any) -> None:
+        """Send a message, at once or later."""
+        frame = packed(kind, data, **facts)
+        assert len(frame) <= FRAME_BYTES
+        self.connection.send(frame)
+
+
+class Links:
+    """All connections of a site."""
+
+    def __init__(
+        self,
+        me: str,
+        addresses: Mapping[str, Address],
+        listener: socket.socket,
+        secret: bytes,
+        tls: tuple[ssl.SSLContext, ssl.SSLContext] | None,
+        hello: Callable[[], dict[str, Any]],
+        refused: Callable[[str, str], None],
+    ):
+        """addresses: of all sites, in order. tls: what encrypts the end that calls, and the one that is called.
+
+        hello(): what this site says of itself; "run" and "model" must be the same at both ends. refused(who, why) is
+        called when a connection was refused, here or there.
+        """
+        self.me, self.secret, self._hello, self._refused = me, secret, hello, refused
+        self.client_tls, self.server_tls = tls or (None, None)
+        names = list(addresses)
+        self._dials = {name: addresses[name] for name in names[: names.index(me)]}
+        self._awaits = set(names[names.index(me) + 1 :])
+        self._calls: dict[str, Future[socket.socket]] = {}
+        self._next_call_s = dict.fromkeys(self._dials, 0.0)
+        self.selector = selectors.DefaultSelector()
+        listener.setblocking(False)
+        self._listener = listener
+        self.selector.register(listener, selectors.EVENT_READ)
+        self._links: list[Link] = []
+        self.sites: dict[str, Link] = {}
+        """The connected ones."""
+        self.heard_s: dict[str, float] = dict.fromkeys((n for n in names if n != me), time.monotonic())
+        """When each was heard last; at the beginning, now."""
+        self._pinged_s = 0.0
+
+    def turn(self, timeout_s: float) -> list[tuple[str, Message]]:
+        """Wait for something to happen, up to `timeout_s`. Return what the sites said: a "hello" comes first."""
+        heard: list[tuple[str, Message]] = []
+        for key, _ in self.selector.select(timeout_s):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.data in self._links:
+                heard += self._hear(key.data)
+        self._call()
+        self._look_after(time.monotonic())
+        return heard
+
+    def tell(self, name: str, kind: str, data: bytes | memoryview = b"", /, **facts: Any) -> None:
+        """Send a site a message, if it is connected."""
+        if (link := self.sites.get(name)) is not None:
+            link.send(kind, data, **facts)
+
+    def tell_all(self, kind: str, **facts: Any) -> None:
+        """Send all connected sites a message."""
+        for name in list(self.sites):
+            self.tell(name, kind, **facts)
+
+    def close(self) -> None:
+        """End all of them."""
+        for link in list(self._links):
+            self._drop(link)
+        self.selector.close()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        try:
+            connected, (host, port, *_) = self._listener.accept()
+        except OSError:
+            return
+        strangers = [link for link in self._links if not link.name and not link.expected]
+        if len(strangers) >= MOST_STRANGERS:
+            self._drop(strangers[0])
+        self._begin(Link(connected, f"{host}:{port}", "", self))
+
+    def _call(self) -> None:
+        now = time.monotonic()
+        under_way = {link.expected for link in self._links}
+        for name, address in self._dials.items():
+            if name in self._calls:
+                if self._calls[name].done():
+                    answered = self._calls.pop(name)
+                    self._next_call_s[name] = now + AGAIN_S
+                    if answered.exception() is None:
+                        self._begin(Link(answered.result(), f"{address[0]}:{address[1]}", name, self))
+            elif name not in under_way and now >= self._next_call_s[name]:
+                self._calls[name] = call(address)
+
+    def _begin(self, link: Link) -> None:
+        self._links.append(link)
+
+    def _hear(self, link: Link) -> list[tuple[str, Message]]:
+        frames = link.connection.take()
+        if link.connection.is_proven and not link.has_said_hello and not link.connection.problem:
+            link.has_said_hello = True
+            link.send("hello", version=VERSION, site=self.me, **self._hello())
+        heard: list[tuple[str, Message]] = []
+        for frame in frames:
+            link.heard_s = time.monotonic()
+            try:
+                message = unpacked(frame)
+                if not link.name:
+                    if (problem := self._problem(link, message)) is not None:
+                        self._refuse(link, problem)
+                        return heard
+                heard.append((link.name, message))
+            except (Malformed, KeyError, TypeError, ValueError) as problem_of_it:
+                self._refuse(link, f"what it says is no message ({problem_of_it})")
+                return heard
+            self.heard_s[link.name] = link.heard_s
+        return [said for said in heard if said[1]["kind"] != "ping"]
+
+    def _problem(self, link: Link, message: Message) -> str | None:
+        """Admit the site that says hello, or return why it is not admitted."""
+        if message["kind"] == "refused":
+            return f"it refuses this site: {message['why']}"
+        if message["kind"] != "hello":
+            return "it says no hello"
+        mine, name = self._hello(), str(message["site"])
+        if message["version"] != VERSION:
+            return f"it speaks version {message['version']} of the exchange, and this site {VERSION}: use one version"
+        if message["model"] != mine["model"]:
+            return f"it trains another model ({message['model']}, here {mine['model']}): use the same model section"
+        if message["run"] != mine["run"]:
+            return (
+                f"it is of another run ({message['run']}, here {mine['run']}): all sites need the same run file, with "
+                "the same seed, data, batches, optimizer and sync"
+            )
+        if name != link.expected and (link.expected or name not in self._awaits):
+            return f'it says that it is the site "{name}", which is not expected there'
+        if (old := self.sites.pop(name, None)) is not None:
+            self._drop(old)
+        link.name = name
+        self.sites[name] = link
+        return None
+
+    def _refuse(self, link: Link, why: str) -> None:
+        if not why.startswith("it refuses") and link.connection.is_proven:
+            link.send("refused", why=why)
+        self._refused(link.name or link.expected or link.where, why)
+        if link.expected:
+            self._next_call_s[link.expected] = time.monotonic() + REFUSED_AGAIN_S
+        self._drop(link)
+
+    def _look_after(self, now: float) -> None:
+        if now - self._pinged_s > PING_S:
+            self._pinged_s = now
+            self.tell_all("ping")
+        for link in list(self._links):
+            if link.connection.problem:
+                if link.connection.is_stranger:
+                    self._refuse(link, link.connection.problem)
+                else:
+                    self._drop(link)
+            elif now - link.heard_s > (SILENT_S if link.name else HELLO_S):
+                self._drop(link)
+
+    def _drop(self, link: Link) -> None:
+        link.connection.close()
+        if link in self._links:
+            self._links.remove(link)
+        if self.sites.get(link.name) is link:
+            del self.sites[link.name]

@@ -1,0 +1,81 @@
+"""Fetching a file, or a part of one, from another site: in pieces, several under way, from where it broke off."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PIECE_BYTES = 1 << 18
+AHEAD_BYTES = 1 << 23
+"""Bytes that are asked for before they come: what a link of 1 Gbit/s and 60 ms holds."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Bytes that another site has."""
+
+    what: str
+    """sent: its change; slice: a slice of the average, which it has summed; average."""
+    round: int
+    attempt: int
+    start: int
+    """First byte within the whole."""
+    size: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        return {"what": self.what, "round": self.round, "attempt": self.attempt, "start": self.start, "size": self.size}
+
+
+class Pull:
+    """One such transfer. What has come is in a file, which another process of the exchange goes on with."""
+
+    def __init__(self, wanted: Wanted, peer: str, path: Path):
+        self.wanted, self.peer, self.path = wanted, peer, path
+        self._file = path.open("a+b")
+        self.received = min(self._file.seek(0, os.SEEK_END), wanted.size)
+        self._file.truncate(self.received)
+        self._asked = self.received
+
+    @property
+    def is_done(self) -> bool:
+        """True once all has come."""
+        return self.received >= self.wanted.size
+
+    def again(self) -> None:
+        """Ask again for what has not come: the connection broke."""
+        self._asked = self.received
+
+    def ask(self, send: Callable[..., None]) -> None:
+        """Ask for as much as may be under way. `send(kind, **facts)`."""
+        while self._asked < self.wanted.size and self._asked - self.received < AHEAD_BYTES:
+            size = min(PIECE_BYTES, self.wanted.size - self._asked)
+            send("get", **self.wanted.to_json(), at=self._asked, bytes=size)
+            self._asked += size
+
+    def take(self, at: int, data: bytes) -> None:
+        """Keep a piece; one that is not the next is left out."""
+        if at == self.received and len(data) <= self.wanted.size - at:
+            self._file.write(data)
+            self.received += len(data)
+            if self.is_done:
+                self._file.flush()
+
+    def checksum(self) -> int:
+        """Return the CRC-32 of all that came."""
+        self._file.flush()
+        return zlib.crc32(self.path.read_bytes())
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
+    def forget(self) -> None:
+        """Begin anew: what came was not what was sent."""
+        self._file.truncate(0)
+        self._file.seek(0)
+        self.received = self._asked = 0

@@ -1,0 +1,269 @@
+"""The outer steps of a run with sites, as its ranks see them: leave what changed, wait for the average, go on from it.
+
+Between the ranks of a site and the other sites stands the site's exchange (`sync.sites.exchange`); what passes between
+it and the ranks are files in the site's folder. A round has its effect once its line is in the site's ledger.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from argosy.checkpoint.boxes import Box
+from argosy.checkpoint.directory import deal
+from argosy.checkpoint.shards import part_box
+from argosy.config.schema import RunConfig
+from argosy.data.loader import OpenData, open_data
+from argosy.faults import fault
+from argosy.files import atomic_write
+from argosy.observe.heartbeat import Heartbeat
+from argosy.parallel.peers import over, peers_of
+from argosy.parallel.world import World
+from argosy.plan.plan import LOCAL, Plan
+from argosy.sync.sites.deal import SiteOrder
+from argosy.sync.sites.layout import Sites
+from argosy.sync.sites.ledger import Ledger, dealt_in
+from argosy.training.batches import Batches
+from argosy.training.checkpointer import Checkpointer
+from argosy.training.outer_state import OuterState
+from argosy.training.records import Records
+from argosy.training.state import TrainState
+
+FIRST_LOOK_S, LOOK_S = 0.005, 0.1
+"""How often ranks look whether the average has come: at first, and after a while."""
+
+
+def open_own_data(run: RunConfig, ledger: Ledger, sites: Sites | None) -> OpenData:
+    """Open the data of a run; of a run with sites, with this site's samples only."""
+    if sites is None:
+        return open_data(run.data, run.seed, run.train.batches)
+    data = open_data(run.data, run.seed, sites.shares.global_batch)
+    order = SiteOrder(data.order, sites.shares, sites.me, ledger.dealt)
+    return replace(data, order=order, batches=run.train.batches)
+
+
+class OuterSteps:
+    """Makes the outer steps of one rank. All ranks call each method together, unless it says otherwise."""
+
+    def __init__(
+        self,
+        state: TrainState,
+        world: World,
+        checkpointer: Checkpointer,
+        batches: Batches,
+        records: Records,
+        heartbeat: Heartbeat,
+        has_signal: Callable[[], bool],
+    ):
+        assert state.outer is not None
+        self._state, self._outer, self._world = state, state.outer, world
+        self._sites, self._ledger = state.outer.sites, state.outer.ledger
+        self._checkpointer, self._batches, self._records = checkpointer, batches, records
+        self._heartbeat, self._has_signal = heartbeat, has_signal
+        self._mine: dict[str, Box] | None = None
+        self._line: dict[str, Any] | None = None
+
+    @property
+    def is_left_behind(self) -> bool:
+        """True if the others made the round at hand without this site. Only rank 0 looks; any rank may ask."""
+        if not self._world.is_first:
+            return False
+        self._ledger.refresh()
+        return self._is_left_out(self._state.rounds)
+
+    @property
+    def is_due(self) -> bool:
+        """True after the last step of a round."""
+        rounds = self._state.rounds
+        return rounds < self._sites.rounds and self._state.step >= self._sites.end_of(rounds)
+
+    def begin_again(self, is_new: bool) -> bool:
+        """Begin with the weights at hand, if the run is new; then go to where the sites are. Returns as `settle`."""
+        if is_new:
+            self._outer.begin(self._state.model.masters)
+        self._batches.again()
+        self._records.progress.doing("meeting the other sites")
+        return self.settle()
+
+    def settle(self) -> bool:
+        """Make all outer steps that are due, until this site has a round to train in.
+
+        Returns False if a signal came before that: what is due is made when the run goes on.
+        """
+        state, sites = self._state, self._sites
+        began, before = time.monotonic(), state.rounds
+        while state.rounds < sites.rounds:
+            number = state.rounds
+            is_decided = self._is_decided(number)
+            if not is_decided:
+                if self._is_member(number):
+                    if not self.is_due:
+                        break
+                    self._leave_change(number)
+                if not self._wait(number):
+                    return False
+            elif not self.is_due and not self._is_left_out(number):
+                break
+            self._apply(number)
+        if state.rounds > before:
+            self._line = self._measured(before, time.monotonic() - began)
+        return True
+
+    def take_line(self) -> dict[str, Any] | None:
+        """Return what the step's line of metrics says of the outer step, once."""
+        line, self._line = self._line, None
+        return line
+
+    # ---- a round ------------------------------------------------------------------------------------------------
+
+    def _is_decided(self, number: int) -> bool:
+        """Return True once the round is in the ledger, the same on all ranks."""
+        if self._world.is_first:
+            self._ledger.refresh()
+        decided = torch.tensor(float(len(self._ledger.lines) > number), device=self._world.device)
+        is_decided = (decided if self._world.is_first else torch.zeros_like(decided)).clone()
+        if self._world.sum(is_decided).item() == 0:
+            return False
+        self._follow(number)
+        return True
+
+    def _follow(self, number: int) -> None:
+        """Read the ledger up to that round, which is there: rank 0 has read it."""
+        while len(self._ledger.lines) <= number:
+            self._ledger.refresh()
+            if len(self._ledger.lines) <= number:
+                time.sleep(LOOK_S)
+
+    def _is_member(self, number: int) -> bool:
+        last = self._ledger.lines[number - 1] if number else None
+        return self._sites.me in dealt_in(self._sites.shares, last)
+
+    def _is_left_out(self, number: int) -> bool:
+        return len(self._ledger.lines) > number and self._sites.me not in self._ledger.lines[number].tokens
+
+    def _leave_change(self, number: int) -> None:
+        """Write what changed, for the exchange. What was left once stays: a site that repeats its steps changes alike."""
+        if self._world.share_first(lambda: self._sites.about(number).exists(), bool):
+            return
+        sites, flat = self._sites, self._sites.flat(number)
+        partial = sites.change(number).with_suffix(".partial")
+        if self._world.is_first:
+            sites.folder.mkdir(parents=True, exist_ok=True)
+            with partial.open("wb") as file:
+                file.truncate(4 * flat.elements)
+        self._world.barrier()
+        vector = np.memmap(partial, np.float32, "r+", shape=(flat.elements,))
+        mine = self._boxes()
+        for piece in self._state.model.masters:
+            if piece.name in mine and piece.name in flat.shapes:
+                view = flat.part(vector, piece.name, tuple(piece.offset), tuple(piece.value.shape))
+                view[...] = self._outer.change(piece).numpy()
+        vector.flush()
+        fault("change", step=self._state.step, rank=self._world.rank)
+        self._world.barrier()
+        if self._world.is_first:
+            partial.replace(sites.change(number))
+            with atomic_write(sites.about(number)) as file:
+                file.write(json.dumps(self._about(number)).encode())
+
+    def _boxes(self) -> dict[str, Box]:
+        """Return the boxes that this rank writes: each is one rank's, of those that hold it."""
+        if self._mine is None:
+            group = self._world.host_group
+            boxes = [
+                part_box(piece.name, piece.value, piece.shape, piece.offset)
+                for piece in self._state.model.masters
+                if piece.value.numel()
+            ]
+            self._mine = {box.name: box for box in over(group, deal(peers_of(group), boxes))}
+        return self._mine
+
+    def _about(self, number: int) -> dict[str, Any]:
+        run, sites = self._sites.run, self._sites
+        steps = sites.end_of(number) - number * sites.round_steps
+        first, end = number * sites.round_steps * run.train.global_batch, sites.end_of(number) * run.train.global_batch
+        oldest = min(sorted(self._checkpointer.committed)[-run.checkpoint.keep_last :], default=0)
+        return {
+            "tokens": steps * run.tokens_per_step,
+            "skipped": [list(some) for some in self._batches.skipped_numbers(first, end)],
+            "needs_round": sites.round_of(oldest) if oldest else 0,
+        }
+
+    def _wait(self, number: int) -> bool:
+        """Wait until the round is in the ledger. Return False if a signal came first."""
+        look_s, began, shown = FIRST_LOOK_S, time.monotonic(), ""
+        while not self._is_decided(number):
+            if self._has_signal():
+                return False
+            self._heartbeat.advance()
+            if self._world.is_first and time.monotonic() - began > 1.0 and (words := self._waits_for()) != shown:
+                shown = words
+                self._records.progress.doing(words)
+            time.sleep(look_s)
+            look_s = min(1.2 * look_s, LOOK_S)
+        if shown:
+            self._records.progress.doing("")
+        return True
+
+    def _waits_for(self) -> str:
+        status: dict[str, Any] = {}
+        with suppress(OSError, ValueError):
+            status = json.loads(self._sites.status.read_bytes())
+        names = ", ".join(status.get("waiting_for", [])) or "the sum"
+        return f"round {self._state.rounds}: waiting for {names}"
+
+    def _apply(self, number: int) -> None:
+        """Make the outer step of a round in the ledger."""
+        state, line = self._state, self._ledger.lines[number]
+        left = state.step
+        fault("outer", step=state.step, rank=self._world.rank)
+        state.apply_outer(number)
+        state.model.after_update()
+        if line.dealt is not None:
+            self._batches.again()
+        if state.step > left or self._sites.me not in line.tokens:
+            self._records.tell("left_out", round=number, step=left, to_step=state.step)
+            self._records.progress.say(
+                f" round {number} was made without this site, which had come to step {left}; it goes on at step "
+                f"{state.step} from the others' weights",
+                "yellow",
+            )
+
+    def _measured(self, before: int, seconds: float) -> dict[str, Any]:
+        """Return what the step's line of metrics says of the outer steps since `before`."""
+        number = self._state.rounds - 1
+        line, sites = self._ledger.lines[number], self._sites
+        traffic: dict[str, Any] = {}
+        with suppress(OSError, ValueError):
+            traffic = json.loads((sites.folder / f"traffic-{number:08d}.json").read_bytes())
+        blocks = sites.wire.blocks(sites.flat(number).elements)
+        whole, sent = 4 * sites.flat(number).elements, blocks * sites.wire.block_bytes
+        return {
+            "round": number,
+            "participants": list(line.tokens),
+            "seconds": round(seconds, 6),
+            **traffic,
+            "ratio": round(whole / sent, 3),
+            "staleness_steps": sites.end_of(number) - before * sites.round_steps,
+            **line.extra,
+        }
+
+
+def outer_state(run: RunConfig, plan: Plan, state: TrainState, sites: Sites | None, ledger: Ledger) -> OuterState | None:
+    """Return the outer state of a rank; None without sites."""
+    if sites is None or plan.sync not in LOCAL:
+        return None
+    return OuterState(sites, ledger, state.model.masters, plan.sync == "diloco")
+
+
+def sites_of(run: RunConfig, run_dir: Path) -> Sites | None:
+    """Return the sites of the run whose folder here is `run_dir`; None if it has none."""
+    return Sites.of(run, run_dir) if run.sites else None
