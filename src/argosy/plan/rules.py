@@ -238,8 +238,8 @@ def sites_agree_now_and_then(plan: Plan, run: RunConfig) -> str:
 @rule(lambda p, run: p.is_("sync", *LOCAL) & (run.model.moe.experts > 0) & (run.model.moe.balance == "bias"))
 def sites_have_no_state_but_weights(plan: Plan, run: RunConfig) -> str:
     return (
-        f'plan.sync = {plan.sync} with model.moe.balance = "bias": each site would have biases of its own, which are no '
-        'weights that sites agree on. Use balance = "aux".'
+        f'plan.sync = {plan.sync} with model.moe.balance = "bias": each site would have biases of its own, which '
+        'are no weights that sites agree on. Use balance = "aux".'
     )
 
 

@@ -150,7 +150,7 @@ class OuterSteps:
         return len(self._ledger.lines) > number and self._sites.me not in self._ledger.lines[number].tokens
 
     def _leave_change(self, number: int) -> None:
-        """Write what changed, for the exchange. What was left once stays: a site that repeats its steps changes alike."""
+        """Write what changed, for the exchange. What was left once stays: steps that are repeated change alike."""
         if self._world.share_first(lambda: self._sites.about(number).exists(), bool):
             return
         sites, flat = self._sites, self._sites.flat(number)
@@ -257,7 +257,7 @@ class OuterSteps:
         }
 
 
-def outer_state(run: RunConfig, plan: Plan, state: TrainState, sites: Sites | None, ledger: Ledger) -> OuterState | None:
+def outer_state(plan: Plan, state: TrainState, sites: Sites | None, ledger: Ledger) -> OuterState | None:
     """Return the outer state of a rank; None without sites."""
     if sites is None or plan.sync not in LOCAL:
         return None

@@ -81,7 +81,7 @@ class Trainer:
         self._data = open_own_data(run, ledger, sites)
         self._evaluator = Evaluator(run, plan, self._data.sources, model, world)
         self.state = state = TrainState.begin(model, plan, run)
-        state.outer = outer_state(run, plan, state, sites, ledger)
+        state.outer = outer_state(plan, state, sites, ledger)
         self._batches = batches = Batches(run, plan, self._data, state, world, records.events)
         bad_steps = BadStepPolicy(run.resilience, batches.stage, survivor.bad_steps)
 
@@ -109,9 +109,7 @@ class Trainer:
         self._policy = StepPolicy(state, batches, restorer, bad_steps, records)
         self._outer = None
         if state.outer is not None:
-            self._outer = OuterSteps(
-                state, world, checkpointer, batches, records, heartbeat, self._has_signal
-            )
+            self._outer = OuterSteps(state, world, checkpointer, batches, records, heartbeat, self._has_signal)
         self._user = UserCode(run, state, world, self._clock, records, run_dir)
         self._time_to_first_step_s: float | None = None
         self.is_stopped_early = False

@@ -15,6 +15,7 @@ import numpy as np
 from argosy.sync.sites.average import Reduced, Slices, reduce_slice
 from argosy.sync.sites.layout import Sites
 from argosy.sync.sites.ledger import Line
+from argosy.sync.sites.messages import Message
 from argosy.sync.sites.pull import Pull, Wanted
 
 AGAIN_S = 0.5
@@ -56,8 +57,9 @@ class Assembly:
     @property
     def products(self) -> list[list[float]]:
         """Inner products of the sites' changes; all slices must be known."""
-        total = sum(np.asarray(self.reduced[part].products) for part in range(self.slices.parts))
-        return np.asarray(total).tolist()  # type: ignore[no-any-return]
+        slices = [self.reduced[part].products for part in range(self.slices.parts)]
+        total: list[list[float]] = np.asarray(slices).sum(axis=0).tolist()
+        return total
 
     def tend(self, tell: Callable[..., None], connected: Callable[[str], bool], reduced: Callable[[int], None]) -> None:
         """Ask for what is missing. tell(site, kind, ...); reduced(part) is called when this site has summed its."""
@@ -68,7 +70,9 @@ class Assembly:
             if part not in self._here and part != self.mine and connected(owner):
                 self._fetch_slice(part, "slice", owner, facts.checksum, tell)
 
-    def complete(self, line: Line, tell: Callable[..., None], connected: Callable[[str], bool], holder: str | None) -> None:
+    def complete(
+        self, line: Line, tell: Callable[..., None], connected: Callable[[str], bool], holder: str | None
+    ) -> None:
         """Fetch what is missing of an average that is agreed on: from who summed it, or from `holder`, who has all."""
         for part, checksum in enumerate(line.sums):
             if part in self._here:
@@ -116,9 +120,17 @@ class Assembly:
             pull.close()
         self._pulls.clear()
 
-    def slice_file(self, start: int) -> tuple[Path, int] | None:
-        """Return the file of a summed slice that begins at byte `start`, and that byte's place in it."""
+    def hear_reduced(self, name: str, message: Message) -> None:
+        """Note that a site has summed its slice."""
+        part = int(message["part"])
+        if message["attempt"] == self.proposal.attempt and self.proposal.names[part] == name:
+            self.reduced[part] = Reduced(int(message["sum"]), [[float(x) for x in row] for row in message["products"]])
+
+    def slice_file(self, attempt: int, start: int) -> tuple[Path, int] | None:
+        """Return the file of the slice that this site has summed, if it begins at byte `start`, and that byte."""
         if self.mine is None or self.mine not in self.reduced or self.slices.of(self.mine)[0] != start:
+            return None
+        if attempt != self.proposal.attempt:
             return None
         return self._slice(self.mine), start
 

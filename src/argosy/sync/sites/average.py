@@ -43,14 +43,14 @@ class Slices:
 
 
 def encode_file(numbers: Path, wire: WireFormat, out: Path) -> int:
-    """Write the fp32 numbers of a file as they are sent, under a name that is there once it is whole. Returns CRC-32."""
+    """Write the numbers of a file as they are sent, under a name that is there once it is whole. Returns CRC-32."""
     vector = np.fromfile(numbers, np.float32)
     data = wire.encode(vector)
     partial = out.with_suffix(".partial")
     with partial.open("wb") as file:
-        file.write(memoryview(data))
+        file.write(data.tobytes())
     partial.replace(out)
-    return zlib.crc32(memoryview(data))
+    return zlib.crc32(data.tobytes())
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,9 @@ class Reduced:
     """Inner products of the sites' changes within the slice."""
 
 
-def reduce_slice(parts: Sequence[npt.NDArray[np.uint8]], weights: Sequence[float], wire: WireFormat, out: Path) -> Reduced:
+def reduce_slice(
+    parts: Sequence[npt.NDArray[np.uint8]], weights: Sequence[float], wire: WireFormat, out: Path
+) -> Reduced:
     """Write the weighted mean of the same slice of each site's change. weights: positive, in any unit."""
     shares = np.asarray(weights, np.float64) / sum(weights)
     products = np.zeros((len(parts), len(parts)))
@@ -77,7 +79,7 @@ def reduce_slice(parts: Sequence[npt.NDArray[np.uint8]], weights: Sequence[float
                 mean += some * np.float32(share)
             stacked = np.stack(numbers)
             products += (stacked @ stacked.T).astype(np.float64)
-            data = memoryview(wire.encode(mean))
+            data = wire.encode(mean).tobytes()
             crc = zlib.crc32(data, crc)
             file.write(data)
     return Reduced(crc, products.tolist())

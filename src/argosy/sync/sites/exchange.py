@@ -9,7 +9,6 @@ the line is in their own ledger. What is not in a ledger has no effect, so any p
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,14 +19,14 @@ from argosy.faults import fault
 from argosy.files import atomic_write
 from argosy.observe.events import Events
 from argosy.sync.sites.assembly import Assembly, Proposal
-from argosy.sync.sites.average import Reduced, distances, encode_file
+from argosy.sync.sites.average import distances, encode_file
 from argosy.sync.sites.layout import Sites
 from argosy.sync.sites.ledger import Delivery, Ledger, Line, dealt_in, next_line
 from argosy.sync.sites.links import Links
 from argosy.sync.sites.messages import Message
 from argosy.sync.sites.pull import PIECE_BYTES
 
-KEPT_LINES = 64
+MOST_LINES = 64
 """Lines of the ledger that are sent at once."""
 
 
@@ -42,7 +41,13 @@ class Exchange:
         """Rounds that the others have in their ledgers, as they said last."""
         self._sent_bytes = 0
         self._status = ""
-        self._forks: set[str] = set()
+        self._said: set[str] = set()
+        self._attempts = self._began_bytes = 0
+        self._ready_s = 0.0
+        self._line: Line | None = None
+        self._assembly: Assembly | None = None
+        self._quorum_s: float | None = None
+        self._weights: dict[str, int] = {}
         self._begin()
         self._links = links(self)
 
@@ -59,8 +64,8 @@ class Exchange:
 
     def refused(self, who: str, why: str) -> None:
         """Note that a connection was refused, once for each reason."""
-        if (fork := f"{who}: {why}") not in self._forks:
-            self._forks.add(fork)
+        if (said := f"{who}: {why}") not in self._said:
+            self._said.add(said)
             self._events.write("site_refused", site=who, why=why)
             print(f"argosy: site {self.sites.me}: {who} is not let in: {why}; the run goes on", flush=True)
 
@@ -76,7 +81,7 @@ class Exchange:
         """Wait for something to happen, up to `timeout_s`, and do what follows from it."""
         before = set(self._links.sites)
         for name, message in self._links.turn(timeout_s):
-            with suppress(KeyError, TypeError, ValueError):  # what a site says wrongly has no effect
+            with suppress(KeyError, IndexError, TypeError, ValueError):  # what a site says wrongly has no effect
                 self._hear(name, message)
         for name in before ^ set(self._links.sites):
             is_here = name in self._links.sites
@@ -92,40 +97,40 @@ class Exchange:
     # ---- what the others say ------------------------------------------------------------------------------------
 
     def _hear(self, name: str, message: Message) -> None:
-        number = message.get("round")
         match message["kind"]:
             case "hello":
                 self._note_at(name, message)
                 self._introduce(name)
             case "at":
                 self._note_at(name, message)
-            case "ready" if number == self._number:
-                self._ready[name] = Delivery(
-                    int(message["tokens"]), [(int(a), int(b)) for a, b in message["skipped"]]
-                )
-                self._attempts = max(self._attempts, int(message["attempt"]))
-            case "propose" if number == self._number and name == self._leader():
-                proposal = Proposal(int(message["attempt"]), tuple(map(str, message["names"])))
-                weights = {str(site): int(tokens) for site, tokens in message["tokens"].items()}
-                self._accept(proposal, weights)
-            case "reduced" if number == self._number and self._assembly is not None:
-                if self._assembly.proposal.attempt == message["attempt"]:
-                    part = int(message["part"])
-                    if self._assembly.proposal.names[part] == name:
-                        self._assembly.reduced[part] = Reduced(int(message["sum"]), message["products"])
             case "want_lines":
-                for line in self._ledger.lines[int(message["first"]) :][:KEPT_LINES]:
+                for line in self._ledger.lines[int(message["first"]) :][:MOST_LINES]:
                     self._links.tell(name, "line", line=line.to_json())
             case "line":
                 self._take_line(name, Line.from_json(message["line"]))
             case "get":
                 self._serve(name, message)
-            case "data" if number == self._number and self._assembly is not None:
-                self._assembly.take(
-                    str(message["what"]), name, int(message["start"]), int(message["at"]), message["data"]
-                )
-            case "gone" if number == self._number and self._assembly is not None:
-                self._assembly.gone(str(message["what"]), name, int(message["start"]))
+            case _ if message.get("round") == self._number:
+                self._hear_of_round(name, message)
+
+    def _hear_of_round(self, name: str, message: Message) -> None:
+        """Hear something about the round at hand."""
+        if message["kind"] == "ready":
+            skipped = [(int(a), int(b)) for a, b in message["skipped"]]
+            self._ready[name] = Delivery(int(message["tokens"]), skipped)
+            self._attempts = max(self._attempts, int(message["attempt"]))
+        elif message["kind"] == "propose" and name == self._leader():
+            proposal = Proposal(int(message["attempt"]), tuple(map(str, message["names"])))
+            self._accept(proposal, {str(site): int(tokens) for site, tokens in message["tokens"].items()})
+        elif self._assembly is None:
+            return
+        elif message["kind"] == "reduced":
+            self._assembly.hear_reduced(name, message)
+        elif message["kind"] == "data":
+            what, start, at = str(message["what"]), int(message["start"]), int(message["at"])
+            self._assembly.take(what, name, start, at, message["data"])
+        elif message["kind"] == "gone":
+            self._assembly.gone(str(message["what"]), name, int(message["start"]))
 
     def _introduce(self, name: str) -> None:
         """Tell a site that has just connected what it may have missed."""
@@ -173,8 +178,7 @@ class Exchange:
         elif what == "sent":
             path = self.sites.sent(number)
         elif what == "slice" and number == self._number and self._assembly is not None:
-            if self._assembly.proposal.attempt == message["attempt"]:
-                path, base = self._assembly.slice_file(start) or (None, 0)
+            path, base = self._assembly.slice_file(int(message["attempt"]), start) or (None, 0)
         try:
             if path is None:
                 raise FileNotFoundError
@@ -194,10 +198,10 @@ class Exchange:
         self._number = self.rounds
         self._ready: dict[str, Delivery] = {}
         self._encoding: Future[int] | None = None
-        self._assembly: Assembly | None = None
+        self._assembly = None
         self._attempts = 0
-        self._quorum_s: float | None = None
-        self._line: Line | None = None
+        self._quorum_s = None
+        self._line = None
         self._began_bytes = self._sent_bytes
         self._ready_s = 0.0
         self._members = frozenset(dealt_in(self.sites.shares, self._ledger.last))
@@ -294,9 +298,7 @@ class Exchange:
         facts = {"participants": list(line.tokens), "left_out": left_out, "by": line.by}
         took_s = round(time.monotonic() - self._ready_s, 3) if self._ready_s else None
         sent, received = self._sent_bytes - self._began_bytes, assembly.received_bytes
-        self._events.write(
-            "round", round=line.round, **facts, sent_bytes=sent, received_bytes=received, seconds=took_s
-        )
+        self._events.write("round", round=line.round, **facts, sent_bytes=sent, received_bytes=received, seconds=took_s)
         with atomic_write(self.sites.folder / f"traffic-{line.round:08d}.json") as file:
             file.write(json.dumps({"sent_bytes": sent, "received_bytes": received}).encode())
         self._sweep(line.round)
@@ -376,4 +378,4 @@ class Exchange:
             self._status = text
             temporary = self.sites.status.with_suffix(".partial")
             temporary.write_text(text)
-            os.replace(temporary, self.sites.status)
+            temporary.replace(self.sites.status)

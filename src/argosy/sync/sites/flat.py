@@ -1,7 +1,7 @@
-"""A fragment of the model's parameters as one vector: the order in which all sites have its numbers, whatever their plans.
+"""A fragment of the model's parameters as one vector: the order in which all sites have its numbers, under any plan.
 
-Fragments take turns (streaming DiLoCo, Douillard et al. 2025): layer i is in fragment i mod F, strided as there, so that
-each has early and late layers; what belongs to no layer is dealt out after them. One fragment has all parameters.
+Fragments take turns (streaming DiLoCo, Douillard et al. 2025): layer i is in fragment i mod F, strided as there, so
+that each has early and late layers; what belongs to no layer is dealt out after them. One fragment has everything.
 """
 
 from __future__ import annotations
@@ -65,8 +65,11 @@ class Flat:
         end_block = -(-(begin + rows * row) // wire.block)
         numbers = wire.decode(blob[block * wire.block_bytes : end_block * wire.block_bytes])
         numbers = numbers[begin - block * wire.block :][: rows * row].reshape((rows, *whole[1:]) if whole else ())
-        return numbers[(slice(None), *(slice(o, o + n) for o, n in zip(offset[1:], shape[1:], strict=True)))] \
-            if whole else numbers
+        return (
+            numbers[(slice(None), *(slice(o, o + n) for o, n in zip(offset[1:], shape[1:], strict=True)))]
+            if whole
+            else numbers
+        )
 
 
 def fragments_of(shapes: Mapping[str, tuple[int, ...]], fragments: int) -> list[Flat]:

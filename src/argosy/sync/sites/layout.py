@@ -141,9 +141,7 @@ def at_site(run: RunConfig) -> RunConfig:
         if run.site and run.train.global_batch == own:
             return run
     batches = batches_of(run.sites, run.train.global_batch)
-    sites = tuple(
-        site.model_copy(update={"batch": batch}) for site, batch in zip(run.sites, batches, strict=True)
-    )
+    sites = tuple(site.model_copy(update={"batch": batch}) for site, batch in zip(run.sites, batches, strict=True))
     update: dict[str, object] = {"sites": sites}
     if run.site:
         own_site = sites[[site.name for site in sites].index(run.site)]

@@ -37,9 +37,7 @@ class Link:
         self.since_s = self.heard_s = time.monotonic()
         self.has_said_hello = False
         if name:
-            self.connection = Connection(
-                connected, called(links.secret), links.selector, self, links.client_tls
-            )
+            self.connection = Connection(connected, called(links.secret), links.selector, self, links.client_tls)
         else:
             self.connection = Connection(connected, listen(links.secret), links.selector, self, links.server_tls)
 
@@ -69,7 +67,8 @@ class Links:
         called when a connection was refused, here or there.
         """
         self.me, self.secret, self._hello, self._refused = me, secret, hello, refused
-        self.client_tls, self.server_tls = tls or (None, None)
+        self.client_tls: ssl.SSLContext | None = None if tls is None else tls[0]
+        self.server_tls: ssl.SSLContext | None = None if tls is None else tls[1]
         names = list(addresses)
         self._dials = {name: addresses[name] for name in names[: names.index(me)]}
         self._awaits = set(names[names.index(me) + 1 :])
@@ -151,10 +150,9 @@ class Links:
             link.heard_s = time.monotonic()
             try:
                 message = unpacked(frame)
-                if not link.name:
-                    if (problem := self._problem(link, message)) is not None:
-                        self._refuse(link, problem)
-                        return heard
+                if not link.name and (problem := self._problem(link, message)) is not None:
+                    self._refuse(link, problem)
+                    return heard
                 heard.append((link.name, message))
             except (Malformed, KeyError, TypeError, ValueError) as problem_of_it:
                 self._refuse(link, f"what it says is no message ({problem_of_it})")
@@ -178,6 +176,9 @@ class Links:
                 f"it is of another run ({message['run']}, here {mine['run']}): all sites need the same run file, with "
                 "the same seed, data, batches, optimizer and sync"
             )
+        return self._admit(link, name)
+
+    def _admit(self, link: Link, name: str) -> str | None:
         if name != link.expected and (link.expected or name not in self._awaits):
             return f'it says that it is the site "{name}", which is not expected there'
         if (old := self.sites.pop(name, None)) is not None:

@@ -54,7 +54,8 @@ class WireFormat:
         else:
             shifted = (whole + 8).astype(np.uint8)
             out[:, 4:] = shifted[:, 0::2] | (shifted[:, 1::2] << 4)
-        return out.reshape(-1)  # type: ignore[no-any-return]
+        flat: U8 = out.reshape(-1)
+        return flat
 
     def decode(self, data: U8) -> F32:
         """Return the numbers of whole blocks."""
