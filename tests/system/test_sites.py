@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,7 +96,7 @@ class SitesOfARun:
     def kill(self, process: subprocess.Popen[str]) -> None:
         """Kill all processes of a site at once."""
         for pid in [*children_of(process.pid), process.pid]:
-            with_suppressed_kill(pid)
+            kill_process(pid)
         process.wait()
 
     def check_ledger(self) -> Ledger:
@@ -131,11 +133,9 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
-def with_suppressed_kill(pid: int) -> None:
-    try:
+def kill_process(pid: int) -> None:
+    with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 @pytest.fixture
@@ -190,14 +190,17 @@ def simulated(run_dir: Path, names: str, steps: int, h: int, lr: float, momentum
         for name, value in agreed.items():
             change = sum((value - site.values[name]) / len(names) for site in inner)
             velocity[name] = momentum * velocity[name] + change
-            value -= lr * (change + momentum * velocity[name])
+            value.sub_(lr * (change + momentum * velocity[name]))
             for site in inner:
                 site.values[name].copy_(value)
     loader.close()
     return agreed
 
 
-@pytest.mark.parametrize(("word", "lr", "momentum"), [("diloco", 0.7, 0.9), ("local", 1.0, 0.0)])
+@pytest.mark.parametrize(
+    ("word", "lr", "momentum"),
+    [("diloco", 0.7, 0.9), pytest.param("local", 1.0, 0.0, marks=pytest.mark.slow)],
+)
 def test_sites_come_to_the_weights_of_a_simulation_in_one_process(
     folder: Folder, word: str, lr: float, momentum: float
 ) -> None:
@@ -214,3 +217,100 @@ def test_sites_come_to_the_weights_of_a_simulation_in_one_process(
     outer = [line["sites"] for line in lines if "sites" in line]
     assert [one["round"] for one in outer] == [0, 1, 2]
     assert all(set(one) >= {"sent_bytes", "received_bytes", "seconds", "norms", "cosines", "ratio"} for one in outer)
+
+
+SLOW_STEPS = 20 * H
+
+
+@pytest.fixture(scope="module")
+def undisturbed_weights(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """What a run of two sites comes to that is left alone."""
+    run = SitesOfARun(Folder(tmp_path_factory.mktemp("alone"), corpus), steps=SLOW_STEPS, sync={"wire": "int8"})
+    for name in run.names:
+        run.start(name)
+    run.end()
+    return run.same_weights()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["A", "B"])
+def test_a_site_that_is_killed_and_comes_back_changes_no_bit(
+    sites: Callable[..., SitesOfARun], undisturbed_weights: dict[str, torch.Tensor], name: str
+) -> None:
+    run = sites(steps=SLOW_STEPS, sync={"wire": "int8"})
+    processes = {each: run.start(each) for each in run.names}
+    for rounds in (3, 7):
+        run.wait(lambda rounds=rounds: len(run.ledger(name).lines) >= rounds)  # type: ignore[misc]
+        run.kill(processes[name])
+        processes[name] = run.start(name)
+    run.end()
+    ledger = run.check_ledger()
+    assert all(list(line.tokens) == ["A", "B"] for line in ledger.lines)
+    got = run.same_weights()
+    assert all(torch.equal(got[key], value) for key, value in undisturbed_weights.items())
+
+
+@pytest.mark.slow
+def test_an_exchange_that_is_killed_changes_no_bit(
+    sites: Callable[..., SitesOfARun], undisturbed_weights: dict[str, torch.Tensor]
+) -> None:
+    run = sites(steps=SLOW_STEPS, sync={"wire": "int8"})
+    processes = [run.start(name) for name in run.names]
+    for rounds in (2, 5):
+        run.wait(lambda rounds=rounds: len(run.ledger("B").lines) >= rounds)  # type: ignore[misc]
+        for process in processes:
+            for pid in children_of(process.pid):
+                if "sync.sites.main" in command_of(pid):
+                    kill_process(pid)
+    run.end()
+    run.check_ledger()
+    got = run.same_weights()
+    assert all(torch.equal(got[key], value) for key, value in undisturbed_weights.items())
+    assert any(event["event"] == "exchange_died" for event in run.events("A", "launcher"))
+
+
+def command_of(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("\0", " ")
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", ["A", "C"])  # A leads
+def test_the_others_go_on_without_a_site_and_it_comes_back(sites: Callable[..., SitesOfARun], lost: str) -> None:
+    run = sites(names="ABC", steps=80 * H, sync={"patience_s": 4.0})
+    options = ("--train.global-batch", 12, "--checkpoint.every-steps", 6)
+    processes = {name: run.start(name, *options) for name in run.names}
+    run.wait(lambda: len(run.ledger(lost).lines) >= 4)
+    run.kill(processes[lost])
+    run.wait(lambda: any(lost not in line.tokens for line in run.ledger("B").lines))
+    run.start(lost, *options)
+    run.end(240)
+    ledger = run.check_ledger()
+    present = [lost in line.tokens for line in ledger.lines]
+    assert present[0] and present[-1] and not all(present)
+    assert all({"A", "B", "C"} - {lost} <= set(line.tokens) for line in ledger.lines)
+    run.same_weights()
+    last = ledger.lines[-1]
+    trained = [some for line in ledger.lines for ranges in line.samples.values() for some in ranges]
+    coming = [some for ranges in (last.dealt or {}).values() for some in ranges]
+    assert len(merged([*trained, *coming, *last.returned])) == 1  # nothing is left out
+
+
+def test_strangers_and_other_models_are_refused_and_the_run_goes_on(sites: Callable[..., SitesOfARun]) -> None:
+    run = sites(steps=2 * H)
+    first = run.start("A")
+    stranger = run.start("B", ARGOSY_SECRET="0" * 64)
+    run.wait(lambda: any(event["event"] == "site_refused" for event in run.events("A")))
+    run.kill(stranger)
+    shutil.rmtree(run.path("B"))
+    other = run.start("B", "--model.ffn-width", 96)
+    run.wait(lambda: any("another model" in event.get("why", "") for event in run.events("A")))
+    run.kill(other)
+    shutil.rmtree(run.path("B"))
+    assert first.poll() is None
+    run.start("B")
+    said, problem = first.communicate(timeout=120)
+    assert first.returncode == 0, said + problem
+    assert "is not let in" in said + problem
+    run.check_ledger()

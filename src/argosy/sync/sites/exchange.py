@@ -291,16 +291,16 @@ class Exchange:
         assembly.write(self.sites.average(line.round))
         assembly.abandon()
         fault("site_agreed", step=line.round)
+        sent, received = self._sent_bytes - self._began_bytes, assembly.received_bytes
+        with atomic_write(self.sites.folder / f"traffic-{line.round:08d}.json") as file:
+            file.write(json.dumps({"sent_bytes": sent, "received_bytes": received}).encode())
         self._ledger.append(line)
         self._links.tell_all("line", line=line.to_json())
         self._links.tell_all("at", **self._at())
         left_out = sorted(set(self._members) - set(line.tokens))
         facts = {"participants": list(line.tokens), "left_out": left_out, "by": line.by}
         took_s = round(time.monotonic() - self._ready_s, 3) if self._ready_s else None
-        sent, received = self._sent_bytes - self._began_bytes, assembly.received_bytes
         self._events.write("round", round=line.round, **facts, sent_bytes=sent, received_bytes=received, seconds=took_s)
-        with atomic_write(self.sites.folder / f"traffic-{line.round:08d}.json") as file:
-            file.write(json.dumps({"sent_bytes": sent, "received_bytes": received}).encode())
         self._sweep(line.round)
         self._begin()
 
