@@ -297,6 +297,39 @@ def test_the_others_go_on_without_a_site_and_it_comes_back(sites: Callable[..., 
     assert len(merged([*trained, *coming, *last.returned])) == 1  # nothing is left out
 
 
+@pytest.mark.slow
+def test_a_site_whose_folder_is_lost_takes_the_state_of_another(sites: Callable[..., SitesOfARun]) -> None:
+    run = sites(names="ABC", steps=100 * H, sync={"patience_s": 3.0})
+    options = ("--train.global-batch", 12, "--checkpoint.every-steps", 6)
+    processes = {name: run.start(name, *options) for name in run.names}
+    run.wait(lambda: len(run.ledger("C").lines) >= 12)
+    run.kill(processes["C"])
+    shutil.rmtree(run.path("C"))
+    run.start("C", *options)
+    run.end(240)
+    ledger = run.check_ledger()
+    assert "C" in ledger.lines[-1].tokens
+    assert any(event["event"] == "state_taken" for event in run.events("C", "rank-0"))
+    run.same_weights()
+
+
+@pytest.mark.slow
+def test_two_sites_that_went_on_alone_come_together_again(sites: Callable[..., SitesOfARun]) -> None:
+    run = sites(steps=100 * H, sync={"patience_s": 2.0, "quorum": 1})
+    first = run.start("A")
+    run.wait(lambda: len(run.ledger("A").lines) >= 5)
+    run.kill(first)
+    second = run.start("B")
+    run.wait(lambda: len(run.ledger("B").lines) >= 3)
+    run.start("A")
+    run.end(240)
+    assert second.returncode == 0
+    ledger = run.check_ledger()
+    assert list(ledger.lines[0].tokens) == ["A"] and list(ledger.lines[-1].tokens) == ["A", "B"]
+    assert any(event["event"] == "site_gives_way" for event in run.events("B"))
+    run.same_weights()
+
+
 def test_strangers_and_other_models_are_refused_and_the_run_goes_on(sites: Callable[..., SitesOfARun]) -> None:
     run = sites(steps=2 * H)
     first = run.start("A")

@@ -124,6 +124,16 @@ class Checkpointer:
             self.save(state, background=False)
         return next((e for e in self._world.gather(None if there else self._saver.last_error, str | None) if e), None)
 
+    def forget_from(self, step: int) -> None:
+        """Withdraw the checkpoints of `step` and later ones: the run turns away from them. All call it together."""
+        self._saver.wait()
+        if self._world.is_first:
+            for checkpoint in store.committed(self._run_dir):
+                if checkpoint.step >= step:
+                    store.withdraw(checkpoint)
+        self._saver.committed = {saved for saved in self._saver.committed if saved < step}
+        self._world.barrier()
+
     def close(self) -> None:
         """Wait until what was saved is verified, and in the remote place as well; nothing can be saved after that."""
         self._saver.close()

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -28,7 +28,9 @@ from argosy.observe.heartbeat import Heartbeat
 from argosy.parallel.peers import over, peers_of
 from argosy.parallel.world import World
 from argosy.plan.plan import LOCAL, Plan
+from argosy.sync.sites.adoption import checksum_of
 from argosy.sync.sites.deal import SiteOrder
+from argosy.sync.sites.flat import F32, Flat
 from argosy.sync.sites.layout import Sites
 from argosy.sync.sites.ledger import Ledger, dealt_in
 from argosy.training.batches import Batches
@@ -101,6 +103,8 @@ class OuterSteps:
         state, sites = self._state, self._sites
         began, before = time.monotonic(), state.rounds
         while state.rounds < sites.rounds:
+            if self._adopt():
+                continue
             number = state.rounds
             is_decided = self._is_decided(number)
             if not is_decided:
@@ -110,9 +114,11 @@ class OuterSteps:
                     self._leave_change(number)
                 if not self._wait(number):
                     return False
+                continue
             elif not self.is_due and not self._is_left_out(number):
                 break
             self._apply(number)
+            self._leave_state(number)
         if state.rounds > before:
             self._line = self._measured(before, time.monotonic() - began)
         return True
@@ -200,7 +206,7 @@ class OuterSteps:
     def _wait(self, number: int) -> bool:
         """Wait until the round is in the ledger. Return False if a signal came first."""
         look_s, began, shown = FIRST_LOOK_S, time.monotonic(), ""
-        while not self._is_decided(number):
+        while not self._is_decided(number) and self._adoptable() is None:
             if self._has_signal():
                 return False
             self._heartbeat.advance()
@@ -212,6 +218,89 @@ class OuterSteps:
         if shown:
             self._records.progress.doing("")
         return True
+
+    # ---- the whole state, to and from other sites ---------------------------------------------------------------
+
+    def _leave_state(self, number: int) -> None:
+        """Leave the whole outer state for another site that wants it."""
+        sites = self._sites
+        if not self._world.share_first(sites.want_state.exists, bool):
+            return
+        keys, elements = self._outer.keys, sum(flat.elements for flat in sites.flats)
+        partial = sites.state(number).with_suffix(".partial")
+        if self._world.is_first:
+            with partial.open("wb") as file:
+                file.truncate(4 * elements * len(keys))
+        self._world.barrier()
+        mine = self._boxes()
+        for flat, vectors in self._vectors(partial, "r+"):
+            for piece in self._state.model.masters:
+                if piece.name in mine and piece.name in flat.shapes:
+                    for key, tensor in self._outer.state_of(piece.name).items():
+                        view = flat.part(vectors[key], piece.name, tuple(piece.offset), tuple(piece.value.shape))
+                        view[...] = tensor.cpu().numpy()
+        self._world.barrier()
+        if self._world.is_first:
+            data = partial.read_bytes()
+            partial.replace(sites.state(number))
+            with atomic_write(sites.state_about(number)) as file:
+                file.write(json.dumps({"bytes": len(data), "sum": checksum_of(data)}).encode())
+            sites.want_state.unlink(missing_ok=True)
+
+    def _adoptable(self) -> dict[str, Any] | None:
+        """Return what is known of another site's state that this one is to go on from; None if there is none."""
+
+        def look() -> dict[str, Any] | None:
+            try:
+                about: dict[str, Any] = json.loads(self._sites.adoption.read_bytes())
+            except (OSError, ValueError):
+                return None
+            return None if about["chain"] == self._outer.adopted_chain else about
+
+        return self._world.share_first(look, dict[str, Any] | None)
+
+    def _adopt(self) -> bool:
+        """Take another site's state over, if one was fetched. Returns True if that was done."""
+        about = self._adoptable()
+        if about is None:
+            return False
+        state, left = self._state, self._state.step
+        self._ledger.refresh()
+        self._follow(about["rounds"] - 1)
+        state.in_update = True
+        for flat, vectors in self._vectors(self._sites.adopted, "r"):
+            self._outer.adopt(vectors, flat, state.model.masters)
+        state.rounds, state.step = about["rounds"], self._sites.end_of(about["rounds"] - 1)
+        state.pending = state.is_prepared = state.in_update = False
+        state.last_update, state.history = None, state.history.turned_back(state.step)
+        self._outer.adopted_chain = about["chain"]
+        state.model.after_update()
+        self._batches.again()
+        self._records.tell("state_taken", step=left, to_step=state.step, round=about["rounds"] - 1)
+        self._records.progress.say(
+            f" the other sites went on without this one, which was at step {left}; it goes on at step {state.step} "
+            "from their weights",
+            "yellow",
+        )
+        self._checkpointer.forget_from(state.step)
+        if self._world.is_first:
+            self._records.metrics.forget_from(state.step)
+        self._checkpointer.save(state, background=False)
+        if self._world.is_first:
+            self._sites.adoption.unlink(missing_ok=True)
+        self._world.barrier()
+        return True
+
+    def _vectors(self, path: Path, mode: Literal["r", "r+"]) -> Iterator[tuple[Flat, dict[str, F32]]]:
+        """Yield each fragment with its vectors in the file of a whole outer state, by key."""
+        keys, start = self._outer.keys, 0
+        whole = np.memmap(path, np.float32, mode)
+        for flat in self._sites.flats:
+            vectors = {}
+            for key in keys:
+                vectors[key] = whole[start : start + flat.elements]
+                start += flat.elements
+            yield flat, vectors
 
     def _waits_for(self) -> str:
         status: dict[str, Any] = {}

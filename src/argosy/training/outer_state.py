@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from argosy.parallel.pieces import Held
+from argosy.sync.sites.flat import Flat
 from argosy.sync.sites.layout import Sites
 from argosy.sync.sites.ledger import Ledger
 
@@ -26,8 +28,10 @@ class OuterState:
         self.sites, self.ledger = sites, ledger
         config = sites.run.sync
         self._lr, self._momentum = (config.outer_lr, config.outer_momentum) if is_diloco else (1.0, 0.0)
+        self.adopted_chain = ""
+        """The chain of the ledger of the state that was taken over last from another site."""
         self._weights = {p.name: torch.zeros(p.value.shape, device=p.value.device) for p in masters}
-        keeps_momentum = is_diloco and self._momentum > 0
+        self._keeps_momentum = keeps_momentum = is_diloco and self._momentum > 0
         self._momenta = {n: torch.zeros_like(w) for n, w in self._weights.items()} if keeps_momentum else {}
 
     def state_of(self, name: str) -> Mapping[str, Tensor]:
@@ -45,6 +49,21 @@ class OuterState:
     def change(self, piece: Held) -> Tensor:
         """Return how far this rank's part of a parameter has come, fp32 in host memory: agreed on minus present."""
         return (self._weights[piece.name] - piece.value.float()).cpu()
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Names of what is kept of each parameter."""
+        return ("weights", "momentum") if self._keeps_momentum else ("weights",)
+
+    @torch.no_grad()
+    def adopt(self, vectors: Mapping[str, npt.NDArray[np.float32]], flat: Flat, masters: Sequence[Held]) -> None:
+        """Take another site's outer state over, of one fragment: key -> vector; the weights at hand become those."""
+        for piece in masters:
+            if piece.name in flat.shapes and piece.value.numel():
+                for key, kept in self.state_of(piece.name).items():
+                    part = flat.part(vectors[key], piece.name, tuple(piece.offset), tuple(piece.value.shape))
+                    kept.copy_(torch.from_numpy(np.array(part)))
+                piece.value.copy_(self._weights[piece.name])
 
     @torch.no_grad()
     def apply(self, number: int, masters: Sequence[Held]) -> None:

@@ -46,6 +46,8 @@ class Assembly:
         self._not_before_s: dict[tuple[str, int | str], float] = {}
         self._work: Future[Reduced] | None = None
         self.received_bytes = 0
+        self.is_lost = False
+        """True once a site that had the average has it no more: the whole state has to be taken over."""
         self.mine = proposal.names.index(sites.me) if sites.me in proposal.names else None
         """The slice that this site sums."""
 
@@ -98,6 +100,7 @@ class Assembly:
         for key, pull in self._pulls.items():
             if pull.peer == peer and pull.wanted.what == what and pull.wanted.start == start:
                 pull.again()
+                self.is_lost = self.is_lost or what == "average"
                 self._not_before_s[key] = time.monotonic() + AGAIN_S
 
     def connected_again(self, peer: str) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from argosy.faults import fault
 from argosy.files import atomic_write
 from argosy.observe.events import Events
+from argosy.sync.sites.adoption import STALE_ROUNDS, Adoption, fork_of, gives_way, summary
 from argosy.sync.sites.assembly import Assembly, Proposal
 from argosy.sync.sites.average import distances, encode_file
 from argosy.sync.sites.layout import Sites
@@ -26,6 +27,8 @@ from argosy.sync.sites.links import Links
 from argosy.sync.sites.messages import Message
 from argosy.sync.sites.pull import PIECE_BYTES
 
+REPEAT_S = 1.0
+"""How often what matters is said again."""
 MOST_LINES = 64
 """Lines of the ledger that are sent at once."""
 
@@ -42,6 +45,8 @@ class Exchange:
         self._sent_bytes = 0
         self._status = ""
         self._said: set[str] = set()
+        self._adoption = Adoption(sites, ledger)
+        self._repeated_s = 0.0
         self._attempts = self._began_bytes = 0
         self._ready_s = 0.0
         self._line: Line | None = None
@@ -101,6 +106,17 @@ class Exchange:
             case "hello":
                 self._note_at(name, message)
                 self._introduce(name)
+                self._adoption.connected_again(name)
+                if self._assembly is not None:
+                    self._assembly.connected_again(name)
+            case "want_state":
+                self._adoption.asked(name)
+            case "state" | "state_line":
+                self._adoption.hear(name, message)
+            case "data" | "gone" if message["what"] == "state":
+                self._adoption.hear(name, message)
+            case "chains":
+                self._compare(name, message["lines"])
             case "at":
                 self._note_at(name, message)
             case "want_lines":
@@ -115,7 +131,7 @@ class Exchange:
 
     def _hear_of_round(self, name: str, message: Message) -> None:
         """Hear something about the round at hand."""
-        if message["kind"] == "ready":
+        if message["kind"] == "ready" and message["chain"] == self._chain():
             skipped = [(int(a), int(b)) for a, b in message["skipped"]]
             self._ready[name] = Delivery(int(message["tokens"]), skipped)
             self._attempts = max(self._attempts, int(message["attempt"]))
@@ -133,12 +149,12 @@ class Exchange:
             self._assembly.gone(str(message["what"]), name, int(message["start"]))
 
     def _introduce(self, name: str) -> None:
-        """Tell a site that has just connected what it may have missed."""
+        """Tell a site what it may have missed."""
+        self._links.tell(name, "at", **self._at())
         if self.sites.me in self._ready:
             self._links.tell(name, "ready", **self._my_ready())
         if self._assembly is not None:
-            self._assembly.connected_again(name)
-            if self._leader() == self.sites.me:
+            if self._line is None and self._leader() == self.sites.me:
                 self._links.tell(name, "propose", **self._my_proposal())
             if self._assembly.mine in self._assembly.reduced:
                 self._links.tell(name, "reduced", **self._my_slice())
@@ -151,7 +167,19 @@ class Exchange:
         if rounds > self.rounds:
             self._links.tell(name, "want_lines", first=self.rounds)
         elif common and self._ledger.lines[common - 1].chain != chain:
-            self.refused(name, f"it went on without this site and otherwise: round {common - 1} differs")
+            self._links.tell(name, "chains", lines=summary(self._ledger.lines))
+
+    def _compare(self, name: str, theirs: list[dict[str, Any]]) -> None:
+        """Give way to a site that has gone on without this one and otherwise, or have it give way."""
+        fork = fork_of(self._ledger.lines, theirs)
+        if fork is None or self._adoption.is_under_way:
+            return
+        mine = self._ledger.lines[fork]
+        if gives_way(mine, theirs[fork], self.sites.names):
+            self._events.write("site_gives_way", site=name, round=fork, participants=theirs[fork]["names"])
+            self._adoption.begin(name, self._links.tell)
+        else:
+            self._links.tell(name, "chains", lines=summary(self._ledger.lines))
 
     def _take_line(self, name: str, line: Line) -> None:
         """Take the line of the round at hand; the average is fetched before it counts."""
@@ -160,7 +188,7 @@ class Exchange:
         if line.round != self._number or self._line is not None:
             return
         if line.chained(self._chain()) != line.chain:
-            self.refused(name, f"it went on without this site and otherwise: round {line.round} differs")
+            self._links.tell(name, "chains", lines=summary(self._ledger.lines))
             return
         self._line = line
         proposal = Proposal(line.attempt, tuple(site for site in self.sites.names if site in line.tokens))
@@ -177,6 +205,8 @@ class Exchange:
             path = self.sites.average(number)
         elif what == "sent":
             path = self.sites.sent(number)
+        elif what == "state":
+            path = self.sites.state(number)
         elif what == "slice" and number == self._number and self._assembly is not None:
             path, base = self._assembly.slice_file(int(message["attempt"]), start) or (None, 0)
         try:
@@ -208,6 +238,13 @@ class Exchange:
 
     def _tend(self) -> None:
         """Do what can be done now."""
+        self._repeat()
+        self._adoption.offer(self._links.tell)
+        if self._adoption.is_under_way:
+            if self._adoption.tend(self._links.tell):
+                self._events.write("state_taken", rounds=self.rounds)
+                self._begin()
+            return
         if self._number >= self.sites.rounds:
             return
         if self.sites.me not in self._ready:
@@ -217,13 +254,25 @@ class Exchange:
         if self._assembly is None:
             return
         if self._line is not None:
-            self._assembly.complete(self._line, self._links.tell, self._is_connected, self._holder())
+            holder = self._holder()
+            if self._assembly.is_lost and holder is not None:
+                self._adoption.begin(holder, self._links.tell)
+                return
+            self._assembly.complete(self._line, self._links.tell, self._is_connected, holder)
         self._assembly.tend(self._links.tell, self._is_connected, self._say_reduced)
         if self._assembly.is_whole:
             if self._line is None and self._leader() == self.sites.me:
                 self._line = self._agreed(self._assembly)
             if self._line is not None:
                 self._finish(self._assembly, self._line)
+
+    def _repeat(self) -> None:
+        """Say again what others may not have taken, as they were not in this round yet."""
+        if time.monotonic() - self._repeated_s > REPEAT_S:
+            self._repeated_s = time.monotonic()
+            for name in list(self._links.sites):
+                self._introduce(name)
+            self._adoption.again(self._links.tell)
 
     def _make_ready(self) -> None:
         """Encode what the ranks changed, once it is there, and tell the others."""
@@ -312,10 +361,11 @@ class Exchange:
         for path in self.sites.folder.iterdir():
             kind, _, rest = path.name.partition("-")
             digits = rest[:8]
-            if not digits.isdigit():
+            if not digits.isdigit() or kind == "taken":
                 continue
+            number_kept = number - STALE_ROUNDS if kind == "state" else number
             is_average = kind in ("average", "traffic")
-            if (not is_average and int(digits) <= number) or (is_average and int(digits) < keep_from):
+            if (not is_average and int(digits) <= number_kept) or (is_average and int(digits) < keep_from):
                 path.unlink(missing_ok=True)
 
     # ---- words --------------------------------------------------------------------------------------------------
@@ -344,7 +394,13 @@ class Exchange:
 
     def _my_ready(self) -> dict[str, Any]:
         mine = self._ready[self.sites.me]
-        return {"round": self._number, "tokens": mine.tokens, "skipped": mine.skipped, "attempt": self._attempts}
+        return {
+            "round": self._number,
+            "tokens": mine.tokens,
+            "skipped": mine.skipped,
+            "attempt": self._attempts,
+            "chain": self._chain(),
+        }
 
     def _my_proposal(self) -> dict[str, Any]:
         assert self._assembly is not None

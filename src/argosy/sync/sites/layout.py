@@ -115,6 +115,29 @@ class Sites:
         return self.folder / f"average-{number:08d}.bin"
 
     @property
+    def want_state(self) -> Path:
+        """There while another site wants the whole outer state: the ranks leave it beside their next outer step."""
+        return self.folder / "want-state"
+
+    def state(self, number: int) -> Path:
+        """The whole outer state after a round: of each fragment the weights, then the momentum, fp32."""
+        return self.folder / f"state-{number:08d}.f32"
+
+    def state_about(self, number: int) -> Path:
+        """Size and checksum of `state`, once it is whole."""
+        return self.state(number).with_suffix(".json")
+
+    @property
+    def adopted(self) -> Path:
+        """Another site's outer state that this site is to go on from."""
+        return self.folder / "adopted.f32"
+
+    @property
+    def adoption(self) -> Path:
+        """After how many rounds that state is; there once it is whole, until a checkpoint has it."""
+        return self.folder / "adopted.json"
+
+    @property
     def status(self) -> Path:
         """Who is connected, and what is waited for."""
         return self.folder / "status.json"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.data.order import Range
+from argosy.files import atomic_write
 from argosy.sync.sites.deal import Shares, deal, merged
 
 NAME = "ledger.jsonl"
@@ -135,6 +136,10 @@ def dealt_in(shares: Shares, last: Line | None) -> dict[str, list[Range]]:
     return last.dealt
 
 
+def _text(line: Line) -> bytes:
+    return json.dumps(line.to_json(), separators=(",", ":")).encode() + b"\n"
+
+
 class Ledger:
     """A site's ledger, in its folder."""
 
@@ -178,7 +183,7 @@ class Ledger:
         with self.path.open("r+b" if self.path.exists() else "w+b") as file:
             file.truncate(self._read_bytes)  # what was cut off
             file.seek(0, os.SEEK_END)
-            file.write(json.dumps(line.to_json(), separators=(",", ":")).encode() + b"\n")
+            file.write(_text(line))
             file.flush()
             os.fsync(file.fileno())
         self.refresh()
@@ -187,12 +192,12 @@ class Ledger:
         """Return the samples of round `number`, by site; None: each site its own share. Unknown yet: its own share."""
         return self.lines[number - 1].dealt if 0 < number <= len(self.lines) else None
 
-    def turn_back(self, rounds: int) -> Path:
-        """Keep the first `rounds` lines only; the whole ledger stays beside it, under the path that is returned."""
-        aside = self.path.with_name(f"ledger-discarded-{len(self.lines)}-{self.lines[-1].chain}.jsonl")
-        kept = self.lines[:rounds]
-        self.path.replace(aside)
+    def replace(self, lines: Sequence[Line]) -> None:
+        """Have these lines in place of those that are there; if they differ, the old ledger stays beside it."""
+        if [line.chain for line in lines[: len(self.lines)]] != [line.chain for line in self.lines]:
+            aside = self.path.with_name(f"ledger-discarded-{len(self.lines)}-{self.lines[-1].chain}.jsonl")
+            aside.write_bytes(self.path.read_bytes())
+        with atomic_write(self.path) as file:
+            file.write(b"".join(_text(line) for line in lines))
         self.lines, self._read_bytes, self._file_id = [], 0, None
-        for line in kept:
-            self.append(line)
-        return aside
+        self.refresh()
