@@ -9,6 +9,7 @@ Examples:
   argosy train run.toml --run-dir runs/b --optimizer.lr 1e-3
   argosy train run.toml --launch.processes 2 --plan dp_replicate=2,microbatch=4
   srun --ntasks-per-node 1 argosy train run.toml          on all nodes of a SLURM job
+  argosy train run.toml --site oslo                       one of several sites (docs/sites.md)
   torchrun --nproc-per-node 2 -m argosy train run.toml    in the processes of torchrun
 """
 
