@@ -117,6 +117,10 @@ class OuterSteps:
                 continue
             elif not self.is_due and not self._is_left_out(number):
                 break
+            elif not self._world.share_first(self._sites.average(number).exists, bool):
+                if not self._wait_for_state():
+                    return False
+                continue
             self._apply(number)
             self._leave_state(number)
         if state.rounds > before:
@@ -210,6 +214,8 @@ class OuterSteps:
             if self._has_signal():
                 return False
             self._heartbeat.advance()
+            if number:
+                self._leave_state(number - 1)  # another site may need it before it can take part
             if self._world.is_first and time.monotonic() - began > 1.0 and (words := self._waits_for()) != shown:
                 shown = words
                 self._records.progress.doing(words)
@@ -255,7 +261,10 @@ class OuterSteps:
                 about: dict[str, Any] = json.loads(self._sites.adoption.read_bytes())
             except (OSError, ValueError):
                 return None
-            return None if about["chain"] == self._outer.adopted_chain else about
+            self._ledger.refresh()
+            there = self._ledger.lines[about["rounds"] - 1 : about["rounds"]]
+            is_whole = bool(there) and there[0].chain == about["chain"]
+            return about if is_whole and about["chain"] != self._outer.adopted_chain else None
 
         return self._world.share_first(look, dict[str, Any] | None)
 
@@ -301,6 +310,19 @@ class OuterSteps:
                 vectors[key] = whole[start : start + flat.elements]
                 start += flat.elements
             yield flat, vectors
+
+    def _wait_for_state(self) -> bool:
+        """Wait for another site's state: an average is lost. Return False if a signal came first."""
+        if self._world.is_first:
+            self._sites.lost.touch()
+        self._records.progress.doing("waiting for the state of another site")
+        while self._adoptable() is None:
+            if self._has_signal():
+                return False
+            self._heartbeat.advance()
+            time.sleep(LOOK_S)
+        self._records.progress.doing("")
+        return True
 
     def _waits_for(self) -> str:
         status: dict[str, Any] = {}

@@ -51,6 +51,12 @@ class Adoption:
         if self._wanted_from is not None and self._pull is None:
             tell(self._wanted_from, "want_state")
 
+    def check(self, is_alive: Callable[[str], bool]) -> None:
+        """Give up a site that is gone."""
+        if self._wanted_from is not None and not is_alive(self._wanted_from):
+            self._drop()
+            self._wanted_from = None
+
     def asked(self, name: str) -> None:
         """Have the ranks leave their state for another site."""
         self._askers.add(name)
@@ -117,6 +123,7 @@ class Adoption:
         with atomic_write(self._sites.adoption) as file:
             file.write(json.dumps({"rounds": number + 1, "chain": self._lines[number].chain}).encode())
         self._ledger.replace(self._lines[: number + 1])
+        self._sites.lost.unlink(missing_ok=True)
         self._drop()
         self._wanted_from = None
 

@@ -135,7 +135,7 @@ class Exchange:
             skipped = [(int(a), int(b)) for a, b in message["skipped"]]
             self._ready[name] = Delivery(int(message["tokens"]), skipped)
             self._attempts = max(self._attempts, int(message["attempt"]))
-        elif message["kind"] == "propose" and name == self._leader():
+        elif message["kind"] == "propose" and name == self._leader() and message["chain"] == self._chain():
             proposal = Proposal(int(message["attempt"]), tuple(map(str, message["names"])))
             self._accept(proposal, {str(site): int(tokens) for site, tokens in message["tokens"].items()})
         elif self._assembly is None:
@@ -240,6 +240,9 @@ class Exchange:
         """Do what can be done now."""
         self._repeat()
         self._adoption.offer(self._links.tell)
+        self._adoption.check(self._is_alive)
+        if self.sites.lost.exists() and self._links.sites and not self._adoption.is_under_way:
+            self._adoption.begin(max(self._links.sites, key=lambda n: self._rounds_of.get(n, 0)), self._links.tell)
         if self._adoption.is_under_way:
             if self._adoption.tend(self._links.tell):
                 self._events.write("state_taken", rounds=self.rounds)
@@ -291,7 +294,7 @@ class Exchange:
 
     def _lead(self) -> None:
         """Say who takes part, once all members are ready, or a quorum is and the others were waited for."""
-        if any(rounds > self.rounds for rounds in self._rounds_of.values()):
+        if self._holder() is not None:
             return  # it was decided already
         now = time.monotonic()
         here = [n for n in self.sites.names if n in self._ready and n in self._members and self._is_connected(n)]
@@ -406,7 +409,8 @@ class Exchange:
         assert self._assembly is not None
         proposal = self._assembly.proposal
         names = list(proposal.names)
-        return {"round": self._number, "attempt": proposal.attempt, "names": names, "tokens": self._weights}
+        facts = {"attempt": proposal.attempt, "names": names, "tokens": self._weights}
+        return {"round": self._number, "chain": self._chain(), **facts}
 
     def _my_slice(self) -> dict[str, Any]:
         assert self._assembly is not None and self._assembly.mine is not None

@@ -138,6 +138,11 @@ class Sites:
         return self.folder / "adopted.json"
 
     @property
+    def lost(self) -> Path:
+        """There while the ranks lack an average that is in the ledger: another site's state is to be taken over."""
+        return self.folder / "lost"
+
+    @property
     def status(self) -> Path:
         """Who is connected, and what is waited for."""
         return self.folder / "status.json"
