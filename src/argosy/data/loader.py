@@ -53,9 +53,7 @@ class Loader:
         rows: this rank's part of the rows of a step with the largest batch; of a smaller one it has the same share.
     """
 
-    def __init__(
-        self, sources: Sequence[TokenSource], order: Order, seq_len: int, batches: BatchSizes, rows: slice
-    ):
+    def __init__(self, sources: Sequence[TokenSource], order: Order, seq_len: int, batches: BatchSizes, rows: slice):
         self._sources, self._order, self._seq_len = sources, order, seq_len
         self._batches = batches
         self._first, self._stop, stride = rows.indices(batches.largest)
