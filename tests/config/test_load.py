@@ -154,7 +154,10 @@ def test_every_problem_of_a_file_is_told_with_its_line(run_file):
         ("optimiser.eps = 1", "did you mean optimizer.eps?"),
         ("parallel.lr = 1", "it exists at optimizer.lr."),
         ("lr = 1", "it exists at optimizer.lr."),
-        ("model.every_steps = 1", "it exists at evaluate.every_steps and at checkpoint.every_steps."),
+        (
+            "model.every_steps = 1",
+            "it exists at evaluate.every_steps and at checkpoint.every_steps and at sync.every_steps.",
+        ),
         ("optimizer.learning_rate = 1", "here it is optimizer.lr."),
         ("train.batch_size = 1", "here it is train.global_batch."),
         ("hidden_size = 1", "here it is model.width."),

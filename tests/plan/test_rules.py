@@ -22,14 +22,18 @@ from argosy.plan.rules import RULES, breaks_any, check_plan, check_size, first_p
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 
 
-def run(**sections: dict[str, Any]) -> RunConfig:
+SITES = {"sites": [{"name": "A"}, {"name": "B"}]}
+
+
+def run(sites: Any = (), **sections: dict[str, Any]) -> RunConfig:
     """Four layers of four heads, two of them key/value heads; 8 rows of 64 tokens a step."""
     base = {
         "model": {"layers": 4, "width": 32, "heads": 4, "kv_heads": 2, "head_width": 8, "ffn_width": 64},
         "data": {"seq_len": 64},
         "train": {"steps": 1, "global_batch": 8},
     }
-    return RunConfig.model_validate({name: base.get(name, {}) | sections.get(name, {}) for name in base | sections})
+    tables = {name: base.get(name, {}) | sections.get(name, {}) for name in base | sections}
+    return RunConfig.model_validate({**tables, "sites": sites})
 
 
 CASES: list[tuple[rules.Rule, str, dict[str, Any], str]] = [
@@ -134,6 +138,14 @@ CASES: list[tuple[rules.Rule, str, dict[str, Any], str]] = [
         "dp_replicate=2,sync=bf16",
         {"resilience": {"check_collectives": True}},
         "resilience.check_collectives = true with plan.sync = bf16",
+    ),
+    (rules.sites_agree_now_and_then, "sync=diloco", {}, "plan.sync = diloco, and the run has no [[sites]]"),
+    (rules.sites_agree_now_and_then, "dp_shard=2", SITES, "sites agree by sync=diloco or sync=local"),
+    (
+        rules.sites_have_no_state_but_weights,
+        "sync=local",
+        {**SITES, "model": {"moe": {"experts": 4, "balance": "bias"}}},
+        'Use balance = "aux".',
     ),
 ]
 

@@ -47,7 +47,7 @@ SECOND = FIRST.next("b2", 20)
 class Behind:
     """A survivor of step 3 that has its gradient."""
 
-    step, tokens, skipped, pending, in_update, last_update = 3, 0, (), True, False, None
+    step, tokens, skipped, pending, in_update, last_update, rounds, outer = 3, 0, (), True, False, None, 0, None
 
     def __init__(self, history: History = FIRST, pending: bool = True, can_follow: bool = True):
         self.history, self.pending, self.can_follow, self.applied = history, pending, can_follow, list[Any]()

@@ -141,7 +141,7 @@ def follow(survivor: TrainState | None, facts: Sequence[Facts]) -> None:
         update = next((u for u in (ahead.last_update for ahead in others) if u and u.step == survivor.step), None)
         if update is not None:
             survivor.apply(update)
-    if survivor.outer is not None:  # what an outer step takes is in the site's folder
+    if survivor.outer is not None and not survivor.pending:  # what an outer step takes is in the site's folder
         for rounds in range(survivor.rounds, max((ahead.position.rounds for ahead in others), default=0)):
             survivor.apply_outer(rounds)
 
