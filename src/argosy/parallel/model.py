@@ -228,8 +228,8 @@ def _agreement(plan: Plan, run: RunConfig, device: torch.device) -> Agreement:
 
     return Agreement(
         Lane(device),
-        COMPRESSORS[plan.sync](run.sync),
-        goes_exact if plan.sync != "exact" else lambda piece: False,
+        COMPRESSORS[plan.sync if plan.is_compressed else "exact"](run.sync),
+        goes_exact if plan.is_compressed else lambda piece: False,
         run.sync.exact_steps,
         run.seed,
         bucket_bytes=plan.bucket_mb * 2**20,
@@ -246,7 +246,7 @@ def _gradient_rules(
     if not plan.shards_parameters:
         dtype, keep = DTYPES[plan.reduce], plan.zero < 2
         return [GradientSum(group, Ranks(shard, over), dtype, keep, checks, how) for group, shard, over in ours]
-    if plan.sync == "exact":
+    if not plan.is_compressed:
         return [FullySharded(model, pieces)]
     dtype = DTYPES[plan.reduce]
     over_replicas = [GradientSum(group, Ranks(None, over), dtype, False, how=how) for group, _, over in ours]

@@ -127,6 +127,11 @@ class Plan(Section):
         """Microbatches that each data-parallel rank runs in one step."""
         return global_batch // (self.dp * self.microbatch)
 
+    @property
+    def is_compressed(self) -> bool:
+        """True if replicas sum their gradients in fewer bytes."""
+        return self.sync in COMPRESSED
+
     def is_(self, key: str, *words: object) -> bool:
         """Return True if `key` has one of these values."""
         return getattr(self, key) in words

@@ -16,8 +16,8 @@ def is_summed_exactly(
     parallelism what its ranks have whole (each of them has a part of that gradient's sum), and the tied embedding of a
     pipeline, which two stages hold. bf16 rounds all.
     """
-    if sync in ("exact", "bf16"):
-        return sync == "exact"
+    if sync in ("exact", "bf16", "local", "diloco"):
+        return sync != "bf16"
     if at_both_ends and name == "embedding.weight":
         return True
     return len(shape) < 2 or ".router." in name or prod(shape) < settings.min_elements or whole_on_tp

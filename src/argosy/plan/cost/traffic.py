@@ -158,13 +158,13 @@ def _gradients(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
                 yield Collective(shard, "all_gather", times * gathered * padded, cut.ranks)
             else:
                 yield Collective(shard, "all_gather", weight * padded, cut.ranks)
-        if plan.sync == "exact":
+        if not plan.is_compressed:
             yield Collective(replicate, "all_reduce", reduced * cut.chunk, cut.replicas)
 
 
 def _over_replicas(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
     """Yield the sums of gradients over replicas in fewer bytes."""
-    if plan.sync == "exact":
+    if not plan.is_compressed:
         return
     for stage in stages_on(plan, run, rank).values():
         groups: dict[tuple[str, int], list[Summed]] = {}
