@@ -18,6 +18,7 @@ import pytest
 from argosy.checkpoint import store
 from commands import Folder
 from matrix import ONE_THREAD, PLANS, Disturbed
+from pages import try_all
 from ray_cluster import WHERE_FROM, Cluster, cluster, is_installed
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason=WHERE_FROM)
@@ -174,6 +175,14 @@ def test_the_command_of_a_dry_run_submits_the_same_job_by_hand(run, running):
     found = wait_for(run, "finished")
     assert found["engine"] == "ray" and found["job"].startswith("raysubmit_") and found["step"] == 24
     assert "done: 24 steps" in log(run)
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_work(run, running):
+    """The job by hand is what the test before this one gives."""
+    here = {"--nodes 4": "--nodes 2", "--gpus-per-node 8": "--cpus-per-node 1", "http://head:8265": running.dashboard}
+    try_all("ray.md", run.folder, here, (*ONE_THREAD, "--train.steps", "6"), untried=("ray",))
+    assert wait_for(run, "finished")["step"] == 6
 
 
 @pytest.mark.slow

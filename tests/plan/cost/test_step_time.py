@@ -13,7 +13,7 @@ from argosy.plan.cost.rates import Rates, System
 from argosy.plan.cost.step_time import SHARE_SENT, StepModel, StepTime
 from argosy.plan.hardware.devices import find_device
 from argosy.plan.layouts import WORDS, Layouts
-from argosy.plan.plan import Plan
+from argosy.plan.plan import LOCAL, Plan
 from argosy.plan.workload import Workload
 
 H100 = Rates.of_device(find_device("h100"))
@@ -158,4 +158,4 @@ def test_replicas_that_send_fewer_bytes_wait_less(mesh):
 
 
 def test_each_word_that_compresses_has_a_share():
-    assert {*SHARE_SENT, "exact", "powersgd"} == set(WORDS["sync"])
+    assert {*SHARE_SENT, "exact", "powersgd", *LOCAL} == set(WORDS["sync"])

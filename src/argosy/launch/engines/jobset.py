@@ -54,10 +54,10 @@ def access(place: Place) -> list[Object]:
     subject = {"kind": "ServiceAccount", "name": ACCOUNT, "namespace": place.namespace}
     role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": ACCOUNT}
     return [
-        _object("v1", "ServiceAccount", ACCOUNT, place),
-        {**_object("rbac.authorization.k8s.io/v1", "Role", ACCOUNT, place), "rules": [rule]},
+        _manifest("v1", "ServiceAccount", ACCOUNT, place),
+        {**_manifest("rbac.authorization.k8s.io/v1", "Role", ACCOUNT, place), "rules": [rule]},
         {
-            **_object("rbac.authorization.k8s.io/v1", "RoleBinding", ACCOUNT, place),
+            **_manifest("rbac.authorization.k8s.io/v1", "RoleBinding", ACCOUNT, place),
             "roleRef": role,
             "subjects": [subject],
         },
@@ -83,11 +83,11 @@ def belongings(request: Request, place: Place, secret: str, owner: str) -> list[
     if owner:
         reference = {"apiVersion": JOBSET, "kind": "JobSet", "name": place.name, "uid": owner}
         owned = {"ownerReferences": [reference]}
-    secret_object = _object("v1", "Secret", place.name, place, **owned)
-    file_object = _object("v1", "ConfigMap", place.name, place, **owned)
+    secret_manifest = _manifest("v1", "Secret", place.name, place, **owned)
+    file_manifest = _manifest("v1", "ConfigMap", place.name, place, **owned)
     return [
-        {**secret_object, "type": "Opaque", "immutable": True, "stringData": {"secret": secret}},
-        {**file_object, "immutable": True, "data": {RUN_FILE: dump(request.run)}},
+        {**secret_manifest, "type": "Opaque", "immutable": True, "stringData": {"secret": secret}},
+        {**file_manifest, "immutable": True, "data": {RUN_FILE: dump(request.run)}},
     ]
 
 
@@ -114,7 +114,7 @@ def jobset(request: Request, place: Place) -> Object:
         "ttlSecondsAfterFinished": KEPT_S,
         "replicatedJobs": [{"name": "nodes", "replicas": 1, "template": {"spec": job}}],
     }
-    return {**_object(JOBSET, "JobSet", place.name, place), "spec": spec}
+    return {**_manifest(JOBSET, "JobSet", place.name, place), "spec": spec}
 
 
 def _pod(request: Request, place: Place) -> Object:
@@ -185,7 +185,7 @@ def _one_a_node(place: Place) -> Object:
     return {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
 
 
-def _object(version: str, kind: str, name: str, place: Place, **metadata: Any) -> Object:
+def _manifest(version: str, kind: str, name: str, place: Place, **metadata: Any) -> Object:
     labels = {"app.kubernetes.io/managed-by": "argosy"}
     return {
         "apiVersion": version,

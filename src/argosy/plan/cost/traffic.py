@@ -60,8 +60,8 @@ AXES = ("pp", "tp", "cp", "shard", "replicate", "ep", "expert_shard", "expert_re
 """Axes of traffic: `shard` is dp_shard x cp. If an axis spans all ranks, all bytes count under its name (the first such
 name): a process group knows its ranks, not its purpose."""
 
-LOSS_BYTES = 96
-"""The step's loss, the squared gradient norm, the fingerprint's four parts and six votes, fp64."""
+LOSS_BYTES = 104
+"""The step's loss, the squared gradient norm, the fingerprint's four parts and seven votes, fp64."""
 KV_GRADIENT_BYTES = 4
 """Gradients of keys and values travel round a ring in fp32."""
 MOMENTUM_BYTES = 4
