@@ -78,6 +78,8 @@ def sites(many: int, rate: str) -> Iterator[None]:
     """Namespaces that a bridge joins, with a throttle at both ends of each one's link."""
     spaces = [CORE, *map(name, range(many))]
     for space in spaces:
+        if Path("/run/netns", space).exists():  # of a benchmark that was killed
+            call(f"ip netns del {space}")
         call(f"ip netns add {space}")
     try:
         call(f"ip -n {CORE} link add br0 type bridge")
