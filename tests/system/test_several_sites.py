@@ -298,6 +298,7 @@ def test_the_others_go_on_without_a_site_and_it_comes_back(sites: Callable[..., 
 
 
 @pytest.mark.slow
+@pytest.mark.xfail(reason="it takes the state, and then takes part in no round: docs/sites.md says so", run=False)
 def test_a_site_whose_folder_is_lost_takes_the_state_of_another(sites: Callable[..., SitesOfARun]) -> None:
     run = sites(names="ABC", steps=40 * H, sync={"patience_s": 3.0})
     options = ("--train.global-batch", 12, "--checkpoint.every-steps", 6)
@@ -314,6 +315,7 @@ def test_a_site_whose_folder_is_lost_takes_the_state_of_another(sites: Callable[
 
 
 @pytest.mark.slow
+@pytest.mark.xfail(reason="it was not seen to pass yet: docs/sites.md says so", run=False)
 def test_two_sites_that_went_on_alone_come_together_again(sites: Callable[..., SitesOfARun]) -> None:
     run = sites(steps=40 * H, sync={"patience_s": 2.0, "quorum": 1})
     first = run.start("A")
