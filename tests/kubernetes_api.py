@@ -96,15 +96,20 @@ class Handler(BaseHTTPRequestHandler):
             code = 403 if self.server.forbidden else 404
         if code >= 400:
             body = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": code}
-        data = json.dumps(body).encode()
-        self.send_response(code)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+        send_json(self, code, body)
 
     def log_message(self, *_: Any) -> None:
         pass
+
+
+def send_json(handler: BaseHTTPRequestHandler, code: int, body: Any) -> None:
+    """Answer a request with `body` as JSON."""
+    data = json.dumps(body).encode()
+    handler.send_response(code)
+    handler.send_header("Content-Type", "application/json")
+    handler.send_header("Content-Length", str(len(data)))
+    handler.end_headers()
+    handler.wfile.write(data)
 
 
 @contextmanager

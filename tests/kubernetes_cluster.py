@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from kubernetes_api import send_json
 from published_models import check
 
 WHERE_FROM = "needs kubectl"
@@ -372,12 +373,7 @@ class Handler(BaseHTTPRequestHandler):
         return _status(404, f'{kind} "{name}" not found')
 
     def _answer(self, code: int, body: Object) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(code)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+        send_json(self, code, body)
 
     def log_message(self, *_: Any) -> None:
         pass

@@ -31,7 +31,7 @@ class Cluster:
     """Nodes n1 (the head), n2, ... with some CPUs each."""
 
     folder: Path
-    """Of short name: Ray makes sockets in it."""
+    """Its name is short: Ray makes sockets in it."""
     port: int = field(default_factory=free_port)
     dashboard_port: int = field(default_factory=free_port)
     nodes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)

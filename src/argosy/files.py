@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 from argosy.errors import UserError
 
@@ -95,6 +95,22 @@ def _clear(folder: Path, missing: Sequence[Path]) -> None:
     for made in missing:
         with suppress(OSError):
             made.rmdir()
+
+
+def lock_or_holder(file: TextIO) -> str | None:
+    """Lock an open file for this process and write its number there; return None.
+
+    If another process holds it, return that one's number as text. The kernel releases the lock when the process dies.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        return file.read().strip() or "unknown"
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return None
 
 
 def kept_text(path: Path, make: Callable[[], str], mode: int = 0o666, most_chars: int = -1) -> str:

@@ -1,4 +1,4 @@
-"""Of documents that are alike the first stays, whatever the number of workers, pieces and interruptions."""
+"""The first of documents that are alike stays, whatever the number of workers, pieces and interruptions."""
 
 from __future__ import annotations
 

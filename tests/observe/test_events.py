@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import resource
 import time
 import tracemalloc
 
 import pytest
 
+from argosy.errors import ArgosyWarning
 from argosy.observe.events import TAIL_BYTES, Events, JsonLines, Tail, each_line, from_the_end, read_lines
 
 RECORDS = [{"step": 0, "loss": 5.25}, {"step": 1, "text": "a\nb \N{GREEK SMALL LETTER ALPHA}"}, {"step": 2}]
@@ -41,6 +43,19 @@ def test_wherever_the_file_was_cut_off_the_whole_records_count_and_the_next_one_
         assert data[:size].count(b"\n") <= len(whole)
         lines.write({"step": 3})
         assert read_lines(lines.path) == [*whole, {"step": 3}]
+
+
+def test_a_disk_without_room_for_a_line_keeps_no_part_of_it(lines):
+    before, limits = lines.path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 5, limits[1]))  # files can grow by 5 bytes
+    try:
+        with pytest.warns(ArgosyWarning, match="a record is lost"):
+            lines.write({"step": 3})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert lines.path.read_bytes() == before
+    lines.write({"step": 4})
+    assert read_lines(lines.path) == [*RECORDS, {"step": 4}]
 
 
 def test_an_event_has_its_time_and_its_facts_in_the_file_of_its_process(tmp_path):

@@ -74,7 +74,7 @@ def test_a_run_that_was_stopped_ends_bit_for_bit_as_one_that_was_not(workers, co
 
 
 def residuals(world: World, corpus: Path, run_dir: Path, plan: str) -> dict[str, torch.Tensor]:
-    """Of each parameter, as a rank under `plan` takes them from the newest checkpoint."""
+    """What a rank under `plan` takes for each parameter from the newest checkpoint."""
     chosen = store.newest_whole(run_dir)
     assert chosen is not None
     run, layout = run_config(corpus, sync=SMALL), eager(plan)

@@ -20,7 +20,7 @@ EXTRA = "filters"
 OWN_LISTS = "datatrove"
 """The value of `blocked_urls` that means the lists in datatrove's package."""
 MOST_BYTES = 256 * 2**20
-"""Of a list of URLs or words."""
+"""No list of URLs or words is larger."""
 
 Rule = Callable[[str, str], str]
 """Say why a document is left out, or "": its text, its URL."""

@@ -30,11 +30,11 @@ class Position:
 
     piece: int = 0
     chunk: int = 0
-    """Of the piece; see `work`."""
+    """Its number in the piece; see `work`."""
     start: int = 0
     """The number, in the piece, of the chunk's first text."""
     document: int = 0
-    """Of the chunk: those before are in a shard."""
+    """The first document of the chunk that is in no shard yet."""
     before: Tally = field(default_factory=Tally)
     """Counts at the start of the chunk."""
     files: int = 0

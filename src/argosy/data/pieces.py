@@ -14,7 +14,7 @@ from argosy.data.sources import InputFile
 PIECE_BYTES = 16 * 2**20
 """Stored bytes of a piece: some ten seconds of one core's work, so that little is lost with a worker."""
 MOST_FILES = 1000
-"""Of a piece: even empty files take time to open."""
+"""Files of a piece at most: even empty ones take time to open."""
 SPLITTABLE = (".jsonl", ".ndjson", ".parquet")
 """Kinds of files that a worker can read a part of, if they are not compressed as a whole."""
 

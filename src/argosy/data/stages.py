@@ -37,7 +37,7 @@ class Job:
     extend: ExtendConfig
     engine: EngineName
     dtype: str
-    """Of tokens."""
+    """The dtype of tokens."""
     chunk_bytes: int
     """UTF-8 bytes of text of a chunk, about."""
     batch_chars: int

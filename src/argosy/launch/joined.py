@@ -21,10 +21,11 @@ from argosy.observe.events import Events
 from argosy.observe.progress import Progress
 from argosy.parallel.world import World, join_world
 from argosy.plan.plan import Plan
-from argosy.sinks.process import following
+from argosy.processes.kept import kept_in_thread
+from argosy.sinks.process import FollowerProcess
 from argosy.sinks.table import check_sinks
 from argosy.supervise.worker import work
-from argosy.sync.sites.process import exchanging
+from argosy.sync.sites.process import ExchangeProcess
 from argosy.training.stop import StopSignal
 
 
@@ -50,8 +51,9 @@ def train_joined(run: RunConfig, run_dir: Path | None = None, *, accept_changes:
             raise
         os.environ[fence.GENERATION] = str(generation)
         if world.is_first:
-            held.enter_context(following(run_dir, run, Events(run_dir, "launcher")))
-            held.enter_context(exchanging(run_dir, run, Events(run_dir, "launcher")))
+            events = Events(run_dir, "launcher")
+            held.enter_context(kept_in_thread(FollowerProcess(run_dir, run, events), "argosy-follower"))
+            held.enter_context(kept_in_thread(ExchangeProcess(run_dir, run, events), "argosy-exchange"))
         with read_heartbeats(run, run_dir, world, generation) as heartbeat:
             work(run, plan, world, run_dir, stop, heartbeat=heartbeat)
     if stop.number is not None:

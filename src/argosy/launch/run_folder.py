@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,7 +18,7 @@ from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
 from argosy.errors import StorageError, UserError
-from argosy.files import atomic_write
+from argosy.files import atomic_write, lock_or_holder
 from argosy.launch.own_folder import LOCK, own_folder
 from argosy.launch.storage import check_storage
 from argosy.plan.plan import Plan
@@ -42,18 +41,12 @@ def locked(run_dir: Path, node: str = "", nodes: int = 1) -> Iterator[None]:
     with own_folder(run_dir, nodes) as folder:
         check_storage(run_dir, nodes)
         with _lock_file(run_dir / (f"{LOCK}-{node}" if node else LOCK)) as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if (holder := lock_or_holder(file)) is not None:
                 folder.is_kept = True  # it was found empty, and another process was faster
-                file.seek(0)
                 raise UserError(
-                    f"{run_dir} is in use by process {file.read().strip() or 'unknown'}. Wait for it, or give this run "
-                    "another folder with --run-dir."
-                ) from None
-            file.truncate(0)
-            file.write(str(os.getpid()))
-            file.flush()
+                    f"{run_dir} is in use by process {holder}. Wait for it, or give this run another folder with "
+                    "--run-dir."
+                )
             yield
 
 

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -42,10 +43,16 @@ class JsonLines:
 
     def _append(self, line: bytes) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab+") as file:
+        with self.path.open("ab+", buffering=0) as file:
             if _is_cut_off(file):
-                file.write(b"\n")  # that line is lost; this one must not be
-            file.write(line)
+                line = b"\n" + line  # that line is lost; this one must not be
+            end = file.seek(0, os.SEEK_END)
+            try:
+                while line:
+                    line = line[file.write(line) :]
+            except OSError:
+                file.truncate(end)  # a disk that became full took a part of the line
+                raise
 
 
 def _finite(value: Any) -> Any:
@@ -54,7 +61,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _is_cut_off(file: BinaryIO) -> bool:
+def _is_cut_off(file: FileIO) -> bool:
     """True if the last line is incomplete: its writer was killed, or the disk was full."""
     if not file.seek(0, os.SEEK_END):
         return False

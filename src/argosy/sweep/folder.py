@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +12,7 @@ from argosy.config.dump import dump, save_run
 from argosy.config.keys import dotted, flatten
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
-from argosy.files import atomic_write, made_folder
+from argosy.files import atomic_write, lock_or_holder, made_folder
 from argosy.sweep.load import Sweep, load_sweep
 from argosy.sweep.study import JOURNAL
 
@@ -38,18 +36,12 @@ def locked(folder: Path) -> Iterator[None]:
     check_is_own(folder)
     try:
         with made_folder(folder) as made, (folder / LOCK).open("a+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if (holder := lock_or_holder(file)) is not None:
                 made.is_kept = True
-                file.seek(0)
                 raise UserError(
-                    f"{folder} is in use by process {file.read().strip() or 'unknown'}: the sweep runs already. Wait "
-                    "for it, follow it with --show, or give this sweep another folder with --sweep-dir."
-                ) from None
-            file.truncate(0)
-            file.write(str(os.getpid()))
-            file.flush()
+                    f"{folder} is in use by process {holder}: the sweep runs already. Wait for it, follow it with "
+                    "--show, or give this sweep another folder with --sweep-dir."
+                )
             yield
     except OSError as problem:
         raise UserError(

@@ -32,7 +32,7 @@ class Axis:
     values: tuple[float, ...] = ()
     """Values that are written; empty: both ends and the middle."""
     names: tuple[str, ...] = ()
-    """Of values that are no numbers, in order; they stand at 0, 1, 2, ..."""
+    """Names of values that are no numbers, in order; they stand at 0, 1, 2, ..."""
 
     def place(self, value: float) -> float:
         """Return where a value stands, 0 to 1."""

@@ -35,7 +35,7 @@ class Trial:
     state: State
     """open: it trains, is to train, or waits at a rung; stopped: it was not promoted."""
     metric: float | None = None
-    """Of its last rung, or of its end."""
+    """The metric at its last rung, or at its end."""
     rungs: Mapping[int, float] = field(default_factory=dict)
     """Steps -> metric, where it was judged."""
     reason: str = ""

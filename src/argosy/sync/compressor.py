@@ -120,17 +120,20 @@ def keep_residual(left: Tensor, bucket: BucketFacts, moment: Moment) -> None:
         bucket.memory.staged["residual"] = left.div_(moment.scale) if moment.scale != 1.0 else left
 
 
-def residual_memory(segments: Sequence[Segment], device: torch.device, settings: SyncConfig) -> Memory:
-    """Return a memory with a residual of zeros, or an empty one without error feedback."""
-    zeros = (
-        {"residual": torch.zeros(sum(segment.elements for segment in segments), device=device)}
-        if settings.error_feedback
-        else {}
-    )
-    return Memory(zeros)
-
-
 def started(work: dist.Work | None) -> dist.Work:
     """Return the work of a message that was started with async_op=True, which always has one."""
     assert work is not None
     return work
+
+
+class WithResidual:
+    """What compressors share that keep what they did not send: their settings, and a residual."""
+
+    def __init__(self, settings: SyncConfig):
+        self._settings = settings
+
+    def memory(self, segments: Sequence[Segment], device: torch.device) -> Memory:
+        """See `Compressor`: a residual of zeros, or nothing without error feedback."""
+        if not self._settings.error_feedback:
+            return Memory()
+        return Memory({"residual": torch.zeros(sum(segment.elements for segment in segments), device=device)})

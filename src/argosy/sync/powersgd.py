@@ -17,15 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from argosy.config.sync import SyncConfig
 from argosy.sync.compressor import (
     BucketFacts,
     Memory,
     Moment,
     Segment,
     Sending,
+    WithResidual,
     keep_residual,
-    residual_memory,
     started,
     with_residual,
 )
@@ -47,17 +46,14 @@ class _Part:
         return flat[self.start : self.start + one.elements].view(one.batch, one.rows, one.cols)
 
 
-class PowerSGD:
+class PowerSGD(WithResidual):
     """Rank `sync.rank`."""
 
     messages = 2
 
-    def __init__(self, settings: SyncConfig):
-        self._settings = settings
-
     def memory(self, segments: Sequence[Segment], device: torch.device) -> Memory:
         """See `Compressor`: a residual; q, the Q of all matrices, flat, once there was a step."""
-        memory = residual_memory(segments, device, self._settings)
+        memory = super().memory(segments, device)
         if self._settings.warm_start:
             memory.kept["q"] = torch.zeros(sum(_q_elements(part) for part in self._parts(segments)), device=device)
         return memory

@@ -11,8 +11,6 @@ finite has no finite scale, so that all ranks get numbers that are not finite.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,13 +18,11 @@ from torch import Tensor
 from argosy.config.sync import SyncConfig
 from argosy.sync.compressor import (
     BucketFacts,
-    Memory,
     Moment,
-    Segment,
     Sending,
+    WithResidual,
     all_gather_single,
     keep_residual,
-    residual_memory,
     started,
     with_residual,
 )
@@ -34,17 +30,14 @@ from argosy.sync.compressor import (
 # n ranks, C numbers of a piece (a multiple of the block), K blocks of a piece, W bytes of a piece as it travels
 
 
-class Quantised:
+class Quantised(WithResidual):
     """int8, int4."""
 
     messages = 2
 
     def __init__(self, settings: SyncConfig, bits: int):
-        self._settings, self._bits, self._block = settings, bits, settings.block
-
-    def memory(self, segments: Sequence[Segment], device: torch.device) -> Memory:
-        """See `Compressor`: a residual."""
-        return residual_memory(segments, device, self._settings)
+        super().__init__(settings)
+        self._bits, self._block = bits, settings.block
 
     def sum(self, flat: Tensor, group: dist.ProcessGroup, bucket: BucketFacts, moment: Moment) -> Sending:
         """See `Compressor`."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from argosy.config.sync import SyncConfig
-from argosy.sync.compressor import BucketFacts, Memory, Moment, Segment, Sending, residual_memory
+from argosy.sync.compressor import BucketFacts, Memory, Moment, Segment, Sending
 from argosy.sync.quantised import Quantised
 
 BITS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -29,7 +29,7 @@ class Sign(Quantised):
 
     def memory(self, segments: Sequence[Segment], device: torch.device) -> Memory:
         """See `Compressor`: a residual and a momentum."""
-        memory = residual_memory(segments, device, self._settings)
+        memory = super().memory(segments, device)
         if self._settings.momentum:
             memory.kept["momentum"] = torch.zeros(sum(segment.elements for segment in segments), device=device)
         return memory

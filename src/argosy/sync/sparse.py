@@ -8,38 +8,27 @@ place that all replicas draw from the same seed, so that only values travel (all
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from argosy.config.sync import SyncConfig
 from argosy.sync.compressor import (
     BucketFacts,
-    Memory,
     Moment,
-    Segment,
     Sending,
+    WithResidual,
     all_gather_single,
     keep_residual,
-    residual_memory,
     started,
     with_residual,
 )
 
 
-class TopK:
+class TopK(WithResidual):
     """The share `sync.density` of the largest magnitudes of a bucket."""
 
     messages = 1
-
-    def __init__(self, settings: SyncConfig):
-        self._settings = settings
-
-    def memory(self, segments: Sequence[Segment], device: torch.device) -> Memory:
-        """See `Compressor`: a residual."""
-        return residual_memory(segments, device, self._settings)
 
     def sum(self, flat: Tensor, group: dist.ProcessGroup, bucket: BucketFacts, moment: Moment) -> Sending:
         """See `Compressor`. A number that is not finite is among the largest: all ranks get it."""
@@ -56,17 +45,10 @@ class TopK:
         return sums
 
 
-class RandomK:
+class RandomK(WithResidual):
     """The share `sync.density` of a bucket, other places in each step."""
 
     messages = 1
-
-    def __init__(self, settings: SyncConfig):
-        self._settings = settings
-
-    def memory(self, segments: Sequence[Segment], device: torch.device) -> Memory:
-        """See `Compressor`: a residual."""
-        return residual_memory(segments, device, self._settings)
 
     def sum(self, flat: Tensor, group: dist.ProcessGroup, bucket: BucketFacts, moment: Moment) -> Sending:
         """See `Compressor`. If a rank has a number that is not finite anywhere, all it sends is NaN."""

@@ -14,6 +14,24 @@ SEAL_BYTES = 256
 """So many bytes before the end of what was read must still be there, or the file was cut or replaced."""
 
 
+def spread_lines(path: Path, size: int, many: int, longest_bytes: int) -> Iterator[bytes]:
+    """Yield at most `many` lines that begin at even distances in the first `size` bytes of a file.
+
+    A longer line than `longest_bytes` is yielded in part. Raises: OSError.
+    """
+    with path.open("rb") as file:
+        end = 0
+        for n in range(many):
+            at = n * size // many
+            if at < end:
+                continue
+            file.seek(max(0, at - 1))
+            if at:
+                file.readline(longest_bytes)
+            yield file.readline(longest_bytes)
+            end = file.tell()
+
+
 class LineFile:
     """The complete lines of a file, in chunks of which each begins and ends with a line.
 

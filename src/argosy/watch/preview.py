@@ -8,13 +8,14 @@ from pathlib import Path
 from argosy.observe.events import from_the_end
 from argosy.watch.columns import STEP, Columns, Line, parse_line, rows_of
 from argosy.watch.documents import leads_away
+from argosy.watch.linefile import spread_lines
 from argosy.watch.metrics_table import LOSS, NORMS
 
 LONG_BYTES = 2**26
 """A shorter file is read in a tenth of a second, and needs no preview."""
 LINES = 2000
 LONGEST_LINE_BYTES = 2**16
-"""Of a file with longer lines there is no preview: it would be read many times over."""
+"""There is no preview of a file with longer lines: it would be read many times over."""
 
 
 class Preview:
@@ -36,22 +37,14 @@ def preview(folder: Path) -> Preview | None:
     try:
         if leads_away(folder, path.name) or path.stat().st_size < LONG_BYTES:
             return None
-        lines = [*_spread(path, path.stat().st_size), *_last(path)]
+        spread = map(parse_line, spread_lines(path, path.stat().st_size, LINES, LONGEST_LINE_BYTES))
+        lines = [*(line for line in spread if line is not None), *_last(path)]
     except OSError:
         return None
     steps = [line for line in lines if isinstance(line.get(STEP), int) and LOSS in line]
     if len(steps) < LINES / 2:
         return None
     return Preview([{key: line[key] for key in line if key != NORMS} for line in steps])
-
-
-def _spread(path: Path, size: int) -> Iterator[Line]:
-    with path.open("rb") as file:
-        for n in range(LINES):
-            file.seek(n * size // LINES)
-            file.readline(LONGEST_LINE_BYTES)
-            if (line := parse_line(file.readline(LONGEST_LINE_BYTES))) is not None:
-                yield line
 
 
 def _last(path: Path) -> Iterator[Line]:

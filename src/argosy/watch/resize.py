@@ -44,9 +44,9 @@ class Option:
     left_s: Estimate
     """Until the last step, a restart included where one is needed."""
     device_hours: Estimate
-    """Of what is left."""
+    """Device hours that are left."""
     money: Estimate | None
-    """Of what is left; None if nobody knows a price."""
+    """What the rest costs; None if nobody knows a price."""
     currency: str
     is_measured: bool = False
     """It is how the run goes on if nothing is changed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from argosy.plan.plan import Plan
 from argosy.watch.columns import parse_line
 from argosy.watch.documents import Document, leads_away, table_of
 from argosy.watch.event_log import Event, EventLog
+from argosy.watch.linefile import spread_lines
 from argosy.watch.node_series import NodeSeries
 from argosy.watch.state import Condition, State, condition
 
@@ -214,22 +215,8 @@ class RunTail(RunFiles):
         self.recent_steps, self.last_line = steps[::-1], steps[0] if steps else {}
         self.last_evaluation = evaluation or self.last_evaluation
         if not 0.98 * found.st_size <= self._spark_bytes <= found.st_size:
-            self.spark, self._spark_bytes = list(_some_losses(self._metrics_path, found.st_size)), found.st_size
+            lines = spread_lines(self._metrics_path, found.st_size, SPARKS, LONGEST_LINE_BYTES)
+            losses = [(parse_line(line) or {}).get("loss") for line in lines]
+            self.spark = [float(loss) for loss in losses if isinstance(loss, int | float)]
+            self._spark_bytes = found.st_size
         return True
-
-
-def _some_losses(path: Path, size: int) -> Iterator[float]:
-    """Yield the losses of about SPARKS lines."""
-    with path.open("rb") as file:
-        end = 0
-        for n in range(SPARKS):
-            at = n * size // SPARKS
-            if at < end:
-                continue
-            file.seek(max(0, at - 1))
-            if at:
-                file.readline(LONGEST_LINE_BYTES)
-            loss = (parse_line(file.readline(LONGEST_LINE_BYTES)) or {}).get("loss")
-            end = file.tell()
-            if isinstance(loss, int | float):
-                yield float(loss)

@@ -188,30 +188,27 @@ class Api:
     async def run(self, request: Request) -> Response:
         """Answer /api/runs/ID."""
         run_id = request.path_params["run_id"]
-        return await self._opened(run_id, lambda entry: overview.details(run_id, entry.reader))
+        return await _answer(lambda: self._opened(run_id, lambda entry: overview.details(run_id, entry.reader)))
 
     async def view(self, view: View, request: Request) -> Response:
         """Answer /api/runs/ID/VIEW."""
-        asked = Asked(request)
-        return await self._opened(request.path_params["run_id"], lambda entry: view(asked, entry))
+        asked, run_id = Asked(request), request.path_params["run_id"]
+        return await _answer(lambda: self._opened(run_id, partial(view, asked)))
 
     async def preview(self, request: Request) -> Response:
         """Answer /api/runs/ID/preview: `series`, out of some lines if the run is long and not read yet."""
         asked, run_id = Asked(request), request.path_params["run_id"]
 
         def previewed() -> Any:
-            found = self._library.preview(run_id)
-            return None if found is None else _series_of(asked, found)
+            if (found := self._library.preview(run_id)) is not None:
+                return _series_of(asked, found)
+            return self._opened(run_id, partial(_series, asked))
 
-        answer = await _answer(previewed)
-        return answer if answer.body != b"null" else await self.view(_series, request)
+        return await _answer(previewed)
 
-    async def _opened(self, run_id: str, answer: Callable[[Open], Any]) -> Response:
-        def opened() -> Any:
-            with self._library.open(run_id) as entry:
-                return _encoded(answer(entry))  # within the lock: arrays may change after it
-
-        return await _answer(opened)
+    def _opened(self, run_id: str, answer: Callable[[Open], Any]) -> bytes:
+        with self._library.open(run_id) as entry:
+            return _encoded(answer(entry))  # within the lock: arrays may change after it
 
     async def profile_file(self, request: Request) -> Response:
         """Answer /api/runs/ID/profiles/NAME/FILE: a trace, as a file to be saved."""

@@ -45,7 +45,7 @@ class Request:
     environment: Mapping[str, str]
     """Added to the environment of each worker."""
     cpus: int = 1
-    """Of each worker."""
+    """CPUs of each worker."""
     time: str = ""
     account: str = ""
     partition: str = ""

@@ -41,7 +41,7 @@ class Place:
     """Where a run's objects are, and its folders in the pods."""
 
     name: str
-    """Of the JobSet, the Secret and the ConfigMap."""
+    """The name of the JobSet, the Secret and the ConfigMap."""
     namespace: str
     claim: str
     mount: PurePosixPath

@@ -19,7 +19,7 @@ MOST_DEVICES = 2**18
 
 
 OPEN_MORE = 4
-"""Of as many devices as it takes, so many times what is enough is looked at, to be sure too."""
+"""Where there are as many devices as it takes, so many times what is enough is looked at, to be sure too."""
 FEW_NODES = 64
 """Nodes that are looked at where no number is known to do."""
 

@@ -24,7 +24,7 @@ AGAIN_S = 0.5
 
 @dataclass(frozen=True)
 class Proposal:
-    """Who takes part in a round, as its leader says; a later attempt replaces an earlier one."""
+    """The sites that take part in a round, as its leader says; a later attempt replaces an earlier one."""
 
     attempt: int
     names: tuple[str, ...]

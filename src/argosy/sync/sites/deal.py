@@ -18,7 +18,7 @@ RESERVE_OF_SITE = 1 << 40
 
 @dataclass(frozen=True)
 class Shares:
-    """Who takes which part of each global batch."""
+    """The part of each global batch that each site takes."""
 
     names: tuple[str, ...]
     batches: tuple[int, ...]

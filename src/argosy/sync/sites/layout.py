@@ -47,7 +47,7 @@ class Sites:
 
     @cached_property
     def shares(self) -> Shares:
-        """Who takes which samples."""
+        """The samples that each site takes."""
         return Shares(self.names, tuple(site.batch for site in self.run.sites), self.round_steps)
 
     @property
@@ -144,7 +144,7 @@ class Sites:
 
     @property
     def status(self) -> Path:
-        """Who is connected, and what is waited for."""
+        """The file that says which sites are connected, and what is waited for."""
         return self.folder / "status.json"
 
 
