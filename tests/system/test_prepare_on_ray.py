@@ -15,7 +15,10 @@ from ray_cluster import WHERE_FROM, Cluster, cluster, is_installed
 
 pytestmark = [pytest.mark.skipif(not is_installed(), reason=WHERE_FROM), pytest.mark.slow]
 WORDS = ("prepare", "texts.jsonl", "--vocab-size", "300", "--engine", "huggingface", "--shard-tokens", "400000")
-ON_RAY = ("--on", "ray", "--processes", "3")
+
+
+def on_ray(running: Cluster) -> tuple[str, ...]:
+    return ("--on", "ray", "--processes", "3", "--address", running.address)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +30,7 @@ def running() -> Iterator[Cluster]:
 @pytest.fixture
 def texts(folder: Folder, running: Cluster, monkeypatch: pytest.MonkeyPatch) -> Folder:
     """A folder with a text of several pieces."""
-    monkeypatch.setenv("RAY_ADDRESS", running.address)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")  # what --address says goes before it
     line = '{"text": "' + "Some words of a text, which is long. " * 40
     with (folder.path / "texts.jsonl").open("w") as file:
         for number in range(24_000):
@@ -60,7 +63,7 @@ def test_the_bytes_are_those_of_one_machine_whatever_is_killed(texts: Folder, ru
     texts.argosy(*WORDS, "--out", "local")
     work = texts.path / "out" / ".prepare"
 
-    caller = texts.start(*WORDS, "--out", "out", *ON_RAY)
+    caller = texts.start(*WORDS, "--out", "out", *on_ray(running))
     wait_for(lambda: list(work.glob("results/*.claim")))
     os.kill(workers(texts.path)[0], signal.SIGKILL)
     wait_for(lambda: list((texts.path / "out").glob("train-*.bin")))
@@ -71,23 +74,27 @@ def test_the_bytes_are_those_of_one_machine_whatever_is_killed(texts: Folder, ru
     wait_for(lambda: not workers(texts.path))  # they end with their caller
 
     running.add("n2")
-    said = texts.argosy(*WORDS, "--out", "out", *ON_RAY)
+    said = texts.argosy(*WORDS, "--out", "out", *on_ray(running))
     assert "out: 24000 documents from 1 file" in said
     assert contents(texts.path / "out") == contents(texts.path / "local")
     assert not work.exists()
 
 
-def test_a_stopped_caller_ends_its_workers(texts: Folder) -> None:
-    caller = texts.start(*WORDS, "--out", "out", *ON_RAY)
+def test_a_stopped_caller_ends_its_workers(texts: Folder, running: Cluster) -> None:
+    caller = texts.start(*WORDS, "--out", "out", *on_ray(running))
     wait_for(lambda: list((texts.path / "out" / ".prepare").glob("results/*.claim")))
     caller.send_signal(signal.SIGTERM)
     assert caller.wait(30) == 143
     wait_for(lambda: not workers(texts.path))
 
 
-def test_no_cluster_and_options_of_slurm_are_refused(texts: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused = texts.argosy(*WORDS, "--out", "out", *ON_RAY, "--partition", "fast", code=2)
+def test_no_cluster_and_options_of_slurm_are_refused(texts: Folder, running: Cluster) -> None:
+    refused = texts.argosy(*WORDS, "--out", "out", *on_ray(running), "--partition", "fast", code=2)
     assert "--on ray: --partition has no effect there" in refused
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
-    refused = texts.argosy(*WORDS, "--out", "out", *ON_RAY, code=2)
+    refused = texts.argosy(*WORDS, "--out", "out", "--on", "ray", "--processes", "3", code=2)
     assert "--on ray: no cluster of Ray answers at 127.0.0.1:9" in refused
+    refused = texts.argosy(*WORDS, "--out", "out", "--on", "ray", "--processes", "3", "--address", running.dashboard,
+                           code=2)  # fmt: skip
+    assert "is the dashboard of a cluster" in refused and "head:6379" in refused
+    refused = texts.argosy(*WORDS, "--out", "out", "--address", running.address, code=2)
+    assert "--on local: --address has no effect" in refused

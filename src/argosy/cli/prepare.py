@@ -59,6 +59,8 @@ class Options:
     """slurm: the account that is charged."""
     partition: str = ""
     """slurm: the partition."""
+    address: str = ""
+    """ray: the head of the cluster, e.g. head:6379 or ray://head:10001; empty: RAY_ADDRESS, else this machine's."""
     extra: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """slurm: an option of sbatch that is passed through, e.g. --extra=--mem=4G; give it again for another."""
     json: bool = False

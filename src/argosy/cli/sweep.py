@@ -6,6 +6,7 @@ watch`, `runs` and `logs` show. The same command again goes on where the sweep w
 Examples:
   argosy sweep sweep.toml                    trials on this machine, as many at a time as it has room for
   argosy sweep sweep.toml --on slurm         trials as tasks of SLURM array jobs
+  argosy sweep sweep.toml --on ray           trials as jobs of a Ray cluster
   argosy sweep sweep.toml --show             the table so far, and the plot
   argosy sweep sweep.toml --show --json      for a program
 """
@@ -44,15 +45,17 @@ class Options:
     json: bool = False
     """Print the result as one JSON object."""
     gpus_per_trial: int = 0
-    """slurm: GPUs of each trial."""
+    """slurm, ray: GPUs of each trial."""
     time: str = ""
     """slurm: time limit of a trial, e.g. 24:00:00; it is requeued when that is over."""
     account: str = ""
     """slurm: the account that is charged."""
     partition: str = ""
     """slurm: the partition."""
+    address: str = ""
+    """ray: the cluster's dashboard, e.g. http://head:8265, or its head; empty: RAY_ADDRESS, else this machine's."""
     extra: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """slurm: an option of sbatch that is passed through, e.g. --extra=--constraint=h100."""
+    """slurm, ray: an option of sbatch or `ray job submit` that is passed through, e.g. --extra=--constraint=h100."""
 
 
 def main(argv: list[str]) -> None:
@@ -66,7 +69,14 @@ def main(argv: list[str]) -> None:
     if options.show:
         result = show_sweep(sweep, folder)
     else:
-        asked = Asked(options.gpus_per_trial, options.time, options.account, options.partition, options.extra)
+        asked = Asked(
+            gpus=options.gpus_per_trial,
+            time=options.time,
+            account=options.account,
+            partition=options.partition,
+            address=options.address,
+            extra=options.extra,
+        )
         result = run_sweep(sweep, folder, options.on, asked, quiet=options.json)
     print(result.json() if options.json else result.in_words())
     if options.show:

@@ -270,6 +270,7 @@ def _executor(folder: WorkFolder, machines: Machines, workers: int) -> Executor:
             time=machines.time,
             account=machines.account,
             partition=machines.partition,
+            address=machines.address,
             extra=machines.extra,
         )
     )

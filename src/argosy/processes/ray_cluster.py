@@ -44,6 +44,11 @@ def connect(address: str, what_for: str) -> str:
     """
     ray = need_ray(what_for)
     where = address or os.environ.get(ADDRESS) or "auto"
+    if where.startswith(("http://", "https://")):
+        raise UserError(
+            f"{what_for}: {where} is the dashboard of a cluster, which only takes jobs. Give its head, such as "
+            "head:6379, or its client server, ray://head:10001."
+        )
     before = signal.getsignal(signal.SIGTERM)
     try:
         knock(where)

@@ -30,6 +30,8 @@ class Asked:
     time: str = ""
     account: str = ""
     partition: str = ""
+    address: str = ""
+    """Where the cluster is reached."""
     extra: tuple[str, ...] = ()
 
 

@@ -28,11 +28,12 @@ def with_launch(**keys: object) -> Request:
 
 
 def test_the_job_is_the_same_command_in_the_same_folder():
-    said = command(replace(REQUEST, gpus_per_node=8))
-    assert said.startswith("cd '/shared/my work' || exit 2; ")
-    assert said.endswith(
-        "argosy launch run.toml --train.steps 10 --on ray --nodes 4 --gpus-per-node 8 --run-dir /shared/runs/mine"
-    )
+    said = Ray().script(replace(REQUEST, gpus_per_node=8))
+    assert "cd '\"'\"'/shared/my work'\"'\"' && exec" in said
+    words = "argosy launch run.toml --train.steps 10 --on ray --nodes 4 --gpus-per-node 8 --run-dir /shared/runs/mine"
+    assert words in said
+    said = command(REQUEST.work_dir, words.split(), Path("/shared/my log"))
+    assert said.startswith("cd '/shared/my work' || exit 2; ") and said.endswith(f"{words} >> '/shared/my log' 2>&1")
 
 
 def test_the_secret_does_not_get_into_what_ray_shows(monkeypatch):

@@ -49,6 +49,8 @@ class Request:
     time: str = ""
     account: str = ""
     partition: str = ""
+    address: str = ""
+    """Where the cluster is reached."""
     extra: tuple[str, ...] = ()
     """Options of the cluster's own, passed through."""
 

@@ -14,7 +14,7 @@ class LocalExecutor:
 
     def __init__(self, request: Request) -> None:
         asked = {"--time": request.time, "--account": request.account, "--partition": request.partition,
-                 "--extra": request.extra}  # fmt: skip
+                 "--address": request.address, "--extra": request.extra}  # fmt: skip
         if given := [option for option, value in asked.items() if value]:
             raise UserError(f"--on local: {', '.join(given)} has no effect on this machine. Leave it out.")
         self._request, self._children = request, dict[str, Child]()

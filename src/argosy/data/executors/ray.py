@@ -23,14 +23,17 @@ class _Worker:
 
 
 class RayExecutor:
-    """Actors of the cluster that RAY_ADDRESS names, or that this machine is in. They end with this process."""
+    """Actors of the cluster at an address, else of that which RAY_ADDRESS names, or that this machine is in.
+
+    They end with this process.
+    """
 
     def __init__(self, request: Request) -> None:
         asked = {"--time": request.time, "--account": request.account, "--partition": request.partition,
                  "--extra": request.extra}  # fmt: skip
         if given := [option for option, value in asked.items() if value]:
             raise UserError(f"--on ray: {', '.join(given)} has no effect there. Leave it out.")
-        connect("", "--on ray")
+        connect(request.address, "--on ray")
         self._request, self._workers = request, dict[str, _Worker]()
         self._mark = secrets.token_hex(3)
         """Tells these workers from those of a caller before, which may be about to end."""

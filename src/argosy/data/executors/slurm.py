@@ -21,6 +21,8 @@ class SlurmExecutor:
     """Array jobs of the cluster whose sbatch is at hand."""
 
     def __init__(self, request: Request) -> None:
+        if request.address:
+            raise UserError("--on slurm: --address has no effect there. Leave it out.")
         _find("sbatch")
         self._request, self._jobs = request, list[str]()
         self._workers: dict[str, tuple[WorkerState, str]] = {}

@@ -26,6 +26,7 @@ class Machines:
     time: str = ""
     account: str = ""
     partition: str = ""
+    address: str = ""
     extra: tuple[str, ...] = ()
 
 

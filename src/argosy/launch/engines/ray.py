@@ -8,7 +8,7 @@ import secrets
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -56,23 +56,12 @@ class Ray(Engine):
 
     def submit(self, request: Request) -> Job:
         """Submit the job."""
-        given = _given(request)
-        client = _client(request.address)
         job_id = f"argosy-{request.name}-{secrets.token_hex(4)}"
-        with _refusals():
-            _submit(client, entrypoint=command(request), submission_id=job_id, **given)
-        return Job(
-            engine=self.name,
-            id=job_id,
-            submitted_s=round(time.time(), 3),
-            nodes=request.nodes,
-            log=str(request.folder / f"ray-{job_id}.out"),
-            place={"address": client.get_address()},
-        )
+        return submit(request, job_id, _words(request), request.folder / f"ray-{job_id}.out")
 
     def state(self, job: Job) -> tuple[JobState, str]:
         """Return what Ray says of the job."""
-        client = _client(job.place["address"])
+        client = client_of(job.place["address"])
         try:
             info = client.get_job_info(job.id)
         except RuntimeError as problem:
@@ -89,8 +78,8 @@ class Ray(Engine):
 
     def stop(self, job: Job) -> None:
         """Send SIGTERM to the job, which has its agents save."""
-        client = _client(job.place["address"])
-        with _refusals():
+        client = client_of(job.place["address"])
+        with refusals():
             client.stop_job(job.id)
 
     def logs(self, job: Job, follow: bool) -> Iterator[bytes]:
@@ -101,14 +90,33 @@ class Ray(Engine):
             yield text
         if is_empty:
             with suppress(UserError, RuntimeError):
-                yield _client(job.place["address"]).get_job_logs(job.id).encode()
+                yield client_of(job.place["address"]).get_job_logs(job.id).encode()
 
 
-def command(request: Request) -> str:
-    """Return the job's command: that which was given here, for the shell of Ray's job."""
+def submit(request: Request, job_id: str, words: Sequence[str], log: Path, is_ours: bool = False, **given: Any) -> Job:
+    """Submit `python WORDS` as a job of Ray with that number; `log` is where it prints.
+
+    is_ours: what the command prints is led there; otherwise it writes the file itself. given: more arguments of Ray's
+    `submit_job`, such as `entrypoint_num_cpus`.
+    Raises: UserError if there is no cluster, or it refuses.
+    """
+    asked = {**_given(request), **given}
+    client = client_of(request.address)
+    entry = command(request.work_dir, words, log if is_ours else None)
+    with refusals():
+        _submit(client, entrypoint=entry, submission_id=job_id, **asked)
+    place = {"address": client.get_address()}
+    return Job(
+        engine=Ray.name, id=job_id, submitted_s=round(time.time(), 3), nodes=request.nodes, log=str(log), place=place
+    )
+
+
+def command(work_dir: Path, words: Sequence[str], log: Path | None = None) -> str:
+    """Return `python WORDS` in a folder, for the shell of a job of Ray; log: a file that the output is added to."""
     python = shlex.quote(sys.executable)  # else the one of a cluster that was set up otherwise
-    folder = shlex.quote(str(request.work_dir))
-    return f"cd {folder} || exit 2; P={python}; [ -x $P ] || P=python; exec $P {shlex.join(_words(request))}"
+    folder = shlex.quote(str(work_dir))
+    into = f" >> {shlex.quote(str(log))} 2>&1" if log else ""
+    return f"cd {folder} || exit 2; P={python}; [ -x $P ] || P=python; exec $P {shlex.join(words)}{into}"
 
 
 def _words(request: Request) -> list[str]:
@@ -139,7 +147,7 @@ def _given(request: Request) -> dict[str, Any]:
     return given
 
 
-def _client(address: str) -> Any:
+def client_of(address: str) -> Any:
     """Return a client of the cluster's jobs. Raises: UserError if there is no Ray here, or no cluster there."""
     need_ray("--on ray")
     try:
@@ -179,7 +187,7 @@ def _without(*names: str) -> Iterator[None]:
 
 
 @contextmanager
-def _refusals() -> Iterator[None]:
+def refusals() -> Iterator[None]:
     """Raise UserError, with Ray's own words, in place of its errors."""
     try:
         yield
