@@ -77,22 +77,63 @@ def test_both_parts_are_those_of_gradients_of_parts_and_of_the_whole(workers, co
     assert of_first_step(records) == pytest.approx(estimate(small, big, part, BATCH), rel=tolerance)
 
 
+EXPERTS = {"moe": {"experts": 4, "expert_ffn_width": 16, "balance": "none"}}
+
+
+@pytest.mark.parametrize(
+    ("plan", "rows", "model"),
+    [
+        ("dp_shard=2,zero=3,microbatch=2", (0, 1, 4, 5), {}),
+        ("dp_shard=2,tp=2,zero=3,microbatch=1", (0, 4), {}),
+        ("cp=2,microbatch=4", (0, 1, 2, 3), {}),
+        ("dp_shard=2,cp=2,zero=3,microbatch=2", (0, 1, 4, 5), {}),
+        ("dp_shard=2,ep=2,zero=1,microbatch=2", (0, 1, 4, 5), EXPERTS),
+        ("dp_shard=2,zero=3,microbatch=2,precision=fp16", (0, 1, 4, 5), {}),
+    ],
+)
+def test_without_own_gradients_the_part_is_the_first_microbatch_of_all_ranks(
+    workers, corpus, tmp_path, plan, rows, model
+):
+    run, laid_out = noisy(corpus, train={"steps": 2}, model=model), eager(plan)
+    records = workers.run(laid_out.world_size, train_in, run, laid_out, tmp_path)[0]
+    small, big = squares_of_rows(run, rows), squares_of_rows(run, tuple(range(BATCH)))
+    tolerance = 0.03 if "fp16" in plan else 1e-4
+    assert of_first_step(records) == pytest.approx(estimate(small, big, len(rows), BATCH), rel=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("plan", "model"),
+    [
+        ("dp_shard=2,zero=3,microbatch=2", {}),
+        ("dp_shard=2,ep=2,microbatch=2", {"moe": {"experts": 4, "expert_ffn_width": 16, "balance": "bias"}}),
+    ],
+)
+def test_the_gradient_that_is_computed_once_more_changes_nothing(workers, corpus, tmp_path, plan, model):
+    laid_out = eager(plan)
+    plain = workers.run(2, train_in, run_config(corpus, model=model), laid_out, tmp_path / "plain")[0]
+    noise = workers.run(2, train_in, noisy(corpus, model=model), laid_out, tmp_path / "noisy")[0]
+    assert losses(plain) == losses(noise)
+    assert [record.get("experts") for record in plain] == [record.get("experts") for record in noise]
+
+
+def squares_of_rows(run: RunConfig, rows: tuple[int, ...]) -> float:
+    """The squared norm of the first step's gradient over some of its sequences."""
+    model = Decoder(run.model)
+    materialize(model, run.model, torch.device("cpu"), run.seed)
+    data = open_data(run.data, run.seed, BATCH)
+    some = data.loader(slice(0, BATCH)).read(0)[list(rows)]
+    (micro,) = microbatches(some, len(some), data.eod_id, torch.device("cpu"))
+    loss = model(micro.tokens_BT, micro.targets_BT, micro.positions_BT, micro.documents)
+    (loss / micro.targets_BT.numel()).backward()
+    return sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None)
+
+
 def test_one_process_compares_its_first_microbatch(corpus, tmp_path):
     run = noisy(corpus, train={"steps": 2})
     records = train_in(World(), run, eager("microbatch=2"), tmp_path)
     _, big = squares(run, BATCH, nothing)
-    model_part = squares_of_first(run, 2)
+    model_part = squares_of_rows(run, (0, 1))
     assert of_first_step(records) == pytest.approx(estimate(model_part, big, 2, BATCH), rel=1e-4)
-
-
-def squares_of_first(run: RunConfig, part: int) -> float:
-    model = Decoder(run.model)
-    materialize(model, run.model, torch.device("cpu"), run.seed)
-    data = open_data(run.data, run.seed, BATCH)
-    (micro,) = microbatches(data.loader(slice(0, part)).read(0), part, data.eod_id, torch.device("cpu"))
-    loss = model(micro.tokens_BT, micro.targets_BT, micro.positions_BT, micro.documents)
-    (loss / micro.targets_BT.numel()).backward()
-    return sum(float(p.grad.square().sum()) for p in model.parameters())
 
 
 def test_what_is_trained_stays_the_same_and_only_steps_that_are_due_tell(corpus, tmp_path):
@@ -130,8 +171,9 @@ def test_the_estimates_have_no_bias():
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ("dp_shard=2,zero=3", "under zero = 3 no rank has its own gradient"),
-        ("cp=2", "ranks of cp and ep share sequences"),
+        ("dp_shard=2,zero=3,microbatch=4", "zero=3, and that of a single microbatch is that of the whole batch"),
+        ("pp=2,cp=2,microbatch=1", "is not known with a pipeline"),
+        ("dp_replicate=2,dp_shard=2,zero=3,microbatch=1,sync=int8", "would be compressed as well"),
         ("microbatch=8", "one rank with one microbatch"),
         ("pp=2,schedule=zbv,microbatch=1", "zbv splits backward"),
     ],

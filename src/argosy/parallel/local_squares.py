@@ -11,6 +11,12 @@ from torch import Tensor
 
 from argosy.models.layers import local
 from argosy.parallel.pieces import Held
+from argosy.plan.plan import Plan
+
+
+def has_own_gradients(plan: Plan) -> bool:
+    """Return True if each data-parallel rank has the whole gradient of its own samples before any sum."""
+    return plan.cp == plan.ep == 1 and not plan.shards_parameters
 
 
 class LocalSquares:

@@ -19,7 +19,8 @@ from argosy.observe.clock import StepClock
 from argosy.parallel.buckets import Agreement, Bucket, Ranks
 from argosy.parallel.context import shard_sequence
 from argosy.parallel.data import GradientSum
-from argosy.parallel.local_squares import LocalSquares
+from argosy.parallel.gradients import square_share
+from argosy.parallel.local_squares import LocalSquares, has_own_gradients
 from argosy.parallel.mesh import Meshes
 from argosy.parallel.offload import HostCopies
 from argosy.parallel.pieces import Held, pieces_of
@@ -68,7 +69,7 @@ class ParallelModel:
         for model in parts.values():
             mine = list(pieces_of(model, meshes))
             self.pieces += mine
-            if run.observe.noise_scale_every_steps:
+            if run.observe.noise_scale_every_steps and has_own_gradients(plan):
                 on_both_ends = plan.pp > 1 and run.model.tie_embeddings
                 own = [p for p in mine if not p.is_part_of_sum and not (on_both_ends and p.name == "embedding.weight")]
                 self.own_pieces += own
@@ -112,6 +113,21 @@ class ParallelModel:
         for rule in self._rules:
             rule.arm(len(batch), moment)
         return self._share(self._schedule.forward_backward(batch, scale, clock))
+
+    def square_of(self, micro: Microbatch, scale: float) -> float:
+        """Return this rank's share of the squared norm of one microbatch's gradient, and leave nothing behind of it.
+
+        All ranks call it together, each data-parallel one with a microbatch of its own. The gradient is that of their
+        mean loss times `scale`.
+        """
+        tokens = micro.targets_BT.numel() * self.dp
+        self.forward_backward([micro], scale / tokens, StepClock(self._parts[0].device))
+        self.finish_gradients()
+        square = square_share(self.pieces).item()
+        self.zero_gradients()
+        for moe in self.moes.values():
+            moe.take_load()
+        return square
 
     def watch(self, on: bool) -> None:
         """Turn on or off that `bits` can tell this rank's gradients of the next step."""

@@ -2,14 +2,17 @@
 Large-Batch Training", appendix A.1).
 
 Of a step's gradient two norms are known: that of the whole batch B, and the mean of those of parts of b sequences, one
-part a data-parallel rank; with one rank, its first microbatch. Without bias,
+part a data-parallel rank; with one rank, its first microbatch. Where ranks share sequences or parameters (cp, ep, zero
+= 3) none has a gradient of its own: there the part is the first microbatch of all ranks, whose gradient is computed
+once more before the step. Without bias,
 
     |G|^2 = (B |G_B|^2 - b |G_b|^2) / (B - b)
     S     = (|G_b|^2 - |G_B|^2) / (1/b - 1/B)
 
 and the noise scale is S / |G|^2, in sequences. A single step tells little, so both are smoothed on their own.
 Parameters that tensor-parallel ranks hold whole are left out, and a tied embedding between the ends of a pipeline: no
-single rank has their gradient before the sums. What is trained does not change by a bit.
+single rank has their gradient before the sums (all count where the part is computed once more). What is trained does
+not change by a bit.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.models.batch import Microbatch
 from argosy.parallel.gradients import square_share
-from argosy.parallel.local_squares import LocalSquares
+from argosy.parallel.local_squares import LocalSquares, has_own_gradients
 from argosy.parallel.model import ParallelModel
 from argosy.plan.pipeline import SPLITTING
 from argosy.plan.plan import Plan
@@ -39,10 +42,14 @@ def check_can_estimate(run: RunConfig, plan: Plan) -> None:
     if not run.observe.noise_scale_every_steps:
         return
     asked = f'observe.noise_scale_every_steps = {run.observe.noise_scale_every_steps} with plan = "{plan}"'
-    if plan.cp > 1 or plan.ep > 1:
-        raise UserError(f"{asked}: ranks of cp and ep share sequences, and none has a gradient of its own. Set 0 here.")
-    if plan.shards_parameters:
-        raise UserError(f"{asked}: under zero = 3 no rank has its own gradient. Try zero=2 or lower, or 0 here.")
+    if not has_own_gradients(plan):
+        why = "no rank has a gradient of its own under cp, ep and zero=3, and that of a single microbatch"
+        if plan.pp > 1:
+            raise UserError(f"{asked}: {why} is not known with a pipeline. Try pp=1, or 0 here.")
+        if plan.is_compressed:
+            raise UserError(f"{asked}: {why} would be compressed as well. Try sync=exact, or 0 here.")
+        if plan.microbatches(run.train.global_batch) == 1:
+            raise UserError(f"{asked}: {why} is that of the whole batch. Try a smaller microbatch, or 0 here.")
     if plan.pp > 1 and plan.schedule in SPLITTING:
         raise UserError(f"{asked}: {plan.schedule} splits backward. Try schedule=1f1b, or 0 here.")
     if plan.dp == 1 and plan.microbatches(run.train.global_batch) == 1:
@@ -105,12 +112,21 @@ class NoiseScale:
         self._every = run.observe.noise_scale_every_steps
         self._squares, self._pieces = model.own_squares or LocalSquares(), model.own_pieces
         self._device = model.pieces[0].parameter.device
+        self._model, self._has_own = model, has_own_gradients(plan)
+        self._first = 0.0
+        """This rank's share of the squared norm of the first microbatch's gradient, where no rank has its own."""
         self._small, self._is_on = 0, False
         self.smoothed = Smoothed()
 
-    def begin(self, step: int, batch: Sequence[Microbatch]) -> None:
-        """Take the squares of this rank's own gradients in the step to come, if it is due."""
+    def begin(self, step: int, batch: Sequence[Microbatch], scale: float) -> None:
+        """Take the squares of a part's gradient in the step to come, if it is due. scale: that of the loss."""
         is_due = bool(self._every) and (step + 1) % self._every == 0
+        if not self._has_own:
+            self._is_on = is_due and len(batch) > 1
+            if self._is_on:
+                self._small = self._plan.dp * self._plan.microbatch
+                self._first = self._model.square_of(batch[0], scale)
+            return
         at = len(batch) if self._plan.dp > 1 else 1
         self._is_on = is_due and (self._plan.dp > 1 or len(batch) > 1)
         if self._is_on:
@@ -126,6 +142,8 @@ class NoiseScale:
         """Return this rank's shares of the sums over ranks, once its gradients are whole. scale: that of the loss."""
         if not self._is_on:
             return ()
+        if not self._has_own:
+            return (self._first / scale**2, square_share(self._model.pieces).item())
         share = square_share(self._pieces) if self._pieces else torch.zeros(())
         return (self._squares.take().item() / scale**2, share.item())
 
@@ -136,7 +154,7 @@ class NoiseScale:
         batch = self._run.train.batches.at(step)
         own, big = sums
         # Gradients are of the sum over a part, over the number of tokens of the whole batch: the mean is larger.
-        small = own / self._plan.dp * (batch / self._small) ** 2
+        small = own / self._plan.dp * (batch / self._small) ** 2 if self._has_own else own
         if math.isfinite(small) and math.isfinite(big):
             self.smoothed = self.smoothed.with_estimate(*estimate(small, big, self._small, batch))
 

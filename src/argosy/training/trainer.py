@@ -172,7 +172,7 @@ class Trainer:
 
     def forward_backward(self, batch: list[Microbatch]) -> Tensor:
         """Leave the global batch's gradient in the pieces; returns this rank's share of the loss."""
-        self._noise.begin(self.state.step, batch)
+        self._noise.begin(self.state.step, batch, self.state.scaler.scale)
         loss = self._step.forward_backward(batch)
         self._user.at("after_backward")
         return loss
