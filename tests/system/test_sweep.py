@@ -2,71 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from argosy.observe.events import read_lines
 from commands import Folder
 from slurm import WHERE_FROM, is_installed, slurm
-
-FAST = "trials = 2\ncores = 2\n"
-
-
-def write(folder: Folder, text: str, steps: int = 12) -> Path:
-    """Write a sweep of the tiny run, with the folder's corpus."""
-    folder.write_run(steps=steps, every_steps=2, processes=1)
-    (folder.path / "lr.toml").write_text(f'run = "run.toml"\n{text}\n[parallel]\n{FAST}')
-    return folder.path / "sweeps" / "lr"
-
-
-def result(folder: Folder) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(folder.argosy_here("sweep", "lr.toml", "--show", "--json"))
-    return found
-
-
-def losses(run_dir: Path) -> list[float]:
-    return [line["loss"] for line in read_lines(run_dir / "metrics.jsonl") if "loss" in line]
-
-
-def starts(run_dir: Path) -> list[int]:
-    """The steps at which a trial's processes began."""
-    events = read_lines(run_dir / "events" / "rank-0.jsonl")
-    return [event["step"] for event in events if event["event"] == "start"]
-
-
-def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None and time.monotonic() < end, process.communicate()
-        time.sleep(0.02)
+from sweep_folders import losses, result, starts, sweeps_of, wait_until, write
 
 
 @pytest.fixture
 def sweeping(folder: Folder) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Start sweeps. At the end, end them and the trials that they have left."""
-    begun: list[subprocess.Popen[str]] = []
-
-    def start(*words: str, **variables: str) -> subprocess.Popen[str]:
-        begun.append(folder.start("sweep", "lr.toml", *words, **variables))
-        return begun[-1]
-
-    yield start
-    for process in begun:
-        if process.poll() is None:
-            process.kill()
-            process.communicate()
-    for lock in folder.path.glob("sweeps/lr/[0-9]*/.lock"):
-        if (pid := lock.read_text().strip()) and Path(f"/proc/{pid}").exists():
-            os.kill(int(pid), signal.SIGKILL)
+    with sweeps_of(folder) as start:
+        yield start
 
 
 def test_a_killed_sweep_goes_on_and_counts_no_trial_twice(folder: Folder, sweeping):
@@ -160,7 +113,7 @@ def test_wrong_input_is_refused_and_nothing_is_written(folder: Folder, refused):
     refused("sweep", "none.toml", said=("none.toml: there is no such sweep file",))
     write(folder, "method = 'grid'\n[parameters]\noptimizer.lr = [1e-3]")
     refused("sweep", "lr.toml", "--show", said=("there is no sweep yet",))
-    refused("sweep", "lr.toml", "--time", "1:00:00", said=("are for clusters",))
+    refused("sweep", "lr.toml", "--time", "1:00:00", said=("--on local: --time has no meaning there",))
     (folder.path / "mine").mkdir()
     (folder.path / "mine" / "thesis.txt").touch()
     refused("sweep", "lr.toml", "--sweep-dir", "mine", said=("not the folder of a sweep", "thesis.txt"))
