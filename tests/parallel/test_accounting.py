@@ -44,6 +44,12 @@ PLANS = [
     *(("dense", f"dp_shard=4,zero={stage}") for stage in range(4)),
     *(("dense", f"dp_shard=2,dp_replicate=2,zero={stage},microbatch=2") for stage in (1, 3)),
     *(("dense", f"dp_replicate=2,dp_shard=2,zero={2 + (word == 'int8')},sync={word}") for word in COMPRESSED),
+    *(("dense", f"dp_replicate=4,sum_inside=2,sync={word}") for word in ("exact", *COMPRESSED)),
+    ("tied, biased, one key/value head", "dp_shard=4,zero=0,sum_inside=2,reduce=bf16"),
+    ("experts", "dp_shard=4,ep=2,zero=0,sum_inside=2"),
+    ("dense", "dp_replicate=8,sum_inside=2,sum_between=2"),
+    ("experts", "dp_replicate=4,dp_shard=2,ep=2,zero=3,sum_inside=2,sync=powersgd"),
+    ("dense", "dp_replicate=4,dp_shard=2,zero=1,sum_inside=2,sync=int8"),
     ("dense", "dp_replicate=2,tp=2,sync=powersgd,microbatch=4"),
     ("experts", "dp_replicate=2,dp_shard=2,ep=2,zero=1,sync=int8"),
     ("dense", "tp=2,microbatch=2"),
@@ -74,6 +80,7 @@ MUON_PLANS = [
 """Muon needs whole matrices, and each worked on once."""
 QUICK = {
     ("dense", "dp_replicate=2,dp_shard=2,zero=3,sync=int8", "adamw"),
+    ("dense", "dp_replicate=4,sum_inside=2,sync=int8", "adamw"),
     ("dense", "dp_shard=4,zero=0", "adamw"),
     ("dense", "dp_shard=4,zero=1", "adamw"),
     ("dense", "dp_shard=4,zero=2", "adamw"),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from argosy.parallel import buckets
 from argosy.parallel.buckets import Agreement, Ranks
 from argosy.parallel.data import GradientSum
+from argosy.parallel.mesh import Replicas, Tier
 from argosy.parallel.pieces import Held
 from argosy.parallel.world import World
 from argosy.sync.lane import Lane
@@ -72,7 +73,7 @@ def sum_of(
     pieces: list[Held], zero: int, bucket_bytes: int = ONE_BUCKET, dtype: torch.dtype = torch.float32
 ) -> GradientSum:
     world = dist.group.WORLD if dist.get_world_size() > 1 else None
-    ranks = Ranks(world if zero else None, None if zero else world)
+    ranks = Ranks(world if zero else None, Replicas(None if zero else world))
     return grouped(pieces, ranks, zero, bucket_bytes, dtype)
 
 
@@ -177,7 +178,7 @@ def shared_by_two(world: World) -> dict[str, Tensor]:
     shard, replicate = (next(g for ranks, g in some if world.rank in ranks) for some in _halves(list(groups.items())))
     model = layers()
     pieces = held(model, world, zero=1, sharing=2)
-    summing = grouped(pieces, Ranks(shard, replicate), 1, 100, torch.float32)
+    summing = grouped(pieces, Ranks(shard, Replicas(replicate)), 1, 100, torch.float32)
     summing.arm(1)
     backward(model, world.rank, 0)
     summing.finish()

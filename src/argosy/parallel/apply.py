@@ -71,7 +71,7 @@ def apply(
         compile_blocks(model, plan.compile)
         use_loss(model, run, meshes)
         if plan.shards_parameters:
-            ours = plan.is_compressed  # then the sum over replicas is not FSDP2's
+            ours = plan.sums_beside_fsdp  # then the sum over replicas is not FSDP2's
             experts = _fsdp_mesh(meshes, "expert_replicate", "expert_shard", ours) if plan.ep > 1 else None
             keep_gathered = plan.pp > 1 and SCHEDULES[plan.schedule].splits_backward
             dense = _fsdp_mesh(meshes, "replicate", "shard", ours)

@@ -16,8 +16,9 @@ from argosy.faults import fault
 from argosy.models.layers import local
 from argosy.parallel.checks import checksums, sum_of_bits
 from argosy.parallel.collectives import all_gather_single, reduce_scatter_single
+from argosy.parallel.mesh import Replicas
 from argosy.parallel.pieces import Held
-from argosy.sync.compressor import BucketFacts, Compressor, Memory, Moment, Segment, Sending
+from argosy.sync.compressor import BucketFacts, Compressor, Memory, Moment, Segment, Sending, started
 from argosy.sync.exact import Exact
 from argosy.sync.lane import Lane, Sum
 
@@ -30,7 +31,26 @@ class Ranks:
     """The ranks over which gradients are summed: those that share one replica of the state, and those with one each."""
 
     shard: dist.ProcessGroup | None
-    replicate: dist.ProcessGroup | None
+    replicas: Replicas
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The groups that a sum goes through."""
+        tiers = [tier.scatter for tier in self.replicas.inside]
+        return [group for group in (self.shard, *tiers, self.replicas.across) if group is not None]
+
+    @property
+    def parts(self) -> int:
+        """Parts of a gradient, one for each rank of the inner tiers, that are summed across."""
+        return prod(tier.size for tier in self.replicas.inside)
+
+    @property
+    def part(self) -> int:
+        """This rank's."""
+        place = 0
+        for tier in self.replicas.inside:
+            place = place * tier.size + tier.scatter.rank()
+        return place
 
 
 @dataclass(frozen=True)
@@ -50,7 +70,11 @@ class Agreement:
 
 
 class Bucket:
-    """Pieces that travel together. Their flat buffer begins with all that goes to rank 0, then to rank 1, ..."""
+    """Pieces that travel together. Their flat buffer begins with all that goes to rank 0, then to rank 1, ...
+
+    Where replicas sum in tiers, what goes to a rank is cut once more, into a part of each matrix for each of its
+    neighbours (`Segment.part`).
+    """
 
     def __init__(
         self,
@@ -64,24 +88,25 @@ class Bucket:
         """`keep`: gradients stay in memory after they were sent, where ranks share the state."""
         self.pieces, self._ranks, self._dtype, self._how = pieces, ranks, dtype, how
         self._keep = keep and ranks.shard is not None
-        self._n = ranks.shard.size() if ranks.shard else 1
+        self._n, self._k = ranks.shard.size() if ranks.shard else 1, ranks.parts
         self._flat = self._mine = torch.empty(0)
         self._sum: Sum | None = None
         self.arrivals = 0
         self.checksums: Tensor | None = None
         self.bits: Tensor | None = None
-        self._compressor = how.compressor if is_compressed and ranks.replicate is not None else Exact()
-        widths = [width for _, width in self._widths()]
+        self._compressor = how.compressor if is_compressed and ranks.replicas.across is not None else Exact()
+        self._segments = [_segment(piece, self._n) for piece in pieces]
         device = local(pieces[0].parameter).device
-        segments = tuple(_segment(piece, self._n) for piece in pieces)
+        segments = tuple(segment.part(self._k) for segment in self._segments)
         memory = self._compressor.memory(segments, device)
-        assert sum(widths) == sum(segment.elements for segment in segments)
         self._about = BucketFacts(next(how.numbers), segments, memory, how.seed)
 
     def gather_up(self) -> Tensor:
         """Return this rank's gradients, a row for each rank."""
         rows = [_in_rows(_gradient(piece), self._n, width) for piece, width in self._widths()]
-        return torch.cat(rows, dim=1).to(self._dtype)
+        if self._k > 1:
+            rows = [segment.cut(row, self._k) for segment, row in zip(self._segments, rows, strict=True)]
+        return torch.cat(rows, dim=-1).flatten(1).to(self._dtype)
 
     def send(self, checks: bool, watches: bool, moment: Moment) -> None:
         """Start to sum the gradients over the ranks; they are freed unless they are to be kept."""
@@ -101,17 +126,28 @@ class Bucket:
             work = reduce_scatter_single(self._mine, self._flat.flatten(), group=self._ranks.shard, async_op=True)
         else:
             self._mine = self._flat.flatten()
-        messages = (work is not None) + (way.messages if self._ranks.replicate is not None else 0)
-        self._sum = self._how.lane.submit(self._sending(work, way, moment), messages)
+        tiers = [1] * len(self._ranks.replicas.inside)
+        across = way.messages if self._ranks.replicas.across is not None else 0
+        self._sum = self._how.lane.submit(
+            self._sending(work, way, moment), [int(work is not None), *tiers, across, *tiers]
+        )
 
     def _sending(self, work: dist.Work | None, way: Compressor, moment: Moment) -> Sending:
-        """Sum over the ranks that share a replica (`work` does so), then over replicas."""
+        """Sum over the ranks that share a replica (`work` does so), then over replicas, tier by tier and back."""
         if work is not None:
             yield work
-        if self._ranks.replicate is None:
-            return self._mine
-        sums = yield from way.sum(self._mine, self._ranks.replicate, self._about, moment)
-        return sums.to(self._dtype)
+        sums, replicas = self._mine, self._ranks.replicas
+        for tier in replicas.inside:
+            part = sums.new_empty(len(sums) // tier.size)
+            yield started(reduce_scatter_single(part, sums, group=tier.scatter, async_op=True))
+            sums = part
+        if replicas.across is not None:
+            sums = (yield from way.sum(sums, replicas.across, self._about, moment)).to(self._dtype)
+        for tier in reversed(replicas.inside):
+            whole = sums.new_empty(len(sums) * tier.size)
+            yield started(all_gather_single(whole, sums, group=tier.gather, async_op=True))
+            sums = whole
+        return sums
 
     def receive(self) -> Tensor:
         """Wait for the sums, and make them the gradients of the pieces' values; returns them as they came."""
@@ -129,24 +165,46 @@ class Bucket:
         return self._about.number
 
     @property
+    def part(self) -> int:
+        """Which part of the sum this rank takes across; 0 where replicas do not sum in tiers."""
+        return self._ranks.part
+
+    @property
     def replica(self) -> int:
-        """This rank's place among the replicas."""
-        return 0 if self._ranks.replicate is None else self._ranks.replicate.rank()
+        """This rank's place among those that sum across: replicas, or groups of them that have summed inside."""
+        across = self._ranks.replicas.across
+        return 0 if across is None else across.rank()
 
     @property
     def replicas(self) -> int:
-        """How many replicas sum this bucket."""
-        return 1 if self._ranks.replicate is None else self._ranks.replicate.size()
+        """How many sum across."""
+        across = self._ranks.replicas.across
+        return 1 if across is None else across.size()
 
     @property
     def memory(self) -> Memory:
         """What this rank keeps of earlier sums."""
         return self._about.memory
 
-    def kept_of_pieces(self, name: str) -> list[tuple[Held, Tensor]]:
-        """Return each piece with its part of what is kept under `name`, as long as the bucket, in its shape."""
+    def kept_of_pieces(self, name: str) -> list[tuple[Held, tuple[int, ...], Tensor]]:
+        """Return of each piece what is kept under `name` of the part that this rank takes across, in its shape, and its
+        place in the whole parameter. Where that part is all of the piece, so are shape and place."""
         kept = self.memory.kept.get(name)
-        return [] if kept is None else list(zip(self.pieces, self._split(kept), strict=True))
+        if kept is None:
+            return []
+        if self._k == 1:
+            return [(p, p.offset, kept) for p, kept in zip(self.pieces, self._split(kept), strict=True)]
+        found = []
+        flats = kept.split([segment.elements for segment in self._about.segments])
+        for piece, segment, flat in zip(self.pieces, self._about.segments, flats, strict=True):
+            dim = segment.row_dim
+            first = min(self.part * segment.rows, piece.value.shape[dim])
+            shape = list(piece.value.shape)
+            shape[dim] = min(segment.rows, shape[dim] - first)
+            offset = tuple(at + first * (d == dim) for d, at in enumerate(piece.offset))
+            of_part = flat.view(segment.batch, segment.rows, segment.cols)[: shape[0] if dim else 1, : shape[dim]]
+            found.append((piece, offset, of_part.view(shape)))
+        return found
 
     def start_gathering(self) -> Gathering:
         """Start to give every rank the values that the others have updated."""
@@ -168,7 +226,13 @@ class Bucket:
         return list(zip(self.pieces, sizes, strict=True))
 
     def _split(self, flat: Tensor) -> list[Tensor]:
-        parts = flat.split([width for _, width in self._widths()])
+        """Return what is each piece's of a buffer that is as long as a rank's row."""
+        widths = [width for _, width in self._widths()]
+        if self._k > 1:
+            cuts = flat.view(self._k, len(flat) // self._k).split([part.elements for part in self._about.segments], dim=1)
+            parts = [segment.joined(cut) for segment, cut in zip(self._segments, cuts, strict=True)]
+        else:
+            parts = list(flat.split(widths))
         return [part[: p.value.numel()].view_as(p.value) for part, p in zip(parts, self.pieces, strict=True)]
 
 
@@ -205,7 +269,7 @@ def _segment(piece: Held, n: int) -> Segment:
     """Return the largest part that a parameter is cut into over `n` ranks, as matrices: those of experts one each."""
     rows, *rest = local(piece.parameter).shape
     rows = -(-rows // n)
-    return Segment(rows, rest[0], prod(rest[1:])) if len(rest) > 1 else Segment(1, rows, prod(rest))
+    return Segment(rows, rest[0], prod(rest[1:]), is_stack=True) if len(rest) > 1 else Segment(1, rows, prod(rest))
 
 
 def _in_rows(tensor: Tensor, n: int, width: int) -> Tensor:

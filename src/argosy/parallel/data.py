@@ -1,6 +1,6 @@
 """Data parallelism with ZeRO stages 0 to 2: gradients are summed over ranks while backward still runs.
 
-Stage 0 sums them over replicas (`sync`); 1 and 2 (Rajbhandari et al. 2020) reduce-scatter them, so that each rank gets
+Stage 0 sums them over replicas (`sync`), in tiers if the plan says so; 1 and 2 (Rajbhandari et al. 2020) reduce-scatter them, so that each rank gets
 the part that it updates, sum that part over replicas, and all-gather the updated values. Each gradient is freed when it
 has been sent; stage 1 keeps it until the step is done.
 """
@@ -52,7 +52,7 @@ class GradientSum:
         """True if `bits` is to tell this rank's gradients of the next steps."""
         self.is_sound: Tensor | None = None
         """True if the sums of the last step fit their checksums, bool, no dims; None if they were not checked."""
-        self._alone = pieces if ranks.shard is None and ranks.replicate is None else ()
+        self._alone = pieces if not ranks.groups else ()
         self._shared = ranks.shard is not None
         self._expected = 0
         self._next = 0
@@ -140,10 +140,9 @@ class GradientSum:
         """Compare the sums with the checksums of what all ranks sent: one small message for all buckets."""
         sent = torch.stack([bucket.checksums for bucket in self._buckets if bucket.checksums is not None])
         ranks = 1
-        for group in (self._ranks.shard, self._ranks.replicate):
-            if group is not None:
-                dist.all_reduce(sent, group=group)
-                ranks *= group.size()
+        for group in self._ranks.groups:
+            dist.all_reduce(sent, group=group)
+            ranks *= group.size()
         mine = 0 if self._ranks.shard is None else self._ranks.shard.rank()
         return torch.stack([is_sum(sums, total[mine], ranks) for sums, total in zip(received, sent, strict=True)]).all()
 

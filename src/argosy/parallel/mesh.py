@@ -7,23 +7,51 @@
 Every view counts ranks in the same order, so that all agree on each rank's place. `shard` is dp_shard x cp, since the
 ranks that split a sequence share the state as those do that split the samples; with zero = 0 no rank shares, and these
 ranks count as replicas.
+
+Where replicas sum in tiers, each of them is a part of `replicate`: neighbours inside, groups of them between, the rest
+across.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from argosy.plan.cost.traffic import ENDS, STAGE, WORLD, spanning_axis
+from argosy.plan.cost.traffic import ENDS, STAGE, TIERS, WORLD, spanning_axis
 from argosy.plan.plan import AXES, Plan
 
 EXPERT_AXES = {"expert_replicate", "expert_shard", "ep"}
+
+
+@dataclass(frozen=True)
+class Tier:
+    """Neighbours that sum before others do. Two groups of the same ranks, one for each way: then a bucket may go in
+    while another comes out, and messages match all the same."""
+
+    scatter: dist.ProcessGroup
+    gather: dist.ProcessGroup
+
+    @property
+    def size(self) -> int:
+        """Ranks."""
+        return self.scatter.size()
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """This rank's view of the replicas of what it has."""
+
+    across: dist.ProcessGroup | None = None
+    """Those that sum last; None: there are none."""
+    inside: tuple[Tier, ...] = ()
+    """Those that sum before, nearest first."""
 
 
 class Meshes:
@@ -41,6 +69,10 @@ class Meshes:
     def group(self, name: str) -> dist.ProcessGroup | None:
         """Return the group along one dimension of any view; None where this rank is alone in it."""
         return None
+
+    def replicas(self, name: str) -> Replicas:
+        """Return how the ranks along `replicate` or `expert_replicate` sum."""
+        return Replicas()
 
     def rank(self, name: str) -> int:
         """Return this rank's place along a dimension of `axes`."""
@@ -84,6 +116,11 @@ class RankMeshes(Meshes):
     """`state` and `experts` with tp (and ep) before shard, for ZeRO 1 and 2, which split what tp left; else empty."""
     stage: dist.ProcessGroup | None
     ends: dist.ProcessGroup | None
+    in_tiers: Mapping[str, Replicas] = field(default_factory=dict)
+    """Of `replicate` and `expert_replicate`; empty: all sum at once."""
+
+    def replicas(self, name: str) -> Replicas:
+        return self.in_tiers.get(name) or Replicas(self.group(name))
 
     def group(self, name: str) -> dist.ProcessGroup | None:
         group = self._view(name).get_group(name)
@@ -126,6 +163,11 @@ class RankMeshes(Meshes):
         world = self.axes.size()
         everyone = spanning_axis({axis: group.size() for axis, group in groups}, world) or WORLD
         names: dict[str, str] = {group.group_name: axis if group.size() < world else everyone for axis, group in groups}
+        for axis, replicas in self.in_tiers.items():
+            if replicas.across is not None:
+                names[replicas.across.group_name] = axis
+            for name, tier in zip(TIERS, replicas.inside, strict=False):
+                names |= {group.group_name: f"{axis}_{name}" for group in (tier.scatter, tier.gather)}
         if self.ends is not None:
             names[self.ends.group_name] = ENDS
         if self.stage is not None:
@@ -183,7 +225,31 @@ def lay_out_meshes(device_type: str, plan: Plan, tied_ends: bool, timeout_s: flo
         )
     views = (axes, state, experts, *nested)
     _limit_waits((group for view in views for group in view.get_all_groups()), timeout)
-    return RankMeshes(axes, state, experts, nested, stage if stage.size() > 1 else None, ends)
+    in_tiers = {}
+    if plan.sums_in_tiers:
+        in_tiers["replicate"] = _tiers(state.mesh, plan.inner_tiers(), timeout)
+        if plan.ep > 1:
+            in_tiers["expert_replicate"] = _tiers(experts.mesh, plan.inner_tiers(is_dealt=True), timeout)
+    return RankMeshes(axes, state, experts, nested, stage if stage.size() > 1 else None, ends, in_tiers)
+
+
+def _tiers(view: Tensor, sizes: tuple[int, int], timeout: timedelta) -> Replicas:
+    """Make the groups of tiers of these sizes along dim 1 of a view, and of what is left."""
+    inside, between = sizes
+    split = view.unflatten(1, (-1, between, inside))
+    tiers = [
+        Tier(_along(split, dim, timeout), _along(split, dim, timeout)) for dim in (3, 2) if split.shape[dim] > 1
+    ]
+    return Replicas(_along(split, 1, timeout) if split.shape[1] > 1 else None, tuple(tiers))
+
+
+def _along(ranks: Tensor, dim: int, timeout: timedelta) -> dist.ProcessGroup:
+    """Make all groups along a dim; returns this rank's."""
+    for members in ranks.movedim(dim, -1).flatten(0, -2).tolist():
+        group = dist.new_group(members, timeout)
+        if dist.get_rank() in members:
+            mine = group
+    return mine
 
 
 def _limit_waits(groups: Iterable[dist.ProcessGroup], timeout: timedelta) -> None:

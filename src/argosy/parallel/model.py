@@ -55,6 +55,7 @@ class ParallelModel:
         #: How parameters are cut into buckets, in a word.
         self.layout = f"pp{plan.pp}-{plan.stages}shard{plan.dp_shard}cp{plan.cp}tp{plan.tp}ep{plan.ep}zero{plan.zero}"
         self.layout += f"mb{plan.bucket_mb}rank{run.sync.rank}"
+        self.layout += f"tiers{plan.sum_inside}x{plan.sum_between}" * plan.sums_in_tiers
         self._parts = list(parts.values())
         self._take_mine = partial(shard_sequence, rank=meshes.rank("cp"), size=plan.cp)
         #: This rank's layers of experts, by number.
@@ -258,11 +259,11 @@ def _gradient_rules(
     dense = [piece for piece in pieces if not piece.is_expert]
     experts = [piece for piece in pieces if piece.is_expert]
     some = [(dense, "shard", "replicate"), (experts, "expert_shard", "expert_replicate")]
-    ours = [(group, meshes.group(shard), meshes.group(replicate)) for group, shard, replicate in some if group]
+    ours = [(group, meshes.group(shard), meshes.replicas(replicate)) for group, shard, replicate in some if group]
     if not plan.shards_parameters:
         dtype, keep = DTYPES[plan.reduce], plan.zero < 2
         return [GradientSum(group, Ranks(shard, over), dtype, keep, checks, how) for group, shard, over in ours]
-    if not plan.is_compressed:
+    if not plan.sums_beside_fsdp:
         return [FullySharded(model, pieces)]
     dtype = DTYPES[plan.reduce]
     over_replicas = [GradientSum(group, Ranks(None, over), dtype, False, how=how) for group, _, over in ours]

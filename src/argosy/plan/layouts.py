@@ -52,6 +52,8 @@ class Layouts:
     weights: Ints
     reduce: Ints
     sync: Ints
+    sum_inside: Ints
+    sum_between: Ints
     bucket_mb: Ints
     compile: Ints
 

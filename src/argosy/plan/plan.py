@@ -69,6 +69,10 @@ class Plan(Section):
     """Number format in which gradients are summed over ranks."""
     sync: Sync = "exact"
     """How replicas agree on a step: exact sums of gradients, or sums that send fewer bytes."""
+    sum_inside: PositiveInt = 1
+    """Replicas next to each other (of a node, or of a site) that sum among themselves first, exactly; 1: all at once."""
+    sum_between: PositiveInt = 1
+    """Groups of them (nodes of a site) that sum next; what is left, 1/(sum_inside x sum_between), goes further."""
     bucket_mb: Annotated[int, Field(ge=1, le=1024)] = 4
     """Gradients that are summed in one message, MiB."""
     compile: bool = True
@@ -131,6 +135,32 @@ class Plan(Section):
     def is_compressed(self) -> bool:
         """True if replicas sum their gradients in fewer bytes."""
         return self.sync in COMPRESSED
+
+    @property
+    def sums_in_tiers(self) -> bool:
+        """True if replicas sum among neighbours first."""
+        return self.sum_inside > 1
+
+    @property
+    def sums_beside_fsdp(self) -> bool:
+        """True if the sum over replicas is ours, and FSDP2, where it splits parameters, knows of one replica only."""
+        return self.is_compressed or self.sums_in_tiers
+
+    @property
+    def replicas(self) -> int:
+        """Replicas of the state: with stage 0 all ranks that share a model otherwise."""
+        return self.dp_replicate * (self.dp_shard * self.cp if self.zero == 0 else 1)
+
+    def inner_tiers(self, is_dealt: bool = False) -> tuple[int, int]:
+        """Return how many replicas sum inside, and how many groups of them between, before the rest.
+
+        is_dealt: those of experts that ep ranks share: with stage 0, ep of the replicas next to each other have other
+        experts.
+        """
+        inside, unit = self.sum_inside, self.sum_inside * self.sum_between
+        if is_dealt and self.zero == 0:
+            inside, unit = max(1, inside // self.ep), max(1, unit // self.ep)
+        return inside, unit // inside
 
     def is_(self, key: str, *words: object) -> bool:
         """Return True if `key` has one of these values."""

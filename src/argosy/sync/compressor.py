@@ -8,12 +8,13 @@ what is done meanwhile.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from argosy.config.sync import SyncConfig
 
@@ -41,11 +42,36 @@ class Segment:
     batch: int
     rows: int
     cols: int
+    is_stack: bool = False
+    """The parameter is a stack of matrices, one for each expert."""
 
     @property
     def elements(self) -> int:
         """Numbers in the bucket."""
         return self.batch * self.rows * self.cols
+
+    @property
+    def row_dim(self) -> int:
+        """The dim of the parameter that counts rows: experts are stacked along the first."""
+        return 1 if self.is_stack else 0
+
+    def part(self, k: int) -> Segment:
+        """Return the largest of `k` parts of it: some rows of each matrix."""
+        return replace(self, rows=-(-self.rows // k))
+
+    def cut(self, rows_nW: Tensor, k: int) -> Tensor:
+        """Return rows of as many numbers as it has, [n, W], as [n, k, w]: its `k` parts, filled up with zeros."""
+        part = self.part(k)
+        x = rows_nW.view(len(rows_nW), self.batch, self.rows, self.cols)
+        x = F.pad(x, (0, 0, 0, k * part.rows - self.rows)) if k * part.rows > self.rows else x
+        return x.unflatten(2, (k, part.rows)).transpose(1, 2).flatten(2)
+
+    def joined(self, parts_kw: Tensor) -> Tensor:
+        """Return the numbers of its parts, [W], without the zeros."""
+        part = self.part(len(parts_kw))
+        x = parts_kw.view(len(parts_kw), self.batch, part.rows, self.cols).transpose(0, 1).flatten(1, 2)
+        is_filled_up = x.shape[1] > self.rows
+        return (x[:, : self.rows].clone() if is_filled_up else x).flatten()  # or the zeros stay in memory
 
 
 @dataclass

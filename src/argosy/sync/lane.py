@@ -1,4 +1,4 @@
-"""Drives sums over ranks: each starts when the one before has sent its last message, the same order on every rank.
+"""Drives sums over ranks: each follows the one before, phase by phase, in the same order on every rank.
 
 On a CPU the messages of a sum are looked after whenever a gradient arrives (`poll`), so that backward never waits; on a
 GPU all of a sum is put on a stream of its own at once.
@@ -7,6 +7,7 @@ GPU all of a sum is put on a stream of its own at once.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -16,73 +17,97 @@ from torch import Tensor
 from argosy.sync.compressor import Sending
 
 
+EVERY_PHASE = 2**62
+"""More phases than any sum has."""
+
+
 class Sum:
     """One sum on its way. Its result comes from `Lane.finish`."""
 
-    def __init__(self, sending: Sending, messages: int):
-        self._sending, self._left = sending, messages
+    def __init__(self, sending: Sending, phases: Sequence[int]):
+        """`phases`: how many messages it sends in each of the phases that all sums of its lane go through."""
+        self._sending, self._left = sending, list(phases)
         self._work: dist.Work | None = None
         self.result: Tensor | None = None
 
     @property
+    def phase(self) -> int:
+        """The phases of which it has sent all messages."""
+        return next((number for number, left in enumerate(self._left) if left), len(self._left))
+
+    @property
     def has_sent_all(self) -> bool:
         """True if its last message is on its way."""
-        return self._left == 0
+        return not any(self._left)
 
-    def go_on(self, wait: bool, to_the_end: bool) -> None:
-        """Go on until a message is on its way that has not arrived; or, without `to_the_end`, that is the last.
+    def go_on(self, before: int) -> None:
+        """Go on, without waiting, as far as the last message of the phases before `before`."""
+        while self.result is None and not self.has_sent_all and self.phase < before:
+            if self._work is not None and not self._work.is_completed():
+                return
+            self.take_a_step()
 
-        wait: wait for messages instead.
-        """
-        while self.result is None and (to_the_end or not self.has_sent_all):
-            if self._work is not None:
-                if not wait and not self._work.is_completed():
-                    return
-                self._work.wait()
-            try:
-                self._work = next(self._sending)
-                self._left -= 1
-            except StopIteration as end:
-                self._work, self._left, self.result = None, 0, end.value
+    def take_a_step(self) -> None:
+        """Wait for the message that is on its way, and send the next, or come to the result."""
+        if self._work is not None:
+            self._work.wait()
+        phase = self.phase
+        try:
+            self._work = next(self._sending)
+            self._left[phase] -= 1
+        except StopIteration as end:
+            self._work, self._left, self.result = None, [0] * len(self._left), end.value
 
 
 class Lane:
-    """The order in which this rank's sums go. One lane serves all sums that share process groups."""
+    """The order in which this rank's sums go. One lane serves all sums that share process groups.
+
+    In each phase they go one after the other, as all messages of a process group are of one phase. So one sum may be
+    on the thin links while the next is still inside.
+    """
 
     def __init__(self, device: torch.device):
         self._queue: deque[Sum] = deque()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def submit(self, sending: Sending, messages: int) -> Sum:
-        """Start a sum, once those before it have sent their last message. All ranks submit in the same order."""
-        one = Sum(sending, messages)
+    def submit(self, sending: Sending, phases: Sequence[int]) -> Sum:
+        """Start a sum, each phase of it once those before have sent all of theirs. All ranks submit in the same order.
+
+        phases: as of `Sum`.
+        """
+        one = Sum(sending, phases)
         if self._stream is None:
             self._queue.append(one)
             self.poll()
         else:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
             with self._on_stream():
-                one.go_on(wait=True, to_the_end=True)  # the stream waits, not the host
+                while one.result is None:
+                    one.take_a_step()  # the stream waits, not the host
         return one
 
     def poll(self) -> None:
         """Go on with the sums as far as is possible without waiting."""
-        while self._queue:
-            self._queue[0].go_on(wait=False, to_the_end=False)
-            if not self._queue[0].has_sent_all:
-                return
+        before = EVERY_PHASE
+        for one in self._queue:
+            one.go_on(before)
+            before = before if one.has_sent_all else min(before, one.phase)
+            if not before:
+                break
+        while self._queue and self._queue[0].has_sent_all:
             self._queue.popleft()
 
     def finish(self, one: Sum) -> Tensor:
-        """Wait for a sum; returns it. Later ones are started meanwhile."""
+        """Wait for a sum; returns it. Later ones go on meanwhile."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         else:
             self.poll()
             while not one.has_sent_all:
-                self._queue[0].go_on(wait=True, to_the_end=False)
+                self._queue[0].take_a_step()
                 self.poll()
-            one.go_on(wait=True, to_the_end=True)
+            while one.result is None:
+                one.take_a_step()
         assert one.result is not None
         return one.result
 

@@ -1,6 +1,7 @@
 """What compressors keep from step to step, as a part of the state: residuals, momenta, and the matrices of PowerSGD.
 
-A residual belongs to one replica, and what counts is the sum of all. So each is saved by the number of its replica, and
+A residual belongs to one replica (or to a group of them that sums inside first, each of which has its part of it), and
+what counts is the sum of all. So each is saved by the number of its replica, and
 a run that goes on with fewer replicas adds up those of the ones that it lacks; with more, the new ones begin with none.
 The boxes say of how many replicas they are:
 
@@ -79,20 +80,20 @@ class SyncMemory:
     def boxes(self) -> dict[Box, Tensor]:
         """Return what this rank keeps: live tensors."""
         kept = {
-            _box(kind, bucket.replica, bucket.replicas, piece, tensor): tensor
-            for bucket, kind, piece, tensor in self._summed()
+            _box(kind, bucket.replica, bucket.replicas, piece, offset, tensor): tensor
+            for bucket, kind, piece, offset, tensor in self._summed()
         }
         return kept | self._qs()
 
     def wanted(self, past: Past) -> dict[Box, Tensor]:
         """Return tensors to fill with what this rank takes over of a state that has `past`."""
         wanted: dict[Box, Tensor] = {}
-        for bucket, kind, piece, tensor in self._summed():
+        for bucket, kind, piece, offset, tensor in self._summed():
             replicas = past.experts if _is_expert(piece.name) else past.dense
             if kind in past.kinds:
                 for replica in range(bucket.replica, replicas, bucket.replicas):
                     filled = tensor if replicas == bucket.replicas else tensor.new_empty(tensor.shape)
-                    wanted[_box(kind, replica, replicas, piece, tensor)] = filled
+                    wanted[_box(kind, replica, replicas, piece, offset, tensor)] = filled
         return wanted | (self._qs() if past.layout == self._layout else {})
 
     def restored(self, boxes: Mapping[Box, Tensor]) -> None:
@@ -101,7 +102,7 @@ class SyncMemory:
         for box, tensor in boxes.items():
             if match := _SUMMED.fullmatch(box.name):
                 found.setdefault((box.name.split(".")[1], match["name"]), []).append(tensor)
-        for _, kind, piece, tensor in self._summed():
+        for _, kind, piece, _, tensor in self._summed():
             parts = found.get((kind, piece.name), [])
             total = sum(parts[1:], start=parts[0]) if parts else tensor.new_zeros(tensor.shape)
             if total.data_ptr() != tensor.data_ptr():
@@ -112,17 +113,18 @@ class SyncMemory:
             if "q" in bucket.memory.kept and not have_q:
                 bucket.memory.kept["q"].zero_()
 
-    def _summed(self) -> Iterator[tuple[Bucket, str, Held, Tensor]]:
+    def _summed(self) -> Iterator[tuple[Bucket, str, Held, tuple[int, ...], Tensor]]:
         for bucket in self._buckets:
             for kind in SUMMED:
-                for piece, tensor in bucket.kept_of_pieces(kind):
-                    yield bucket, kind, piece, tensor
+                for piece, offset, tensor in bucket.kept_of_pieces(kind):
+                    yield bucket, kind, piece, offset, tensor
 
     def _qs(self) -> dict[Box, Tensor]:
         found: dict[Box, Tensor] = {}
         for bucket in self._buckets:
             if (q := bucket.memory.kept.get("q")) is not None and q.numel():
-                name = f"sync.q.{self._layout}.{self._place}.{bucket.number}"
+                part = f"-part{bucket.part}" if bucket.part else ""
+                name = f"sync.q.{self._layout}.{self._place}{part}.{bucket.number}"
                 found[part_box(name, q, q.shape, (0,) * q.ndim)] = q
         return found
 
@@ -131,6 +133,6 @@ def _is_expert(name: str) -> bool:
     return ".experts." in name
 
 
-def _box(kind: str, replica: int, replicas: int, piece: Held, tensor: Tensor) -> Box:
+def _box(kind: str, replica: int, replicas: int, piece: Held, offset: tuple[int, ...], tensor: Tensor) -> Box:
     name = f"sync.{kind}.{replica}of{replicas}.{piece.name}"
-    return part_box(name, tensor, piece.shape, piece.offset)
+    return part_box(name, tensor, piece.shape, offset)

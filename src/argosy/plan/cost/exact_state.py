@@ -101,7 +101,7 @@ def _gradient_elements(cut: LocalShard, plan: Plan) -> int:
         return cut.numel
     # Gradients that are summed in another dtype are cast piece by piece, without the padding; FSDP2 casts it too.
     # Where FSDP2's sums go on over replicas, buffers are ours, and hold what it has cut, unpadded.
-    is_padded = not plan.is_compressed if plan.zero == 3 else plan.reduce == plan.weights
+    is_padded = not plan.sums_beside_fsdp if plan.zero == 3 else plan.reduce == plan.weights
     share = cut.chunk if is_padded else math.prod(cut.mine)
     return share + (cut.numel if plan.zero == 1 else 0)
 

@@ -1,4 +1,11 @@
-"""The exact bytes of sums over replicas, by the plan's word `sync`: those that `sync` sends, bucket by bucket.
+"""The exact bytes of sums over replicas in tiers, and by the plan's word `sync`: those that `sync` sends, by bucket.
+
+Where a replicas sum inside, and c groups of them between, each rank of a tier gets an equal part of the rows of each
+matrix, filled up; S numbers in all, for r bytes of a number (`reduce`):
+
+    inside      reduce_scatter, all_gather    r S each
+    between     reduce_scatter, all_gather    r S/a each
+    replicate   as below, of S/(a c) numbers  1/(a c) of the bytes that leave the inner tiers
 
 With S numbers in a bucket, n replicas, blocks of b numbers and rank r, a bucket sends
 
@@ -18,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from argosy.config.schema import RunConfig
 from argosy.config.sync import SyncConfig
@@ -52,6 +59,13 @@ class Summed:
         """Numbers that are summed."""
         return math.prod(self.shape)
 
+    def part(self, k: int) -> Summed:
+        """Return the largest of k parts of it, as `sync.compressor.Segment.part` cuts it."""
+        if k == 1:
+            return self
+        dim = 1 if len(self.shape) > 2 else 0
+        return replace(self, shape=tuple(-(-size // k) if d == dim else size for d, size in enumerate(self.shape)))
+
     @property
     def matrices(self) -> tuple[int, int, int]:
         """Number, rows and columns of its matrices: those of experts are one each."""
@@ -71,13 +85,24 @@ def summed(name: str, parameter: Parameter, cut: LocalShard, plan: Plan, run: Ru
     return Summed(is_exact, shape, weight * cut.numel)
 
 
-def sent_over_replicas(parameters: Sequence[Summed], n: int, plan: Plan, settings: SyncConfig) -> Iterator[Sent]:
-    """Yield the messages of one step that sum these parameters, in the model's order, over `n` replicas."""
+def sent_inside(parameters: Sequence[Summed], tiers: Sequence[int], plan: Plan) -> Iterator[tuple[int, str, float]]:
+    """Yield tier, kind and bytes of the messages that sum these parameters in tiers of these sizes, nearest first."""
+    left = math.prod(tiers)
+    elements = sum(one.part(left).elements for one in parameters)
+    for tier, size in enumerate(tiers):
+        for kind in ("reduce_scatter", "all_gather"):
+            yield tier, kind, DTYPE_BYTES[plan.reduce] * elements * left
+        left //= size
+
+
+def sent_across(parameters: Sequence[Summed], k: int, n: int, plan: Plan, settings: SyncConfig) -> Iterator[Sent]:
+    """Yield the messages that sum one of `k` parts of these parameters, in the model's order, over `n` replicas."""
     for one in parameters:
-        if one.is_exact:
-            yield "all_reduce", DTYPE_BYTES[plan.reduce] * one.elements
-    for bucket in _buckets((one for one in parameters if not one.is_exact), plan.bucket_mb * 2**20):
-        yield from _of_bucket(bucket, n, plan.sync, settings)
+        if one.is_exact or not plan.is_compressed:
+            yield "all_reduce", DTYPE_BYTES[plan.reduce] * one.part(k).elements
+    if plan.is_compressed and n > 1:
+        for bucket in _buckets((one for one in parameters if not one.is_exact), plan.bucket_mb * 2**20):
+            yield from _of_bucket([one.part(k) for one in bucket], n, plan.sync, settings)
 
 
 def _buckets(parameters: Iterable[Summed], bucket_bytes: int) -> Iterator[list[Summed]]:

@@ -11,7 +11,7 @@ equal shares), a step sends
 
     axis       collective                     size                  times
     replicate  all_reduce, zero 0             r N                   1           or of the shard, r N/n, after it;
-                                                                    with `sync`: `plan.cost.sync_traffic`
+                                                                    with `sync`, or in tiers: `sync_traffic`
     shard      reduce_scatter, zero 1 to 3    r N                   1
                all_gather, zero 1, 2          w N                   1           of updated values
                all_gather, zero 3             e N                   2 M         blocks; what is around them M
@@ -45,7 +45,7 @@ from dataclasses import dataclass
 from argosy.config.parameter_groups import settings_of
 from argosy.config.schema import ModelConfig, RunConfig
 from argosy.plan.cost.exact_state import DTYPE_BYTES, LocalShard, local_shard_of, place_of, stages_on
-from argosy.plan.cost.sync_traffic import Summed, sent_over_replicas, summed
+from argosy.plan.cost.sync_traffic import Summed, sent_across, sent_inside, summed
 from argosy.plan.parameters import Parameter, Stage, parameter_table
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan
@@ -56,7 +56,10 @@ Traffic = Counter[tuple[str, str]]
 WORLD, ENDS, STAGE = "world", "ends", "stage"
 """Three more axes: WORLD has all ranks. ENDS has the two ranks that hold a tied embedding, in the first and the last
 pipeline stage. STAGE has all ranks of a pipeline rank, which need the same updates."""
-AXES = ("pp", "tp", "cp", "shard", "replicate", "ep", "expert_shard", "expert_replicate")
+TIERS = ("inside", "between")
+"""Tiers in which replicas sum before the rest does, nearest first; what is left counts as `replicate`."""
+SPANNING = ("pp", "tp", "cp", "shard", "replicate", "ep", "expert_shard", "expert_replicate")
+AXES = (*SPANNING, *(f"{axis}_{tier}" for axis in ("replicate", "expert_replicate") for tier in TIERS))
 """Axes of traffic: `shard` is dp_shard x cp. If an axis spans all ranks, all bytes count under its name (the first such
 name): a process group knows its ranks, not its purpose."""
 
@@ -115,7 +118,7 @@ def traffic(plan: Plan, run: RunConfig, rank: int = 0) -> Traffic:
 
 
 def axis_sizes(plan: Plan) -> dict[str, int]:
-    """Return the number of ranks along each of `AXES`."""
+    """Return the number of ranks along each of `SPANNING`."""
     together = plan.dp_shard * plan.cp
     shard, expert_shard = (1, 1) if plan.zero == 0 else (together, together // plan.ep)
     return {
@@ -132,7 +135,7 @@ def axis_sizes(plan: Plan) -> dict[str, int]:
 
 def spanning_axis(sizes: dict[str, int], world: int) -> str | None:
     """Return the first axis that spans all ranks, if there is one."""
-    return next((axis for axis in AXES if 1 < sizes[axis] == world), None)
+    return next((axis for axis in SPANNING if 1 < sizes[axis] == world), None)
 
 
 def _held(plan: Plan, run: RunConfig, rank: int) -> Iterator[tuple[str, Parameter, LocalShard]]:
@@ -158,23 +161,29 @@ def _gradients(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
                 yield Collective(shard, "all_gather", times * gathered * padded, cut.ranks)
             else:
                 yield Collective(shard, "all_gather", weight * padded, cut.ranks)
-        if not plan.is_compressed:
+        if not plan.sums_beside_fsdp:
             yield Collective(replicate, "all_reduce", reduced * cut.chunk, cut.replicas)
 
 
 def _over_replicas(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
-    """Yield the sums of gradients over replicas in fewer bytes."""
-    if not plan.is_compressed:
+    """Yield the sums of gradients over replicas in tiers, or in fewer bytes."""
+    if not plan.sums_beside_fsdp:
         return
     for stage in stages_on(plan, run, rank).values():
-        groups: dict[tuple[str, int], list[Summed]] = {}
+        groups: dict[tuple[bool, int], list[Summed]] = {}
         for name, parameter in parameter_table(run.model, stage, plan.tp).items():
             cut = local_shard_of(parameter, plan, rank)
-            axis = "expert_replicate" if _is_dealt(parameter, plan) else "replicate"
-            groups.setdefault((axis, cut.replicas), []).append(summed(name, parameter, cut, plan, run))
-        for (axis, replicas), parameters in groups.items():
-            for kind, size in sent_over_replicas(parameters, replicas, plan, run.sync):
-                yield Collective(axis, kind, size, replicas)
+            groups.setdefault((_is_dealt(parameter, plan), cut.replicas), []).append(
+                summed(name, parameter, cut, plan, run)
+            )
+        for (is_dealt, replicas), parameters in groups.items():
+            axis = "expert_replicate" if is_dealt else "replicate"
+            inside = plan.inner_tiers(is_dealt)
+            across = replicas // math.prod(inside)
+            for tier, kind, size in sent_inside(parameters, inside, plan):
+                yield Collective(f"{axis}_{TIERS[tier]}", kind, size, inside[tier])
+            for kind, size in sent_across(parameters, math.prod(inside), across, plan, run.sync):
+                yield Collective(axis, kind, size, across)
 
 
 def _is_dealt(parameter: Parameter, plan: Plan) -> bool:

@@ -152,6 +152,8 @@ class Space:
             "weights": self._of("weights", "fp32"),
             "reduce": self._of("reduce", "fp32"),
             "sync": self._of("sync", "diloco" if self.run.sites else "exact"),
+            "sum_inside": self._of("sum_inside", 1),
+            "sum_between": self._of("sum_between", 1),
             "bucket_mb": self._of("bucket_mb", Plan().bucket_mb),
         }
         for key, values in rest.items():
