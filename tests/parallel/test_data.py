@@ -185,6 +185,39 @@ def shared_by_two(world: World) -> dict[str, Tensor]:
     return {piece.name: piece.value.grad.clone() for piece in pieces}
 
 
+@pytest.mark.parametrize("bucket_bytes", [ONE_BUCKET, A_BUCKET_EACH])
+@pytest.mark.parametrize("sharing", [1, 2])
+def test_in_tiers_the_sum_is_over_all_and_a_part_of_it_crosses(workers, bucket_bytes, sharing):
+    size = 4 * sharing
+    for rank, (sums, messages) in enumerate(workers.run(size, summed_in_tiers, bucket_bytes, sharing)):
+        for name, whole in expected(size, (0,)).items():
+            mine = part_of(whole, rank % sharing, sharing, zero=sharing - 1)
+            torch.testing.assert_close(sums[name], mine, rtol=1e-4, atol=1e-5, msg=name)
+        numbers = [sum(many for kind, many in messages if kind == name) for name in ("all_reduce", "all_gather_single")]
+        assert numbers[0] == numbers[1] > 0, "what two neighbours gather is what each of them has summed across"
+
+
+def summed_in_tiers(world: World, bucket_bytes: int, sharing: int) -> tuple[dict[str, Tensor], list[tuple[str, int]]]:
+    """Of two groups of two replicas, each on `sharing` ranks."""
+    ranks = torch.arange(world.size).view(2, 2, sharing)
+    across, inside, gather, shard = (
+        next(group for group, members in made if world.rank in members)
+        for made in (
+            [(dist.new_group(members), members) for members in ranks.movedim(dim, -1).flatten(0, -2).tolist()]
+            for dim in (0, 1, 1, 2)
+        )
+    )
+    model = layers()
+    pieces = held(model, world, zero=sharing - 1, sharing=sharing)
+    ranks_of = Ranks(shard if sharing > 1 else None, Replicas(across, (Tier(inside, gather),)))
+    summing = grouped(pieces, ranks_of, sharing - 1, bucket_bytes, torch.float32)
+    with sent() as messages:
+        summing.arm(1)
+        backward(model, world.rank, 0)
+        summing.finish()
+    return {piece.name: piece.value.grad.clone() for piece in pieces}, messages
+
+
 def _halves(items: list[Any]) -> tuple[list[Any], list[Any]]:
     return items[: len(items) // 2], items[len(items) // 2 :]
 

@@ -54,6 +54,34 @@ def test_a_group_has_the_members_that_it_should(workers, plan, name, groups):
     assert found == [next(group for group in groups if rank in group) for rank in range(4)]
 
 
+def tiers(world: World, plan: Plan, name: str) -> list[list[int]]:
+    """The ranks that this one sums with: tier by tier, then across."""
+    replicas = lay_out_meshes("cpu", plan, tied_ends=False, timeout_s=60).replicas(name)
+    groups = [group for tier in replicas.inside for group in (tier.scatter, tier.gather)]
+    return [dist.get_process_group_ranks(group) for group in (*groups, replicas.across) if group is not None]
+
+
+@pytest.mark.parametrize(
+    ("plan", "name", "of_rank_0"),
+    [
+        ("dp_replicate=4,sum_inside=2", "replicate", [[0, 1], [0, 1], [0, 2]]),
+        ("dp_replicate=2,dp_shard=2,zero=0,sum_inside=2", "replicate", [[0, 1], [0, 1], [0, 2]]),
+        # Neighbours have other experts: what is inside for the rest is no sum for them.
+        ("dp_shard=4,ep=2,zero=0,sum_inside=2", "expert_replicate", [[0, 2]]),
+        ("dp_replicate=4", "replicate", [[0, 1, 2, 3]]),
+        ("dp_shard=4", "replicate", []),
+    ],
+)
+def test_neighbours_sum_inside_and_one_of_each_place_across(workers, plan, name, of_rank_0):
+    assert workers.run(4, tiers, Plan.parse(plan), name)[0] == of_rank_0
+
+
+@pytest.mark.slow
+def test_three_tiers_lie_one_in_the_other(workers):
+    plan = Plan.parse("dp_replicate=8,sum_inside=2,sum_between=2")
+    assert workers.run(8, tiers, plan, "replicate")[3] == [[2, 3], [2, 3], [1, 3], [1, 3], [3, 7]]
+
+
 def facts(world: World, plan: Plan, tied: bool) -> dict[str, object]:
     meshes = lay_out_meshes("cpu", plan, tied, timeout_s=60)
     return {

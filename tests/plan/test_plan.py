@@ -36,6 +36,8 @@ PLANS = st.builds(
     weights=st.sampled_from(["fp32", "bf16"]),
     reduce=st.sampled_from(["fp32", "bf16"]),
     sync=st.sampled_from(get_args(Sync)),
+    sum_inside=SIZES,
+    sum_between=SIZES,
     bucket_mb=st.integers(1, 64),
     compile=st.booleans(),
 )

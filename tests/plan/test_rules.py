@@ -139,6 +139,22 @@ CASES: list[tuple[rules.Rule, str, dict[str, Any], str]] = [
         {"resilience": {"check_collectives": True}},
         "resilience.check_collectives = true with plan.sync = bf16",
     ),
+    (
+        rules.tiers_divide_the_replicas,
+        "dp_replicate=4,sum_inside=3",
+        {},
+        "plan.sum_inside = 3 has to divide the plan's 4 replicas of the state into two groups or more",
+    ),
+    (rules.tiers_divide_the_replicas, "dp_replicate=4,sum_inside=4", {}, "Try 2."),
+    (rules.tiers_divide_the_replicas, "dp_replicate=8,sum_inside=2,sum_between=3", {}, "Try 4."),
+    (rules.tiers_divide_the_replicas, "dp_shard=4,sum_inside=2", {}, "plan's 1 replicas"),
+    (rules.tiers_divide_the_replicas, "dp_replicate=4,sum_between=2", {}, "the first tier is sum_inside. Name it so."),
+    (
+        rules.tiers_hold_whole_sets_of_experts,
+        "dp_shard=24,zero=0,ep=4,sum_inside=6",
+        {"model": {"moe": {"experts": 4}}, "train": {"global_batch": 24}},
+        "Try sum_inside = 4.",
+    ),
     (rules.sites_agree_now_and_then, "sync=diloco", {}, "plan.sync = diloco, and the run has no [[sites]]"),
     (rules.sites_agree_now_and_then, "dp_shard=2", SITES, "sites agree by sync=diloco or sync=local"),
     (
@@ -174,6 +190,8 @@ def test_no_rule_is_without_a_case():
         "pp=2,schedule=gpipe,microbatch=8",
         "pp=2,schedule=interleaved_1f1b",
         "pp=2,schedule=dualpipev,compile=false",
+        "dp_replicate=4,sum_inside=2",
+        "dp_replicate=2,dp_shard=4,zero=0,sum_inside=2,sum_between=2",
         "schedule=zbv,stages_per_rank=1",  # without a pipeline, a schedule says nothing
     ],
 )
@@ -194,6 +212,9 @@ ANY_PLAN = st.builds(
     context=st.sampled_from(["ring", "ulysses"]),
     recompute=st.sampled_from(["none", "selective", "full"]),
     microbatch=st.sampled_from([1, 2, 3, 4]),
+    zero=st.integers(0, 3),
+    sum_inside=st.sampled_from([1, 1, 1, 2, 3]),
+    sum_between=st.sampled_from([1, 1, 1, 2]),
     stages_per_rank=st.sampled_from([1, 2, 3]),
     precision=st.sampled_from(["fp32", "bf16", "fp16", "fp8"]),
     weights=st.sampled_from(["fp32", "fp32", "bf16"]),

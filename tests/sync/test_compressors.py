@@ -183,3 +183,16 @@ def beside_powersgd_hook(world: World) -> tuple[list[Tensor], list[Tensor]]:
         ours.append(lane.finish(lane.submit(sending, [way.messages])))
         bucket.memory.commit()
     return ours, theirs
+
+
+@pytest.mark.parametrize("one", [Segment(1, 7, 3), Segment(3, 5, 2, is_stack=True), Segment(1, 4, 1), Segment(1, 0, 6)])
+@pytest.mark.parametrize("k", [2, 4])
+def test_the_parts_of_a_parameter_are_rows_of_its_matrices_and_make_it_whole_again(one, k):
+    numbers = torch.arange(2.0 * one.elements).view(2, -1) + 1
+    parts_nkw = one.cut(numbers, k)
+    part = one.part(k)
+    assert parts_nkw.shape == (2, k, part.elements)
+    first = parts_nkw[0, 0].view(part.batch, part.rows, part.cols)
+    assert torch.equal(first, numbers[0].view(one.batch, one.rows, one.cols)[:, : part.rows])
+    for parts_kw, row in zip(parts_nkw, numbers, strict=True):
+        assert torch.equal(one.joined(parts_kw), row)

@@ -22,6 +22,7 @@ MESHES = (
     "dp_replicate=2,sync={}",
     "dp_replicate=2,dp_shard=2,zero=2,sync={}",
     "dp_replicate=2,dp_shard=2,zero=3,sync={}",
+    "dp_replicate=4,sum_inside=2,sync={}",
 )
 
 
@@ -61,7 +62,7 @@ def test_zero_3_sums_over_replicas_what_zero_2_sums(workers, corpus, tmp_path, w
 
 
 @pytest.mark.parametrize(
-    ("word", "mesh"), words_and_meshes(["int4", "powersgd", "sign"], 3, {("powersgd", 0), ("int4", 2)})
+    ("word", "mesh"), words_and_meshes(["int4", "powersgd", "sign"], 4, {("powersgd", 0), ("int4", 2), ("powersgd", 3)})
 )
 def test_a_run_that_was_stopped_ends_bit_for_bit_as_one_that_was_not(workers, corpus, tmp_path, mesh, word):
     plan = mesh.format(word)
@@ -100,6 +101,23 @@ def test_residuals_move_to_other_numbers_of_replicas_and_add_up_to_the_same(work
     for name, total in totals[0].items():
         assert total.any()
         torch.testing.assert_close(totals[1][name], total)
+
+
+@pytest.mark.parametrize("mesh", MESHES[-1:])
+def test_in_tiers_a_group_of_replicas_has_one_residual_a_part_on_each(workers, corpus, tmp_path, mesh):
+    """It is read as that of a replica where each has its own, and the other way round."""
+    workers.run(4, trained, corpus, tmp_path, mesh.format("int4"))
+    parts = workers.run(4, residuals, corpus, tmp_path, mesh.format("int4"))
+    whole = workers.run(2, residuals, corpus, tmp_path, "dp_replicate=2,sync=int4")
+    assert whole[0]
+    for name, found in whole[1].items():
+        assert torch.equal(torch.cat([parts[2][name], parts[3][name]]), found), name
+        assert found.any(), name
+    workers.run(2, trained, corpus, tmp_path / "at once", "dp_replicate=2,sync=int4")
+    whole = workers.run(2, residuals, corpus, tmp_path / "at once", "dp_replicate=2,sync=int4")
+    parts = workers.run(4, residuals, corpus, tmp_path / "at once", mesh.format("int4"))
+    for name, found in whole[0].items():
+        assert torch.equal(torch.cat([parts[0][name], parts[1][name]]), found), name
 
 
 def test_residuals_move_to_other_cuts(workers, corpus, tmp_path):

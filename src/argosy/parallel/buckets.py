@@ -229,7 +229,9 @@ class Bucket:
         """Return what is each piece's of a buffer that is as long as a rank's row."""
         widths = [width for _, width in self._widths()]
         if self._k > 1:
-            cuts = flat.view(self._k, len(flat) // self._k).split([part.elements for part in self._about.segments], dim=1)
+            cuts = flat.view(self._k, len(flat) // self._k).split(
+                [part.elements for part in self._about.segments], dim=1
+            )
             parts = [segment.joined(cut) for segment, cut in zip(self._segments, cuts, strict=True)]
         else:
             parts = list(flat.split(widths))

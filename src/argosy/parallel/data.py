@@ -1,8 +1,8 @@
 """Data parallelism with ZeRO stages 0 to 2: gradients are summed over ranks while backward still runs.
 
-Stage 0 sums them over replicas (`sync`), in tiers if the plan says so; 1 and 2 (Rajbhandari et al. 2020) reduce-scatter them, so that each rank gets
-the part that it updates, sum that part over replicas, and all-gather the updated values. Each gradient is freed when it
-has been sent; stage 1 keeps it until the step is done.
+Stage 0 sums them over replicas (`sync`), in tiers if the plan says so; 1 and 2 (Rajbhandari et al. 2020)
+reduce-scatter them, so that each rank gets the part that it updates, sum that part over replicas, and all-gather the
+updated values. Each gradient is freed when it has been sent; stage 1 keeps it until the step is done.
 """
 
 from __future__ import annotations

@@ -237,9 +237,7 @@ def _tiers(view: Tensor, sizes: tuple[int, int], timeout: timedelta) -> Replicas
     """Make the groups of tiers of these sizes along dim 1 of a view, and of what is left."""
     inside, between = sizes
     split = view.unflatten(1, (-1, between, inside))
-    tiers = [
-        Tier(_along(split, dim, timeout), _along(split, dim, timeout)) for dim in (3, 2) if split.shape[dim] > 1
-    ]
+    tiers = [Tier(_along(split, dim, timeout), _along(split, dim, timeout)) for dim in (3, 2) if split.shape[dim] > 1]
     return Replicas(_along(split, 1, timeout) if split.shape[1] > 1 else None, tuple(tiers))
 
 

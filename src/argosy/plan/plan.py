@@ -70,7 +70,7 @@ class Plan(Section):
     sync: Sync = "exact"
     """How replicas agree on a step: exact sums of gradients, or sums that send fewer bytes."""
     sum_inside: PositiveInt = 1
-    """Replicas next to each other (of a node, or of a site) that sum among themselves first, exactly; 1: all at once."""
+    """Replicas next to each other (of a node, or a site) that sum among themselves first, exactly; 1: all at once."""
     sum_between: PositiveInt = 1
     """Groups of them (nodes of a site) that sum next; what is left, 1/(sum_inside x sum_between), goes further."""
     bucket_mb: Annotated[int, Field(ge=1, le=1024)] = 4

@@ -222,44 +222,36 @@ def compressed_sums_are_not_checked(plan: Plan, run: RunConfig) -> str:
     )
 
 
-def _replicas(p: Plans) -> Any:
-    return p.dp_replicate * (1 + (p.zero == 0) * (p.dp_shard * p.cp - 1))
-
-
 def _tiers_do_not_divide(p: Plans) -> Any:
-    """True unless sum_inside x sum_between leaves several groups, which sum the rest."""
-    unit = p.sum_inside * p.sum_between
-    return ((unit > 1) & ((_replicas(p) % unit != 0) | (unit >= _replicas(p)))) | (
-        (p.sum_between > 1) & (p.sum_inside == 1)
-    )
+    unit, replicas = p.sum_inside * p.sum_between, p.dp_replicate * (1 + (p.zero == 0) * (p.dp_shard * p.cp - 1))
+    cut = (unit > 1) & ((replicas % unit != 0) | (unit >= replicas))
+    return cut | ((p.sum_between > 1) & (p.sum_inside == 1))
 
 
 @rule(lambda p, run: _tiers_do_not_divide(p))
 def tiers_divide_the_replicas(plan: Plan, run: RunConfig) -> str:
     if plan.sum_inside == 1:
         return f"plan.sum_between = {plan.sum_between} with sum_inside = 1: the first tier is sum_inside. Name it so."
-    unit = plan.sum_inside * plan.sum_between
-    said = f"plan.sum_inside = {plan.sum_inside}" + (f" x sum_between = {plan.sum_between}" * (plan.sum_between > 1))
-    many, good = plan.replicas, [n for n in divisors(plan.replicas) if 1 < n < plan.replicas]
-    inside = "ranks that share the state sum their gradients inside anyway; tiers are for its replicas"
-    why = f"{inside}, of which there are {many}" if many == 1 else f"there are {many} replicas (dp_replicate"
-    why += "" if many == 1 else ", and with zero=0 the other data and context ranks)"
-    near = f" Try {_around(unit, good)}." if good else " Leave it out."
-    return f"{said} has to divide the replicas of the state and leave two groups or more: {why}.{near}"
+    unit, many = plan.sum_inside * plan.sum_between, plan.replicas
+    said = f"plan.sum_inside = {plan.sum_inside}" + f" x sum_between = {plan.sum_between}" * (plan.sum_between > 1)
+    good = [n for n in divisors(many) if 1 < n < many]
+    remedy = f"Try {_around(unit, good) or good[-1]}." if good else "Leave it out."
+    return (
+        f"{said} has to divide the plan's {many} replicas of the state into two groups or more (replicas are "
+        f"dp_replicate, and with zero = 0 the other data and context ranks too). {remedy}"
+    )
 
 
 def _tiers_cut_experts(p: Plans) -> Any:
-    cut = reduce(
-        or_, [(size % p.ep != 0) & (p.ep % size != 0) for size in (p.sum_inside, p.sum_inside * p.sum_between)]
-    )
-    return (p.zero == 0) & (p.ep > 1) & cut
+    sizes = p.sum_inside, p.sum_inside * p.sum_between
+    return (p.zero == 0) & reduce(or_, [(size % p.ep != 0) & (p.ep % size != 0) for size in sizes])
 
 
 @rule(lambda p, run: _tiers_cut_experts(p))
 def tiers_hold_whole_sets_of_experts(plan: Plan, run: RunConfig) -> str:
     return (
         f"plan.sum_inside = {plan.sum_inside} and sum_between = {plan.sum_between} with ep = {plan.ep} and zero = 0: "
-        "neighbours have other experts, so ep has to divide the ranks of a tier, or they it. "
+        "neighbours have other experts, so ep has to divide the replicas of a tier, or they it. "
         f"Try sum_inside = {plan.ep}."
     )
 

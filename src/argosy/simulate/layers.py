@@ -52,7 +52,7 @@ def _buckets_repeat(plan: Plan, run: RunConfig, rank: int, stage: Stage) -> bool
     A parameter that fills a bucket alone ends it, so that what comes after begins alike.
     """
     if plan.shards_parameters or plan.dp * plan.cp == 1:
-        return True
+        return not plan.sums_beside_fsdp
     of_layer = block_table(run.model, stage.layers[-1], plan.tp)
     whole = parameter_table(run.model, stage, plan.tp)
     bucket_bytes = plan.bucket_mb * 2**20

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from argosy.sync.compressor import Sending
 
-
 EVERY_PHASE = 2**62
 """More phases than any sum has."""
 

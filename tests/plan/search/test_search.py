@@ -66,6 +66,8 @@ def every_plan(costs: CostModel) -> Layouts:
         "weights": 0,
         "reduce": 0,
         "sync": 0,
+        "sum_inside": 1,
+        "sum_between": 1,
         "bucket_mb": 4,
     }
     plans = Layouts(
