@@ -26,6 +26,7 @@ from argosy.parallel.world import World
 from argosy.training.bad_steps import MOST_IN_A_ROW
 from argosy.training.replay_check import check_can_replay
 from argosy.training.trainer import Trainer
+from argosy.watch.reader import RunReader
 from tiny import EAGER, eager, losses, prepare_corpus, run_config, train_in, weights
 
 ALONE = World()
@@ -308,6 +309,9 @@ def test_a_run_pauses_where_it_is_told_and_goes_on_as_if_it_had_not(corpus, tmp_
     whole = train_in(ALONE, run_config(corpus), EAGER, tmp_path / "whole")
     paused = train_in(ALONE, run_config(corpus, train={"pause_at": 5}), EAGER, tmp_path / "run")
     assert len(losses(paused)) == 5 and Report.load(tmp_path / "run").status == "stopped"
+    reader = RunReader(tmp_path / "run")
+    reader.refresh()
+    assert (reader.state, reader.why) == ("stopped", "paused at step 5, as train.pause_at says; its state is saved")
     assert numbers(train_in(ALONE, run_config(corpus), EAGER, tmp_path / "run")) == numbers(whole)
 
 

@@ -308,9 +308,10 @@ class Trainer:
         with self._records.progress.during("verifying what was saved"):
             self._shutdown.close()
         logged = self._user.take_logged()
-        self._records.events.write(
-            "end", step=self.state.step, finished=finished, **({"user": logged} if logged else {})
+        more = ({"paused_at": self.state.step} if self._is_paused and not finished else {}) | (
+            {"user": logged} if logged else {}
         )
+        self._records.events.write("end", step=self.state.step, finished=finished, **more)
         return finished or self._is_paused
 
     def _evaluate(self) -> None:

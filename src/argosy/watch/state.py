@@ -65,7 +65,11 @@ def _ended(finish: dict[str, Any], end: dict[str, Any], report: dict[str, Any] |
     if code:
         return Condition("failed", why)
     finished = end["finished"] if "finished" in end else (report or {}).get("status") == "finished"
-    return Condition("finished") if finished else Condition("stopped", "a signal stopped it; its state is saved")
+    if finished:
+        return Condition("finished")
+    paused = end.get("paused_at")
+    by = f"paused at step {paused}, as train.pause_at says" if paused else "a signal stopped it"
+    return Condition("stopped", f"{by}; its state is saved")
 
 
 def _duration(seconds: float) -> str:
