@@ -114,8 +114,7 @@ def test_an_agent_whose_node_is_lost_goes_on_elsewhere(run, running, undisturbed
         wait_for(run, "finished", seconds=240)
         assert set(run.events("generation")[-1]["ranks"]) == {"n1/0", f"{after}/0"}, log(run)
         assert f"{lost} is lost" in log(run) and f"an agent runs on {after}" in log(run)
-        told = {event["event"] for event in run.events("agent_lost", "coordinator_lost")}  # whichever was on that node
-        assert told
+        told = {event["event"] for event in run.events("coordinator_lost")}  # it may have been on that node
         run.check(undisturbed(PLANS["replicas"], "--train.steps", "120", *ONE_THREAD), *told)
     finally:
         running.add(lost)
