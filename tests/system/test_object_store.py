@@ -76,11 +76,14 @@ def test_a_run_from_a_store_has_the_losses_of_one_from_the_disk(
     folder.argosy("train", "run.toml")
     assert metrics(run_dir, "loss") == local
     assert "block_damaged" in events(run_dir)
+    assert sum(line["fetched_bytes"] for line in metrics(run_dir, "cache"))
     # Another run of the same data finds all in the cache: manifest and tokenizer are asked for, nothing is fetched.
     passed = proxy.passed_bytes
     folder.argosy("train", "run.toml", "--run-dir", "runs/second")
     assert metrics(folder.path / "runs/second", "loss") == local
     assert proxy.passed_bytes - passed < 2**16
+    found = metrics(folder.path / "runs/second", "cache")
+    assert sum(line["hits"] for line in found) and not any(line["misses"] or line["fetched_bytes"] for line in found)
     text = "".join(path.read_text(errors="replace") for path in folder.path.glob("runs/**/*.*") if path.is_file())
     assert "not-so-secret" not in text
 

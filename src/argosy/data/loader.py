@@ -274,6 +274,15 @@ class OpenData:
             while folder.news:
                 yield folder.news.popleft()
 
+    def cache_counts(self) -> dict[str, int]:
+        """Return what this process has read from the cache of object stores so far, and fetched; {} without stores.
+
+        hits, misses: blocks that were there when they were read, or had to be waited for. fetched_bytes: ahead too.
+        """
+        folders = {id(folder): folder for folder in stores_of(self.sources)}.values()
+        names = ("hits", "misses", "fetched_bytes") if folders else ()
+        return {name: sum(getattr(folder, name) for folder in folders) for name in names}
+
     @property
     def identity(self) -> str:
         """Sixteen hexadecimal digits that change when the tokens behind the samples change.

@@ -31,6 +31,7 @@ class Batches:
         self._rows = run.train.global_batch // plan.dp
         self._loader = data.loader(self._rows_of(state.model.dp_rank))
         self._found_bad: list[Place] = []
+        self._counted = data.cache_counts()
 
     def read(self, step: int, while_waiting: Callable[[], None] = lambda: None) -> list[Microbatch]:
         """Return this rank's share of the step's samples. `while_waiting` is called while a store is waited for.
@@ -75,6 +76,11 @@ class Batches:
         if skipped := skipped_by(*self._numbers(step), self._state.skipped):
             line["samples_skipped"] = [list(samples) for samples in skipped]
         return line
+
+    def cache_line(self) -> dict[str, Any]:
+        """Return what a line says of the cache of object stores, since the call before; {} without stores."""
+        before, self._counted = self._counted, self._data.cache_counts()
+        return {"cache": {name: count - before[name] for name, count in self._counted.items()}} if before else {}
 
     def skip(self, step: int) -> None:
         """Make no update from the step's samples, now or later."""

@@ -248,6 +248,7 @@ class Trainer:
         if self._world.is_first and self.state.last_update is not None:
             update, score = self.state.last_update, self._evaluator.score
             norms, samples = self._norms.of(update.step), self._batches.line(update.step) | self._noise.line()
+            samples |= self._batches.cache_line()
             record = self._records.step(
                 update,
                 self.state.tokens,

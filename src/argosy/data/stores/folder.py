@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 import uuid
 import warnings
@@ -58,7 +59,9 @@ class StoreFolder:
         self.local = cache.folder / "folders" / self.folder_name(self.url)
         self.news: deque[tuple[str, dict[str, Any]]] = deque(maxlen=100)
         """What has happened, for the run's events: name and facts."""
-        self.hits = self.fetched_bytes = 0
+        self.hits = self.misses = self.fetched_bytes = 0
+        """Blocks that were here when they were read, or not; bytes that this process has fetched, ahead too."""
+        self._counting = threading.Lock()
         self._away_since: float | None = None
         self._was_full = False
         self._sums: dict[str, npt.NDArray[np.uint32]] = {}
@@ -227,7 +230,7 @@ class StoreFolder:
                 data = memoryview(self.store.get_range(f"{shard.name}.bin", start, min(stop * BLOCK_BYTES, size)))
             except FileNotFoundError as problem:
                 raise DataError(f"{problem}. Copy the shard there again, or prepare the data again.") from None
-            self.fetched_bytes += len(data)
+            self.count(fetched_bytes=len(data))
             self._reached()
             found = {first + i: data[i * BLOCK_BYTES : (i + 1) * BLOCK_BYTES] for i in range(stop - first)}
             bad = [block for block, content in found.items() if zlib.crc32(content) != int(sums[block])]
@@ -240,6 +243,13 @@ class StoreFolder:
             f"{self.url}/{shard.name}.bin: the block at byte {bad[0] * BLOCK_BYTES} does not match its checksum, "
             f"though it was fetched {ATTEMPTS} times. Copy the shard there again, or prepare the data again."
         )
+
+    def count(self, hits: int = 0, misses: int = 0, fetched_bytes: int = 0) -> None:
+        """Add to what is counted; any thread may call it."""
+        with self._counting:
+            self.hits += hits
+            self.misses += misses
+            self.fetched_bytes += fetched_bytes
 
     def fetch_surely(self, shard: Shard, first: int, stop: int) -> Fetched:
         """Fetch blocks that are needed now, however long the store is away.

@@ -98,7 +98,6 @@ class StoreShard:
             if self._checked.get(block) == inode:
                 data = os.pread(descriptor, length, offset)
                 if len(data) == length:
-                    self._folder.hits += 1
                     return data
             data = os.pread(descriptor, BLOCK_BYTES, 0)
         except OSError:  # of a failing disk
@@ -111,7 +110,6 @@ class StoreShard:
             return None
         self._check_ids(block, data)
         self._checked[block] = inode
-        self._folder.hits += 1
         return data[offset : offset + length]
 
     def _check_ids(self, block: int, data: bytes) -> None:
@@ -211,6 +209,7 @@ class StoreSource(TokenSource):
     def _ensure(self, blocks: I64) -> None:
         """Fetch those of `blocks` that are not here, several at once."""
         missing = [(shard, block) for shard, block in map(self.place, blocks.tolist()) if not shard.has(block)]
+        self.store_folder.count(hits=len(blocks) - len(missing), misses=len(missing))
         if len(missing) < 2:
             return  # reading it fetches it
         with ThreadPoolExecutor(FETCHES) as pool:
