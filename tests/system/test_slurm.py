@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -12,8 +15,8 @@ import pytest
 
 from argosy.checkpoint import store
 from commands import Folder
-from matrix import ONE_THREAD, PLANS, Disturbed
-from pages import commands, try_all
+from matrix import ONE_THREAD, PLANS, Disturbed, free_port
+from pages import PAGES, commands, try_all
 from slurm import WHERE_FROM, Slurm, is_installed, slurm
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason=WHERE_FROM)
@@ -160,3 +163,26 @@ def test_the_commands_of_the_page_work(launched, cluster):
         "srun --nodes 4 --ntasks-per-node 1 argosy train run.toml"
     ]
     assert state(launched)["state"] == "finished"
+
+
+@pytest.mark.slow
+def test_the_small_slurm_of_the_page_runs_a_job(folder: Folder):
+    """Its job that is requeued is the one of the test above; here its words are tried as they stand."""
+    section = (PAGES / "slurm.md").read_text().partition("## Without a cluster")[2].partition("\n## ")[0]
+    setup, tried = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
+    end = re.findall(r"`(scontrol .*?)`", section)[0]
+    setup = "".join(line for line in setup.splitlines(keepends=True) if not line.startswith("apt-get"))
+    for port in ("17000", "17001", "17002"):
+        setup = setup.replace(port, str(free_port()))
+    run, prepared = f'\nargosy() {{ {sys.executable} -m argosy "$@"; }}\n', f"--data.sources '{folder.corpus}' 1"
+    tried = tried.replace(" 400", f" 4 {prepared} --evaluate.every-steps 0").replace(" --time 3", "")
+    printed = folder.path / "printed"
+    try:
+        with printed.open("wb") as out:  # no pipe: daemons would hold it
+            words = ["bash", "-ec", setup + run + tried]
+            done = subprocess.run(words, check=False, cwd=folder.path, stdout=out, stderr=out, timeout=180)
+        assert done.returncode == 0, printed.read_text()
+        assert re.search(r"demo +finished +step 4 +slurm 1", printed.read_text()), printed.read_text()
+    finally:
+        conf = {**os.environ, "SLURM_CONF": str(folder.path / "slurm/slurm.conf")}
+        subprocess.run(["bash", "-c", end], check=False, cwd=folder.path, env=conf)
