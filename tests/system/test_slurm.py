@@ -175,7 +175,8 @@ def test_the_small_slurm_of_the_page_runs_a_job(folder: Folder):
     for port in ("17000", "17001", "17002"):
         setup = setup.replace(port, str(free_port()))
     run, prepared = f'\nargosy() {{ {sys.executable} -m argosy "$@"; }}\n', f"--data.sources '{folder.corpus}' 1"
-    tried = tried.replace(" 400", f" 4 {prepared} --evaluate.every-steps 0").replace(" --time 3", "")
+    shorter = f"--train.minutes 0 --train.steps 4 --evaluate.every-steps 0 {prepared}"
+    tried = tried.replace("--train.minutes 4", shorter).replace(" --time 3", "")
     printed = folder.path / "printed"
     try:
         with printed.open("wb") as out:  # no pipe: daemons would hold it
