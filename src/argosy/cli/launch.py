@@ -11,18 +11,24 @@ Examples:
   argosy launch run.toml --on kubernetes --nodes 4 --gpus-per-node 8 --image registry/argosy:1 --volume shared
   argosy launch run.toml --on ray --nodes 4 --gpus-per-node 8 --address http://head:8265
   argosy launch run.toml                                                   on this machine
+  argosy launch sites.toml                                    each of [[sites]] by its table `launch` (docs/sites.md)
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tyro
 
 from argosy.cli.options import parse_run
 from argosy.errors import UserError
 from argosy.launch.engines.table import EngineName
+
+if TYPE_CHECKING:
+    from argosy.launch.engines.engine import Request
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,8 @@ class Options:
     """A line that is passed through; give it again for another. slurm: an option of sbatch, e.g.
     --extra=--constraint=h100. ssh: one of ssh, e.g. --extra=-p2222. kubernetes: JSON, merged into the pod's spec.
     ray: an option of `ray job submit`."""
+    here: bool = False
+    """A site whose table `launch` names a login: start it from this machine, which is that one."""
     dry_run: bool = False
     """Print what would be submitted, and submit nothing."""
     run_dir: Path | None = None
@@ -72,6 +80,7 @@ def main(argv: list[str]) -> int:
     from argosy.launch.engines.table import ENGINES
     from argosy.launch.launched import launch
     from argosy.launch.own_folder import check_is_own
+    from argosy.launch.site_jobs import are_jobs, requests
 
     options, run = parse_run(argv, "argosy launch", Options)
     if options.nodes < 1 or min(options.cpus_per_node, options.gpus_per_node) < 0:
@@ -79,6 +88,9 @@ def main(argv: list[str]) -> int:
     run_dir = (options.run_dir or Path("runs") / run.name).absolute()
     asked = {field.name: getattr(options, field.name) for field in fields(Request) if hasattr(options, field.name)}
     request = Request(**{**asked, "run_dir": run_dir}, run=run, words=tuple(_words_of_train(argv)), work_dir=Path.cwd())
+    if are_jobs(run):
+        _launch_sites(requests(request, options.on, options.here), options.dry_run)
+        return 0
     if options.dry_run:
         engine = ENGINES[options.on]()
         engine.check(request)
@@ -92,6 +104,23 @@ def main(argv: list[str]) -> int:
     print(f"launched {run.name} on {job.engine}: job {job.id}, in {run_dir}")
     print(f"next: argosy logs {run_dir} -f     argosy runs     argosy stop {run_dir}")
     return 0
+
+
+def _launch_sites(sites: Sequence[tuple[str, str, Request]], dry_run: bool) -> None:
+    from argosy.launch.engines.table import ENGINES
+    from argosy.launch.launched import launch_sites
+    from argosy.sync.sites.layout import home_of
+
+    if dry_run:
+        for name, on, request in sites:
+            engine = ENGINES[on]()
+            engine.check(request)
+            print(f"# site {name}, on {on}\n{engine.script(request)}")
+        return
+    for request, job in launch_sites(sites):
+        print(f"launched {request.name} on {job.engine}: job {job.id}, in {request.run_dir}", flush=True)
+    whole = home_of(sites[0][2].run_dir) if len(sites) > 1 else sites[0][2].run_dir
+    print(f"next: argosy logs {whole} -f     argosy runs     argosy stop {whole}")
 
 
 def _words_of_train(argv: list[str]) -> list[str]:

@@ -3,14 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from argosy.config.section import Section
 
 SITE_NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"
 Wire = Literal["fp32", "bf16", "int8", "int4"]
+
+
+class SiteLaunch(Section):
+    """How `argosy launch` starts the site: where, and with which of that command's options."""
+
+    login: Annotated[str, Field(pattern=r"^$|^[A-Za-z0-9_][A-Za-z0-9_.@-]*$")] = ""
+    """A machine of the site, by a name that ssh takes: the command is given there; empty: it is given here."""
+    login_options: tuple[str, ...] = ()
+    """Options of ssh to that machine, e.g. "-p2222"."""
+    folder: str = ""
+    """The folder on that machine in which the command is given; the run's folder is made in it."""
+    argosy: str = "argosy"
+    """The program on that machine, by its path if it is not found by its name."""
+    on: Literal["slurm", "kubernetes", "ray", "ssh", "local"] = "local"
+    """The engine."""
+    nodes: PositiveInt = 1
+    """Machines."""
+    cpus_per_node: NonNegativeInt = 0
+    """CPUs of each."""
+    gpus_per_node: NonNegativeInt = 0
+    """GPUs of each."""
+    time: str = ""
+    """slurm: the job's time limit."""
+    memory_per_node: str = ""
+    """Memory of each."""
+    account: str = ""
+    """slurm: the account."""
+    partition: str = ""
+    """slurm: the partition."""
+    hosts: str = ""
+    """ssh: the machines."""
+    namespace: str = ""
+    """kubernetes: the namespace."""
+    volume: str = ""
+    """kubernetes: the volume."""
+    address: str = ""
+    """ray: of the cluster's dashboard."""
+    image: str = ""
+    """kubernetes, slurm: the container image."""
+    extra: tuple[str, ...] = ()
+    """Lines that are passed through to the engine."""
+
+    @model_validator(mode="after")
+    def _a_login_has_a_folder(self) -> Self:
+        if self.login and not self.folder.startswith("/"):
+            raise ValueError(
+                f'sites.launch.folder = "{self.folder}": with login = "{self.login}" it has to be the path, from /, of '
+                "the folder on that machine in which the command is given"
+            )
+        return self
 
 
 class SiteConfig(Section):
@@ -26,6 +76,8 @@ class SiteConfig(Section):
     """Its plan, if it is not the run's."""
     processes: NonNegativeInt = 0
     """Its processes on each machine, if not launch.processes."""
+    launch: SiteLaunch | None = None
+    """How `argosy launch` starts it; without, it takes that command's own options."""
 
 
 class OuterConfig(Section):

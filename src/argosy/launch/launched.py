@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from argosy.errors import UserError
 from argosy.files import made_folder
-from argosy.launch.engines.engine import FOLDER, RECORD, Job, Request
+from argosy.launch.engines.engine import FOLDER, RECORD, Engine, Job, Request
 from argosy.launch.engines.followed import follow as followed
 from argosy.launch.engines.table import ENGINES, engine_of
 from argosy.launch.own_folder import check_is_own
-from argosy.processes.secret import FILE, NAME, VALUE, fingerprint_in, fingerprint_of
+from argosy.launch.site_jobs import jobs_of, printed_by
+from argosy.processes.secret import FILE, NAME, VALUE, fingerprint_in, fingerprint_of, secret_of
+from argosy.sync.sites.layout import SITES, home_of
 from argosy.watch.reader import RunReader, is_run
 from argosy.watch.runs import find_runs
 
@@ -38,6 +40,36 @@ class Launched:
 def launch(request: Request, engine: str) -> Job:
     """Launch a run. Raises: UserError if its job before still waits or runs, or the engine refuses."""
     on = ENGINES[engine]()
+    _check(request, on)
+    secret = _own_secret(home_of(request.run_dir))
+    with made_folder(request.folder):
+        job = on.submit(request)
+        job = job.model_copy(update={"secret": secret})
+        job.save(request.run_dir)
+    return job
+
+
+def launch_sites(requests: Sequence[tuple[str, str, Request]]) -> Iterator[tuple[Request, Job]]:
+    """Launch sites, given site, engine and request of each; yield each once it is launched.
+
+    Raises: UserError, before any is launched if that can be told; else it names those that were.
+    """
+    for _, engine, request in requests:
+        _check(request, ENGINES[engine]())
+    names: list[str] = []
+    for name, engine, request in requests:
+        try:
+            request.run_dir.mkdir(parents=True, exist_ok=True)
+            secret_of(home_of(request.run_dir))
+            yield request, launch(request, engine)
+        except UserError as problem:
+            before = f" Launched before that: {', '.join(names)}." if names else ""
+            raise UserError(f"site {name}: {problem}{before}") from None
+        names.append(name)
+
+
+def _check(request: Request, on: Engine) -> None:
+    """Raises: UserError if the engine cannot take it, or its job before still waits or runs."""
     on.check(request)
     check_is_own(request.run_dir)
     before = Job.load(request.run_dir)
@@ -46,21 +78,15 @@ def launch(request: Request, engine: str) -> Job:
             f"{request.run_dir}: its job {before.id} on {before.engine} is {state}. `argosy stop {request.run_dir}` "
             "stops it; --run-dir gives this run another folder."
         )
-    secret = _own_secret(request.run_dir)
-    with made_folder(request.folder):
-        job = on.submit(request)
-        job = job.model_copy(update={"secret": secret})
-        job.save(request.run_dir)
-    return job
 
 
 def _own_secret(run_dir: Path) -> str:
     """Return the fingerprint of the run's secret. Raises: UserError if a run beside it, under way, has the same."""
     mine = fingerprint_of(run_dir)
-    for other in run_dir.parent.glob(f"*/{FOLDER}/job.json") if mine else ():
+    for other in _records(run_dir.parent) if mine else ():
         folder = other.parent.parent
         job = Job.load(folder)
-        if job is None or folder == run_dir or mine not in (job.secret, fingerprint_in(folder)):
+        if job is None or home_of(folder) == run_dir or mine not in (job.secret, fingerprint_in(home_of(folder))):
             continue
         if engine_of(job).state(job)[0] != "ended":
             raise UserError(
@@ -77,8 +103,9 @@ def launched_in(root: Path) -> list[Launched]:
 
 
 def _records(root: Path) -> list[Path]:
-    """Return the records of jobs that have not begun: their folders are no runs yet."""
-    return [*root.glob(f"{FOLDER}/job.json"), *root.glob(f"*/{FOLDER}/job.json")]
+    """Return the records of jobs: those that have not begun have folders that are no runs yet."""
+    levels = ("", "*/", f"{SITES}/*/", f"*/{SITES}/*/")
+    return [path for level in levels for path in root.glob(f"{level}{FOLDER}/{RECORD}")]
 
 
 def _launched(name: str, folder: Path) -> Launched:
@@ -107,16 +134,6 @@ def _launched(name: str, folder: Path) -> Launched:
     )
 
 
-def job_in(run_dir: Path) -> Job:
-    """Return the job of a run's folder. Raises: UserError if the run was not launched."""
-    if not run_dir.is_dir():
-        raise UserError(f"{run_dir}: there is no such folder. `argosy runs` lists the runs here.")
-    job = Job.load(run_dir)
-    if job is None:
-        raise UserError(f"{run_dir}: the run was not launched by `argosy launch`, so no engine knows it.")
-    return job
-
-
 def printed(run_dir: Path, follow: bool) -> Iterator[bytes]:
     """Yield what a run prints, in pieces; follow: until it has ended.
 
@@ -126,8 +143,8 @@ def printed(run_dir: Path, follow: bool) -> Iterator[bytes]:
     Raises: UserError if there is neither a job nor a run.
     """
     if not is_run(run_dir) or (run_dir / FOLDER / RECORD).exists():
-        job = job_in(run_dir)
-        yield from engine_of(job).logs(job, follow)
+        jobs = jobs_of(run_dir)
+        yield from engine_of(jobs[""]).logs(jobs[""], follow) if "" in jobs else printed_by(jobs, follow)
         return
     reader = RunReader(run_dir)
 

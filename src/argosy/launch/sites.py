@@ -36,12 +36,8 @@ def settle_site(run: RunConfig, run_dir: Path) -> tuple[RunConfig, Path]:
     if not run.site:
         raise UserError("the run has [[sites]], and no site is said. Say which of them this is: --site NAME")
     run_dir = site_folder(run_dir, run.site)
-    run = _checked(_with_addresses(run, group_folder(run_dir)))
-    if missing := [site.name for site in run.sites if not site.address]:
-        raise UserError(
-            f"sites: {', '.join(missing)} has no address, HOST:PORT, at which the others reach it. Give each site one; "
-            "only where one command starts all sites on this machine are they chosen."
-        )
+    run = checked(_with_addresses(run, group_folder(run_dir)))
+    check_addresses(run)
     group_folder(run_dir).mkdir(parents=True, exist_ok=True)
     secret = secret_of(group_folder(run_dir))
     if run.sync.tls:
@@ -49,7 +45,17 @@ def settle_site(run: RunConfig, run_dir: Path) -> tuple[RunConfig, Path]:
     return run, run_dir
 
 
-def _checked(run: RunConfig) -> RunConfig:
+def check_addresses(run: RunConfig) -> None:
+    """Raises: UserError if a site has no address."""
+    if missing := [site.name for site in run.sites if not site.address]:
+        raise UserError(
+            f"sites: {', '.join(missing)} has no address, HOST:PORT, at which the others reach it. Give each site one; "
+            "only where one command starts all sites on this machine are they chosen."
+        )
+
+
+def checked(run: RunConfig) -> RunConfig:
+    """Return the run as its sites train it, with the batch of each. Raises: UserError if they cannot."""
     if not run.train.steps:
         raise UserError(
             "train.minutes with [[sites]]: all sites must end with the same step. Give train.steps instead."
@@ -77,7 +83,7 @@ def train_sites(run: RunConfig, run_dir: Path, *, accept_changes: bool, quiet: b
 
     A site that dies does not stop the others. Raises: UserError, RunFailed if a site failed, Interrupted.
     """
-    run = _checked(run)
+    run = checked(run)
     progress = Progress(enabled=not quiet)
     run_dir.mkdir(parents=True, exist_ok=True)
     known = {s.name: s.address for s in load(run_dir / RUN_FILE).sites} if (run_dir / RUN_FILE).exists() else {}

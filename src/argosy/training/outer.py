@@ -75,11 +75,14 @@ class OuterSteps:
 
     @property
     def is_left_behind(self) -> bool:
-        """True if the others made the round at hand without this site. Only rank 0 looks; any rank may ask."""
+        """True if the others made the round at hand without this site, or its state is to be taken from another.
+
+        Only rank 0 looks; any rank may ask.
+        """
         if not self._world.is_first:
             return False
         self._ledger.refresh()
-        return self._is_left_out(self._state.rounds)
+        return self._is_left_out(self._state.rounds) or self._sites.adoption.exists()
 
     @property
     def is_due(self) -> bool:
@@ -102,6 +105,7 @@ class OuterSteps:
         """
         state, sites = self._state, self._sites
         began, before = time.monotonic(), state.rounds
+        self._say_reached()
         while state.rounds < sites.rounds:
             if self._adopt():
                 continue
@@ -122,6 +126,7 @@ class OuterSteps:
                     return False
                 continue
             self._apply(number)
+            self._say_reached()
             self._leave_state(number)
         if state.rounds > before:
             self._line = self._measured(before, time.monotonic() - began)
@@ -144,6 +149,13 @@ class OuterSteps:
             return False
         self._follow(number)
         return True
+
+    def _say_reached(self) -> None:
+        """Tell the exchange how many rounds this site has made."""
+        if self._world.is_first:
+            self._sites.folder.mkdir(parents=True, exist_ok=True)
+            with atomic_write(self._sites.reached) as file:
+                file.write(str(self._state.rounds).encode())
 
     def _follow(self, number: int) -> None:
         """Read the ledger up to that round, which is there: rank 0 has read it."""
@@ -285,6 +297,7 @@ class OuterSteps:
         self._outer.adopted_chain = about["chain"]
         state.model.after_update()
         self._batches.again()
+        self._say_reached()
         self._records.tell("state_taken", step=left, to_step=state.step, round=about["rounds"] - 1)
         self._records.progress.say(
             f" the other sites went on without this one, which was at step {left}; it goes on at step {state.step} "

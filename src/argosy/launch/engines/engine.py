@@ -51,11 +51,19 @@ class Request:
     image: str = ""
     extra: tuple[str, ...] = ()
     """Lines for the engine, passed through."""
+    login: str = ""
+    """A machine on which the command is given, by a name that ssh takes."""
+    login_options: tuple[str, ...] = ()
+    """Options of ssh to that machine."""
+    there: str = ""
+    """The folder on that machine in which the command is given."""
+    program: str = ""
+    """The path of `argosy` on that machine."""
 
     @property
     def name(self) -> str:
-        """The run's name."""
-        return self.run.name
+        """The run's name, with that of its site if it is of one."""
+        return f"{self.run.name}-{self.run.site}" if self.run.site else self.run.name
 
     @property
     def grace_s(self) -> float:

@@ -8,12 +8,13 @@ from argosy.errors import UserError
 from argosy.launch.engines.engine import Engine, Job
 from argosy.launch.engines.kubernetes import Kubernetes
 from argosy.launch.engines.local import Local
+from argosy.launch.engines.login import Login
 from argosy.launch.engines.ray import Ray
 from argosy.launch.engines.slurm import Slurm
 from argosy.launch.engines.ssh import Ssh
 
 EngineName = Literal["slurm", "kubernetes", "ray", "ssh", "local"]
-ENGINES: dict[str, type[Engine]] = {engine.name: engine for engine in (Slurm, Kubernetes, Ray, Ssh, Local)}
+ENGINES: dict[str, type[Engine]] = {engine.name: engine for engine in (Slurm, Kubernetes, Ray, Ssh, Local, Login)}
 
 
 def engine_of(job: Job) -> Engine:

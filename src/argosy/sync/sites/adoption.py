@@ -1,15 +1,15 @@
 """Taking over the whole outer state from another site: weights and momentum, with the ledger that led to them.
 
-A site needs that if it was away for longer than the others keep averages, if its folder was lost, or if it went on by
-itself and otherwise than the others (with sync.quorum = 1, or as a leader that died before it told them). It asks a
-site whose ranks then leave their state after the next outer step; once that has come, its own ranks go on from it.
+A site needs that if it was away for longer than the others keep averages, if its folder was lost, or if it gives way
+to a site from which it has gone apart (`standing`). It asks a site whose ranks then leave their state after the next
+outer step; once that and the ledger have come, its own ranks go on from them.
 """
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -20,8 +20,6 @@ from argosy.sync.sites.ledger import Ledger, Line
 from argosy.sync.sites.messages import Message
 from argosy.sync.sites.pull import Pull, Wanted
 
-STALE_ROUNDS = 8
-"""A state that is older is not offered again: averages since then may be gone."""
 Tell = Callable[..., None]
 
 
@@ -32,9 +30,9 @@ class Adoption:
         self._sites, self._ledger = sites, ledger
         self._askers: set[str] = set()
         self._wanted_from: str | None = None
-        self._pull: Pull | None = None
+        self._pulls: list[Pull] = []
+        """Of the state, then of the ledger."""
         self._checksum = 0
-        self._lines: list[Line] = []
 
     @property
     def is_under_way(self) -> bool:
@@ -48,7 +46,7 @@ class Adoption:
 
     def again(self, tell: Tell) -> None:
         """Ask again, in case that what was said was lost."""
-        if self._wanted_from is not None and self._pull is None:
+        if self._wanted_from is not None and not self._pulls:
             tell(self._wanted_from, "want_state")
 
     def check(self, is_alive: Callable[[str], bool]) -> None:
@@ -60,111 +58,84 @@ class Adoption:
     def asked(self, name: str) -> None:
         """Have the ranks leave their state for another site."""
         self._askers.add(name)
-        number = self._newest()
-        if number is None or number + STALE_ROUNDS < len(self._ledger.lines):
+        if self._newest() is None:
             self._sites.want_state.touch()
 
     def offer(self, tell: Tell) -> None:
         """Tell those who asked of a state that is there."""
-        number = self._newest()
-        if not self._askers or number is None or number + STALE_ROUNDS < len(self._ledger.lines):
+        number = self._newest() if self._askers else None
+        if number is None:
             return
         about = json.loads(self._sites.state_about(number).read_bytes())
-        lines = [line.to_json() for line in self._ledger.lines[: number + 1]]
+        facts = {"size": about["bytes"], "sum": about["sum"], "ledger_size": self._ledger.size_of(number + 1)}
         for name in self._askers:
-            tell(name, "state", round=number, size=about["bytes"], sum=about["sum"], lines=len(lines))
-            for line in lines:
-                tell(name, "state_line", line=line)
+            tell(name, "state", round=number, **facts)
         self._askers.clear()
 
     def hear(self, name: str, message: Message) -> None:
-        """Hear of a state that was asked for, of its ledger, or a piece of it."""
+        """Hear of a state that was asked for, or a piece of it or of its ledger."""
         if name != self._wanted_from:
             return
         if message["kind"] == "state":
             self._drop()
-            number, self._checksum, self._lines = int(message["round"]), int(message["sum"]), []
-            wanted = Wanted("state", number, 0, 0, int(message["size"]))
-            path = self._sites.folder / f"taken-{number:08d}-{self._checksum:08x}.bin"
-            self._pull = Pull(wanted, name, path)
-        elif message["kind"] == "state_line":
-            self._lines.append(Line.from_json(message["line"]))
-        elif self._pull is not None and message["kind"] == "data":
-            self._pull.take(int(message["at"]), message["data"])
-        elif self._pull is not None and message["kind"] == "gone":
+            number, self._checksum = int(message["round"]), int(message["sum"])
+            for what, size in (("state", int(message["size"])), ("ledger", int(message["ledger_size"]))):
+                path = self._sites.folder / f"taken-{number:08d}-{self._checksum:08x}-{name}-{what}.bin"
+                self._pulls.append(Pull(Wanted(what, number, 0, 0, size), name, path))
+        elif message["kind"] == "data":
+            for pull in self._pulls:
+                if (pull.wanted.what, pull.wanted.round) == (message["what"], message["round"]):
+                    pull.take(int(message["at"]), message["data"])
+        elif message["kind"] == "gone":
             self._drop()
-            self._wanted_from = None
 
     def connected_again(self, name: str) -> None:
         """Ask that site again for what has not come."""
-        if self._pull is not None and self._pull.peer == name:
-            self._pull.again()
+        for pull in self._pulls:
+            if pull.peer == name:
+                pull.again()
 
     def tend(self, tell: Tell) -> bool:
         """Ask for what is missing. Returns True once the state is taken over, and the ledger with it."""
-        pull = self._pull
-        if pull is None:
-            return False
-        if not pull.is_done:
+        for pull in self._pulls:
             pull.ask(partial(tell, pull.peer))
+        if not self._pulls or not all(pull.is_done for pull in self._pulls):
             return False
-        number = pull.wanted.round
-        if len(self._lines) <= number:
+        state, ledger = self._pulls
+        lines = _lines_of(ledger.content())
+        if state.checksum() != self._checksum or lines is None or len(lines) != state.wanted.round + 1:
+            state.forget()
+            ledger.forget()
             return False
-        if pull.checksum() != self._checksum or not _is_chain(self._lines):
-            pull.forget()
-            return False
-        self._take_over(pull, number)
+        self._take_over(state, lines)
         return True
 
-    def _take_over(self, pull: Pull, number: int) -> None:
+    def _take_over(self, pull: Pull, lines: list[Line]) -> None:
         """Leave the state for the ranks, and take the ledger that led to it for this site's."""
         pull.path.replace(self._sites.adopted)
         with atomic_write(self._sites.adoption) as file:
-            file.write(json.dumps({"rounds": number + 1, "chain": self._lines[number].chain}).encode())
-        self._ledger.replace(self._lines[: number + 1])
+            file.write(json.dumps({"rounds": len(lines), "chain": lines[-1].chain}).encode())
+        self._ledger.replace(lines)
         self._sites.lost.unlink(missing_ok=True)
         self._drop()
         self._wanted_from = None
+        for path in self._sites.folder.glob("taken-*"):
+            path.unlink()
 
     def _drop(self) -> None:
-        if self._pull is not None:
-            self._pull.close()
-        self._pull = None
+        for pull in self._pulls:
+            pull.close()
+        self._pulls = []
 
     def _newest(self) -> int | None:
-        """Return the round after which the ranks left their state last."""
+        """Return the round after which the ranks left their state last, if all averages since are here."""
         found: list[int] = []
         for path in self._sites.folder.glob("state-*.json"):
             with suppress(ValueError):
                 found.append(int(path.stem.partition("-")[2]))
-        return max(found, default=None)
-
-
-def fork_of(mine: Sequence[Line], theirs: Sequence[dict[str, Any]]) -> int | None:
-    """Return the first round that two ledgers disagree about; None if one begins with the other."""
-    return next(
-        (number for number, (one, other) in enumerate(zip(mine, theirs, strict=False)) if one.chain != other["chain"]),
-        None,
-    )
-
-
-def gives_way(mine: Line, theirs: dict[str, Any], names: Sequence[str]) -> bool:
-    """Return True if the site with the line `mine` gives way to the one that has `theirs` of the same round.
-
-    More sites count more; among as many, those with the earliest site of the run file.
-    """
-    ours, others = list(mine.tokens), list(theirs["names"])
-    if len(ours) != len(others):
-        return len(ours) < len(others)
-    return [names.index(name) for name in sorted(ours, key=names.index)] > [
-        names.index(name) for name in sorted(others, key=names.index)
-    ]
-
-
-def summary(lines: Sequence[Line]) -> list[dict[str, Any]]:
-    """Return what `fork_of` and `gives_way` need of a ledger."""
-    return [{"chain": line.chain, "names": list(line.tokens)} for line in lines]
+        rounds, sites = len(self._ledger.lines), self._sites
+        fresh = (n for n in found if n == rounds - 1 or (n < rounds and sites.average(n + 1).exists()))
+        return max(fresh, default=None)
 
 
 def checksum_of(data: bytes) -> int:
@@ -172,10 +143,17 @@ def checksum_of(data: bytes) -> int:
     return zlib.crc32(data)
 
 
-def _is_chain(lines: Sequence[Line]) -> bool:
+def _lines_of(ledger: bytes) -> list[Line] | None:
+    """Return the lines of a ledger, None if they are not each the next of the one before."""
+    lines: list[Line] = []
     before = ""
-    for number, line in enumerate(lines):
-        if line.round != number or line.chained(before) != line.chain:
-            return False
-        before = line.chain
-    return True
+    with suppress(ValueError, KeyError, TypeError):
+        for number, text in enumerate(ledger.splitlines()):
+            record: Any = json.loads(text)
+            line = Line.from_json(record)
+            if line.round != number or line.chained(before) != line.chain:
+                return None
+            lines.append(line)
+            before = line.chain
+        return lines
+    return None

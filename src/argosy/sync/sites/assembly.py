@@ -45,6 +45,8 @@ class Assembly:
         self._pulls: dict[tuple[str, int | str], Pull] = {}
         self._not_before_s: dict[tuple[str, int | str], float] = {}
         self._work: Future[Reduced] | None = None
+        self._not_at_owner: set[int] = set()
+        """First bytes of slices that those who summed them have no more."""
         self.received_bytes = 0
         self.is_lost = False
         """True once a site that had the average has it no more: the whole state has to be taken over."""
@@ -80,7 +82,8 @@ class Assembly:
             if part in self._here:
                 continue
             owner = self.proposal.names[part]
-            if part in self.reduced and part != self.mine and connected(owner):
+            is_there = holder is None or self.slices.of(part)[0] not in self._not_at_owner
+            if part in self.reduced and part != self.mine and connected(owner) and is_there:
                 self._fetch_slice(part, "slice", owner, checksum, tell)
             elif holder is not None:
                 self._fetch_slice(part, "average", holder, checksum, tell)
@@ -101,6 +104,8 @@ class Assembly:
             if pull.peer == peer and pull.wanted.what == what and pull.wanted.start == start:
                 pull.again()
                 self.is_lost = self.is_lost or what == "average"
+                if what == "slice":
+                    self._not_at_owner.add(start)
                 self._not_before_s[key] = time.monotonic() + AGAIN_S
 
     def connected_again(self, peer: str) -> None:

@@ -1,9 +1,16 @@
 """The exchange: the one process of a site that speaks to the other sites. Its ranks and it speak through files.
 
 A round: each site's ranks leave what they changed (`Sites.change`); the exchanges tell each other that they are ready;
-the leader, the first site of the run file that is alive, says who takes part; they sum (`assembly`); when the leader
-has all of the average it writes the round's line to the ledger and sends it to the others. A site's ranks go on once
-the line is in their own ledger. What is not in a ledger has no effect, so any process may die at any moment.
+the leader says who takes part; they sum (`assembly`); when the leader has all of the average it writes the round's line
+to its ledger and sends it to the others. A site's ranks go on once the line is in their own ledger. What is not in a
+ledger has no effect, so any process may die at any moment.
+
+Each second every exchange says where it stands (`Standing`). From that follows all else:
+- The leader is the first site of the run file that is not behind and was heard within sync.patience_s.
+- A site that is behind asks another for the line of the round at hand, then for its average, one round after another.
+- Members of the next round are the sites that took part in this one, and those whose ranks have nearly caught up
+  (`BEHIND`). Nobody waits for a site that is further away.
+- Of sites that have gone apart, one gives way (`standing`) and takes the other's state (`adoption`).
 """
 
 from __future__ import annotations
@@ -11,37 +18,50 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
 from argosy.faults import fault
 from argosy.files import atomic_write
 from argosy.observe.events import Events
-from argosy.sync.sites.adoption import STALE_ROUNDS, Adoption, fork_of, gives_way, summary
+from argosy.sync.sites.adoption import Adoption
 from argosy.sync.sites.assembly import Assembly, Proposal
 from argosy.sync.sites.average import distances, encode_file
+from argosy.sync.sites.kept import Kept
 from argosy.sync.sites.layout import Sites
 from argosy.sync.sites.ledger import Delivery, Ledger, Line, dealt_in, next_line
 from argosy.sync.sites.links import Links
 from argosy.sync.sites.messages import Message
 from argosy.sync.sites.pull import PIECE_BYTES
+from argosy.sync.sites.standing import Standing, gives_way
 
 REPEAT_S = 1.0
 """How often what matters is said again."""
-MOST_LINES = 64
-"""Lines of the ledger that are sent at once."""
+BEHIND = 1
+"""Rounds that a site's ranks may be behind when a round is decided, and be dealt samples of the next one."""
 
 
 class Exchange:
     """The exchange of one site."""
 
-    def __init__(self, sites: Sites, ledger: Ledger, events: Events, links: Callable[[Exchange], Links]):
+    def __init__(
+        self,
+        sites: Sites,
+        ledger: Ledger,
+        events: Events,
+        links: Callable[[Exchange], Links],
+        pool: Executor | None = None,
+    ):
+        """links(exchange): its connections. pool: where changes are encoded and summed."""
         self.sites, self._ledger, self._events = sites, ledger, events
         sites.folder.mkdir(parents=True, exist_ok=True)
-        self._pool = ThreadPoolExecutor(1, "argosy-exchange")
-        self._rounds_of: dict[str, int] = {}
-        """Rounds that the others have in their ledgers, as they said last."""
+        self._pool = pool or ThreadPoolExecutor(1, "argosy-exchange")
+        self._standings: dict[str, Standing] = {}
+        """Where the others stand, as they said last."""
+        self._apart: set[str] = set()
+        """Sites that have gone on without this one, and otherwise."""
+        self._kept = Kept(sites)
         self._sent_bytes = 0
         self._status = ""
         self._said: set[str] = set()
@@ -50,6 +70,7 @@ class Exchange:
         self._attempts = self._began_bytes = 0
         self._ready_s = 0.0
         self._line: Line | None = None
+        self._line_from = ""
         self._assembly: Assembly | None = None
         self._quorum_s: float | None = None
         self._weights: dict[str, int] = {}
@@ -65,7 +86,7 @@ class Exchange:
 
     def hello(self) -> dict[str, Any]:
         """What this site says of itself."""
-        return {"run": self.sites.identity, "model": self.sites.flats[0].identity, **self._at()}
+        return {"run": self.sites.identity, "model": self.sites.flats[0].identity, **self._standing().to_json()}
 
     def refused(self, who: str, why: str) -> None:
         """Note that a connection was refused, once for each reason."""
@@ -80,7 +101,7 @@ class Exchange:
         last = self._ledger.last
         if last is None or self.rounds < self.sites.rounds:
             return False
-        return all(self._rounds_of.get(name, 0) >= self.rounds for name in last.members if name != self.sites.me)
+        return all(self._standing_of(name).rounds >= self.rounds for name in last.members if name != self.sites.me)
 
     def turn(self, timeout_s: float) -> None:
         """Wait for something to happen, up to `timeout_s`, and do what follows from it."""
@@ -110,17 +131,16 @@ class Exchange:
                 if self._assembly is not None:
                     self._assembly.connected_again(name)
             case "want_state":
+                self._kept.read(name, self.rounds - 1)
                 self._adoption.asked(name)
-            case "state" | "state_line":
+            case "state":
                 self._adoption.hear(name, message)
-            case "data" | "gone" if message["what"] == "state":
+            case "data" | "gone" if message["what"] in ("state", "ledger"):
                 self._adoption.hear(name, message)
-            case "chains":
-                self._compare(name, message["lines"])
             case "at":
                 self._note_at(name, message)
-            case "want_lines":
-                for line in self._ledger.lines[int(message["first"]) :][:MOST_LINES]:
+            case "want_line":
+                for line in self._ledger.lines[int(message["round"]) :][:1]:
                     self._links.tell(name, "line", line=line.to_json())
             case "line":
                 self._take_line(name, Line.from_json(message["line"]))
@@ -137,7 +157,7 @@ class Exchange:
             self._attempts = max(self._attempts, int(message["attempt"]))
         elif message["kind"] == "propose" and name == self._leader() and message["chain"] == self._chain():
             proposal = Proposal(int(message["attempt"]), tuple(map(str, message["names"])))
-            self._accept(proposal, {str(site): int(tokens) for site, tokens in message["tokens"].items()})
+            self._work_on(proposal, {str(site): int(tokens) for site, tokens in message["tokens"].items()})
         elif self._assembly is None:
             return
         elif message["kind"] == "reduced":
@@ -150,7 +170,7 @@ class Exchange:
 
     def _introduce(self, name: str) -> None:
         """Tell a site what it may have missed."""
-        self._links.tell(name, "at", **self._at())
+        self._links.tell(name, "at", **self._standing().to_json())
         if self.sites.me in self._ready:
             self._links.tell(name, "ready", **self._my_ready())
         if self._assembly is not None:
@@ -160,40 +180,37 @@ class Exchange:
                 self._links.tell(name, "reduced", **self._my_slice())
 
     def _note_at(self, name: str, message: Message) -> None:
-        """Note which rounds a site has; ask for those that are new."""
-        rounds, chain = int(message["rounds"]), str(message["chain"])
-        self._rounds_of[name] = rounds
-        common = min(rounds, self.rounds)
-        if rounds > self.rounds:
-            self._links.tell(name, "want_lines", first=self.rounds)
-        elif common and self._ledger.lines[common - 1].chain != chain:
-            self._links.tell(name, "chains", lines=summary(self._ledger.lines))
+        """Note where a site stands."""
+        its = self._standings[name] = Standing.from_json(message)
+        if its.rounds <= self.rounds:
+            mine = self._ledger.lines[its.rounds - 1].chain if its.rounds else ""
+            if its.chain != mine:
+                self._went_apart(name)
+            else:
+                self._apart.discard(name)
 
-    def _compare(self, name: str, theirs: list[dict[str, Any]]) -> None:
-        """Give way to a site that has gone on without this one and otherwise, or have it give way."""
-        fork = fork_of(self._ledger.lines, theirs)
-        if fork is None or self._adoption.is_under_way:
-            return
-        mine = self._ledger.lines[fork]
-        if gives_way(mine, theirs[fork], self.sites.names):
-            self._events.write("site_gives_way", site=name, round=fork, participants=theirs[fork]["names"])
-            self._adoption.begin(name, self._links.tell)
-        else:
-            self._links.tell(name, "chains", lines=summary(self._ledger.lines))
+    def _went_apart(self, name: str) -> None:
+        """Give way to a site that has gone on without this one and otherwise, or leave that to it."""
+        self._apart.add(name)
+        its = self._standing_of(name)
+        if not self._adoption.is_under_way and gives_way(self.sites.me, self._standing(), name, its, self.sites.names):
+            self._events.write("site_gives_way", site=name, rounds=self.rounds, its_rounds=its.rounds)
+            self._adopt_from(name)
+
+    def _adopt_from(self, name: str) -> None:
+        self._adoption.begin(name, self._links.tell)
+        self._links.tell_all("at", **self._standing().to_json())
 
     def _take_line(self, name: str, line: Line) -> None:
         """Take the line of the round at hand; the average is fetched before it counts."""
-        if line.round > self._number:
-            self._links.tell(name, "want_lines", first=self._number)
         if line.round != self._number or self._line is not None:
             return
         if line.chained(self._chain()) != line.chain:
-            self._links.tell(name, "chains", lines=summary(self._ledger.lines))
+            self._went_apart(name)
             return
-        self._line = line
+        self._line, self._line_from = line, name
         proposal = Proposal(line.attempt, tuple(site for site in self.sites.names if site in line.tokens))
-        if self._assembly is None or self._assembly.proposal != proposal:
-            self._accept(proposal, line.tokens)
+        self._work_on(proposal, line.tokens)
 
     def _serve(self, name: str, message: Message) -> None:
         """Send a piece of something that this site has."""
@@ -201,12 +218,16 @@ class Exchange:
         at, size = int(message["at"]), min(int(message["bytes"]), PIECE_BYTES)
         key = {"what": what, "round": number, "start": start}
         path, base = None, 0
+        if what in ("average", "state"):
+            self._kept.read(name, number)
         if number < self.rounds and what in ("slice", "average"):
             path = self.sites.average(number)
         elif what == "sent":
             path = self.sites.sent(number)
         elif what == "state":
             path = self.sites.state(number)
+        elif what == "ledger":
+            path = self._ledger.path
         elif what == "slice" and number == self._number and self._assembly is not None:
             path, base = self._assembly.slice_file(int(message["attempt"]), start) or (None, 0)
         try:
@@ -215,6 +236,8 @@ class Exchange:
             with path.open("rb") as file:
                 file.seek(start + at - base)
                 data = file.read(size)
+            if len(data) < size:
+                raise FileNotFoundError  # another one lies there by now
         except FileNotFoundError:
             self._links.tell(name, "gone", **key)
             return
@@ -225,15 +248,16 @@ class Exchange:
 
     def _begin(self) -> None:
         """Begin with the round after those in the ledger."""
+        self._let_go()
         self._number = self.rounds
         self._ready: dict[str, Delivery] = {}
         self._encoding: Future[int] | None = None
-        self._assembly = None
         self._attempts = 0
         self._quorum_s = None
         self._line = None
         self._began_bytes = self._sent_bytes
         self._ready_s = 0.0
+        self._asked_s = 0.0
         self._members = frozenset(dealt_in(self.sites.shares, self._ledger.last))
 
     def _tend(self) -> None:
@@ -242,32 +266,45 @@ class Exchange:
         self._adoption.offer(self._links.tell)
         self._adoption.check(self._is_alive)
         if self.sites.lost.exists() and self._links.sites and not self._adoption.is_under_way:
-            self._adoption.begin(max(self._links.sites, key=lambda n: self._rounds_of.get(n, 0)), self._links.tell)
+            self._adopt_from(max(self._links.sites, key=lambda name: self._standing_of(name).rounds))
         if self._adoption.is_under_way:
             if self._adoption.tend(self._links.tell):
                 self._events.write("state_taken", rounds=self.rounds)
+                self._apart.clear()
                 self._begin()
             return
         if self._number >= self.sites.rounds:
             return
         if self.sites.me not in self._ready:
             self._make_ready()
-        if self._line is None and self._leader() == self.sites.me:
+        self._follow()
+        if self._line is None:
             self._lead()
         if self._assembly is None:
             return
         if self._line is not None:
             holder = self._holder()
             if self._assembly.is_lost and holder is not None:
-                self._adoption.begin(holder, self._links.tell)
+                self._adopt_from(holder)
                 return
             self._assembly.complete(self._line, self._links.tell, self._is_connected, holder)
         self._assembly.tend(self._links.tell, self._is_connected, self._say_reduced)
         if self._assembly.is_whole:
-            if self._line is None and self._leader() == self.sites.me:
+            if self._line is None and self._leader() == self.sites.me and self._ready.keys() >= set(self._weights):
                 self._line = self._agreed(self._assembly)
             if self._line is not None:
                 self._finish(self._assembly, self._line)
+
+    def _follow(self) -> None:
+        """Ask for the line of the round at hand, if another site has it; forget a line whose average nobody has."""
+        holder, now = self._holder(), time.monotonic()
+        if self._line is None:
+            if holder is not None and now - self._asked_s > REPEAT_S:
+                self._asked_s = now
+                self._links.tell(holder, "want_line", round=self._number)
+        elif holder is None and not self._is_alive(self._line_from):
+            self._line = None  # who told it is gone: the others decide again
+            self._let_go()
 
     def _repeat(self) -> None:
         """Say again what others may not have taken, as they were not in this round yet."""
@@ -294,34 +331,35 @@ class Exchange:
 
     def _lead(self) -> None:
         """Say who takes part, once all members are ready, or a quorum is and the others were waited for."""
-        if self._holder() is not None:
-            return  # it was decided already
         now = time.monotonic()
         here = [n for n in self.sites.names if n in self._ready and n in self._members and self._is_connected(n)]
-        if len(here) < self.sites.quorum:
-            self._quorum_s = None
+        self._quorum_s = None if len(here) < self.sites.quorum else self._quorum_s or now
+        if self._quorum_s is None or self._leader() != self.sites.me or self._holder() is not None:
             return
-        self._quorum_s = self._quorum_s or now
         if self._assembly is not None:
-            gone = [n for n in self._assembly.proposal.names if not self._is_connected(n) and not self._is_alive(n)]
-            if not gone:
+            if all(self._is_alive(name) for name in self._assembly.proposal.names):
                 return
         elif set(here) != self._members and now - self._quorum_s < self.sites.run.sync.patience_s:
             return
-        self._attempts += 1
         tokens = {name: self._ready[name].tokens for name in here}
-        self._accept(Proposal(self._attempts, tuple(here)), tokens)
+        self._work_on(Proposal(self._attempts + 1, tuple(here)), tokens)
         self._links.tell_all("propose", **self._my_proposal())
 
-    def _accept(self, proposal: Proposal, weights: dict[str, int]) -> None:
-        """Work on this proposal from now on."""
+    def _work_on(self, proposal: Proposal, weights: dict[str, int]) -> None:
+        """Work on this proposal from now on, if it is a later one than that at hand, or decided."""
         if self._assembly is not None:
-            if self._assembly.proposal == proposal or proposal.attempt < self._assembly.proposal.attempt:
+            at_hand = self._assembly.proposal
+            if at_hand == proposal or (proposal.attempt < at_hand.attempt and self._line is None):
                 return
-            self._assembly.abandon()
+        self._let_go()
         self._attempts = max(self._attempts, proposal.attempt)
         self._weights = weights
         self._assembly = Assembly(self.sites, self._number, proposal, weights, self._pool)
+
+    def _let_go(self) -> None:
+        if self._assembly is not None:
+            self._assembly.abandon()
+        self._assembly = None
 
     def _agreed(self, assembly: Assembly) -> Line:
         """Return the line of the round: this site leads, and has all of the average."""
@@ -332,7 +370,7 @@ class Exchange:
             self._ledger.last,
             self.sites.me,
             {name: self._ready[name] for name in names},
-            [self.sites.me, *self._links.sites],
+            [name for name in self.sites.names if self._is_near(name)],
             assembly.proposal.attempt,
             [assembly.reduced[part].checksum for part in range(assembly.slices.parts)],
             extra,
@@ -348,34 +386,29 @@ class Exchange:
             file.write(json.dumps({"sent_bytes": sent, "received_bytes": received}).encode())
         self._ledger.append(line)
         self._links.tell_all("line", line=line.to_json())
-        self._links.tell_all("at", **self._at())
+        self._links.tell_all("at", **self._standing().to_json())
         left_out = sorted(set(self._members) - set(line.tokens))
         facts = {"participants": list(line.tokens), "left_out": left_out, "by": line.by}
         took_s = round(time.monotonic() - self._ready_s, 3) if self._ready_s else None
         self._events.write("round", round=line.round, **facts, sent_bytes=sent, received_bytes=received, seconds=took_s)
-        self._sweep(line.round)
+        self._kept.sweep(line.round)
         self._begin()
-
-    def _sweep(self, number: int) -> None:
-        """Remove what is of no use any more: what led to this round's average, and averages no checkpoint needs."""
-        keep_from = number
-        with suppress(OSError, ValueError, KeyError):
-            keep_from = int(json.loads(self.sites.about(number).read_bytes())["needs_round"])
-        for path in self.sites.folder.iterdir():
-            kind, _, rest = path.name.partition("-")
-            digits = rest[:8]
-            if not digits.isdigit() or kind == "taken":
-                continue
-            number_kept = number - STALE_ROUNDS if kind == "state" else number
-            is_average = kind in ("average", "traffic")
-            if (not is_average and int(digits) <= number_kept) or (is_average and int(digits) < keep_from):
-                path.unlink(missing_ok=True)
 
     # ---- words --------------------------------------------------------------------------------------------------
 
     def _leader(self) -> str:
-        """Return the site that leads: the first that was heard within sync.patience_s."""
-        return next(name for name in self.sites.names if self._is_alive(name))
+        """Return the site that leads."""
+        return next(name for name in self.sites.names if name == self.sites.me or self._may_lead(name))
+
+    def _may_lead(self, name: str) -> bool:
+        its = self._standings.get(name)
+        is_behind = its is not None and (its.rounds < self._number or its.adopts)
+        return self._is_alive(name) and not is_behind and name not in self._apart
+
+    def _is_near(self, name: str) -> bool:
+        """Return True if a site's ranks have nearly come to the round at hand."""
+        its = self._standing() if name == self.sites.me else self._standing_of(name)
+        return self._is_connected(name) and name not in self._apart and its.reached >= self._number - BEHIND
 
     def _is_alive(self, name: str) -> bool:
         if self._is_connected(name):
@@ -387,13 +420,22 @@ class Exchange:
 
     def _holder(self) -> str | None:
         """Return a connected site that has the average of the round at hand."""
-        return next((n for n in self._links.sites if self._rounds_of.get(n, 0) > self._number), None)
+        here = (name for name in self._links.sites if name not in self._apart)
+        return next((name for name in here if self._standing_of(name).rounds > self._number), None)
 
     def _chain(self) -> str:
         return "" if self._ledger.last is None else self._ledger.last.chain
 
-    def _at(self) -> dict[str, Any]:
-        return {"rounds": self.rounds, "chain": self._chain()}
+    def _standing(self) -> Standing:
+        """Return where this site stands."""
+        reached = 0
+        with suppress(OSError, ValueError):
+            reached = int(self.sites.reached.read_text())
+        adopts = self._adoption.is_under_way
+        return Standing(self.rounds, self._chain(), self._ledger.tokens, reached, adopts)
+
+    def _standing_of(self, name: str) -> Standing:
+        return self._standings.get(name, Standing())
 
     def _my_ready(self) -> dict[str, Any]:
         mine = self._ready[self.sites.me]

@@ -18,6 +18,8 @@ from argosy.sync.sites.flat import Flat, fragments_of
 from argosy.sync.sites.wire import WireFormat
 
 FOLDER = "exchange"
+SITES = "sites"
+"""The folder, in that of the whole run, of its sites' folders."""
 OF_A_SITE = ("train.global_batch", "site", "sites")
 """Keys that differ between the sites of a run."""
 
@@ -138,6 +140,11 @@ class Sites:
         return self.folder / "adopted.json"
 
     @property
+    def reached(self) -> Path:
+        """How many rounds the ranks have made: they train in the next one, or wait for it."""
+        return self.folder / "reached"
+
+    @property
     def lost(self) -> Path:
         """There while the ranks lack an average that is in the ledger: another site's state is to be taken over."""
         return self.folder / "lost"
@@ -150,13 +157,18 @@ class Sites:
 
 def site_folder(run_dir: Path, site: str) -> Path:
     """Return the folder of a site in that of the whole run; `run_dir` itself if it is that already, or for no site."""
-    own = Path("sites") / site
+    own = Path(SITES) / site
     return run_dir if not site or run_dir.parts[-2:] == own.parts else run_dir / own
 
 
 def group_folder(run_dir: Path) -> Path:
     """Return the folder of the whole run, for that of one of its sites: runs/NAME for runs/NAME/sites/SITE."""
     return run_dir.parent.parent
+
+
+def home_of(run_dir: Path) -> Path:
+    """Return the folder that holds a run's secret: that of the whole run for the folder of a site."""
+    return group_folder(run_dir) if run_dir.parent.name == SITES else run_dir
 
 
 def at_site(run: RunConfig) -> RunConfig:

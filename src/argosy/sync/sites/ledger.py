@@ -94,7 +94,7 @@ def next_line(
     last: Line | None,
     by: str,
     delivered: Mapping[str, Delivery],
-    connected: Collection[str],
+    present: Collection[str],
     attempt: int,
     sums: Sequence[int],
     extra: Mapping[str, Any],
@@ -102,14 +102,14 @@ def next_line(
     """Return the line of the round after `last`, in which the sites of `delivered` took part.
 
     Samples of members that did not deliver come back. The next round's members are those that delivered and all that
-    are `connected`.
+    are `present`: connected, and near enough to take part.
     """
     number = 0 if last is None else last.round + 1
     dealt = dealt_in(shares, last)
     samples = {name: dealt[name] for name in shares.names if name in delivered and name in dealt}
     lost = [some for name, ranges in dealt.items() if name not in samples for some in ranges]
     returned = merged([*([] if last is None else last.returned), *lost])
-    members = [name for name in shares.names if name in delivered or name in connected]
+    members = [name for name in shares.names if name in delivered or name in present]
     later, left = deal(shares, number + 1, members, returned)
     usual, _ = deal(shares, number + 1, shares.names, [])
     line = Line(
@@ -146,9 +146,17 @@ class Ledger:
     def __init__(self, folder: Path):
         self.path = folder / NAME
         self.lines: list[Line] = []
+        self.tokens = 0
+        """Tokens that it counts, of all sites."""
         self._read_bytes = 0
         self._file_id: tuple[int, int] | None = None
         self.refresh()
+
+    def size_of(self, rounds: int) -> int:
+        """Return the bytes of the lines of the first rounds."""
+        self.refresh()
+        with self.path.open("rb") as file:
+            return sum(len(file.readline()) for _ in range(rounds))
 
     @property
     def last(self) -> Line | None:
@@ -161,12 +169,12 @@ class Ledger:
             with self.path.open("rb") as file:
                 about = os.fstat(file.fileno())
                 if (about.st_dev, about.st_ino) != self._file_id or about.st_size < self._read_bytes:
-                    self.lines, self._read_bytes = [], 0
+                    self._forget()
                     self._file_id = (about.st_dev, about.st_ino)
                 file.seek(self._read_bytes)
                 data = file.read()
         except FileNotFoundError:
-            self.lines, self._read_bytes = [], 0
+            self._forget()
             return
         whole = data[: data.rfind(b"\n") + 1]
         for text in whole.splitlines():
@@ -174,6 +182,7 @@ class Ledger:
             if line.round != len(self.lines):
                 break
             self.lines.append(line)
+            self.tokens += sum(line.tokens.values())
         self._read_bytes += len(whole)
 
     def append(self, line: Line) -> None:
@@ -199,5 +208,8 @@ class Ledger:
             aside.write_bytes(self.path.read_bytes())
         with atomic_write(self.path) as file:
             file.write(b"".join(_text(line) for line in lines))
-        self.lines, self._read_bytes, self._file_id = [], 0, None
+        self._file_id = None
         self.refresh()
+
+    def _forget(self) -> None:
+        self.lines, self.tokens, self._read_bytes = [], 0, 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-VERSION = 1
+VERSION = 2
 Message = dict[str, Any]
 
 

@@ -19,7 +19,7 @@ class Wanted:
     """Bytes that another site has."""
 
     what: str
-    """sent: its change; slice: a slice of the average, which it has summed; average."""
+    """sent: its change; slice: a slice of the average, which it has summed; average; state; ledger."""
     round: int
     attempt: int
     start: int
@@ -67,8 +67,12 @@ class Pull:
 
     def checksum(self) -> int:
         """Return the CRC-32 of all that came."""
+        return zlib.crc32(self.content())
+
+    def content(self) -> bytes:
+        """Return all that came."""
         self._file.flush()
-        return zlib.crc32(self.path.read_bytes())
+        return self.path.read_bytes()
 
     def close(self) -> None:
         """Let go of the file."""

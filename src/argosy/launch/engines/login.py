@@ -1,0 +1,137 @@
+"""A site of a run, reached through ssh: `argosy launch` is given there, and what becomes of it is asked there.
+
+The site needs no disk that this machine sees. The run file, as it is here, and the run's secret go through ssh's input;
+paths in the run file mean that machine's.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+from argosy.errors import UserError
+from argosy.launch.engines.engine import Engine, Job, JobState, Request
+from argosy.launch.engines.ssh_hosts import CONNECT_S, Answer, ask_all
+from argosy.processes.secret import secret_of
+from argosy.sync.sites.layout import group_folder, site_folder
+
+START = """\
+umask 077
+mkdir -p {group} && cd {folder} || exit 2
+printf '%s\\n' {secret} > {group}/.secret
+umask 022
+{write_run}
+said=$({command}) || exit $?
+printf '%s\\n' "$said" | sed -n 's/^launched .* job \\(.*\\), in .*/argosy:job=\\1/p'
+"""
+RUNS = """\
+cd {folder} && said=$({program} runs {run_dir} --json) || exit $?
+printf 'argosy:runs=%s\\n' "$(printf '%s' "$said" | tr -d '\\n')"
+"""
+STOP = "cd {folder} && {program} stop {run_dir}\n"
+READ_BYTES = 1 << 16
+
+
+class Login(Engine):
+    """A machine of a site on which the command is given."""
+
+    name = "login"
+    takes: ClassVar[frozenset[str]] = frozenset(field.name for field in fields(Request))
+
+    def script(self, request: Request) -> str:
+        """Return the command that is given there."""
+        return f"# on {request.login}\ncd {shlex.quote(request.there)} && {_command(request)}\n"
+
+    def submit(self, request: Request) -> Job:
+        """Give the command there. Raises: UserError with what it says."""
+        source = request.work_dir / request.words[0]
+        name, text = Path(request.words[0]).name, source.read_text() if source.is_file() else ""
+        script = START.format(
+            folder=shlex.quote(request.there),
+            group=shlex.quote(str(_group(request))),
+            secret=shlex.quote(secret_of(group_folder(request.run_dir)).decode()),
+            write_run=f"printf '%s' {shlex.quote(text)} > {shlex.quote(name)}" if text else "",
+            command=_command(request),
+        )
+        answer = ask_all({request.login: script}, request.login_options)[request.login]
+        if "job" not in answer.said:
+            raise UserError(
+                f"site {request.run.site}: {request.login} says: {answer.problem or 'nothing'}. `ssh {request.login} "
+                f"{request.program} --help` must work; sites.launch.argosy names the program there."
+            )
+        place = {
+            "login": request.login,
+            "options": shlex.join(request.login_options),
+            "folder": request.there,
+            "program": request.program,
+            "run_dir": str(site_folder(_group(request), request.run.site)),
+        }
+        job_id = f"{request.login} {answer.said['job']}"
+        return Job(engine=self.name, id=job_id, submitted_s=round(time.time(), 3), nodes=request.nodes, place=place)
+
+    def state(self, job: Job) -> tuple[JobState, str]:
+        """Return what `argosy runs` says there."""
+        answer = _ask(job, RUNS)
+        if not answer.is_reached:
+            return "running", f"no way to {job.place['login']} ({answer.problem})"
+        run = _run_of(answer)
+        state, why = str(run.get("state", "")), str(run.get("why", "")) or answer.problem
+        if state == "waiting":
+            return "waiting", why
+        return ("running", why) if state in ("training", "running") else ("ended", f"{state} {why}".strip())
+
+    def step(self, job: Job) -> int | None:
+        """Return the steps that it has made."""
+        step = _run_of(_ask(job, RUNS)).get("step")
+        return None if step is None else int(step)
+
+    def stop(self, job: Job) -> None:
+        """Give `argosy stop` there. Raises: UserError with what it says."""
+        answer = _ask(job, STOP)
+        if answer.problem:
+            raise UserError(f"{job.place['login']} says: {answer.problem}")
+
+    def logs(self, job: Job, follow: bool) -> Iterator[bytes]:
+        """Yield what `argosy logs` prints there."""
+        words = ["ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}"]
+        text = f"{job.place['program']} logs {shlex.quote(job.place['run_dir'])}" + (" -f" if follow else "")
+        with subprocess.Popen(
+            [*words, *shlex.split(job.place["options"]), job.place["login"], text],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        ) as process:  # fmt: skip
+            assert process.stdout is not None
+            try:
+                while piece := process.stdout.read1(READ_BYTES):  # type: ignore[attr-defined]
+                    yield piece
+            finally:
+                process.terminate()
+
+
+def _group(request: Request) -> Path:
+    """Return the folder of the whole run there: that of the same name in `runs`."""
+    return Path(request.there) / "runs" / group_folder(request.run_dir).name
+
+
+def _command(request: Request) -> str:
+    words = (request.program, "launch", Path(request.words[0]).name, *request.words[1:])
+    return shlex.join([*words, "--here", "--run-dir", str(_group(request))])
+
+
+def _ask(job: Job, script: str) -> Answer:
+    quoted = {key: shlex.quote(job.place[key]) for key in ("folder", "program", "run_dir")}
+    return ask_all({job.place["login"]: script.format(**quoted)}, shlex.split(job.place["options"]))[job.place["login"]]
+
+
+def _run_of(answer: Answer) -> dict[str, Any]:
+    """Return the run that `argosy runs` lists there."""
+    try:
+        runs: list[dict[str, Any]] = json.loads(answer.said.get("runs", "[]"))
+    except ValueError:
+        return {}
+    return runs[0] if runs else {}

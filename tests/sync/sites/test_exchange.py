@@ -1,0 +1,188 @@
+"""Whatever becomes of sites and links: who can go on does, and all come to the same weights in the end."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from argosy.sync.sites import pull
+from argosy.sync.sites.deal import merged
+from simulated_sites import Country
+
+
+def test_sites_that_are_left_alone_all_take_part_in_every_round(country: Callable[..., Country]) -> None:
+    run = country(rounds=10)
+    run.start()
+    run.finish()
+    lines = run.sites["A"].ledger.lines
+    assert all(list(line.tokens) == ["A", "B", "C"] and line.by == "A" for line in lines)
+
+
+def check_samples(run: Country) -> None:
+    """Each sample is in one round, or still to come."""
+    lines = run.sites[run.names[0]].ledger.lines
+    trained = [some for line in lines for ranges in line.samples.values() for some in ranges]
+    assert sum(end - first for first, end in trained) == sum(end - first for first, end in merged(trained))
+
+
+@pytest.mark.parametrize("lost", ["A", "C"])
+def test_a_site_that_is_away_is_waited_for_once_and_catches_up(country: Callable[..., Country], lost: str) -> None:
+    run = country(rounds=60)
+    run.start()
+    run.until(lambda: run.sites["B"].rounds == 5)
+    run.sites[lost].kill()
+    run.until(lambda: run.sites["B"].rounds == 12, 20 + 1 + 7 * 3)  # once sync.patience_s
+    run.sites[lost].start()
+    away_s = run.until(lambda: lost in run.sites["B"].ledger.lines[-1].tokens)
+    assert away_s < 10
+    run.finish()
+    absent = [line.round for line in run.sites["B"].ledger.lines if lost not in line.tokens]
+    assert absent == list(range(absent[0], absent[-1] + 1))  # once it is back it stays
+    check_samples(run)
+
+
+def test_quick_rounds_do_not_outrun_a_site_that_comes_back(country: Callable[..., Country]) -> None:
+    run = country(rounds=300, round_s=0.3)
+    run.start()
+    run.sites["C"].kill()
+    run.until(lambda: run.sites["B"].rounds == 50)
+    run.sites["C"].start()
+    run.until(lambda: "C" in run.sites["B"].ledger.lines[-1].tokens, 30)
+    assert len(run.sites["B"].ledger.lines) < 150
+
+
+@pytest.mark.parametrize("lost", ["A", "C"])
+def test_a_site_whose_folder_is_lost_takes_the_state_and_takes_part(country: Callable[..., Country], lost: str) -> None:
+    run = country(rounds=60)
+    run.start()
+    run.until(lambda: run.sites["B"].rounds == 20)
+    run.sites[lost].lose_folder()
+    run.until(lambda: lost in run.sites["B"].ledger.lines[-1].tokens and run.sites["B"].rounds > 21, 60)
+    assert run.sites[lost].events("state_taken")
+    began = run.sites["B"].rounds
+    run.pass_time(20)
+    assert run.sites["B"].rounds >= began + 5  # nobody is waited for
+    run.finish()
+    check_samples(run)
+
+
+@pytest.mark.parametrize("ahead", ["A", "B"])
+def test_two_sites_that_went_on_alone_come_together(country: Callable[..., Country], ahead: str) -> None:
+    run = country(names="AB", rounds=60, quorum=1)
+    run.start(ahead)
+    run.until(lambda: run.sites[ahead].rounds == 8)
+    run.sites[ahead].kill()
+    behind = "B" if ahead == "A" else "A"
+    run.start(behind)
+    run.until(lambda: run.sites[behind].rounds == 3)
+    run.sites[ahead].start()
+    run.finish()
+    assert run.sites[behind].events("site_gives_way") and not run.sites[ahead].events("site_gives_way")
+    lines = run.sites["A"].ledger.lines
+    assert list(lines[0].tokens) == [ahead] and list(lines[-1].tokens) == ["A", "B"]
+    assert len([line for line in lines if len(line.tokens) == 1]) < 15
+
+
+def test_a_link_that_was_cut_between_two_halves(country: Callable[..., Country]) -> None:
+    run = country(names="ABC", rounds=60, quorum=1)
+    run.start()
+    run.until(lambda: run.sites["A"].rounds == 4)
+    run.isolate("A")
+    run.pass_time(90)
+    assert run.sites["A"].rounds > 10 and run.sites["B"].rounds > 10
+    run.cut.clear()
+    run.finish()
+    assert run.sites["A"].events("site_gives_way")  # the others were two
+    check_samples(run)
+
+
+def test_without_a_quorum_nobody_goes_on(country: Callable[..., Country]) -> None:
+    run = country(names="AB")
+    run.start()
+    run.until(lambda: run.sites["A"].rounds == 3)
+    run.isolate("A")
+    run.pass_time(100)
+    assert [site.rounds for site in run.sites.values()] == [3, 3]
+    run.cut.clear()
+    run.finish()
+    assert all(list(line.tokens) == ["A", "B"] for line in run.sites["A"].ledger.lines)
+
+
+def test_a_line_that_only_its_leader_has_the_average_of_holds_nobody_up(country: Callable[..., Country]) -> None:
+    run = country(rounds=40)
+    run.start()
+    run.is_lost = lambda sender, message: (
+        sender == "A"
+        and message["kind"] == "data"
+        and message["what"] in ("slice", "average")
+        and message["round"] == 5
+    )
+    run.until(lambda: len(run.sites["A"].ledger.lines) == 6)
+    run.sites["A"].kill()
+    run.is_lost = lambda sender, message: False
+    assert len(run.sites["B"].ledger.lines) == len(run.sites["C"].ledger.lines) == 5
+    run.until(lambda: run.sites["B"].rounds == 12, 80)
+    run.sites["A"].start()
+    run.until(lambda: run.sites["A"].rounds >= 13, 60)
+    run.finish()
+    check_samples(run)
+
+
+@pytest.mark.parametrize("seed", [2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(20) if seed != 2)])
+@pytest.mark.parametrize("quorum", [0, 1])
+def test_at_random(country: Callable[..., Country], seed: int, quorum: int) -> None:
+    luck = random.Random(seed)
+    names = luck.choice(["AB", "ABC", "ABCD"])
+    run = country(names=names, rounds=200, round_s=luck.choice([0.3, 2.0]), quorum=quorum, patience_s=5.0)
+    run.start()
+    for _ in range(12):
+        run.pass_time(luck.uniform(0.1, 12))
+        name = luck.choice(names)
+        site = run.sites[name]
+        match luck.choice(["kill", "start", "cut", "join", "lose"]):
+            case "kill" if site.is_up:
+                site.kill()
+            case "start" if not site.is_up:
+                site.start()
+            case "cut":
+                run.cut.add(frozenset(luck.sample(names, 2)))
+            case "join":
+                run.cut.clear()
+            case "lose" if site.is_up and sum(s.is_up for s in run.sites.values()) == len(names):
+                site.lose_folder()
+    run.cut.clear()
+    for site in run.sites.values():
+        if not site.is_up:
+            site.start()
+    assert all(site.rounds < 150 for site in run.sites.values()), "they ended too soon: who comes later stays behind"
+    run.finish()
+    check_samples(run)
+
+
+def test_a_transfer_goes_on_from_where_the_link_was_cut(
+    country: Callable[..., Country], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pull, "PIECE_BYTES", 64)
+    monkeypatch.setattr(pull, "AHEAD_BYTES", 128)
+    run = country(names="AB", rounds=4, patience_s=1000.0)
+    run.start()
+    came = [0]
+
+    def count(sender: str, message: dict[str, Any]) -> bool:
+        if sender == "A" and message["kind"] == "data" and message["what"] == "sent" and message["round"] == 1:
+            came[0] += len(message["data"])
+        return False
+
+    run.is_lost = count
+    run.until(lambda: came[0] > 500)
+    run.isolate("B")
+    run.pass_time(30)
+    assert "A" not in run.sites["B"].wires.sites
+    assert came[0] < 1500  # not all of it
+    run.cut.clear()
+    run.finish()
+    rounds = run.sites["A"].events("round")
+    assert rounds[1]["sent_bytes"] <= rounds[0]["sent_bytes"] + 2 * 128  # what was under way, and no more

@@ -1,0 +1,93 @@
+"""Who is let in to speak to a site's exchange, and what one that is not is told."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from argosy.processes.connection import Connection
+from argosy.processes.handshake import call
+from argosy.sync.sites.links import Links
+from argosy.sync.sites.messages import VERSION, packed, unpacked
+
+SECRET = b"s" * 64
+HELLO: dict[str, Any] = {"site": "B", "version": VERSION, "run": "r", "model": "m"}
+
+
+class Stranger:
+    """Somebody who calls site A, and says what the test wants."""
+
+    def __init__(self, port: int, secret: bytes):
+        connected = socket.create_connection(("127.0.0.1", port))
+        self.connection = Connection(connected, call(secret), selectors.DefaultSelector(), None)
+        self.heard: list[dict[str, Any]] = []
+
+    def turn(self) -> None:
+        self.heard += [unpacked(frame) for frame in self.connection.take()]
+
+
+@pytest.fixture
+def told() -> Iterator[Callable[..., tuple[list[str], list[dict[str, Any]], Links]]]:
+    """Have somebody call site A, who has a secret and says something; A's refusals, what it answered, and its links."""
+    opened: list[Links] = []
+
+    def say(*frames: bytes, secret: bytes = SECRET) -> tuple[list[str], list[dict[str, Any]], Links]:
+        listener, refusals = socket.create_server(("127.0.0.1", 0)), list[str]()
+        addresses = {"A": listener.getsockname()[:2], "B": ("127.0.0.1", 1)}
+        links = Links("A", addresses, listener, SECRET, None, lambda: {"run": "r", "model": "m"},
+                      lambda who, why: refusals.append(why))  # fmt: skip
+        opened.append(links)
+        other, is_said = Stranger(addresses["A"][1], secret), False
+        for _ in range(200):
+            links.turn(0.01)
+            other.turn()
+            if other.connection.is_proven and not is_said:
+                is_said = True
+                for frame in frames:
+                    other.connection.send(frame)
+            if refusals or "B" in links.sites:
+                break
+        links.turn(0.01)
+        other.turn()
+        return refusals, other.heard, links
+
+    yield say
+    for links in opened:
+        links.close()
+
+
+def test_a_site_of_the_run_is_let_in(told: Callable[..., Any]) -> None:
+    refusals, heard, links = told(packed("hello", **HELLO))
+    assert not refusals and list(links.sites) == ["B"] and heard[0]["kind"] == "hello"
+
+
+@pytest.mark.parametrize(
+    ("hello", "why"),
+    [
+        ({"version": VERSION + 1}, f"it speaks version {VERSION + 1} of the exchange, and this site {VERSION}"),
+        ({"model": "other"}, "it trains another model"),
+        ({"run": "other"}, "it is of another run"),
+        ({"site": "X"}, 'it says that it is the site "X", which is not expected there'),
+    ],
+)
+def test_one_that_is_of_something_else_is_told_why_not(
+    told: Callable[..., Any], hello: dict[str, Any], why: str
+) -> None:
+    refusals, heard, links = told(packed("hello", **{**HELLO, **hello}))
+    assert refusals and why in refusals[0] and not links.sites
+    assert heard[-1]["kind"] == "refused" and heard[-1]["why"] == refusals[0]
+
+
+def test_one_with_another_secret_is_not_listened_to(told: Callable[..., Any]) -> None:
+    refusals, heard, links = told(packed("hello", **HELLO), secret=b"x" * 64)
+    assert refusals and not links.sites and not heard
+
+
+@pytest.mark.parametrize("frame", [b"\xff\xfe", b"[]\n", packed("hello"), packed("at", rounds=1)])
+def test_nonsense_ends_the_conversation(told: Callable[..., Any], frame: bytes) -> None:
+    refusals, _, links = told(frame)
+    assert refusals and not links.sites
