@@ -27,7 +27,8 @@ def trained(world: World, plan: str, model: dict[str, Any], kind: str = "adamw",
     parallel.before_update()
     optimizer.step()
     parallel.after_update()
-    return Fingerprints(parallel, optimizer, world)
+    outer = {piece.name: {"weights": piece.value.detach().clone()} for piece in parallel.masters}
+    return Fingerprints(parallel, optimizer, world, outer.__getitem__)
 
 
 PLANS = [
@@ -56,7 +57,7 @@ def compared(world: World, plan: str, model: dict[str, Any], kind: str, state: s
     found: dict[str, Any] = {"healthy": healthy, "shares": fingerprints.share() is not None, "flipped": []}
     names = [replica.name for replica in fingerprints._replicas()]
     found["replicas"] = {replica.name: len(replica.holders.ranks) for replica in fingerprints._replicas()}
-    for prefix in ("model", "optimizer", "master"):
+    for prefix in ("model", "optimizer", "master", "outer"):
         name = next((name for name in names if name.startswith(prefix)), None)
         if name is None:
             continue
@@ -93,7 +94,7 @@ def test_all_that_replicas_hold_is_compared(workers):
     (found, *_) = workers.run(2, compared, "dp_shard=2,zero=1", {}, "adamw", "fp32")
     assert set(found["replicas"]) == {f"model.{name}" for name in _names()}  # each has its own moments
     (found, *_) = workers.run(3, compared, "dp_replicate=3", {}, "adamw", "fp32")
-    parts = ("model.{}", "optimizer.{}.exp_avg", "optimizer.{}.exp_avg_sq")
+    parts = ("model.{}", "optimizer.{}.exp_avg", "optimizer.{}.exp_avg_sq", "outer.{}.weights")
     assert found["replicas"] == {part.format(name): 3 for name in _names() for part in parts}
 
 

@@ -12,7 +12,7 @@ Weights and optimizer state that a single rank holds cannot be checked like that
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -36,6 +36,7 @@ LIMBS, LIMB_BITS = 4, 16
 """A 64-bit fingerprint travels as this many numbers of this many bits, which fp64 adds up exactly in any world."""
 
 Key = tuple[int, tuple[str, ...]]
+StateOf = Callable[[str], Mapping[str, Tensor]]
 T = TypeVar("T")
 
 
@@ -79,8 +80,12 @@ class Corruption:
 class Fingerprints:
     """Compares the replicas of weights and optimizer state that ranks hold."""
 
-    def __init__(self, model: ParallelModel, optimizer: Optimizer, world: World):
-        self._model, self._optimizer, self._world = model, optimizer, world
+    def __init__(self, model: ParallelModel, optimizer: Optimizer, world: World, outer: StateOf | None = None):
+        """outer(parameter): what the outer optimizer of a run with sites keeps of it, laid out as its master weights.
+
+        It changes in outer steps only, but memory is corrupted at any time.
+        """
+        self._model, self._optimizer, self._world, self._outer = model, optimizer, world, outer
         self._everyone = _holders(model.meshes, None, ())
         self._held: list[tuple[Held, Held, Holders, Holders]] = []
         for piece, master in zip(model.pieces, model.masters, strict=True):
@@ -162,6 +167,8 @@ class Fingerprints:
                     yield Replica(f"master.{piece.name}", master.value.detach(), part)
                 for name, tensor in self._optimizer.kept_of(master).items():
                     yield Replica(f"optimizer.{piece.name}.{name}", tensor, part)
+                for name, tensor in self._outer(piece.name).items() if self._outer is not None else ():
+                    yield Replica(f"outer.{piece.name}.{name}", tensor, part)
         if len(self._everyone.ranks) > 1:
             for name, buffer in self._model.buffers().items():
                 yield Replica(f"model.{name}", buffer, self._everyone)

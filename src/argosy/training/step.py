@@ -70,7 +70,8 @@ class Checks:
 
     def __init__(self, run: RunConfig, state: TrainState, world: World):
         self._fingerprint_every = run.resilience.fingerprint_every_steps
-        self._fingerprints = Fingerprints(state.model, state.optimizer, world)
+        outer = None if state.outer is None else state.outer.state_of
+        self._fingerprints = Fingerprints(state.model, state.optimizer, world, outer)
 
     def watch(self) -> None:
         """Compute the step at hand such that it can be checked."""
