@@ -96,7 +96,20 @@ class OuterSteps:
             self._outer.begin(self._state.model.masters)
         self._batches.again()
         self._records.progress.doing("meeting the other sites")
+        if self._has_gone_apart() and self._adoptable() is None and not self._wait_for_state():
+            return False
         return self.settle()
+
+    def _has_gone_apart(self) -> bool:
+        """Return True if the state at hand is from before another site's was taken over: no average leads on from it."""
+
+        def look() -> bool:
+            try:
+                return self._state.step < int(self._sites.adopted_at.read_text())
+            except (OSError, ValueError):
+                return False
+
+        return self._world.share_first(look, bool)
 
     def settle(self) -> bool:
         """Make all outer steps that are due, until this site has a round to train in.
@@ -307,6 +320,8 @@ class OuterSteps:
         self._checkpointer.forget_from(state.step)
         if self._world.is_first:
             self._records.metrics.forget_from(state.step)
+            with atomic_write(self._sites.adopted_at) as file:
+                file.write(str(state.step).encode())
         self._checkpointer.save(state, background=False)
         if self._world.is_first:
             self._sites.adoption.unlink(missing_ok=True)

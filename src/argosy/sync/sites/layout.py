@@ -145,6 +145,11 @@ class Sites:
         return self.folder / "reached"
 
     @property
+    def adopted_at(self) -> Path:
+        """The step from which on this site's checkpoints follow from the ledger; older ones may have gone apart."""
+        return self.folder / "adopted-at"
+
+    @property
     def lost(self) -> Path:
         """There while the ranks lack an average that is in the ledger: another site's state is to be taken over."""
         return self.folder / "lost"
