@@ -101,7 +101,7 @@ class OuterSteps:
         return self.settle()
 
     def _has_gone_apart(self) -> bool:
-        """Return True if the state at hand is from before another site's was taken over: no average leads on from it."""
+        """Return True if the state at hand is older than the state that was taken over: no average leads on."""
 
         def look() -> bool:
             try:
