@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from argosy.sync.sites import assembly, exchange, kept
+from argosy.sync.sites import assembly, exchange, kept, others
 from simulated_sites import Country
 
 
@@ -21,7 +21,7 @@ def country(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Co
     def make(**keys: Any) -> Country:
         made.append(Country(tmp_path, **keys))
         clock = SimpleNamespace(monotonic=lambda: made[-1].now_s)
-        for module in (assembly, exchange, kept):
+        for module in (assembly, exchange, kept, others):
             monkeypatch.setattr(module, "time", clock)
         return made[-1]
 

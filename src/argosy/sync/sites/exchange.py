@@ -9,7 +9,7 @@ Each second every exchange says where it stands (`Standing`). From that follows 
 - The leader is the first site of the run file that is not behind and was heard within sync.patience_s.
 - A site that is behind asks another for the line of the round at hand, then for its average, one round after another.
 - Members of the next round are the sites that took part in this one, and those whose ranks have nearly caught up
-  (`BEHIND`). Nobody waits for a site that is further away.
+  (`others.BEHIND`). Nobody waits for a site that is further away.
 - Of sites that have gone apart, one gives way (`standing`) and takes the other's state (`adoption`).
 """
 
@@ -33,13 +33,12 @@ from argosy.sync.sites.layout import Sites
 from argosy.sync.sites.ledger import Delivery, Ledger, Line, dealt_in, next_line
 from argosy.sync.sites.links import Links
 from argosy.sync.sites.messages import Message
+from argosy.sync.sites.others import Others
 from argosy.sync.sites.pull import PIECE_BYTES
 from argosy.sync.sites.standing import Standing, gives_way
 
 REPEAT_S = 1.0
 """How often what matters is said again."""
-BEHIND = 1
-"""Rounds that a site's ranks may be behind when a round is decided, and be dealt samples of the next one."""
 
 
 class Exchange:
@@ -57,10 +56,6 @@ class Exchange:
         self.sites, self._ledger, self._events = sites, ledger, events
         sites.folder.mkdir(parents=True, exist_ok=True)
         self._pool = pool or ThreadPoolExecutor(1, "argosy-exchange")
-        self._standings: dict[str, Standing] = {}
-        """Where the others stand, as they said last."""
-        self._apart: set[str] = set()
-        """Sites that have gone on without this one, and otherwise."""
         self._kept = Kept(sites)
         self._sent_bytes = 0
         self._status = ""
@@ -76,6 +71,7 @@ class Exchange:
         self._weights: dict[str, int] = {}
         self._begin()
         self._links = links(self)
+        self._others = Others(sites, self._links)
 
     # ---- what it says of itself ---------------------------------------------------------------------------------
 
@@ -101,7 +97,7 @@ class Exchange:
         last = self._ledger.last
         if last is None or self.rounds < self.sites.rounds:
             return False
-        return all(self._standing_of(name).rounds >= self.rounds for name in last.members if name != self.sites.me)
+        return all(self._others.standing(name).rounds >= self.rounds for name in last.members if name != self.sites.me)
 
     def turn(self, timeout_s: float) -> None:
         """Wait for something to happen, up to `timeout_s`, and do what follows from it."""
@@ -155,7 +151,11 @@ class Exchange:
             skipped = [(int(a), int(b)) for a, b in message["skipped"]]
             self._ready[name] = Delivery(int(message["tokens"]), skipped)
             self._attempts = max(self._attempts, int(message["attempt"]))
-        elif message["kind"] == "propose" and name == self._leader() and message["chain"] == self._chain():
+        elif (
+            message["kind"] == "propose"
+            and name == self._others.leader(self._number)
+            and message["chain"] == self._chain()
+        ):
             proposal = Proposal(int(message["attempt"]), tuple(map(str, message["names"])))
             self._work_on(proposal, {str(site): int(tokens) for site, tokens in message["tokens"].items()})
         elif self._assembly is None:
@@ -174,25 +174,26 @@ class Exchange:
         if self.sites.me in self._ready:
             self._links.tell(name, "ready", **self._my_ready())
         if self._assembly is not None:
-            if self._line is None and self._leader() == self.sites.me:
+            if self._line is None and self._is_leader():
                 self._links.tell(name, "propose", **self._my_proposal())
             if self._assembly.mine in self._assembly.reduced:
                 self._links.tell(name, "reduced", **self._my_slice())
 
     def _note_at(self, name: str, message: Message) -> None:
         """Note where a site stands."""
-        its = self._standings[name] = Standing.from_json(message)
+        its = Standing.from_json(message)
+        self._others.note(name, its)
         if its.rounds <= self.rounds:
             mine = self._ledger.lines[its.rounds - 1].chain if its.rounds else ""
             if its.chain != mine:
                 self._went_apart(name)
             else:
-                self._apart.discard(name)
+                self._others.apart.discard(name)
 
     def _went_apart(self, name: str) -> None:
         """Give way to a site that has gone on without this one and otherwise, or leave that to it."""
-        self._apart.add(name)
-        its = self._standing_of(name)
+        self._others.apart.add(name)
+        its = self._others.standing(name)
         if not self._adoption.is_under_way and gives_way(self.sites.me, self._standing(), name, its, self.sites.names):
             self._events.write("site_gives_way", site=name, rounds=self.rounds, its_rounds=its.rounds)
             self._adopt_from(name)
@@ -264,13 +265,13 @@ class Exchange:
         """Do what can be done now."""
         self._repeat()
         self._adoption.offer(self._links.tell)
-        self._adoption.check(self._is_alive)
+        self._adoption.check(self._others.is_alive)
         if self.sites.lost.exists() and self._links.sites and not self._adoption.is_under_way:
-            self._adopt_from(max(self._links.sites, key=lambda name: self._standing_of(name).rounds))
+            self._adopt_from(max(self._links.sites, key=lambda name: self._others.standing(name).rounds))
         if self._adoption.is_under_way:
             if self._adoption.tend(self._links.tell):
                 self._events.write("state_taken", rounds=self.rounds)
-                self._apart.clear()
+                self._others.apart.clear()
                 self._begin()
             return
         if self._number >= self.sites.rounds:
@@ -283,26 +284,26 @@ class Exchange:
         if self._assembly is None:
             return
         if self._line is not None:
-            holder = self._holder()
+            holder = self._others.holder(self._number)
             if self._assembly.is_lost and holder is not None:
                 self._adopt_from(holder)
                 return
-            self._assembly.complete(self._line, self._links.tell, self._is_connected, holder)
-        self._assembly.tend(self._links.tell, self._is_connected, self._say_reduced)
+            self._assembly.complete(self._line, self._links.tell, self._others.is_connected, holder)
+        self._assembly.tend(self._links.tell, self._others.is_connected, self._say_reduced)
         if self._assembly.is_whole:
-            if self._line is None and self._leader() == self.sites.me and self._ready.keys() >= set(self._weights):
+            if self._line is None and self._is_leader() and self._ready.keys() >= set(self._weights):
                 self._line = self._agreed(self._assembly)
             if self._line is not None:
                 self._finish(self._assembly, self._line)
 
     def _follow(self) -> None:
         """Ask for the line of the round at hand, if another site has it; forget a line whose average nobody has."""
-        holder, now = self._holder(), time.monotonic()
+        holder, now = self._others.holder(self._number), time.monotonic()
         if self._line is None:
             if holder is not None and now - self._asked_s > REPEAT_S:
                 self._asked_s = now
                 self._links.tell(holder, "want_line", round=self._number)
-        elif holder is None and not self._is_alive(self._line_from):
+        elif holder is None and not self._others.is_alive(self._line_from):
             self._line = None  # who told it is gone: the others decide again
             self._let_go()
 
@@ -332,12 +333,12 @@ class Exchange:
     def _lead(self) -> None:
         """Say who takes part, once all members are ready, or a quorum is and the others were waited for."""
         now = time.monotonic()
-        here = [n for n in self.sites.names if n in self._ready and n in self._members and self._is_connected(n)]
+        here = [n for n in self.sites.names if n in self._ready and n in self._members and self._others.is_connected(n)]
         self._quorum_s = None if len(here) < self.sites.quorum else self._quorum_s or now
-        if self._quorum_s is None or self._leader() != self.sites.me or self._holder() is not None:
+        if self._quorum_s is None or not self._is_leader() or self._others.holder(self._number) is not None:
             return
         if self._assembly is not None:
-            if all(self._is_alive(name) for name in self._assembly.proposal.names):
+            if all(self._others.is_alive(name) for name in self._assembly.proposal.names):
                 return
         elif set(here) != self._members and now - self._quorum_s < self.sites.run.sync.patience_s:
             return
@@ -370,7 +371,7 @@ class Exchange:
             self._ledger.last,
             self.sites.me,
             {name: self._ready[name] for name in names},
-            [name for name in self.sites.names if self._is_near(name)],
+            [name for name in self.sites.names if self._others.is_near(name, self._number, self._standing())],
             assembly.proposal.attempt,
             [assembly.reduced[part].checksum for part in range(assembly.slices.parts)],
             extra,
@@ -396,32 +397,8 @@ class Exchange:
 
     # ---- words --------------------------------------------------------------------------------------------------
 
-    def _leader(self) -> str:
-        """Return the site that leads."""
-        return next(name for name in self.sites.names if name == self.sites.me or self._may_lead(name))
-
-    def _may_lead(self, name: str) -> bool:
-        its = self._standings.get(name)
-        is_behind = its is not None and (its.rounds < self._number or its.adopts)
-        return self._is_alive(name) and not is_behind and name not in self._apart
-
-    def _is_near(self, name: str) -> bool:
-        """Return True if a site's ranks have nearly come to the round at hand."""
-        its = self._standing() if name == self.sites.me else self._standing_of(name)
-        return self._is_connected(name) and name not in self._apart and its.reached >= self._number - BEHIND
-
-    def _is_alive(self, name: str) -> bool:
-        if self._is_connected(name):
-            return True
-        return time.monotonic() - self._links.heard_s[name] < self.sites.run.sync.patience_s
-
-    def _is_connected(self, name: str) -> bool:
-        return name == self.sites.me or name in self._links.sites
-
-    def _holder(self) -> str | None:
-        """Return a connected site that has the average of the round at hand."""
-        here = (name for name in self._links.sites if name not in self._apart)
-        return next((name for name in here if self._standing_of(name).rounds > self._number), None)
+    def _is_leader(self) -> bool:
+        return self._others.leader(self._number) == self.sites.me
 
     def _chain(self) -> str:
         return "" if self._ledger.last is None else self._ledger.last.chain
@@ -433,9 +410,6 @@ class Exchange:
             reached = int(self.sites.reached.read_text())
         adopts = self._adoption.is_under_way
         return Standing(self.rounds, self._chain(), self._ledger.tokens, reached, adopts)
-
-    def _standing_of(self, name: str) -> Standing:
-        return self._standings.get(name, Standing())
 
     def _my_ready(self) -> dict[str, Any]:
         mine = self._ready[self.sites.me]
@@ -468,7 +442,7 @@ class Exchange:
     def _show(self) -> None:
         """Leave for the ranks whom the round waits for."""
         waiting = [name for name in self.sites.names if name in self._members and name not in self._ready]
-        is_short = len([n for n in self._ready if self._is_connected(n)]) < self.sites.quorum
+        is_short = len([n for n in self._ready if self._others.is_connected(n)]) < self.sites.quorum
         status = {
             "connected": sorted(self._links.sites),
             "waiting_for": waiting,
