@@ -1,0 +1,32 @@
+"""Of two sites that have gone apart one gives way, and never both, whatever each heard too late."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from argosy.sync.sites.standing import Standing, gives_way
+
+NAMES = ("A", "B")
+TOKENS = st.integers(0, 5)
+
+
+def test_what_is_said_is_understood() -> None:
+    said = Standing(3, "c", 12, 2, True)
+    assert Standing.from_json({"kind": "at", **said.to_json()}) == said
+    with pytest.raises(KeyError):
+        Standing.from_json({"rounds": 3})
+
+
+@given(TOKENS, TOKENS)
+def test_one_gives_way(a: int, b: int) -> None:
+    assert gives_way("A", Standing(tokens=a), "B", Standing(tokens=b), NAMES) != gives_way(
+        "B", Standing(tokens=b), "A", Standing(tokens=a), NAMES
+    )
+
+
+@given(TOKENS, TOKENS, TOKENS)
+def test_who_stands_still_since_it_gave_way_is_not_given_way_to(a: int, later: int, b: int) -> None:
+    if gives_way("B", Standing(tokens=b), "A", Standing(tokens=a), NAMES):
+        assert not gives_way("A", Standing(tokens=a + later), "B", Standing(tokens=b), NAMES)
