@@ -137,6 +137,11 @@ class Plan(Section):
         return self.sync in COMPRESSED
 
     @property
+    def shares_state(self) -> int:
+        """Ranks that share one copy of the state."""
+        return 1 if self.zero == 0 else self.dp_shard * self.cp
+
+    @property
     def sums_in_tiers(self) -> bool:
         """True if replicas sum among neighbours first."""
         return self.sum_inside > 1

@@ -99,6 +99,7 @@ class CostModel:
             moment_bytes=moments_of(self.run)[optimizer.kind] * of_moment,
             compiler_bytes=COMPILER_BYTES * self.rates.host_waits,
             saves_here=self.rates.host_waits,
+            buckets=1,
             checks_gradients=float(self.run.resilience.replay_check_every_steps > 0),
         )
 
@@ -114,6 +115,14 @@ class CostModel:
         )
         return calibrated(raw, self.factors)
 
+    def with_buckets(self, plans: Layouts) -> Layouts:
+        """Return the plans with the size of buckets that each waits least for (`plan.cost.buckets`)."""
+        sizes = [
+            StepModel(_alone_as_zero(some), self.workload, self.rates, self.system, self.constants).best_bucket_mb()
+            for some in (plans[start : start + CHUNK] for start in range(0, len(plans), CHUNK))
+        ]
+        return replace(plans, bucket_mb=np.concatenate(sizes)) if sizes else plans
+
     def predict_time(self, plans: Layouts) -> StepTime:
         """Return the seconds of each plan's step."""
         raw = _in_chunks(
@@ -124,12 +133,15 @@ class CostModel:
         return calibrated(raw, self.factors)
 
 
+def _alone_as_zero(plans: Layouts) -> Layouts:
+    """A rank alone shares nothing."""
+    return replace(plans, zero=np.where(plans.dp_shard * plans.cp == 1, 0, plans.zero))
+
+
 def _in_chunks(plans: Layouts, predict: Callable[[Layouts], BreakdownT], kind: type[BreakdownT]) -> BreakdownT:
     whole = {f.name: np.empty(len(plans)) for f in fields(kind)}
     for start in range(0, len(plans), CHUNK):
-        some = plans[start : start + CHUNK]
-        alone = some.dp_shard * some.cp == 1
-        cost = predict(replace(some, zero=np.where(alone, 0, some.zero)))  # a rank alone shares nothing
+        cost = predict(_alone_as_zero(plans[start : start + CHUNK]))
         for name, column in whole.items():
             column[start : start + CHUNK] = getattr(cost, name)
     return kind(**whole)

@@ -158,6 +158,8 @@ class System:
     """1: a recomputed layer is gathered for that too, beside forward and backward."""
     overlaps_gradients: Numbers = 1
     """1: gradients are summed, and parameters gathered, while other layers compute."""
+    buckets: int = 0
+    """1: with ZeRO 0 to 2 gradients travel in buckets of `bucket_mb`; 0: in messages of whatever size is best."""
     overlaps_experts: Numbers = 0
     """1: tokens travel to experts while other microbatches compute (DualPipe)."""
     overlaps_tensor: Numbers = 0

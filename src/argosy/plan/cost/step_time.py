@@ -18,13 +18,15 @@ import numpy as np
 
 from argosy.config.sync import SyncConfig
 from argosy.plan.cost.breakdown import Breakdown
+from argosy.plan.cost.buckets import MEMORY_SHARE, SIZES_MB, WORTH, wait_s
 from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.layer_time import BACKWARD_ATTENTION, BACKWARD_POINTWISE, LayerModel, LayerTime
 from argosy.plan.cost.memory_model import MemoryModel
 from argosy.plan.cost.network import all_reduce_s, all_to_all_s, gather_s, group_of, send_s
 from argosy.plan.cost.rates import Rates, System
-from argosy.plan.layouts import SCHEDULE_NAMES, WORDS, Layouts
+from argosy.plan.layouts import SCHEDULE_NAMES, WORDS, Ints, Layouts
 from argosy.plan.pipeline import SPLITTING
+from argosy.plan.plan import Plan
 from argosy.plan.workload import Numbers, Workload
 
 HOST_LINK = 0.8
@@ -39,6 +41,9 @@ BUBBLE_LEFT = {
 }
 """Share of the bubble of 1F1B that is left, with as many stages on a rank: a third for ZB-H1; for V-shaped schedules
 only that which synchronising the gradient norm leaves (planner notes: about 8 % of a step of few microbatches)."""
+
+BACKWARD_SHARE = 0.6
+"""Share of a microbatch's time in which its gradients come."""
 
 SHARE_SENT = {"bf16": 1 / 2, "int8": 0.254, "int4": 0.129, "sign": 0.035, "topk": 0.02, "randomk": 0.01}
 """Share of an fp32 sum's bytes that a word of `sync` sends, with the usual `[sync]` (topk: two replicas). What it takes
@@ -78,6 +83,18 @@ class StepTime(Breakdown):
     """Costs of every step, and stragglers."""
 
 
+@dataclass(frozen=True)
+class LayerWaits:
+    """Seconds that a layer waits in forward and backward of a microbatch, for each reason."""
+
+    tensor: Numbers
+    context: Numbers
+    experts: Numbers
+    gathered: Numbers
+    offload: Numbers
+    host: Numbers
+
+
 class StepModel(LayerModel):
     """Seconds of a step, for plans of one workload on one kind of cluster, or of as many as there are plans."""
 
@@ -100,18 +117,11 @@ class StepModel(LayerModel):
         m = self.microbatches
         layer, again = self.mean_layer, self.recomputed_s
         per_rank = work.layers / plans.pp
-        head = self.head
-        forward_backward = layer.forward + layer.backward + again
-        tensor = self._tensor()
-        context = self._context(layer)
-        experts = self._experts()
-        gathered = self._gathered(forward_backward)
-        offload = self._offload(layer)
-        host = self.host_s(forward_backward + tensor + context + experts + gathered)
-        of_layer = forward_backward + host + offload + tensor + context + experts + gathered
-        of_head = head.forward + head.backward
-        heaviest = self._heaviest(of_layer, of_head)
-        mean = (work.layers * of_layer + of_head) / plans.pp
+        head, of_head = self.head, self.head.forward + self.head.backward
+        waits, mean = self.waits, self.mean_microbatch_s
+        tensor, context, experts = waits.tensor, waits.context, waits.experts
+        gathered, offload, host = waits.gathered, waits.offload, waits.host
+        heaviest = self._heaviest(self.layer_s, of_head)
         sends = self._sends()
         bubble = self._bubble(mean + sends) + m * (heaviest - mean)
         of_matmuls, of_attention = self.ideal_s()
@@ -136,6 +146,28 @@ class StepModel(LayerModel):
         nodes = np.maximum(1, plans.world_size / self.rates.node)
         other = constants.step + constants.straggling * np.log2(nodes) * times.total
         return StepTime(**{**vars(times), "other": other})
+
+    @cached_property
+    def waits(self) -> LayerWaits:
+        """What a layer waits for."""
+        layer = self.mean_layer
+        compute = layer.forward + layer.backward + self.recomputed_s
+        tensor, context, experts = self._tensor(), self._context(layer), self._experts()
+        gathered = self._gathered(compute)
+        host = self.host_s(compute + tensor + context + experts + gathered)
+        return LayerWaits(tensor, context, experts, gathered, self._offload(layer), host)
+
+    @cached_property
+    def layer_s(self) -> Numbers:
+        """Seconds of a layer's forward and backward on a microbatch, with what it waits for."""
+        layer, waits = self.mean_layer, self.waits
+        return layer.forward + layer.backward + self.recomputed_s + sum(vars(waits).values())
+
+    @cached_property
+    def mean_microbatch_s(self) -> Numbers:
+        """Seconds of a microbatch on a rank of mean work."""
+        head = self.head.forward + self.head.backward
+        return (self.work.layers * self.layer_s + head) / self.plans.pp
 
     # What a layer waits for
 
@@ -207,22 +239,79 @@ class StepModel(LayerModel):
 
     def _gradients(self, compute: Numbers, window: Numbers) -> Numbers:
         """Return the wait of ZeRO 0 to 2 for one sum of all gradients a step; the last backward hides a part."""
-        plans, work, system, constants = self.plans, self.work, self.system, self.constants
-        dense, experts = self.parameters(work.layers / plans.pp)
-        dense = dense + work.vocabulary_parameters / plans.tp
+        plans, system, constants = self.plans, self.system, self.constants
+        dense, experts = self._summed_parameters
         updated = np.where(plans.is_("precision", "fp32"), 4, system.updated_bytes)
         updated = np.where(plans.zero == 0, system.reduced_bytes, updated)
         moved: Numbers = 0.0
         for parameters, group in (dense, self.data_group), (experts, self.expert_data_group):
             both = gather_s(parameters * system.reduced_bytes, group) + gather_s(parameters * updated, group)
             both = both * np.where(plans.zero == 0, self._share_sent(), 1.0)
+            tiered = self._sum_s(parameters * system.reduced_bytes)
+            tiered = tiered + np.where(plans.zero > 0, gather_s(parameters * updated, group), 0.0)
+            both = np.where(plans.sum_inside > 1, tiered, both)
             moved = moved + np.where(parameters > 0, both, 0.0)
-        under = 0.6 * window * system.overlaps_gradients
+        under = BACKWARD_SHARE * window * system.overlaps_gradients
         hidden = np.minimum((1 - constants.exposed_gradients) * moved, under)
         once = np.where(plans.zero == 3, 0.0, moved - hidden)
-        replicas = group_of(plans.dp_replicate, plans.tp * plans.cp * plans.dp_shard, self.rates, constants)
         of_shard = (dense + experts) * system.reduced_bytes / (plans.dp_shard * plans.cp)
-        return once + np.where(plans.zero == 3, all_reduce_s(of_shard * self._share_sent(), replicas) * 0.5, 0.0)
+        once = once + np.where(plans.zero == 3, self._over_replicas_s(of_shard) * 0.5, 0.0)
+        return once + (self._bucket_waits(plans.bucket_mb) - self._least_wait if system.buckets else 0.0)
+
+    @cached_property
+    def _summed_parameters(self) -> tuple[Numbers, Numbers]:
+        """Parameters on a rank before ranks share them: dense, and of experts."""
+        dense, experts = self.parameters(self.work.layers / self.plans.pp)
+        return dense + self.work.vocabulary_parameters / self.plans.tp, experts
+
+    def _sum_s(self, message: Numbers) -> Numbers:
+        """Return the seconds of one message's sum under ZeRO 0 to 2: inside replicas, and over them."""
+        n = self.plans.shares_state
+        inside = np.where(n > 1, gather_s(message, self.shard_group), 0.0)
+        return inside + self._over_replicas_s(np.asarray(message) / n)
+
+    def _over_replicas_s(self, message: Numbers) -> Numbers:
+        """Return the seconds to sum a message over replicas, tier by tier and back."""
+        plans, seconds = self.plans, np.zeros(1)
+        stride = plans.tp * np.where(plans.zero == 0, 1, plans.cp * plans.dp_shard)
+        left = plans.dp_replicate * np.where(plans.zero == 0, plans.cp * plans.dp_shard, 1)
+        for tier in plans.sum_inside, plans.sum_between:
+            group = group_of(tier, stride, self.rates, self.constants)
+            seconds = seconds + np.where(tier > 1, 2 * gather_s(message, group), 0.0)
+            message, stride, left = np.asarray(message) / tier, stride * tier, left // tier
+        across = all_reduce_s(message * self._share_sent(), group_of(left, stride, self.rates, self.constants))
+        return seconds + np.where(left > 1, across, 0.0)
+
+    # Buckets
+
+    def best_bucket_mb(self) -> Ints:
+        """Return for each plan the size that waits least, or the usual one if none saves much (`plan.cost.buckets`)."""
+        usual = Plan().bucket_mb
+        waits = np.stack(np.broadcast_arrays(*self._waits_of_sizes.values()))
+        least = np.array(list(self._waits_of_sizes))[np.argmin(waits, axis=0)]
+        saved = self._bucket_waits(usual) - waits.min(axis=0)
+        return np.where(saved > WORTH * self.microbatches * self.mean_microbatch_s, least, usual).astype(np.int64)
+
+    @cached_property
+    def _waits_of_sizes(self) -> dict[int, Numbers]:
+        largest = max(1.0, float(np.max(self.rates.memory_bytes)) * MEMORY_SHARE / 2**20)
+        return {size: self._bucket_waits(size) for size in SIZES_MB if size <= largest}
+
+    @cached_property
+    def _least_wait(self) -> Numbers:
+        """What is left to wait for with the best size or with the plan's, whichever is less."""
+        every = np.stack(np.broadcast_arrays(self._bucket_waits(self.plans.bucket_mb), *self._waits_of_sizes.values()))
+        least: Numbers = every.min(axis=0)
+        return least
+
+    def _bucket_waits(self, bucket_mb: Numbers) -> Numbers:
+        """Return the seconds that buckets of this size leave to wait for; 0 where FSDP2 has messages of its own."""
+        start = self._sum_s(0.0)
+        of_byte = self._sum_s(1e6) - start
+        gradients = sum(self._summed_parameters) * self.system.reduced_bytes
+        bucket = np.asarray(bucket_mb) * 2.0**20
+        wait = wait_s(gradients, bucket, start, of_byte / 1e6, BACKWARD_SHARE * self.mean_microbatch_s)
+        return np.where((self.plans.zero == 3) | (self.plans.dp * self.plans.cp == 1), 0.0, wait)
 
     def _share_sent(self) -> Numbers:
         """Return about which share of an exact sum's bytes replicas send, with the usual details of `sync`."""

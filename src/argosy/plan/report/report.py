@@ -23,6 +23,7 @@ from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
 from argosy.plan.report.explain import Sensitivity, binding, sensitivities
+from argosy.plan.report.sums import sums_in_words
 from argosy.plan.search.candidates import Candidate, Objective, WholeRunModel, first_of
 from argosy.plan.search.fitting import MemoryMisfit, misfit, nearest_that_fits
 from argosy.plan.search.search import SearchResult, search
@@ -74,6 +75,8 @@ class Explanation:
     """The rate that the step time depends on most."""
     sensitivities: tuple[Sensitivity, ...]
     failures: Goodput
+    sums: tuple[str, str] | None
+    """How data-parallel ranks sum gradients, and what each sends, in words; None: there is one."""
     spare_nodes: int
     """Spare nodes to hold, so that none is missing in 95 of 100 cases if a repair takes `REPAIR_H`."""
 
@@ -194,6 +197,7 @@ def _explain(economy: WholeRunModel, plan: Plan, found: SearchResult, is_best: b
         binding=binding(changes),
         sensitivities=tuple(changes),
         failures=first_of(failures),
+        sums=sums_in_words(plan, costs.run),
         spare_nodes=spare_nodes(economy.cluster, REPAIR_H),
     )
 

@@ -124,6 +124,8 @@ def _explained(report: PlanReport) -> Iterator[RenderableType]:
         facts.add_row("cost", f"{within(run.money, count)} {report.currency}", prices(report))
     if run.energy_kwh and run.co2_kg:
         facts.add_row("energy", f"{within(run.energy_kwh, count)} kWh", f"{within(run.co2_kg, count)} kg CO2")
+    if about.sums:
+        facts.add_row("sums", *about.sums)
     failures = about.failures
     facts.add_row(
         "failures",

@@ -105,10 +105,11 @@ def search(costs: CostModel, pins: Pins, counts: Sequence[int] | None = None) ->
     memory_bytes = np.asarray(memory.total)
     near = memory_bytes <= costs.memory_bytes * (1 + MORE)
     fits = memory_bytes[near] <= costs.memory_bytes
-    time = costs.predict_time(plans[near])
+    timed = plans[near] if "bucket_mb" in pins else costs.with_buckets(plans[near])
+    time = costs.predict_time(timed)
     return SearchResult(
         looked_at=len(lean) + len(near),
-        plans=plans[near][fits],
+        plans=timed[fits],
         memory=memory.rows(near).rows(fits),
         time=time.rows(fits),
         leanest=_leanest(space, lean, lean_bytes),
