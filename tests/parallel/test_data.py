@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from argosy.parallel import buckets
 from argosy.parallel.buckets import Agreement, Ranks
-from argosy.parallel.data import GradientSum
+from argosy.parallel.data import AHEAD, GradientSum
 from argosy.parallel.mesh import Replicas, Tier
 from argosy.parallel.pieces import Held
 from argosy.parallel.world import World
@@ -360,6 +360,36 @@ def test_after_an_update_every_rank_has_what_each_has_updated(workers, zero, siz
             assert gathers == bool(zero)
 
 
+@pytest.mark.parametrize("zero", [1, 2])
+def test_values_are_taken_over_layer_by_layer_as_they_are_needed(workers, zero):
+    for first, last, at_once, in_all in workers.run(2, taken_in_turn, zero):
+        assert first == [True, False]
+        assert last == [True, True]
+        assert (at_once, in_all) == (AHEAD, 2 * (len(WIDTHS) - 1))
+
+
+def taken_in_turn(world: World, zero: int) -> tuple[list[bool], list[bool], int, int]:
+    """Whether the first and the last layer have what the other rank has updated, before and after the last is needed;
+    and how many messages travel at once, and in all."""
+    model = layers()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    pieces = held(model, world, zero)
+    summing = sum_of(pieces, zero, A_BUCKET_EACH)
+    for piece in pieces:
+        piece.value.add_(1)
+
+    def are_whole() -> list[bool]:
+        return [torch.equal(model.state_dict()[name], before[name] + 1) for name in ("0.weight", "2.weight")]
+
+    with sent() as messages:
+        summing.after_update()
+        at_once = len(messages)
+        summing.need(model[0])
+        first = are_whole()
+        summing.need(model[2])
+    return first, are_whole(), at_once, len(messages)
+
+
 def update(world: World, zero: int) -> tuple[dict[str, Tensor], bool]:
     """Each rank adds its number, from 1, to what it updates; without ZeRO all do the same."""
     model = layers()
@@ -369,4 +399,5 @@ def update(world: World, zero: int) -> tuple[dict[str, Tensor], bool]:
         piece.value.add_(world.rank + 1 if zero else 1)
     with sent() as messages:
         summing.after_update()
+        summing.settle()
     return {name: value.clone() for name, value in model.state_dict().items()}, bool(messages)

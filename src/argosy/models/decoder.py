@@ -67,6 +67,8 @@ class Decoder(nn.Module):
         self.longest_part = config.vocab_size
         self.logit_factor = logit_factor(config)
         self.my_tokens: Callable[[Tensor], Tensor] = _all_of_them
+        #: Called before a part of the model computes: its values may still be on their way from other ranks.
+        self.before_use: Callable[[nn.Module], None] = _nothing
         self._rotary: tuple[Tensor, Tensor] | None = None
 
     def forward(
@@ -97,11 +99,14 @@ class Decoder(nn.Module):
         rotary = cos[mine_BT], sin[mine_BT]
         if self.stage.first:
             assert self.embedding is not None
+            self.before_use(self.embedding)
             x = self.embedding(x)
         for i, block in enumerate(self.blocks.values()):
+            self.before_use(block)
             x = block(x, rotary, documents, cache[i] if cache else None)
         if self.norm is None:
             return x
+        self.before_use(self)
         x = self.norm(x)
         if self.logit_factor != 1.0:
             x = x * self.logit_factor
@@ -144,6 +149,10 @@ def document_starts(positions_BT: Tensor) -> Tensor:
     """Return where documents start in the rows laid end to end, then B*T (int32); for `packed_attention`."""
     starts = (positions_BT.flatten() == 0).nonzero().flatten()
     return F.pad(starts, (0, 1), value=positions_BT.numel()).to(torch.int32)
+
+
+def _nothing(module: nn.Module) -> None:
+    pass
 
 
 def _all_of_them(positions_BT: Tensor) -> Tensor:

@@ -206,18 +206,26 @@ class Bucket:
             found.append((piece, offset, of_part.view(shape)))
         return found
 
-    def start_gathering(self) -> Gathering:
-        """Start to give every rank the values that the others have updated."""
-        mine = torch.cat([_in_rows(piece.value, 1, width).flatten() for piece, width in self._widths()])
-        everyone = mine.new_empty(self._n * len(mine))
-        return Gathering(self, all_gather_single(everyone, mine, group=self._ranks.shard, async_op=True), everyone)
+    def values(self) -> Tensor:
+        """Return what this rank has updated, a copy, as long as a rank's row."""
+        return torch.cat([_in_rows(piece.value, 1, width).flatten() for piece, width in self._widths()])
 
+    def start_gathering(self, mine: Tensor) -> tuple[dist.Work | None, Tensor]:
+        """Start to give every rank the values that the others have updated; returns where they will be."""
+        everyone = mine.new_empty(self._n * len(mine))
+        return all_gather_single(everyone, mine, group=self._ranks.shard, async_op=True), everyone
+
+    @torch.no_grad()
     def take(self, everyone: Tensor) -> None:
-        """Make the values of all ranks the parameters' values."""
+        """Make the other ranks' values the parameters' values; this rank's own are there."""
+        assert self._ranks.shard is not None
+        me = self._ranks.shard.rank()
         columns = everyone.view(self._n, -1).split([width for _, width in self._widths()], dim=1)
         for piece, rows in zip(self.pieces, columns, strict=True):
             whole = local(piece.parameter.detach())
-            whole.copy_(rows.flatten()[: whole.numel()].view_as(whole))
+            each = -(-whole.shape[0] // self._n)
+            for there, theirs in (whole[: me * each], rows[:me]), (whole[(me + 1) * each :], rows[me + 1 :]):
+                there.copy_(theirs.flatten()[: there.numel()].view_as(there))
 
     def _widths(self) -> list[tuple[Held, int]]:
         """Return each piece with the size of the largest part that its parameter is cut into along its first dim."""
@@ -240,16 +248,24 @@ class Bucket:
 
 @dataclass
 class Gathering:
-    """Values on their way to all ranks."""
+    """Updated values of a bucket on their way to all ranks that share them."""
 
     bucket: Bucket
-    work: dist.Work | None
-    everyone: Tensor
+    mine: Tensor
+    work: dist.Work | None = None
+    everyone: Tensor | None = None
+
+    def start(self) -> None:
+        """Send them, unless that was done."""
+        if self.everyone is None:
+            self.work, self.everyone = self.bucket.start_gathering(self.mine)
 
     def finish(self) -> None:
         """Wait for the values and take them over."""
+        self.start()
         if self.work is not None:
             self.work.wait()
+        assert self.everyone is not None
         self.bucket.take(self.everyone)
 
 

@@ -2,26 +2,31 @@
 
 Stage 0 sums them over replicas (`sync`), in tiers if the plan says so; 1 and 2 (Rajbhandari et al. 2020)
 reduce-scatter them, so that each rank gets the part that it updates, sum that part over replicas, and all-gather the
-updated values. Each gradient is freed when it has been sent; stage 1 keeps it until the step is done.
+updated values under the next forward. Each gradient is freed when it has been sent; stage 1 keeps it until the step is
+done.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from argosy.models.layers import local
-from argosy.parallel.buckets import Agreement, Bucket, Ranks, cut
+from argosy.parallel.buckets import Agreement, Bucket, Gathering, Ranks, cut
 from argosy.parallel.checks import is_sum, sum_of_bits
 from argosy.parallel.pieces import Held
 from argosy.sync.compressor import Moment
 from argosy.sync.lane import Lane
 
+AHEAD = 4
+"""Buckets of updated values that travel at once: as many copies of a bucket are in memory."""
 NEVER = 2**62
 """A number of backward passes that is never reached."""
 
@@ -64,6 +69,8 @@ class GradientSum:
             for some, is_compressed in (others, True), (exact, False):
                 cuts = cut(some, how.bucket_bytes)
                 self._buckets += [Bucket(one, ranks, dtype, keep, how, is_compressed) for one in cuts]
+        self._gatherings: deque[Gathering] = deque()
+        self._bucket_of = {id(piece.parameter): bucket.number for bucket in self._buckets for piece in bucket.pieces}
         for bucket in self._buckets:
             arrived = partial(_tell, weakref.ref(self), weakref.ref(bucket))
             for piece in bucket.pieces:
@@ -79,6 +86,7 @@ class GradientSum:
 
     def finish(self) -> None:
         """Wait until every piece's gradient is the sum over the ranks."""
+        self.settle()  # nothing is left, unless a part of the model took no part
         self._send_until(len(self._buckets))  # a pipeline schedule may have set gradients without our hooks
         received = [bucket.receive() for bucket in self._buckets]
         if self._checks and received:
@@ -90,17 +98,34 @@ class GradientSum:
             piece.value.grad = local(gradient)
 
     def after_update(self) -> None:
-        """Once the optimizer has changed the pieces' values, make every rank's model whole again."""
-        if not self._shared:
+        """Once the optimizer has changed the pieces' values, begin to give them to the ranks that share them.
+
+        They are taken over when they are needed (`need`, `settle`), the first layers' first: the others travel while
+        these compute.
+        """
+        self.settle()
+        if self._shared:
+            self._gatherings = deque(Gathering(bucket, bucket.values()) for bucket in reversed(self._buckets))
+            self._gather_ahead()
+
+    def need(self, module: nn.Module) -> None:
+        """Wait until the values of this module's parameters are those of all ranks."""
+        if not self._gatherings:
             return
-        before = None
-        for bucket in self._buckets:
-            gathering = bucket.start_gathering()
-            if before is not None:  # while this one is on its way
-                before.finish()
-            before = gathering
-        if before is not None:
-            before.finish()
+        wanted = {self._bucket_of[id(p)] for p in module.parameters() if id(p) in self._bucket_of}
+        while any(gathering.bucket.number in wanted for gathering in self._gatherings):
+            self._gatherings.popleft().finish()
+            self._gather_ahead()
+
+    def settle(self) -> None:
+        """Wait until all values are those of all ranks."""
+        while self._gatherings:
+            self._gatherings.popleft().finish()
+            self._gather_ahead()
+
+    def _gather_ahead(self) -> None:
+        for gathering in islice(self._gatherings, AHEAD):
+            gathering.start()
 
     @property
     def buckets(self) -> Sequence[Bucket]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from argosy.config.schema import RunConfig
 from argosy.models.batch import Microbatch
@@ -76,7 +77,10 @@ class ParallelModel:
                 self.own_pieces += own
                 self.own_squares = self.own_squares or LocalSquares()
                 self.own_squares.watch(own)
-            self._rules += _gradient_rules(plan, meshes, model, mine, run.resilience.check_collectives, how)
+            rules = _gradient_rules(plan, meshes, model, mine, run.resilience.check_collectives, how)
+            self._rules += rules
+            sums = [rule for rule in rules if isinstance(rule, GradientSum)]
+            model.before_use = partial(_need, [weakref.ref(rule) for rule in sums])
         # A rank with both ends of the pipeline has a tied embedding twice: it updates one and copies it to the other.
         tied = [piece for piece in self.pieces if piece.name == "embedding.weight"]
         self._tied = [(tied[0], twin) for twin in tied[1:]]
@@ -187,12 +191,18 @@ class ParallelModel:
 
     @torch.no_grad()
     def after_update(self) -> None:
-        """Bring the new values of the masters to the model on every rank."""
+        """Bring the new values of the masters to the model on every rank: with ZeRO 1 and 2 under the next forward, or
+        until `settle`."""
         self._host.values_to_device()
         for kept, twin in self._tied:
             twin.value.copy_(kept.value)
         for rule in self._rules:
             rule.after_update()
+
+    def settle(self) -> None:
+        """Wait until the values of all parameters are those of all ranks; a forward waits for those that it needs."""
+        for rule in self._sums:
+            rule.settle()
 
     def zero_gradients(self) -> None:
         """Free the gradients."""
@@ -217,6 +227,13 @@ class ParallelModel:
         """Return the tokens that this rank of a cp group computes, with the positions and documents of whole rows."""
         tokens, targets = self._take_mine(micro.tokens_BT), self._take_mine(micro.targets_BT)
         return Microbatch(tokens, targets, micro.positions_BT, micro.documents)
+
+
+def _need(sums: Sequence[Callable[[], GradientSum | None]], module: nn.Module) -> None:
+    """Wait for the values of `module`. The references are weak: else a model would hold itself."""
+    for rule in sums:
+        if (alive := rule()) is not None:
+            alive.need(module)
 
 
 def _schedule(

@@ -100,6 +100,7 @@ class Fingerprints:
 
         int64, no dims; the host waits for nothing. None if no other rank has what this one has.
         """
+        self._model.settle()
         replicas = list(self._replicas())
         if not replicas:
             return None

@@ -1,0 +1,146 @@
+"""Replicas of two sites behind a thin link, summed at once and in tiers: seconds a step and bytes on the link.
+
+    python benchmarks/tiers.py [--rate 100mbit] [--sites 2] [--each 2] [--steps 6] [--plans "exact;sum_inside=2"]
+
+Each site is a network namespace with several processes, joined to the others by a throttled link (`thin_link.sites`);
+needs root and iproute2. Inside a site processes speak over the namespace's own loopback. The plans are run by the same
+processes, one after the other, with the same batch. Bytes are those that the interface of site 0 sent, headers and
+acknowledgements included, beside the formula: what the ranks of the site send to another site.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))
+from argosy.config.schema import LaunchConfig, RunConfig
+from argosy.models.batch import microbatches
+from argosy.observe.clock import StepClock
+from argosy.parallel.apply import apply
+from argosy.parallel.world import World, join_world
+from argosy.plan.cost.traffic import traffic
+from argosy.plan.plan import Plan
+from argosy.training.state import TrainState
+from argosy.training.step import Step
+from thin_link import ADDRESS, MODEL, ROWS, TOKENS, name, sent_bytes, sites
+
+PLANS = ";".join(
+    f"{axes},sync={word}"
+    for word in ("exact", "int8", "topk")
+    for axes in ("dp_replicate={n}", "dp_replicate={n},sum_inside={each}")
+)
+PLANS += ";dp_replicate={sites},dp_shard={each},zero=1;dp_replicate={sites},dp_shard={each},zero=3"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", default="100mbit")
+    parser.add_argument("--sites", type=int, default=2)
+    parser.add_argument("--each", type=int, default=2, help="processes of a site")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--plans", default=PLANS, help="separated by ;")
+    parser.add_argument("--worker", type=int, default=None, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker is not None:
+        work(options)
+        return
+    if os.geteuid() or not shutil.which("tc") or not shutil.which("ip"):
+        sys.exit("skipped: network namespaces need root and iproute2 (Debian: apt-get install iproute2)")
+    with sites(options.sites, options.rate):
+        command = [sys.executable, __file__, *sys.argv[1:]]
+        workers = [
+            subprocess.Popen(["ip", "netns", "exec", name(rank // options.each), *command, "--worker", str(rank)])
+            for rank in range(options.sites * options.each)
+        ]
+        codes = [worker.wait() for worker in workers]
+    sys.exit(max(map(abs, codes)))
+
+
+def work(options: argparse.Namespace) -> None:
+    """One process: all plans, one after the other."""
+    rank, size = options.worker, options.sites * options.each
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(options.each),
+        "LOCAL_RANK": str(rank % options.each), "MASTER_ADDR": ADDRESS.format(1), "MASTER_PORT": "29501",
+        "GLOO_SOCKET_IFNAME": "wan",
+    }  # fmt: skip
+    subprocess.run(
+        ["mount", "-t", "sysfs", "sysfs", "/sys"], check=False, stderr=subprocess.DEVNULL
+    )  # that of this namespace
+    world = join_world(LaunchConfig(timeout_s=300.0, threads=1))
+    torch.set_num_threads(1)
+    lines = []
+    for words in options.plans.format(n=size, each=options.each, sites=options.sites).split(";"):
+        plan = Plan.parse(f"{words},microbatch={ROWS},compile=false")
+        run = configuration(world)
+        one_step = stepping(plan, run, world)
+        one_step()  # the first connects, and warms up
+        one_step()
+        dist.barrier()
+        before, began = sent_bytes(), time.monotonic()
+        for _ in range(options.steps):
+            one_step()
+        dist.barrier()
+        step_s, sent = (time.monotonic() - began) / options.steps, (sent_bytes() - before) / options.steps
+        predicted = on_the_link(plan, run, options.sites, options.each)
+        lines.append({"plan": words, "step_s": step_s, "sent_mb": sent / 1e6, "predicted_mb": predicted / 1e6})
+        if world.is_first:
+            print(
+                f"{words:45} {step_s * 1e3:7.0f} ms  {sent / 1e6:8.2f} MB  {sent / predicted - 1:+.1%} of the formula  "
+                f"{lines[0]['sent_mb'] / lines[-1]['sent_mb']:5.2f} x fewer bytes  "
+                f"{lines[0]['step_s'] / step_s:5.2f} x the speed",
+                flush=True,
+            )
+    if world.is_first:
+        print(json.dumps(lines))
+    dist.destroy_process_group()
+
+
+def stepping(plan: Plan, run: RunConfig, world: World) -> Callable[[], None]:
+    step = Step(run, TrainState.begin(apply(plan, run, world), plan, run), world, StepClock(world.device))
+    generator = torch.Generator().manual_seed(world.rank)
+    tokens = torch.randint(1, MODEL["vocab_size"], (ROWS, TOKENS + 1), generator=generator).int().numpy()
+    batch = microbatches(tokens, ROWS, 0, world.device)
+    return lambda: step.apply(step.update(step.exchange(step.forward_backward(batch)), 1e-3))
+
+
+def on_the_link(plan: Plan, run: RunConfig, sites: int, each: int) -> float:
+    """Bytes that a site sends to others in a step, by what its ranks send along each axis.
+
+    What is gathered or reduced in a ring through all ranks leaves a site once, on the rank that is its last; of an
+    all-to-all, each rank sends a part to each rank elsewhere; what goes across in tiers leaves the site as a whole.
+    """
+    total = 0.0
+    for rank in range(each):
+        for (axis, kind), size in traffic(plan, run, rank).items():
+            if not axis.startswith("replicate") or "_" in axis:
+                continue
+            meets_all = not plan.sums_in_tiers and plan.replicas == sites * each
+            if not meets_all:
+                total += size
+            elif kind == "all_to_all":
+                total += size * (plan.replicas - each) / (plan.replicas - 1)
+            else:
+                total += size / each
+    return total
+
+
+def configuration(world: World) -> RunConfig:
+    return RunConfig.model_validate(
+        {"model": MODEL, "data": {"seq_len": TOKENS}, "train": {"steps": 100, "global_batch": ROWS * world.size}}
+    )
+
+
+if __name__ == "__main__":
+    main()
