@@ -1,0 +1,82 @@
+"""Sums follow each other phase by phase: one may be on the thin links while the next is still inside."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+from argosy.sync.compressor import Sending
+from argosy.sync.lane import Lane, Sum
+
+PHASES = (1, 2, 1)
+"""Inside, across in two messages, back inside."""
+
+
+class Link:
+    """Messages that arrive when they are told to, or are waited for."""
+
+    def __init__(self) -> None:
+        self.sent: list[str] = []
+        self.arrived: set[str] = set()
+        self.lane = Lane(torch.device("cpu"))
+
+    def submit(self, name: str, phases: tuple[int, ...] = PHASES) -> Sum:
+        def sending() -> Sending:
+            for number in range(sum(phases)):
+                yield cast(Any, Message(self, f"{name}{number}"))
+            return torch.tensor(float(len(self.sent)))
+
+        return self.lane.submit(sending(), phases)
+
+    def arrives(self, *messages: str) -> None:
+        self.arrived |= set(messages)
+        self.lane.poll()
+
+
+class Message:
+    def __init__(self, link: Link, name: str):
+        self.link, self.name = link, name
+        link.sent.append(name)
+
+    def is_completed(self) -> bool:
+        return self.name in self.link.arrived
+
+    def wait(self) -> None:
+        self.link.arrived.add(self.name)
+
+
+def test_a_sum_goes_inside_while_the_one_before_is_across():
+    link = Link()
+    link.submit("a")
+    link.submit("b")
+    link.submit("c")
+    assert link.sent == ["a0", "b0", "c0"], "each has left the first phase behind when the next comes"
+    link.arrives("b0", "c0")
+    assert link.sent[3:] == [], "nothing passes what is before it"
+    link.arrives("a0")
+    assert link.sent[3:] == ["a1"]
+    link.arrives("a1")
+    assert link.sent[4:] == ["a2", "b1"], "the links across are free once its last message is on them"
+    link.arrives("b1", "a2")
+    assert link.sent[6:] == ["a3", "b2", "c1"]
+
+
+def test_to_finish_one_sum_those_before_it_are_sent():
+    link = Link()
+    sums = [link.submit(name) for name in "ab"]
+    assert link.lane.finish(sums[1]) is not None
+    assert [message for message in link.sent if message[0] == "a"] == ["a0", "a1", "a2", "a3"]
+    assert link.lane.finish(sums[0]) is not None
+
+
+def test_a_sum_without_a_phase_opens_it_to_nobody():
+    """Of experts, say, whose neighbours have others: what is before it and what comes after share groups."""
+    link = Link()
+    link.submit("a")
+    link.submit("b", (0, 1, 0))
+    link.submit("c")
+    link.arrives("c0")
+    assert link.sent == ["a0", "c0"]
+    link.arrives("a0", "a1")
+    assert link.sent[2:] == ["a1", "a2", "b0", "c1"]
