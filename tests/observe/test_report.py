@@ -7,7 +7,7 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from argosy.observe.report import Report, totals, typical
+from argosy.observe.report import Agreement, Report, totals, typical, typical_bytes
 from argosy.plan.calibration.reconcile import Compared, Reconciled
 
 STEPS = [
@@ -42,7 +42,22 @@ def test_totals_are_of_all_steps_and_speeds_those_of_the_middle_one():
         "mfu": 0.1,
         "memory_bytes": 1001,
         "seconds": {"forward": 5.75, "other": 5.75, "step": 11.5, "evaluate": 0.25},
+        "sync": None,
     }
+
+
+def test_a_report_says_what_replicas_sent_to_agree():
+    tables = [{"bytes": 100, "seconds": 0.5, "ratio": 0.25}, {"bytes": 300, "seconds": 1.0, "ratio": 0.75}]
+    tables[1] |= {"staleness": 10, "distance": 0.5}
+    found = totals([step | {"sync": table} for step, table in zip(STEPS, tables, strict=False)] + STEPS[2:])
+    assert found["sync"] == Agreement(sent_bytes=400, ratio=0.5, seconds=1.5, staleness=10, distance=0.5)
+    words = report(**found).in_words()
+    assert "between replicas: 0.0 MB sent, 0.5 of the bytes of exact fp32 sums; waited" in words
+
+
+def test_bytes_of_a_typical_step_are_the_middle_of_all_but_the_first():
+    steps = [{"communication": {"replicate": {"node": [0.1, sent]}}} for sent in (9, 5, 900, 5)]
+    assert typical_bytes(steps) == {"replicate": 5}
 
 
 def test_figures_between_two_steps_are_as_short_as_those_of_a_step():

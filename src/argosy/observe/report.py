@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import textwrap
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +20,29 @@ from argosy.plan.calibration.reconcile import Reconciled
 COLUMNS = 80
 DIGITS = {"step_time_s": 6, "tokens_per_s": 1, "mfu": 4}
 """Digits behind the point, as in metrics.jsonl: the median of an even number of steps lies between two of them."""
+
+
+class Agreement(BaseModel):
+    """What replicas, or sites, sent to agree in fewer bytes than those of exact fp32 sums."""
+
+    model_config = ConfigDict(frozen=True)
+
+    sent_bytes: int
+    """Bytes that the first rank, or the site, sent."""
+    ratio: float | None
+    """These over the bytes of exact fp32 sums in each step."""
+    seconds: float
+    """Seconds that it waited for them."""
+    staleness: float | None = None
+    """Steps since values were agreed on, mean."""
+    distance: float | None = None
+    """How far replicas were from each other before they agreed, mean."""
+
+    def in_words(self) -> str:
+        """Return e.g. 12.3 MB sent, 0.26 of fp32's; waited 4.1 s."""
+        share = "" if self.ratio is None else f", {self.ratio:.2g} of the bytes of exact fp32 sums"
+        far = "" if self.distance is None else f"; replicas {self.distance:.2g} apart"
+        return f"{self.sent_bytes / 1e6:,.1f} MB sent{share}; waited {self.seconds:.1f} s{far}"
 
 
 class Report(BaseModel):
@@ -61,6 +84,8 @@ class Report(BaseModel):
     """Code of the user's that is declared not to repeat itself: no replay gives these numbers again."""
     seconds: dict[str, float]
     """Where the time of the steps went; the categories add up to `step`."""
+    sync: Agreement | None = None
+    """None if replicas summed exactly, or there are none."""
     wall_s: float
     """From the first start to the end, restarts and pauses included."""
     goodput: float
@@ -91,6 +116,8 @@ class Report(BaseModel):
             f"      {self.tokens_per_s:.0f} tok/s   {mfu_in_words(self.mfu)}{first_step}",
             *textwrap.wrap(f"time: {where}", COLUMNS, subsequent_indent="      "),
         ]
+        if self.sync is not None:
+            lines += textwrap.wrap(f"between replicas: {self.sync.in_words()}", COLUMNS, subsequent_indent="      ")
         if self.validation:
             lines.append(
                 f"validation: {self.validation['bits_per_byte']:.3f} bits per byte "
@@ -124,6 +151,7 @@ def totals(steps: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
     """
     seconds: dict[str, float] = {}
     rates = {key: array("d") for key in DIGITS}
+    agreement = _Agreements()
     last: dict[str, Any] | None = None
     memory_bytes = 0
     for last in steps:
@@ -132,6 +160,7 @@ def totals(steps: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
         for key, values in rates.items():
             values.append(last[key])
         memory_bytes = max(memory_bytes, last["memory_bytes"])
+        agreement.add(last.get("sync"))
     if last is None:
         return None
     middle = {key: round(statistics.median(values), DIGITS[key]) for key, values in rates.items()}
@@ -143,7 +172,38 @@ def totals(steps: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
         "mfu": middle["mfu"] if middle["mfu"] <= 1 else None,
         "memory_bytes": memory_bytes,
         "seconds": {category: round(value, 4) for category, value in seconds.items()},
+        "sync": agreement.total(),
     }
+
+
+class _Agreements:
+    """Adds up the tables `sync` of lines."""
+
+    def __init__(self) -> None:
+        self._lines = 0
+        self._sums: dict[str, float] = {}
+        self._counts: dict[str, int] = {}
+
+    def add(self, table: Mapping[str, float] | None) -> None:
+        if not table:
+            return
+        self._lines += 1
+        exact = {"exact": table["bytes"] / table["ratio"]} if table.get("ratio") else {}
+        for key, value in (*table.items(), *exact.items()):
+            self._sums[key] = self._sums.get(key, 0.0) + value
+            self._counts[key] = self._counts.get(key, 0) + 1
+
+    def total(self) -> Agreement | None:
+        if not self._lines:
+            return None
+        sums, sent = self._sums, round(self._sums["bytes"])
+        means = {key: sums[key] / self._counts[key] for key in ("staleness", "distance") if key in sums}
+        return Agreement(
+            sent_bytes=sent,
+            ratio=round(sent / sums["exact"], 6) if sums.get("exact") else None,
+            seconds=round(sums["seconds"], 3),
+            **means,
+        )
 
 
 def typical(steps: list[dict[str, Any]]) -> dict[str, float]:
@@ -156,3 +216,12 @@ def typical(steps: list[dict[str, Any]]) -> dict[str, float]:
     middle = ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]
     names = {name for record in middle for name in record["seconds"]} - {"step", *BESIDE}
     return {name: statistics.mean(record["seconds"].get(name, 0.0) for record in middle) for name in sorted(names)}
+
+
+def typical_bytes(steps: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the bytes that the first rank sends in a step, by axis: the median, so that checkpoints do not count."""
+    sent: dict[str, list[float]] = {}
+    for record in steps[1:] or steps:
+        for axis, tiers in record.get("communication", {}).items():
+            sent.setdefault(axis, []).append(sum(both[1] for both in tiers.values()))
+    return {axis: statistics.median(values) for axis, values in sent.items()}

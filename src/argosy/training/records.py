@@ -40,6 +40,7 @@ from argosy.training.recovery import Recovery
 from argosy.training.state import Update
 from argosy.training.step import StepOutcome
 from argosy.training.summary import headline, write_report
+from argosy.training.sync_account import SyncAccount
 
 FROM = {
     "live": "which survivors have",
@@ -69,6 +70,7 @@ class Records:
         """FLOP/s of matmuls, all processes together."""
         self._flops_per_token = train_flops_per_token(run.model, run.data.seq_len)
         self._state = state_bytes(plan, run, world.rank)
+        self._sync = SyncAccount(run, plan)
         self.memory_before_bytes = 0
         """What the process held before it trained in any world: Python, torch and its libraries; 0 on a GPU."""
 
@@ -170,6 +172,8 @@ class Records:
             record["profiled"] = True
         if sites is not None:
             record["sites"] = dict(sites)
+        if (account := self._sync.line(communication, sites)) is not None:
+            record["sync"] = account
         self.metrics.write(record)
         return record
 

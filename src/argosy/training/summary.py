@@ -21,7 +21,7 @@ from argosy.observe.energy_report import RunSoFar, energy_of_run
 from argosy.observe.events import each_line
 from argosy.observe.metrics import Metrics
 from argosy.observe.progress import Progress
-from argosy.observe.report import Report, totals, typical
+from argosy.observe.report import Report, totals, typical, typical_bytes
 from argosy.plan.calibration.reconcile import Reconciled, reconcile
 from argosy.plan.cost.prediction import Prediction
 from argosy.plan.flops import parameters
@@ -155,7 +155,8 @@ def _predicted(
         return None
     memory_bytes = measured.memory_bytes - facts["memory_before_bytes"]
     steps = list(measured.newest)
-    return reconcile(prediction, plan, typical(steps), memory_bytes, with_reserve=facts["device"] == "cpu")
+    sent = typical_bytes(steps) if plan.is_compressed else {}
+    return reconcile(prediction, plan, typical(steps), memory_bytes, facts["device"] == "cpu", sent)
 
 
 def plan_since(run_dir: Path) -> int:

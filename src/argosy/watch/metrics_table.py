@@ -34,7 +34,7 @@ READ_WHOLE_BYTES = 4 * 2**20
 """Of a shorter file, and of what is added to any, all keys are read at once."""
 SAMPLED_LINES = 4
 """So many first lines of each chunk of a long file, and its last one, are read to learn which keys there are."""
-SELDOM = ("user", "experts", NORMS)
+SELDOM = ("user", "experts", "sites", "sync", NORMS)
 """Groups that perhaps none of these lines has: the first line of a chunk that has one is read too."""
 OF_EVALUATIONS = (VALIDATION_LOSS, BITS_PER_BYTE)
 ABSENT: Any = object()

@@ -67,6 +67,9 @@ METRICS: dict[str, Metric] = {
     "argosy_memory_part_bytes": Metric("gauge", "What the memory of the first rank is taken by."),
     "argosy_communication_seconds": Metric("gauge", "Time in collectives in the newest step, of the first rank."),
     "argosy_communication_bytes": Metric("gauge", "Bytes that the first rank sent in the newest step."),
+    "argosy_sync_ratio": Metric("gauge", "Bytes sent between replicas or sites, over those of exact fp32 sums."),
+    "argosy_sync_staleness_steps": Metric("gauge", "Steps since replicas or sites had agreed on the values."),
+    "argosy_sync_distance": Metric("gauge", "How far replicas were from each other before they agreed."),
     "argosy_last_step_timestamp_seconds": Metric("gauge", "When the newest step was written down, since 1970."),
     "argosy_user_metric": Metric("gauge", "What the user's code logged."),
     "argosy_events_total": Metric("counter", "Events of the run, by kind."),
@@ -93,6 +96,11 @@ STEP = {
     "argosy_mfu_ratio": "mfu",
     "argosy_memory_bytes": "memory_bytes",
     "argosy_last_step_timestamp_seconds": "time_s",
+}
+SYNC = {
+    "argosy_sync_ratio": "ratio",
+    "argosy_sync_staleness_steps": "staleness",
+    "argosy_sync_distance": "distance",
 }
 EVALUATION = {"argosy_validation_loss": "validation_loss", "argosy_validation_bpb": "bits_per_byte"}
 PARTS = {
@@ -159,6 +167,8 @@ def _samples(run: Latest) -> Iterator[Sample]:
             if isinstance(pair, Sequence) and len(pair) == 2:
                 yield "argosy_communication_seconds", {"axis": axis, "tier": tier}, pair[0]
                 yield "argosy_communication_bytes", {"axis": axis, "tier": tier}, pair[1]
+    for name, key in SYNC.items():
+        yield name, {}, _table(run.step, "sync").get(key)
     for kind, count in sorted(run.events.items()):
         yield "argosy_events_total", {"event": kind}, count
     of_nodes = [sample for node, line in run.nodes.items() for sample in _of_node(node, line)]

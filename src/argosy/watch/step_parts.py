@@ -16,7 +16,7 @@ from argosy.watch.columns import STEP, Floats
 from argosy.watch.reader import RunReader
 from argosy.watch.series import POINTS, Buckets
 
-SECONDS, COMMUNICATION = "seconds.", "communication."
+SECONDS, COMMUNICATION, SYNC = "seconds.", "communication.", "sync."
 NAMES = {
     "forward_backward": "forward and backward",
     "communication": "communication that backward does not hide",
@@ -34,9 +34,10 @@ def step_parts(
     parts: category -> mean seconds of the steps behind each point; they add up to the step. predicted and measured:
     the four parts that both sides can tell (`plan.calibration.reconcile.PARTS`); measured is the mean over the middle
     half of the steps, by duration. communication: by axis and tier, seconds and bytes of a step, mean of that half.
+    sync: means of what lines say of the agreement of replicas or sites (docs/metrics.md), and its ratio by step.
     """
     steps = reader.steps
-    for group in ("seconds", "communication"):
+    for group in ("seconds", "communication", "sync"):
         steps.load(group)
     known = reader.keys()
     categories = [key for key in known if key.startswith(SECONDS) and key != "seconds.step"]
@@ -54,6 +55,7 @@ def step_parts(
         "measured": measured if categories else {},
         "words": _largest_disagreement(predicted, measured) if categories else "",
         "communication": _communication(reader, buckets.rows, usual),
+        "sync": _sync(reader, buckets.rows),
     }
 
 
@@ -109,6 +111,13 @@ def _communication(reader: RunReader, rows: slice, usual: Any) -> list[dict[str,
         if entry["axis"] in traffic and sum(other["axis"] == entry["axis"] for other in found) == 1:
             entry["predicted_bytes"] = traffic[entry["axis"]]
     return sorted(found, key=lambda entry: -float(entry["seconds"]))
+
+
+def _sync(reader: RunReader, rows: slice) -> dict[str, float]:
+    """Return the mean of each figure of `sync` over the lines that have one; empty if replicas sum exactly."""
+    known = [key for key in reader.keys() if key.startswith(SYNC)]  # noqa: SIM118 (not a dict)
+    there = {key.removeprefix(SYNC): reader.steps[key][rows] for key in known}
+    return {name: _mean(values) for name, values in there.items() if np.isfinite(values).any()}
 
 
 def memory(reader: RunReader, points: int = POINTS) -> dict[str, Any]:

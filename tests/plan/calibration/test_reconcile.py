@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import get_args
 
 import pytest
@@ -73,3 +73,10 @@ def test_a_person_sees_a_small_table():
     ]
     assert lines[-2].split() == ["step", "1.00", "s", "1.08", "s", "1.08", "0.80", "s", "to", "1.25", "s"]
     assert max(map(len, lines)) < 80
+
+
+def test_bytes_that_were_sent_stand_beside_those_of_the_plan():
+    prediction = replace(PREDICTION, traffic={"replicate": 2_000_000, "tp": 5})
+    found = reconcile(prediction, Plan(), CLOCK, 90e6, True, {"replicate": 2_500_000.0})
+    assert found.sent_bytes["replicate"].ratio == 1.25
+    assert "  sent: replicate        2.00 MB     2.50 MB    1.25" in found.in_words()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from pydantic import BaseModel, ConfigDict
 
@@ -72,11 +73,14 @@ class Reconciled(BaseModel):
     step_s: Compared
     memory_bytes: Compared
     """Peak of a process beyond its memory before the model was made; predicted for the rank that needs most."""
+    sent_bytes: dict[str, Compared] = {}
+    """Bytes that the first rank sends in a step, by axis."""
 
     def in_words(self) -> str:
         """Return a small table, with the interval behind each total."""
         rows = [_row(name.replace("_", " + "), each, seconds) for name, each in self.seconds.items()]
         rows += [_row("step", self.step_s, seconds), _row("memory", self.memory_bytes, _megabytes)]
+        rows += [_row(f"sent: {axis}", each, _megabytes_sent) for axis, each in self.sent_bytes.items()]
         head = f"  {'':18}{'predicted':>12}{'measured':>12}{'ratio':>8}   nine times of ten"
         return "\n".join([f"predicted for {self.cluster}:", head, *rows])
 
@@ -91,6 +95,10 @@ def _megabytes(value: Numbers) -> str:
     return f"{float(value) / 1e6:,.0f} MB"
 
 
+def _megabytes_sent(value: Numbers) -> str:
+    return f"{float(value) / 1e6:,.2f} MB"
+
+
 def part_of(category: str, plan: Plan) -> str:
     """Return the part of a step whose measured time includes a predicted category."""
     if category == "gradients" and plan.shards_parameters:
@@ -99,11 +107,16 @@ def part_of(category: str, plan: Plan) -> str:
 
 
 def reconcile(
-    prediction: Prediction, plan: Plan, clock: Mapping[str, float], memory_bytes: float, with_reserve: bool
+    prediction: Prediction,
+    plan: Plan,
+    clock: Mapping[str, float],
+    memory_bytes: float,
+    with_reserve: bool,
+    sent_bytes: Mapping[str, float] = MappingProxyType({}),
 ) -> Reconciled:
     """Compare a prediction for `plan` with a typical step (seconds by the clock's categories) and the peak memory.
 
-    with_reserve: the measured memory includes what the allocator holds unused.
+    with_reserve: the measured memory includes what the allocator holds unused. sent_bytes: of a typical step, by axis.
     """
     predicted = dict.fromkeys(PARTS, 0.0)
     for category, value in prediction.seconds.items():
@@ -125,4 +138,9 @@ def reconcile(
             low=float(memory.low) * share,
             high=float(memory.high) * share,
         ),
+        sent_bytes={
+            axis: Compared(predicted=float(predicted), measured=sent_bytes[axis])
+            for axis, predicted in prediction.traffic.items()
+            if axis in sent_bytes
+        },
     )

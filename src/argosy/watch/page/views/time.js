@@ -5,7 +5,7 @@ import { card, nothing, partsLegend, stackBar, table } from "../bars.js";
 import { Chart } from "../charts.js";
 import { ofParts } from "../colours.js";
 import { h, replace } from "../dom.js";
-import { bytes, duration, percent, words } from "../format.js";
+import { bytes, duration, number, percent, words } from "../format.js";
 
 const NOT_PARTS = new Set(["step"]);
 const ORDER = [
@@ -74,7 +74,7 @@ function create(root, page) {
     });
     replace(said, answer.words ? h("p", { class: "notice say" }, answer.words) : null);
     replace(beside, measuredAndPlanned(answer, names, colours));
-    replace(traffic, trafficTable(answer.communication ?? []));
+    replace(traffic, trafficTable(answer.communication ?? []), syncCard(answer.sync ?? {}));
   }
 
   return { refresh, recolour: () => chart.recolour(), destroy: () => chart.destroy() };
@@ -184,6 +184,24 @@ function trafficTable(rows) {
   return card(
     "Communication by axis and tier",
     table(head, cells, { caption: "Communication of the first rank by axis and tier, mean of the steps shown" }),
+  );
+}
+
+// What replicas, or sites, send in place of exact sums: only runs that agree in fewer bytes have it.
+function syncCard(sync) {
+  if (sync.bytes === undefined) return null;
+  const rows = [
+    ["Sent each time", bytes(sync.bytes)],
+    ["Waited each time", duration(sync.seconds)],
+    ["Of the bytes of exact fp32 sums", sync.ratio === undefined ? null : percent(sync.ratio, sync.ratio < 0.1 ? 1 : 0)],
+    ["Steps since they had agreed", sync.staleness === undefined ? null : number(sync.staleness)],
+    ["Distance between them", sync.distance === undefined ? null : number(sync.distance)],
+  ].filter(([, value]) => value !== null);
+  return card(
+    "Replicas agree in fewer bytes",
+    table([{ text: "Figure" }, { text: "Mean", number: true }], rows, {
+      caption: "Agreement of replicas or sites, mean of the steps shown",
+    }),
   );
 }
 
