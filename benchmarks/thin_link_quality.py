@@ -16,9 +16,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any
 
 REPLICAS, STEPS, BATCH, TOKENS = 2, 3000, 8, 128
@@ -73,7 +71,9 @@ def main() -> None:
     for seed in map(int, options.seeds.split(",")):
         for way in options.ways.split(","):
             found = result(options.folder, way, seed, options.set)
-            print(f"{way:20} seed {seed}  {found['loss']:.4f}  {found['seconds']:.0f} s {options.set or ''}", flush=True)
+            print(
+                f"{way:20} seed {seed}  {found['loss']:.4f}  {found['seconds']:.0f} s {options.set or ''}", flush=True
+            )
 
 
 def prepare(folder: Path) -> None:
@@ -84,7 +84,9 @@ def prepare(folder: Path) -> None:
 
 
 def argosy(folder: Path, *words: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "argosy", *words], cwd=folder, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "argosy", *words], cwd=folder, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         sys.exit(f"argosy {' '.join(words)}\n{done.stdout}\n{done.stderr}")
 
@@ -148,7 +150,9 @@ def measured(run_dir: Path, way: Way) -> dict[str, Any]:
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     curve = [[line["step"] + 1, line["validation_loss"]] for line in lines if "validation_loss" in line]
     sent = [line["sites"]["sent_bytes"] for line in lines if "sites" in line]
-    sent += [line["communication"]["replicate"]["node"][1] for line in lines if "replicate" in line.get("communication", {})]
+    sent += [
+        line["communication"]["replicate"]["node"][1] for line in lines if "replicate" in line.get("communication", {})
+    ]
     return {"curve": curve, "loss": curve[-1][1], "bytes_per_step": sum(sent) / STEPS}
 
 

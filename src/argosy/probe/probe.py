@@ -16,6 +16,7 @@ from argosy.plan.hardware.devices import Device
 from argosy.plan.hardware.measurements import Measurements
 from argosy.probe.cluster import as_cluster
 from argosy.probe.collectives import MESSAGES, measure_collectives
+from argosy.probe.compression import measure_compression
 from argosy.probe.compute import (
     matmuls_to_measure,
     measure_attention,
@@ -70,6 +71,8 @@ def measure(asked: ProbeRequest, world: World) -> Cluster:
     found["memory_copy_bytes_per_s"] = measure_copy(world, slice_s)
     found["launch_s"] = measure_launch(world, slice_s)
     found["layer_host_s"] = measure_layer_host(world, slice_s)
+    say("compression of sums")
+    found["compression"] = tuple(measure_compression(world, slice_s))
     if world.size > 1:
         say("collectives")
         sizes, budget_s = MESSAGES[machine.kind], COLLECTIVES_SHARE * asked.seconds

@@ -7,7 +7,7 @@ import pytest
 from argosy.config.load import load
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
-from argosy.plan.cost.sites import exchange_bytes, exchange_s, exchanges, within_site
+from argosy.plan.cost.sites import exchange_bytes, exchange_s, exchanges, round_bytes, round_s, within_site
 from argosy.plan.hardware.clusters import Cluster
 
 TWO = Cluster.parse("two-sites")
@@ -31,10 +31,21 @@ def test_one_place_exchanges_nothing() -> None:
 def test_local_steps_divide_the_bytes_and_tend_to_the_step_of_a_site() -> None:
     costs = CostModel.of(RUN, TWO)
     ways = exchanges(costs, TWO, 3.0)
-    assert [way.inner_steps for way in ways] == [1, 10, 100, 500]
+    assert [way.inner_steps for way in ways] == [1, 10, 50, 100, 500]
     assert ways[0].step_s == 3.0 + exchange_s(costs, TWO)
     assert ways[0].bytes_per_step == pytest.approx(10 * ways[1].bytes_per_step)
-    assert 3.0 < ways[-1].step_s < 3.01
+    assert ways[1].step_s == pytest.approx(3.0 + round_s(costs, TWO) / 10)
+    assert 3.0 < ways[-1].step_s < 4.0
+
+
+def test_a_run_with_sites_agrees_now_and_then_in_the_numbers_of_its_wire() -> None:
+    sync = RUN.sync.model_copy(update={"every_steps": 20, "wire": "int8"})
+    run = RUN.model_copy(update={"sync": sync, "sites": ("east", "west")})  # only that there are some counts here
+    costs = CostModel.of(run, TWO)
+    assert round_bytes(costs, TWO) == pytest.approx((1 + 4 / 256) * costs.workload.matrix_parameters)
+    assert exchange_s(costs, TWO) == round_s(costs, TWO) / 20
+    whole = exchange_bytes(costs, TWO) / TWO.links[0].bandwidth_bytes_per_s
+    assert round_s(costs, TWO) > whole * (1 + 4 / 256) / 4
 
 
 def test_a_site_has_its_share_of_batch_and_devices() -> None:

@@ -7,7 +7,7 @@ learnt from finished runs, and predicts columns of plans with them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TypeVar
@@ -16,6 +16,7 @@ import numpy as np
 
 from argosy.config.schema import RunConfig
 from argosy.plan.cost.cluster_constants import COMPILER_BYTES, constants_of, memory_std, time_std
+from argosy.plan.cost.compression import Compression
 from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.exact_state import INT8_BLOCK, moments_of
 from argosy.plan.cost.factors import Factors, calibrated
@@ -53,6 +54,8 @@ class CostModel:
     time_std: float
     """Standard deviation of the logarithm of measured over predicted."""
     memory_std: float
+    compress_s: Mapping[str, float] = field(default_factory=dict)
+    """Word of `sync` -> seconds to compress a number, as a probe measured it."""
     factors: Factors = field(default_factory=dict)
     """Measured over predicted, as finished runs on this cluster found it."""
 
@@ -78,6 +81,7 @@ class CostModel:
             constants=constants_of(cluster),
             time_std=time_std(cluster, experts=run.model.moe.experts > 0),
             memory_std=memory_std(cluster),
+            compress_s={rate.sync: rate.number_s for rate in cluster.measured.compression} if cluster.measured else {},
             factors=cluster.factors,
         )
 
@@ -103,6 +107,11 @@ class CostModel:
             checks_gradients=float(self.run.resilience.replay_check_every_steps > 0),
         )
 
+    @cached_property
+    def compression(self) -> Compression:
+        """How the run's replicas agree in fewer bytes."""
+        return Compression(self.run.sync, self.compress_s)
+
     @property
     def memory_bytes(self) -> float:
         """Most bytes that a prediction may come to, so that the plan fits nine times of ten."""
@@ -111,7 +120,9 @@ class CostModel:
     def predict_memory(self, plans: Layouts) -> Footprint:
         """Return the bytes of each plan, on the rank that needs most."""
         raw = _in_chunks(
-            plans, lambda some: MemoryModel(some, self.workload, self.system, self.constants).predict(), Footprint
+            plans,
+            lambda some: MemoryModel(some, self.workload, self.system, self.constants, self.compression).predict(),
+            Footprint,
         )
         return calibrated(raw, self.factors)
 
@@ -127,7 +138,9 @@ class CostModel:
         """Return the seconds of each plan's step."""
         raw = _in_chunks(
             plans,
-            lambda some: StepModel(some, self.workload, self.rates, self.system, self.constants).predict(),
+            lambda some: StepModel(
+                some, self.workload, self.rates, self.system, self.constants, self.compression
+            ).predict(),
             StepTime,
         )
         return calibrated(raw, self.factors)

@@ -103,7 +103,10 @@ def _by_microbatches(costs: CostModel, plan: Plan, kinds: list[_Kind]) -> Uneven
     work = replace(costs.workload, global_batch=each * float(plan.dp * plan.microbatch))
     one = Layouts.of([plan])
     seconds = np.stack(
-        [StepModel(one, work, kind.rates, costs.system, costs.constants).predict().total for kind in kinds]
+        [
+            StepModel(one, work, kind.rates, costs.system, costs.constants, costs.compression).predict().total
+            for kind in kinds
+        ]
     )
     dealt = deal(total, holders, seconds)
     return None if dealt is None else _uneven("microbatches", plan, kinds, *dealt)
@@ -122,7 +125,10 @@ def _by_layers(costs: CostModel, plan: Plan, kinds: list[_Kind]) -> UnevenSplit 
     layers, one = costs.run.model.layers, Layouts.of([plan])
     even = layers / plan.pp
     microbatches = plan.microbatches(costs.run.train.global_batch)
-    times = [StepModel(one, costs.workload, kind.rates, costs.system, costs.constants).predict() for kind in kinds]
+    times = [
+        StepModel(one, costs.workload, kind.rates, costs.system, costs.constants, costs.compression).predict()
+        for kind in kinds
+    ]
     of_layer = np.array([_repeated_s(time) / microbatches / even for time in times])
     memory = costs.predict_memory(one)
     constant = _first(memory.workspace) + _first(memory.logits)

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from argosy.plan.cost.breakdown import Breakdown
+from argosy.plan.cost.compression import Compression
 from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.rank_sizes import RankSizes
 from argosy.plan.cost.rates import System
@@ -49,6 +50,8 @@ class Footprint(Breakdown):
     logits: Numbers
     gathered: Numbers
     """Parameters of the layers at work, if ranks share them, and gradients that are not summed yet."""
+    agreement: Numbers
+    """What replicas or sites keep to agree in fewer bytes: residuals, outer weights and momentum."""
     workspace: Numbers
     """Buffers of kernels and collectives, what compiling takes, and the copies for a checkpoint."""
     reserve: Numbers
@@ -58,9 +61,16 @@ class Footprint(Breakdown):
 class MemoryModel(RankSizes):
     """The memory of plans, for one workload or for as many as there are plans."""
 
-    def __init__(self, plans: Layouts, work: Workload, system: System, constants: Constants):
+    def __init__(
+        self,
+        plans: Layouts,
+        work: Workload,
+        system: System,
+        constants: Constants,
+        compression: Compression = Compression(),  # noqa: B008  (frozen)
+    ):
         super().__init__(plans, work, system)
-        self.constants = constants
+        self.constants, self.compression = constants, compression
         self.eager = plans.is_("compile", False)
         self.offloads_optimizer = plans.is_("offload", "optimizer", "all")
         self.offloads_activations = plans.is_("offload", "activations", "all")
@@ -107,6 +117,7 @@ class MemoryModel(RankSizes):
             activations=activations,
             logits=logits,
             gathered=gathered,
+            agreement=self._agreement(whole, mine),
             workspace=constants.workspace_bytes
             + np.where(self.eager, 0.0, system.compiler_bytes)
             + self._received()
@@ -234,6 +245,11 @@ class MemoryModel(RankSizes):
         plans = self.plans
         boundaries = np.where(plans.pp > 1, 2 * plans.stages_here - 1, 0) * (self.system.receives_ahead > 0)
         return self.microbatches * boundaries * self.hidden_bytes
+
+    def _agreement(self, whole: Numbers, mine: Numbers) -> Numbers:
+        """Return the bytes that replicas, or sites, keep to agree in fewer bytes."""
+        summed = np.where(self.plans.zero == 0, whole, mine)
+        return self.compression.kept_bytes(self.plans, summed, mine)
 
     def _saved(self, mine: Numbers, weight_bytes: Numbers) -> Numbers:
         """Return the bytes that a rank copies for a checkpoint: of what several ranks hold, each copies a part."""

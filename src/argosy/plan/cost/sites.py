@@ -1,10 +1,11 @@
-"""One job on several sites that a slow link joins: sites sum gradients in every step, or weights from time to time.
+"""One job on several sites that a slow link joins: they sum gradients in every step, or agree on weights every H steps.
 
-Every site holds a whole replica of the model and has its share of the batch. If N gradients of r bytes are summed in
-every step (synchronous data parallelism), each of n sites sends 2 (n-1)/n r N over its link (ring all-reduce, Thakur et
-al. 2005), after the step's last backward. With local SGD (DiLoCo: Douillard et al. 2023) the sites train alone for H
-steps and then sum the changes of their fp32 weights: the same bytes, once in H steps. DiLoCo reached the synchronous
-loss with H = 500; how large H may be is a question of optimization that this arithmetic does not answer.
+Every site holds a whole replica of the model and has its share of the batch. For a message of N numbers of r bytes,
+each of n sites sends 2 (n-1)/n r N over its link, in two passes (each fetches its slice of the others' numbers, then
+the others fetch the sums): a ring's bytes (Thakur et al. 2005). Gradients travel in fp32, after the last backward. In a
+round of local or DiLoCo (Douillard et al. 2023) the changes of the weights travel as `sync.wire` says, and their bytes
+are written, encrypted, sent, decoded and averaged on the host. DiLoCo reached the synchronous loss with H = 500;
+how large H may be is a question of optimization that this arithmetic does not answer.
 """
 
 from __future__ import annotations
@@ -15,9 +16,20 @@ from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.hardware.clusters import Cluster
 
-INNER_STEPS = (1, 10, 100, 500)
-"""Values of H that are compared; 1 is synchronous."""
+INNER_STEPS = (1, 10, 50, 100, 500)
+"""Values of H that are compared; 1: gradients are summed in every step."""
 WEIGHT_BYTES = 4
+SCALE_BYTES = 4 / 256
+WIRE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + SCALE_BYTES, "int4": 1 / 2 + SCALE_BYTES}
+"""Bytes of a number between sites (`sync.sites.wire`)."""
+FRAMING = 1.01
+"""Bytes on the link over those of numbers: headers of TCP, TLS and pieces of 256 KiB."""
+ROUND_NUMBER_S = 30e-9
+"""Seconds of the host for a number of a round: out of the ranks and into a file, there and back, the outer step."""
+ROUND_S = 0.15
+"""Seconds of a round without numbers: processes that look for files, messages that say who takes part."""
+ROUND_TRIPS = 4
+"""Round trips before all sites know that a round is done: ready, who takes part, slices, averages."""
 
 
 @dataclass(frozen=True)
@@ -54,21 +66,47 @@ def within_site(costs: CostModel, cluster: Cluster) -> CostModel:
 
 
 def exchange_bytes(costs: CostModel, cluster: Cluster) -> float:
-    """Return the bytes that each site sends to sum all gradients, or weights, once."""
-    sites = site_count(cluster)
-    return 2 * (sites - 1) / sites * WEIGHT_BYTES * float(costs.workload.matrix_parameters)
+    """Return the bytes that each site sends to sum all gradients once."""
+    return _sent(costs, site_count(cluster), WEIGHT_BYTES)
+
+
+def round_bytes(costs: CostModel, cluster: Cluster) -> float:
+    """Return the bytes of numbers that each site sends in a round, as `sync.wire` has them."""
+    return _sent(costs, site_count(cluster), WIRE_BYTES[costs.run.sync.wire])
+
+
+def round_s(costs: CostModel, cluster: Cluster) -> float:
+    """Return the seconds of a round, over the thinnest link: from the last site's end of its steps until all go on."""
+    if not cluster.links:
+        return 0.0
+    on_host = ROUND_S + ROUND_NUMBER_S * float(costs.workload.matrix_parameters)
+    return on_host + FRAMING * _on_link_s(round_bytes(costs, cluster), cluster, 2 * ROUND_TRIPS)
 
 
 def exchange_s(costs: CostModel, cluster: Cluster) -> float:
-    """Return the seconds of one such sum, over the thinnest link; 0 for a single site."""
+    """Return the seconds that agreeing takes of each step on average; 0 for a single site.
+
+    A run with `[[sites]]` agrees every `sync.every_steps` steps, any other sums gradients in each.
+    """
     if not cluster.links:
         return 0.0
-    thinnest = min(link.bandwidth_bytes_per_s for link in cluster.links)
-    longest = max(link.latency_s for link in cluster.links)
-    return exchange_bytes(costs, cluster) / thinnest + 2 * (site_count(cluster) - 1) * longest
+    if costs.run.sites:
+        return round_s(costs, cluster) / costs.run.sync.every_steps
+    return _on_link_s(exchange_bytes(costs, cluster), cluster, 2 * (site_count(cluster) - 1))
 
 
 def exchanges(costs: CostModel, cluster: Cluster, inner_step_s: float) -> list[Exchange]:
-    """Compare synchronous training with local SGD, for a plan whose step takes `inner_step_s` in a site."""
-    sent, seconds = exchange_bytes(costs, cluster), exchange_s(costs, cluster)
-    return [Exchange(h, sent / h, inner_step_s + seconds / h) for h in INNER_STEPS]
+    """Compare sums in every step with rounds every H steps, for a plan whose step takes `inner_step_s` in a site."""
+    without = costs.on(costs.run.model_copy(update={"sites": ()}), costs.devices)
+    every = Exchange(1, exchange_bytes(costs, cluster), inner_step_s + exchange_s(without, cluster))
+    sent, seconds = round_bytes(costs, cluster), round_s(costs, cluster)
+    return [every, *(Exchange(h, sent / h, inner_step_s + seconds / h) for h in INNER_STEPS[1:])]
+
+
+def _sent(costs: CostModel, sites: int, of_number: float) -> float:
+    return 2 * (sites - 1) / sites * of_number * float(costs.workload.matrix_parameters)
+
+
+def _on_link_s(sent: float, cluster: Cluster, passes: int) -> float:
+    thinnest = min(link.bandwidth_bytes_per_s for link in cluster.links)
+    return sent / thinnest + passes * max(link.latency_s for link in cluster.links)

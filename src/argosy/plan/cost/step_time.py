@@ -16,15 +16,15 @@ from functools import cached_property
 
 import numpy as np
 
-from argosy.config.sync import SyncConfig
 from argosy.plan.cost.breakdown import Breakdown
 from argosy.plan.cost.buckets import MEMORY_SHARE, SIZES_MB, WORTH, wait_s
+from argosy.plan.cost.compression import HIDDEN, Compression
 from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.layer_time import BACKWARD_ATTENTION, BACKWARD_POINTWISE, LayerModel, LayerTime
 from argosy.plan.cost.memory_model import MemoryModel
 from argosy.plan.cost.network import all_reduce_s, all_to_all_s, gather_s, group_of, send_s
 from argosy.plan.cost.rates import Rates, System
-from argosy.plan.layouts import SCHEDULE_NAMES, WORDS, Ints, Layouts
+from argosy.plan.layouts import SCHEDULE_NAMES, Ints, Layouts
 from argosy.plan.pipeline import SPLITTING
 from argosy.plan.plan import Plan
 from argosy.plan.workload import Numbers, Workload
@@ -44,10 +44,6 @@ only that which synchronising the gradient norm leaves (planner notes: about 8 %
 
 BACKWARD_SHARE = 0.6
 """Share of a microbatch's time in which its gradients come."""
-
-SHARE_SENT = {"bf16": 1 / 2, "int8": 0.254, "int4": 0.129, "sign": 0.035, "topk": 0.02, "randomk": 0.01}
-"""Share of an fp32 sum's bytes that a word of `sync` sends, with the usual `[sync]` (topk: two replicas). What it takes
-to compress them is not counted."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +94,17 @@ class LayerWaits:
 class StepModel(LayerModel):
     """Seconds of a step, for plans of one workload on one kind of cluster, or of as many as there are plans."""
 
-    def __init__(self, plans: Layouts, work: Workload, rates: Rates, system: System, constants: Constants):
+    def __init__(
+        self,
+        plans: Layouts,
+        work: Workload,
+        rates: Rates,
+        system: System,
+        constants: Constants,
+        compression: Compression = Compression(),  # noqa: B008  (frozen)
+    ):
         super().__init__(plans, work, rates, system, constants)
+        self.compression = compression
         self.tensor_group = group_of(plans.tp, 1, rates, constants)
         self.context_group = group_of(plans.cp, plans.tp, rates, constants)
         self.data_group = group_of(plans.dp * plans.cp, plans.tp, rates, constants)
@@ -246,7 +251,7 @@ class StepModel(LayerModel):
         moved: Numbers = 0.0
         for parameters, group in (dense, self.data_group), (experts, self.expert_data_group):
             both = gather_s(parameters * system.reduced_bytes, group) + gather_s(parameters * updated, group)
-            both = both * np.where(plans.zero == 0, self._share_sent(), 1.0)
+            both = both * np.where(plans.zero == 0, self._share_sent(group.ranks), 1.0)
             tiered = self._sum_s(parameters * system.reduced_bytes)
             tiered = tiered + np.where(plans.zero > 0, gather_s(parameters * updated, group), 0.0)
             both = np.where(plans.sum_inside > 1, tiered, both)
@@ -256,7 +261,8 @@ class StepModel(LayerModel):
         once = np.where(plans.zero == 3, 0.0, moved - hidden)
         of_shard = (dense + experts) * system.reduced_bytes / (plans.dp_shard * plans.cp)
         once = once + np.where(plans.zero == 3, self._over_replicas_s(of_shard) * 0.5, 0.0)
-        return once + (self._bucket_waits(plans.bucket_mb) - self._least_wait if system.buckets else 0.0)
+        waits = once + (self._bucket_waits(plans.bucket_mb) - self._least_wait if system.buckets else 0.0)
+        return waits + self._compressing(dense + experts, waits)
 
     @cached_property
     def _summed_parameters(self) -> tuple[Numbers, Numbers]:
@@ -279,7 +285,7 @@ class StepModel(LayerModel):
             group = group_of(tier, stride, self.rates, self.constants)
             seconds = seconds + np.where(tier > 1, 2 * gather_s(message, group), 0.0)
             message, stride, left = np.asarray(message) / tier, stride * tier, left // tier
-        across = all_reduce_s(message * self._share_sent(), group_of(left, stride, self.rates, self.constants))
+        across = all_reduce_s(message * self._share_sent(left), group_of(left, stride, self.rates, self.constants))
         return seconds + np.where(left > 1, across, 0.0)
 
     # Buckets
@@ -313,11 +319,18 @@ class StepModel(LayerModel):
         wait = wait_s(gradients, bucket, start, of_byte / 1e6, BACKWARD_SHARE * self.mean_microbatch_s)
         return np.where((self.plans.zero == 3) | (self.plans.dp * self.plans.cp == 1), 0.0, wait)
 
-    def _share_sent(self) -> Numbers:
-        """Return about which share of an exact sum's bytes replicas send, with the usual details of `sync`."""
-        shares = [SHARE_SENT.get(word, 1.0) for word in WORDS["sync"]]
-        thin = 2 * SyncConfig().rank / self.work.width  # of square matrices
-        return np.where(self.plans.is_("sync", "powersgd"), thin, np.array(shares)[self.plans.sync])
+    def _share_sent(self, replicas: Numbers) -> Numbers:
+        """Return which share of an exact sum's bytes replicas send."""
+        return self.compression.share_sent(self.plans, self.work, replicas)
+
+    def _compressing(self, parameters: Numbers, waits: Numbers) -> Numbers:
+        """Return what compressing adds to the waits for sums over replicas; sending the bucket before hides a part."""
+        plans = self.plans
+        replicas = plans.dp_replicate * np.where(plans.zero == 0, plans.cp * plans.dp_shard, 1)
+        inside = plans.sum_inside * plans.sum_between
+        mine = parameters / plans.shares_state / inside
+        seconds = self.compression.seconds(plans, mine, replicas // inside, self.rates)
+        return seconds - HIDDEN * np.minimum(seconds, waits)
 
     def _optimizer(self) -> Numbers:
         """Return the seconds to read gradient and state, and to write state and weight."""
@@ -336,7 +349,7 @@ class StepModel(LayerModel):
         """Return what copying a layer's activations adds, beside forward and before backward."""
         if not np.any(self.plans.is_("offload", "activations", "all")):
             return np.zeros(1)
-        memory = MemoryModel(self.plans, self.work, self.system, self.constants)
+        memory = MemoryModel(self.plans, self.work, self.system, self.constants, self.compression)
         moved = memory.moved / self._host_link_bytes_per_s
         return moved + np.where(self.rates.host_waits > 0, moved, np.maximum(0.0, moved - layer.forward))
 

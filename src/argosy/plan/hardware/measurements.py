@@ -71,6 +71,15 @@ class CollectiveRate(Section):
     """Rate for the message, not for the bytes on the wire; none: its size makes no difference yet."""
 
 
+class CompressionRate(Section):
+    """The work of one way to sum in fewer bytes."""
+
+    sync: Literal["bf16", "int8", "int4", "powersgd", "topk", "randomk", "sign"]
+    """The plan's word."""
+    number_s: PositiveFloat
+    """Seconds to compress and restore a number of a bucket of 4 MiB, in a group of one rank."""
+
+
 class Measurements(Section):
     """All measurements of a probe; empty where it measured nothing."""
 
@@ -93,3 +102,4 @@ class Measurements(Section):
     matmuls: tuple[MatmulRate, ...] = ()
     attention: tuple[AttentionRate, ...] = ()
     collectives: tuple[CollectiveRate, ...] = ()
+    compression: tuple[CompressionRate, ...] = ()

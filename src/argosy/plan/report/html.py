@@ -228,8 +228,8 @@ def _outlooks(report: PlanReport) -> list[str]:
             for e in report.exchanges
         )
         parts.append(
-            "<h2>Outlook: sites that sum every H steps (the trainer runs H = 1)</h2><table><tr><th>H</th>"
-            f"<th>GiB a step and site</th><th>step</th></tr>{rows}</table>"
+            "<h2>Sites that sum gradients in every step (H = 1), or agree every H steps (sync=diloco)</h2>"
+            f"<table><tr><th>H</th><th>GiB a step and site</th><th>step</th></tr>{rows}</table>"
         )
     return parts
 

@@ -38,7 +38,9 @@ REPAIR_H = 24.0
 MOST_DOUBLINGS = 12
 """Doublings of the cluster that are tried, to find one that is large enough."""
 OUTLOOK = "The trainer deals work out evenly so far; an outlook shows the gain of uneven shares."
-OUTLOOK_SITES = "The trainer sums gradients in every step so far (H = 1); an outlook shows the gain of a larger H."
+IN_EVERY_STEP = (
+    "They sum gradients in every step; name [[sites]] in the run file to agree every H steps (docs/sites.md)."
+)
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class PlanReport:
     uneven: tuple[UnevenSplit, ...]
     """An outlook on devices of several kinds: work dealt out by speed."""
     exchanges: tuple[Exchange, ...]
-    """An outlook on several sites: synchronous, and local SGD."""
+    """Several sites: sums in every step, and rounds every H steps."""
     notes: tuple[str, ...]
 
 
@@ -238,7 +240,8 @@ def _notes(request: PlanRequest, costs: CostModel) -> list[str]:
     if not request.cluster.uniform:
         notes.append(f"All plans wait for the slowest device, {request.cluster.device.name}. {OUTLOOK}")
     if site_count(request.cluster) > 1:
-        notes.append(f"Each site has a whole copy of the model on {costs.devices} devices. {OUTLOOK_SITES}")
+        how = f"They agree every {costs.run.sync.every_steps} steps." if costs.run.sites else IN_EVERY_STEP
+        notes.append(f"Each site has a whole copy of the model on {costs.devices} devices. {how}")
     if request.cluster.device.assumed:
         device = request.cluster.device
         notes.append(

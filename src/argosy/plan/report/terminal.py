@@ -190,7 +190,7 @@ def _outlooks(report: PlanReport) -> Iterator[RenderableType]:
             )
             yield Text(f'  {seconds(split.step_s)} a step with "{split.plan}": {shares}')
     if report.exchanges:
-        yield Text("\nOutlook: sites that sum every H steps (the trainer runs H = 1):")
+        yield Text("\nSites that sum gradients in every step (H = 1), or agree every H steps (sync=diloco):")
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 2))
         for name in ("H", "GiB a step and site", "step"):
             table.add_column(name, justify="right")
