@@ -1,10 +1,14 @@
-"""Replicas behind a thin link: seconds a step and bytes at the interfaces, for each way to sum gradients.
+"""Sites behind a thin link: tokens a second and bytes at the interfaces, for each way to agree, beside the prediction.
 
-    python benchmarks/thin_link.py [--rate 100mbit] [--sites 2] [--steps 6]
+    python benchmarks/thin_link.py [--rate 100mbit] [--sites 2] [--ways int8,diloco] [--json FILE]
 
 Each site is a network namespace whose link to the others is throttled with `tc tbf`; needs root and iproute2. The same
-model, batch and processes train with each word of `sync`, and with PyTorch's DDP and its own hooks. Bytes are those
-that the interface of site 0 sent, headers and acknowledgements included.
+model and batch train with each way of `WAYS`: sums in every step, with PyTorch's DDP and its own hooks beside them;
+rounds of sites, as `argosy train` runs them, with torchft's DiLoCo beside them (`--torchft PYTHON`, an interpreter that
+has it). Bytes are those that the interface of the first site sent, headers and acknowledgements included.
+
+The prediction is the planner's, for a cluster that parts of `argosy probe` measured in the same run, over this link.
+Its factors for compute and optimizer are learnt from the steps of the first way, which is left out of the comparison.
 """
 
 from __future__ import annotations
@@ -12,186 +16,295 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
-
-from argosy.config.schema import LaunchConfig, RunConfig
-from argosy.models.batch import Microbatch, microbatches
-from argosy.models.decoder import Decoder
-from argosy.models.initialize import materialize
-from argosy.observe.clock import StepClock
-from argosy.parallel.apply import apply
-from argosy.parallel.world import World, join_world
-from argosy.plan.cost.traffic import traffic
+from argosy.plan.calibration.reconcile import reconcile
+from argosy.plan.cost.cost_model import CostModel
+from argosy.plan.cost.prediction import predict
+from argosy.plan.cost.sites import round_bytes, round_s
+from argosy.plan.flops import parameters
+from argosy.plan.hardware.clusters import Cluster, Factor, SiteLink
 from argosy.plan.plan import Plan
-from argosy.training.state import TrainState
-from argosy.training.step import Step
+from thin_link_model import MODEL, ROWS, TOKENS, configuration
+from thin_link_namespaces import UNLIMITED, address, check_that_this_machine_can, inside, sent_bytes, sites
 
-MODEL = {
-    "layers": 6, "width": 320, "heads": 8, "kv_heads": 8, "head_width": 40, "ffn_width": 896, "vocab_size": 4096,
-}  # fmt: skip
-ROWS, TOKENS = 2, 64
-WAYS = ["exact", "bf16", "int8", "int4", "powersgd", "topk", "randomk", "sign"]
-HOOKS = ["ddp", "ddp fp16", "ddp powersgd"]
-CORE, ADDRESS = "thin-core", "10.77.0.{}"
+HERE = Path(__file__).parent
+PORT = 7100
+
+
+@dataclass(frozen=True)
+class Way:
+    """One row of the table."""
+
+    kind: str
+    """sync: a plan's words; hook: one of DDP's; sites: rounds of `argosy train`; torchft."""
+    words: str = ""
+    """Of the plan; of a hook its name."""
+    sync: dict[str, Any] = field(default_factory=dict)
+    """Keys of the run file's `[sync]`."""
+    rounds: int = 0
+
+
+WAYS = {
+    "exact": Way("sync", "sync=exact"),
+    "bf16": Way("sync", "sync=bf16"),
+    "int8": Way("sync", "sync=int8"),
+    "int4": Way("sync", "sync=int4"),
+    "sign": Way("sync", "sync=sign"),
+    "topk 1 %": Way("sync", "sync=topk"),
+    "powersgd rank 4": Way("sync", "sync=powersgd"),
+    "randomk 1 %": Way("sync", "sync=randomk"),
+    "DDP fp32": Way("hook", "none"),
+    "DDP fp16 hook": Way("hook", "fp16"),
+    "DDP PowerSGD hook": Way("hook", "powersgd"),
+    "DiLoCo H=10": Way("sites", "sync=diloco", {"every_steps": 10}, rounds=4),
+    "DiLoCo H=50": Way("sites", "sync=diloco", {"every_steps": 50}, rounds=2),
+    "DiLoCo H=50, int8": Way("sites", "sync=diloco", {"every_steps": 50, "wire": "int8"}, rounds=2),
+    "DiLoCo H=50, int4": Way("sites", "sync=diloco", {"every_steps": 50, "wire": "int4"}, rounds=2),
+    "DiLoCo H=250": Way("sites", "sync=diloco", {"every_steps": 250}, rounds=1),
+    "torchft DiLoCo H=50": Way("torchft", sync={"every_steps": 50}, rounds=2),
+}
+IN_EVERY_STEP = ("sync", "hook")
+BEFORE_ROUNDS = 5
+"""First steps of a run of sites that do not count, if it has one round only."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", default="100mbit")
+    parser.add_argument("--rate", default="100mbit", help=f"as tc has it, or {UNLIMITED}")
     parser.add_argument("--sites", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--ways", default=",".join(WAYS + HOOKS))
-    parser.add_argument("--worker", type=int, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--ways", default=",".join(WAYS).replace(", ", "+"), help="in an int8 round, + for the comma")
+    parser.add_argument("--torchft", default="", metavar="PYTHON", help="an interpreter that has torchft")
+    parser.add_argument("--json", type=Path, default=None, help="where all figures are written")
     options = parser.parse_args()
-    if options.worker is not None:
-        work(options.worker, options.sites, options.steps, options.ways.split(","))
-        return
-    if os.geteuid() or not shutil.which("tc") or not shutil.which("ip"):
-        sys.exit("skipped: network namespaces need root and iproute2 (Debian: apt-get install iproute2)")
-    with sites(options.sites, options.rate):
-        command = [sys.executable, __file__, *sys.argv[1:]]
-        workers = [
-            subprocess.Popen(["ip", "netns", "exec", name(site), *command, "--worker", str(site)])
-            for site in range(options.sites)
-        ]
-        codes = [worker.wait() for worker in workers]
-    sys.exit(max(map(abs, codes)))
+    check_that_this_machine_can()
+    chosen = [name.replace("+", ", ") for name in options.ways.split(",")]
+    if unknown := [name for name in chosen if name not in WAYS]:
+        sys.exit(f"--ways: no way is called {unknown[0]!r}; there are: {', '.join(WAYS)}")
+    with tempfile.TemporaryDirectory() as folder, sites(options.sites, options.rate):
+        lines = run_all(chosen, options, Path(folder))
+    print(table(lines, options))
+    if options.json:
+        options.json.write_text(json.dumps({"rate": options.rate, "sites": options.sites, "ways": lines}, indent=1))
 
 
-def name(site: int) -> str:
-    return f"thin-{site}"
+def run_all(chosen: list[str], options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Measure each way, and add what the planner says of it."""
+    cluster = folder / "cluster.toml"
+    lines = in_every_step([name for name in chosen if WAYS[name].kind in IN_EVERY_STEP], options, cluster)
+    rounds = [name for name in chosen if WAYS[name].kind == "sites"]
+    if rounds:
+        prepare(folder)
+    lines += [of_rounds(name, options, folder) for name in rounds]
+    for name in chosen:
+        if WAYS[name].kind == "torchft" and options.torchft:
+            lines.append(of_torchft(name, options))
+    if cluster.exists() and lines[0]["way"] == "exact":
+        predict_all(lines, Cluster.load(cluster), options)
+    return lines
 
 
-@contextmanager
-def sites(many: int, rate: str) -> Iterator[None]:
-    """Namespaces that a bridge joins, with a throttle at both ends of each one's link."""
-    spaces = [CORE, *map(name, range(many))]
-    for space in spaces:
-        if Path("/run/netns", space).exists():  # of a benchmark that was killed
-            call(f"ip netns del {space}")
-        call(f"ip netns add {space}")
-    try:
-        call(f"ip -n {CORE} link add br0 type bridge")
-        call(f"ip -n {CORE} link set br0 mtu 9000 up")
-        for site in range(many):
-            space = name(site)
-            call(f"ip -n {space} link set lo up")
-            call(f"ip -n {space} link add wan mtu 9000 type veth peer name to{site} mtu 9000 netns {CORE}")
-            call(f"ip -n {CORE} link set to{site} master br0 up")
-            call(f"ip -n {space} addr add {ADDRESS.format(site + 1)}/24 dev wan")
-            call(f"ip -n {space} link set wan up")
-            for where, link in (space, "wan"), (CORE, f"to{site}"):
-                call(f"tc -n {where} qdisc add dev {link} root tbf rate {rate} burst 128kb latency 200ms")
-        yield
-    finally:
-        for space in spaces:
-            call(f"ip netns del {space}")
+def in_every_step(names: list[str], options: argparse.Namespace, cluster: Path) -> list[dict[str, Any]]:
+    if not names:
+        return []
+    ways = ";".join(f"{name}={WAYS[name].kind}:{WAYS[name].words}" for name in names)
+    workers = [
+        subprocess.Popen(
+            inside(
+                site, sys.executable, str(HERE / "thin_link_worker.py"), "--rank", str(site), "--ways", ways,
+                "--sites", str(options.sites), "--steps", str(options.steps), "--cluster", str(cluster),
+            ),
+            stdout=subprocess.PIPE if site == 0 else None,
+            text=True,
+        )
+        for site in range(options.sites)
+    ]  # fmt: skip
+    lines = told_by(workers)
+    if len(lines) < len(names):
+        sys.exit(f"only {len(lines)} of {len(names)} ways were measured")
+    return lines
 
 
-def call(command: str) -> None:
-    subprocess.run(command.split(), check=True)
-
-
-def sent_bytes() -> int:
-    return int(Path("/sys/class/net/wan/statistics/tx_bytes").read_text())
-
-
-def work(rank: int, size: int, steps: int, ways: list[str]) -> None:
-    """One site's process: all ways, one after the other."""
-    os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0",
-        "MASTER_ADDR": ADDRESS.format(1), "MASTER_PORT": "29501", "GLOO_SOCKET_IFNAME": "wan",
-    }  # fmt: skip
-    subprocess.run(
-        ["mount", "-t", "sysfs", "sysfs", "/sys"], check=False, stderr=subprocess.DEVNULL
-    )  # that of this namespace
-    world = join_world(LaunchConfig(timeout_s=300.0, threads=1))
-    torch.set_num_threads(1)
+def told_by(workers: list[subprocess.Popen[str]]) -> list[dict[str, Any]]:
+    """Return the lines of JSON that the first process prints; wait for all."""
+    assert workers[0].stdout is not None
     lines = []
-    for way in ways:
-        one_step, predicted = by_hook(world, way) if way.startswith("ddp") else by_sync(world, way)
-        one_step()  # the first connects, and warms up
-        one_step()
-        dist.barrier()
-        before, began = sent_bytes(), time.monotonic()
-        for _ in range(steps):
-            one_step()
-        dist.barrier()
-        step_s, sent = (time.monotonic() - began) / steps, (sent_bytes() - before) / steps
-        lines.append({"way": way, "step_s": step_s, "sent_mb": sent / 1e6, "predicted_mb": predicted / 1e6})
-        if world.is_first:
-            ratio, speed = lines[0]["sent_mb"] / lines[-1]["sent_mb"], lines[0]["step_s"] / step_s
-            off = f"{sent / predicted - 1:+.1%} of the formula" if predicted else ""
-            tokens = ROWS * TOKENS * size / step_s
-            print(
-                f"{way:13} {step_s * 1e3:7.0f} ms  {tokens:7.0f} tokens/s  {sent / 1e6:8.2f} MB  "
-                f"{ratio:6.1f} x fewer bytes  {speed:5.2f} x the speed  {off}",
-                flush=True,
-            )
-    if world.is_first:
-        print(json.dumps(lines))
-    dist.destroy_process_group()
+    for text in workers[0].stdout:
+        print(text, end="", file=sys.stderr, flush=True)
+        if text.startswith("{"):
+            lines.append(json.loads(text))
+    for worker in workers:
+        worker.wait()
+    return lines
 
 
-def by_sync(world: World, word: str) -> tuple[Callable[[], None], int]:
-    plan = Plan.parse(f"dp_replicate={world.size},microbatch={ROWS},compile=false,sync={word}")
-    run = configuration(world)
-    step = Step(run, TrainState.begin(apply(plan, run, world), plan, run), world, StepClock(world.device))
-    batch = [rows(world)]
-
-    def one_step() -> None:
-        step.apply(step.update(step.exchange(step.forward_backward(batch)), 1e-3))
-
-    return one_step, sum(traffic(plan, run, world.rank).values())
+# ---- rounds of sites ----------------------------------------------------------------------------------------------
 
 
-def by_hook(world: World, way: str) -> tuple[Callable[[], None], int]:
-    run = configuration(world)
-    model = Decoder(run.model)
-    materialize(model, run.model, world.device, run.seed)
-    # PyTorch's PowerSGD sends from callbacks: with several buckets, the order on gloo's ranks differs, and it fails.
-    bucket_mb = 1000 if way == "ddp powersgd" else None
-    ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
-    if way == "ddp fp16":
-        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    if way == "ddp powersgd":
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
-        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    optimizer, batch = torch.optim.AdamW(ddp.parameters(), fused=True), rows(world)
-
-    def one_step() -> None:
-        loss = ddp(batch.tokens_BT, batch.targets_BT, batch.positions_BT, batch.documents)
-        (loss / batch.targets_BT.numel()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return one_step, 0
+def prepare(folder: Path) -> None:
+    keys = {"vocab_size": MODEL["vocab_size"], "max_text_bytes": 4_000_000, "processes": 1}
+    options = [word for key, value in keys.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    argosy = [sys.executable, "-m", "argosy"]
+    subprocess.run([*argosy, "prepare", "builtin:python", "--out", "data", *options], cwd=folder, check=True,
+                   stdout=subprocess.DEVNULL)  # fmt: skip
 
 
-def configuration(world: World) -> RunConfig:
-    return RunConfig.model_validate(
-        {"model": MODEL, "data": {"seq_len": TOKENS}, "train": {"steps": 100, "global_batch": ROWS * world.size}}
+def of_rounds(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Train with `argosy train` at each site; steps are timed from the end of the first round, or of a few steps."""
+    way, many = WAYS[name], options.sites
+    run = f"run{abs(hash(name))}"
+    steps = way.rounds * way.sync["every_steps"]
+    (folder / f"{run}.toml").write_text(run_file(run, way, steps, many))
+    before = sent_bytes(0)
+    trains = [
+        subprocess.Popen(
+            inside(site, sys.executable, "-m", "argosy", "train", f"{run}.toml", "--site", f"site{site}"),
+            cwd=folder, stdout=subprocess.DEVNULL, env=os.environ | {"ARGOSY_SECRET_FILE": str(folder / "secret")},
+        )
+        for site in range(many)
+    ]  # fmt: skip
+    codes = [train.wait() for train in trains]
+    if any(codes):
+        sys.exit(f"{name}: argosy train failed")
+    sent = (sent_bytes(0) - before) / steps
+    metrics = (folder / "runs" / run / "sites/site0/metrics.jsonl").read_text().splitlines()
+    lines = [line for line in map(json.loads, metrics) if "loss" in line]
+    first = way.sync["every_steps"] - 1 if way.rounds > 1 else BEFORE_ROUNDS
+    step_s = (lines[-1]["time_s"] - lines[first]["time_s"]) / (len(lines) - 1 - first)
+    inner_s = sorted(line["step_time_s"] for line in lines if "sites" not in line)[len(lines) // 2]
+    waits = [line["sites"]["seconds"] for line in lines if "sites" in line][1 if way.rounds > 1 else 0 :]
+    return {
+        "way": name, "step_s": step_s, "sent_bytes": sent, "predicted_bytes": 0, "inner_s": inner_s,
+        "round_s": sum(waits) / len(waits),
+    }  # fmt: skip
+
+
+def run_file(name: str, way: Way, steps: int, many: int) -> str:
+    tables = {
+        "model": MODEL,
+        "data": {"seq_len": TOKENS},
+        "train": {"steps": steps, "global_batch": ROWS * many},
+        "evaluate": {"every_steps": 0, "tokens": 1000},
+        "checkpoint": {"every_minutes": 0},
+        "launch": {"processes": 1, "threads": 1},
+        "resilience": {"node_check_s": 0},
+        "sync": way.sync,
+    }
+    plan = f"microbatch={ROWS},compile=false,precision=fp32,{way.words}"
+    lines = [f'name = "{name}"', f'plan = "{plan}"']
+    for table_name, keys in tables.items():
+        lines += [f"[{table_name}]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items())]
+    lines += ["[data.sources]", "data = 1.0"]
+    lines += [f'[[sites]]\nname = "site{at}"\naddress = "{address(at)}:{PORT}"' for at in range(many)]
+    return "\n".join(lines) + "\n"
+
+
+def of_torchft(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    way, before = WAYS[name], sent_bytes(0)
+    workers = [
+        subprocess.Popen(
+            inside(
+                site, options.torchft, str(HERE / "thin_link_torchft.py"), "--rank", str(site), "--sites",
+                str(options.sites), "--every", str(way.sync["every_steps"]), "--rounds", str(way.rounds),
+            ),
+            stdout=subprocess.PIPE if site == 0 else subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True,
+        )
+        for site in range(options.sites)
+    ]  # fmt: skip
+    lines = told_by(workers)
+    if not lines:
+        return {"way": name, "step_s": None, "sent_bytes": None, "predicted_bytes": 0}
+    sent = (sent_bytes(0) - before) / lines[0]["steps"]
+    return {"way": name, "step_s": lines[0]["step_s"], "sent_bytes": sent, "predicted_bytes": 0}
+
+
+# ---- the planner ----------------------------------------------------------------------------------------------------
+
+
+def predict_all(lines: list[dict[str, Any]], cluster: Cluster, options: argparse.Namespace) -> None:
+    """Add the predicted step of each way, with factors learnt from the first."""
+    run = configuration(options.sites)
+    exact = plan_of(options.sites, WAYS["exact"].words)
+    told = reconcile(predict(exact, run, cluster), exact, lines[0]["seconds"], 1.0, with_reserve=True).seconds
+    parts = {"compute": "forward_backward", "optimizer": "optimizer", "rest": "rest"}
+    ratios = {category: told[part].ratio or 1.0 for category, part in parts.items()}
+    factors = {category: Factor(value=max(ratio, 1e-6), std=0.05 * ratio) for category, ratio in ratios.items()}
+    learnt = cluster.model_copy(update={"factors": factors})
+    for line in lines:
+        way = WAYS[line["way"]]
+        if way.kind == "sync":
+            line["predicted_s"] = float(predict(plan_of(options.sites, way.words), run, learnt).step_s.mid)
+        elif way.kind == "sites":
+            line["predicted_s"], line["predicted_bytes"] = predicted_rounds(way, learnt, options.sites)
+
+
+def predicted_rounds(way: Way, cluster: Cluster, many: int) -> tuple[float, float]:
+    """Return the predicted step with its part of a round, and the bytes of numbers in it."""
+    group = cluster.groups[0]
+    names = [f"site{at}" for at in range(many)]
+    one = group.model_copy(update={"nodes": 1, "devices_per_node": 1})
+    link = SiteLink(sites=(names[0], names[1]), bandwidth_bytes_per_s=group.link_bytes_per_s,
+                    latency_s=group.device.link_latency_s)  # fmt: skip
+    links = [link.model_copy(update={"sites": (names[0], other)}) for other in names[1:]]
+    joined = cluster.model_copy(
+        update={"groups": tuple(one.model_copy(update={"site": site}) for site in names), "links": tuple(links)}
     )
+    base = configuration(many)
+    run = base.model_copy(update={"sync": base.sync.model_copy(update=way.sync), "sites": tuple(names)})
+    alone = configuration(1)
+    here = cluster.model_copy(update={"groups": (one,), "links": ()})
+    step_s = float(predict(plan_of(1, ""), alone, here).step_s.mid)
+    costs, every = CostModel.of(run, joined), way.sync["every_steps"]
+    numbers = parameters(run.model) / float(costs.workload.matrix_parameters)
+    return step_s + round_s(costs, joined) / every, round_bytes(costs, joined) * numbers / every
 
 
-def rows(world: World) -> Microbatch:
+def plan_of(replicas: int, words: str) -> Plan:
+    head = f"dp_replicate={replicas}," if replicas > 1 else ""
+    return Plan.parse(f"{head}microbatch={ROWS},compile=false,precision=fp32{',' if words else ''}{words}")
 
-    tokens = torch.randint(
-        1, MODEL["vocab_size"], (ROWS, TOKENS + 1), generator=torch.Generator().manual_seed(world.rank)
-    )
-    (batch,) = microbatches(tokens.int().numpy(), ROWS, 0, world.device)
-    return batch
+
+# ---- the table ------------------------------------------------------------------------------------------------------
+
+
+def table(lines: list[dict[str, Any]], options: argparse.Namespace) -> str:
+    """Return the Markdown of all figures."""
+    first = lines[0]
+    rows = [
+        f"## {options.rate}, {options.sites} sites",
+        "",
+        "| | ms a step | tokens/s | MB sent | fewer bytes | speed | of an unlimited link | bytes against the formula "
+        "| predicted ms | predicted against measured |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for line in lines:
+        if line["step_s"] is None:
+            rows.append(f"| {line['way']} | failed | | | | | | | | |")
+            continue
+        step_s, sent = line["step_s"], line["sent_bytes"]
+        bytes_off = f"{sent / line['predicted_bytes'] - 1:+.1%}" if line.get("predicted_bytes") else ""
+        predicted = line.get("predicted_s")
+        off = f"{predicted / step_s - 1:+.0%}" if predicted and line is not first else ""
+        cells = [
+            line["way"],
+            f"{step_s * 1e3:.0f}",
+            f"{ROWS * TOKENS * options.sites / step_s:.0f}",
+            f"{sent / 1e6:.2f}",
+            f"{first['sent_bytes'] / sent:.1f}",
+            f"{first['step_s'] / step_s:.1f}",
+            f"{line['inner_s'] / step_s:.0%}" if "inner_s" in line else "",
+            bytes_off,
+            f"{predicted * 1e3:.0f}" if predicted else "",
+            off,
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
 
 
 if __name__ == "__main__":

@@ -39,4 +39,6 @@ def test_a_round_of_sites_is_held_against_exact_sums_in_each_of_its_steps() -> N
     line = account.line({}, sites)
     assert line is not None
     assert line["ratio"] == pytest.approx(1 / 50)
+    of_fragments = account.line({}, sites | {"steps": 25})
+    assert of_fragments is not None and of_fragments["ratio"] == pytest.approx(2 / 50)
     assert (line["staleness"], line["distance"], line["seconds"]) == (50, 0.1, 2.0)

@@ -49,7 +49,7 @@ class SyncAccount:
         return self._table(sent, waited_s, steps=1) if channels else None
 
     def _of_sites(self, sites: Mapping[str, Any]) -> dict[str, float]:
-        steps = max(1, int(sites.get("staleness_steps", 1)))
+        steps = max(1, int(sites.get("steps", sites.get("staleness_steps", 1))))  # with fragments, these differ
         found = self._table(float(sites.get("sent_bytes", 0)), float(sites.get("seconds", 0.0)), steps)
         return found | {name: sites[key] for key, name in FROM_SITES.items() if key in sites}
 

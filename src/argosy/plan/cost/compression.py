@@ -79,7 +79,7 @@ class Compression:
     def seconds(self, plans: Layouts, numbers: Numbers, replicas: Numbers, rates: Rates) -> Numbers:
         """Return the seconds that a rank compresses and restores `numbers` in a step."""
         launch_s = np.where(rates.host_waits > 0, 0.0, LAUNCHES * LAUNCH_S / (plans.bucket_mb * NUMBERS_IN_MIB))
-        each = {word: self._of_number(word, replicas, rates, launch_s) for word in COMPRESSED}
+        each: dict[str, Numbers] = {word: self._of_number(word, replicas, rates, launch_s) for word in COMPRESSED}
         seconds = numbers * _by_word(plans, each, 0.0)
         return np.where(np.asarray(replicas) > 1, seconds, 0.0)
 
@@ -89,7 +89,7 @@ class Compression:
         summed: numbers that it sums over replicas. mine: numbers whose optimizer state it has.
         """
         with_residual = RESIDUAL_BYTES * self.settings.error_feedback
-        kept = dict.fromkeys((word for word in COMPRESSED if word != "bf16"), with_residual)
+        kept: dict[str, Numbers] = {word: with_residual for word in COMPRESSED if word != "bf16"}
         kept["sign"] = with_residual + RESIDUAL_BYTES * (self.settings.momentum > 0)
         return summed * _by_word(plans, kept, 0.0) + mine * _by_word(plans, SITE_BYTES, 0.0)
 

@@ -1,0 +1,29 @@
+"""The model of `thin_link.py`, and a batch of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from argosy.config.schema import RunConfig
+from argosy.models.batch import Microbatch, microbatches
+
+MODEL: dict[str, Any] = {
+    "layers": 6, "width": 320, "heads": 8, "kv_heads": 8, "head_width": 40, "ffn_width": 896, "vocab_size": 4096,
+}  # fmt: skip
+ROWS, TOKENS = 2, 64
+
+
+def configuration(sites: int) -> RunConfig:
+    """Return the run of so many sites."""
+    return RunConfig.model_validate(
+        {"model": MODEL, "data": {"seq_len": TOKENS}, "train": {"steps": 100, "global_batch": ROWS * sites}}
+    )
+
+
+def rows(site: int, device: torch.device) -> Microbatch:
+    """Return a site's batch: numbers drawn at random, since only speed is measured."""
+    tokens = torch.randint(1, MODEL["vocab_size"], (ROWS, TOKENS + 1), generator=torch.Generator().manual_seed(site))
+    (batch,) = microbatches(tokens.int().numpy(), ROWS, 0, device)
+    return batch

@@ -1,0 +1,74 @@
+"""Sites as network namespaces: a bridge joins them, with a throttle (`tc tbf`) at both ends of each one's link."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+CORE, ADDRESS = "thin-core", "10.77.0.{}"
+LINK = "wan"
+UNLIMITED = "unlimited"
+
+
+def check_that_this_machine_can() -> None:
+    """Leave with a clear word where there can be no namespaces."""
+    if os.geteuid() or not shutil.which("tc") or not shutil.which("ip"):
+        sys.exit("skipped: network namespaces need root and iproute2 (Debian: apt-get install iproute2)")
+
+
+def name(site: int) -> str:
+    return f"thin-{site}"
+
+
+def address(site: int) -> str:
+    return ADDRESS.format(site + 1)
+
+
+def inside(site: int, *command: str) -> list[str]:
+    """Return a command that runs in a site."""
+    return ["ip", "netns", "exec", name(site), *command]
+
+
+@contextmanager
+def sites(many: int, rate: str) -> Iterator[None]:
+    """Make the namespaces; `rate` as tc has it, or unlimited."""
+    spaces = [CORE, *map(name, range(many))]
+    for space in spaces:
+        if Path("/run/netns", space).exists():  # of a benchmark that was killed
+            call(f"ip netns del {space}")
+        call(f"ip netns add {space}")
+    try:
+        call(f"ip -n {CORE} link add br0 type bridge")
+        call(f"ip -n {CORE} link set br0 mtu 9000 up")
+        for site in range(many):
+            space = name(site)
+            call(f"ip -n {space} link set lo up")
+            call(f"ip -n {space} link add {LINK} mtu 9000 type veth peer name to{site} mtu 9000 netns {CORE}")
+            call(f"ip -n {CORE} link set to{site} master br0 up")
+            call(f"ip -n {space} addr add {address(site)}/24 dev {LINK}")
+            call(f"ip -n {space} link set {LINK} up")
+            for where, link in (space, LINK), (CORE, f"to{site}"):
+                if rate != UNLIMITED:
+                    call(f"tc -n {where} qdisc add dev {link} root tbf rate {rate} burst 128kb latency 200ms")
+        yield
+    finally:
+        for space in spaces:
+            call(f"ip netns del {space}")
+
+
+def call(command: str) -> None:
+    subprocess.run(command.split(), check=True)
+
+
+def sent_bytes(site: int) -> int:
+    """Return the bytes that the interface of a site has sent, headers and acknowledgements included."""
+    told = subprocess.run(
+        ["ip", "-n", name(site), "-s", "-j", "link", "show", LINK], check=True, capture_output=True, text=True
+    )
+    return int(json.loads(told.stdout)[0]["stats64"]["tx"]["bytes"])
