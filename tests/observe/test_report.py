@@ -60,6 +60,11 @@ def test_bytes_of_a_typical_step_are_the_middle_of_all_but_the_first():
     assert typical_bytes(steps) == {"replicate": 5}
 
 
+def test_bytes_of_rounds_are_the_mean_over_their_steps():
+    rounds = [{"sites": {"sent_bytes": sent, "staleness_steps": 10}} for sent in (100, 300)]
+    assert typical_bytes([{}, rounds[0], {}, rounds[1]]) == {"sites": 20.0}
+
+
 def test_figures_between_two_steps_are_as_short_as_those_of_a_step():
     steps = [STEPS[0] | {"mfu": mfu, "tokens_per_s": 100.1 + mfu, "step_time_s": mfu} for mfu in (0.1232, 0.1236)]
     found = totals(steps)

@@ -219,9 +219,15 @@ def typical(steps: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def typical_bytes(steps: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the bytes that the first rank sends in a step, by axis: the median, so that checkpoints do not count."""
+    """Return the bytes that the first rank sends in a step, by axis: the median, so that checkpoints do not count.
+
+    Those of its site (axis `sites`) are the mean over the steps: they come once in many steps.
+    """
     sent: dict[str, list[float]] = {}
+    of_rounds = [record["sites"] for record in steps if "sites" in record]
     for record in steps[1:] or steps:
         for axis, tiers in record.get("communication", {}).items():
             sent.setdefault(axis, []).append(sum(both[1] for both in tiers.values()))
-    return {axis: statistics.median(values) for axis, values in sent.items()}
+    found = {axis: statistics.median(values) for axis, values in sent.items()}
+    in_rounds = sum(told.get("steps", told.get("staleness_steps", 1)) for told in of_rounds)
+    return found | ({"sites": sum(told.get("sent_bytes", 0) for told in of_rounds) / in_rounds} if in_rounds else {})

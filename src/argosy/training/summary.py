@@ -108,7 +108,7 @@ def write_report(
         validation=validation,
         sample=sample,
         plan=str(plan),
-        predicted=_predicted(plan, prediction, measured, facts),
+        predicted=_predicted(run, plan, prediction, measured, facts),
         energy=energy_of_run(
             run_dir,
             run.observe.energy,
@@ -148,14 +148,14 @@ class Measured:
 
 
 def _predicted(
-    plan: Plan, prediction: Prediction | None, measured: Measured, facts: dict[str, Any]
+    run: RunConfig, plan: Plan, prediction: Prediction | None, measured: Measured, facts: dict[str, Any]
 ) -> Reconciled | None:
     """Return the measured steps under `plan` beside their prediction."""
     if prediction is None or not measured.newest:
         return None
     memory_bytes = measured.memory_bytes - facts["memory_before_bytes"]
     steps = list(measured.newest)
-    sent = typical_bytes(steps) if plan.is_compressed else {}
+    sent = typical_bytes(steps) if plan.is_compressed or run.sites else {}
     return reconcile(prediction, plan, typical(steps), memory_bytes, facts["device"] == "cpu", sent)
 
 

@@ -16,10 +16,11 @@ from argosy.plan.cost.estimate import Estimate
 from argosy.plan.cost.exact_state import state_bytes
 from argosy.plan.cost.factors import OF_MEMORY, OF_TIME, spread
 from argosy.plan.cost.formatting import seconds
+from argosy.plan.cost.sites import bytes_of_step
 from argosy.plan.cost.traffic import traffic
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
-from argosy.plan.plan import Plan
+from argosy.plan.plan import LOCAL, Plan
 
 TABLE = "prediction"
 """Table of plan.toml that holds a prediction."""
@@ -99,6 +100,8 @@ def _by_axis(plan: Plan, run: RunConfig) -> dict[str, int]:
     sums: Counter[str] = Counter()
     for (axis, _), sent in traffic(plan, run).items():
         sums[axis] += sent
+    if plan.sync in LOCAL and run.sites:
+        sums["sites"] = round(bytes_of_step(run))
     return dict(sums)
 
 

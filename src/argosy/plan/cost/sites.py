@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
+from argosy.plan.flops import parameters
 from argosy.plan.hardware.clusters import Cluster
 
 INNER_STEPS = (1, 10, 50, 100, 500)
@@ -68,6 +70,12 @@ def within_site(costs: CostModel, cluster: Cluster) -> CostModel:
 def exchange_bytes(costs: CostModel, cluster: Cluster) -> float:
     """Return the bytes that each site sends to sum all gradients once."""
     return _sent(costs, site_count(cluster), WEIGHT_BYTES)
+
+
+def bytes_of_step(run: RunConfig) -> float:
+    """Return the bytes of numbers that each site of `run` sends, on average over the steps, if all take part."""
+    numbers, sites = parameters(run.model), len(run.sites)
+    return 2 * (sites - 1) / sites * WIRE_BYTES[run.sync.wire] * numbers / run.sync.every_steps
 
 
 def round_bytes(costs: CostModel, cluster: Cluster) -> float:

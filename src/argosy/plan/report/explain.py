@@ -42,6 +42,7 @@ MEMORY_MEANING = {
     "activations": "kept for backward",
     "logits": "logits, and what the loss keeps",
     "gathered": "parameters and gradients of the layers at work (ZeRO 3)",
+    "agreement": "residuals of compressed sums, outer state of sites",
     "workspace": "kernels' and collectives' buffers",
     "reserve": "held unused by the allocator",
 }

@@ -25,6 +25,7 @@ const PARTS = {
   logits: "e",
   experts: "e",
   data: "f",
+  agreement: "g",
   workspace: "f",
   check: "g",
   recovery: "d",
