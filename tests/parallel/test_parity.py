@@ -68,6 +68,7 @@ QUICK = [
     ("mixtral", "dp_shard=2,ep=2,recompute=selective,microbatch=4"),
     ("mup", "dp_shard=2,tp=2,zero=3,microbatch=2"),
     ("deepseek_v3", "cp=2,ep=2,microbatch=4"),
+    ("qwen2", "dp_replicate=2,dp_shard=2,zero=3,shares=3:1"),
 ]
 """Family and plan, in every run of the tests."""
 
@@ -146,6 +147,18 @@ SLOW = [
     ("llama", "pp=2,dp_replicate=2,dp_shard=2"),
     ("llama", "pp=2,cp=2,tp=2"),
     ("llama", "pp=2,dp_shard=2,cp=2"),
+    # Uneven shares.
+    ("llama", "dp_replicate=2,shares=1:3"),
+    ("llama", "dp_shard=2,zero=0,shares=1:3"),
+    ("qwen3", "dp_shard=2,zero=1,shares=3:1,microbatch=2"),
+    ("qwen2", "dp_shard=2,zero=2,shares=3:1"),
+    ("llama", "dp_replicate=2,tp=2,shares=5:3"),
+    ("llama", "dp_replicate=2,cp=2,shares=1:3,microbatch=2"),
+    ("qwen2", "pp=2,dp_replicate=2,shares=3:1"),
+    ("llama", "pp=2,dp_replicate=2,dp_shard=2,zero=3,shares=1:1,schedule=gpipe"),
+    ("llama", "pp=2,dp_replicate=2,schedule=zbv,shares=3:1"),
+    ("mixtral", "dp_replicate=2,dp_shard=2,ep=2,shares=3:1"),
+    ("deepseek_v3", "dp_replicate=2,tp=2,shares=1:3"),
     # What is computed twice or waits elsewhere changes no number.
     ("llama", "tp=2,recompute=full,microbatch=2"),
     ("llama", "dp_shard=2,tp=2,recompute=selective"),

@@ -12,6 +12,7 @@ PLANS = [
     Plan(),
     Plan(pp=4, tp=2, dp_shard=8, zero=1, schedule="interleaved_1f1b", stages_per_rank=3, microbatch=2),
     Plan(pp=2, schedule="zbv", dp_replicate=2, cp=4, context="ulysses", recompute="full", offload="all", compile=False),
+    Plan(dp_replicate=2, dp_shard=2, shares="6:2", microbatch=2),
     Plan(dp_shard=8, ep=8, precision="fp8", weights="bf16", reduce="bf16", recompute="selective", recompute_every=2),
 ]
 
@@ -21,7 +22,7 @@ def test_a_row_is_the_plan_it_was_made_of():
     assert [columns.plan(row) for row in range(len(columns))] == PLANS
 
 
-@pytest.mark.parametrize("what", ["dp", "world_size"])
+@pytest.mark.parametrize("what", ["dp", "world_size", "portions", "most_portions"])
 def test_what_follows_from_the_axes(what):
     assert getattr(Layouts.of(PLANS), what).tolist() == [getattr(plan, what) for plan in PLANS]
 
@@ -32,6 +33,11 @@ def test_stages_on_a_rank():
 
 def test_rows_can_be_chosen():
     columns = Layouts.of(PLANS)
-    assert columns[columns.is_("precision", "fp8")].plan(0) == PLANS[3]
+    assert columns[columns.is_("precision", "fp8")].plan(0) == PLANS[-1]
     assert [columns[np.array([2, 0])].plan(i) for i in (0, 1)] == [PLANS[2], PLANS[0]]
     assert len(columns[1:3]) == 2
+
+
+def test_microbatches_are_those_of_the_rank_that_runs_most():
+    assert Layouts.of(PLANS).microbatches(384).tolist() == [plan.microbatches(384) for plan in PLANS]
+    assert Plan(dp_replicate=2, dp_shard=2, shares="6:2", microbatch=2).microbatches(16) == 3

@@ -40,6 +40,38 @@ CASES: list[tuple[rules.Rule, str, dict[str, Any], str]] = [
     (rules.batch_is_dealt_out, "dp_replicate=2,dp_shard=3", {}, "8 is not a multiple of 6 (6 data-parallel ranks x"),
     (rules.batch_is_dealt_out, "dp_shard=2,microbatch=3", {}, "plan.microbatch = 3). Try 6 or 12."),
     (rules.batch_is_dealt_out, "dp_shard=16", {}, "Try 16."),
+    (rules.batch_is_dealt_out, "dp_replicate=2,shares=2:1", {}, "multiple of 3 (3 portions of plan.shares = 2:1 x"),
+    (rules.shares_are_of_replicas, "tp=2,shares=3:1", {}, "one data-parallel rank, which has all of it. Leave it out."),
+    (
+        rules.shares_are_of_replicas,
+        "dp_replicate=4,shares=3:1",
+        {},
+        "has 2 numbers: give one for each of the plan.dp_replicate = 4 replicas.",
+    ),
+    (
+        rules.shares_are_of_replicas,
+        "dp_replicate=2,dp_shard=2,shares=2:1:1",
+        {},
+        "the plan.dp_replicate = 2 replicas or the 4 data-parallel ranks.",
+    ),
+    (
+        rules.ranks_that_gather_together_are_alike,
+        "dp_replicate=2,dp_shard=2,zero=3,shares=3:1:2:2",
+        {},
+        "with plan.zero = 3: ranks that gather each layer's parameters together, dp_shard = 2 of them, run as many",
+    ),
+    (
+        rules.ranks_that_gather_together_are_alike,
+        "dp_shard=2,ep=2,zero=1,shares=3:1",
+        {"model": {"moe": {"experts": 8}}},
+        "with plan.ep = 2: ranks that exchange tokens",
+    ),
+    (
+        rules.schedule_admits_every_share,
+        "pp=2,dp_replicate=2,shares=7:1",
+        {},
+        "gives pipelines 7, 1 microbatches, and plan.schedule = 1f1b with plan.pp = 2 cannot run 1: it takes at least",
+    ),
     (
         rules.heads_are_dealt_out,
         "tp=3",

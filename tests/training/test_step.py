@@ -8,6 +8,7 @@ import torch
 
 from argosy.models.batch import microbatches
 from argosy.parallel.world import World
+from argosy.plan.shares import rows_of
 from argosy.precision.scaler import LossScaler
 from argosy.training.step import Requests, StepOutcome
 from argosy.training.stop import WorldIsOver
@@ -30,8 +31,8 @@ def step(
     layout = eager(plan)
     train = train_step(world, layout, model={"layers": 4})
     train.state.scaler = LossScaler(loss_scale, growth_steps=0)
-    model, share = train.state.model, len(ROWS) // layout.dp
-    rows = ROWS[model.dp_rank * share : (model.dp_rank + 1) * share]
+    model = train.state.model
+    rows = ROWS[rows_of(layout, model.dp_rank, len(ROWS))]
     batch = microbatches(rows, layout.microbatch, END, world.device)
     if fingerprints:
         train.checks.fingerprint = lambda step: torch.tensor(fingerprints[world.rank])
@@ -74,6 +75,15 @@ def whole() -> tuple[float, dict[str, torch.Tensor]]:
         "pp=2,dp_shard=2,schedule=interleaved_zero_bubble",
         "pp=2,dp_shard=2,schedule=zbv",
         "pp=2,dp_shard=2,schedule=dualpipev",
+        "dp_replicate=2,shares=3:1",
+        "dp_shard=4,zero=1,shares=1:3:2:2",
+        "dp_replicate=2,dp_shard=2,zero=2,shares=1:5:1:1",
+        "dp_replicate=2,dp_shard=2,zero=3,shares=1:3",
+        "dp_replicate=2,tp=2,microbatch=2,shares=3:1",
+        "dp_replicate=2,cp=2,microbatch=2,shares=1:3",
+        "pp=2,dp_replicate=2,shares=1:3",
+        "pp=2,dp_replicate=2,schedule=gpipe,shares=7:1",
+        "pp=2,dp_replicate=2,shares=3:1,schedule=interleaved_1f1b",
     ],
 )
 def test_the_gradient_is_that_of_the_whole_batch_at_once(workers, whole, plan):

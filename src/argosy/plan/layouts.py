@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import reduce
 from typing import Any, get_args
 
@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Offload, Plan, Precision, Recompute, Sync
+from argosy.plan.shares import lowest, numbers_of
 
 Ints = NDArray[np.int64]
+Texts = NDArray[np.object_]
 
 SCHEDULE_NAMES = tuple(SCHEDULES)
 WORDS: dict[str, tuple[Any, ...]] = {
@@ -28,6 +30,8 @@ WORDS: dict[str, tuple[Any, ...]] = {
     "compile": (False, True),
 }
 """Keys of a plan whose values are words; in arrays, each word is its place in this list."""
+RATIOS = ("shares",)
+"""Keys of a plan whose values are ratios; in arrays, these are texts."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +60,13 @@ class Layouts:
     sum_between: Ints
     bucket_mb: Ints
     compile: Ints
+    shares: Texts = field(default_factory=lambda: np.array([""], object))
 
     @classmethod
     def of(cls, plans: Sequence[Plan]) -> Layouts:
         """Return these plans as columns."""
         rows = [plan.model_dump() for plan in plans]
-        return cls(**{f.name: np.array([_number(f.name, row[f.name]) for row in rows]) for f in fields(cls)})
+        return cls(**{f.name: column_of(f.name, [row[f.name] for row in rows]) for f in fields(cls)})
 
     def __len__(self) -> int:
         return max(len(getattr(self, f.name)) for f in fields(self))
@@ -75,7 +80,7 @@ class Layouts:
         """Return the plan in one row."""
         n = len(self)
         columns = {f.name: np.broadcast_to(getattr(self, f.name), n) for f in fields(self)}
-        return Plan(**{key: _value(key, int(column[row])) for key, column in columns.items()})
+        return Plan(**{key: _value(key, column[row]) for key, column in columns.items()})
 
     @property
     def dp(self) -> Ints:
@@ -98,9 +103,31 @@ class Layouts:
         """Pipeline stages in all."""
         return self.pp * self.stages_here
 
+    def numbers(self, key: str) -> list[tuple[NDArray[np.bool_], tuple[int, ...]]]:
+        """Return each ratio that occurs in the column `key`, and a mask of its plans; those that say none are left out."""
+        column = getattr(self, key)
+        return [(column == text, numbers_of(text)) for text in set(column.tolist()) if text]
+
+    @property
+    def portions(self) -> Ints:
+        """Equal portions that a batch is dealt out in; with `shares`, a data-parallel rank takes several."""
+        found = self.dp
+        for is_said, numbers in self.numbers("shares"):
+            of_each = sum(lowest(numbers)) * np.maximum(1, self.dp // len(numbers))
+            found = np.where(is_said, of_each, found)
+        return found
+
+    @property
+    def most_portions(self) -> Ints:
+        """Portions of the data-parallel rank that takes most."""
+        found = np.ones(1, np.int64)
+        for is_said, numbers in self.numbers("shares"):
+            found = np.where(is_said, max(lowest(numbers)), found)
+        return found
+
     def microbatches(self, global_batch: int) -> Ints:
-        """Microbatches that each data-parallel rank runs in one step."""
-        return global_batch // (self.dp * self.microbatch)
+        """Microbatches that a data-parallel rank runs in one step; with `shares`, the rank that runs most."""
+        return global_batch // (self.portions * self.microbatch) * self.most_portions
 
     @property
     def shares_state(self) -> Ints:
@@ -118,9 +145,14 @@ class Layouts:
         return reduce(np.logical_or, [column == WORDS[key].index(word) for word in words])
 
 
-def _number(key: str, value: object) -> int:
-    return WORDS[key].index(value) if key in WORDS else int(value)  # type: ignore[call-overload]
+def column_of(key: str, values: Sequence[Any]) -> NDArray[Any]:
+    """Return values of a plan's key as a column."""
+    if key in RATIOS:
+        return np.array(values, object)
+    return np.array([WORDS[key].index(value) if key in WORDS else int(value) for value in values], np.int64)
 
 
-def _value(key: str, number: int) -> object:
-    return WORDS[key][number] if key in WORDS else number
+def _value(key: str, entry: Any) -> object:
+    if key in RATIOS:
+        return entry
+    return WORDS[key][int(entry)] if key in WORDS else int(entry)

@@ -7,13 +7,14 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveInt, ValidationError
+from pydantic import BeforeValidator, Field, PositiveInt, ValidationError
 
 from argosy.config.problems import Place, problem_of
 from argosy.config.section import Section
 from argosy.errors import UserError
 from argosy.files import atomic_write
 from argosy.plan.pipeline import SCHEDULES, Schedule
+from argosy.plan.shares import RATIO, lowest, numbers_of
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Recompute = Literal["none", "selective", "full"]
@@ -23,6 +24,9 @@ COMPRESSED: tuple[Sync, ...] = ("bf16", "int8", "int4", "powersgd", "topk", "ran
 """Words of `sync` that sum gradients in every step, in fewer bytes."""
 LOCAL: tuple[Sync, ...] = ("local", "diloco")
 """Words of `sync` by which sites train alone for some steps and then agree on the weights."""
+
+Ratio = Annotated[str, BeforeValidator(str), Field(pattern=RATIO)]
+"""Whole numbers joined by colons, such as 3:1; empty: nothing is said, and all get as much."""
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """The mesh axes, outermost first; their product is the number of processes. `ep` is laid over dp and cp."""
@@ -61,6 +65,9 @@ class Plan(Section):
     """State kept in host memory while it is not needed."""
     microbatch: PositiveInt = 1
     """Sequences that one data-parallel rank runs through the model at once."""
+    shares: Ratio = ""
+    """Microbatches of a step, in proportion: a number for each replica (dp_replicate), or for each data-parallel rank;
+    3:1 gives the first replica three times as many as the second. Empty: all have as many."""
     precision: Precision = "fp32"
     """Number format of the model's arithmetic."""
     weights: Literal["fp32", "bf16"] = "fp32"
@@ -127,9 +134,24 @@ class Plan(Section):
         """True if FSDP2 splits the parameters; a rank alone has nothing to share."""
         return self.zero == 3 and self.dp_shard * self.cp > 1
 
+    @property
+    def portions(self) -> int:
+        """Equal portions that a batch is dealt out in; with `shares`, a data-parallel rank takes several."""
+        shares = lowest(numbers_of(self.shares))
+        return sum(shares) * max(1, self.dp // len(shares)) if shares else self.dp
+
+    @property
+    def most_portions(self) -> int:
+        """Portions of the data-parallel rank that takes most."""
+        return max(lowest(numbers_of(self.shares)), default=1)
+
     def microbatches(self, global_batch: int) -> int:
-        """Microbatches that each data-parallel rank runs in one step."""
-        return global_batch // (self.dp * self.microbatch)
+        """Microbatches that a data-parallel rank runs in one step; with `shares`, the rank that runs most."""
+        return global_batch // (self.portions * self.microbatch) * self.most_portions
+
+    def numbers(self, key: str) -> list[tuple[bool, tuple[int, ...]]]:
+        """Return the numbers of a ratio with True, as `Layouts.numbers` does for each that occurs; [] if it is empty."""
+        return [(True, numbers_of(text))] if (text := getattr(self, key)) else []
 
     @property
     def is_compressed(self) -> bool:

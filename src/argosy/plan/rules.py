@@ -18,36 +18,24 @@ from argosy.errors import UserError
 from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import INTERLEAVED, SPLITTING
 from argosy.plan.plan import COMPRESSED, LOCAL, Plan
-
-Plans = Any
-"""A `Plan` or `Layouts`: both have these columns, as numbers or arrays. mypy cannot type arithmetic on that union."""
-Breaks = Callable[[Plans, RunConfig], Any]
-"""Returns True, or a mask of plans, where a rule is broken; only arithmetic and & | ~, so that it serves both."""
-
-
-class Rule:
-    """A rule. Called with a plan and a run, it returns None, or an explanation of how the plan breaks the rule."""
-
-    def __init__(self, breaks: Breaks, words: Callable[[Plan, RunConfig], str]):
-        self.breaks, self.words, self.__name__ = breaks, words, words.__name__
-
-    def __call__(self, plan: Plan, run: RunConfig) -> str | None:
-        return self.words(plan, run) if self.breaks(plan, run) else None
+from argosy.plan.rule import Plans, Rule, rule
+from argosy.plan.uneven_rules import (
+    cannot_run,
+    ranks_that_gather_together_are_alike,
+    schedule_admits_every_share,
+    shares_are_of_replicas,
+)
 
 
-def rule(breaks: Breaks) -> Callable[[Callable[[Plan, RunConfig], str]], Rule]:
-    """Make a rule of `breaks` and the decorated function, which explains a plan that breaks it."""
-    return lambda words: Rule(breaks, words)
-
-
-@rule(lambda p, run: run.train.global_batch % (p.dp * p.microbatch) != 0)
+@rule(lambda p, run: run.train.global_batch % (p.portions * p.microbatch) != 0)
 def batch_is_dealt_out(plan: Plan, run: RunConfig) -> str:
-    rows = plan.dp * plan.microbatch
+    rows = plan.portions * plan.microbatch
     below, above = run.train.global_batch // rows * rows, -(-run.train.global_batch // rows) * rows
     near = " or ".join(str(n) for n in (below, above) if n)
+    of = f"portions of plan.shares = {plan.shares}" if plan.shares else "data-parallel ranks"
     return (
         f"train.global_batch = {run.train.global_batch} is not a multiple of {rows} "
-        f"({plan.dp} data-parallel ranks x plan.microbatch = {plan.microbatch}). Try {near}."
+        f"({plan.portions} {of} x plan.microbatch = {plan.microbatch}). Try {near}."
     )
 
 
@@ -122,21 +110,13 @@ def schedule_is_of_several_stages(plan: Plan, run: RunConfig) -> str:
     return f"plan.stages_per_rank = 1 with schedule {plan.schedule}: it interleaves at least 2. Or use 1f1b."
 
 
-def _microbatches_are_wrong(p: Plans, run: RunConfig) -> Any:
-    n = p.microbatches(run.train.global_batch)
-    rounds = n // p.pp
-    too_few = p.is_("schedule", "1f1b", "dualpipev") & (n < p.stages)
-    uneven = p.is_("schedule", *INTERLEAVED) & (n % (rounds + (rounds == 0)) != 0)
-    return (p.pp > 1) & (too_few | uneven)
-
-
-@rule(_microbatches_are_wrong)
+@rule(lambda p, run: cannot_run(p, p.microbatches(run.train.global_batch)))
 def schedule_admits_the_microbatches(plan: Plan, run: RunConfig) -> str:
     n = plan.microbatches(run.train.global_batch)
     problem = f"plan.schedule = {plan.schedule} with plan.pp = {plan.pp} cannot run {n} microbatches a step"
     remedy = "(train.global_batch / data-parallel ranks / plan.microbatch)"
     if plan.schedule in ("1f1b", "dualpipev"):
-        rows = run.train.global_batch // plan.dp
+        rows = run.train.global_batch // plan.portions * plan.most_portions
         most = max((size for size in divisors(rows) if rows // size >= plan.stages), default=0)
         smaller = f" Try plan.microbatch = {most}{' or less' if most > 1 else ''}." if most else ""
         return f"{problem} {remedy}: at least {plan.stages}, its stages.{smaller}"
@@ -278,6 +258,8 @@ def sites_have_no_state_but_weights(plan: Plan, run: RunConfig) -> str:
 
 
 RULES: tuple[Rule, ...] = (
+    shares_are_of_replicas,
+    ranks_that_gather_together_are_alike,
     batch_is_dealt_out,
     heads_are_dealt_out,
     feed_forward_is_dealt_out,
@@ -286,6 +268,7 @@ RULES: tuple[Rule, ...] = (
     every_stage_has_a_layer,
     schedule_is_of_several_stages,
     schedule_admits_the_microbatches,
+    schedule_admits_every_share,
     split_backward_is_eager,
     experts_are_dealt_out,
     recomputed_experts_are_gathered_alike,
@@ -299,7 +282,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-OF_MICROBATCHES = (batch_is_dealt_out, schedule_admits_the_microbatches)
+OF_MICROBATCHES = (batch_is_dealt_out, schedule_admits_the_microbatches, schedule_admits_every_share)
 """Rules that another microbatch may satisfy."""
 
 
@@ -382,19 +365,22 @@ def nearest(plan: Plan, run: RunConfig, many: int = 3) -> list[Plan]:
     axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
     sizes_here = tuple(getattr(plan, axis) for axis in axes)
 
-    def distance(choice: tuple[int, ...]) -> tuple[float, ...]:
-        doublings = sum(abs(math.log2(there / here)) for there, here in zip(choice, sizes_here, strict=False))
-        _, dp_replicate, dp_shard, *_, microbatch = choice
-        return round(doublings, 6), microbatch != plan.microbatch, -dp_shard, -dp_replicate, *choice
+    def distance(choice: tuple[Any, ...]) -> tuple[float, ...]:
+        *sizes, shares = choice
+        doublings = sum(abs(math.log2(there / here)) for there, here in zip(sizes, sizes_here, strict=False))
+        _, dp_replicate, dp_shard, *_, microbatch = sizes
+        changes = microbatch != plan.microbatch, shares != plan.shares
+        return round(doublings, 6), *changes, -dp_shard, -dp_replicate, *sizes
 
     choices = (
-        (*sizes, ep, microbatch)
+        (*sizes, ep, microbatch, shares)
         for sizes in _factorizations(plan.world_size, len(axes) - 1)
         for ep in {1, plan.ep, *_neighbours(plan.ep, divisors(max(1, run.model.moe.experts)))}
         for microbatch in {1, plan.microbatch}
+        for shares in {"", plan.shares}
     )
     others = (
-        plan.model_copy(update=dict(zip((*axes, "microbatch"), choice, strict=True)))
+        plan.model_copy(update=dict(zip((*axes, "microbatch", "shares"), choice, strict=True)))
         for choice in sorted(choices, key=distance)
     )
     return list(islice((other for other in others if first_problem(other, run) is None), many))

@@ -16,6 +16,7 @@ from argosy.models.batch import Microbatch, microbatches
 from argosy.observe.events import Events
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
+from argosy.plan.shares import rows_of
 from argosy.sync.sites.deal import SiteOrder
 from argosy.training.state import TrainState
 
@@ -28,7 +29,6 @@ class Batches:
         self._world, self._events = world, events
         self._site = data.order if isinstance(data.order, SiteOrder) else None
         self._global_batch = sum(site.batch for site in run.sites) or run.train.global_batch
-        self._rows = run.train.global_batch // plan.dp
         self._loader = data.loader(self._rows_of(state.model.dp_rank))
         self._found_bad: list[Place] = []
         self._counted = data.cache_counts()
@@ -141,7 +141,7 @@ class Batches:
         return rows
 
     def _rows_of(self, rank: int) -> slice:
-        return slice(rank * self._rows, (rank + 1) * self._rows)
+        return rows_of(self._plan, rank, self._run.train.global_batch)
 
     def _microbatches(self, rows: np.ndarray) -> list[Microbatch]:
         return microbatches(rows, self._plan.microbatch, self._data.eod_id, self._world.device)

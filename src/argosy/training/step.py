@@ -111,13 +111,13 @@ class Step:
     def forward_backward(self, batch: Sequence[Microbatch]) -> Tensor:
         """Leave in every piece's `grad` the gradient of the mean loss over the global batch's tokens, times the scale.
 
-        Returns this rank's share of that mean, nats, no dims. Every target counts and every data-parallel rank has as
-        many, so that the sum over ranks of local sums over the global number of tokens is the mean over tokens, not a
-        mean of means.
+        Returns this rank's share of that mean, nats, no dims. Every target counts, so that the sum over ranks of local
+        sums over the global number of tokens is the mean over tokens, not a mean of means, whatever share of the batch
+        each data-parallel rank has.
         """
         state, step, rank = self.state, self.state.step, self._world.rank
         self.checks.watch()
-        tokens = sum(micro.targets_BT.numel() for micro in batch) * state.model.dp
+        tokens = self._run.tokens_at(step)
         moment = Moment(step, state.scaler.scale)
         summed = state.model.forward_backward(batch, state.scaler.scale / tokens, self._clock, moment)
         with self._clock.time("communication"):

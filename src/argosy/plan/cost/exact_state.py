@@ -154,6 +154,12 @@ def place_of(rank: int, plan: Plan) -> dict[str, int]:
     return place
 
 
+def dp_rank_of(rank: int, plan: Plan) -> int:
+    """Return the place of global rank `rank` among the data-parallel ranks."""
+    at = place_of(rank, plan)
+    return at["dp_replicate"] * plan.dp_shard + at["dp_shard"]
+
+
 def stages_on(plan: Plan, run: RunConfig, rank: int) -> dict[int, Stage]:
     """Return the pipeline stages of global rank `rank` by their numbers, in the model's order."""
     if plan.pp == 1:

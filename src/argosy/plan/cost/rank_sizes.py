@@ -19,8 +19,9 @@ class RankSizes:
 
     def __init__(self, plans: Layouts, work: Workload, system: System):
         self.plans, self.work, self.system = plans, work, system
-        self.microbatches = np.maximum(1, work.global_batch / (plans.dp * plans.microbatch))
-        """Microbatches in a step, on each data-parallel rank."""
+        of_portion = work.global_batch / (plans.portions * plans.microbatch)
+        self.microbatches = np.maximum(1, of_portion * plans.most_portions)
+        """Microbatches in a step, on the data-parallel rank that runs most."""
         self.tokens = plans.microbatch * work.seq_len / plans.cp
         """Tokens of a microbatch, on each context-parallel rank."""
         self.activation_bytes = np.where(plans.is_("precision", "fp32"), 4.0, 2.0)

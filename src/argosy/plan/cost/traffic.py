@@ -44,11 +44,12 @@ from dataclasses import dataclass
 
 from argosy.config.parameter_groups import settings_of
 from argosy.config.schema import ModelConfig, RunConfig
-from argosy.plan.cost.exact_state import DTYPE_BYTES, LocalShard, local_shard_of, place_of, stages_on
+from argosy.plan.cost.exact_state import DTYPE_BYTES, LocalShard, dp_rank_of, local_shard_of, place_of, stages_on
 from argosy.plan.cost.sync_traffic import Summed, sent_across, sent_inside, summed
 from argosy.plan.parameters import Parameter, Stage, parameter_table
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan
+from argosy.plan.shares import rows_of
 
 Traffic = Counter[tuple[str, str]]
 """(axis, kind of collective) -> bytes that one rank sends in one step."""
@@ -157,7 +158,7 @@ def _gradients(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
         if cut.ranks > 1:
             yield Collective(shard, "reduce_scatter", reduced * padded, cut.ranks)
             if plan.zero == 3:
-                times = _times_gathered(plan, run, is_block=name.startswith("blocks."))
+                times = _times_gathered(plan, run, rank, is_block=name.startswith("blocks."))
                 yield Collective(shard, "all_gather", times * gathered * padded, cut.ranks)
             else:
                 yield Collective(shard, "all_gather", weight * padded, cut.ranks)
@@ -190,7 +191,7 @@ def _is_dealt(parameter: Parameter, plan: Plan) -> bool:
     return parameter.is_expert and plan.ep > 1
 
 
-def _times_gathered(plan: Plan, run: RunConfig, is_block: bool) -> int:
+def _times_gathered(plan: Plan, run: RunConfig, rank: int, is_block: bool) -> int:
     """Return how often FSDP2 gathers a parameter in a step.
 
     A block is freed after its forward, the parameters around the blocks (the root module) after backward. A pipeline's
@@ -198,7 +199,7 @@ def _times_gathered(plan: Plan, run: RunConfig, is_block: bool) -> int:
     backward, and for each backward right after a forward: M + 1 times, in whatever order. Schedules that split
     backward keep all gathered parameters until the end of the step.
     """
-    microbatches = plan.microbatches(run.train.global_batch)
+    microbatches = _rows(plan, run, rank) // plan.microbatch
     if plan.pp > 1:
         return microbatches + 1 if is_block and not SCHEDULES[plan.schedule].splits_backward else 1
     return 2 * microbatches if is_block else microbatches
@@ -219,7 +220,7 @@ def _tied_ends(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
 
 def _tensor(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
     """Yield hidden states before a layer's first matmul, and sums after its last; in backward the other way."""
-    tokens, e = _tokens(plan, run), DTYPE_BYTES[plan.precision]
+    tokens, e = _tokens(plan, run, rank), DTYPE_BYTES[plan.precision]
     hidden = e * tokens * run.model.width
     for stage in stages_on(plan, run, rank).values():
         around = stage.first + stage.last  # the embedding's sum, the last norm's gathering, and their backwards
@@ -248,10 +249,12 @@ def _context(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
         layers, again = len(stage.layers), len(_recomputed(plan, stage))
         if plan.context == "ulysses":
             exchanged = 2 * heads + 2 * max(kv_heads, n)
-            yield Collective("cp", "all_to_all", (2 * layers + again) * exchanged * _tokens(plan, run) * width * e, n)
+            yield Collective(
+                "cp", "all_to_all", (2 * layers + again) * exchanged * _tokens(plan, run, rank) * width * e, n
+            )
         else:
             again = again if plan.recompute == "full" else 0
-            kv = 2 * kv_heads * width * _tokens(plan, run)
+            kv = 2 * kv_heads * width * _tokens(plan, run, rank)
             yield Collective(
                 "cp", "send", ((2 * layers + again) * (n - 1) * e + layers * n * KV_GRADIENT_BYTES) * kv, n
             )
@@ -261,7 +264,7 @@ def _pipeline(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
     """Yield hidden states to the next stage, and their gradients to the one before, if these are on other ranks."""
     if plan.pp == 1:
         return
-    hidden = DTYPE_BYTES[plan.precision] * _tokens(plan, run) // plan.tp * run.model.width
+    hidden = DTYPE_BYTES[plan.precision] * _tokens(plan, run, rank) // plan.tp * run.model.width
     turns_here = SCHEDULES[plan.schedule].v_shaped and place_of(rank, plan)["pp"] == plan.pp - 1
     for stage in stages_on(plan, run, rank).values():
         boundaries = (not stage.first) + (not stage.last) - turns_here
@@ -271,13 +274,13 @@ def _pipeline(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
 def _experts(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
     """Yield tokens to their experts and back, and again in backward, for an even load, with their routing data."""
     model, moe, e = run.model, run.model.moe, DTYPE_BYTES[plan.precision]
-    rows = run.train.global_batch // plan.dp
-    pairs = _tokens(plan, run) * moe.experts_per_token
+    rows = _rows(plan, run, rank)
+    pairs = _tokens(plan, run, rank) * moe.experts_per_token
     for stage in stages_on(plan, run, rank).values():
         layers = sum(model.is_moe_layer(layer) for layer in stage.layers)
         again = sum(model.is_moe_layer(layer) for layer in _recomputed(plan, stage))
         yield Collective("ep", "all_to_all", (4 * layers + 2 * again) * pairs * model.width * e, plan.ep)
-        counts = plan.microbatches(run.train.global_batch) * moe.experts
+        counts = rows // plan.microbatch * moe.experts
         yield Collective("ep", "all_to_all", (layers + again) * counts * INDEX_BYTES, plan.ep)
         routing = INDEX_BYTES + ROUTING_WEIGHT_BYTES
         yield Collective("tp", "all_gather", (layers + again) * pairs * routing, plan.tp)
@@ -330,9 +333,15 @@ def _everyone(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
         yield Collective(WORLD, "all_reduce", 8 * run.model.layers * (2 * run.model.moe.experts + 1), plan.world_size)
 
 
-def _tokens(plan: Plan, run: RunConfig) -> int:
+def _tokens(plan: Plan, run: RunConfig, rank: int) -> int:
     """Return the tokens of a cp rank in a whole step, those of all its tp ranks together."""
-    return run.train.global_batch // plan.dp * run.data.seq_len // plan.cp
+    return _rows(plan, run, rank) * run.data.seq_len // plan.cp
+
+
+def _rows(plan: Plan, run: RunConfig, rank: int) -> int:
+    """Return the rows of a step on the rank's data-parallel rank."""
+    rows = rows_of(plan, dp_rank_of(rank, plan), run.train.global_batch)
+    return rows.stop - rows.start
 
 
 def _recomputed(plan: Plan, stage: Stage) -> list[int]:

@@ -26,7 +26,7 @@ from argosy.plan.search.search import SearchResult
 from argosy.plan.search.space import Pins
 
 GIVEN_UP: tuple[tuple[str, ...], ...] = (
-    ("dp_replicate", "dp_shard", "microbatch"),
+    ("dp_replicate", "dp_shard", "microbatch", "shares"),
     ("pp", "schedule", "stages_per_rank", "ep"),
     ("cp", "context"),
     ("tp",),

@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
-from argosy.plan.layouts import WORDS, Layouts
+from argosy.plan.layouts import WORDS, Layouts, column_of
 from argosy.plan.pipeline import INTERLEAVED, SCHEDULES
 from argosy.plan.plan import AXES, Plan, words_of
 from argosy.plan.rules import OF_MICROBATCHES, breaks_any, divisors, first_problem, nearest
 
 Mask = NDArray[np.bool_]
-Table = dict[str, NDArray[np.int64]]
-"""Columns of one length; words are their places in `layouts.WORDS`."""
+Table = dict[str, NDArray[Any]]
+"""Columns of one length, as those of `Layouts`."""
 Pins = Mapping[str, tuple[Any, ...]]
 """Key of a plan -> the values that it may have."""
 
@@ -155,12 +155,11 @@ class Space:
             "sum_inside": self._of("sum_inside", 1),
             "sum_between": self._of("sum_between", 1),
             "bucket_mb": self._of("bucket_mb", Plan().bucket_mb),
+            "shares": self._of("shares", ""),
         }
         for key, values in rest.items():
             if key not in table:
-                words = WORDS.get(key)
-                rows = [(words.index(value) if words else value,) for value in values]
-                table = crossed(table, table_of((key,), rows))
+                table = crossed(table, {key: column_of(key, values)})
         plans = Layouts(**table)
         broken = breaks_any(plans, self.run, besides=OF_MICROBATCHES if any_microbatch else ())
         return plans[~np.broadcast_to(broken, len(plans)) & self._worth_it(plans)]
