@@ -35,7 +35,7 @@ def test_a_ratio_is_written_in_lowest_terms_and_not_at_all_if_even():
 
 @pytest.mark.parametrize("word", ["3:0", "3:", "a:b", "1.5:1", "3;1"])
 def test_what_is_no_ratio_is_refused(word):
-    with pytest.raises(UserError, match="plan.shares"):
+    with pytest.raises(UserError, match=r"plan\.shares"):
         Plan.parse(f"dp_replicate=2,shares={word}")
 
 

@@ -104,7 +104,7 @@ class Layouts:
         return self.pp * self.stages_here
 
     def numbers(self, key: str) -> list[tuple[NDArray[np.bool_], tuple[int, ...]]]:
-        """Return each ratio that occurs in the column `key`, and a mask of its plans; those that say none are left out."""
+        """Return each ratio that occurs in the column `key`, with a mask of its plans."""
         column = getattr(self, key)
         return [(column == text, numbers_of(text)) for text in set(column.tolist()) if text]
 

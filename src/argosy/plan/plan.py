@@ -150,7 +150,7 @@ class Plan(Section):
         return global_batch // (self.portions * self.microbatch) * self.most_portions
 
     def numbers(self, key: str) -> list[tuple[bool, tuple[int, ...]]]:
-        """Return the numbers of a ratio with True, as `Layouts.numbers` does for each that occurs; [] if it is empty."""
+        """Return the numbers of a ratio, with True as the mask of `Layouts.numbers`; none if nothing is said."""
         return [(True, numbers_of(text))] if (text := getattr(self, key)) else []
 
     @property

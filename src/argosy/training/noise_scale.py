@@ -2,7 +2,8 @@
 Large-Batch Training", appendix A.1).
 
 Of a step's gradient two norms are known: that of the whole batch B, and the mean of those of parts of b sequences, one
-part a data-parallel rank; with one rank, its first microbatch. Where ranks share sequences or parameters (cp, ep, zero
+part a data-parallel rank (with uneven shares b is the harmonic mean of theirs, as a part's variance is S over its size);
+with one rank, its first microbatch. Where ranks share sequences or parameters (cp, ep, zero
 = 3) none has a gradient of its own: there the part is the first microbatch of all ranks, whose gradient is computed
 once more before the step. Without bias,
 
@@ -116,13 +117,15 @@ class NoiseScale:
         self._first = 0.0
         """This rank's share of the squared norm of the first microbatch's gradient, where no rank has its own."""
         self._small, self._is_on = 0, False
+        self._batch = 1
         self.smoothed = Smoothed()
 
     def begin(self, step: int, batch: Sequence[Microbatch], scale: float) -> None:
         """Take the squares of a part's gradient in the step to come, if it is due. scale: that of the loss."""
         is_due = bool(self._every) and (step + 1) % self._every == 0
+        self._batch = self._run.train.batches.at(step)
         if not self._has_own:
-            self._is_on = is_due and len(batch) > 1
+            self._is_on = is_due and self._plan.microbatches(self._batch) > 1
             if self._is_on:
                 self._small = self._plan.dp * self._plan.microbatch
                 self._first = self._model.square_of(batch[0], scale)
@@ -136,27 +139,27 @@ class NoiseScale:
     @property
     def many(self) -> int:
         """How many numbers `measure` gives in this step."""
-        return 2 if self._is_on else 0
+        return 3 if self._is_on else 0
 
     def measure(self, scale: float) -> tuple[float, ...]:
         """Return this rank's shares of the sums over ranks, once its gradients are whole. scale: that of the loss."""
         if not self._is_on:
             return ()
         if not self._has_own:
-            return (self._first / scale**2, square_share(self._model.pieces).item())
+            return (self._first / scale**2, square_share(self._model.pieces).item(), 1 / self._small)
         share = square_share(self._pieces) if self._pieces else torch.zeros(())
-        return (self._squares.take().item() / scale**2, share.item())
+        # Gradients are of the sum over a part, over the number of tokens of the whole batch: the mean is larger.
+        of_mean = self._squares.take().item() * (self._batch / self._small / scale) ** 2 / self._plan.dp
+        return (of_mean, share.item(), 1 / self._small)
 
     def measured(self, step: int, sums: Sequence[float]) -> None:
         """Take over the sums over all ranks of what `measure` gave."""
         if not self._is_on:
             return
-        batch = self._run.train.batches.at(step)
-        own, big = sums
-        # Gradients are of the sum over a part, over the number of tokens of the whole batch: the mean is larger.
-        small = own / self._plan.dp * (batch / self._small) ** 2 if self._has_own else own
+        small, big, inverse = sums
         if math.isfinite(small) and math.isfinite(big):
-            self.smoothed = self.smoothed.with_estimate(*estimate(small, big, self._small, batch))
+            b = self._plan.world_size / inverse
+            self.smoothed = self.smoothed.with_estimate(*estimate(small, big, b, self._batch))
 
     def line(self) -> dict[str, Any]:
         """Return what the line of the step says of it: nothing in a step that was not due."""
