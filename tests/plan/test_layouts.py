@@ -13,6 +13,7 @@ PLANS = [
     Plan(pp=4, tp=2, dp_shard=8, zero=1, schedule="interleaved_1f1b", stages_per_rank=3, microbatch=2),
     Plan(pp=2, schedule="zbv", dp_replicate=2, cp=4, context="ulysses", recompute="full", offload="all", compile=False),
     Plan(dp_replicate=2, dp_shard=2, shares="6:2", microbatch=2),
+    Plan(pp=2, layers="5:3"),
     Plan(dp_shard=8, ep=8, precision="fp8", weights="bf16", reduce="bf16", recompute="selective", recompute_every=2),
 ]
 
@@ -41,3 +42,9 @@ def test_rows_can_be_chosen():
 def test_microbatches_are_those_of_the_rank_that_runs_most():
     assert Layouts.of(PLANS).microbatches(384).tolist() == [plan.microbatches(384) for plan in PLANS]
     assert Plan(dp_replicate=2, dp_shard=2, shares="6:2", microbatch=2).microbatches(16) == 3
+
+
+def test_the_fullest_rank_is_known_where_layers_are_said():
+    assert Layouts.of(PLANS).most_layers.tolist() == [0, 0, 0, 0, 5, 0]
+    v_shaped = Plan(pp=2, schedule="zbv", compile=False, layers="3:1:2:2")  # rank 0 has stages 0 and 3
+    assert Layouts.of([v_shaped]).most_layers.tolist() == [5]

@@ -66,6 +66,9 @@ CASES: list[tuple[rules.Rule, str, dict[str, Any], str]] = [
         {"model": {"moe": {"experts": 8}}},
         "with plan.ep = 2: ranks that exchange tokens",
     ),
+    (rules.stages_have_the_layers, "layers=4", {}, "plan.layers = 4 with plan.pp = 1"),
+    (rules.stages_have_the_layers, "pp=2,layers=1:2:1", {}, "has 3 numbers, and the pipeline has 2 stages"),
+    (rules.stages_have_the_layers, "pp=2,layers=3:2", {}, "adds up to 5, and model.layers = 4"),
     (
         rules.schedule_admits_every_share,
         "pp=2,dp_replicate=2,shares=7:1",

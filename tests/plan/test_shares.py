@@ -6,7 +6,8 @@ import pytest
 
 from argosy.errors import UserError
 from argosy.plan.plan import Plan
-from argosy.plan.shares import microbatches_of, ratio_of, rows_of, shares_of_ranks
+from argosy.plan.ratio import ratio_of
+from argosy.plan.shares import microbatches_of, rows_of, shares_of_ranks
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,8 @@ def whole() -> tuple[float, dict[str, torch.Tensor]]:
         "pp=2,dp_shard=2,schedule=zbv",
         "pp=2,dp_shard=2,schedule=dualpipev",
         "dp_replicate=2,shares=3:1",
+        "pp=2,layers=1:3",
+        "pp=2,dp_replicate=2,layers=3:1,shares=5:3",
         "dp_shard=4,zero=1,shares=1:3:2:2",
         "dp_replicate=2,dp_shard=2,zero=2,shares=1:5:1:1",
         "dp_replicate=2,dp_shard=2,zero=3,shares=1:3",

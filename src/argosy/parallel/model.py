@@ -57,6 +57,7 @@ class ParallelModel:
         self.layout = f"pp{plan.pp}-{plan.stages}shard{plan.dp_shard}cp{plan.cp}tp{plan.tp}ep{plan.ep}zero{plan.zero}"
         self.layout += f"mb{plan.bucket_mb}rank{run.sync.rank}"
         self.layout += f"tiers{plan.sum_inside}x{plan.sum_between}" * plan.sums_in_tiers
+        self.layout += plan.layers and f"layers{plan.layers}"
         self._parts = list(parts.values())
         self._take_mine = partial(shard_sequence, rank=meshes.rank("cp"), size=plan.cp)
         #: This rank's layers of experts, by number.

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Offload, Plan, Precision, Recompute, Sync
-from argosy.plan.shares import lowest, numbers_of
+from argosy.plan.ratio import lowest, numbers_of
 
 Ints = NDArray[np.int64]
 Texts = NDArray[np.object_]
@@ -30,7 +30,7 @@ WORDS: dict[str, tuple[Any, ...]] = {
     "compile": (False, True),
 }
 """Keys of a plan whose values are words; in arrays, each word is its place in this list."""
-RATIOS = ("shares",)
+RATIOS = ("shares", "layers")
 """Keys of a plan whose values are ratios; in arrays, these are texts."""
 
 
@@ -61,6 +61,7 @@ class Layouts:
     bucket_mb: Ints
     compile: Ints
     shares: Texts = field(default_factory=lambda: np.array([""], object))
+    layers: Texts = field(default_factory=lambda: np.array([""], object))
 
     @classmethod
     def of(cls, plans: Sequence[Plan]) -> Layouts:
@@ -128,6 +129,15 @@ class Layouts:
     def microbatches(self, global_batch: int) -> Ints:
         """Microbatches that a data-parallel rank runs in one step; with `shares`, the rank that runs most."""
         return global_batch // (self.portions * self.microbatch) * self.most_portions
+
+    @property
+    def most_layers(self) -> Ints:
+        """Layers of the pipeline rank that has most, where `layers` says which stage has which; else 0."""
+        found = np.zeros(len(self) if self.numbers("layers") else 1, np.int64)
+        for is_said, _ in self.numbers("layers"):
+            for row in np.flatnonzero(np.broadcast_to(is_said, len(found))):
+                found[row] = max(self.plan(int(row)).layers_of_ranks, default=0)
+        return found
 
     @property
     def shares_state(self) -> Ints:

@@ -13,8 +13,8 @@ from argosy.config.problems import Place, problem_of
 from argosy.config.section import Section
 from argosy.errors import UserError
 from argosy.files import atomic_write
-from argosy.plan.pipeline import SCHEDULES, Schedule
-from argosy.plan.shares import RATIO, lowest, numbers_of
+from argosy.plan.pipeline import SCHEDULES, Schedule, stages_of_rank
+from argosy.plan.ratio import RATIO, lowest, numbers_of
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Recompute = Literal["none", "selective", "full"]
@@ -68,6 +68,8 @@ class Plan(Section):
     shares: Ratio = ""
     """Microbatches of a step, in proportion: a number for each replica (dp_replicate), or for each data-parallel rank;
     3:1 gives the first replica three times as many as the second. Empty: all have as many."""
+    layers: Ratio = ""
+    """Layers of each pipeline stage, in the model's order: 5:3 of 8. Empty: dealt out by cost (`split_layers`)."""
     precision: Precision = "fp32"
     """Number format of the model's arithmetic."""
     weights: Literal["fp32", "bf16"] = "fp32"
@@ -148,6 +150,15 @@ class Plan(Section):
     def microbatches(self, global_batch: int) -> int:
         """Microbatches that a data-parallel rank runs in one step; with `shares`, the rank that runs most."""
         return global_batch // (self.portions * self.microbatch) * self.most_portions
+
+    @property
+    def layers_of_ranks(self) -> tuple[int, ...]:
+        """Layers of each pipeline rank, where `layers` says which stage has which; else none."""
+        of_stages, v_shaped = numbers_of(self.layers), SCHEDULES[self.schedule].v_shaped
+        if len(of_stages) != self.stages or self.pp == 1:
+            return ()
+        ranks = [stages_of_rank(rank, self.pp, self.stages // self.pp, v_shaped) for rank in range(self.pp)]
+        return tuple(sum(of_stages[stage] for stage in stages) for stages in ranks)
 
     def numbers(self, key: str) -> list[tuple[bool, tuple[int, ...]]]:
         """Return the numbers of a ratio, with True as the mask of `Layouts.numbers`; none if nothing is said."""

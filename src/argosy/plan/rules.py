@@ -24,6 +24,7 @@ from argosy.plan.uneven_rules import (
     ranks_that_gather_together_are_alike,
     schedule_admits_every_share,
     shares_are_of_replicas,
+    stages_have_the_layers,
 )
 
 
@@ -260,6 +261,7 @@ def sites_have_no_state_but_weights(plan: Plan, run: RunConfig) -> str:
 RULES: tuple[Rule, ...] = (
     shares_are_of_replicas,
     ranks_that_gather_together_are_alike,
+    stages_have_the_layers,
     batch_is_dealt_out,
     heads_are_dealt_out,
     feed_forward_is_dealt_out,
@@ -366,21 +368,22 @@ def nearest(plan: Plan, run: RunConfig, many: int = 3) -> list[Plan]:
     sizes_here = tuple(getattr(plan, axis) for axis in axes)
 
     def distance(choice: tuple[Any, ...]) -> tuple[float, ...]:
-        *sizes, shares = choice
+        *sizes, shares, layers = choice
         doublings = sum(abs(math.log2(there / here)) for there, here in zip(sizes, sizes_here, strict=False))
         _, dp_replicate, dp_shard, *_, microbatch = sizes
-        changes = microbatch != plan.microbatch, shares != plan.shares
+        changes = microbatch != plan.microbatch, shares != plan.shares, layers != plan.layers
         return round(doublings, 6), *changes, -dp_shard, -dp_replicate, *sizes
 
     choices = (
-        (*sizes, ep, microbatch, shares)
+        (*sizes, ep, microbatch, shares, layers)
         for sizes in _factorizations(plan.world_size, len(axes) - 1)
         for ep in {1, plan.ep, *_neighbours(plan.ep, divisors(max(1, run.model.moe.experts)))}
         for microbatch in {1, plan.microbatch}
         for shares in {"", plan.shares}
+        for layers in {"", plan.layers}
     )
     others = (
-        plan.model_copy(update=dict(zip((*axes, "microbatch", "shares"), choice, strict=True)))
+        plan.model_copy(update=dict(zip((*axes, "microbatch", "shares", "layers"), choice, strict=True)))
         for choice in sorted(choices, key=distance)
     )
     return list(islice((other for other in others if first_problem(other, run) is None), many))

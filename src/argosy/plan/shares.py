@@ -6,32 +6,8 @@ samples are in a step does not depend on the shares, and neither does their orde
 
 from __future__ import annotations
 
-import math
-from functools import lru_cache
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from argosy.plan.plan import Plan
-
-RATIO = r"^([1-9]\d*(:[1-9]\d*)*)?$"
-"""The form of a ratio; it may be empty."""
-
-
-@lru_cache(1024)
-def numbers_of(ratio: str) -> tuple[int, ...]:
-    """Return the numbers of a ratio such as 3:1; none if it is empty."""
-    return tuple(map(int, ratio.split(":"))) if ratio else ()
-
-
-def lowest(numbers: tuple[int, ...]) -> tuple[int, ...]:
-    """Return these numbers in lowest terms: 6 and 2 are as 3 and 1."""
-    common = math.gcd(*numbers)
-    return tuple(number // common for number in numbers)
-
-
-def ratio_of(numbers: tuple[int, ...]) -> str:
-    """Return these numbers as a ratio in lowest terms; empty if all are alike."""
-    return ":".join(map(str, lowest(numbers))) if len(set(numbers)) > 1 else ""
+from argosy.plan.plan import Plan
+from argosy.plan.ratio import lowest, numbers_of
 
 
 def shares_of_ranks(plan: Plan) -> tuple[int, ...]:

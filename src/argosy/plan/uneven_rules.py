@@ -7,8 +7,8 @@ from typing import Any
 from argosy.config.schema import RunConfig
 from argosy.plan.pipeline import INTERLEAVED
 from argosy.plan.plan import Plan
+from argosy.plan.ratio import lowest, numbers_of
 from argosy.plan.rule import Plans, rule
-from argosy.plan.shares import lowest, numbers_of
 
 
 def _are_of_others(p: Plans, run: RunConfig) -> Any:
@@ -50,6 +50,25 @@ def ranks_that_gather_together_are_alike(plan: Plan, run: RunConfig) -> str:
     else:
         what = f"plan.zero = 3: ranks that gather each layer's parameters together, dp_shard = {plan.dp_shard} of them,"
     return f"plan.shares = {plan.shares} with {what} run as many microbatches. {remedy}."
+
+
+def _are_not_the_layers(p: Plans, run: RunConfig) -> Any:
+    found: Any = False
+    for said, numbers in p.numbers("layers"):
+        wrong = (p.stages != len(numbers)) | (p.pp == 1) | (sum(numbers) != run.model.layers)
+        found = found | (said & wrong)
+    return found
+
+
+@rule(_are_not_the_layers)
+def stages_have_the_layers(plan: Plan, run: RunConfig) -> str:
+    said = f"plan.layers = {plan.layers}"
+    if plan.pp == 1:
+        return f"{said} with plan.pp = 1: it says how many layers each pipeline stage has. Leave it out."
+    numbers = numbers_of(plan.layers)
+    if len(numbers) != plan.stages:
+        return f"{said} has {len(numbers)} numbers, and the pipeline has {plan.stages} stages: give one for each."
+    return f"{said} adds up to {sum(numbers)}, and model.layers = {run.model.layers}. Change one of the numbers."
 
 
 def cannot_run(p: Plans, microbatches: Any) -> Any:

@@ -2,8 +2,8 @@
 Large-Batch Training", appendix A.1).
 
 Of a step's gradient two norms are known: that of the whole batch B, and the mean of those of parts of b sequences, one
-part a data-parallel rank (with uneven shares b is the harmonic mean of theirs, as a part's variance is S over its size);
-with one rank, its first microbatch. Where ranks share sequences or parameters (cp, ep, zero
+part a data-parallel rank (with uneven shares, b is their harmonic mean: a part's variance is S over its size); with one
+rank, its first microbatch. Where ranks share sequences or parameters (cp, ep, zero
 = 3) none has a gradient of its own: there the part is the first microbatch of all ranks, whose gradient is computed
 once more before the step. Without bias,
 

@@ -22,12 +22,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from argosy.config.parameter_groups import settings_of
 from argosy.config.schema import OptimizerConfig, RunConfig
 from argosy.plan.parameters import Parameter, Stage, parameter_table
 from argosy.plan.pipeline import SCHEDULES, split_layers, stages_of_rank
 from argosy.plan.plan import AXES, Plan
+from argosy.plan.ratio import numbers_of
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 """Bytes of an element that is stored or sent, by the plan's word: fp8 is for matmuls only, all around them is bf16."""
@@ -164,7 +166,11 @@ def stages_on(plan: Plan, run: RunConfig, rank: int) -> dict[int, Stage]:
     """Return the pipeline stages of global rank `rank` by their numbers, in the model's order."""
     if plan.pp == 1:
         return {0: Stage(range(run.model.layers))}
-    layers = split_layers(run.model, run.data.seq_len, plan.stages)
+    if plan.layers:
+        ends = [0, *accumulate(numbers_of(plan.layers))]
+        layers = [range(first, end) for first, end in pairwise(ends)]
+    else:
+        layers = split_layers(run.model, run.data.seq_len, plan.stages)
     per_rank, v_shaped = plan.stages // plan.pp, SCHEDULES[plan.schedule].v_shaped
     return {
         stage: Stage(layers[stage], first=stage == 0, last=stage == plan.stages - 1)

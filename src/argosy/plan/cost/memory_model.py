@@ -128,10 +128,12 @@ class MemoryModel(RankSizes):
 
     @property
     def _layers(self) -> Numbers:
-        """Layers of the fullest rank: the mean, if they are dealt out by cost."""
+        """Layers of the fullest rank: what the plan says, or the mean, if they are dealt out by cost."""
         plans = self.plans
         full = np.ceil(self.work.layers / plans.stages) * plans.stages_here
-        return np.where(self.system.balanced_stages > 0, self.work.layers / plans.pp, full)
+        usual = np.where(self.system.balanced_stages > 0, self.work.layers / plans.pp, full)
+        said = plans.most_layers
+        return np.where(said > 0, said, usual)
 
     @property
     def _adds_up(self) -> NDArray[np.bool_]:

@@ -367,7 +367,10 @@ class StepModel(LayerModel):
         balanced = np.maximum((work.layers + worth) / stages, np.ceil(work.layers / stages))
         even = np.ceil(work.layers / stages) + worth / plans.stages_here
         layers = np.where(self.system.balanced_stages > 0, np.maximum(balanced, worth), even)
-        return np.where(plans.pp == 1, work.layers * of_layer + of_head, layers * plans.stages_here * of_layer)
+        heaviest = layers * plans.stages_here * of_layer
+        said = plans.most_layers
+        heaviest = np.where(said > 0, said * of_layer, heaviest)  # whoever says so gives the head's rank fewer
+        return np.where(plans.pp == 1, work.layers * of_layer + of_head, heaviest)
 
     def _bubble(self, of_microbatch: Numbers) -> Numbers:
         plans = self.plans

@@ -27,7 +27,7 @@ from argosy.plan.search.space import Pins
 
 GIVEN_UP: tuple[tuple[str, ...], ...] = (
     ("dp_replicate", "dp_shard", "microbatch", "shares"),
-    ("pp", "schedule", "stages_per_rank", "ep"),
+    ("pp", "schedule", "stages_per_rank", "layers", "ep"),
     ("cp", "context"),
     ("tp",),
     ("zero", "recompute", "recompute_every", "offload"),

@@ -156,6 +156,7 @@ class Space:
             "sum_between": self._of("sum_between", 1),
             "bucket_mb": self._of("bucket_mb", Plan().bucket_mb),
             "shares": self._of("shares", ""),
+            "layers": self._of("layers", ""),
         }
         for key, values in rest.items():
             if key not in table:
