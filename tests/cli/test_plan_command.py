@@ -221,10 +221,11 @@ def test_numbers_that_a_run_s_plan_fixes_stay(ask: Any, run_file: Any) -> None:
     assert {Plan.parse(choice["plan"]).precision for choice in said["choices"]} == {"fp32"}
 
 
-def test_devices_of_several_kinds_get_uneven_shares_as_an_outlook(ask: Any) -> None:
+def test_devices_of_several_kinds_get_plans_with_uneven_shares(ask: Any) -> None:
     said = ask("--model", "llama3-8b", "--cluster", "32xh100+32xa100", "--global-batch", "512")
     assert "All plans wait for the slowest device, A100-80" in said
-    assert "Outlook: work dealt out by speed (the trainer does not run this yet)" in said
+    assert "Work dealt out by the speed of devices" in said
+    assert re.search(r"(shares|layers)=\d+:\d+", said)
     dealt = r"(replicas|pipeline ranks) on H100-SXM: \d+ (microbatches|layers) each; \d+ \1 on A100-80"
     assert re.search(dealt, " ".join(said.split()))  # however the lines are broken
 

@@ -41,19 +41,8 @@ CASES: list[tuple[rules.Rule, str, dict[str, Any], str]] = [
     (rules.batch_is_dealt_out, "dp_shard=2,microbatch=3", {}, "plan.microbatch = 3). Try 6 or 12."),
     (rules.batch_is_dealt_out, "dp_shard=16", {}, "Try 16."),
     (rules.batch_is_dealt_out, "dp_replicate=2,shares=2:1", {}, "multiple of 3 (3 portions of plan.shares = 2:1 x"),
-    (rules.shares_are_of_replicas, "tp=2,shares=3:1", {}, "one data-parallel rank, which has all of it. Leave it out."),
-    (
-        rules.shares_are_of_replicas,
-        "dp_replicate=4,shares=3:1",
-        {},
-        "has 2 numbers: give one for each of the plan.dp_replicate = 4 replicas.",
-    ),
-    (
-        rules.shares_are_of_replicas,
-        "dp_replicate=2,dp_shard=2,shares=2:1:1",
-        {},
-        "the plan.dp_replicate = 2 replicas or the 4 data-parallel ranks.",
-    ),
+    (rules.shares_are_of_ranks, "tp=2,shares=3:1", {}, "one data-parallel rank, which has all of it. Leave it out."),
+    (rules.shares_are_of_ranks, "dp_replicate=4,shares=3:1:4", {}, "has 3 numbers, which do not divide the 4 data-"),
     (
         rules.ranks_that_gather_together_are_alike,
         "dp_replicate=2,dp_shard=2,zero=3,shares=3:1:2:2",

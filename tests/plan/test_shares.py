@@ -17,6 +17,7 @@ from argosy.plan.shares import microbatches_of, rows_of, shares_of_ranks
         ("dp_replicate=2,shares=3:1", [18, 6]),
         ("dp_replicate=2,shares=6:2,microbatch=2", [18, 6]),
         ("dp_replicate=2,dp_shard=2,shares=2:1", [8, 8, 4, 4]),
+        ("dp_shard=4,zero=1,shares=2:1", [8, 8, 4, 4]),
         ("dp_shard=4,zero=1,shares=1:2:2:1", [4, 8, 8, 4]),
         ("", [24]),
     ],
@@ -31,7 +32,13 @@ def test_each_row_is_one_ranks_and_in_order(plan, rows):
 
 
 def test_a_ratio_is_written_in_lowest_terms_and_not_at_all_if_even():
-    assert [ratio_of(numbers) for numbers in [(6, 2), (5, 3), (4, 4), (7,)]] == ["3:1", "5:3", "", ""]
+    assert [ratio_of(numbers) for numbers in [(6, 2), (6, 6, 2, 2), (5, 3), (4, 4), (7,)]] == [
+        "3:1",
+        "3:1",
+        "5:3",
+        "",
+        "",
+    ]
 
 
 @pytest.mark.parametrize("word", ["3:0", "3:", "a:b", "1.5:1", "3;1"])

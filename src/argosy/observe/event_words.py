@@ -21,6 +21,7 @@ WORDS: dict[str, tuple[str, Callable[[Event], str]]] = {
     "killed": (NOTE, lambda e: f"worker {_of(e, 'rank')} was killed: {e['why']}"),
     "generation": ("", lambda e: f"{e['size']} processes form world {e['generation']}"),
     "replan": (NOTE, lambda e: f"another plan: {e['plan']}"),
+    "rebalanced": (NOTE, lambda e: f"shares of microbatches {e['shares'] or 'even'} from step {e['step']} on"),
     "migrated": (NOTE, lambda e: f"migrated ({e['because']}): {e['why']}"),
     "node_refused": (BAD, lambda e: f"node {e['node']} is refused: {e['why']}"),
     "agent_left": (NOTE, lambda e: f"node {e['node']} left: {e['why']}"),

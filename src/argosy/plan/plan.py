@@ -66,8 +66,8 @@ class Plan(Section):
     microbatch: PositiveInt = 1
     """Sequences that one data-parallel rank runs through the model at once."""
     shares: Ratio = ""
-    """Microbatches of a step, in proportion: a number for each replica (dp_replicate), or for each data-parallel rank;
-    3:1 gives the first replica three times as many as the second. Empty: all have as many."""
+    """Microbatches of a step, in proportion: a number for each data-parallel rank, or for each of as many equal blocks
+    of neighbours; 3:1 gives each rank of the first half three times as many as one of the other. Empty: all alike."""
     layers: Ratio = ""
     """Layers of each pipeline stage, in the model's order: 5:3 of 8. Empty: dealt out by cost (`split_layers`)."""
     precision: Precision = "fp32"

@@ -22,5 +22,12 @@ def lowest(numbers: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def ratio_of(numbers: tuple[int, ...]) -> str:
-    """Return these numbers as a ratio in lowest terms; empty if all are alike."""
-    return ":".join(map(str, lowest(numbers))) if len(set(numbers)) > 1 else ""
+    """Return the numbers of some holders as a ratio in lowest terms, with one for each block of holders that are alike.
+
+    Blocks have one size: those of 6, 6, 2, 2 are 3:1. Empty if all are alike.
+    """
+    if len(set(numbers)) < 2:
+        return ""
+    blocks = (size for size in range(len(numbers), 0, -1) if len(numbers) % size == 0)
+    block = next(b for b in blocks if all(len(set(numbers[i : i + b])) == 1 for i in range(0, len(numbers), b)))
+    return ":".join(map(str, lowest(numbers[::block])))

@@ -23,7 +23,7 @@ from argosy.plan.uneven_rules import (
     cannot_run,
     ranks_that_gather_together_are_alike,
     schedule_admits_every_share,
-    shares_are_of_replicas,
+    shares_are_of_ranks,
     stages_have_the_layers,
 )
 
@@ -259,7 +259,7 @@ def sites_have_no_state_but_weights(plan: Plan, run: RunConfig) -> str:
 
 
 RULES: tuple[Rule, ...] = (
-    shares_are_of_replicas,
+    shares_are_of_ranks,
     ranks_that_gather_together_are_alike,
     stages_have_the_layers,
     batch_is_dealt_out,

@@ -28,3 +28,10 @@ def microbatches_of(plan: Plan, rank: int, batch: int) -> int:
     """Return how many microbatches of a batch of so many rows data-parallel rank `rank` runs."""
     rows = rows_of(plan, rank, batch)
     return (rows.stop - rows.start) // plan.microbatch
+
+
+def holders_of(plan: Plan) -> int:
+    """Return how many may have shares of their own: replicas, or the data-parallel ranks of the only one."""
+    if plan.dp_replicate > 1:
+        return plan.dp_replicate
+    return 1 if plan.shards_parameters or plan.ep > 1 else plan.dp

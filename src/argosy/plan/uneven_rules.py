@@ -11,31 +11,34 @@ from argosy.plan.ratio import lowest, numbers_of
 from argosy.plan.rule import Plans, rule
 
 
-def _are_of_others(p: Plans, run: RunConfig) -> Any:
+def _cannot_be_dealt(p: Plans, run: RunConfig) -> Any:
     found: Any = False
     for said, numbers in p.numbers("shares"):
-        many = len(numbers)
-        found = found | (said & ((p.dp == 1) | ((p.dp_replicate != many) & (p.dp != many))))
+        found = found | (said & ((p.dp == 1) | (p.dp % len(numbers) != 0)))
     return found
 
 
-@rule(_are_of_others)
-def shares_are_of_replicas(plan: Plan, run: RunConfig) -> str:
+@rule(_cannot_be_dealt)
+def shares_are_of_ranks(plan: Plan, run: RunConfig) -> str:
     if plan.dp == 1:
         return f"plan.shares = {plan.shares}, and there is one data-parallel rank, which has all of it. Leave it out."
-    replicas = f"the plan.dp_replicate = {plan.dp_replicate} replicas" if plan.dp_replicate > 1 else ""
-    ranks = f"the {plan.dp} data-parallel ranks" if plan.dp > plan.dp_replicate else ""
-    holders = " or ".join(filter(None, (replicas, ranks)))
-    return f"plan.shares = {plan.shares} has {len(numbers_of(plan.shares))} numbers: give one for each of {holders}."
+    return (
+        f"plan.shares = {plan.shares} has {len(numbers_of(plan.shares))} numbers, which do not divide the {plan.dp} "
+        "data-parallel ranks: give one for each rank, or for each of equal blocks of ranks, such as replicas."
+    )
 
 
 def _differ_in_a_replica(p: Plans, run: RunConfig) -> Any:
     found: Any = False
     for said, numbers in p.numbers("shares"):
         many = len(numbers)
+        block = p.dp // many
+        whole = p.dp_shard % (block + (block == 0)) == 0  # of a replica are several numbers
+        across = (block % p.dp_shard != 0) & (whole ^ True)
+        found = found | (said & across)
         for together in (size for size in range(2, many + 1) if many % size == 0):
             if any(len(set(numbers[i : i + together])) > 1 for i in range(0, many, together)):
-                found = found | (said & (p.dp == many) & (p.dp_shard == together))
+                found = found | (said & (p.dp_shard == together * block))
     return found & ((p.zero == 3) | (p.ep > 1))
 
 
@@ -43,7 +46,7 @@ def _differ_in_a_replica(p: Plans, run: RunConfig) -> Any:
 def ranks_that_gather_together_are_alike(plan: Plan, run: RunConfig) -> str:
     remedy = "Use zero=2, or let dp_replicate separate what is unlike"
     if plan.dp_replicate > 1:
-        remedy += f": one number for each of its {plan.dp_replicate} replicas"
+        remedy += f", with a number for each of its {plan.dp_replicate} replicas"
     if plan.ep > 1:
         what = f"plan.ep = {plan.ep}: ranks that exchange tokens with each other's experts"
         remedy = remedy.replace("Use zero=2, or let", "Let")

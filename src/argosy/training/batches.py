@@ -115,6 +115,12 @@ class Batches:
         self._loader.quarantine(place for found in self._world.gather(self._found_bad, list[Place]) for place in found)
         self._found_bad = []
 
+    def replan(self, plan: Plan) -> None:
+        """Deal the rows of the next steps out as the shares of `plan` say; it differs in nothing else."""
+        before, self._plan = self._loader, plan
+        self._loader = before.of(self._rows_of(self._state.model.dp_rank))
+        before.close()
+
     def close(self) -> None:
         """Read no more."""
         self._loader.close()

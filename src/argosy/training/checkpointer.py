@@ -108,6 +108,10 @@ class Checkpointer:
         if not background:
             self._saver.wait()
 
+    def replan(self, plan: Plan) -> None:
+        """Note the plan in force, which the next checkpoints tell."""
+        self._plan = plan
+
     def poll(self) -> None:
         """Report what has become of checkpoints meanwhile, without waiting."""
         self._saver.poll()

@@ -42,6 +42,7 @@ def train(
                 trainer.optimizer_step(outcome)
                 trainer.outer_step(outcome)
                 trainer.evaluate_if_due()
+                trainer.rebalance_if_due()
                 trainer.observe()
                 trainer.save_if_due(outcome)
             else:

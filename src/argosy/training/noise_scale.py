@@ -136,6 +136,10 @@ class NoiseScale:
             self._small = at * self._plan.microbatch
             self._squares.arm(at, self._device)
 
+    def replan(self, plan: Plan) -> None:
+        """Note the plan in force."""
+        self._plan = plan
+
     @property
     def many(self) -> int:
         """How many numbers `measure` gives in this step."""

@@ -36,6 +36,7 @@ from argosy.plan.plan import Plan
 from argosy.plan.search.auto import UNKNOWN_GPU
 from argosy.training.bad_steps import REMEDY, Action, BadStep, Reason
 from argosy.training.evaluation import Evaluator, Score
+from argosy.training.rebalance import Rebalanced
 from argosy.training.recovery import Recovery
 from argosy.training.state import Update
 from argosy.training.step import StepOutcome
@@ -211,6 +212,32 @@ class Records:
         self.events.write("length", steps=steps, minutes=train.minutes)
         if self._world.is_first:
             save_run(self._run.model_copy(update={"train": train}), self._run_dir / "run.toml")
+
+    def rebalanced(self, found: Rebalanced, step: int) -> None:
+        """Record that microbatches are dealt out anew from `step` on; the plan that was in force is kept."""
+        self._plan = found.plan
+        if not self._world.is_first:
+            return
+        path = self._run_dir / "plan.toml"
+        if path.exists():
+            path.replace(self._run_dir / f"plan-{step:08d}.toml")
+        self._plan.save(path, self.prediction.toml() if self.prediction else "")
+        self.events.write(
+            "rebalanced",
+            step=step,
+            plan=str(found.plan),
+            shares=found.plan.shares,
+            before=found.before,
+            step_s=round(found.step_s, 6),
+            predicted_s=round(found.predicted_s, 6),
+            microbatch_s=[round(seconds, 6) for seconds in found.microbatch_s],
+        )
+        was = found.before or "even"
+        self.progress.say(
+            f" step {step}: shares of microbatches {found.plan.shares or 'even'} from here on, {was} so far: a step is "
+            f"to take {found.predicted_s:.3g} s in place of {found.step_s:.3g} s",
+            "green",
+        )
 
     def transient(self, first_try: BadStep, outcome: StepOutcome) -> None:
         """Record a step that looked bad, and was good when it was done again with the same samples."""

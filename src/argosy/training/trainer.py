@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
@@ -36,6 +36,7 @@ from argosy.training.outer import OuterSteps, open_own_data, outer_state, sites_
 from argosy.training.own_checks import check_own_code
 from argosy.training.pace import Pace
 from argosy.training.profiling import Profiling
+from argosy.training.rebalance import Rebalance, plan_in_force, waited_in
 from argosy.training.records import Records
 from argosy.training.replay_check import check_can_replay
 from argosy.training.restore import Restorer
@@ -67,6 +68,7 @@ class Trainer:
         self._began = time.monotonic()
         if survivor.memory_before_bytes is None:
             survivor.memory_before_bytes = peak_memory_bytes(world.device)
+        plan = plan_in_force(run, plan, world, run_dir)
         self._run, self._plan, self._world, self._stop = run, plan, world, stop
         self._survivor, self._heartbeat = survivor, heartbeat
         torch.use_deterministic_algorithms(run.train.deterministic)
@@ -100,6 +102,7 @@ class Trainer:
         self._profiling = Profiling(run, plan, world, run_dir, records, self._clock, heartbeat, axes)
         self._norms = LayerNorms(run, model, world)
         self._noise = NoiseScale(run, plan, model)
+        self._rebalance = Rebalance(run, plan, world, model.dp_rank)
         self._restorer = restorer = Restorer(
             run, state, survivor, world, checkpointer, memory, batches, integrity, bad_steps, records, heartbeat
         )
@@ -111,6 +114,7 @@ class Trainer:
         if state.outer is not None:
             self._outer = OuterSteps(state, world, checkpointer, batches, records, heartbeat, self._has_signal)
         self._user = UserCode(run, state, world, self._clock, records, run_dir)
+        self._speeds: Sequence[float] = ()
         self._time_to_first_step_s: float | None = None
         self.is_stopped_early = False
         """True once a signal has interrupted something that need not be finished."""
@@ -181,10 +185,14 @@ class Trainer:
         """Return the step's outcome over all ranks, with what any of them asks for."""
         scale = self.state.scaler.scale
         outcome = self._step.exchange(
-            loss, self._requests, lambda: (*self._noise.measure(scale), *self._user.measure())
+            loss,
+            self._requests,
+            lambda: (*self._rebalance.measure(), *self._noise.measure(scale), *self._user.measure()),
         )
-        users = outcome.measured[self._noise.many :]
-        self._noise.measured(self.state.step, outcome.measured[: self._noise.many])
+        speeds, rest = outcome.measured[: self._rebalance.many], outcome.measured[self._rebalance.many :]
+        self._speeds = speeds
+        users = rest[self._noise.many :]
+        self._noise.measured(self.state.step, rest[: self._noise.many])
         self._user.exchanged(replace(outcome, measured=users))
         return outcome
 
@@ -211,6 +219,17 @@ class Trainer:
             if not self._outer.settle():
                 self.is_stopped_early = True
 
+    def rebalance_if_due(self) -> None:
+        """Deal microbatches out by measured speed from the next step on, if that pays."""
+        step = self.state.step
+        found = self._rebalance.measured(self._speeds, self._run.train.batches.at(step - 1))
+        if found is None:
+            return
+        self._plan = found.plan
+        for holder in (self._batches, self._checkpointer, self._noise):
+            holder.replan(found.plan)
+        self._records.rebalanced(found, step)
+
     def drop_step(self, outcome: StepOutcome, action: Action) -> None:
         """Drop the step's gradient, and mend what is wrong, so that the step can be done (again).
 
@@ -236,6 +255,8 @@ class Trainer:
     def observe(self) -> None:
         """Write the line of the step that was applied, and show it."""
         seconds = self._clock.lap()
+        batch = self._run.train.batches.at(self.state.step - 1)
+        self._rebalance.took(seconds, waited_in(self._clock.communication), batch)
         is_profiled = self._profiling.is_on
         if not is_profiled:
             self._pace.took(seconds["step"], self.state.step - 1)

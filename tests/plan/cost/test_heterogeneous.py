@@ -15,6 +15,8 @@ from argosy.plan.cost.heterogeneous import deal, uneven_splits
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
+from argosy.plan.ratio import numbers_of
+from argosy.plan.rules import first_problem
 
 BATCH = 512
 DATA = Plan.parse("dp_shard=64,zero=2,recompute=selective,precision=bf16")
@@ -61,7 +63,7 @@ def test_no_other_deal_is_done_earlier(total: int, holders: list[int], of_piece:
 def test_uneven_shares_follow_the_speed_and_beat_even_ones(plan: Plan, what: str, total: int) -> None:
     cluster = Cluster.parse("32xh100+32xa100")
     costs = costs_of(cluster)
-    split = next(s for s in uneven_splits(costs, cluster, [plan]) if s.what == what)
+    split = next(s for s in uneven_splits(costs, [plan]) if s.what == what)
     fast, slow = split.shares
     assert (fast.device, slow.device) == ("H100-SXM", "A100-80")
     assert fast.least > slow.most
@@ -69,14 +71,18 @@ def test_uneven_shares_follow_the_speed_and_beat_even_ones(plan: Plan, what: str
     assert fast.holders * fast.most + slow.holders * slow.most >= total
     fastest_of_all = step_s(costs_of(Cluster.parse("64xh100")), plan)
     assert fastest_of_all < split.step_s < step_s(costs, plan)
+    uneven = Plan.parse(split.plan)
+    assert step_s(costs, uneven) == pytest.approx(split.step_s), "what is chosen is predicted alike when it is given"
+    assert len(numbers_of(uneven.shares)) in (0, 2) and sum(numbers_of(uneven.layers)) in (0, total)
+    assert first_problem(uneven, costs.run) is None
 
 
 def test_alike_devices_need_no_such_thing() -> None:
     cluster = Cluster.parse("32xh100+32xh100")
-    assert uneven_splits(costs_of(cluster), cluster, [DATA, STAGES]) == []
+    assert uneven_splits(costs_of(cluster), [DATA, STAGES]) == []
 
 
 def test_axes_that_mix_kinds_in_one_replica_cannot_be_split() -> None:
     cluster = Cluster.parse("8xh100+56xa100")
     plan = Plan.parse("pp=4,dp_shard=2,tp=8,zero=1,precision=bf16")  # replicas of 32, stages of 16
-    assert uneven_splits(costs_of(cluster), cluster, [plan]) == []
+    assert uneven_splits(costs_of(cluster), [plan]) == []

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import or_
 from typing import TypeVar
 
 import numpy as np
@@ -23,8 +24,9 @@ from argosy.plan.cost.factors import Factors, calibrated
 from argosy.plan.cost.memory_model import Footprint, MemoryModel
 from argosy.plan.cost.rates import Rates, System
 from argosy.plan.cost.step_time import StepModel, StepTime
+from argosy.plan.cost.uneven_time import Kind, UnevenTimes, first_of, kinds_of
 from argosy.plan.hardware.clusters import Cluster
-from argosy.plan.layouts import Layouts
+from argosy.plan.layouts import RATIOS, Layouts
 from argosy.plan.plan import Precision
 from argosy.plan.workload import Workload
 
@@ -58,6 +60,8 @@ class CostModel:
     """Word of `sync` -> seconds to compress a number, as a probe measured it."""
     factors: Factors = field(default_factory=dict)
     """Measured over predicted, as finished runs on this cluster found it."""
+    kinds: tuple[Kind, ...] = ()
+    """The devices, where they are of several kinds."""
 
     @classmethod
     def of(cls, run: RunConfig, cluster: Cluster) -> CostModel:
@@ -83,6 +87,7 @@ class CostModel:
             memory_std=memory_std(cluster),
             compress_s={rate.sync: rate.number_s for rate in cluster.measured.compression} if cluster.measured else {},
             factors=cluster.factors,
+            kinds=kinds_of(cluster),
         )
 
     def on(self, run: RunConfig, devices: int) -> CostModel:
@@ -129,7 +134,9 @@ class CostModel:
     def with_buckets(self, plans: Layouts) -> Layouts:
         """Return the plans with the size of buckets that each waits least for (`plan.cost.buckets`)."""
         sizes = [
-            StepModel(_alone_as_zero(some), self.workload, self.rates, self.system, self.constants).best_bucket_mb()
+            StepModel(
+                _alone_as_zero(some), self.workload, self.rates, self.system, self.constants, self.compression
+            ).best_bucket_mb()
             for some in (plans[start : start + CHUNK] for start in range(0, len(plans), CHUNK))
         ]
         return replace(plans, bucket_mb=np.concatenate(sizes)) if sizes else plans
@@ -143,7 +150,24 @@ class CostModel:
             ).predict(),
             StepTime,
         )
-        return calibrated(raw, self.factors)
+        time = calibrated(raw, self.factors)
+        return self._by_speed(plans, time) if self.kinds else time
+
+    @cached_property
+    def uneven(self) -> UnevenTimes:
+        """Predicts plans that deal work out by the speed of devices of several kinds."""
+        return UnevenTimes(
+            self.run, self.workload, self.system, self.constants, self.compression, self.factors, self.kinds
+        )
+
+    def _by_speed(self, plans: Layouts, time: StepTime) -> StepTime:
+        """Replace the times of plans that deal work out unevenly: the others wait for the slowest device."""
+        said = [mask for key in RATIOS for mask, _ in plans.numbers(key)]
+        for row in np.flatnonzero(np.broadcast_to(reduce(or_, said, np.zeros(1, bool)), len(plans))):
+            of_row = self.uneven.predict(plans.plan(int(row)))
+            for f in fields(StepTime) if of_row is not None else ():
+                getattr(time, f.name)[row] = first_of(getattr(of_row, f.name))
+        return time
 
 
 def _alone_as_zero(plans: Layouts) -> Layouts:

@@ -1,29 +1,29 @@
 """Heterogeneous devices in one job: work dealt out in proportion to their speed, and the time of such a step.
 
-Either each data-parallel replica has devices of one kind, and fast replicas run more microbatches; or each pipeline
-stage has, and fast stages have more layers. The time of a share follows from the cost model with the rates of its kind;
-shares are whole, and the slowest decides. So far the trainer itself deals work out evenly.
+Either each data-parallel replica has devices of one kind, and fast replicas run more microbatches (`shares` of a plan);
+or each pipeline stage has, and fast stages have more layers (`layers`). The time of a share follows from the cost model
+with the rates of its kind; shares are whole, and the slowest decides. Ranks are counted in the order of the cluster's
+groups, so the first replicas, or the first stages, are on the first group's devices.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from argosy.plan.cost.cost_model import CostModel
-from argosy.plan.cost.rates import Rates
-from argosy.plan.cost.step_time import StepModel, StepTime
-from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.cost.uneven_time import first_of
 from argosy.plan.layouts import Layouts
+from argosy.plan.pipeline import SCHEDULES, stages_of_rank
 from argosy.plan.plan import Plan
-from argosy.plan.workload import Numbers
+from argosy.plan.ratio import ratio_of
+from argosy.plan.rules import first_problem
+from argosy.plan.shares import holders_of
 
 Floats = NDArray[np.float64]
-
-ONCE_A_STEP = ("gradients", "optimizer", "other")
-"""Categories that do not grow with a rank's layers and microbatches."""
 
 
 @dataclass(frozen=True)
@@ -50,119 +50,95 @@ class UnevenSplit:
     what: str
     """microbatches or layers."""
     plan: str
+    """The plan, with what it deals out unevenly."""
     step_s: float
     shares: tuple[DeviceShare, ...]
 
 
-def uneven_splits(costs: CostModel, cluster: Cluster, plans: list[Plan]) -> list[UnevenSplit]:
+def uneven_splits(costs: CostModel, plans: Sequence[Plan]) -> list[UnevenSplit]:
     """Return the best uneven batch per replica and the best uneven layers per stage, each on the best of these plans.
 
     Empty if all devices are alike, or if no plan keeps a replica or a stage to one kind of device.
     """
-    kinds = _kinds(cluster)
-    if len(kinds) == 1:
+    if not costs.kinds:
         return []
     found: list[UnevenSplit] = []
     for way in (_by_microbatches, _by_layers):
-        ways = [split for plan in plans if (split := way(costs, plan, kinds))]
+        ways = [split for plan in plans if (split := way(costs, plan))]
         found += sorted(ways, key=lambda split: split.step_s)[:1]
     return found
 
 
-@dataclass(frozen=True)
-class _Kind:
-    device: str
-    devices: int
-    rates: Rates
-
-
-def _kinds(cluster: Cluster) -> list[_Kind]:
-    """Return the devices by kind, each kind with its own rates on the network that all share."""
-    shared = Rates.of(cluster)
-    kinds: dict[str, _Kind] = {}
-    for group in cluster.groups:
-        own = replace(
-            Rates.of_device(group.device),
-            link_bytes_per_s=shared.link_bytes_per_s,
-            nic_bytes_per_s=shared.nic_bytes_per_s,
-            node=shared.node,
-        )
-        before = kinds.get(group.device.name, _Kind(group.device.name, 0, own))
-        kinds[group.device.name] = replace(before, devices=before.devices + group.devices)
-    return list(kinds.values())
-
-
-def _by_microbatches(costs: CostModel, plan: Plan, kinds: list[_Kind]) -> UnevenSplit | None:
+def _by_microbatches(costs: CostModel, plan: Plan) -> UnevenSplit | None:
     """Put each replica on devices of one kind, with as many microbatches as it can run in the time of the others."""
-    of_replica = plan.world_size // plan.dp
-    if plan.dp == 1 or any(kind.devices % of_replica for kind in kinds):
+    times = costs.uneven
+    holders = times.holders(plan, holders_of(plan))
+    if plan.pp > 1 or holders is None:  # a pipeline's replicas lie across all devices
         return None
-    holders = np.array([kind.devices // of_replica for kind in kinds])
-    total = costs.run.train.global_batch // plan.microbatch
-    each = np.arange(1, total // int(holders.sum()) * 4 + 2)
-    work = replace(costs.workload, global_batch=each * float(plan.dp * plan.microbatch))
-    one = Layouts.of([plan])
-    seconds = np.stack(
-        [
-            StepModel(one, work, kind.rates, costs.system, costs.constants, costs.compression).predict().total
-            for kind in kinds
-        ]
-    )
-    dealt = deal(total, holders, seconds)
-    return None if dealt is None else _uneven("microbatches", plan, kinds, *dealt)
-
-
-def _by_layers(costs: CostModel, plan: Plan, kinds: list[_Kind]) -> UnevenSplit | None:
-    """Put each pipeline rank on devices of one kind, with as many layers as it can hold, and run in the others' time.
-
-    If rank i takes s_i seconds for a microbatch, m microbatches take sum(s_i) + (m - 1) max(s_i) (1F1B). With v stages
-    on a rank, the part of the sum beyond max(s_i) shrinks to 1/v.
-    """
-    of_rank = plan.world_size // plan.pp
-    if plan.pp == 1 or any(kind.devices % of_rank for kind in kinds):
+    many = int(holders.sum())
+    total = costs.run.train.global_batch // plan.microbatch // (plan.dp // many)
+    each = np.arange(1, total // many * 4 + 2)
+    dealt = deal(total, holders, np.stack([np.asarray(times.of_share(plan, k, each).total) for k in costs.kinds]))
+    if dealt is None:
         return None
-    holders = np.array([kind.devices // of_rank for kind in kinds])
-    layers, one = costs.run.model.layers, Layouts.of([plan])
-    even = layers / plan.pp
-    microbatches = plan.microbatches(costs.run.train.global_batch)
-    times = [
-        StepModel(one, costs.workload, kind.rates, costs.system, costs.constants, costs.compression).predict()
-        for kind in kinds
-    ]
-    of_layer = np.array([_repeated_s(time) / microbatches / even for time in times])
-    memory = costs.predict_memory(one)
-    constant = _first(memory.workspace) + _first(memory.logits)
-    of_layer_bytes = (_first(memory.total) - constant) / even
+    return _split(costs, plan, "microbatches", {"shares": ratio_of(_in_order(dealt[0]))}, *dealt)
+
+
+def _by_layers(costs: CostModel, plan: Plan) -> UnevenSplit | None:
+    """Put each pipeline rank on devices of one kind, with as many layers as it can hold and run in the others' time."""
+    uneven = costs.uneven
+    holders = uneven.holders(plan, plan.pp)
+    if holders is None:
+        return None
+    layers, times = costs.run.model.layers, uneven.of_kinds(plan)
+    memory = costs.predict_memory(Layouts.of([plan]))
+    constant = first_of(memory.workspace) + first_of(memory.logits)
+    of_layer_bytes = (first_of(memory.total) - constant) / (layers / plan.pp)
     room = float(costs.memory_bytes) / float(costs.rates.memory_bytes)
-    most = np.array([(float(kind.rates.memory_bytes) * room - constant) // of_layer_bytes for kind in kinds])
+    most = np.array([(float(kind.rates.memory_bytes) * room - constant) // of_layer_bytes for kind in costs.kinds])
     each = np.arange(1, layers + 1)
-    seconds = np.where(each <= most[:, None], of_layer[:, None] * each, np.inf)
+    seconds = np.where(each <= most[:, None], uneven.of_layer(plan, times)[:, None] * each, np.inf)
     dealt = deal(layers, holders, seconds)
     if dealt is None:
         return None
-    layers_of, slowest = dealt
-    of_all = float(of_layer @ layers_of.sum(axis=1))
-    turns = float(Layouts.of([plan]).stages_here[0])
-    once = max(sum(_first(getattr(time, name)) for name in ONCE_A_STEP) for time in times)
-    step_s = (of_all - slowest) / turns + microbatches * slowest + once
-    return _uneven("layers", plan, kinds, layers_of, step_s)
+    of_ranks = _in_order(dealt[0])
+    said = layers_of_stages(plan, of_ranks)
+    if said is None:
+        return None
+    step_s = uneven.of_pipeline_s(plan, times, of_ranks, holders)
+    return _split(costs, plan, "layers", {"layers": said}, dealt[0], step_s)
 
 
-def _repeated_s(time: StepTime) -> float:
-    """Return the seconds of a step's microbatches on one rank, without the bubble."""
-    return sum(_first(getattr(time, f.name)) for f in fields(time) if f.name not in (*ONCE_A_STEP, "bubble"))
+def _in_order(pieces: NDArray[np.int64]) -> tuple[int, ...]:
+    """Return the pieces of all holders, kind by kind."""
+    return tuple(int(n) for row in pieces for n in row if n)
 
 
-def _first(values: Numbers) -> float:
-    return float(np.atleast_1d(values)[0])
+def layers_of_stages(plan: Plan, of_ranks: Sequence[int]) -> str | None:
+    """Return the word `layers` for a pipeline whose ranks have so many layers; None if a stage would have none.
+
+    A rank with several stages has its layers in these as evenly as can be.
+    """
+    each, v_shaped = plan.stages // plan.pp, SCHEDULES[plan.schedule].v_shaped
+    found = [0] * plan.stages
+    for rank, layers in enumerate(of_ranks):
+        for turn, stage in enumerate(stages_of_rank(rank, plan.pp, each, v_shaped)):
+            found[stage] = layers // each + (turn < layers % each)
+    return ":".join(map(str, found)) if min(found) else None
 
 
-def _uneven(what: str, plan: Plan, kinds: list[_Kind], dealt: NDArray[np.int64], step_s: float) -> UnevenSplit:
-    shares = [
-        DeviceShare(kind.device, int((row > 0).sum()), int(row[row > 0].min()), int(row.max()))
-        for kind, row in zip(kinds, dealt, strict=True)
-    ]
-    return UnevenSplit(what, str(plan), step_s, tuple(shares))
+def _split(
+    costs: CostModel, plan: Plan, what: str, said: dict[str, str], dealt: NDArray[np.int64], step_s: float
+) -> UnevenSplit | None:
+    """Return the split of `plan` with the word that says it; None if the run cannot be trained like that."""
+    uneven = plan.model_copy(update=said)
+    if first_problem(uneven, costs.run) is not None:
+        return None
+    by_device: dict[str, list[int]] = {}
+    for kind, row in zip(costs.kinds, dealt, strict=True):
+        by_device.setdefault(kind.device, []).extend(int(n) for n in row if n)
+    shares = [DeviceShare(device, len(some), min(some), max(some)) for device, some in by_device.items()]
+    return UnevenSplit(what, str(uneven), step_s, tuple(shares))
 
 
 def deal(total: int, holders: NDArray[np.int64], seconds: Floats) -> tuple[NDArray[np.int64], float] | None:

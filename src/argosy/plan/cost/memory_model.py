@@ -250,7 +250,7 @@ class MemoryModel(RankSizes):
 
     def _agreement(self, whole: Numbers, mine: Numbers) -> Numbers:
         """Return the bytes that replicas, or sites, keep to agree in fewer bytes."""
-        summed = np.where(self.plans.zero == 0, whole, mine)
+        summed = np.where(self.plans.zero == 0, whole, mine) / (self.plans.sum_inside * self.plans.sum_between)
         return self.compression.kept_bytes(self.plans, summed, mine)
 
     def _saved(self, mine: Numbers, weight_bytes: Numbers) -> Numbers:

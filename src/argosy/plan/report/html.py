@@ -221,7 +221,7 @@ def _outlooks(report: PlanReport) -> list[str]:
     parts = []
     if report.uneven:
         lines = "".join(f"<li>{_split(split)}</li>" for split in report.uneven)
-        parts.append(f"<h2>Outlook: work dealt out by speed (the trainer does not run this yet)</h2><ul>{lines}</ul>")
+        parts.append(f"<h2>Work dealt out by the speed of devices</h2><ul>{lines}</ul>")
     if report.exchanges:
         rows = "".join(
             f"<tr><td>{e.inner_steps}</td><td>{e.bytes_per_step / GIB:.3g}</td><td>{seconds(e.step_s)}</td></tr>"

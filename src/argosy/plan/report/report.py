@@ -37,7 +37,7 @@ REPAIR_H = 24.0
 """Hours until a failed node is back; assumed."""
 MOST_DOUBLINGS = 12
 """Doublings of the cluster that are tried, to find one that is large enough."""
-OUTLOOK = "The trainer deals work out evenly so far; an outlook shows the gain of uneven shares."
+BY_SPEED = "Unless it deals work out by speed: below stand the best such plans."
 IN_EVERY_STEP = (
     "They sum gradients in every step; name [[sites]] in the run file to agree every H steps (docs/sites.md)."
 )
@@ -113,7 +113,7 @@ class PlanReport:
     explanation: Explanation
     """The explanation of the plan that was asked about, or of the best."""
     uneven: tuple[UnevenSplit, ...]
-    """An outlook on devices of several kinds: work dealt out by speed."""
+    """On devices of several kinds: the best plans that deal work out by speed."""
     exchanges: tuple[Exchange, ...]
     """Several sites: sums in every step, and rounds every H steps."""
     notes: tuple[str, ...]
@@ -149,7 +149,7 @@ def plan_report(request: PlanRequest) -> PlanReport:
         choices=economy.choices(found.plans[best]),
         pareto=economy.choices(found.plans[front]),
         explanation=explanation,
-        uneven=() if economy.sites > 1 else _uneven(costs, cluster, found, [*best, *front]),
+        uneven=() if economy.sites > 1 else _uneven(costs, found, [*best, *front]),
         exchanges=tuple(exchanges(costs, cluster, inside_s)) if economy.sites > 1 else (),
         notes=tuple(_notes(request, costs)),
     )
@@ -172,11 +172,9 @@ def searched(request: PlanRequest, counts_of: Callable[[CostModel], list[int]]) 
     return WholeRunModel(run, cluster, costs, tokens), found
 
 
-def _uneven(costs: CostModel, cluster: Cluster, found: SearchResult, rows: Sequence[int]) -> tuple[UnevenSplit, ...]:
+def _uneven(costs: CostModel, found: SearchResult, rows: Sequence[int]) -> tuple[UnevenSplit, ...]:
     """Return the best uneven shares on these plans; none on devices that are alike."""
-    if cluster.uniform:
-        return ()
-    return tuple(uneven_splits(costs, cluster, [found.plans.plan(int(row)) for row in dict.fromkeys(rows)]))
+    return tuple(uneven_splits(costs, [found.plans.plan(int(row)) for row in dict.fromkeys(rows)]))
 
 
 def _explain(economy: WholeRunModel, plan: Plan, found: SearchResult, is_best: bool) -> Explanation:
@@ -238,7 +236,7 @@ def _counts(costs: CostModel, objective: Objective) -> list[int]:
 def _notes(request: PlanRequest, costs: CostModel) -> list[str]:
     notes = []
     if not request.cluster.uniform:
-        notes.append(f"All plans wait for the slowest device, {request.cluster.device.name}. {OUTLOOK}")
+        notes.append(f"All plans wait for the slowest device, {request.cluster.device.name}. {BY_SPEED}")
     if site_count(request.cluster) > 1:
         how = f"They agree every {costs.run.sync.every_steps} steps." if costs.run.sites else IN_EVERY_STEP
         notes.append(f"Each site has a whole copy of the model on {costs.devices} devices. {how}")

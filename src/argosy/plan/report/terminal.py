@@ -182,7 +182,7 @@ def _bars(values: dict[str, float], meaning: dict[str, str], write: Callable[[Nu
 
 def _outlooks(report: PlanReport) -> Iterator[RenderableType]:
     if report.uneven:
-        yield Text("\nOutlook: work dealt out by speed (the trainer does not run this yet):")
+        yield Text("\nWork dealt out by the speed of devices:")
         for split in report.uneven:
             shares = "; ".join(
                 f"{share.holders} {HOLDERS[split.what]} on {share.device}: {share.range} {split.what} each"

@@ -7,19 +7,26 @@ import warnings
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+
 from argosy.config.schema import RunConfig
 from argosy.errors import ArgosyWarning, UserError
 from argosy.plan.cost.cost_model import CostModel
+from argosy.plan.cost.heterogeneous import uneven_splits
 from argosy.plan.hardware.clusters import Cluster, NodeGroup
 from argosy.plan.hardware.devices import device_names, find_device
 from argosy.plan.hardware.local_machine import cluster_of, device_named, resized
+from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import NUMERICS, Plan, Precision, words_of
 from argosy.plan.rules import check_plan, divisors, first_problem
-from argosy.plan.search.best import plainest, search_to_run, why_nothing_fits
+from argosy.plan.search.best import AS_FAST, plainest, search_to_run, why_nothing_fits
 from argosy.plan.search.fitting import misfit
+from argosy.plan.search.search import SearchResult
 from argosy.plan.search.space import Pins
 
+MESHES_SPLIT = 16
+"""On devices of several kinds, work is dealt out by speed under the best plans of so many meshes."""
 UNKNOWN_GPU = "a100-80"
 """The device whose rates are taken for an unknown GPU: plans depend on how rates compare."""
 
@@ -89,7 +96,9 @@ def choose_plan(run: RunConfig, devices: Devices, machine: Cluster | None = None
     except UserError:  # it is worded for `argosy plan`
         return _plain(run, written, words, devices.count)
     if len(found):
-        return found.plans.plan(plainest(found))
+        plan = found.plans.plan(plainest(found))
+        says = {"shares", "layers"} & words.keys()
+        return _dealt_by_speed(costs, found, plan) if auto and not says else plan
     if auto and devices.kind == "cuda":
         raise UserError(
             f'plan = "{run.plan}": {why_nothing_fits(costs, found)} `argosy plan` suggests what would fit; '
@@ -107,7 +116,8 @@ def plan_to_go_on(run: RunConfig, devices: Devices, before: Plan) -> Plan:
     """
     words = words_of(run.plan)
     auto = words.pop("auto", None) is not None
-    open_keys = (Plan.model_fields.keys() if auto else {"microbatch", "precision", "compile"}) - words.keys()
+    left_open = {"microbatch", "precision", "compile"} | ({"shares"} if run.resilience.rebalance else set())
+    open_keys = (Plan.model_fields.keys() if auto else left_open) - words.keys()
     same = Plan.from_words(words).model_copy(update={key: getattr(before, key) for key in open_keys})
     if same == before and same.world_size == devices.count and _fits(run, devices, same):
         written = [f"{key}={str(getattr(before, key)).lower()}" for key in Plan.model_fields]
@@ -141,6 +151,17 @@ def _known(run: RunConfig, devices: Devices, machine: Cluster | None) -> Cluster
         return machine
     named = device_named(devices.name) in device_names()
     return machine or cluster_of(run) or (_by_the_catalogue(devices) if named else None)
+
+
+def _dealt_by_speed(costs: CostModel, found: SearchResult, plan: Plan) -> Plan:
+    """Return the best plan that deals work out by the speed of devices, if it beats `plan`, which does so evenly."""
+    if not costs.kinds:
+        return plan
+    even_s = float(np.asarray(costs.predict_time(Layouts.of([plan])).total)[0])
+    rows = found.best(found.step_s, MESHES_SPLIT)
+    splits = uneven_splits(costs, [plan, *(found.plans.plan(int(row)) for row in rows)])
+    best = min(splits, key=lambda split: split.step_s, default=None)
+    return Plan.parse(best.plan) if best is not None and best.step_s < (1 - AS_FAST) * even_s else plan
 
 
 def _pins(written: Plan, said: set[str], auto: bool) -> Pins:
