@@ -52,6 +52,17 @@ def test_a_compressed_run_stays_near_the_exact_one(workers, corpus, tmp_path, me
         assert found != exact
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("word", ["int8", "powersgd"])
+def test_uneven_shares_are_compressed_as_even_ones(workers, corpus, tmp_path, word):
+    even, uneven = (
+        workers.run(2, trained, corpus, tmp_path / f"{shares}", f"dp_replicate=2,sync={word},shares={shares}")[0]
+        for shares in ("", "3:1")
+    )
+    assert uneven == pytest.approx(even, rel=1e-3 if word == "int8" else 2e-2)
+    assert uneven != even
+
+
 @pytest.mark.parametrize("word", ["bf16", pytest.param("powersgd", marks=pytest.mark.slow)])
 def test_zero_3_sums_over_replicas_what_zero_2_sums(workers, corpus, tmp_path, word):
     two, three = (
