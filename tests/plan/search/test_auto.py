@@ -11,6 +11,7 @@ from argosy.config.load import load
 from argosy.config.schema import DataConfig, RunConfig, TrainConfig
 from argosy.errors import ArgosyWarning, UserError
 from argosy.plan.cost.cost_model import CostModel
+from argosy.plan.cost.prediction import predict
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import Plan
 from argosy.plan.rules import check_plan
@@ -194,3 +195,17 @@ def test_a_gpu_that_the_catalogue_does_not_know_gets_a_plan_and_a_warning():
     with pytest.warns(ArgosyWarning, match="does not know NVIDIA Titan Q"):
         plan = choose_plan(run(), Devices(2, "cuda", fast_bf16=True, name="NVIDIA Titan Q", memory_bytes=24e9))
     assert plan.world_size == 2
+
+
+@pytest.mark.parametrize(
+    ("said", "word"),
+    [("auto", "layers="), ("auto,pp=1", "shares=3:1"), ("auto,shares=,pp=1", ""), ("dp_shard=16,zero=2", "")],
+)
+def test_on_devices_of_several_kinds_auto_deals_work_out_by_their_speed(said, word):
+    run = load(None, {"model.preset": "llama3-8b", "train.global_batch": 64, "data.seq_len": 4096, "plan": said})
+    mixed = Cluster.parse("8xh100+8xa100")
+    plan = choose_plan(run, Devices(16, "cuda", fast_bf16=True), mixed)
+    assert word in str(plan) if word else not (plan.shares or plan.layers)
+    check_plan(plan, run, 16)
+    even = plan.model_copy(update={"shares": "", "layers": ""})
+    assert predict(plan, run, mixed).step_s.mid < 0.97 * predict(even, run, mixed).step_s.mid or not word
