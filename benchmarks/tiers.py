@@ -4,7 +4,8 @@
 
 Each site is a network namespace with several processes, joined to the others by a throttled link (`thin_link.sites`);
 needs root and iproute2. Inside a site processes speak over the namespace's own loopback. The plans are run by the same
-processes, one after the other, with the same batch. Bytes are those that the interface of site 0 sent, headers and
+processes, one after the other, with the same batch; with " in plain sight" behind it, a plan of ZeRO 1 or 2 waits for
+updated values right after the update. Bytes are those that the interface of site 0 sent, headers and
 acknowledgements included, beside the formula: what the ranks of the site send to another site.
 """
 
@@ -41,6 +42,9 @@ PLANS = ";".join(
     for axes in ("dp_replicate={n}", "dp_replicate={n},sum_inside={each}")
 )
 PLANS += ";dp_replicate={sites},dp_shard={each},zero=1;dp_replicate={sites},dp_shard={each},zero=3"
+
+
+PLAIN = " in plain sight"
 
 
 def main() -> None:
@@ -82,9 +86,9 @@ def work(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     lines = []
     for words in options.plans.format(n=size, each=options.each, sites=options.sites).split(";"):
-        plan = Plan.parse(f"{words},microbatch={ROWS},compile=false")
+        plan = Plan.parse(f"{words.removesuffix(PLAIN)},microbatch={ROWS},compile=false")
         run = configuration(world)
-        one_step = stepping(plan, run, world)
+        one_step = stepping(plan, run, world, words.endswith(PLAIN))
         one_step()  # the first connects, and warms up
         one_step()
         dist.barrier()
@@ -107,12 +111,19 @@ def work(options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def stepping(plan: Plan, run: RunConfig, world: World) -> Callable[[], None]:
+def stepping(plan: Plan, run: RunConfig, world: World, in_plain_sight: bool) -> Callable[[], None]:
+    """`in_plain_sight`: wait for the values right after the update, not in the next forward."""
     step = Step(run, TrainState.begin(apply(plan, run, world), plan, run), world, StepClock(world.device))
     generator = torch.Generator().manual_seed(world.rank)
     tokens = torch.randint(1, MODEL["vocab_size"], (ROWS, TOKENS + 1), generator=generator).int().numpy()
     batch = microbatches(tokens, ROWS, 0, world.device)
-    return lambda: step.apply(step.update(step.exchange(step.forward_backward(batch)), 1e-3))
+
+    def one_step() -> None:
+        step.apply(step.update(step.exchange(step.forward_backward(batch)), 1e-3))
+        if in_plain_sight:
+            step.state.model.settle()
+
+    return one_step
 
 
 def on_the_link(plan: Plan, run: RunConfig, sites: int, each: int) -> float:
@@ -124,6 +135,8 @@ def on_the_link(plan: Plan, run: RunConfig, sites: int, each: int) -> float:
     total = 0.0
     for rank in range(each):
         for (axis, kind), size in traffic(plan, run, rank).items():
+            if axis == "shard" and plan.dp_shard == sites * each:
+                total += size / each
             if not axis.startswith("replicate") or "_" in axis:
                 continue
             meets_all = not plan.sums_in_tiers and plan.replicas == sites * each
