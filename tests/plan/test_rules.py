@@ -171,7 +171,7 @@ CASES: list[tuple[rules.Rule, str, dict[str, Any], str]] = [
     ),
     (rules.tiers_divide_the_replicas, "dp_replicate=4,sum_inside=4", {}, "Try 2."),
     (rules.tiers_divide_the_replicas, "dp_replicate=8,sum_inside=2,sum_between=3", {}, "Try 4."),
-    (rules.tiers_divide_the_replicas, "dp_shard=4,sum_inside=2", {}, "plan's 1 replicas"),
+    (rules.tiers_divide_the_replicas, "dp_shard=4,sum_inside=2", {}, "plan's 1 replica of"),
     (rules.tiers_divide_the_replicas, "dp_replicate=4,sum_between=2", {}, "the first tier is sum_inside. Name it so."),
     (
         rules.tiers_hold_whole_sets_of_experts,

@@ -218,7 +218,7 @@ def tiers_divide_the_replicas(plan: Plan, run: RunConfig) -> str:
     good = [n for n in divisors(many) if 1 < n < many]
     remedy = f"Try {_around(unit, good) or good[-1]}." if good else "Leave it out."
     return (
-        f"{said} has to divide the plan's {many} replicas of the state into two groups or more (replicas are "
+        f"{said} has to divide the plan's {many} replica{"s" * (many != 1)} of the state into two groups or more (replicas are "
         f"dp_replicate, and with zero = 0 the other data and context ranks too). {remedy}"
     )
 

@@ -253,7 +253,7 @@ class StepModel(LayerModel):
             both = gather_s(parameters * system.reduced_bytes, group) + gather_s(parameters * updated, group)
             both = both * np.where(plans.zero == 0, self._share_sent(group.ranks), 1.0)
             tiered = self._sum_s(parameters * system.reduced_bytes)
-            tiered = tiered + np.where(plans.zero > 0, gather_s(parameters * updated, group), 0.0)
+            tiered = tiered + np.where(plans.zero > 0, gather_s(parameters * updated, self.shard_group), 0.0)
             both = np.where(plans.sum_inside > 1, tiered, both)
             moved = moved + np.where(parameters > 0, both, 0.0)
         under = BACKWARD_SHARE * window * system.overlaps_gradients
