@@ -215,10 +215,10 @@ def tiers_divide_the_replicas(plan: Plan, run: RunConfig) -> str:
         return f"plan.sum_between = {plan.sum_between} with sum_inside = 1: the first tier is sum_inside. Name it so."
     unit, many = plan.sum_inside * plan.sum_between, plan.replicas
     said = f"plan.sum_inside = {plan.sum_inside}" + f" x sum_between = {plan.sum_between}" * (plan.sum_between > 1)
-    good = [n for n in divisors(many) if 1 < n < many]
+    good, plural = [n for n in divisors(many) if 1 < n < many], "s" * (many != 1)
     remedy = f"Try {_around(unit, good) or good[-1]}." if good else "Leave it out."
     return (
-        f"{said} has to divide the plan's {many} replica{"s" * (many != 1)} of the state into two groups or more (replicas are "
+        f"{said} has to divide the plan's {many} replica{plural} of the state into two groups or more (replicas are "
         f"dp_replicate, and with zero = 0 the other data and context ranks too). {remedy}"
     )
 
