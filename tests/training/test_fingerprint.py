@@ -27,6 +27,7 @@ def trained(world: World, plan: str, model: dict[str, Any], kind: str = "adamw",
     parallel.before_update()
     optimizer.step()
     parallel.after_update()
+    parallel.settle()  # as the next forward does
     outer = {piece.name: {"weights": piece.value.detach().clone()} for piece in parallel.masters}
     return Fingerprints(parallel, optimizer, world, outer.__getitem__)
 
