@@ -29,7 +29,7 @@ from argosy.config.lease_url import LeaseUrl
 from argosy.config.mup import MuPConfig
 from argosy.config.observe import ObserveConfig
 from argosy.config.section import Section
-from argosy.config.sites import SiteConfig, check_sites
+from argosy.config.sites import SiteConfig, check_fragments, check_sites
 from argosy.config.sync import SyncConfig
 from argosy.extend.declared import Declaration
 
@@ -597,6 +597,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _sites_are_told_apart(self) -> Self:
         check_sites(self.sites, self.site, self.sync.quorum)
+        check_fragments(self.sync, self.model.layers)
         return self
 
     @model_validator(mode="after")

@@ -85,6 +85,13 @@ class OuterConfig(Section):
 
     every_steps: PositiveInt = 50
     """local, diloco: steps (H) that each site trains alone between two sums of what they changed."""
+    fragments: PositiveInt = 1
+    """local, diloco: the model's layers are agreed on in so many parts, which take turns, each once in every_steps."""
+    overlap_steps: NonNegativeInt = 0
+    """local, diloco: steps (tau) that a site trains on while what it changed travels."""
+    mixing: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """local, diloco: share (alpha) of a site's own weights in those that it goes on with after an outer step; 0: it
+    takes the agreed ones."""
     outer_lr: PositiveFloat = 0.7
     """diloco: learning rate of the outer step, which is Nesterov's SGD on the mean change."""
     outer_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
@@ -98,6 +105,24 @@ class OuterConfig(Section):
     """local, diloco: sites that a round needs at least; 0: more than half of them."""
     tls: bool = True
     """local, diloco: encrypt what sites send each other, with keys that follow from the run's secret."""
+
+
+def check_fragments(sync: OuterConfig, layers: int) -> None:
+    """Refuse turns that do not come out even. Raises: ValueError."""
+    h, fragments = sync.every_steps, sync.fragments
+    if fragments > layers:
+        raise ValueError(f"sync.fragments = {fragments}, and the model has {layers} layers; try {layers} or less")
+    if h % fragments:
+        near = max(1, round(h / fragments)) * fragments
+        raise ValueError(
+            f"sync.every_steps = {h} is no multiple of sync.fragments = {fragments}: fragments take turns, at even "
+            f"distances; try every_steps = {near}"
+        )
+    if sync.overlap_steps >= h // fragments:
+        raise ValueError(
+            f"sync.overlap_steps = {sync.overlap_steps} is not below sync.every_steps / sync.fragments = "
+            f"{h // fragments}: a fragment has to be there before the next one is sent; try {h // fragments - 1}"
+        )
 
 
 def check_sites(sites: Sequence[SiteConfig], site: str, quorum: int) -> None:

@@ -103,7 +103,7 @@ class Checkpointer:
             has_optimizer=True,
             files={},
         )
-        self._saver.save(state.boxes() | generators(self._world), manifest)
+        self._saver.save(state.boxes() | state.in_flight() | generators(self._world), manifest)
         self._save_before_s, self.last_save_s = self.last_save_s, time.monotonic()
         if not background:
             self._saver.wait()
@@ -175,10 +175,11 @@ class Checkpointer:
             return None
         checkpoint, steps = found
         self._saver.committed = set(steps)
-        weights, boxes, random = state.weights(), state.boxes(Past.of(boxes_in(checkpoint))), generators(self._world)
+        there = boxes_in(checkpoint)
+        weights, boxes, random = state.weights(), state.boxes(Past.of(there)), generators(self._world)
         _check_fits(weights, checkpoint)
         fault("load", step=checkpoint.step)
-        load_into(boxes | random, checkpoint)
+        load_into(boxes | state.in_flight_before(there) | random, checkpoint)
         state.restored(boxes)
         set_generators(random, self._world)
         manifest = checkpoint.manifest

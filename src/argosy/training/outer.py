@@ -48,7 +48,8 @@ def open_own_data(run: RunConfig, ledger: Ledger, sites: Sites | None) -> OpenDa
     if sites is None:
         return open_data(run.data, run.seed, run.train.batches)
     data = open_data(run.data, run.seed, sites.shares.global_batch)
-    order = SiteOrder(data.order, sites.shares, sites.me, ledger.dealt)
+    ahead = sites.shares.ahead
+    order = SiteOrder(data.order, sites.shares, sites.me, lambda number: ledger.dealt_by(number - ahead))
     return replace(data, order=order, batches=run.train.batches)
 
 
@@ -82,13 +83,15 @@ class OuterSteps:
         if not self._world.is_first:
             return False
         self._ledger.refresh()
-        return self._is_left_out(self._state.rounds) or self._sites.adoption.exists()
+        return self._outer.is_left_out(self._state.rounds) or self._sites.adoption.exists()
 
     @property
     def is_due(self) -> bool:
-        """True after the last step of a round."""
-        rounds = self._state.rounds
-        return rounds < self._sites.rounds and self._state.step >= self._sites.end_of(rounds)
+        """True after the last step of a round, and when its average is to be taken over."""
+        number, step = self._state.rounds, self._state.step
+        if number >= self._sites.rounds:
+            return False
+        return step == self._sites.end_of(number) or step >= self._sites.merge_after(number)
 
     def begin_again(self, is_new: bool) -> bool:
         """Begin with the weights at hand, if the run is new; then go to where the sites are. Returns as `settle`."""
@@ -124,23 +127,24 @@ class OuterSteps:
                 continue
             number = state.rounds
             is_decided = self._is_decided(number)
-            if not is_decided:
-                if self._is_member(number):
-                    if not self.is_due:
-                        break
+            if self._outer.is_left_out(number) if is_decided else not self._is_member(number):
+                pass  # it goes on with the others' average
+            elif state.step < sites.end_of(number):
+                break
+            else:
+                if not is_decided:
                     self._leave_change(number)
+                if state.step < sites.merge_after(number) and self._is_member(number + 1):
+                    break
+            if not is_decided:
                 if not self._wait(number):
                     return False
-                continue
-            elif not self.is_due and not self._is_left_out(number):
-                break
-            elif not self._world.share_first(self._sites.average(number).exists, bool):
-                if not self._wait_for_state():
-                    return False
-                continue
-            self._apply(number)
-            self._say_reached()
-            self._leave_state(number)
+            elif self._world.share_first(self._sites.average(number).exists, bool):
+                self._apply(number)
+                self._say_reached()
+                self._leave_state(number)
+            elif not self._wait_for_state():
+                return False
         if state.rounds > before:
             self._line = self._measured(before, time.monotonic() - began)
         return True
@@ -178,17 +182,18 @@ class OuterSteps:
                 time.sleep(LOOK_S)
 
     def _is_member(self, number: int) -> bool:
-        last = self._ledger.lines[number - 1] if number else None
-        return self._sites.me in dealt_in(self._sites.shares, last)
-
-    def _is_left_out(self, number: int) -> bool:
-        return len(self._ledger.lines) > number and self._sites.me not in self._ledger.lines[number].tokens
+        return self._sites.me in dealt_in(self._sites.shares, self._ledger.lines, number)
 
     def _leave_change(self, number: int) -> None:
         """Write what changed, for the exchange. What was left once stays: steps that are repeated change alike."""
+        sites, flat, masters = self._sites, self._sites.flat(number), self._state.model.masters
+        travels = sites.merge_after(number) > sites.end_of(number)
         if self._world.share_first(lambda: self._sites.about(number).exists(), bool):
+            if travels and self._outer.sent_in != number:
+                self._send_again(number)
             return
-        sites, flat = self._sites, self._sites.flat(number)
+        if self._outer.sent_in != number:
+            self._outer.send(number, masters)
         partial = sites.change(number).with_suffix(".partial")
         if self._world.is_first:
             sites.folder.mkdir(parents=True, exist_ok=True)
@@ -196,11 +201,11 @@ class OuterSteps:
                 file.truncate(4 * flat.elements)
         self._world.barrier()
         vector = np.memmap(partial, np.float32, "r+", shape=(flat.elements,))
-        mine = self._boxes()
-        for piece in self._state.model.masters:
+        mine, sent = self._boxes(), self._outer.sent()
+        for piece in masters:
             if piece.name in mine and piece.name in flat.shapes:
                 view = flat.part(vector, piece.name, tuple(piece.offset), tuple(piece.value.shape))
-                view[...] = self._outer.change(piece).numpy()
+                view[...] = sent[piece.name].cpu().numpy()
         vector.flush()
         fault("change", step=self._state.step, rank=self._world.rank)
         self._world.barrier()
@@ -208,6 +213,23 @@ class OuterSteps:
             partial.replace(sites.change(number))
             with atomic_write(sites.about(number)) as file:
                 file.write(json.dumps(self._about(number)).encode())
+        if not travels:
+            self._outer.forget_sent()
+
+    def _send_again(self, number: int) -> None:
+        """Take what was left in an earlier world for what is sent, so that it is in checkpoints."""
+        flat, vector = self._sites.flat(number), None
+        with suppress(OSError):  # the round was made meanwhile: then checkpoints need it no more
+            vector = np.memmap(self._sites.change(number), np.float32, "r")
+        is_gone = torch.tensor(float(vector is None), device=self._world.device)
+        if self._world.sum(is_gone).item() or vector is None:
+            return
+        masters = self._state.model.masters
+        sent = self._outer.sent_before(number, masters)
+        for piece in masters:
+            if piece.name in sent:
+                part = flat.part(vector, piece.name, tuple(piece.offset), tuple(piece.value.shape))
+                sent[piece.name].copy_(torch.from_numpy(np.array(part)))
 
     def _boxes(self) -> dict[str, Box]:
         """Return the boxes that this rank writes: each is one rank's, of those that hold it."""
@@ -223,13 +245,13 @@ class OuterSteps:
 
     def _about(self, number: int) -> dict[str, Any]:
         run, sites = self._sites.run, self._sites
-        steps = sites.end_of(number) - number * sites.round_steps
-        first, end = number * sites.round_steps * run.train.global_batch, sites.end_of(number) * run.train.global_batch
+        start, stop = sites.shares.start(number), sites.end_of(number)
+        first, end = start * run.train.global_batch, stop * run.train.global_batch
         oldest = min(sorted(self._checkpointer.committed)[-run.checkpoint.keep_last :], default=0)
         return {
-            "tokens": steps * run.tokens_per_step,
+            "tokens": (stop - start) * run.tokens_per_step,
             "skipped": [list(some) for some in self._batches.skipped_numbers(first, end)],
-            "needs_round": sites.round_of(oldest) if oldest else 0,
+            "needs_round": sites.rounds_at(oldest),
         }
 
     def _wait(self, number: int) -> bool:
@@ -366,8 +388,13 @@ class OuterSteps:
         fault("outer", step=state.step, rank=self._world.rank)
         state.apply_outer(number)
         state.model.after_update()
-        if line.dealt is not None:
+        if line.dealt is not None or state.step < left:
             self._batches.again()
+        if state.step < left:
+            state.tokens -= sum(self._sites.run.tokens_at(step) for step in range(state.step, left))
+            self._checkpointer.forget_from(state.step + 1)
+            if self._world.is_first:
+                self._records.metrics.forget_from(state.step)
         if state.step > left or self._sites.me not in line.tokens:
             self._records.tell("left_out", round=number, step=left, to_step=state.step)
             self._records.progress.say(
@@ -385,13 +412,16 @@ class OuterSteps:
             traffic = json.loads((sites.folder / f"traffic-{number:08d}.json").read_bytes())
         blocks = sites.wire.blocks(sites.flat(number).elements)
         whole, sent = 4 * sites.flat(number).elements, blocks * sites.wire.block_bytes
+        since = sites.shares.start(max(0, before + 1 - sites.rounds_of_change(number)))
+        turn = {"fragment": sites.flats.index(sites.turn(number))} if len(sites.flats) > 1 else {}
         return {
             "round": number,
+            **turn,
             "participants": list(line.tokens),
             "seconds": round(seconds, 6),
             **traffic,
             "ratio": round(whole / sent, 3),
-            "staleness_steps": sites.end_of(number) - before * sites.round_steps,
+            "staleness_steps": sites.end_of(number) - since,
             **line.extra,
         }
 

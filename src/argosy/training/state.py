@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -29,6 +29,9 @@ from argosy.precision.scaler import LossScaler
 from argosy.training.bad_steps import Counts
 from argosy.training.outer_state import OuterState
 from argosy.training.sync_memory import Past, SyncMemory
+
+SENT = "outer.sent."
+"""How the names of boxes begin that hold what a site has sent: outer.sent.ROUND.PARAMETER."""
 
 
 @dataclass(frozen=True)
@@ -135,12 +138,21 @@ class TrainState:
         self.in_update = False
 
     def apply_outer(self, number: int) -> None:
-        """Make the outer step of round `number`, which is in the site's ledger. `model.after_update` comes next."""
+        """Make the outer step of round `number`, which is in the site's ledger. `model.after_update` comes next.
+
+        If the round was made without this site, what it trained since the one before does not count: it goes on where
+        the next round begins, which may be some steps back.
+        """
         assert self.outer is not None and number == self.rounds, f"round {number} after {self.rounds} rounds"
         self.in_update = True
         self.outer.apply(number, self.model.masters)
         self.rounds += 1
-        self.step = max(self.step, self.outer.sites.end_of(number))
+        end = self.outer.sites.end_of(number)
+        if self.outer.is_left_out(number):
+            if self.step > end:
+                self.last_update, self.history = None, self.history.turned_back(end)
+            self.step = end
+        self.step = max(self.step, end)
         self.pending = self.is_prepared = self.in_update = False
 
     def drop_gradient(self) -> None:
@@ -169,6 +181,29 @@ class TrainState:
                 for key, tensor in self.outer.state_of(piece.name).items():
                     parts[_part(f"outer.{key}.{piece.name}", piece, tensor)] = tensor
         return parts | wholes(self.scaler.state(), "scaler.")
+
+    def in_flight(self) -> dict[Box, Tensor]:
+        """Return what this rank's site has sent, if it is not agreed on yet: live tensors, to save.
+
+        Among ranks they need not travel: as long as a site's folder is there, they are in it as well.
+        """
+        if self.outer is None or self.outer.sent_in is None:
+            return {}
+        return self._sent_boxes(self.outer.sent_in, self.outer.sent())
+
+    def in_flight_before(self, boxes: Iterable[Box]) -> dict[Box, Tensor]:
+        """Return tensors to fill with what a state that has these boxes had sent; nothing else is in flight then."""
+        if self.outer is None:
+            return {}
+        self.outer.forget_sent()
+        number = next((int(box.name.split(".")[2]) for box in boxes if box.name.startswith(SENT)), None)
+        if number is None:
+            return {}
+        return self._sent_boxes(number, self.outer.sent_before(number, self.model.masters))
+
+    def _sent_boxes(self, number: int, sent: Mapping[str, Tensor]) -> dict[Box, Tensor]:
+        pieces = {piece.name: piece for piece in self.model.masters}
+        return {_part(f"{SENT}{number}.{name}", pieces[name], tensor): tensor for name, tensor in sent.items()}
 
     def restored(self, boxes: Mapping[Box, Tensor]) -> None:
         """Take over the values that the tensors of `boxes()` were filled with."""

@@ -2,69 +2,90 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy.data.order import Samples
 from argosy.sync.sites.deal import RESERVE, Shares, SiteOrder, merged
-from argosy.sync.sites.ledger import Delivery, Ledger, Line, dealt_in, next_line
+from argosy.sync.sites.ledger import Delivery, Ledger, Line, dealt_in, next_line, weights_of
 
 SHARES = Shares(("A", "B", "C"), (4, 3, 1), round_steps=5)
+AHEAD = replace(SHARES, ahead=2, from_step=3)
 
 
-def line_after(last: Line | None, delivered: set[str], connected: set[str]) -> Line:
-    present = set(dealt_in(SHARES, last)) & delivered
-    deliveries = {name: Delivery(SHARES.batch(name) * 5, []) for name in present}
-    return next_line(SHARES, last, "A", deliveries, connected, 1, [1], {})
+def line_after(lines: list[Line], delivered: set[str], connected: set[str], shares: Shares = SHARES) -> Line:
+    present = set(dealt_in(shares, lines, len(lines))) & delivered
+    deliveries = {name: Delivery(shares.batch(name) * shares.steps_of(len(lines)), []) for name in present}
+    return next_line(shares, lines, "A", deliveries, connected, 1, [1], {})
 
 
-@given(st.lists(st.tuples(st.sets(st.sampled_from("ABC")), st.sets(st.sampled_from("ABC"))), max_size=12))
-def test_each_sample_is_dealt_to_one_site_and_trained_on_once(rounds: list[tuple[set[str], set[str]]]) -> None:
-    last: Line | None = None
+@pytest.mark.parametrize("shares", [SHARES, AHEAD], ids=["next", "the one after it"])
+@given(st.lists(st.tuples(st.sets(st.sampled_from("ABC")), st.sets(st.sampled_from("ABC"))), min_size=1, max_size=12))
+def test_each_sample_is_dealt_to_one_site_and_trained_on_once(
+    shares: Shares, rounds: list[tuple[set[str], set[str]]]
+) -> None:
+    lines: list[Line] = []
     trained: list[tuple[int, int]] = []
-    for delivered, connected in rounds:
-        dealt = dealt_in(SHARES, last)
+    for number, (delivered, connected) in enumerate(rounds):
+        dealt = dealt_in(shares, lines, number)
         for name, ranges in dealt.items():
-            assert sum(end - first for first, end in ranges) == 5 * SHARES.batch(name)
-        last = line_after(last, delivered, connected)
-        assert last.samples == {name: dealt[name] for name in dealt if name in delivered}
-        trained += [some for ranges in last.samples.values() for some in ranges]
-    if last is None:
-        return
-    coming = [some for ranges in dealt_in(SHARES, last).values() for some in ranges]
-    returned = [] if last.dealt is None else last.returned
-    whole = merged([*trained, *coming, *returned])  # nothing twice (`merged` would leave an overlap), nothing left out
-    assert whole == [(0, (last.round + 2) * 5 * SHARES.global_batch)]
+            assert sum(end - first for first, end in ranges) == shares.steps_of(number) * shares.batch(name)
+        lines.append(line_after(lines, delivered, connected, shares))
+        assert lines[-1].samples == {name: dealt[name] for name in dealt if name in delivered}
+        trained += [some for ranges in lines[-1].samples.values() for some in ranges]
+    later = [dealt_in(shares, lines, len(lines) + n) for n in range(shares.ahead)]
+    coming = [some for dealt in later for ranges in dealt.values() for some in ranges]
+    whole = sorted(some for some in [*trained, *coming, *lines[-1].returned] if some[0] < some[1])
+    assert all(one[1] <= other[0] for one, other in pairwise(whole))  # nothing twice
+    assert merged(whole) == [(0, shares.start(len(lines) + shares.ahead) * shares.global_batch)]  # nothing left out
+
+
+def test_rounds_are_of_one_step_until_sites_train_alone() -> None:
+    assert [AHEAD.start(number) for number in range(7)] == [0, 1, 2, 3, 8, 13, 18]
+    assert [AHEAD.round_of(step) for step in (0, 2, 3, 7, 8)] == [0, 2, 3, 3, 4]
+
+
+def test_a_change_weighs_what_it_was_trained_on() -> None:
+    lines: list[Line] = []
+    for delivered in ("ABC", "AB", "ABC"):
+        lines.append(line_after(lines, set(delivered), set("ABC")))
+    tokens = {name: SHARES.batch(name) * 5 for name in "ABC"}
+    assert weights_of(lines, tokens, 1) == tokens
+    assert weights_of(lines, tokens, 2) == {"A": 40, "B": 30, "C": 10}
+    assert weights_of(lines, tokens, 4) == {"A": 80, "B": 60, "C": 10}  # C began anew after it was left out
 
 
 def test_while_all_take_part_each_has_its_share_of_every_global_batch() -> None:
-    last = line_after(line_after(None, set("ABC"), set("ABC")), set("ABC"), set("ABC"))
+    lines = [line_after([], set("ABC"), set("ABC"))]
+    last = line_after(lines, set("ABC"), set("ABC"))
     assert last.dealt is None and last.returned == []
     assert last.samples["B"] == [(8 * step + 4, 8 * step + 7) for step in range(5, 10)]
 
 
 def test_samples_of_a_site_that_was_lost_come_first_in_the_next_round() -> None:
-    last = line_after(None, {"A", "C"}, {"A", "C"})
+    last = line_after([], {"A", "C"}, {"A", "C"})
     assert last.members == ["A", "C"] and last.dealt is not None
     assert min(first for ranges in last.dealt.values() for first, _ in ranges) == 4  # B's first
-    again = line_after(last, {"A", "C"}, {"A", "B", "C"})
+    again = line_after([last], {"A", "C"}, {"A", "B", "C"})
     assert again.members == ["A", "B", "C"]
 
 
 def test_a_ledger_is_read_as_it_was_written_and_a_line_cut_off_does_not_count(tmp_path: Path) -> None:
-    ledger, last = Ledger(tmp_path), None
+    ledger = Ledger(tmp_path)
     for delivered in ("ABC", "AB", "AB"):
-        last = line_after(last, set(delivered), set("ABC"))
-        ledger.append(last)
+        ledger.append(line_after(ledger.lines, set(delivered), set("ABC")))
     assert Ledger(tmp_path).lines == ledger.lines
     with ledger.path.open("ab") as file:
         file.write(b'{"round":3,')
     again = Ledger(tmp_path)
     assert again.lines == ledger.lines
-    again.append(line_after(last, set("ABC"), set("ABC")))
+    again.append(line_after(ledger.lines, set("ABC"), set("ABC")))
     ledger.refresh()
     assert len(ledger.lines) == len(Ledger(tmp_path).lines) == 4
     chains = [line.chain for line in ledger.lines]
@@ -80,7 +101,7 @@ class Numbers:
 
 
 def test_a_site_reads_what_it_was_dealt_and_others_stand_in_for_bad_samples() -> None:
-    last = line_after(None, {"A", "C"}, {"A", "C"})
+    last = line_after([], {"A", "C"}, {"A", "C"})
     order = SiteOrder(Numbers(), SHARES, "A", {1: last.dealt}.get)
     assert last.dealt is not None
     dealt = [n for first, end in last.dealt["A"] for n in range(first, end)]

@@ -85,8 +85,18 @@ def reduce_slice(
     return Reduced(crc, products.tolist())
 
 
-def distances(names: Sequence[str], products: Sequence[Sequence[float]]) -> dict[str, Mapping[str, float]]:
-    """Return the norm of each site's change, and the cosine between those of each pair of sites."""
+def distances(
+    names: Sequence[str], products: Sequence[Sequence[float]], weights: Sequence[float]
+) -> dict[str, Mapping[str, float]]:
+    """Return how far the sites' weights are from each other, for the inner products of their changes.
+
+    `norms`: of each site's difference to the outer parameters; `cosines`: between those of each pair; `spread`: norm
+    of each site's difference to the weighted mean of all.
+    """
+    inner = np.asarray(products, np.float64)
+    shares = np.asarray(weights, np.float64) / sum(weights)
+    squares = np.diag(inner) - 2 * inner @ shares + shares @ inner @ shares
+    spread = np.sqrt(np.maximum(squares, 0.0))
     norms = {name: max(products[i][i], 0.0) ** 0.5 for i, name in enumerate(names)}
     cosines = {
         f"{one} {other}": products[i][j] / (norms[one] * norms[other])
@@ -96,5 +106,6 @@ def distances(names: Sequence[str], products: Sequence[Sequence[float]]) -> dict
     }
     return {
         "norms": {name: float(f"{norm:.6g}") for name, norm in norms.items()},
+        "spread": {name: float(f"{norm:.6g}") for name, norm in zip(names, spread, strict=True)},
         "cosines": {pair: round(cosine, 6) for pair, cosine in cosines.items()},
     }

@@ -24,6 +24,23 @@ class Shares:
     batches: tuple[int, ...]
     """Sequences of a step, by site."""
     round_steps: int
+    from_step: int = 0
+    """Rounds that begin before this step have one step each."""
+    ahead: int = 1
+    """The ledger's line of a round deals out the round so many later: 2 if that round begins before the line is
+    there."""
+
+    def start(self, number: int) -> int:
+        """Return how many steps are done when round `number` begins."""
+        return number if number <= self.from_step else self.from_step + (number - self.from_step) * self.round_steps
+
+    def round_of(self, step: int) -> int:
+        """Return the round that step `step` (from 0) is in."""
+        return step if step < self.from_step else self.from_step + (step - self.from_step) // self.round_steps
+
+    def steps_of(self, number: int) -> int:
+        """Return the steps of a round, if the run does not end in it."""
+        return self.start(number + 1) - self.start(number)
 
     @property
     def global_batch(self) -> int:
@@ -41,13 +58,12 @@ class Shares:
     def of_round(self, number: int, site: str) -> list[Range]:
         """Return the samples of a site in a round in which all take part: its share of every global batch."""
         first, batch, whole = self.first(site), self.batch(site), self.global_batch
-        steps = range(number * self.round_steps, (number + 1) * self.round_steps)
+        steps = range(self.start(number), self.start(number + 1))
         return [(step * whole + first, step * whole + first + batch) for step in steps]
 
     def all_of_round(self, number: int) -> Range:
         """Return all samples of a round in which all take part."""
-        samples = self.round_steps * self.global_batch
-        return number * samples, (number + 1) * samples
+        return self.start(number) * self.global_batch, self.start(number + 1) * self.global_batch
 
 
 def deal(
@@ -63,7 +79,7 @@ def deal(
     pool = merged([*returned, shares.all_of_round(number)])
     dealt = {}
     for name in present:
-        dealt[name], pool = _cut(pool, shares.round_steps * shares.batch(name))
+        dealt[name], pool = _cut(pool, shares.steps_of(number) * shares.batch(name))
     return dealt, pool
 
 
@@ -131,7 +147,8 @@ class SiteOrder:
         return merged_in_order(some for step in steps for some in self._of_step(step, 0, self._batch))
 
     def _of_step(self, step: int, first: int, end: int) -> list[Range]:
-        number, within = divmod(step, self._shares.round_steps)
+        number = self._shares.round_of(step)
+        within = step - self._shares.start(number)
         dealt = self._dealt(number)
         if dealt is None or self._site not in dealt:
             begin = step * self._shares.global_batch + self._shares.first(self._site)

@@ -30,7 +30,7 @@ from argosy.sync.sites.assembly import Assembly, Proposal
 from argosy.sync.sites.average import distances, encode_file
 from argosy.sync.sites.kept import Kept
 from argosy.sync.sites.layout import Sites
-from argosy.sync.sites.ledger import Delivery, Ledger, Line, dealt_in, next_line
+from argosy.sync.sites.ledger import Delivery, Ledger, Line, dealt_in, next_line, weights_of
 from argosy.sync.sites.links import Links
 from argosy.sync.sites.messages import Message
 from argosy.sync.sites.others import Others
@@ -82,7 +82,7 @@ class Exchange:
 
     def hello(self) -> dict[str, Any]:
         """What this site says of itself."""
-        return {"run": self.sites.identity, "model": self.sites.flats[0].identity, **self._standing().to_json()}
+        return {"run": self.sites.identity, "model": self.sites.whole.identity, **self._standing().to_json()}
 
     def refused(self, who: str, why: str) -> None:
         """Note that a connection was refused, once for each reason."""
@@ -211,7 +211,7 @@ class Exchange:
             return
         self._line, self._line_from = line, name
         proposal = Proposal(line.attempt, tuple(site for site in self.sites.names if site in line.tokens))
-        self._work_on(proposal, line.tokens)
+        self._work_on(proposal, self._weights_of(line.tokens))
 
     def _serve(self, name: str, message: Message) -> None:
         """Send a piece of something that this site has."""
@@ -259,7 +259,7 @@ class Exchange:
         self._began_bytes = self._sent_bytes
         self._ready_s = 0.0
         self._asked_s = 0.0
-        self._members = frozenset(dealt_in(self.sites.shares, self._ledger.last))
+        self._members = frozenset(dealt_in(self.sites.shares, self._ledger.lines, self._number))
 
     def _tend(self) -> None:
         """Do what can be done now."""
@@ -343,7 +343,7 @@ class Exchange:
         elif set(here) != self._members and now - self._quorum_s < self.sites.run.sync.patience_s:
             return
         tokens = {name: self._ready[name].tokens for name in here}
-        self._work_on(Proposal(self._attempts + 1, tuple(here)), tokens)
+        self._work_on(Proposal(self._attempts + 1, tuple(here)), self._weights_of(tokens))
         self._links.tell_all("propose", **self._my_proposal())
 
     def _work_on(self, proposal: Proposal, weights: dict[str, int]) -> None:
@@ -365,10 +365,10 @@ class Exchange:
     def _agreed(self, assembly: Assembly) -> Line:
         """Return the line of the round: this site leads, and has all of the average."""
         names = assembly.proposal.names
-        extra: dict[str, Any] = distances(names, assembly.products)
+        extra: dict[str, Any] = distances(names, assembly.products, assembly.weights)
         return next_line(
             self.sites.shares,
-            self._ledger.last,
+            self._ledger.lines,
             self.sites.me,
             {name: self._ready[name] for name in names},
             [name for name in self.sites.names if self._others.is_near(name, self._number, self._standing())],
@@ -399,6 +399,10 @@ class Exchange:
 
     def _is_leader(self) -> bool:
         return self._others.leader(self._number) == self.sites.me
+
+    def _weights_of(self, tokens: dict[str, int]) -> dict[str, int]:
+        """Return the weights of the sites' changes in the round at hand, for the tokens of the round."""
+        return weights_of(self._ledger.lines, tokens, self.sites.rounds_of_change(self._number))
 
     def _chain(self) -> str:
         return "" if self._ledger.last is None else self._ledger.last.chain

@@ -50,17 +50,18 @@ class Sites:
     @cached_property
     def shares(self) -> Shares:
         """The samples that each site takes."""
-        return Shares(self.names, tuple(site.batch for site in self.run.sites), self.round_steps)
+        ahead = 2 if self.run.sync.overlap_steps else 1
+        return Shares(self.names, tuple(site.batch for site in self.run.sites), self.round_steps, ahead=ahead)
 
     @property
     def round_steps(self) -> int:
         """Steps of a round: with fragments, each round is one fragment's."""
-        return self.run.sync.every_steps
+        return self.run.sync.every_steps // self.run.sync.fragments
 
-    @property
+    @cached_property
     def rounds(self) -> int:
         """Rounds of the whole run; the last one may be shorter."""
-        return -(-self.run.train.steps // self.round_steps)
+        return self.shares.round_of(self.run.train.steps - 1) + 1
 
     @property
     def quorum(self) -> int:
@@ -75,20 +76,40 @@ class Sites:
     @cached_property
     def flats(self) -> Sequence[Flat]:
         """The fragments, in the order of their turns."""
-        shapes = {name: parameter.shape for name, parameter in parameter_table(self.run.model).items()}
-        return fragments_of(shapes, 1)
+        return fragments_of(self.whole.shapes, self.run.sync.fragments)
+
+    @cached_property
+    def whole(self) -> Flat:
+        """All parameters."""
+        return Flat({name: parameter.shape for name, parameter in parameter_table(self.run.model).items()})
+
+    def is_last(self, number: int) -> bool:
+        """True for the run's last round, which is about all parameters, so that sites end alike."""
+        return number == self.rounds - 1
+
+    def turn(self, number: int) -> Flat:
+        """Return the fragment whose turn it is in round `number`."""
+        return self.flats[(number - self.shares.from_step) % len(self.flats)]
 
     def flat(self, number: int) -> Flat:
-        """Return the fragment that round `number` is about."""
-        return self.flats[number % len(self.flats)]
+        """Return the parameters that round `number` is about."""
+        return self.whole if self.is_last(number) else self.turn(number)
 
     def end_of(self, number: int) -> int:
-        """Return how many steps are done when round `number` ends."""
-        return min((number + 1) * self.round_steps, self.run.train.steps)
+        """Return how many steps are done when round `number` ends: then a site sends what it changed."""
+        return min(self.shares.start(number + 1), self.run.train.steps)
 
-    def round_of(self, step: int) -> int:
-        """Return the round that step `step` (from 0) is in."""
-        return step // self.round_steps
+    def merge_after(self, number: int) -> int:
+        """Return how many steps are done when a site takes the average of round `number` over."""
+        return min(self.end_of(number) + self.run.sync.overlap_steps, self.run.train.steps)
+
+    def rounds_of_change(self, number: int) -> int:
+        """Return how many rounds what changed in round `number` comes from, up to that round."""
+        return len(self.flats)
+
+    def rounds_at(self, step: int) -> int:
+        """Return how many averages a site has taken over when `step` steps are done, before the run's last one."""
+        return self.shares.round_of(max(0, step - self.run.sync.overlap_steps))
 
     @cached_property
     def identity(self) -> str:

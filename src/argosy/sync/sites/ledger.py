@@ -37,9 +37,9 @@ class Line:
     skipped: dict[str, list[Range]]
     """Those of them that no update was made from, because of bad steps."""
     members: list[str]
-    """The sites that the next round is dealt out to."""
+    """The sites that the round that this line deals out is dealt out to."""
     dealt: dict[str, list[Range]] | None
-    """The samples of the next round; None: each site its own share of it."""
+    """The samples of the next round (`Shares.ahead`: or the one after it); None: each site its own share of it."""
     returned: list[Range]
     """Samples that are still to be handed out: sites that did not deliver had them."""
     attempt: int
@@ -91,7 +91,7 @@ class Delivery:
 
 def next_line(
     shares: Shares,
-    last: Line | None,
+    lines: Sequence[Line],
     by: str,
     delivered: Mapping[str, Delivery],
     present: Collection[str],
@@ -99,19 +99,19 @@ def next_line(
     sums: Sequence[int],
     extra: Mapping[str, Any],
 ) -> Line:
-    """Return the line of the round after `last`, in which the sites of `delivered` took part.
+    """Return the line of the round after `lines`, in which the sites of `delivered` took part.
 
-    Samples of members that did not deliver come back. The next round's members are those that delivered and all that
-    are `present`: connected, and near enough to take part.
+    Samples of members that did not deliver come back. The members of the round that it deals out are those that
+    delivered and all that are `present`: connected, and near enough to take part.
     """
-    number = 0 if last is None else last.round + 1
-    dealt = dealt_in(shares, last)
+    last, number = (lines[-1] if lines else None), len(lines)
+    dealt = dealt_in(shares, lines, number)
     samples = {name: dealt[name] for name in shares.names if name in delivered and name in dealt}
     lost = [some for name, ranges in dealt.items() if name not in samples for some in ranges]
     returned = merged([*([] if last is None else last.returned), *lost])
     members = [name for name in shares.names if name in delivered or name in present]
-    later, left = deal(shares, number + 1, members, returned)
-    usual, _ = deal(shares, number + 1, shares.names, [])
+    later, left = deal(shares, number + shares.ahead, members, returned)
+    usual, _ = deal(shares, number + shares.ahead, shares.names, [])
     line = Line(
         round=number,
         by=by,
@@ -128,12 +128,26 @@ def next_line(
     return Line(**{**line.__dict__, "chain": line.chained("" if last is None else last.chain)})
 
 
-def dealt_in(shares: Shares, last: Line | None) -> dict[str, list[Range]]:
-    """Return the samples of each member of the round after `last`."""
-    number = 0 if last is None else last.round + 1
-    if last is None or last.dealt is None:
-        return deal(shares, number, shares.names, [])[0]
-    return last.dealt
+def dealt_in(shares: Shares, lines: Sequence[Line], number: int) -> dict[str, list[Range]]:
+    """Return the samples of each member of a round. `lines`: the ledger, up to the line that deals it out."""
+    by = number - shares.ahead
+    dealt = lines[by].dealt if by >= 0 else None
+    return deal(shares, number, shares.names, [])[0] if dealt is None else dealt
+
+
+def weights_of(lines: Sequence[Line], tokens: Mapping[str, int], rounds: int) -> dict[str, int]:
+    """Return the weight of each site's change in the round after `lines`: the tokens that the change comes from.
+
+    tokens: of each site that takes part, in the round. rounds: how many the change is over, if the site took part in
+    those before: as many as there are fragments. A site that was left out began anew with the round after.
+    """
+    weights = dict(tokens)
+    for name in tokens:
+        for line in reversed(lines[max(0, len(lines) - rounds + 1) :]):
+            if name not in line.tokens:
+                break
+            weights[name] += line.tokens[name]
+    return weights
 
 
 def _text(line: Line) -> bytes:
@@ -197,9 +211,10 @@ class Ledger:
             os.fsync(file.fileno())
         self.refresh()
 
-    def dealt(self, number: int) -> dict[str, list[Range]] | None:
-        """Return the samples of round `number`, by site; None: each site its own share. Unknown yet: its own share."""
-        return self.lines[number - 1].dealt if 0 < number <= len(self.lines) else None
+    def dealt_by(self, number: int) -> dict[str, list[Range]] | None:
+        """Return the samples, by site, that the line of a round deals out; None: each site its own share, or there is
+        no such line (yet)."""
+        return self.lines[number].dealt if 0 <= number < len(self.lines) else None
 
     def replace(self, lines: Sequence[Line]) -> None:
         """Have these lines in place of those that are there; if they differ, the old ledger stays beside it."""

@@ -1,0 +1,152 @@
+"""Streaming DiLoCo: fragments of the model take turns, and travel while sites train on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_several_sites import PlainSite, SitesOfARun, simulated, sites  # noqa: F401  (a fixture)
+
+from argosy.checkpoint import store
+from argosy.data.loader import open_data
+from commands import Folder
+
+H, FRAGMENTS = 6, 2
+
+
+def fragment_of(name: str, names: list[str]) -> int:
+    """Layer i is in fragment i mod F; what belongs to no layer is dealt out from the last fragment backwards."""
+    if name.startswith("blocks."):
+        return int(name.split(".")[1]) % FRAGMENTS
+    loose = [other for other in names if not other.startswith("blocks.")]
+    return (FRAGMENTS - 1 - loose.index(name)) % FRAGMENTS
+
+
+def streamed(run_dir: Path, steps: int, overlap: int, alpha: float) -> dict[str, torch.Tensor]:
+    """Streaming DiLoCo of two sites, written plainly in one process (Douillard et al. 2025, algorithm 2)."""
+    inner = [PlainSite(run_dir) for _ in range(2)]
+    run = inner[0].run
+    data = open_data(run.data, run.seed, 8)
+    loader = data.loader(slice(0, 8))
+    agreed = {name: value.clone() for name, value in inner[0].values.items()}
+    velocity = {name: torch.zeros_like(value) for name, value in agreed.items()}
+    turns = {name: fragment_of(name, list(agreed)) for name in agreed}
+    on_its_way: tuple[int, int, dict[str, torch.Tensor]] | None = None
+
+    def changes(names: list[str]) -> dict[str, torch.Tensor]:
+        return {name: sum((agreed[name] - site.values[name]) / 2 for site in inner) for name in names}  # type: ignore
+
+    def merge(turn: int, mean: dict[str, torch.Tensor], keep: float) -> None:
+        for name, change in mean.items():
+            if turns[name] == turn:
+                velocity[name] = 0.9 * velocity[name] + change
+                agreed[name] -= 0.7 * (change + 0.9 * velocity[name])
+            else:
+                agreed[name] -= change
+            for site in inner:
+                site.values[name].copy_(keep * site.values[name] + (1 - keep) * agreed[name])
+
+    for step in range(steps):
+        rows = loader.batch(step)
+        for place, site in enumerate(inner):
+            site.train(rows[place * 4 : place * 4 + 4], data.eod_id)
+        done = step + 1
+        if on_its_way is not None and (done == on_its_way[0] + overlap or done == steps):
+            merge(on_its_way[1], on_its_way[2], alpha)
+            on_its_way = None
+        turn = (step // (H // FRAGMENTS)) % FRAGMENTS
+        if done == steps:
+            merge(turn, changes(list(agreed)), 0.0)
+        elif done % (H // FRAGMENTS) == 0:
+            mean = changes([name for name in agreed if turns[name] == turn])
+            if overlap:
+                on_its_way = (done, turn, mean)
+            else:
+                merge(turn, mean, alpha)
+    loader.close()
+    return agreed
+
+
+STEPS = 2 * H + 1
+"""The last round has one step: what was sent before it has not come when the run's last step is made."""
+
+
+def keys(overlap: int = 2, mixing: float = 0.5, **others: Any) -> dict[str, Any]:
+    return {"every_steps": H, "fragments": FRAGMENTS, "overlap_steps": overlap, "mixing": mixing, **others}
+
+
+def outer_lines(site: Path) -> list[tuple[int, dict[str, Any]]]:
+    """Steps done, and the line, of each outer step that metrics have."""
+    lines = [json.loads(line) for line in (site / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"] + 1, line["sites"]) for line in lines if "sites" in line]
+
+
+def train(folder: Folder, **sync: Any) -> SitesOfARun:
+    """A run of two sites that is left alone."""
+    run = SitesOfARun(folder, steps=STEPS, sync=sync, with_addresses=False)
+    assert "done" in folder.argosy("train", "run.toml")
+    return run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> SitesOfARun:
+    return train(Folder(tmp_path_factory.mktemp("alone"), corpus), **keys())
+
+
+def check_weights(run: SitesOfARun, overlap: int, mixing: float) -> None:
+    got, wanted = run.same_weights(), streamed(run.path("A"), STEPS, overlap, mixing)
+    for name, value in wanted.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-5)  # Adam makes much of little
+
+
+def test_sites_come_to_the_weights_of_a_simulation_in_one_process(undisturbed: SitesOfARun) -> None:
+    check_weights(undisturbed, 2, 0.5)
+    assert [list(line.tokens) for line in undisturbed.check_ledger().lines] == [["A", "B"]] * 5
+    outer = outer_lines(undisturbed.path("B"))
+    assert [(done, one["round"], one["fragment"]) for done, one in outer] == [
+        (3 + 2, 0, 0), (6 + 2, 1, 1), (9 + 2, 2, 0), (STEPS, 4, 0),
+    ]  # fmt: skip
+    assert [one["staleness_steps"] for _, one in outer[:3]] == [3, 6, 6]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("overlap", "mixing"), [(0, 0.0), (0, 0.5), (1, 0.0)])
+def test_so_they_do_whatever_the_overlap(folder: Folder, overlap: int, mixing: float) -> None:
+    check_weights(train(folder, **keys(overlap, mixing)), overlap, mixing)
+
+
+@pytest.mark.slow
+def test_one_fragment_without_overlap_is_diloco_bit_for_bit(folder: Folder, tmp_path: Path) -> None:
+    plain = train(folder, every_steps=H)
+    one = train(Folder(tmp_path, folder.corpus), **{**keys(0, 0.0), "fragments": 1})
+    got, wanted = one.same_weights(), plain.same_weights()
+    assert all(torch.equal(got[name], value) for name, value in wanted.items())
+    check_diloco(plain)
+
+
+def check_diloco(run: SitesOfARun) -> None:
+    wanted = simulated(run.path("A"), "AB", STEPS, H, 0.7, 0.9)
+    for name, value in run.same_weights().items():
+        torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_fragment_in_flight_is_in_checkpoints(
+    sites: Callable[..., SitesOfARun],  # noqa: F811
+    undisturbed: SitesOfARun,
+) -> None:
+    run = sites(steps=STEPS, sync=keys())
+    alone = run.start("B", "--checkpoint.every-steps", 1)
+    run.wait(lambda: [c.step for c in store.committed(run.path("B"))][-1:] == [4])  # sent after 3, due after 5
+    run.kill(alone)
+    shutil.rmtree(run.path("B") / "exchange")
+    for name in run.names:
+        run.start(name, "--checkpoint.every-steps", 1)
+    run.end()
+    assert all(list(line.tokens) == ["A", "B"] for line in run.check_ledger().lines)
+    got = run.same_weights()
+    assert all(torch.equal(got[name], value) for name, value in undisturbed.same_weights().items())
