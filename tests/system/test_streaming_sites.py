@@ -13,7 +13,11 @@ import torch
 from test_several_sites import PlainSite, SitesOfARun, simulated, sites  # noqa: F401  (a fixture)
 
 from argosy.checkpoint import store
+from argosy.config.load import load
+from argosy.config.schema import RunConfig
 from argosy.data.loader import open_data
+from argosy.plan.cost.outer_traffic import sent_in_turn
+from argosy.plan.parameters import parameter_table
 from commands import Folder
 
 H, FRAGMENTS = 6, 2
@@ -28,7 +32,7 @@ def fragment_of(name: str, names: list[str]) -> int:
 
 
 def streamed(run_dir: Path, steps: int, overlap: int, alpha: float) -> dict[str, torch.Tensor]:
-    """Streaming DiLoCo of two sites, written plainly in one process (Douillard et al. 2025, algorithm 2)."""
+    """Streaming DiLoCo of two sites, written plainly in one process (Douillard et al. 2025)."""
     inner = [PlainSite(run_dir) for _ in range(2)]
     run = inner[0].run
     data = open_data(run.data, run.seed, 8)
@@ -80,6 +84,10 @@ def keys(overlap: int = 2, mixing: float = 0.5, **others: Any) -> dict[str, Any]
     return {"every_steps": H, "fragments": FRAGMENTS, "overlap_steps": overlap, "mixing": mixing, **others}
 
 
+def run_of(run: SitesOfARun) -> RunConfig:
+    return load(run.path("A") / "run.toml")
+
+
 def outer_lines(site: Path) -> list[tuple[int, dict[str, Any]]]:
     """Steps done, and the line, of each outer step that metrics have."""
     lines = [json.loads(line) for line in (site / "metrics.jsonl").read_text().splitlines()]
@@ -111,6 +119,12 @@ def test_sites_come_to_the_weights_of_a_simulation_in_one_process(undisturbed: S
     assert [(done, one["round"], one["fragment"]) for done, one in outer] == [
         (3 + 2, 0, 0), (6 + 2, 1, 1), (9 + 2, 2, 0), (STEPS, 4, 0),
     ]  # fmt: skip
+    shapes = {name: tuple(value.shape) for name, value in undisturbed.same_weights().items()}
+    turns = sent_in_turn({name: shapes[name] for name in parameter_table(run_of(undisturbed).model)},
+                         run_of(undisturbed).sync, 2)  # fmt: skip
+    assert [one["sent_bytes"] for _, one in outer[:3]] == [turns[0], turns[1], turns[0]]
+    assert max(turns) < 0.7 * sum(turns)  # what the link carries at once
+    assert all(one["distance"] > 0 for _, one in outer)
     assert [one["staleness_steps"] for _, one in outer[:3]] == [3, 6, 6]
 
 

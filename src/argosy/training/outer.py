@@ -8,35 +8,28 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import torch
 
-from argosy.checkpoint.boxes import Box
-from argosy.checkpoint.directory import deal
-from argosy.checkpoint.shards import part_box
 from argosy.config.schema import RunConfig
 from argosy.data.loader import OpenData, open_data
 from argosy.faults import fault
-from argosy.files import atomic_write
 from argosy.observe.heartbeat import Heartbeat
-from argosy.parallel.peers import over, peers_of
 from argosy.parallel.world import World
 from argosy.plan.plan import LOCAL, Plan
-from argosy.sync.sites.adoption import checksum_of
 from argosy.sync.sites.deal import SiteOrder
-from argosy.sync.sites.flat import F32, Flat
 from argosy.sync.sites.layout import Sites
 from argosy.sync.sites.ledger import Ledger, dealt_in
 from argosy.training.batches import Batches
 from argosy.training.checkpointer import Checkpointer
 from argosy.training.outer_state import OuterState
 from argosy.training.records import Records
+from argosy.training.site_files import SiteFiles
 from argosy.training.state import TrainState
 
 FIRST_LOOK_S, LOOK_S = 0.005, 0.1
@@ -71,7 +64,7 @@ class OuterSteps:
         self._sites, self._ledger = state.outer.sites, state.outer.ledger
         self._checkpointer, self._batches, self._records = checkpointer, batches, records
         self._heartbeat, self._has_signal = heartbeat, has_signal
-        self._mine: dict[str, Box] | None = None
+        self._files = SiteFiles(state, state.outer, world)
         self._line: dict[str, Any] | None = None
 
     @property
@@ -133,7 +126,7 @@ class OuterSteps:
                 break
             else:
                 if not is_decided:
-                    self._leave_change(number)
+                    self._files.leave_change(number, self._about(number))
                 if state.step < sites.merge_after(number) and self._is_member(number + 1):
                     break
             if not is_decided:
@@ -142,7 +135,7 @@ class OuterSteps:
             elif self._world.share_first(self._sites.average(number).exists, bool):
                 self._apply(number)
                 self._say_reached()
-                self._leave_state(number)
+                self._files.leave_state(number)
             elif not self._wait_for_state():
                 return False
         if state.rounds > before:
@@ -184,65 +177,6 @@ class OuterSteps:
     def _is_member(self, number: int) -> bool:
         return self._sites.me in dealt_in(self._sites.shares, self._ledger.lines, number)
 
-    def _leave_change(self, number: int) -> None:
-        """Write what changed, for the exchange. What was left once stays: steps that are repeated change alike."""
-        sites, flat, masters = self._sites, self._sites.flat(number), self._state.model.masters
-        travels = sites.merge_after(number) > sites.end_of(number)
-        if self._world.share_first(lambda: self._sites.about(number).exists(), bool):
-            if travels and self._outer.sent_in != number:
-                self._send_again(number)
-            return
-        if self._outer.sent_in != number:
-            self._outer.send(number, masters)
-        partial = sites.change(number).with_suffix(".partial")
-        if self._world.is_first:
-            sites.folder.mkdir(parents=True, exist_ok=True)
-            with partial.open("wb") as file:
-                file.truncate(4 * flat.elements)
-        self._world.barrier()
-        vector = np.memmap(partial, np.float32, "r+", shape=(flat.elements,))
-        mine, sent = self._boxes(), self._outer.sent()
-        for piece in masters:
-            if piece.name in mine and piece.name in flat.shapes:
-                view = flat.part(vector, piece.name, tuple(piece.offset), tuple(piece.value.shape))
-                view[...] = sent[piece.name].cpu().numpy()
-        vector.flush()
-        fault("change", step=self._state.step, rank=self._world.rank)
-        self._world.barrier()
-        if self._world.is_first:
-            partial.replace(sites.change(number))
-            with atomic_write(sites.about(number)) as file:
-                file.write(json.dumps(self._about(number)).encode())
-        if not travels:
-            self._outer.forget_sent()
-
-    def _send_again(self, number: int) -> None:
-        """Take what was left in an earlier world for what is sent, so that it is in checkpoints."""
-        flat, vector = self._sites.flat(number), None
-        with suppress(OSError):  # the round was made meanwhile: then checkpoints need it no more
-            vector = np.memmap(self._sites.change(number), np.float32, "r")
-        is_gone = torch.tensor(float(vector is None), device=self._world.device)
-        if self._world.sum(is_gone).item() or vector is None:
-            return
-        masters = self._state.model.masters
-        sent = self._outer.sent_before(number, masters)
-        for piece in masters:
-            if piece.name in sent:
-                part = flat.part(vector, piece.name, tuple(piece.offset), tuple(piece.value.shape))
-                sent[piece.name].copy_(torch.from_numpy(np.array(part)))
-
-    def _boxes(self) -> dict[str, Box]:
-        """Return the boxes that this rank writes: each is one rank's, of those that hold it."""
-        if self._mine is None:
-            group = self._world.host_group
-            boxes = [
-                part_box(piece.name, piece.value, piece.shape, piece.offset)
-                for piece in self._state.model.masters
-                if piece.value.numel()
-            ]
-            self._mine = {box.name: box for box in over(group, deal(peers_of(group), boxes))}
-        return self._mine
-
     def _about(self, number: int) -> dict[str, Any]:
         run, sites = self._sites.run, self._sites
         start, stop = sites.shares.start(number), sites.end_of(number)
@@ -262,7 +196,7 @@ class OuterSteps:
                 return False
             self._heartbeat.advance()
             if number:
-                self._leave_state(number - 1)  # another site may need it before it can take part
+                self._files.leave_state(number - 1)  # another site may need it before it can take part
             if self._world.is_first and time.monotonic() - began > 1.0 and (words := self._waits_for()) != shown:
                 shown = words
                 self._records.progress.doing(words)
@@ -272,33 +206,7 @@ class OuterSteps:
             self._records.progress.doing("")
         return True
 
-    # ---- the whole state, to and from other sites ---------------------------------------------------------------
-
-    def _leave_state(self, number: int) -> None:
-        """Leave the whole outer state for another site that wants it."""
-        sites = self._sites
-        if not self._world.share_first(sites.want_state.exists, bool):
-            return
-        keys, elements = self._outer.keys, sum(flat.elements for flat in sites.flats)
-        partial = sites.state(number).with_suffix(".partial")
-        if self._world.is_first:
-            with partial.open("wb") as file:
-                file.truncate(4 * elements * len(keys))
-        self._world.barrier()
-        mine = self._boxes()
-        for flat, vectors in self._vectors(partial, "r+"):
-            for piece in self._state.model.masters:
-                if piece.name in mine and piece.name in flat.shapes:
-                    for key, tensor in self._outer.state_of(piece.name).items():
-                        view = flat.part(vectors[key], piece.name, tuple(piece.offset), tuple(piece.value.shape))
-                        view[...] = tensor.cpu().numpy()
-        self._world.barrier()
-        if self._world.is_first:
-            data = partial.read_bytes()
-            partial.replace(sites.state(number))
-            with atomic_write(sites.state_about(number)) as file:
-                file.write(json.dumps({"bytes": len(data), "sum": checksum_of(data)}).encode())
-            sites.want_state.unlink(missing_ok=True)
+    # ---- the whole state of another site ------------------------------------------------------------------------
 
     def _adoptable(self) -> dict[str, Any] | None:
         """Return what is known of another site's state that this one is to go on from; None if there is none."""
@@ -324,7 +232,7 @@ class OuterSteps:
         self._ledger.refresh()
         self._follow(about["rounds"] - 1)
         state.in_update = True
-        for flat, vectors in self._vectors(self._sites.adopted, "r"):
+        for flat, vectors in self._files.vectors(self._sites.adopted, "r"):
             self._outer.adopt(vectors, flat, state.model.masters)
         state.rounds, state.step = about["rounds"], self._sites.end_of(about["rounds"] - 1)
         state.pending = state.is_prepared = state.in_update = False
@@ -349,17 +257,6 @@ class OuterSteps:
             self._sites.adoption.unlink(missing_ok=True)
         self._world.barrier()
         return True
-
-    def _vectors(self, path: Path, mode: Literal["r", "r+"]) -> Iterator[tuple[Flat, dict[str, F32]]]:
-        """Yield each fragment with its vectors in the file of a whole outer state, by key."""
-        keys, start = self._outer.keys, 0
-        whole = np.memmap(path, np.float32, mode)
-        for flat in self._sites.flats:
-            vectors = {}
-            for key in keys:
-                vectors[key] = whole[start : start + flat.elements]
-                start += flat.elements
-            yield flat, vectors
 
     def _wait_for_state(self) -> bool:
         """Wait for another site's state: an average is lost. Return False if a signal came first."""
@@ -422,8 +319,19 @@ class OuterSteps:
             **traffic,
             "ratio": round(whole / sent, 3),
             "staleness_steps": sites.end_of(number) - since,
+            "distance": self._distance(number),
             **line.extra,
         }
+
+    def _distance(self, number: int) -> float:
+        """Return how far sites had come apart in a round: mean over sites of |w_i - mean w| / |w|, w agreed on."""
+        shapes, mine = self._sites.flat(number).shapes, self._files.boxes()
+        squares = torch.zeros((), dtype=torch.float64, device=self._world.device)
+        for name in shapes.keys() & mine.keys():
+            squares += self._outer.state_of(name)["weights"].double().square().sum()
+        norm = self._world.sum(squares).item() ** 0.5
+        spread = self._ledger.lines[number].extra.get("spread", {}).values()
+        return float(f"{sum(spread) / len(spread) / norm:.6g}") if spread and norm else 0.0
 
 
 def outer_state(plan: Plan, state: TrainState, sites: Sites | None, ledger: Ledger) -> OuterState | None:

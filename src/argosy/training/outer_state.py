@@ -25,7 +25,7 @@ class OuterState:
     weighted by the tokens that each trained on: under sync = local the new weights are w - d, the mean of all; under
     diloco, Nesterov's SGD takes d for a gradient (Douillard et al. 2023, algorithm 1):
     m = momentum m + d, w = w - lr (d + momentum m). Each site then goes on from w; or, with sync.mixing = a, from
-    a w_i + (1 - a) w (Douillard et al. 2025, equation 4).
+    a w_i + (1 - a) w (Douillard et al. 2025, arXiv 2501.18512).
 
     With fragments, a round is about those weights alone whose turn it is. The last one is about all; where it is not
     their turn the sites take the mean: outer momentum is of steps that are H apart.

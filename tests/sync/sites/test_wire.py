@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from argosy.sync.sites.flat import Flat, fragments_of
+from argosy.sync.sites.flat import Flat, flats_of
 from argosy.sync.sites.wire import BLOCK, WireFormat
 
 
@@ -63,7 +63,7 @@ def test_any_box_is_read_from_its_place() -> None:
 
 def test_fragments_hold_each_parameter_once() -> None:
     shapes = {"embedding.weight": (4, 4), **{f"blocks.{i}.w": (2, 2) for i in range(5)}, "norm.weight": (4,)}
-    parts = fragments_of(shapes, 3)
+    parts = flats_of(shapes, 3)
     assert sorted(name for part in parts for name in part.shapes) == sorted(shapes)
     assert set(parts[1].shapes) >= {"blocks.1.w", "blocks.4.w"}
-    assert fragments_of(shapes, 1)[0].shapes == shapes
+    assert flats_of(shapes, 1)[0].shapes == shapes

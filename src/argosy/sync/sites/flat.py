@@ -1,13 +1,11 @@
 """A fragment of the model's parameters as one vector: the order in which all sites have its numbers, under any plan.
 
-Fragments take turns (streaming DiLoCo, Douillard et al. 2025): layer i is in fragment i mod F, strided as there, so
-that each has early and late layers; what belongs to no layer is dealt out after them. One fragment has everything.
+Fragments take turns (streaming DiLoCo, Douillard et al. 2025; `plan.cost.outer_traffic`). One has everything.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,10 +14,10 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
+from argosy.plan.cost.outer_traffic import fragments_of
 from argosy.sync.sites.wire import WireFormat
 
 F32 = npt.NDArray[np.float32]
-LAYER = re.compile(r"^blocks\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -72,15 +70,6 @@ class Flat:
         )
 
 
-def fragments_of(shapes: Mapping[str, tuple[int, ...]], fragments: int) -> list[Flat]:
-    """Deal the parameters out over that many fragments."""
-    parts: list[dict[str, tuple[int, ...]]] = [{} for _ in range(fragments)]
-    loose = 0
-    for name, shape in shapes.items():
-        layer = LAYER.match(name)
-        if layer is None:
-            parts[(fragments - 1 - loose) % fragments][name] = shape
-            loose += 1
-        else:
-            parts[int(layer.group(1)) % fragments][name] = shape
-    return [Flat(part) for part in parts]
+def flats_of(shapes: Mapping[str, tuple[int, ...]], fragments: int) -> list[Flat]:
+    """Return the fragments, in the order of their turns."""
+    return [Flat({name: shapes[name] for name in names}) for names in fragments_of(shapes, fragments)]

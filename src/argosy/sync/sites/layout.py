@@ -14,7 +14,7 @@ from argosy.config.schema import RunConfig
 from argosy.config.sites import batches_of
 from argosy.plan.parameters import parameter_table
 from argosy.sync.sites.deal import Shares
-from argosy.sync.sites.flat import Flat, fragments_of
+from argosy.sync.sites.flat import Flat, flats_of
 from argosy.sync.sites.wire import WireFormat
 
 FOLDER = "exchange"
@@ -76,7 +76,7 @@ class Sites:
     @cached_property
     def flats(self) -> Sequence[Flat]:
         """The fragments, in the order of their turns."""
-        return fragments_of(self.whole.shapes, self.run.sync.fragments)
+        return flats_of(self.whole.shapes, self.run.sync.fragments)
 
     @cached_property
     def whole(self) -> Flat:

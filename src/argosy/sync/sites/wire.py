@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-BLOCK = 256
+from argosy.plan.cost.outer_traffic import BLOCK, BLOCK_BYTES
+
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
 LEVELS = {"int8": 127.0, "int4": 7.0}
@@ -28,7 +29,7 @@ class WireFormat:
     @property
     def block_bytes(self) -> int:
         """Bytes of a block."""
-        return {"fp32": 4 * BLOCK, "bf16": 2 * BLOCK, "int8": 4 + BLOCK, "int4": 4 + BLOCK // 2}[self.name]
+        return BLOCK_BYTES[self.name]
 
     def blocks(self, elements: int) -> int:
         """Return how many blocks `elements` numbers take; the last one is filled up with zeros."""

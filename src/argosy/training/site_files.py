@@ -1,0 +1,132 @@
+"""Files by which the ranks of a site and its exchange hand each other numbers: what changed, and whole outer states.
+
+Each is one vector in the order of the parameter table, or several, so that sites may have unlike plans. Every rank
+writes the boxes that are dealt to it, and reads those that it holds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from argosy.checkpoint.boxes import Box
+from argosy.checkpoint.directory import deal
+from argosy.checkpoint.shards import part_box
+from argosy.faults import fault
+from argosy.files import atomic_write
+from argosy.parallel.peers import over, peers_of
+from argosy.parallel.world import World
+from argosy.sync.sites.adoption import checksum_of
+from argosy.sync.sites.flat import F32, Flat
+from argosy.training.outer_state import OuterState
+from argosy.training.state import TrainState
+
+
+class SiteFiles:
+    """Writes and reads them for one rank. All ranks call each method together."""
+
+    def __init__(self, state: TrainState, outer: OuterState, world: World):
+        self._state, self._outer, self._world, self._sites = state, outer, world, outer.sites
+        self._mine: dict[str, Box] | None = None
+
+    def leave_change(self, number: int, about: dict[str, Any]) -> None:
+        """Write what changed, and `about` it. What was left once stays: steps that are repeated change alike."""
+        sites, flat, masters = self._sites, self._sites.flat(number), self._state.model.masters
+        travels = sites.merge_after(number) > sites.end_of(number)
+        if self._world.share_first(lambda: self._sites.about(number).exists(), bool):
+            if travels and self._outer.sent_in != number:
+                self._send_again(number)
+            return
+        if self._outer.sent_in != number:
+            self._outer.send(number, masters)
+        partial = sites.change(number).with_suffix(".partial")
+        if self._world.is_first:
+            sites.folder.mkdir(parents=True, exist_ok=True)
+            with partial.open("wb") as file:
+                file.truncate(4 * flat.elements)
+        self._world.barrier()
+        vector = np.memmap(partial, np.float32, "r+", shape=(flat.elements,))
+        mine, sent = self.boxes(), self._outer.sent()
+        for piece in masters:
+            if piece.name in mine and piece.name in flat.shapes:
+                view = flat.part(vector, piece.name, tuple(piece.offset), tuple(piece.value.shape))
+                view[...] = sent[piece.name].cpu().numpy()
+        vector.flush()
+        fault("change", step=self._state.step, rank=self._world.rank)
+        self._world.barrier()
+        if self._world.is_first:
+            partial.replace(sites.change(number))
+            with atomic_write(sites.about(number)) as file:
+                file.write(json.dumps(about).encode())
+        if not travels:
+            self._outer.forget_sent()
+
+    def _send_again(self, number: int) -> None:
+        """Take what was left in an earlier world for what is sent, so that it is in checkpoints."""
+        flat, vector = self._sites.flat(number), None
+        with suppress(OSError):  # the round was made meanwhile: then checkpoints need it no more
+            vector = np.memmap(self._sites.change(number), np.float32, "r")
+        is_gone = torch.tensor(float(vector is None), device=self._world.device)
+        if self._world.sum(is_gone).item() or vector is None:
+            return
+        masters = self._state.model.masters
+        sent = self._outer.sent_before(number, masters)
+        for piece in masters:
+            if piece.name in sent:
+                part = flat.part(vector, piece.name, tuple(piece.offset), tuple(piece.value.shape))
+                sent[piece.name].copy_(torch.from_numpy(np.array(part)))
+
+    def leave_state(self, number: int) -> None:
+        """Leave the whole outer state for another site that wants it."""
+        sites = self._sites
+        if not self._world.share_first(sites.want_state.exists, bool):
+            return
+        keys, elements = self._outer.keys, sum(flat.elements for flat in sites.flats)
+        partial = sites.state(number).with_suffix(".partial")
+        if self._world.is_first:
+            with partial.open("wb") as file:
+                file.truncate(4 * elements * len(keys))
+        self._world.barrier()
+        mine = self.boxes()
+        for flat, vectors in self.vectors(partial, "r+"):
+            for piece in self._state.model.masters:
+                if piece.name in mine and piece.name in flat.shapes:
+                    for key, tensor in self._outer.state_of(piece.name).items():
+                        view = flat.part(vectors[key], piece.name, tuple(piece.offset), tuple(piece.value.shape))
+                        view[...] = tensor.cpu().numpy()
+        self._world.barrier()
+        if self._world.is_first:
+            data = partial.read_bytes()
+            partial.replace(sites.state(number))
+            with atomic_write(sites.state_about(number)) as file:
+                file.write(json.dumps({"bytes": len(data), "sum": checksum_of(data)}).encode())
+            sites.want_state.unlink(missing_ok=True)
+
+    def boxes(self) -> dict[str, Box]:
+        """Return the boxes that this rank writes: each is one rank's, of those that hold it."""
+        if self._mine is None:
+            group = self._world.host_group
+            boxes = [
+                part_box(piece.name, piece.value, piece.shape, piece.offset)
+                for piece in self._state.model.masters
+                if piece.value.numel()
+            ]
+            self._mine = {box.name: box for box in over(group, deal(peers_of(group), boxes))}
+        return self._mine
+
+    def vectors(self, path: Path, mode: Literal["r", "r+"]) -> Iterator[tuple[Flat, dict[str, F32]]]:
+        """Yield each fragment with its vectors in the file of a whole outer state, by key."""
+        keys, start = self._outer.keys, 0
+        whole = np.memmap(path, np.float32, mode)
+        for flat in self._sites.flats:
+            vectors = {}
+            for key in keys:
+                vectors[key] = whole[start : start + flat.elements]
+                start += flat.elements
+            yield flat, vectors
