@@ -83,8 +83,12 @@ class Saver:
         """True while a save is in flight."""
         return self._in_flight is not None
 
-    def save(self, parts: Mapping[Box, Tensor], manifest: CheckpointManifest) -> None:
+    def save(
+        self, parts: Mapping[Box, Tensor], manifest: CheckpointManifest, passing: Mapping[Box, Tensor] | None = None
+    ) -> None:
         """Save the checkpoint of `manifest.step`; `parts`, this rank's, have the same boxes each time.
+
+        passing: what only this checkpoint has; None on all ranks, or on none, which then agree on it anew.
 
         Returns once the state is copied; before that it waits for the save in flight. One of the ranks that hold a box
         writes it: they agree on that at the first call, a collective. A failure is reported, not raised.
@@ -96,6 +100,10 @@ class Saver:
         if self._mine is None:
             self._share_out(list(parts))
         assert self._mine is not None
+        mine = self._mine
+        if passing is not None:
+            parts = {**parts, **passing}
+            mine = [*mine, *self._dealt(list(passing))]
         self._attempts += 1
         order = SaveOrder(
             run_dir=str(self._run_dir),
@@ -111,7 +119,7 @@ class Saver:
         about = {"step": str(order.step), "rank": str(order.rank)}
         try:
             fault("snapshot", step=order.step)
-            size = write_shard(self._memory.fileno(), {box: parts[box] for box in self._mine}, about)
+            size = write_shard(self._memory.fileno(), {box: parts[box] for box in mine}, about)
             self._hand_over(replace(order, bytes=size))
         except OSError as problem:  # too little memory, no more processes: no reason to end training
             self._failed(order, words(problem))
@@ -150,9 +158,13 @@ class Saver:
         """Agree with the other ranks on which boxes each writes, and on the name of this run's attempts."""
         if self._world.is_first:
             store.sweep(self._run_dir, self._generation)  # before any rank begins to write
-        group = self._world.host_group
         self._ticket = self._world.share_first(lambda: uuid.uuid4().hex, str)
-        self._mine = over(group, deal(peers_of(group), boxes))
+        self._mine = self._dealt(boxes)
+
+    def _dealt(self, boxes: list[Box]) -> list[Box]:
+        """Return the boxes that this rank writes: each is one rank's, of those that hold it."""
+        group = self._world.host_group
+        return list(over(group, deal(peers_of(group), boxes)))
 
     def _hand_over(self, order: SaveOrder) -> None:
         if self._process is None:

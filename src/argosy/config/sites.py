@@ -85,6 +85,8 @@ class OuterConfig(Section):
 
     every_steps: PositiveInt = 50
     """local, diloco: steps (H) that each site trains alone between two sums of what they changed."""
+    from_step: NonNegativeInt = 0
+    """local, diloco: first steps of the run in which the sites sum gradients, exactly, and hold the same weights."""
     fragments: PositiveInt = 1
     """local, diloco: the model's layers are agreed on in so many parts, which take turns, each once in every_steps."""
     overlap_steps: NonNegativeInt = 0

@@ -103,7 +103,7 @@ class Checkpointer:
             has_optimizer=True,
             files={},
         )
-        self._saver.save(state.boxes() | state.in_flight() | generators(self._world), manifest)
+        self._saver.save(state.boxes() | generators(self._world), manifest, state.in_flight())
         self._save_before_s, self.last_save_s = self.last_save_s, time.monotonic()
         if not background:
             self._saver.wait()

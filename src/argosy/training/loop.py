@@ -38,15 +38,15 @@ def train(
             loss = trainer.forward_backward(batch)
             outcome = trainer.exchange(loss)
             action = trainer.decide(outcome)
-            if action is Action.APPLY:
-                trainer.optimizer_step(outcome)
+            if action is not Action.APPLY:
+                trainer.drop_step(outcome, action)
+            elif summed := trainer.sum_over_sites(outcome):
+                trainer.optimizer_step(summed)
                 trainer.outer_step(outcome)
                 trainer.evaluate_if_due()
                 trainer.rebalance_if_due()
                 trainer.observe()
                 trainer.save_if_due(outcome)
-            else:
-                trainer.drop_step(outcome, action)
             if outcome.requests.stop or trainer.is_stopped_early:
                 break
         return trainer.finish()

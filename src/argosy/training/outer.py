@@ -7,6 +7,7 @@ it and the ranks are files in the site's folder. A round has its effect once its
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,6 +21,7 @@ from argosy.config.schema import RunConfig
 from argosy.data.loader import OpenData, open_data
 from argosy.faults import fault
 from argosy.observe.heartbeat import Heartbeat
+from argosy.parallel.gradients import square_share
 from argosy.parallel.world import World
 from argosy.plan.plan import LOCAL, Plan
 from argosy.sync.sites.deal import SiteOrder
@@ -29,8 +31,10 @@ from argosy.training.batches import Batches
 from argosy.training.checkpointer import Checkpointer
 from argosy.training.outer_state import OuterState
 from argosy.training.records import Records
+from argosy.training.schedule import learning_rate_factor
 from argosy.training.site_files import SiteFiles
-from argosy.training.state import TrainState
+from argosy.training.state import TrainState, Update
+from argosy.training.step import StepOutcome
 
 FIRST_LOOK_S, LOOK_S = 0.005, 0.1
 """How often ranks look whether the average has come: at first, and after a while."""
@@ -110,7 +114,8 @@ class OuterSteps:
     def settle(self) -> bool:
         """Make all outer steps that are due, until this site has a round to train in.
 
-        Returns False if a signal came before that: what is due is made when the run goes on.
+        Returns False if a signal came before that: what is due is made when the run goes on. While sites sum gradients
+        there is nothing to be made after a step (`sum_gradients`), but for steps that the others made without this one.
         """
         state, sites = self._state, self._sites
         began, before = time.monotonic(), state.rounds
@@ -139,8 +144,27 @@ class OuterSteps:
             elif not self._wait_for_state():
                 return False
         if state.rounds > before:
-            self._line = self._measured(before, time.monotonic() - began)
+            self._line = self._measured(state.rounds - 1, before, time.monotonic() - began)
         return True
+
+    def sum_gradients(self, outcome: StepOutcome) -> StepOutcome | None:
+        """Replace the step's gradient by the mean over the sites, weighted by tokens, if it is summed (sync.from_step).
+
+        Returns the outcome with the norm of the sum. None: the step has to be done again, after `settle`; or a signal
+        came.
+        """
+        number, began = self._state.rounds, time.monotonic()
+        if not self._sites.sums_gradients(number):
+            return outcome
+        while not self._is_decided(number):
+            self._files.leave_gradient(number, self._about(number))
+            if not self._wait(number) or self._adoptable() is not None:
+                return None
+        if not self._world.share_first(self._sites.average(number).exists, bool):
+            return None
+        norm = self._take_gradient(number)
+        self._line = self._measured(number, number, time.monotonic() - began)
+        return replace(outcome, gradient_norm=norm)
 
     def take_line(self) -> dict[str, Any] | None:
         """Return what the step's line of metrics says of the outer step, once."""
@@ -181,7 +205,9 @@ class OuterSteps:
         run, sites = self._sites.run, self._sites
         start, stop = sites.shares.start(number), sites.end_of(number)
         first, end = start * run.train.global_batch, stop * run.train.global_batch
-        oldest = min(sorted(self._checkpointer.committed)[-run.checkpoint.keep_last :], default=0)
+        # An average a step is a lot to keep: for what an older checkpoint would need there are the other sites.
+        last = 1 if sites.sums_gradients(number) else run.checkpoint.keep_last
+        oldest = min(sorted(self._checkpointer.committed)[-last:], default=0)
         return {
             "tokens": (stop - start) * run.tokens_per_step,
             "skipped": [list(some) for some in self._batches.skipped_numbers(first, end)],
@@ -232,8 +258,7 @@ class OuterSteps:
         self._ledger.refresh()
         self._follow(about["rounds"] - 1)
         state.in_update = True
-        for flat, vectors in self._files.vectors(self._sites.adopted, "r"):
-            self._outer.adopt(vectors, flat, state.model.masters)
+        self._files.adopt(about["rounds"] - 1)
         state.rounds, state.step = about["rounds"], self._sites.end_of(about["rounds"] - 1)
         state.pending = state.is_prepared = state.in_update = False
         state.last_update, state.history = None, state.history.turned_back(state.step)
@@ -283,8 +308,11 @@ class OuterSteps:
         state, line = self._state, self._ledger.lines[number]
         left = state.step
         fault("outer", step=state.step, rank=self._world.rank)
-        state.apply_outer(number)
-        state.model.after_update()
+        if self._sites.sums_gradients(number):
+            self._follow_step(number)
+        else:
+            state.apply_outer(number)
+            state.model.after_update()
         if line.dealt is not None or state.step < left:
             self._batches.again()
         if state.step < left:
@@ -292,6 +320,8 @@ class OuterSteps:
             self._checkpointer.forget_from(state.step + 1)
             if self._world.is_first:
                 self._records.metrics.forget_from(state.step)
+        if self._sites.sums_gradients(number) and self._outer.is_left_out(number + 1):
+            return  # said once, of the last such step
         if state.step > left or self._sites.me not in line.tokens:
             self._records.tell("left_out", round=number, step=left, to_step=state.step)
             self._records.progress.say(
@@ -300,17 +330,45 @@ class OuterSteps:
                 "yellow",
             )
 
-    def _measured(self, before: int, seconds: float) -> dict[str, Any]:
-        """Return what the step's line of metrics says of the outer steps since `before`."""
-        number = self._state.rounds - 1
+    def _take_gradient(self, number: int) -> float:
+        """Make the sum of a round's gradients the gradient of the step at hand. Returns its norm.
+
+        No rank applies the step before all ranks have met here, so `TrainState.pending` holds of the sum.
+        """
+        state = self._state
+        state.pending = False
+        for piece, mean in self._outer.mean_of(number, state.model.pieces):
+            piece.value.grad = mean.to(piece.value.dtype)
+        state.pending = True
+        squares = self._world.sum(square_share(state.model.pieces).double().view(1))
+        return float(f"{squares.item() ** 0.5:.7g}")  # sites with unlike plans sum squares in unlike orders
+
+    def _follow_step(self, number: int) -> None:
+        """Make a step that the other sites made without this one, from their gradient."""
+        state, run = self._state, self._sites.run
+        state.drop_gradient()
+        norm = self._take_gradient(number)
+        lr = run.optimizer.lr * learning_rate_factor(state.step, run.train.steps, run.schedule)
+        clip, tokens = run.optimizer.grad_clip, run.tokens_at(state.step)
+        update = Update(state.step, math.nan, norm, clip, lr, tokens, loads=None)
+        state.prepare(update)
+        self._world.barrier()
+        state.apply(update)
+        state.model.after_update()
+        state.model.zero_gradients()
+        state.last_update = None  # this site knows no loss of it
+
+    def _measured(self, number: int, before: int, seconds: float) -> dict[str, Any]:
+        """Return what the step's line of metrics says of the outer steps from round `before` to `number`."""
         line, sites = self._ledger.lines[number], self._sites
         traffic: dict[str, Any] = {}
         with suppress(OSError, ValueError):
             traffic = json.loads((sites.folder / f"traffic-{number:08d}.json").read_bytes())
-        blocks = sites.wire.blocks(sites.flat(number).elements)
-        whole, sent = 4 * sites.flat(number).elements, blocks * sites.wire.block_bytes
+        wire, elements = sites.wire_of(number), sites.flat(number).elements
+        whole, sent = 4 * elements, wire.blocks(elements) * wire.block_bytes
         since = sites.shares.start(max(0, before + 1 - sites.rounds_of_change(number)))
-        turn = {"fragment": sites.flats.index(sites.turn(number))} if len(sites.flats) > 1 else {}
+        is_of_fragment = len(sites.flats) > 1 and not sites.sums_gradients(number)
+        turn = {"fragment": sites.flats.index(sites.turn(number))} if is_of_fragment else {}
         return {
             "round": number,
             **turn,
@@ -319,8 +377,7 @@ class OuterSteps:
             **traffic,
             "ratio": round(whole / sent, 3),
             "staleness_steps": sites.end_of(number) - since,
-            "distance": self._distance(number),
-            **line.extra,
+            **({} if sites.sums_gradients(number) else {"distance": self._distance(number), **line.extra}),
         }
 
     def _distance(self, number: int) -> float:

@@ -5,7 +5,7 @@ And, while it is on its way, what the site has sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -99,32 +99,35 @@ class OuterState:
         A site that did not take part goes on from what is agreed on of all weights. It needs no other rank. Raises:
         OSError if the average is not in the site's folder.
         """
-        flat, turn, wire = self.sites.flat(number), self.sites.turn(number), self.sites.wire
-        is_left_out = self.is_left_out(number)
+        turn, is_left_out = self.sites.turn(number), self.is_left_out(number)
         mixing = 0.0 if is_left_out or self.sites.is_last(number) else self._mixing
         self.forget_sent()
-        path = self.sites.average(number)
-        blob = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
-        for piece in masters:
-            if not piece.value.numel():
-                continue
+        for piece in masters if is_left_out else ():
+            piece.value.copy_(self._weights[piece.name])
+        for piece, mean in self.mean_of(number, masters):
             weights = self._weights[piece.name]
-            if piece.name not in flat.shapes:
-                if is_left_out:
-                    piece.value.copy_(weights)
-                continue
-            mean = flat.read(blob, wire, piece.name, tuple(piece.offset), tuple(piece.value.shape))
-            gradient = torch.from_numpy(np.array(mean)).to(weights.device)
             if piece.name not in turn.shapes:
-                weights.sub_(gradient)
+                weights.sub_(mean)
                 piece.value.copy_(weights)
                 continue
             if piece.name in self._momenta:
                 momentum = self._momenta[piece.name]
-                momentum.mul_(self._momentum).add_(gradient)
-                gradient = gradient.add_(momentum, alpha=self._momentum)
-            weights.sub_(gradient, alpha=self._lr)
+                momentum.mul_(self._momentum).add_(mean)
+                mean.add_(momentum, alpha=self._momentum)
+            weights.sub_(mean, alpha=self._lr)
             piece.value.copy_(weights.lerp(piece.value.float(), mixing) if mixing else weights)
+
+    def mean_of(self, number: int, pieces: Iterable[Held]) -> Iterator[tuple[Held, Tensor]]:
+        """Yield the average of a round in the ledger, for this rank's part of each parameter that it is about, fp32.
+
+        Raises: OSError if the average is not in the site's folder.
+        """
+        flat, wire, path = self.sites.flat(number), self.sites.wire_of(number), self.sites.average(number)
+        blob = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
+        for piece in pieces:
+            if piece.name in flat.shapes and piece.value.numel():
+                mean = flat.read(blob, wire, piece.name, tuple(piece.offset), tuple(piece.value.shape))
+                yield piece, torch.from_numpy(np.array(mean)).to(piece.value.device)
 
     def is_left_out(self, number: int) -> bool:
         """True if the round is in the ledger, and was made without this site."""

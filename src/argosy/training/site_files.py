@@ -7,13 +7,14 @@ writes the boxes that are dealt to it, and reads those that it holds.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from argosy.checkpoint.boxes import Box
 from argosy.checkpoint.directory import deal
@@ -21,11 +22,15 @@ from argosy.checkpoint.shards import part_box
 from argosy.faults import fault
 from argosy.files import atomic_write
 from argosy.parallel.peers import over, peers_of
+from argosy.parallel.pieces import Held
 from argosy.parallel.world import World
 from argosy.sync.sites.adoption import checksum_of
 from argosy.sync.sites.flat import F32, Flat
 from argosy.training.outer_state import OuterState
 from argosy.training.state import TrainState
+
+STEP = "step"
+"""What an optimizer's state has besides moments, which are as large as the parameter."""
 
 
 class SiteFiles:
@@ -36,15 +41,31 @@ class SiteFiles:
         self._mine: dict[str, Box] | None = None
 
     def leave_change(self, number: int, about: dict[str, Any]) -> None:
-        """Write what changed, and `about` it. What was left once stays: steps that are repeated change alike."""
-        sites, flat, masters = self._sites, self._sites.flat(number), self._state.model.masters
-        travels = sites.merge_after(number) > sites.end_of(number)
-        if self._world.share_first(lambda: self._sites.about(number).exists(), bool):
+        """Write what changed in a round, and `about` it. What was left once stays: steps made again change alike."""
+        masters = self._state.model.masters
+        travels = self._sites.merge_after(number) > self._sites.end_of(number)
+        if self._is_left(number):
             if travels and self._outer.sent_in != number:
                 self._send_again(number)
             return
         if self._outer.sent_in != number:
             self._outer.send(number, masters)
+        self._leave(number, self._outer.sent(), about)
+        if not travels:
+            self._outer.forget_sent()
+
+    def leave_gradient(self, number: int, about: dict[str, Any]) -> None:
+        """Write the site's gradient of a round of one step, for `leave_change`'s reader."""
+        if not self._is_left(number):
+            pieces = self._state.model.pieces
+            self._leave(number, {p.name: p.value.grad for p in pieces if p.value.grad is not None}, about)
+
+    def _is_left(self, number: int) -> bool:
+        return self._world.share_first(lambda: self._sites.about(number).exists(), bool)
+
+    def _leave(self, number: int, parts: Mapping[str, Tensor], about: dict[str, Any]) -> None:
+        """Write this rank's parts of what the site sends in a round."""
+        sites, flat = self._sites, self._sites.flat(number)
         partial = sites.change(number).with_suffix(".partial")
         if self._world.is_first:
             sites.folder.mkdir(parents=True, exist_ok=True)
@@ -52,11 +73,11 @@ class SiteFiles:
                 file.truncate(4 * flat.elements)
         self._world.barrier()
         vector = np.memmap(partial, np.float32, "r+", shape=(flat.elements,))
-        mine, sent = self.boxes(), self._outer.sent()
-        for piece in masters:
+        mine = self.boxes()
+        for piece in self._state.model.masters:
             if piece.name in mine and piece.name in flat.shapes:
                 view = flat.part(vector, piece.name, tuple(piece.offset), tuple(piece.value.shape))
-                view[...] = sent[piece.name].cpu().numpy()
+                view[...] = parts[piece.name].float().cpu().numpy()
         vector.flush()
         fault("change", step=self._state.step, rank=self._world.rank)
         self._world.barrier()
@@ -64,8 +85,6 @@ class SiteFiles:
             partial.replace(sites.change(number))
             with atomic_write(sites.about(number)) as file:
                 file.write(json.dumps(about).encode())
-        if not travels:
-            self._outer.forget_sent()
 
     def _send_again(self, number: int) -> None:
         """Take what was left in an earlier world for what is sent, so that it is in checkpoints."""
@@ -87,17 +106,19 @@ class SiteFiles:
         sites = self._sites
         if not self._world.share_first(sites.want_state.exists, bool):
             return
-        keys, elements = self._outer.keys, sum(flat.elements for flat in sites.flats)
+        keys, elements = self.keys(number), sum(flat.elements for flat in sites.flats)
+        if sites.sums_gradients(number):
+            self._outer.begin(self._state.model.masters)
         partial = sites.state(number).with_suffix(".partial")
         if self._world.is_first:
             with partial.open("wb") as file:
                 file.truncate(4 * elements * len(keys))
         self._world.barrier()
         mine = self.boxes()
-        for flat, vectors in self.vectors(partial, "r+"):
+        for flat, vectors in self.vectors(partial, "r+", number):
             for piece in self._state.model.masters:
                 if piece.name in mine and piece.name in flat.shapes:
-                    for key, tensor in self._outer.state_of(piece.name).items():
+                    for key, tensor in self._kept(piece, number).items():
                         view = flat.part(vectors[key], piece.name, tuple(piece.offset), tuple(piece.value.shape))
                         view[...] = tensor.cpu().numpy()
         self._world.barrier()
@@ -120,9 +141,40 @@ class SiteFiles:
             self._mine = {box.name: box for box in over(group, deal(peers_of(group), boxes))}
         return self._mine
 
-    def vectors(self, path: Path, mode: Literal["r", "r+"]) -> Iterator[tuple[Flat, dict[str, F32]]]:
-        """Yield each fragment with its vectors in the file of a whole outer state, by key."""
-        keys, start = self._outer.keys, 0
+    def adopt(self, number: int) -> None:
+        """Take over another site's state after a round, which is in the site's folder."""
+        masters, optimizer = self._state.model.masters, self._state.optimizer
+        for flat, vectors in self.vectors(self._sites.adopted, "r", number):
+            self._outer.adopt(vectors, flat, masters)
+            for piece in masters if self._sites.sums_gradients(number) else ():
+                if piece.name in flat.shapes:
+                    moments = optimizer.state_of(piece)
+                    for key in moments.keys() - {STEP}:
+                        part = flat.part(vectors[key], piece.name, tuple(piece.offset), tuple(piece.value.shape))
+                        moments[key] = torch.from_numpy(np.array(part)).to(piece.value.device)
+                    optimizer.load_state(piece, {**moments, STEP: torch.tensor(float(self._sites.end_of(number)))})
+
+    def keys(self, number: int) -> list[str]:
+        """Return what the state after a round has of each parameter.
+
+        While sites sum gradients that is the optimizer's state too: it is the same at all sites, and has to stay so.
+        """
+        if not self._sites.sums_gradients(number):
+            return list(self._outer.keys)
+        masters, optimizer = self._state.model.masters, self._state.optimizer
+        mine = sorted({key for piece in masters for key in optimizer.state_of(piece)} - {STEP})
+        return [*self._outer.keys, *sorted({key for keys in self._world.gather(mine, list[str]) for key in keys})]
+
+    def _kept(self, piece: Held, number: int) -> dict[str, Tensor]:
+        kept = dict(self._outer.state_of(piece.name))
+        if self._sites.sums_gradients(number):
+            kept |= self._state.optimizer.state_of(piece)
+            del kept[STEP]
+        return kept
+
+    def vectors(self, path: Path, mode: Literal["r", "r+"], number: int) -> Iterator[tuple[Flat, dict[str, F32]]]:
+        """Yield each fragment with its vectors in the file of the whole state after a round, by key."""
+        keys, start = self.keys(number), 0
         whole = np.memmap(path, np.float32, mode)
         for flat in self._sites.flats:
             vectors = {}

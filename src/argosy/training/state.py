@@ -133,6 +133,10 @@ class TrainState:
         if update.loads is not None:
             update_biases(self.model.moes, update.loads)
         self.step += 1
+        if self.outer is not None and self.outer.sites.sums_gradients(self.rounds):
+            self.rounds += 1
+            if not self.outer.sites.sums_gradients(self.rounds):
+                self.outer.begin(self.model.masters)
         self.tokens += update.tokens
         self.last_update = update
         self.in_update = False
@@ -182,13 +186,13 @@ class TrainState:
                     parts[_part(f"outer.{key}.{piece.name}", piece, tensor)] = tensor
         return parts | wholes(self.scaler.state(), "scaler.")
 
-    def in_flight(self) -> dict[Box, Tensor]:
-        """Return what this rank's site has sent, if it is not agreed on yet: live tensors, to save.
+    def in_flight(self) -> dict[Box, Tensor] | None:
+        """Return what this rank's site has sent and is not agreed on yet: live tensors, to save. None: nothing is.
 
         Among ranks they need not travel: as long as a site's folder is there, they are in it as well.
         """
         if self.outer is None or self.outer.sent_in is None:
-            return {}
+            return None
         return self._sent_boxes(self.outer.sent_in, self.outer.sent())
 
     def in_flight_before(self, boxes: Iterable[Box]) -> dict[Box, Tensor]:

@@ -200,6 +200,20 @@ class Trainer:
         """Decide what is done with the step, the same on all ranks. Raises: RunFailed if the run ends with it."""
         return self._policy.decide(outcome)
 
+    def sum_over_sites(self, outcome: StepOutcome) -> StepOutcome | None:
+        """Return the step's outcome over all sites, if they sum gradients (sync.from_step); else as it is.
+
+        None: the gradient is dropped. The step is done again, unless a signal came meanwhile.
+        """
+        if self._outer is None:
+            return outcome
+        with self._clock.time("communication"):
+            summed = self._outer.sum_gradients(outcome)
+            if summed is None:
+                self.state.drop_gradient()
+                self.is_stopped_early = self._has_signal() or not self._outer.settle()
+        return summed
+
     def optimizer_step(self, outcome: StepOutcome) -> None:
         """Apply the gradients at the step's learning rate; the step counts from then on."""
         step = self.state.step

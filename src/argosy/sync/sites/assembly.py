@@ -37,8 +37,9 @@ class Assembly:
         """weights: tokens that each site trained on; those of the proposal if this site sums a slice."""
         self.proposal, self._sites, self._number, self._pool = proposal, sites, number, pool
         self.weights = [weights.get(name, 0) for name in proposal.names]
-        blocks = sites.wire.blocks(sites.flat(number).elements)
-        self.slices = Slices(blocks, sites.wire.block_bytes, len(proposal.names))
+        self._wire = sites.wire_of(number)
+        blocks = self._wire.blocks(sites.flat(number).elements)
+        self.slices = Slices(blocks, self._wire.block_bytes, len(proposal.names))
         self.reduced: dict[int, Reduced] = {}
         """What is known of slices that were summed."""
         self._here: set[int] = set()
@@ -173,7 +174,7 @@ class Assembly:
 
     def _reduce_files(self, paths: Sequence[tuple[Path, int]], size: int, out: Path) -> Reduced:
         parts = [np.fromfile(path, np.uint8, size, offset=at) for path, at in paths]
-        return reduce_slice(parts, self.weights, self._sites.wire, out)
+        return reduce_slice(parts, self.weights, self._wire, out)
 
     def _fetch_slice(self, part: int, what: str, peer: str, checksum: int, tell: Callable[..., None]) -> None:
         first, end = self.slices.of(part)

@@ -319,7 +319,11 @@ class Exchange:
         """Encode what the ranks changed, once it is there, and tell the others."""
         if self._encoding is None:
             if self.sites.about(self._number).exists() and self.sites.me in self._members:
-                files = (self.sites.change(self._number), self.sites.wire, self.sites.sent(self._number))
+                files = (
+                    self.sites.change(self._number),
+                    self.sites.wire_of(self._number),
+                    self.sites.sent(self._number),
+                )
                 self._encoding = self._pool.submit(encode_file, *files)
         elif self._encoding.done():
             self._encoding.result()

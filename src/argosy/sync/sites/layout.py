@@ -51,7 +51,8 @@ class Sites:
     def shares(self) -> Shares:
         """The samples that each site takes."""
         ahead = 2 if self.run.sync.overlap_steps else 1
-        return Shares(self.names, tuple(site.batch for site in self.run.sites), self.round_steps, ahead=ahead)
+        batches = tuple(site.batch for site in self.run.sites)
+        return Shares(self.names, batches, self.round_steps, self.run.sync.from_step, ahead)
 
     @property
     def round_steps(self) -> int:
@@ -70,8 +71,16 @@ class Sites:
 
     @cached_property
     def wire(self) -> WireFormat:
-        """The number format of what travels."""
+        """The number format in which changes travel."""
         return WireFormat(self.run.sync.wire)
+
+    def sums_gradients(self, number: int) -> bool:
+        """True for a round of one step in which the sites sum gradients: those before sync.from_step."""
+        return number < self.shares.from_step
+
+    def wire_of(self, number: int) -> WireFormat:
+        """Return the number format of what travels in a round: gradients are summed exactly."""
+        return WireFormat("fp32") if self.sums_gradients(number) else self.wire
 
     @cached_property
     def flats(self) -> Sequence[Flat]:
@@ -93,7 +102,7 @@ class Sites:
 
     def flat(self, number: int) -> Flat:
         """Return the parameters that round `number` is about."""
-        return self.whole if self.is_last(number) else self.turn(number)
+        return self.whole if self.is_last(number) or self.sums_gradients(number) else self.turn(number)
 
     def end_of(self, number: int) -> int:
         """Return how many steps are done when round `number` ends: then a site sends what it changed."""
@@ -101,15 +110,17 @@ class Sites:
 
     def merge_after(self, number: int) -> int:
         """Return how many steps are done when a site takes the average of round `number` over."""
-        return min(self.end_of(number) + self.run.sync.overlap_steps, self.run.train.steps)
+        overlap = 0 if self.sums_gradients(number) else self.run.sync.overlap_steps
+        return min(self.end_of(number) + overlap, self.run.train.steps)
 
     def rounds_of_change(self, number: int) -> int:
         """Return how many rounds what changed in round `number` comes from, up to that round."""
-        return len(self.flats)
+        return 1 if self.sums_gradients(number) else min(len(self.flats), number - self.shares.from_step + 1)
 
     def rounds_at(self, step: int) -> int:
         """Return how many averages a site has taken over when `step` steps are done, before the run's last one."""
-        return self.shares.round_of(max(0, step - self.run.sync.overlap_steps))
+        first = min(step, self.shares.from_step)
+        return self.shares.round_of(max(first, step - self.run.sync.overlap_steps))
 
     @cached_property
     def identity(self) -> str:
