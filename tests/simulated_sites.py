@@ -129,7 +129,6 @@ class Site:
         known.refresh()
         if self._adopt() or self.is_done:
             return
-        last = known.lines[self.rounds - 1] if self.rounds else None
         if len(known.lines) > self.rounds:
             if not sites.average(self.rounds).exists():
                 sites.lost.touch()
@@ -141,7 +140,7 @@ class Site:
             self._say_reached()
             if self.rounds % 3 == 0:
                 self._save()
-        elif self.name in dealt_in(sites.shares, last) and not sites.about(self.rounds).exists():
+        elif self.name in dealt_in(sites.shares, known.lines, self.rounds) and not sites.about(self.rounds).exists():
             if self.country.now_s - self._began_s < self.round_s:
                 return
             seed = [self.rounds, sites.names.index(self.name)]

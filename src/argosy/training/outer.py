@@ -20,6 +20,7 @@ import torch
 from argosy.config.schema import RunConfig
 from argosy.data.loader import OpenData, open_data
 from argosy.faults import fault
+from argosy.files import atomic_write
 from argosy.observe.heartbeat import Heartbeat
 from argosy.parallel.gradients import square_share
 from argosy.parallel.world import World
@@ -156,6 +157,7 @@ class OuterSteps:
         number, began = self._state.rounds, time.monotonic()
         if not self._sites.sums_gradients(number):
             return outcome
+        self._say_reached()
         while not self._is_decided(number):
             self._files.leave_gradient(number, self._about(number))
             if not self._wait(number) or self._adoptable() is not None:
