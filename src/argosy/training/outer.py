@@ -12,25 +12,18 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from argosy.config.schema import RunConfig
-from argosy.data.loader import OpenData, open_data
 from argosy.faults import fault
 from argosy.files import atomic_write
 from argosy.observe.heartbeat import Heartbeat
 from argosy.parallel.gradients import square_share
 from argosy.parallel.world import World
-from argosy.plan.plan import LOCAL, Plan
-from argosy.sync.sites.deal import SiteOrder
-from argosy.sync.sites.layout import Sites
-from argosy.sync.sites.ledger import Ledger, dealt_in
+from argosy.sync.sites.ledger import dealt_in
 from argosy.training.batches import Batches
 from argosy.training.checkpointer import Checkpointer
-from argosy.training.outer_state import OuterState
 from argosy.training.records import Records
 from argosy.training.schedule import learning_rate_factor
 from argosy.training.site_files import SiteFiles
@@ -39,16 +32,6 @@ from argosy.training.step import StepOutcome
 
 FIRST_LOOK_S, LOOK_S = 0.005, 0.1
 """How often ranks look whether the average has come: at first, and after a while."""
-
-
-def open_own_data(run: RunConfig, ledger: Ledger, sites: Sites | None) -> OpenData:
-    """Open the data of a run; of a run with sites, with this site's samples only."""
-    if sites is None:
-        return open_data(run.data, run.seed, run.train.batches)
-    data = open_data(run.data, run.seed, sites.shares.global_batch)
-    ahead = sites.shares.ahead
-    order = SiteOrder(data.order, sites.shares, sites.me, lambda number: ledger.dealt_by(number - ahead))
-    return replace(data, order=order, batches=run.train.batches)
 
 
 class OuterSteps:
@@ -391,15 +374,3 @@ class OuterSteps:
         norm = self._world.sum(squares).item() ** 0.5
         spread = self._ledger.lines[number].extra.get("spread", {}).values()
         return float(f"{sum(spread) / len(spread) / norm:.6g}") if spread and norm else 0.0
-
-
-def outer_state(plan: Plan, state: TrainState, sites: Sites | None, ledger: Ledger) -> OuterState | None:
-    """Return the outer state of a rank; None without sites."""
-    if sites is None or plan.sync not in LOCAL:
-        return None
-    return OuterState(sites, ledger, state.model.masters, plan.sync == "diloco")
-
-
-def sites_of(run: RunConfig, run_dir: Path) -> Sites | None:
-    """Return the sites of the run whose folder here is `run_dir`; None if it has none."""
-    return Sites.of(run, run_dir) if run.sites else None

@@ -32,8 +32,9 @@ from argosy.training.integrity import Integrity
 from argosy.training.memory_checkpoints import MemoryCheckpointing
 from argosy.training.noise_scale import NoiseScale, Smoothed
 from argosy.training.norms import LayerNorms
-from argosy.training.outer import OuterSteps, open_own_data, outer_state, sites_of
+from argosy.training.outer import OuterSteps
 from argosy.training.own_checks import check_own_code
+from argosy.training.own_site import open_own_data, outer_state, sites_of
 from argosy.training.pace import Pace
 from argosy.training.profiling import Profiling
 from argosy.training.rebalance import Rebalance, plan_in_force, waited_in
