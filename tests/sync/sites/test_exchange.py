@@ -28,16 +28,19 @@ def check_samples(run: Country) -> None:
     assert sum(end - first for first, end in trained) == sum(end - first for first, end in merged(trained))
 
 
+@pytest.mark.parametrize("overlap", [0, 1])
 @pytest.mark.parametrize("lost", ["A", "C"])
-def test_a_site_that_is_away_is_waited_for_once_and_catches_up(country: Callable[..., Country], lost: str) -> None:
-    run = country(rounds=60)
+def test_a_site_that_is_away_is_waited_for_once_and_catches_up(
+    country: Callable[..., Country], lost: str, overlap: int
+) -> None:
+    run = country(rounds=60, overlap_steps=overlap)
     run.start()
     run.until(lambda: run.sites["B"].rounds == 5)
     run.sites[lost].kill()
     run.until(lambda: run.sites["B"].rounds == 12, 20 + 1 + 7 * 3)  # once sync.patience_s
     run.sites[lost].start()
     away_s = run.until(lambda: lost in run.sites["B"].ledger.lines[-1].tokens)
-    assert away_s < 10
+    assert away_s < 10 + 3 * overlap
     run.finish()
     absent = [line.round for line in run.sites["B"].ledger.lines if lost not in line.tokens]
     assert absent == list(range(absent[0], absent[-1] + 1))  # once it is back it stays
@@ -136,7 +139,8 @@ def test_a_line_that_only_its_leader_has_the_average_of_holds_nobody_up(country:
 def test_at_random(country: Callable[..., Country], seed: int, quorum: int) -> None:
     luck = random.Random(seed)
     names = luck.choice(["AB", "ABC", "ABCD"])
-    run = country(names=names, rounds=200, round_s=luck.choice([0.3, 2.0]), quorum=quorum, patience_s=5.0)
+    keys = {"quorum": quorum, "patience_s": 5.0, "overlap_steps": seed % 2}
+    run = country(names=names, rounds=200, round_s=luck.choice([0.3, 2.0]), **keys)
     run.start()
     for _ in range(12):
         run.pass_time(luck.uniform(0.1, 12))

@@ -344,11 +344,16 @@ class Exchange:
         if self._assembly is not None:
             if all(self._others.is_alive(name) for name in self._assembly.proposal.names):
                 return
-        elif set(here) != self._members and now - self._quorum_s < self.sites.run.sync.patience_s:
+        elif not self._expected() <= set(here) and now - self._quorum_s < self.sites.run.sync.patience_s:
             return
         tokens = {name: self._ready[name].tokens for name in here}
         self._work_on(Proposal(self._attempts + 1, tuple(here)), self._weights_of(tokens))
         self._links.tell_all("propose", **self._my_proposal())
+
+    def _expected(self) -> set[str]:
+        """Return the members of the round at hand, without those that were waited for in the last one and are gone."""
+        last = self._ledger.last
+        return {n for n in self._members if last is None or n in last.tokens or self._is_near(n)}
 
     def _work_on(self, proposal: Proposal, weights: dict[str, int]) -> None:
         """Work on this proposal from now on, if it is a later one than that at hand, or decided."""
