@@ -129,6 +129,7 @@ def test_sites_come_to_the_weights_of_a_simulation_in_one_process(undisturbed: S
                          run_of(undisturbed).sync, 2)  # fmt: skip
     assert [one["sent_bytes"] for _, one in outer[:3]] == [turns[0], turns[1], turns[0]]
     assert all(one["distance"] > 0 for _, one in outer)
+    assert [one["steps"] for _, one in outer] == [3, 3, 3, 4]
     assert [one["staleness_steps"] for _, one in outer[:3]] == [3, 6, 6]
 
 

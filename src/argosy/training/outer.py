@@ -361,6 +361,7 @@ class OuterSteps:
             "seconds": round(seconds, 6),
             **traffic,
             "ratio": round(whole / sent, 3),
+            "steps": sites.end_of(number) - sites.shares.start(before),
             "staleness_steps": sites.end_of(number) - since,
             **({} if sites.sums_gradients(number) else {"distance": self._distance(number), **line.extra}),
         }
