@@ -353,7 +353,12 @@ class Exchange:
     def _expected(self) -> set[str]:
         """Return the members of the round at hand, without those that were waited for in the last one and are gone."""
         last = self._ledger.last
-        return {n for n in self._members if last is None or n in last.tokens or self._is_near(n)}
+        return set(self._members if last is None else self._members & (last.tokens.keys() | self._near()))
+
+    def _near(self) -> set[str]:
+        """Return the sites whose ranks have nearly come to the round at hand."""
+        mine = self._standing()
+        return {name for name in self.sites.names if self._others.is_near(name, self._number, mine)}
 
     def _work_on(self, proposal: Proposal, weights: dict[str, int]) -> None:
         """Work on this proposal from now on, if it is a later one than that at hand, or decided."""
@@ -380,7 +385,7 @@ class Exchange:
             self._ledger.lines,
             self.sites.me,
             {name: self._ready[name] for name in names},
-            [name for name in self.sites.names if self._others.is_near(name, self._number, self._standing())],
+            self._near(),
             assembly.proposal.attempt,
             [assembly.reduced[part].checksum for part in range(assembly.slices.parts)],
             extra,
