@@ -8,44 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from argosy.config.schema import RunConfig
-from argosy.parallel.apply import apply
-from argosy.parallel.world import World
-from argosy.plan.plan import Plan
-from argosy.sync.sites.layout import Sites, at_site
-from argosy.sync.sites.ledger import Ledger
-from argosy.training.own_site import outer_state
-from argosy.training.site_files import SiteFiles
-from argosy.training.state import TrainState, Update
-from tiny import run_config
-
-PLAN = Plan(compile=False, sync="diloco")
-
-
-def run_of(corpus: Path, sync: dict[str, int], optimizer: dict[str, str] | None = None) -> RunConfig:
-    """A run of two sites, as one of them has it."""
-    base = run_config(corpus, optimizer=optimizer or {}).model_dump(mode="json")
-    keys = {"sync": sync, "site": "A", "sites": [{"name": "A"}, {"name": "B"}]}
-    return at_site(RunConfig.model_validate(base | keys))
-
-
-def site(run: RunConfig, folder: Path) -> tuple[TrainState, SiteFiles, Sites]:
-    """The state of a site, whose folder is there."""
-    state, sites = TrainState.begin(apply(PLAN, run, World()), PLAN, run), Sites.of(run, folder)
-    sites.folder.mkdir(parents=True)
-    state.outer = outer_state(PLAN, state, sites, Ledger(folder))
-    assert state.outer is not None
-    state.outer.begin(state.model.masters)
-    return state, SiteFiles(state, state.outer, World()), sites
-
-
-def train(state: TrainState, seed: int) -> None:
-    """Make a step from some gradient."""
-    generator = torch.Generator().manual_seed(seed)
-    for piece in state.model.pieces:
-        piece.value.grad = torch.randn(piece.value.shape, generator=generator)
-    state.apply(Update(state.step, 1.0, 1.0, 0.0, 1e-2, 64, None))
-    state.model.zero_gradients()
+from one_site import run_of, site, train
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])

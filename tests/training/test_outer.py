@@ -1,0 +1,92 @@
+"""A site that was left out goes on from what the others agreed on, and trains on nothing that does not count."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import numpy as np
+import torch
+
+from argosy.parallel.world import World
+from argosy.sync.sites.layout import Sites
+from argosy.sync.sites.ledger import Delivery, Ledger, next_line
+from argosy.training.outer import OuterSteps
+from argosy.training.schedule import learning_rate_factor
+from argosy.training.state import TrainState, Update
+from one_site import gradient, run_of, site, train
+
+
+def steps_of(state: TrainState) -> OuterSteps:
+    """The outer steps of a rank whose run has no records, checkpoints or batches."""
+    return OuterSteps(state, World(), MagicMock(committed=[]), MagicMock(), MagicMock(), MagicMock(), lambda: False)
+
+
+def decide(sites: Sites, folder: Path, mean: np.ndarray, *names: str) -> None:
+    """Have the next round decided, with this average, as the others do; B is left out unless it is named."""
+    ledger = Ledger(folder)
+    number = len(ledger.lines)
+    sites.average(number).write_bytes(sites.wire_of(number).encode(mean.astype(np.float32)).tobytes())
+    delivered = {name: Delivery(64, []) for name in names}
+    ledger.append(next_line(sites.shares, ledger.lines, "A", delivered, sites.names, 1, [1], {}))
+
+
+def test_a_site_makes_the_steps_that_others_made_without_it_from_their_gradients(tmp_path: Path) -> None:
+    run = run_of(tmp_path, {"from_step": 6, "every_steps": 4})
+    state, _, sites = site(run, tmp_path / "A")
+    wanted, *_ = site(run, tmp_path / "wanted")
+    for step in range(3):
+        train(wanted, step, lambda s, norm: Update(
+            s.step, 1.0, float(f"{norm:.7g}"), run.optimizer.grad_clip,
+            run.optimizer.lr * learning_rate_factor(s.step, run.train.steps, run.schedule), run.tokens_at(s.step), None,
+        ))  # fmt: skip
+        vector = np.zeros(sites.whole.elements, np.float32)
+        for piece in wanted.model.pieces:
+            part = sites.whole.part(vector, piece.name, tuple(piece.offset), tuple(piece.value.shape))
+            part[...] = gradient(wanted, step)[piece.name].numpy()
+        decide(sites, tmp_path / "A", vector, "B")
+    assert steps_of(state).settle()
+    assert (state.step, state.rounds, state.tokens) == (3, 3, wanted.tokens)
+    for piece, twin in zip(state.model.masters, wanted.model.masters, strict=True):
+        assert torch.equal(piece.value, twin.value), piece.name
+
+
+def test_a_site_that_is_left_out_goes_back_to_the_end_of_the_round(tmp_path: Path) -> None:
+    run = run_of(tmp_path, {"every_steps": 4, "fragments": 2, "overlap_steps": 1})
+    state, _, sites = site(run, tmp_path / "A")
+    before = {piece.name: piece.value.clone() for piece in state.model.masters}
+    outer = steps_of(state)
+    for seed in range(2):
+        train(state, seed)
+    assert outer.is_due and outer.settle()
+    assert state.rounds == 0 and state.in_flight() is not None  # it trains on while the fragment travels
+    train(state, 2)
+    mean = np.full(sites.flat(0).elements, 0.5, np.float32)
+    decide(sites, tmp_path / "A", mean, "B")
+    assert outer.is_left_behind and outer.settle()
+    assert (state.step, state.rounds) == (2, 1) and state.in_flight() is None
+    for piece in state.model.masters:
+        moved = 0.7 * (0.5 + 0.9 * 0.5) if piece.name in sites.turn(0).shapes else 0.0
+        torch.testing.assert_close(piece.value, before[piece.name] - moved)
+
+
+def test_a_site_keeps_a_share_of_its_own_weights(tmp_path: Path) -> None:
+    run = run_of(tmp_path, {"every_steps": 4, "fragments": 2, "overlap_steps": 1, "mixing": 0.25})
+    state, _, sites = site(run, tmp_path / "A")
+    before = {piece.name: piece.value.clone() for piece in state.model.masters}
+    outer = steps_of(state)
+    for seed in range(2):
+        train(state, seed)
+    assert outer.settle()
+    decide(sites, tmp_path / "A", np.zeros(sites.flat(0).elements), "A", "B")
+    assert outer.settle() and state.rounds == 0  # it has come early
+    train(state, 2)
+    own = {piece.name: piece.value.clone() for piece in state.model.masters}
+    assert outer.is_due and outer.settle() and state.rounds == 1
+    line = outer.take_line()
+    assert line is not None and line["fragment"] == 0 and math.isclose(line["ratio"], 1.0, rel_tol=0.1)
+    for piece in state.model.masters:
+        is_turn = piece.name in sites.turn(0).shapes
+        agreed = 0.25 * own[piece.name] + 0.75 * before[piece.name] if is_turn else own[piece.name]
+        torch.testing.assert_close(piece.value, agreed)
