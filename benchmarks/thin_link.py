@@ -31,7 +31,15 @@ from argosy.plan.flops import parameters
 from argosy.plan.hardware.clusters import Cluster, Factor, SiteLink
 from argosy.plan.plan import Plan
 from thin_link_model import MODEL, ROWS, TOKENS, configuration
-from thin_link_namespaces import UNLIMITED, address, check_that_this_machine_can, inside, sent_bytes, sites
+from thin_link_namespaces import (
+    UNLIMITED,
+    address,
+    check_that_this_machine_can,
+    inside,
+    inside_by_name,
+    sent_bytes,
+    sites,
+)
 
 HERE = Path(__file__).parent
 PORT = 7100
@@ -209,7 +217,7 @@ def of_torchft(name: str, options: argparse.Namespace) -> dict[str, Any]:
     way, before = WAYS[name], sent_bytes(0)
     workers = [
         subprocess.Popen(
-            inside(
+            inside_by_name(
                 site, options.torchft, str(HERE / "thin_link_torchft.py"), "--rank", str(site), "--sites",
                 str(options.sites), "--every", str(way.sync["every_steps"]), "--rounds", str(way.rounds),
             ),

@@ -14,6 +14,7 @@ from pathlib import Path
 CORE, ADDRESS = "thin-core", "10.77.0.{}"
 LINK = "wan"
 UNLIMITED = "unlimited"
+ETC = Path("/etc/netns")
 
 
 def check_that_this_machine_can() -> None:
@@ -35,11 +36,20 @@ def inside(site: int, *command: str) -> list[str]:
     return ["ip", "netns", "exec", name(site), *command]
 
 
+def inside_by_name(site: int, *command: str) -> list[str]:
+    """Return a command that runs in a site which has a hostname of its own, as torchft needs it."""
+    renamed = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', name(site)]
+    return inside(site, *renamed, *command)
+
+
 @contextmanager
 def sites(many: int, rate: str) -> Iterator[None]:
     """Make the namespaces; `rate` as tc has it, or unlimited."""
     spaces = [CORE, *map(name, range(many))]
+    hosts = "127.0.0.1 localhost\n" + "".join(f"{address(site)} {name(site)}\n" for site in range(many))
     for space in spaces:
+        (ETC / space).mkdir(parents=True, exist_ok=True)
+        (ETC / space / "hosts").write_text(hosts)  # `ip netns exec` puts it over /etc/hosts
         if Path("/run/netns", space).exists():  # of a benchmark that was killed
             call(f"ip netns del {space}")
         call(f"ip netns add {space}")
@@ -60,6 +70,7 @@ def sites(many: int, rate: str) -> Iterator[None]:
     finally:
         for space in spaces:
             call(f"ip netns del {space}")
+            shutil.rmtree(ETC / space)
 
 
 def call(command: str) -> None:

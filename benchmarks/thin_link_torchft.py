@@ -13,8 +13,9 @@ from datetime import timedelta
 
 import torch
 from torch.distributed import TCPStore
-from torchft import DiLoCo, Manager, ProcessGroupGloo
+from torchft import Manager, ProcessGroupGloo
 from torchft.coordination import LighthouseServer
+from torchft.local_sgd import DiLoCo
 
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
