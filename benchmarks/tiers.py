@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -24,9 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parent))
 from argosy.config.schema import LaunchConfig, RunConfig
-from argosy.models.batch import microbatches
 from argosy.observe.clock import StepClock
 from argosy.parallel.apply import apply
 from argosy.parallel.world import World, join_world
@@ -34,7 +31,8 @@ from argosy.plan.cost.traffic import traffic
 from argosy.plan.plan import Plan
 from argosy.training.state import TrainState
 from argosy.training.step import Step
-from thin_link import ADDRESS, MODEL, ROWS, TOKENS, name, sent_bytes, sites
+from thin_link_model import ROWS, configuration, rows
+from thin_link_namespaces import LINK, address, check_that_this_machine_can, inside, sites
 
 PLANS = ";".join(
     f"{axes},sync={word}"
@@ -59,12 +57,11 @@ def main() -> None:
     if options.worker is not None:
         work(options)
         return
-    if os.geteuid() or not shutil.which("tc") or not shutil.which("ip"):
-        sys.exit("skipped: network namespaces need root and iproute2 (Debian: apt-get install iproute2)")
+    check_that_this_machine_can()
     with sites(options.sites, options.rate):
         command = [sys.executable, __file__, *sys.argv[1:]]
         workers = [
-            subprocess.Popen(["ip", "netns", "exec", name(rank // options.each), *command, "--worker", str(rank)])
+            subprocess.Popen(inside(rank // options.each, *command, "--worker", str(rank)))
             for rank in range(options.sites * options.each)
         ]
         codes = [worker.wait() for worker in workers]
@@ -76,8 +73,8 @@ def work(options: argparse.Namespace) -> None:
     rank, size = options.worker, options.sites * options.each
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(options.each),
-        "LOCAL_RANK": str(rank % options.each), "MASTER_ADDR": ADDRESS.format(1), "MASTER_PORT": "29501",
-        "GLOO_SOCKET_IFNAME": "wan",
+        "LOCAL_RANK": str(rank % options.each), "MASTER_ADDR": address(0), "MASTER_PORT": "29501",
+        "GLOO_SOCKET_IFNAME": LINK,
     }  # fmt: skip
     subprocess.run(
         ["mount", "-t", "sysfs", "sysfs", "/sys"], check=False, stderr=subprocess.DEVNULL
@@ -87,7 +84,7 @@ def work(options: argparse.Namespace) -> None:
     lines = []
     for words in options.plans.format(n=size, each=options.each, sites=options.sites).split(";"):
         plan = Plan.parse(f"{words.removesuffix(PLAIN)},microbatch={ROWS},compile=false")
-        run = configuration(world)
+        run = configuration(world.size)
         one_step = stepping(plan, run, world, words.endswith(PLAIN))
         one_step()  # the first connects, and warms up
         one_step()
@@ -114,9 +111,7 @@ def work(options: argparse.Namespace) -> None:
 def stepping(plan: Plan, run: RunConfig, world: World, in_plain_sight: bool) -> Callable[[], None]:
     """`in_plain_sight`: wait for the values right after the update, not in the next forward."""
     step = Step(run, TrainState.begin(apply(plan, run, world), plan, run), world, StepClock(world.device))
-    generator = torch.Generator().manual_seed(world.rank)
-    tokens = torch.randint(1, MODEL["vocab_size"], (ROWS, TOKENS + 1), generator=generator).int().numpy()
-    batch = microbatches(tokens, ROWS, 0, world.device)
+    batch = [rows(world.rank, world.device)]
 
     def one_step() -> None:
         step.apply(step.update(step.exchange(step.forward_backward(batch)), 1e-3))
@@ -149,10 +144,8 @@ def on_the_link(plan: Plan, run: RunConfig, sites: int, each: int) -> float:
     return total
 
 
-def configuration(world: World) -> RunConfig:
-    return RunConfig.model_validate(
-        {"model": MODEL, "data": {"seq_len": TOKENS}, "train": {"steps": 100, "global_batch": ROWS * world.size}}
-    )
+def sent_bytes() -> int:
+    return int(Path(f"/sys/class/net/{LINK}/statistics/tx_bytes").read_text())
 
 
 if __name__ == "__main__":
