@@ -23,8 +23,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import argosy
 from argosy.config.load import load
-from argosy.config.schema import RunConfig
+from argosy.config.schema import PrepareConfig, RunConfig
+from argosy.data.prepare import prepare
 from argosy.observe.events import each_line
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.heterogeneous import uneven_splits
@@ -46,10 +48,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--duty", type=float, default=0.33)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--corpus", type=Path, default=None, help="prepared data; default: the built-in text")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         top = Path(folder)
+        text = (str(Path(argosy.__file__).parent),)
+        prepare(PrepareConfig(out=top / "data", input=text, vocab_size=1024, validation_fraction=0.1, processes=1))
         even, flops = trained(options, top / "even", EVEN, rebalance=False)
         predicted = predictions(load(top / "even" / "run.toml"), flops, options.duty)
         measured, _ = trained(options, top / "rebalanced", EVEN, rebalance=True)
@@ -81,8 +84,7 @@ def trained(options: argparse.Namespace, run_dir: Path, plan: str, rebalance: bo
     }  # fmt: skip
     command = [sys.executable, "-m", "argosy", "train", "demo", "--run-dir", str(run_dir), "--plan", plan]
     command += [word for key, value in keys.items() for word in (f"--{key}", str(value))]
-    if options.corpus:
-        command += ["--data.sources", json.dumps({str(options.corpus): 1.0})]
+    command += ["--data.sources", str(run_dir.parent / "data"), "1"]
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         subprocess.Popen(command, env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)})

@@ -7,14 +7,14 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, PositiveInt, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, ValidationError
 
 from argosy.config.problems import Place, problem_of
 from argosy.config.section import Section
 from argosy.errors import UserError
 from argosy.files import atomic_write
 from argosy.plan.pipeline import SCHEDULES, Schedule, stages_of_rank
-from argosy.plan.ratio import RATIO, lowest, numbers_of
+from argosy.plan.ratio import checked, lowest, numbers_of
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Recompute = Literal["none", "selective", "full"]
@@ -25,7 +25,7 @@ COMPRESSED: tuple[Sync, ...] = ("bf16", "int8", "int4", "powersgd", "topk", "ran
 LOCAL: tuple[Sync, ...] = ("local", "diloco")
 """Words of `sync` by which sites train alone for some steps and then agree on the weights."""
 
-Ratio = Annotated[str, BeforeValidator(str), Field(pattern=RATIO)]
+Ratio = Annotated[str, BeforeValidator(str), AfterValidator(checked)]
 """Whole numbers joined by colons, such as 3:1; empty: nothing is said, and all get as much."""
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

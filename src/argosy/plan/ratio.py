@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 from functools import lru_cache
 
-RATIO = r"^([1-9]\d*(:[1-9]\d*)*)?$"
+RATIO = re.compile(r"([1-9][0-9]*(:[1-9][0-9]*)*)?")
 """The form of a ratio; it may be empty."""
+
+
+def checked(text: str) -> str:
+    """Return `text` if it is a ratio. Raises: ValueError."""
+    if not RATIO.fullmatch(text):
+        raise ValueError("must be whole numbers from 1 on, joined by colons, such as 3:1")
+    return text
 
 
 @lru_cache(1024)
