@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -156,6 +157,9 @@ def told_by(workers: list[subprocess.Popen[str]]) -> list[dict[str, Any]]:
 
 
 def prepare(folder: Path) -> None:
+    """Prepare text, and the secret that the sites share."""
+    (folder / "secret").touch(mode=0o600)
+    (folder / "secret").write_text(secrets.token_hex(32))
     keys = {"vocab_size": MODEL["vocab_size"], "max_text_bytes": 4_000_000, "processes": 1}
     options = [word for key, value in keys.items() for word in (f"--{key.replace('_', '-')}", str(value))]
     argosy = [sys.executable, "-m", "argosy"]

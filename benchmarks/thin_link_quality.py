@@ -46,6 +46,12 @@ chosen with a seed that is not in it.
 | way | settings | validation loss | worse | bar | bytes, of exact | seeds |
 |---|---|---|---|---|---|---|
 """
+TUNING = """
+How the settings were chosen: one run each with a seed that is in no other table, all with the usual settings and a
+learning rate of 4e-3 but for what is named (`KEY_VALUE`).
+
+| way | but for | validation loss | worse |
+|---|---|---|---|"""
 
 
 @dataclass(frozen=True)
@@ -255,9 +261,27 @@ def report(folder: Path) -> None:
         date=time.strftime("%Y-%m-%d"), torch=version("torch"), python=sys.version.split()[0], steps=STEPS,
         tokens=STEPS * BATCH * TOKENS / 1e6, lr=LEARNING_RATE,
     )  # fmt: skip
-    RESULTS.write_text(head + "\n".join(lines) + "\n")
-    PLOT.write_text(plot(rows))
+    RESULTS.write_text("\n".join([head.rstrip("\n"), *lines, *tuning(folder)]) + "\n")
+    if len(rows) > 1:
+        PLOT.write_text(plot(rows))
     print(f"{RESULTS}\n{PLOT}")
+
+
+def tuning(folder: Path) -> list[str]:
+    """Return the table of the runs that settings were chosen by, of which the settings stand in the files' names."""
+    found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("results/*.json"))}
+    tried = {stem: run for stem, run in found.items() if run["seed"] >= TUNING_SEED}
+    exact = {run["seed"]: run["loss"] for stem, run in tried.items() if stem == label(BASELINE, [], run["seed"])}
+    rows = [
+        (run["way"], stem.removeprefix(label(run["way"], [], None)).removesuffix(str(run["seed"])).strip("-"), run)
+        for stem, run in tried.items()
+        if run["seed"] in exact
+    ]
+    return [TUNING, *(
+        f"| {way} | {settings.replace('-sync', ', sync').replace('-optimizer', ', optimizer')} | {run['loss']:.4f} "
+        f"| {run['loss'] / exact[run['seed']] - 1:+.2%} |"
+        for way, settings, run in rows
+    )]  # fmt: skip
 
 
 def settings_of(way: Way) -> str:
