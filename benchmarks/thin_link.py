@@ -27,7 +27,7 @@ from typing import Any
 from argosy.plan.calibration.reconcile import reconcile
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.prediction import predict
-from argosy.plan.cost.sites import round_bytes, round_s
+from argosy.plan.cost.sites import exchange_s, round_bytes
 from argosy.plan.flops import parameters
 from argosy.plan.hardware.clusters import Cluster, Factor, SiteLink
 from argosy.plan.plan import Plan
@@ -57,7 +57,11 @@ class Way:
     sync: dict[str, Any] = field(default_factory=dict)
     """Keys of the run file's `[sync]`."""
     rounds: int = 0
+    ranks: int = 1
+    """Processes of each site; they share its batch."""
 
+
+STREAMING = {"every_steps": 50, "fragments": 5, "overlap_steps": 8, "wire": "int8"}
 
 WAYS = {
     "exact": Way("sync", "sync=exact"),
@@ -68,6 +72,9 @@ WAYS = {
     "topk 1 %": Way("sync", "sync=topk"),
     "powersgd rank 4": Way("sync", "sync=powersgd"),
     "randomk 1 %": Way("sync", "sync=randomk"),
+    "exact, 2 ranks a site": Way("sync", "sync=exact", ranks=2),
+    "tiers, 2 ranks a site": Way("sync", "sync=exact,sum_inside=2", ranks=2),
+    "tiers int8, 2 ranks a site": Way("sync", "sync=int8,sum_inside=2", ranks=2),
     "DDP fp32": Way("hook", "none"),
     "DDP fp16 hook": Way("hook", "fp16"),
     "DDP PowerSGD hook": Way("hook", "powersgd"),
@@ -75,6 +82,7 @@ WAYS = {
     "DiLoCo H=50": Way("sites", "sync=diloco", {"every_steps": 50}, rounds=2),
     "DiLoCo H=50, int8": Way("sites", "sync=diloco", {"every_steps": 50, "wire": "int8"}, rounds=2),
     "DiLoCo H=50, int4": Way("sites", "sync=diloco", {"every_steps": 50, "wire": "int4"}, rounds=2),
+    "streaming DiLoCo H=50, int8": Way("sites", "sync=diloco", STREAMING, rounds=3),
     "DiLoCo H=250": Way("sites", "sync=diloco", {"every_steps": 250}, rounds=1),
     "torchft DiLoCo H=50": Way("torchft", sync={"every_steps": 50}, rounds=2),
 }
@@ -106,7 +114,10 @@ def main() -> None:
 def run_all(chosen: list[str], options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Measure each way, and add what the planner says of it."""
     cluster = folder / "cluster.toml"
-    lines = in_every_step([name for name in chosen if WAYS[name].kind in IN_EVERY_STEP], options, cluster)
+    lines = []
+    for ranks in (1, 2):
+        names = [name for name in chosen if WAYS[name].kind in IN_EVERY_STEP and WAYS[name].ranks == ranks]
+        lines += in_every_step(names, options, cluster if ranks == 1 else None, ranks)
     rounds = [name for name in chosen if WAYS[name].kind == "sites"]
     if rounds:
         prepare(folder)
@@ -119,20 +130,23 @@ def run_all(chosen: list[str], options: argparse.Namespace, folder: Path) -> lis
     return lines
 
 
-def in_every_step(names: list[str], options: argparse.Namespace, cluster: Path) -> list[dict[str, Any]]:
+def in_every_step(
+    names: list[str], options: argparse.Namespace, cluster: Path | None, ranks: int
+) -> list[dict[str, Any]]:
     if not names:
         return []
     ways = ";".join(f"{name}={WAYS[name].kind}:{WAYS[name].words}" for name in names)
     workers = [
         subprocess.Popen(
             inside(
-                site, sys.executable, str(HERE / "thin_link_worker.py"), "--rank", str(site), "--ways", ways,
-                "--sites", str(options.sites), "--steps", str(options.steps), "--cluster", str(cluster),
+                rank // ranks, sys.executable, str(HERE / "thin_link_worker.py"), "--rank", str(rank), "--ways", ways,
+                "--size", str(ranks * options.sites), "--ranks", str(ranks), "--steps", str(options.steps),
+                *(["--cluster", str(cluster)] if cluster else []),
             ),
-            stdout=subprocess.PIPE if site == 0 else None,
+            stdout=subprocess.PIPE if rank == 0 else None,
             text=True,
         )
-        for site in range(options.sites)
+        for rank in range(ranks * options.sites)
     ]  # fmt: skip
     lines = told_by(workers)
     if len(lines) < len(names):
@@ -250,7 +264,7 @@ def predict_all(lines: list[dict[str, Any]], cluster: Cluster, options: argparse
     learnt = cluster.model_copy(update={"factors": factors})
     for line in lines:
         way = WAYS[line["way"]]
-        if way.kind == "sync":
+        if way.kind == "sync" and way.ranks == 1:
             line["predicted_s"] = float(predict(plan_of(options.sites, way.words), run, learnt).step_s.mid)
         elif way.kind == "sites":
             line["predicted_s"], line["predicted_bytes"] = predicted_rounds(way, learnt, options.sites)
@@ -274,7 +288,8 @@ def predicted_rounds(way: Way, cluster: Cluster, many: int) -> tuple[float, floa
     step_s = float(predict(plan_of(1, ""), alone, here).step_s.mid)
     costs, every = CostModel.of(run, joined), way.sync["every_steps"]
     numbers = parameters(run.model) / float(costs.workload.matrix_parameters)
-    return step_s + round_s(costs, joined) / every, round_bytes(costs, joined) * numbers / every
+    sent = round_bytes(costs, joined) * run.sync.fragments * numbers / every
+    return step_s + exchange_s(costs, joined, step_s), sent
 
 
 def plan_of(replicas: int, words: str) -> Plan:

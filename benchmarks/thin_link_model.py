@@ -22,8 +22,8 @@ def configuration(sites: int) -> RunConfig:
     )
 
 
-def rows(site: int, device: torch.device) -> Microbatch:
-    """Return a site's batch: numbers drawn at random, since only speed is measured."""
-    tokens = torch.randint(1, MODEL["vocab_size"], (ROWS, TOKENS + 1), generator=torch.Generator().manual_seed(site))
-    (batch,) = microbatches(tokens.int().numpy(), ROWS, 0, device)
+def rows(rank: int, device: torch.device, many: int = ROWS) -> Microbatch:
+    """Return a rank's batch: numbers drawn at random, since only speed is measured."""
+    tokens = torch.randint(1, MODEL["vocab_size"], (many, TOKENS + 1), generator=torch.Generator().manual_seed(rank))
+    (batch,) = microbatches(tokens.int().numpy(), many, 0, device)
     return batch

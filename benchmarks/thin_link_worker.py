@@ -57,24 +57,29 @@ class Way:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--sites", type=int, required=True)
+    parser.add_argument("--size", type=int, required=True)
+    parser.add_argument("--ranks", type=int, required=True, help="of each site")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--ways", required=True, help="NAME=KIND:WORDS;...")
-    parser.add_argument("--cluster", type=Path, required=True, help="where the probe of this link is written")
+    parser.add_argument("--cluster", type=Path, default=None, help="where the probe of this link is written")
     options = parser.parse_args()
     os.environ |= {
-        "RANK": str(options.rank), "WORLD_SIZE": str(options.sites), "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0",
+        "RANK": str(options.rank), "WORLD_SIZE": str(options.size), "LOCAL_WORLD_SIZE": str(options.ranks),
+        "LOCAL_RANK": str(options.rank % options.ranks),
         "MASTER_ADDR": address(0), "MASTER_PORT": "29501", "GLOO_SOCKET_IFNAME": LINK,
     }  # fmt: skip
     # That of this namespace.
     subprocess.run(["mount", "-t", "sysfs", "sysfs", "/sys"], check=False, stderr=subprocess.DEVNULL)
     world = join_world(LaunchConfig(timeout_s=300.0, threads=1))
     torch.set_num_threads(1)
-    probe(world, options.cluster)
+    if options.cluster:
+        probe(world, options.cluster)
     for way in options.ways.split(";"):
         name, _, rest = way.partition("=")
         kind, _, words = rest.partition(":")
-        line = measured(world, by_hook(world, words) if kind == "hook" else by_sync(world, words), options.steps)
+        line = measured(
+            world, by_hook(world, words) if kind == "hook" else by_sync(world, words, options.ranks), options.steps
+        )
         if world.is_first:
             print(json.dumps({"way": name, **line}), flush=True)
     dist.destroy_process_group()
@@ -121,12 +126,13 @@ def probe(world: World, path: Path) -> None:
         as_cluster(find_device("cpu"), machine, found).save(path)
 
 
-def by_sync(world: World, words: str) -> Way:
-    plan = Plan.parse(f"dp_replicate={world.size},microbatch={ROWS},compile=false,precision=fp32,{words}")
-    run = configuration(world.size)
+def by_sync(world: World, words: str, ranks: int) -> Way:
+    share = ROWS // ranks
+    plan = Plan.parse(f"dp_replicate={world.size},microbatch={share},compile=false,precision=fp32,{words}")
+    run = configuration(world.size // ranks)
     clock = StepClock(world.device)
     step = Step(run, TrainState.begin(apply(plan, run, world), plan, run), world, clock)
-    batch = [rows(world.rank, world.device)]
+    batch = [rows(world.rank, world.device, share)]
 
     def one_step() -> None:
         step.apply(step.update(step.exchange(step.forward_backward(batch)), 1e-3))

@@ -44,6 +44,12 @@ def test_a_run_with_sites_agrees_now_and_then_in_the_numbers_of_its_wire() -> No
     costs = CostModel.of(run, TWO)
     assert round_bytes(costs, TWO) == pytest.approx((1 + 4 / 256) * costs.workload.matrix_parameters)
     assert exchange_s(costs, TWO) == round_s(costs, TWO) / 20
+    in_turn = run.model_copy(update={"sync": sync.model_copy(update={"fragments": 4, "overlap_steps": 2})})
+    streamed = CostModel.of(in_turn, TWO)
+    assert round_bytes(streamed, TWO) == round_bytes(costs, TWO) / 4
+    assert exchange_s(streamed, TWO) == 4 * round_s(streamed, TWO) / 20, "nothing hides without steps"
+    assert exchange_s(streamed, TWO, round_s(streamed, TWO) / 4) == pytest.approx(2 * round_s(streamed, TWO) / 20)
+    assert exchange_s(streamed, TWO, 1e3) == 0.0
     whole = exchange_bytes(costs, TWO) / TWO.links[0].bandwidth_bytes_per_s
     assert round_s(costs, TWO) > whole * (1 + 4 / 256) / 4
 

@@ -79,27 +79,31 @@ def bytes_of_step(run: RunConfig) -> float:
 
 
 def round_bytes(costs: CostModel, cluster: Cluster) -> float:
-    """Return the bytes of numbers that each site sends in a round, as `sync.wire` has them."""
-    return _sent(costs, site_count(cluster), WIRE_BYTES[costs.run.sync.wire])
+    """Return the bytes of numbers that each site sends in a round of one fragment, as `sync.wire` has them."""
+    return _sent(costs, site_count(cluster), WIRE_BYTES[costs.run.sync.wire]) / costs.run.sync.fragments
 
 
 def round_s(costs: CostModel, cluster: Cluster) -> float:
     """Return the seconds of a round, over the thinnest link: from the last site's end of its steps until all go on."""
     if not cluster.links:
         return 0.0
-    on_host = ROUND_S + ROUND_NUMBER_S * float(costs.workload.matrix_parameters)
+    numbers = float(costs.workload.matrix_parameters) / costs.run.sync.fragments
+    on_host = ROUND_S + ROUND_NUMBER_S * numbers
     return on_host + FRAMING * _on_link_s(round_bytes(costs, cluster), cluster, 2 * ROUND_TRIPS)
 
 
-def exchange_s(costs: CostModel, cluster: Cluster) -> float:
+def exchange_s(costs: CostModel, cluster: Cluster, inner_step_s: float = 0.0) -> float:
     """Return the seconds that agreeing takes of each step on average; 0 for a single site.
 
-    A run with `[[sites]]` agrees every `sync.every_steps` steps, any other sums gradients in each.
+    A run with `[[sites]]` agrees on each of its fragments every `sync.every_steps` steps (after `sync.from_step`), and
+    waits for what `sync.overlap_steps` steps of `inner_step_s` do not hide. Any other sums gradients in each step.
     """
     if not cluster.links:
         return 0.0
     if costs.run.sites:
-        return round_s(costs, cluster) / costs.run.sync.every_steps
+        sync = costs.run.sync
+        waits_s = max(0.0, round_s(costs, cluster) - sync.overlap_steps * inner_step_s)
+        return waits_s * sync.fragments / sync.every_steps
     return _on_link_s(exchange_bytes(costs, cluster), cluster, 2 * (site_count(cluster) - 1))
 
 
@@ -107,6 +111,8 @@ def exchanges(costs: CostModel, cluster: Cluster, inner_step_s: float) -> list[E
     """Compare sums in every step with rounds every H steps, for a plan whose step takes `inner_step_s` in a site."""
     without = costs.on(costs.run.model_copy(update={"sites": ()}), costs.devices)
     every = Exchange(1, exchange_bytes(costs, cluster), inner_step_s + exchange_s(without, cluster))
+    whole = costs.run.sync.model_copy(update={"fragments": 1})
+    costs = costs.on(costs.run.model_copy(update={"sync": whole}), costs.devices)
     sent, seconds = round_bytes(costs, cluster), round_s(costs, cluster)
     return [every, *(Exchange(h, sent / h, inner_step_s + seconds / h) for h in INNER_STEPS[1:])]
 
