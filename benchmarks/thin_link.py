@@ -43,7 +43,7 @@ from thin_link_namespaces import (
 )
 
 HERE = Path(__file__).parent
-PORT = 7100
+PORT, SERVER_PORT = 7100, 7200
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class Way:
     """One row of the table."""
 
     kind: str
-    """sync: a plan's words; hook: one of DDP's; sites: rounds of `argosy train`; torchft."""
+    """sync: a plan's words; hook: one of DDP's; sites: rounds of `argosy train`; async: its updates, with a parameter
+    server at the first site, where a step is an update of each site; torchft."""
     words: str = ""
     """Of the plan; of a hook its name."""
     sync: dict[str, Any] = field(default_factory=dict)
@@ -84,6 +85,10 @@ WAYS = {
     "DiLoCo H=50, int4": Way("sites", "sync=diloco", {"every_steps": 50, "wire": "int4"}, rounds=2),
     "streaming DiLoCo H=50, int8": Way("sites", "sync=diloco", STREAMING, rounds=3),
     "DiLoCo H=250": Way("sites", "sync=diloco", {"every_steps": 250}, rounds=1),
+    "asynchronous": Way("async", "sync=async", {"servers": [f"{address(0)}:{SERVER_PORT}"]}, rounds=6),
+    "asynchronous, int8": Way(
+        "async", "sync=async", {"servers": [f"{address(0)}:{SERVER_PORT}"], "wire": "int8"}, rounds=6
+    ),
     "torchft DiLoCo H=50": Way("torchft", sync={"every_steps": 50}, rounds=2),
 }
 IN_EVERY_STEP = ("sync", "hook")
@@ -118,10 +123,11 @@ def run_all(chosen: list[str], options: argparse.Namespace, folder: Path) -> lis
     for ranks in (1, 2):
         names = [name for name in chosen if WAYS[name].kind in IN_EVERY_STEP and WAYS[name].ranks == ranks]
         lines += in_every_step(names, options, cluster if ranks == 1 else None, ranks)
-    rounds = [name for name in chosen if WAYS[name].kind == "sites"]
+    rounds = [name for name in chosen if WAYS[name].kind in ("sites", "async")]
     if rounds:
         prepare(folder)
-    lines += [of_rounds(name, options, folder) for name in rounds]
+    for name in rounds:
+        lines.append((of_rounds if WAYS[name].kind == "sites" else of_updates)(name, options, folder))
     for name in chosen:
         if WAYS[name].kind == "torchft" and options.torchft:
             lines.append(of_torchft(name, options))
@@ -211,11 +217,35 @@ def of_rounds(name: str, options: argparse.Namespace, folder: Path) -> dict[str,
     }  # fmt: skip
 
 
+def of_updates(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Train asynchronously; the first updates, of which each site makes one, do not count."""
+    way, many = WAYS[name], options.sites
+    run, updates = f"run{abs(hash(name))}", (way.rounds + 1) * many
+    (folder / f"{run}.toml").write_text(run_file(run, way, updates, many))
+    before = sent_bytes(0)
+    train = (sys.executable, "-m", "argosy", "train", f"{run}.toml", "--site")
+    environment = os.environ | {"ARGOSY_SECRET_FILE": str(folder / "secret")}
+    parts = [(0, "server-1"), *((site, f"site{site}") for site in range(many))]
+    trains = [
+        subprocess.Popen(inside(site, *train, part), cwd=folder, stdout=subprocess.DEVNULL, env=environment)
+        for site, part in parts
+    ]
+    codes = [train.wait() for train in trains]
+    if any(codes):
+        sys.exit(f"{name}: argosy train failed")
+    sent = (sent_bytes(0) - before) / (way.rounds + 1)
+    metrics = (folder / "runs" / run / "metrics.jsonl").read_text().splitlines()
+    lines = [line for line in map(json.loads, metrics) if "loss" in line]
+    took_s = lines[-1]["time_s"] - lines[many - 1]["time_s"]
+    return {"way": name, "step_s": took_s / (len(lines) - many) * many, "sent_bytes": sent, "predicted_bytes": 0}
+
+
 def run_file(name: str, way: Way, steps: int, many: int) -> str:
+    is_async = way.kind == "async"
     tables = {
         "model": MODEL,
         "data": {"seq_len": TOKENS},
-        "train": {"steps": steps, "global_batch": ROWS * many},
+        "train": {"steps": steps, "global_batch": ROWS if is_async else ROWS * many},
         "evaluate": {"every_steps": 0, "tokens": 1000},
         "checkpoint": {"every_minutes": 0},
         "launch": {"processes": 1, "threads": 1},
@@ -227,7 +257,9 @@ def run_file(name: str, way: Way, steps: int, many: int) -> str:
     for table_name, keys in tables.items():
         lines += [f"[{table_name}]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items())]
     lines += ["[data.sources]", "data = 1.0"]
-    lines += [f'[[sites]]\nname = "site{at}"\naddress = "{address(at)}:{PORT}"' for at in range(many)]
+    for at in range(many):
+        lines += ["[[sites]]", f'name = "site{at}"']
+        lines += [] if is_async else [f'address = "{address(at)}:{PORT}"']
     return "\n".join(lines) + "\n"
 
 

@@ -93,6 +93,7 @@ WAYS = {
     "diloco H=10": Way("diloco", {"every_steps": 10, **SHORT_RUN}, INNER),
     "diloco H=50": Way("diloco", {"every_steps": 50, **SHORT_RUN}, INNER, bar=0.02),
     "diloco H=50 int8": Way("diloco", {"every_steps": 50, "wire": "int8", **SHORT_RUN}, INNER, bar=0.02),
+    "streaming H=50": Way("diloco", {"every_steps": 50, "fragments": 2, "overlap_steps": 10, **SHORT_RUN}, INNER),
     "diloco H=250": Way("diloco", {"every_steps": 250, **SHORT_RUN}, INNER),
 }
 
