@@ -12,7 +12,8 @@ from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.launch.engines.engine import Engine, Job, JobState, Request
 from argosy.launch.engines.table import ENGINES
-from argosy.launch.launched import launch, printed
+from argosy.launch.launched import launch, launch_sites, launched_in, printed
+from argosy.launch.site_jobs import jobs_of
 
 
 class Memory(Engine):
@@ -90,3 +91,41 @@ def test_a_run_that_was_not_launched_prints_what_its_folder_has(tmp_path):
     assert b"".join(printed(run, follow=False)) == b"coordinator: two\ncoordinator: three\nworker-1: one\n"
     with pytest.raises(UserError, match=r"no such folder"):
         list(printed(tmp_path / "runs/b", follow=False))
+
+
+def site(folder: Path, name: str, engine: str = "memory") -> tuple[str, str, Request]:
+    return name, engine, request_in(folder, f"two/sites/{name}")
+
+
+def test_sites_of_a_run_have_one_secret_and_a_job_each(tmp_path):
+    list(launch_sites([site(tmp_path, "oslo"), site(tmp_path, "lyon")]))
+    assert (tmp_path / "runs/two/.secret").exists() and not (tmp_path / "runs/two/sites/oslo/.secret").exists()
+    assert set(jobs_of(tmp_path / "runs/two")) == {"lyon", "oslo"}
+    assert set(jobs_of(tmp_path / "runs/two/sites/oslo")) == {""}
+    assert [run.id for run in launched_in(tmp_path / "runs")] == ["two/sites/lyon", "two/sites/oslo"]
+    assert [run.id for run in launched_in(tmp_path / "runs/two/sites/oslo")] == ["oslo"]
+    with pytest.raises(UserError, match=r"its job oslo on memory is running"):
+        list(launch_sites([site(tmp_path, "bern"), site(tmp_path, "oslo")]))
+    assert not (tmp_path / "runs/two/sites/bern").exists()  # nothing is started if one cannot be
+    with pytest.raises(UserError, match=r"was not launched"):
+        jobs_of(tmp_path / "runs")
+
+
+def test_a_site_that_is_refused_does_not_hide_those_that_were_launched(tmp_path, monkeypatch):
+    class Full(Memory):
+        def submit(self, request: Request) -> Job:
+            raise UserError("there is no place.")
+
+    monkeypatch.setitem(ENGINES, "full", Full)
+    with pytest.raises(UserError, match=r"site lyon: there is no place. Launched before that: oslo."):
+        list(launch_sites([site(tmp_path, "oslo"), site(tmp_path, "lyon", "full")]))
+    assert not (tmp_path / "runs/two/sites/lyon").exists()
+
+
+def test_what_sites_print_has_the_site_before_each_line(tmp_path, monkeypatch):
+    list(launch_sites([site(tmp_path, "oslo"), site(tmp_path, "lyon")]))
+    for name in ("oslo", "lyon"):
+        (tmp_path / name).write_text("one\ntwo")
+    monkeypatch.setattr(Memory, "files", lambda self, job: {"": tmp_path / job.id})
+    text = b"".join(printed(tmp_path / "runs/two", follow=False))
+    assert sorted(text.splitlines()) == [b"lyon | one", b"lyon | two", b"oslo | one", b"oslo | two"]

@@ -17,7 +17,7 @@ from argosy.launch.site_jobs import jobs_of, printed_by
 from argosy.processes.secret import FILE, NAME, VALUE, fingerprint_in, fingerprint_of, secret_of
 from argosy.sync.sites.layout import SITES, home_of
 from argosy.watch.reader import RunReader, is_run
-from argosy.watch.runs import find_runs
+from argosy.watch.runs import find_runs, own_id
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,9 @@ def launch_sites(requests: Sequence[tuple[str, str, Request]]) -> Iterator[tuple
     names: list[str] = []
     for name, engine, request in requests:
         try:
-            request.run_dir.mkdir(parents=True, exist_ok=True)
-            secret_of(home_of(request.run_dir))
+            whole = home_of(request.run_dir)
+            whole.mkdir(parents=True, exist_ok=True)
+            secret_of(whole)  # which all sites have
             yield request, launch(request, engine)
         except UserError as problem:
             before = f" Launched before that: {', '.join(names)}." if names else ""
@@ -98,7 +99,9 @@ def _own_secret(run_dir: Path) -> str:
 
 def launched_in(root: Path) -> list[Launched]:
     """Return the runs in and under `root`, launched or not, in alphabetical order."""
-    found = {**find_runs(root), **{str(p.parent.parent.relative_to(root)): p.parent.parent for p in _records(root)}}
+    folders = [record.parent.parent for record in _records(root)]
+    jobs = {own_id(root) if folder == root else str(folder.relative_to(root)): folder for folder in folders}
+    found = {**find_runs(root), **jobs}
     return [_launched(name, folder) for name, folder in sorted(found.items())]
 
 
