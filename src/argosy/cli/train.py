@@ -25,6 +25,7 @@ from pathlib import Path
 
 from argosy.cli.options import origin, parse_run
 from argosy.launch.slurm import with_slurm
+from argosy.sync.server.layout import is_server
 
 SHORT, LONG = "--profile", "--observe.profile.steps"
 
@@ -57,6 +58,11 @@ def main(argv: list[str]) -> None:
         return
     from argosy.launch.local import train
 
+    if is_server(run):
+        from argosy.launch.servers import serve
+
+        serve(run, options.run_dir, accept_changes=options.accept_changes)
+        return
     run = with_slurm(run, os.environ)
     report = train(run, options.run_dir, accept_changes=options.accept_changes, origin=partial(origin, argv))
     if options.json:

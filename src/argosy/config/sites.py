@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from argosy.config.section import Section
+from argosy.config.servers import SERVER
 
 SITE_NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"
 Wire = Literal["fp32", "bf16", "int8", "int4"]
@@ -99,10 +100,12 @@ class OuterConfig(Section):
     outer_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
     """diloco: momentum of the outer step."""
     wire: Wire = "fp32"
-    """local, diloco: number format in which changes travel between sites; int8 and int4 have a scale a 256 numbers."""
+    """local, diloco: number format in which changes travel between sites; int8 and int4 have a scale a 256 numbers.
+    async: that of gradients, with error feedback; weights travel as fp32."""
     patience_s: PositiveFloat = 120.0
     """local, diloco: once as many sites as the quorum are ready, the others are waited for this long; then the round
-    goes on without them."""
+    goes on without them. async: a worker that others wait for is waited for this long; then its samples are dealt to
+    another."""
     quorum: NonNegativeInt = 0
     """local, diloco: sites that a round needs at least; 0: more than half of them."""
     tls: bool = True
@@ -137,7 +140,9 @@ def check_sites(sites: Sequence[SiteConfig], site: str, quorum: int) -> None:
     addresses = [one.address for one in sites if one.address]
     if twice := next((address for address in addresses if addresses.count(address) > 1), None):
         raise ValueError(f'sites: the address "{twice}" is there twice; give each site its own')
-    if site and site not in names:
+    if server := next((name for name in names if SERVER.match(name)), None):
+        raise ValueError(f'sites: the name "{server}" is that of a parameter server; give the site another')
+    if site and site not in names and not (names and SERVER.match(site)):
         there = f"the sites are {', '.join(names)}" if names else "the run has no [[sites]]"
         raise ValueError(f'site = "{site}": there is no such site; {there}')
     if quorum > max(1, len(sites)):

@@ -6,10 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from argosy.config.servers import ServerConfig
 from argosy.config.sites import OuterConfig
 
 
-class SyncConfig(OuterConfig):
+class SyncConfig(OuterConfig, ServerConfig):
     """How replicas sum their gradients if the plan's word `sync` is not exact."""
 
     block: Annotated[int, Field(ge=16, le=65536, multiple_of=16)] = 256

@@ -11,7 +11,7 @@ from pathlib import Path
 from argosy.checkpoint.store import committed
 from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
-from argosy.errors import UserError
+from argosy.errors import RunFailed, UserError
 from argosy.launch import run_folder
 from argosy.launch.devices import ask, devices_of_run
 from argosy.launch.following import Following, OnStep
@@ -28,6 +28,7 @@ from argosy.processes.fork_server import ForkServer
 from argosy.sinks.table import check_sinks
 from argosy.supervise.agent import WORKER, Agent, node_name, process_name
 from argosy.supervise.place import check_place
+from argosy.sync.server.layout import is_asynchronous, is_server
 
 
 def train(
@@ -53,6 +54,8 @@ def train(
     if not isinstance(run, RunConfig):
         raise UserError(f"train takes a RunConfig, not {run!r}. Try train(argosy.load({run!r})).")
     run_dir = (Path(run_dir) if run_dir else Path("runs") / run.name).absolute()
+    if is_server(run):
+        raise UserError(f'site = "{run.site}" is a parameter server: hold it with the command argosy train --site')
     if run.sites and not run.site:
         return train_sites(run, run_dir, accept_changes=accept_changes, quiet=quiet)
     run, run_dir = settle_site(run, run_dir)
@@ -88,6 +91,8 @@ def train(
         agent = Agent(run_dir, run, plan, forks, quiet)
         with Following(run_dir, on_step, agent.stop):
             agent.run()
+        if is_asynchronous(run) and not (run_dir / "report.json").exists():
+            raise RunFailed(f"{run_dir}: the run was over before this worker had made an update.")
         return Report.load(run_dir)
 
 

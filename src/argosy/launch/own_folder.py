@@ -18,11 +18,12 @@ from argosy.processes.secret import NAME as SECRET
 from argosy.processes.tls import FOLDER as TLS
 from argosy.supervise.handover import FILE as MEMBERSHIP
 from argosy.supervise.lease.folder import FOLDER as COORDINATORS
+from argosy.sync.server.ledger import NAME as LEDGER
 
 LOCK = ".lock"
 OF_A_START = (f"{LOCK}*", ".settling", SECRET, NAME_FILE, f"{CLAIMS}*", *(f"{name}*" for name in OLD_FILES),
               COORDINATORS, f"{TLS}*", ".storage-*", f"{TOKENIZER}*", "run.toml*", "plan.toml*", MEMBERSHIP, "logs",
-              "events", "checkpoints", "metrics.jsonl", "extend", LAUNCH)  # fmt: skip
+              "events", "checkpoints", "metrics.jsonl", "extend", LAUNCH, "sites", LEDGER, "asked.toml")  # fmt: skip
 """Names of what a run that was interrupted while it started may have left."""
 MOST_NAMED = 3
 """So many of the files that are not a run's are named in a message."""

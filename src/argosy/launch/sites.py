@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import selectors
 import signal
-import socket
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from argosy.config.dump import save_run
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.errors import ArgosyError, Interrupted, RunFailed, UserError
+from argosy.launch.children import RUN_FILE, free_port, held, started
 from argosy.launch.resolve import resolve
+from argosy.launch.servers import settle_worker, train_parts
 from argosy.observe.progress import Progress
 from argosy.observe.report import Report
 from argosy.processes.secret import secret_of
+from argosy.sync.server.layout import is_asynchronous
 from argosy.sync.sites.keys import contexts
 from argosy.sync.sites.layout import at_site, group_folder, site_folder
-
-RUN_FILE = "run.toml"
 
 
 def settle_site(run: RunConfig, run_dir: Path) -> tuple[RunConfig, Path]:
@@ -35,6 +29,8 @@ def settle_site(run: RunConfig, run_dir: Path) -> tuple[RunConfig, Path]:
         return run, run_dir
     if not run.site:
         raise UserError("the run has [[sites]], and no site is said. Say which of them this is: --site NAME")
+    if is_asynchronous(run):
+        return settle_worker(run, run_dir)
     run_dir = site_folder(run_dir, run.site)
     run = checked(_with_addresses(run, group_folder(run_dir)))
     check_addresses(run)
@@ -83,6 +79,8 @@ def train_sites(run: RunConfig, run_dir: Path, *, accept_changes: bool, quiet: b
 
     A site that dies does not stop the others. Raises: UserError, RunFailed if a site failed, Interrupted.
     """
+    if is_asynchronous(run):
+        return train_parts(run, run_dir, accept_changes=accept_changes, quiet=quiet)
     run = checked(run)
     progress = Progress(enabled=not quiet)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -90,14 +88,14 @@ def train_sites(run: RunConfig, run_dir: Path, *, accept_changes: bool, quiet: b
     run, _ = resolve(run, progress)  # once, not by each site at the same time
     progress.close()
     sites = tuple(
-        site.model_copy(update={"address": site.address or known.get(site.name) or f"127.0.0.1:{_free_port()}"})
+        site.model_copy(update={"address": site.address or known.get(site.name) or f"127.0.0.1:{free_port()}"})
         for site in run.sites
     )
     run = run.model_copy(update={"sites": sites})
     save_run(run, run_dir / RUN_FILE)
     secret_of(run_dir)
-    with _started(run, run_dir, accept_changes) as children:
-        codes = _held(children, quiet)
+    with started([site.name for site in run.sites], run_dir / RUN_FILE, run_dir, accept_changes) as children:
+        codes = held(children, quiet)
     return _result(run, run_dir, codes)
 
 
@@ -111,70 +109,3 @@ def _result(run: RunConfig, run_dir: Path, codes: dict[str, int]) -> Report:
         error: type[ArgosyError] = UserError if set(wrong.values()) == {UserError.exit_code} else RunFailed
         raise error(f"{words}. What it said is above, and in {run_dir / 'sites'}. The same command goes on.")
     return Report.load(site_folder(run_dir, run.sites[0].name))
-
-
-@contextmanager
-def _started(run: RunConfig, run_dir: Path, accept_changes: bool) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
-    children = {}
-    try:
-        for site in run.sites:
-            words = [sys.executable, "-m", "argosy", "train", str(run_dir / RUN_FILE), "--run-dir", str(run_dir)]
-            words += ["--site", site.name, *(["--accept-changes"] if accept_changes else [])]
-            children[site.name] = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                start_new_session=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
-            )  # fmt: skip
-        yield children
-    finally:
-        for child in children.values():
-            if child.poll() is None:
-                child.kill()
-            child.wait()
-
-
-def _held(children: dict[str, subprocess.Popen[bytes]], quiet: bool) -> dict[str, int]:
-    """Pass on what the sites say, and signals to them, until all have ended. Returns their exit codes."""
-    width = max(map(len, children))
-
-    def pass_on(number: int, _: object) -> None:
-        for child in children.values():
-            if child.poll() is None:
-                child.send_signal(number)
-
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        with selectors.DefaultSelector() as selector:
-            for name, child in children.items():
-                assert child.stdout is not None
-                selector.register(child.stdout, selectors.EVENT_READ, name)
-            unread = dict.fromkeys(children, b"")
-            while selector.get_map():
-                for key, _ in selector.select():
-                    name, pipe = key.data, key.fileobj
-                    data = os.read(_descriptor(pipe), 1 << 16)
-                    *lines, unread[name] = (unread[name] + data).split(b"\n")
-                    if not data:
-                        selector.unregister(pipe)
-                        lines.append(unread[name])
-                        code = children[name].wait()
-                        if code and not quiet:
-                            lines.append(f"argosy: this site ended with exit code {code}; the others go on".encode())
-                    for line in lines:
-                        if line and not quiet:
-                            print(f"{name:{width}} | {line.decode(errors='replace')}", flush=True)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return {name: child.wait() for name, child in children.items()}
-
-
-def _descriptor(pipe: object) -> int:
-    assert hasattr(pipe, "fileno")
-    number: int = pipe.fileno()
-    return number
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port

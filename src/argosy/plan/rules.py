@@ -17,7 +17,7 @@ from argosy.config.schema import LaunchConfig, RunConfig
 from argosy.errors import UserError
 from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import INTERLEAVED, SPLITTING
-from argosy.plan.plan import COMPRESSED, LOCAL, Plan
+from argosy.plan.plan import COMPRESSED, OF_SITES, Plan
 from argosy.plan.rule import Plans, Rule, rule
 from argosy.plan.uneven_rules import (
     cannot_run,
@@ -237,7 +237,7 @@ def tiers_hold_whole_sets_of_experts(plan: Plan, run: RunConfig) -> str:
     )
 
 
-@rule(lambda p, run: p.is_("sync", *LOCAL) ^ bool(run.sites))
+@rule(lambda p, run: p.is_("sync", *OF_SITES) ^ bool(run.sites))
 def sites_agree_now_and_then(plan: Plan, run: RunConfig) -> str:
     if not run.sites:
         return (
@@ -245,12 +245,20 @@ def sites_agree_now_and_then(plan: Plan, run: RunConfig) -> str:
             "(docs/thin-links.md), or leave sync out."
         )
     return (
-        f"plan.sync = {plan.sync}, and the run has [[sites]]: sites agree by sync=diloco or sync=local. Leave sync out "
-        "for diloco."
+        f"plan.sync = {plan.sync}, and the run has [[sites]]: sites agree by sync=diloco, sync=local or sync=async. "
+        "Leave sync out for diloco."
     )
 
 
-@rule(lambda p, run: p.is_("sync", *LOCAL) & (run.model.moe.experts > 0) & (run.model.moe.balance == "bias"))
+@rule(lambda p, run: p.is_("sync", "async") & p.is_("precision", "fp16"))
+def asynchronous_gradients_have_no_loss_scale(plan: Plan, run: RunConfig) -> str:
+    return (
+        "plan.sync = async with precision = fp16: workers come and go, and a loss scale would be found anew each time. "
+        "Try precision=bf16 or fp32."
+    )
+
+
+@rule(lambda p, run: p.is_("sync", *OF_SITES) & (run.model.moe.experts > 0) & (run.model.moe.balance == "bias"))
 def sites_have_no_state_but_weights(plan: Plan, run: RunConfig) -> str:
     return (
         f'plan.sync = {plan.sync} with model.moe.balance = "bias": each site would have biases of its own, which '

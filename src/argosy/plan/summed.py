@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from argosy.config.sync import SyncConfig
+from argosy.plan.plan import OF_SITES
 
 
 def is_summed_exactly(
@@ -16,7 +17,7 @@ def is_summed_exactly(
     parallelism what its ranks have whole (each of them has a part of that gradient's sum), and the tied embedding of a
     pipeline, which two stages hold. bf16 rounds all.
     """
-    if sync in ("exact", "bf16", "local", "diloco"):
+    if sync in ("exact", "bf16", *OF_SITES):
         return sync != "bf16"
     if at_both_ends and name == "embedding.weight":
         return True

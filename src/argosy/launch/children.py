@@ -1,0 +1,86 @@
+"""Parts of a run that one command starts on this machine: each a command of its own, whose lines are passed on."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+RUN_FILE = "run.toml"
+
+
+@contextmanager
+def started(
+    names: Sequence[str], run_file: Path, run_dir: Path, accept_changes: bool
+) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """Start `argosy train RUN_FILE --site NAME` for each name; what is left of them is killed after the block."""
+    children = {}
+    try:
+        for name in names:
+            words = [sys.executable, "-m", "argosy", "train", str(run_file), "--run-dir", str(run_dir)]
+            words += ["--site", name, *(["--accept-changes"] if accept_changes else [])]
+            children[name] = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                start_new_session=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            )  # fmt: skip
+        yield children
+    finally:
+        for child in children.values():
+            if child.poll() is None:
+                child.kill()
+            child.wait()
+
+
+def held(children: dict[str, subprocess.Popen[bytes]], quiet: bool) -> dict[str, int]:
+    """Pass on what the sites say, and signals to them, until all have ended. Returns their exit codes."""
+    width = max(map(len, children))
+
+    def pass_on(number: int, _: object) -> None:
+        for child in children.values():
+            if child.poll() is None:
+                child.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with selectors.DefaultSelector() as selector:
+            for name, child in children.items():
+                assert child.stdout is not None
+                selector.register(child.stdout, selectors.EVENT_READ, name)
+            unread = dict.fromkeys(children, b"")
+            while selector.get_map():
+                for key, _ in selector.select():
+                    name, pipe = key.data, key.fileobj
+                    data = os.read(_descriptor(pipe), 1 << 16)
+                    *lines, unread[name] = (unread[name] + data).split(b"\n")
+                    if not data:
+                        selector.unregister(pipe)
+                        lines.append(unread[name])
+                        code = children[name].wait()
+                        if code and not quiet:
+                            lines.append(f"argosy: this site ended with exit code {code}; the others go on".encode())
+                    for line in lines:
+                        if line and not quiet:
+                            print(f"{name:{width}} | {line.decode(errors='replace')}", flush=True)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return {name: child.wait() for name, child in children.items()}
+
+
+def _descriptor(pipe: object) -> int:
+    assert hasattr(pipe, "fileno")
+    number: int = pipe.fileno()
+    return number
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port

@@ -1,0 +1,244 @@
+"""Asynchronous runs: one worker's part, one parameter server's part, and all of them on this machine by one command."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from argosy.checkpoint.store import committed
+from argosy.config.dump import save_run
+from argosy.config.load import load
+from argosy.config.schema import RunConfig
+from argosy.config.servers import server_number
+from argosy.data.manifest import TOKENIZER
+from argosy.errors import Interrupted, RunFailed, UserError
+from argosy.launch import run_folder
+from argosy.launch.children import RUN_FILE, free_port, held, started
+from argosy.launch.resolve import resolve
+from argosy.observe.events import Events
+from argosy.observe.progress import Progress
+from argosy.observe.report import Report
+from argosy.plan.plan import Plan
+from argosy.processes.channel import Gone, Message
+from argosy.processes.child import Child
+from argosy.processes.secret import secret_of
+from argosy.sync.server.keys import zeromq
+from argosy.sync.server.layout import Layout, is_asynchronous
+from argosy.sync.sites.layout import group_folder, site_folder
+from argosy.training.stop import StopSignal
+
+SERVER = "argosy.training.server.main"
+PLAN = Plan.parse("sync=async")
+"""What stands in the plan.toml of the whole run: each worker has a plan of its own."""
+AGAIN_S = 1.0
+"""A server that died is started again after so long."""
+SHORT_S, MOST_SHORT = 10.0, 5
+"""One that lived for less than SHORT_S, so often in a row, is given up."""
+SAVE_S = 120.0
+"""How long a server that is to stop may take to save."""
+SERVED = ("loss", "optimizer", "family", "sink")
+"""Kinds of the user's code that asynchronous runs have."""
+
+
+def settle_worker(run: RunConfig, run_dir: Path) -> tuple[RunConfig, Path]:
+    """Return a worker's own run and its folder. Raises: UserError if the run cannot be asynchronous."""
+    run_dir = site_folder(run_dir, run.site)
+    group = group_folder(run_dir)
+    check(run)
+    run = _with_addresses(run, group)
+    own = next(site for site in run.sites if site.name == run.site)
+    update: dict[str, object] = {"plan": own.plan} if own.plan else {}
+    if own.processes:
+        update["launch"] = run.launch.model_copy(update={"processes": own.processes})
+    group.mkdir(parents=True, exist_ok=True)
+    secret_of(group)
+    return run.model_copy(update=update), run_dir
+
+
+def check(run: RunConfig) -> None:
+    """Refuse what an asynchronous run does not do. Raises: UserError."""
+    zeromq()
+    if not run.sites:
+        raise UserError(
+            "plan.sync = async, and the run has no [[sites]]: they are its workers. Name one or more (docs/async.md)."
+        )
+    if not run.train.steps:
+        raise UserError("train.minutes with plan.sync = async: say how many updates to make. Give train.steps.")
+    if run.train.batch_ramp:
+        raise UserError("train.batch_ramp with plan.sync = async: all updates have one batch. Leave it out.")
+    for site in run.sites:
+        if site.batch:
+            raise UserError(
+                f"sites.batch = {site.batch} of {site.name} with plan.sync = async: each update is one worker's, from "
+                "train.global_batch sequences; a slow worker makes fewer updates. Leave it out."
+            )
+        if site.plan and not is_asynchronous(run.model_copy(update={"plan": site.plan})):
+            raise UserError(f'sites.plan = "{site.plan}" of {site.name}: add sync=async, as the run has it.')
+    for code in run.extend.code:
+        for declaration in code.declarations:
+            if declaration.kind not in SERVED:
+                raise UserError(
+                    f"plan.sync = async with the {declaration} ({declaration.place}): no worker sees the run's steps. "
+                    "Leave it out."
+                )
+    for key, value in {
+        "resilience.replay_check_every_steps": run.resilience.replay_check_every_steps,
+        "resilience.check_collectives": run.resilience.check_collectives,
+        "observe.noise_scale_every_steps": run.observe.noise_scale_every_steps,
+        "observe.sample_every_steps": run.observe.sample_every_steps,
+        "train.pause_at": run.train.pause_at,
+    }.items():
+        if value:
+            raise UserError(f"{key} = {value} with plan.sync = async: it is not done there. Leave it out.")
+    layout = Layout(run)
+    if run.model.vocab_size and any(not flat.shapes for flat in layout.flats):
+        raise UserError(
+            f"sync.servers, sync.shards: {layout.servers} servers are more than the model has parameters "
+            f"({sum(len(flat.shapes) for flat in layout.flats)}). Take fewer."
+        )
+
+
+def serve(run: RunConfig, run_dir: Path | None, *, accept_changes: bool = False) -> None:
+    """Hold one parameter server of `run` until the run is over; it is started again if it dies.
+
+    Raises: UserError, RunFailed; Interrupted after SIGTERM or SIGINT, once its state is saved.
+    """
+    run_dir = (run_dir or Path("runs") / run.name).absolute()
+    if not is_asynchronous(run):
+        raise UserError(f'site = "{run.site}": only a run with plan.sync = async has parameter servers')
+    check(run)
+    run = _with_addresses(run, run_dir)
+    number = server_number(run.site)
+    assert number is not None
+    servers = len(run.sync.servers)
+    if number >= servers:
+        raise UserError(f'site = "{run.site}": the run has {servers} servers (sync.servers); try server-{servers}')
+    stop = StopSignal().listen()
+    with run_folder.locked(run_dir, run.site, servers + 1):
+        progress = Progress(enabled=True)
+        secret_of(run_dir)
+        with run_folder.settling(run_dir):
+            run, data = resolve(run, progress)
+            check(run)
+            run = run_folder.enter(run_dir, run, data.identity, accept_changes)
+            written = run.model_copy(update={"site": ""})
+            run_folder.write(run_dir, written, PLAN, data.sources[0].folder / TOKENIZER)
+        progress.close()
+        if is_finished(run_dir, run):
+            progress.say(f"{run_dir} is finished. More --train.steps make it longer.")
+            return
+        _hold(run_dir, number, run.site, stop)
+
+
+def is_finished(run_dir: Path, run: RunConfig) -> bool:
+    """Return True if a checkpoint of the run's last step is there."""
+    return any(checkpoint.step >= run.train.steps for checkpoint in committed(run_dir))
+
+
+def train_parts(run: RunConfig, run_dir: Path, *, accept_changes: bool, quiet: bool) -> Report:
+    """Hold all servers and workers of `run` on this machine; return the report of a worker that scored the model.
+
+    A part that dies does not stop the others. Raises: UserError, RunFailed, Interrupted.
+    """
+    check(run)
+    progress = Progress(enabled=not quiet)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    run, _ = resolve(run, progress)  # once, not by each part at the same time
+    check(run)
+    progress.close()
+    if not run.sync.servers:
+        servers = tuple(f"127.0.0.1:{free_port()}" for _ in range(run.sync.shards))
+        run = run.model_copy(update={"sync": run.sync.model_copy(update={"servers": servers})})
+    secret_of(run_dir)
+    asked = run_dir / "asked.toml"
+    save_run(run, asked)
+    if is_finished(run_dir, run):
+        progress.say(f"{run_dir} is finished. More --train.steps make it longer.")
+        return _report(run_dir, run)
+    names = [*(f"server-{number + 1}" for number in range(len(run.sync.servers))), *(site.name for site in run.sites)]
+    with started(names, asked, run_dir, accept_changes) as children:
+        codes = held(children, quiet)
+    return _result(run, run_dir, codes)
+
+
+def _result(run: RunConfig, run_dir: Path, codes: dict[str, int]) -> Report:
+    """Return the report, if the servers came to the end, whatever became of workers."""
+    wrong = {name: code for name, code in codes.items() if code}
+    for code in (143, 130):
+        if code in wrong.values():
+            raise Interrupted("the servers have saved; the same command goes on", code - 128)
+    if is_finished(run_dir, run):
+        return _report(run_dir, run)
+    words = ", ".join(f"{name} ended with exit code {code}" for name, code in wrong.items())
+    error = UserError if set(wrong.values()) == {UserError.exit_code} else RunFailed
+    raise error(f"{words}. What it said is above. The same command goes on.")
+
+
+def _report(run_dir: Path, run: RunConfig) -> Report:
+    reports = []
+    for site in run.sites:
+        with suppress(OSError, ValueError):
+            reports.append(Report.load(site_folder(run_dir, site.name)))
+    if not reports:
+        raise RunFailed(f"{run_dir}: the servers came to the end, and no worker has left a report")
+    return max(reports, key=lambda report: (report.validation is not None, report.steps))
+
+
+def _with_addresses(run: RunConfig, group: Path) -> RunConfig:
+    """Fill in the addresses that the command that started all parts has chosen. Raises: UserError if there are none."""
+    path = group / RUN_FILE
+    if not run.sync.servers and path.exists():
+        servers = load(path).sync.servers
+        run = run.model_copy(update={"sync": run.sync.model_copy(update={"servers": servers})})
+    if not run.sync.servers:
+        raise UserError(
+            "sync.servers is empty: give each parameter server an address, HOST:PORT, at which workers reach it; only "
+            "where one command starts all on this machine are they chosen."
+        )
+    return run
+
+
+def _hold(run_dir: Path, number: int, name: str, stop: StopSignal) -> None:
+    """Keep the server's process until it says that the run is over."""
+    events, short, said = Events(run_dir, f"{name}-holder"), 0, Progress(enabled=True)
+    while True:
+        began_s = time.monotonic()
+        child = Child(SERVER, str(run_dir), str(number))
+        news = _news(child, stop)
+        if news is not None and news["kind"] == "done":
+            child.kill()
+            if news["finished"]:
+                return
+            raise Interrupted("its state is saved; the same command goes on", stop.number or 15)
+        if news is not None:
+            child.kill()
+            error = UserError if news["code"] == UserError.exit_code else RunFailed
+            raise error(news["text"])
+        why = child.reap()
+        if stop.number is not None:
+            raise Interrupted(f"it died while it saved ({why}); the same command goes on", stop.number)
+        short = short + 1 if time.monotonic() - began_s < SHORT_S else 0
+        events.write("server_died", why=why)
+        if short >= MOST_SHORT:
+            raise RunFailed(f"{name} died {short} times within {SHORT_S:g} s of its start, at last by {why}.")
+        said.say(f"argosy: {name} died: {why}; it is started again, and goes on from the newest checkpoint")
+        time.sleep(AGAIN_S)
+
+
+def _news(child: Child, stop: StopSignal) -> Message | None:
+    """Return the server's last word; None if it died without one."""
+    is_told, end_s = False, 0.0
+    while True:
+        if stop.number is not None and not is_told:
+            is_told, end_s = True, time.monotonic() + SAVE_S
+            with suppress(Gone):
+                child.channel.send("finish")
+        try:
+            for message in child.hear(0.2):
+                if message["kind"] in ("done", "failed"):
+                    return message
+        except Gone:
+            return None
+        if is_told and time.monotonic() > end_s:
+            child.kill()

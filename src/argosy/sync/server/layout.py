@@ -1,0 +1,93 @@
+"""What all processes of an asynchronous run know of it: who there is, and which server holds which parameters."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+from argosy.config.identity import lasting_values
+from argosy.config.schema import RunConfig
+from argosy.config.servers import server_number
+from argosy.plan.parameters import parameter_table
+from argosy.plan.plan import words_of
+from argosy.sync.sites.flat import Flat
+from argosy.sync.sites.wire import WireFormat
+
+F32 = npt.NDArray[np.float32]
+OF_A_PART = ("site", "sites", "sync", "train.steps")
+"""Keys that may differ between the parts of a run, or that servers check otherwise."""
+
+
+def is_asynchronous(run: RunConfig) -> bool:
+    """Return True if the run's plan says sync=async. Raises: UserError if it is no plan."""
+    return words_of(run.plan).get("sync") == "async"
+
+
+def is_server(run: RunConfig) -> bool:
+    """Return True if this part of the run is a parameter server."""
+    return bool(run.sites) and server_number(run.site) is not None
+
+
+class Layout:
+    """The servers and workers of a run."""
+
+    def __init__(self, run: RunConfig):
+        self.run = run
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """Names of all workers."""
+        return tuple(site.name for site in self.run.sites)
+
+    @property
+    def servers(self) -> int:
+        """How many servers there are."""
+        return len(self.run.sync.servers) or self.run.sync.shards
+
+    @property
+    def addresses(self) -> tuple[tuple[str, int], ...]:
+        """Host and port of each server."""
+        parts = (address.rpartition(":") for address in self.run.sync.servers)
+        return tuple((host, int(port)) for host, _, port in parts)
+
+    @cached_property
+    def wire(self) -> WireFormat:
+        """The number format in which gradients travel."""
+        return WireFormat(self.run.sync.wire)
+
+    @cached_property
+    def flats(self) -> Sequence[Flat]:
+        """The parameters of each server as one vector, under any plan of the workers."""
+        shapes = {name: parameter.shape for name, parameter in parameter_table(self.run.model).items()}
+        return dealt_out(shapes, self.servers)
+
+    @property
+    def model(self) -> str:
+        """Sixteen hexadecimal digits that differ for another model, or another way to deal it out."""
+        return hashlib.sha256(" ".join(flat.identity for flat in self.flats).encode()).hexdigest()[:16]
+
+    @property
+    def identity(self) -> str:
+        """Sixteen hexadecimal digits that differ for a run of other samples, optimizer or length."""
+        lasting = {key: value for key, value in lasting_values(self.run).items() if not key.startswith(OF_A_PART)}
+        lasting |= {"steps": self.run.train.steps, "wire": self.run.sync.wire}
+        return hashlib.sha256(json.dumps(lasting, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def dealt_out(shapes: Mapping[str, tuple[int, ...]], servers: int) -> list[Flat]:
+    """Deal parameters out over servers, whole ones, so that any update rule can be a server's: the largest first, each
+    to the server that has least (Graham's rule: no more than 4/3 of the least possible maximum).
+    """
+    parts: list[dict[str, tuple[int, ...]]] = [{} for _ in range(servers)]
+    held = [0] * servers
+    for name in sorted(shapes, key=lambda name: (-prod(shapes[name]), name)):
+        least = held.index(min(held))
+        parts[least][name] = shapes[name]
+        held[least] += prod(shapes[name])
+    return [Flat({name: shape for name, shape in shapes.items() if name in part}) for part in parts]

@@ -1,0 +1,275 @@
+"""What servers and workers say to each other: a head of JSON, which is checked before it is used, and bytes behind it.
+
+A worker asks the first server, which deals samples out, for work; pulls weights from all servers; pushes its gradient
+to all of them; and commits it at the first, which then tells the others to apply it. See `training.server`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+VERSION = 1
+PIECE_BYTES = 1 << 20
+"""Weights and gradients travel in pieces of so many bytes."""
+AHEAD_BYTES = 1 << 23
+"""So much of a gradient is under way before its arrival is confirmed."""
+HEAD_BYTES = 1 << 14
+"""No head is longer."""
+
+Id = Annotated[str, Field(max_length=64)]
+Text = Annotated[str, Field(max_length=1000)]
+Count = Annotated[int, Field(ge=0, lt=1 << 53)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Malformed(Exception):
+    """What came is no message of this program."""
+
+
+class Said(BaseModel):
+    """A message without its bytes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+# ---- a worker says ----------------------------------------------------------------------------------------------
+
+
+class Hello(Said):
+    """The first message of a connection."""
+
+    kind: Literal["hello"] = "hello"
+    version: Count
+    site: Id
+    session: Id
+    """Another one for each process."""
+    model: Id
+    run: Id
+
+
+class Ping(Said):
+    """It lives."""
+
+    kind: Literal["ping"] = "ping"
+
+
+class Work(Said):
+    """It wants samples."""
+
+    kind: Literal["work"] = "work"
+    ask: Count
+    """Number of the question; the answer has it too."""
+
+
+class Pull(Said):
+    """It wants weights of that version, or newer ones."""
+
+    kind: Literal["pull"] = "pull"
+    ask: Count
+    epoch: Id
+    version: Count
+
+
+class Put(Said):
+    """A piece of its gradient."""
+
+    kind: Literal["put"] = "put"
+    lease: Id
+    at: Count
+
+
+class Commit(Said):
+    """Its whole gradient is at all servers."""
+
+    kind: Literal["commit"] = "commit"
+    ask: Count
+    lease: Id
+    loss: Finite
+    norm: Annotated[Finite, Field(ge=0)]
+    """Of the gradient, before clipping."""
+
+
+class Bad(Said):
+    """Its loss or gradient is not finite, and nothing was pushed."""
+
+    kind: Literal["bad"] = "bad"
+    ask: Count
+    lease: Id
+    why: Text
+
+
+class Scored(Said):
+    """How well the weights that it pulled to be scored predict held-out text."""
+
+    kind: Literal["scored"] = "scored"
+    version: Count
+    loss: Finite | None
+    bits_per_byte: Finite | None
+
+
+class Bye(Said):
+    """It ends; what was dealt to it is dealt to another."""
+
+    kind: Literal["bye"] = "bye"
+
+
+# ---- the first server says to the others ------------------------------------------------------------------------
+
+
+class Begin(Said):
+    """Go to a version: that of a checkpoint, or 0."""
+
+    kind: Literal["begin"] = "begin"
+    epoch: Id
+    version: Count
+
+
+class Apply(Said):
+    """Apply a gradient as the update that makes version `update` + 1."""
+
+    kind: Literal["apply"] = "apply"
+    epoch: Id
+    update: Count
+    lease: Id
+    rate: Finite
+    save: bool
+
+
+class Look(Said):
+    """Say where you are; this is where you should be."""
+
+    kind: Literal["look"] = "look"
+    epoch: Id
+    version: Count
+
+
+class Finish(Said):
+    """End, once the state is saved."""
+
+    kind: Literal["finish"] = "finish"
+
+
+# ---- a server says ----------------------------------------------------------------------------------------------
+
+
+class Welcome(Said):
+    """Hello."""
+
+    kind: Literal["welcome"] = "welcome"
+
+
+class Refused(Said):
+    """You cannot take part."""
+
+    kind: Literal["refused"] = "refused"
+    why: Text
+    is_input: bool = True
+    """False if the run has failed, and nobody can."""
+
+
+class Stranger(Said):
+    """Say hello first: this server was started again."""
+
+    kind: Literal["stranger"] = "stranger"
+
+
+class Dealt(Said):
+    """Samples, and the version of the weights to use."""
+
+    kind: Literal["dealt"] = "dealt"
+    ask: Count
+    lease: Id
+    item: Count
+    epoch: Id
+    version: Count
+
+
+class Judge(Said):
+    """Score the weights of this version on held-out text, and ask again."""
+
+    kind: Literal["judge"] = "judge"
+    ask: Count
+    epoch: Id
+    version: Count
+
+
+class Over(Said):
+    """There is nothing left to do."""
+
+    kind: Literal["over"] = "over"
+    ask: Count
+    version: Count
+
+
+class Held(Said):
+    """Wait."""
+
+    kind: Literal["held"] = "held"
+    ask: Count
+    by: list[Id]
+    """Who is waited for: a server that is not ready, or slow workers."""
+
+
+class Weights(Said):
+    """A piece of the weights."""
+
+    kind: Literal["weights"] = "weights"
+    ask: Count
+    version: Count
+    at: Count
+
+
+class Got(Said):
+    """A piece of the gradient has come."""
+
+    kind: Literal["got"] = "got"
+    lease: Id
+    at: Count
+
+
+class Committed(Said):
+    """The gradient is an update; or it is no longer wanted (`update` is None): its samples are another's."""
+
+    kind: Literal["committed"] = "committed"
+    ask: Count
+    update: Count | None
+    staleness: Count = 0
+    rate: Finite = 0.0
+
+
+class At(Said):
+    """Where a server is; `problem`: why it cannot go on."""
+
+    kind: Literal["at"] = "at"
+    epoch: Id
+    version: Count
+    problem: Text = ""
+
+
+Message = (
+    Hello | Ping | Work | Pull | Put | Commit | Bad | Scored | Bye | Begin | Apply | Look | Finish
+    | Welcome | Refused | Stranger | Dealt | Judge | Over | Held | Weights | Got | Committed | At
+)  # fmt: skip
+_READER: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="kind")])
+
+
+def packed(message: Said, data: bytes | memoryview = b"") -> list[Any]:
+    """Return the frames of a message."""
+    head = message.model_dump_json().encode()
+    return [head, data] if len(data) else [head]
+
+
+def unpacked(frames: list[bytes]) -> tuple[Message, bytes]:
+    """Return the message of these frames, and its bytes. Raises: Malformed."""
+    if not 1 <= len(frames) <= 2 or len(frames[0]) > HEAD_BYTES:
+        raise Malformed("it is no head with bytes behind it")
+    data = frames[1] if len(frames) > 1 else b""
+    if len(data) > PIECE_BYTES:
+        raise Malformed(f"a piece of {len(data)} bytes, where {PIECE_BYTES} are the most")
+    try:
+        return _READER.validate_json(frames[0]), data
+    except ValidationError as problem:
+        first = problem.errors(include_url=False, include_input=False)[0]
+        raise Malformed(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None

@@ -1,0 +1,326 @@
+"""The first server: it deals samples out, orders updates, and keeps all servers at the same version."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from argosy.checkpoint import store
+from argosy.config.schema import RunConfig
+from argosy.errors import RunFailed
+from argosy.observe.events import Events
+from argosy.observe.metrics import Metrics
+from argosy.observe.progress import Progress
+from argosy.sync.server import messages as say
+from argosy.sync.server.dealing import Dealing, Update, rate_of
+from argosy.sync.server.layout import Layout
+from argosy.sync.server.ledger import Ledger
+from argosy.sync.server.messages import Said
+from argosy.training.schedule import learning_rate_factor
+from argosy.training.server.shard import Refuses, Shard
+
+LOST_S = 10.0
+"""A worker that was not heard for so long is lost: what it was dealt is dealt to another."""
+LOOK_S = 1.0
+"""How often the other servers are asked where they are, and workers that wait are told why."""
+MOST_IN_A_ROW = 10
+"""The run fails after so many gradients in a row that are not finite."""
+Tell = Callable[[int, Said], None]
+Answer = Callable[[Said], None]
+
+
+class Leader:
+    """Decides for all servers. `tell(number, message)` sends to another server."""
+
+    def __init__(self, layout: Layout, run_dir: Path, shard: Shard, events: Events, progress: Progress, tell: Tell):
+        self._layout, self._run_dir, self._shard, self._tell = layout, run_dir, shard, tell
+        self._events, self._progress = events, progress
+        self._run: RunConfig = layout.run
+        self._ledger, self._metrics = Ledger(run_dir), Metrics(run_dir)
+        self._dealing = Dealing(self._run.train.steps, self._run.sync.max_staleness)
+        self._ready: set[int] = set()
+        self._looked_s = 0.0
+        self._waiting: dict[str, tuple[say.Work, Answer]] = {}
+        self._sessions: dict[str, str] = {}
+        self._heard_s: dict[str, float] = {}
+        self._held_since_s = 0.0
+        self._next_score = 0
+        self._scoring: str | None = None
+        self._is_scored = False
+        self._bad_in_a_row = 0
+        self._saved_s = self._updated_s = time.monotonic()
+        self.failure: str = ""
+        """Why the run has failed; empty if it has not."""
+        self.begin("")
+
+    @property
+    def is_done(self) -> bool:
+        """True once all updates are made, the last weights are scored, and all workers know that."""
+        return self._dealing.is_over and self._is_scored and not self._sessions
+
+    @property
+    def is_over(self) -> bool:
+        """True once all updates are made."""
+        return self._dealing.is_over
+
+    @property
+    def version(self) -> int:
+        """Updates made so far."""
+        return self._dealing.version
+
+    # ---- servers ------------------------------------------------------------------------------------------------
+
+    def begin(self, why: str) -> None:
+        """Have all servers go to the newest checkpoint. Raises: StorageError, UserError, Damaged."""
+        choice = store.newest_whole(self._run_dir)
+        version = choice.checkpoint.step if choice else 0
+        for words in choice.damaged if choice else ():
+            self._events.write("damaged_checkpoint", problem=words)
+        for newer in store.committed(self._run_dir):
+            if newer.step > version:
+                store.withdraw(newer)
+        store.sweep(self._run_dir, 0)
+        lost = self._dealing.version - version
+        epoch = uuid.uuid4().hex
+        try:
+            self._ledger.turn_back(version)
+        except ValueError as problem:
+            raise RunFailed(f"{problem}. Restore it from a copy, or start anew with another --run-dir.") from None
+        self._metrics.forget_from(version)
+        config = self._run.sync
+        skipped = [item for item, _ in self._ledger.skipped]
+        self._dealing = Dealing.after(self._ledger.updates, skipped, self._run.train.steps, config.max_staleness, epoch)
+        self._shard.begin(epoch, version)
+        self._ready = {0}
+        every = self._run.evaluate.every_steps
+        self._next_score = (version // every + 1) * every if every else self._run.train.steps
+        self._scoring, self._is_scored = None, False
+        self._looked_s = 0.0
+        self._events.write("servers_begin", step=version, servers=self._layout.servers, why=why, lost=max(0, lost))
+        if why:
+            self._progress.say(f" all servers go back to step {version}: {why}", "yellow")
+        for number in range(1, self._layout.servers):
+            self._tell(number, say.Begin(epoch=epoch, version=version))
+
+    def hear_server(self, number: int, message: say.At) -> None:
+        """Hear where another server is."""
+        if message.epoch != self._dealing.epoch:
+            if number in self._ready:
+                self.begin(f"server-{number + 1} was started again")
+            else:
+                self._tell(number, say.Begin(epoch=self._dealing.epoch, version=self._dealing.version))
+        elif message.problem:
+            self.begin(f"server-{number + 1}: {message.problem}")
+        else:
+            self._ready.add(number)
+
+    def tick(self) -> None:
+        """Look after servers and workers; call it often."""
+        now = time.monotonic()
+        self._take_back(now)
+        self._deal_out(now)
+        if now - self._looked_s < LOOK_S:
+            return
+        self._looked_s = now
+        for number in range(1, self._layout.servers):
+            self._tell(number, say.Look(epoch=self._dealing.epoch, version=self._dealing.version))
+        missing = [f"server-{n + 1}" for n in range(self._layout.servers) if n not in self._ready]
+        for work, answer in self._waiting.values():
+            answer(say.Held(ask=work.ask, by=missing or self._dealing.holds_up))
+
+    # ---- workers ------------------------------------------------------------------------------------------------
+
+    def arrived(self, site: str, session: str) -> None:
+        """Note that a worker is here; if it was started again, what it was dealt before is given back."""
+        self._heard_s[site] = time.monotonic()
+        before = self._sessions.get(site)
+        if before == session:
+            return
+        self._sessions[site] = session
+        self._give_back(site, "it was started again" if before is not None else "")
+        if before is None:
+            self._events.write("worker_came", site=site, step=self.version)
+            self._progress.say(f" {site} is here", "green")
+
+    def heard(self, site: str) -> None:
+        """Note that a worker lives."""
+        if site in self._sessions:
+            self._heard_s[site] = time.monotonic()
+
+    def left(self, site: str, session: str, why: str = "it ended") -> None:
+        """Note that a worker ends."""
+        if self._sessions.get(site) == session:
+            del self._sessions[site]
+            self._waiting.pop(site, None)
+            self._give_back(site, why)
+            self._events.write("worker_left", site=site, step=self.version, why=why)
+            self._progress.say(f" {site} has left: {why}")
+
+    def asked(self, site: str, work: say.Work, answer: Answer) -> None:
+        """A worker asks for samples: it gets them once it may."""
+        self._give_back(site, "")
+        self._waiting[site] = (work, answer)
+        self._deal_out(time.monotonic())
+
+    def commit(self, site: str, message: say.Commit) -> say.Committed:
+        """Make the update of a worker's gradient, which all servers have."""
+        update = self._known(site, message.lease)
+        if update is None:
+            if len(self._ready) < self._layout.servers or not self._shard.has(site, message.lease):
+                return say.Committed(ask=message.ask, update=None)
+            update = self._dealing.commit(site, message.lease)
+            if update is None:
+                return say.Committed(ask=message.ask, update=None)
+            self._make(update, message)
+        return say.Committed(ask=message.ask, update=update.update, staleness=update.staleness, rate=self._rate(update))
+
+    def bad(self, site: str, message: say.Bad) -> say.Committed:
+        """Make no update from a worker's samples."""
+        item = self._dealing.skip(site, message.lease)
+        if item is not None:
+            self._bad_in_a_row += 1
+            self._ledger.skip(item, site, message.why)
+            first = item * self._run.train.global_batch
+            samples = [[first, first + self._run.train.global_batch]]
+            self._events.write("samples_skipped", step=self.version, site=site, samples=samples, why=message.why)
+            self._progress.say(f" no update from samples {samples[0]}, which {site} had: {message.why}", "yellow")
+            if self._bad_in_a_row >= MOST_IN_A_ROW:
+                self.failure = f"the last {MOST_IN_A_ROW} gradients were not finite, and changed nothing"
+            elif self._run.resilience.on_bad_step == "stop":
+                self.failure = f"{message.why}, and resilience.on_bad_step = stop"
+        return say.Committed(ask=message.ask, update=None)
+
+    def scored(self, site: str, message: say.Scored) -> None:
+        """Write down how good weights are."""
+        if self._scoring != site:
+            return
+        self._scoring = None
+        step = message.version - 1
+        self._is_scored = message.version >= self._run.train.steps
+        if message.loss is None or message.bits_per_byte is None:
+            return
+        self._metrics.write({"step": step, "validation_loss": message.loss, "bits_per_byte": message.bits_per_byte})
+        self._progress.say(
+            f" step {step + 1:>5}  evaluated: loss {message.loss:.3f}, {message.bits_per_byte:.3f} bits per byte",
+            "cyan",
+        )
+
+    # ---- updates ------------------------------------------------------------------------------------------------
+
+    def _known(self, site: str, lease: str) -> Update | None:
+        found = self._dealing.committed.get(lease)
+        return found if found is not None and found.site == site else None
+
+    def _rate(self, update: Update) -> float:
+        run = self._run
+        factor = learning_rate_factor(update.update, run.train.steps, run.schedule)
+        return run.optimizer.lr * factor * rate_of(update.staleness, run.sync.staleness_rate)
+
+    def _make(self, update: Update, message: say.Commit) -> None:
+        """Apply an update everywhere, and write it down."""
+        run, rate, number = self._run, self._rate(update), update.update
+        saves = self._is_save_due(number + 1)
+        self._bad_in_a_row = 0
+        self._ledger.add(update, run.train.global_batch, loss=message.loss)
+        if saves:
+            self._ledger.sync()
+        order = say.Apply(epoch=self._dealing.epoch, update=number, lease=message.lease, rate=rate, save=saves)
+        for server in range(1, self._layout.servers):
+            self._tell(server, order)
+        try:
+            self._shard.apply(order.epoch, number, message.lease, rate)
+        except Refuses as problem:  # its pieces were looked at a moment ago
+            raise RunFailed(str(problem)) from None
+        self._write_line(update, message, rate)
+        if saves:
+            self._saved_s = time.monotonic()
+            self._shard.save()
+
+    def _is_save_due(self, version: int) -> bool:
+        settings = self._run.checkpoint
+        by_time = settings.every_minutes and time.monotonic() - self._saved_s >= 60 * settings.every_minutes
+        by_steps = settings.every_steps and version % settings.every_steps == 0
+        return bool(by_time or by_steps or version == self._run.train.steps)
+
+    def _write_line(self, update: Update, message: say.Commit, rate: float) -> None:
+        run, now = self._run, time.monotonic()
+        step_s, self._updated_s = now - self._updated_s, now
+        first = update.item * run.train.global_batch
+        record: dict[str, Any] = {
+            "step": update.update,
+            "time_s": round(time.time(), 3),
+            "tokens": (update.update + 1) * run.tokens_per_step,
+            "loss": message.loss,
+            "grad_norm": message.norm,
+            "lr": rate,
+            "sample_ranges": [[first, first + run.train.global_batch]],
+            "step_time_s": round(step_s, 6),
+            "tokens_per_s": round(run.tokens_per_step / step_s, 1) if step_s else 0.0,
+            "sites": {
+                "site": update.site,
+                "staleness_steps": update.staleness,
+                "participants": sorted(self._sessions),
+            },
+        }
+        self._metrics.write(record)
+        if update.update % 10 == 9 or update.update == 0:
+            self._progress.say(
+                f" step {update.update + 1:>5}/{run.train.steps}  loss {message.loss:.3f}  by {update.site}, "
+                f"staleness {update.staleness}"
+            )
+
+    # ---- dealing out --------------------------------------------------------------------------------------------
+
+    def _deal_out(self, now: float) -> None:
+        """Deal to workers that wait, if all servers are ready."""
+        if len(self._ready) < self._layout.servers:
+            return
+        for site, (work, answer) in list(self._waiting.items()):
+            dealing = self._dealing
+            if self._scoring is None and not self._is_scored and dealing.version >= self._next_score:
+                del self._waiting[site]
+                self._scoring = site
+                every = self._run.evaluate.every_steps or self._run.train.steps
+                self._next_score = min((dealing.version // every + 1) * every, self._run.train.steps)
+                answer(say.Judge(ask=work.ask, epoch=dealing.epoch, version=dealing.version))
+                continue
+            if dealing.is_over:
+                del self._waiting[site]
+                answer(say.Over(ask=work.ask, version=dealing.version))
+                continue
+            lease = dealing.deal(site, now)
+            if lease is None:
+                self._held_since_s = self._held_since_s or now
+                return
+            del self._waiting[site]
+            self._held_since_s = 0.0
+            answer(
+                say.Dealt(ask=work.ask, lease=lease.name, item=lease.item, epoch=dealing.epoch, version=lease.version)
+            )
+
+    def _take_back(self, now: float) -> None:
+        """Take back what lost workers were dealt, and what those have that others have waited for long enough."""
+        for site, session in list(self._sessions.items()):
+            if now - self._heard_s[site] > LOST_S:
+                self.left(site, session, f"nothing was heard of it for {LOST_S:.0f} s")
+        if not self._waiting or self._dealing.may_deal or self._dealing.is_over:
+            self._held_since_s = 0.0
+            return
+        self._held_since_s = self._held_since_s or now
+        if now - self._held_since_s > self._run.sync.patience_s:
+            self._held_since_s = 0.0
+            for site in self._dealing.holds_up:
+                self._give_back(site, f"others had waited for it for {self._run.sync.patience_s:g} s")
+
+    def _give_back(self, site: str, why: str) -> None:
+        lease = self._dealing.give_back(site)
+        if self._scoring == site:
+            self._scoring = None
+            self._next_score = min(self._next_score, self._dealing.version)
+        if lease is not None and why:
+            first = lease.item * self._run.train.global_batch
+            samples = [[first, first + self._run.train.global_batch]]
+            self._events.write("samples_returned", step=self.version, site=site, samples=samples, why=why)

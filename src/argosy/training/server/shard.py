@@ -1,0 +1,226 @@
+"""One server's part of the state: whole parameters, their optimizer state, and the gradients that are on their way."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from argosy.checkpoint.boxes import Box
+from argosy.checkpoint.history import History
+from argosy.checkpoint.load import load_into, missing_from
+from argosy.checkpoint.manifest import CheckpointManifest
+from argosy.checkpoint.save import Saver
+from argosy.checkpoint.shards import wholes
+from argosy.checkpoint.store import Checkpoint, find, step_folder
+from argosy.checkpoint.writer import Tell, Upkeep
+from argosy.config.identity import config_sha256
+from argosy.errors import UserError
+from argosy.models.initialize import fill_initial
+from argosy.models.own_family import load_family
+from argosy.optim.optimizer import RULES, Optimizer
+from argosy.optim.own import own_rule
+from argosy.optim.piece import Piece
+from argosy.parallel.world import World
+from argosy.plan.mup import rate_factor
+from argosy.plan.parameters import parameter_table
+from argosy.sync.server.layout import Layout
+from argosy.sync.server.messages import PIECE_BYTES
+
+
+class Refuses(Exception):
+    """What a worker or the first server asked for cannot be done. The message says why."""
+
+
+class ShardSaver(Saver):
+    """Writes one server's part of checkpoints: the servers are the ranks of a world that has no collectives."""
+
+    def __init__(self, run_dir: Path, number: int, servers: int, heard: Tell, upkeep: Upkeep, ticket: str):
+        super().__init__(run_dir, World(number, servers), heard, upkeep)
+        self._ticket = ticket
+
+    def _share_out(self, boxes: list[Box]) -> None:
+        """Write all of it: no other server has any."""
+        self._mine = boxes
+
+
+class Shard:
+    """The state of one server."""
+
+    def __init__(self, layout: Layout, number: int, run_dir: Path, data_identity: str, heard: Tell):
+        """`heard(news, **facts)`: as of `Saver`."""
+        self._layout, self._number, self._run_dir, self._heard = layout, number, run_dir, heard
+        self._run, self._data_identity = layout.run, data_identity
+        self._flat = layout.flats[number]
+        self.epoch, self.version = "", 0
+        self._vector = torch.zeros(self._flat.elements)
+        self._sent: bytes | None = None
+        self._staged: dict[str, tuple[str, bytearray, set[int]]] = {}
+        self._saver: ShardSaver | None = None
+        load_family(self._run)
+        self._begin_optimizer()
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of its weights."""
+        return 4 * self._flat.elements
+
+    @property
+    def _wire_bytes(self) -> int:
+        wire = self._layout.wire
+        return wire.blocks(self._flat.elements) * wire.block_bytes
+
+    # ---- versions -----------------------------------------------------------------------------------------------
+
+    def begin(self, epoch: str, version: int) -> None:
+        """Go to a version: that of a checkpoint, or the initial weights if it is 0. Raises: UserError, Damaged."""
+        self.close()
+        self._staged.clear()
+        self._begin_optimizer()
+        if version:
+            self._load(Checkpoint(step_folder(self._run_dir, version)))
+        else:
+            self._initialize()
+        settings = self._run.checkpoint
+        upkeep = Upkeep(settings.keep_last, settings.keep_every, settings.remote)
+        self._saver = ShardSaver(self._run_dir, self._number, self._layout.servers, self._heard, upkeep, epoch)
+        self._saver.committed.add(version)
+        self.epoch, self.version, self._sent = epoch, version, None
+
+    def weights(self, epoch: str, version: int) -> bytes | None:
+        """Return the bytes of the weights if they are of `version` or newer, else None. Raises: Refuses."""
+        if epoch != self.epoch:
+            raise Refuses("again")
+        if self.version < version:
+            return None
+        if self._sent is None:
+            self._sent = self._vector.numpy().tobytes()
+        return self._sent
+
+    def apply(self, epoch: str, update: int, lease: str, rate: float) -> None:
+        """Apply a worker's gradient as update `update` at this learning rate. Raises: Refuses if it cannot."""
+        if epoch != self.epoch or update != self.version:
+            raise Refuses(f"update {update} of {epoch}, and this server is at {self.version} of {self.epoch}")
+        gradient = self._take(lease)
+        at = 0
+        for piece in self._optimizer.pieces:
+            piece.value.grad = gradient[at : at + piece.value.numel()].view(piece.shape)
+            at += piece.value.numel()
+        self._optimizer.set_learning_rate(rate)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.version += 1
+        self._sent = None
+
+    # ---- gradients ----------------------------------------------------------------------------------------------
+
+    def stage(self, site: str, lease: str, at: int, data: bytes) -> None:
+        """Keep a piece of a worker's gradient; that of what it was dealt before is dropped. Raises: Refuses."""
+        if at % PIECE_BYTES or len(data) != min(PIECE_BYTES, self._wire_bytes - at):
+            raise Refuses(f"{len(data)} bytes at {at} are no piece of a gradient of {self._wire_bytes} bytes")
+        if site not in self._staged or self._staged[site][0] != lease:
+            self._staged[site] = (lease, bytearray(self._wire_bytes), set())
+        _, whole, there = self._staged[site]
+        whole[at : at + len(data)] = data
+        there.add(at)
+
+    def has(self, site: str, lease: str) -> bool:
+        """Return True if a worker's gradient is here, and all its numbers are finite."""
+        name, whole, there = self._staged.get(site, ("", bytearray(), set()))
+        if name != lease or len(there) != -(-self._wire_bytes // PIECE_BYTES):
+            return False
+        return bool(np.isfinite(self._decoded(whole)).all())
+
+    def forget(self, site: str) -> None:
+        """Drop what a worker has sent."""
+        self._staged.pop(site, None)
+
+    def _take(self, lease: str) -> Tensor:
+        site = next((site for site, (name, _, _) in self._staged.items() if name == lease), None)
+        if site is None or not self.has(site, lease):
+            raise Refuses(f"the gradient of {lease} is not here, or not finite")
+        _, whole, _ = self._staged.pop(site)
+        return torch.from_numpy(self._decoded(whole).copy())
+
+    def _decoded(self, whole: bytearray) -> Any:
+        return self._layout.wire.decode(np.frombuffer(whole, np.uint8))[: self._flat.elements]
+
+    # ---- checkpoints --------------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Begin to write this server's part of the checkpoint of its version."""
+        assert self._saver is not None
+        run = self._run
+        manifest = CheckpointManifest(
+            step=self.version,
+            tokens=self.version * run.tokens_per_step,
+            history=History(),
+            saved_at_s=time.time(),
+            plan="sync=async",
+            data_identity=self._data_identity,
+            config_sha256=config_sha256(run),
+            has_optimizer=True,
+            files={},
+        )
+        self._saver.save(self._parts(), manifest)
+
+    def poll(self) -> None:
+        """Report what has become of checkpoints."""
+        if self._saver is not None:
+            self._saver.poll()
+
+    def close(self, wait: bool = False) -> None:
+        """Let go of the process that writes checkpoints; `wait`: once all are written and read back."""
+        if self._saver is not None:
+            if wait:
+                self._saver.close()
+            else:
+                self._saver.abandon()
+            self._saver = None
+
+    def _parts(self) -> dict[Box, Tensor]:
+        parts = wholes({piece.name: piece.value for piece in self._optimizer.pieces}, "model.")
+        for piece in self._optimizer.pieces:
+            parts |= wholes(self._optimizer.state_of(piece), f"optimizer.{piece.name}.")
+        return parts
+
+    # ---- values -------------------------------------------------------------------------------------------------
+
+    def _begin_optimizer(self) -> None:
+        run, at = self._run, 0
+        pieces = []
+        for name, shape in self._flat.shapes.items():
+            size = int(np.prod(shape, dtype=np.int64))
+            pieces.append(Piece(name, self._vector[at : at + size].view(shape), shape))
+            at += size
+        own = own_rule(run.extend.code, run.optimizer.kind) if run.optimizer.kind not in RULES else None
+        factor = partial(rate_factor, model=run.model)
+        self._optimizer = Optimizer(pieces, run.optimizer, run.seed, own, factor)
+
+    @torch.no_grad()
+    def _initialize(self) -> None:
+        table = parameter_table(self._run.model)
+        for piece in self._optimizer.pieces:
+            origin = (0,) * piece.value.ndim
+            fill_initial(piece.value, piece.name, table[piece.name], origin, self._run.model, self._run.seed)
+        if self._run.model.weights is not None:
+            self._load(find(Path(self._run.model.weights)), only_weights=True)
+
+    def _load(self, checkpoint: Checkpoint, only_weights: bool = False) -> None:
+        parts = self._parts()
+        weights = {box: part for box, part in parts.items() if box.name.startswith("model.")}
+        if problems := missing_from(weights if only_weights else parts, checkpoint):
+            raise UserError(f"{checkpoint.folder} is of another model or optimizer: {problems[0]}")
+        load_into(weights if only_weights else parts, checkpoint)
+        if only_weights:
+            return
+        by_name = {box.name: part for box, part in parts.items()}
+        for piece in self._optimizer.pieces:
+            keys = self._optimizer.state_of(piece)
+            state = {key: by_name[f"optimizer.{piece.name}.{key}"] for key in keys}
+            self._optimizer.load_state(piece, state)
