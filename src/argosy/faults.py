@@ -58,6 +58,7 @@ POINTS = {
     "outer": "before an outer step, with which a site takes over what all sites agreed on",
     "site_ready": "in a site's exchange, before the other sites hear that its change is ready; step: the round",
     "site_agreed": "in a site's exchange, before the round's line is in the ledger; step: the round",
+    "server": "in a parameter server, before it makes an update; step: the update; rank: the server, from 0",
     "snapshot": "before state is copied for a checkpoint",
     "save": "when the writer of a checkpoint begins, and as it goes on (`fraction` of its file)",
     "rename": "before a checkpoint is given its name",

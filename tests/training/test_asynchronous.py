@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
+from argosy import faults
 from argosy.config.schema import RunConfig
+from argosy.config.sites import SiteConfig
 from argosy.errors import UserError
 from argosy.observe.metrics import Metrics
 from argosy.parallel.world import World
+from argosy.sync.server.client import Client, Closed
+from argosy.sync.server.layout import Layout
 from parameter_servers import asynchronous, serving, together, work
 from tiny import eager, losses, train_in, weights
 
@@ -33,3 +38,90 @@ def test_one_worker_is_plain_training_bit_for_bit(corpus, tmp_path, servers):
     expected, found = weights(tmp_path / "plain"), weights(tmp_path / "async")
     assert all(torch.equal(expected[name], found[name]) for name in expected)
     assert {line["staleness"] for line in lines(tmp_path / "async")} == {0}
+
+
+def test_workers_together_train_on_each_sample_once(corpus, tmp_path):
+    run = asynchronous(
+        corpus, 2, train={"steps": 24}, sync={"wire": "int8", "max_staleness": 2}, checkpoint={"every_steps": 8}
+    )
+    with serving(run, tmp_path):
+        together(*(partial(work, run, tmp_path, site) for site in "AB"))
+    updates = lines(tmp_path)
+    assert [line["update"] for line in updates] == list(range(24))
+    assert sorted(line["item"] for line in updates) == list(range(24))
+    assert all(0 <= line["staleness"] <= 2 for line in updates)
+    records = Metrics(tmp_path).read()
+    assert losses(records)[-1] < losses(records)[0] - 0.3
+    scored = [record["step"] for record in records if "validation_loss" in record]
+    assert all(due <= step for due, step in zip(range(3, 24, 4), scored, strict=True))
+    assert scored[-1] == 23
+    mine = {site: {r["step"] for r in Metrics(tmp_path / "sites" / site).read() if "loss" in r} for site in "AB"}
+    assert mine["A"] | mine["B"] == set(range(24))
+    assert not mine["A"] & mine["B"]
+    assert {line["site"] for line in updates if line["update"] in mine["A"]} <= {"A"}
+    for site in "AB":
+        for record in Metrics(tmp_path / "sites" / site).read():
+            if "loss" in record:
+                assert 3.5 < record["sites"]["ratio"] < 4
+    assert all(torch.isfinite(value).all() for value in weights(tmp_path).values())
+
+
+def test_the_servers_go_on_from_a_checkpoint_with_another_number_of_servers(corpus, tmp_path):
+    run = asynchronous(corpus, 2, train={"steps": 6}, checkpoint={"every_steps": 3})
+    with serving(run, tmp_path):
+        work(run, tmp_path, "A")
+    longer = asynchronous(corpus, 3, train={"steps": 10}, schedule={"kind": "constant"})
+    with serving(longer, tmp_path):
+        work(longer, tmp_path, "B")
+    assert [line["update"] for line in lines(tmp_path)] == list(range(10))
+    assert [line["site"] for line in lines(tmp_path)] == ["A"] * 6 + ["B"] * 4
+
+
+def test_a_bad_gradient_changes_nothing_and_other_samples_stand_in(corpus, tmp_path):
+    run = asynchronous(corpus, train={"steps": 6})
+    with serving(run, tmp_path):
+        faults.arm("nan@loss:step=2", tmp_path)
+        try:
+            work(run, tmp_path, "A")
+        finally:
+            faults.arm("")
+    skipped = [line["skipped"] for line in lines(tmp_path) if "skipped" in line]
+    updates = [line["item"] for line in lines(tmp_path) if "update" in line]
+    assert skipped == [2]
+    assert sorted(updates) == [0, 1, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda run: run.model_copy(update={"seed": 7}), "another run"),
+        (lambda run: run.model_copy(update={"sites": (*run.sites, SiteConfig(name="C"))}), 'no site is called "C"'),
+        (lambda run: run.model_copy(update={"model": run.model.model_copy(update={"ffn_width": 32})}), "another model"),
+    ],
+)
+def test_a_worker_of_another_run_is_refused_and_the_run_goes_on(corpus, tmp_path, change, why):
+    run = asynchronous(corpus, train={"steps": 4})
+    with serving(run, tmp_path):
+        other = change(run)
+        with pytest.raises(UserError, match=why):
+            work(other, tmp_path, other.sites[-1].name)
+        assert work(run, tmp_path, "A")
+    events = [json.loads(line) for line in (tmp_path / "events/server-1.jsonl").read_text().splitlines()]
+    assert any(event["event"] == "site_refused" and why in event["why"] for event in events)
+
+
+def test_who_does_not_know_the_secret_is_not_heard(corpus, tmp_path, monkeypatch):
+    run = asynchronous(corpus, train={"steps": 4})
+    with serving(run, tmp_path):
+        stranger = Client(Layout(run.model_copy(update={"site": "B"})), b"another secret" * 4, vectors(run))
+        future = stranger.next_task()
+        assert work(run, tmp_path, "A")
+        assert not future.done()
+        stranger.close()
+        with pytest.raises(Closed):
+            future.result(5.0)
+    assert {line["site"] for line in lines(tmp_path)} == {"A"}
+
+
+def vectors(run: RunConfig):
+    return [np.zeros(flat.elements, np.float32) for flat in Layout(run).flats]

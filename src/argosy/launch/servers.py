@@ -13,6 +13,7 @@ from argosy.config.schema import RunConfig
 from argosy.config.servers import server_number
 from argosy.data.manifest import TOKENIZER
 from argosy.errors import Interrupted, RunFailed, UserError
+from argosy.faults import RUN_DIR
 from argosy.launch import run_folder
 from argosy.launch.children import RUN_FILE, free_port, held, started
 from argosy.launch.resolve import resolve
@@ -182,7 +183,8 @@ def _report(run_dir: Path, run: RunConfig) -> Report:
             reports.append(Report.load(site_folder(run_dir, site.name)))
     if not reports:
         raise RunFailed(f"{run_dir}: the servers came to the end, and no worker has left a report")
-    return max(reports, key=lambda report: (report.validation is not None, report.steps))
+    best = max(reports, key=lambda report: (report.validation is not None, report.steps))
+    return best.model_copy(update={"run_dir": run_dir})
 
 
 def _with_addresses(run: RunConfig, group: Path) -> RunConfig:
@@ -204,7 +206,7 @@ def _hold(run_dir: Path, number: int, name: str, stop: StopSignal) -> None:
     events, short, said = Events(run_dir, f"{name}-holder"), 0, Progress(enabled=True)
     while True:
         began_s = time.monotonic()
-        child = Child(SERVER, str(run_dir), str(number))
+        child = Child(SERVER, str(run_dir), str(number), environment={RUN_DIR: str(run_dir)})
         news = _news(child, stop)
         if news is not None and news["kind"] == "done":
             child.kill()

@@ -123,7 +123,7 @@ class Worker:
         self._client: Client | None = None
         if world.is_first:
             self._client = Client(layout, secret_of(group_folder(run_dir)), self._weights)
-        self._last_update = -1
+        self._last_update = self._scored = -1
         self._time_to_first_step_s: float | None = None
 
     def __enter__(self) -> Worker:
@@ -202,7 +202,7 @@ class Worker:
         with self._clock.time("evaluate"):
             self._evaluator.evaluate(before_batch)
         self._records.progress.doing("")
-        score = self._evaluator.score
+        score, self._scored = self._evaluator.score, task.version
         if score is not None:
             self._records.evaluated(task.version - 1, score)
         if self._client is not None:
@@ -211,6 +211,8 @@ class Worker:
     def finish(self, is_over: bool) -> bool:
         """Write the report. Returns `is_over`."""
         self._heartbeat.enter("finishing")
+        if self._scored != self._run.train.steps:
+            self._evaluator.score = None  # another worker has scored the last weights
         if self._world.is_first and is_over and self._last_update >= 0:
             memory = self._survivor.memory_before_bytes
             self._records.report(self._data, self._evaluator, True, self._time_to_first_step_s, memory)

@@ -31,6 +31,7 @@ from argosy.training.evaluation import HeldOut, Score, unigram_score
 
 SAMPLE_TOKENS = 200
 COLUMNS = 80
+ASYNCHRONOUS = "the order in which gradients come (plan.sync = async)"
 TYPICAL_OF = 20_000
 """The typical step, which a prediction is compared with, is that of so many last steps."""
 
@@ -44,6 +45,8 @@ def headline(run: RunConfig, plan: Plan, peak_flops: float, prediction: Predicti
         f" matmul peak {peak_flops / 1e9:.0f} GFLOP/s",
         *_own_code(run),
     ]
+    if plan.sync == "async":
+        lines.append(f" not deterministic: {ASYNCHRONOUS}; no run repeats its numbers")
     if prediction:
         lines.append(f" predicted: {prediction.in_words()}")
     return "\n".join(lines)
@@ -116,7 +119,10 @@ def write_report(
             RunSoFar(found["tokens"], found["steps"], found["seconds"]["step"], plan.world_size),
             None if prediction is None else prediction.step_s,
         ),
-        not_deterministic=tuple(f"{declaration} ({declaration.place})" for declaration in run.not_deterministic),
+        not_deterministic=(
+            *(f"{declaration} ({declaration.place})" for declaration in run.not_deterministic),
+            *((ASYNCHRONOUS,) if plan.sync == "async" else ()),
+        ),
         **found,
         **facts,
     )

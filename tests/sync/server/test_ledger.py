@@ -21,7 +21,7 @@ def test_it_is_read_as_it_was_written_and_turned_back(tmp_path):
     ledger.sync()
 
     again = Ledger(tmp_path)
-    again.turn_back(2)
+    assert again.turn_back(2) == 1
     assert again.updates == updates[:2]
     assert again.skipped == [(1, 1)]
     lines = [json.loads(line) for line in again.path.read_text().splitlines()]

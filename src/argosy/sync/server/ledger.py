@@ -26,13 +26,14 @@ class Ledger:
         self.skipped: list[tuple[int, int]] = []
         """Items that no update is made from, and after how many updates that was found."""
 
-    def turn_back(self, version: int) -> None:
+    def turn_back(self, version: int) -> int:
         """Read the lines of the first `version` updates, and forget those after them.
 
-        Raises: ValueError if lines of these are missing.
+        Returns how many updates are forgotten. Raises: ValueError if lines of these are missing.
         """
         kept: list[dict[str, Any]] = []
         self.updates, self.skipped = [], []
+        forgotten = 0
         for line in self._lines():
             if "skipped" in line and int(line["version"]) < version:
                 self.skipped.append((int(line["skipped"]), int(line["version"])))
@@ -40,11 +41,14 @@ class Ledger:
             elif "update" in line and int(line["update"]) < version:
                 self.updates.append(Update.from_json(line))
                 kept.append(line)
+            else:
+                forgotten += "update" in line
         if [update.update for update in self.updates] != list(range(version)):
             raise ValueError(f"{self.path}: it has no line for each of the first {version} updates")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(self.path) as file:
             file.write(b"".join(json.dumps(line).encode() + b"\n" for line in kept))
+        return forgotten
 
     def add(self, update: Update, global_batch: int, **facts: float) -> None:
         """Add the line of an update."""

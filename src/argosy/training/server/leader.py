@@ -83,10 +83,9 @@ class Leader:
             if newer.step > version:
                 store.withdraw(newer)
         store.sweep(self._run_dir, 0)
-        lost = self._dealing.version - version
         epoch = uuid.uuid4().hex
         try:
-            self._ledger.turn_back(version)
+            lost = self._ledger.turn_back(version)
         except ValueError as problem:
             raise RunFailed(f"{problem}. Restore it from a copy, or start anew with another --run-dir.") from None
         self._metrics.forget_from(version)
@@ -99,7 +98,7 @@ class Leader:
         self._next_score = (version // every + 1) * every if every else self._run.train.steps
         self._scoring, self._is_scored = None, False
         self._looked_s = 0.0
-        self._events.write("servers_begin", step=version, servers=self._layout.servers, why=why, lost=max(0, lost))
+        self._events.write("servers_begin", step=version, servers=self._layout.servers, why=why, lost=lost)
         if why:
             self._progress.say(f" all servers go back to step {version}: {why}", "yellow")
         for number in range(1, self._layout.servers):

@@ -21,6 +21,7 @@ from argosy.checkpoint.store import Checkpoint, find, step_folder
 from argosy.checkpoint.writer import Tell, Upkeep
 from argosy.config.identity import config_sha256
 from argosy.errors import UserError
+from argosy.faults import fault
 from argosy.models.initialize import fill_initial
 from argosy.models.own_family import load_family
 from argosy.optim.optimizer import RULES, Optimizer
@@ -107,6 +108,7 @@ class Shard:
         if epoch != self.epoch or update != self.version:
             raise Refuses(f"update {update} of {epoch}, and this server is at {self.version} of {self.epoch}")
         gradient = self._take(lease)
+        fault("server", step=update, rank=self._number)
         at = 0
         for piece in self._optimizer.pieces:
             piece.value.grad = gradient[at : at + piece.value.numel()].view(piece.shape)
