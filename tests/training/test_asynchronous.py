@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from functools import partial
 
 import numpy as np
@@ -10,13 +11,16 @@ import pytest
 import torch
 
 from argosy import faults
+from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
 from argosy.config.sites import SiteConfig
 from argosy.errors import UserError
 from argosy.observe.metrics import Metrics
 from argosy.parallel.world import World
+from argosy.processes.secret import secret_of
 from argosy.sync.server.client import Client, Closed
 from argosy.sync.server.layout import Layout
+from argosy.training.server.main import Server
 from parameter_servers import asynchronous, serving, together, work
 from tiny import eager, losses, train_in, weights
 
@@ -121,6 +125,62 @@ def test_who_does_not_know_the_secret_is_not_heard(corpus, tmp_path, monkeypatch
         with pytest.raises(Closed):
             future.result(5.0)
     assert {line["site"] for line in lines(tmp_path)} == {"A"}
+
+
+def test_a_server_that_dies_goes_on_from_its_checkpoint_and_so_do_workers(corpus, tmp_path):
+    run = asynchronous(corpus, train={"steps": 12}, checkpoint={"every_steps": 3})
+    worker = threading.Thread(target=work, args=(run, tmp_path, "A"))
+    save_run(run, tmp_path / "run.toml")
+    server = Server(run, tmp_path, 0)
+    worker.start()
+    while len(lines(tmp_path)) < 8:
+        server.turn()
+    server.close()  # at once, as if it was killed: nothing is saved
+    forgotten = len(lines(tmp_path))
+    with serving(run, tmp_path):
+        worker.join(60.0)
+    assert not worker.is_alive()
+    events = [json.loads(line) for line in (tmp_path / "events/server-1.jsonl").read_text().splitlines()]
+    begun = [(event["step"], event["lost"]) for event in events if event["event"] == "servers_begin"]
+    assert begun[0] == (0, 0)
+    assert begun[1][0] in (3, 6)
+    assert sum(begun[1]) == forgotten
+    updates = lines(tmp_path)
+    assert [line["update"] for line in updates] == list(range(12))
+    assert sorted(line["item"] for line in updates) == list(range(12))
+    steps = [record["step"] for record in Metrics(tmp_path / "sites/A").read() if "loss" in record]
+    assert steps == list(range(12))
+
+
+def test_a_worker_that_others_wait_for_too_long_loses_its_samples(corpus, tmp_path):
+    run = asynchronous(corpus, train={"steps": 5}, sync={"max_staleness": 0, "patience_s": 0.5})
+    layout = Layout(run.model_copy(update={"site": "B"}))
+    with serving(run, tmp_path):
+        slow = Client(layout, secret_of(tmp_path), vectors(run))
+        task = slow.next_task().result(20.0)
+        assert task.item == 0
+        assert work(run, tmp_path, "A")
+        late = slow.deliver(task, vectors(run), 1.0, 1.0).result(20.0)
+        assert late.update is None
+        slow.close()
+    assert {line["site"] for line in lines(tmp_path)} == {"A"}
+    assert sorted(line["item"] for line in lines(tmp_path)) == list(range(5))
+
+
+def test_what_is_no_gradient_is_refused(corpus, tmp_path):
+    run = asynchronous(corpus, train={"steps": 3})
+    layout = Layout(run.model_copy(update={"site": "B"}))
+    with serving(run, tmp_path):
+        stranger = Client(layout, secret_of(tmp_path), vectors(run))
+        task = stranger.next_task().result(20.0)
+        nothing = [np.full_like(part, np.nan) for part in vectors(run)]
+        assert stranger.deliver(task, nothing, 1.0, 1.0).result(20.0).update is None
+        short = [part[:-300] for part in vectors(run)]
+        with pytest.raises(UserError, match="no piece of a gradient"):
+            stranger.deliver(task, short, 1.0, 1.0).result(20.0)
+        stranger.close()
+        assert lines(tmp_path) == []
+        assert work(run, tmp_path, "A")
 
 
 def vectors(run: RunConfig):

@@ -10,8 +10,8 @@ def check_repeatable(run: RunConfig, source: object) -> None:
     """Raise UserError if `run`, which `source` names, gives other numbers each time: then nothing can be compared."""
     if "sync=async" in run.plan.replace(" ", ""):
         raise UserError(
-            f"{source}: with plan.sync = async gradients come in another order each time, and the same steps give other "
-            "numbers. There is nothing to compare."
+            f"{source}: with plan.sync = async gradients come in another order each time, and steps give other numbers "
+            "again. There is nothing to compare."
         )
     for own in run.not_deterministic:
         raise UserError(
