@@ -51,9 +51,9 @@ def test_a_worker_has_its_own_folder_plan_and_processes(tmp_path):
 
 
 def test_servers_need_addresses_and_an_asynchronous_run(tmp_path):
-    with pytest.raises(UserError, match="sync.servers is empty"):
+    with pytest.raises(UserError, match=r"sync\.servers is empty"):
         settle_worker(asynchronous(servers=()).model_copy(update={"site": "A"}), tmp_path)
-    with pytest.raises(UserError, match="only a run with plan.sync = async"):
+    with pytest.raises(UserError, match=r"only a run with plan\.sync = async"):
         serve(asynchronous(plan="auto").model_copy(update={"site": "server-1"}), tmp_path)
     with pytest.raises(UserError, match="the run has 1 servers"):
         serve(asynchronous().model_copy(update={"site": "server-2"}), tmp_path)

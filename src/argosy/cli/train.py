@@ -25,7 +25,8 @@ from pathlib import Path
 
 from argosy.cli.options import origin, parse_run
 from argosy.launch.slurm import with_slurm
-from argosy.sync.server.layout import is_asynchronous, is_server
+from argosy.plan.plan import is_asynchronous
+from argosy.sync.server.layout import is_server
 
 SHORT, LONG = "--profile", "--observe.profile.steps"
 
@@ -67,7 +68,7 @@ def main(argv: list[str]) -> None:
     report = train(run, options.run_dir, accept_changes=options.accept_changes, origin=partial(origin, argv))
     if options.json:
         print(report.model_dump_json())
-    elif report.status == "finished" and not (run.site and is_asynchronous(run)):
+    elif report.status == "finished" and not (run.site and is_asynchronous(run.plan)):
         print(_what_next(report.run_dir, prompt) if argv else _what_next_after_the_demo(report.run_dir))
 
 

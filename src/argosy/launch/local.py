@@ -22,13 +22,14 @@ from argosy.launch.sites import settle_site, train_sites
 from argosy.observe.events import Events
 from argosy.observe.progress import Progress
 from argosy.observe.report import Report
+from argosy.plan.plan import is_asynchronous
 from argosy.plan.rules import check_size
 from argosy.plan.search.auto import processes_of
 from argosy.processes.fork_server import ForkServer
 from argosy.sinks.table import check_sinks
 from argosy.supervise.agent import WORKER, Agent, node_name, process_name
 from argosy.supervise.place import check_place
-from argosy.sync.server.layout import is_asynchronous, is_server
+from argosy.sync.server.layout import is_server
 
 
 def train(
@@ -91,7 +92,7 @@ def train(
         agent = Agent(run_dir, run, plan, forks, quiet)
         with Following(run_dir, on_step, agent.stop):
             agent.run()
-        if is_asynchronous(run) and not (run_dir / "report.json").exists():
+        if is_asynchronous(run.plan) and not (run_dir / "report.json").exists():
             raise RunFailed(f"{run_dir}: the run was over before this worker had made an update.")
         return Report.load(run_dir)
 

@@ -20,12 +20,12 @@ from argosy.launch.resolve import resolve
 from argosy.observe.events import Events
 from argosy.observe.progress import Progress
 from argosy.observe.report import Report
-from argosy.plan.plan import Plan
+from argosy.plan.plan import Plan, is_asynchronous
 from argosy.processes.channel import Gone, Message
 from argosy.processes.child import Child
 from argosy.processes.secret import secret_of
 from argosy.sync.server.keys import zeromq
-from argosy.sync.server.layout import Layout, is_asynchronous
+from argosy.sync.server.layout import Layout
 from argosy.sync.sites.layout import group_folder, site_folder
 from argosy.training.stop import StopSignal
 
@@ -74,7 +74,7 @@ def check(run: RunConfig) -> None:
                 f"sites.batch = {site.batch} of {site.name} with plan.sync = async: each update is one worker's, from "
                 "train.global_batch sequences; a slow worker makes fewer updates. Leave it out."
             )
-        if site.plan and not is_asynchronous(run.model_copy(update={"plan": site.plan})):
+        if site.plan and not is_asynchronous(site.plan):
             raise UserError(f'sites.plan = "{site.plan}" of {site.name}: add sync=async, as the run has it.')
     for code in run.extend.code:
         for declaration in code.declarations:
@@ -106,7 +106,7 @@ def serve(run: RunConfig, run_dir: Path | None, *, accept_changes: bool = False)
     Raises: UserError, RunFailed; Interrupted after SIGTERM or SIGINT, once its state is saved.
     """
     run_dir = (run_dir or Path("runs") / run.name).absolute()
-    if not is_asynchronous(run):
+    if not is_asynchronous(run.plan):
         raise UserError(f'site = "{run.site}": only a run with plan.sync = async has parameter servers')
     check(run)
     run = _with_addresses(run, run_dir)

@@ -14,8 +14,8 @@ from argosy.launch.resolve import resolve
 from argosy.launch.servers import settle_worker, train_parts
 from argosy.observe.progress import Progress
 from argosy.observe.report import Report
+from argosy.plan.plan import is_asynchronous
 from argosy.processes.secret import secret_of
-from argosy.sync.server.layout import is_asynchronous
 from argosy.sync.sites.keys import contexts
 from argosy.sync.sites.layout import at_site, group_folder, site_folder
 
@@ -29,7 +29,7 @@ def settle_site(run: RunConfig, run_dir: Path) -> tuple[RunConfig, Path]:
         return run, run_dir
     if not run.site:
         raise UserError("the run has [[sites]], and no site is said. Say which of them this is: --site NAME")
-    if is_asynchronous(run):
+    if is_asynchronous(run.plan):
         return settle_worker(run, run_dir)
     run_dir = site_folder(run_dir, run.site)
     run = checked(_with_addresses(run, group_folder(run_dir)))
@@ -79,7 +79,7 @@ def train_sites(run: RunConfig, run_dir: Path, *, accept_changes: bool, quiet: b
 
     A site that dies does not stop the others. Raises: UserError, RunFailed if a site failed, Interrupted.
     """
-    if is_asynchronous(run):
+    if is_asynchronous(run.plan):
         return train_parts(run, run_dir, accept_changes=accept_changes, quiet=quiet)
     run = checked(run)
     progress = Progress(enabled=not quiet)

@@ -238,6 +238,11 @@ def words_of(text: str) -> dict[str, str]:
     return words
 
 
+def is_asynchronous(plan: str) -> bool:
+    """Return True if a plan, as a run file has it, says sync=async. Raises: UserError if it is none."""
+    return words_of(plan).get("sync") == "async"
+
+
 def _number(word: str) -> int | str:
     try:
         return int(word)

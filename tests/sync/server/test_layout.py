@@ -9,7 +9,8 @@ import pytest
 
 from argosy.config.sites import SiteConfig
 from argosy.config.sync import SyncConfig
-from argosy.sync.server.layout import Layout, dealt_out, is_asynchronous, is_server
+from argosy.plan.plan import is_asynchronous
+from argosy.sync.server.layout import Layout, dealt_out, is_server
 from tiny import run_config
 
 
@@ -45,10 +46,10 @@ def test_the_parts_of_a_run_are_told_apart():
     run = asynchronous(servers=("localhost:7100", "oslo.example:7101"))
     assert Layout(run).servers == 2
     assert Layout(run).addresses[0] == ("localhost", 7100)
-    assert is_asynchronous(run)
+    assert is_asynchronous(run.plan)
     assert not is_server(run)
     assert is_server(run.model_copy(update={"site": "server-2"}))
-    assert not is_asynchronous(run.model_copy(update={"plan": "auto"}))
+    assert not is_asynchronous("auto")
 
 
 def test_a_site_may_not_be_called_as_a_server_is():

@@ -15,18 +15,12 @@ from argosy.config.identity import lasting_values
 from argosy.config.schema import RunConfig
 from argosy.config.servers import server_number
 from argosy.plan.parameters import parameter_table
-from argosy.plan.plan import words_of
 from argosy.sync.sites.flat import Flat
 from argosy.sync.sites.wire import WireFormat
 
 F32 = npt.NDArray[np.float32]
 OF_A_PART = ("site", "sites", "sync", "train.steps")
 """Keys that may differ between the parts of a run, or that servers check otherwise."""
-
-
-def is_asynchronous(run: RunConfig) -> bool:
-    """Return True if the run's plan says sync=async. Raises: UserError if it is no plan."""
-    return words_of(run.plan).get("sync") == "async"
 
 
 def is_server(run: RunConfig) -> bool:

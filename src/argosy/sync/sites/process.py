@@ -9,9 +9,9 @@ from pathlib import Path
 from argosy.config.schema import RunConfig
 from argosy.observe.events import Events
 from argosy.observe.terminal import print_message
+from argosy.plan.plan import is_asynchronous
 from argosy.processes.child import Child
 from argosy.processes.kept import KeptProcess
-from argosy.sync.server.layout import is_asynchronous
 
 EXCHANGE = "argosy.sync.sites.main"
 AGAIN_S = 2.0
@@ -26,7 +26,7 @@ class ExchangeProcess(KeptProcess):
 
     def __init__(self, folder: Path, run: RunConfig, events: Events):
         """`events`: those of the process that starts it."""
-        super().__init__(bool(run.sites) and not is_asynchronous(run), run.sync.patience_s)
+        super().__init__(bool(run.sites) and not is_asynchronous(run.plan), run.sync.patience_s)
         self._folder, self._events = folder, events
         self._next_start_s = 0.0
 
