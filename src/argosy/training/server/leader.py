@@ -8,11 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from argosy.checkpoint import store
 from argosy.config.schema import RunConfig
 from argosy.errors import RunFailed
 from argosy.observe.events import Events
-from argosy.observe.metrics import Metrics
+from argosy.observe.metrics import Metrics, peak_memory_bytes
 from argosy.observe.progress import Progress
 from argosy.sync.server import messages as say
 from argosy.sync.server.dealing import Dealing, Update, rate_of
@@ -258,6 +260,8 @@ class Leader:
             "sample_ranges": [[first, first + run.train.global_batch]],
             "step_time_s": round(step_s, 6),
             "tokens_per_s": round(run.tokens_per_step / step_s, 1) if step_s else 0.0,
+            "memory_bytes": peak_memory_bytes(torch.device("cpu")),
+            "seconds": {"step": round(step_s, 6)},
             "sites": {
                 "site": update.site,
                 "staleness_steps": update.staleness,

@@ -6,6 +6,8 @@ away before that (`sync.server.keys`). Several servers share the run's folder, f
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import threading
 import time
@@ -77,6 +79,8 @@ class Server:
         self._links = {} if number else {n: self._link(n) for n in range(1, self._layout.servers)}
         self._leader: Leader | None = None
         if number == 0:
+            port = self._layout.addresses[0][1]
+            self._events.write("coordinator_started", pid=os.getpid(), port=port, replaces=False)
             self._leader = Leader(self._layout, run_dir, self._shard, self._events, self._progress, self._tell_server)
         self._poller = self._zmq.Poller()
         for socket in (self._router, *self._links.values()):
@@ -104,7 +108,11 @@ class Server:
             self._tell_server(number, say.Finish())
         self._shard.save()
         self._shard.close(wait=True)
-        return self._shard.version >= self._run.train.steps
+        is_over = self._shard.version >= self._run.train.steps
+        if self._leader is not None:
+            why = "all updates are made" if is_over else "it was asked to stop"
+            self._events.write("finish", exit_code=0 if is_over else 128 + signal.SIGTERM, why=why)
+        return is_over
 
     def turn(self) -> None:
         """Take what has come, and look after what has to be done. Raises: RunFailed."""
