@@ -288,6 +288,7 @@ RULES: tuple[Rule, ...] = (
     tiers_divide_the_replicas,
     tiers_hold_whole_sets_of_experts,
     sites_agree_now_and_then,
+    asynchronous_gradients_have_no_loss_scale,
     sites_have_no_state_but_weights,
 )
 
