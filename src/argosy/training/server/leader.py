@@ -96,8 +96,7 @@ class Leader:
         self._dealing = Dealing.after(self._ledger.updates, skipped, self._run.train.steps, config.max_staleness, epoch)
         self._shard.begin(epoch, version)
         self._ready = {0}
-        every = self._run.evaluate.every_steps
-        self._next_score = (version // every + 1) * every if every else self._run.train.steps
+        self._next_score = self._score_after(version)
         self._scoring, self._is_scored = None, False
         self._looked_s = 0.0
         self._events.write("servers_begin", step=version, servers=self._layout.servers, why=why, lost=lost)
@@ -286,8 +285,7 @@ class Leader:
             if self._scoring is None and not self._is_scored and dealing.version >= self._next_score:
                 del self._waiting[site]
                 self._scoring = site
-                every = self._run.evaluate.every_steps or self._run.train.steps
-                self._next_score = min((dealing.version // every + 1) * every, self._run.train.steps)
+                self._next_score = self._score_after(dealing.version)
                 answer(say.Judge(ask=work.ask, epoch=dealing.epoch, version=dealing.version))
                 continue
             if dealing.is_over:
@@ -303,6 +301,12 @@ class Leader:
             answer(
                 say.Dealt(ask=work.ask, lease=lease.name, item=lease.item, epoch=dealing.epoch, version=lease.version)
             )
+
+    def _score_after(self, version: int) -> int:
+        """Return the version that is the next to be scored."""
+        steps = self._run.train.steps
+        every = self._run.evaluate.every_steps or steps
+        return min((version // every + 1) * every, steps)
 
     def _take_back(self, now: float) -> None:
         """Take back what lost workers were dealt, and what those have that others have waited for long enough."""

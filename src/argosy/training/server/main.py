@@ -261,7 +261,9 @@ class Server:
         return ""
 
     def _refuse(self, identity: bytes, site: str, why: str) -> None:
-        self._peers.pop(identity, None)
+        peer = self._peers.pop(identity, None)
+        if peer is not None and self._leader is not None:
+            self._leader.left(peer.site, peer.session, "it was refused")
         self._send(identity, say.Refused(why=why[:1000]))
         now, key = time.monotonic(), f"{site} {why}"
         if now - self._refused_s.get(key, -REFUSED_AGAIN_S) >= REFUSED_AGAIN_S and len(self._refused_s) < 1000:
