@@ -67,6 +67,7 @@ def test_workers_together_train_on_each_sample_once(corpus, tmp_path):
         for record in Metrics(tmp_path / "sites" / site).read():
             if "loss" in record:
                 assert 3.5 < record["sites"]["ratio"] < 4
+                assert record["sync"]["staleness"] == record["sites"]["staleness_steps"]
     assert all(torch.isfinite(value).all() for value in weights(tmp_path).values())
 
 

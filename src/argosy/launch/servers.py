@@ -86,6 +86,7 @@ def check(run: RunConfig) -> None:
     for key, value in {
         "resilience.replay_check_every_steps": run.resilience.replay_check_every_steps,
         "resilience.check_collectives": run.resilience.check_collectives,
+        "resilience.rebalance": run.resilience.rebalance,
         "observe.noise_scale_every_steps": run.observe.noise_scale_every_steps,
         "observe.sample_every_steps": run.observe.sample_every_steps,
         "train.pause_at": run.train.pause_at,

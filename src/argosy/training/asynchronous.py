@@ -275,6 +275,7 @@ class Worker:
             sites={
                 "site": self._run.site,
                 "staleness_steps": done["staleness"],
+                "steps": 1,
                 "seconds": round(waited_s, 6),
                 "sent_bytes": sent,
                 "received_bytes": received,

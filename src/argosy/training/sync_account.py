@@ -9,7 +9,7 @@ from argosy.config.schema import RunConfig
 from argosy.observe.counters import Communication
 from argosy.plan.cost.traffic import traffic
 from argosy.plan.flops import parameters
-from argosy.plan.plan import LOCAL, Plan
+from argosy.plan.plan import OF_SITES, Plan
 
 OVER_REPLICAS = ("replicate", "expert_replicate")
 """Axes between replicas."""
@@ -22,7 +22,7 @@ class SyncAccount:
     """The account of one run under one plan."""
 
     def __init__(self, run: RunConfig, plan: Plan):
-        self._sites = len(run.sites) if plan.sync in LOCAL else 0
+        self._sites = len(run.sites) if plan.sync in OF_SITES else 0
         self._is_kept = plan.is_compressed or bool(self._sites)
         self.exact_bytes = self._exact_bytes(run, plan)
         """What the first rank, or a site, would send in a step if gradients were summed exactly, in fp32."""

@@ -261,6 +261,7 @@ class Leader:
             "tokens_per_s": round(run.tokens_per_step / step_s, 1) if step_s else 0.0,
             "memory_bytes": peak_memory_bytes(torch.device("cpu")),
             "seconds": {"step": round(step_s, 6)},
+            "sync": {"staleness": update.staleness},
             "sites": {
                 "site": update.site,
                 "staleness_steps": update.staleness,
