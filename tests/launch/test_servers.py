@@ -55,7 +55,7 @@ def test_servers_need_addresses_and_an_asynchronous_run(tmp_path):
         settle_worker(asynchronous(servers=()).model_copy(update={"site": "A"}), tmp_path)
     with pytest.raises(UserError, match=r"only a run with plan\.sync = async"):
         serve(asynchronous(plan="auto").model_copy(update={"site": "server-1"}), tmp_path)
-    with pytest.raises(UserError, match="the run has 1 servers"):
+    with pytest.raises(UserError, match="has 1 address;"):
         serve(asynchronous().model_copy(update={"site": "server-2"}), tmp_path)
 
 
