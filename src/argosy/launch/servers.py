@@ -115,7 +115,8 @@ def serve(run: RunConfig, run_dir: Path | None, *, accept_changes: bool = False)
     assert number is not None
     servers = len(run.sync.servers)
     if number >= servers:
-        raise UserError(f'site = "{run.site}": sync.servers has {servers} address{"es" * (servers > 1)}; try server-{servers}')
+        words = f"sync.servers has {servers} address{'es' * (servers > 1)}; try server-{servers}"
+        raise UserError(f'site = "{run.site}": {words}')
     stop = StopSignal().listen()
     with run_folder.locked(run_dir, run.site, servers + 1):
         progress = Progress(enabled=True)
