@@ -89,6 +89,9 @@ def check(run: RunConfig) -> None:
         "resilience.rebalance": run.resilience.rebalance,
         "observe.noise_scale_every_steps": run.observe.noise_scale_every_steps,
         "observe.sample_every_steps": run.observe.sample_every_steps,
+        "sync.from_step": run.sync.from_step,
+        "sync.fragments": run.sync.fragments if run.sync.fragments > 1 else 0,
+        "sync.overlap_steps": run.sync.overlap_steps,
         "train.pause_at": run.train.pause_at,
     }.items():
         if value:
