@@ -44,6 +44,17 @@ def test_one_worker_is_plain_training_bit_for_bit(corpus, tmp_path, servers):
     assert {line["staleness"] for line in lines(tmp_path / "async")} == {0}
 
 
+def test_workers_that_take_turns_give_the_bits_of_plain_training(corpus, tmp_path):
+    run = asynchronous(corpus, sync={"max_staleness": 0})
+    with serving(run, tmp_path / "async"):
+        together(*(partial(work, run, tmp_path / "async", site) for site in "AB"))
+    plain = run.model_copy(update={"plan": "microbatch=4", "sites": ()})
+    train_in(World(), plain, eager("microbatch=4"), tmp_path / "plain")
+    expected, found = weights(tmp_path / "plain"), weights(tmp_path / "async")
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert {line["site"] for line in lines(tmp_path / "async")} == {"A", "B"}
+
+
 def test_workers_together_train_on_each_sample_once(corpus, tmp_path):
     run = asynchronous(
         corpus, 2, train={"steps": 24}, sync={"wire": "int8", "max_staleness": 2}, checkpoint={"every_steps": 8}
