@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import os
 import selectors
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 RUN_FILE = "run.toml"
+ALONE_S = 20.0
+"""What is left of a run may take so long to write its report."""
 
 
 @contextmanager
@@ -37,8 +41,12 @@ def started(
             child.wait()
 
 
-def held(children: dict[str, subprocess.Popen[bytes]], quiet: bool) -> dict[str, int]:
-    """Pass on what the sites say, and signals to them, until all have ended. Returns their exit codes."""
+def held(children: dict[str, subprocess.Popen[bytes]], quiet: bool, needed: Collection[str] = ()) -> dict[str, int]:
+    """Pass on what the sites say, and signals to them, until all have ended. Returns their exit codes.
+
+    needed: once all of these have ended, the others are asked to end after ALONE_S.
+    """
+    alone_s = math.inf
     width = max(map(len, children))
 
     def pass_on(number: int, _: object) -> None:
@@ -54,7 +62,13 @@ def held(children: dict[str, subprocess.Popen[bytes]], quiet: bool) -> dict[str,
                 selector.register(child.stdout, selectors.EVENT_READ, name)
             unread = dict.fromkeys(children, b"")
             while selector.get_map():
-                for key, _ in selector.select():
+                if needed and math.isinf(alone_s) and all(children[name].poll() is not None for name in needed):
+                    alone_s = time.monotonic() + ALONE_S
+                if time.monotonic() > alone_s:
+                    alone_s = math.inf
+                    needed = ()
+                    pass_on(signal.SIGTERM, None)
+                for key, _ in selector.select(1.0 if needed else None):
                     name, pipe = key.data, key.fileobj
                     data = os.read(_descriptor(pipe), 1 << 16)
                     *lines, unread[name] = (unread[name] + data).split(b"\n")

@@ -164,18 +164,18 @@ def train_parts(run: RunConfig, run_dir: Path, *, accept_changes: bool, quiet: b
         return _report(run_dir, run)
     names = [*(f"server-{number + 1}" for number in range(len(run.sync.servers))), *(site.name for site in run.sites)]
     with started(names, asked, run_dir, accept_changes) as children:
-        codes = held(children, quiet)
+        codes = held(children, quiet, needed=names[: len(run.sync.servers)])
     return _result(run, run_dir, codes)
 
 
 def _result(run: RunConfig, run_dir: Path, codes: dict[str, int]) -> Report:
     """Return the report, if the servers came to the end, whatever became of workers."""
     wrong = {name: code for name, code in codes.items() if code}
+    if is_finished(run_dir, run):
+        return _report(run_dir, run)
     for code in (143, 130):
         if code in wrong.values():
             raise Interrupted("the servers have saved; the same command goes on", code - 128)
-    if is_finished(run_dir, run):
-        return _report(run_dir, run)
     words = ", ".join(f"{name} ended with exit code {code}" for name, code in wrong.items())
     error = UserError if set(wrong.values()) == {UserError.exit_code} else RunFailed
     raise error(f"{words}. What it said is above. The same command goes on.")

@@ -1,4 +1,4 @@
-"""Asynchronous runs, as a user starts them: a worker is killed, one joins late, the server is killed."""
+"""The matrix of faults, its asynchronous runs: a worker is killed, one joins late, a server is killed."""
 
 from __future__ import annotations
 
