@@ -181,7 +181,7 @@ def test_the_small_slurm_of_the_page_runs_a_job(folder: Folder):
     try:
         with printed.open("wb") as out:  # no pipe: daemons would hold it
             words = ["bash", "-ec", setup + run + tried]
-            done = subprocess.run(words, check=False, cwd=folder.path, stdout=out, stderr=out, timeout=180)
+            done = subprocess.run(words, check=False, cwd=folder.path, stdout=out, stderr=out, timeout=300)
         assert done.returncode == 0, printed.read_text()
         assert re.search(r"demo +finished +step 4 +slurm 1", printed.read_text()), printed.read_text()
     finally:
