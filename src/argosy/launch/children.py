@@ -21,18 +21,26 @@ ALONE_S = 20.0
 
 @contextmanager
 def started(
-    names: Sequence[str], run_file: Path, run_dir: Path, accept_changes: bool
+    names: Sequence[str], run_file: Path, run_dir: Path, accept_changes: bool, servers: Sequence[str] = ()
 ) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
-    """Start `argosy train RUN_FILE --site NAME` for each name; what is left of them is killed after the block."""
-    children = {}
+    """Start `argosy train RUN_FILE --site NAME` for each of `servers` and `names`; what is left of them is killed after
+    the block.
+
+    Those of `names` share the cores: else each would start a thread for every core, and all would wait for each other.
+    """
+    children, cores = {}, sorted(os.sched_getaffinity(0))
+    share = max(1, len(cores) // len(names))
     try:
-        for name in names:
+        for name in (*servers, *names):
             words = [sys.executable, "-m", "argosy", "train", str(run_file), "--run-dir", str(run_dir)]
             words += ["--site", name, *(["--accept-changes"] if accept_changes else [])]
             children[name] = subprocess.Popen(
                 words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                 start_new_session=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )  # fmt: skip
+            if name in names:
+                first = names.index(name) * share % len(cores)
+                os.sched_setaffinity(children[name].pid, cores[first : first + share])
         yield children
     finally:
         for child in children.values():
