@@ -300,7 +300,7 @@ class StepModel(LayerModel):
 
     @cached_property
     def _waits_of_sizes(self) -> dict[int, Numbers]:
-        largest = max(1.0, float(np.max(self.rates.memory_bytes)) * MEMORY_SHARE / 2**20)
+        largest = max(SIZES_MB[0], float(np.max(self.rates.memory_bytes)) * MEMORY_SHARE / 2**20)
         return {size: self._bucket_waits(size) for size in SIZES_MB if size <= largest}
 
     @cached_property
