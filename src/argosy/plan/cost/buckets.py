@@ -16,7 +16,7 @@ import numpy as np
 from argosy.plan.workload import Numbers
 
 SIZES_MB = tuple(2**n for n in range(2, 9))
-"""Sizes that are compared: 4 to 256 MiB. Smaller ones gain little where sums overlap with backward, and nothing else."""
+"""Sizes that are compared: 4 to 256 MiB. Smaller ones gain next to nothing."""
 MEMORY_SHARE = 1 / 256
 """Largest bucket, of a device's memory: copies of a bucket or two live in a step, and no formula counts them."""
 WORTH = 0.005
