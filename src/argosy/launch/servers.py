@@ -162,9 +162,9 @@ def train_parts(run: RunConfig, run_dir: Path, *, accept_changes: bool, quiet: b
     if is_finished(run_dir, run):
         progress.say(f"{run_dir} is finished. More --train.steps make it longer.")
         return _report(run_dir, run)
-    servers = [f"server-{number + 1}" for number in range(len(run.sync.servers))]
-    with started([site.name for site in run.sites], asked, run_dir, accept_changes, servers) as children:
-        codes = held(children, quiet, needed=servers)
+    names = [f"server-{number + 1}" for number in range(len(run.sync.servers))]
+    with started([site.name for site in run.sites], asked, run_dir, accept_changes, names) as children:
+        codes = held(children, quiet, needed=names)
     return _result(run, run_dir, codes)
 
 
