@@ -38,15 +38,18 @@ class PlainSite:
     def __init__(self, run_dir: Path):
         self.run = load(run_dir / "run.toml")
         plan = Plan(compile=False, microbatch=2)
-        self.step = Step(self.run, TrainState.begin(apply(plan, self.run, World()), plan, self.run), World(),
-                         StepClock(World().device))  # fmt: skip
-        self.values = {piece.name: piece.value for piece in self.step.state.model.pieces}
+        self.state = TrainState.begin(apply(plan, self.run, World()), plan, self.run)
+        self.values = {piece.name: piece.value for piece in self.state.model.pieces}
 
     def train(self, rows: Any, eod_id: int) -> float:
-        factor = learning_rate_factor(self.step.state.step, self.run.train.steps, self.run.schedule)
-        loss = self.step.forward_backward(microbatches(rows, 2, eod_id, World().device))
-        outcome = self.step.exchange(loss)
-        self.step.apply(self.step.update(outcome, self.run.optimizer.lr * factor))
+        """Make a step with these rows, its whole batch; returns the loss."""
+        whole = self.run.train.model_copy(update={"global_batch": len(rows)})
+        run = self.run.model_copy(update={"train": whole})
+        step = Step(run, self.state, World(), StepClock(World().device))
+        factor = learning_rate_factor(self.state.step, run.train.steps, run.schedule)
+        loss = step.forward_backward(microbatches(rows, 2, eod_id, World().device))
+        outcome = step.exchange(loss)
+        step.apply(step.update(outcome, run.optimizer.lr * factor))
         return outcome.loss
 
 

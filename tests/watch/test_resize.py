@@ -11,7 +11,7 @@ from argosy.watch.resize import Resizing, resizing
 from argosy.watch.rules.planner import Planner
 from watched import H100, big_run, columns, healthy
 
-PLAN = "dp_shard=64,zero=1,recompute=selective,microbatch=1,precision=bf16"
+PLAN = "dp_shard=64,zero=1,recompute=selective,microbatch=1,precision=bf16,bucket_mb=64"
 DAY = 86_400.0
 
 

@@ -261,7 +261,7 @@ class StepModel(LayerModel):
         once = np.where(plans.zero == 3, 0.0, moved - hidden)
         of_shard = (dense + experts) * system.reduced_bytes / (plans.dp_shard * plans.cp)
         once = once + np.where(plans.zero == 3, self._over_replicas_s(of_shard) * 0.5, 0.0)
-        waits = once + (self._bucket_waits(plans.bucket_mb) - self._least_wait if system.buckets else 0.0)
+        waits = once + system.buckets * (self._bucket_waits(plans.bucket_mb) - self._least_wait)
         return waits + self._compressing(dense + experts, waits)
 
     @cached_property

@@ -17,7 +17,10 @@ WHERE = {
 
 
 def sums_in_words(plan: Plan, run: RunConfig) -> tuple[str, str] | None:
-    """Return how gradients are summed, and GiB that a rank sends for it in a step; None if no rank has a like."""
+    """Return in which messages gradients are summed; and over which ranks, with GiB that each sends in a step.
+
+    None if no rank has a like.
+    """
     if plan.dp * plan.cp == 1:
         return None
     ways = []
@@ -32,11 +35,11 @@ def sums_in_words(plan: Plan, run: RunConfig) -> tuple[str, str] | None:
         ways.append(f"across {across}{' groups' if plan.sums_in_tiers else ' replicas'}")
     if plan.is_compressed:
         ways[-1] += f" in {plan.sync}"
-    messages = "layer by layer (FSDP2)" if plan.shards_parameters else f"in buckets of {plan.bucket_mb} MiB"
+    messages = "layer by layer (FSDP2)" if plan.shards_parameters else f"buckets of {plan.bucket_mb} MiB"
     sent = dict.fromkeys(WHERE, 0.0)
     for (axis, _), size in traffic(plan, run).items():
         name = axis.removeprefix("expert_")
         if name in sent:
             sent[name] += size
     amounts = [f"{size / GIB:.3g} GiB {WHERE[name]}" for name, size in sent.items() if size]
-    return f"{messages}: {', then '.join(ways)}", f"a rank sends in a step {', '.join(amounts)}"
+    return messages, f"{', then '.join(ways)}; a rank sends in a step {', '.join(amounts)}"
