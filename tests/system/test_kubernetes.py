@@ -145,4 +145,4 @@ def test_the_commands_of_the_page_work(run, api):
     options = (*ONE_THREAD, "--launch.processes", "1", "--train.steps", "6")
     try_all("kubernetes.md", run.folder, here, options, untried=("docker",))
     assert state(run)["state"] == "finished"
-    assert "The Dockerfile was parsed, and not built" in (PAGES / "kubernetes.md").read_text()
+    assert "The image for CUDA was not built" in (PAGES / "kubernetes.md").read_text()

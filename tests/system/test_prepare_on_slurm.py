@@ -72,7 +72,9 @@ def test_the_bytes_are_those_of_one_machine_whatever_is_killed(texts: Folder, cl
     caller.wait()
     assert not (texts.path / "out" / "manifest.json").exists()
 
+    of_the_first = set(cluster.ask("squeue", "-h", "-o", "%A").split())
     caller = texts.start(*WORDS, "--out", "out", *ON_SLURM)
+    wait_for(lambda: set(cluster.ask("squeue", "-h", "-o", "%A").split()) - of_the_first)  # it has come so far
     wait_for(lambda: len(list((texts.path / "out").glob("train-*.bin"))) > 2, 120)
     cluster.ask("scancel", "--user=root")  # all workers
     caller.send_signal(signal.SIGTERM)

@@ -113,7 +113,8 @@ def test_an_agent_whose_node_is_lost_goes_on_elsewhere(run, running, undisturbed
     try:
         wait_for(run, "finished", seconds=240)
         assert set(run.events("generation")[-1]["ranks"]) == {"n1/0", f"{after}/0"}, log(run)
-        assert f"{lost} is lost" in log(run) and f"an agent runs on {after}" in log(run)
+        # The launcher learns where agents run after they have begun: of one that was quickly lost it has no name.
+        assert re.search(f"({lost}|a node) is lost", log(run)) and f"an agent runs on {after}" in log(run)
         told = {event["event"] for event in run.events("coordinator_lost")}  # it may have been on that node
         run.check(undisturbed(PLANS["replicas"], "--train.steps", "120", *ONE_THREAD), *told)
     finally:
