@@ -117,7 +117,7 @@ class RankMeshes(Meshes):
     stage: dist.ProcessGroup | None
     ends: dist.ProcessGroup | None
     in_tiers: Mapping[str, Replicas] = field(default_factory=dict)
-    """Of `replicate` and `expert_replicate`; empty: all sum at once."""
+    """Axis, `replicate` or `expert_replicate` -> its tiers; empty: all sum at once."""
 
     def replicas(self, name: str) -> Replicas:
         return self.in_tiers.get(name) or Replicas(self.group(name))

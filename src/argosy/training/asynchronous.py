@@ -19,19 +19,14 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from argosy.checkpoint.boxes import Box
-from argosy.checkpoint.directory import deal
-from argosy.checkpoint.shards import part_box
 from argosy.config.schema import RunConfig
 from argosy.data.loader import open_data
 from argosy.faults import fault
 from argosy.observe.clock import StepClock
 from argosy.observe.collectives import CommunicationMeter
 from argosy.observe.heartbeat import Heartbeat
-from argosy.observe.metrics import peak_memory_bytes
 from argosy.parallel.apply import apply
 from argosy.parallel.gradients import clip
-from argosy.parallel.peers import over, peers_of
 from argosy.parallel.world import World, node_of_each_rank
 from argosy.plan.plan import Plan
 from argosy.processes.secret import secret_of
@@ -42,7 +37,7 @@ from argosy.training.batches import Batches
 from argosy.training.evaluation import Evaluator
 from argosy.training.own_checks import check_own_code
 from argosy.training.records import Records
-from argosy.training.state import Survivor, TrainState
+from argosy.training.state import Survivor, TrainState, boxes_written
 from argosy.training.step import Requests, Step, StepOutcome
 from argosy.training.stop import StopSignal
 
@@ -98,15 +93,12 @@ class Worker:
         heartbeat: Heartbeat,
     ):
         self._began_s = time.monotonic()
-        if survivor.memory_before_bytes is None:
-            survivor.memory_before_bytes = peak_memory_bytes(world.device)
+        memory_before_bytes = survivor.enter(world, run)
         run = run.model_copy(update={"evaluate": run.evaluate.model_copy(update={"sample_prompt": None})})
         self._run, self._plan, self._world, self._stop = run, plan, world, stop
         self._survivor, self._heartbeat = survivor, heartbeat
-        torch.use_deterministic_algorithms(run.train.deterministic)
-        torch.manual_seed(run.seed * 1_000_003 + world.rank)
         self._records = Records(run, plan, world, run_dir)
-        self._records.memory_before_bytes = survivor.memory_before_bytes
+        self._records.memory_before_bytes = memory_before_bytes
         check_own_code(run, plan)
         self._layout = layout = Layout(run)
         self._model = apply(plan, run, world)
@@ -118,7 +110,7 @@ class Worker:
         self._meter = CommunicationMeter(self._model.meshes.axis_of_groups(), nodes.__getitem__, world.device)
         self._clock = StepClock(world.device, heartbeat, self._meter)
         self._step = Step(run, self._state, world, self._clock, check_world=stop.check)
-        self._mine = self._boxes()
+        self._mine = boxes_written(self._model.masters, world)
         self._weights, self._gradients = self._files(run_dir / FOLDER)
         self._client: Client | None = None
         if world.is_first:
@@ -329,16 +321,6 @@ class Worker:
     def _while_waiting(self) -> None:
         self._heartbeat.advance()
         self._stop.check()
-
-    def _boxes(self) -> dict[str, Box]:
-        """Return the boxes that this rank writes: each is one rank's, of those that hold it."""
-        group = self._world.host_group
-        boxes = [
-            part_box(piece.name, piece.value, piece.shape, piece.offset)
-            for piece in self._model.masters
-            if piece.value.numel()
-        ]
-        return {box.name: box for box in over(group, deal(peers_of(group), boxes))}
 
     def _files(self, folder: Path) -> tuple[list[F32], list[F32]]:
         """Map the files through which ranks share weights and gradients: for each, a vector by server."""

@@ -17,17 +17,14 @@ import torch
 from torch import Tensor
 
 from argosy.checkpoint.boxes import Box
-from argosy.checkpoint.directory import deal
-from argosy.checkpoint.shards import part_box
 from argosy.faults import fault
 from argosy.files import atomic_write
-from argosy.parallel.peers import over, peers_of
 from argosy.parallel.pieces import Held
 from argosy.parallel.world import World
 from argosy.sync.sites.adoption import checksum_of
 from argosy.sync.sites.flat import F32, Flat
 from argosy.training.outer_state import OuterState
-from argosy.training.state import TrainState
+from argosy.training.state import TrainState, boxes_written
 
 STEP = "step"
 """What an optimizer's state has besides moments, which are as large as the parameter."""
@@ -132,13 +129,7 @@ class SiteFiles:
     def boxes(self) -> dict[str, Box]:
         """Return the boxes that this rank writes: each is one rank's, of those that hold it."""
         if self._mine is None:
-            group = self._world.host_group
-            boxes = [
-                part_box(piece.name, piece.value, piece.shape, piece.offset)
-                for piece in self._state.model.masters
-                if piece.value.numel()
-            ]
-            self._mine = {box.name: box for box in over(group, deal(peers_of(group), boxes))}
+            self._mine = boxes_written(self._state.model.masters, self._world)
         return self._mine
 
     def adopt(self, number: int) -> None:

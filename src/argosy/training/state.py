@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from argosy.checkpoint.boxes import Box
+from argosy.checkpoint.directory import deal
 from argosy.checkpoint.history import History, Position
 from argosy.checkpoint.shards import part_box, wholes
 from argosy.config.schema import RunConfig
 from argosy.data.order import Range
+from argosy.observe.metrics import peak_memory_bytes
 from argosy.optim.optimizer import RULES, Optimizer
 from argosy.optim.own import own_rule
 from argosy.optim.piece import Piece
@@ -21,6 +23,7 @@ from argosy.parallel.encoding import SentTensor
 from argosy.parallel.expert import update_biases
 from argosy.parallel.gradients import clip
 from argosy.parallel.model import ParallelModel
+from argosy.parallel.peers import over, peers_of
 from argosy.parallel.pieces import Held
 from argosy.parallel.world import World
 from argosy.plan.mup import rate_factor
@@ -232,6 +235,21 @@ class Survivor:
     """Memory of the process before it trained in any world; None before the first."""
     last_save_s: float | None = None
     """When it began the last save that was not interrupted, by its monotonic clock."""
+
+    def enter(self, world: World, run: RunConfig) -> int:
+        """Set this process's arithmetic and random numbers for its rank. Returns its bytes before the first world."""
+        if self.memory_before_bytes is None:
+            self.memory_before_bytes = peak_memory_bytes(world.device)
+        torch.use_deterministic_algorithms(run.train.deterministic)
+        torch.manual_seed(run.seed * 1_000_003 + world.rank)
+        return self.memory_before_bytes
+
+
+def boxes_written(pieces: Iterable[Held], world: World) -> dict[str, Box]:
+    """Return the boxes of weights that this rank writes, by name: each is one rank's, of those that hold it."""
+    group = world.host_group
+    boxes = [part_box(p.name, p.value, p.shape, p.offset) for p in pieces if p.value.numel()]
+    return {box.name: box for box in over(group, deal(peers_of(group), boxes))}
 
 
 def generators(world: World) -> dict[Box, Tensor]:

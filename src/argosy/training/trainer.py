@@ -19,7 +19,6 @@ from argosy.models.batch import Microbatch
 from argosy.observe.clock import StepClock
 from argosy.observe.collectives import CommunicationMeter
 from argosy.observe.heartbeat import Heartbeat
-from argosy.observe.metrics import peak_memory_bytes
 from argosy.parallel.apply import apply
 from argosy.parallel.world import World, node_of_each_rank
 from argosy.plan.plan import Plan
@@ -67,15 +66,12 @@ class Trainer:
         heartbeat: Heartbeat,
     ):
         self._began = time.monotonic()
-        if survivor.memory_before_bytes is None:
-            survivor.memory_before_bytes = peak_memory_bytes(world.device)
+        memory_before_bytes = survivor.enter(world, run)
         plan = plan_in_force(run, plan, world, run_dir)
         self._run, self._plan, self._world, self._stop = run, plan, world, stop
         self._survivor, self._heartbeat = survivor, heartbeat
-        torch.use_deterministic_algorithms(run.train.deterministic)
-        torch.manual_seed(run.seed * 1_000_003 + world.rank)
         self._records = records = Records(run, plan, world, run_dir)
-        records.memory_before_bytes = survivor.memory_before_bytes
+        records.memory_before_bytes = memory_before_bytes
 
         check_can_replay(run, plan, world.device)
         check_own_code(run, plan)

@@ -33,7 +33,7 @@ head): it is submitted again."""
 PATIENCE_S = 600.0
 """A dashboard that does not answer for so long ends the sweep; its trials go on."""
 NEWS_S = 1.0
-"""So old may be what the cluster has said of its jobs."""
+"""Age at which what the cluster has said of its jobs is asked for again."""
 RESOURCES = {
     "entrypoint_num_cpus": ("CPU", 1.0, "CPUs"),
     "entrypoint_num_gpus": ("GPU", 1.0, "GPUs"),
@@ -41,7 +41,7 @@ RESOURCES = {
 }
 """What a job asks for -> what Ray calls it on a node, its unit, and that in words."""
 NODES = 10_000
-"""Of at most so many nodes Ray is asked."""
+"""Most nodes that Ray is asked for."""
 
 
 @dataclass

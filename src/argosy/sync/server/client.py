@@ -29,7 +29,7 @@ ASK_AGAIN_S = 3.0
 BYTES_AGAIN_S = 15.0
 """The same while weights or gradients travel."""
 SILENT_S = 5.0
-"""So long after the last word of a server the user is told that it is waited for."""
+"""Silence of a server after which the user is told that it is waited for."""
 T = TypeVar("T")
 
 
