@@ -5,7 +5,8 @@
 Each site is a network namespace whose link to the others is throttled with `tc tbf`; needs root and iproute2. The same
 model and batch train with each way of `WAYS`: sums in every step, with PyTorch's DDP and its own hooks beside them;
 rounds of sites, as `argosy train` runs them, with torchft's DiLoCo beside them (`--torchft PYTHON`, an interpreter that
-has it). Bytes are those that the interface of the first site sent, headers and acknowledgements included.
+has it). Bytes are those that the interface of the first site sent, headers and acknowledgements included; the formulas
+count numbers and scales, so they are held against the interface's bytes without headers.
 
 The prediction is the planner's, for a cluster that parts of `argosy probe` measured in the same run, over this link.
 Its factors for compute and optimizer are learnt from the steps of the first way, which is left out of the comparison.
@@ -38,7 +39,7 @@ from thin_link_namespaces import (
     check_that_this_machine_can,
     inside,
     inside_by_name,
-    sent_bytes,
+    sent,
     sites,
 )
 
@@ -128,6 +129,7 @@ def run_all(chosen: list[str], options: argparse.Namespace, folder: Path) -> lis
         prepare(folder)
     for name in rounds:
         lines.append((of_rounds if WAYS[name].kind == "sites" else of_updates)(name, options, folder))
+        print(json.dumps(lines[-1]), file=sys.stderr, flush=True)
     for name in chosen:
         if WAYS[name].kind == "torchft" and options.torchft:
             lines.append(of_torchft(name, options))
@@ -193,7 +195,7 @@ def of_rounds(name: str, options: argparse.Namespace, folder: Path) -> dict[str,
     run = f"run{abs(hash(name))}"
     steps = way.rounds * way.sync["every_steps"]
     (folder / f"{run}.toml").write_text(run_file(run, way, steps, many))
-    before = sent_bytes(0)
+    before = sent(0)
     trains = [
         subprocess.Popen(
             inside(site, sys.executable, "-m", "argosy", "train", f"{run}.toml", "--site", f"site{site}"),
@@ -204,7 +206,7 @@ def of_rounds(name: str, options: argparse.Namespace, folder: Path) -> dict[str,
     codes = [train.wait() for train in trains]
     if any(codes):
         sys.exit(f"{name}: argosy train failed")
-    sent = (sent_bytes(0) - before) / steps
+    crossed = sent(0).since(before, steps)
     metrics = (folder / "runs" / run / "sites/site0/metrics.jsonl").read_text().splitlines()
     lines = [line for line in map(json.loads, metrics) if "loss" in line]
     first = way.sync["every_steps"] - 1 if way.rounds > 1 else BEFORE_ROUNDS
@@ -212,8 +214,8 @@ def of_rounds(name: str, options: argparse.Namespace, folder: Path) -> dict[str,
     inner_s = sorted(line["step_time_s"] for line in lines if "sites" not in line)[len(lines) // 2]
     waits = [line["sites"]["seconds"] for line in lines if "sites" in line][1 if way.rounds > 1 else 0 :]
     return {
-        "way": name, "step_s": step_s, "sent_bytes": sent, "predicted_bytes": 0, "inner_s": inner_s,
-        "round_s": sum(waits) / len(waits),
+        "way": name, "step_s": step_s, "sent_bytes": crossed.whole, "payload_bytes": crossed.payload,
+        "inner_s": inner_s, "round_s": sum(waits) / len(waits),
     }  # fmt: skip
 
 
@@ -222,7 +224,7 @@ def of_updates(name: str, options: argparse.Namespace, folder: Path) -> dict[str
     way, many = WAYS[name], options.sites
     run, updates = f"run{abs(hash(name))}", (way.rounds + 1) * many
     (folder / f"{run}.toml").write_text(run_file(run, way, updates, many))
-    before = sent_bytes(0)
+    before = sent(0)
     train = (sys.executable, "-m", "argosy", "train", f"{run}.toml", "--site")
     environment = os.environ | {"ARGOSY_SECRET_FILE": str(folder / "secret")}
     parts = [(0, "server-1"), *((site, f"site{site}") for site in range(many))]
@@ -233,11 +235,11 @@ def of_updates(name: str, options: argparse.Namespace, folder: Path) -> dict[str
     codes = [train.wait() for train in trains]
     if any(codes):
         sys.exit(f"{name}: argosy train failed")
-    sent = (sent_bytes(0) - before) / (way.rounds + 1)
+    crossed = sent(0).since(before, way.rounds + 1)
     metrics = (folder / "runs" / run / "metrics.jsonl").read_text().splitlines()
     lines = [line for line in map(json.loads, metrics) if "loss" in line]
     took_s = lines[-1]["time_s"] - lines[many - 1]["time_s"]
-    return {"way": name, "step_s": took_s / (len(lines) - many) * many, "sent_bytes": sent, "predicted_bytes": 0}
+    return {"way": name, "step_s": took_s / (len(lines) - many) * many, "sent_bytes": crossed.whole}
 
 
 def run_file(name: str, way: Way, steps: int, many: int) -> str:
@@ -264,7 +266,7 @@ def run_file(name: str, way: Way, steps: int, many: int) -> str:
 
 
 def of_torchft(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    way, before = WAYS[name], sent_bytes(0)
+    way, before = WAYS[name], sent(0)
     workers = [
         subprocess.Popen(
             inside_by_name(
@@ -272,14 +274,14 @@ def of_torchft(name: str, options: argparse.Namespace) -> dict[str, Any]:
                 str(options.sites), "--every", str(way.sync["every_steps"]), "--rounds", str(way.rounds),
             ),
             stdout=subprocess.PIPE if site == 0 else subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True,
+            env=os.environ | {"PYTHONPATH": str(HERE.parent / "src")},
         )
         for site in range(options.sites)
     ]  # fmt: skip
     lines = told_by(workers)
     if not lines:
-        return {"way": name, "step_s": None, "sent_bytes": None, "predicted_bytes": 0}
-    sent = (sent_bytes(0) - before) / lines[0]["steps"]
-    return {"way": name, "step_s": lines[0]["step_s"], "sent_bytes": sent, "predicted_bytes": 0}
+        sys.exit(f"{name}: its process failed; does {options.torchft} have torchft, torch and pydantic?")
+    return {"way": name, "step_s": lines[0]["step_s"], "sent_bytes": sent(0).since(before, lines[0]["steps"]).whole}
 
 
 # ---- the planner ----------------------------------------------------------------------------------------------------
@@ -343,19 +345,16 @@ def table(lines: list[dict[str, Any]], options: argparse.Namespace) -> str:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for line in lines:
-        if line["step_s"] is None:
-            rows.append(f"| {line['way']} | failed | | | | | | | | |")
-            continue
-        step_s, sent = line["step_s"], line["sent_bytes"]
-        bytes_off = f"{sent / line['predicted_bytes'] - 1:+.1%}" if line.get("predicted_bytes") else ""
+        step_s, crossed = line["step_s"], line["sent_bytes"]
+        bytes_off = f"{line['payload_bytes'] / line['predicted_bytes'] - 1:+.1%}" if line.get("predicted_bytes") else ""
         predicted = line.get("predicted_s")
         off = f"{predicted / step_s - 1:+.0%}" if predicted and line is not first else ""
         cells = [
             line["way"],
             f"{step_s * 1e3:.0f}",
             f"{ROWS * TOKENS * options.sites / step_s:.0f}",
-            f"{sent / 1e6:.2f}",
-            f"{first['sent_bytes'] / sent:.1f}",
+            f"{crossed / 1e6:.2f}",
+            f"{first['sent_bytes'] / crossed:.1f}",
             f"{first['step_s'] / step_s:.1f}",
             f"{line['inner_s'] / step_s:.0%}" if "inner_s" in line else "",
             bytes_off,

@@ -1,7 +1,8 @@
-"""The model of `thin_link.py`, and a batch of it."""
+"""The model of `thin_link.py`, and a batch of it: as many rows as the environment's THIN_LINK_ROWS says."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from argosy.models.batch import Microbatch, microbatches
 MODEL: dict[str, Any] = {
     "layers": 6, "width": 320, "heads": 8, "kv_heads": 8, "head_width": 40, "ffn_width": 896, "vocab_size": 4096,
 }  # fmt: skip
-ROWS, TOKENS = 2, 64
+ROWS, TOKENS = int(os.environ.get("THIN_LINK_ROWS", "2")), 64
 
 
 def configuration(sites: int) -> RunConfig:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 CORE, ADDRESS = "thin-core", "10.77.0.{}"
@@ -77,9 +78,34 @@ def call(command: str) -> None:
     subprocess.run(command.split(), check=True)
 
 
-def sent_bytes(site: int) -> int:
-    """Return the bytes that the interface of a site has sent, headers and acknowledgements included."""
-    told = subprocess.run(
-        ["ip", "-n", name(site), "-s", "-j", "link", "show", LINK], check=True, capture_output=True, text=True
-    )
-    return int(json.loads(told.stdout)[0]["stats64"]["tx"]["bytes"])
+HEADER_BYTES = 66
+"""Ethernet, IP and TCP with time stamps, of each packet that the kernel gives the interface."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What an interface has sent."""
+
+    whole: float
+    """Bytes, headers and acknowledgements included."""
+    payload: float
+    """Bytes without headers."""
+
+    def since(self, before: Sent, steps: int) -> Sent:
+        """Return what a step of so many sent."""
+        return Sent((self.whole - before.whole) / steps, (self.payload - before.payload) / steps)
+
+
+def sent(site: int) -> Sent:
+    """Return what the interface of a site has sent."""
+    words = ["ip", "-n", name(site), "-s", "-j", "link", "show", LINK]
+    found = subprocess.run(words, check=True, capture_output=True, text=True)
+    tx = json.loads(found.stdout)[0]["stats64"]["tx"]
+    return Sent(tx["bytes"], tx["bytes"] - HEADER_BYTES * tx["packets"])
+
+
+def sent_here() -> Sent:
+    """Return what the interface of the site that this process runs in has sent."""
+    statistics = Path(f"/sys/class/net/{LINK}/statistics")
+    whole, packets = (int((statistics / f"tx_{unit}").read_text()) for unit in ("bytes", "packets"))
+    return Sent(whole, whole - HEADER_BYTES * packets)

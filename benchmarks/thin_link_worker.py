@@ -39,7 +39,7 @@ from argosy.probe.machine import machine_of
 from argosy.training.state import TrainState
 from argosy.training.step import Step
 from thin_link_model import ROWS, configuration, rows
-from thin_link_namespaces import LINK, address
+from thin_link_namespaces import LINK, address, sent_here
 
 MESSAGES = [2**12, 2**16, 2**20, 2**22]
 PROBE_S, SLICE_S = 15.0, 0.1
@@ -91,23 +91,20 @@ def measured(world: World, way: Way, steps: int) -> dict[str, Any]:
     way.step()
     way.lap()
     dist.barrier()
-    before, took = sent_bytes(), []
+    before, took = sent_here(), []
     for _ in range(steps):
         began = time.monotonic()
         way.step()
         took.append(time.monotonic() - began)
     dist.barrier()
-    sent, seconds = (sent_bytes() - before) / steps, way.lap()
+    sent, seconds = sent_here().since(before, steps), way.lap()
     return {
         "step_s": statistics.mean(took),
-        "sent_bytes": sent,
+        "sent_bytes": sent.whole,
+        "payload_bytes": sent.payload,
         "predicted_bytes": way.predicted_bytes,
         "seconds": {name: value / steps for name, value in seconds.items()},
     }
-
-
-def sent_bytes() -> int:
-    return int(Path(f"/sys/class/net/{LINK}/statistics/tx_bytes").read_text())
 
 
 def probe(world: World, path: Path) -> None:

@@ -87,6 +87,14 @@ def test_the_file_reads_back_as_it_was(tmp_path: Path) -> None:
         assert cluster.measured == MEASURED
 
 
+def test_a_link_whose_fit_begins_at_no_time_at_all_reads_back(tmp_path: Path) -> None:
+    through_0 = tuple(rate.model_copy(update={"latency_s": 0.0}) for rate in MEASURED.collectives)
+    for machine, name in ((LAPTOP, "cpu"), (TWO_NODES, "h200")):
+        cluster = as_cluster(find_device(name), machine, MEASURED.model_copy(update={"collectives": through_0}))
+        cluster.save(tmp_path / "cluster.toml")
+        assert Cluster.load(tmp_path / "cluster.toml").device.link_latency_s > 0
+
+
 def test_one_process_needs_no_collectives() -> None:
     measured = MEASURED.model_copy(update={"collectives": ()})
     device = as_cluster(find_device("cpu"), Machine("cpu", ("here",), 4e9, ""), measured).device

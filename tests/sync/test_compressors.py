@@ -113,6 +113,19 @@ def done_again(world: World, word: str) -> bool:
     return torch.equal(*found)
 
 
+def test_topk_sends_of_each_parameter_however_small_its_gradients_are(workers):
+    for sums in workers.run(2, with_small_gradients):
+        of_each = sums.split([segment.elements for segment in SEGMENTS])
+        for part, least in zip(of_each, (60, 49, 2), strict=True):  # a twentieth, of one rank or of both
+            assert least <= int(part.count_nonzero()) <= 2 * least
+
+
+def with_small_gradients(world: World) -> Tensor:
+    flat = gradients(world.rank, 0)
+    flat[: SEGMENTS[0].elements] *= 1e-6
+    return summed("topk", flat, facts("topk"), Moment())
+
+
 def test_bf16_is_the_sum_of_pytorchs_hook(workers):
     for ours, theirs in workers.run(2, beside_bf16_hook):
         assert torch.equal(ours / 2, theirs)

@@ -10,6 +10,9 @@ from argosy.plan.hardware.measurements import CollectiveRate, Measurements, Oper
 from argosy.probe.machine import Machine
 from argosy.probe.timing import four_digits
 
+LEAST_LATENCY_S = 1e-6
+"""What a link takes at least. A line through few messages may begin at 0: a throttle lets the first bytes pass."""
+
 
 def as_cluster(catalogue: Device, machine: Machine, measured: Measurements) -> Cluster:
     """Return the cluster of `machine`, whose device the catalogue calls `catalogue`."""
@@ -65,7 +68,7 @@ def _link(measured: Measurements, kind: str) -> dict[str, Any]:
     ranks, rate = reduces[-1].ranks, reduces[-1].bytes_per_s or 0.0
     found = {
         "ring_busbw_bytes_per_s": four_digits(2 * (ranks - 1) / ranks * rate),
-        "link_latency_s": sends[0].latency_s,
+        "link_latency_s": max(LEAST_LATENCY_S, sends[0].latency_s),
     }
     # A GPU's link has a specification; that of CPU processes is what gloo makes of the memory.
     return found if kind == "cuda" else found | {"link_bytes_per_s": sends[-1].bytes_per_s}
@@ -74,7 +77,7 @@ def _link(measured: Measurements, kind: str) -> dict[str, Any]:
 def _network(measured: Measurements, devices: int) -> tuple[Tier]:
     """Return the link between nodes, shared by all their devices."""
     sends = _rows(measured, "send", "network")
-    rate, latency_s = sends[-1].bytes_per_s or 0.0, sends[0].latency_s
+    rate, latency_s = sends[-1].bytes_per_s or 0.0, max(LEAST_LATENCY_S, sends[0].latency_s)
     return (Tier(name="network", devices=devices, bandwidth_bytes_per_s=rate, latency_s=latency_s),)
 
 

@@ -1,13 +1,15 @@
 """Sums of a few numbers of each bucket: the largest (top-k), or a random choice that needs no telling (random-k).
 
 What is not sent stays in the residual (Stich et al. 2018, "Sparsified SGD with Memory"). Top-k: each rank sends places
-and values of its own largest, and all add up all (all-gather). Random-k: one number of each stretch of 1/density, at a
-place that all replicas draw from the same seed, so that only values travel (all-reduce).
+and values of the largest of each of its parameters, and all add up all (all-gather); the largest of a bucket would be
+those of the few parameters with large gradients. Random-k: one number of each stretch of 1/density, at a place that all
+replicas draw from the same seed, so that only values travel (all-reduce).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -26,14 +28,14 @@ from argosy.sync.compressor import (
 
 
 class TopK(WithResidual):
-    """The share `sync.density` of the largest magnitudes of a bucket."""
+    """The share `sync.density` of the largest magnitudes of each parameter (Lin et al. 2018, deep gradient compression)."""
 
     messages = 1
 
     def sum(self, flat: Tensor, group: dist.ProcessGroup, bucket: BucketFacts, moment: Moment) -> Sending:
         """See `Compressor`. A number that is not finite is among the largest: all ranks get it."""
         whole = with_residual(flat, bucket, moment)
-        places = torch.topk(whole.abs(), sent_of(len(whole), self._settings.density), sorted=False).indices
+        places = self._largest(whole, [segment.elements for segment in bucket.segments])
         message = torch.cat([places.int(), whole[places].view(torch.int32)])
         everyone = message.new_empty(group.size() * len(message))
         yield started(all_gather_single(everyone, message, group=group, async_op=True))
@@ -43,6 +45,15 @@ class TopK(WithResidual):
         whole[places] = 0.0
         keep_residual(whole, bucket, moment)
         return sums
+
+    def _largest(self, whole: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Return the places of the largest magnitudes of each stretch of such a size."""
+        found, start = [], 0
+        for magnitudes in whole.abs().split(list(sizes)):
+            many = sent_of(len(magnitudes), self._settings.density)
+            found.append(start + torch.topk(magnitudes, many, sorted=False).indices)
+            start += len(magnitudes)
+        return torch.cat(found)
 
 
 class RandomK(WithResidual):
@@ -67,5 +78,5 @@ class RandomK(WithResidual):
 
 
 def sent_of(numbers: int, density: float) -> int:
-    """Return how many of a bucket's numbers are sent."""
-    return max(1, math.ceil(numbers * density))
+    """Return how many of so many numbers are sent."""
+    return math.ceil(numbers * density)

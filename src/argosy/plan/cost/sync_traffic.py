@@ -15,8 +15,8 @@ With S numbers in a bucket, n replicas, blocks of b numbers and rank r, a bucket
     int8, int4, all_to_all, all_gather    n W each                W = C bits/8 + 4 C/b, C = S/n, in whole blocks
     sign
     powersgd    all_reduce                4 r rows, 4 r cols      each matrix that this halves; 4 S of the others
-    topk        all_gather                8 n k                   k = density S: places and values
-    randomk     all_reduce                4 k
+    topk        all_gather                8 n k                   k = density S of each parameter: places and values
+    randomk     all_reduce                4 k                     k = density S
 
 What is summed exactly whatever the word says (`plan.summed`) goes in buckets of its own.
 """
@@ -119,7 +119,6 @@ def _buckets(parameters: Iterable[Summed], bucket_bytes: int) -> Iterator[list[S
 
 def _of_bucket(bucket: Sequence[Summed], n: int, word: str, settings: SyncConfig) -> Iterator[Sent]:
     numbers = sum(one.elements for one in bucket)
-    few = max(1, math.ceil(numbers * settings.density))
     if word == "bf16":
         yield "all_reduce", 2 * numbers
     elif word in BITS:
@@ -128,9 +127,9 @@ def _of_bucket(bucket: Sequence[Summed], n: int, word: str, settings: SyncConfig
         yield "all_to_all", n * bytes_of_piece
         yield "all_gather", n * bytes_of_piece
     elif word == "topk":
-        yield "all_gather", 8 * n * few
+        yield "all_gather", 8 * n * sum(math.ceil(one.elements * settings.density) for one in bucket)
     elif word == "randomk":
-        yield "all_reduce", 4 * few
+        yield "all_reduce", 4 * math.ceil(numbers * settings.density)
     elif word == "powersgd":
         there = back = 0
         for one in bucket:
