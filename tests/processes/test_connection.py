@@ -94,6 +94,16 @@ def test_frames_of_all_sizes_arrive_in_order_both_ways(pair):
     assert pair.received == {"caller": frames, "listener": frames}
 
 
+def test_what_is_urgent_overtakes_what_is_much(pair):
+    much = [bytes([number]) * (FRAME_BYTES // 4) for number in range(32)]
+    for frame in much:
+        pair.caller.send(frame, is_bulk=True)
+    pair.caller.send(b"urgent")
+    pair.turn_until(lambda: len(pair.received["listener"]) == 33)
+    assert [frame for frame in pair.received["listener"] if frame != b"urgent"] == much
+    assert pair.received["listener"].index(b"urgent") < 32
+
+
 def test_an_end_that_takes_nothing_holds_nobody_up_and_is_given_up(pair):
     began = time.monotonic()
     while not pair.caller.problem:

@@ -13,6 +13,7 @@ import socket
 import ssl
 import struct
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -31,6 +32,8 @@ FRAME_BYTES = 1 << 20
 """The longest frame."""
 OUTBOX_BYTES = 1 << 24
 """An end that lets this much pile up is treated as gone."""
+UNSENT_BYTES = 1 << 17
+"""How much the kernel takes that it cannot send yet: what is there, no urgent frame can overtake."""
 LENGTH = struct.Struct(">I")
 NUMBER = struct.Struct(">Q")
 HEAD_BYTES = LENGTH.size + PROOF_BYTES
@@ -54,6 +57,7 @@ class Connection:
         """
         connected.setblocking(False)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         self._socket = connected
         self._is_secured = tls is None
         if tls is not None:
@@ -62,6 +66,8 @@ class Connection:
         self._selector, self._data, self._interest = selector, data, selectors.EVENT_READ
         selector.register(self._socket, selectors.EVENT_READ, data)
         self._unread, self._unsent = bytearray(), bytearray()
+        self._bulk: deque[bytes] = deque()
+        self._bulk_bytes = 0
         self._wants_to_write = False
         self._keys: Keys | None = None
         self._received = self._sent = 0
@@ -78,13 +84,19 @@ class Connection:
         """True once each end has proven to the other that it knows the secret."""
         return self._keys is not None
 
-    def send(self, frame: bytes) -> None:
-        """Send a frame of at most `FRAME_BYTES`, at once or later. Only after `is_proven`."""
+    def send(self, frame: bytes, is_bulk: bool = False) -> None:
+        """Send a frame of at most `FRAME_BYTES`, at once or later. Only after `is_proven`.
+
+        is_bulk: later frames that are not may overtake it. On a thin link what is asked for and decided must not wait
+        behind megabytes: each end would send in turn, and the link be idle in one direction.
+        """
         assert self._keys is not None and len(frame) <= FRAME_BYTES
-        mark = _mark(self._keys.sending, self._sent, frame)
-        self._sent += 1
-        self._unsent += LENGTH.pack(len(frame)) + mark + frame
-        if len(self._unsent) > OUTBOX_BYTES:
+        if is_bulk:
+            self._bulk.append(frame)
+            self._bulk_bytes += len(frame)
+        else:
+            self._put(self._keys, frame)
+        if len(self._unsent) + self._bulk_bytes > OUTBOX_BYTES:
             self.problem = self.problem or "it takes nothing any more"
         self._attempt(self._flush)
 
@@ -131,14 +143,24 @@ class Connection:
 
     def _watch(self) -> None:
         """Have the selector report what is wanted."""
-        writes = self._wants_to_write or (self._is_secured and bool(self._unsent))
+        writes = self._wants_to_write or (self._is_secured and bool(self._unsent or self._bulk))
         interest = selectors.EVENT_READ | (selectors.EVENT_WRITE if writes else 0)
         if interest != self._interest and self._socket.fileno() >= 0:
             self._interest = interest
             self._selector.modify(self._socket, interest, self._data)
 
+    def _put(self, keys: Keys, frame: bytes) -> None:
+        """Mark a frame with its number, which says its place from now on."""
+        mark = _mark(keys.sending, self._sent, frame)
+        self._sent += 1
+        self._unsent += LENGTH.pack(len(frame)) + mark + frame
+
     def _flush(self) -> None:
-        while self._unsent:
+        while self._unsent or self._bulk:
+            if not self._unsent and self._keys is not None:
+                frame = self._bulk.popleft()
+                self._bulk_bytes -= len(frame)
+                self._put(self._keys, frame)
             sent = self._socket.send(memoryview(self._unsent)[:RECEIVE_BYTES])
             del self._unsent[:sent]
 

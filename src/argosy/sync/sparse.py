@@ -4,6 +4,9 @@ What is not sent stays in the residual (Stich et al. 2018, "Sparsified SGD with 
 and values of the largest of each of its parameters, and all add up all (all-gather); the largest of a bucket would be
 those of the few parameters with large gradients. Random-k: one number of each stretch of 1/density, at a place that all
 replicas draw from the same seed, so that only values travel (all-reduce).
+
+Early in training, gradients change fast and what waits in a residual is soon out of date, so the density may begin high
+and fall (`sync.density_steps`; Lin et al. 2018, "Deep Gradient Compression", section 3.4).
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from argosy.config.sync import SyncConfig
 from argosy.sync.compressor import (
     BucketFacts,
     Moment,
@@ -26,16 +30,19 @@ from argosy.sync.compressor import (
     with_residual,
 )
 
+FIRST_DENSITY = 0.25
+
 
 class TopK(WithResidual):
-    """The share `sync.density` of the largest magnitudes of each parameter (Lin et al. 2018, deep gradient compression)."""
+    """The largest magnitudes of each parameter."""
 
     messages = 1
 
     def sum(self, flat: Tensor, group: dist.ProcessGroup, bucket: BucketFacts, moment: Moment) -> Sending:
         """See `Compressor`. A number that is not finite is among the largest: all ranks get it."""
         whole = with_residual(flat, bucket, moment)
-        places = self._largest(whole, [segment.elements for segment in bucket.segments])
+        density = density_at(moment.step, self._settings)
+        places = largest(whole, [segment.elements for segment in bucket.segments], density)
         message = torch.cat([places.int(), whole[places].view(torch.int32)])
         everyone = message.new_empty(group.size() * len(message))
         yield started(all_gather_single(everyone, message, group=group, async_op=True))
@@ -46,25 +53,16 @@ class TopK(WithResidual):
         keep_residual(whole, bucket, moment)
         return sums
 
-    def _largest(self, whole: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Return the places of the largest magnitudes of each stretch of such a size."""
-        found, start = [], 0
-        for magnitudes in whole.abs().split(list(sizes)):
-            many = sent_of(len(magnitudes), self._settings.density)
-            found.append(start + torch.topk(magnitudes, many, sorted=False).indices)
-            start += len(magnitudes)
-        return torch.cat(found)
-
 
 class RandomK(WithResidual):
-    """The share `sync.density` of a bucket, other places in each step."""
+    """Numbers of a bucket, other places in each step."""
 
     messages = 1
 
     def sum(self, flat: Tensor, group: dist.ProcessGroup, bucket: BucketFacts, moment: Moment) -> Sending:
         """See `Compressor`. If a rank has a number that is not finite anywhere, all it sends is NaN."""
         whole = with_residual(flat, bucket, moment)
-        many = sent_of(len(whole), self._settings.density)
+        many = math.ceil(len(whole) * density_at(moment.step, self._settings))
         edges = torch.arange(many + 1, device=whole.device) * len(whole) // many
         draws = torch.rand(many, generator=bucket.generator(moment, whole.device), device=whole.device)
         places = (edges[:-1] + (draws * (edges[1:] - edges[:-1])).long()).minimum(edges[1:] - 1)
@@ -77,6 +75,16 @@ class RandomK(WithResidual):
         return sums
 
 
-def sent_of(numbers: int, density: float) -> int:
-    """Return how many of so many numbers are sent."""
-    return math.ceil(numbers * density)
+def density_at(step: int, settings: SyncConfig) -> float:
+    """Return the share of numbers that is sent in a step."""
+    left = max(0.0, 1 - max(0, step - settings.exact_steps) / max(1, settings.density_steps))
+    return settings.density * max(1.0, FIRST_DENSITY / settings.density) ** (left if settings.density_steps else 0.0)
+
+
+def largest(numbers: Tensor, sizes: Sequence[int], density: float) -> Tensor:
+    """Return the places of the largest magnitudes of each stretch of such a size."""
+    found, start = [], 0
+    for magnitudes in numbers.abs().split(list(sizes)):
+        found.append(start + torch.topk(magnitudes, math.ceil(len(magnitudes) * density), sorted=False).indices)
+        start += len(magnitudes)
+    return torch.cat(found)

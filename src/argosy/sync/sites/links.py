@@ -45,7 +45,7 @@ class Link:
         """Send a message, at once or later."""
         frame = packed(kind, data, **facts)
         assert len(frame) <= FRAME_BYTES
-        self.connection.send(frame)
+        self.connection.send(frame, is_bulk=bool(data))
 
 
 class Links:
