@@ -154,7 +154,7 @@ class Assembly:
                 self._here.add(mine)
                 reduced(mine)
             return
-        missing = False
+        missing = not self._sites.sent(self._number).exists()  # its folder was lost: the ranks make it again
         paths: list[tuple[Path, int]] = []
         for name in self.proposal.names:
             if name == self._sites.me:

@@ -183,12 +183,25 @@ class Exchange:
         """Note where a site stands."""
         its = Standing.from_json(message)
         self._others.note(name, its)
+        if its.rounds < self._number or its.adopts:
+            self._has_lost_its_change(name)
         if its.rounds <= self.rounds:
             mine = self._ledger.lines[its.rounds - 1].chain if its.rounds else ""
             if its.chain != mine:
                 self._went_apart(name)
             else:
                 self._others.apart.discard(name)
+
+    def _has_lost_its_change(self, name: str) -> None:
+        """Forget that a site was ready: it was, and has come back with an older ledger, as its folder is gone.
+
+        When it has caught up it makes its steps again, to another change, as it has a new inner optimizer. What was
+        fetched of the old one must not be mixed with that: it is for a proposal of its own.
+        """
+        if self._ready.pop(name, None) is None or self._line is not None:
+            return
+        if self._assembly is not None and name in self._assembly.proposal.names:
+            self._let_go()
 
     def _went_apart(self, name: str) -> None:
         """Give way to a site that has gone on without this one and otherwise, or leave that to it."""
