@@ -44,6 +44,8 @@ class Wires:
         self.sites: dict[str, None] = {}
         self.heard_s = {name: country.now_s for name in country.names if name != me}
         self.inbox: deque[tuple[str, bytes]] = deque()
+        self._held: dict[str, list[tuple[Any, bytes]]] = {}
+        """What was said while a link was cut, and to which connection: TCP sends it again if the link is mended soon."""
 
     def turn(self, _: float) -> list[tuple[str, dict[str, Any]]]:
         for name in self.heard_s:
@@ -52,16 +54,29 @@ class Wires:
                 if name not in self.sites:
                     self.sites[name] = None
                     self.tell(name, "hello", **self._exchange.hello())
+                self._send_again(name)
             elif name in self.sites and self._country.now_s - self.heard_s[name] > SILENT_S:
                 del self.sites[name]
+                self._held.pop(name, None)
         heard, self.inbox = self.inbox, deque()
         assert len(heard) < 300, "they flood each other"
         said = [(name, unpacked(frame)) for name, frame in heard if name in self.sites]
         return [(name, message) for name, message in said if not self._country.is_lost(name, message)]
 
     def tell(self, name: str, kind: str, data: bytes | memoryview = b"", /, **facts: Any) -> None:
-        if name in self.sites and self._country.is_joined(self._me, name):
-            self._country.sites[name].wires.inbox.append((self._me, packed(kind, data, **facts)))
+        if name not in self.sites:
+            return
+        frame = packed(kind, data, **facts)
+        if self._country.is_joined(self._me, name):
+            self._send_again(name)
+            self._country.sites[name].wires.inbox.append((self._me, frame))
+        elif self._country.sites[name].is_up:
+            self._held.setdefault(name, []).append((self._country.sites[name].wires, frame))
+
+    def _send_again(self, name: str) -> None:
+        for wires, frame in self._held.pop(name, []):
+            if wires is self._country.sites[name].wires:
+                wires.inbox.append((self._me, frame))
 
     def tell_all(self, kind: str, **facts: Any) -> None:
         for name in self.sites:
