@@ -154,6 +154,37 @@ def check_diloco(run: SitesOfARun) -> None:
         torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-5)
 
 
+def test_a_run_whose_last_round_was_about_all_fragments_is_not_made_longer(undisturbed: SitesOfARun) -> None:
+    folder, longer = undisturbed.folder, ("--train.steps", 2 * STEPS)
+    before = {name: (undisturbed.path(name) / "run.toml").read_text() for name in undisturbed.names}
+    for command in (("train", "run.toml", "--site", "A", *longer), ("train", "run.toml", *longer)):
+        said = folder.argosy_here(*command, code=2)
+        assert f"has made round 4 of a run of {STEPS} steps" in said and f"Keep train.steps = {STEPS}" in said
+    assert before == {name: (undisturbed.path(name) / "run.toml").read_text() for name in undisturbed.names}
+    assert not (folder.path / "runs/tiny/run.toml").exists()
+
+
+@pytest.mark.slow
+def test_a_run_of_whole_rounds_is_made_longer_to_the_bits_of_one_that_was_as_long(
+    folder: Folder, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    constant = ("--schedule.kind", "constant")
+    at_once, longer = (
+        SitesOfARun(Folder(path, folder.corpus), steps=steps, sync={"every_steps": 3, "wire": "int8"})
+        for path, steps in ((tmp_path_factory.mktemp("at-once"), 12), (folder.path, 6))
+    )
+    for run in (at_once, longer):
+        for name in run.names:
+            run.start(name, *constant)
+        run.end()
+    for name in longer.names:
+        longer.start(name, *constant, "--train.steps", 12)
+    longer.end()
+    assert len(longer.check_ledger().lines) == 4
+    got = longer.same_weights()
+    assert all(torch.equal(got[name], value) for name, value in at_once.same_weights().items())
+
+
 def test_a_fragment_in_flight_is_in_checkpoints(
     sites: Callable[..., SitesOfARun],  # noqa: F811
     undisturbed: SitesOfARun,

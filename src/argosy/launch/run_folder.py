@@ -21,8 +21,9 @@ from argosy.errors import StorageError, UserError
 from argosy.files import atomic_write, lock_or_holder
 from argosy.launch.own_folder import LOCK, own_folder
 from argosy.launch.storage import check_storage
-from argosy.plan.plan import Plan
+from argosy.plan.plan import Plan, is_asynchronous
 from argosy.plan.search.auto import Devices, choose_plan, other_choice, plan_to_go_on
+from argosy.sync.sites.length import check_length
 
 CODE = "extend"
 """The part of a run's folder with copies of the user's code, by their checksums: the older ones stay."""
@@ -71,6 +72,8 @@ def enter(run_dir: Path, run: RunConfig, data_identity: str, accept_changes: boo
     A number of steps that the folder's run has chosen for the same budget of minutes is kept.
     Raises: UserError, which names what differs from the run in the folder.
     """
+    if run.site and not is_asynchronous(run.plan):
+        check_length(run_dir, run)
     checkpoints = store.committed(run_dir)
     if not checkpoints:
         return run

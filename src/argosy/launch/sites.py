@@ -18,6 +18,7 @@ from argosy.plan.plan import is_asynchronous
 from argosy.processes.secret import secret_of
 from argosy.sync.sites.keys import contexts
 from argosy.sync.sites.layout import at_site, group_folder, site_folder
+from argosy.sync.sites.length import check_length
 
 
 def settle_site(run: RunConfig, run_dir: Path) -> tuple[RunConfig, Path]:
@@ -83,6 +84,8 @@ def train_sites(run: RunConfig, run_dir: Path, *, accept_changes: bool, quiet: b
         return train_parts(run, run_dir, accept_changes=accept_changes, quiet=quiet)
     run = checked(run)
     progress = Progress(enabled=not quiet)
+    for site in run.sites:
+        check_length(site_folder(run_dir, site.name), run)
     run_dir.mkdir(parents=True, exist_ok=True)
     known = {s.name: s.address for s in load(run_dir / RUN_FILE).sites} if (run_dir / RUN_FILE).exists() else {}
     run, _ = resolve(run, progress)  # once, not by each site at the same time

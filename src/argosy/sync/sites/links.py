@@ -174,7 +174,7 @@ class Links:
         if message["run"] != mine["run"]:
             return (
                 f"it is of another run ({message['run']}, here {mine['run']}): all sites need the same run file, with "
-                "the same seed, data, batches, optimizer and sync"
+                "the same train.steps, seed, data, batches, optimizer and sync"
             )
         return self._admit(link, name)
 
