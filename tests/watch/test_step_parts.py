@@ -29,3 +29,20 @@ def test_replicas_that_sum_exactly_have_none(tmp_path: Path) -> None:
     reader = RunReader(tmp_path)
     reader.refresh()
     assert step_parts(reader)["sync"] == {}
+
+
+def test_each_site_s_part_in_the_rounds_is_told(tmp_path: Path) -> None:
+    rounds = [{"A": 1.0, "B": 2.0}, {"A": 3.0}]
+    tables = [
+        {"round": n, "participants": list(norms), "norms": norms, "spread": dict.fromkeys(norms, 0.5)}
+        for n, norms in enumerate(rounds)
+    ]
+    lines = [line(step, **({"sites": tables[step // 50]} if step % 50 == 49 else {})) for step in range(100)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    reader = RunReader(tmp_path)
+    reader.refresh()
+    assert step_parts(reader)["sites"] == [
+        {"site": "A", "rounds": 2, "of_rounds": 2, "norm": 2.0, "spread": 0.5},
+        {"site": "B", "rounds": 1, "of_rounds": 2, "norm": 2.0, "spread": 0.5},
+    ]
+    assert step_parts(reader, 0, 48)["sites"] == []

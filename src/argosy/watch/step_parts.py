@@ -17,6 +17,8 @@ from argosy.watch.reader import RunReader
 from argosy.watch.series import POINTS, Buckets
 
 SECONDS, COMMUNICATION, SYNC = "seconds.", "communication.", "sync."
+NORM_OF, SPREAD_OF = "sites.norms.", "sites.spread."
+"""Keys of a site's figures in the line of a round begin so; its name follows."""
 NAMES = {
     "forward_backward": "forward and backward",
     "communication": "communication that backward does not hide",
@@ -35,9 +37,10 @@ def step_parts(
     the four parts that both sides can tell (`plan.calibration.reconcile.PARTS`); measured is the mean over the middle
     half of the steps, by duration. communication: by axis and tier, seconds and bytes of a step, mean of that half.
     sync: means of what lines say of the agreement of replicas or sites (docs/metrics.md), and its ratio by step.
+    sites: each site's part in the rounds of this stretch.
     """
     steps = reader.steps
-    for group in ("seconds", "communication", "sync"):
+    for group in ("seconds", "communication", "sync", "sites"):
         steps.load(group)
     known = reader.keys()
     categories = [key for key in known if key.startswith(SECONDS) and key != "seconds.step"]
@@ -56,6 +59,7 @@ def step_parts(
         "words": _largest_disagreement(predicted, measured) if categories else "",
         "communication": _communication(reader, buckets.rows, usual),
         "sync": _sync(reader, buckets.rows),
+        "sites": _sites(reader, buckets.rows),
     }
 
 
@@ -118,6 +122,28 @@ def _sync(reader: RunReader, rows: slice) -> dict[str, float]:
     known = [key for key in reader.keys() if key.startswith(SYNC)]  # noqa: SIM118 (not a dict)
     there = {key.removeprefix(SYNC): reader.steps[key][rows] for key in known}
     return {name: _mean(values) for name, values in there.items() if np.isfinite(values).any()}
+
+
+def _sites(reader: RunReader, rows: slice) -> list[dict[str, Any]]:
+    """Return for each site in how many of these lines' rounds it took part, and the means of what is told of it.
+
+    norm: of its difference to the weights that were agreed on before; spread: to the mean of all sites. Rounds in which
+    sites sum gradients have neither, and do not count.
+    """
+    names = sorted(key.removeprefix(NORM_OF) for key in reader.keys() if key.startswith(NORM_OF))  # noqa: SIM118
+    norms = {name: reader.steps[NORM_OF + name][rows] for name in names}
+    rounds = int(np.any([np.isfinite(norm) for norm in norms.values()], axis=0).sum()) if names else 0
+    return [
+        {
+            "site": name,
+            "rounds": int(np.isfinite(norm).sum()),
+            "of_rounds": rounds,
+            "norm": _mean(norm),
+            "spread": _mean(reader.steps[SPREAD_OF + name][rows]),
+        }
+        for name, norm in norms.items()
+        if rounds
+    ]
 
 
 def memory(reader: RunReader, points: int = POINTS) -> dict[str, Any]:

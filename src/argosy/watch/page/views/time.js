@@ -74,7 +74,7 @@ function create(root, page) {
     });
     replace(said, answer.words ? h("p", { class: "notice say" }, answer.words) : null);
     replace(beside, measuredAndPlanned(answer, names, colours));
-    replace(traffic, trafficTable(answer.communication ?? []), syncCard(answer.sync ?? {}));
+    replace(traffic, trafficTable(answer.communication ?? []), syncCard(answer.sync ?? {}, answer.sites ?? []));
   }
 
   return { refresh, recolour: () => chart.recolour(), destroy: () => chart.destroy() };
@@ -188,7 +188,7 @@ function trafficTable(rows) {
 }
 
 // What replicas, or sites, send in place of exact sums: only runs that agree in fewer bytes have it.
-function syncCard(sync) {
+function syncCard(sync, sites) {
   if (sync.bytes === undefined) return null;
   const rows = [
     ["Sent each time", bytes(sync.bytes)],
@@ -198,11 +198,23 @@ function syncCard(sync) {
     ["Distance between them", sync.distance === undefined ? null : number(sync.distance)],
   ].filter(([, value]) => value !== null);
   return card(
-    "Replicas agree in fewer bytes",
+    sites.length ? "Sites agree in fewer bytes" : "Replicas agree in fewer bytes",
     table([{ text: "Figure" }, { text: "Mean", number: true }], rows, {
       caption: "Agreement of replicas or sites, mean of the steps shown",
     }),
+    sites.length ? sitesTable(sites) : null,
   );
+}
+
+function sitesTable(sites) {
+  const head = ["Took part in", "Its weights moved by", "From the mean of all"].map((text) => ({ text, number: true }));
+  const rows = sites.map((site) => [
+    site.site,
+    `${number(site.rounds)} of ${number(site.of_rounds)} rounds`,
+    number(site.norm),
+    number(site.spread),
+  ]);
+  return table([{ text: "Site" }, ...head], rows, { caption: "Sites in the rounds of the steps shown" });
 }
 
 export default { name: "time", title: "Where the time goes", create };
