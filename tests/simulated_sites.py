@@ -45,7 +45,7 @@ class Wires:
         self.heard_s = {name: country.now_s for name in country.names if name != me}
         self.inbox: deque[tuple[str, bytes]] = deque()
         self._held: dict[str, list[tuple[Any, bytes]]] = {}
-        """What was said while a link was cut, and to which connection: TCP sends it again if the link is mended soon."""
+        """What was said to which connection while its link was cut: TCP sends it again if the link is mended soon."""
 
     def turn(self, _: float) -> list[tuple[str, dict[str, Any]]]:
         for name in self.heard_s:
