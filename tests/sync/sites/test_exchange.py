@@ -72,6 +72,22 @@ def test_a_site_whose_folder_is_lost_takes_the_state_and_takes_part(country: Cal
     check_samples(run)
 
 
+def test_a_site_that_loses_its_folder_after_it_was_ready_makes_its_change_again(
+    country: Callable[..., Country],
+) -> None:
+    run = country(names="AB", rounds=12)
+    run.start()
+    run.is_lost = lambda sender, message: sender == "B" and message["kind"] == "data" and message["round"] == 5
+    run.until(lambda: run.sites["A"].sites.sent(5).exists() and run.sites["B"].sites.sent(5).exists())
+    run.pass_time(2)
+    run.sites["B"].lose_folder()
+    run.is_lost = lambda sender, message: False
+    run.finish()
+    lines = run.sites["A"].ledger.lines
+    assert all(list(line.tokens) == ["A", "B"] for line in lines)
+    assert [line.attempt for line in lines] == [1] * 5 + [2] + [1] * 6  # of the first attempt nothing is used
+
+
 @pytest.mark.parametrize("ahead", ["A", "B"])
 def test_two_sites_that_went_on_alone_come_together(country: Callable[..., Country], ahead: str) -> None:
     run = country(names="AB", rounds=60, quorum=1)
