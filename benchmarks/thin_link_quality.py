@@ -77,7 +77,8 @@ SHORT_RUN: dict[str, Any] = {"outer_lr": 0.9, "outer_momentum": 0.5}
 """A momentum of 0.9 looks back over 10 rounds, which is a sixth of this run."""
 INNER = {"lr": 3e-3}
 WARM_UP = {"exact_steps": STEPS // 10}
-SPARSE = {"lr": 2e-3, "beta2": 0.999}
+THINNING = {"density_steps": 2 * STEPS // 3}
+SPARSE = {"lr": 3e-3, "beta2": 0.999}
 """A number is updated once in some dozen steps: Adam's second moment has to last from one update to the next."""
 
 WAYS = {
@@ -87,8 +88,8 @@ WAYS = {
     "int4": Way("int4"),
     "sign": Way("sign", WARM_UP),
     "powersgd": Way("powersgd", WARM_UP, bar=0.02),
-    "topk": Way("topk", WARM_UP, SPARSE, bar=0.02),
-    "randomk": Way("randomk", WARM_UP, SPARSE),
+    "topk": Way("topk", THINNING, SPARSE, bar=0.02),
+    "randomk": Way("randomk", THINNING, SPARSE),
     "local H=10": Way("local", {"every_steps": 10}),
     "diloco H=10": Way("diloco", {"every_steps": 10, **SHORT_RUN}, INNER),
     "diloco H=50": Way("diloco", {"every_steps": 50, **SHORT_RUN}, INNER, bar=0.02),
