@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from commands import Folder
+from launched_jobs import kill_jobs
 from several_sites import LONG_S, SitesOfARun
 from ssh import WHERE_FROM, Hosts, hosts, is_installed
 
@@ -34,14 +33,7 @@ def launched(folder: Folder) -> Iterator[Callable[..., SitesOfARun]]:
     """Write a run of two sites; whatever becomes of the test, jobs that it launched end."""
 
     yield lambda first, second, **keys: write(folder, first, second, **keys)
-    for record in folder.path.rglob("job.json"):
-        job = json.loads(record.read_text())
-        pids = (
-            [job["id"]] if job["engine"] == "local" else [a for n, a in job["place"].items() if n.startswith("agent")]
-        )
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.killpg(int(pid.partition("@")[0]), signal.SIGKILL)
+    kill_jobs(folder.path)
 
 
 def runs(folder: Folder) -> dict[str, dict[str, Any]]:

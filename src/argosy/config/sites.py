@@ -58,7 +58,7 @@ class SiteLaunch(Section):
     def _a_login_has_a_folder(self) -> Self:
         if self.login and not self.folder.startswith("/"):
             raise ValueError(
-                f'sites.launch.folder = "{self.folder}": with login = "{self.login}" it has to be the path, from /, of '
+                f'launch.folder = "{self.folder}": with login = "{self.login}" it has to be the path, from /, of '
                 "the folder on that machine in which the command is given"
             )
         return self

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from argosy.config.servers import ServerConfig
-from argosy.config.sites import OuterConfig
+from argosy.config.sites import OuterConfig, SiteLaunch
 
 
 class SyncConfig(OuterConfig, ServerConfig):
@@ -33,3 +33,6 @@ class SyncConfig(OuterConfig, ServerConfig):
     """Parameters with fewer numbers are summed exactly, as are norms, biases and routers of any size."""
     exact_steps: NonNegativeInt = 0
     """First steps of the run in which all sums are exact."""
+    launch: tuple[SiteLaunch, ...] = ()
+    """async: how `argosy launch` starts each parameter server, in the order of `servers`, in the words of sites.launch;
+    a single table is for all of them."""

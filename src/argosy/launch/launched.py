@@ -13,9 +13,9 @@ from argosy.launch.engines.engine import FOLDER, RECORD, Engine, Job, Request
 from argosy.launch.engines.followed import follow as followed
 from argosy.launch.engines.table import ENGINES, engine_of
 from argosy.launch.own_folder import check_is_own
-from argosy.launch.site_jobs import jobs_of, printed_by
+from argosy.launch.site_jobs import are_there, jobs_of, printed_by
 from argosy.processes.secret import FILE, NAME, VALUE, fingerprint_in, fingerprint_of, secret_of
-from argosy.sync.sites.layout import SITES, home_of
+from argosy.sync.sites.layout import SITES, home_of, kept_in
 from argosy.watch.reader import RunReader, is_run
 from argosy.watch.runs import find_runs, own_id
 
@@ -73,6 +73,7 @@ def _check(request: Request, on: Engine) -> None:
     """Raises: UserError if the engine cannot take it, or its job before still waits or runs."""
     on.check(request)
     check_is_own(request.run_dir)
+    check_is_own(kept_in(request.run_dir))
     before = Job.load(request.run_dir)
     if before is not None and (state := engine_of(before).state(before)[0]) != "ended":
         raise UserError(
@@ -113,8 +114,8 @@ def _records(root: Path) -> list[Path]:
 
 def _launched(name: str, folder: Path) -> Launched:
     job, state, why, step = Job.load(folder), "", "", None
-    if is_run(folder):
-        reader = RunReader(folder)
+    if is_run(kept_in(folder)):
+        reader = RunReader(kept_in(folder))
         reader.refresh()
         last = reader.last_line.get("step")
         state, why, step = reader.state, reader.why, None if last is None else int(last) + 1
@@ -145,7 +146,7 @@ def printed(run_dir: Path, follow: bool) -> Iterator[bytes]:
 
     Raises: UserError if there is neither a job nor a run.
     """
-    if not is_run(run_dir) or (run_dir / FOLDER / RECORD).exists():
+    if not is_run(run_dir) or are_there(run_dir):
         jobs = jobs_of(run_dir)
         yield from engine_of(jobs[""]).logs(jobs[""], follow) if "" in jobs else printed_by(jobs, follow)
         return

@@ -26,7 +26,7 @@ from argosy.processes.child import Child
 from argosy.processes.secret import secret_of
 from argosy.sync.server.keys import zeromq
 from argosy.sync.server.layout import Layout
-from argosy.sync.sites.layout import group_folder, site_folder
+from argosy.sync.sites.layout import group_folder, home_of, site_folder
 from argosy.training.stop import StopSignal
 
 SERVER = "argosy.training.server.main"
@@ -104,22 +104,31 @@ def check(run: RunConfig) -> None:
         )
 
 
+def check_addresses_of_servers(run: RunConfig) -> None:
+    """Raises: UserError if the parameter servers have no addresses, or `run.site` is a server that has none."""
+    servers = len(run.sync.servers)
+    if not servers:
+        raise UserError(
+            "sync.servers is empty: give each parameter server an address, HOST:PORT, at which workers reach it; only "
+            "where one command starts all on this machine are they chosen."
+        )
+    if (server_number(run.site) or 0) >= servers:
+        words = f"sync.servers has {servers} address{'es' * (servers > 1)}; try server-{servers}"
+        raise UserError(f'site = "{run.site}": {words}')
+
+
 def serve(run: RunConfig, run_dir: Path | None, *, accept_changes: bool = False) -> None:
     """Hold one parameter server of `run` until the run is over; it is started again if it dies.
 
     Raises: UserError, RunFailed; Interrupted after SIGTERM or SIGINT, once its state is saved.
     """
-    run_dir = (run_dir or Path("runs") / run.name).absolute()
+    run_dir = home_of((run_dir or Path("runs") / run.name).absolute())
     if not is_asynchronous(run.plan):
         raise UserError(f'site = "{run.site}": only a run with plan.sync = async has parameter servers')
     check(run)
     run = _with_addresses(run, run_dir)
-    number = server_number(run.site)
+    number, servers = server_number(run.site), len(run.sync.servers)
     assert number is not None
-    servers = len(run.sync.servers)
-    if number >= servers:
-        words = f"sync.servers has {servers} address{'es' * (servers > 1)}; try server-{servers}"
-        raise UserError(f'site = "{run.site}": {words}')
     stop = StopSignal().listen()
     with run_folder.locked(run_dir, run.site, servers + 1):
         progress = Progress(enabled=True)
@@ -198,11 +207,7 @@ def _with_addresses(run: RunConfig, group: Path) -> RunConfig:
     if not run.sync.servers and path.exists():
         servers = load(path).sync.servers
         run = run.model_copy(update={"sync": run.sync.model_copy(update={"servers": servers})})
-    if not run.sync.servers:
-        raise UserError(
-            "sync.servers is empty: give each parameter server an address, HOST:PORT, at which workers reach it; only "
-            "where one command starts all on this machine are they chosen."
-        )
+    check_addresses_of_servers(run)
     return run
 
 

@@ -1,4 +1,7 @@
-"""Launching the sites of a run: each is a job of its own, on the engine that its table `launch` names."""
+"""Launching the sites of a run: each is a job of its own, on the engine that its table `launch` names.
+
+So is each parameter server of an asynchronous run, by its table in `sync.launch`.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,14 @@ from queue import SimpleQueue
 from typing import Any
 
 from argosy.config.schema import RunConfig
-from argosy.config.sites import SiteConfig
+from argosy.config.sites import SiteLaunch
 from argosy.errors import UserError
-from argosy.launch.engines.engine import Job, Request
+from argosy.launch.engines.engine import FOLDER, RECORD, Job, Request
 from argosy.launch.engines.login import Login
 from argosy.launch.engines.table import engine_of
+from argosy.launch.servers import check, check_addresses_of_servers
 from argosy.launch.sites import check_addresses, checked
+from argosy.plan.plan import is_asynchronous
 from argosy.sync.sites.layout import SITES, site_folder
 
 OF_AN_ENGINE = ("nodes", "cpus_per_node", "gpus_per_node", "memory_per_node", "time", "account", "partition", "hosts",
@@ -25,33 +30,77 @@ OF_AN_ENGINE = ("nodes", "cpus_per_node", "gpus_per_node", "memory_per_node", "t
 
 def are_jobs(run: RunConfig) -> bool:
     """Return True if each site of the run is to be launched by itself."""
-    return bool(run.sites) and (bool(run.site) or any(site.launch is not None for site in run.sites))
+    has_table = bool(run.sync.launch) or any(site.launch is not None for site in run.sites)
+    return bool(run.sites) and (bool(run.site) or has_table)
 
 
 def requests(request: Request, engine: str, is_here: bool = False) -> list[tuple[str, str, Request]]:
-    """Return site, engine and request for each site to launch, given those of the whole run: of `run.site` or of all.
+    """Return name, engine and request for each site to launch, given those of the whole run: of `run.site` or of all.
 
-    A site without a table `launch` takes what the command says. is_here: no matter which machine the table names.
+    Parameter servers come first. A part without a table `launch` takes what the command says. is_here: no matter which
+    machine the table names.
 
     Raises: UserError if the sites cannot train the run, or have no addresses.
     """
-    run = checked(request.run)
-    check_addresses(run)
-    chosen = [site for site in run.sites if run.site in ("", site.name)]
-    return [(site.name, *_request(request, engine, site, is_here)) for site in chosen]
+    run = request.run
+    servers: dict[str, SiteLaunch | None] = {}
+    if is_asynchronous(run.plan):
+        check(run)
+        check_addresses_of_servers(run)
+        servers = _tables_of_servers(run)
+    else:
+        check_addresses(checked(run))
+    tables = servers | {site.name: site.launch for site in run.sites}
+    chosen = [name for name in tables if run.site in ("", name)]
+    found = [(name, *_request(request, engine, name, tables[name], is_here)) for name in chosen]
+    for name, on, own in found:
+        if name in servers:
+            _check_server(name, on, own)
+    return found
 
 
-def _request(request: Request, engine: str, site: SiteConfig, is_here: bool) -> tuple[str, Request]:
-    words = request.words if request.run.site else (*request.words, "--site", site.name)
-    run_dir = site_folder(request.run_dir, site.name)
-    own = replace(request, run=request.run.model_copy(update={"site": site.name}), run_dir=run_dir, words=words)
-    if (launch := site.launch) is None:
+def _tables_of_servers(run: RunConfig) -> dict[str, SiteLaunch | None]:
+    """Return the table `launch` of each parameter server. Raises: UserError if there are more or fewer than servers."""
+    servers, tables = len(run.sync.servers), run.sync.launch
+    if len(tables) not in (0, 1, servers):
+        raise UserError(
+            f"sync.launch: it has {len(tables)} tables, and sync.servers names {servers}. Give each server one, or all "
+            "of them a single one."
+        )
+    each = tables if len(tables) == servers else (tables or (None,)) * servers
+    return {f"server-{number + 1}": table for number, table in enumerate(each)}
+
+
+def _check_server(name: str, on: str, request: Request) -> None:
+    """Raises: UserError for what a parameter server, which is one process, cannot use."""
+    if on == "ray":
+        raise UserError(
+            f"{name}: on = ray starts processes on any machine of the cluster, and a parameter server has to be at its "
+            "address in sync.servers. Name another engine in sync.launch."
+        )
+    if request.nodes > 1 or "," in request.hosts:
+        raise UserError(
+            f"{name}: a parameter server is one process, and is given more than one machine. Give sync.launch a table "
+            "for each server, with one machine."
+        )
+
+
+def _request(request: Request, engine: str, name: str, launch: SiteLaunch | None, is_here: bool) -> tuple[str, Request]:
+    words = request.words if request.run.site else (*request.words, "--site", name)
+    run_dir = site_folder(request.run_dir, name)
+    own = replace(request, run=request.run.model_copy(update={"site": name}), run_dir=run_dir, words=words)
+    if launch is None:
         return engine, own
     if launch.login and not is_here:
         there: dict[str, Any] = {"login": launch.login, "login_options": launch.login_options, "there": launch.folder}
         return Login.name, replace(own, **there, program=launch.argosy)
     given = {name: getattr(launch, name) for name in OF_AN_ENGINE}
     return launch.on, replace(own, **given)
+
+
+def are_there(run_dir: Path) -> bool:
+    """Return True if the run or a part of it was launched."""
+    return any((folder / FOLDER / RECORD).exists() for folder in (run_dir, *(run_dir / SITES).glob("*")))
 
 
 def jobs_of(run_dir: Path) -> dict[str, Job]:

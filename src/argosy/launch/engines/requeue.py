@@ -16,6 +16,7 @@ from argosy.errors import Retryable, RunFailed
 from argosy.files import atomic_write
 from argosy.launch.engines.engine import FOLDER
 from argosy.observe.events import from_the_end
+from argosy.sync.sites.layout import kept_in
 from argosy.watch.reader import RunReader, is_run
 
 MOST_IDLE = 3
@@ -38,6 +39,7 @@ def outcome(run_dir: Path, code: int) -> tuple[int, str]:
     code: that of the command which ended (srun's is the largest of its tasks'): it decides only if the run has recorded
     nothing.
     """
+    run_dir = kept_in(run_dir)
     if not is_run(run_dir):
         return Retryable.exit_code if code == KILLED else code, "the run did not begin"
     run = RunReader(run_dir)
@@ -55,7 +57,7 @@ def outcome(run_dir: Path, code: int) -> tuple[int, str]:
 
 def last_step(run_dir: Path) -> int:
     """Return the number of the run's last step; -1 before the first."""
-    return next((int(line["step"]) for line in from_the_end(run_dir / "metrics.jsonl")), -1)
+    return next((int(line["step"]) for line in from_the_end(kept_in(run_dir) / "metrics.jsonl")), -1)
 
 
 def _idle_jobs(run_dir: Path) -> int:

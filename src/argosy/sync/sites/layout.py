@@ -11,6 +11,7 @@ from pathlib import Path
 
 from argosy.config.identity import lasting_values
 from argosy.config.schema import RunConfig
+from argosy.config.servers import server_number
 from argosy.config.sites import batches_of
 from argosy.plan.parameters import parameter_table
 from argosy.sync.sites.deal import Shares
@@ -206,6 +207,15 @@ def group_folder(run_dir: Path) -> Path:
 def home_of(run_dir: Path) -> Path:
     """Return the folder that holds a run's secret: that of the whole run for the folder of a site."""
     return group_folder(run_dir) if run_dir.parent.name == SITES else run_dir
+
+
+def kept_in(folder: Path) -> Path:
+    """Return the folder where it is written down what became of the part of a run that was launched in `folder`.
+
+    That is `folder` itself, but for a parameter server, whose state is that of the whole run.
+    """
+    is_servers = folder.parent.name == SITES and server_number(folder.name) is not None
+    return group_folder(folder) if is_servers else folder
 
 
 def at_site(run: RunConfig) -> RunConfig:
