@@ -32,6 +32,7 @@ def asynchronous(sites=("A", "B"), plan="auto,sync=async", servers=("127.0.0.1:7
         (asynchronous(resilience={"replay_check_every_steps": 5}), "replay_check_every_steps = 5"),
         (asynchronous(observe={"noise_scale_every_steps": 5}), "noise_scale_every_steps = 5"),
         (asynchronous(sync={"from_step": 5}), "from_step = 5"),
+        (asynchronous(train={"steps": 9}, sync={"local_steps": 4}), "Try train.steps = 8"),
         (asynchronous(servers=tuple(f"a:{n + 1}" for n in range(99))), "99 servers are more than"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -14,13 +14,21 @@ from argosy import faults
 from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
 from argosy.config.sites import SiteConfig
+from argosy.data.loader import open_data
 from argosy.errors import UserError
+from argosy.observe.clock import StepClock
+from argosy.observe.events import Events
 from argosy.observe.metrics import Metrics
+from argosy.parallel.apply import apply
 from argosy.parallel.world import World
 from argosy.processes.secret import secret_of
 from argosy.sync.server.client import Client, Closed
 from argosy.sync.server.layout import Layout
+from argosy.training.batches import Batches
+from argosy.training.schedule import learning_rate_factor
 from argosy.training.server.main import Server
+from argosy.training.state import TrainState
+from argosy.training.step import Step
 from parameter_servers import asynchronous, serving, together, work
 from tiny import eager, losses, train_in, weights
 
@@ -80,6 +88,86 @@ def test_workers_together_train_on_each_sample_once(corpus, tmp_path):
                 assert 3.5 < record["sites"]["ratio"] < 4
                 assert record["sync"]["staleness"] == record["sites"]["staleness_steps"]
     assert all(torch.isfinite(value).all() for value in weights(tmp_path).values())
+
+
+LOCAL = {"local_steps": 2, "outer_lr": 1.0, "outer_momentum": 0.0}
+
+
+def test_one_worker_with_local_steps_and_plain_outer_steps_is_plain_training(corpus, tmp_path):
+    run = asynchronous(corpus, 2, sync=LOCAL)
+    with serving(run, tmp_path / "async"):
+        assert work(run, tmp_path / "async", "A")
+    plain = run.model_copy(update={"plan": "microbatch=4", "sites": ()})
+    records = train_in(World(), plain, eager("microbatch=4"), tmp_path / "plain")
+    for ours in (Metrics(tmp_path / "async").read(), Metrics(tmp_path / "async/sites/A").read()):
+        assert losses(ours) == pytest.approx(losses(records), rel=1e-5)
+        for key in ("step", "lr", "tokens"):
+            assert [line[key] for line in ours if "lr" in line] == [line[key] for line in records if "lr" in line]
+        assert [line["sites"]["steps"] for line in ours if "sites" in line] == [2] * 4
+    expected, found = weights(tmp_path / "plain"), weights(tmp_path / "async")
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5)
+    assert [line["samples"] for line in lines(tmp_path / "async")] == [[[16 * n, 16 * n + 16]] for n in range(4)]
+
+
+def test_outer_steps_of_one_worker_are_those_of_pytorch(corpus, tmp_path):
+    run = asynchronous(corpus, sync={"local_steps": 2, "momentum_every": 1})
+    with serving(run, tmp_path):
+        assert work(run, tmp_path, "A")
+    plain = run.model_copy(update={"plan": "microbatch=4", "sites": ()})
+    world, plan = World(), eager("microbatch=4")
+    state = TrainState.begin(apply(plan, plain, world), plan, plain)
+    data = open_data(plain.data, plain.seed, plain.train.batches)
+    batches = Batches(plain, plan, data, state, world, Events(tmp_path, "reference"))
+    step = Step(plain, state, world, StepClock(world.device))
+    outer = {piece.name: torch.nn.Parameter(piece.value.clone()) for piece in state.model.masters}
+    theirs = torch.optim.SGD(outer.values(), lr=run.sync.outer_lr, momentum=run.sync.outer_momentum, nesterov=True)
+    for number in range(8):
+        outcome = step.exchange(step.forward_backward(batches.read(number)))
+        step.apply(step.update(outcome, 1e-2 * learning_rate_factor(number, 8, plain.schedule)))
+        if number % 2:
+            for piece in state.model.masters:
+                outer[piece.name].grad = outer[piece.name].detach() - piece.value
+            theirs.step()
+            for piece in state.model.masters:
+                piece.value.copy_(outer[piece.name].detach())
+            state.model.after_update()
+    batches.close()
+    found = weights(tmp_path)
+    for name in found:
+        torch.testing.assert_close(found[name], outer[name].detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_workers_with_local_steps_train_on_each_sample_once_and_go_on_from_a_checkpoint(corpus, tmp_path):
+    sync = {"wire": "int8", "max_staleness": 2, "local_steps": 3}
+    run = asynchronous(corpus, 2, train={"steps": 24}, sync=sync, checkpoint={"every_steps": 4})
+    with serving(run, tmp_path):
+        together(*(partial(work, run, tmp_path, site) for site in "AB"))
+    assert sorted(line["item"] for line in lines(tmp_path)) == list(range(8))
+    assert losses(Metrics(tmp_path).read())[-1] < losses(Metrics(tmp_path).read())[0] - 0.3
+    longer = asynchronous(corpus, 3, train={"steps": 30}, sync=sync, schedule={"kind": "constant"})
+    with serving(longer, tmp_path):
+        work(longer, tmp_path, "B")
+    records = [record for record in Metrics(tmp_path).read() if "loss" in record]
+    assert [record["step"] for record in records] == list(range(30))
+    assert [line["item"] for line in lines(tmp_path)][8:] == [8, 9]
+    ranges = sorted(tuple(part) for record in records for part in record["sample_ranges"])
+    assert ranges == [(8 * n, 8 * n + 8) for n in range(30)]
+    rates = {(line["sites"]["staleness_steps"], line["sites"]["rate"]) for line in records if "sites" in line}
+    assert all(rate == pytest.approx(0.7 / (staleness + 1)) for staleness, rate in rates)
+    assert all(torch.isfinite(value).all() for value in weights(tmp_path).values())
+
+
+def test_who_tells_of_another_number_of_steps_is_refused(corpus, tmp_path):
+    run = asynchronous(corpus, train={"steps": 2}, sync=LOCAL)
+    layout = Layout(run.model_copy(update={"site": "B"}))
+    with serving(run, tmp_path):
+        stranger = Client(layout, secret_of(tmp_path), vectors(run))
+        task = stranger.next_task().result(20.0)
+        with pytest.raises(UserError, match="losses of 1 steps, and an update here is of 2"):
+            stranger.deliver(task, vectors(run), [1.0], [1.0]).result(20.0)
+        stranger.close()
+        assert work(run, tmp_path, "A")
 
 
 def test_the_servers_go_on_from_a_checkpoint_with_another_number_of_servers(corpus, tmp_path):
@@ -172,7 +260,7 @@ def test_a_worker_that_others_wait_for_too_long_loses_its_samples(corpus, tmp_pa
         task = slow.next_task().result(20.0)
         assert task.item == 0
         assert work(run, tmp_path, "A")
-        late = slow.deliver(task, vectors(run), 1.0, 1.0).result(20.0)
+        late = slow.deliver(task, vectors(run), [1.0], [1.0]).result(20.0)
         assert late.update is None
         slow.close()
     assert {line["site"] for line in lines(tmp_path)} == {"A"}
@@ -186,10 +274,10 @@ def test_what_is_no_gradient_is_refused(corpus, tmp_path):
         stranger = Client(layout, secret_of(tmp_path), vectors(run))
         task = stranger.next_task().result(20.0)
         nothing = [np.full_like(part, np.nan) for part in vectors(run)]
-        assert stranger.deliver(task, nothing, 1.0, 1.0).result(20.0).update is None
+        assert stranger.deliver(task, nothing, [1.0], [1.0]).result(20.0).update is None
         short = [part[:-300] for part in vectors(run)]
         with pytest.raises(UserError, match="no piece of a gradient"):
-            stranger.deliver(task, short, 1.0, 1.0).result(20.0)
+            stranger.deliver(task, short, [1.0], [1.0]).result(20.0)
         stranger.close()
         assert lines(tmp_path) == []
         assert work(run, tmp_path, "A")

@@ -13,6 +13,10 @@ SERVER = re.compile(r"^server-([1-9][0-9]{0,3})$")
 """Names of parameter servers, where `--site` says which part of the run is meant."""
 
 
+MOST_LOCAL_STEPS = 500
+"""What a worker says of its steps is one message."""
+
+
 class ServerConfig(Section):
     """The parameter servers of a run, and how old the weights may be that a gradient was computed with."""
 
@@ -24,7 +28,13 @@ class ServerConfig(Section):
     """async: the most updates that others may make between the weights that a gradient was computed with and its own
     update; a worker waits for its next samples while they could become more. 0: workers take turns."""
     staleness_rate: Literal["inverse", "constant"] = "inverse"
-    """async: the learning rate of a gradient of staleness s > 1: divided by s, or as it is."""
+    """async: the learning rate of a gradient of staleness s > 1: divided by s, or as it is; with local_steps, the outer
+    learning rate: divided by s + 1, or as it is."""
+    local_steps: Annotated[int, Field(ge=1, le=MOST_LOCAL_STEPS)] = 1
+    """async: steps that a worker makes alone, with the run's optimizer, between two pushes; it pushes how far its
+    weights have come then, and the servers make outer steps. 1: it pushes gradients, and the optimizer is the servers'."""
+    momentum_every: NonNegativeInt = 0
+    """async with local_steps: updates between two of the outer momentum; 0: as many as the run has [[sites]]."""
 
 
 def server_number(site: str) -> int | None:

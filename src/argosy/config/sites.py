@@ -96,9 +96,9 @@ class OuterConfig(Section):
     """local, diloco: share (alpha) of a site's own weights in those that it goes on with after an outer step; 0: it
     takes the agreed ones."""
     outer_lr: PositiveFloat = 0.7
-    """diloco: learning rate of the outer step, which is Nesterov's SGD on the mean change."""
+    """diloco, async with local_steps: learning rate of the outer step, which is Nesterov's SGD on the mean change."""
     outer_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
-    """diloco: momentum of the outer step."""
+    """diloco, async with local_steps: momentum of the outer step."""
     wire: Wire = "fp32"
     """local, diloco: number format in which changes travel between sites; int8 and int4 have a scale a 256 numbers.
     async: that of gradients, with error feedback; weights travel as fp32."""

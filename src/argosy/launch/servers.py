@@ -68,6 +68,12 @@ def check(run: RunConfig) -> None:
         raise UserError("train.minutes with plan.sync = async: say how many updates to make. Give train.steps.")
     if run.train.batch_ramp:
         raise UserError("train.batch_ramp with plan.sync = async: all updates have one batch. Leave it out.")
+    if left := run.train.steps % run.sync.local_steps:
+        near = max(run.train.steps - left, run.sync.local_steps)
+        raise UserError(
+            f"train.steps = {run.train.steps} is no multiple of sync.local_steps = {run.sync.local_steps}: each update is "
+            f"made from as many. Try train.steps = {near}."
+        )
     for site in run.sites:
         if site.batch:
             raise UserError(

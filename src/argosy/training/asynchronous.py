@@ -10,9 +10,9 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,9 +24,11 @@ from argosy.data.loader import open_data
 from argosy.faults import fault
 from argosy.observe.clock import StepClock
 from argosy.observe.collectives import CommunicationMeter
+from argosy.observe.counters import Communication
 from argosy.observe.heartbeat import Heartbeat
 from argosy.parallel.apply import apply
 from argosy.parallel.gradients import clip
+from argosy.parallel.pieces import Held
 from argosy.parallel.world import World, node_of_each_rank
 from argosy.plan.plan import Plan
 from argosy.processes.secret import secret_of
@@ -37,7 +39,8 @@ from argosy.training.batches import Batches
 from argosy.training.evaluation import Evaluator
 from argosy.training.own_checks import check_own_code
 from argosy.training.records import Records
-from argosy.training.state import Survivor, TrainState, boxes_written
+from argosy.training.schedule import learning_rate_factor
+from argosy.training.state import Survivor, TrainState, Update, boxes_written
 from argosy.training.step import Requests, Step, StepOutcome
 from argosy.training.stop import StopSignal
 
@@ -51,6 +54,16 @@ T = TypeVar("T")
 
 class Interrupted(Exception):
     """A signal came to any rank. All raise it alike."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """A step that was made for a task."""
+
+    update: Update
+    seconds: Mapping[str, float]
+    """Where its time went, as the clock gives it."""
+    communication: Communication
 
 
 def train_asynchronously(
@@ -73,7 +86,7 @@ def train_asynchronously(
                 if task.kind == "judge":
                     worker.score(task)
                 else:
-                    worker.step(task)
+                    worker.work(task)
         except Interrupted:
             return worker.finish(is_over=False)
         return worker.finish(is_over=True)
@@ -115,7 +128,7 @@ class Worker:
         self._client: Client | None = None
         if world.is_first:
             self._client = Client(layout, secret_of(group_folder(run_dir)), self._weights)
-        self._last_update = self._scored = -1
+        self._last_step = self._scored = -1
         self._time_to_first_step_s: float | None = None
 
     def __enter__(self) -> Worker:
@@ -141,47 +154,33 @@ class Worker:
         with self._clock.time("communication"):
             task = Task(**self._answer(lambda client: client.next_task()))
             if task.kind != "over":
-                for number, flat in enumerate(self._layout.flats):
-                    for piece in self._model.masters:
-                        if piece.name in flat.shapes and piece.value.numel():
-                            part = flat.part(
-                                self._weights[number], piece.name, tuple(piece.offset), tuple(piece.value.shape)
-                            )
-                            with torch.no_grad():
-                                piece.value.copy_(torch.from_numpy(np.array(part)))
+                with torch.no_grad():
+                    for piece, part in self._parts(self._weights):
+                        piece.value.copy_(torch.from_numpy(np.array(part)))
                 self._model.after_update()
                 self._world.barrier()  # the first rank receives the next weights into the same files
-        if self._last_update >= task.version and self._world.is_first:
-            self._records.metrics.forget_from(task.version)  # the servers have gone back
-        self._state.step = task.version
+        step = self._layout.step_of(task.version)
+        if self._last_step >= step and self._world.is_first:
+            self._records.metrics.forget_from(step)  # the servers have gone back
+        self._state.step = step
         return task
 
-    def step(self, task: Task) -> None:
-        """Compute the gradient of a task's samples, and deliver it."""
-        self._heartbeat.begin(task.version)
-        while True:
-            fault("batch", step=task.version, rank=self._world.rank)
-            with self._clock.time("data"):
-                batch = self._batches.read(task.item, self._while_waiting)
-            outcome = self._step.exchange(self._step.forward_backward(batch), self._requests)
-            if not outcome.requests.quarantine:
-                break
-            self._state.drop_gradient()
-            self._batches.quarantine()
-        if outcome.replicas_differ:  # all take the weights anew, and another gets the samples if this one is too slow
-            self._records.tell("replicas_differ", step=task.version)
-            self._state.drop_gradient()
-            return
-        if math.isfinite(outcome.loss) and math.isfinite(outcome.gradient_norm):
-            self._deliver(task, outcome)
-        else:
-            why = f"loss {outcome.loss}, gradient norm {outcome.gradient_norm}"
-            self._records.tell("bad_gradient", step=task.version, samples=self._samples(task), why=why)
-            self._state.drop_gradient()
-            with self._clock.time("communication"):
-                self._answer(lambda client: client.report_bad(task, why))
-        if outcome.requests.stop:
-            raise Interrupted
+    def work(self, task: Task) -> None:
+        """Make the steps of a task, and deliver the gradient; if there are several, what they have changed."""
+        made: list[Made] = []
+        steps = self._layout.local_steps
+        for number in range(steps):
+            self._heartbeat.begin(self._state.step)
+            outcome = self._gradient(task, task.item * steps + number)
+            if outcome is None:
+                return
+            is_last = number == steps - 1
+            made.append(self._made(outcome) if steps == 1 else self._local_step(outcome, is_last))
+            if is_last:
+                self._deliver(task, made)
+            if outcome.requests.stop:
+                raise Interrupted
+            self._stop.between_steps()
 
     def score(self, task: Task) -> None:
         """Score the weights on held-out text."""
@@ -194,9 +193,9 @@ class Worker:
         with self._clock.time("evaluate"):
             self._evaluator.evaluate(before_batch)
         self._records.progress.doing("")
-        score, self._scored = self._evaluator.score, task.version
+        score, self._scored = self._evaluator.score, self._layout.step_of(task.version)
         if score is not None:
-            self._records.evaluated(task.version - 1, score)
+            self._records.evaluated(self._scored - 1, score)
         if self._client is not None:
             self._client.scored(task.version, score.loss if score else None, score.bits_per_byte if score else None)
 
@@ -205,7 +204,7 @@ class Worker:
         self._heartbeat.enter("finishing")
         if self._scored != self._run.train.steps:
             self._evaluator.score = None  # another worker has scored the last weights
-        if self._world.is_first and is_over and self._last_update >= 0:
+        if self._world.is_first and is_over and self._last_step >= 0:
             memory = self._survivor.memory_before_bytes
             self._records.report(self._data, self._evaluator, True, self._time_to_first_step_s, memory)
         self._records.events.write("end", step=self._state.step, finished=is_over)
@@ -213,73 +212,133 @@ class Worker:
 
     # ---- what a step consists of --------------------------------------------------------------------------------
 
-    def _deliver(self, task: Task, outcome: StepOutcome) -> None:
-        """Push the step's gradient, clipped by its norm, and write the line of the update that it became."""
-        with self._clock.time("optimizer"):
-            clip(self._model.pieces, self._run.optimizer.grad_clip, outcome.gradient_norm)
-            self._model.before_update()
-            for number, flat in enumerate(self._layout.flats):
-                for piece in self._model.masters:
-                    if piece.name in self._mine and piece.name in flat.shapes:
-                        assert piece.value.grad is not None
-                        where = (piece.name, tuple(piece.offset), tuple(piece.value.shape))
-                        flat.part(self._gradients[number], *where)[...] = piece.value.grad.float().cpu().numpy()
+    def _gradient(self, task: Task, step: int) -> StepOutcome | None:
+        """Leave the gradient of the samples of `step` in the pieces; None if there is none, and the task is given up."""
+        while True:
+            fault("batch", step=self._state.step, rank=self._world.rank)
+            with self._clock.time("data"):
+                batch = self._batches.read(step, self._while_waiting)
+            outcome = self._step.exchange(self._step.forward_backward(batch), self._requests)
+            if not outcome.requests.quarantine:
+                break
             self._state.drop_gradient()
+            self._batches.quarantine()
+        if outcome.replicas_differ:  # all take the weights anew, and another gets the samples if this one is too slow
+            self._records.tell("replicas_differ", step=self._state.step)
+            self._state.drop_gradient()
+            self._forget_moments()
+            return None
+        if math.isfinite(outcome.loss) and math.isfinite(outcome.gradient_norm):
+            return outcome
+        why = f"loss {outcome.loss}, gradient norm {outcome.gradient_norm}"
+        self._records.tell("bad_gradient", step=self._state.step, samples=self._layout.samples(task.item), why=why)
+        self._state.drop_gradient()
+        with self._clock.time("communication"):
+            self._answer(lambda client: client.report_bad(task, why))
+        if outcome.requests.stop:
+            raise Interrupted
+        return None
+
+    def _made(self, outcome: StepOutcome) -> Made:
+        return Made(self._step.update(outcome, 0.0), {}, {})
+
+    def _local_step(self, outcome: StepOutcome, is_last: bool) -> Made:
+        """Apply the gradient with this worker's own optimizer, whose moments are its own from one task to the next."""
+        run = self._run
+        rate = run.optimizer.lr * learning_rate_factor(self._state.step, run.train.steps, run.schedule)
+        update = self._step.update(outcome, rate)
+        self._step.apply(update)
+        seconds = {} if is_last else self._clock.lap()  # the push belongs to the last one
+        return Made(update, seconds, self._clock.communication)
+
+    def _forget_moments(self) -> None:
+        optimizer = self._state.optimizer
+        for piece in self._model.masters if self._layout.local_steps > 1 else ():
+            state = optimizer.state_of(piece)
+            optimizer.load_state(piece, {key: torch.zeros_like(tensor) for key, tensor in state.items()})
+
+    def _leave_gradient(self, norm: float) -> None:
+        """Write this rank's part of the gradient, clipped by its norm, to the file that the first rank pushes from."""
+        clip(self._model.pieces, self._run.optimizer.grad_clip, norm)
+        self._model.before_update()
+        for piece, part in self._parts(self._gradients, self._mine):
+            assert piece.value.grad is not None
+            part[...] = piece.value.grad.float().cpu().numpy()
+        self._state.drop_gradient()
+        for piece in self._model.masters:
+            piece.value.grad = None
+
+    def _leave_change(self) -> None:
+        """Write this rank's part of what local steps have changed, weights before minus weights now, to that file."""
+        for (piece, part), (_, before) in zip(
+            self._parts(self._gradients, self._mine), self._parts(self._weights, self._mine), strict=True
+        ):
+            began = torch.from_numpy(np.array(before)).to(piece.value.dtype).float()  # as the piece could hold them
+            part[...] = (began - piece.value.detach().float().cpu()).numpy()
+
+    def _parts(self, vectors: list[F32], names: Collection[str] | None = None) -> Iterator[tuple[Held, F32]]:
+        """Yield this rank's pieces, those of `names` or all, with their part of the servers' vectors."""
+        for number, flat in enumerate(self._layout.flats):
             for piece in self._model.masters:
-                piece.value.grad = None
-        fault("change", step=task.version, rank=self._world.rank)
+                if piece.name in flat.shapes and piece.value.numel() and (names is None or piece.name in names):
+                    where = (piece.name, tuple(piece.offset), tuple(piece.value.shape))
+                    yield piece, flat.part(vectors[number], *where)
+
+    def _deliver(self, task: Task, made: list[Made]) -> None:
+        """Push what the steps of a task have come to, and write the lines of the update that it became."""
+        with self._clock.time("optimizer"):
+            if self._layout.local_steps > 1:
+                self._leave_change()
+            else:
+                self._leave_gradient(made[0].update.gradient_norm)
+        fault("change", step=self._layout.step_of(task.version), rank=self._world.rank)
+        losses, norms = [one.update.loss for one in made], [one.update.gradient_norm for one in made]
         with self._clock.time("communication"):
             self._world.barrier()
             began_s = time.monotonic()
             before = self._traffic()
-            done = self._answer(
-                lambda client: client.deliver(task, self._gradients, outcome.loss, outcome.gradient_norm)
-            )
-        seconds = self._clock.lap()
+            done = self._answer(lambda client: client.deliver(task, self._gradients, losses, norms))
+        made[-1] = replace(made[-1], seconds=self._clock.lap(), communication=self._clock.communication)
         if done["update"] is None:
-            self._records.tell("gradient_unwanted", step=task.version, samples=self._samples(task))
+            self._records.tell("gradient_unwanted", step=self._state.step, samples=self._layout.samples(task.item))
             return
         if self._time_to_first_step_s is None:
             self._time_to_first_step_s = time.monotonic() - self._began_s
-        self._last_update = done["update"]
+        self._last_step = self._layout.step_of(done["update"] + 1) - 1
         if self._world.is_first:
             sent, received = (now - then for now, then in zip(self._traffic(), before, strict=True))
-            self._write_line(task, outcome, done, seconds, time.monotonic() - began_s, sent, received)
+            sites = self._push(done["staleness"], time.monotonic() - began_s, sent, received)
+            self._write_lines(task, made, done, sites)
 
-    def _write_line(
-        self,
-        task: Task,
-        outcome: StepOutcome,
-        done: dict[str, Any],
-        seconds: dict[str, float],
-        waited_s: float,
-        sent: int,
-        received: int,
-    ) -> None:
-        update = replace(self._step.update(outcome, done["rate"]), step=done["update"])
+    def _push(self, staleness: int, waited_s: float, sent: int, received: int) -> dict[str, Any]:
+        """Return what the last line of an update says of its push."""
         elements = sum(flat.elements for flat in self._layout.flats)
-        record = self._records.step(
-            update,
-            (update.step + 1) * self._run.tokens_per_step,
-            {"sample_ranges": self._samples(task)},
-            seconds,
-            self._clock.communication,
-            sites={
-                "site": self._run.site,
-                "staleness_steps": done["staleness"],
-                "steps": 1,
-                "seconds": round(waited_s, 6),
-                "sent_bytes": sent,
-                "received_bytes": received,
-                "ratio": round(4 * elements / sent, 3) if sent else 0.0,
-            },
-        )
+        return {
+            "site": self._run.site,
+            "staleness_steps": staleness,
+            "steps": self._layout.local_steps,
+            "seconds": round(waited_s, 6),
+            "sent_bytes": sent,
+            "received_bytes": received,
+            "ratio": round(4 * elements / sent, 3) if sent else 0.0,
+        }
+
+    def _write_lines(self, task: Task, made: list[Made], done: dict[str, Any], sites: dict[str, Any]) -> None:
+        batch, steps = self._run.train.global_batch, self._layout.local_steps
+        for number, one in enumerate(made):
+            step = self._layout.step_of(done["update"]) + number
+            rate = one.update.learning_rate if steps > 1 else done["rate"]
+            first = task.item * self._layout.item_samples + number * batch
+            record = self._records.step(
+                replace(one.update, step=step, learning_rate=rate),
+                (step + 1) * self._run.tokens_per_step,
+                {"sample_ranges": [[first, first + batch]]},
+                one.seconds,
+                one.communication,
+                sites=sites if number == steps - 1 else None,
+            )
         score = self._evaluator.score
         self._records.progress.step(record, self._run.train.steps, score.loss if score else None, None)
-
-    def _samples(self, task: Task) -> list[list[int]]:
-        batch = self._run.train.global_batch
-        return [[task.item * batch, (task.item + 1) * batch]]
 
     def _traffic(self) -> tuple[int, int]:
         return (0, 0) if self._client is None else (self._client.sent_bytes, self._client.received_bytes)

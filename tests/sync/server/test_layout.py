@@ -36,6 +36,7 @@ def test_runs_that_train_otherwise_have_another_identity():
     for other in (
         run.model_copy(update={"seed": 1}),
         run.model_copy(update={"sync": SyncConfig(servers=("a:1",), wire="int8")}),
+        run.model_copy(update={"sync": SyncConfig(servers=("a:1",), local_steps=2)}),
         run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"lr": 0.5})}),
     ):
         assert Layout(other).identity != Layout(run).identity

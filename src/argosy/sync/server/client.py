@@ -50,7 +50,7 @@ class Task:
     version: int
     """Updates that made the weights; they may have been made by some more."""
     item: int = -1
-    """Its samples are those of step `item` of a run that is not asynchronous."""
+    """Its samples are those of steps `item` * local_steps and following ones of a run that is not asynchronous."""
     lease: str = ""
 
 
@@ -83,9 +83,14 @@ class Client:
         """Ask for samples, and pull the weights for them."""
         return self._submit(self._next_task)
 
-    def deliver(self, task: Task, gradients: Sequence[F32], loss: float, norm: float) -> Future[say.Committed]:
-        """Push a gradient, by server, and commit it. `update` of the result is None if it was not wanted any more."""
-        return self._submit(lambda: self._deliver(task, gradients, loss, norm))
+    def deliver(
+        self, task: Task, gradients: Sequence[F32], losses: Sequence[float], norms: Sequence[float]
+    ) -> Future[say.Committed]:
+        """Push a gradient, or what local steps changed, by server, and commit it; losses, norms: of each step.
+
+        `update` of the result is None if it was not wanted any more.
+        """
+        return self._submit(lambda: self._deliver(task, gradients, losses, norms))
 
     def report_bad(self, task: Task, why: str) -> Future[say.Committed]:
         """Tell that no gradient can be computed from a task's samples."""
@@ -259,7 +264,9 @@ class Client:
             if not missing:
                 return
 
-    def _deliver(self, task: Task, gradients: Sequence[F32], loss: float, norm: float) -> say.Committed:
+    def _deliver(
+        self, task: Task, gradients: Sequence[F32], losses: Sequence[float], norms: Sequence[float]
+    ) -> say.Committed:
         left: list[F32] = []
         try:
             for number, gradient in enumerate(gradients):
@@ -268,7 +275,8 @@ class Client:
                 if self._residual:
                     left.append(wanted - self._layout.wire.decode(encoded)[: len(wanted)])
                 self._push(number, task.lease, encoded)
-            done = self._commit(say.Commit(ask=self._number(), lease=task.lease, loss=loss, norm=norm))
+            said = say.Commit(ask=self._number(), lease=task.lease, losses=list(losses), norms=list(norms))
+            done = self._commit(said)
         except Turned:
             return say.Committed(ask=0, update=None)
         if left and done.update is not None:

@@ -50,6 +50,33 @@ class Layout:
         parts = (address.rpartition(":") for address in self.run.sync.servers)
         return tuple((host, int(port)) for host, _, port in parts)
 
+    @property
+    def local_steps(self) -> int:
+        """Steps that an update is made from: those of one item."""
+        return self.run.sync.local_steps
+
+    @property
+    def updates(self) -> int:
+        """Updates of the whole run."""
+        return self.run.train.steps // self.local_steps
+
+    def step_of(self, version: int) -> int:
+        """Return how many steps are done with a version of the weights."""
+        return version * self.local_steps
+
+    def version_of(self, step: int) -> int:
+        """Return the version of the weights of a checkpoint of that step."""
+        return step // self.local_steps
+
+    @property
+    def item_samples(self) -> int:
+        """Samples of an item."""
+        return self.local_steps * self.run.train.global_batch
+
+    def samples(self, item: int) -> list[list[int]]:
+        """Return the run's samples of an item, as lines have them: [[first, end]]."""
+        return [[item * self.item_samples, (item + 1) * self.item_samples]]
+
     @cached_property
     def wire(self) -> WireFormat:
         """The number format in which gradients travel."""
@@ -70,7 +97,8 @@ class Layout:
     def identity(self) -> str:
         """Sixteen hexadecimal digits that differ for a run of other samples, optimizer or length."""
         lasting = {key: value for key, value in lasting_values(self.run).items() if not key.startswith(OF_A_PART)}
-        lasting |= {"steps": self.run.train.steps, "wire": self.run.sync.wire}
+        sync = self.run.sync
+        lasting |= {"steps": self.run.train.steps, "wire": sync.wire, "local_steps": sync.local_steps}
         return hashlib.sha256(json.dumps(lasting, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 

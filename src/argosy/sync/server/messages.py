@@ -10,18 +10,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-VERSION = 1
+from argosy.config.servers import MOST_LOCAL_STEPS
+
+VERSION = 2
 PIECE_BYTES = 1 << 20
 """Weights and gradients travel in pieces of so many bytes."""
 AHEAD_BYTES = 1 << 23
 """So much of a gradient is under way before its arrival is confirmed."""
-HEAD_BYTES = 1 << 14
+HEAD_BYTES = 1 << 15
 """No head is longer."""
 
 Id = Annotated[str, Field(max_length=64)]
 Text = Annotated[str, Field(max_length=1000)]
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+Losses = Annotated[list[Finite], Field(min_length=1, max_length=MOST_LOCAL_STEPS)]
+Norms = Annotated[list[Annotated[Finite, Field(ge=0)]], Field(min_length=1, max_length=MOST_LOCAL_STEPS)]
 
 
 class Malformed(Exception):
@@ -81,14 +85,15 @@ class Put(Said):
 
 
 class Commit(Said):
-    """Its whole gradient is at all servers."""
+    """All of its gradient, or of what its steps have changed, is at all servers."""
 
     kind: Literal["commit"] = "commit"
     ask: Count
     lease: Id
-    loss: Finite
-    norm: Annotated[Finite, Field(ge=0)]
-    """Of the gradient, before clipping."""
+    losses: Losses
+    """Of each of its steps."""
+    norms: Norms
+    """Of the gradients, before clipping."""
 
 
 class Bad(Said):

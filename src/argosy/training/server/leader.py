@@ -42,7 +42,7 @@ class Leader:
         self._events, self._progress = events, progress
         self._run: RunConfig = layout.run
         self._ledger, self._metrics = Ledger(run_dir), Metrics(run_dir)
-        self._dealing = Dealing(self._run.train.steps, self._run.sync.max_staleness)
+        self._dealing = Dealing(layout.updates, self._run.sync.max_staleness)
         self._ready: set[int] = set()
         self._looked_s = 0.0
         self._waiting: dict[str, tuple[say.Work, Answer]] = {}
@@ -73,16 +73,22 @@ class Leader:
         """Updates made so far."""
         return self._dealing.version
 
+    @property
+    def step(self) -> int:
+        """Steps that these updates were made from."""
+        return self._layout.step_of(self.version)
+
     # ---- servers ------------------------------------------------------------------------------------------------
 
     def begin(self, why: str) -> None:
         """Have all servers go to the newest checkpoint. Raises: StorageError, UserError, Damaged."""
         choice = store.newest_whole(self._run_dir)
-        version = choice.checkpoint.step if choice else 0
+        step = choice.checkpoint.step if choice else 0
+        version = self._layout.version_of(step)
         for words in choice.damaged if choice else ():
             self._events.write("damaged_checkpoint", problem=words)
         for newer in store.committed(self._run_dir):
-            if newer.step > version:
+            if newer.step > step:
                 store.withdraw(newer)
         store.sweep(self._run_dir, 0)
         epoch = uuid.uuid4().hex
@@ -90,18 +96,20 @@ class Leader:
             lost = self._ledger.turn_back(version)
         except ValueError as problem:
             raise RunFailed(f"{problem}. Restore it from a copy, or start anew with another --run-dir.") from None
-        self._metrics.forget_from(version)
+        self._metrics.forget_from(step)
         config = self._run.sync
         skipped = [item for item, _ in self._ledger.skipped]
-        self._dealing = Dealing.after(self._ledger.updates, skipped, self._run.train.steps, config.max_staleness, epoch)
+        self._dealing = Dealing.after(
+            self._ledger.updates, skipped, self._layout.updates, config.max_staleness, epoch
+        )
         self._shard.begin(epoch, version)
         self._ready = {0}
         self._next_score = self._score_after(version)
         self._scoring, self._is_scored = None, False
         self._looked_s = 0.0
-        self._events.write("servers_begin", step=version, servers=self._layout.servers, why=why, lost=lost)
+        self._events.write("servers_begin", step=step, servers=self._layout.servers, why=why, lost=lost)
         if why:
-            self._progress.say(f" all servers go back to step {version}: {why}", "yellow")
+            self._progress.say(f" all servers go back to step {step}: {why}", "yellow")
         for number in range(1, self._layout.servers):
             self._tell(number, say.Begin(epoch=epoch, version=version))
 
@@ -142,7 +150,7 @@ class Leader:
         self._sessions[site] = session
         self._give_back(site, "it was started again" if before is not None else "")
         if before is None:
-            self._events.write("worker_came", site=site, step=self.version)
+            self._events.write("worker_came", site=site, step=self.step)
             self._progress.say(f" {site} is here", "green")
 
     def heard(self, site: str) -> None:
@@ -156,7 +164,7 @@ class Leader:
             del self._sessions[site]
             self._waiting.pop(site, None)
             self._give_back(site, why)
-            self._events.write("worker_left", site=site, step=self.version, why=why)
+            self._events.write("worker_left", site=site, step=self.step, why=why)
             self._progress.say(f" {site} has left: {why}")
 
     def asked(self, site: str, work: say.Work, answer: Answer) -> None:
@@ -167,6 +175,9 @@ class Leader:
 
     def commit(self, site: str, message: say.Commit) -> say.Committed:
         """Make the update of a worker's gradient, which all servers have."""
+        steps = self._layout.local_steps
+        if len(message.losses) != steps or len(message.norms) != steps:
+            raise Refuses(f"it tells the losses of {len(message.losses)} steps, and an update here is of {steps}")
         update = self._known(site, message.lease)
         if update is None:
             if len(self._ready) < self._layout.servers or not self._shard.has(site, message.lease):
@@ -183,9 +194,8 @@ class Leader:
         if item is not None:
             self._bad_in_a_row += 1
             self._ledger.skip(item, site, message.why)
-            first = item * self._run.train.global_batch
-            samples = [[first, first + self._run.train.global_batch]]
-            self._events.write("samples_skipped", step=self.version, site=site, samples=samples, why=message.why)
+            samples = self._layout.samples(item)
+            self._events.write("samples_skipped", step=self.step, site=site, samples=samples, why=message.why)
             self._progress.say(f" no update from samples {samples[0]}, which {site} had: {message.why}", "yellow")
             if self._bad_in_a_row >= MOST_IN_A_ROW:
                 self.failure = f"the last {MOST_IN_A_ROW} gradients were not finite, and changed nothing"
@@ -198,8 +208,8 @@ class Leader:
         if self._scoring != site:
             return
         self._scoring = None
-        step = message.version - 1
-        self._is_scored = message.version >= self._run.train.steps
+        step = self._layout.step_of(message.version) - 1
+        self._is_scored = message.version >= self._layout.updates
         if message.loss is None or message.bits_per_byte is None:
             return
         self._metrics.write({"step": step, "validation_loss": message.loss, "bits_per_byte": message.bits_per_byte})
@@ -214,17 +224,23 @@ class Leader:
         found = self._dealing.committed.get(lease)
         return found if found is not None and found.site == site else None
 
-    def _rate(self, update: Update) -> float:
+    def _learning_rate(self, step: int) -> float:
         run = self._run
-        factor = learning_rate_factor(update.update, run.train.steps, run.schedule)
-        return run.optimizer.lr * factor * rate_of(update.staleness, run.sync.staleness_rate)
+        return run.optimizer.lr * learning_rate_factor(step, run.train.steps, run.schedule)
+
+    def _rate(self, update: Update) -> float:
+        """Return the rate at which the servers apply an update: of the optimizer, or of outer steps."""
+        config = self._run.sync
+        if config.local_steps > 1:
+            return config.outer_lr * rate_of(update.staleness + 1, config.staleness_rate)
+        return self._learning_rate(update.update) * rate_of(update.staleness, config.staleness_rate)
 
     def _make(self, update: Update, message: say.Commit) -> None:
         """Apply an update everywhere, and write it down."""
-        run, rate, number = self._run, self._rate(update), update.update
+        rate, number = self._rate(update), update.update
         saves = self._is_save_due(number + 1)
         self._bad_in_a_row = 0
-        self._ledger.add(update, run.train.global_batch, loss=message.loss)
+        self._ledger.add(update, self._layout.item_samples, loss=sum(message.losses) / len(message.losses))
         if saves:
             self._ledger.sync()
         order = say.Apply(epoch=self._dealing.epoch, update=number, lease=message.lease, rate=rate, save=saves)
@@ -234,45 +250,47 @@ class Leader:
             self._shard.apply(order.epoch, number, message.lease, rate)
         except Refuses as problem:  # its pieces were looked at a moment ago
             raise RunFailed(str(problem)) from None
-        self._write_line(update, message, rate)
+        self._write_lines(update, message, rate)
         if saves:
             self._saved_s = time.monotonic()
             self._shard.save()
 
     def _is_save_due(self, version: int) -> bool:
-        settings = self._run.checkpoint
+        settings, step, before = self._run.checkpoint, self._layout.step_of(version), self._layout.step_of(version - 1)
         by_time = settings.every_minutes and time.monotonic() - self._saved_s >= 60 * settings.every_minutes
-        by_steps = settings.every_steps and version % settings.every_steps == 0
-        return bool(by_time or by_steps or version == self._run.train.steps)
+        by_steps = settings.every_steps and step // settings.every_steps > before // settings.every_steps
+        return bool(by_time or by_steps or version == self._layout.updates)
 
-    def _write_line(self, update: Update, message: say.Commit, rate: float) -> None:
-        run, now = self._run, time.monotonic()
-        step_s, self._updated_s = now - self._updated_s, now
-        first = update.item * run.train.global_batch
-        record: dict[str, Any] = {
-            "step": update.update,
-            "time_s": round(time.time(), 3),
-            "tokens": (update.update + 1) * run.tokens_per_step,
-            "loss": message.loss,
-            "grad_norm": message.norm,
-            "lr": rate,
-            "sample_ranges": [[first, first + run.train.global_batch]],
-            "step_time_s": round(step_s, 6),
-            "tokens_per_s": round(run.tokens_per_step / step_s, 1) if step_s else 0.0,
-            "memory_bytes": peak_memory_bytes(torch.device("cpu")),
-            "seconds": {"step": round(step_s, 6)},
-            "sync": {"staleness": update.staleness},
-            "sites": {
-                "site": update.site,
-                "staleness_steps": update.staleness,
-                "participants": sorted(self._sessions),
-            },
-        }
-        self._metrics.write(record)
+    def _write_lines(self, update: Update, message: say.Commit, rate: float) -> None:
+        """Write a line for each step of an update, which take its time in equal parts."""
+        run, layout, now = self._run, self._layout, time.monotonic()
+        step_s, self._updated_s = (now - self._updated_s) / layout.local_steps, now
+        first, batch = layout.step_of(update.update), run.train.global_batch
+        of_update = {"site": update.site, "staleness_steps": update.staleness, "participants": sorted(self._sessions)}
+        for number, (loss, norm) in enumerate(zip(message.losses, message.norms, strict=True)):
+            sample = update.item * layout.item_samples + number * batch
+            is_local, is_last = layout.local_steps > 1, number == layout.local_steps - 1
+            record: dict[str, Any] = {
+                "step": first + number,
+                "time_s": round(time.time(), 3),
+                "tokens": (first + number + 1) * run.tokens_per_step,
+                "loss": loss,
+                "grad_norm": norm,
+                "lr": self._learning_rate(layout.step_of(update.version) + number) if is_local else rate,
+                "sample_ranges": [[sample, sample + batch]],
+                "step_time_s": round(step_s, 6),
+                "tokens_per_s": round(run.tokens_per_step / step_s, 1) if step_s else 0.0,
+                "memory_bytes": peak_memory_bytes(torch.device("cpu")),
+                "seconds": {"step": round(step_s, 6)},
+            }
+            if is_last:
+                outer = {"steps": layout.local_steps, "rate": rate} if is_local else {}
+                record |= {"sync": {"staleness": update.staleness}, "sites": of_update | outer}
+            self._metrics.write(record)
         if update.update % 10 == 9 or update.update == 0:
             self._progress.say(
-                f" step {update.update + 1:>5}/{run.train.steps}  loss {message.loss:.3f}  by {update.site}, "
-                f"staleness {update.staleness}"
+                f" step {layout.step_of(update.update + 1):>5}/{run.train.steps}  loss {message.losses[-1]:.3f}  by "
+                f"{update.site}, staleness {update.staleness}"
             )
 
     # ---- dealing out --------------------------------------------------------------------------------------------
@@ -305,9 +323,9 @@ class Leader:
 
     def _score_after(self, version: int) -> int:
         """Return the version that is the next to be scored."""
-        steps = self._run.train.steps
-        every = self._run.evaluate.every_steps or steps
-        return min((version // every + 1) * every, steps)
+        every, steps = self._run.evaluate.every_steps or self._run.train.steps, self._layout.local_steps
+        due = (self._layout.step_of(version) // every + 1) * every
+        return min(-(-due // steps), self._layout.updates)
 
     def _take_back(self, now: float) -> None:
         """Take back what lost workers were dealt, and what those have that others have waited for long enough."""
@@ -329,6 +347,5 @@ class Leader:
             self._scoring = None
             self._next_score = min(self._next_score, self._dealing.version)
         if lease is not None and why:
-            first = lease.item * self._run.train.global_batch
-            samples = [[first, first + self._run.train.global_batch]]
-            self._events.write("samples_returned", step=self.version, site=site, samples=samples, why=why)
+            samples = self._layout.samples(lease.item)
+            self._events.write("samples_returned", step=self.step, site=site, samples=samples, why=why)

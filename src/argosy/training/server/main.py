@@ -108,7 +108,7 @@ class Server:
             self._tell_server(number, say.Finish())
         self._shard.save()
         self._shard.close(wait=True)
-        is_over = self._shard.version >= self._run.train.steps
+        is_over = self._shard.version >= self._layout.updates
         if self._leader is not None:
             why = "all updates are made" if is_over else "it was asked to stop"
             self._events.write("finish", exit_code=0 if is_over else 128 + signal.SIGTERM, why=why)

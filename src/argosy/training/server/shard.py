@@ -32,6 +32,7 @@ from argosy.plan.mup import rate_factor
 from argosy.plan.parameters import parameter_table
 from argosy.sync.server.layout import Layout
 from argosy.sync.server.messages import PIECE_BYTES
+from argosy.training.server.outer import DelayedNesterov
 
 
 class Refuses(Exception):
@@ -64,7 +65,7 @@ class Shard:
         self._staged: dict[str, tuple[str, bytearray, set[int]]] = {}
         self._saver: ShardSaver | None = None
         load_family(self._run)
-        self._begin_optimizer()
+        self._begin_rule()
 
     @property
     def size_bytes(self) -> int:
@@ -82,15 +83,15 @@ class Shard:
         """Go to a version: that of a checkpoint, or the initial weights if it is 0. Raises: UserError, Damaged."""
         self.close()
         self._staged.clear()
-        self._begin_optimizer()
+        self._begin_rule()
         if version:
-            self._load(Checkpoint(step_folder(self._run_dir, version)))
+            self._load(Checkpoint(step_folder(self._run_dir, self._layout.step_of(version))))
         else:
             self._initialize()
         settings = self._run.checkpoint
         upkeep = Upkeep(settings.keep_last, settings.keep_every, settings.remote)
         self._saver = ShardSaver(self._run_dir, self._number, self._layout.servers, self._heard, upkeep, epoch)
-        self._saver.committed.add(version)
+        self._saver.committed.add(self._layout.step_of(version))
         self.epoch, self.version, self._sent = epoch, version, None
 
     def weights(self, epoch: str, version: int) -> bytes | None:
@@ -110,12 +111,16 @@ class Shard:
         gradient = self._take(lease)
         fault("server", step=update, rank=self._number)
         at = 0
-        for piece in self._optimizer.pieces:
+        for piece in self._rule.pieces:
             piece.value.grad = gradient[at : at + piece.value.numel()].view(piece.shape)
             at += piece.value.numel()
-        self._optimizer.set_learning_rate(rate)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        if isinstance(self._rule, Optimizer):
+            self._rule.set_learning_rate(rate)
+            self._rule.step()
+        else:
+            self._rule.step(update, rate)
+        for piece in self._rule.pieces:
+            piece.value.grad = None
         self.version += 1
         self._sent = None
 
@@ -157,16 +162,16 @@ class Shard:
     def save(self) -> None:
         """Begin to write this server's part of the checkpoint of its version."""
         assert self._saver is not None
-        run = self._run
+        run, step = self._run, self._layout.step_of(self.version)
         manifest = CheckpointManifest(
-            step=self.version,
-            tokens=self.version * run.tokens_per_step,
+            step=step,
+            tokens=step * run.tokens_per_step,
             history=History(),
             saved_at_s=time.time(),
             plan="sync=async",
             data_identity=self._data_identity,
             config_sha256=config_sha256(run),
-            has_optimizer=True,
+            has_optimizer=isinstance(self._rule, Optimizer),
             files={},
         )
         self._saver.save(self._parts(), manifest)
@@ -186,28 +191,39 @@ class Shard:
             self._saver = None
 
     def _parts(self) -> dict[Box, Tensor]:
-        parts = wholes({piece.name: piece.value for piece in self._optimizer.pieces}, "model.")
-        for piece in self._optimizer.pieces:
-            parts |= wholes(self._optimizer.state_of(piece), f"optimizer.{piece.name}.")
+        parts = wholes({piece.name: piece.value for piece in self._rule.pieces}, "model.")
+        for piece in self._rule.pieces:
+            parts |= wholes({self._box(piece, key): kept for key, kept in self._rule.state_of(piece).items()})
         return parts
+
+    def _box(self, piece: Piece, key: str) -> str:
+        """Return the name under which a checkpoint has what is kept of a piece."""
+        is_optimizer = isinstance(self._rule, Optimizer)
+        return f"optimizer.{piece.name}.{key}" if is_optimizer else f"outer.{key}.{piece.name}"
 
     # ---- values -------------------------------------------------------------------------------------------------
 
-    def _begin_optimizer(self) -> None:
+    def _begin_rule(self) -> None:
+        """Make what applies pushes: the run's optimizer for gradients, the outer one for what local steps changed."""
         run, at = self._run, 0
         pieces = []
         for name, shape in self._flat.shapes.items():
             size = int(np.prod(shape, dtype=np.int64))
             pieces.append(Piece(name, self._vector[at : at + size].view(shape), shape))
             at += size
-        own = own_rule(run.extend.code, run.optimizer.kind) if run.optimizer.kind not in RULES else None
-        factor = partial(rate_factor, model=run.model)
-        self._optimizer = Optimizer(pieces, run.optimizer, run.seed, own, factor)
+        self._rule: Optimizer | DelayedNesterov
+        if self._layout.local_steps > 1:
+            every = run.sync.momentum_every or len(run.sites)
+            self._rule = DelayedNesterov(pieces, run.sync.outer_momentum, every)
+        else:
+            own = own_rule(run.extend.code, run.optimizer.kind) if run.optimizer.kind not in RULES else None
+            factor = partial(rate_factor, model=run.model)
+            self._rule = Optimizer(pieces, run.optimizer, run.seed, own, factor)
 
     @torch.no_grad()
     def _initialize(self) -> None:
         table = parameter_table(self._run.model)
-        for piece in self._optimizer.pieces:
+        for piece in self._rule.pieces:
             origin = (0,) * piece.value.ndim
             fill_initial(piece.value, piece.name, table[piece.name], origin, self._run.model, self._run.seed)
         if self._run.model.weights is not None:
@@ -219,10 +235,9 @@ class Shard:
         if problems := missing_from(weights if only_weights else parts, checkpoint):
             raise UserError(f"{checkpoint.folder} is of another model or optimizer: {problems[0]}")
         load_into(weights if only_weights else parts, checkpoint)
-        if only_weights:
+        if only_weights or not isinstance(self._rule, Optimizer):
             return
         by_name = {box.name: part for box, part in parts.items()}
-        for piece in self._optimizer.pieces:
-            keys = self._optimizer.state_of(piece)
-            state = {key: by_name[f"optimizer.{piece.name}.{key}"] for key in keys}
-            self._optimizer.load_state(piece, state)
+        for piece in self._rule.pieces:
+            keys = self._rule.state_of(piece)
+            self._rule.load_state(piece, {key: by_name[self._box(piece, key)] for key in keys})
