@@ -21,7 +21,9 @@ PACED = "slow@batch:seconds=0.5"
 """What is waited for must come before the run's end."""
 
 
-def write(folder: Folder, launch: str, *, servers: int = 2, steps: int = 40, site: str = 'launch = { on = "local" }') -> Path:
+def write(
+    folder: Folder, launch: str, *, servers: int = 2, steps: int = 40, site: str = 'launch = { on = "local" }'
+) -> Path:
     """A run of two workers, and of servers with this line of the table sync."""
     run_file = folder.write_run(steps=steps, every_steps=4, processes=1)
     text = run_file.read_text().replace("microbatch=2,", "microbatch=2,sync=async,")
@@ -50,7 +52,7 @@ def wait(is_so: Callable[[], bool]) -> None:
 
 
 def test_servers_and_workers_are_printed_as_their_engines_would_be_told(folder: Folder) -> None:
-    write(folder, 'launch = [{ on = "slurm", partition = "cpu" }, { on = "ssh", hosts = "node2" }]')
+    write(folder, 'server_launch = [{ on = "slurm", partition = "cpu" }, { on = "ssh", hosts = "node2" }]')
     said = folder.argosy_here("launch", "run.toml", "--dry-run", "--train.steps", 8)
     first, rest = said.split("# site server-2, on ssh\n")
     assert first.startswith("# site server-1, on slurm\n#!/bin/bash\n#SBATCH --job-name=tiny-server-1\n")
@@ -66,12 +68,12 @@ def test_servers_and_workers_are_printed_as_their_engines_would_be_told(folder: 
 @pytest.mark.parametrize(
     ("launch", "servers", "said"),
     [
-        ('launch = [{ on = "local" }, { on = "local" }]', 3, "it has 2 tables, and sync.servers names 3"),
-        ('launch = [{ on = "local", nodes = 2 }]', 2, "server-1: a parameter server is one process"),
-        ('launch = [{ on = "ssh", hosts = "a,b" }]', 2, "server-1: a parameter server is one process"),
-        ('launch = [{ on = "ray" }]', 1, "Name another engine in sync.launch"),
-        ('launch = [{ on = "local" }]', 0, "sync.servers is empty"),
-        ('launch = [{ login = "me@there" }]', 1, "launch.folder"),
+        ('server_launch = [{ on = "local" }, { on = "local" }]', 3, "has 2 tables, and sync.servers names 3"),
+        ('server_launch = [{ on = "local", nodes = 2 }]', 2, "server-1: a parameter server is one process"),
+        ('server_launch = [{ on = "ssh", hosts = "a,b" }]', 2, "server-1: a parameter server is one process"),
+        ('server_launch = [{ on = "ray" }]', 1, "Name another engine in sync.server_launch"),
+        ('server_launch = [{ on = "local" }]', 0, "sync.servers is empty"),
+        ('server_launch = [{ login = "me@there" }]', 1, "launch.folder"),
     ],
 )
 def test_what_servers_cannot_use_is_refused_and_nothing_is_started(
@@ -84,7 +86,7 @@ def test_what_servers_cannot_use_is_refused_and_nothing_is_started(
 def test_servers_and_workers_are_launched_followed_stopped_and_launched_again(
     folder: Folder, ended: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write(folder, 'launch = [{ on = "local" }]', servers=1)
+    path = write(folder, 'server_launch = [{ on = "local" }]', servers=1)
     monkeypatch.setenv("ARGOSY_FAULTS", PACED)
     said = folder.argosy_here("launch", "run.toml")
     assert "launched tiny-server-1 on local" in said and "launched tiny-B on local" in said
@@ -95,7 +97,7 @@ def test_servers_and_workers_are_launched_followed_stopped_and_launched_again(
         ("tiny", "tiny/sites/A", "tiny/sites/B", "tiny/sites/server-1"), "training"
     )
     folder.argosy_here("stop", "runs/tiny")
-    wait(lambda: all(run["state"] != "training" for run in runs(folder).values()))
+    wait(lambda: all(run["state"] not in ("training", "running") for run in runs(folder).values()))
     assert runs(folder)["tiny/sites/server-1"]["state"] == "stopped"
     monkeypatch.delenv("ARGOSY_FAULTS")
     folder.argosy_here("launch", "run.toml")
@@ -104,3 +106,8 @@ def test_servers_and_workers_are_launched_followed_stopped_and_launched_again(
     assert {name: run["state"] for name, run in runs(folder).items()}["tiny/sites/server-1"] == "finished"
     updates = [json.loads(line) for line in (path / "ledger.jsonl").read_text().splitlines()]
     assert sorted(line["item"] for line in updates) == list(range(40))
+    assert "perplexity" in folder.argosy_here("evaluate", "runs/tiny", "--max-tokens", 2000)
+    assert folder.argosy_here("generate", "runs/tiny", "--prompt", "def ", "--max-tokens", 8, "--json")
+    folder.argosy_here("checkpoint", "export", "runs/tiny", "--out", "exported")
+    assert (folder.path / "exported/model.safetensors").exists()
+    assert "step-00000040" in folder.argosy_here("checkpoint", "list", "runs/tiny")

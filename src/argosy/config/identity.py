@@ -12,7 +12,8 @@ from argosy.config.schema import RunConfig
 
 MAY_CHANGE = ("name", "plan", "model.preset", "model.weights", "train.steps", "train.minutes", "train.pause_at",
               "train.deterministic", "evaluate", "checkpoint", "launch", "resilience", "observe",
-              "data.prepare", "data.on_bad_shard", "data.cache", "site", "sites", "sync.servers", "sync.shards", "sync.launch",
+              "data.prepare", "data.on_bad_shard", "data.cache", "site", "sites", "sync.servers", "sync.shards",
+              "sync.server_launch",
               "sync.max_staleness", "sync.staleness_rate",
               "extend")  # fmt: skip
 """Keys that a resumed run may change: they affect neither what the checkpoint means nor the order of the samples."""

@@ -33,6 +33,6 @@ class SyncConfig(OuterConfig, ServerConfig):
     """Parameters with fewer numbers are summed exactly, as are norms, biases and routers of any size."""
     exact_steps: NonNegativeInt = 0
     """First steps of the run in which all sums are exact."""
-    launch: tuple[SiteLaunch, ...] = ()
+    server_launch: tuple[SiteLaunch, ...] = ()
     """async: how `argosy launch` starts each parameter server, in the order of `servers`, in the words of sites.launch;
     a single table is for all of them."""

@@ -25,7 +25,7 @@ from argosy.processes.channel import Gone, Message
 from argosy.processes.child import Child
 from argosy.processes.secret import secret_of
 from argosy.sync.server.keys import zeromq
-from argosy.sync.server.layout import Layout
+from argosy.sync.server.layout import AGAIN, Layout
 from argosy.sync.sites.layout import group_folder, home_of, site_folder
 from argosy.training.stop import StopSignal
 
@@ -68,12 +68,7 @@ def check(run: RunConfig) -> None:
         raise UserError("train.minutes with plan.sync = async: say how many updates to make. Give train.steps.")
     if run.train.batch_ramp:
         raise UserError("train.batch_ramp with plan.sync = async: all updates have one batch. Leave it out.")
-    if left := run.train.steps % run.sync.local_steps:
-        near = max(run.train.steps - left, run.sync.local_steps)
-        raise UserError(
-            f"train.steps = {run.train.steps} is no multiple of sync.local_steps = {run.sync.local_steps}: each update is "
-            f"made from as many. Try train.steps = {near}."
-        )
+    _check_local_steps(run)
     for site in run.sites:
         if site.batch:
             raise UserError(
@@ -107,6 +102,15 @@ def check(run: RunConfig) -> None:
         raise UserError(
             f"sync.servers, sync.shards: {layout.servers} servers are more than the model has parameters "
             f"({sum(len(flat.shapes) for flat in layout.flats)}). Take fewer."
+        )
+
+
+def _check_local_steps(run: RunConfig) -> None:
+    steps, local = run.train.steps, run.sync.local_steps
+    if left := steps % local:
+        raise UserError(
+            f"train.steps = {steps} is no multiple of sync.local_steps = {local}: each update is made from as many. "
+            f"Try train.steps = {max(steps - left, local)}."
         )
 
 
@@ -220,9 +224,10 @@ def _with_addresses(run: RunConfig, group: Path) -> RunConfig:
 def _hold(run_dir: Path, number: int, name: str, stop: StopSignal) -> None:
     """Keep the server's process until it says that the run is over."""
     events, short, said = Events(run_dir, f"{name}-holder"), 0, Progress(enabled=True)
+    words: tuple[str, ...] = (str(run_dir), str(number))
     while True:
         began_s = time.monotonic()
-        child = Child(SERVER, str(run_dir), str(number), environment={RUN_DIR: str(run_dir)})
+        child = Child(SERVER, *words, environment={RUN_DIR: str(run_dir)})
         news = _news(child, stop)
         if news is not None and news["kind"] == "done":
             child.kill()
@@ -242,6 +247,7 @@ def _hold(run_dir: Path, number: int, name: str, stop: StopSignal) -> None:
             raise RunFailed(f"{name} died {short} times within {SHORT_S:g} s of its start, at last by {why}.")
         said.say(f"argosy: {name} died: {why}; it is started again, and goes on from the newest checkpoint")
         time.sleep(AGAIN_S)
+        words = (str(run_dir), str(number), AGAIN)
 
 
 def _news(child: Child, stop: StopSignal) -> Message | None:

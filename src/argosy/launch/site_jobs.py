@@ -1,6 +1,6 @@
 """Launching the sites of a run: each is a job of its own, on the engine that its table `launch` names.
 
-So is each parameter server of an asynchronous run, by its table in `sync.launch`.
+So is each parameter server of an asynchronous run, by its table in `sync.server_launch`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OF_AN_ENGINE = ("nodes", "cpus_per_node", "gpus_per_node", "memory_per_node", "t
 
 def are_jobs(run: RunConfig) -> bool:
     """Return True if each site of the run is to be launched by itself."""
-    has_table = bool(run.sync.launch) or any(site.launch is not None for site in run.sites)
+    has_table = bool(run.sync.server_launch) or any(site.launch is not None for site in run.sites)
     return bool(run.sites) and (bool(run.site) or has_table)
 
 
@@ -61,13 +61,15 @@ def requests(request: Request, engine: str, is_here: bool = False) -> list[tuple
 
 def _tables_of_servers(run: RunConfig) -> dict[str, SiteLaunch | None]:
     """Return the table `launch` of each parameter server. Raises: UserError if there are more or fewer than servers."""
-    servers, tables = len(run.sync.servers), run.sync.launch
+    servers, tables = len(run.sync.servers), run.sync.server_launch
     if len(tables) not in (0, 1, servers):
         raise UserError(
-            f"sync.launch: it has {len(tables)} tables, and sync.servers names {servers}. Give each server one, or all "
-            "of them a single one."
+            f"sync.server_launch has {len(tables)} tables, and sync.servers names {servers}. Give each server one, or "
+            "all of them a single one."
         )
-    each = tables if len(tables) == servers else (tables or (None,)) * servers
+    each: list[SiteLaunch | None] = list(tables)
+    if len(each) != servers:
+        each = (each or [None]) * servers
     return {f"server-{number + 1}": table for number, table in enumerate(each)}
 
 
@@ -76,12 +78,12 @@ def _check_server(name: str, on: str, request: Request) -> None:
     if on == "ray":
         raise UserError(
             f"{name}: on = ray starts processes on any machine of the cluster, and a parameter server has to be at its "
-            "address in sync.servers. Name another engine in sync.launch."
+            "address in sync.servers. Name another engine in sync.server_launch."
         )
     if request.nodes > 1 or "," in request.hosts:
         raise UserError(
-            f"{name}: a parameter server is one process, and is given more than one machine. Give sync.launch a table "
-            "for each server, with one machine."
+            f"{name}: a parameter server is one process, and is given more than one machine. Give each server a "
+            "table in sync.server_launch, with one machine."
         )
 
 

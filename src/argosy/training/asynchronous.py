@@ -1,6 +1,6 @@
 """A worker of asynchronous training: the loop in which it computes gradients for the parameter servers.
 
-It has no state of its own that could be lost: weights come from the servers, which also make the updates. So it saves
+Weights come from the servers, which also make the updates; its own are, with local steps, moments alone. So it saves
 nothing, and a worker that is started again just asks for samples. All ranks of its world call each method together; the
 first one speaks to the servers, and passes weights and gradients to the others through files in the worker's folder.
 """
@@ -213,7 +213,7 @@ class Worker:
     # ---- what a step consists of --------------------------------------------------------------------------------
 
     def _gradient(self, task: Task, step: int) -> StepOutcome | None:
-        """Leave the gradient of the samples of `step` in the pieces; None if there is none, and the task is given up."""
+        """Leave the gradient of the samples of `step` in the pieces; None: the task is given up."""
         while True:
             fault("batch", step=self._state.step, rank=self._world.rank)
             with self._clock.time("data"):

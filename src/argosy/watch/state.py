@@ -64,7 +64,7 @@ def _ended(finish: dict[str, Any], end: dict[str, Any], report: dict[str, Any] |
         return Condition("stopped", why)
     if code:
         return Condition("failed", why)
-    finished = end["finished"] if "finished" in end else (report or {}).get("status") == "finished"
+    finished = end.get("finished", finish.get("finished", (report or {}).get("status") == "finished"))
     if finished:
         return Condition("finished")
     paused = end.get("paused_at")

@@ -111,9 +111,15 @@ class _Walk:
             self._cause = None
         elif kind == "recovered":
             self._lose(index, event)
+        elif kind == "server_died" and self._phase == "training":
+            self._enter("recovery", time_s)
+            self._break, self._lost_steps = index, 0
+        elif kind == "servers_begin":
+            self._lose(index, event)
+            self._start(time_s, event)
         elif kind == "start" and event["process"] == "rank-0":
             self._start(time_s, event)
-        elif kind in ("finish", "end") and event["process"] in ("coordinator", "rank-0"):
+        elif kind in ("finish", "end") and event["process"] in ("coordinator", "rank-0", "server-1"):
             self._enter("stopped", time_s)
         elif kind in ("save", "node_checked") and isinstance(event.get("seconds"), int | float):
             self._found.costs_s[index] = float(event["seconds"])
@@ -214,6 +220,8 @@ def words(event: Event) -> str:
         parts.append(f"rank {event['rank']}")
     if isinstance(event.get("step"), int):
         parts.append(f"step {event['step']}")
+    if isinstance(event.get("site"), str):
+        parts.append(event["site"])
     if isinstance(event.get("node"), str):
         parts.append(event["node"])
     facts = [str(event[name]) for name in TELLING if event.get(name)]

@@ -21,6 +21,8 @@ from argosy.sync.sites.wire import WireFormat
 F32 = npt.NDArray[np.float32]
 OF_A_PART = ("site", "sites", "sync", "train.steps")
 """Keys that may differ between the parts of a run, or that servers check otherwise."""
+AGAIN = "--again"
+"""The word of the command that starts a server in place of one that died."""
 
 
 def is_server(run: RunConfig) -> bool:

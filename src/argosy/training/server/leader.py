@@ -99,15 +99,14 @@ class Leader:
         self._metrics.forget_from(step)
         config = self._run.sync
         skipped = [item for item, _ in self._ledger.skipped]
-        self._dealing = Dealing.after(
-            self._ledger.updates, skipped, self._layout.updates, config.max_staleness, epoch
-        )
+        self._dealing = Dealing.after(self._ledger.updates, skipped, self._layout.updates, config.max_staleness, epoch)
         self._shard.begin(epoch, version)
         self._ready = {0}
         self._next_score = self._score_after(version)
         self._scoring, self._is_scored = None, False
         self._looked_s = 0.0
-        self._events.write("servers_begin", step=step, servers=self._layout.servers, why=why, lost=lost)
+        again = {"lost": lost, "steps_lost": self._layout.step_of(lost)}
+        self._events.write("servers_begin", step=step, servers=self._layout.servers, why=why, **again)
         if why:
             self._progress.say(f" all servers go back to step {step}: {why}", "yellow")
         for number in range(1, self._layout.servers):

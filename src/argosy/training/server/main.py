@@ -1,4 +1,4 @@
-"""The process of a parameter server: `python -m argosy.training.server.main RUN_FOLDER NUMBER`, NUMBER from 0.
+"""The process of a parameter server: `python -m argosy.training.server.main FOLDER NUMBER [--again]`, NUMBER from 0.
 
 All that comes over the wire goes through `unpacked`, which checks it; connections without the workers' key are turned
 away before that (`sync.server.keys`). Several servers share the run's folder, for checkpoints.
@@ -29,7 +29,7 @@ from argosy.processes.child import channel_to_parent, messages
 from argosy.processes.secret import secret_of
 from argosy.sync.server import messages as say
 from argosy.sync.server.keys import AllowedKeys, KeyPair, settle, zeromq
-from argosy.sync.server.layout import Layout
+from argosy.sync.server.layout import AGAIN, Layout
 from argosy.sync.server.messages import PIECE_BYTES, Malformed, Said, packed, unpacked
 from argosy.training.server.leader import Leader
 from argosy.training.server.shard import Refuses, Shard
@@ -57,8 +57,8 @@ class Peer:
 class Server:
     """One parameter server."""
 
-    def __init__(self, run: RunConfig, run_dir: Path, number: int):
-        """Raises: UserError, OSError if the port is taken."""
+    def __init__(self, run: RunConfig, run_dir: Path, number: int, is_again: bool = False):
+        """is_again: in place of one that died. Raises: UserError, OSError if the port is taken."""
         self._run, self._number, self._run_dir = run, number, run_dir
         self._name = f"server-{number + 1}"
         self._layout = Layout(run)
@@ -80,7 +80,7 @@ class Server:
         self._leader: Leader | None = None
         if number == 0:
             port = self._layout.addresses[0][1]
-            self._events.write("coordinator_started", pid=os.getpid(), port=port, replaces=False)
+            self._events.write("coordinator_started", pid=os.getpid(), port=port, replaces=is_again)
             self._leader = Leader(self._layout, run_dir, self._shard, self._events, self._progress, self._tell_server)
         self._poller = self._zmq.Poller()
         for socket in (self._router, *self._links.values()):
@@ -111,7 +111,8 @@ class Server:
         is_over = self._shard.version >= self._layout.updates
         if self._leader is not None:
             why = "all updates are made" if is_over else "it was asked to stop"
-            self._events.write("finish", exit_code=0 if is_over else 128 + signal.SIGTERM, why=why)
+            code = 0 if is_over else 128 + signal.SIGTERM
+            self._events.write("finish", exit_code=code, finished=is_over, why=why)
         return is_over
 
     def turn(self) -> None:
@@ -342,7 +343,7 @@ def main() -> None:
 
     threading.Thread(target=listen, name="argosy-parent", daemon=True).start()
     try:
-        server = Server(run, run_dir, number)
+        server = Server(run, run_dir, number, AGAIN in sys.argv)
         is_over = server.serve(ending.is_set)
         server.close()
     except ArgosyError as problem:

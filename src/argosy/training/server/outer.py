@@ -20,7 +20,7 @@ class DelayedNesterov:
         sum = sum + r d;  w = w - r d, and at every N-th update: m = b m + sum, w = w - b m, sum = 0.
 
     The paper's r is lr / N. Here it is lr / (s + 1), s the staleness (Xie et al. 2019, arXiv 1903.03934, with a = 1):
-    the same for N workers that are alike, and lr for one that is alone. With N = 1 it is Nesterov's SGD as PyTorch has it.
+    the same for N workers that are alike, and lr for one that is alone. With N = 1 it is PyTorch's Nesterov SGD.
     """
 
     def __init__(self, pieces: Sequence[Piece], momentum: float, every: int):
