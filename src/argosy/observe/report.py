@@ -218,6 +218,21 @@ def typical(steps: list[dict[str, Any]]) -> dict[str, float]:
     return {name: statistics.mean(record["seconds"].get(name, 0.0) for record in middle) for name in sorted(names)}
 
 
+def typical_update_s(steps: list[dict[str, Any]]) -> float | None:
+    """Return the seconds of an update of a worker of asynchronous training: the mean of the middle half, by duration.
+
+    The first one does not count if there are others. None: there is none.
+    """
+    updates, so_far_s = [], 0.0
+    for record in steps:
+        so_far_s += float(record["step_time_s"])
+        if "sites" in record:
+            updates.append(so_far_s)
+            so_far_s = 0.0
+    ordered = sorted(updates[1:] or updates)
+    return statistics.mean(ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]) if ordered else None
+
+
 def typical_bytes(steps: list[dict[str, Any]]) -> dict[str, float]:
     """Return the bytes that the first rank sends in a step, by axis: the median, so that checkpoints do not count.
 

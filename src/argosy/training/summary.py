@@ -21,7 +21,7 @@ from argosy.observe.energy_report import RunSoFar, energy_of_run
 from argosy.observe.events import each_line
 from argosy.observe.metrics import Metrics
 from argosy.observe.progress import Progress
-from argosy.observe.report import Report, totals, typical, typical_bytes
+from argosy.observe.report import Report, totals, typical, typical_bytes, typical_update_s
 from argosy.plan.calibration.reconcile import Reconciled, reconcile
 from argosy.plan.cost.prediction import Prediction
 from argosy.plan.flops import parameters
@@ -162,7 +162,8 @@ def _predicted(
     memory_bytes = measured.memory_bytes - facts["memory_before_bytes"]
     steps = list(measured.newest)
     sent = typical_bytes(steps) if plan.is_compressed or run.sites else {}
-    return reconcile(prediction, plan, typical(steps), memory_bytes, facts["device"] == "cpu", sent)
+    update_s = typical_update_s(steps) if plan.sync == "async" else None
+    return reconcile(prediction, plan, typical(steps), memory_bytes, facts["device"] == "cpu", sent, update_s)
 
 
 def plan_since(run_dir: Path) -> int:

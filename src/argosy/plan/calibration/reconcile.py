@@ -33,8 +33,9 @@ PARTS = {
         (*OF_TIME["compute"], "tensor", "context", "experts", "pipeline"),
         ("forward", "backward", "pipeline"),
     ),
-    # Gradient sums that backward did not hide, and updated values on their way back.
-    COMMUNICATION: StepPart(("gradients",), ("communication",)),
+    # Gradient sums that backward did not hide, and updated values on their way back; of a worker of asynchronous
+    # training its pushes and pulls.
+    COMMUNICATION: StepPart(("gradients", "sites"), ("communication",)),
     # The update and the gradients' norm.
     OPTIMIZER: StepPart(("optimizer",), ("optimizer",)),
     # Reading the batch, code of the user's, and the time between the parts. Compiling, checks, evaluation and
@@ -75,11 +76,14 @@ class Reconciled(BaseModel):
     """Peak of a process beyond its memory before the model was made; predicted for the rank that needs most."""
     sent_bytes: dict[str, Compared] = {}
     """Bytes that the first rank sends in a step, by axis."""
+    update_s: Compared | None = None
+    """Seconds of an update of a worker of asynchronous training: its steps, push and pull."""
 
     def in_words(self) -> str:
         """Return a small table, with the interval behind each total."""
         rows = [_row(name.replace("_", " + "), each, seconds) for name, each in self.seconds.items()]
         rows += [_row("step", self.step_s, seconds), _row("memory", self.memory_bytes, _megabytes)]
+        rows += [_row("update", self.update_s, seconds)] if self.update_s else []
         rows += [_row(f"sent: {axis}", each, _megabytes_sent) for axis, each in self.sent_bytes.items()]
         head = f"  {'':18}{'predicted':>12}{'measured':>12}{'ratio':>8}   nine times of ten"
         return "\n".join([f"predicted for {self.cluster}:", head, *rows])
@@ -113,10 +117,12 @@ def reconcile(
     memory_bytes: float,
     with_reserve: bool,
     sent_bytes: Mapping[str, float] = MappingProxyType({}),
+    update_s: float | None = None,
 ) -> Reconciled:
     """Compare a prediction for `plan` with a typical step (seconds by the clock's categories) and the peak memory.
 
     with_reserve: the measured memory includes what the allocator holds unused. sent_bytes: of a typical step, by axis.
+    update_s: of a typical update of a worker of asynchronous training.
     """
     predicted = dict.fromkeys(PARTS, 0.0)
     for category, value in prediction.seconds.items():
@@ -126,8 +132,10 @@ def reconcile(
     step, memory = prediction.step_s, prediction.memory_bytes
     reserve = 0.0 if with_reserve else prediction.memory.get("reserve", 0.0)
     share = 1 - reserve / float(memory.mid)
+    update = prediction.update.get("seconds")
     return Reconciled(
         cluster=prediction.cluster,
+        update_s=Compared(predicted=update, measured=update_s) if update and update_s else None,
         seconds=parts,
         step_s=Compared(
             predicted=float(step.mid), measured=sum(measured.values()), low=float(step.low), high=float(step.high)

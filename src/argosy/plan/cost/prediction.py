@@ -6,7 +6,7 @@ import json
 import tomllib
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,6 +18,7 @@ from argosy.plan.cost.factors import OF_MEMORY, OF_TIME, spread
 from argosy.plan.cost.formatting import seconds
 from argosy.plan.cost.sites import bytes_of_step
 from argosy.plan.cost.traffic import traffic
+from argosy.plan.cost.updates import sent_bytes, updates_of
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import LOCAL, Plan
@@ -41,6 +42,8 @@ class Prediction:
     """Bytes by category (`plan.cost.memory_model.Footprint`), the state exact; their sum is the middle."""
     traffic: dict[str, int]
     """Axis of the mesh -> bytes that the first rank sends in a step."""
+    update: dict[str, float] = field(default_factory=dict)
+    """Of a worker of asynchronous training: seconds of an update, and bytes of numbers that it sends and receives."""
 
     def in_words(self) -> str:
         """Return both totals, e.g. 410 ms a step, 310 MB a rank."""
@@ -52,7 +55,7 @@ class Prediction:
         for name in ("step_s", "memory_bytes"):
             estimate = getattr(self, name)
             lines.append(f"{name} = {[_short(end) for end in (estimate.low, estimate.mid, estimate.high)]}  # 90 %")
-        for name in ("seconds", "memory", "traffic"):
+        for name in ("seconds", "memory", "traffic", *(["update"] if self.update else [])):
             lines += ["", f"[{TABLE}.{name}]"]
             lines += [f"{key} = {_short(value)}" for key, value in getattr(self, name).items() if value]
         return "\n".join(lines) + "\n"
@@ -70,6 +73,9 @@ def predict(plan: Plan, run: RunConfig, cluster: Cluster) -> Prediction:
     by_category = costs.predict_time(row).by_category(0)
     memory = costs.predict_memory(row).by_category(0)
     memory |= _state(plan, costs, cluster, last=plan.pp > 1 and memory["logits"] > 0)
+    update = _update(run, cluster, sum(by_category.values())) if plan.sync == "async" and run.sites else {}
+    if update and run.sync.local_steps == 1:  # else a typical step has no push
+        by_category["sites"] = update["seconds"] - sum(by_category.values())
     step_s, memory_bytes = sum(by_category.values()), sum(memory.values())
     return Prediction(
         cluster=cluster.name or str(cluster.devices),
@@ -78,7 +84,17 @@ def predict(plan: Plan, run: RunConfig, cluster: Cluster) -> Prediction:
         memory_bytes=Estimate.log_normal(memory_bytes, spread(memory, OF_MEMORY, costs.factors, costs.memory_std)),
         memory=memory,
         traffic=_by_axis(plan, run),
+        update=update,
     )
+
+
+def _update(run: RunConfig, cluster: Cluster, step_s: float) -> dict[str, float]:
+    """Return what an update costs the worker that the run names, or the slowest."""
+    found = updates_of(run, cluster, step_s)
+    names = [site.name for site in run.sites]
+    mine = found.worker_s[names.index(run.site)] if run.site in names else max(map(float, found.worker_s))
+    sent, received = found.sent_bytes, found.received_bytes
+    return {"seconds": float(mine), "sent_bytes": sent, "received_bytes": received}
 
 
 def _state(plan: Plan, costs: CostModel, cluster: Cluster, last: bool) -> dict[str, float]:
@@ -102,6 +118,8 @@ def _by_axis(plan: Plan, run: RunConfig) -> dict[str, int]:
         sums[axis] += sent
     if plan.sync in LOCAL and run.sites:
         sums["sites"] = round(bytes_of_step(run))
+    if plan.sync == "async" and run.sites:
+        sums["sites"] = round(sent_bytes(run) / run.sync.local_steps)
     return dict(sums)
 
 

@@ -12,11 +12,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
+from argosy.plan.cost.updates import added_s
 from argosy.plan.flops import parameters
 from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.plan import is_asynchronous
+from argosy.plan.workload import Numbers
 
 INNER_STEPS = (1, 10, 50, 100, 500)
 """Values of H that are compared; 1: gradients are summed in every step."""
@@ -57,6 +62,8 @@ def within_site(costs: CostModel, cluster: Cluster) -> CostModel:
     Raises: UserError if the batch cannot be shared out.
     """
     sites, run = site_count(cluster), costs.run
+    if is_asynchronous(run.plan):
+        return costs.on(run, min(cluster.sites.values()))  # each worker computes whole batches
     batch, left_over = divmod(run.train.global_batch, sites)
     if left_over:
         raise UserError(
@@ -92,17 +99,20 @@ def round_s(costs: CostModel, cluster: Cluster) -> float:
     return on_host + FRAMING * _on_link_s(round_bytes(costs, cluster), cluster, 2 * ROUND_TRIPS)
 
 
-def exchange_s(costs: CostModel, cluster: Cluster, inner_step_s: float = 0.0) -> float:
+def exchange_s(costs: CostModel, cluster: Cluster, inner_step_s: Numbers = 0.0) -> Numbers:
     """Return the seconds that agreeing takes of each step on average; 0 for a single site.
 
     A run with `[[sites]]` agrees on each of its fragments every `sync.every_steps` steps (after `sync.from_step`), and
-    waits for what `sync.overlap_steps` steps of `inner_step_s` do not hide. Any other sums gradients in each step.
+    waits for what `sync.overlap_steps` steps of `inner_step_s` do not hide. Under sync=async it is what pushes and
+    pulls add, whatever joins the workers (`plan.cost.updates`). Any other sums gradients in each step.
     """
+    if costs.run.sites and is_asynchronous(costs.run.plan):
+        return added_s(costs.run, cluster, inner_step_s)
     if not cluster.links:
         return 0.0
     if costs.run.sites:
         sync = costs.run.sync
-        waits_s = max(0.0, round_s(costs, cluster) - sync.overlap_steps * inner_step_s)
+        waits_s = np.maximum(0.0, round_s(costs, cluster) - sync.overlap_steps * inner_step_s)
         return waits_s * sync.fragments / sync.every_steps
     return _on_link_s(exchange_bytes(costs, cluster), cluster, 2 * (site_count(cluster) - 1))
 
@@ -110,7 +120,7 @@ def exchange_s(costs: CostModel, cluster: Cluster, inner_step_s: float = 0.0) ->
 def exchanges(costs: CostModel, cluster: Cluster, inner_step_s: float) -> list[Exchange]:
     """Compare sums in every step with rounds every H steps, for a plan whose step takes `inner_step_s` in a site."""
     without = costs.on(costs.run.model_copy(update={"sites": ()}), costs.devices)
-    every = Exchange(1, exchange_bytes(costs, cluster), inner_step_s + exchange_s(without, cluster))
+    every = Exchange(1, exchange_bytes(costs, cluster), inner_step_s + float(exchange_s(without, cluster)))
     whole = costs.run.sync.model_copy(update={"fragments": 1})
     costs = costs.on(costs.run.model_copy(update={"sync": whole}), costs.devices)
     sent, seconds = round_bytes(costs, cluster), round_s(costs, cluster)

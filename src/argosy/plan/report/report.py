@@ -18,10 +18,11 @@ from argosy.plan.cost.formatting import GIB
 from argosy.plan.cost.goodput import Goodput, spare_nodes
 from argosy.plan.cost.heterogeneous import UnevenSplit, uneven_splits
 from argosy.plan.cost.sites import Exchange, exchanges, site_count, within_site
+from argosy.plan.cost.updates import in_words, with_workers
 from argosy.plan.flops import active_parameters, parameters
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
-from argosy.plan.plan import Plan
+from argosy.plan.plan import Plan, is_asynchronous
 from argosy.plan.report.explain import Sensitivity, binding, sensitivities
 from argosy.plan.report.sums import sums_in_words
 from argosy.plan.search.candidates import Candidate, Objective, WholeRunModel, first_of
@@ -121,14 +122,15 @@ class PlanReport:
 
 def plan_report(request: PlanRequest) -> PlanReport:
     """Search, rank and explain. Raises: UserError with a remedy if nothing is legal, or nothing fits."""
-    run, cluster = request.run, request.cluster
+    run, cluster = request.run, _with_workers(request)
     economy, found = searched(request, lambda costs: _counts(costs, request.objective))
     costs, tokens = economy.costs, economy.tokens
     best = found.best(economy.score(found, request.objective), max(request.top, 1))
     explained = request.given or found.plans.plan(int(best[0]))
     explanation = _explain(economy, explained, found, is_best=request.given is None)
     front = found.pareto()
-    inside_s = float(explanation.choice.step_s.mid) - economy.between_sites_s
+    inside_s = sum(costs.predict_time(Layouts.of([explained])).by_category(0).values())
+    has_rounds = economy.sites > 1 and not economy.is_asynchronous
     return PlanReport(
         model=model_name(run.model, run.name),
         parameters=parameters(run.model),
@@ -150,8 +152,8 @@ def plan_report(request: PlanRequest) -> PlanReport:
         pareto=economy.choices(found.plans[front]),
         explanation=explanation,
         uneven=() if economy.sites > 1 else _uneven(costs, found, [*best, *front]),
-        exchanges=tuple(exchanges(costs, cluster, inside_s)) if economy.sites > 1 else (),
-        notes=tuple(_notes(request, costs)),
+        exchanges=tuple(exchanges(costs, cluster, inside_s)) if has_rounds else (),
+        notes=tuple(_notes(request, costs, inside_s)),
     )
 
 
@@ -160,16 +162,23 @@ def searched(request: PlanRequest, counts_of: Callable[[CostModel], list[int]]) 
 
     Raises: UserError with a remedy if nothing is legal, or nothing fits.
     """
-    run, cluster = request.run, request.cluster
+    run, cluster = request.run, _with_workers(request)
     whole = CostModel.of(run, cluster)
     costs = within_site(whole, cluster) if site_count(cluster) > 1 else whole
-    pins = _of_a_site(request.pins or {}, cluster)
+    pins = request.pins or {}
+    pins = pins if is_asynchronous(run.plan) else _of_a_site(pins, cluster)
     counts = counts_of(costs)
     found = search(costs, pins, counts)
     if not len(found):
         raise UserError(_nothing_fits(costs, found, pins, counts))
     tokens = request.tokens or TOKENS_PER_PARAMETER * float(active_parameters(run.model))
     return WholeRunModel(run, cluster, costs, tokens), found
+
+
+def _with_workers(request: PlanRequest) -> Cluster:
+    """Return the cluster of the request; of an asynchronous run, with a site for each worker."""
+    is_parted = bool(request.run.sites) and is_asynchronous(request.run.plan)
+    return with_workers(request.cluster, request.run) if is_parted else request.cluster
 
 
 def _uneven(costs: CostModel, found: SearchResult, rows: Sequence[int]) -> tuple[UnevenSplit, ...]:
@@ -182,8 +191,8 @@ def _explain(economy: WholeRunModel, plan: Plan, found: SearchResult, is_best: b
     choice = economy.choices(row)[0]
     failures = economy.failures(np.array([plan.world_size]), float(choice.step_s.mid))
     seconds = costs.predict_time(row).by_category(0)
-    if economy.between_sites_s:
-        seconds["sites"] = economy.between_sites_s
+    if between_s := float(economy.between_sites_s(sum(seconds.values()))):
+        seconds["sites"] = between_s
     seconds["failures"] = float(np.atleast_1d(failures.overhead.mid)[0]) * float(choice.step_s.mid)
     missing = misfit(costs, plan)
     near = nearest_that_fits(plan, found) if missing else None
@@ -233,11 +242,13 @@ def _counts(costs: CostModel, objective: Objective) -> list[int]:
     ]
 
 
-def _notes(request: PlanRequest, costs: CostModel) -> list[str]:
+def _notes(request: PlanRequest, costs: CostModel, inside_s: float) -> list[str]:
     notes = []
     if not request.cluster.uniform:
         notes.append(f"All plans wait for the slowest device, {request.cluster.device.name}. {BY_SPEED}")
-    if site_count(request.cluster) > 1:
+    if request.run.sites and is_asynchronous(request.run.plan):
+        notes.append(in_words(request.run, _with_workers(request), inside_s))
+    elif site_count(request.cluster) > 1:
         how = f"They agree every {costs.run.sync.every_steps} steps." if costs.run.sites else IN_EVERY_STEP
         notes.append(f"Each site has a whole copy of the model on {costs.devices} devices. {how}")
     if request.cluster.device.assumed:

@@ -19,7 +19,7 @@ from argosy.plan.cost.rates import in_precision
 from argosy.plan.cost.sites import exchange_s, site_count, within_site
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
-from argosy.plan.plan import Plan
+from argosy.plan.plan import Plan, is_asynchronous
 from argosy.plan.search.search import SearchResult
 from argosy.plan.workload import Numbers
 
@@ -51,8 +51,15 @@ class WholeRunModel:
     def __init__(self, run: RunConfig, cluster: Cluster, costs: CostModel, tokens: float):
         """costs: the cost model of each site; tokens: those to train on."""
         self.run, self.cluster, self.costs, self.tokens = run, cluster, costs, tokens
+        self.is_asynchronous = bool(run.sites) and is_asynchronous(run.plan)
+        if self.is_asynchronous:  # while each worker makes a step, all of them train on so much
+            batch = run.train.global_batch * site_count(cluster)
+            self.run = run.model_copy(update={"train": run.train.model_copy(update={"global_batch": batch})})
         self.sites = site_count(cluster)
-        self.between_sites_s = exchange_s(costs, cluster)
+
+    def between_sites_s(self, step_s: Numbers) -> Numbers:
+        """Return what agreeing with other sites adds to a step of a site that takes `step_s`, on average over steps."""
+        return exchange_s(self.costs, self.cluster, step_s)
 
     def failures(self, devices: NDArray[np.int64], step_s: Numbers) -> Goodput:
         """Return the effect of failures on jobs on so many devices of a site."""
@@ -79,7 +86,8 @@ class WholeRunModel:
         run = self.run
         if not run.train.batch_ramp or not len(plans):
             return None
-        full_s, between_s = np.asarray(self.costs.predict_time(plans).total), self.between_sites_s
+        full_s = np.asarray(self.costs.predict_time(plans).total)
+        between_s = self.between_sites_s(full_s)
         steps, full, left = 0.0, np.zeros(len(plans)), self.tokens
         for batch, many in run.train.batches.steps_of(run.train.batch_ramp[-1].until_step):
             train = run.train.model_copy(update={"global_batch": batch, "batch_ramp": ()})
@@ -97,7 +105,7 @@ class WholeRunModel:
         """Return the score of each plan; lower is better."""
         if objective == "time":
             return found.step_s
-        step_s = found.step_s + self.between_sites_s
+        step_s = found.step_s + self.between_sites_s(found.step_s)
         made = self.whole(found.plans, found.devices, Estimate.exactly(step_s), self.failures(found.devices, step_s))
         chosen = {"cost": made.money, "energy": made.energy_kwh}.get(objective)
         if objective == "goodput":
@@ -111,9 +119,10 @@ class WholeRunModel:
         time, memory = costs.predict_time(plans), costs.predict_memory(plans)
         steps = [
             Estimate.log_normal(
-                sum(parts.values()) + self.between_sites_s, spread(parts, OF_TIME, costs.factors, costs.time_std)
+                inside_s + self.between_sites_s(inside_s), spread(parts, OF_TIME, costs.factors, costs.time_std)
             )
             for parts in (time.by_category(i) for i in range(n))
+            for inside_s in (sum(parts.values()),)
         ]
         ranks = [
             Estimate.log_normal(sum(parts.values()), spread(parts, OF_MEMORY, costs.factors, costs.memory_std))
@@ -141,7 +150,9 @@ class WholeRunModel:
         )
 
     def over_sites(self, plan: Plan) -> Plan:
-        """Turn the plan of one site into the plan of all sites."""
+        """Turn the plan of one site into the plan of all sites; asynchronous workers each have their own."""
+        if self.is_asynchronous:
+            return plan
         return plan.model_copy(update={"dp_replicate": plan.dp_replicate * self.sites})
 
 
