@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_type_hints
 
 import tyro
 
-from argosy.config.meaning import texts_under_names
+from argosy.config.meaning import meanings
 
 LOOKS = (tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff)
 """Show an optional option by its type alone: PATH, not {None}|PATH; and a flag without its opposite."""
@@ -83,7 +83,7 @@ def described(options: type, prog: str, about: str, argv: Sequence[str]) -> tupl
 
 def explained(options: type) -> type:
     """Return a form like the dataclass `options`, to be shown: its texts are whole lines, and nothing is no default."""
-    texts, types = texts_under_names(options), get_type_hints(options, include_extras=True)
+    texts, types = meanings(options), get_type_hints(options, include_extras=True)
     parts: list[tuple[str, Any, Any]] = []
     for part in fields(options):
         text = " ".join(texts.get(part.name, "").split())

@@ -21,50 +21,18 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import tyro
-
 from argosy.cli.options import parse_run
+from argosy.config.launch_options import LaunchOptions
 from argosy.errors import UserError
-from argosy.launch.engines.table import EngineName
 
 if TYPE_CHECKING:
     from argosy.launch.engines.engine import Request
 
 
-@dataclass(frozen=True)
-class Options:
-    """Options of `argosy launch`."""
+@dataclass(frozen=True, kw_only=True)
+class Options(LaunchOptions):
+    """Options of `argosy launch`: beside those of the engine, what only the command line says."""
 
-    on: EngineName = "local"
-    """Where it is to run."""
-    nodes: int = 1
-    """Machines."""
-    cpus_per_node: int = 0
-    """CPUs of each; slurm, ray: 0 asks for whole nodes, for this job alone."""
-    gpus_per_node: int = 0
-    """GPUs of each; 0 asks for none. ssh: so many are used, 0: all."""
-    time: str = ""
-    """slurm: the job's time limit, e.g. 24:00:00; it is requeued when that is over. Empty: the partition's."""
-    memory_per_node: str = ""
-    """Memory of each, in the cluster's words: slurm 64G, kubernetes 64Gi. Empty: what the cluster gives."""
-    account: str = ""
-    """slurm: the account that is charged."""
-    partition: str = ""
-    """slurm: the partition."""
-    hosts: str = ""
-    """ssh: the machines, e.g. node1,node2, each by a name that ssh takes."""
-    namespace: str = ""
-    """kubernetes: the namespace; empty: kubectl's own."""
-    volume: str = ""
-    """kubernetes: the PersistentVolumeClaim for data and runs, and its path in the pods if not /work: CLAIM[:PATH]."""
-    address: str = ""
-    """ray: of the cluster's dashboard, e.g. http://head:8265; empty: that of the cluster that this machine is in."""
-    image: str = ""
-    """kubernetes: the container image. slurm: that of each task (srun --container-image, of the pyxis plugin)."""
-    extra: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A line that is passed through; give it again for another. slurm: an option of sbatch, e.g.
-    --extra=--constraint=h100. ssh: one of ssh, e.g. --extra=-p2222. kubernetes: JSON, merged into the pod's spec.
-    ray: an option of `ray job submit`."""
     here: bool = False
     """A site whose table `launch` names a login: start it from this machine, which is that one."""
     dry_run: bool = False
@@ -86,8 +54,7 @@ def main(argv: list[str]) -> int:
     if options.nodes < 1 or min(options.cpus_per_node, options.gpus_per_node) < 0:
         raise UserError("--nodes must be at least 1, --cpus-per-node and --gpus-per-node at least 0. Try --nodes 1.")
     run_dir = (options.run_dir or Path("runs") / run.name).absolute()
-    asked = {field.name: getattr(options, field.name) for field in fields(Request) if hasattr(options, field.name)}
-    request = Request(**{**asked, "run_dir": run_dir}, run=run, words=tuple(_words_of_train(argv)), work_dir=Path.cwd())
+    request = Request(run, run_dir, tuple(_words_of_train(argv)), Path.cwd(), **options.for_engine())
     if are_jobs(run):
         _launch_sites(requests(request, options.on, options.here), options.dry_run)
         return 0

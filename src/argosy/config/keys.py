@@ -17,8 +17,8 @@ Key = tuple[str | int, ...]
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:
-    """The section that `field` holds, or None if it holds a value."""
-    kind = field.annotation
+    """The section that `field` holds, or may hold; None if it holds a value."""
+    kind = value_type(field)
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 

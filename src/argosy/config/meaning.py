@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from dataclasses import is_dataclass
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -16,11 +17,11 @@ from pydantic import BaseModel
 
 
 @cache
-def meanings(section: type[BaseModel]) -> dict[str, str]:
-    """Return key -> the text under it, for the documented keys of `section`, inherited ones included."""
+def meanings(section: type) -> dict[str, str]:
+    """Return key -> the text under it, for the documented keys of a section or dataclass, inherited ones included."""
     found: dict[str, str] = {}
     for owner in reversed(section.__mro__):
-        if issubclass(owner, BaseModel) and owner is not BaseModel:
+        if is_dataclass(owner) or (issubclass(owner, BaseModel) and owner is not BaseModel):
             found |= texts_under_names(owner)
     return found
 

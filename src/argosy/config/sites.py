@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from argosy.config.launch_options import LaunchOptions
 from argosy.config.section import Section
 from argosy.config.servers import SERVER
 
@@ -14,7 +15,7 @@ SITE_NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"
 Wire = Literal["fp32", "bf16", "int8", "int4"]
 
 
-class SiteLaunch(Section):
+class SiteLaunch(Section, LaunchOptions):
     """How `argosy launch` starts the site: where, and with which of that command's options."""
 
     login: Annotated[str, Field(pattern=r"^$|^[A-Za-z0-9_][A-Za-z0-9_.@-]*$")] = ""
@@ -25,34 +26,6 @@ class SiteLaunch(Section):
     """The folder on that machine in which the command is given; the run's folder is made in it."""
     argosy: str = "argosy"
     """The program on that machine, by its path if it is not found by its name."""
-    on: Literal["slurm", "kubernetes", "ray", "ssh", "local"] = "local"
-    """The engine."""
-    nodes: PositiveInt = 1
-    """Machines."""
-    cpus_per_node: NonNegativeInt = 0
-    """CPUs of each."""
-    gpus_per_node: NonNegativeInt = 0
-    """GPUs of each."""
-    time: str = ""
-    """slurm: the job's time limit."""
-    memory_per_node: str = ""
-    """Memory of each."""
-    account: str = ""
-    """slurm: the account."""
-    partition: str = ""
-    """slurm: the partition."""
-    hosts: str = ""
-    """ssh: the machines."""
-    namespace: str = ""
-    """kubernetes: the namespace."""
-    volume: str = ""
-    """kubernetes: the volume."""
-    address: str = ""
-    """ray: of the cluster's dashboard."""
-    image: str = ""
-    """kubernetes, slurm: the container image."""
-    extra: tuple[str, ...] = ()
-    """Lines that are passed through to the engine."""
 
     @model_validator(mode="after")
     def _a_login_has_a_folder(self) -> Self:

@@ -23,10 +23,6 @@ from argosy.launch.sites import check_addresses, checked
 from argosy.plan.plan import is_asynchronous
 from argosy.sync.sites.layout import SITES, site_folder
 
-OF_AN_ENGINE = ("nodes", "cpus_per_node", "gpus_per_node", "memory_per_node", "time", "account", "partition", "hosts",
-                "address", "namespace", "volume", "image", "extra")  # fmt: skip
-"""Keys of a site's table `launch` that are options of the command."""
-
 
 def are_jobs(run: RunConfig) -> bool:
     """Return True if each site of the run is to be launched by itself."""
@@ -96,8 +92,7 @@ def _request(request: Request, engine: str, name: str, launch: SiteLaunch | None
     if launch.login and not is_here:
         there: dict[str, Any] = {"login": launch.login, "login_options": launch.login_options, "there": launch.folder}
         return Login.name, replace(own, **there, program=launch.argosy)
-    given = {name: getattr(launch, name) for name in OF_AN_ENGINE}
-    return launch.on, replace(own, **given)
+    return launch.on, replace(own, **launch.for_engine())
 
 
 def are_there(run_dir: Path) -> bool:

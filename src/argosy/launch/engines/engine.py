@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from argosy.config.launch_options import EngineOptions
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.files import atomic_write
@@ -24,8 +25,8 @@ JobState = Literal["waiting", "running", "ended"]
 
 
 @dataclass(frozen=True)
-class Request:
-    """A run that is to be launched, and the machines that it asks for."""
+class Request(EngineOptions):
+    """A run that is to be launched, and what it asks for."""
 
     run: RunConfig
     """The run as its file and the command line say it; what SLURM or another engine adds is not in it."""
@@ -34,23 +35,6 @@ class Request:
     """The words after `argosy train`."""
     work_dir: Path
     """Where the command is given: relative paths in the run file begin there."""
-    nodes: int = 1
-    cpus_per_node: int = 0
-    """0: whole nodes."""
-    gpus_per_node: int = 0
-    memory_per_node: str = ""
-    time: str = ""
-    account: str = ""
-    partition: str = ""
-    hosts: str = ""
-    """Names of machines, with commas between them."""
-    address: str = ""
-    """Where the cluster is reached."""
-    namespace: str = ""
-    volume: str = ""
-    image: str = ""
-    extra: tuple[str, ...] = ()
-    """Lines for the engine, passed through."""
     login: str = ""
     """A machine on which the command is given, by a name that ssh takes."""
     login_options: tuple[str, ...] = ()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from argosy.errors import UserError
 from argosy.launch.engines.engine import Engine, Job
 from argosy.launch.engines.kubernetes import Kubernetes
@@ -13,7 +11,6 @@ from argosy.launch.engines.ray import Ray
 from argosy.launch.engines.slurm import Slurm
 from argosy.launch.engines.ssh import Ssh
 
-EngineName = Literal["slurm", "kubernetes", "ray", "ssh", "local"]
 ENGINES: dict[str, type[Engine]] = {engine.name: engine for engine in (Slurm, Kubernetes, Ray, Ssh, Local, Login)}
 
 
