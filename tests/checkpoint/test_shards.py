@@ -10,10 +10,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from argosy.checkpoint.boxes import Box
+from argosy.checkpoint.boxes import PLACES, Box
 from argosy.checkpoint.shards import CODES, ShardFile, box_bytes, part_box, wholes, write_shard
 
 DTYPES = [getattr(torch, name) for name in CODES]
@@ -100,6 +101,27 @@ def test_memory_that_is_short_is_an_error() -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     os.close(memory)
+
+
+@pytest.mark.parametrize(
+    ("places", "message"),
+    [
+        ("{", "Invalid JSON"),
+        ("[]", "should be an object"),
+        ('{"w[0:2]": 7}', r"places\['w\[0:2\]'\] cannot be used: Input should be a valid array"),
+        ('{"w[0:2]": ["w", [4]]}', "Field required"),
+        ('{"w[0:2]": ["w", "4", [0]]}', "should be a valid array"),
+        ('{"w[0:2]": ["w", [4.5], [0]]}', "should be a valid integer"),
+        ('{"w[0:2]": ["w", [4], [-2]]}', "greater than or equal to 0"),
+        ('{"w[0:2]": [7, [4], [0]]}', "should be a valid string"),
+        ('{"w[0:2]": ["w", [4], [3]]}', r"put w\[0:2\] of shape \[2\] at \[3\] of w of \[4\]"),
+        ('{"w[0:2]": ["w", [4, 4], [0, 0]]}', r"at \[0, 0\] of w of \[4, 4\]"),
+    ],
+)
+def test_places_that_no_box_can_have_are_refused(tmp_path: Path, places: str, message: str) -> None:
+    save_file({"w[0:2]": torch.zeros(2)}, tmp_path / "a.safetensors", {PLACES: places})
+    with pytest.raises(SafetensorError, match=message):
+        ShardFile(tmp_path / "a.safetensors")
 
 
 def test_the_size_of_a_box() -> None:

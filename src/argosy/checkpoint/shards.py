@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -36,6 +37,9 @@ CODES = {
 }
 """torch's dtypes -> their names in safetensors."""
 DTYPES = {code: name for name, code in CODES.items()}
+Place = tuple[str, tuple[NonNegativeInt, ...], tuple[NonNegativeInt, ...]]
+"""A box's place: the name of its tensor, the shape of that, and where in it the box begins."""
+_PLACES = TypeAdapter(dict[str, Place])
 
 
 def part_box(name: str, part: Tensor, whole: Iterable[int], offset: Iterable[int]) -> Box:
@@ -80,11 +84,16 @@ class ShardFile:
     """A shard file, mapped into memory: only what is asked for is read. A context manager."""
 
     def __init__(self, path: Path):
-        """Raises: OSError, SafetensorError if it is not a whole safetensors file."""
+        """Raises: OSError, SafetensorError if it is not a whole shard file."""
         self.path = path
         self._file: Any = safe_open(path, framework="pt")
         metadata: dict[str, str] = dict(self._file.metadata() or {})
-        places: dict[str, Any] = json.loads(metadata.pop(PLACES, "{}"))
+        try:
+            places = _PLACES.validate_json(metadata.pop(PLACES, "{}"), strict=True)
+        except ValidationError as problem:
+            first = problem.errors(include_url=False)[0]
+            where = "".join(f"[{part!r}]" for part in first["loc"])
+            raise SafetensorError(f"its metadata {PLACES}{where} cannot be used: {first['msg']}") from None
         self.about = metadata
         """The metadata that `write_shard` was given."""
         self._keys = {self._box(key, places.get(key)): key for key in self._file.keys()}  # noqa: SIM118
@@ -109,13 +118,18 @@ class ShardFile:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._file.__exit__(kind, error, at)
 
-    def _box(self, key: str, place: list[Any] | None) -> Box:
+    def _box(self, key: str, place: Place | None) -> Box:
         held = self._file.get_slice(key)
         shape, code = tuple(held.get_shape()), held.get_dtype()
         if code not in DTYPES:
-            raise SafetensorError(f"{self.path}: {key} has the dtype {code}, which is not one of {', '.join(DTYPES)}")
+            raise SafetensorError(f"{key} has the dtype {code}, which is not one of {', '.join(DTYPES)}")
         name, whole, offset = place or (key, shape, (0,) * len(shape))
-        return Box(name, DTYPES[code], tuple(whole), tuple(offset), shape)
+        fits = len(whole) == len(offset) == len(shape)
+        if not fits or any(o + n > w for o, n, w in zip(offset, shape, whole, strict=True)):
+            raise SafetensorError(
+                f"its metadata {PLACES} put {key} of shape {list(shape)} at {list(offset)} of {name} of {list(whole)}"
+            )
+        return Box(name, DTYPES[code], whole, offset, shape)
 
 
 def _header(order: list[Box], about: Mapping[str, str]) -> bytes:
