@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -152,3 +153,19 @@ def test_a_long_document_has_the_same_signature_in_parts(monkeypatch: pytest.Mon
     whole = duplicates.key_maker(FiltersConfig(duplicates="drop_near"))(long)
     monkeypatch.setattr(duplicates, "SHINGLES_AT_ONCE", 37)
     assert duplicates.key_maker(FiltersConfig(duplicates="drop_near"))(long) == whole and len(whole) == 15
+
+
+def test_hashes_are_those_of_datatrove() -> None:
+    from datatrove.pipeline.dedup import minhash
+    from datatrove.utils.hashing import HashConfig
+
+    settings = minhash.MinhashConfig(hash_config=HashConfig(hash_fc="sha1"))
+    step = minhash.MinhashDedupSignature("memory://argosy", settings, language=duplicates.word_tokenizer())
+    values = np.random.default_rng(0).integers(0, 2**64, 1500, np.uint64)
+    values[:5] = 0, 1, 2**61 - 2, 2**61 - 1, 2**64 - 1
+    for shingles in (values[:, None], *values[:5, None, None]):
+        found = duplicates.least_hashes(shingles, *step.parameters)
+        assert found.tolist() == np.concatenate(step.get_signature(shingles)).tolist()
+    plain = np.array([[1]], np.uint64), np.array([[0]], np.uint64)  # the hash is the remainder itself
+    for value in values[:200]:
+        assert int(duplicates.least_hashes(value.reshape(1, 1), *plain)[0]) == int(value) % (2**61 - 1)

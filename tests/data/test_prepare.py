@@ -15,7 +15,8 @@ from argosy.config.schema import PrepareConfig
 from argosy.data import prepare as module
 from argosy.data.executors.local import LocalExecutor
 from argosy.data.manifest import TOKENIZER, Manifest, verify
-from argosy.data.prepare import PrepareProgress, prepare
+from argosy.data.prepare import prepare
+from argosy.data.progress import PrepareProgress
 from argosy.data.stream import TokenSource
 from argosy.data.tokenizer import Tokenizer
 from argosy.data.work import FOLDER
@@ -86,7 +87,7 @@ def test_interrupted_and_resumed_is_byte_identical(config: PrepareConfig, tmp_pa
     trained = changed(config, tokenizer=None, vocab_size=300, out=tmp_path / "whole")
     prepare(trained)
     interrupted = changed(trained, out=tmp_path / "interrupted")
-    meter_count, runs = module._Meter.count, 0
+    meter_count, runs = module.Meter.count, 0
     for runs in range(40):
         counted = iter(range(batches + runs))  # a little further each time: a shard may take more batches
 
@@ -96,7 +97,7 @@ def test_interrupted_and_resumed_is_byte_identical(config: PrepareConfig, tmp_pa
             meter_count(meter, batch)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module._Meter, "count", count)
+            patch.setattr(module.Meter, "count", count)
             try:
                 prepare(interrupted)
                 break
@@ -149,6 +150,23 @@ def test_progress_is_reported_to_the_end(config: PrepareConfig) -> None:
 def test_stops_at_max_text_bytes(config: PrepareConfig) -> None:
     manifest = prepare(changed(config, max_text_bytes=5000))
     assert manifest.text_bytes("train") + manifest.text_bytes("validation") in range(4997, 5001)
+
+
+@pytest.mark.parametrize("limit", [3, 601, 2500, 9001])
+def test_the_limit_ends_at_the_same_byte_for_all_workers_pieces_and_chunks(
+    config: PrepareConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    (tmp_path / "texts" / "000.txt").write_text("ü" * 300)  # a limit may cut a character
+    made = {}
+    for workers, sizes in {1: (10**6, 10**6), 2: (5000, 2000), 3: (900, 300)}.items():
+        monkeypatch.setattr(module, "PIECE_BYTES", sizes[0])
+        monkeypatch.setattr(module, "CHUNK_BYTES", sizes[1])
+        out = tmp_path / f"{workers}"
+        prepare(changed(config, out=out, processes=workers, max_text_bytes=limit))
+        made[workers] = contents(out)
+    assert made[1] == made[2] == made[3]
+    manifest = Manifest.load(out)
+    assert manifest.text_bytes("train") + manifest.text_bytes("validation") in range(limit - 3, limit + 1)
 
 
 def test_no_validation_if_none_is_wanted(config: PrepareConfig) -> None:
@@ -219,7 +237,7 @@ def test_a_damaged_result_is_made_again(config: PrepareConfig, monkeypatch: pyte
     whole = prepare(config)
     damaged = changed(config, out=tmp_path / "damaged")
     with monkeypatch.context() as patch:
-        patch.setattr(module._Meter, "count", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(module.Meter, "count", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             prepare(damaged)
     for result in (damaged.out / FOLDER / "results").glob("tokens-*-?????"):
@@ -231,10 +249,10 @@ def test_a_damaged_result_is_made_again(config: PrepareConfig, monkeypatch: pyte
 SCRIPT = """
 import json, sys
 from argosy.config.schema import PrepareConfig
-from argosy.data import prepare as module
+from argosy.data import prepare as module, progress
 module.BATCH_CHARS = module.CHUNK_BYTES = 2000
 module.PIECE_BYTES = 5000
-module.REPORT_EVERY_S = 0
+progress.REPORT_EVERY_S = 0
 def report(progress):
     print(progress.stage, flush=True)
     if progress.stage == "tokens" and progress.documents > 100:

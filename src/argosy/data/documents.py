@@ -85,7 +85,8 @@ class DocumentReader:
             if self._left() == 0:
                 return
             self.files_read = file + 1
-            found = read_file(self._files[file], self._fields, self._max_document_bytes, (piece.part, piece.parts))
+            within = (piece.from_byte, piece.to_byte)
+            found = read_file(self._files[file], self._fields, self._max_document_bytes, within)
             for item in found:
                 number, self.number = self.number, self.number + 1
                 if number >= start and (text := self._text(item, number)):

@@ -35,6 +35,11 @@ class EncodedBatch:
     held_out: npt.NDArray[np.bool_]
     """True for each document in the validation split."""
 
+    def before(self, count: int) -> EncodedBatch:
+        """Return the first `count` documents."""
+        end = int(self.lengths[:count].sum())
+        return EncodedBatch(self.tokens[:end], self.lengths[:count], self.text_bytes[:count], self.held_out[:count])
+
     def after(self, count: int) -> EncodedBatch:
         """Return the documents after the first `count`."""
         if not count:

@@ -35,9 +35,9 @@ MOST_TIMES_SMALLER = 100
 """Text is hardly ever compressed to less than a hundredth."""
 
 
-Part = tuple[int, int]
-"""Which part of a file, from 0, and how many there are."""
-WHOLE: Part = (0, 1)
+Span = tuple[int, int | None]
+"""A part of a file: where it begins, and where it ends; None: at the end of the file."""
+WHOLE: Span = (0, None)
 
 
 class Fields(NamedTuple):
@@ -66,12 +66,12 @@ class BadInput:
 
 
 def read_file(
-    file: InputFile, fields: Fields, most_bytes: int = MAX_DOCUMENT_BYTES, part: Part = WHOLE
+    file: InputFile, fields: Fields, most_bytes: int = MAX_DOCUMENT_BYTES, within: Span = WHOLE
 ) -> Iterator[Text | BadInput]:
     """Yield the texts of one file, and a `BadInput` in place of what is not text.
 
     most_bytes: the longest document; a file of text that is not compressed may have the size that it shows.
-    part: the lines or row groups that begin in this share of the file's bytes.
+    within: the lines or row groups that begin at these of the file's bytes.
     Raises: UserError if the file cannot be read or decompressed, has a longer document, or does not have `field` at all
     (a Parquet file without the column, the first MOST_WITHOUT_FIELD records without the field).
     """
@@ -80,19 +80,12 @@ def read_file(
         return
     with _opened(file) as stream:
         if file.suffix in (".jsonl", ".ndjson"):
-            yield from _read_jsonl(stream, file.name, fields, most_bytes, _bytes_of(file, part))
+            yield from _read_jsonl(stream, file.name, fields, most_bytes, within)
         elif file.suffix == ".parquet":
-            yield from _read_parquet(stream, file.name, fields, most_bytes, _bytes_of(file, part))
+            yield from _read_parquet(stream, file.name, fields, most_bytes, within)
         else:
             shown = 0 if file.compression else file.size or 0
             yield from _read_text(stream, file.name, max(most_bytes, shown))
-
-
-def _bytes_of(file: InputFile, part: Part) -> tuple[int, int | None]:
-    """Return where a part begins, and where it ends; None: at the end of the file."""
-    number, parts = part
-    size = file.size or 0
-    return size * number // parts, None if number + 1 == parts else size * (number + 1) // parts
 
 
 def _own_texts(file: InputFile, texts: Iterable[str], most_bytes: int) -> Iterator[Text | BadInput]:
@@ -161,7 +154,7 @@ def _too_long(where: str, most_bytes: int) -> UserError:
 
 
 def _read_jsonl(
-    stream: BinaryIO, name: str, fields: Fields, most_bytes: int, within: tuple[int, int | None]
+    stream: BinaryIO, name: str, fields: Fields, most_bytes: int, within: Span
 ) -> Iterator[Text | BadInput]:
     without: int | None = 0 if within[0] == 0 else None  # records without the field, as long as there was no other
     after = f" after byte {within[0]}" if within[0] else ""
@@ -178,7 +171,7 @@ def _read_jsonl(
         yield found
 
 
-def _lines_within(stream: BinaryIO, name: str, most_bytes: int, within: tuple[int, int | None]) -> Iterator[bytes]:
+def _lines_within(stream: BinaryIO, name: str, most_bytes: int, within: Span) -> Iterator[bytes]:
     """Yield the lines that begin at one of these bytes."""
     start, end = within
     at = max(start - 1, 0)
@@ -242,7 +235,7 @@ def _field_text(value: Any, where: str, url: str = "") -> Text | BadInput:
 
 
 def _read_parquet(
-    stream: BinaryIO, name: str, fields: Fields, most_bytes: int, within: tuple[int, int | None]
+    stream: BinaryIO, name: str, fields: Fields, most_bytes: int, within: Span
 ) -> Iterator[Text | BadInput]:
     try:
         import pyarrow as pa
@@ -268,7 +261,7 @@ def _read_parquet(
         raise UserError(f"{name}: not a Parquet file ({error}). Restore it, or leave it out of `input`.") from None
 
 
-def _groups_within(metadata: Any, within: tuple[int, int | None]) -> Iterator[tuple[int, int]]:
+def _groups_within(metadata: Any, within: Span) -> Iterator[tuple[int, int]]:
     """Yield the row groups that begin at one of these bytes of the file, each with its first row."""
     start, end = within
     row = 0

@@ -57,7 +57,7 @@ def fingerprint(options: dict[str, Any], files: Sequence[InputFile], pieces: Seq
     Input files count by name, size and time of change.
     """
     inputs = [(file.name, file.size, file.stamp) for file in files]
-    cuts = [(piece.first, piece.part) for piece in pieces]
+    cuts = [(piece.first, piece.from_byte) for piece in pieces]
     return hashlib.sha256(json.dumps([options, inputs, cuts]).encode()).hexdigest()
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import fcntl
 import os
 import sys
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -21,11 +20,11 @@ from argosy.config.filters import FiltersConfig
 from argosy.config.schema import PrepareConfig
 from argosy.data import journal as journals
 from argosy.data import manifest as manifests
-from argosy.data.crew import Crew, Workers
+from argosy.data.crew import Workers
 from argosy.data.cutting import Cutter
 from argosy.data.documents import Tally
 from argosy.data.duplicates import key_maker, parts_of
-from argosy.data.engine import EncodedBatch, choose_engine
+from argosy.data.engine import choose_engine
 from argosy.data.executors.executor import Executor, Program, Request
 from argosy.data.executors.table import Machines, executor_class
 from argosy.data.filters import OWN_LISTS, Filters, list_checksums
@@ -33,6 +32,7 @@ from argosy.data.journal import Journal, Position, fingerprint
 from argosy.data.manifest import NAMES_KEPT, TOKENIZER, Manifest, Shard, SplitName
 from argosy.data.own_source import OWN
 from argosy.data.pieces import PIECE_BYTES, Piece, cut_input
+from argosy.data.progress import Meter, PrepareProgress, Report
 from argosy.data.sample import sample_texts
 from argosy.data.shards import token_dtype
 from argosy.data.sources import RECORDS, InputFile, find_files
@@ -54,51 +54,9 @@ BATCH_CHARS = 500_000
 CHUNK_BYTES = 8_000_000
 """Text of one file of results."""
 
-REPORT_EVERY_S = 0.1
-
 LOCK = ".prepare.lock"
 
 Splits = dict[SplitName, tuple[Shard, ...]]
-
-
-@dataclass(frozen=True)
-class PrepareProgress:
-    """The progress of `prepare`."""
-
-    stage: Literal["tokenizer", "duplicates", "tokens", "done"]
-    """The phase: training the tokenizer, looking for duplicates, tokenizing, or finished."""
-    text_bytes: int = 0
-    """UTF-8 bytes of text tokenized so far."""
-    total_text_bytes: int | None = None
-    """Bytes in all; None if that is not known before the input is read."""
-    tokens: int = 0
-    documents: int = 0
-    rate_bytes_per_s: float = 0.0
-    """Text tokenized per second since `prepare` was called, without the work of an interrupted call before."""
-    underway_bytes: int = 0
-    """Text that workers have tokenized and not delivered."""
-    workers: str = ""
-    """The workers, in words."""
-    pieces_done: float = 0.0
-    """duplicates: share of the input that was looked at."""
-
-    def __str__(self) -> str:
-        if self.stage == "tokenizer":
-            return "prepare  training the tokenizer"
-        if self.stage == "duplicates":
-            return f"prepare  looking for duplicates, {self.pieces_done:.0%}" + (
-                f"   {self.workers}" if self.workers else ""
-            )
-        total = f"/{self.total_text_bytes / 1e6:.1f}" if self.total_text_bytes else ""
-        done = min(self.text_bytes + self.underway_bytes, self.total_text_bytes or sys.maxsize)
-        return (
-            f"prepare  {done / 1e6:.1f}{total} MB of text, "
-            f"{self.tokens / 1e6:.2f}M tokens   {self.rate_bytes_per_s / 1e6:.1f} MB/s"
-            + (f"   {self.workers}" if self.workers else "")
-        )
-
-
-Report = Callable[[PrepareProgress], None]
 
 
 def prepare(
@@ -143,7 +101,7 @@ def prepare(
         job = _job(config, extend, tokenizer, found.files, journal)
         folder = WorkFolder(config.out.absolute() / FOLDER)
         folder.make(job.as_json(), [file.as_found for file in found.files], [astuple(piece) for piece in pieces])
-        meter = _Meter(journal, _total_text_bytes(found.files, config), report)
+        meter = Meter(journal, _total_text_bytes(found.files, config), report)
         count = max(1, min(wanted, len(pieces)))
         with Workers(folder, lambda: _executor(folder, machines, count), count, meter.look) as workers:
             if config.filters.duplicates != "keep":
@@ -172,7 +130,7 @@ def prepare(
         return Manifest.load(config.out)
 
 
-def _find_duplicates(pieces: int, workers: Workers, meter: _Meter) -> None:
+def _find_duplicates(pieces: int, workers: Workers, meter: Meter) -> None:
     """Have workers find out which documents came before. What they found earlier is taken as it is."""
     keys = 0
     for task, _, chunk in workers.results(KEYS, pieces, ahead=pieces):
@@ -184,7 +142,7 @@ def _find_duplicates(pieces: int, workers: Workers, meter: _Meter) -> None:
     meter.compared(1.0)
 
 
-def _tokenize(job: Job, stages: Stages, pieces: int, journal: Journal, workers: Workers, meter: _Meter) -> Splits:
+def _tokenize(job: Job, stages: Stages, pieces: int, journal: Journal, workers: Workers, meter: Meter) -> Splits:
     """Write all documents to shards: workers make tokens of them, and this process puts those in order."""
     config, at = job.config, journal.next
     limit = config.max_text_bytes or sys.maxsize
@@ -375,58 +333,6 @@ def _no_text(config: PrepareConfig, tally: Tally, first_bad: Sequence[str] | Non
         f"input = {list(config.input)}: there is no text in it" + (f" (skipped: {skipped})" if skipped else "") + ". "
         "Name files with text in UTF-8, and in `field` the field or column that holds it."
     )
-
-
-class _Meter:
-    """Counts finished work and reports it."""
-
-    def __init__(self, journal: Journal, total_text_bytes: int | None, report: Report):
-        done = [shard for cut in journal.cuts for shard in cut.shards.values()]
-        self._report, self._began_s, self._reported_s = report, time.monotonic(), -REPORT_EVERY_S
-        self._earlier_bytes = sum(shard.text_bytes for shard in done)
-        self.progress = PrepareProgress(
-            stage="tokens",
-            text_bytes=self._earlier_bytes,
-            total_text_bytes=total_text_bytes,
-            tokens=sum(shard.tokens for shard in done),
-            documents=sum(shard.documents for shard in done),
-        )
-
-    def count(self, batch: EncodedBatch) -> None:
-        """Add documents that are in a shard."""
-        old = self.progress
-        self._show(
-            replace(
-                old,
-                text_bytes=old.text_bytes + int(batch.text_bytes.sum()),
-                tokens=old.tokens + len(batch.tokens),
-                documents=old.documents + len(batch.lengths),
-            )
-        )
-
-    def compared(self, share: float) -> None:
-        """Show how much of the input was looked at for duplicates; after all of it, tokenizing begins."""
-        if share < 1.0:
-            self._show(replace(self.progress, stage="duplicates", pieces_done=share))
-        else:
-            self.progress = replace(self.progress, stage="tokens")
-            self._began_s = time.monotonic()
-
-    def look(self, crew: Crew) -> None:
-        """Show how many workers there are, and what they are at."""
-        self._show(replace(self.progress, underway_bytes=crew.text_bytes, workers=str(crew)))
-
-    def finish(self) -> None:
-        """Report that the work is finished."""
-        self._report(replace(self.progress, stage="done", underway_bytes=0, workers=""))
-
-    def _show(self, progress: PrepareProgress) -> None:
-        now_s = time.monotonic()
-        done = progress.text_bytes + progress.underway_bytes - self._earlier_bytes
-        self.progress = replace(progress, rate_bytes_per_s=done / max(now_s - self._began_s, 1e-9))
-        if now_s - self._reported_s >= REPORT_EVERY_S:
-            self._reported_s = now_s
-            self._report(self.progress)
 
 
 @contextmanager

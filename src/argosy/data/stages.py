@@ -148,7 +148,8 @@ class Stages:
     def batch(self, number: int, chunk: Chunk, start: int, most_bytes: int) -> tuple[EncodedBatch, Tally, int]:
         """Return the documents of a chunk of tokens, counts, and how many files are read by then.
 
-        start: where the chunk begins in its piece. most_bytes: of text; what is too much is cut off.
+        start: where the chunk begins in its piece. most_bytes: of text; what is too much is cut off: the text is read
+        again up to there, and of its tokens those of the last document are made again, which may be cut.
         """
         batch = _joined([EncodedBatch(**chunk.arrays)] if chunk.arrays else [], self._job.dtype)
         tally = Tally(int(batch.text_bytes.sum()), Counter(chunk.facts["skipped"]), Counter(chunk.facts["dropped"]))
@@ -156,7 +157,9 @@ class Stages:
             return batch, tally, self._pieces[number].end
         reader = self._token_reader(number, most_bytes)
         documents = list(reader.read(self._pieces[number], start))
-        return self._encode(documents), reader.tally, reader.files_read
+        whole = max(0, len(documents) - 1)
+        kept = _joined([batch.before(whole), self._encode(documents[whole:])], self._job.dtype)
+        return kept, reader.tally, reader.files_read
 
     def _encode(self, documents: Sequence[Document]) -> EncodedBatch:
         """Encode documents, a batch after the other."""
@@ -203,7 +206,8 @@ class Stages:
         return Chunk({"parts": parts}, found, 0, True)
 
     def _tokens(self, number: int, start: int) -> Iterator[Chunk]:
-        reader = self._token_reader(number)
+        limit = self._job.config.max_text_bytes  # no chunk is needed further; what cuts a character leaves 3 bytes less
+        reader = self._token_reader(number, limit and limit + 3)
         for documents, end, is_last in self._chunks(reader, number, start):
             arrays = vars(self._encode(documents))
             yield Chunk(self._facts(reader), arrays, end, is_last)

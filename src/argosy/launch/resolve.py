@@ -9,7 +9,8 @@ from argosy.config.schema import RunConfig
 from argosy.data.loader import OpenData, open_data
 from argosy.data.manifest import NAME as MANIFEST
 from argosy.data.manifest import Manifest
-from argosy.data.prepare import PrepareProgress, prepare
+from argosy.data.prepare import prepare
+from argosy.data.progress import PrepareProgress
 from argosy.data.stores.cache import Cache
 from argosy.data.stores.folder import StoreFolder
 from argosy.data.stores.store import is_url

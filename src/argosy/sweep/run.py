@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from argosy.compare.results import SWEEP_FILE
-from argosy.data.prepare import PrepareProgress, prepare
+from argosy.data.prepare import prepare
+from argosy.data.progress import PrepareProgress
 from argosy.errors import UserError
 from argosy.observe.progress import Progress
 from argosy.sweep.driver import Driver
