@@ -13,10 +13,11 @@ from argosy.errors import UserError
 from argosy.observe.ledger import read_ledger
 from argosy.observe.metrics import Metrics
 from argosy.parallel.world import World
+from argosy.plan.check import check_plan
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.report.report import PlanRequest, plan_report
-from argosy.plan.rules import check_plan, first_problem
+from argosy.plan.rules import first_problem
 from argosy.plan.search.search import search
 from argosy.training.pace import Pace
 from tiny import EAGER, eager, losses, run_config, train_in

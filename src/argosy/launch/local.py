@@ -22,8 +22,8 @@ from argosy.launch.sites import settle_site, train_sites
 from argosy.observe.events import Events
 from argosy.observe.progress import Progress
 from argosy.observe.report import Report
+from argosy.plan.check import check_size
 from argosy.plan.plan import is_asynchronous
-from argosy.plan.rules import check_size
 from argosy.plan.search.auto import processes_of
 from argosy.processes.fork_server import ForkServer
 from argosy.sinks.table import check_sinks

@@ -6,19 +6,26 @@ the problem in words: the values, the rule, and often a remedy.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from functools import cache, reduce
-from itertools import islice
+from collections.abc import Iterator
+from functools import reduce
 from operator import or_
 from typing import Any
 
-from argosy.config.schema import LaunchConfig, RunConfig
-from argosy.errors import UserError
+from argosy.config.schema import RunConfig
+from argosy.plan.divisors import around, divisors
 from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import INTERLEAVED, SPLITTING
-from argosy.plan.plan import COMPRESSED, OF_SITES, Plan
+from argosy.plan.plan import Plan
 from argosy.plan.rule import Plans, Rule, rule
+from argosy.plan.sum_rules import (
+    asynchronous_gradients_have_no_loss_scale,
+    compressed_sums_are_not_checked,
+    compressed_sums_have_replicas,
+    sites_agree_now_and_then,
+    sites_have_no_state_but_weights,
+    tiers_divide_the_replicas,
+    tiers_hold_whole_sets_of_experts,
+)
 from argosy.plan.uneven_rules import (
     cannot_run,
     ranks_that_gather_together_are_alike,
@@ -53,7 +60,7 @@ def heads_are_dealt_out(plan: Plan, run: RunConfig) -> str:
             "so that each rank has as many key/value heads, or shares one."
         )
     good = [tp for tp in divisors(heads) if tp > 1 and (kv_heads % tp == 0 or tp % kv_heads == 0)]
-    return f"{problem} Try plan.tp = {_around(plan.tp, good)}." if good else problem
+    return f"{problem} Try plan.tp = {around(plan.tp, good)}." if good else problem
 
 
 @rule(lambda p, run: run.model.ffn_width % p.tp != 0)
@@ -152,7 +159,7 @@ def experts_are_dealt_out(plan: Plan, run: RunConfig) -> str:
         return f"plan.ep = {plan.ep}, and the model has no experts (model.moe.experts = 0). Leave ep out."
     if experts % plan.ep:
         good = [ep for ep in divisors(experts) if ep > 1]
-        remedy = f" Try plan.ep = {_around(plan.ep, good)}." if good else ""
+        remedy = f" Try plan.ep = {around(plan.ep, good)}." if good else ""
         return f"plan.ep = {plan.ep} does not divide model.moe.experts = {experts}.{remedy}"
     return (
         f"plan.ep = {plan.ep} does not divide plan.dp_shard x plan.cp = {plan.dp_shard * plan.cp}, "
@@ -181,89 +188,6 @@ def number_formats_go_together(plan: Plan, run: RunConfig) -> str:
     if plan.precision == "fp8":
         return "plan.precision = fp8 with experts: their grouped matmuls are not done in fp8. Try precision=bf16."
     return "plan.weights = bf16 with precision = fp16: weights would lose what fp16 resolves. Try precision=bf16."
-
-
-def _has_no_replicas(p: Plans) -> Any:
-    return (p.dp_replicate == 1) & ((p.zero != 0) | (p.dp_shard * p.cp == 1))
-
-
-@rule(lambda p, run: _has_no_replicas(p) & p.is_("sync", *COMPRESSED))
-def compressed_sums_have_replicas(plan: Plan, run: RunConfig) -> str:
-    return (
-        f"plan.sync = {plan.sync} with plan.dp_replicate = 1: it says how replicas of the state sum their gradients, "
-        "and there is one only. Leave sync out, or give dp_replicate some of the ranks."
-    )
-
-
-@rule(lambda p, run: p.is_("sync", *COMPRESSED) & run.resilience.check_collectives)
-def compressed_sums_are_not_checked(plan: Plan, run: RunConfig) -> str:
-    return (
-        f"resilience.check_collectives = true with plan.sync = {plan.sync}: checksums fit exact sums only. "
-        "Set it to false, or leave sync out."
-    )
-
-
-def _tiers_do_not_divide(p: Plans) -> Any:
-    unit, replicas = p.sum_inside * p.sum_between, p.dp_replicate * (1 + (p.zero == 0) * (p.dp_shard * p.cp - 1))
-    cut = (unit > 1) & ((replicas % unit != 0) | (unit >= replicas))
-    return cut | ((p.sum_between > 1) & (p.sum_inside == 1))
-
-
-@rule(lambda p, run: _tiers_do_not_divide(p))
-def tiers_divide_the_replicas(plan: Plan, run: RunConfig) -> str:
-    if plan.sum_inside == 1:
-        return f"plan.sum_between = {plan.sum_between} with sum_inside = 1: the first tier is sum_inside. Name it so."
-    unit, many = plan.sum_inside * plan.sum_between, plan.replicas
-    said = f"plan.sum_inside = {plan.sum_inside}" + f" x sum_between = {plan.sum_between}" * (plan.sum_between > 1)
-    good, plural = [n for n in divisors(many) if 1 < n < many], "s" * (many != 1)
-    remedy = f"Try {_around(unit, good) or good[-1]}." if good else "Leave it out."
-    return (
-        f"{said} has to divide the plan's {many} replica{plural} of the state into two groups or more (replicas are "
-        f"dp_replicate, and with zero = 0 the other data and context ranks too). {remedy}"
-    )
-
-
-def _tiers_cut_experts(p: Plans) -> Any:
-    sizes = p.sum_inside, p.sum_inside * p.sum_between
-    return (p.zero == 0) & reduce(or_, [(size % p.ep != 0) & (p.ep % size != 0) for size in sizes])
-
-
-@rule(lambda p, run: _tiers_cut_experts(p))
-def tiers_hold_whole_sets_of_experts(plan: Plan, run: RunConfig) -> str:
-    return (
-        f"plan.sum_inside = {plan.sum_inside} and sum_between = {plan.sum_between} with ep = {plan.ep} and zero = 0: "
-        "neighbours have other experts, so ep has to divide the replicas of a tier, or they it. "
-        f"Try sum_inside = {plan.ep}."
-    )
-
-
-@rule(lambda p, run: p.is_("sync", *OF_SITES) ^ bool(run.sites))
-def sites_agree_now_and_then(plan: Plan, run: RunConfig) -> str:
-    if not run.sites:
-        return (
-            f"plan.sync = {plan.sync}, and the run has no [[sites]]: it says how sites agree. Name two sites or more "
-            "(docs/thin-links.md), or leave sync out."
-        )
-    return (
-        f"plan.sync = {plan.sync}, and the run has [[sites]]: sites agree by sync=diloco, sync=local or sync=async. "
-        "Leave sync out for diloco."
-    )
-
-
-@rule(lambda p, run: p.is_("sync", "async") & p.is_("precision", "fp16"))
-def asynchronous_gradients_have_no_loss_scale(plan: Plan, run: RunConfig) -> str:
-    return (
-        "plan.sync = async with precision = fp16: workers come and go, and a loss scale would be found anew each time. "
-        "Try precision=bf16 or fp32."
-    )
-
-
-@rule(lambda p, run: p.is_("sync", *OF_SITES) & (run.model.moe.experts > 0) & (run.model.moe.balance == "bias"))
-def sites_have_no_state_but_weights(plan: Plan, run: RunConfig) -> str:
-    return (
-        f'plan.sync = {plan.sync} with model.moe.balance = "bias": each site would have biases of its own, which '
-        'are no weights that sites agree on. Use balance = "aux".'
-    )
 
 
 RULES: tuple[Rule, ...] = (
@@ -326,99 +250,3 @@ def _of_stage(problem: str, stage: RunConfig) -> str:
     """Return a problem with the batch of a stage, which calls it train.global_batch, under its own name."""
     return problem.replace(f"train.global_batch = {stage.train.global_batch}",
                            f"train.batch_ramp: global_batch = {stage.train.global_batch}")  # fmt: skip
-
-
-def check_plan(plan: Plan, run: RunConfig, processes: int) -> None:
-    """Refuse, before any process starts, a plan that cannot train this run. Raises: UserError."""
-    check_size(str(plan), plan.world_size, run.launch, processes)
-    if problem := first_problem(plan, run):
-        near = ", ".join(f'"{other}"' for other in nearest(plan, run))
-        raise UserError(f"{problem} Plans near it that would do: {near}." if near else problem)
-
-
-def check_size(
-    plan: str, size: int, launch: LaunchConfig, processes: int, origin: Callable[[str], str] = lambda key: ""
-) -> None:
-    """Refuse a plan for `size` processes where there are `processes`, on all nodes.
-
-    origin: returns where a key gets its value from, in words. Raises: UserError.
-    """
-    if size == processes:
-        return
-    nodes, each = launch.nodes, launch.processes
-
-    def said(key: str, value: int) -> str:
-        where = origin(f"launch.{key}")
-        return f"launch.{key} = {value}" + (f" ({where})" if where else "")
-
-    if each and nodes * each == processes:
-        product = f"{said('nodes', nodes)} x {said('processes', each)} make {processes}"
-        there = product if nodes > 1 else said("processes", each)
-    elif nodes > 1:
-        there = f"{said('nodes', nodes)} machines of {processes // nodes} processes each have {processes}"
-    else:
-        there = f"there are {processes}"
-    remedy = f"launch.processes = {size // nodes}" if size % nodes == 0 else "launch.nodes = 1"
-    on_each = ", which counts on each machine" if nodes > 1 and size % nodes == 0 else ""
-    where = origin("plan")
-    raise UserError(
-        f'plan = "{plan}"{f" ({where})" if where else ""} is for {size} processes, and {there}. '
-        f'Try {remedy}{on_each}, or plan = "auto".'
-    )
-
-
-def nearest(plan: Plan, run: RunConfig, many: int = 3) -> list[Plan]:
-    """Return the plans for as many processes that can train `run` and whose axes are nearest to those of `plan`.
-
-    Of equally near plans, those that keep the microbatch come first, then those with more data parallelism, because it
-    asks least of the model.
-    """
-    axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
-    sizes_here = tuple(getattr(plan, axis) for axis in axes)
-
-    def distance(choice: tuple[Any, ...]) -> tuple[float, ...]:
-        *sizes, shares, layers = choice
-        doublings = sum(abs(math.log2(there / here)) for there, here in zip(sizes, sizes_here, strict=False))
-        _, dp_replicate, dp_shard, *_, microbatch = sizes
-        changes = microbatch != plan.microbatch, shares != plan.shares, layers != plan.layers
-        return round(doublings, 6), *changes, -dp_shard, -dp_replicate, *sizes
-
-    choices = (
-        (*sizes, ep, microbatch, shares, layers)
-        for sizes in _factorizations(plan.world_size, len(axes) - 1)
-        for ep in {1, plan.ep, *_neighbours(plan.ep, divisors(max(1, run.model.moe.experts)))}
-        for microbatch in {1, plan.microbatch}
-        for shares in {"", plan.shares}
-        for layers in {"", plan.layers}
-    )
-    others = (
-        plan.model_copy(update=dict(zip((*axes, "microbatch", "shares", "layers"), choice, strict=True)))
-        for choice in sorted(choices, key=distance)
-    )
-    return list(islice((other for other in others if first_problem(other, run) is None), many))
-
-
-def _neighbours(size: int, good: list[int]) -> list[int]:
-    """Return the sorted `good` sizes next to `size`: the largest up to it, and the smallest from it on."""
-    below, above = [n for n in good if n <= size], [n for n in good if n >= size]
-    return sorted({*below[-1:], *above[:1]})
-
-
-def _around(size: int, good: list[int]) -> str:
-    return " or ".join(map(str, _neighbours(size, good)))
-
-
-def _factorizations(number: int, factors: int) -> Iterator[tuple[int, ...]]:
-    """Yield all ways to write `number` as a product of that many factors, in order."""
-    if factors == 1:
-        yield (number,)
-        return
-    for first in divisors(number):
-        for rest in _factorizations(number // first, factors - 1):
-            yield (first, *rest)
-
-
-@cache
-def divisors(number: int) -> list[int]:
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from argosy.config.load import load
 from argosy.config.schema import DataConfig, RunConfig, TrainConfig
 from argosy.errors import ArgosyWarning, UserError
+from argosy.plan.check import check_plan
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.prediction import predict
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import Plan
-from argosy.plan.rules import check_plan
 from argosy.plan.search.auto import Devices, choose_plan, other_choice, plan_to_go_on
 from argosy.plan.search.search import search
 

@@ -11,15 +11,17 @@ import numpy as np
 
 from argosy.config.schema import RunConfig
 from argosy.errors import ArgosyWarning, UserError
+from argosy.plan.check import check_plan
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.heterogeneous import uneven_splits
+from argosy.plan.divisors import divisors
 from argosy.plan.hardware.clusters import Cluster, NodeGroup
 from argosy.plan.hardware.devices import device_names, find_device
 from argosy.plan.hardware.local_machine import cluster_of, device_named, resized
 from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import NUMERICS, Plan, Precision, words_of
-from argosy.plan.rules import check_plan, divisors, first_problem
+from argosy.plan.rules import first_problem
 from argosy.plan.search.best import AS_FAST, plainest, search_to_run, why_nothing_fits
 from argosy.plan.search.fitting import misfit
 from argosy.plan.search.search import SearchResult

@@ -17,11 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from argosy.errors import UserError
+from argosy.plan.check import nearest
 from argosy.plan.cost.cost_model import CostModel
+from argosy.plan.divisors import divisors
 from argosy.plan.layouts import WORDS, Layouts, column_of
 from argosy.plan.pipeline import INTERLEAVED, SCHEDULES
 from argosy.plan.plan import AXES, Plan, words_of
-from argosy.plan.rules import OF_MICROBATCHES, breaks_any, divisors, first_problem, nearest
+from argosy.plan.rules import OF_MICROBATCHES, breaks_any, first_problem
 
 Mask = NDArray[np.bool_]
 Table = dict[str, NDArray[Any]]
