@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple
 
-from argosy.config.schema import PrepareConfig
+from argosy.config.data import PrepareConfig
 from argosy.data.sources import InputFile
 from argosy.errors import UserError, missing_extra
 
@@ -278,6 +278,9 @@ def _rows_at_once(group: Any, name: str, row: int, field: str, most_bytes: int) 
     """Return how many rows of a row group, whose first is `row`, to unpack at once.
 
     Each value of a column may be as long as all that is stored of it, since a dictionary stores what is repeated once.
+    The sizes are those that the file's index gives. A page may be larger than that, up to the 2 GB of its own header:
+    pyarrow has no limit for it, and Python cannot give it a pool of memory that has one.
+
     Raises: UserError if a page of the group unpacks to more than `most_bytes`, out of far fewer bytes.
     """
     columns = [group.column(number) for number in range(group.num_columns)]
