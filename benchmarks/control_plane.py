@@ -36,7 +36,8 @@ from pathlib import Path
 
 from argosy.checkpoint.owner import name_of
 from argosy.config.dump import save_run
-from argosy.config.schema import LaunchConfig, ResilienceConfig, RunConfig
+from argosy.config.resilience import ResilienceConfig
+from argosy.config.schema import LaunchConfig, RunConfig
 from argosy.observe.heartbeat import LAST_STEPS, HeartbeatReading
 from argosy.processes.child import Child
 from argosy.processes.connection import Connection

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from argosy.config.schema import DataConfig
+from argosy.config.data import DataConfig
 from argosy.data.loader import open_data
 from argosy.data.manifest import TOKENIZER, Manifest
 from argosy.data.shards import ShardWriter

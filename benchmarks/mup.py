@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from argosy.config.schema import PrepareConfig, RunConfig
+from argosy.config.data import PrepareConfig
+from argosy.config.schema import RunConfig
 from argosy.data.manifest import NAME as MANIFEST
 from argosy.data.prepare import prepare
 from argosy.errors import RunFailed

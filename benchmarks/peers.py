@@ -108,7 +108,9 @@ class Turns:
 
 def argosy(setting: Setting, turns: Turns, compiled: bool) -> None:
     """Run the training step (`argosy.training.step`) without the trainer around it."""
-    from argosy.config.schema import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
+    from argosy.config.data import DataConfig
+    from argosy.config.model import ModelConfig
+    from argosy.config.schema import OptimizerConfig, RunConfig, TrainConfig
     from argosy.models.batch import microbatches
     from argosy.observe.clock import StepClock
     from argosy.parallel.apply import apply

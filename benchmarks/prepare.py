@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from argosy.config.schema import PrepareConfig
+from argosy.config.data import PrepareConfig
 from argosy.data.documents import DocumentReader
 from argosy.data.prepare import prepare
 from argosy.data.sample import sample_texts

@@ -24,7 +24,7 @@ from statistics import median
 
 import tyro
 
-from argosy.config.schema import ModelConfig
+from argosy.config.model import ModelConfig
 from argosy.plan.flops import train_flops_per_token
 from peers import CONTENDERS, Setting
 

@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import argosy
+from argosy.config.data import PrepareConfig
 from argosy.config.load import load
-from argosy.config.schema import PrepareConfig, RunConfig
+from argosy.config.schema import RunConfig
 from argosy.data.prepare import prepare
 from argosy.observe.events import each_line
 from argosy.plan.cost.cost_model import CostModel

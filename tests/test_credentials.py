@@ -8,8 +8,9 @@ import pytest
 
 from argosy.checkpoint.rank_writer import words
 from argosy.checkpoint.remote import Remote
+from argosy.config.data import PrepareConfig
 from argosy.config.load import load
-from argosy.config.schema import CheckpointConfig, PrepareConfig
+from argosy.config.schema import CheckpointConfig
 from argosy.credentials import has_credentials, redact
 from argosy.data.sources import find_files
 from argosy.errors import ArgosyWarning, StorageError, UserError

@@ -12,7 +12,9 @@ import torch
 from argosy.checkpoint import store
 from argosy.checkpoint.load import load_into
 from argosy.checkpoint.shards import wholes
-from argosy.config.schema import ModelConfig, PrepareConfig, RunConfig
+from argosy.config.data import PrepareConfig
+from argosy.config.model import ModelConfig
+from argosy.config.schema import RunConfig
 from argosy.data.prepare import prepare
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize

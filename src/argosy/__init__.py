@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from argosy import extend as extend
     from argosy.compare.parity import parity
+    from argosy.config.data import PrepareConfig
     from argosy.config.load import load
-    from argosy.config.schema import PrepareConfig, RunConfig
+    from argosy.config.schema import RunConfig
     from argosy.data.prepare import prepare
     from argosy.errors import ArgosyError, Interrupted, RunFailed, UserError
     from argosy.inference.evaluate import evaluate
@@ -52,7 +53,7 @@ _HOME = {
     "ArgosyError": "argosy.errors",
     "Interrupted": "argosy.errors",
     "Plan": "argosy.plan.plan",
-    "PrepareConfig": "argosy.config.schema",
+    "PrepareConfig": "argosy.config.data",
     "Report": "argosy.observe.report",
     "RunConfig": "argosy.config.schema",
     "RunFailed": "argosy.errors",

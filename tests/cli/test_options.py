@@ -11,10 +11,10 @@ from argosy import cli
 from argosy.cli.help import fitted
 from argosy.cli.options import parse, parse_run, parse_section
 from argosy.config.counts import Count, WholeCount
+from argosy.config.data import PrepareConfig
 from argosy.config.essential import ESSENTIAL
 from argosy.config.keys import dotted
 from argosy.config.load import load
-from argosy.config.schema import PrepareConfig
 from argosy.errors import UserError
 
 

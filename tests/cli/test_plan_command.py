@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from argosy import cli
-from argosy.config.schema import PrepareConfig
+from argosy.config.data import PrepareConfig
 from argosy.data.prepare import prepare
 from argosy.plan.plan import Plan
 

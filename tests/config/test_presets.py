@@ -4,7 +4,7 @@ import pytest
 
 from argosy.config.catalog import preset_names
 from argosy.config.load import load
-from argosy.config.schema import ModelConfig
+from argosy.config.model import ModelConfig
 from argosy.plan.flops import matmul_parameters, parameters
 
 PUBLISHED = {  # parameters, billions: the model cards, embeddings included, tied ones once

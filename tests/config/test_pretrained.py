@@ -8,7 +8,8 @@ import pytest
 
 from argosy.config.dump import save_run
 from argosy.config.load import load
-from argosy.config.schema import ModelConfig, RopeScaling, RunConfig
+from argosy.config.model import ModelConfig, RopeScaling
+from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 
 WEIGHTS = ModelConfig(layers=3, width=96, max_seq_len=4096, vocab_size=500, rope_scaling=RopeScaling(kind="linear"))

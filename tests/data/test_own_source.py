@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from argosy.config.data import PrepareConfig
 from argosy.config.extend import ExtendConfig
-from argosy.config.schema import PrepareConfig
 from argosy.data import prepare as module
 from argosy.data.prepare import prepare
 from argosy.errors import UserError

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from argosy.config.schema import PrepareConfig
+from argosy.config.data import PrepareConfig
 from argosy.data import prepare as module
 from argosy.data.executors.local import LocalExecutor
 from argosy.data.manifest import TOKENIZER, Manifest, verify
@@ -248,7 +248,7 @@ def test_a_damaged_result_is_made_again(config: PrepareConfig, monkeypatch: pyte
 
 SCRIPT = """
 import json, sys
-from argosy.config.schema import PrepareConfig
+from argosy.config.data import PrepareConfig
 from argosy.data import prepare as module, progress
 module.BATCH_CHARS = module.CHUNK_BYTES = 2000
 module.PIECE_BYTES = 5000

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from argosy.config.schema import PrepareConfig
+from argosy.config.data import PrepareConfig
 from argosy.data.sample import FILES, sample_texts
 from argosy.data.sources import find_files
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from argosy.config.schema import ModelConfig
+from argosy.config.model import ModelConfig
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from argosy.config.schema import ModelConfig, MoEConfig
+from argosy.config.model import ModelConfig, MoEConfig
 from argosy.models.experts import (
     Load,
     MoE,

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, Qwen2Tokenizer
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from argosy.config.schema import ModelConfig, RopeScaling
+from argosy.config.model import ModelConfig, RopeScaling
 from argosy.errors import ArgosyWarning, UserError
 from argosy.models import hf, hf_config
 from argosy.models.decoder import Decoder

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode  # there is no public way to see every tensor made
 
-from argosy.config.schema import ModelConfig
+from argosy.config.model import ModelConfig
 from argosy.models import initialize
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import fill_initial, materialize, offset_of

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from torch import Tensor
 from torch.nn import functional as F
 
-from argosy.config.schema import MLAConfig, ModelConfig, RopeScaling
+from argosy.config.model import MLAConfig, ModelConfig, RopeScaling
 from argosy.models.attention import Attention, LayerCache
 from argosy.models.mla import LatentAttention, LatentCache, attention_of, cache_of
 from argosy.models.rope import attention_scale, rotary_table, rotate

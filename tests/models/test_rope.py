@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from argosy.config.schema import ModelConfig, RopeScaling
+from argosy.config.model import ModelConfig, RopeScaling
 from argosy.models.rope import attention_scale, rotary_table, rotate
 
 CONFIG = ModelConfig(head_width=64, rope_theta=10_000.0)

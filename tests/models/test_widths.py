@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from argosy.config.schema import ModelConfig, OptimizerConfig
+from argosy.config.model import ModelConfig
+from argosy.config.schema import OptimizerConfig
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
 from argosy.optim.optimizer import Optimizer

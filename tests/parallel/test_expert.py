@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from argosy.config.schema import ModelConfig, MoEConfig
+from argosy.config.model import ModelConfig, MoEConfig
 from argosy.models.experts import Load, MoE
 from argosy.parallel.context import shard_sequence, unshard_sequence
 from argosy.parallel.expert import ExpertParallel, SplitRows, exchange_rows, loads_by_layer, loads_of, update_biases

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from argosy.config.catalog import preset_names
 from argosy.config.load import load
-from argosy.config.schema import MLAConfig, ModelConfig, MoEConfig
+from argosy.config.model import MLAConfig, ModelConfig, MoEConfig
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
 from argosy.plan.flops import matmul_parameters, parameters, train_flops_per_token

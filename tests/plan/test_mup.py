@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from argosy.config.load import load
-from argosy.config.schema import ModelConfig
+from argosy.config.model import ModelConfig
 from argosy.errors import UserError
 from argosy.plan.mup import DIMS, folded_factor, initial_factor, logit_factor, query_factor, rate_factor
 from argosy.plan.parameters import parameter_table, state_table

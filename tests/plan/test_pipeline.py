@@ -14,7 +14,7 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
-from argosy.config.schema import ModelConfig
+from argosy.config.model import ModelConfig
 from argosy.plan.flops import train_flops_per_token
 from argosy.plan.pipeline import SCHEDULES, split_layers, stages_of_rank
 

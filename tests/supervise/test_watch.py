@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from argosy.config.schema import ResilienceConfig
+from argosy.config.resilience import ResilienceConfig
 from argosy.resilience.detect.finding import Finding, WorkerSeen
 from argosy.supervise.node_report import NodeReporter, Report
 from argosy.supervise.watch import RunWatch

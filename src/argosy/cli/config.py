@@ -26,7 +26,8 @@ from argosy.config.catalog import Kind, preset_names, preset_path
 from argosy.config.dump import dump
 from argosy.config.layers import preset_layer
 from argosy.config.load import build
-from argosy.config.schema import ModelConfig, RunConfig
+from argosy.config.model import ModelConfig
+from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.files import atomic_write
 from argosy.plan.flops import parameters

@@ -27,10 +27,10 @@ from typing import NoReturn
 import tyro
 
 from argosy.cli.options import parse_section
+from argosy.config.data import DataConfig, PrepareConfig
 from argosy.config.extend import ExtendConfig
 from argosy.config.layers import Entry, Source
 from argosy.config.load import OPTION_MARK, build
-from argosy.config.schema import DataConfig, PrepareConfig
 from argosy.data.executors.table import ExecutorName, Machines
 from argosy.errors import ArgosyWarning, DataError, Interrupted, RunFailed, UserError
 from argosy.observe.progress import Progress

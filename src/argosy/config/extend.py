@@ -9,12 +9,17 @@ from pathlib import Path
 from typing import Annotated, Self
 
 import tyro
-from pydantic import model_validator
+from pydantic import WithJsonSchema, model_validator
 
 from argosy.config.section import Section
 from argosy.extend.declared import CodeFile, Declaration, read_code
 from argosy.extend.packages import read_package
 from argosy.extend.register import Kind
+
+
+def one_of_or_own(*names: str) -> WithJsonSchema:
+    """Return the JSON schema of a key that takes one of `names`, or a name that the table `extend` brings."""
+    return WithJsonSchema({"anyOf": [{"enum": list(names)}, {"type": "string"}]})
 
 
 class ExtendConfig(Section):

@@ -10,12 +10,13 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from argosy.config.catalog import near_names, preset_names, preset_path
+from argosy.config.data import DataConfig
 from argosy.config.keys import Key, dotted, fields, key_of, nest, sections, value_type
 from argosy.config.layers import Entry, Layer, Source, file_layer, override_layer, preset_layer, run_layer
 from argosy.config.pretrained import OF_ANY_MODEL, WEIGHTS, of_weights
 from argosy.config.pretrained import PRESET as MODEL_PRESET
 from argosy.config.problems import Place, Problem, problem_of, shown
-from argosy.config.schema import DataConfig, RunConfig
+from argosy.config.schema import RunConfig
 from argosy.config.section import Section
 from argosy.config.suggest import ELSEWHERE, suggestion
 from argosy.errors import UserError

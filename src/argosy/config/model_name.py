@@ -5,7 +5,8 @@ from __future__ import annotations
 from argosy.config.catalog import preset_path
 from argosy.config.layers import preset_layer
 from argosy.config.load import build
-from argosy.config.schema import ModelConfig, RunConfig
+from argosy.config.model import ModelConfig
+from argosy.config.schema import RunConfig
 
 NOT_SIZES = {
     *("preset", "weights", "vocab_size", "init_std", "norm_eps", "mup"),

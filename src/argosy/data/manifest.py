@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from argosy.config.schema import PrepareConfig
+from argosy.config.data import PrepareConfig
 from argosy.errors import DataError, UserError
 from argosy.files import atomic_write, file_sha256, is_plain_name, read_at_most
 

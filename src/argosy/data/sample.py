@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from argosy.config.schema import PrepareConfig
+from argosy.config.data import PrepareConfig
 from argosy.data.documents import DocumentReader
 from argosy.data.filters import Filters
 from argosy.data.sources import InputFile

@@ -10,8 +10,8 @@ from typing import Any, overload
 
 import numpy as np
 
+from argosy.config.data import PrepareConfig
 from argosy.config.extend import ExtendConfig
-from argosy.config.schema import PrepareConfig
 from argosy.data.documents import Document, DocumentReader, Drops, Tally
 from argosy.data.duplicates import as_arrays, bounds, key_maker, repeated, within
 from argosy.data.engine import EncodedBatch, Encoder, EngineName

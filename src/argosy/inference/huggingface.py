@@ -12,8 +12,9 @@ import torch
 from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.save import Saver
 from argosy.checkpoint.shards import wholes
+from argosy.config.data import DataConfig
 from argosy.config.dump import save_run
-from argosy.config.schema import DataConfig, RunConfig
+from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
 from argosy.errors import StorageError, UserError
 from argosy.inference.trained_model import open_checkpoint

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from argosy.config.schema import ModelConfig
+from argosy.config.model import ModelConfig
 from argosy.models.layers import linear, norm
 from argosy.models.rope import rotate
 from argosy.plan.mup import query_factor

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from argosy.config.schema import ModelConfig
+from argosy.config.model import ModelConfig
 from argosy.models.experts import feed_forward_of
 from argosy.models.layers import embedding, linear, local, norm
 from argosy.models.loss import ChunkLoss, chunk_loss_and_gradient, summed_cross_entropy

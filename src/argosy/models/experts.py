@@ -1,6 +1,6 @@
 """Mixture of experts: a router sends each token to a few of many feed-forwards (Shazeer et al. 2017).
 
-Mixtral, Qwen3-MoE and DeepSeek-V3 are settings of one layer (`config.schema.MoEConfig`). A token's result does not
+Mixtral, Qwen3-MoE and DeepSeek-V3 are settings of one layer (`config.model.MoEConfig`). A token's result does not
 depend on the other tokens of its batch. Only a capacity, which drops tokens, makes it depend on those of its own row.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from argosy.config.schema import ModelConfig, MoEConfig
+from argosy.config.model import ModelConfig, MoEConfig
 from argosy.models.layers import FeedForward, local
 from argosy.models.own_family import activation_of
 from argosy.plan.parameters import Table, feed_forward_table, inside, moe_table

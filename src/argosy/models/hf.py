@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from argosy.config.schema import ModelConfig
+from argosy.config.model import ModelConfig
 from argosy.errors import ArgosyWarning, StorageError, UserError
 from argosy.files import is_plain_name, read_at_most
 from argosy.models.hf_config import config_from_json, config_to_json, refuse

@@ -12,7 +12,7 @@ import torch
 from pydantic import ValidationError
 
 from argosy.config.keys import dotted, nest
-from argosy.config.schema import ModelConfig, RopeScaling
+from argosy.config.model import ModelConfig, RopeScaling
 from argosy.errors import UserError
 from argosy.models.hf_families import DEFAULTS, FAMILIES, KEYS, family_of, value_of
 from argosy.models.rope import attention_scale

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from argosy.config.schema import ModelConfig
+from argosy.config.model import ModelConfig
 from argosy.errors import UserError
 from argosy.models.own_family import declared_family
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from argosy.config.schema import ModelConfig
+from argosy.config.model import ModelConfig
 from argosy.models.decoder import Decoder
 from argosy.models.layers import local
 from argosy.plan.mup import initial_factor

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from argosy.config.schema import ModelConfig
+from argosy.config.model import ModelConfig
 from argosy.models.attention import Attention, AttentionCore, LayerCache, cached_attention, packed_attention
 from argosy.models.layers import linear, norm
 from argosy.models.rope import attention_scale, rotate

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional as F
 
-from argosy.config.schema import FAMILIES, RunConfig
+from argosy.config.model import FAMILIES
+from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.extend.declared import Declaration
 from argosy.extend.loading import Extension, find, where

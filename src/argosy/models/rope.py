@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from argosy.config.schema import ModelConfig, RopeScaling
+from argosy.config.model import ModelConfig, RopeScaling
 
 # B batch, T tokens, H heads, E head width
 

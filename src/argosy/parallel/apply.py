@@ -12,7 +12,8 @@ from functools import partial
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from argosy.config.schema import LOSSES, ModelConfig, RunConfig
+from argosy.config.model import ModelConfig
+from argosy.config.schema import LOSSES, RunConfig
 from argosy.models.decoder import Block, Decoder
 from argosy.models.experts import moe_layers
 from argosy.models.initialize import materialize

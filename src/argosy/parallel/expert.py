@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from argosy.config.schema import ModelConfig
+from argosy.config.model import ModelConfig
 from argosy.models.experts import Compute, Load, MoE, Rows, inverse, take_rows
 from argosy.parallel.collectives import gather_sequence, reduce_scatter_sequence
 from argosy.parallel.tensor import split

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from argosy.config.schema import ModelConfig
+from argosy.config.model import ModelConfig
 from argosy.plan.parameters import Parameter, Stage, block_table, parameter_table
 from argosy.plan.workload import Workload
 

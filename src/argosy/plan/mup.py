@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from argosy.config.schema import ModelConfig
+from argosy.config.model import ModelConfig
 
 DIMS: Mapping[str, tuple[str, str]] = {
     "q": ("width", "width"),  # the heads' widths together grow as the width does

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from argosy.config.schema import ModelConfig
+from argosy.config.model import ModelConfig
 
 Initial = Literal["normal", "into_residual", "ones", "zeros"]
 """Initial values: N(0, init_std); the same over sqrt(2 * layers), for projections into the residual stream, so that

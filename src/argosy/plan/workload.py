@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from argosy.config.schema import ModelConfig, RunConfig
+from argosy.config.model import ModelConfig
+from argosy.config.schema import RunConfig
 
 if TYPE_CHECKING:  # a plan is read where nothing is computed, and NumPy takes a tenth of a second to import
     from numpy.typing import NDArray

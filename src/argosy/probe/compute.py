@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from argosy.config.schema import ModelConfig
+from argosy.config.model import ModelConfig
 from argosy.models.attention import causal_attention
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize

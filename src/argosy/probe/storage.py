@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import argosy
-from argosy.config.schema import PrepareConfig, RunConfig
+from argosy.config.data import PrepareConfig
+from argosy.config.schema import RunConfig
 from argosy.data.loader import OpenData, open_data
 from argosy.data.prepare import prepare
 from argosy.errors import UserError

@@ -16,7 +16,8 @@ from torch import Tensor
 # torch has no public name for where FSDP2 sums gradients, nor a hook around it.
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
-from argosy.config.schema import ModelConfig, RunConfig
+from argosy.config.model import ModelConfig
+from argosy.config.schema import RunConfig
 from argosy.models.batch import Microbatch, microbatches
 from argosy.models.decoder import Decoder
 from argosy.parallel.apply import apply

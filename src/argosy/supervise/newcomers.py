@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from argosy.config.schema import ResilienceConfig
+from argosy.config.resilience import ResilienceConfig
 from argosy.processes.fork_server import ForkServer
 from argosy.resilience.detect.finding import process_state
 from argosy.resilience.detect.joining import JoiningWatch, Newcomer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from argosy.config.schema import ResilienceConfig
+from argosy.config.resilience import ResilienceConfig
 from argosy.observe.events import Tail
 from argosy.resilience.detect.finding import Finding
 from argosy.resilience.detect.hang import HangDetector

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from argosy.config.cache import CacheConfig
-from argosy.config.schema import DataConfig, RunConfig
+from argosy.config.data import DataConfig
+from argosy.config.schema import RunConfig
 from argosy.data.checksum import BLOCK_BYTES
 from argosy.data.stores.cache import Cache
 from data.conftest import MakeFolder

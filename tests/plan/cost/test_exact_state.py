@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from argosy.config.load import load
-from argosy.config.schema import ModelConfig, OptimizerConfig, RunConfig
+from argosy.config.model import ModelConfig
+from argosy.config.schema import OptimizerConfig, RunConfig
 from argosy.optim.optimizer import RULES
 from argosy.plan.cost.exact_state import (
     INT8_BLOCK,

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from argosy.config.schema import ModelConfig, MoEConfig, RunConfig
+from argosy.config.model import ModelConfig, MoEConfig
+from argosy.config.schema import RunConfig
 from argosy.plan.cost.traffic import LOSS_BYTES, Traffic, axis_sizes, spanning_axis, traffic
 from argosy.plan.flops import parameters
 from argosy.plan.plan import Plan

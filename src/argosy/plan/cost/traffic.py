@@ -42,8 +42,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from argosy.config.model import ModelConfig
 from argosy.config.parameter_groups import settings_of
-from argosy.config.schema import ModelConfig, RunConfig
+from argosy.config.schema import RunConfig
 from argosy.plan.cost.exact_state import DTYPE_BYTES, LocalShard, dp_rank_of, local_shard_of, place_of, stages_on
 from argosy.plan.cost.sync_traffic import Summed, sent_across, sent_inside, summed
 from argosy.plan.parameters import Parameter, Stage, parameter_table

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from argosy.config.catalog import preset_names, preset_path
 from argosy.config.layers import preset_layer
 from argosy.config.load import build, load
-from argosy.config.schema import ModelConfig, RunConfig
+from argosy.config.model import ModelConfig
+from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import Plan, words_of

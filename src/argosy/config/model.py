@@ -1,0 +1,236 @@
+"""The run file's table `model`: the decoder's sizes and parts, and which of them go together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from argosy.config.extend import one_of_or_own
+from argosy.config.mup import MuPConfig
+from argosy.config.section import Section
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3")
+
+
+class RopeScaling(Section):
+    """Stretching of rotary frequencies, so that a model reads longer contexts than it was trained on."""
+
+    kind: Literal["none", "linear", "llama3", "yarn"] = "none"
+    """none; linear: position interpolation; llama3: as Llama 3.1, by wavelength; yarn: Peng et al. 2023."""
+    factor: PositiveFloat = 1.0
+    """New context length over the original one."""
+    original_max_seq_len: PositiveInt = 8192
+    """Context length before stretching (llama3, yarn)."""
+    low_freq_factor: PositiveFloat = 1.0
+    """llama3: wavelengths longer than original_max_seq_len / this are stretched fully."""
+    high_freq_factor: PositiveFloat = 4.0
+    """llama3: wavelengths shorter than original_max_seq_len / this stay as they are."""
+    beta_fast: PositiveFloat = 32.0
+    """yarn: dimensions that turn more often than this over the original context stay as they are."""
+    beta_slow: PositiveFloat = 1.0
+    """yarn: dimensions that turn less often than this over the original context are stretched fully."""
+
+
+class MoEConfig(Section):
+    """Mixture of experts in place of feed-forward layers, as in Mixtral, Qwen3-MoE and DeepSeek-V3."""
+
+    experts: NonNegativeInt = 0
+    """Routed experts of a layer; 0 makes every layer dense."""
+    experts_per_token: PositiveInt = 2
+    """Routed experts per token."""
+    expert_ffn_width: PositiveInt = 704
+    """Hidden width of one expert, a SwiGLU."""
+    shared_experts: NonNegativeInt = 0
+    """Experts that every token goes to as well; together one feed-forward of this times expert_ffn_width."""
+    first_dense_layers: NonNegativeInt = 0
+    """Number of first layers that keep a feed-forward of ffn_width."""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """How logits become scores: softmax over all experts, or a sigmoid for each (DeepSeek-V3)."""
+    normalize_weights: bool = True
+    """Scale the weights of a token's experts so that they add up to 1."""
+    routed_scale: PositiveFloat = 1.0
+    """Factor on those weights."""
+    groups: PositiveInt = 1
+    """Number of groups of experts; a token's experts come from the best top_groups of them (DeepSeek-V3)."""
+    top_groups: PositiveInt = 1
+    """Groups that the experts of one token may come from."""
+    balance: Literal["none", "aux", "bias"] = "aux"
+    """aux: a loss per sequence; bias: a bias on the scores that choose experts (Wang et al. 2024), and that loss."""
+    aux_coefficient: NonNegativeFloat = 1e-3
+    """aux, bias: weight of the balance loss of each sequence (DeepSeek-V3, equations 17 to 20)."""
+    bias_rate: NonNegativeFloat = 1e-3
+    """bias: change of an expert's bias in a step, up if it got too few tokens, down if too many."""
+    z_coefficient: NonNegativeFloat = 0.0
+    """Weight of the squared log-sum-exp of a token's router logits (ST-MoE, Zoph et al. 2022)."""
+    capacity_factor: NonNegativeFloat = 0.0
+    """An expert takes this times its even share of a row's tokens and drops later ones in training; 0 drops none."""
+
+    @model_validator(mode="after")
+    def _experts_fit(self) -> Self:
+        if not self.experts:
+            return self
+        if self.experts_per_token > self.experts:
+            raise ValueError(
+                f"experts_per_token = {self.experts_per_token} is more than experts = {self.experts}; "
+                f"try {self.experts} or less"
+            )
+        if self.experts % self.groups:
+            raise ValueError(
+                f"groups = {self.groups} does not divide experts = {self.experts}; "
+                f"try one of {[n for n in range(1, self.experts + 1) if self.experts % n == 0]}"
+            )
+        if self.top_groups > self.groups:
+            raise ValueError(f"top_groups = {self.top_groups} is more than groups = {self.groups}; try {self.groups}")
+        group = self.experts // self.groups
+        if self.groups > 1 and group < 2:
+            raise ValueError(
+                f"groups = {self.groups} leaves {group} expert in a group, and a group is judged by its best two; "
+                f"try {max(1, self.experts // 2)} or less"
+            )
+        if self.experts_per_token > self.top_groups * group:
+            raise ValueError(
+                f"experts_per_token = {self.experts_per_token} is more than the {self.top_groups * group} experts of "
+                f"top_groups = {self.top_groups}; try top_groups = {-(-self.experts_per_token // group)}"
+            )
+        return self
+
+
+class MLAConfig(Section):
+    """Multi-head latent attention (DeepSeek-V2, 2024): keys and values are kept as one narrow vector a token."""
+
+    kv_rank: NonNegativeInt = 0
+    """Width of that vector; 0 is ordinary attention."""
+    q_rank: NonNegativeInt = 0
+    """Width of the latent that queries are made from; 0 makes them from the hidden state."""
+    rope_width: PositiveInt = 64
+    """Width of the rotated part of a query or key head; must be even and equal to model.head_width."""
+    nope_width: PositiveInt = 128
+    """Width of the part that is not rotated."""
+    value_width: PositiveInt = 128
+    """Width of a value head; at most nope_width + rope_width."""
+
+    @property
+    def key_width(self) -> int:
+        """Width of one query or key head."""
+        return self.nope_width + self.rope_width
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> Self:
+        if self.kv_rank and self.rope_width % 2:
+            raise ValueError(f"rope_width = {self.rope_width} must be even: rotary embedding turns pairs")
+        if self.kv_rank and self.value_width > self.key_width:
+            raise ValueError(
+                f"value_width = {self.value_width} is more than nope_width + rope_width = {self.key_width}; "
+                f"try {self.key_width} or less"
+            )
+        return self
+
+
+class ModelConfig(Section):
+    """The decoder: Llama 3, Qwen2, Qwen3, Mixtral and DeepSeek-V3 families. Sizes are data; a preset gives the rest."""
+
+    preset: str | None = None
+    """Model size: a preset, e.g. llama-5m or llama3-8b (`argosy config presets` lists them); keys beside it override
+    it. A preset given as an option replaces the whole model of the file."""
+    weights: Path | None = None
+    """Fine-tuning: start from these pretrained weights, a run folder or checkpoint, e.g. what `argosy checkpoint
+    import` wrote. Without a preset, sizes that are not given are those of the weights."""
+    family: Annotated[str, one_of_or_own(*FAMILIES)] = "llama"
+    """The Hugging Face classes and weight names that the model maps to on export and import; or a family of your own,
+    by its name (docs/extending.md)."""
+    layers: PositiveInt = 4
+    """Number of layers (decoder blocks)."""
+    width: PositiveInt = 256
+    """Hidden size: width of the residual stream."""
+    heads: PositiveInt = 4
+    """Number of attention (query) heads."""
+    kv_heads: PositiveInt = 4
+    """Key/value heads; fewer than `heads` is grouped-query attention."""
+    head_width: PositiveInt = 64
+    """Width of one head; must be even (rotary pairs). With mla: width of the rotated part, mla.rope_width."""
+    ffn_width: PositiveInt = 704
+    """Intermediate size: hidden width of the SwiGLU feed-forward of dense layers."""
+    ffn_gate: bool = True
+    """false: a feed-forward of two matrices, without a gate, which some families of your own have."""
+    moe: MoEConfig = MoEConfig()
+    mla: MLAConfig = MLAConfig()
+    mup: MuPConfig = MuPConfig()
+    vocab_size: NonNegativeInt = 0
+    """Tokens in the vocabulary; 0 takes the size of the prepared data's tokenizer."""
+    max_seq_len: PositiveInt = 8192
+    """Longest sequence of the model; data.seq_len may not exceed it."""
+    rope_theta: PositiveFloat = 500_000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: RopeScaling = RopeScaling()
+    norm_eps: PositiveFloat = 1e-5
+    """Added to the mean square in RMSNorm."""
+    qk_norm: bool = False
+    """RMSNorm on each query and key head (Qwen3)."""
+    attention_bias: bool = False
+    """Biases on the q, k, v and o projections."""
+    qkv_bias: bool = False
+    """Biases on the q, k and v projections and none on o (Qwen2)."""
+    tie_embeddings: bool = False
+    """The head uses the embedding's weight."""
+    init_std: PositiveFloat = 0.02
+    """Standard deviation of initial weights; divided by sqrt(2*layers) for projections into the residual stream."""
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> Self:
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"kv_heads = {self.kv_heads} does not divide heads = {self.heads}; "
+                f"try one of {[k for k in range(1, self.heads + 1) if self.heads % k == 0]}"
+            )
+        if self.head_width % 2:
+            raise ValueError(f"head_width = {self.head_width} must be even: rotary embedding turns pairs")
+        return self
+
+    @model_validator(mode="after")
+    def _experts_and_latents_fit(self) -> Self:
+        if self.moe.experts and self.moe.first_dense_layers >= self.layers:
+            raise ValueError(
+                f"moe.first_dense_layers = {self.moe.first_dense_layers} leaves none of layers = {self.layers} to "
+                f"moe.experts = {self.moe.experts}; try {self.layers - 1} or less, or experts = 0"
+            )
+        if not self.mla.kv_rank:
+            return self
+        if self.kv_heads != self.heads:
+            raise ValueError(
+                f"kv_heads = {self.kv_heads} with mla.kv_rank = {self.mla.kv_rank}: latent attention has a key for "
+                f"each query head; set kv_heads = {self.heads}"
+            )
+        if self.head_width != self.mla.rope_width:
+            raise ValueError(
+                f"head_width = {self.head_width} and mla.rope_width = {self.mla.rope_width}: with latent attention "
+                f"both are the width that is rotated; set head_width = {self.mla.rope_width}"
+            )
+        if self.qk_norm:
+            raise ValueError("qk_norm = true with mla: the latents have norms of their own; set qk_norm = false")
+        if self.qkv_bias:
+            raise ValueError("qkv_bias = true with mla: latent attention has no q, k and v alike; set qkv_bias = false")
+        return self
+
+    @model_validator(mode="after")
+    def _base_has_these_parts(self) -> Self:
+        mup = self.mup
+        if mup.base_head_width and self.mla.kv_rank:
+            raise ValueError(
+                f"mup.base_head_width = {mup.base_head_width} with mla: the widths of latent heads do not grow with "
+                "the model; leave it out"
+            )
+        parts = {
+            "base_expert_ffn_width": ("moe.experts", self.moe.experts),
+            "base_kv_rank": ("mla.kv_rank", self.mla.kv_rank),
+            "base_q_rank": ("mla.q_rank", self.mla.q_rank if self.mla.kv_rank else 0),
+        }
+        for key, (part, size) in parts.items():
+            if getattr(mup, key) and not size:
+                raise ValueError(f"mup.{key} = {getattr(mup, key)} has no effect with {part} = 0; leave it out")
+        return self
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Return True if block `layer` (from 0) has experts in place of a feed-forward."""
+        return self.moe.experts > 0 and layer >= self.moe.first_dense_layers
