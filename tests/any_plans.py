@@ -57,4 +57,3 @@ def any_run(draw: st.DrawFn) -> RunConfig:
     }
     data = {"seq_len": draw(st.sampled_from([48, 64, 100]))}
     return run(model=model, data=data, train={"global_batch": draw(st.sampled_from([6, 8, 24, 30]))})
-

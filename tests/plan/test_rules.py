@@ -211,5 +211,3 @@ def test_a_plan_that_breaks_no_rule_has_no_problem(plan):
 def test_rules_say_of_many_plans_what_they_say_of_each(plans, run_):
     broken = np.broadcast_to(breaks_any(Layouts.of(plans), run_), len(plans))
     assert broken.tolist() == [first_problem(plan, run_) is not None for plan in plans]
-
-

@@ -32,12 +32,12 @@ from argosy.files import atomic_write
 CHUNK_BYTES, CHUNKS = 4 * 2**20, 16
 """A file is written in chunks of at most so many bytes, and in at least so many chunks."""
 SYNC_BYTES = 64 * 2**20
-"""So much is written through to the disk before more is given to the kernel: dirty pages do not pile up, and the file's
+"""Bytes that are written through to the disk before the kernel gets more: dirty pages do not pile up, and the file's
 size shows the first rank that it advances."""
 STALL_S = 120.0
 """A checkpoint is given up once the parts that are waited for have not grown for so long."""
 MORE_PATIENT = 1.25
-"""So much longer the first rank waits for other groups: their heads know what is missing."""
+"""The first rank waits this many times as long for other groups: their heads know what is missing."""
 GROUP = 128
 """Ranks whose notes their head sums up: about the square root of the largest number of ranks."""
 PROGRESS_S = 1.0

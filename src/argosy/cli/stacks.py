@@ -33,7 +33,7 @@ from argosy.supervise.stack_gatherer import FOLDER, REQUEST
 
 LOOK_S = 0.1
 KEPT = 20
-"""So many older answers stay in the folder."""
+"""Older answers that stay in the folder."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ class ProfileConfig(Section):
     steps: str = ""
     """FIRST:END, as Python's slices: 10:13 records the steps 10, 11 and 12 as metrics.jsonl counts them; "": none."""
     ranks: str = "nodes"
-    """Who records: nodes (the first rank of each), all, or ranks such as 0,7."""
+    """Ranks that record: nodes (the first rank of each), all, or ranks such as 0,7."""
     memory: bool = True
     """Record memory too: on a GPU a snapshot of it, on a CPU each allocation."""
     stacks: bool = False

@@ -73,7 +73,7 @@ class OpenTelemetryConfig(Section):
     service: str | None = None
     """service.name of the traces; if not given, OTEL_SERVICE_NAME, else argosy."""
     steps_per_span: Annotated[int, Field(ge=1)] = 100
-    """So many steps are one span."""
+    """Steps of one span."""
 
 
 class SinksConfig(Section):

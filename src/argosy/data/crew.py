@@ -22,7 +22,7 @@ POLL_S, MOST_POLL_S = 0.005, 0.2
 LEAST_AHEAD = 64
 """Tasks that may be done ahead of the first one that the caller waits for: this bounds what lies in the folder."""
 MOST_ENDS = 3
-"""So many workers may end before their time, for each that is wanted, without a result in between."""
+"""Workers that may end before their time, for each that is wanted, without a result in between."""
 
 
 @dataclass(frozen=True)

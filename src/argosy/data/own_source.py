@@ -12,7 +12,7 @@ from argosy.extend.loading import Extension, find, where
 
 OWN = "source:"
 TRIED = 8
-"""So many documents are read twice before anything is written, to see that they come again."""
+"""Documents that are read twice before anything is written, to see that they come again."""
 
 
 def texts_of(item: str, code: Sequence[CodeFile]) -> tuple[Callable[[], Iterable[str]], str]:

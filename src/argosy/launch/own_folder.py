@@ -26,7 +26,7 @@ OF_A_START = (f"{LOCK}*", ".settling", SECRET, NAME_FILE, f"{CLAIMS}*", *(f"{nam
               "events", "checkpoints", "metrics.jsonl", "extend", LAUNCH, "sites", LEDGER, "asked.toml")  # fmt: skip
 """Names of what a run that was interrupted while it started may have left."""
 MOST_NAMED = 3
-"""So many of the files that are not a run's are named in a message."""
+"""Most files that are not a run's that a message names."""
 
 
 @contextmanager

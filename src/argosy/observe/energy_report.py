@@ -46,7 +46,7 @@ class Energy(Costs):
     grid_kg_per_kwh: float
     per_token: Costs
     predicted: Costs | None
-    """Of the steps alone, by the predicted time of a step and the catalogue's power."""
+    """The costs of the steps alone, by the predicted time of a step and the catalogue's power."""
     predicted_per_token: Costs | None
 
     def in_words(self) -> str:

@@ -19,7 +19,7 @@ from argosy.errors import ArgosyWarning
 CHUNK_BYTES = 2**16
 """Bytes that are read at once, from the end of a file backwards."""
 TAIL_BYTES = 2**20
-"""So much of the end of a file is read at most: more than a thousand lines of metrics."""
+"""Most bytes at the end of a file that are read: more than a thousand lines of metrics."""
 
 
 class JsonLines:

@@ -25,7 +25,7 @@ from argosy.plan.flops import parameters
 from argosy.plan.plan import Plan
 
 HISTORY_BYTES = 2**22
-"""So much of the end of metrics.jsonl is read when a run goes on: some thousand steps."""
+"""Bytes at the end of metrics.jsonl that are read when a run goes on: some thousand steps."""
 EVENTS_BYTES = 2**16
 MOST_POINTS = 8192
 """A curve that has more points loses every second one: no screen has more columns."""
@@ -35,7 +35,7 @@ SLOW = 3.0
 """A step that took so many times the median compiled or was disturbed."""
 MOST_EVENTS = 8
 MOST_FILES = 64
-"""Of so many processes the events are followed: agents, the coordinator, the first rank."""
+"""Most processes whose events are followed: agents, the coordinator, the first rank."""
 FILES_EVERY_S = 2.0
 STANDS_S = 10.0
 """A rank that makes no progress for so long, and for so many times the step's time, is named."""

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 from argosy.observe.events import record_of
 
 DENSE = 64
-"""So many of the last lines are kept exactly by `marks`; of those before, fewer the older they are."""
+"""Last lines that `marks` keeps exactly. It keeps fewer of those before, the older they are."""
 
 Mark = tuple[int, int, int]
 """Where a known line begins and ends, and its CRC-32."""

@@ -16,12 +16,12 @@ from argosy.observe.run_view import RunView
 from argosy.observe.screen import Line
 
 WIDTH, HEIGHT = 640, 180
-"""Of the curves, in pixels."""
+"""Size of the curves, in pixels."""
 LEFT, BOTTOM = 44, 18
 """Room for the numbers at the axes, in pixels."""
 MOST_POINTS = 600
 MESSAGES = 6
-"""So many of the last messages stand below the curves."""
+"""Last messages that stand below the curves."""
 LOSS, VALIDATION = "#1f77b4", "#ff7f0e"
 
 

@@ -20,7 +20,7 @@ COLUMNS, ROWS = 80, 20
 TALL = 32
 """A terminal with so many rows has a higher chart and more events."""
 WIDE = 110
-"""So many columns have room for the predicted seconds of each part beside the measured ones."""
+"""Columns that have room for the predicted seconds of each part beside the measured ones."""
 PARTS = {
     PASSES: ("fwd+bwd", "blue"),
     COMMUNICATION: ("comm", "magenta"),

@@ -31,7 +31,7 @@ REFRESH_S = 0.5
 LEAST_S = 0.1
 """It is not drawn more often."""
 MOST_LINES = 10_000
-"""So many lines wait for a terminal that takes none; older ones are lost."""
+"""Most lines that wait for a terminal that takes none; older ones are lost."""
 END_S = 10.0
 """How long a terminal that takes nothing is waited for at the end."""
 Line = tuple[str, str]

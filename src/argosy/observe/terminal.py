@@ -18,7 +18,7 @@ class Owner(Protocol):
 
 
 owner: Owner | None = None
-"""Who has the terminal now, if somebody has; there is one, as there is one terminal."""
+"""The owner of the terminal now, if it has one. There is one terminal."""
 
 
 def has_live_line(stream: TextIO) -> bool:

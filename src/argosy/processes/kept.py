@@ -14,7 +14,7 @@ from argosy.processes.child import Child
 KEEP_S = 0.5
 """How often a thread looks after it, in a process that has no agent."""
 SPARE_S = 5.0
-"""So much longer than what it does at its end it is itself waited for."""
+"""Time that it is waited for, beside the time of what it does at its end."""
 
 
 class KeptProcess(ABC):

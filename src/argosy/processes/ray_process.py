@@ -17,7 +17,7 @@ from argosy.processes.ray_cluster import node_and_address
 from argosy.processes.tied import tied
 
 MOST_STARTS = 5
-"""So often a process is started that is killed."""
+"""How often a process that was killed is started."""
 POLL_S = 0.1
 NEWS_S = 10.0
 """How long a question for news waits for some."""

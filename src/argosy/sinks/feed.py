@@ -12,7 +12,7 @@ from argosy.observe.new_lines import NewLines
 from argosy.sinks.sink import Record, Sink
 
 MOST_LINES = 2000
-"""So many lines of a file are taken at once: a long run that is read from its start must not fill the memory."""
+"""Most lines of a file that are taken at once: a long run that is read from its start must not fill the memory."""
 MOST_FILES = 64
 """A run with more processes than this is followed by the events of its first, its agents and its coordinator."""
 

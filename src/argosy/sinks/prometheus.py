@@ -29,7 +29,7 @@ SHORTEST_TOKEN = 16
 REQUEST_S = 5.0
 """A request that has not come by then is dropped."""
 MOST_REQUESTS = 16
-"""So many are answered at a time; of more, the connection is closed."""
+"""Most requests that are answered at a time. The connections of others are closed."""
 MOST_NODES = 256
 """The machines of a larger run are left to `argosy watch`."""
 HOSTS = ("localhost", "127.0.0.1", "::1")

@@ -35,9 +35,9 @@ RUN_FILE = "run.toml"
 REFUSED = "refused"
 """Begins the reason of a trial whose values do not go together."""
 MOST_IDLE = 3
-"""So often in a row a trial may end without a step more."""
+"""How often in a row a trial may end without a step more."""
 ALIKE = 3
-"""So many trials that fail in the same way, before any has learned anything, end the sweep."""
+"""This many trials that fail in the same way, before any has learned anything, end the sweep."""
 TPE_AT_ONCE = 8
 """Trials of tpe at a time in a place that queues them: what is proposed later knows more."""
 SPARE_S = 30.0

@@ -22,7 +22,7 @@ JOURNAL = "journal.log"
 REASON = "reason"
 TWIN = "same_as"
 STARTUP_TRIALS = 10
-"""So many trials of tpe are drawn at random, or a quarter of all: a model of fewer knows nothing."""
+"""Trials of tpe that are drawn at random, or a quarter of all: a model of fewer knows nothing."""
 State = Literal["open", "done", "stopped", "failed"]
 
 

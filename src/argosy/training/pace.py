@@ -16,7 +16,7 @@ SLACK = 0.92
 SLOW = 3.0
 """A step that took so many times the median compiled, evaluated or was disturbed."""
 FIRST_STEPS, COMPILING_STEPS = 1, 2
-"""So many first steps of a world say nothing of those to come: they fill caches, or compile."""
+"""First steps of a world, which say nothing of those to come: they fill caches, or compile."""
 FORWARD = 0.4
 """About the time of a forward pass over that of a training step on as many tokens."""
 

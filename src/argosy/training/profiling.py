@@ -32,7 +32,7 @@ from argosy.training.records import Records
 
 FOLDER = "profiles"
 COMPRESSION = 3
-"""Of gzip: a trace shrinks to a tenth at any level, and this one is fast."""
+"""Level of gzip: a trace shrinks to a tenth at any level, and this one is fast."""
 ADVANCE_S = 1.0
 """How often a rank that writes its trace shows that it gets on: the others wait for it in a collective meanwhile."""
 OF_AXIS = {"tp": "tensor", "cp": "context", "ep": "experts", "pp": "pipeline"}

@@ -15,7 +15,7 @@ from argosy.parallel.world import World
 from argosy.training.state import TrainState
 
 MOST_VALUES = 1000
-"""So many names may be logged in one step: more are a mistake, and who looks at the run keeps each in memory."""
+"""Most names that may be logged in one step: more are a mistake, and whatever shows the run keeps each in memory."""
 
 
 @dataclass

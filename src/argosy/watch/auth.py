@@ -1,4 +1,4 @@
-"""Who may read: the token, the Host header, and the headers that tell a browser what a page may do."""
+"""Access to the page: the token, the Host header, and the headers that tell a browser what a page may do."""
 
 from __future__ import annotations
 

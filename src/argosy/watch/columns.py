@@ -24,7 +24,7 @@ DEEPEST = 8
 LISTS = ("communication.",)
 """Lists become columns in these groups only: the loads of all experts, step by step, are no columns."""
 MOST_NUMBERS = 10**8
-"""So many numbers are held at most, 800 MB; a key that comes when there is no room for it is left out."""
+"""Most numbers that are held, 800 MB. A key that comes when there is no room for it is left out."""
 
 
 class Columns:

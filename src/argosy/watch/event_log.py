@@ -10,9 +10,9 @@ from typing import Any
 from argosy.observe.events import Tail
 
 MOST_EVENTS = 20_000
-"""So many events are held; of a longer run, the events of single ranks are left out first, then the oldest."""
+"""Most events that are held. In a longer run the events of single ranks are left out first, then the oldest."""
 LEADING_BYTES, OTHER_BYTES = 2**24, 2**18
-"""So much of the end of a file is read at first: of the processes that tell of the whole run, and of each other one."""
+"""Bytes at the end of a file that are read at first: for processes that tell of the whole run, and for others."""
 OF_ONE_RANK = frozenset(("start", "end", "save", "verified", "prune", "drained", "resume", "fetched"))
 """Events that each rank writes, and rank 0 as well."""
 

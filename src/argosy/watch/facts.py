@@ -36,7 +36,7 @@ State = Literal["training", "finished", "stopped", "failed", "silent"]
 RECENT = 200
 """Conclusions about the present are drawn from so many last steps: seconds of small runs, an hour of large ones."""
 FIRST_STEPS = 3
-"""So many first steps of a world compile, warm up and fill caches."""
+"""First steps of a world, which compile, warm up and fill caches."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Facts:
     evaluations: Table = field(default_factory=dict[str, Floats])
     """The same of the lines of evaluations."""
     events: Sequence[Event] = ()
-    """Of all processes, by time."""
+    """The events of all processes, by time."""
     ranks: Ranks | None = None
     devices: Sequence[DeviceSeen] = ()
     disks: Sequence[DiskSeen] = ()

@@ -18,14 +18,14 @@ from argosy.watch.reader import RunReader
 Record = dict[str, Any]
 
 READ_NODES = 64
-"""Of so many nodes, all lines about the last steps are read; of more, the newest line of each, which is in memory."""
+"""Up to this many nodes, all lines about the last steps are read; beyond, the newest line of each, from memory."""
 LINES = 60
 DISK_S = 3600.0
 """The free space of disks is looked at over so long."""
 OWN_STEPS = 50
 """Steps whose own work is compared between ranks."""
 KNOWN = 4000
-"""Of a longer run, keys other than `OF_ALL` are read from so many last lines: all of them would be gigabytes."""
+"""Last lines of a longer run that keys other than `OF_ALL` are read from: all of them would be gigabytes."""
 OF_ALL = ("step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "step_time_s", "time_s")
 """Keys that a reader has of all steps at once."""
 FRESH_S = 600.0

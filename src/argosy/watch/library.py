@@ -27,7 +27,7 @@ MOST_OPEN = 24
 MOST_BYTES = 2**30
 """Numbers of open runs take at most about so much memory; those that were asked for longest ago are closed."""
 SHARE = 0.2
-"""Of a processor, at most so much goes into looking for changes."""
+"""Most of a processor that goes into looking for changes."""
 
 
 @dataclass

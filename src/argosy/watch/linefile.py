@@ -11,7 +11,7 @@ CHUNK_BYTES = 2**21
 LONGEST_LINE_BYTES = 2**24
 """A longer line is no record of ours: it is read in parts, none of which is a record."""
 SEAL_BYTES = 256
-"""So many bytes before the end of what was read must still be there, or the file was cut or replaced."""
+"""Bytes before the end of what was read that must still be there, or the file was cut or replaced."""
 
 
 def spread_lines(path: Path, size: int, many: int, longest_bytes: int) -> Iterator[bytes]:

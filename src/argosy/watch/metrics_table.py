@@ -31,9 +31,9 @@ FIRST = (STEP, LOSS, "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "step_t
 NORMS = "norms"
 """Group that only steps that are due have; in a table of its own, since it is hundreds of keys in a large model."""
 READ_WHOLE_BYTES = 4 * 2**20
-"""Of a shorter file, and of what is added to any, all keys are read at once."""
+"""All keys of a shorter file, and of what is added to any file, are read at once."""
 SAMPLED_LINES = 4
-"""So many first lines of each chunk of a long file, and its last one, are read to learn which keys there are."""
+"""First lines of each chunk of a long file that are read, beside its last one, to learn which keys there are."""
 SELDOM = ("user", "experts", "sites", "sync", NORMS)
 """Groups that perhaps none of these lines has: the first line of a chunk that has one is read too."""
 OF_EVALUATIONS = (VALIDATION_LOSS, BITS_PER_BYTE)
@@ -188,7 +188,7 @@ class Grouped:
     bad_lines: int
     """The number of lines that are no records."""
     seldom: list[Line]
-    """Of the lines with a group of SELDOM: step and these groups."""
+    """The lines with a group of SELDOM: their step and these groups."""
 
 
 def _grouped(chunk: bytes, groups: Collection[str], seldom: Collection[str] = ()) -> Grouped:

@@ -14,10 +14,10 @@ from argosy.watch.node_series import Record
 from argosy.watch.reader import RunReader
 
 ROWS, COLUMNS = 256, 400
-"""Of a map, if nobody says how many."""
+"""Size of a map, by default."""
 MOST_ROWS, MOST_COLUMNS = 1024, 2000
 MOST_LINES = 20_000
-"""So many lines of all nodes are read for one map; of more, some that are evenly spread."""
+"""Most lines, over all nodes, that are read for one map. If there are more, evenly spread ones are read."""
 MOST_NODES, NODE_POINTS = 64, 200
 OWN = "own"
 UNITS = {"memory_bytes": "bytes"}

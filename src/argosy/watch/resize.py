@@ -27,7 +27,7 @@ from argosy.watch.rules.planner import RESTART_S, Planner
 Direction = Literal["stay", "up", "down", "sideways"]
 
 MORE = 4
-"""So many times as many devices are looked at."""
+"""Clusters are looked at up to this many times as large."""
 WORTH = 0.1
 """A change that saves less of the cost is not worth a restart."""
 

@@ -14,7 +14,7 @@ MOST_RUNS = 5000
 DEEPEST = 4
 """A run is looked for in so many levels of folders."""
 MOST_FOLDERS = 50_000
-"""So many folders are looked into."""
+"""Most folders that are looked into."""
 
 
 def find_runs(root: Path) -> dict[str, Path]:

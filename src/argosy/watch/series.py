@@ -16,7 +16,7 @@ from argosy.watch.reader import RunReader
 MOST_POINTS = 5000
 MOST_KEYS = 64
 POINTS = 1000
-"""If nobody says how many."""
+"""Points of a series, by default."""
 MOST_BAD = 1000
 SHOWN_AS_BAD = ("loss", "grad_norm")
 """Numbers that each step has: where they are missing, they were not finite."""

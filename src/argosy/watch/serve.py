@@ -19,7 +19,7 @@ from argosy.watch.server import make_app
 
 PORT = 8765
 TRIES = 50
-"""So many ports are tried, from PORT on, if the user named none."""
+"""Ports that are tried, from PORT on, if the user named none."""
 REQUEST_S = 15.0
 """A connection must have sent its whole request after so long."""
 MOST_CONNECTIONS = 400

@@ -26,9 +26,9 @@ ACCOUNT = "argosy"
 """The service account of the pods, and the role that lets them hold the lease."""
 RUN_FOLDER, RUN_FILE = "/etc/argosy", "run.toml"
 SPARE_S = 30
-"""So much is added to `grace_s` before Kubernetes kills a pod."""
+"""Time that is added to `grace_s` before Kubernetes kills a pod."""
 LOST_PODS = 6
-"""So many pods of each node may end with an error that is none of the run's, by the kernel's memory killer say."""
+"""Pods of each node that may end with an error that is none of the run's, such as a kill for memory by the kernel."""
 KEPT_S = 7 * 24 * 3600
 """A job that has ended can be looked at for so long."""
 FINAL = sorted(kind.exit_code for kind in (RunFailed, UserError, DataError, Poisoned, StorageError))

@@ -36,7 +36,7 @@ from argosy.processes.secret import FILE, VALUE, secret_of
 ANSWER_S = 60.0
 MOUNT = "/work"
 NAME_CHARS = 30
-"""So much of the run's name is in those of its objects, which may have 63 letters with what JobSet adds."""
+"""Letters of the run's name in the names of its objects, which may have 63 with what JobSet adds."""
 MADE_AT_LAUNCH = "made when the run is launched"
 STEP = re.compile(rb"\bstep\s+(\d+)/")
 TAIL_LINES = 200

@@ -32,7 +32,7 @@ JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
 """Environment variable of a job: how long after SIGTERM Ray kills its command; 3 s without it."""
 SPARE_S = 30
-"""So much longer than `grace_s` a run may take to stop."""
+"""Time that a run may take to stop, beside `grace_s`."""
 LOOK_S = 1.0
 AGAIN_S = 1.0
 """How long an actor that does not answer is left alone."""

@@ -20,7 +20,7 @@ from argosy.sync.sites.layout import kept_in
 from argosy.watch.reader import RunReader, is_run
 
 MOST_IDLE = 3
-"""So many jobs in a row may end without one step more than before."""
+"""Jobs in a row that may end without one step more than before."""
 KILLED = 137
 """Exit code of a command that SIGKILL has ended."""
 

@@ -25,7 +25,7 @@ from argosy.sweep.needs import Limits, Room
 
 LOG = "ray.out"
 MOST_WAITING = 8
-"""So many trials wait in the cluster for room at a time. Ray gives each of them a process, and takes the first that
+"""Most trials that wait in the cluster for room. Ray gives each of them a process, and takes the first that
 fits; those that the sweep has not handed over cost nothing."""
 WAITED_LONG = "JOB_SUPERVISOR_ACTOR_START_TIMEOUT"
 """What Ray calls the end of a job that has waited for room for 15 minutes (RAY_JOB_START_TIMEOUT_SECONDS of the

@@ -31,7 +31,7 @@ class Adoption:
         self._askers: set[str] = set()
         self._wanted_from: str | None = None
         self._pulls: list[Pull] = []
-        """Of the state, then of the ledger."""
+        """The transfer of the state, then that of the ledger."""
         self._checksum = 0
 
     @property

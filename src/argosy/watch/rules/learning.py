@@ -13,7 +13,7 @@ from argosy.watch.rules.rule import Advice
 LATELY = 1000
 """Bad steps are counted over so many last steps."""
 OFTEN = 3
-"""So many of them are no accident: `resilience.rewind_after` in the default run file."""
+"""This many of them are no accident: `resilience.rewind_after` in the default run file."""
 SPIKE_SIGMAS, SPIKE_SHARE, SPIKE_WINDOW = 8.0, 0.2, 64
 """A loss that was applied is a spike if it is so many robust standard deviations, and so much, above the median of the
 steps before it. The run's own threshold is 10 by default; below it the step counts, and a person should know."""
