@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from argosy.observe.clock import StepClock
+from argosy.observe.collectives import CommunicationMeter
 from argosy.observe.heartbeat import Heartbeat, read_heartbeat
+from argosy.parallel.world import World
 
 
 @pytest.fixture
@@ -65,3 +69,35 @@ def test_the_heartbeat_shows_the_part_and_how_long_own_work_took(tmp_path):
     seconds = clock.lap()
     assert read_heartbeat(heartbeat.path).busy_s == {3: pytest.approx(seconds["data"] + seconds["forward"])}
     heartbeat.close()
+
+
+def own_work(world: World, axis: str, folder: Path) -> tuple[float, float, float]:
+    """Own work, forward and what the heartbeat shows of a step in which rank 1 works longer before both meet."""
+    group = dist.new_group()
+    axes = {group.group_name: axis}
+    with CommunicationMeter(axes, lambda rank: 0, world.device) as meter:
+        heartbeat = Heartbeat(folder)
+        clock = StepClock(world.device, heartbeat, meter)
+        dist.barrier(group)
+        clock.lap()
+        heartbeat.begin(0)
+        clock.microbatches = 3
+        with clock.time("forward"):
+            time.sleep(0.05 + 0.4 * world.rank)
+            dist.all_reduce(torch.ones(4), group=group)
+        seconds = clock.lap()
+        shown = read_heartbeat(heartbeat.path)
+        heartbeat.close()
+    assert shown is not None and shown.microbatches == {0: 3}
+    return clock.own_s["forward"], seconds["forward"], shown.busy_s[0]
+
+
+def test_own_work_is_told_apart_from_waiting_for_others_within_it(workers, tmp_path):
+    (fast_s, fast_step_s, shown_s), (slow_s, slow_step_s, _) = workers.run(2, own_work, "tp", tmp_path)
+    assert fast_s < 0.25 and slow_s > 0.4 and shown_s == pytest.approx(fast_s)
+    assert fast_step_s > 0.4 and slow_step_s > 0.4
+
+
+def test_waits_for_the_tokens_of_experts_are_work(workers, tmp_path):
+    (fast_s, _, _), _ = workers.run(2, own_work, "ep", tmp_path)
+    assert fast_s > 0.4

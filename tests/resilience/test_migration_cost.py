@@ -6,10 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from argosy.config.dump import save_run
 from argosy.config.load import load
+from argosy.plan.cost import heterogeneous
+from argosy.plan.plan import Plan
+from argosy.plan.ratio import numbers_of
 from argosy.resilience.migration_cost import MigrationAnswer, MigrationQuestion, answer, steps_left
 
 PLAN = "dp_replicate=4,microbatch=4,precision=fp32,compile=false"
@@ -60,6 +64,33 @@ def test_where_a_link_became_very_slow_fewer_nodes_or_messages_pay(run_dir):
 def test_a_plan_that_sends_nothing_is_not_slow_for_its_links(run_dir):
     said = ask(run_dir, "slow_link", on=(1,), plan="precision=fp32,compile=false", times=3.0)
     assert not said.pays and "is not predicted to wait for any link" in said.why
+
+
+STAGES = "pp=4,microbatch=4,precision=fp32,compile=false"
+
+
+def test_layers_go_to_stages_that_are_fast(run_dir):
+    asked = {"plan": STAGES, "on": (4,), "step_s": 12.0, "microbatches": 12}
+    said = ask(run_dir, "uneven_stages", stage_s=(0.2, 0.6, 0.2, 0.2), **asked)
+    layers = numbers_of(Plan.parse(said.plan).layers)
+    assert said.pays and said.size == 4 and sum(layers) == 6 and layers[1] == 1
+    assert said.predicted_now_s == 12.0 and said.predicted_new_s < 10.8
+    alike = ask(run_dir, "uneven_stages", stage_s=(0.2, 0.21, 0.2, 0.2), **asked)
+    assert not alike.pays
+    assert not ask(run_dir, "uneven_stages", stage_s=(0.2, 0.6, 0.2, 0.2), step=4999, **asked).pays
+
+
+def test_shares_that_ranks_have_come_to_stay(run_dir):
+    plan = "pp=2,dp_replicate=2,microbatch=2,precision=fp32,compile=false"
+    Plan.parse(f"{plan},shares=3:1").save(run_dir / "plan.toml")
+    said = ask(run_dir, "uneven_stages", plan=plan, on=(4,), stage_s=(0.2, 0.8), microbatches=18, step_s=20.0)
+    assert said.pays and Plan.parse(said.plan).shares == "3:1"
+
+
+def test_a_stage_gets_no_more_layers_than_it_has_room_for(run_dir, monkeypatch):
+    monkeypatch.setattr(heterogeneous, "room_for_layers", lambda costs, plan, memory_bytes: np.full(plan.pp, 2.0))
+    said = ask(run_dir, "uneven_stages", plan=STAGES, on=(4,), stage_s=(0.2, 0.6, 0.1, 0.1), microbatches=12)
+    assert max(numbers_of(Plan.parse(said.plan).layers or "1")) <= 2
 
 
 def test_steps_left_of_a_run_in_minutes_that_has_no_number_yet_follow_from_its_speed():

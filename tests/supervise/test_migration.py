@@ -23,6 +23,12 @@ SLOW = Finding("straggler", "avoid", "rank 2 is slow", (2,), {"factor": 6.0, "la
 LINK = Finding("slow_link", "alarm", "links are slow", (), {"factor": 3.0, "last_step": 40})
 
 
+STAGES = Finding(
+    "uneven_stages", "alarm", "rank 2 is slow", (),
+    {"factor": 2.0, "stage_s": [0.1, 0.2], "microbatches": 4, "last_step": 40},
+)  # fmt: skip
+
+
 class Watch:
     """What is seen of the ranks, as the test says."""
 
@@ -212,6 +218,28 @@ def test_a_slow_link_is_priced_for_all_nodes_and_for_one(tmp_path, planner, monk
     (join,) = [order for order in run.migrate() if isinstance(order, Join)]
     assert planner.asked[0].on == (6, 2) and planner.asked[0].kind == "slow_link"
     assert join.places == {("a", 0): 0, ("a", 1): 1}
+
+
+def test_layers_are_dealt_anew_and_all_nodes_stay_though_nothing_migrates_for_slowness(tmp_path, planner, monkeypatch):
+    run = Run(tmp_path, is_on=False)
+    answer = MigrationAnswer(True, "pp=3,layers=3:3:2", 3, 3, 1.0, 0.8, 1000)
+    monkeypatch.setattr(Planner, "answer", answer)
+    run.migrator.uneven_stages(STAGES)
+    (join,) = [order for order in run.migrate() if isinstance(order, Join)]
+    (asked,) = planner.asked
+    assert (asked.kind, asked.stage_s, asked.microbatches, asked.times) == ("uneven_stages", (0.1, 0.2), 4, 2.0)
+    assert join.plan == answer.plan and set(join.places) == {("a", 0), ("b", 0), ("c", 0)}
+    (migrated,) = run.events("migrated")
+    assert migrated["because"] == "uneven_stages" and migrated["left_out"] == []
+    assert run.of.handover().is_instead, "a coordinator that takes over keeps it"
+
+
+def test_a_node_is_left_out_for_how_long_it_is_waited_for_not_for_its_speed(tmp_path, planner):
+    run = Run(tmp_path)
+    slow = Finding("straggler", "avoid", "rank 2 is slow", (2,), {"factor": 3.0, "step_factor": 1.2, "last_step": 40})
+    run.migrator.slow_node("c", slow)
+    run.look()
+    assert planner.asked[0].times == 1.2
 
 
 def test_a_slow_link_of_a_world_that_rank_0_has_just_left_is_nobodys_affair(tmp_path, planner):

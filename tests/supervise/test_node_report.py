@@ -34,6 +34,28 @@ def test_while_all_goes_well_a_report_is_short():
     assert len(encoded(NodeHeartbeat(report=told))) < 400
 
 
+def test_microbatches_are_told_where_they_are_not_as_before():
+    world, reporter, view = World(2), NodeReporter(lambda pid: "S"), WorldView(1, 2)
+    many: list[list[int] | None] = []
+    took: list[list[float]] = []
+    for shares in ([1, 1], [3, 1], [3, 1], [2, 2]):
+        world.step(microbatches=dict(enumerate(shares)))
+        told = report(world, reporter)
+        view.take("a", decoded(encoded(NodeHeartbeat(report=told)), FROM_AGENT).report)  # type: ignore[union-attr]
+        sample = view.sample(0.0, 0.5)
+        many.append(told.microbatches)
+        took += [times.microbatches.tolist() for times in sample.took] if sample is not None else []
+    assert many == [None, [3, 1], None, [2, 2]]
+    assert took == [[1, 1], [3, 1], [3, 1], [2, 2]]
+    for shares in ([2, 2], [3, 1]):
+        world.step(microbatches=dict(enumerate(shares)))
+    told = report(world, reporter)
+    assert [step for step, _ in told.took] == [5], "one report is of one deal"
+    reporter.start_over()
+    world.step(microbatches={0: 3, 1: 1})
+    assert report(world, reporter).microbatches == [3, 1]
+
+
 def test_all_is_told_again_after_starting_over_and_in_another_world():
     world, reporter = World(2), NodeReporter(lambda pid: "S")
     world.step()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from argosy.config.resilience import ResilienceConfig
@@ -9,6 +11,7 @@ from argosy.resilience.detect.finding import Finding, WorkerSeen
 from argosy.supervise.node_report import NodeReporter, Report
 from argosy.supervise.watch import RunWatch
 from resilience.detect.samples import World
+from tiny import run_config
 
 TICK_S = 0.5
 
@@ -32,11 +35,11 @@ class Nodes:
             )
             self.watch.shown(self.generation, self.world.size, name, report)
 
-    def tick(self, *names: str) -> list[Finding]:
+    def tick(self, *names: str, plan: str = "") -> list[Finding]:
         """Time passes, these nodes report, and the detectors look."""
         self.world.sample()
         self.report(*names)
-        return self.watch.findings(self.world.at_s)
+        return self.watch.findings(self.world.at_s, plan)
 
 
 def test_a_process_that_hangs_on_one_of_two_nodes_is_found(watch):
@@ -60,6 +63,18 @@ def test_a_rank_that_others_wait_for_is_found_though_nodes_tell_little_until_the
     nodes.world.step()
     nodes.tick()
     assert not watch.wants_all
+
+
+@pytest.mark.parametrize("rebalances", [True, False])
+def test_stages_are_watched_where_layers_may_be_dealt_anew(rebalances):
+    keys = {"rebalance": rebalances, "straggler_s": 1.0}
+    run = run_config(Path("no data"), model={"layers": 8, "vocab_size": 40}, resilience=keys)
+    nodes = Nodes(RunWatch(run.resilience, run=run), World(2, tick_s=TICK_S), {"a": [0], "b": [1]})
+    kinds = set()
+    for _ in range(40):
+        nodes.world.step(busy_s={0: 0.4, 1: 1.2}, microbatches={0: 4, 1: 4})
+        kinds |= {finding.kind for finding in nodes.tick(plan="pp=2,layers=4:4")}
+    assert kinds == ({"uneven_stages", "straggler"} if rebalances else {"straggler"})
 
 
 def test_what_a_node_says_of_ranks_that_it_does_not_have_is_nothing(watch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,13 @@ import pytest
 
 from argosy.faults import arm
 from argosy.observe.events import each_line
+from argosy.observe.heartbeat import Heartbeat, read_heartbeat
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 from argosy.plan.shares import holders_of
+from argosy.training.loop import train
 from argosy.training.rebalance import Rebalance, plan_in_force, rebalanced
+from argosy.training.stop import StopSignal
 from tiny import eager, losses, run_config, train_in
 
 PLAN = Plan.parse("dp_replicate=2,microbatch=1")
@@ -80,6 +84,28 @@ def test_a_world_goes_on_with_the_shares_of_the_folder(tmp_path):
         assert plan_in_force(run, PLAN, World(), tmp_path).shares == expected
     Plan.parse("dp_shard=2,zero=1,shares=3:1").save(tmp_path / "plan.toml")
     assert plan_in_force(run, PLAN, World(), tmp_path) == PLAN
+
+
+def own_work(world: World, corpus: Path, folder: Path) -> list[float]:
+    """Seconds of own work in the last steps of a pipeline whose rank 1 takes longer, by rank, as heartbeats show it."""
+    run = run_config(corpus, model={"layers": 4}, evaluate={"every_steps": 0, "tokens": 600})
+    heartbeat = Heartbeat(folder / str(world.rank))
+    arm("slow@forward:seconds=0.2" if world.rank == 1 else "")
+    try:
+        train(run, eager("pp=2,layers=3:1"), world, folder / "run", StopSignal(), None, heartbeat)
+    finally:
+        arm("")
+        shown = read_heartbeat(heartbeat.path)
+        heartbeat.close()
+    assert shown is not None and set(shown.microbatches.values()) == {8}
+    return [shown.busy_s[step] for step in range(3, 8)]
+
+
+def test_stages_of_a_pipeline_show_their_own_work(workers, corpus, tmp_path):
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    fast, slow = workers.run(2, own_work, corpus, tmp_path)
+    assert statistics.median(fast) < 0.2 < statistics.median(slow)
 
 
 def trained(

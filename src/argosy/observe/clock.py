@@ -30,9 +30,10 @@ interleaves them, waits included; `check` is the replay check, including the wai
 a profile; `user` is code of the user's (docs/extending.md); `other` is the rest of the wall time."""
 
 OWN_WORK: tuple[Category, ...] = ("data", "forward", "backward", "pipeline", "optimizer", "user")
-"""A process's own work. Where layers communicate, the waits for other ranks are included."""
+"""A process's own work, apart from what it waits for other ranks meanwhile."""
 
 Mark = float | torch.cuda.Event
+NO_WAITS = 0.0, 0
 
 
 class StepClock:
@@ -52,7 +53,13 @@ class StepClock:
         self._heartbeat, self._meter = heartbeat, communication
         self.communication: dict[str, dict[str, list[float]]] = {}
         """Of the last lap: axis -> tier -> seconds waited, bytes sent; empty if nothing measures them."""
+        self.own_s: dict[Category, float] = {}
+        """Of the last lap: seconds of each category of own work, without waits for other ranks. Waits for the tokens of
+        experts count as work: how many a rank gets is not its doing, and all of its group wait for the busiest."""
+        self.microbatches = 1
+        """Microbatches of the step at hand, for the heartbeat."""
         self._spans: list[tuple[Category, Mark, Mark]] = []
+        self._waits: list[tuple[Category, tuple[float, int], tuple[float, int]]] = []
         self._began = time.perf_counter()
         self.mark: Callable[[Category], AbstractContextManager[object]] = nullcontext
         """Around each part of a step, with its category: a profile marks it there."""
@@ -61,12 +68,14 @@ class StepClock:
     def time(self, category: Category) -> Iterator[None]:
         """Count the time of this block as `category`. Blocks do not nest."""
         self._heartbeat.enter(category)
-        start = self._mark()
+        start, waits = self._mark(), self._meter.marks() if self._meter else NO_WAITS
         try:
             with self.mark(category):
                 yield
         finally:
             self._spans.append((category, start, self._mark()))
+            if self._meter and category in OWN_WORK:
+                self._waits.append((category, waits, self._meter.marks()))
             self._heartbeat.enter("other")
 
     def lap(self) -> dict[str, float]:
@@ -77,13 +86,22 @@ class StepClock:
         for category, start, end in self._spans:
             seconds[category] = seconds.get(category, 0.0) + _between(start, end)
         self._spans.clear()
+        self.own_s = self._own_s(seconds)
         self.communication = self._meter.lap() if self._meter else {}
         now = time.perf_counter()
         step_s, self._began = now - self._began, now
-        own_s = sum(seconds.get(category, 0.0) for category in OWN_WORK)
         seconds |= {"other": max(0.0, step_s - sum(seconds.values())), "step": step_s}
-        self._heartbeat.took(own_s, seconds, self.communication, peak_memory_bytes(self._device))
+        memory_bytes = peak_memory_bytes(self._device)
+        self._heartbeat.took(sum(self.own_s.values()), seconds, self.communication, memory_bytes, self.microbatches)
         return seconds
+
+    def _own_s(self, seconds: dict[str, float]) -> dict[Category, float]:
+        own_s = {category: seconds[category] for category in OWN_WORK if category in seconds}
+        for category, start, end in self._waits:
+            assert self._meter is not None
+            own_s[category] -= self._meter.waited_s(start, end)
+        self._waits.clear()
+        return {category: max(0.0, took_s) for category, took_s in own_s.items()}
 
     def _mark(self) -> Mark:
         if not self._on_gpu:

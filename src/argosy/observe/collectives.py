@@ -11,6 +11,7 @@ stood still, between two events that are read when the step's clock waits for th
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -94,6 +95,11 @@ class _Channel:
     sent: float = 0
     is_used: bool = False
 
+    @property
+    def is_apart(self) -> bool:
+        """True if its waits are told apart from own work: how long experts wait for tokens is what the router did."""
+        return self.axis != "ep"
+
 
 class CommunicationMeter:
     """Counts the seconds that this rank waits in collectives and the bytes that it sends, by axis and tier.
@@ -117,6 +123,7 @@ class CommunicationMeter:
         self._tensors: dict[int, _Channel] = {}
         self._spans: list[tuple[_Channel, torch.cuda.Event, torch.cuda.Event]] = []
         self._is_inside = False
+        self._thread, self._apart_s = threading.get_ident(), 0.0
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def __enter__(self) -> Self:
@@ -133,6 +140,19 @@ class CommunicationMeter:
     def close(self) -> None:
         """Count no longer; torch is as it was."""
         _Doors.close_for(self)
+
+    def marks(self) -> tuple[float, int]:
+        """Return how far the count of waits is that are no work: seconds on the host, and spans of the device."""
+        return self._apart_s, len(self._spans)
+
+    def waited_s(self, start: tuple[float, int], end: tuple[float, int]) -> float:
+        """Return the seconds that the thread of this meter, or its stream, waited between two `marks` of one lap.
+
+        On a GPU, call it after a wait for the device, and before `lap`.
+        """
+        spans = self._spans[start[1] : end[1]]
+        on_device_s = sum(began.elapsed_time(ended) for channel, began, ended in spans if channel.is_apart) / 1e3
+        return end[0] - start[0] + float(on_device_s)
 
     def lap(self) -> dict[str, dict[str, list[float]]]:
         """Return axis -> tier -> [seconds, bytes] since the last lap. On a GPU, call it after a wait for the device."""
@@ -186,7 +206,8 @@ class CommunicationMeter:
                 group = _group(args[place])
                 channel = self._channels.get(id(group)) or self._meet(group)
                 channel.is_used = True
-                channel.seconds += 0.0 if channel.is_on_stream else time.perf_counter() - began_s
+                if not channel.is_on_stream:
+                    self._add(channel, time.perf_counter() - began_s)
                 channel.sent += round(COLLECTIVES[operator][1](arguments(result, args), group))
                 for tensor in results:
                     self._tensors[tensor.data_ptr()] = channel
@@ -226,9 +247,14 @@ class CommunicationMeter:
     def _took(self, channel: _Channel, start: float | torch.cuda.Event | None) -> None:
         channel.is_used = True
         if isinstance(start, float):
-            channel.seconds += time.perf_counter() - start
+            self._add(channel, time.perf_counter() - start)
         elif start is not None and isinstance(end := self._mark(channel), torch.cuda.Event):
             self._spans.append((channel, start, end))
+
+    def _add(self, channel: _Channel, seconds: float) -> None:
+        channel.seconds += seconds
+        if channel.is_apart and threading.get_ident() == self._thread:
+            self._apart_s += seconds
 
 
 class _Doors:

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, Literal, get_args
@@ -39,7 +39,7 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 BESIDE: tuple[Phase, ...] = ("check", "evaluate", "checkpoint")
 """Phases that come now and then, and do not count as part of a step."""
 BEAT_S = 0.1
-FORMAT = 4
+FORMAT = 5
 MAGIC = int.from_bytes(b"ARGOSYVT", "little")
 LAST_STEPS = 64
 """The page remembers how long this many of the last steps took."""
@@ -52,8 +52,9 @@ TRIES = 100
 # The page, in words of 8 bytes. Two writers, hence two parts, each with a version that is odd while it is written.
 MAGIC_AT, FORMAT_AT, PID_AT = range(3)
 LOOP_VERSION, GENERATION, RANK, STEP, PHASE, PHASE_SINCE, SAFE_STEP, SUSPICIONS = range(8, 16)
-TOOK = 16  # LAST_STEPS pairs: step, nanoseconds
-COUNTERS = TOOK + 2 * LAST_STEPS
+TOOK = 16  # LAST_STEPS times: step, nanoseconds, microbatches
+TOOK_WORDS = 3
+COUNTERS = TOOK + TOOK_WORDS * LAST_STEPS
 BEAT = COUNTERS + counters.WORDS
 BEAT_VERSION, BEATS, BEAT_AT, PEAK_MEMORY, GROUP_COUNT = range(BEAT, BEAT + 5)
 GROUP = BEAT + 8  # GROUPS times: sequence number, name
@@ -141,19 +142,20 @@ class Heartbeat:
         seconds: Mapping[str, float] = NOTHING,
         communication: Communication = NOTHING,
         memory_bytes: int = 0,
+        microbatches: int = 1,
     ) -> None:
         """Show that the last step took `busy_s` seconds of this process's own work, without waits for other ranks.
 
         seconds: of each category, communication: by axis and tier, as `StepClock.lap` gives them; memory_bytes: the
-        peak so far. They are added to what was counted in this world.
+        peak so far. They are added to what was counted in this world. microbatches: how many it ran.
         """
         words = self._words
         step = words[STEP]
         if step < 0:
             return
-        slot = TOOK + 2 * (step % LAST_STEPS)
+        slot = TOOK + TOOK_WORDS * (step % LAST_STEPS)
         words[LOOP_VERSION] += 1
-        words[slot], words[slot + 1] = step, round(busy_s * 1e9)
+        words[slot], words[slot + 1], words[slot + 2] = step, round(busy_s * 1e9), microbatches
         counters.add_step(words, COUNTERS, step, seconds, communication, memory_bytes)
         words[LOOP_VERSION] += 1
 
@@ -175,7 +177,7 @@ class Heartbeat:
 
     def _forget_steps(self) -> None:
         for slot in range(LAST_STEPS):
-            self._words[TOOK + 2 * slot] = -1
+            self._words[TOOK + TOOK_WORDS * slot] = -1
         counters.clear(self._words, COUNTERS)
 
     def _keep_beating(self) -> None:
@@ -256,6 +258,8 @@ class HeartbeatReading:
     """How often its numbers were found wrong, or suspected to be, since it started."""
     counted: Counters = NOTHING_YET
     """What it has counted in this world."""
+    microbatches: Mapping[int, int] = field(default_factory=dict)
+    """Step -> how many microbatches it ran, for the steps of `busy_s`; 1 if it does not say."""
 
     @property
     def progress(self) -> Hashable:
@@ -307,7 +311,8 @@ def _consistent(words: memoryview, version: int, part: slice) -> list[int]:
 
 
 def _reading(loop: list[int], beat: list[int]) -> HeartbeatReading:
-    took = ((loop[at], loop[at + 1]) for at in range(TOOK, TOOK + 2 * LAST_STEPS, 2))
+    words = range(TOOK, TOOK + TOOK_WORDS * LAST_STEPS, TOOK_WORDS)
+    took = sorted((loop[at], loop[at + 1], loop[at + 2]) for at in words if loop[at] >= 0)
     groups = range(GROUP, GROUP + min(beat[GROUP_COUNT], GROUPS) * GROUP_WORDS, GROUP_WORDS)
     return HeartbeatReading(
         pid=loop[PID_AT],
@@ -316,7 +321,8 @@ def _reading(loop: list[int], beat: list[int]) -> HeartbeatReading:
         step=loop[STEP],
         phase=PHASES[loop[PHASE]],
         phase_since_ns=loop[PHASE_SINCE],
-        busy_s={step: ns / 1e9 for step, ns in sorted(took) if step >= 0},
+        busy_s={step: ns / 1e9 for step, ns, _ in took},
+        microbatches={step: many for step, _, many in took},
         beats=beat[BEATS],
         beat_ns=beat[BEAT_AT],
         peak_memory_bytes=beat[PEAK_MEMORY],

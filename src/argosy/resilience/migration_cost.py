@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Self
 
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
@@ -23,13 +23,14 @@ NICE = 10
 
 @dataclass(frozen=True)
 class MigrationQuestion:
-    """A slow node or link, for which the planner looks for a better plan."""
+    """A slow node or link, or stages of unlike speed, for which the planner looks for a better plan."""
 
-    kind: Literal["slow_node", "slow_link"]
+    kind: Literal["slow_node", "slow_link", "uneven_stages"]
     plan: str
     """The plan in force."""
     times: float
-    """slow_node: the time of a slow rank's own work over its peers'; slow_link: the step time over the usual one."""
+    """slow_node: the time of a slow rank's own work over its peers'; slow_link: the step time over the usual one;
+    uneven_stages: the time of the slowest stage for a layer over that of the fastest."""
     on: tuple[int, ...]
     """Numbers of processes to choose from. slow_node: all but those of the node; slow_link: of all nodes, or of one."""
     step: int
@@ -38,6 +39,15 @@ class MigrationQuestion:
     """The measured step time; None if there is none yet."""
     migration_s: float
     """How long a migration stops training."""
+    stage_s: tuple[float, ...] = ()
+    """uneven_stages: own seconds of each pipeline rank for a microbatch, measured."""
+    microbatches: int = 1
+    """uneven_stages: of a step."""
+
+    @classmethod
+    def read(cls, record: Mapping[str, Any]) -> Self:
+        """Return the question that came as JSON, which knows no tuples."""
+        return cls(**{**record, "on": tuple(record["on"]), "stage_s": tuple(record["stage_s"])})
 
 
 @dataclass(frozen=True)
@@ -63,7 +73,7 @@ def main() -> None:
     coordinator = channel_to_parent()
     asked = coordinator.receive()
     end_with_parent(coordinator)
-    question = MigrationQuestion(**{**asked["question"], "on": tuple(asked["question"]["on"])})
+    question = MigrationQuestion.read(asked["question"])
     coordinator.send("answer", answer=asdict(answer(Path(sys.argv[1]), question)))
 
 
@@ -73,6 +83,8 @@ def answer(run_dir: Path, question: MigrationQuestion) -> MigrationAnswer:
     from argosy.plan.search.replan import worth_migrating
 
     run = load(run_dir / "run.toml")
+    if question.kind == "uneven_stages":
+        return _layers_dealt(run_dir, run, question)
     try:
         options = list(_options(run_dir, run, question))
     except UserError as problem:
@@ -89,6 +101,42 @@ def answer(run_dir: Path, question: MigrationQuestion) -> MigrationAnswer:
 def steps_left(run: RunConfig, step: int, step_s: float) -> int:
     """Return the steps left; for a run in minutes whose number is not decided yet, as many as fit."""
     return max(0, run.train.steps - step) if run.train.steps else int(60 * run.train.minutes / step_s)
+
+
+def _layers_dealt(run_dir: Path, run: RunConfig, question: MigrationQuestion) -> MigrationAnswer:
+    """Return the plan in force with the layers of its stages dealt by their measured speed."""
+    import numpy as np
+
+    from argosy.plan.cost.heterogeneous import room_for_layers
+    from argosy.plan.dealing import PipelineWork
+    from argosy.plan.rules import first_problem
+    from argosy.plan.search.auto import costs_of
+    from argosy.plan.search.replan import worth_migrating
+    from argosy.resilience.replanner import machine_of
+
+    plan = _with_shares_in_force(run_dir, Plan.parse(question.plan))
+    stage_s, now = np.array(question.stage_s), PipelineWork.of(plan, run.model, run.data.seq_len)
+    costs = costs_of(run, machine_of(run_dir, run, plan, plan.world_size), plan.world_size)
+    room = room_for_layers(costs, plan, np.full(plan.pp, costs.memory_bytes))
+    dealt = now.dealt_by_speed(stage_s, np.maximum(room, now.layers))  # what is there has room, whatever is predicted
+    if dealt is None:
+        return MigrationAnswer(False, why="there is no other deal of layers that has room")
+    other = plan.model_copy(update={"layers": dealt.plan.layers})
+    if (problem := first_problem(other, run)) is not None:
+        return MigrationAnswer(False, str(other), other.world_size, why=problem)
+    pipeline_s = now.takes_s(stage_s, now, question.microbatches)
+    now_s = question.step_s or pipeline_s
+    new_s = now_s - pipeline_s + dealt.takes_s(stage_s, now, question.microbatches)
+    left = steps_left(run, question.step, now_s)
+    pays = worth_migrating(now_s, new_s, left, question.migration_s)
+    return MigrationAnswer(pays, str(other), other.world_size, plan.world_size, now_s, new_s, left)
+
+
+def _with_shares_in_force(run_dir: Path, plan: Plan) -> Plan:
+    """Return the plan with the shares that its ranks have come to by themselves (`training.rebalance`)."""
+    path = run_dir / "plan.toml"
+    said = Plan.load(path) if path.exists() else plan
+    return said if said.model_copy(update={"shares": plan.shares}) == plan else plan
 
 
 def _options(run_dir: Path, run: RunConfig, question: MigrationQuestion) -> Iterator[MigrationAnswer]:

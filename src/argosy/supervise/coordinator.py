@@ -86,7 +86,7 @@ class Coordinator:
         )
         handover = Handover.load(run_dir, newest_generation(run_dir))
         self._membership = Membership(settings, handover, Replanner(run_dir, run, plan))
-        self._watch = RunWatch(run.resilience, run_dir / "metrics.jsonl")
+        self._watch = RunWatch(run.resilience, run_dir / "metrics.jsonl", run)
         self._migrator = Migrator(run_dir, self._membership, self._watch, self._hold, run.resilience.migrate)
         self._events = Events(run_dir, "coordinator")
         self._agents = AgentConnections(listener, secret, tls, self._on_left)
@@ -164,6 +164,9 @@ class Coordinator:
         if not membership.in_force:
             return
         for finding in self._watch.findings(now_s, membership.plan, self._heard.every_s):
+            if finding.kind == "uneven_stages":  # nothing is wrong, and it is told of where something is done
+                self._migrator.uneven_stages(finding)
+                continue
             self._events.write(finding.kind, generation=membership.generation, **finding.to_event())
             for name, slot in membership.places_of(finding.ranks):
                 if finding.action == "kill":

@@ -1,17 +1,18 @@
-"""Migration: the run goes on without a slow node, or under another plan where a link became slow, if that pays.
+"""Migration: the run goes on without a slow node, or under another plan where a link became slow or the layers of
+pipeline stages do not fit their speed, if that pays.
 
-Detectors name the slow node or link. A spare node replaces a slow one if there is one; else the planner predicts
-(`resilience.migration_cost`, in a process of its own) the step time now and under other plans. If a migration pays, all
-ranks are told to hold after a step, with their state where others can take it over; once they do, the generation is
-ended, and no step is lost. Migrations are at least `APART_S` apart, and one that did not make steps faster is not
-repeated.
+Detectors name the slow node or link, or the speed of stages. A spare node replaces a slow one if there is one; else the
+planner predicts (`resilience.migration_cost`, in a process of its own) the step time now and under other plans. If a
+migration pays, all ranks are told to hold after a step, with their state where others can take it over; once they do,
+the generation is ended, and no step is lost. Migrations are at least `APART_S` apart, and one that did not make steps
+faster is not repeated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ HOLD_WITHIN_S = 120.0
 
 @dataclass
 class _Case:
-    """A slow node or link that was found, in one generation."""
+    """A slow node or link, or the speed of stages, that was found in one generation."""
 
     generation: int
     finding: Finding
@@ -59,7 +60,7 @@ class Migrator:
     def __init__(
         self, run_dir: Path, membership: Membership, watch: RunWatch, hold: Callable[[int], None], is_on: bool = True
     ):
-        """`hold` tells the workers of a generation to hold. Unless `is_on`, the run never migrates."""
+        """`hold` tells the workers of a generation to hold. Unless `is_on`, nothing that is slow makes it migrate."""
         self._run_dir, self._membership, self._watch, self._hold, self._is_on = run_dir, membership, watch, hold, is_on
         self._events = Events(run_dir, "coordinator")
         self._case: _Case | None = None
@@ -93,6 +94,14 @@ class Migrator:
         on = (membership.size,) if here >= membership.size else (membership.size, here)
         self._suspect(_Case(membership.generation, finding, others, self._question("slow_link", finding, *on)))
 
+    def uneven_stages(self, finding: Finding) -> None:
+        """Take in how fast pipeline stages are, whose layers do not fit that."""
+        membership, evidence = self._membership, finding.evidence
+        question = self._question("uneven_stages", finding, membership.size)
+        speeds = tuple(evidence["stage_s"])
+        question = replace(question, stage_s=speeds, microbatches=evidence["microbatches"])
+        self._suspect(_Case(membership.generation, finding, (), question), is_on=True)
+
     def look(self, now_s: float) -> None:
         """Do what is due, with a generation in force."""
         if self._watch.generation == self._membership.generation:
@@ -111,13 +120,13 @@ class Migrator:
 
     def _question(self, kind: Any, finding: Finding, *on: int) -> MigrationQuestion:
         evidence = finding.evidence
-        step_s = self._watch.step_s
+        times, step_s = evidence.get("step_factor", evidence["factor"]), self._watch.step_s
         return MigrationQuestion(
-            kind, self._membership.plan, evidence["factor"], on, evidence["last_step"], step_s, self._migration_s
+            kind, self._membership.plan, times, on, evidence["last_step"], step_s, self._migration_s
         )
 
-    def _suspect(self, case: _Case) -> None:
-        if self._is_on and self._case is None and case.key not in self._in_vain:
+    def _suspect(self, case: _Case, is_on: bool | None = None) -> None:
+        if (self._is_on if is_on is None else is_on) and self._case is None and case.key not in self._in_vain:
             self._case = case
 
     def _ask(self, case: _Case, now_s: float) -> None:

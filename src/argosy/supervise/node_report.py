@@ -43,6 +43,8 @@ class Report:
     """True if one of them has ended an evaluation since the report before."""
     took: list[tuple[Count, list[FiniteFloat]]] = field(default_factory=list)
     """Steps that all of them have ended, with the seconds of own work of each, in the order of `workers`."""
+    microbatches: list[Annotated[int, Field(ge=1, lt=2**53)]] | None = None
+    """How many each ran in these steps, in the order of `workers`; None: as told before, and at first one."""
     suspicions: dict[Rank, Count] = field(default_factory=dict)
     """Rank -> how often it was found or suspected to be wrong, where that has grown."""
     seen: dict[Rank, WorkerSeen] = field(default_factory=dict)
@@ -58,6 +60,7 @@ class NodeReporter:
         self._before: dict[int, HeartbeatReading] = {}
         self._told: dict[int, WorkerSeen] = {}
         self._last_step = -1
+        self._microbatches: list[int] = []
 
     def start_over(self) -> None:
         """Tell everything anew in the next report: whoever reads it may not have had the one before."""
@@ -77,9 +80,10 @@ class NodeReporter:
         before, self._before = self._before, now
         is_other = _identities(before) != _identities(now)
         if is_other:
-            before, self._told, self._last_step = {}, {}, -1
+            before, self._told, self._last_step, self._microbatches = {}, {}, -1, [1] * len(now)
         still = [rank for rank, old in before.items() if old.progress == now[rank].progress]
         silent = [rank for rank, old in before.items() if old.beats == now[rank].beats]
+        known_microbatches, took = self._microbatches, self._took(now, most_steps)
         return Report(
             generation=generation,
             workers=[(rank, reading.pid) for rank, reading in now.items()] if is_other else None,
@@ -91,7 +95,8 @@ class NodeReporter:
             has_evaluated=any(
                 old.phase == "evaluate" and now[rank].phase != "evaluate" for rank, old in before.items()
             ),
-            took=self._took(now, most_steps),
+            took=took,
+            microbatches=None if self._microbatches == known_microbatches else self._microbatches,
             suspicions={
                 rank: reading.suspicions
                 for rank, reading in now.items()
@@ -101,7 +106,8 @@ class NodeReporter:
         )
 
     def _took(self, now: dict[int, HeartbeatReading], most_steps: int) -> list[tuple[int, list[float]]]:
-        """Return the times of the steps that all ranks have ended and that were not told yet."""
+        """Return the times of the steps that all ranks have ended and that were not told yet, as far as they have the
+        microbatches of the last of them."""
         if not now:
             return []
         common = set.intersection(*(set(reading.busy_s) for reading in now.values()))
@@ -109,6 +115,8 @@ class NodeReporter:
         if not fresh:
             return []
         self._last_step = fresh[-1]
+        self._microbatches = _microbatches(now, fresh[-1])
+        fresh = [step for step in fresh if _microbatches(now, step) == self._microbatches]
         stride = 1
         while len(fresh) > most_steps:
             stride *= 2
@@ -127,6 +135,10 @@ class NodeReporter:
                 if self._told.get(rank) != seen:
                     fresh[rank] = self._told[rank] = seen
         return fresh
+
+
+def _microbatches(now: dict[int, HeartbeatReading], step: int) -> list[int]:
+    return [max(1, reading.microbatches.get(step, 1)) for reading in now.values()]
 
 
 def _seen(reading: HeartbeatReading, state: str) -> WorkerSeen:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 
 from argosy.config.resilience import ResilienceConfig
+from argosy.config.schema import RunConfig
 from argosy.observe.events import Tail
+from argosy.plan.dealing import RankWork
+from argosy.plan.plan import Plan
 from argosy.resilience.detect.finding import Finding
 from argosy.resilience.detect.hang import HangDetector
 from argosy.resilience.detect.link import SlowLinkDetector
+from argosy.resilience.detect.stages import UnevenStagesDetector
 from argosy.resilience.detect.straggler import StragglerDetector
 from argosy.resilience.detect.suspect import SuspectDetector
 from argosy.supervise.node_report import Report
@@ -23,14 +28,18 @@ LAST_STEPS = 256
 class RunWatch:
     """Watch the ranks of one generation after the other."""
 
-    def __init__(self, settings: ResilienceConfig, metrics: Path | None = None):
-        """`metrics`: the run's metrics.jsonl, which says how long its steps took."""
+    def __init__(self, settings: ResilienceConfig, metrics: Path | None = None, run: RunConfig | None = None):
+        """`metrics`: the run's metrics.jsonl, which says how long its steps took. `run`: its model says how much work
+        each rank has under a plan; without it all ranks have the same."""
         self._hang = HangDetector(settings.hang_s, settings.heartbeat_timeout_s, settings.first_step_s)
         self._straggler = StragglerDetector(settings.straggler_factor, settings.straggler_steps, settings.straggler_s)
         self._link = SlowLinkDetector(settings.straggler_steps, settings.straggler_s)
         self._metrics, self._took_s = Tail(metrics) if metrics else None, dict[int, float]()
         self._read_s = 0.0
         self._suspect = SuspectDetector()
+        self._stages = UnevenStagesDetector(run) if run is not None and settings.rebalance else None
+        self._run = run
+        self._work_of = lru_cache(4)(self._find_work)
         self._view = WorldView(0, 0)
 
     @property
@@ -73,8 +82,16 @@ class RunWatch:
         if sample is None:
             return []
         self._read_metrics(at_s)
-        slow = [*self._straggler.observe(sample), *self._link.observe(sample, self._took_s, plan)]
+        uneven = self._stages.observe(sample, plan) if self._stages is not None else []
+        slow = [
+            *uneven,
+            *self._straggler.observe(sample, self._work_of(plan)),
+            *self._link.observe(sample, self._took_s, plan),
+        ]
         return [*self._hang.observe(sample), *slow, *self._suspect.observe(sample)]
+
+    def _find_work(self, plan: str) -> RankWork | None:
+        return None if self._run is None else RankWork.of(Plan.parse(plan), self._run.model, self._run.data.seq_len)
 
     def _read_metrics(self, at_s: float) -> None:
         if self._metrics is None or at_s - self._read_s < READ_S:

@@ -20,6 +20,8 @@ class _NodeView:
         self.pids = dict(workers)
         self.ranks = np.fromiter(self.pids, dtype=np.intp, count=len(self.pids))
         self.step, self.waiting = -1, 0
+        self.microbatches = np.ones(len(self.ranks))
+        """Of each rank in the steps that are told."""
         self.told_step = -1
         """The newest step whose times were told."""
         self.seen: dict[int, WorkerSeen] = {}
@@ -61,10 +63,12 @@ class WorldView:
             still = set(report.still)
             of.seen = {rank: seen for rank, seen in of.seen.items() if rank in still}
         of.seen |= {rank: seen for rank, seen in report.seen.items() if rank in of.pids}
+        if report.microbatches is not None and len(report.microbatches) == len(of.ranks):
+            of.microbatches = np.array(report.microbatches, float)
         for step, busy_s in report.took:
             if len(busy_s) == len(of.ranks) and step > of.told_step:
                 self.has_made_a_step, of.told_step = True, step
-                self._times.put(step, of.ranks, busy_s)
+                self._times.put(step, of.ranks, busy_s, of.microbatches)
 
     def do_all_wait(self) -> bool:
         """Return True if all ranks wait for the next world."""
@@ -110,24 +114,22 @@ class _StepGather:
 
     def __init__(self, size: int):
         self._size, self._last = size, -1
-        self._pending: dict[int, tuple[np.ndarray, int]] = {}
-        """Step -> the times, and of how many ranks they are known."""
+        self._pending: dict[int, tuple[np.ndarray, np.ndarray, int]] = {}
+        """Step -> the times, the microbatches, and of how many ranks they are known."""
         self._done: list[StepTimes] = []
 
-    def put(self, step: int, ranks: np.ndarray, busy_s: list[float]) -> None:
+    def put(self, step: int, ranks: np.ndarray, busy_s: list[float], microbatches: np.ndarray) -> None:
         """Take in the times of a step on some ranks; each is told once."""
         if step <= self._last:
             return
-        times, known = self._pending.pop(step, (None, 0))
-        if times is None:
-            times = np.zeros(self._size)
-        times[ranks] = busy_s
+        times, many, known = self._pending.pop(step, None) or (np.zeros(self._size), np.ones(self._size), 0)
+        times[ranks], many[ranks] = busy_s, microbatches
         if known + len(ranks) < self._size:
-            self._pending[step] = times, known + len(ranks)
+            self._pending[step] = times, many, known + len(ranks)
             if len(self._pending) > PENDING_STEPS:
                 del self._pending[min(self._pending)]
         else:
-            self._done.append(StepTimes(step, times))
+            self._done.append(StepTimes(step, times, many))
 
     def take(self) -> list[StepTimes]:
         """Return the steps that have become whole since the last time, ascending."""

@@ -21,15 +21,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from argosy.config.schema import RunConfig
+from argosy.observe.clock import Category
 from argosy.parallel.world import World
-from argosy.plan.cost.heterogeneous import deal
+from argosy.plan.dealing import deal
 from argosy.plan.plan import Plan
 from argosy.plan.ratio import lowest, ratio_of
 from argosy.plan.rules import first_problem
-from argosy.plan.shares import holders_of, shares_of_ranks
+from argosy.plan.shares import holders_of, microbatches_of, shares_of_ranks
 
 Floats = NDArray[np.float64]
 
+OF_MICROBATCHES: tuple[Category, ...] = ("forward", "backward", "pipeline")
 WATCHED = 10
 """Steps that are watched before the first change; twice as many after each."""
 MOST_WATCHED = 640
@@ -70,15 +72,11 @@ class Rebalance:
         """How many numbers `measure` gives."""
         return self._world.size * 2 + 1 if self.is_on else 0
 
-    def took(self, seconds: Mapping[str, float], waited_s: float, batch: int) -> None:
-        """Take in this rank's times of the step that was applied, of so many rows in all.
-
-        waited_s: in collectives. What backward waited of it, and not `communication`, is no work of its own.
-        """
-        work_s = sum(seconds.get(name, 0.0) for name in ("forward", "backward", "pipeline"))
-        waited_s = max(0.0, waited_s - seconds.get("communication", 0.0))
-        mine = shares_of_ranks(self._plan)[self._dp_rank] * batch // (self._plan.portions * self._plan.microbatch)
-        self._own_s, self._step_s = max(0.0, work_s - waited_s) / mine, seconds["step"]
+    def took(self, own_s: Mapping[Category, float], step_s: float, batch: int) -> None:
+        """Take in this rank's own work in the step that was applied, as `StepClock` has it; `batch` rows in all."""
+        work_s = sum(own_s.get(name, 0.0) for name in OF_MICROBATCHES)
+        mine = microbatches_of(self._plan, self._dp_rank, batch)
+        self._own_s, self._step_s = work_s / mine, step_s
 
     def measure(self) -> Sequence[float]:
         """Return this rank's numbers to sum over ranks: own seconds and data-parallel rank in its slot; the step's."""
@@ -136,11 +134,6 @@ def rebalanced(run: RunConfig, plan: Plan, each_s: Sequence[float], step_s: floa
     if lowest(now) == lowest(counts) or saved_s < LEAST_SAVED * step_s or first_problem(other, run) is not None:
         return None
     return Rebalanced(other, plan.shares, step_s, step_s - saved_s, tuple(each_s))
-
-
-def waited_in(communication: Mapping[str, Mapping[str, Sequence[float]]]) -> float:
-    """Return the seconds that a lap of `CommunicationMeter` waited, on all axes."""
-    return sum(waited_s for tiers in communication.values() for waited_s, _ in tiers.values())
 
 
 def plan_in_force(run: RunConfig, plan: Plan, world: World, run_dir: Path) -> Plan:

@@ -116,6 +116,7 @@ class Step:
         each data-parallel rank has.
         """
         state, step, rank = self.state, self.state.step, self._world.rank
+        self._clock.microbatches = max(1, len(batch))
         self.checks.watch()
         tokens = self._run.tokens_at(step)
         moment = Moment(step, state.scaler.scale)

@@ -36,7 +36,7 @@ from argosy.training.own_checks import check_own_code
 from argosy.training.own_site import open_own_data, outer_state, sites_of
 from argosy.training.pace import Pace
 from argosy.training.profiling import Profiling
-from argosy.training.rebalance import Rebalance, plan_in_force, waited_in
+from argosy.training.rebalance import Rebalance, plan_in_force
 from argosy.training.records import Records
 from argosy.training.replay_check import check_can_replay
 from argosy.training.restore import Restorer
@@ -267,7 +267,7 @@ class Trainer:
         """Write the line of the step that was applied, and show it."""
         seconds = self._clock.lap()
         batch = self._run.train.batches.at(self.state.step - 1)
-        self._rebalance.took(seconds, waited_in(self._clock.communication), batch)
+        self._rebalance.took(self._clock.own_s, seconds["step"], batch)
         is_profiled = self._profiling.is_on
         if not is_profiled:
             self._pace.took(seconds["step"], self.state.step - 1)

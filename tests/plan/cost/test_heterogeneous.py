@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from argosy.config.load import load
 from argosy.plan.cost.cost_model import CostModel
-from argosy.plan.cost.heterogeneous import deal, uneven_splits
+from argosy.plan.cost.heterogeneous import uneven_splits
+from argosy.plan.dealing import deal
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan

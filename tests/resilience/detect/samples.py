@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from argosy.observe.heartbeat import HeartbeatReading
 from argosy.resilience.detect.finding import Finding
 from argosy.resilience.detect.sample import Sample
 from argosy.supervise.node_report import NodeReporter
 from argosy.supervise.world_view import WorldView
+
+T = TypeVar("T")
 
 READING = HeartbeatReading(
     pid=100,
@@ -25,6 +27,10 @@ READING = HeartbeatReading(
     peak_memory_bytes=0,
     sequences={"default_pg#0": 0},
 )
+
+
+def _last(steps: dict[int, T]) -> dict[int, T]:
+    return dict(sorted(steps.items())[-64:])
 
 
 @dataclass
@@ -54,12 +60,13 @@ class World:
             sequences: Mapping[str, int] = self.ranks[rank].sequences
             self.change(rank, sequences={**sequences, group: sequences.get(group, 0) + by})
 
-    def step(self, *, busy_s: Mapping[int, float] | None = None) -> None:
+    def step(self, *, busy_s: Mapping[int, float] | None = None, microbatches: Mapping[int, int] | None = None) -> None:
         """All ranks make a step."""
         for rank, reading in self.ranks.items():
-            took = {**reading.busy_s, reading.step: (busy_s or {}).get(rank, 0.1)}
-            last = dict(sorted(took.items())[-64:])
-            self.change(rank, step=reading.step + 1, busy_s=last, phase_since_ns=reading.phase_since_ns + 1)
+            last = _last({**reading.busy_s, reading.step: (busy_s or {}).get(rank, 0.1)})
+            many = _last({**reading.microbatches, reading.step: (microbatches or {}).get(rank, 1)})
+            after_ns = reading.phase_since_ns + 1
+            self.change(rank, step=reading.step + 1, busy_s=last, microbatches=many, phase_since_ns=after_ns)
         self.count(range(self.size))
 
     def sample(self) -> Sample | None:

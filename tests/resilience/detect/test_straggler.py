@@ -7,6 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
+from argosy.config.schema import ModelConfig
+from argosy.plan.dealing import RankWork
+from argosy.plan.plan import Plan
 from argosy.resilience.detect.finding import Finding
 from argosy.resilience.detect.straggler import StragglerDetector, chance_of
 from resilience.detect.samples import World
@@ -89,6 +92,57 @@ def test_peers_are_compared_with_each_other_only():
     for _ in range(100):
         world.step(busy_s={0: 0.1, 1: 0.1, 2: 0.5, 3: 0.5})
         assert not straggler.observe(world.sampled())
+
+
+MODEL = ModelConfig(layers=8, width=64, heads=4, ffn_width=128, vocab_size=64)
+
+
+def told(plan: str, busy_s: dict[int, float], microbatches: dict[int, int], steps: int = 150) -> list[Finding]:
+    """What is found in a world that is laid out by `plan`."""
+    layout = Plan.parse(plan)
+    world, straggler = World(layout.world_size, tick_s=STEP_S), StragglerDetector()
+    found = []
+    for _ in range(steps):
+        world.step(busy_s=busy_s, microbatches=microbatches)
+        found += straggler.observe(world.sampled(), RankWork.of(layout, MODEL, 64))
+    return found
+
+
+def test_three_quarters_of_the_work_make_no_straggler():
+    assert not told("dp_replicate=2,shares=3:1", {0: 0.3, 1: 0.1}, {0: 3, 1: 1})
+
+
+def test_a_rank_that_is_slow_with_a_quarter_of_the_work_is_one_and_holds_nobody_up():
+    (found,) = told("dp_replicate=2,shares=3:1", {0: 0.3, 1: 0.3}, {0: 3, 1: 1})
+    assert (found.ranks, found.action) == ((1,), "alarm")
+    assert found.evidence["factor"] == 3.0 and found.evidence["step_factor"] == 1.0
+
+
+def test_one_that_is_slow_and_waited_for_is_to_be_avoided():
+    found = told("dp_replicate=2,shares=3:1", {0: 0.3, 1: 0.6}, {0: 3, 1: 1})
+    assert [(f.ranks, f.action) for f in found] == [((1,), "alarm"), ((1,), "avoid")]
+    assert found[1].evidence["step_factor"] == 2.0
+
+
+def test_stages_are_compared_by_their_layers():
+    fits, slow = {0: 0.6, 1: 0.2}, {0: 0.3, 1: 0.6}
+    assert not told("pp=2,layers=6:2", fits, {0: 4, 1: 4})
+    assert {f.ranks for f in told("pp=2,layers=6:2", slow, {0: 4, 1: 4})} == {(1,)}
+
+
+def test_what_head_and_embedding_take_beside_layers_blames_nobody():
+    """With so many words, a stage that has the head may well take as long again, or no time at all."""
+    wide = MODEL.model_copy(update={"vocab_size": 4096})
+    for times in ({0: 0.1, 1: 0.2}, {0: 0.2, 1: 0.1}):
+        world, straggler = World(2, tick_s=STEP_S), StragglerDetector()
+        for _ in range(150):
+            world.step(busy_s=times)
+            assert not straggler.observe(world.sampled(), RankWork.of(Plan.parse("pp=2"), wide, 64))
+
+
+def test_ranks_of_one_stage_are_compared_with_each_other():
+    busy_s = {0: 0.1, 1: 0.1, 2: 0.9, 3: 0.3}
+    assert {f.ranks for f in told("pp=2,dp_replicate=2,microbatch=1", busy_s, dict.fromkeys(range(4), 2))} == {(2,)}
 
 
 def test_another_world_begins_anew():

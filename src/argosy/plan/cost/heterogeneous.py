@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.uneven_time import first_of
+from argosy.plan.dealing import deal, layers_of_stages
 from argosy.plan.layouts import Layouts
-from argosy.plan.pipeline import SCHEDULES, stages_of_rank
 from argosy.plan.plan import Plan
 from argosy.plan.ratio import ratio_of
 from argosy.plan.rules import first_problem
@@ -91,11 +91,8 @@ def _by_layers(costs: CostModel, plan: Plan) -> UnevenSplit | None:
     if holders is None:
         return None
     layers, times = costs.run.model.layers, uneven.of_kinds(plan)
-    memory = costs.predict_memory(Layouts.of([plan]))
-    constant = first_of(memory.workspace) + first_of(memory.logits)
-    of_layer_bytes = (first_of(memory.total) - constant) / (layers / plan.pp)
     room = float(costs.memory_bytes) / float(costs.rates.memory_bytes)
-    most = np.array([(float(kind.rates.memory_bytes) * room - constant) // of_layer_bytes for kind in costs.kinds])
+    most = room_for_layers(costs, plan, np.array([float(kind.rates.memory_bytes) * room for kind in costs.kinds]))
     each = np.arange(1, layers + 1)
     seconds = np.where(each <= most[:, None], uneven.of_layer(plan, times)[:, None] * each, np.inf)
     dealt = deal(layers, holders, seconds)
@@ -109,22 +106,18 @@ def _by_layers(costs: CostModel, plan: Plan) -> UnevenSplit | None:
     return _split(costs, plan, "layers", {"layers": said}, dealt[0], step_s)
 
 
+def room_for_layers(costs: CostModel, plan: Plan, memory_bytes: Floats) -> Floats:
+    """Return how many layers a pipeline rank has room for on devices that may hold so many bytes, for each of them."""
+    even = plan.model_copy(update={"layers": "", "shares": ""})
+    memory = costs.predict_memory(Layouts.of([even]))
+    constant = first_of(memory.workspace) + first_of(memory.logits)
+    of_layer_bytes = (first_of(memory.total) - constant) / (costs.run.model.layers / plan.pp)
+    return (memory_bytes - constant) // of_layer_bytes
+
+
 def _in_order(pieces: NDArray[np.int64]) -> tuple[int, ...]:
     """Return the pieces of all holders, kind by kind."""
     return tuple(int(n) for row in pieces for n in row if n)
-
-
-def layers_of_stages(plan: Plan, of_ranks: Sequence[int]) -> str | None:
-    """Return the word `layers` for a pipeline whose ranks have so many layers; None if a stage would have none.
-
-    A rank with several stages has its layers in these as evenly as can be.
-    """
-    each, v_shaped = plan.stages // plan.pp, SCHEDULES[plan.schedule].v_shaped
-    found = [0] * plan.stages
-    for rank, layers in enumerate(of_ranks):
-        for turn, stage in enumerate(stages_of_rank(rank, plan.pp, each, v_shaped)):
-            found[stage] = layers // each + (turn < layers % each)
-    return ":".join(map(str, found)) if min(found) else None
 
 
 def _split(
@@ -139,25 +132,3 @@ def _split(
         by_device.setdefault(kind.device, []).extend(int(n) for n in row if n)
     shares = [DeviceShare(device, len(some), min(some), max(some)) for device, some in by_device.items()]
     return UnevenSplit(what, str(uneven), step_s, tuple(shares))
-
-
-def deal(total: int, holders: NDArray[np.int64], seconds: Floats) -> tuple[NDArray[np.int64], float] | None:
-    """Deal `total` pieces to holders of several kinds so that the last one ends as early as possible.
-
-    holders: number of each kind. seconds: [kind, n - 1] time of n pieces, growing with n; infinite for more than a
-    holder has room for. Returns pieces [kind, holder], padded with zeros, and the seconds of the slowest; None if the
-    holders have no room for all pieces, or if one would get none.
-    """
-    enough = (
-        counts
-        for limit in np.unique(seconds[np.isfinite(seconds)])
-        if (counts := (seconds <= limit).sum(axis=1)).min() > 0 and counts @ holders >= total
-    )
-    most = next(enough, None)
-    if most is None or total < holders.sum():
-        return None
-    pieces = np.where(np.arange(holders.max()) < holders[:, None], most[:, None], 0)
-    for _ in range(int(most @ holders) - total):
-        taken = np.take_along_axis(seconds, np.maximum(pieces - 1, 0), axis=1)
-        pieces.flat[np.argmax(np.where(pieces > 1, taken, -1.0))] -= 1
-    return pieces, float(max(seconds[kind, row.max() - 1] for kind, row in enumerate(pieces)))

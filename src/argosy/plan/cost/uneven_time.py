@@ -18,6 +18,7 @@ from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.factors import Factors, calibrated
 from argosy.plan.cost.rates import Rates, System
 from argosy.plan.cost.step_time import StepModel, StepTime
+from argosy.plan.dealing import pipeline_s
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
@@ -111,17 +112,13 @@ class UnevenTimes:
     def of_pipeline_s(
         self, plan: Plan, times: Sequence[StepTime], layers: Sequence[int], holders: NDArray[np.int64]
     ) -> float:
-        """Return the seconds of a step of a pipeline whose ranks have so many layers; `holders` of them on each kind.
-
-        If rank i takes s_i seconds for a microbatch, m microbatches take sum(s_i) + (m - 1) max(s_i) (1F1B). With v
-        stages on a rank, the part of the sum beyond max(s_i) shrinks to 1/v.
-        """
+        """Return the seconds of a step of a pipeline whose ranks have so many layers; `holders` of them on each
+        kind."""
         kind_of = np.repeat(np.arange(len(self.kinds)), holders)
         of_ranks = self.of_layer(plan, times)[kind_of] * np.array(layers)
-        turns, slowest = float(Layouts.of([plan]).stages_here[0]), of_ranks.max()
         once = max(sum(first_of(getattr(time, name)) for name in ONCE_A_STEP) for time in times)
         microbatches = plan.microbatches(self.run.train.global_batch)
-        return float((of_ranks.sum() - slowest) / turns + microbatches * slowest + once)
+        return pipeline_s(of_ranks, plan.stages // plan.pp, microbatches) + once
 
     def _of_shares(self, plan: Plan) -> StepTime | None:
         many = len(numbers_of(plan.shares))

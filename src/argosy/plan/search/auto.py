@@ -92,7 +92,7 @@ def choose_plan(run: RunConfig, devices: Devices, machine: Cluster | None = None
         written = written.model_copy(update={"precision": fast_precision(devices)})
     elif (known := _known(run, devices, machine)) is not None:
         known.check_precision(written.precision)
-    costs = _costs(run, devices, machine)
+    costs = costs_of(run, machine or machine_for(run, devices), devices.count)
     try:
         found = search_to_run(costs, _pins(written, words.keys() | {"precision"}, auto))
     except UserError:  # it is worded for `argosy plan`
@@ -118,7 +118,7 @@ def plan_to_go_on(run: RunConfig, devices: Devices, before: Plan) -> Plan:
     """
     words = words_of(run.plan)
     auto = words.pop("auto", None) is not None
-    left_open = {"microbatch", "precision", "compile"} | ({"shares"} if run.resilience.rebalance else set())
+    left_open = {"microbatch", "precision", "compile"} | ({"shares", "layers"} if run.resilience.rebalance else set())
     open_keys = (Plan.model_fields.keys() if auto else left_open) - words.keys()
     same = Plan.from_words(words).model_copy(update={key: getattr(before, key) for key in open_keys})
     if same == before and same.world_size == devices.count and _fits(run, devices, same):
@@ -144,7 +144,7 @@ def _fits(run: RunConfig, devices: Devices, plan: Plan) -> bool:
     """Return True if the plan trains `run` and, on GPUs, is predicted to fit their memory."""
     if first_problem(plan, run) is not None:
         return False
-    return devices.kind == "cpu" or misfit(_costs(run, devices, None), plan) is None
+    return devices.kind == "cpu" or misfit(costs_of(run, machine_for(run, devices), devices.count), plan) is None
 
 
 def _known(run: RunConfig, devices: Devices, machine: Cluster | None) -> Cluster | None:
@@ -187,9 +187,9 @@ def _plain(run: RunConfig, written: Plan, words: dict[str, str], count: int) -> 
     return plan
 
 
-def _costs(run: RunConfig, devices: Devices, machine: Cluster | None) -> CostModel:
-    cluster = machine or machine_for(run, devices)
-    costs = CostModel.of(run, cluster).on(run, devices.count)
+def costs_of(run: RunConfig, cluster: Cluster, devices: int) -> CostModel:
+    """Return the cost model of the run on so many devices of the cluster, with any memory where nobody knows it."""
+    costs = CostModel.of(run, cluster).on(run, devices)
     if "memory_bytes" in cluster.device.assumed:  # nobody knows it, so it must not decide
         return replace(costs, rates=replace(costs.rates, memory_bytes=math.inf))
     return costs

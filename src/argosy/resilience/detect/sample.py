@@ -21,6 +21,8 @@ class StepTimes:
     step: int
     busy_s: Times
     """Seconds of own work, without waiting for others. Shape: (ranks,)."""
+    microbatches: Times
+    """How many each rank ran. Shape: (ranks,)."""
 
 
 @dataclass(frozen=True)

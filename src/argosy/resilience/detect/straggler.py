@@ -1,16 +1,18 @@
 """A straggler: a rank that is slower than its peers, always or repeatedly.
 
-The time of a rank's own work in a step, without waiting for others, is compared with the median of its peers in the
-same step: what slows all of them down, a longer batch or a busy machine, blames none. A step in which a rank takes
-`factor` times as long counts against it. Noise makes slow steps too, perhaps with heavy tails, but spreads them evenly
-over ranks, so that the test is how unevenly they fall:
+The time of a rank's own work in a step, without waiting for others, over the work that its plan gives it (microbatches,
+and layers where peers have unlike ones), is compared with the median of its peers in the same step: what slows all of
+them down, a longer batch or a busy machine, blames none, and neither does a larger share of the work. A step in which a
+rank takes `factor` times as long counts against it. Noise makes slow steps too, perhaps with heavy tails, but spreads
+them evenly over ranks, so that the test is how unevenly they fall:
 
 - *always*: most of the last `steps` steps are slow, and so many more than of other ranks that a random distribution
   would do so with a chance of 10^-5;
 - *repeatedly*: the same in a window ten times as long, with a chance of 10^-8, and the rank takes a tenth longer than
   its peers in total.
 
-A rank that stays slow for four times as long after it was found should be avoided.
+A rank that stays slow for four times as long after it was found should be avoided, if the others wait for it: one whose
+share of the work is as small as its speed holds nobody up.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from itertools import islice
 
 import numpy as np
 
+from argosy.plan.dealing import RankWork
 from argosy.resilience.detect.finding import Action, Finding, Latch
 from argosy.resilience.detect.sample import Flags, Sample, StepTimes, Times
 
@@ -42,8 +45,10 @@ SKIPPED = 2
 class _Step:
     at_s: float
     ratios: np.ndarray
-    """Rank -> its time over the median of its peers'; NaN for ranks for which the step does not count. In fp32, since a
-    window has hundreds of steps."""
+    """Rank -> its time for a unit of work over the median of its peers'; NaN for ranks for which the step does not
+    count. In fp32, since a window has hundreds of steps."""
+    holds: np.ndarray
+    """Rank -> its time of the step over that median, whatever it had to do."""
 
 
 class StragglerDetector:
@@ -57,10 +62,11 @@ class StragglerDetector:
         self._generation = -1
         self._start(-1, 0)
 
-    def observe(self, sample: Sample) -> list[Finding]:
-        """Return what is found in the newest sample."""
+    def observe(self, sample: Sample, work: RankWork | None = None) -> list[Finding]:
+        """Return what is found in the newest sample. `work` says what ranks do in a microbatch; None: all the same."""
         if sample.size < 2:
             return []
+        self._work = work if work is not None and len(work.least) == sample.size else None
         if (sample.generation, sample.size) != (self._generation, len(self._slow)):
             self._start(sample.generation, sample.size)
         for times in sample.took:
@@ -69,6 +75,8 @@ class StragglerDetector:
             return []
         self._in_all = int(self._slow.sum())
         return [finding for rank in self._suspects() if (finding := self._finding(rank)) is not None]
+
+    _work: RankWork | None = None
 
     def _start(self, generation: int, ranks: int) -> None:
         self._generation, self._seen, self._last = generation, 0, -1
@@ -83,7 +91,11 @@ class StragglerDetector:
         """Add a step that all ranks have finished."""
         self._seen, self._last = self._seen + 1, times.step
         if self._seen > SKIPPED:
-            step = _Step(at_s, self._ratios(times.busy_s).astype(np.float32))
+            least, most = (self._work.least, self._work.most) if self._work is not None else (1.0, 1.0)
+            of_work = times.busy_s / times.microbatches
+            ratios = self._ratios(of_work / most, of_work / least).astype(np.float32)
+            holds = self._ratios(times.busy_s, times.busy_s).astype(np.float32)
+            step = _Step(at_s, ratios, holds)
             self._window.append(step)
             self._slow += self._slow_in(step)
         # The window has this many steps, or more if they span too little time.
@@ -93,12 +105,13 @@ class StragglerDetector:
     def _slow_in(self, step: _Step) -> Flags:
         return step.ratios >= self._factor  # NaN is not
 
-    def _ratios(self, busy_s: Times) -> Times:
-        ratios = np.full(len(busy_s), np.nan)
-        for peers in self._peers or [range(len(busy_s))]:
+    def _ratios(self, mine_s: Times, others_s: Times) -> Times:
+        ratios = np.full(len(mine_s), np.nan)
+        known = self._work.peers if self._work is not None else None
+        for peers in self._peers or known or [range(len(mine_s))]:
             if len(peers) > 1:
                 of = np.asarray(peers)
-                ratios[of] = busy_s[of] / np.maximum(_medians_without(busy_s[of]), 1e-9)
+                ratios[of] = mine_s[of] / np.maximum(_medians_without(others_s[of]), 1e-9)
         return ratios
 
     def _suspects(self) -> list[int]:
@@ -114,11 +127,12 @@ class StragglerDetector:
                 self._forget(rank)
             return None
         since = self._found_at.setdefault(rank, self._seen)
-        action: Action = "avoid" if self._seen - since >= AVOID_AFTER * self._steps else "alarm"
+        lasts = self._seen - since >= AVOID_AFTER * self._steps
+        action: Action = "avoid" if lasts and evidence["step_factor"] >= 1 + COSTS else "alarm"
         if not self._latch.rises((rank, action), is_wrong=True):
             return None
         why = (
-            f"rank {rank} takes {evidence['factor']:.1f} times as long as its peers for its own work: slow in "
+            f"rank {rank} takes {evidence['factor']:.1f} times as long as its peers for the same work: slow in "
             f"{evidence['slow_steps']} of {evidence['steps']} steps"
         )
         return Finding("straggler", action, why, (rank,), evidence)
@@ -159,13 +173,19 @@ class StragglerDetector:
         return evidence if is_enough else {}
 
     def _evidence(self, rank: int, steps: Collection[_Step]) -> dict[str, float]:
-        ratios = [float(step.ratios[rank]) for step in steps if not np.isnan(step.ratios[rank])]
+        counted = [step for step in steps if not np.isnan(step.ratios[rank])]
+        ratios = [float(step.ratios[rank]) for step in counted]
         return {
-            "factor": round(sum(min(ratio, MOST) for ratio in ratios) / max(1, len(ratios)), 2),
+            "factor": _mean(ratios),
+            "step_factor": _mean([float(step.holds[rank]) for step in counted]),
             "slow_steps": sum(ratio >= self._factor for ratio in ratios),
             "steps": len(ratios),
             "last_step": self._last,
         }
+
+
+def _mean(ratios: Sequence[float]) -> float:
+    return round(sum(min(ratio, MOST) for ratio in ratios) / max(1, len(ratios)), 2)
 
 
 def _counted(step: _Step) -> int:
