@@ -11,7 +11,7 @@ from argosy.config.schema import ModelConfig
 from argosy.plan.dealing import PipelineWork, RankWork, pipeline_s
 from argosy.plan.plan import Plan
 
-MODEL = ModelConfig(layers=8, width=64, heads=4, ffn_width=192, vocab_size=64)
+MODEL = ModelConfig(layers=8, width=64, heads=4, head_width=16, ffn_width=192, vocab_size=64)
 HEAD = 64 * 64 / (4 * 64 * 64 + 3 * 64 * 192 + 2 * 64 * 16 / 2)
 """Multiplications of the head over those of a layer, with sequences of 16 tokens."""
 

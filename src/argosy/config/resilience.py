@@ -61,8 +61,9 @@ class ResilienceConfig(Section):
     only reports them."""
 
     rebalance: bool = False
-    """Deal microbatches out to data-parallel replicas by their measured speed, if that saves a twentieth of a step. The
-    order in which gradients are summed then depends on measured times, and losses do not repeat to the bit."""
+    """Deal microbatches out to data-parallel replicas by their measured speed, if that saves a twentieth of a step, and
+    layers to pipeline stages, if that saves a tenth. The order in which gradients are summed then depends on measured
+    times, and losses do not repeat to the bit."""
 
     @field_validator("memory_checkpoint_every_steps", mode="before")
     @classmethod

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,14 +59,16 @@ def layers_of_stages(plan: Plan, of_ranks: Sequence[int]) -> str | None:
     return ":".join(map(str, found)) if min(found) else None
 
 
-def pipeline_s(of_ranks: Floats, turns: float, microbatches: float) -> float:
+def pipeline_s(of_ranks: Floats, turns: float, microbatches: float) -> Any:
     """Return the seconds in which a pipeline runs a step's microbatches, whose ranks take `of_ranks` for each.
+
+    of_ranks: [..., rank]; the result has the shape before that.
 
     If rank i takes s_i seconds for a microbatch, m microbatches take sum(s_i) + (m - 1) max(s_i) (1F1B). With v stages
     on a rank, `turns`, the part of the sum beyond max(s_i) shrinks to 1/v.
     """
-    slowest = of_ranks.max()
-    return float((of_ranks.sum() - slowest) / turns + microbatches * slowest)
+    slowest = of_ranks.max(axis=-1)
+    return (of_ranks.sum(axis=-1) - slowest) / turns + microbatches * slowest
 
 
 @dataclass(frozen=True)
@@ -117,9 +120,9 @@ class PipelineWork:
         plan = self.plan.model_copy(update={"layers": said})
         return PipelineWork(plan, dealt[0][:, 0].astype(float), self.beside, self.doubtful)
 
-    def takes_s(self, stage_s: Floats, now: PipelineWork, microbatches: float) -> float:
+    def takes_s(self, stage_s: Floats, now: PipelineWork, microbatches: float) -> Any:
         """Return the seconds of a step's microbatches under this deal, of ranks that take `stage_s` for one under
-        `now`."""
+        `now`: [..., rank]."""
         turns = self.plan.stages // self.plan.pp
         return pipeline_s(stage_s / now.units * self.units, turns, microbatches)
 

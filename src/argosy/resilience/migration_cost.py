@@ -124,9 +124,9 @@ def _layers_dealt(run_dir: Path, run: RunConfig, question: MigrationQuestion) ->
     other = plan.model_copy(update={"layers": dealt.plan.layers})
     if (problem := first_problem(other, run)) is not None:
         return MigrationAnswer(False, str(other), other.world_size, why=problem)
-    pipeline_s = now.takes_s(stage_s, now, question.microbatches)
+    pipeline_s = float(now.takes_s(stage_s, now, question.microbatches))
     now_s = question.step_s or pipeline_s
-    new_s = now_s - pipeline_s + dealt.takes_s(stage_s, now, question.microbatches)
+    new_s = now_s - pipeline_s + float(dealt.takes_s(stage_s, now, question.microbatches))
     left = steps_left(run, question.step, now_s)
     pays = worth_migrating(now_s, new_s, left, question.migration_s)
     return MigrationAnswer(pays, str(other), other.world_size, plan.world_size, now_s, new_s, left)

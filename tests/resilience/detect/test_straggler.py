@@ -94,7 +94,7 @@ def test_peers_are_compared_with_each_other_only():
         assert not straggler.observe(world.sampled())
 
 
-MODEL = ModelConfig(layers=8, width=64, heads=4, ffn_width=128, vocab_size=64)
+MODEL = ModelConfig(layers=8, width=64, heads=4, head_width=16, ffn_width=128, vocab_size=64)
 
 
 def told(plan: str, busy_s: dict[int, float], microbatches: dict[int, int], steps: int = 150) -> list[Finding]:

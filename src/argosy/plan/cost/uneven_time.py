@@ -118,7 +118,7 @@ class UnevenTimes:
         of_ranks = self.of_layer(plan, times)[kind_of] * np.array(layers)
         once = max(sum(first_of(getattr(time, name)) for name in ONCE_A_STEP) for time in times)
         microbatches = plan.microbatches(self.run.train.global_batch)
-        return pipeline_s(of_ranks, plan.stages // plan.pp, microbatches) + once
+        return float(pipeline_s(of_ranks, plan.stages // plan.pp, microbatches) + once)
 
     def _of_shares(self, plan: Plan) -> StepTime | None:
         many = len(numbers_of(plan.shares))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,7 @@ LEAST_SAVED = 0.1
 """Share of the pipeline's time that another deal must save."""
 MOST_STEPS = 0.75
 """Share of a window's steps in which it must save that."""
-MOST_WATCHED = 64
+MOST_WATCHED = 16
 """Times the first window: after each finding twice as many steps are watched, up to that."""
 SKIPPED = 2
 """The first steps of a world compile and warm up."""
@@ -99,8 +100,8 @@ class UnevenStagesDetector:
         dealt = work.dealt_by_speed(stage_s)
         if dealt is None:
             return None
-        saves = [self._saves(work, dealt, of_step) for of_step in each]
-        if self._saves(work, dealt, stage_s) < LEAST_SAVED or np.mean(np.array(saves) >= LEAST_SAVED) < MOST_STEPS:
+        saved = float(self._saves(work, dealt, stage_s))
+        if saved < LEAST_SAVED or np.mean(self._saves(work, dealt, each) >= LEAST_SAVED) < MOST_STEPS:
             return None
         of_layer = stage_s / work.units
         slowest = int(of_layer.argmax())
@@ -115,11 +116,11 @@ class UnevenStagesDetector:
         }
         why = (
             f"pipeline rank {slowest} takes {factor:.1f} times as long for a layer as the fastest: layers "
-            f"{dealt.plan.layers} in place of {evidence['layers']} save {self._saves(work, dealt, stage_s):.0%} of the "
+            f"{dealt.plan.layers} in place of {evidence['layers']} save {saved:.0%} of the "
             "pipeline's time"
         )
         return Finding("uneven_stages", "alarm", why, (), evidence)
 
-    def _saves(self, now: PipelineWork, dealt: PipelineWork, stage_s: Times) -> float:
+    def _saves(self, now: PipelineWork, dealt: PipelineWork, stage_s: Times) -> Any:
         now_s = now.takes_s(stage_s, now, self._microbatches)
-        return 1 - dealt.takes_s(stage_s, now, self._microbatches) / now_s if now_s > 0 else 0.0
+        return 1 - dealt.takes_s(stage_s, now, self._microbatches) / np.maximum(now_s, 1e-9)

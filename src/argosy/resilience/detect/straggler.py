@@ -94,7 +94,8 @@ class StragglerDetector:
             least, most = (self._work.least, self._work.most) if self._work is not None else (1.0, 1.0)
             of_work = times.busy_s / times.microbatches
             ratios = self._ratios(of_work / most, of_work / least).astype(np.float32)
-            holds = self._ratios(times.busy_s, times.busy_s).astype(np.float32)
+            is_even = (times.microbatches == times.microbatches[0]).all() and np.array_equal(least, most)
+            holds = ratios if is_even else self._ratios(times.busy_s, times.busy_s).astype(np.float32)
             step = _Step(at_s, ratios, holds)
             self._window.append(step)
             self._slow += self._slow_in(step)
