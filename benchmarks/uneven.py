@@ -2,12 +2,13 @@
 
     python benchmarks/uneven.py [--duty 0.33] [--steps 36] [--out FILE.md]
 
-The second process is stopped and continued (SIGSTOP, SIGCONT) such that it runs for `--duty` of the time, as on a device
-so much slower. Two replicas have shares of the microbatches, two pipeline stages have layers. Each is trained three
-times: even; with `resilience.rebalance`, which finds the shares, or moves the layers in the run; and from the start with
-what the planner chooses for a cluster of two devices with these speeds. The planner's figures use the matmul rate that
-the run measured, and no other measurement. Speed is the median of the last steps. It prints a Markdown table, and all
-figures as JSON; four minutes with 36 steps on two cores. Only a quiet machine gives figures that mean anything.
+The second process is stopped and continued (SIGSTOP, SIGCONT) such that it runs for `--duty` of the time, as on a
+device so much slower. Two replicas have shares of the microbatches, two pipeline stages have layers. Each is trained
+three times: even; with `resilience.rebalance`, which finds the shares, or moves the layers in the run; and from the
+start with what the planner chooses for a cluster of two devices with these speeds. The planner's figures use the
+matmul rate that the run measured, and no other measurement. Speed is the median of the last steps. It prints a Markdown
+table, and all figures as JSON; four minutes with 36 steps on two cores. Only a quiet machine gives figures that mean
+anything.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def main() -> None:
             even = of_ways["even"].tokens_per_s
             for way, found in of_ways.items():
                 times = 1.0 if way == "even" else predicted["gain"]
-                plan = found.plan.removesuffix(f",{WORDS}").replace(f"{WORDS.split(',')[0]},", "")
+                plan = found.plan.removesuffix(f",{WORDS}").replace(f"{WORDS.split(',', maxsplit=1)[0]},", "")
                 lines.append(
                     f"| {what} | {way} | `{plan}` | {found.tokens_per_s:,.0f} | {found.tokens_per_s / even:.2f} "
                     f"| {times:.2f} |"

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from argosy.config.load import load
 from argosy.plan.plan import Plan
 from argosy.plan.ratio import numbers_of
 from argosy.plan.rules import first_problem
-from argosy.config.load import load
 from commands import Folder
 from matrix import Disturbed, free_port
 from nodes import Nodes

@@ -112,7 +112,7 @@ def room_for_layers(costs: CostModel, plan: Plan, memory_bytes: Floats) -> Float
     memory = costs.predict_memory(Layouts.of([even]))
     constant = first_of(memory.workspace) + first_of(memory.logits)
     of_layer_bytes = (first_of(memory.total) - constant) / (costs.run.model.layers / plan.pp)
-    return (memory_bytes - constant) // of_layer_bytes
+    return np.floor((memory_bytes - constant) / of_layer_bytes)  # of infinite memory, // is no number
 
 
 def _in_order(pieces: NDArray[np.int64]) -> tuple[int, ...]:
