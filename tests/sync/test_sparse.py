@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from argosy.config.sync import SyncConfig
@@ -17,7 +19,7 @@ def test_it_falls_by_the_same_factor_in_each_step(exact_steps: int) -> None:
     settings = SyncConfig(density=0.01, density_steps=10, exact_steps=exact_steps)
     shares = [density_at(exact_steps + step, settings) for step in range(13)]
     assert shares[0] == pytest.approx(FIRST_DENSITY) and shares[10:] == pytest.approx([0.01] * 3)
-    assert [b / a for a, b in zip(shares[:10], shares[1:11], strict=True)] == pytest.approx([25 ** (-1 / 10)] * 10)
+    assert [b / a for a, b in pairwise(shares[:11])] == pytest.approx([25 ** (-1 / 10)] * 10)
 
 
 def test_a_density_above_the_first_one_stays() -> None:
