@@ -64,3 +64,12 @@ def test_the_switch_adds_up_inside_a_node_only():
     assert all_reduce_s(GB, within) == pytest.approx(2 * 7 / 8 * GB / 600e9)
     assert all_reduce_s(GB, within, in_switch=False) == pytest.approx(2 * 7 / 8 * GB / 400e9)
     assert all_reduce_s(GB, across) == pytest.approx(2 * 15 / 16 * GB / 400e9)
+
+
+def test_a_ring_enters_and_leaves_a_site_by_the_shares_of_its_ranks_there() -> None:
+    thin = replace(NODE, site=16, far_bytes_per_s=1e6, far_latency_s=0.01)
+    whole, one_of_each, inside = (group_of(*group, thin, FREE) for group in ((32, 1), (2, 16), (16, 1)))
+    assert (whole.ring, one_of_each.ring, inside.ring) == (16e6, 1e6, 400e9)
+    assert send_s(GB, whole) == pytest.approx(GB / 1e6 + 0.01)
+    assert send_s(GB, inside) == pytest.approx(GB / 50e9)
+    assert gather_s(0.0, one_of_each) == pytest.approx(0.02)

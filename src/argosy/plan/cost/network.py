@@ -2,7 +2,8 @@
 
 A group of n ranks, each `stride` apart, has min(n, node/stride) ranks in a node. If it crosses nodes, its ring enters
 and leaves each node through the adapters of all its ranks there. Every device has its share of the node's adapters, and
-other groups use theirs at the same time.
+other groups use theirs at the same time. So it is with sites: a ring enters and leaves each by the shares that all its
+ranks there have in the thin link, and each message that goes on takes that link's latency.
 """
 
 from __future__ import annotations
@@ -48,7 +49,13 @@ def group_of(ranks: Numbers, stride: Numbers, rates: Rates, constants: Constants
     across = np.where(inside > 1, np.minimum(link, inside * nic), nic)
     ring = np.where(inside < ranks, across, link)
     latency = np.where(np.asarray(ranks) > 1, constants.latency, 0.0)
-    return Group(ranks, inside, ring, link, nic, latency, constants.hop * (ranks - 1), rates.reduction_gain)
+    at_site = np.clip(rates.site // np.maximum(1, stride), 1, ranks)
+    far = at_site < ranks
+    ring = np.where(far, np.minimum(ring, at_site * rates.far_bytes_per_s), ring)
+    nic = np.where(far, np.minimum(nic, rates.far_bytes_per_s), nic)
+    latency = latency + np.where(far, rates.far_latency_s, 0.0)
+    hop = np.where(far, np.maximum(constants.hop, rates.far_latency_s), constants.hop)
+    return Group(ranks, inside, ring, link, nic, latency, hop * (ranks - 1), rates.reduction_gain)
 
 
 def gather_s(whole: Numbers, group: Group) -> Numbers:

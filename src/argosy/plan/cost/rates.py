@@ -10,6 +10,9 @@ from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.devices import Device, Format
 from argosy.plan.workload import Numbers
 
+EVERYWHERE = 1 << 40
+"""Devices of a site, where there is one only: more than any cluster has."""
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -41,6 +44,12 @@ class Rates:
     """Share of one device in the bandwidth of that memory."""
     host_waits: Numbers = 0.0
     """1 if the host itself computes (CPUs), so that its time to start operations is added."""
+    site: Numbers = EVERYWHERE
+    """Devices of a site, or of the smallest; other sites are behind a thin link."""
+    far_bytes_per_s: Numbers = np.inf
+    """Share of a device in that link, if all devices of a site send at once."""
+    far_latency_s: Numbers = 0.0
+    """Latency of that link, one way."""
 
     @classmethod
     def of_device(cls, device: Device, narrow: Format = "fp8", nic_bytes_per_s: float | None = None) -> Rates:
@@ -74,9 +83,9 @@ class Rates:
     def of(cls, cluster: Cluster, narrow: Format = "fp8") -> Rates:
         """Return the rates of every device of a cluster for a plan that deals work out evenly: the slowest of each.
 
-        Two levels of the network are kept: the node and the first tier outside. A ring enters and leaves a unit of a
-        farther tier once, so that its thin links carry few of all rings. Groups that exchange all with all (experts)
-        beyond the first tier are predicted too fast. Links between sites are left to `plan.cost.sites`.
+        Three levels of the network are kept: the node, the first tier outside, and the thinnest link between sites. A
+        ring enters and leaves a unit of a farther tier once, so that its thin links carry few of all rings. Groups that
+        exchange all with all (experts) beyond the first tier are predicted too fast.
         """
         network = cluster.tiers[1] if len(cluster.tiers) > 1 else None
         kinds = [cls.of_device(group.device, narrow) for group in cluster.groups]
@@ -94,7 +103,16 @@ class Rates:
             reduction_gain=min(kind.reduction_gain for kind in kinds),
             host_link_bytes_per_s=min(kind.host_link_bytes_per_s for kind in kinds),
             host_memory_bytes_per_s=min(kind.host_memory_bytes_per_s for kind in kinds),
+            **_between_sites(cluster),
         )
+
+
+def _between_sites(cluster: Cluster) -> dict[str, Numbers]:
+    if not cluster.links:
+        return {}
+    far = cluster.tiers[-1]
+    site = min(cluster.sites.values())
+    return {"site": site, "far_bytes_per_s": far.bytes_per_s, "far_latency_s": far.latency_s}
 
 
 @dataclass(frozen=True)

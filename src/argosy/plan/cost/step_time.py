@@ -127,7 +127,7 @@ class StepModel(LayerModel):
         tensor, context, experts = waits.tensor, waits.context, waits.experts
         gathered, offload, host = waits.gathered, waits.offload, waits.host
         heaviest = self._heaviest(self.layer_s, of_head)
-        sends = self._sends()
+        sends = self._sends(mean)
         bubble = self._bubble(mean + sends) + m * (heaviest - mean)
         of_matmuls, of_attention = self.ideal_s()
         gradients = m * per_rank * gathered + self._gradients(m * mean, mean)
@@ -248,13 +248,14 @@ class StepModel(LayerModel):
         dense, experts = self._summed_parameters
         updated = np.where(plans.is_("precision", "fp32"), 4, system.updated_bytes)
         updated = np.where(plans.zero == 0, system.reduced_bytes, updated)
+        is_tier = (plans.zero > 0) & (plans.dp_replicate > 1)  # ranks that share the state
         moved: Numbers = 0.0
         for parameters, group in (dense, self.data_group), (experts, self.expert_data_group):
             both = gather_s(parameters * system.reduced_bytes, group) + gather_s(parameters * updated, group)
             both = both * np.where(plans.zero == 0, self._share_sent(group.ranks), 1.0)
             tiered = self._sum_s(parameters * system.reduced_bytes)
             tiered = tiered + np.where(plans.zero > 0, gather_s(parameters * updated, self.shard_group), 0.0)
-            both = np.where(plans.sum_inside > 1, tiered, both)
+            both = np.where((plans.sum_inside > 1) | is_tier, tiered, both)
             moved = moved + np.where(parameters > 0, both, 0.0)
         under = BACKWARD_SHARE * window * system.overlaps_gradients
         hidden = np.minimum((1 - constants.exposed_gradients) * moved, under)
@@ -380,9 +381,13 @@ class StepModel(LayerModel):
         way = np.where(plans.is_("schedule", *SPLITTING), 2 / 3, 1.0) * plans.pp
         return np.maximum(filled, (way - self.microbatches) * of_microbatch)
 
-    def _sends(self) -> Numbers:
-        """Return the wait for hidden states to the next stage and gradients back, of one microbatch on one rank."""
+    def _sends(self, of_microbatch: Numbers) -> Numbers:
+        """Return the wait for hidden states to the next stage and gradients back, of one microbatch on one rank.
+
+        A link that carries them slower than ranks compute is waited for, whatever is hidden.
+        """
         plans = self.plans
         group = group_of(plans.pp, plans.tp * plans.cp * plans.dp, self.rates, self.constants)
-        sends = self.constants.exposed_pipeline * 2 * plans.stages_here * send_s(self.hidden_bytes, group)
+        one_way = plans.stages_here * send_s(self.hidden_bytes, group)
+        sends = np.maximum(self.constants.exposed_pipeline * 2 * one_way, one_way - of_microbatch)
         return np.where(plans.pp > 1, sends, 0.0)

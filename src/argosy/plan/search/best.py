@@ -52,6 +52,8 @@ def features(plans: Layouts) -> Ints:
         shared,
         (plans.recompute > 0) * (1 + (plans.recompute_every > 1)),
         ~plans.is_("offload", "none"),
+        plans.sum_inside > 1,
+        plans.sum_between > 1,
     )
     return np.sum([column.astype(np.int64) for column in used], axis=0)
 

@@ -21,6 +21,7 @@ from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
 from argosy.plan.rules import breaks_any
 from argosy.plan.search.space import Pins, Space, columns_of, crossed, joined
+from argosy.plan.search.tiers import with_tiers
 
 Floats = NDArray[np.float64]
 
@@ -106,7 +107,7 @@ def search(costs: CostModel, pins: Pins, counts: Sequence[int] | None = None) ->
     near = memory_bytes <= costs.memory_bytes * (1 + MORE)
     fits = memory_bytes[near] <= costs.memory_bytes
     timed = plans[near] if "bucket_mb" in pins else costs.with_buckets(plans[near])
-    time = costs.predict_time(timed)
+    timed, time = with_tiers(costs, timed, costs.predict_time(timed), pins)
     return SearchResult(
         looked_at=len(lean) + len(near),
         plans=timed[fits],
