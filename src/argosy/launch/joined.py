@@ -37,7 +37,9 @@ def train_joined(run: RunConfig, run_dir: Path | None = None, *, accept_changes:
 
     Raises: UserError, RunFailed, the same on every process.
     """
-    run, run_dir = settle_site(run, (run_dir or Path("runs") / run.name).absolute())
+    is_first = os.environ["RANK"] == "0"
+    run_dir = (run_dir or Path("runs") / run.name).absolute()
+    run, run_dir = settle_site(run, run_dir, Progress(enabled=is_first).say)
     stop = StopSignal().listen()
     world = join_world(run.launch)
     with ExitStack() as held:

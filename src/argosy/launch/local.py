@@ -59,7 +59,7 @@ def train(
         raise UserError(f'site = "{run.site}" is a parameter server: hold it with the command argosy train --site')
     if run.sites and not run.site:
         return train_sites(run, run_dir, accept_changes=accept_changes, quiet=quiet)
-    run, run_dir = settle_site(run, run_dir)
+    run, run_dir = settle_site(run, run_dir, Progress(enabled=not quiet).say)
     _check_processes(run, origin)
     check_place(run.launch)
     check_sinks(run.observe, run.extend)

@@ -22,7 +22,7 @@ from argosy.files import atomic_write, lock_or_holder
 from argosy.launch.own_folder import LOCK, own_folder
 from argosy.launch.storage import check_storage
 from argosy.plan.plan import Plan, is_asynchronous
-from argosy.plan.search.auto import Devices, choose_plan, other_choice, plan_to_go_on
+from argosy.plan.search.auto import Devices, choose_with_reasons, other_choice, plan_to_go_on
 from argosy.sync.sites.length import check_length
 
 CODE = "extend"
@@ -140,12 +140,16 @@ def _write_plan(run_dir: Path, plan: Plan) -> None:
 def settle_plan(run_dir: Path, run: RunConfig, devices: Devices, say: Callable[[str], None]) -> Plan:
     """Return the plan to train `run` with in `run_dir`, for these devices.
 
-    A run that goes on keeps what changes its numbers; `say` is told what a new run would choose instead.
+    A run that goes on keeps what changes its numbers; `say` is told what a new run would choose instead, and why a new
+    run agrees as it does if that was left open.
     Raises: UserError.
     """
     before = _plan_before(store.committed(run_dir))
     if before is None:
-        return choose_plan(run, devices)
+        plan, reasons = choose_with_reasons(run, devices)
+        if reasons:
+            say(reasons)
+        return plan
     plan = plan_to_go_on(run, devices, before)
     if other := other_choice(run, devices, plan):
         say(other)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from argosy.config.dump import save_run
@@ -14,15 +15,19 @@ from argosy.launch.resolve import resolve
 from argosy.launch.servers import settle_worker, train_parts
 from argosy.observe.progress import Progress
 from argosy.observe.report import Report
-from argosy.plan.plan import is_asynchronous
+from argosy.plan.hardware.local_machine import cluster_of
+from argosy.plan.plan import is_asynchronous, said_in, with_sync
+from argosy.plan.search.rounds import CHOSEN, check_sites_of, choose_rounds
 from argosy.processes.secret import secret_of
 from argosy.sync.sites.keys import contexts
 from argosy.sync.sites.layout import at_site, group_folder, site_folder
 from argosy.sync.sites.length import check_length
 
 
-def settle_site(run: RunConfig, run_dir: Path) -> tuple[RunConfig, Path]:
+def settle_site(run: RunConfig, run_dir: Path, say: Callable[[str], None]) -> tuple[RunConfig, Path]:
     """Return the site's own run and its folder, for a run and its folder; both as they are if it has no sites.
+
+    say: told what was chosen for the run.
 
     Raises: UserError if the sites cannot train it.
     """
@@ -33,6 +38,7 @@ def settle_site(run: RunConfig, run_dir: Path) -> tuple[RunConfig, Path]:
     if is_asynchronous(run.plan):
         return settle_worker(run, run_dir)
     run_dir = site_folder(run_dir, run.site)
+    run = with_rounds(run, (run_dir, group_folder(run_dir)), say)
     run = checked(_with_addresses(run, group_folder(run_dir)))
     check_addresses(run)
     group_folder(run_dir).mkdir(parents=True, exist_ok=True)
@@ -40,6 +46,33 @@ def settle_site(run: RunConfig, run_dir: Path) -> tuple[RunConfig, Path]:
     if run.sync.tls:
         contexts(secret)  # the package for it is there
     return run, run_dir
+
+
+def with_rounds(run: RunConfig, folders: Sequence[Path], say: Callable[[str], None]) -> RunConfig:
+    """Return the run with what `sync=auto` leaves open of how its sites agree.
+
+    That stays as the first of `folders` has it that holds a run; in a new run it is chosen from the links between the
+    sites, and `say` is told why. Raises: UserError if nobody has described them.
+    """
+    if not said_in(run.plan).sync_is_open:
+        return run
+    given = run.sync.model_fields_set
+    before = next((load(folder / RUN_FILE).sync for folder in folders if (folder / RUN_FILE).exists()), None)
+    if before is None:
+        cluster = cluster_of(run)
+        check_sites_of(run, cluster)
+        assert cluster is not None
+        chosen = choose_rounds(run, cluster, given)
+        say(chosen.in_words())
+        before = chosen.sync
+    kept = {key: getattr(before, key) for key in CHOSEN if key not in given}
+    return run.model_copy(
+        update={
+            "sync": run.sync.model_copy(update=kept),
+            "plan": with_sync(run.plan, "diloco"),
+            "sites": tuple(s.model_copy(update={"plan": s.plan and with_sync(s.plan, "diloco")}) for s in run.sites),
+        }
+    )
 
 
 def check_addresses(run: RunConfig) -> None:
@@ -82,8 +115,8 @@ def train_sites(run: RunConfig, run_dir: Path, *, accept_changes: bool, quiet: b
     """
     if is_asynchronous(run.plan):
         return train_parts(run, run_dir, accept_changes=accept_changes, quiet=quiet)
-    run = checked(run)
     progress = Progress(enabled=not quiet)
+    run = checked(with_rounds(run, (run_dir,), progress.say))
     for site in run.sites:
         check_length(site_folder(run_dir, site.name), run)
     run_dir.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import tomllib
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, ValidationError
 
@@ -236,6 +236,33 @@ def words_of(text: str) -> dict[str, str]:
             raise UserError(f'plan = "{text}": {key} is there twice. Keep one.')
         words[key] = value
     return words
+
+
+class Said(NamedTuple):
+    """What a plan, as a run file has it, says and leaves open."""
+
+    words: dict[str, str]
+    """Keys and values."""
+    is_auto: bool
+    """True if it says `auto`: the planner chooses all other keys but `sync`."""
+    sync_is_open: bool
+    """True if it says `sync=auto`: the planner chooses how replicas, or sites, agree."""
+
+
+def said_in(text: str) -> Said:
+    """Read what `"auto,sync=auto,tp=2"` says. Raises: UserError, as `words_of`."""
+    words = words_of(text)
+    is_auto, sync_is_open = words.pop("auto", None) is not None, words.get("sync") == "auto"
+    return Said({key: word for key, word in words.items() if key != "sync" or not sync_is_open}, is_auto, sync_is_open)
+
+
+def with_sync(text: str, word: str) -> str:
+    """Return a plan's text with `word` in place of `sync=auto`. Raises: UserError, as `words_of`."""
+    said = said_in(text)
+    if not said.sync_is_open:
+        return text
+    words = [f"{key}={value}" for key, value in said.words.items()]
+    return ",".join([*(["auto"] if said.is_auto else []), *words, f"sync={word}"])
 
 
 def is_asynchronous(plan: str) -> bool:

@@ -157,3 +157,9 @@ TIER = '[[network]]\nname = "leaf"\nbandwidth_bytes_per_s = 5e10\nlatency_s = 1e
 )
 def test_a_wrong_file_is_told_with_its_line(refusal, text, message):
     assert message in refusal(text)
+
+
+def test_a_site_of_a_cluster_is_a_cluster() -> None:
+    east = Cluster.parse("two-sites").of_site("east")
+    assert (east.devices, east.sites, east.links) == (64, {"east": 64}, ())
+    assert [tier.name for tier in east.tiers] == ["node", "network"]

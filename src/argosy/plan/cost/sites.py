@@ -20,11 +20,11 @@ from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.updates import added_s
 from argosy.plan.flops import parameters
 from argosy.plan.hardware.clusters import Cluster
-from argosy.plan.plan import is_asynchronous
+from argosy.plan.plan import Plan, is_asynchronous
 from argosy.plan.workload import Numbers
 
-INNER_STEPS = (1, 10, 50, 100, 500)
-"""Values of H that are compared; 1: gradients are summed in every step."""
+INNER_STEPS = (10, 50, 100, 500)
+"""Values of H that are compared, beside 1: gradients are summed in every step."""
 WEIGHT_BYTES = 4
 SCALE_BYTES = 4 / 256
 WIRE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + SCALE_BYTES, "int4": 1 / 2 + SCALE_BYTES}
@@ -48,7 +48,25 @@ class Exchange:
     bytes_per_step: float
     """Bytes that each site sends, on average over the steps."""
     step_s: float
-    """Time of a step inside the site, with its part of the exchange."""
+    """Time of a step, with its part of the exchange."""
+    plan: str
+    """The plan that does it: of all devices for H = 1, else of each site."""
+    sync: dict[str, int | str]
+    """Keys of `[sync]` that do it, in a run with `[[sites]]`."""
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """The rounds of a run with `[[sites]]`, each of one fragment."""
+
+    steps: int
+    """Steps from one to the next."""
+    seconds: float
+    """From the last site's end of its steps until all have the average."""
+    waits_s: Numbers
+    """What a site waits for: less, where it trains on meanwhile."""
+    sent_bytes: float
+    """Bytes of numbers that each site sends."""
 
 
 def site_count(cluster: Cluster) -> int:
@@ -99,6 +117,14 @@ def round_s(costs: CostModel, cluster: Cluster) -> float:
     return on_host + FRAMING * _on_link_s(round_bytes(costs, cluster), cluster, 2 * ROUND_TRIPS)
 
 
+def rounds_of(costs: CostModel, cluster: Cluster, inner_step_s: Numbers) -> Rounds:
+    """Return the rounds of a run with `[[sites]]` whose step takes `inner_step_s` within a site."""
+    sync, seconds = costs.run.sync, round_s(costs, cluster)
+    waits_s = np.maximum(0.0, seconds - sync.overlap_steps * np.asarray(inner_step_s))
+    waits_s = waits_s if np.ndim(waits_s) else float(waits_s)
+    return Rounds(sync.every_steps // sync.fragments, seconds, waits_s, round_bytes(costs, cluster))
+
+
 def exchange_s(costs: CostModel, cluster: Cluster, inner_step_s: Numbers = 0.0) -> Numbers:
     """Return the seconds that agreeing takes of each step on average; 0 for a single site.
 
@@ -111,20 +137,21 @@ def exchange_s(costs: CostModel, cluster: Cluster, inner_step_s: Numbers = 0.0) 
     if not cluster.links:
         return 0.0
     if costs.run.sites:
-        sync = costs.run.sync
-        waits_s = np.maximum(0.0, round_s(costs, cluster) - sync.overlap_steps * inner_step_s)
-        return waits_s * sync.fragments / sync.every_steps
+        rounds = rounds_of(costs, cluster, inner_step_s)
+        return rounds.waits_s / rounds.steps
     return _on_link_s(exchange_bytes(costs, cluster), cluster, 2 * (site_count(cluster) - 1))
 
 
-def exchanges(costs: CostModel, cluster: Cluster, inner_step_s: float) -> list[Exchange]:
-    """Compare sums in every step with rounds every H steps, for a plan whose step takes `inner_step_s` in a site."""
-    without = costs.on(costs.run.model_copy(update={"sites": ()}), costs.devices)
-    every = Exchange(1, exchange_bytes(costs, cluster), inner_step_s + float(exchange_s(without, cluster)))
+def outer_exchanges(costs: CostModel, cluster: Cluster, plan: Plan, inner_step_s: float) -> list[Exchange]:
+    """Compare rounds every H steps of sites whose plan is `plan`, and whose step takes `inner_step_s`."""
     whole = costs.run.sync.model_copy(update={"fragments": 1})
     costs = costs.on(costs.run.model_copy(update={"sync": whole}), costs.devices)
     sent, seconds = round_bytes(costs, cluster), round_s(costs, cluster)
-    return [every, *(Exchange(h, sent / h, inner_step_s + seconds / h) for h in INNER_STEPS[1:])]
+    words = str(plan.model_copy(update={"sync": "diloco"}))
+    return [
+        Exchange(h, sent / h, inner_step_s + seconds / h, words, {"every_steps": h, "wire": whole.wire})
+        for h in INNER_STEPS
+    ]
 
 
 def _sent(costs: CostModel, sites: int, of_number: float) -> float:

@@ -248,6 +248,14 @@ class Cluster(Section):
             for site in dict.fromkeys(group.site for group in self.groups)
         }
 
+    def of_site(self, name: str) -> Self:
+        """Return the part of the cluster that is at one of its sites."""
+        groups = tuple(group for group in self.groups if group.site == name)
+        node, devices = min(group.devices_per_node for group in groups), sum(group.devices for group in groups)
+        network = tuple(tier for tier in self.network if node < tier.devices) if devices > node else ()
+        kept = {key: getattr(self, key) for key in type(self).model_fields}
+        return type(self)(**{**kept, "groups": groups, "links": (), "network": network})
+
     @property
     def site_devices(self) -> int:
         """Devices of the largest site."""

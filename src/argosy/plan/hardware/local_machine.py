@@ -54,13 +54,25 @@ def cluster_of(run: RunConfig) -> Cluster | None:
     return probed if probed.measured and probed.measured.host == socket.gethostname() else None
 
 
+def own_part(run: RunConfig, cluster: Cluster) -> Cluster:
+    """Return the part of a cluster of several sites that the run is at.
+
+    That is the site which the run is, if it is one of several; and without sites, where nobody named the cluster, the
+    one that was probed. Else all of it.
+    """
+    probed = "" if run.sites or run.launch.cluster or cluster.measured is None else cluster.measured.site
+    site = run.site if run.sites else probed
+    return cluster.of_site(site) if cluster.links and site in cluster.sites else cluster
+
+
 def machine_at_hand(run: RunConfig, hardware: DetectedHardware) -> Cluster | None:
     """Return the cluster that a prediction of `run` on this hardware is made for.
 
     None if nobody described the machine and the catalogue does not know its devices.
     Raises: UserError if launch.cluster is no cluster.
     """
-    cluster = cluster_of(run) or _rough(hardware)
+    known = cluster_of(run)
+    cluster = _rough(hardware) if known is None else own_part(run, known)
     return cluster and resized(cluster, hardware.processes)
 
 

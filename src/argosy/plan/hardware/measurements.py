@@ -87,6 +87,8 @@ class Measurements(Section):
     """Date of the probe."""
     host: str = ""
     """Name of the machine; of the first one if there were several."""
+    site: str = ""
+    """Site of the machine, where several are joined; `argosy probe --site` writes it."""
     memory_copy_bytes_per_s: PositiveFloat | None = None
     """Rate of a large copy, bytes read and bytes written both counted."""
     launch_s: PositiveFloat | None = None

@@ -11,11 +11,14 @@ from argosy.config.load import build, load
 from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
+from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.hardware.clusters import Cluster
-from argosy.plan.plan import Plan, words_of
+from argosy.plan.plan import Plan, said_in
 from argosy.plan.report.report import PlanRequest, usual_batch
-from argosy.plan.search.auto import Devices, choose_plan, fast_precision, machine_for
+from argosy.plan.search.agreement import choose_word
+from argosy.plan.search.auto import Devices, choose_with_reasons, fast_precision, machine_for
 from argosy.plan.search.candidates import Objective
+from argosy.plan.search.rounds import choose_rounds
 from argosy.plan.search.space import Pins, parse_pins
 
 USUAL_SEQ_LEN = 8192
@@ -77,7 +80,10 @@ def of_run(run: RunConfig, place: Cluster | Devices, asked: Question) -> PlanReq
         cluster, given, numbers = place, None, _numbers(run.plan)
     else:
         cluster = machine_for(run, place)
-        given = None if pins else choose_plan(run, place)
+        given = None
+        if not pins and not run.sites:
+            given, reasons = choose_with_reasons(run, place)
+            more += [reasons] if reasons else []
         numbers = {"precision": (fast_precision(place),)} | _numbers(run.plan)
         if cluster.measured is None:
             more.append(
@@ -86,6 +92,16 @@ def of_run(run: RunConfig, place: Cluster | Devices, asked: Question) -> PlanReq
             )
     pins = numbers | pins
     _check_precisions(pins, cluster)
+    if not said_in(run.plan).sync_is_open or "sync" in pins:
+        pass
+    elif given is not None:
+        pins = {**pins, "sync": (given.sync,)}
+    elif run.sites:
+        chosen = choose_rounds(run, cluster, run.sync.model_fields_set)
+        run, more = run.model_copy(update={"sync": chosen.sync}), [*more, chosen.in_words()]
+    else:
+        agreed = choose_word(CostModel.of(run, cluster), pins)
+        pins, more = {**pins, "sync": (agreed.word,)}, [*more, agreed.in_words()]
     cluster = _priced(cluster, asked)
     return PlanRequest(run, cluster, tokens, asked.objective, pins, asked.top, given, (*assumed, *more))
 
@@ -108,7 +124,7 @@ def _tokens(asked: Question) -> tuple[float | None, list[str]]:
 
 def _numbers(plan: str) -> dict[str, tuple[object, ...]]:
     """Return the number formats that a run's plan fixes: plans that compute other numbers are no choice."""
-    words = {key: value for key, value in words_of(plan).items() if key in CHANGE_NUMBERS}
+    words = {key: value for key, value in said_in(plan).words.items() if key in CHANGE_NUMBERS}
     return {key: (getattr(Plan.from_words({key: value}), key),) for key, value in words.items()}
 
 

@@ -17,11 +17,12 @@ from argosy.plan.cost.heterogeneous import uneven_splits
 from argosy.plan.divisors import divisors
 from argosy.plan.hardware.clusters import Cluster, NodeGroup
 from argosy.plan.hardware.devices import device_names, find_device
-from argosy.plan.hardware.local_machine import cluster_of, device_named, resized
+from argosy.plan.hardware.local_machine import cluster_of, device_named, own_part, resized
 from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import SCHEDULES
-from argosy.plan.plan import NUMERICS, Plan, Precision, words_of
+from argosy.plan.plan import NUMERICS, Plan, Precision, said_in, with_sync, words_of
 from argosy.plan.rules import first_problem
+from argosy.plan.search.agreement import choose_word
 from argosy.plan.search.best import AS_FAST, plainest, search_to_run, why_nothing_fits
 from argosy.plan.search.fitting import misfit
 from argosy.plan.search.search import SearchResult
@@ -54,8 +55,8 @@ class Devices:
 
 def processes_of(plan: str) -> int:
     """Return the processes that a written plan is for; 0 if `auto` fits it to the devices. Raises: UserError."""
-    words = words_of(plan)
-    return 0 if "auto" in words else Plan.from_words(words).world_size
+    said = said_in(plan)
+    return 0 if said.is_auto else Plan.from_words(said.words).world_size
 
 
 def fast_precision(devices: Devices) -> Precision:
@@ -73,16 +74,22 @@ def check_written(run: RunConfig) -> None:
 
 
 def choose_plan(run: RunConfig, devices: Devices, machine: Cluster | None = None) -> Plan:
-    """Return the plan of `run.plan`, complete and checked, with what it leaves open chosen for `devices`.
+    """Return the plan of `run.plan`, as `choose_with_reasons`."""
+    return choose_with_reasons(run, devices, machine)[0]
 
-    "auto" alone leaves everything open; "auto,precision=fp32" all but the precision. A string without "auto" names the
-    axes itself, and leaves open only the microbatch, the precision and compilation if it does not name them.
+
+def choose_with_reasons(run: RunConfig, devices: Devices, machine: Cluster | None = None) -> tuple[Plan, str]:
+    """Return the plan of `run.plan`, complete and checked, with what it leaves open chosen for `devices`; and why it
+    agrees as it does, in words, if that was left open.
+
+    "auto" alone leaves everything open but `sync`; "auto,precision=fp32" all but that and the precision. "sync=auto"
+    leaves `sync` open (`plan.search.agreement`). A string without "auto" names the axes itself, and leaves open only
+    the microbatch, the precision and compilation if it does not name them.
     machine: the cluster that the devices belong to; None: the description of this machine
         (`plan.hardware.local_machine`), else the catalogue's devices.
     Raises: UserError if no plan can train this run, or "auto" finds none that fits the devices.
     """
-    words = words_of(run.plan)
-    auto = words.pop("auto", None) is not None
+    words, auto, sync_is_open = said_in(run.plan)
     written = Plan.from_words(words)
     if written.precision == "fp8" and devices.kind != "cuda":
         raise UserError(
@@ -92,7 +99,19 @@ def choose_plan(run: RunConfig, devices: Devices, machine: Cluster | None = None
         written = written.model_copy(update={"precision": fast_precision(devices)})
     elif (known := _known(run, devices, machine)) is not None:
         known.check_precision(written.precision)
-    costs = costs_of(run, machine or machine_for(run, devices), devices.count)
+    costs, reasons = costs_of(run, machine or machine_for(run, devices), devices.count), ""
+    if sync_is_open:
+        agreed = choose_word(costs, _pins(written, {*words, "precision"}, auto))
+        words["sync"], reasons = agreed.word, agreed.in_words()
+        written = written.model_copy(update={"sync": agreed.word})
+    plan = _chosen(costs, run, devices, written, words, auto)
+    return plan, reasons
+
+
+def _chosen(
+    costs: CostModel, run: RunConfig, devices: Devices, written: Plan, words: dict[str, str], auto: bool
+) -> Plan:
+    """Return the plan with the keys of `written` that `words` or "precision" name. Raises: UserError."""
     try:
         found = search_to_run(costs, _pins(written, words.keys() | {"precision"}, auto))
     except UserError:  # it is worded for `argosy plan`
@@ -116,16 +135,17 @@ def plan_to_go_on(run: RunConfig, devices: Devices, before: Plan) -> Plan:
     open is chosen again, except for `NUMERICS`: the losses must not depend on how a run was interrupted.
     Raises: UserError as `choose_plan`.
     """
-    words = words_of(run.plan)
-    auto = words.pop("auto", None) is not None
+    words, auto, sync_is_open = said_in(run.plan)
     left_open = {"microbatch", "precision", "compile"} | ({"shares", "layers"} if run.resilience.rebalance else set())
+    left_open |= {"sync"} if sync_is_open else set()
     open_keys = (Plan.model_fields.keys() if auto else left_open) - words.keys()
     same = Plan.from_words(words).model_copy(update={key: getattr(before, key) for key in open_keys})
     if same == before and same.world_size == devices.count and _fits(run, devices, same):
         written = [f"{key}={str(getattr(before, key)).lower()}" for key in Plan.model_fields]
     else:
-        kept = [key for key in NUMERICS if key in open_keys]
-        written = [run.plan, *(f"{key}={str(getattr(before, key)).lower()}" for key in kept)]
+        kept = [key for key in NUMERICS if key in open_keys and not (key == "sync" and sync_is_open)]
+        text = with_sync(run.plan, before.sync)
+        written = [text, *(f"{key}={str(getattr(before, key)).lower()}" for key in kept)]
     return choose_plan(run.model_copy(update={"plan": ",".join(written)}), devices)
 
 
@@ -204,7 +224,7 @@ def machine_for(run: RunConfig, devices: Devices) -> Cluster:
     cluster = cluster_of(run)
     if cluster is None or (cluster.device.kind == "cpu") != (devices.kind == "cpu"):
         return _by_the_catalogue(devices)
-    return resized(cluster, devices.count)
+    return resized(own_part(run, cluster), devices.count)
 
 
 def _by_the_catalogue(devices: Devices) -> Cluster:

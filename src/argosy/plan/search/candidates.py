@@ -19,7 +19,7 @@ from argosy.plan.cost.rates import in_precision
 from argosy.plan.cost.sites import exchange_s, site_count, within_site
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
-from argosy.plan.plan import Plan, is_asynchronous
+from argosy.plan.plan import is_asynchronous
 from argosy.plan.search.search import SearchResult
 from argosy.plan.workload import Numbers
 
@@ -55,11 +55,12 @@ class WholeRunModel:
         if self.is_asynchronous:  # while each worker makes a step, all of them train on so much
             batch = run.train.global_batch * site_count(cluster)
             self.run = run.model_copy(update={"train": run.train.model_copy(update={"global_batch": batch})})
-        self.sites = site_count(cluster)
+        self.sites = site_count(cluster) if run.sites else 1
+        """Sites that each have a plan of their own, and agree in rounds; else all devices are one world."""
 
     def between_sites_s(self, step_s: Numbers) -> Numbers:
         """Return what agreeing with other sites adds to a step of a site that takes `step_s`, on average over steps."""
-        return exchange_s(self.costs, self.cluster, step_s)
+        return exchange_s(self.costs, self.cluster, step_s) if self.run.sites else 0.0
 
     def failures(self, devices: NDArray[np.int64], step_s: Numbers) -> Goodput:
         """Return the effect of failures on jobs on so many devices of a site."""
@@ -136,7 +137,7 @@ class WholeRunModel:
         flops = float(costs.workload.train_flops_per_token) * self.run.tokens_per_step
         return tuple(
             Candidate(
-                plan=str(self.over_sites(plans.plan(i))),
+                plan=str(plans.plan(i)),
                 devices=int(devices[i]) * self.sites,
                 step_s=steps[i],
                 memory_bytes=ranks[i],
@@ -148,12 +149,6 @@ class WholeRunModel:
             )
             for i in range(n)
         )
-
-    def over_sites(self, plan: Plan) -> Plan:
-        """Turn the plan of one site into the plan of all sites; asynchronous workers each have their own."""
-        if self.is_asynchronous:
-            return plan
-        return plan.model_copy(update={"dp_replicate": plan.dp_replicate * self.sites})
 
 
 def stacked(estimates: Sequence[Estimate]) -> Estimate:

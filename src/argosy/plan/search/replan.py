@@ -20,7 +20,7 @@ from argosy.plan.cost.factors import OF_TIME, slowed
 from argosy.plan.cost.prediction import predict
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.local_machine import resized
-from argosy.plan.plan import NUMERICS, Plan, words_of
+from argosy.plan.plan import NUMERICS, Plan, said_in
 from argosy.plan.search.best import plainest, search_to_run, why_nothing_fits
 from argosy.plan.search.search import SearchResult
 from argosy.plan.search.space import Pins
@@ -143,10 +143,9 @@ def _gathers_narrow(plan: Plan) -> bool:
 
 def _pinned(run: RunConfig) -> Pins:
     """Return what the user wrote of the layout; without "auto", that is all but the microbatch."""
-    words = words_of(run.plan)
-    is_whole = words.pop("auto", None) is None
+    words, is_auto, _ = said_in(run.plan)
     written = Plan.from_words(words)
-    keys = [key for key in LAYOUT if key in words or (is_whole and key != "microbatch")]
+    keys = [key for key in LAYOUT if key in words or (not is_auto and key != "microbatch")]
     return {key: (getattr(written, key),) for key in keys}
 
 
@@ -192,9 +191,9 @@ def _best_of(
 def _noted(found: Replanned, before: Plan, run: RunConfig) -> Replanned:
     """Add notes about what changes."""
     plan, notes = found.plan, []
-    words = words_of(run.plan)
-    written = Plan.from_words({key: value for key, value in words.items() if key != "auto"})
-    lost = [f"{key}={words[key]}" for key in words if key != "auto" and getattr(plan, key) != getattr(written, key)]
+    words = said_in(run.plan).words
+    written = Plan.from_words(words)
+    lost = [f"{key}={words[key]}" for key in words if getattr(plan, key) != getattr(written, key)]
     if lost:
         notes.append(f'not kept of plan = "{run.plan}": {", ".join(lost)}.')
     if found.spares:

@@ -1,0 +1,68 @@
+"""A run of several sites keeps what was chosen for it, wherever it is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from argosy.config.dump import save_run
+from argosy.config.load import load
+from argosy.errors import UserError
+from argosy.launch.sites import with_rounds
+
+CLUSTER = """
+[[groups]]
+device = "cpu"
+nodes = 1
+site = "oslo"
+[[groups]]
+device = "cpu"
+nodes = 1
+site = "lyon"
+[[links]]
+sites = ["oslo", "lyon"]
+bandwidth_bytes_per_s = {rate}
+latency_s = 0.01
+"""
+
+
+def run_file(folder: Path, rate: float = 1e6, sync: str = "", plan: str = "auto,sync=auto") -> Path:
+    (folder / "cluster.toml").write_text(CLUSTER.format(rate=rate))
+    path = folder / "run.toml"
+    path.write_text(
+        f'plan = "{plan}"\n[launch]\ncluster = "{folder}/cluster.toml"\n[train]\nsteps = 100\nglobal_batch = 8\n'
+        f'[model]\npreset = "llama-5m"\nvocab_size = 4096\n{sync}\n[[sites]]\nname = "oslo"\n[[sites]]\nname = "lyon"\n'
+    )
+    return path
+
+
+def test_what_is_open_is_chosen_said_and_kept(tmp_path: Path) -> None:
+    said: list[str] = []
+    chosen = with_rounds(load(run_file(tmp_path)), (tmp_path / "none",), said.append)
+    assert chosen.plan == "auto,sync=diloco" and len(said) == 1 and "sync=auto takes diloco" in said[0]
+    folder = tmp_path / "kept"
+    folder.mkdir()
+    save_run(chosen, folder / "run.toml")
+    again = with_rounds(load(run_file(tmp_path, rate=1e12)), (folder,), said.append)
+    assert again.sync == chosen.sync and len(said) == 1, "a link that became faster changes no run"
+    fresh = with_rounds(load(run_file(tmp_path, rate=1e12)), (tmp_path / "none",), said.append)
+    assert fresh.sync != chosen.sync
+
+
+def test_keys_of_the_run_file_stay(tmp_path: Path) -> None:
+    chosen = with_rounds(load(run_file(tmp_path, sync="[sync]\nevery_steps = 7\n")), (), lambda text: None)
+    assert chosen.sync.every_steps == 7
+
+
+def test_a_plan_that_says_how_sites_agree_is_left_alone(tmp_path: Path) -> None:
+    run = load(run_file(tmp_path, plan="auto,sync=local"))
+    assert with_rounds(run, (), pytest.fail) is run
+
+
+def test_without_links_it_is_said_how_to_measure_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = run_file(tmp_path)
+    path.write_text(path.read_text().replace(f'cluster = "{tmp_path}/cluster.toml"', ""))
+    monkeypatch.chdir(tmp_path.parent)
+    with pytest.raises(UserError, match=r"nobody has described it.*argosy probe"):
+        with_rounds(load(path), (), pytest.fail)
