@@ -28,4 +28,7 @@ def test_wrong_input_is_refused_before_anything_is_measured(folder: Folder, refu
     refused("probe", "--model", "llama3-8", said=("llama3-8b",))
     refused("probe", "--device", "h10", said=("h100",))
     refused("probe", "--out", "none/cluster.toml", said=("there is no folder",))
+    refused("probe", "--site", "oslo", said=("--site oslo", "--run"))
+    folder.write_run()
+    refused("probe", "--run", "run.toml", "--site", "oslo", said=("no [[sites]]",))
     refused("probe", "--minutes", 0, said=("--minutes must be above 0",))

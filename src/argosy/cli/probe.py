@@ -10,6 +10,7 @@ Examples:
   argosy probe --model llama3-8b --out dgx.toml     the shapes of another model
   argosy probe --run run.toml --processes 4         those of a run, and its data if they are prepared
   torchrun --nproc-per-node 8 --nnodes 2 ... -m argosy probe --model llama3-8b
+  argosy probe --run run.toml --site oslo           the links to the run's other sites, where the same is typed
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from argosy.cli.options import parse
 from argosy.errors import UserError
 
 if TYPE_CHECKING:
+    from argosy.config.schema import RunConfig
     from argosy.plan.hardware.clusters import Cluster
 
 
@@ -36,12 +38,14 @@ class Options:
     """A run file, in place of --model."""
     processes: int = 0
     """Processes that measure at once; 0: one per GPU, or without GPUs one per core, at most 8."""
+    site: str = ""
+    """Which of the run's sites this is: measure only the links to the others, and add them to the file."""
     device: str | None = None
     """Device by its name in the catalogue, or a device file; if not given, the name that its driver gives."""
     out: Path = Path("cluster.toml")
-    """The cluster file to write. Its disk is the one that is measured."""
+    """The cluster file to write, or with --site to add to. Its disk is the one that is measured."""
     minutes: float = 5.0
-    """About how long the probe may take."""
+    """About how long the probe may take; with --site, how long it waits for the others."""
     json: bool = False
     """Print only the cluster, as JSON."""
 
@@ -54,6 +58,9 @@ def main(argv: list[str]) -> None:
     from argosy.plan.hardware.devices import find_device
 
     run = load(options.run, _overrides(options))
+    if options.site:
+        _probe_links(run, options)
+        return
     if options.device is not None:
         find_device(options.device)  # what is wrong with the command is said before torch is imported
     from argosy.probe.machine import catalogue_device
@@ -78,7 +85,26 @@ def main(argv: list[str]) -> None:
     print(cluster.model_dump_json(exclude_none=True) if options.json else f"{_in_words(cluster)}\nwrote {options.out}")
 
 
+def _probe_links(run: RunConfig, options: Options) -> None:
+    from argosy.probe.joined import probe_links
+
+    cluster = probe_links(run, options.out, 60 * options.minutes, quiet=options.json)
+    cluster.save(options.out)
+    if options.json:
+        print(cluster.model_dump_json(exclude_none=True))
+        return
+    for link in cluster.links:
+        rate, latency_ms = link.bandwidth_bytes_per_s, 1e3 * link.latency_s
+        between = " and ".join(link.sites)
+        print(f"  {between}: {8e-6 * rate:,.0f} Mbit/s ({rate / 1e6:,.1f} MB/s), {latency_ms:.2f} ms one way")
+    print(f"wrote {options.out}")
+
+
 def _check(options: Options) -> None:
+    if options.site and options.run is None:
+        raise UserError(f"--site {options.site} is a site of a run: name its run file with --run.")
+    if options.site and (options.processes or options.device is not None):
+        raise UserError("--site measures links only. Leave out --processes and --device.")
     if options.model is not None and options.run is not None:
         raise UserError("--model and --run both name a model: give one of them.")
     if not options.minutes > 0 or options.processes < 0:
@@ -88,7 +114,7 @@ def _check(options: Options) -> None:
 
 
 def _overrides(options: Options) -> dict[str, object]:
-    given = {"model.preset": options.model, "launch.processes": options.processes}
+    given = {"model.preset": options.model, "launch.processes": options.processes, "site": options.site}
     return {key: value for key, value in given.items() if value}
 
 

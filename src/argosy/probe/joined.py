@@ -1,0 +1,120 @@
+"""`argosy probe --site`: the links between sites, and one cluster of all sites, in each site's file."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from argosy.config.schema import RunConfig
+from argosy.errors import RunFailed, UserError
+from argosy.launch.sites import check_addresses
+from argosy.observe.progress import Progress
+from argosy.plan.hardware.clusters import Cluster, SiteLink, Tier
+from argosy.plan.hardware.measurements import Measurements
+from argosy.probe.sites import SitesProbe
+from argosy.processes.secret import secret_of
+from argosy.sync.sites.keys import contexts
+from argosy.sync.sites.links import Links
+from argosy.sync.sites.main import address_of, listener_at
+
+
+def probe_links(run: RunConfig, file: Path, seconds: float, quiet: bool) -> Cluster:
+    """Return the cluster of all sites of `run`, with the links between them measured; `run.site` is this one.
+
+    file: the cluster's file of this site, which is a part of it. seconds: how long the others are waited for.
+    Raises: UserError, RunFailed.
+    """
+    own = _own_part(run, file)
+    check_addresses(run)
+    home = (Path("runs") / run.name).absolute()
+    home.mkdir(parents=True, exist_ok=True)
+    secret = secret_of(home)
+    tls = contexts(secret) if run.sync.tls else None
+    addresses = {site.name: address_of(site.address) for site in run.sites}
+    try:
+        listener = listener_at(addresses[run.site])
+    except OSError as problem:
+        raise UserError(
+            f"sites: {run.site} cannot listen at {addresses[run.site][0]}:{addresses[run.site][1]} "
+            f"({problem.strerror or problem}). Is the run training there already, or is it another machine's address?"
+        ) from None
+    names = "\n".join(f"{site.name} {site.address}" for site in run.sites)
+    identity = f"probe {hashlib.sha256(names.encode()).hexdigest()[:16]}"
+    part = Cluster(groups=own.groups, network=own.network).model_dump_json(exclude_none=True)
+    progress, refusals = Progress(enabled=not quiet), list[str]()
+
+    def hello() -> dict[str, Any]:
+        return {"run": identity, "model": "probe", "cluster": part}
+
+    def refused(who: str, why: str) -> None:
+        if (told := f"{who} is not let in: {why}") not in refusals:
+            refusals.append(told)
+            progress.say(told)
+
+    with closing(Links(run.site, addresses, listener, secret, tls, hello, refused)) as links:
+        probe = SitesProbe(run, links, progress.say)
+        found = probe.measure(seconds, lambda: f"{refusals[-1]}. " if refusals else "")
+    parts = {run.site: own} | {name: _part_of(name, hello) for name, hello in probe.hellos.items()}
+    return joined(own, [site.name for site in run.sites], parts, found)
+
+
+def _own_part(run: RunConfig, file: Path) -> Cluster:
+    if not file.is_file():
+        raise UserError(
+            f"{file}: there is no such file. With --site, links are added to what a probe of this machine wrote. "
+            "Give `argosy probe --run RUN.toml` first, or name its file with --out."
+        )
+    cluster = Cluster.load(file)
+    if len(cluster.sites) > 1:
+        if run.site not in cluster.sites:
+            raise UserError(
+                f"{file}: it has the sites {', '.join(cluster.sites)}, and not {run.site}. Name another with --out."
+            )
+        cluster = cluster.of_site(run.site)
+    return cluster
+
+
+def _part_of(name: str, hello: Mapping[str, Any]) -> Cluster:
+    try:
+        return Cluster.model_validate_json(hello["cluster"])
+    except (KeyError, ValidationError) as problem:
+        raise RunFailed(
+            f"{name} does not describe its devices as this version does ({problem}). Nothing was written."
+        ) from None
+
+
+def joined(own: Cluster, names: Sequence[str], parts: Mapping[str, Cluster], links: Sequence[SiteLink]) -> Cluster:
+    """Return the cluster of all sites. What only one machine's probe can say is that of `own`, one of `parts`.
+
+    names: of the sites, in the order of the run file. parts: the cluster of each.
+    """
+    groups = tuple(group.model_copy(update={"site": name}) for name in names for group in parts[name].groups)
+    site = next(name for name in names if parts[name] is own)
+    measured = (own.measured or Measurements()).model_copy(update={"site": site})
+    kept = {key: getattr(own, key) for key in Cluster.model_fields}
+    changed = {
+        "name": " + ".join(names),
+        "groups": groups,
+        "network": _network([parts[name] for name in names]),
+        "links": tuple(links),
+        "measured": measured,
+    }
+    return Cluster(**{**kept, **changed})
+
+
+def _network(parts: Sequence[Cluster]) -> tuple[Tier, ...]:
+    """Return the network of all sites: that of each if they are alike, else one level, as slow as the slowest."""
+    alike = {(part.devices_per_node, part.network) for part in parts}
+    if len(alike) == 1:
+        return parts[0].network
+    levels = [tier for part in parts for tier in part.tiers[1:]]
+    if not levels:
+        return ()
+    rate, latency_s = min(tier.bytes_per_s for tier in levels), max(tier.latency_s for tier in levels)
+    devices = max(part.devices for part in parts)
+    return (Tier(name="network", devices=devices, bandwidth_bytes_per_s=rate, latency_s=latency_s),)
