@@ -234,9 +234,11 @@ def test_sites_that_sum_in_every_step_are_compared_with_rounds(ask: Any) -> None
     words = ["--model", "llama3-8b", "--cluster", "two-sites", "--global-batch", "128"]
     said = json.loads(ask(*words, "--json"))
     assert [way["inner_steps"] for way in said["exchanges"]] == [1, 10, 50, 100, 500]
-    assert said["explanation"]["choice"]["step_s"]["mid"] == pytest.approx(said["exchanges"][0]["step_s"])
+    assert said["exchanges"][0]["step_s"] == pytest.approx(said["choices"][0]["step_s"]["mid"], rel=0.03)
+    assert [Plan.parse(way["plan"]).world_size for way in said["exchanges"]] == [128, 64, 64, 64, 64]
+    assert {Plan.parse(way["plan"]).sync for way in said["exchanges"][1:]} == {"diloco"}
+    assert said["exchanges"][2]["sync"] == {"every_steps": 50, "wire": "fp32"}
     assert Plan.parse(said["choices"][0]["plan"]).world_size == 128
-    assert said["explanation"]["waterfall"]["sites"] > 0
     assert "Sites that sum gradients in every step (H = 1), or agree every H steps" in ask(*words)
     pinned = json.loads(ask(*words, "--fix", "dp_replicate=2", "--json"))
     assert {Plan.parse(choice["plan"]).dp_replicate for choice in pinned["choices"]} == {2}
@@ -293,14 +295,6 @@ def test_inference(ask: Any) -> None:
         ([*SMALL, "--finetune", "1M", "--tokens", "1M"], "give one of them"),
         (["--model", "no/such", "--cluster", "8xh100"], "no/such is not there. Give a Hugging Face folder"),
         (["--model", "llama3-70b", "--cluster", "8xh100", "--cluster", "16xa100"], "16xa100: nothing fits"),
-        (
-            ["--model", "llama3-8b", "--cluster", "two-sites", "--global-batch", "7"],
-            "--global-batch = 7 cannot be shared by the 2",
-        ),
-        (
-            ["--model", "llama3-8b", "--cluster", "two-sites", "--fix", "dp_replicate=1"],
-            "not a multiple of the 2 sites",
-        ),
         ([*SMALL, "--html", "/dev/null/plan.html"], "--html /dev/null/plan.html: cannot be written"),
         ([*SMALL, "--html", "/tmp"], "--html /tmp: cannot be written"),
         ([*SMALL, "--inference", "--html", "x.html"], "--html is for training plans"),

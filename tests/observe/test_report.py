@@ -7,7 +7,7 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from argosy.observe.report import Agreement, Report, totals, typical, typical_bytes
+from argosy.observe.report import Agreement, Report, totals, typical, typical_bytes, typical_round_wait_s
 from argosy.plan.calibration.reconcile import Compared, Reconciled
 
 STEPS = [
@@ -143,3 +143,9 @@ def test_a_run_ends_with_how_wrong_its_prediction_was(tmp_path):
     assert "predicted" not in report.in_words()
     words = report.model_copy(update={"predicted": PREDICTED}).in_words()
     assert words.endswith(PREDICTED.in_words())
+
+
+def test_the_wait_of_a_typical_round_is_that_in_the_middle() -> None:
+    waits = [{"sites": {"seconds": each}} for each in (1.0, 90.0, 2.0)]
+    assert typical_round_wait_s([{"step": 1}, *waits]) == 2.0
+    assert typical_round_wait_s([{"step": 1}]) is None

@@ -246,3 +246,9 @@ def typical_bytes(steps: list[dict[str, Any]]) -> dict[str, float]:
     found = {axis: statistics.median(values) for axis, values in sent.items()}
     in_rounds = sum(told.get("steps", told.get("staleness_steps", 1)) for told in of_rounds)
     return found | ({"sites": sum(told.get("sent_bytes", 0) for told in of_rounds) / in_rounds} if in_rounds else {})
+
+
+def typical_round_wait_s(steps: list[dict[str, Any]]) -> float | None:
+    """Return the seconds that a site waits in a round, in the middle of all rounds; None if there was none."""
+    waits = [float(record["sites"]["seconds"]) for record in steps if "seconds" in record.get("sites", {})]
+    return statistics.median(waits) if waits else None

@@ -31,7 +31,7 @@ from argosy.plan.cost.goodput import mtbf_s
 from argosy.plan.cost.prediction import Prediction, predict
 from argosy.plan.flops import train_flops_per_token
 from argosy.plan.hardware.devices import find_device
-from argosy.plan.hardware.local_machine import DetectedHardware, machine_at_hand
+from argosy.plan.hardware.local_machine import DetectedHardware, cluster_of, machine_at_hand
 from argosy.plan.plan import Plan
 from argosy.plan.search.auto import UNKNOWN_GPU
 from argosy.training.bad_steps import REMEDY, Action, BadStep, Reason
@@ -333,7 +333,7 @@ class Records:
     def _predict(self) -> Prediction | None:
         """Return the prediction for the plan, if this machine's devices are known."""
         machine = machine_at_hand(self._run, self._hardware())
-        return None if machine is None else predict(self._plan, self._run, machine)
+        return None if machine is None else predict(self._plan, self._run, machine, cluster_of(self._run))
 
     def _hardware(self) -> DetectedHardware:
         world, number_format = self._world, "bf16" if self._plan.precision == "fp8" else self._plan.precision

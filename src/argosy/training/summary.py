@@ -21,7 +21,7 @@ from argosy.observe.energy_report import RunSoFar, energy_of_run
 from argosy.observe.events import each_line
 from argosy.observe.metrics import Metrics
 from argosy.observe.progress import Progress
-from argosy.observe.report import Report, totals, typical, typical_bytes, typical_update_s
+from argosy.observe.report import Report, totals, typical, typical_bytes, typical_round_wait_s, typical_update_s
 from argosy.plan.calibration.reconcile import Reconciled, reconcile
 from argosy.plan.cost.prediction import Prediction
 from argosy.plan.flops import parameters
@@ -163,7 +163,8 @@ def _predicted(
     steps = list(measured.newest)
     sent = typical_bytes(steps) if plan.is_compressed or run.sites else {}
     update_s = typical_update_s(steps) if plan.sync == "async" else None
-    return reconcile(prediction, plan, typical(steps), memory_bytes, facts["device"] == "cpu", sent, update_s)
+    waits_s = typical_round_wait_s(steps) if run.sites and update_s is None else None
+    return reconcile(prediction, plan, typical(steps), memory_bytes, facts["device"] == "cpu", sent, update_s, waits_s)
 
 
 def plan_since(run_dir: Path) -> int:

@@ -33,7 +33,7 @@ def compared(plan: str = "dp_replicate=8", with_reserve: bool = True) -> Reconci
 def test_every_second_is_in_one_part_on_both_sides():
     predicted = [name for part in PARTS.values() for name in part.predicted]
     measured = [name for part in PARTS.values() for name in part.measured]
-    assert sorted(predicted) == sorted(f.name for f in fields(StepTime))
+    assert sorted(predicted) == sorted([*(f.name for f in fields(StepTime)), "sites"])  # pushes of workers
     assert sorted(measured) == sorted({*get_args(Category), "other"} - set(BESIDE))
 
 
@@ -80,3 +80,11 @@ def test_bytes_that_were_sent_stand_beside_those_of_the_plan():
     found = reconcile(prediction, Plan(), CLOCK, 90e6, True, {"replicate": 2_500_000.0})
     assert found.sent_bytes["replicate"].ratio == 1.25
     assert "  sent: replicate        2.00 MB     2.50 MB    1.25" in found.in_words()
+
+
+def test_the_wait_of_a_round_stands_beside_its_prediction():
+    rounds = {"steps": 10, "seconds": 3.0, "waits_s": 2.0, "sent_bytes": 1e6}
+    found = reconcile(replace(PREDICTION, rounds=rounds), Plan(), CLOCK, 90e6, True, round_wait_s=2.5)
+    assert found.round_wait_s is not None and found.round_wait_s.ratio == pytest.approx(1.25)
+    assert "wait of a round" in found.in_words()
+    assert reconcile(PREDICTION, Plan(), CLOCK, 90e6, True, round_wait_s=2.5).round_wait_s is None

@@ -101,3 +101,16 @@ def test_a_run_waits_little_for_its_prediction():
     began = time.process_time()
     predict(Plan.parse(PLANS[2]), llama(), CLUSTER)
     assert time.process_time() - began < 1.0
+
+
+def test_a_site_s_prediction_has_its_rounds_and_keeps_them_in_the_file(tmp_path):
+    two = Cluster.parse("two-sites")
+    asked = llama().model_copy(update={"sites": ("east", "west")})  # only that there are some counts here
+    plan = Plan.parse("dp_shard=64,precision=bf16,sync=diloco")
+    found = predict(plan, asked, two.of_site("east"), two)
+    assert found.rounds["steps"] == asked.sync.every_steps
+    assert found.rounds["waits_s"] == found.rounds["seconds"] > found.rounds["sent_bytes"] / 12.5e9
+    assert predict(plan, asked, two.of_site("east")).rounds == {}
+    plan.save(tmp_path / "plan.toml", found.toml())
+    read = Prediction.load(tmp_path / "plan.toml")
+    assert read is not None and read.rounds == pytest.approx(found.rounds)

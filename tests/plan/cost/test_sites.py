@@ -7,8 +7,9 @@ import pytest
 from argosy.config.load import load
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
-from argosy.plan.cost.sites import exchange_bytes, exchange_s, exchanges, round_bytes, round_s, within_site
+from argosy.plan.cost.sites import exchange_bytes, exchange_s, outer_exchanges, round_bytes, round_s, within_site
 from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.plan import Plan
 
 TWO = Cluster.parse("two-sites")
 RUN = load(None, {"model.preset": "llama3-8b", "train.global_batch": 128, "data.seq_len": 8192})
@@ -30,12 +31,13 @@ def test_one_place_exchanges_nothing() -> None:
 
 def test_local_steps_divide_the_bytes_and_tend_to_the_step_of_a_site() -> None:
     costs = CostModel.of(RUN, TWO)
-    ways = exchanges(costs, TWO, 3.0)
-    assert [way.inner_steps for way in ways] == [1, 10, 50, 100, 500]
-    assert ways[0].step_s == 3.0 + exchange_s(costs, TWO)
-    assert ways[0].bytes_per_step == pytest.approx(10 * ways[1].bytes_per_step)
-    assert ways[1].step_s == pytest.approx(3.0 + round_s(costs, TWO) / 10)
+    ways = outer_exchanges(costs, TWO, Plan(dp_shard=64), 3.0)
+    assert [way.inner_steps for way in ways] == [10, 50, 100, 500]
+    assert ways[0].bytes_per_step == pytest.approx(exchange_bytes(costs, TWO) / 10)
+    assert ways[0].step_s == pytest.approx(3.0 + round_s(costs, TWO) / 10)
     assert 3.0 < ways[-1].step_s < 4.0
+    assert ways[0].sync == {"every_steps": 10, "wire": "fp32"}
+    assert Plan.parse(ways[0].plan) == Plan(dp_shard=64, sync="diloco")
 
 
 def test_a_run_with_sites_agrees_now_and_then_in_the_numbers_of_its_wire() -> None:

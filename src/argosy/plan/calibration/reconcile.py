@@ -78,6 +78,8 @@ class Reconciled(BaseModel):
     """Bytes that the first rank sends in a step, by axis."""
     update_s: Compared | None = None
     """Seconds of an update of a worker of asynchronous training: its steps, push and pull."""
+    round_wait_s: Compared | None = None
+    """Of a site: how long it waits in a round for the others and for what travels, in the middle."""
 
     def in_words(self) -> str:
         """Return a small table, with the interval behind each total."""
@@ -85,6 +87,7 @@ class Reconciled(BaseModel):
         rows += [_row("step", self.step_s, seconds), _row("memory", self.memory_bytes, _megabytes)]
         rows += [_row("update", self.update_s, seconds)] if self.update_s else []
         rows += [_row(f"sent: {axis}", each, _megabytes_sent) for axis, each in self.sent_bytes.items()]
+        rows += [_row("wait of a round", self.round_wait_s, seconds)] if self.round_wait_s else []
         head = f"  {'':18}{'predicted':>12}{'measured':>12}{'ratio':>8}   nine times of ten"
         return "\n".join([f"predicted for {self.cluster}:", head, *rows])
 
@@ -118,11 +121,12 @@ def reconcile(
     with_reserve: bool,
     sent_bytes: Mapping[str, float] = MappingProxyType({}),
     update_s: float | None = None,
+    round_wait_s: float | None = None,
 ) -> Reconciled:
     """Compare a prediction for `plan` with a typical step (seconds by the clock's categories) and the peak memory.
 
     with_reserve: the measured memory includes what the allocator holds unused. sent_bytes: of a typical step, by axis.
-    update_s: of a typical update of a worker of asynchronous training.
+    update_s: of a typical update of a worker of asynchronous training. round_wait_s: of a typical round of sites.
     """
     predicted = dict.fromkeys(PARTS, 0.0)
     for category, value in prediction.seconds.items():
@@ -151,4 +155,7 @@ def reconcile(
             for axis, predicted in prediction.traffic.items()
             if axis in sent_bytes
         },
+        round_wait_s=None
+        if round_wait_s is None or not prediction.rounds
+        else Compared(predicted=prediction.rounds["waits_s"], measured=round_wait_s),
     )

@@ -6,7 +6,7 @@ import json
 import tomllib
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,7 +16,7 @@ from argosy.plan.cost.estimate import Estimate
 from argosy.plan.cost.exact_state import state_bytes
 from argosy.plan.cost.factors import OF_MEMORY, OF_TIME, spread
 from argosy.plan.cost.formatting import seconds
-from argosy.plan.cost.sites import bytes_of_step
+from argosy.plan.cost.sites import bytes_of_step, rounds_of
 from argosy.plan.cost.traffic import traffic
 from argosy.plan.cost.updates import sent_bytes, updates_of
 from argosy.plan.hardware.clusters import Cluster
@@ -44,6 +44,8 @@ class Prediction:
     """Axis of the mesh -> bytes that the first rank sends in a step."""
     update: dict[str, float] = field(default_factory=dict)
     """Of a worker of asynchronous training: seconds of an update, and bytes of numbers that it sends and receives."""
+    rounds: dict[str, float] = field(default_factory=dict)
+    """Of a run with sites whose links are known: the figures of `plan.cost.sites.Rounds`; `step_s` is without them."""
 
     def in_words(self) -> str:
         """Return both totals, e.g. 410 ms a step, 310 MB a rank."""
@@ -58,6 +60,8 @@ class Prediction:
         for name in ("seconds", "memory", "traffic", *(["update"] if self.update else [])):
             lines += ["", f"[{TABLE}.{name}]"]
             lines += [f"{key} = {_short(value)}" for key, value in getattr(self, name).items() if value]
+        if self.rounds:
+            lines += ["", f"[{TABLE}.rounds]", *(f"{key} = {_short(value)}" for key, value in self.rounds.items())]
         return "\n".join(lines) + "\n"
 
     @classmethod
@@ -67,13 +71,17 @@ class Prediction:
         return None if table is None else cls(**{f.name: _value(f.name, table) for f in fields(cls)})
 
 
-def predict(plan: Plan, run: RunConfig, cluster: Cluster) -> Prediction:
-    """Predict a step of `run` on `cluster` with this plan, calibrated by the cluster's factors."""
+def predict(plan: Plan, run: RunConfig, cluster: Cluster, joined: Cluster | None = None) -> Prediction:
+    """Predict a step of `run` on `cluster` with this plan, calibrated by the cluster's factors.
+
+    joined: of a run that is a site, the cluster of all sites, whose links rounds and updates go over.
+    """
     costs, row = CostModel.of(run, cluster), Layouts.of([plan])
     by_category = costs.predict_time(row).by_category(0)
     memory = costs.predict_memory(row).by_category(0)
     memory |= _state(plan, costs, cluster, last=plan.pp > 1 and memory["logits"] > 0)
-    update = _update(run, cluster, sum(by_category.values())) if plan.sync == "async" and run.sites else {}
+    inside_s, is_worker = sum(by_category.values()), plan.sync == "async" and bool(run.sites)
+    update = _update(run, joined or cluster, inside_s) if is_worker else {}
     if update and run.sync.local_steps == 1:  # else a typical step has no push
         by_category["sites"] = update["seconds"] - sum(by_category.values())
     step_s, memory_bytes = sum(by_category.values()), sum(memory.values())
@@ -85,6 +93,7 @@ def predict(plan: Plan, run: RunConfig, cluster: Cluster) -> Prediction:
         memory=memory,
         traffic=_by_axis(plan, run),
         update=update,
+        rounds=_rounds(plan, costs, joined, inside_s),
     )
 
 
@@ -95,6 +104,12 @@ def _update(run: RunConfig, cluster: Cluster, step_s: float) -> dict[str, float]
     mine = found.worker_s[names.index(run.site)] if run.site in names else max(map(float, found.worker_s))
     sent, received = found.sent_bytes, found.received_bytes
     return {"seconds": float(mine), "sent_bytes": sent, "received_bytes": received}
+
+
+def _rounds(plan: Plan, costs: CostModel, joined: Cluster | None, step_s: float) -> dict[str, float]:
+    if joined is None or not joined.links or not costs.run.sites or plan.sync not in LOCAL:
+        return {}
+    return asdict(rounds_of(costs, joined, step_s))
 
 
 def _state(plan: Plan, costs: CostModel, cluster: Cluster, last: bool) -> dict[str, float]:

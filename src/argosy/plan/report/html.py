@@ -224,12 +224,13 @@ def _outlooks(report: PlanReport) -> list[str]:
         parts.append(f"<h2>Work dealt out by the speed of devices</h2><ul>{lines}</ul>")
     if report.exchanges:
         rows = "".join(
-            f"<tr><td>{e.inner_steps}</td><td>{e.bytes_per_step / GIB:.3g}</td><td>{seconds(e.step_s)}</td></tr>"
+            f"<tr><td>{e.inner_steps}</td><td>{e.bytes_per_step / GIB:.3g}</td><td>{seconds(e.step_s)}</td>"
+            f'<td class="text"><code>{_breakable(e.plan)}</code></td></tr>'
             for e in report.exchanges
         )
         parts.append(
             "<h2>Sites that sum gradients in every step (H = 1), or agree every H steps (sync=diloco)</h2>"
-            f"<table><tr><th>H</th><th>GiB a step and site</th><th>step</th></tr>{rows}</table>"
+            f"<table><tr><th>H</th><th>GiB a step and site</th><th>step</th><th>plan</th></tr>{rows}</table>"
         )
     return parts
 

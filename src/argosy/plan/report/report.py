@@ -17,12 +17,13 @@ from argosy.plan.cost.estimate import Estimate
 from argosy.plan.cost.formatting import GIB
 from argosy.plan.cost.goodput import Goodput, spare_nodes
 from argosy.plan.cost.heterogeneous import UnevenSplit, uneven_splits
-from argosy.plan.cost.sites import Exchange, exchanges, site_count, within_site
+from argosy.plan.cost.sites import Exchange, site_count, within_site
 from argosy.plan.cost.updates import in_words, with_workers
 from argosy.plan.flops import active_parameters, parameters
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan, is_asynchronous
+from argosy.plan.report.agreeing import ways_to_agree
 from argosy.plan.report.explain import Sensitivity, binding, sensitivities
 from argosy.plan.report.sums import sums_in_words
 from argosy.plan.search.candidates import Candidate, Objective, WholeRunModel, first_of
@@ -39,8 +40,9 @@ REPAIR_H = 24.0
 MOST_DOUBLINGS = 12
 """Doublings of the cluster that are tried, to find one that is large enough."""
 BY_SPEED = "Unless it deals work out by speed: below stand the best such plans."
-IN_EVERY_STEP = (
-    "They sum gradients in every step; name [[sites]] in the run file to agree every H steps (docs/sites.md)."
+ONE_WORLD = (
+    "All sites are one world, which sums gradients over the link in every step. Below: what it brings to agree every H "
+    "steps, with [[sites]] in the run file (docs/sites.md)."
 )
 
 
@@ -130,7 +132,6 @@ def plan_report(request: PlanRequest) -> PlanReport:
     explanation = _explain(economy, explained, found, is_best=request.given is None)
     front = found.pareto()
     inside_s = sum(costs.predict_time(Layouts.of([explained])).by_category(0).values())
-    has_rounds = economy.sites > 1 and not economy.is_asynchronous
     return PlanReport(
         model=model_name(run.model, run.name),
         parameters=parameters(run.model),
@@ -152,7 +153,7 @@ def plan_report(request: PlanRequest) -> PlanReport:
         pareto=economy.choices(found.plans[front]),
         explanation=explanation,
         uneven=() if economy.sites > 1 else _uneven(costs, found, [*best, *front]),
-        exchanges=tuple(exchanges(costs, cluster, inside_s)) if has_rounds else (),
+        exchanges=() if economy.is_asynchronous else ways_to_agree(run, cluster, request.pins or {}),
         notes=tuple(_notes(request, costs, inside_s)),
     )
 
@@ -164,9 +165,8 @@ def searched(request: PlanRequest, counts_of: Callable[[CostModel], list[int]]) 
     """
     run, cluster = request.run, _with_workers(request)
     whole = CostModel.of(run, cluster)
-    costs = within_site(whole, cluster) if site_count(cluster) > 1 else whole
+    costs = within_site(whole, cluster) if run.sites and site_count(cluster) > 1 else whole
     pins = request.pins or {}
-    pins = pins if is_asynchronous(run.plan) else _of_a_site(pins, cluster)
     counts = counts_of(costs)
     found = search(costs, pins, counts)
     if not len(found):
@@ -222,17 +222,6 @@ def _prices_of(cluster: Cluster) -> str:
     return ", ".join(dict.fromkeys(group.device.price_date for group in cluster.groups if group.device.price_date))
 
 
-def _of_a_site(pins: Pins, cluster: Cluster) -> Pins:
-    """Turn the pins of a plan for all sites into those of each site's part. Raises: UserError if that cannot be."""
-    sites, said = site_count(cluster), pins.get("dp_replicate")
-    if said is None or sites == 1:
-        return pins
-    inside = tuple(n // sites for n in said if n % sites == 0)
-    if not inside:
-        raise UserError(f"dp_replicate = {said[0]} is not a multiple of the {sites} sites, each of which has a copy.")
-    return {**pins, "dp_replicate": inside}
-
-
 def _counts(costs: CostModel, objective: Objective) -> list[int]:
     """Return the numbers of devices that a plan may be for: whole nodes, or parts of one."""
     halves = [costs.devices >> n for n in range(FEWEST_HALVINGS if objective in ("cost", "energy") else 1)]
@@ -249,8 +238,12 @@ def _notes(request: PlanRequest, costs: CostModel, inside_s: float) -> list[str]
     if request.run.sites and is_asynchronous(request.run.plan):
         notes.append(in_words(request.run, _with_workers(request), inside_s))
     elif site_count(request.cluster) > 1:
-        how = f"They agree every {costs.run.sync.every_steps} steps." if costs.run.sites else IN_EVERY_STEP
-        notes.append(f"Each site has a whole copy of the model on {costs.devices} devices. {how}")
+        notes.append(
+            f"Each site has a plan of its own, for {costs.devices} device{'s' * (costs.devices > 1)}; they agree every "
+            f"{costs.run.sync.every_steps} steps."
+            if costs.run.sites
+            else ONE_WORLD
+        )
     if request.cluster.device.assumed:
         device = request.cluster.device
         notes.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 
 from rich.console import Console, Group, RenderableType
@@ -191,9 +192,14 @@ def _outlooks(report: PlanReport) -> Iterator[RenderableType]:
             yield Text(f'  {seconds(split.step_s)} a step with "{split.plan}": {shares}')
     if report.exchanges:
         yield Text("\nSites that sum gradients in every step (H = 1), or agree every H steps (sync=diloco):")
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 2))
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         for name in ("H", "GiB a step and site", "step"):
             table.add_column(name, justify="right")
-        for exchange in report.exchanges:
-            table.add_row(str(exchange.inner_steps), f"{exchange.bytes_per_step / GIB:.3g}", seconds(exchange.step_s))
+        table.add_column(Text("[sync], of a run with [[sites]]"))
+        for way in report.exchanges:
+            keys = ", ".join(f"{key} = {json.dumps(value)}" for key, value in way.sync.items())
+            table.add_row(str(way.inner_steps), f"{way.bytes_per_step / GIB:.3g}", seconds(way.step_s), Text(keys))
         yield table
+        for plan in dict.fromkeys(way.plan for way in report.exchanges):
+            many = [str(way.inner_steps) for way in report.exchanges if way.plan == plan]
+            yield _line(f'H = {", ".join(many)}: plan = "{plan}"')
