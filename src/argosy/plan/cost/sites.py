@@ -120,8 +120,8 @@ def round_s(costs: CostModel, cluster: Cluster) -> float:
 def rounds_of(costs: CostModel, cluster: Cluster, inner_step_s: Numbers) -> Rounds:
     """Return the rounds of a run with `[[sites]]` whose step takes `inner_step_s` within a site."""
     sync, seconds = costs.run.sync, round_s(costs, cluster)
-    waits_s = np.maximum(0.0, seconds - sync.overlap_steps * np.asarray(inner_step_s))
-    waits_s = waits_s if np.ndim(waits_s) else float(waits_s)
+    left_s = np.maximum(0.0, seconds - sync.overlap_steps * np.asarray(inner_step_s))
+    waits_s: Numbers = left_s if np.ndim(left_s) else float(left_s)
     return Rounds(sync.every_steps // sync.fragments, seconds, waits_s, round_bytes(costs, cluster))
 
 

@@ -48,8 +48,8 @@ class ChosenRounds:
     @property
     def waiting(self) -> float:
         """Share of its time that a site waits for the others."""
-        trained_s = self.rounds.steps * self.inner_step_s
-        return self.rounds.waits_s / (self.rounds.waits_s + trained_s)
+        trained_s, waits_s = self.rounds.steps * self.inner_step_s, float(self.rounds.waits_s)
+        return waits_s / (waits_s + trained_s)
 
     def keys(self) -> dict[str, Any]:
         """Return the keys of `[sync]` that say so, without those that have their usual value."""
