@@ -11,7 +11,7 @@ from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.errors import ArgosyError, Interrupted, RunFailed, UserError
 from argosy.launch.children import RUN_FILE, free_port, held, started
-from argosy.launch.resolve import resolve
+from argosy.launch.resolve import resolve, with_known_sizes
 from argosy.launch.servers import settle_worker, train_parts
 from argosy.observe.progress import Progress
 from argosy.observe.report import Report
@@ -62,7 +62,7 @@ def with_rounds(run: RunConfig, folders: Sequence[Path], say: Callable[[str], No
         cluster = cluster_of(run)
         check_sites_of(run, cluster)
         assert cluster is not None
-        chosen = choose_rounds(run, cluster, given)
+        chosen = choose_rounds(with_known_sizes(run), cluster, given)
         say(chosen.in_words())
         before = chosen.sync
     kept = {key: getattr(before, key) for key in CHOSEN if key not in given}
