@@ -2,9 +2,10 @@
 
 The rule: of `SETTINGS`, from the one that loses least, the first by which sites are predicted to wait for at most
 `MOST_WAITING` of their time; with each number of steps first the widest number format. Every 50 steps DiLoCo was within
-2 % of exact sums, with an outer momentum that fits the length of the run (benchmarks/results/thin_link_quality.md). Before steps are more than that, fragments take turns and
-travel while training goes on (streaming DiLoCo; mixing and 4 bits as in Douillard et al. 2025). The sites of a run
-choose alike, as nothing is asked but what their run file and the cluster's file say.
+2 % of exact sums, with an outer momentum that fits the length of the run (benchmarks/results/thin_link_quality.md).
+Before steps are more than that, fragments take turns and travel while training goes on (streaming DiLoCo; mixing and 4
+bits as in Douillard et al. 2025). The sites of a run choose alike, as nothing is asked but what their run file and the
+cluster's file say.
 """
 
 from __future__ import annotations
