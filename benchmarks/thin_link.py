@@ -25,10 +25,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from argosy.config.sites import SiteConfig
 from argosy.plan.calibration.reconcile import reconcile
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.prediction import predict
 from argosy.plan.cost.sites import exchange_s, round_bytes
+from argosy.plan.cost.updates import updates_of
 from argosy.plan.flops import parameters
 from argosy.plan.hardware.clusters import Cluster, Factor, SiteLink
 from argosy.plan.plan import Plan
@@ -302,10 +304,38 @@ def predict_all(lines: list[dict[str, Any]], cluster: Cluster, options: argparse
             line["predicted_s"] = float(predict(plan_of(options.sites, way.words), run, learnt).step_s.mid)
         elif way.kind == "sites":
             line["predicted_s"], line["predicted_bytes"] = predicted_rounds(way, learnt, options.sites)
+        elif way.kind == "async":
+            line["predicted_s"], line["predicted_bytes"] = predicted_updates(way, learnt, options.sites)
 
 
 def predicted_rounds(way: Way, cluster: Cluster, many: int) -> tuple[float, float]:
     """Return the predicted step with its part of a round, and the bytes of numbers in it."""
+    here, joined = at_sites(cluster, many)
+    base = configuration(many)
+    run = base.model_copy(update={"sync": base.sync.model_copy(update=way.sync), "sites": workers_of(joined)})
+    step_s = float(predict(plan_of(1, ""), configuration(1), here).step_s.mid)
+    costs, every = CostModel.of(run, joined), way.sync["every_steps"]
+    numbers = parameters(run.model) / float(costs.workload.matrix_parameters)
+    sent = round_bytes(costs, joined) * run.sync.fragments * numbers / every
+    return step_s + float(exchange_s(costs, joined, step_s)), sent
+
+
+def predicted_updates(way: Way, cluster: Cluster, many: int) -> tuple[float, float]:
+    """Return the predicted time of `many` updates, and the bytes of numbers that the servers' site sends meanwhile."""
+    here, joined = at_sites(cluster, many)
+    base = configuration(1)
+    sync = base.sync.model_copy(update=way.sync)
+    run = base.model_copy(update={"sync": sync, "sites": workers_of(joined), "plan": way.words})
+    found = updates_of(run, joined, float(predict(plan_of(1, ""), base, here).step_s.mid))
+    return many * float(found.interval_s), many * found.away_share * found.received_bytes
+
+
+def workers_of(cluster: Cluster) -> tuple[SiteConfig, ...]:
+    return tuple(SiteConfig(name=name) for name in cluster.sites)
+
+
+def at_sites(cluster: Cluster, many: int) -> tuple[Cluster, Cluster]:
+    """Return one process of the cluster alone, and so many sites of one process each over its link."""
     group = cluster.groups[0]
     names = [f"site{at}" for at in range(many)]
     one = group.model_copy(update={"nodes": 1, "devices_per_node": 1})
@@ -315,15 +345,7 @@ def predicted_rounds(way: Way, cluster: Cluster, many: int) -> tuple[float, floa
     joined = cluster.model_copy(
         update={"groups": tuple(one.model_copy(update={"site": site}) for site in names), "links": tuple(links)}
     )
-    base = configuration(many)
-    run = base.model_copy(update={"sync": base.sync.model_copy(update=way.sync), "sites": tuple(names)})
-    alone = configuration(1)
-    here = cluster.model_copy(update={"groups": (one,), "links": ()})
-    step_s = float(predict(plan_of(1, ""), alone, here).step_s.mid)
-    costs, every = CostModel.of(run, joined), way.sync["every_steps"]
-    numbers = parameters(run.model) / float(costs.workload.matrix_parameters)
-    sent = round_bytes(costs, joined) * run.sync.fragments * numbers / every
-    return step_s + exchange_s(costs, joined, step_s), sent
+    return cluster.model_copy(update={"groups": (one,), "links": ()}), joined
 
 
 def plan_of(replicas: int, words: str) -> Plan:
