@@ -30,13 +30,15 @@ from argosy.plan.workload import Numbers
 
 FRAMING = 1.01
 """Bytes on the link over those of numbers: headers of TCP, encryption, and pieces of 1 MiB."""
-WORKER_NUMBER_S = 12e-9
-"""Seconds of a worker for a number: received, decrypted, copied to the weights; copied from the gradient, sent."""
-SERVER_NUMBER_S = 30e-9
+WORKER_NUMBER_S = 8e-9
+"""Seconds of a worker for a number: received, decrypted, copied to the weights; copied from the gradient, sent. This and
+the next two are CPU times of the parts (0.55 ns a byte for encryption, AdamW 0.6 ns a number) on a 2-core machine, and
+an allowance for the kernel's sockets."""
+SERVER_NUMBER_S = 10e-9
 """Seconds of a server for a number: encrypted, sent; received, checked, the optimizer."""
-WIRE_NUMBER_S = {"fp32": 0.0, "bf16": 4e-9, "int8": 20e-9, "int4": 30e-9}
+WIRE_NUMBER_S = {"fp32": 0.0, "bf16": 4e-9, "int8": 7e-9, "int4": 8e-9}
 """Seconds of both for a number beside that: encoded with what was rounded away before, and decoded."""
-UPDATE_S = 0.05
+UPDATE_S = 0.03
 """Seconds of an update without numbers: ranks that look for an answer, messages that deal samples out and commit."""
 MESSAGES = 5
 """Messages of an update that wait for an answer: work, weights, the last piece, its receipt, the commit."""
@@ -148,7 +150,7 @@ def in_words(run: RunConfig, cluster: Cluster, step_s: float) -> str:
     found = updates_of(run, cluster, step_s)
     slowest, fastest = max(map(float, found.worker_s)), min(map(float, found.worker_s))
     each = f"{fastest:.3g} s" if slowest < 1.05 * fastest else f"{fastest:.3g} to {slowest:.3g} s"
-    limit = "its workers" if found.limit == "workers" else found.limit
+    limit = "the workers' own time" if found.limit == "workers" else found.limit
     return (
         f"{len(found.worker_s)} workers without waiting for each other: an update takes one {each}, sends "
         f"{found.sent_bytes / 1e6:.3g} MB and receives {found.received_bytes / 1e6:.3g} MB; the run makes one every "
