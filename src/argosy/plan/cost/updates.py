@@ -31,9 +31,9 @@ from argosy.plan.workload import Numbers
 FRAMING = 1.01
 """Bytes on the link over those of numbers: headers of TCP, encryption, and pieces of 1 MiB."""
 WORKER_NUMBER_S = 8e-9
-"""Seconds of a worker for a number: received, decrypted, copied to the weights; copied from the gradient, sent. This and
-the next two are CPU times of the parts (0.55 ns a byte for encryption, AdamW 0.6 ns a number) on a 2-core machine, and
-an allowance for the kernel's sockets."""
+"""Seconds of a worker for a number: received, decrypted, copied to the weights; copied from the gradient, sent. This
+and the next two are CPU times of the parts (0.55 ns a byte for encryption, AdamW 0.6 ns a number) on a 2-core machine,
+with an allowance for sockets."""
 SERVER_NUMBER_S = 10e-9
 """Seconds of a server for a number: encrypted, sent; received, checked, the optimizer."""
 WIRE_NUMBER_S = {"fp32": 0.0, "bf16": 4e-9, "int8": 7e-9, "int4": 8e-9}
