@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy.config.schema import ModelConfig
+from argosy.config.model import ModelConfig
 from argosy.plan.dealing import PipelineWork, RankWork, pipeline_s
 from argosy.plan.plan import Plan
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from argosy.config.schema import ModelConfig
+from argosy.config.model import ModelConfig
 from argosy.plan.flops import train_flops_per_token
 from argosy.plan.pipeline import SCHEDULES, split_layers, stages_of_rank
 from argosy.plan.plan import Plan

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from argosy.config.schema import ModelConfig
+from argosy.config.model import ModelConfig
 from argosy.plan.dealing import RankWork
 from argosy.plan.plan import Plan
 from argosy.resilience.detect.finding import Finding
