@@ -35,7 +35,8 @@ def test_a_kill_under_uneven_work_ends_bit_for_bit(disturbed, undisturbed, plan)
 def test_a_run_killed_at_random_under_uneven_work_ends_bit_for_bit(disturbed, undisturbed, plan, seed):
     """Processes of either rank, and the command with all of its processes, which is given again."""
     chance = random.Random(seed)
-    run = disturbed(plan, "slow@forward:seconds=0.05", *FOUR, "--launch.max_restarts", "10")
+    run = disturbed(plan, "slow@forward:seconds=0.1", *FOUR, "--launch.max_restarts", "10")
+    run.wait_for_step(4)  # there is something to go back to
     for whom in chance.sample(["worker", "worker", "command"], 3):
         run.wait_for_step(run.steps() + chance.randrange(1, 5))
         if whom == "command":
