@@ -156,6 +156,34 @@ def test_lost_workers_are_replaced_as_long_as_steps_are_made():
     assert finish.exit_code == 75 and "launch.max_restarts = 2" in finish.why
 
 
+def test_workers_that_die_together_are_one_failure():
+    run = Run({"a": 8}, max_restarts=2).go()
+    for many in (8, 5):
+        for slot in range(many):
+            run.of.lost("a", slot, KILLED)
+        run.go()
+    assert not run.take(Finish)
+    run.of.lost("a", 3, KILLED)
+    run.go()
+    (finish,) = run.take(Finish)
+    assert finish.exit_code == 75 and "died 3 times" in finish.why
+
+
+def test_a_worker_that_dies_again_before_it_has_a_world_is_a_failure_each_time():
+    run = Run({"a": 2}, max_restarts=2).go()
+    run.of.lost("a", 0, KILLED)
+    for order in run.of.orders(0.0):
+        if isinstance(order, Start):
+            run.of.started("a", 0, pid=1)
+    for pid in (2, 3):
+        run.of.lost("a", 0, KILLED)
+        for order in run.of.orders(0.0):
+            run.said.append(order)
+            if isinstance(order, Start):
+                run.of.started("a", 0, pid=pid)
+    assert run.take(Finish)
+
+
 def ended_by(reached: list[tuple[int, int]]) -> bool:
     """Whether a run that was in step 100 once gives up, if it comes so far (step, safe step) between its losses."""
     run = Run({"a": 1}, max_restarts=2).go()

@@ -154,7 +154,7 @@ class Membership:
         worker = self._roster.worker(name, slot)
         if worker is None:
             return
-        was_member = self._roster.is_member(worker)
+        was_member, was_broken = self._roster.is_member(worker), not self.in_force
         del self.nodes[name].workers[slot]
         self._roster.changed(name)
         if cause.exit_code >= FINAL:
@@ -162,8 +162,8 @@ class Membership:
         if was_member:
             self.made_step(cause.step)  # no heartbeat may have shown it yet
             self._break(f"rank {worker.rank} is lost: {cause.why}")
-        if not self._stopping:
-            self._count(cause)
+        if not self._stopping:  # a machine that dies, or is out of memory, takes many workers with it: one failure
+            self._count(cause, is_same=was_member and was_broken and self._is_counted)
 
     def made_step(self, step: int, safe_step: int = -1) -> None:
         """The run is in `step`, and would go back to `safe_step` at most; -1: in none, or not known."""
@@ -420,12 +420,12 @@ class Membership:
         if self.in_force and self._roster.counts.done == self.size:
             self._end(Finish(0, "done"))
 
-    def _count(self, cause: Cause) -> None:
-        """Count a failure, and end the run where going on would only repeat it."""
+    def _count(self, cause: Cause, is_same: bool = False) -> None:
+        """Count a failure, and end the run where going on would only repeat it. is_same: as of `Failures.count`."""
         if self._ended:
             return
         self._is_counted = True
-        finish = self._failures.count(cause, self.generation)
+        finish = self._failures.count(cause, self.generation, is_same)
         if finish is not None:
             self._end(finish)
 
