@@ -3,7 +3,7 @@
 A step without the own work of its slowest rank is time that all ranks wait: for collectives, and for each other's data.
 It is compared with the run's own best under the same plan: a step that is longer because of waiting counts against
 the links; a slow rank, a longer batch or a busy machine does not. Waiting inside layers (tensor and context
-parallelism, fully sharded parameters) is timed as the ranks' own work, and not seen here.
+parallelism, fully sharded parameters) counts too, but for that of experts, which is timed as the ranks' own work.
 """
 
 from __future__ import annotations
