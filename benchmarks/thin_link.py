@@ -9,7 +9,8 @@ has it). Bytes are those that the interface of the first site sent, headers and 
 count numbers and scales, so they are held against the interface's bytes without headers.
 
 The prediction is the planner's, for a cluster that parts of `argosy probe` measured in the same run, over this link.
-Its factors for compute and optimizer are learnt from the steps of the first way, which is left out of the comparison.
+What it cannot know of this machine is learnt from one way of each kind, which is left out of the comparison: factors
+for compute and optimizer from the first one, for sums in every step, and a site's own step from the first of rounds.
 """
 
 from __future__ import annotations
@@ -114,9 +115,9 @@ def main() -> None:
         sys.exit(f"--ways: no way is called {unknown[0]!r}; there are: {', '.join(WAYS)}")
     with tempfile.TemporaryDirectory() as folder, sites(options.sites, options.rate):
         lines = run_all(chosen, options, Path(folder))
-    print(table(lines, options))
     if options.json:
         options.json.write_text(json.dumps({"rate": options.rate, "sites": options.sites, "ways": lines}, indent=1))
+    print(table(lines, options))
 
 
 def run_all(chosen: list[str], options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
@@ -241,7 +242,10 @@ def of_updates(name: str, options: argparse.Namespace, folder: Path) -> dict[str
     metrics = (folder / "runs" / run / "metrics.jsonl").read_text().splitlines()
     lines = [line for line in map(json.loads, metrics) if "loss" in line]
     took_s = lines[-1]["time_s"] - lines[many - 1]["time_s"]
-    return {"way": name, "step_s": took_s / (len(lines) - many) * many, "sent_bytes": crossed.whole}
+    return {
+        "way": name, "step_s": took_s / (len(lines) - many) * many, "sent_bytes": crossed.whole,
+        "payload_bytes": crossed.payload,
+    }  # fmt: skip
 
 
 def run_file(name: str, way: Way, steps: int, many: int) -> str:
@@ -298,22 +302,25 @@ def predict_all(lines: list[dict[str, Any]], cluster: Cluster, options: argparse
     ratios = {category: told[part].ratio or 1.0 for category, part in parts.items()}
     factors = {category: Factor(value=max(ratio, 1e-6), std=0.05 * ratio) for category, ratio in ratios.items()}
     learnt = cluster.model_copy(update={"factors": factors})
+    of_rounds = next((line for line in lines if "inner_s" in line), None)
     for line in lines:
+        line["is_learnt_from"] = line is lines[0] or line is of_rounds
         way = WAYS[line["way"]]
         if way.kind == "sync" and way.ranks == 1:
             line["predicted_s"] = float(predict(plan_of(options.sites, way.words), run, learnt).step_s.mid)
         elif way.kind == "sites":
-            line["predicted_s"], line["predicted_bytes"] = predicted_rounds(way, learnt, options.sites)
+            assert of_rounds is not None
+            found = predicted_rounds(way, learnt, options.sites, of_rounds["inner_s"])
+            line["predicted_s"], line["predicted_bytes"] = found
         elif way.kind == "async":
             line["predicted_s"], line["predicted_bytes"] = predicted_updates(way, learnt, options.sites)
 
 
-def predicted_rounds(way: Way, cluster: Cluster, many: int) -> tuple[float, float]:
-    """Return the predicted step with its part of a round, and the bytes of numbers in it."""
-    here, joined = at_sites(cluster, many)
+def predicted_rounds(way: Way, cluster: Cluster, many: int, step_s: float) -> tuple[float, float]:
+    """Return the predicted step with its part of a round, and the bytes of numbers in it. step_s: of a site alone."""
+    _, joined = at_sites(cluster, many)
     base = configuration(many)
     run = base.model_copy(update={"sync": base.sync.model_copy(update=way.sync), "sites": workers_of(joined)})
-    step_s = float(predict(plan_of(1, ""), configuration(1), here).step_s.mid)
     costs, every = CostModel.of(run, joined), way.sync["every_steps"]
     numbers = parameters(run.model) / float(costs.workload.matrix_parameters)
     sent = round_bytes(costs, joined) * run.sync.fragments * numbers / every
@@ -370,7 +377,7 @@ def table(lines: list[dict[str, Any]], options: argparse.Namespace) -> str:
         step_s, crossed = line["step_s"], line["sent_bytes"]
         bytes_off = f"{line['payload_bytes'] / line['predicted_bytes'] - 1:+.1%}" if line.get("predicted_bytes") else ""
         predicted = line.get("predicted_s")
-        off = f"{predicted / step_s - 1:+.0%}" if predicted and line is not first else ""
+        off = f"{predicted / step_s - 1:+.0%}" if predicted and not line["is_learnt_from"] else ""
         cells = [
             line["way"],
             f"{step_s * 1e3:.0f}",

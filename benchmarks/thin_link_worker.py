@@ -41,8 +41,9 @@ from argosy.training.step import Step
 from thin_link_model import ROWS, configuration, rows
 from thin_link_namespaces import LINK, address, sent_here
 
-MESSAGES = [2**12, 2**16, 2**20, 2**22]
-PROBE_S, SLICE_S = 15.0, 0.1
+MESSAGES = [2**20, 2**21, 2**22, 2**23]
+"""As large as buckets are: the first 128 KiB pass the throttle at once."""
+PROBE_S, SLICE_S = 20.0, 0.1
 
 
 @dataclass
