@@ -11,7 +11,7 @@ from commands import Folder
 from matrix import Disturbed, free_port
 from network import NotPermitted, network
 
-SIZES = ("--train.steps", "80", "--train.global_batch", "12", "--data.seq_len", "128")
+SIZES = ("--train.steps", "80", "--train.global_batch", "12", "--data.seq_len", "256")
 """Large enough that two nodes are better than one, as the planner has it."""
 SOON = ("--resilience.straggler_steps", "4", "--resilience.straggler_s", "1")
 """What is slow is told of, and acted on, after some twenty steps each."""
@@ -69,7 +69,7 @@ SLOWED = 3_000_000
 
 @pytest.mark.slow
 def test_a_run_whose_link_became_slow_goes_on_without_it(folder, undisturbed):
-    sizes = ("--train.steps", "160", *SIZES[2:])
+    sizes = ("--train.steps", "160", "--train.global_batch", "12", "--data.seq_len", "128")
     try:
         with network("a", "b") as net:
             nodes = ("--launch.nodes", "2", "--launch.processes", "1")
