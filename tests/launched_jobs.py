@@ -5,8 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+from commands import Folder
+
+LONG_S = 400.0
 
 
 def kill_jobs(folder: Path) -> None:
@@ -19,3 +26,16 @@ def kill_jobs(folder: Path) -> None:
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.killpg(int(pid.partition("@")[0]), signal.SIGKILL)
+
+
+def runs(folder: Folder) -> dict[str, dict[str, Any]]:
+    """Return what `argosy runs` says of each run, by its name."""
+    return {run["id"]: run for run in json.loads(folder.argosy_here("runs", "--json"))}
+
+
+def wait(is_so: Callable[[], bool]) -> None:
+    """Wait until something is so."""
+    until = time.monotonic() + LONG_S
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.2)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from commands import Folder
-from launched_jobs import kill_jobs
+from launched_jobs import kill_jobs, runs, wait
 from matrix import free_port
 
 pytest.importorskip("zmq", reason="pip install 'argosy[async]'")
 
-LONG_S = 400.0
 PACED = "slow@batch:seconds=0.5"
 """What is waited for must come before the run's end."""
 
@@ -38,17 +35,6 @@ def ended(folder: Folder) -> Iterator[None]:
     """Whatever becomes of the test, jobs that it launched end."""
     yield
     kill_jobs(folder.path)
-
-
-def runs(folder: Folder) -> dict[str, dict[str, Any]]:
-    return {run["id"]: run for run in json.loads(folder.argosy_here("runs", "--json"))}
-
-
-def wait(is_so: Callable[[], bool]) -> None:
-    until = time.monotonic() + LONG_S
-    while not is_so():
-        assert time.monotonic() < until
-        time.sleep(0.2)
 
 
 def test_servers_and_workers_are_printed_as_their_engines_would_be_told(folder: Folder) -> None:

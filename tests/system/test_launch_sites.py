@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +11,8 @@ from typing import Any
 import pytest
 
 from commands import Folder
-from launched_jobs import kill_jobs
-from several_sites import LONG_S, SitesOfARun
+from launched_jobs import kill_jobs, runs, wait
+from several_sites import SitesOfARun
 from ssh import WHERE_FROM, Hosts, hosts, is_installed
 
 
@@ -34,17 +32,6 @@ def launched(folder: Folder) -> Iterator[Callable[..., SitesOfARun]]:
 
     yield lambda first, second, **keys: write(folder, first, second, **keys)
     kill_jobs(folder.path)
-
-
-def runs(folder: Folder) -> dict[str, dict[str, Any]]:
-    return {run["id"]: run for run in json.loads(folder.argosy_here("runs", "--json"))}
-
-
-def wait(is_so: Callable[[], bool]) -> None:
-    until = time.monotonic() + LONG_S
-    while not is_so():
-        assert time.monotonic() < until
-        time.sleep(0.2)
 
 
 def test_each_site_is_printed_as_its_engine_would_be_told(folder: Folder) -> None:

@@ -6,9 +6,8 @@ from typing import Any
 
 from argosy.plan.hardware.clusters import Cluster, NodeGroup, Tier
 from argosy.plan.hardware.devices import Device, Efficiencies, PeakFlops
-from argosy.plan.hardware.measurements import CollectiveRate, Measurements, Operation
+from argosy.plan.hardware.measurements import CollectiveRate, Measurements, Operation, four_digits
 from argosy.probe.machine import Machine
-from argosy.probe.timing import four_digits
 
 LEAST_LATENCY_S = 1e-6
 """What a link takes at least. A line through few messages may begin at 0: a throttle lets the first bytes pass."""

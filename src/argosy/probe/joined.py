@@ -17,10 +17,7 @@ from argosy.observe.progress import Progress
 from argosy.plan.hardware.clusters import Cluster, SiteLink, Tier
 from argosy.plan.hardware.measurements import Measurements
 from argosy.probe.sites import SitesProbe
-from argosy.processes.secret import secret_of
-from argosy.sync.sites.keys import contexts
-from argosy.sync.sites.links import Links
-from argosy.sync.sites.main import address_of, listener_at
+from argosy.sync.sites.main import open_links
 
 
 def probe_links(run: RunConfig, file: Path, seconds: float, quiet: bool) -> Cluster:
@@ -33,14 +30,12 @@ def probe_links(run: RunConfig, file: Path, seconds: float, quiet: bool) -> Clus
     check_addresses(run)
     home = (Path("runs") / run.name).absolute()
     home.mkdir(parents=True, exist_ok=True)
-    secret = secret_of(home)
-    tls = contexts(secret) if run.sync.tls else None
-    addresses = {site.name: address_of(site.address) for site in run.sites}
     try:
-        listener = listener_at(addresses[run.site])
+        open_at = open_links(run, run.site, home)
     except OSError as problem:
+        address = next(site.address for site in run.sites if site.name == run.site)
         raise UserError(
-            f"sites: {run.site} cannot listen at {addresses[run.site][0]}:{addresses[run.site][1]} "
+            f"sites: {run.site} cannot listen at {address} "
             f"({problem.strerror or problem}). Is the run training there already, or is it another machine's address?"
         ) from None
     names = "\n".join(f"{site.name} {site.address}" for site in run.sites)
@@ -56,7 +51,7 @@ def probe_links(run: RunConfig, file: Path, seconds: float, quiet: bool) -> Clus
             refusals.append(told)
             progress.say(told)
 
-    with closing(Links(run.site, addresses, listener, secret, tls, hello, refused)) as links:
+    with closing(open_at(hello, refused)) as links:
         probe = SitesProbe(run, links, progress.say)
         found = probe.measure(seconds, lambda: f"{refusals[-1]}. " if refusals else "")
     parts = {run.site: own} | {name: _part_of(name, hello) for name, hello in probe.hellos.items()}

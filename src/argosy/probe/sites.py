@@ -18,12 +18,14 @@ from typing import Any
 from argosy.config.schema import RunConfig
 from argosy.errors import RunFailed
 from argosy.plan.hardware.clusters import SiteLink
+from argosy.plan.hardware.measurements import four_digits
 from argosy.sync.sites.links import Links
 from argosy.sync.sites.messages import Message
+from argosy.sync.sites.pull import AHEAD_BYTES, PIECE_BYTES
 
-PIECE = bytes(256 * 1024)
-AHEAD = 32
-"""Pieces that may be on the way: 8 MiB, more than 1 Gbit/s carries in 60 ms."""
+PIECE = bytes(PIECE_BYTES)
+AHEAD = AHEAD_BYTES // PIECE_BYTES
+"""Pieces that may be on the way."""
 ECHOES = 20
 STREAM_S, FEWEST = 4.0, 16
 """How long pieces are sent for; and pieces that are sent however long it takes."""
@@ -185,18 +187,14 @@ class SitesProbe:
             self._links.tell(self.names[0], "measured", to=stream.to, **facts)
 
 
-def _rounded(value: float) -> float:
-    return float(f"{value:.4g}")  # further digits say nothing
-
-
 def joined_links(found: Mapping[tuple[str, str], Mapping[str, float]]) -> list[dict[str, Any]]:
     """Return each pair's link, as `SiteLink` has it: of both directions the slower rate, and the longer latency."""
     pairs = [(a, b) for a, b in found if (b, a) in found and list(found).index((a, b)) < list(found).index((b, a))]
     return [
         {
             "sites": [a, b],
-            "bandwidth_bytes_per_s": _rounded(min(found[a, b]["bytes_per_s"], found[b, a]["bytes_per_s"])),
-            "latency_s": _rounded(max(found[a, b]["latency_s"], found[b, a]["latency_s"])),
+            "bandwidth_bytes_per_s": four_digits(min(found[a, b]["bytes_per_s"], found[b, a]["bytes_per_s"])),
+            "latency_s": four_digits(max(found[a, b]["latency_s"], found[b, a]["latency_s"])),
         }
         for a, b in pairs
     ]

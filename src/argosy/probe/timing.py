@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from argosy.parallel.world import World
+from argosy.plan.hardware.measurements import four_digits
 
 SAMPLE_S = 2e-3
 """Calls are timed together for at least this long: one alone may be shorter than a wait for the device."""
@@ -55,11 +56,6 @@ def total(world: World, value: float) -> float:
 def mean(world: World, value: float) -> float:
     """Return the mean of a figure over all processes, the same on all."""
     return four_digits(total(world, value) / world.size)
-
-
-def four_digits(value: float) -> float:
-    """Round a measurement: further digits say nothing."""
-    return float(f"{value:.4g}")
 
 
 def lower_quartile(samples: Sequence[float]) -> float:

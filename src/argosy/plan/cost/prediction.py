@@ -83,7 +83,7 @@ def predict(plan: Plan, run: RunConfig, cluster: Cluster, joined: Cluster | None
     inside_s, is_worker = sum(by_category.values()), plan.sync == "async" and bool(run.sites)
     update = _update(run, joined or cluster, inside_s) if is_worker else {}
     if update and run.sync.local_steps == 1:  # else a typical step has no push
-        by_category["sites"] = update["seconds"] - sum(by_category.values())
+        by_category["sites"] = update["seconds"] - inside_s
     step_s, memory_bytes = sum(by_category.values()), sum(memory.values())
     return Prediction(
         cluster=cluster.name or str(cluster.devices),

@@ -17,6 +17,7 @@ import numpy as np
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
+from argosy.plan.cost.outer_traffic import BLOCK, BLOCK_BYTES
 from argosy.plan.cost.updates import added_s
 from argosy.plan.flops import parameters
 from argosy.plan.hardware.clusters import Cluster
@@ -26,8 +27,7 @@ from argosy.plan.workload import Numbers
 INNER_STEPS = (10, 50, 100, 500)
 """Values of H that are compared, beside 1: gradients are summed in every step."""
 WEIGHT_BYTES = 4
-SCALE_BYTES = 4 / 256
-WIRE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + SCALE_BYTES, "int4": 1 / 2 + SCALE_BYTES}
+WIRE_BYTES = {wire: of_block / BLOCK for wire, of_block in BLOCK_BYTES.items()}
 """Bytes of a number between sites (`sync.sites.wire`)."""
 FRAMING = 1.01
 """Bytes on the link over those of numbers: headers of TCP, TLS and pieces of 256 KiB."""

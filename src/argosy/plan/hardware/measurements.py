@@ -105,3 +105,8 @@ class Measurements(Section):
     attention: tuple[AttentionRate, ...] = ()
     collectives: tuple[CollectiveRate, ...] = ()
     compression: tuple[CompressionRate, ...] = ()
+
+
+def four_digits(value: float) -> float:
+    """Round a measurement: further digits say nothing."""
+    return float(f"{value:.4g}")

@@ -7,8 +7,8 @@ from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.sites import Exchange, exchange_bytes, outer_exchanges, within_site
 from argosy.plan.hardware.clusters import Cluster
-from argosy.plan.plan import OF_SITES, Plan
-from argosy.plan.search.best import plainest, search_to_run
+from argosy.plan.plan import OF_SITES
+from argosy.plan.search.best import best_to_run
 from argosy.plan.search.space import Pins
 
 
@@ -23,25 +23,13 @@ def ways_to_agree(run: RunConfig, cluster: Cluster, pins: Pins) -> tuple[Exchang
     alone = run.model_copy(update={"sites": (), "site": ""})
     whole = CostModel.of(alone, cluster)
     ways: list[Exchange] = []
-    if (found := _best(whole, pins)) is not None:
+    if (found := best_to_run(whole, pins)) is not None:
         ways.append(Exchange(1, exchange_bytes(whole, cluster), found[1], str(found[0]), {}))
     try:
         of_site = within_site(whole, cluster)
     except UserError:  # the batch cannot be shared
         return tuple(ways)
     inside = {key: values for key, values in pins.items() if key not in ("sync", "sum_inside", "sum_between")}
-    if (found := _best(of_site, inside)) is not None:
+    if (found := best_to_run(of_site, inside)) is not None:
         ways += outer_exchanges(of_site, cluster, *found)
     return tuple(ways)
-
-
-def _best(costs: CostModel, pins: Pins) -> tuple[Plan, float] | None:
-    """Return the best plan and the seconds of its step; None if there is none."""
-    try:
-        found = search_to_run(costs, pins)
-    except UserError:
-        return None
-    if not len(found):
-        return None
-    row = plainest(found)
-    return found.plans.plan(row), float(found.step_s[row])

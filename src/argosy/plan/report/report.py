@@ -124,8 +124,8 @@ class PlanReport:
 
 def plan_report(request: PlanRequest) -> PlanReport:
     """Search, rank and explain. Raises: UserError with a remedy if nothing is legal, or nothing fits."""
-    run, cluster = request.run, _with_workers(request)
     economy, found = searched(request, lambda costs: _counts(costs, request.objective))
+    run, cluster = request.run, economy.cluster
     costs, tokens = economy.costs, economy.tokens
     best = found.best(economy.score(found, request.objective), max(request.top, 1))
     explained = request.given or found.plans.plan(int(best[0]))
@@ -154,7 +154,7 @@ def plan_report(request: PlanRequest) -> PlanReport:
         explanation=explanation,
         uneven=() if economy.sites > 1 else _uneven(costs, found, [*best, *front]),
         exchanges=() if economy.is_asynchronous else ways_to_agree(run, cluster, request.pins or {}),
-        notes=tuple(_notes(request, costs, inside_s)),
+        notes=tuple(_notes(request, economy, inside_s)),
     )
 
 
@@ -231,12 +231,12 @@ def _counts(costs: CostModel, objective: Objective) -> list[int]:
     ]
 
 
-def _notes(request: PlanRequest, costs: CostModel, inside_s: float) -> list[str]:
-    notes = []
+def _notes(request: PlanRequest, economy: WholeRunModel, inside_s: float) -> list[str]:
+    notes, costs = [], economy.costs
     if not request.cluster.uniform:
         notes.append(f"All plans wait for the slowest device, {request.cluster.device.name}. {BY_SPEED}")
-    if request.run.sites and is_asynchronous(request.run.plan):
-        notes.append(in_words(request.run, _with_workers(request), inside_s))
+    if economy.is_asynchronous:
+        notes.append(in_words(request.run, economy.cluster, inside_s))
     elif site_count(request.cluster) > 1:
         notes.append(
             f"Each site has a plan of its own, for {costs.devices} device{'s' * (costs.devices > 1)}; they agree every "

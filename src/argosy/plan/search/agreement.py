@@ -12,11 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from argosy.config.schema import RunConfig
-from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.formatting import seconds
 from argosy.plan.plan import Sync
-from argosy.plan.search.best import plainest, search_to_run
+from argosy.plan.search.best import best_to_run
 from argosy.plan.search.space import Pins
 
 ORDER: tuple[Sync, ...] = ("exact", "int8", "int4", "powersgd")
@@ -50,12 +49,9 @@ def choose_word(costs: CostModel, pins: Pins) -> Agreement:
         return Agreement("diloco", {})
     found: dict[Sync, float] = {}
     for word in _allowed(costs.run):
-        try:
-            plans = search_to_run(costs, {**pins, "sync": (word,)})
-        except UserError:  # no legal plan, such as one without replicas
-            continue
-        if len(plans):
-            found[word] = float(plans.step_s[plainest(plans)])
+        best = best_to_run(costs, {**pins, "sync": (word,)})
+        if best is not None:  # there is none without replicas
+            found[word] = best[1]
     if not found:
         return Agreement("exact", {})
     enough = (1 + MARGIN) * min(found.values())

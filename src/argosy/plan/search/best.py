@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.formatting import GIB
 from argosy.plan.layouts import WORDS, Ints, Layouts
+from argosy.plan.plan import Plan
 from argosy.plan.search.fitting import misfit
 from argosy.plan.search.search import SearchResult, search
 from argosy.plan.search.space import Pins
@@ -38,6 +40,19 @@ def plainest(found: SearchResult) -> int:
     near = np.flatnonzero(found.step_s <= (1 + AS_FAST) * found.step_s.min())
     order = np.lexsort((found.memory_bytes[near], found.step_s[near], features(found.plans[near])))
     return int(near[order[0]])
+
+
+def best_to_run(costs: CostModel, pins: Pins) -> tuple[Plan, float] | None:
+    """Return the plainest of the plans about as fast as the fastest, and the seconds of its step; None if none is legal
+    or fits."""
+    try:
+        found = search_to_run(costs, pins)
+    except UserError:
+        return None
+    if not len(found):
+        return None
+    row = plainest(found)
+    return found.plans.plan(row), float(found.step_s[row])
 
 
 def features(plans: Layouts) -> Ints:

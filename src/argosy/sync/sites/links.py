@@ -29,6 +29,10 @@ MOST_STRANGERS = 16
 """Connections that have not said who they are."""
 
 
+Hello = Callable[[], dict[str, Any]]
+Refused = Callable[[str, str], None]
+
+
 class Link:
     """One connection. `name`: the site at the other end, once it has said it."""
 
@@ -58,8 +62,8 @@ class Links:
         listener: socket.socket,
         secret: bytes,
         tls: tuple[ssl.SSLContext, ssl.SSLContext] | None,
-        hello: Callable[[], dict[str, Any]],
-        refused: Callable[[str, str], None],
+        hello: Hello,
+        refused: Refused,
     ):
         """addresses: of all sites, in order. tls: what encrypts the end that calls, and the one that is called.
 

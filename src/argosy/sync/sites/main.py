@@ -6,6 +6,8 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from argosy.config.load import load
@@ -18,7 +20,7 @@ from argosy.sync.sites.exchange import Exchange
 from argosy.sync.sites.keys import contexts
 from argosy.sync.sites.layout import Sites, group_folder
 from argosy.sync.sites.ledger import Ledger
-from argosy.sync.sites.links import Links
+from argosy.sync.sites.links import Hello, Links, Refused
 
 TURN_S = 0.02
 """How often it looks for what the ranks have left."""
@@ -45,19 +47,24 @@ def listener_at(address: Address) -> socket.socket:
             time.sleep(0.2)
 
 
+def open_links(run: RunConfig, me: str, folder: Path) -> Callable[[Hello, Refused], Links]:
+    """Listen where the site `me` is called, and return what makes its `Links`. Raises: OSError, UserError.
+
+    folder: where the secret of the run is.
+    """
+    secret = secret_of(folder)
+    tls = contexts(secret) if run.sync.tls else None
+    addresses = {site.name: address_of(site.address) for site in run.sites}
+    return partial(Links, me, addresses, listener_at(addresses[me]), secret, tls)
+
+
 def open_exchange(run: RunConfig, run_dir: Path) -> Exchange:
     """Return the exchange of the site whose run is in `run_dir`. Raises: OSError, UserError."""
     sites = Sites.of(run, run_dir)
-    secret = secret_of(group_folder(run_dir))
-    tls = contexts(secret) if run.sync.tls else None
-    addresses = {site.name: address_of(site.address) for site in run.sites}
-    listener = listener_at(addresses[sites.me])
-    events = Events(run_dir, "exchange")
-
-    def links(exchange: Exchange) -> Links:
-        return Links(sites.me, addresses, listener, secret, tls, exchange.hello, exchange.refused)
-
-    return Exchange(sites, Ledger(run_dir), events, links)
+    links = open_links(run, sites.me, group_folder(run_dir))
+    return Exchange(
+        sites, Ledger(run_dir), Events(run_dir, "exchange"), lambda exchange: links(exchange.hello, exchange.refused)
+    )
 
 
 def main() -> None:
