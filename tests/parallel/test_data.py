@@ -73,7 +73,7 @@ def sum_of(
     pieces: list[Held], zero: int, bucket_bytes: int = ONE_BUCKET, dtype: torch.dtype = torch.float32
 ) -> GradientSum:
     world = dist.group.WORLD if dist.get_world_size() > 1 else None
-    ranks = Ranks(world if zero else None, Replicas(None if zero else world))
+    ranks = Ranks(world if zero else None, Replicas((world,) if world is not None and not zero else ()))
     return grouped(pieces, ranks, zero, bucket_bytes, dtype)
 
 
@@ -178,7 +178,7 @@ def shared_by_two(world: World) -> dict[str, Tensor]:
     shard, replicate = (next(g for ranks, g in some if world.rank in ranks) for some in _halves(list(groups.items())))
     model = layers()
     pieces = held(model, world, zero=1, sharing=2)
-    summing = grouped(pieces, Ranks(shard, Replicas(replicate)), 1, 100, torch.float32)
+    summing = grouped(pieces, Ranks(shard, Replicas((replicate,))), 1, 100, torch.float32)
     summing.arm(1)
     backward(model, world.rank, 0)
     summing.finish()
@@ -209,7 +209,7 @@ def summed_in_tiers(world: World, bucket_bytes: int, sharing: int) -> tuple[dict
     )
     model = layers()
     pieces = held(model, world, zero=sharing - 1, sharing=sharing)
-    ranks_of = Ranks(shard if sharing > 1 else None, Replicas(across, (Tier(inside, gather),)))
+    ranks_of = Ranks(shard if sharing > 1 else None, Replicas((across,), (Tier(inside, gather),)))
     summing = grouped(pieces, ranks_of, sharing - 1, bucket_bytes, torch.float32)
     with sent() as messages:
         summing.arm(1)

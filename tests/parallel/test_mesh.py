@@ -58,7 +58,8 @@ def tiers(world: World, plan: Plan, name: str) -> list[list[int]]:
     """The ranks that this one sums with: tier by tier, then across."""
     replicas = lay_out_meshes("cpu", plan, tied_ends=False, timeout_s=60).replicas(name)
     groups = [group for tier in replicas.inside for group in (tier.scatter, tier.gather)]
-    return [dist.get_process_group_ranks(group) for group in (*groups, replicas.across) if group is not None]
+    assert len({group.group_name for group in (*groups, *replicas.across)}) == len(groups) + len(replicas.across)
+    return [dist.get_process_group_ranks(group) for group in (*groups, *replicas.across)]
 
 
 @pytest.mark.parametrize(
@@ -68,6 +69,10 @@ def tiers(world: World, plan: Plan, name: str) -> list[list[int]]:
         ("dp_replicate=2,dp_shard=2,zero=0,sum_inside=2", "replicate", [[0, 1], [0, 1], [0, 2]]),
         # Neighbours have other experts: what is inside for the rest is no sum for them.
         ("dp_shard=4,ep=2,zero=0,sum_inside=2", "expert_replicate", [[0, 2]]),
+        # What is compressed may take two messages, whose order over buckets is not fixed: each has a group.
+        ("dp_replicate=4,sum_inside=2,sync=int8", "replicate", [[0, 1], [0, 1], [0, 2], [0, 2]]),
+        ("dp_shard=4,ep=2,zero=0,sync=int8", "expert_replicate", [[0, 2], [0, 2]]),
+        ("dp_replicate=4,sync=int8", "replicate", [[0, 1, 2, 3], [0, 1, 2, 3]]),
         ("dp_replicate=4", "replicate", [[0, 1, 2, 3]]),
         ("dp_shard=4", "replicate", []),
     ],

@@ -34,7 +34,7 @@ def summed(word: str, flat: Tensor, bucket: BucketFacts, moment: Moment, **setti
     way = COMPRESSORS[word](SyncConfig(**{**SETTINGS, **settings}))
     lane = Lane(torch.device("cpu"))
     assert dist.group.WORLD is not None
-    return lane.finish(lane.submit(way.sum(flat, dist.group.WORLD, bucket, moment), [way.messages]))
+    return lane.finish(lane.submit(way.sum(flat, [dist.group.WORLD] * way.messages, bucket, moment), [way.messages]))
 
 
 def steps(world: World, word: str, many: int, scale: float = 1.0, **settings: Any) -> list[tuple[Tensor, Tensor]]:
@@ -192,7 +192,7 @@ def beside_powersgd_hook(world: World) -> tuple[list[Tensor], list[Tensor]]:
     lane, ours = Lane(torch.device("cpu")), []
     assert dist.group.WORLD is not None and len(exact) == 2
     for step, flat in enumerate(flats):
-        sending = way.sum(flat.clone(), dist.group.WORLD, bucket, Moment(step))
+        sending = way.sum(flat.clone(), [dist.group.WORLD] * way.messages, bucket, Moment(step))
         ours.append(lane.finish(lane.submit(sending, [way.messages])))
         bucket.memory.commit()
     return ours, theirs

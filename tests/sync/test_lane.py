@@ -9,7 +9,7 @@ import torch
 from argosy.sync.compressor import Sending
 from argosy.sync.lane import Lane, Sum
 
-PHASES = (1, 2, 1)
+PHASES = (1, 1, 1, 1)
 """Inside, across in two messages, back inside."""
 
 
@@ -55,11 +55,13 @@ def test_a_sum_goes_inside_while_the_one_before_is_across():
     link.arrives("b0", "c0")
     assert link.sent[3:] == [], "nothing passes what is before it"
     link.arrives("a0")
-    assert link.sent[3:] == ["a1"]
+    assert link.sent[3:] == ["a1", "b1", "c1"], "the links across are busy while a waits for what is to be summed"
+    link.arrives("b1")
+    assert link.sent[6:] == []
     link.arrives("a1")
-    assert link.sent[4:] == ["a2", "b1"], "the links across are free once its last message is on them"
-    link.arrives("b1", "a2")
-    assert link.sent[6:] == ["a3", "b2", "c1"]
+    assert link.sent[6:] == ["a2", "b2"]
+    link.arrives("b2", "a2")
+    assert link.sent[8:] == ["a3", "b3"]
 
 
 def test_to_finish_one_sum_those_before_it_are_sent():
@@ -74,7 +76,7 @@ def test_a_sum_without_a_phase_opens_it_to_nobody():
     """Of experts, say, whose neighbours have others: what is before it and what comes after share groups."""
     link = Link()
     link.submit("a")
-    link.submit("b", (0, 1, 0))
+    link.submit("b", (0, 1, 0, 0))
     link.submit("c")
     link.arrives("c0")
     assert link.sent == ["a0", "c0"]

@@ -37,7 +37,7 @@ class Ranks:
     def groups(self) -> list[dist.ProcessGroup]:
         """The groups that a sum goes through."""
         tiers = [tier.scatter for tier in self.replicas.inside]
-        return [group for group in (self.shard, *tiers, self.replicas.across) if group is not None]
+        return [group for group in (self.shard, *tiers, *self.replicas.across[:1]) if group is not None]
 
     @property
     def parts(self) -> int:
@@ -94,7 +94,7 @@ class Bucket:
         self.arrivals = 0
         self.checksums: Tensor | None = None
         self.bits: Tensor | None = None
-        self._compressor = how.compressor if is_compressed and ranks.replicas.across is not None else Exact()
+        self._compressor = how.compressor if is_compressed and ranks.replicas.across else Exact()
         self._segments = [_segment(piece, self._n) for piece in pieces]
         device = local(pieces[0].parameter).device
         segments = tuple(segment.part(self._k) for segment in self._segments)
@@ -127,9 +127,9 @@ class Bucket:
         else:
             self._mine = self._flat.flatten()
         tiers = [1] * len(self._ranks.replicas.inside)
-        across = way.messages if self._ranks.replicas.across is not None else 0
+        across = [int(message < way.messages) for message in range(len(self._ranks.replicas.across))]
         self._sum = self._how.lane.submit(
-            self._sending(work, way, moment), [int(work is not None), *tiers, across, *tiers]
+            self._sending(work, way, moment), [int(work is not None), *tiers, *across, *tiers]
         )
 
     def _sending(self, work: dist.Work | None, way: Compressor, moment: Moment) -> Sending:
@@ -141,7 +141,7 @@ class Bucket:
             part = sums.new_empty(len(sums) // tier.size)
             yield started(reduce_scatter_single(part, sums, group=tier.scatter, async_op=True))
             sums = part
-        if replicas.across is not None:
+        if replicas.across:
             sums = (yield from way.sum(sums, replicas.across, self._about, moment)).to(self._dtype)
         for tier in reversed(replicas.inside):
             whole = sums.new_empty(len(sums) * tier.size)
@@ -173,13 +173,13 @@ class Bucket:
     def replica(self) -> int:
         """This rank's place among those that sum across: replicas, or groups of them that have summed inside."""
         across = self._ranks.replicas.across
-        return 0 if across is None else across.rank()
+        return across[0].rank() if across else 0
 
     @property
     def replicas(self) -> int:
         """How many sum across."""
         across = self._ranks.replicas.across
-        return 1 if across is None else across.size()
+        return across[0].size() if across else 1
 
     @property
     def memory(self) -> Memory:

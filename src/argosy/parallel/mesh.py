@@ -48,8 +48,9 @@ class Tier:
 class Replicas:
     """This rank's view of the replicas of what it has."""
 
-    across: dist.ProcessGroup | None = None
-    """Those that sum last; None: there are none."""
+    across: tuple[dist.ProcessGroup, ...] = ()
+    """Those that sum last, a group for each message that a sum may take; none where this rank is the only one. On a
+    CPU no two are one: then a bucket's first message need not wait for the second of the bucket before."""
     inside: tuple[Tier, ...] = ()
     """Those that sum before, nearest first."""
 
@@ -116,11 +117,12 @@ class RankMeshes(Meshes):
     """`state` and `experts` with tp (and ep) before shard, for ZeRO 1 and 2, which split what tp left; else empty."""
     stage: dist.ProcessGroup | None
     ends: dist.ProcessGroup | None
-    in_tiers: Mapping[str, Replicas] = field(default_factory=dict)
-    """Axis, `replicate` or `expert_replicate` -> its tiers; empty: all sum at once."""
+    in_detail: Mapping[str, Replicas] = field(default_factory=dict)
+    """Axis, `replicate` or `expert_replicate` -> how its ranks sum; empty: all at once, in one message."""
 
     def replicas(self, name: str) -> Replicas:
-        return self.in_tiers.get(name) or Replicas(self.group(name))
+        group = self.group(name)
+        return self.in_detail.get(name) or Replicas(() if group is None else (group,))
 
     def group(self, name: str) -> dist.ProcessGroup | None:
         group = self._view(name).get_group(name)
@@ -163,9 +165,8 @@ class RankMeshes(Meshes):
         world = self.axes.size()
         everyone = spanning_axis({axis: group.size() for axis, group in groups}, world) or WORLD
         names: dict[str, str] = {group.group_name: axis if group.size() < world else everyone for axis, group in groups}
-        for axis, replicas in self.in_tiers.items():
-            if replicas.across is not None:
-                names[replicas.across.group_name] = axis
+        for axis, replicas in self.in_detail.items():
+            names |= {group.group_name: axis for group in replicas.across}
             for name, tier in zip(TIERS, replicas.inside, strict=False):
                 names |= {group.group_name: f"{axis}_{name}" for group in (tier.scatter, tier.gather)}
         if self.ends is not None:
@@ -225,20 +226,25 @@ def lay_out_meshes(device_type: str, plan: Plan, tied_ends: bool, timeout_s: flo
         )
     views = (axes, state, experts, *nested)
     _limit_waits((group for view in views for group in view.get_all_groups()), timeout)
-    in_tiers = {}
-    if plan.sums_in_tiers:
-        in_tiers["replicate"] = _tiers(state.mesh, plan.inner_tiers(), timeout)
+    in_detail = {}
+    if plan.sums_in_tiers or plan.is_compressed:
+        messages = 2 if plan.is_compressed else 1
+        in_detail["replicate"] = _replicas(state.mesh, plan.inner_tiers(), messages, device_type, timeout)
         if plan.ep > 1:
-            in_tiers["expert_replicate"] = _tiers(experts.mesh, plan.inner_tiers(is_dealt=True), timeout)
-    return RankMeshes(axes, state, experts, nested, stage if stage.size() > 1 else None, ends, in_tiers)
+            sizes = plan.inner_tiers(is_dealt=True)
+            in_detail["expert_replicate"] = _replicas(experts.mesh, sizes, messages, device_type, timeout)
+    return RankMeshes(axes, state, experts, nested, stage if stage.size() > 1 else None, ends, in_detail)
 
 
-def _tiers(view: Tensor, sizes: tuple[int, int], timeout: timedelta) -> Replicas:
-    """Make the groups of tiers of these sizes along dim 1 of a view, and of what is left."""
+def _replicas(view: Tensor, sizes: tuple[int, int], messages: int, device_type: str, timeout: timedelta) -> Replicas:
+    """Make the groups of tiers of these sizes along dim 1 of a view, and of what is left, for so many messages."""
     inside, between = sizes
     split = view.unflatten(1, (-1, between, inside))
     tiers = [Tier(_along(split, dim, timeout), _along(split, dim, timeout)) for dim in (3, 2) if split.shape[dim] > 1]
-    return Replicas(_along(split, 1, timeout) if split.shape[1] > 1 else None, tuple(tiers))
+    if split.shape[1] == 1:
+        return Replicas((), tuple(tiers))
+    across = [_along(split, 1, timeout) for _ in range(messages if device_type == "cpu" else 1)]
+    return Replicas((*across, *across[:1] * (messages - len(across))), tuple(tiers))
 
 
 def _along(ranks: Tensor, dim: int, timeout: timedelta) -> dist.ProcessGroup:

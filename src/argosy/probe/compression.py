@@ -35,7 +35,7 @@ def _sum_s(compressor: Compressor, group: dist.ProcessGroup, device: torch.devic
     gradient = torch.randn(segment.elements, device=device)
 
     def one_sum() -> None:
-        for work in compressor.sum(gradient.clone(), group, bucket, Moment()):
+        for work in compressor.sum(gradient.clone(), [group] * compressor.messages, bucket, Moment()):
             work.wait()
         bucket.memory.commit()
 

@@ -128,8 +128,11 @@ class Compressor(Protocol):
         """Return the memory of a bucket of these parameters before the first step."""
         ...
 
-    def sum(self, flat: Tensor, group: dist.ProcessGroup, bucket: BucketFacts, moment: Moment) -> Sending:
-        """Sum `flat` over the ranks of `group`. `flat` is the compressor's to write to."""
+    def sum(self, flat: Tensor, groups: Sequence[dist.ProcessGroup], bucket: BucketFacts, moment: Moment) -> Sending:
+        """Sum `flat` over the ranks of `groups`. `flat` is the compressor's to write to.
+
+        groups: of the same ranks, the group of each message.
+        """
         ...
 
 

@@ -24,8 +24,8 @@ class Exact:
         """See `Compressor`: nothing is kept."""
         return Memory()
 
-    def sum(self, flat: Tensor, group: dist.ProcessGroup, bucket: BucketFacts, moment: Moment) -> Sending:
+    def sum(self, flat: Tensor, groups: Sequence[dist.ProcessGroup], bucket: BucketFacts, moment: Moment) -> Sending:
         """See `Compressor`."""
         flat = flat if self._dtype is None else flat.to(self._dtype)
-        yield started(dist.all_reduce(flat, group=group, async_op=True))
+        yield started(dist.all_reduce(flat, group=groups[0], async_op=True))
         return flat

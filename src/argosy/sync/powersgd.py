@@ -58,7 +58,7 @@ class PowerSGD(WithResidual):
             memory.kept["q"] = torch.zeros(sum(_q_elements(part) for part in self._parts(segments)), device=device)
         return memory
 
-    def sum(self, flat: Tensor, group: dist.ProcessGroup, bucket: BucketFacts, moment: Moment) -> Sending:
+    def sum(self, flat: Tensor, groups: Sequence[dist.ProcessGroup], bucket: BucketFacts, moment: Moment) -> Sending:
         """See `Compressor`."""
         whole = with_residual(flat, bucket, moment)
         parts = list(self._parts(bucket.segments))
@@ -67,18 +67,18 @@ class PowerSGD(WithResidual):
         ps = [part.of(whole) @ q for part, q in zip(thin, qs, strict=True)]
         plain = [part.of(whole) for part in parts if not part.rank]
         first = torch.cat([p.flatten() for p in [*ps, *plain]])
-        yield started(dist.all_reduce(first, group=group, async_op=True))
+        yield started(dist.all_reduce(first, group=groups[0], async_op=True))
 
         pieces = first.split([p.numel() for p in [*ps, *plain]])
         ps = [orthonormal(flat_p.view_as(p)) for flat_p, p in zip(pieces, ps, strict=False)]
         qs = [part.of(whole).mT @ p for part, p in zip(thin, ps, strict=True)]
         second = torch.cat([q.flatten() for q in qs]) if qs else first.new_zeros(1)
-        yield started(dist.all_reduce(second, group=group, async_op=True))
+        yield started(dist.all_reduce(second, group=groups[1], async_op=True))
 
         sums = torch.empty_like(whole)
         for part, p, flat_q in zip(thin, ps, second.split([q.numel() for q in qs]), strict=True):
             part.of(sums).copy_(p @ flat_q.view(part.segment.batch, part.segment.cols, part.rank).mT)
-        left = whole.sub_(sums, alpha=1 / group.size())
+        left = whole.sub_(sums, alpha=1 / groups[0].size())
         for part, summed in zip((part for part in parts if not part.rank), pieces[len(ps) :], strict=True):
             part.of(sums).copy_(summed.view_as(part.of(sums)))
             part.of(left).zero_()

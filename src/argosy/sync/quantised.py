@@ -11,6 +11,8 @@ finite has no finite scale, so that all ranks get numbers that are not finite.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -39,9 +41,9 @@ class Quantised(WithResidual):
         super().__init__(settings)
         self._bits, self._block = bits, settings.block
 
-    def sum(self, flat: Tensor, group: dist.ProcessGroup, bucket: BucketFacts, moment: Moment) -> Sending:
+    def sum(self, flat: Tensor, groups: Sequence[dist.ProcessGroup], bucket: BucketFacts, moment: Moment) -> Sending:
         """See `Compressor`."""
-        n, mine = group.size(), group.rank()
+        n, mine = groups[0].size(), groups[0].rank()
         whole = with_residual(flat, bucket, moment)
         random = bucket.generator(moment, flat.device, mine) if self._settings.rounding == "stochastic" else None
         piece = -(-len(whole) // (n * self._block)) * self._block
@@ -50,13 +52,13 @@ class Quantised(WithResidual):
         sent_nW = self.encode(padded, random)
         left = padded - self.decode(sent_nW)
         received_nW = torch.empty_like(sent_nW)
-        yield started(dist.all_to_all_single(received_nW, sent_nW, group=group, async_op=True))
+        yield started(dist.all_to_all_single(received_nW, sent_nW, group=groups[0], async_op=True))
 
         sum_1C = self.decode(received_nW).sum(dim=0, keepdim=True)
         sum_1W = self.encode(sum_1C, random)
         left[mine] += (sum_1C - self.decode(sum_1W))[0]
         all_W = sum_1W.new_empty(n * sum_1W.numel())
-        yield started(all_gather_single(all_W, sum_1W.flatten(), group=group, async_op=True))
+        yield started(all_gather_single(all_W, sum_1W.flatten(), group=groups[1], async_op=True))
 
         keep_residual(left.view(-1)[: len(whole)].clone(), bucket, moment)
         sums = self.decode(all_W.view(n, -1)).flatten()

@@ -34,14 +34,14 @@ class Sign(Quantised):
             memory.kept["momentum"] = torch.zeros(sum(segment.elements for segment in segments), device=device)
         return memory
 
-    def sum(self, flat: Tensor, group: dist.ProcessGroup, bucket: BucketFacts, moment: Moment) -> Sending:
+    def sum(self, flat: Tensor, groups: Sequence[dist.ProcessGroup], bucket: BucketFacts, moment: Moment) -> Sending:
         """See `Compressor`."""
         before = bucket.memory.kept.get("momentum")
         if before is not None:
             now = (flat.float() / moment.scale).lerp_(before, self._settings.momentum)
             bucket.memory.staged["momentum"] = now
             flat = now * moment.scale
-        return (yield from super().sum(flat, group, bucket, moment))
+        return (yield from super().sum(flat, groups, bucket, moment))
 
     def encode(self, x_nC: Tensor, random: torch.Generator | None) -> Tensor:
         """Return uint8 [n, W]: a bit for each number, then the fp32 scales of their blocks."""

@@ -38,16 +38,16 @@ class TopK(WithResidual):
 
     messages = 1
 
-    def sum(self, flat: Tensor, group: dist.ProcessGroup, bucket: BucketFacts, moment: Moment) -> Sending:
+    def sum(self, flat: Tensor, groups: Sequence[dist.ProcessGroup], bucket: BucketFacts, moment: Moment) -> Sending:
         """See `Compressor`. A number that is not finite is among the largest: all ranks get it."""
         whole = with_residual(flat, bucket, moment)
         density = density_at(moment.step, self._settings)
         places = largest(whole, [segment.elements for segment in bucket.segments], density)
         message = torch.cat([places.int(), whole[places].view(torch.int32)])
-        everyone = message.new_empty(group.size() * len(message))
-        yield started(all_gather_single(everyone, message, group=group, async_op=True))
+        everyone = message.new_empty(groups[0].size() * len(message))
+        yield started(all_gather_single(everyone, message, group=groups[0], async_op=True))
         sums = torch.zeros_like(whole)
-        for one in everyone.view(group.size(), 2, -1):  # in the order of the ranks: the same bits everywhere
+        for one in everyone.view(groups[0].size(), 2, -1):  # in the order of the ranks: the same bits everywhere
             sums[one[0].long()] += one[1].view(torch.float32)
         whole[places] = 0.0
         keep_residual(whole, bucket, moment)
@@ -59,7 +59,7 @@ class RandomK(WithResidual):
 
     messages = 1
 
-    def sum(self, flat: Tensor, group: dist.ProcessGroup, bucket: BucketFacts, moment: Moment) -> Sending:
+    def sum(self, flat: Tensor, groups: Sequence[dist.ProcessGroup], bucket: BucketFacts, moment: Moment) -> Sending:
         """See `Compressor`. If a rank has a number that is not finite anywhere, all it sends is NaN."""
         whole = with_residual(flat, bucket, moment)
         many = math.ceil(len(whole) * density_at(moment.step, self._settings))
@@ -67,7 +67,7 @@ class RandomK(WithResidual):
         draws = torch.rand(many, generator=bucket.generator(moment, whole.device), device=whole.device)
         places = (edges[:-1] + (draws * (edges[1:] - edges[:-1])).long()).minimum(edges[1:] - 1)
         values = torch.where(whole.isfinite().all(), whole[places], math.nan)
-        yield started(dist.all_reduce(values, group=group, async_op=True))
+        yield started(dist.all_reduce(values, group=groups[0], async_op=True))
         sums = torch.zeros_like(whole)
         sums[places] = values
         whole[places] = 0.0
