@@ -30,7 +30,7 @@ from argosy.training.site_files import SiteFiles
 from argosy.training.state import TrainState, Update
 from argosy.training.step import StepOutcome
 
-FIRST_LOOK_S, LOOK_S = 0.005, 0.1
+FIRST_LOOK_S, LOOK_S = 0.005, 0.05
 """How often ranks look whether the average has come: at first, and after a while."""
 
 

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 
-from argosy.sync.sites import assembly, exchange, kept, others
+from argosy.sync.sites import assembly, average, exchange, kept, others
 from simulated_sites import Country
 
 
 @pytest.fixture
 def country(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Country]:
-    """Make a country, whose clock is that of all its exchanges."""
+    """Make a country, whose clock is that of all its exchanges; each site sums several slices."""
     made: list[Country] = []
+    monkeypatch.setattr(average, "SLICE_BYTES", 256)
+    monkeypatch.setattr(average, "SLICES_OF_A_SITE", 3)
 
     def make(**keys: Any) -> Country:
         made.append(Country(tmp_path, **keys))

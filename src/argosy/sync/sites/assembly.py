@@ -1,7 +1,8 @@
-"""One round at one site: its own change made ready, its slice summed, the other slices fetched, the average whole."""
+"""One round at one site: its slices of the changes fetched and summed, the other slices fetched, the average whole."""
 
 from __future__ import annotations
 
+import shutil
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,8 @@ from argosy.sync.sites.ledger import Line
 from argosy.sync.sites.messages import Message
 from argosy.sync.sites.pull import Pull, Wanted
 
+Key = tuple[str, int, str]
+"""Of a transfer: sent or slice, which part, and from whom a part of a change is fetched."""
 AGAIN_S = 0.5
 """How long after a peer did not have something it is asked again."""
 
@@ -34,7 +37,7 @@ class Assembly:
     """The average of one proposal, as far as this site has it."""
 
     def __init__(self, sites: Sites, number: int, proposal: Proposal, weights: Mapping[str, int], pool: Executor):
-        """weights: tokens that each site trained on; those of the proposal if this site sums a slice."""
+        """weights: tokens that each site trained on; those of the proposal if this site sums slices."""
         self.proposal, self._sites, self._number, self._pool = proposal, sites, number, pool
         self.weights = [weights.get(name, 0) for name in proposal.names]
         self._wire = sites.wire_of(number)
@@ -43,16 +46,25 @@ class Assembly:
         self.reduced: dict[int, Reduced] = {}
         """What is known of slices that were summed."""
         self._here: set[int] = set()
-        self._pulls: dict[tuple[str, int | str], Pull] = {}
-        self._not_before_s: dict[tuple[str, int | str], float] = {}
-        self._work: Future[Reduced] | None = None
+        self._pulls: dict[Key, Pull] = {}
+        self._not_before_s: dict[Key, float] = {}
+        self._work: dict[int, Future[Reduced]] = {}
         self._not_at_owner: set[int] = set()
         """First bytes of slices that those who summed them have no more."""
         self.received_bytes = 0
         self.is_lost = False
         """True once a site that had the average has it no more: the whole state has to be taken over."""
-        self.mine = proposal.names.index(sites.me) if sites.me in proposal.names else None
-        """The slice that this site sums."""
+        self._mine = [part for part in range(self.slices.parts) if self.owner(part) == sites.me]
+        """The slices that this site sums."""
+
+    @property
+    def summed(self) -> list[int]:
+        """The slices that this site has summed."""
+        return [part for part in self._mine if part in self.reduced]
+
+    def owner(self, part: int) -> str:
+        """Return the site that sums a slice."""
+        return self.proposal.names[self.slices.owner(part)]
 
     @property
     def is_whole(self) -> bool:
@@ -67,12 +79,14 @@ class Assembly:
         return total
 
     def tend(self, tell: Callable[..., None], connected: Callable[[str], bool], reduced: Callable[[int], None]) -> None:
-        """Ask for what is missing. tell(site, kind, ...); reduced(part) is called when this site has summed its."""
-        if self.mine is not None and self.mine not in self.reduced:
-            self._reduce(self.mine, tell, connected, reduced)
+        """Ask for what is missing. tell(site, kind, ...); reduced(part) is called when this site has summed a slice."""
+        if len(self.summed) < len(self._mine) and self._sites.sent(self._number).exists():
+            for part in self._mine:  # without that file the folder was lost: the ranks make it again
+                if part not in self.reduced:
+                    self._reduce(part, tell, connected, reduced)
         for part, facts in list(self.reduced.items()):
-            owner = self.proposal.names[part]
-            if part not in self._here and part != self.mine and connected(owner):
+            owner = self.owner(part)
+            if part not in self._here and part not in self._mine and connected(owner):
                 self._fetch_slice(part, "slice", owner, facts.checksum, tell)
 
     def complete(
@@ -82,9 +96,9 @@ class Assembly:
         for part, checksum in enumerate(line.sums):
             if part in self._here:
                 continue
-            owner = self.proposal.names[part]
+            owner = self.owner(part)
             is_there = holder is None or self.slices.of(part)[0] not in self._not_at_owner
-            if part in self.reduced and part != self.mine and connected(owner) and is_there:
+            if part in self.reduced and part not in self._mine and connected(owner) and is_there:
                 self._fetch_slice(part, "slice", owner, checksum, tell)
             elif holder is not None:
                 self._fetch_slice(part, "average", holder, checksum, tell)
@@ -120,7 +134,8 @@ class Assembly:
         temporary = out.with_suffix(".partial")
         with temporary.open("wb") as file:
             for part in range(self.slices.parts):
-                file.write(self._slice(part).read_bytes())
+                with self._slice(part).open("rb") as source:
+                    shutil.copyfileobj(source, file)
         temporary.replace(out)
 
     def abandon(self) -> None:
@@ -130,47 +145,49 @@ class Assembly:
         self._pulls.clear()
 
     def hear_reduced(self, name: str, message: Message) -> None:
-        """Note that a site has summed its slice."""
+        """Note that a site has summed a slice."""
         part = int(message["part"])
-        if message["attempt"] == self.proposal.attempt and self.proposal.names[part] == name:
+        is_its = 0 <= part < self.slices.parts and self.owner(part) == name
+        if message["attempt"] == self.proposal.attempt and is_its:
             self.reduced[part] = Reduced(int(message["sum"]), [[float(x) for x in row] for row in message["products"]])
 
     def slice_file(self, attempt: int, start: int) -> tuple[Path, int] | None:
-        """Return the file of the slice that this site has summed, if it begins at byte `start`, and that byte."""
-        if self.mine is None or self.mine not in self.reduced or self.slices.of(self.mine)[0] != start:
-            return None
+        """Return the file of the slice from byte `start` on, if this site has summed it, and that byte."""
         if attempt != self.proposal.attempt:
             return None
-        return self._slice(self.mine), start
+        return next(((self._slice(part), start) for part in self.summed if self.slices.of(part)[0] == start), None)
 
     def _reduce(
-        self, mine: int, tell: Callable[..., None], connected: Callable[[str], bool], reduced: Callable[[int], None]
+        self, part: int, tell: Callable[..., None], connected: Callable[[str], bool], reduced: Callable[[int], None]
     ) -> None:
-        first, _ = self.slices.of(mine)
-        size = self.slices.size(mine)
-        if self._work is not None:
-            if self._work.done():
-                self.reduced[mine] = self._work.result()
-                self._here.add(mine)
-                reduced(mine)
+        """Fetch a slice of the others' changes, sum it, say that it is summed: as far as that can be done now."""
+        first, _ = self.slices.of(part)
+        size, missing = self.slices.size(part), False
+        if (work := self._work.get(part)) is not None:
+            if work.done():
+                self.reduced[part] = work.result()
+                self._here.add(part)
+                reduced(part)
             return
-        missing = not self._sites.sent(self._number).exists()  # its folder was lost: the ranks make it again
         paths: list[tuple[Path, int]] = []
         for name in self.proposal.names:
             if name == self._sites.me:
                 paths.append((self._sites.sent(self._number), first))
                 continue
-            pull = self._pull(("sent", name), Wanted("sent", self._number, 0, first, size), name, self._part(name))
+            wanted = Wanted("sent", self._number, 0, first, size)
+            key = ("sent", part, name)
+            pull = self._pull(key, wanted, name, self._temporary(f"part-{part}-{name}"))
             paths.append((pull.path, 0))
             if not pull.is_done:
                 missing = True
-                if connected(name) and self._may_ask(("sent", name)):
-                    pull.ask(partial(tell, name))
+                if connected(name):
+                    self._ask(key, tell)
         if missing:
             return
-        for key in [key for key in self._pulls if key[0] == "sent"]:
-            self._pulls.pop(key).close()
-        self._work = self._pool.submit(self._reduce_files, paths, size, self._slice(mine))
+        for name in self.proposal.names:
+            if name != self._sites.me:
+                self._pulls.pop(("sent", part, name)).close()
+        self._work[part] = self._pool.submit(self._reduce_files, paths, size, self._slice(part))
 
     def _reduce_files(self, paths: Sequence[tuple[Path, int]], size: int, out: Path) -> Reduced:
         parts = [np.fromfile(path, np.uint8, size, offset=at) for path, at in paths]
@@ -179,29 +196,30 @@ class Assembly:
     def _fetch_slice(self, part: int, what: str, peer: str, checksum: int, tell: Callable[..., None]) -> None:
         first, end = self.slices.of(part)
         wanted = Wanted(what, self._number, self.proposal.attempt, first, end - first)
-        key = ("slice", part)
+        key = ("slice", part, "")
         if key in self._pulls and (self._pulls[key].peer, self._pulls[key].wanted.what) != (peer, what):
             self._pulls.pop(key).close()  # what came of it stays in the file
         pull = self._pull(key, wanted, peer, self._slice(part))
         if not pull.is_done:
-            if self._may_ask(key):
-                pull.ask(partial(tell, peer))
+            self._ask(key, tell)
         elif pull.checksum() == checksum:
             self._pulls.pop(key).close()
             self._here.add(part)
         else:
             pull.forget()
 
-    def _pull(self, key: tuple[str, int | str], wanted: Wanted, peer: str, path: Path) -> Pull:
+    def _pull(self, key: Key, wanted: Wanted, peer: str, path: Path) -> Pull:
         if key not in self._pulls:
             self._pulls[key] = Pull(wanted, peer, path)
         return self._pulls[key]
 
-    def _may_ask(self, key: tuple[str, int | str]) -> bool:
-        return time.monotonic() >= self._not_before_s.get(key, 0.0)
-
-    def _part(self, name: str) -> Path:
-        return self._temporary(f"part-{name}")
+    def _ask(self, key: Key, tell: Callable[..., None]) -> None:
+        """Ask for more of it. What was begun first is finished first: all transfers from a site share what may be asked
+        for before it comes."""
+        pull = self._pulls[key]
+        if time.monotonic() >= self._not_before_s.get(key, 0.0):
+            others = sum(other.under_way for other in self._pulls.values() if other.peer == pull.peer)
+            pull.ask(partial(tell, pull.peer), others - pull.under_way)
 
     def _slice(self, part: int) -> Path:
         return self._temporary(f"slice-{part}")

@@ -1,8 +1,9 @@
 """The mean of the sites' changes, slice by slice: a reduce-scatter and an all-gather between the sites' exchanges.
 
-The bytes of a change are cut into as many slices as sites take part; each site sums one of them. So each sends and
-receives 2 (n-1)/n of the bytes of one change, as in a ring (Thakur et al. 2005), in two rounds of messages. Sums are
-in fp32 and in the order of the run file, so that it does not matter who sums.
+The bytes of a change are cut into slices that the sites take turns in; each site sums its own. So each sends and
+receives 2 (n-1)/n of the bytes of one change, as in a ring (Thakur et al. 2005), in two rounds of messages. A site has
+several slices, so that one is on the link while another is summed. Sums are in fp32 and in the order of the run file,
+so that it does not matter who sums.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -17,17 +19,29 @@ import numpy.typing as npt
 
 from argosy.sync.sites.wire import WireFormat
 
-CHUNK_BLOCKS = 4096
-"""Blocks that are summed at once: 4 MiB of numbers a site."""
+CHUNK_BLOCKS = 512
+"""Blocks that are encoded or summed at once: 512 KiB of numbers a site, which stay in the processor's cache."""
+SLICE_BYTES, SLICES_OF_A_SITE = 1 << 20, 8
+"""A slice has at least so many bytes, if there are several for a site; and there are at most so many."""
 
 
 @dataclass(frozen=True)
 class Slices:
-    """How the bytes of a change are cut up for `parts` sites."""
+    """How the bytes of a change are cut up for `sites` sites."""
 
     blocks: int
     block_bytes: int
-    parts: int
+    sites: int
+
+    @cached_property
+    def parts(self) -> int:
+        """How many slices there are."""
+        of_a_site = self.blocks * self.block_bytes // self.sites // SLICE_BYTES
+        return self.sites * min(max(of_a_site, 1), SLICES_OF_A_SITE)
+
+    def owner(self, part: int) -> int:
+        """Return the place, among the sites that take part, of the one that sums a slice."""
+        return part % self.sites
 
     def of(self, part: int) -> tuple[int, int]:
         """Return the first byte of a slice, and the one after its last."""
@@ -42,15 +56,13 @@ class Slices:
         return self.blocks * part // self.parts
 
 
-def encode_file(numbers: Path, wire: WireFormat, out: Path) -> int:
-    """Write the numbers of a file as they are sent, under a name that is there once it is whole. Returns CRC-32."""
-    vector = np.fromfile(numbers, np.float32)
-    data = wire.encode(vector)
+def encode_file(numbers: Path, wire: WireFormat, out: Path) -> None:
+    """Write the fp32 numbers of a file as they are sent, under a name that is there once it is whole."""
     partial = out.with_suffix(".partial")
-    with partial.open("wb") as file:
-        file.write(data.tobytes())
+    with numbers.open("rb") as source, partial.open("wb") as file:
+        while data := source.read(CHUNK_BLOCKS * wire.block * 4):
+            file.write(wire.encode(np.frombuffer(data, np.float32)).data)
     partial.replace(out)
-    return zlib.crc32(data.tobytes())
 
 
 @dataclass(frozen=True)
@@ -79,7 +91,7 @@ def reduce_slice(
                 mean += some * np.float32(share)
             stacked = np.stack(numbers)
             products += (stacked @ stacked.T).astype(np.float64)
-            data = wire.encode(mean).tobytes()
+            data = wire.encode(mean).data
             crc = zlib.crc32(data, crc)
             file.write(data)
     return Reduced(crc, products.tolist())

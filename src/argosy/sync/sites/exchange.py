@@ -176,8 +176,8 @@ class Exchange:
         if self._assembly is not None:
             if self._line is None and self._is_leader():
                 self._links.tell(name, "propose", **self._my_proposal())
-            if self._assembly.mine in self._assembly.reduced:
-                self._links.tell(name, "reduced", **self._my_slice())
+            for part in self._assembly.summed:
+                self._links.tell(name, "reduced", **self._summed(part))
 
     def _note_at(self, name: str, message: Message) -> None:
         """Note where a site stands."""
@@ -265,7 +265,7 @@ class Exchange:
         self._let_go()
         self._number = self.rounds
         self._ready: dict[str, Delivery] = {}
-        self._encoding: Future[int] | None = None
+        self._encoding: Future[None] | None = None
         self._attempts = 0
         self._quorum_s = None
         self._line = None
@@ -459,16 +459,15 @@ class Exchange:
         facts = {"attempt": proposal.attempt, "names": names, "tokens": self._weights}
         return {"round": self._number, "chain": self._chain(), **facts}
 
-    def _my_slice(self) -> dict[str, Any]:
-        assert self._assembly is not None and self._assembly.mine is not None
-        part = self._assembly.mine
+    def _summed(self, part: int) -> dict[str, Any]:
+        assert self._assembly is not None
         facts = self._assembly.reduced[part]
         attempt = self._assembly.proposal.attempt
         key = {"round": self._number, "attempt": attempt, "part": part}
         return {**key, "sum": facts.checksum, "products": facts.products}
 
     def _say_reduced(self, part: int) -> None:
-        self._links.tell_all("reduced", **self._my_slice())
+        self._links.tell_all("reduced", **self._summed(part))
 
     def _show(self) -> None:
         """Leave for the ranks whom the round waits for."""

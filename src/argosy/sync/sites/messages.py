@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-VERSION = 2
+VERSION = 3
 Message = dict[str, Any]
 
 

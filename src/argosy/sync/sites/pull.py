@@ -50,9 +50,14 @@ class Pull:
         """Ask again for what has not come: the connection broke."""
         self._asked = self.received
 
-    def ask(self, send: Callable[..., None]) -> None:
-        """Ask for as much as may be under way. `send(kind, **facts)`."""
-        while self._asked < self.wanted.size and self._asked - self.received < AHEAD_BYTES:
+    @property
+    def under_way(self) -> int:
+        """Bytes that were asked for and have not come."""
+        return self._asked - self.received
+
+    def ask(self, send: Callable[..., None], others: int = 0) -> None:
+        """Ask for as much as may be under way. `send(kind, **facts)`. others: bytes of other transfers that are."""
+        while self._asked < self.wanted.size and self.under_way + others < AHEAD_BYTES:
             size = min(PIECE_BYTES, self.wanted.size - self._asked)
             send("get", **self.wanted.to_json(), at=self._asked, bytes=size)
             self._asked += size

@@ -38,8 +38,8 @@ class WireFormat:
     def encode(self, numbers: F32) -> U8:
         """Return the bytes of `numbers`. Numbers that are not finite make all of their block not finite."""
         blocks = self.blocks(len(numbers))
-        padded: F32 = np.zeros((blocks, BLOCK), np.float32)
-        padded.reshape(-1)[: len(numbers)] = numbers
+        padded: F32 = np.pad(numbers, (0, missing)) if (missing := blocks * BLOCK - len(numbers)) else numbers
+        padded = padded.reshape(blocks, BLOCK)
         if self.name == "fp32":
             return padded.reshape(-1).view(np.uint8)
         if self.name == "bf16":
