@@ -89,9 +89,9 @@ WAYS = {
     "DiLoCo H=50, int4": Way("sites", "sync=diloco", {"every_steps": 50, "wire": "int4"}, rounds=2),
     "streaming DiLoCo H=50, int8": Way("sites", "sync=diloco", STREAMING, rounds=3),
     "DiLoCo H=250": Way("sites", "sync=diloco", {"every_steps": 250}, rounds=1),
-    "asynchronous": Way("async", "sync=async", {"servers": [f"{address(0)}:{SERVER_PORT}"]}, rounds=6),
+    "asynchronous": Way("async", "sync=async", {"servers": [f"{address(0)}:{SERVER_PORT}"]}, rounds=20),
     "asynchronous, int8": Way(
-        "async", "sync=async", {"servers": [f"{address(0)}:{SERVER_PORT}"], "wire": "int8"}, rounds=6
+        "async", "sync=async", {"servers": [f"{address(0)}:{SERVER_PORT}"], "wire": "int8"}, rounds=20
     ),
     "torchft DiLoCo H=50": Way("torchft", sync={"every_steps": 50}, rounds=2),
 }
@@ -223,7 +223,11 @@ def of_rounds(name: str, options: argparse.Namespace, folder: Path) -> dict[str,
 
 
 def of_updates(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Train asynchronously; the first updates, of which each site makes one, do not count."""
+    """Train asynchronously; the first updates, of which each site makes one, do not count.
+
+    A step is as many updates as there are sites; `pulled` says how often workers of other sites than the servers' took
+    all weights in one: once before they begin, and after each of their updates.
+    """
     way, many = WAYS[name], options.sites
     run, updates = f"run{abs(hash(name))}", (way.rounds + 1) * many
     (folder / f"{run}.toml").write_text(run_file(run, way, updates, many))
@@ -242,9 +246,10 @@ def of_updates(name: str, options: argparse.Namespace, folder: Path) -> dict[str
     metrics = (folder / "runs" / run / "metrics.jsonl").read_text().splitlines()
     lines = [line for line in map(json.loads, metrics) if "loss" in line]
     took_s = lines[-1]["time_s"] - lines[many - 1]["time_s"]
+    of_others = sum(line["sites"]["site"] != "site0" for line in lines)
     return {
         "way": name, "step_s": took_s / (len(lines) - many) * many, "sent_bytes": crossed.whole,
-        "payload_bytes": crossed.payload,
+        "payload_bytes": crossed.payload, "pulled": (of_others + many - 1) / (way.rounds + 1),
     }  # fmt: skip
 
 
@@ -313,7 +318,8 @@ def predict_all(lines: list[dict[str, Any]], cluster: Cluster, options: argparse
             found = predicted_rounds(way, learnt, options.sites, of_rounds["inner_s"])
             line["predicted_s"], line["predicted_bytes"] = found
         elif way.kind == "async":
-            line["predicted_s"], line["predicted_bytes"] = predicted_updates(way, learnt, options.sites)
+            line["predicted_s"], bytes_of_weights = predicted_updates(way, learnt, options.sites)
+            line["predicted_bytes"] = line["pulled"] * bytes_of_weights
 
 
 def predicted_rounds(way: Way, cluster: Cluster, many: int, step_s: float) -> tuple[float, float]:
@@ -328,13 +334,13 @@ def predicted_rounds(way: Way, cluster: Cluster, many: int, step_s: float) -> tu
 
 
 def predicted_updates(way: Way, cluster: Cluster, many: int) -> tuple[float, float]:
-    """Return the predicted time of `many` updates, and the bytes of numbers that the servers' site sends meanwhile."""
+    """Return the predicted time of `many` updates, and the bytes of the weights that a worker is sent for one."""
     here, joined = at_sites(cluster, many)
     base = configuration(1)
     sync = base.sync.model_copy(update=way.sync)
     run = base.model_copy(update={"sync": sync, "sites": workers_of(joined), "plan": way.words})
     found = updates_of(run, joined, float(predict(plan_of(1, ""), base, here).step_s.mid))
-    return many * float(found.interval_s), many * found.away_share * found.received_bytes
+    return many * float(found.interval_s), found.received_bytes
 
 
 def workers_of(cluster: Cluster) -> tuple[SiteConfig, ...]:
