@@ -68,13 +68,6 @@ class Updates:
         """What keeps the run from making updates faster, where there is one plan."""
         return max(self.limits, key=lambda name: float(self.limits[name]))
 
-    @property
-    def away_share(self) -> float:
-        """The share of the updates that workers behind the link make, where there is one plan."""
-        rates = [1 / float(seconds) for seconds in self.worker_s]
-        made = 1 / float(self.interval_s) if self.limit == "max_staleness" else sum(rates)  # the slow ones hold up
-        return min(1.0, sum(rate for rate, away in zip(rates, self.is_away, strict=True) if away) / made)
-
 
 def sent_bytes(run: RunConfig) -> float:
     """Return the bytes of numbers that a worker sends for one update."""
