@@ -57,6 +57,12 @@ def test_what_it_does_now_and_who_stands_still_are_said():
     assert "rank 1 and 1 more: no progress for 31 s" in shown
 
 
+def test_a_line_of_parameter_servers_has_no_mfu():
+    view = RunView(**{**vars(VIEW), "record": {key: value for key, value in RECORD.items() if key != "mfu"}})
+    assert "5.1k tok/s" in text(view) and "MFU" not in text(view)
+    assert "5.1k tok/s" in one_line(view).plain and "MFU" not in one_line(view).plain
+
+
 def test_the_first_steps_leave_room_for_the_rest():
     view = RunView(**{**vars(VIEW), "losses": [(step, 100.0 if step < 3 else 3.0) for step in range(140)]})
     assert "100.00" not in text(view)

@@ -135,6 +135,16 @@ def test_a_run_that_began_a_moment_ago_is_training(steps: int, seconds: int, tmp
     assert opened(made.write(tmp_path / "demo")).state == "training"
 
 
+def test_a_run_that_has_said_nothing_yet_is_as_old_as_its_run_file(tmp_path: Path) -> None:
+    folder = Made(steps=0, is_finished=False).write(tmp_path / "demo")
+    for name in ("events", "nodes"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    (folder / "metrics.jsonl").unlink(missing_ok=True)
+    assert opened(folder).state == "training"
+    os.utime(folder / "run.toml", (time.time() - 7200,) * 2)
+    assert (opened(folder).state, opened(folder).why[:26]) == ("silent", "no sign of life for 2 h, a")
+
+
 def test_a_run_that_a_signal_stopped_is_stopped_until_it_goes_on(tmp_path: Path) -> None:
     folder = Made(steps=20, is_finished=False).write(tmp_path / "demo")
     now = time.time()

@@ -86,7 +86,7 @@ def figures(record: Mapping[str, object], validation_loss: float | None, left_s:
         f"val {validation_loss:.3f}" if validation_loss is not None else "",
         f"{short(float(str(record['tokens_per_s'])))} tok/s",
         f"eta {'?' if left_s is None else duration(left_s)}",
-        mfu_in_words(float(str(record["mfu"]))),
+        mfu_in_words(float(str(record["mfu"]))) if "mfu" in record else "",
         f"{float(str(record['step_time_s'])) * 1e3:.0f} ms",
     ]
     return "".join(f"  {part}" for part in parts if part)
@@ -146,10 +146,11 @@ def _figures(view: RunView, height: int) -> list[tuple[str, str]]:
     if record:
         validation, where = view.validation_loss, f" at {view.validation[-1][0] + 1}" if view.validation else ""
         planned = f" (plan {seconds(view.predicted_step_s)})" if view.predicted_step_s else ""
+        mfu = f"  {mfu_in_words(record['mfu'])}" if "mfu" in record else ""  # parameter servers have none
         words = [
             (f"loss {number(record['loss'])}", f"bold {LOSS}"),
             ("" if validation is None else f"val  {validation:.3f}{where}", VALIDATION),
-            (f"{short(record['tokens_per_s'])} tok/s  {mfu_in_words(record['mfu'])}", ""),
+            (f"{short(record['tokens_per_s'])} tok/s{mfu}", ""),
             (f"{_megabytes(memory)}" + (f" (plan {_megabytes(plan)})" if plan else ""), ""),
             (f"{seconds(record['step_time_s'])} a step{planned}", ""),
             (f"{record['tokens'] / 1e6:,.1f}M tokens", ""),

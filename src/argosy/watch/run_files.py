@@ -146,7 +146,11 @@ class RunFiles:
         if "time_s" not in self.last_line:  # of an older version
             with suppress(OSError):
                 times.append((self.folder / "metrics.jsonl").stat().st_mtime)
-        return max((time_s for time_s in times if isinstance(time_s, int | float)), default=0.0)
+        found = [time_s for time_s in times if isinstance(time_s, int | float)]
+        if not found:  # it has just begun
+            with suppress(OSError):
+                found.append((self.folder / "run.toml").stat().st_mtime)
+        return max(found, default=0.0)
 
     @property
     def recent_step_s(self) -> float | None:
