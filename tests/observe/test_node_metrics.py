@@ -25,11 +25,11 @@ class Rank:
     def join(self, generation: int) -> None:
         self._heartbeat.join(generation, self.rank, dict)
 
-    def step(self, step: int, forward_s: float = 0.1, sent: int = 100) -> None:
+    def step(self, step: int, forward_s: float = 0.1, sent: int = 100, microbatches: int = 1) -> None:
         self._heartbeat.begin(step)
         seconds = {"forward": forward_s, "other": 0.5, "step": forward_s + 0.5}
         communication = {"shard": {"node": [0.01, sent], "network": [0.02, 2 * sent]}}
-        self._heartbeat.took(forward_s, seconds, communication, memory_bytes=1000 + self.rank)
+        self._heartbeat.took(forward_s, seconds, communication, 1000 + self.rank, microbatches)
 
     def save(self, written: int) -> None:
         self._heartbeat.has_written(written)
@@ -141,6 +141,14 @@ def test_own_seconds_of_many_steps_are_thinned_out_the_same_on_all_nodes(metrics
     assert line is not None
     assert [step for step, _ in line["own"]] == [step for step in range(3, 50) if step % 4 == 0]
     assert line["steps"] == [3, 49]
+
+
+def test_a_line_says_from_which_step_on_ranks_ran_how_many_microbatches(metrics, ranks):
+    for step, shares in enumerate([(1, 1), (3, 1), (3, 1), (2, 2)]):
+        for rank, many in zip(ranks, shares, strict=True):
+            rank.step(step, microbatches=many)
+    line = metrics.line(readings(ranks))
+    assert line is not None and line["microbatches"] == [(1, [3, 1]), (3, [2, 2])]
 
 
 def test_lines_of_a_large_world_come_so_rarely_that_all_nodes_write_a_gigabyte_a_day(

@@ -69,6 +69,22 @@ def test_ranks_of_all_nodes_come_together(tmp_path: Path):
     assert straggler.facts["rank"] == SLOW and "node1" in straggler.title and "forward" in straggler.evidence
 
 
+def test_ranks_with_unlike_shares_are_compared_by_their_time_for_a_microbatch(tmp_path: Path):
+    write_run(tmp_path / "run")
+    for path in (tmp_path / "run/nodes").iterdir():
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for line in lines:
+            many = [2 if rank == SLOW else 1 for rank in line["ranks"]]
+            line["microbatches"] = [[line["own"][0][0], many]]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    reader = RunReader(tmp_path / "run")
+    reader.refresh()
+    facts = facts_of(reader)
+    assert facts.ranks is not None and facts.ranks.microbatches is not None
+    assert set(facts.ranks.microbatches[:, SLOW]) == {2.0} and facts.ranks.microbatches.sum() == 9 * 40
+    assert "straggler" not in {advice.rule for advice in advise(facts)}
+
+
 def test_lines_of_an_older_world_and_of_silent_nodes_do_not_count(tmp_path: Path):
     write_run(tmp_path / "run", nodes=3)
     for name, changes in {"node0": {"time_s": BEGAN_S - 5000}, "node2": {"generation": 0}}.items():

@@ -123,6 +123,13 @@ def later(steps: dict[str, Any], at: int, by_s: float) -> dict[str, Any]:
     return steps
 
 
+def shared(own_s: tuple[float, float]) -> Facts:
+    """Rank 0 runs three microbatches, rank 1 one; each takes so long for its own."""
+    told = ranks(2)
+    told = replace(told, own_s=np.tile(own_s, (30, 1)), microbatches=np.tile((3.0, 1.0), (30, 1)))
+    return healthy(plan="dp_replicate=2,shares=3:1,microbatch=4,compile=false", ranks=told)
+
+
 SLOW_LINK = event(
     "slow_link", 170.0, "coordinator", why="ranks wait 2.0 times as long", ranks=[],
     evidence={"factor": 2.0, "last_step": STEPS - 2},
@@ -139,6 +146,8 @@ FLIPPED = event("transient", 150.0, step=371, reason="loss_spike", first_loss=40
 SPEAKS: dict[str, tuple[Callable[..., Facts], str]] = {
     "straggler": (lambda: healthy(ranks=ranks(slow={5: 2.0}), events=[event("generation", 0, **GENERATION)]),
         r"Rank 5 on node1 .* 2\.0 times.*0\.60 s a step.*0\.30 s.*steps 370 to 399.*forward"),
+    "straggler with a small share": (lambda: shared((0.3, 0.3)),
+        r"Rank 1 .* 3\.0 times.*0\.30 s a step.*peers take 100\.0 ms .*; its share of the work is as small"),
     "straggler from an event": (lambda: healthy(events=[event("generation", 0, **GENERATION), FOUND_STRAGGLER]),
         r"Rank 5 on node1 .* 2\.0 times"),
     "slow_link": (lambda: big(events=[SLOW_LINK]), r"2\.0 times as long.*--plan"),
@@ -194,6 +203,7 @@ def test_a_rule_speaks_with_its_figures(case: str):
 
 NEAR_MISSES: dict[str, Callable[[], Facts]] = {
     "straggler": lambda: healthy(ranks=ranks(slow={5: 1.3}), events=[event("generation", 0, **GENERATION)]),
+    "straggler with a large share": lambda: shared((0.3, 0.1)),
     "straggler that was replaced": lambda: healthy(events=[FOUND_STRAGGLER, event("generation", 170.0, **GENERATION)]),
     "straggler while nodes see none": lambda: healthy(ranks=ranks(), events=[FOUND_STRAGGLER]),
     "slow_link before a new world": lambda: big(events=[SLOW_LINK, event("generation", 171.0, **GENERATION)]),

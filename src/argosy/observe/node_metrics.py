@@ -117,12 +117,13 @@ class NodeMetrics:
             "steps": [min(each.first_step for each in done), max(each.last_step for each in done)],
             "step_s": [_mean(each, "step") for each in done],
             "seconds": {name: [_mean(each, name) for each in done] for name in categories},
-            "own": self._own(now),
+            **self._own(now),
             **({"communication": communication} if communication else {}),
         }
 
-    def _own(self, now: Sequence[HeartbeatReading]) -> list[tuple[int, list[float]]]:
-        """Return the own seconds of all ranks in steps that all have ended, the same steps on all nodes."""
+    def _own(self, now: Sequence[HeartbeatReading]) -> dict[str, Any]:
+        """Return the own seconds of all ranks in steps that all have ended, the same steps on all nodes, and from which
+        of them on each rank ran how many microbatches; without that it is one."""
         common = set.intersection(*(set(reading.busy_s) for reading in now))
         fresh = sorted(step for step in common if step > self._own_until)
         if fresh:
@@ -131,7 +132,13 @@ class NodeMetrics:
         while len(fresh) > MOST_OWN:
             stride *= 2
             fresh = [step for step in fresh if step % stride == 0]
-        return [(step, [round(reading.busy_s[step], 6) for reading in now]) for step in fresh]
+        microbatches: list[tuple[int, list[int]]] = []
+        for step in fresh:
+            many = [reading.microbatches.get(step, 1) for reading in now]
+            if many != (microbatches[-1][1] if microbatches else [1] * len(now)):
+                microbatches.append((step, many))
+        own = [(step, [round(reading.busy_s[step], 6) for reading in now]) for step in fresh]
+        return {"own": own, **({"microbatches": microbatches} if microbatches else {})}
 
     def _checkpoints(self, now: Sequence[HeartbeatReading]) -> dict[str, int]:
         wrote = {_key(reading): reading.counted.checkpoint_bytes for reading in now}

@@ -149,3 +149,37 @@ class RankWork:
             return cls(stages, np.ones(ranks), np.ones(ranks))
         work = PipelineWork.of(plan, model, seq_len)
         return cls((range(ranks),), work.layers, work.layers + work.doubtful)
+
+    @classmethod
+    def alike(cls, ranks: int) -> RankWork:
+        """Return the work of ranks that all do the same."""
+        return cls((range(ranks),), np.ones(ranks), np.ones(ranks))
+
+    def over_peers(self, busy_s: Floats, microbatches: Floats) -> tuple[Floats, Floats]:
+        """Return by rank, of one step, its time for a unit of work over the median of its peers', and its time of the
+        step over theirs, whatever each had to do: by how much it holds them up.
+
+        busy_s: seconds of own work, without waits. Shape of all: (ranks,). NaN where busy_s is, and without peers.
+        """
+        of_one = busy_s / microbatches
+        ratios = self._over_medians(of_one / self.most, of_one / self.least)
+        is_even = bool((microbatches == microbatches[:1]).all()) and np.array_equal(self.least, self.most)
+        return ratios, ratios if is_even else self._over_medians(busy_s, busy_s)
+
+    def _over_medians(self, mine_s: Floats, others_s: Floats) -> Floats:
+        ratios = np.full(len(mine_s), np.nan)
+        for peers in self.peers:
+            known = np.asarray(peers)[np.isfinite(mine_s[peers.start : peers.stop])]
+            if len(known) > 1:
+                ratios[known] = mine_s[known] / np.maximum(medians_without(others_s[known]), 1e-9)
+        return ratios
+
+
+def medians_without(times: Floats) -> Floats:
+    """Return, for each of at least two times, the median of the others."""
+    order = np.argsort(times, kind="stable")
+    ascending, at, others = times[order], np.arange(len(times)), len(times) - 1
+    low, high = ((others - 1) // 2, others // 2)
+    medians = np.empty_like(times)
+    medians[order] = (ascending[low + (low >= at)] + ascending[high + (high >= at)]) / 2
+    return medians

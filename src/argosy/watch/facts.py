@@ -55,6 +55,8 @@ class Ranks:
     """Category of the clock -> mean seconds a step. Shape: (R,)."""
     memory_bytes: Floats | None = None
     """Peak memory. Shape: (R,)."""
+    microbatches: Floats | None = None
+    """How many each ran in a step; None: as many as the others. Shape: (S, R)."""
 
 
 @dataclass(frozen=True)

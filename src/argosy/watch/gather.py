@@ -113,15 +113,20 @@ def _ranks(lines: dict[str, list[Record]]) -> Ranks | None:
     told = {int(step) for each in of_node.values() for line in each for step, _ in line.get("own") or []}
     steps = np.array(sorted(told)[-OWN_STEPS:], dtype=np.int64)
     own_s = np.full((len(steps), len(numbers)), np.nan)
+    microbatches = np.ones_like(own_s)
     row_of = {int(step): row for row, step in enumerate(steps)}
     for each in of_node.values():
         for line in each:
             at = _places(line, numbers)
+            told_from = dict(line.get("microbatches") or [])
+            many = np.ones(len(at))
             for step, values in line.get("own") or []:
+                many = _floats(told_from[step]) if len(told_from.get(step, ())) == len(at) else many
                 if step in row_of and len(values) == len(at):
                     own_s[row_of[step], at] = _floats(values)
+                    microbatches[row_of[step], at] = np.maximum(many, 1.0)
     seconds, memory = _means(of_node, numbers)
-    return Ranks(numbers, tuple(node for _, node in places), steps, own_s, seconds, memory)
+    return Ranks(numbers, tuple(node for _, node in places), steps, own_s, seconds, memory, microbatches)
 
 
 def _places(line: Record, numbers: NDArray[np.int64]) -> NDArray[np.int64]:

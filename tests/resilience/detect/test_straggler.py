@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from argosy.config.model import ModelConfig
@@ -88,10 +89,11 @@ def test_a_short_time_of_slowness_is_no_straggler():
 
 
 def test_peers_are_compared_with_each_other_only():
-    world, straggler = World(4, tick_s=STEP_S), StragglerDetector(peers=[[0, 1], [2, 3]])
+    world, straggler = World(4, tick_s=STEP_S), StragglerDetector()
+    pairs = RankWork((range(0, 2), range(2, 4)), np.ones(4), np.ones(4))
     for _ in range(100):
         world.step(busy_s={0: 0.1, 1: 0.1, 2: 0.5, 3: 0.5})
-        assert not straggler.observe(world.sampled())
+        assert not straggler.observe(world.sampled(), pairs)
 
 
 MODEL = ModelConfig(layers=8, width=64, heads=4, head_width=16, ffn_width=128, vocab_size=64)

@@ -28,7 +28,7 @@ import numpy as np
 
 from argosy.plan.dealing import RankWork
 from argosy.resilience.detect.finding import Action, Finding, Latch
-from argosy.resilience.detect.sample import Flags, Sample, StepTimes, Times
+from argosy.resilience.detect.sample import Flags, Sample, StepTimes
 
 LONG = 10
 """The window for repeatedly slow ranks, over that for ranks that are always slow."""
@@ -54,11 +54,9 @@ class _Step:
 class StragglerDetector:
     """Watch the ranks of a world; peers are ranks that do the same work, by default all."""
 
-    def __init__(
-        self, factor: float = 1.5, steps: int = 20, seconds: float = 10.0, peers: Sequence[Sequence[int]] = ()
-    ):
+    def __init__(self, factor: float = 1.5, steps: int = 20, seconds: float = 10.0):
         """Arguments as the keys of [resilience]: slow is `factor` times; windows have `steps` steps and `seconds`."""
-        self._factor, self._steps, self._seconds, self._peers = factor, steps, seconds, peers
+        self._factor, self._steps, self._seconds = factor, steps, seconds
         self._generation = -1
         self._start(-1, 0)
 
@@ -66,17 +64,15 @@ class StragglerDetector:
         """Return what is found in the newest sample. `work` says what ranks do in a microbatch; None: all the same."""
         if sample.size < 2:
             return []
-        self._work = work if work is not None and len(work.least) == sample.size else None
         if (sample.generation, sample.size) != (self._generation, len(self._slow)):
             self._start(sample.generation, sample.size)
+        self._work = work if work is not None and len(work.least) == sample.size else RankWork.alike(sample.size)
         for times in sample.took:
             self._take_in(times, sample.at_s)
         if not sample.took or not self._window:
             return []
         self._in_all = int(self._slow.sum())
         return [finding for rank in self._suspects() if (finding := self._finding(rank)) is not None]
-
-    _work: RankWork | None = None
 
     def _start(self, generation: int, ranks: int) -> None:
         self._generation, self._seen, self._last = generation, 0, -1
@@ -91,12 +87,8 @@ class StragglerDetector:
         """Add a step that all ranks have finished."""
         self._seen, self._last = self._seen + 1, times.step
         if self._seen > SKIPPED:
-            least, most = (self._work.least, self._work.most) if self._work is not None else (1.0, 1.0)
-            of_work = times.busy_s / times.microbatches
-            ratios = self._ratios(of_work / most, of_work / least).astype(np.float32)
-            is_even = (times.microbatches == times.microbatches[0]).all() and np.array_equal(least, most)
-            holds = ratios if is_even else self._ratios(times.busy_s, times.busy_s).astype(np.float32)
-            step = _Step(at_s, ratios, holds)
+            ratios, holds = self._work.over_peers(times.busy_s, times.microbatches)
+            step = _Step(at_s, ratios.astype(np.float32), holds.astype(np.float32))
             self._window.append(step)
             self._slow += self._slow_in(step)
         # The window has this many steps, or more if they span too little time.
@@ -105,15 +97,6 @@ class StragglerDetector:
 
     def _slow_in(self, step: _Step) -> Flags:
         return step.ratios >= self._factor  # NaN is not
-
-    def _ratios(self, mine_s: Times, others_s: Times) -> Times:
-        ratios = np.full(len(mine_s), np.nan)
-        known = self._work.peers if self._work is not None else None
-        for peers in self._peers or known or [range(len(mine_s))]:
-            if len(peers) > 1:
-                of = np.asarray(peers)
-                ratios[of] = mine_s[of] / np.maximum(_medians_without(others_s[of]), 1e-9)
-        return ratios
 
     def _suspects(self) -> list[int]:
         """Return the ranks that a look is worth: those found before, and those that were slow too often for chance."""
@@ -192,16 +175,6 @@ def _mean(ratios: Sequence[float]) -> float:
 def _counted(step: _Step) -> int:
     """Return how many ranks a step counts for."""
     return int(np.count_nonzero(~np.isnan(step.ratios)))
-
-
-def _medians_without(times: Times) -> Times:
-    """Return, for each of at least two times, the median of the others."""
-    order = np.argsort(times, kind="stable")
-    ascending, at, others = times[order], np.arange(len(times)), len(times) - 1
-    low, high = ((others - 1) // 2, others // 2)
-    medians = np.empty_like(times)
-    medians[order] = (ascending[low + (low >= at)] + ascending[high + (high >= at)]) / 2
-    return medians
 
 
 def _least(of: int, ranks: int, chance: float) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from argosy.plan.cost.formatting import percent, seconds
+from argosy.plan.dealing import RankWork
 from argosy.watch.facts import Event, Facts, Floats, Ranks
 from argosy.watch.rules.planner import Planner
 from argosy.watch.rules.rule import Advice
@@ -13,6 +14,8 @@ LEAST_RANK_STEPS = 10
 """Steps of which the ranks' own work must be known; the detector needs `resilience.straggler_steps`."""
 MOST_STEPS = 0.5
 """A rank is slow if it is so in more than this share of them, as the detector has it."""
+COSTS = 0.1
+"""A slow rank whose steps are not so much longer than its peers' has a share of the work that fits its speed."""
 STILL = 50
 """A finding counts as long as no more than so many steps were made since, if nodes tell nothing newer."""
 COOLER = 0.85
@@ -35,18 +38,20 @@ def straggler(facts: Facts, planner: Planner) -> Advice | None:
     peers_s = own_s / times
     where = _category(ranks, at)
     others = f"; so do {_some(sorted(set(slow) - {rank}))}" if len(slow) > 1 else ""
-    lost_s = own_s - peers_s
+    holds = _held_up(facts, at)
+    lost_s = own_s * (1 - 1 / holds) if holds >= 1 + COSTS else 0.0
     first, last = int(ranks.steps[0]), int(ranks.steps[-1])
     share = min(1.0, lost_s / facts.step_s) if facts.step_s > 0 else None
     doing, gain, plan = _without(facts, planner, node, times)
+    waits = f"all others wait {seconds(lost_s)} in each step" if lost_s else "its share of the work is as small"
     return Advice(
         "straggler",
         "warning",
         f"Rank {rank} on {node} is slow: it takes {times:.1f} times as long as its peers",
-        f"Its own work takes {seconds(own_s)} a step, that of its peers {seconds(peers_s)} (median of steps {first} to "
-        f"{last}){where}; all others wait {seconds(lost_s)} in each step{others}.",
+        f"Its own work takes {seconds(own_s)} a step, for which its peers take {seconds(peers_s)} (median of steps "
+        f"{first} to {last}){where}; {waits}{others}.",
         doing,
-        gain or f"up to {seconds(lost_s)} of each step",
+        gain or (f"up to {seconds(lost_s)} of each step" if lost_s else ""),
         share,
         plan,
         (first, last),
@@ -57,16 +62,12 @@ def straggler(facts: Facts, planner: Planner) -> Advice | None:
 def slow_ranks(facts: Facts) -> dict[int, float]:
     """Return rank -> how many times its peers' time it takes, for ranks that are slow in most of the last steps.
 
-    Peers are the ranks of the same stage of the pipeline: others do other work.
+    As the detector has it, peers and their time for as much work are those of `plan.dealing.RankWork`.
     """
     ranks, factor = facts.ranks, facts.run.resilience.straggler_factor if facts.run is not None else 1.5
     if ranks is None or len(ranks.steps) < LEAST_RANK_STEPS or len(ranks.numbers) < 2:
         return {}
-    ratios = np.full(ranks.own_s.shape, np.nan)
-    stage = max(1, len(ranks.numbers) // (facts.plan.pp if facts.plan is not None else 1))
-    for first in range(0, len(ranks.numbers), stage):
-        of = slice(first, first + stage)
-        ratios[:, of] = _over_peers(ranks.own_s[:, of])
+    ratios = _over_peers(facts)[0]
     known = np.isfinite(ratios)
     count = np.maximum(1, known.sum(axis=0))
     often = ((ratios >= factor) & known).sum(axis=0) / count
@@ -125,16 +126,26 @@ def _device(device: object) -> str:
     return f"That of {_some(list(ranks))} on {node}" if ranks else f"One on {node}"
 
 
-def _over_peers(own_s: Floats) -> Floats:
-    """Return each time over the median of the row's times; with one rank there is nobody to compare with."""
-    if own_s.shape[1] < 2:
-        return np.full(own_s.shape, np.nan)
-    if own_s.shape[1] == 2:
-        return np.asarray(own_s / np.maximum(own_s[:, ::-1], 1e-9))
-    some = np.isfinite(own_s).sum(axis=1) > 0  # of steps of which nobody told there is no median
-    usual = np.full(len(own_s), np.nan)
-    usual[some] = np.nanmedian(own_s[some], axis=1)
-    return np.asarray(own_s / np.maximum(usual, 1e-9)[:, None])
+def _over_peers(facts: Facts) -> tuple[Floats, Floats]:
+    """Return what `RankWork.over_peers` says of each step. Shape of both: (S, R)."""
+    ranks, work = facts.ranks, None
+    assert ranks is not None
+    if facts.plan is not None and facts.run is not None and facts.plan.world_size > int(ranks.numbers[-1]):
+        work = RankWork.of(facts.plan, facts.run.model, facts.run.data.seq_len)
+    work = work or RankWork.alike(int(ranks.numbers[-1]) + 1)
+    own_s = np.full((len(ranks.steps), len(work.least)), np.nan)
+    own_s[:, ranks.numbers] = ranks.own_s
+    many = np.ones_like(own_s)
+    if ranks.microbatches is not None:
+        many[:, ranks.numbers] = ranks.microbatches
+    found = [work.over_peers(*of_step) for of_step in zip(own_s, many, strict=True)]
+    slower, holds = (np.array(both)[:, ranks.numbers] for both in zip(*found, strict=True))
+    return slower, holds
+
+
+def _held_up(facts: Facts, at: int) -> float:
+    """Return how many times its peers' steps those of the rank at that place take, whatever each had to do."""
+    return float(np.nanmedian(_over_peers(facts)[1][:, at]))
 
 
 def _category(ranks: Ranks, at: int) -> str:
