@@ -151,6 +151,19 @@ def test_gradient_sums_hide_under_backward():
     assert hidden < shown
 
 
+@pytest.mark.parametrize("mesh", ["dp_shard=64", "dp_replicate=8,dp_shard=8", "dp_shard=16,pp=4"])
+def test_updated_values_hide_under_the_next_forward(mesh):
+    thin = replace(H100, nic_bytes_per_s=2e9)  # backward hides less than the sums alone would let it
+    for zero in 1, 2:
+        after, ahead = (
+            step(f"{mesh},zero={zero}", rates=thin, system=System(gathers_ahead=n)).gradients for n in (0, 1)
+        )
+        assert 0 < ahead < after
+    for other in "dp_replicate=64,zero=0", f"{mesh},zero=3":
+        after, ahead = (step(other, rates=thin, system=System(gathers_ahead=n)).gradients for n in (0, 1))
+        assert ahead == after
+
+
 @pytest.mark.parametrize("mesh", ["dp_replicate=16,zero=0", "dp_replicate=2,dp_shard=8,zero=3"])
 def test_replicas_that_send_fewer_bytes_wait_less(mesh):
     thin = replace(H100, nic_bytes_per_s=1e8)

@@ -109,6 +109,7 @@ class CostModel:
             compiler_bytes=COMPILER_BYTES * self.rates.host_waits,
             saves_here=self.rates.host_waits,
             buckets=1,
+            gathers_ahead=1,
             checks_gradients=float(self.run.resilience.replay_check_every_steps > 0),
         )
 

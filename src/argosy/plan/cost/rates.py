@@ -178,6 +178,8 @@ class System:
     """1: gradients are summed, and parameters gathered, while other layers compute."""
     buckets: int = 0
     """1: with ZeRO 0 to 2 gradients travel in buckets of `bucket_mb`; 0: in messages of whatever size is best."""
+    gathers_ahead: Numbers = 0
+    """1: with ZeRO 1 and 2 updated values travel under the next forward, each layer waiting for its own."""
     overlaps_experts: Numbers = 0
     """1: tokens travel to experts while other microbatches compute (DualPipe)."""
     overlaps_tensor: Numbers = 0

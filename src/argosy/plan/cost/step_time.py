@@ -43,7 +43,7 @@ BUBBLE_LEFT = {
 only that which synchronising the gradient norm leaves (planner notes: about 8 % of a step of few microbatches)."""
 
 BACKWARD_SHARE = 0.6
-"""Share of a microbatch's time in which its gradients come."""
+"""Share of a microbatch's time in which its gradients come; the rest is forward."""
 
 
 @dataclass(frozen=True)
@@ -243,22 +243,27 @@ class StepModel(LayerModel):
     # What comes once a step
 
     def _gradients(self, compute: Numbers, window: Numbers) -> Numbers:
-        """Return the wait of ZeRO 0 to 2 for one sum of all gradients a step; the last backward hides a part."""
+        """Return the wait of ZeRO 0 to 2 for one sum of all gradients a step, of which the last backward hides a part,
+        and for the updated values, which may travel under the next forward."""
         plans, system, constants = self.plans, self.system, self.constants
         dense, experts = self._summed_parameters
         updated = np.where(plans.is_("precision", "fp32"), 4, system.updated_bytes)
         updated = np.where(plans.zero == 0, system.reduced_bytes, updated)
         is_tier = (plans.zero > 0) & (plans.dp_replicate > 1)  # ranks that share the state
+        in_tiers = (plans.sum_inside > 1) | is_tier
         moved: Numbers = 0.0
+        ahead: Numbers = 0.0
         for parameters, group in (dense, self.data_group), (experts, self.expert_data_group):
-            both = gather_s(parameters * system.reduced_bytes, group) + gather_s(parameters * updated, group)
+            back, inside = (gather_s(parameters * updated, each) for each in (group, self.shard_group))
+            both = gather_s(parameters * system.reduced_bytes, group) + back
             both = both * np.where(plans.zero == 0, self._share_sent(group.ranks), 1.0)
-            tiered = self._sum_s(parameters * system.reduced_bytes)
-            tiered = tiered + np.where(plans.zero > 0, gather_s(parameters * updated, self.shard_group), 0.0)
-            both = np.where((plans.sum_inside > 1) | is_tier, tiered, both)
+            back = np.where(plans.zero > 0, np.where(in_tiers, inside, back), 0.0)
+            both = np.where(in_tiers, self._sum_s(parameters * system.reduced_bytes) + back, both)
             moved = moved + np.where(parameters > 0, both, 0.0)
-        under = BACKWARD_SHARE * window * system.overlaps_gradients
-        hidden = np.minimum((1 - constants.exposed_gradients) * moved, under)
+            ahead = ahead + np.where(parameters > 0, back * system.gathers_ahead, 0.0)
+        hides, under = 1 - constants.exposed_gradients, window * system.overlaps_gradients
+        hidden = np.minimum(hides * (moved - ahead), BACKWARD_SHARE * under)
+        hidden = hidden + np.minimum(hides * ahead, (1 - BACKWARD_SHARE) * under)
         once = np.where(plans.zero == 3, 0.0, moved - hidden)
         of_shard = (dense + experts) * system.reduced_bytes / (plans.dp_shard * plans.cp)
         once = once + np.where(plans.zero == 3, self._over_replicas_s(of_shard) * 0.5, 0.0)
