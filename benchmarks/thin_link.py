@@ -30,9 +30,8 @@ from argosy.config.sites import SiteConfig
 from argosy.plan.calibration.reconcile import reconcile
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.prediction import predict
-from argosy.plan.cost.sites import exchange_s, round_bytes
+from argosy.plan.cost.sites import bytes_of_step, exchange_s
 from argosy.plan.cost.updates import updates_of
-from argosy.plan.flops import parameters
 from argosy.plan.hardware.clusters import Cluster, Factor, SiteLink
 from argosy.plan.plan import Plan
 from thin_link_model import MODEL, ROWS, TOKENS, configuration
@@ -326,11 +325,10 @@ def predicted_rounds(way: Way, cluster: Cluster, many: int, step_s: float) -> tu
     """Return the predicted step with its part of a round, and the bytes of numbers in it. step_s: of a site alone."""
     _, joined = at_sites(cluster, many)
     base = configuration(many)
-    run = base.model_copy(update={"sync": base.sync.model_copy(update=way.sync), "sites": workers_of(joined)})
-    costs, every = CostModel.of(run, joined), way.sync["every_steps"]
-    numbers = parameters(run.model) / float(costs.workload.matrix_parameters)
-    sent = round_bytes(costs, joined) * run.sync.fragments * numbers / every
-    return step_s + float(exchange_s(costs, joined, step_s)), sent
+    train = base.train.model_copy(update={"steps": way.rounds * way.sync["every_steps"]})
+    sync = base.sync.model_copy(update=way.sync)
+    run = base.model_copy(update={"sync": sync, "train": train, "sites": workers_of(joined)})
+    return step_s + float(exchange_s(CostModel.of(run, joined), joined, step_s)), bytes_of_step(run)
 
 
 def predicted_updates(way: Way, cluster: Cluster, many: int) -> tuple[float, float]:

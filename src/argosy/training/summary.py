@@ -162,6 +162,7 @@ def _predicted(
     memory_bytes = measured.memory_bytes - facts["memory_before_bytes"]
     steps = list(measured.newest)
     sent = typical_bytes(steps) if plan.is_compressed or run.sites else {}
+    steps = [record for record in steps if record["step"] >= run.sync.from_step] or steps
     update_s = typical_update_s(steps) if plan.sync == "async" else None
     waits_s = typical_round_wait_s(steps) if run.sites and update_s is None else None
     return reconcile(prediction, plan, typical(steps), memory_bytes, facts["device"] == "cpu", sent, update_s, waits_s)

@@ -22,3 +22,10 @@ def test_a_round_sends_one_fragment_and_the_last_everything() -> None:
     assert sent_in_turn(SHAPES, two, 2) == [9 * 132, 16 * 132]
     assert sent_in_turn(SHAPES, two, 3) == [4 / 3 * 9 * 132, 4 / 3 * 16 * 132]
     assert sent_in_run(SHAPES, two, 2, 20) == (9 + 16 + 9 + 25) * 132
+    assert sent_in_run(SHAPES, two, 2, 5) == 25 * 132
+
+
+def test_before_they_train_alone_sites_send_all_gradients_in_each_step():
+    later = OuterConfig(every_steps=10, fragments=2, wire="int4", from_step=3)
+    assert sent_in_run(SHAPES, later, 2, 13) == 3 * 25 * 1024 + (9 + 25) * 132
+    assert sent_in_run(SHAPES, later, 2, 2) == 2 * 25 * 1024

@@ -109,7 +109,9 @@ def test_a_site_s_prediction_has_its_rounds_and_keeps_them_in_the_file(tmp_path)
     plan = Plan.parse("dp_shard=64,precision=bf16,sync=diloco")
     found = predict(plan, asked, two.of_site("east"), two)
     assert found.rounds["steps"] == asked.sync.every_steps
-    assert found.rounds["waits_s"] == found.rounds["seconds"] > found.rounds["sent_bytes"] / 12.5e9
+    assert found.rounds["waits_s"] == pytest.approx(found.rounds["seconds"])
+    assert found.rounds["seconds"] > found.rounds["sent_bytes"] / 12.5e9
+    assert found.rounds["step_s"] == pytest.approx(found.rounds["seconds"] / asked.sync.every_steps)
     assert predict(plan, asked, two.of_site("east")).rounds == {}
     plan.save(tmp_path / "plan.toml", found.toml())
     read = Prediction.load(tmp_path / "plan.toml")

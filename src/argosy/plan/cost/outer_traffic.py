@@ -48,10 +48,23 @@ def sent_in_turn(shapes: Mapping[str, tuple[int, ...]], settings: OuterConfig, s
 
 
 def sent_in_run(shapes: Mapping[str, tuple[int, ...]], settings: OuterConfig, sites: int, steps: int) -> float:
-    """Return the bytes that a site sends in a run of that many steps, if all `sites` take part in all rounds."""
-    rounds = -(-steps // (settings.every_steps // settings.fragments))
+    """Return the bytes that a site sends in a run of that many steps, if all `sites` take part in all rounds.
+
+    Before `sync.from_step` each step is a round, in which gradients travel in fp32.
+    """
+    summed, rounds = rounds_in(settings, steps)
+    in_sums = summed * _sent(shapes, shapes, settings.model_copy(update={"wire": "fp32"}), sites)
+    if not rounds:
+        return in_sums
     turns = sent_in_turn(shapes, settings, sites)
-    return sum(turns[number % len(turns)] for number in range(rounds - 1)) + _sent(shapes, shapes, settings, sites)
+    whole, begun = divmod(rounds - 1, len(turns))
+    return in_sums + whole * sum(turns) + sum(turns[:begun]) + _sent(shapes, shapes, settings, sites)
+
+
+def rounds_in(settings: OuterConfig, steps: int) -> tuple[int, int]:
+    """Return in how many steps of a run of `steps` sites sum gradients, and how many rounds come after these."""
+    summed = min(settings.from_step, steps)
+    return summed, -(-(steps - summed) // (settings.every_steps // settings.fragments))
 
 
 def _sent(shapes: Mapping[str, tuple[int, ...]], names: Iterable[str], settings: OuterConfig, sites: int) -> float:

@@ -45,7 +45,8 @@ class Prediction:
     update: dict[str, float] = field(default_factory=dict)
     """Of a worker of asynchronous training: seconds of an update, and bytes of numbers that it sends and receives."""
     rounds: dict[str, float] = field(default_factory=dict)
-    """Of a run with sites whose links are known: the figures of `plan.cost.sites.Rounds`; `step_s` is without them."""
+    """Of a run with sites whose links are known: the figures of `plan.cost.sites.Rounds`, and as step_s what agreeing
+    takes of a step on average; `step_s` is without that."""
 
     def in_words(self) -> str:
         """Return both totals, e.g. 410 ms a step, 310 MB a rank."""
@@ -109,7 +110,8 @@ def _update(run: RunConfig, cluster: Cluster, step_s: float) -> dict[str, float]
 def _rounds(plan: Plan, costs: CostModel, joined: Cluster | None, step_s: float) -> dict[str, float]:
     if joined is None or not joined.links or not costs.run.sites or plan.sync not in LOCAL:
         return {}
-    return asdict(rounds_of(costs, joined, step_s))
+    found = rounds_of(costs, joined, step_s)
+    return asdict(found) | {"step_s": float(found.step_s)}
 
 
 def _state(plan: Plan, costs: CostModel, cluster: Cluster, last: bool) -> dict[str, float]:

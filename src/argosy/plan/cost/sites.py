@@ -6,6 +6,13 @@ the others fetch the sums): a ring's bytes (Thakur et al. 2005). Gradients trave
 round of local or DiLoCo (Douillard et al. 2023) the changes of the weights travel as `sync.wire` says, and their bytes
 are written, encrypted, sent, decoded and averaged on the host. DiLoCo reached the synchronous loss with H = 500;
 how large H may be is a question of optimization that this arithmetic does not answer.
+
+A round with an overlap of tau steps of t seconds hides what the exchange and the link do under these steps; what the
+ranks do themselves it does not. Where cores train, the exchange takes its seconds from the steps that it runs under:
+
+    waits = ranks + max(0, exchange + link - tau t - slows),  slows = exchange on CPUs, else 0
+
+The last round is about all weights, and no step is left to hide it.
 """
 
 from __future__ import annotations
@@ -13,14 +20,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from argosy.config.schema import RunConfig
+from argosy.config.sites import Wire
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
-from argosy.plan.cost.outer_traffic import BLOCK, BLOCK_BYTES
+from argosy.plan.cost.outer_traffic import BLOCK, BLOCK_BYTES, rounds_in, sent_in_run, sent_in_turn
 from argosy.plan.cost.updates import added_s
-from argosy.plan.flops import parameters
 from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.parameters import parameter_table
 from argosy.plan.plan import Plan, is_asynchronous
 from argosy.plan.workload import Numbers
 
@@ -33,6 +42,9 @@ FRAMING = 1.01
 """Bytes on the link over those of numbers: headers of TCP, TLS and pieces of 256 KiB."""
 ROUND_NUMBER_S = 30e-9
 """Seconds of the host for a number of a round: out of the ranks and into a file, there and back, the outer step."""
+IN_RANKS = 1 / 3
+"""Share of these in which the ranks do not train: they write what changed, and make the outer step (60 to 140 ms for
+fragments of 4 to 7 M numbers, on two cores that two sites shared). The rest is the exchange's."""
 ROUND_S = 0.15
 """Seconds of a round without numbers: processes that look for files, messages that say who takes part."""
 ROUND_TRIPS = 4
@@ -57,7 +69,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Rounds:
-    """The rounds of a run with `[[sites]]`, each of one fragment."""
+    """The rounds of a run with `[[sites]]`, each of one fragment, and of all weights at the end."""
 
     steps: int
     """Steps from one to the next."""
@@ -65,8 +77,36 @@ class Rounds:
     """From the last site's end of its steps until all have the average."""
     waits_s: Numbers
     """What a site waits for: less, where it trains on meanwhile."""
+    slows_s: float
+    """By how much the steps that hide a round are longer for it: the same cores do both."""
     sent_bytes: float
     """Bytes of numbers that each site sends."""
+    last_s: float
+    """What a site waits for in the last round, which is about all weights."""
+    rounds: int
+    """Rounds of the run; 0: the run's length is not known in steps, so that its end does not count."""
+    alone_steps: int
+    """The steps that these rounds follow."""
+    sums: int
+    """Steps before them, in which sites sum gradients (`sync.from_step`)."""
+    sum_s: float
+    """What a site waits for in each of these."""
+
+    @property
+    def alone_s(self) -> Numbers:
+        """Seconds that rounds take of each step that they follow, on average."""
+        of_turn = np.asarray(self.waits_s) + self.slows_s
+        if not self.rounds:
+            return _plain(of_turn / self.steps)
+        return _plain(((self.rounds - 1) * of_turn + self.last_s) / self.alone_steps)
+
+    @property
+    def step_s(self) -> Numbers:
+        """Seconds that agreeing takes of each step of the run, on average."""
+        steps = self.sums + self.alone_steps
+        if not steps:
+            return self.alone_s
+        return _plain((self.sums * self.sum_s + self.alone_steps * np.asarray(self.alone_s)) / steps)
 
 
 def site_count(cluster: Cluster) -> int:
@@ -98,9 +138,14 @@ def exchange_bytes(costs: CostModel, cluster: Cluster) -> float:
 
 
 def bytes_of_step(run: RunConfig) -> float:
-    """Return the bytes of numbers that each site of `run` sends, on average over the steps, if all take part."""
-    numbers, sites = parameters(run.model), len(run.sites)
-    return 2 * (sites - 1) / sites * WIRE_BYTES[run.sync.wire] * numbers / run.sync.every_steps
+    """Return the bytes of numbers that each site of `run` sends, on average over the steps, if all take part.
+
+    Of a run in minutes the beginning (`sync.from_step`) and the last round do not count.
+    """
+    shapes = {name: parameter.shape for name, parameter in parameter_table(run.model).items()}
+    if steps := run.train.steps:
+        return sent_in_run(shapes, run.sync, len(run.sites), steps) / steps
+    return sum(sent_in_turn(shapes, run.sync, len(run.sites))) / run.sync.every_steps
 
 
 def round_bytes(costs: CostModel, cluster: Cluster) -> float:
@@ -110,35 +155,44 @@ def round_bytes(costs: CostModel, cluster: Cluster) -> float:
 
 def round_s(costs: CostModel, cluster: Cluster) -> float:
     """Return the seconds of a round, over the thinnest link: from the last site's end of its steps until all go on."""
-    if not cluster.links:
-        return 0.0
-    numbers = float(costs.workload.matrix_parameters) / costs.run.sync.fragments
-    on_host = ROUND_S + ROUND_NUMBER_S * numbers
-    return on_host + FRAMING * _on_link_s(round_bytes(costs, cluster), cluster, 2 * ROUND_TRIPS)
+    return sum(_parts_s(costs, cluster, costs.run.sync.wire, costs.run.sync.fragments))
 
 
 def rounds_of(costs: CostModel, cluster: Cluster, inner_step_s: Numbers) -> Rounds:
     """Return the rounds of a run with `[[sites]]` whose step takes `inner_step_s` within a site."""
-    sync, seconds = costs.run.sync, round_s(costs, cluster)
-    left_s = np.maximum(0.0, seconds - sync.overlap_steps * np.asarray(inner_step_s))
-    waits_s: Numbers = left_s if np.ndim(left_s) else float(left_s)
-    return Rounds(sync.every_steps // sync.fragments, seconds, waits_s, round_bytes(costs, cluster))
+    sync, steps = costs.run.sync, costs.run.train.steps
+    in_ranks_s, in_exchange_s, travels_s = _parts_s(costs, cluster, sync.wire, sync.fragments)
+    slows_s = in_exchange_s if sync.overlap_steps and costs.rates.host_waits else 0.0
+    left_s = in_exchange_s + travels_s - slows_s - sync.overlap_steps * np.asarray(inner_step_s)
+    sums, rounds = rounds_in(sync, steps)
+    return Rounds(
+        steps=sync.every_steps // sync.fragments,
+        seconds=in_ranks_s + in_exchange_s + travels_s,
+        waits_s=_plain(in_ranks_s + np.maximum(0.0, left_s)),
+        slows_s=slows_s,
+        sent_bytes=round_bytes(costs, cluster),
+        last_s=sum(_parts_s(costs, cluster, sync.wire)),
+        rounds=rounds,
+        alone_steps=steps - sums,
+        sums=sums,
+        sum_s=sum(_parts_s(costs, cluster, "fp32")),
+    )
 
 
 def exchange_s(costs: CostModel, cluster: Cluster, inner_step_s: Numbers = 0.0) -> Numbers:
     """Return the seconds that agreeing takes of each step on average; 0 for a single site.
 
-    A run with `[[sites]]` agrees on each of its fragments every `sync.every_steps` steps (after `sync.from_step`), and
-    waits for what `sync.overlap_steps` steps of `inner_step_s` do not hide. Under sync=async it is what pushes and
-    pulls add, whatever joins the workers (`plan.cost.updates`). Any other sums gradients in each step.
+    A run with `[[sites]]` sums gradients before `sync.from_step`, then agrees on each of its fragments every
+    `sync.every_steps` steps, and waits for what `sync.overlap_steps` steps of `inner_step_s` do not hide (on average
+    over the whole run). Under sync=async it is what pushes and pulls add, whatever joins the workers
+    (`plan.cost.updates`). Any other sums gradients in each step.
     """
     if costs.run.sites and is_asynchronous(costs.run.plan):
         return added_s(costs.run, cluster, inner_step_s)
     if not cluster.links:
         return 0.0
     if costs.run.sites:
-        rounds = rounds_of(costs, cluster, inner_step_s)
-        return rounds.waits_s / rounds.steps
+        return rounds_of(costs, cluster, inner_step_s).step_s
     return _on_link_s(exchange_bytes(costs, cluster), cluster, 2 * (site_count(cluster) - 1))
 
 
@@ -152,6 +206,21 @@ def outer_exchanges(costs: CostModel, cluster: Cluster, plan: Plan, inner_step_s
         Exchange(h, sent / h, inner_step_s + seconds / h, words, {"every_steps": h, "wire": whole.wire})
         for h in INNER_STEPS
     ]
+
+
+def _parts_s(costs: CostModel, cluster: Cluster, wire: Wire, fragments: int = 1) -> tuple[float, float, float]:
+    """Return the seconds of a round of one fragment: of the ranks, of the exchange, and until all has arrived."""
+    if not cluster.links:
+        return 0.0, 0.0, 0.0
+    on_host = ROUND_NUMBER_S * float(costs.workload.matrix_parameters) / fragments
+    sent = _sent(costs, site_count(cluster), WIRE_BYTES[wire]) / fragments
+    travels_s = ROUND_S + FRAMING * _on_link_s(sent, cluster, 2 * ROUND_TRIPS)
+    return IN_RANKS * on_host, (1 - IN_RANKS) * on_host, travels_s
+
+
+def _plain(seconds: NDArray[np.float64]) -> Numbers:
+    """Return an array, or the one number that it is."""
+    return seconds if seconds.ndim else float(seconds)
 
 
 def _sent(costs: CostModel, sites: int, of_number: float) -> float:

@@ -14,10 +14,10 @@ from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.economy import price_per_device_h
 from argosy.plan.cost.estimate import Estimate
-from argosy.plan.cost.formatting import GIB
+from argosy.plan.cost.formatting import GIB, seconds
 from argosy.plan.cost.goodput import Goodput, spare_nodes
 from argosy.plan.cost.heterogeneous import UnevenSplit, uneven_splits
-from argosy.plan.cost.sites import Exchange, site_count, within_site
+from argosy.plan.cost.sites import Exchange, bytes_of_step, site_count, within_site
 from argosy.plan.cost.updates import in_words, with_workers
 from argosy.plan.flops import active_parameters, parameters
 from argosy.plan.hardware.clusters import Cluster
@@ -190,10 +190,10 @@ def _explain(economy: WholeRunModel, plan: Plan, found: SearchResult, is_best: b
     costs, row = economy.costs, Layouts.of([plan])
     choice = economy.choices(row)[0]
     failures = economy.failures(np.array([plan.world_size]), float(choice.step_s.mid))
-    seconds = costs.predict_time(row).by_category(0)
-    if between_s := float(economy.between_sites_s(sum(seconds.values()))):
-        seconds["sites"] = between_s
-    seconds["failures"] = float(np.atleast_1d(failures.overhead.mid)[0]) * float(choice.step_s.mid)
+    waterfall = costs.predict_time(row).by_category(0)
+    if between_s := float(economy.between_sites_s(sum(waterfall.values()))):
+        waterfall["sites"] = between_s
+    waterfall["failures"] = float(np.atleast_1d(failures.overhead.mid)[0]) * float(choice.step_s.mid)
     missing = misfit(costs, plan)
     near = nearest_that_fits(plan, found) if missing else None
     changes = sensitivities(costs, plan, found if is_best else None)
@@ -201,7 +201,7 @@ def _explain(economy: WholeRunModel, plan: Plan, found: SearchResult, is_best: b
         choice=choice,
         misfit=missing,
         near=None if near is None else economy.choices(found.plans[np.array([near])])[0],
-        waterfall=seconds,
+        waterfall=waterfall,
         memory=costs.predict_memory(row).by_category(0),
         binding=binding(changes),
         sensitivities=tuple(changes),
@@ -238,18 +238,25 @@ def _notes(request: PlanRequest, economy: WholeRunModel, inside_s: float) -> lis
     if economy.is_asynchronous:
         notes.append(in_words(request.run, economy.cluster, inside_s))
     elif site_count(request.cluster) > 1:
-        notes.append(
-            f"Each site has a plan of its own, for {costs.devices} device{'s' * (costs.devices > 1)}; they agree every "
-            f"{costs.run.sync.every_steps} steps."
-            if costs.run.sites
-            else ONE_WORLD
-        )
+        notes.append(_of_rounds(economy, inside_s) if costs.run.sites else ONE_WORLD)
     if request.cluster.device.assumed:
         device = request.cluster.device
         notes.append(
             f"These figures of {device.name} are assumed, as nobody has published them: {', '.join(device.assumed)}."
         )
     return notes
+
+
+def _of_rounds(economy: WholeRunModel, inside_s: float) -> str:
+    """Say how often sites agree, and what that takes of a step that is `inside_s` long within a site."""
+    costs, sync = economy.costs, economy.costs.run.sync
+    at_first = f" after {sync.from_step} steps in which they sum gradients" if sync.from_step else ""
+    return (
+        f"Each site has a plan of its own, for {costs.devices} device{'s' * (costs.devices > 1)}; they agree every "
+        f"{sync.every_steps} steps{at_first}. On average over the run that takes "
+        f"{seconds(economy.between_sites_s(inside_s))} of a step, in which each sends "
+        f"{bytes_of_step(costs.run) / 1e6:,.2f} MB."
+    )
 
 
 def _nothing_fits(costs: CostModel, found: SearchResult, pins: Pins, counts: Sequence[int]) -> str:

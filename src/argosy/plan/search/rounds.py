@@ -48,9 +48,9 @@ class ChosenRounds:
 
     @property
     def waiting(self) -> float:
-        """Share of its time that a site waits for the others."""
-        trained_s, waits_s = self.rounds.steps * self.inner_step_s, float(self.rounds.waits_s)
-        return waits_s / (waits_s + trained_s)
+        """Share of its time that rounds take of a site, the last one counted, once it trains alone."""
+        takes_s = float(self.rounds.alone_s)
+        return takes_s / (takes_s + self.inner_step_s)
 
     def keys(self) -> dict[str, Any]:
         """Return the keys of `[sync]` that say so, without those that have their usual value."""
@@ -63,9 +63,13 @@ class ChosenRounds:
         keys = ", ".join(f"{key} = {value!r}" for key, value in self.keys().items()).replace("'", '"')
         enough = self.waiting <= MOST_WAITING
         why = f"the most exact way that waits for {100 * MOST_WAITING:.0f} % or less" if enough else "none waits less"
+        rounds = self.rounds
+        waits_s = float(rounds.waits_s) + rounds.slows_s
+        is_longer_at_last = rounds.rounds > 0 and rounds.last_s > 1.01 * waits_s
+        at_last = f" and {seconds(rounds.last_s)} at the end" if is_longer_at_last else ""
         return (
-            f"sync=auto takes diloco with {keys}: sites are predicted to wait {seconds(self.rounds.waits_s)} every "
-            f"{self.rounds.steps} steps of {seconds(self.inner_step_s)}, {100 * self.waiting:.1f} % of their time: "
+            f"sync=auto takes diloco with {keys}: sites are predicted to wait {seconds(waits_s)} every "
+            f"{rounds.steps} steps of {seconds(self.inner_step_s)}{at_last}, {100 * self.waiting:.1f} % of their time: "
             f"{why}."
         )
 
