@@ -46,6 +46,14 @@ def test_totals_are_of_all_steps_and_speeds_those_of_the_middle_one():
     }
 
 
+def test_speeds_of_a_batch_size_ramp_are_those_of_its_largest_batch():
+    found, last = totals(STEPS, lambda step: 4 if step < 2 else 8), STEPS[2]
+    assert found is not None
+    assert [found[key] for key in ("steps", "tokens", "step_time_s", "mfu")] == [3, 300, 0.5, last["mfu"]]
+    stopped = totals(STEPS[:2], lambda step: 4 if step < 1 else 8)
+    assert stopped is not None and (stopped["steps"], stopped["step_time_s"]) == (2, 1.0)
+
+
 def test_a_report_says_what_replicas_sent_to_agree():
     tables = [{"bytes": 100, "seconds": 0.5, "ratio": 0.25}, {"bytes": 300, "seconds": 1.0, "ratio": 0.75}]
     tables[1] |= {"staleness": 10, "distance": 0.5}

@@ -1,13 +1,17 @@
-"""What a run says when it begins."""
+"""What a run says when it begins, and when it ends."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from argosy.config.batch_ramp import BatchStage
+from argosy.plan.cost.prediction import predict
+from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import Plan
-from argosy.training.summary import headline
+from argosy.training.summary import Measured, _predicted, headline
 from tiny import run_config
 
 LONG = (
@@ -22,3 +26,31 @@ def test_the_headline_fits_a_terminal_and_its_plan_is_whole(plan, monkeypatch):
     lines = headline(run_config(Path("no data")), Plan(), 123e9, None).splitlines()
     assert max(map(len, lines)) <= 80
     assert plan in "".join(line.removeprefix("   ") for line in lines)
+
+
+def test_only_steps_of_the_whole_batch_stand_beside_the_prediction():
+    whole, plan = run_config(Path("no data")), Plan()
+    stage = BatchStage(until_step=2, global_batch=whole.train.global_batch // 2)
+    run = whole.model_copy(update={"train": whole.train.model_copy(update={"batch_ramp": (stage,)})})
+    measured, facts = Measured(0), {"memory_before_bytes": 0, "device": "cpu"}
+    prediction = predict(plan, run, Cluster.parse("1xcpu"))
+    for step, seconds in enumerate([1.0, 1.0, 2.0, 2.0]):
+        if step == 2:
+            assert _predicted(run, plan, prediction, measured, facts) is None, "the run came to no whole batch"
+        measured.newest.append({"step": step, "step_time_s": seconds, "seconds": {"forward": seconds}})
+    found = _predicted(run, plan, prediction, measured, facts)
+    assert found is not None and found.step_s.measured == 2.0
+
+
+def test_steps_in_which_sites_sum_gradients_are_no_rounds():
+    base, plan = run_config(Path("no data")), Plan()
+    run = base.model_copy(update={"sites": ("a", "b"), "sync": base.sync.model_copy(update={"from_step": 2})})
+    measured, facts = Measured(0), {"memory_before_bytes": 0, "device": "cpu"}
+    for step, waits_s in enumerate([9.0, 9.0, None, None, 2.0]):
+        sites = {"sites": {"seconds": waits_s, "sent_bytes": 8, "steps": 1}} if waits_s else {}
+        measured.newest.append({"step": step, "step_time_s": 1.0, "seconds": {"forward": 1.0}} | sites)
+    prediction = replace(predict(plan, base, Cluster.parse("1xcpu")), rounds={"waits_s": 3.0}, traffic={"sites": 6})
+    found = _predicted(run, plan, prediction, measured, facts)
+    assert found is not None and found.round_wait_s is not None
+    assert (found.round_wait_s.predicted, found.round_wait_s.measured) == (3.0, 2.0)
+    assert found.sent_bytes["sites"].measured == 8, "bytes are those of the whole run"

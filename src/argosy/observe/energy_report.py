@@ -63,7 +63,8 @@ class RunSoFar:
     """What of a run its costs depend on."""
 
     tokens: int
-    steps: int
+    steps: float
+    """Its steps, counted in steps with the whole batch."""
     steps_s: float
     """Time of all its steps."""
     devices: int

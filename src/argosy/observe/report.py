@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import textwrap
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,7 +60,7 @@ class Report(BaseModel):
     loss: float | None
     """Training loss of the last step, nats per token; None if it was not finite."""
     step_time_s: float
-    """Median."""
+    """Median; of a run with a batch-size ramp, as the next two, of the steps with the largest batch that it came to."""
     tokens_per_s: float
     """At the median step."""
     mfu: float | None
@@ -144,17 +144,22 @@ class Report(BaseModel):
         return cls.model_validate_json((run_dir / "report.json").read_bytes())
 
 
-def totals(steps: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
+def totals(steps: Iterable[dict[str, Any]], batch_of: Callable[[int], int] = lambda step: 1) -> dict[str, Any] | None:
     """Return the fields of a report that follow from the lines of metrics.jsonl (those of steps); None without any.
 
-    It keeps 24 bytes of a line, since a long run has millions.
+    batch_of: the batch of each step; speeds are those of steps with the largest. It keeps 24 bytes of a line, since a
+    long run has millions.
     """
     seconds: dict[str, float] = {}
     rates = {key: array("d") for key in DIGITS}
     agreement = _Agreements()
     last: dict[str, Any] | None = None
-    memory_bytes = 0
+    memory_bytes = count = batch = 0
     for last in steps:
+        count += 1
+        if batch_of(last["step"]) > batch:
+            batch = batch_of(last["step"])
+            rates = {key: array("d") for key in DIGITS}
         for category, value in last["seconds"].items():
             seconds[category] = seconds.get(category, 0.0) + value
         for key, values in rates.items():
@@ -165,7 +170,7 @@ def totals(steps: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
         return None
     middle = {key: round(statistics.median(values), DIGITS[key]) for key, values in rates.items()}
     return {
-        "steps": len(rates["mfu"]),
+        "steps": count,
         "tokens": last["tokens"],
         "loss": last["loss"],
         **middle,

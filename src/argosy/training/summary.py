@@ -99,7 +99,7 @@ def write_report(
     if run.evaluate.sample_prompt and finished:
         sample = _sample(run, run_dir, data)
     measured = Measured(plan_since(run_dir))
-    found = totals(measured.steps(Metrics(run_dir)))
+    found = totals(measured.steps(Metrics(run_dir)), run.train.batches.at)
     if found is None:
         return  # stopped before the first step: there is nothing to report
     wall_s = time.time() - _first_start(run_dir)
@@ -116,7 +116,7 @@ def write_report(
             run_dir,
             run.observe.energy,
             machine,
-            RunSoFar(found["tokens"], found["steps"], found["seconds"]["step"], plan.world_size),
+            RunSoFar(found["tokens"], _full_steps(run, found), found["seconds"]["step"], plan.world_size),
             None if prediction is None else prediction.step_s,
         ),
         not_deterministic=(
@@ -156,16 +156,22 @@ class Measured:
 def _predicted(
     run: RunConfig, plan: Plan, prediction: Prediction | None, measured: Measured, facts: dict[str, Any]
 ) -> Reconciled | None:
-    """Return the measured steps under `plan` beside their prediction."""
-    if prediction is None or not measured.newest:
+    """Return the measured steps under `plan` beside their prediction, which is for the whole batch; None without."""
+    batches = run.train.batches
+    steps = [record for record in measured.newest if batches.at(record["step"]) == batches.largest]
+    if prediction is None or not steps:
         return None
     memory_bytes = measured.memory_bytes - facts["memory_before_bytes"]
-    steps = list(measured.newest)
     sent = typical_bytes(steps) if plan.is_compressed or run.sites else {}
     steps = [record for record in steps if record["step"] >= run.sync.from_step] or steps
     update_s = typical_update_s(steps) if plan.sync == "async" else None
     waits_s = typical_round_wait_s(steps) if run.sites and update_s is None else None
     return reconcile(prediction, plan, typical(steps), memory_bytes, facts["device"] == "cpu", sent, update_s, waits_s)
+
+
+def _full_steps(run: RunConfig, found: dict[str, Any]) -> float:
+    """Return the steps made, those of a batch-size ramp counted by their share of the largest batch."""
+    return found["tokens"] / run.tokens_per_step if run.train.batch_ramp else float(found["steps"])
 
 
 def plan_since(run_dir: Path) -> int:
