@@ -40,7 +40,7 @@ def at(run: RunConfig, name: str, folder: Path) -> Cluster:
     """Probe the links at one site, whose machine has as many processes as its name has letters."""
     folder.mkdir(exist_ok=True)
     file = folder / f"{name}.toml"
-    found = Measurements(host="h", layer_host_s=1e-3)
+    found = Measurements(host="h", layer_host_s=len(name) * 1e-3)
     Cluster.parse(f"{len(name)}xcpu").model_copy(update={"measured": found}).save(file)
     return probe_links(run.model_copy(update={"site": name}), file, 20.0, quiet=True)
 
@@ -65,6 +65,11 @@ def test_all_sites_come_to_the_same_links_and_groups(names: str, tmp_path: Path)
     for name, other in found.items():
         assert (other.links, other.groups, other.network) == (first.links, first.groups, first.network)
         assert other.measured is not None and other.measured.site == name
+        assert other.measured_at == first.measured_at and other.measured_at[name] == other.measured
+        assert {site: told.layer_host_s for site, told in other.measured_at.items()} == {
+            site: len(site) * 1e-3 for site in names.split()
+        }
+        assert other.of_site(name).measured == other.measured and not other.of_site(name).measured_at
         other.save(tmp_path / "saved.toml")
         assert Cluster.load(tmp_path / "saved.toml") == other
 

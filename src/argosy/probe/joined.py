@@ -40,7 +40,7 @@ def probe_links(run: RunConfig, file: Path, seconds: float, quiet: bool) -> Clus
         ) from None
     names = "\n".join(f"{site.name} {site.address}" for site in run.sites)
     identity = f"probe {hashlib.sha256(names.encode()).hexdigest()[:16]}"
-    part = Cluster(groups=own.groups, network=own.network).model_dump_json(exclude_none=True)
+    part = Cluster(groups=own.groups, network=own.network, measured=own.measured).model_dump_json(exclude_none=True)
     progress, refusals = Progress(enabled=not quiet), list[str]()
 
     def hello() -> dict[str, Any]:
@@ -84,20 +84,21 @@ def _part_of(name: str, hello: Mapping[str, Any]) -> Cluster:
 
 
 def joined(own: Cluster, names: Sequence[str], parts: Mapping[str, Cluster], links: Sequence[SiteLink]) -> Cluster:
-    """Return the cluster of all sites. What only one machine's probe can say is that of `own`, one of `parts`.
+    """Return the cluster of all sites. Its `measured`, factors and software are those of `own`, one of `parts`.
 
     names: of the sites, in the order of the run file. parts: the cluster of each.
     """
     groups = tuple(group.model_copy(update={"site": name}) for name in names for group in parts[name].groups)
     site = next(name for name in names if parts[name] is own)
-    measured = (own.measured or Measurements()).model_copy(update={"site": site})
+    at = {name: (parts[name].measured or Measurements()).model_copy(update={"site": name}) for name in names}
     kept = {key: getattr(own, key) for key in Cluster.model_fields}
     changed = {
         "name": " + ".join(names),
         "groups": groups,
         "network": _network([parts[name] for name in names]),
         "links": tuple(links),
-        "measured": measured,
+        "measured": at[site],
+        "measured_at": {name: at[name] for name in names if parts[name].measured is not None},
     }
     return Cluster(**{**kept, **changed})
 

@@ -11,7 +11,8 @@ from argosy.errors import UserError
 from argosy.plan.cost.sites import rounds_of
 from argosy.plan.hardware.clusters import Cluster, NodeGroup, SiteLink
 from argosy.plan.hardware.devices import find_device
-from argosy.plan.search.rounds import CHOSEN, MOST_WAITING, choose_rounds, inner_step
+from argosy.plan.hardware.measurements import Measurements
+from argosy.plan.search.rounds import CHOSEN, MOST_WAITING, SETTINGS, choose_rounds, inner_step
 
 
 def cluster(rate: float) -> Cluster:
@@ -62,10 +63,20 @@ def test_what_is_no_setting_of_rounds_is_never_touched() -> None:
 
 
 def test_what_one_site_s_probe_found_does_not_decide() -> None:
-    from argosy.plan.hardware.measurements import Measurements
-
     probed = cluster(10).model_copy(update={"measured": Measurements(host="oslo", layer_host_s=1.0)})
     assert choose_rounds(of_two(), probed, ()) == choose_rounds(of_two(), cluster(10), ())
+
+
+def test_what_each_site_s_probe_found_gives_its_step_and_the_slowest_decides() -> None:
+    def at(**host_s: float) -> Cluster:
+        found = {name: Measurements(host=name, site=name, layer_host_s=each) for name, each in host_s.items()}
+        return cluster(1).model_copy(update={"measured_at": found})
+
+    of_sheet, slow = choose_rounds(of_two(), cluster(1), ()), choose_rounds(of_two(), at(oslo=1e-4, lyon=2.0), ())
+    assert slow.inner_step_s > 2 * of_sheet.inner_step_s
+    assert slow == choose_rounds(of_two(), at(oslo=2.0, lyon=1e-4), ())
+    places = [SETTINGS.index((each.sync.every_steps, each.sync.fragments)) for each in (slow, of_sheet)]
+    assert places == sorted(set(places)), "longer steps leave time for what loses less"
 
 
 @pytest.mark.parametrize("place", [None, Cluster.parse("2xcpu"), Cluster.parse("two-sites")])

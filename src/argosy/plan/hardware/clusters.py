@@ -165,6 +165,8 @@ class Cluster(Section):
     """Calibration factors, by category; `argosy plan --learn` writes them."""
     measured: Measurements | None = None
     """Measurements of `argosy probe` beyond the devices' figures; none: there was no probe."""
+    measured_at: dict[str, Measurements] = Field(default_factory=dict)
+    """Site -> the same of its machine, which `argosy probe --site` gathers: alike in the files of all sites."""
 
     @field_validator("groups")
     @classmethod
@@ -249,11 +251,12 @@ class Cluster(Section):
         }
 
     def of_site(self, name: str) -> Self:
-        """Return the part of the cluster that is at one of its sites."""
+        """Return the part of the cluster that is at one of its sites, with what was measured there if that is known."""
         groups = tuple(group for group in self.groups if group.site == name)
         node, devices = min(group.devices_per_node for group in groups), sum(group.devices for group in groups)
         network = tuple(tier for tier in self.network if node < tier.devices) if devices > node else ()
         kept = {key: getattr(self, key) for key in type(self).model_fields}
+        kept |= {"measured": self.measured_at.get(name, self.measured), "measured_at": {}}
         return type(self)(**{**kept, "groups": groups, "links": (), "network": network})
 
     @property

@@ -17,12 +17,12 @@ from itertools import product
 from typing import Any, get_args
 
 from argosy.config.schema import RunConfig
-from argosy.config.sites import Wire, check_fragments
+from argosy.config.sites import Wire, batches_of, check_fragments
 from argosy.config.sync import SyncConfig
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.formatting import seconds
-from argosy.plan.cost.sites import Rounds, rounds_of, within_site
+from argosy.plan.cost.sites import Rounds, rounds_of
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import Plan, said_in
 from argosy.plan.search.best import plainest, search_to_run
@@ -93,12 +93,26 @@ def choose_rounds(run: RunConfig, cluster: Cluster, given: Collection[str]) -> C
 
 
 def inner_step(run: RunConfig, cluster: Cluster) -> tuple[CostModel, float]:
-    """Return the cost model of the smallest site, and the seconds of its step under the plan that it would take.
+    """Return the cost model of the slowest site, and the seconds of its step under the plan that it would take.
 
-    Raises: UserError if no plan trains the run there.
+    Raises: UserError if no plan trains the run at a site, or they cannot share its batch.
     """
-    # What one machine's probe found beyond the figures of its devices is not the same at all sites.
-    costs = within_site(CostModel.of(run, cluster.model_copy(update={"measured": None})), cluster)
+    try:
+        batches = batches_of(run.sites, run.train.global_batch)
+    except ValueError as problem:
+        raise UserError(str(problem)) from None
+    each = []
+    for site, batch in zip(run.sites, batches, strict=True):
+        # `measured` is what one machine's probe found: the files of the sites differ in it.
+        place = cluster.of_site(site.name).model_copy(update={"measured": cluster.measured_at.get(site.name)})
+        train = run.train.model_copy(update={"global_batch": batch})
+        each.append(_step_at(run.model_copy(update={"train": train, "plan": site.plan or run.plan}), place))
+    return max(each, key=lambda of_site: of_site[1])
+
+
+def _step_at(run: RunConfig, place: Cluster) -> tuple[CostModel, float]:
+    """Return the cost model of a site whose part of the run this is, and the seconds of its step."""
+    costs = CostModel.of(run, place)
     words, is_auto, _ = said_in(run.plan)
     written = Plan.from_words(words)
     keys = words.keys() if is_auto else Plan.model_fields.keys() - ({"microbatch", "compile"} - words.keys())
@@ -107,7 +121,7 @@ def inner_step(run: RunConfig, cluster: Cluster) -> tuple[CostModel, float]:
         costs = costs.on(costs.run, written.world_size)
     found = search_to_run(costs, pins)
     if not len(found):
-        raise UserError(f'plan = "{run.plan}": no plan fits a site of {cluster.name}. `argosy plan` says more.')
+        raise UserError(f'plan = "{run.plan}": no plan fits a site of {place.name}. `argosy plan` says more.')
     return costs, float(found.step_s[plainest(found)])
 
 
