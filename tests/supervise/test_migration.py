@@ -65,13 +65,21 @@ class Planner:
 class Run:
     """Three nodes, `slots` workers each, the clock of the test, and what the coordinator does."""
 
-    def __init__(self, folder: Path, slots: int = 1, spare: bool = False, **options: Any):
-        self.folder, self.held, self.watch, self.now_s = folder, list[int](), Watch(), 1000.0
+    def __init__(self, folder: Path, slots: int = 1, spare: bool = False, plan: str = "", **options: Any):
+        self.folder, self.watch, self.now_s = folder, Watch(), 1000.0
+        self.held: list[tuple[int, bool]] = []
+        """Generations that were told to hold, and whether to save on disk before."""
         size = 3 * slots
-        self.of = Membership(Settings(size, f"dp_replicate={size}"))
+        self.of = Membership(Settings(size, plan or f"dp_replicate={size}"))
         for name in "abcd" if spare else "abc":
             self.of.arrived(name, f"host-{name}", slots, {})
-        self.migrator = Migrator(folder, self.of, self.watch, self.held.append, **options)  # type: ignore[arg-type]
+        self.migrator = Migrator(
+            folder,
+            self.of,
+            self.watch,
+            lambda *order: self.held.append(order),
+            **options,  # type: ignore[arg-type]
+        )
         self.orders()
 
     def orders(self) -> list[Any]:
@@ -121,7 +129,7 @@ def test_a_slow_node_is_left_out_once_all_ranks_hold(tmp_path, planner):
     run.look()
     assert planner.asked == [MigrationQuestion("slow_node", "dp_replicate=3", 6.0, (2,), 40, 1.0, MIGRATION_S)]
     run.look()
-    assert run.held == [1]
+    assert run.held == [(1, False)]
     run.look()
     assert run.orders() == [], "not before they stand"
     run.watch.stand = True
@@ -133,6 +141,20 @@ def test_a_slow_node_is_left_out_once_all_ranks_hold(tmp_path, planner):
         migrated["left_out"] == ["c"] and migrated["evidence"]["factor"] == 6.0 and migrated["because"] == "slow_node"
     )
     assert (migrated["predicted_now_s"], migrated["predicted_new_s"], migrated["step_s"]) == (0.6, 0.3, 1.0)
+
+
+@pytest.mark.parametrize(("plan", "size", "on_disk"), [
+    ("dp_shard=3,zero=1", 2, False), ("dp_shard=3,zero=1", 1, True), ("dp_replicate=3", 1, False),
+    ("dp_replicate=3,sync=int8", 1, True), ("pp=3", 1, True),
+])  # fmt: skip
+def test_the_state_is_saved_on_disk_if_two_nodes_leave_that_have_parts_of_it(
+    tmp_path, monkeypatch, plan, size, on_disk
+):
+    monkeypatch.setattr(Planner, "answer", MigrationAnswer(True, f"dp_shard={size},zero=1", size, 2, 0.6, 0.3, 1000))
+    run = Run(tmp_path, plan=plan)
+    run.migrator.slow_node("c", SLOW)
+    run.migrate()
+    assert run.held == [(1, on_disk)]
 
 
 def test_a_spare_takes_its_place_and_the_planner_is_not_asked(tmp_path, planner):

@@ -13,11 +13,13 @@ from network import NotPermitted, network
 
 SIZES = ("--train.steps", "80", "--train.global_batch", "12", "--data.seq_len", "256")
 """Large enough that two nodes are better than one, as the planner has it."""
+SMALL = ("--train.steps", "80", "--train.global_batch", "12", "--data.seq_len", "128")
+"""So small that one node is better than two."""
 SOON = ("--resilience.straggler_steps", "4", "--resilience.straggler_s", "1")
 """What is slow is told of, and acted on, after some twenty steps each."""
 SLOW = "slow@forward:factor=6"
 
-Slowed = Callable[[str], tuple[Disturbed, list[subprocess.Popen[str]]]]
+Slowed = Callable[[str, tuple[str, ...]], tuple[Disturbed, list[subprocess.Popen[str]]]]
 
 
 @pytest.fixture
@@ -25,10 +27,10 @@ def slowed(folder: Folder) -> Iterator[Slowed]:
     """A run on three nodes, all on this machine, of which the last is slow; and the commands of its other nodes."""
     processes: list[subprocess.Popen[str]] = []
 
-    def start(plan: str) -> tuple[Disturbed, list[subprocess.Popen[str]]]:
+    def start(plan: str, sizes: tuple[str, ...]) -> tuple[Disturbed, list[subprocess.Popen[str]]]:
         meet = f"127.0.0.1:{free_port()}"
         nodes = ("--launch.nodes", "3", "--launch.processes", "1", "--launch.coordinator", meet)
-        run = Disturbed(folder, plan, options=(*SIZES, *SOON, *nodes))
+        run = Disturbed(folder, plan, options=(*sizes, *SOON, *nodes))
         run.start("--launch.node", "a")
         b = run.launch("--launch.node", "b")
         run.faults = SLOW
@@ -45,10 +47,16 @@ def slowed(folder: Folder) -> Iterator[Slowed]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("plan", "source"), [("dp_replicate=3,microbatch=2", "live"),
-                                              ("dp_shard=3,zero=1,microbatch=2", "memory")])  # fmt: skip
-def test_a_slow_node_is_left_out_and_no_step_is_lost(slowed, undisturbed, plan, source):
-    run, others = slowed(plan)
+@pytest.mark.parametrize(
+    ("plan", "sizes", "left", "source"),
+    [
+        ("dp_replicate=3,microbatch=2", SIZES, 2, "live"),
+        ("dp_shard=3,zero=1,microbatch=2", SIZES, 2, "memory"),
+        ("dp_shard=3,zero=1,microbatch=2", SMALL, 1, "disk"),  # two nodes leave, with parts that the third has not
+    ],
+)
+def test_a_slow_node_is_left_out_and_no_step_is_lost(slowed, undisturbed, plan, sizes, left, source):
+    run, others = slowed(plan, sizes)
     run.end(timeout_s=300)
     for process in others:
         process.communicate(timeout=60)
@@ -56,11 +64,11 @@ def test_a_slow_node_is_left_out_and_no_step_is_lost(slowed, undisturbed, plan, 
     (migrated,) = run.events("migrated")
     assert migrated["left_out"] == ["c"] and migrated["evidence"]["factor"] > 1.5
     assert migrated["predicted_new_s"] < migrated["predicted_now_s"] and migrated["migration_s"] > 0
-    assert [e["size"] for e in run.events("generation")] == [3, 2]
+    assert [e["size"] for e in run.events("generation")] == [3, left]
     assert [(r["source"], r["steps_lost"]) for r in run.events("recovered")] == [(source, 0)]
     assert [e["gained"] for e in run.events("migration_measured")] == [True]
     assert not run.events("worker_died", "killed", "stayed")
-    run.check([undisturbed(e["plan"], *SIZES) for e in run.events("generation")], "straggler")
+    run.check([undisturbed(e["plan"], *sizes) for e in run.events("generation")], "straggler")
 
 
 SLOWED = 3_000_000

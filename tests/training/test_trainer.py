@@ -40,6 +40,17 @@ def test_a_process_asks_for_what_it_was_told(trainer):
     made = trainer()
     made._stop.number, made._stop.is_to_hold = signal.SIGTERM, True
     assert step(made).requests == Requests(stop=True, hold=True)
+    made._stop.is_to_save = True
+    assert step(made).requests == Requests(stop=True, hold=True, save=True)
+
+
+def test_a_world_that_is_to_end_holds_once_what_it_saves_is_on_disk(trainer, monkeypatch):
+    made = trainer()
+    apply(made)
+    held = []
+    monkeypatch.setattr(made._shutdown, "hold", lambda: held.append(made._checkpointer.committed.copy()))
+    made.save_if_due(replace(GOOD, requests=Requests(hold=True, save=True)))
+    assert held == [{1}]
 
 
 def test_a_run_that_is_asked_to_stop_saves_once_and_at_its_end(trainer, tmp_path):

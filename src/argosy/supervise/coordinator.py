@@ -180,8 +180,8 @@ class Coordinator:
                 self._migrator.slow_link(finding)
         self._migrator.look(now_s)
 
-    def _hold(self, generation: int) -> None:
-        self._agents.tell_all(say.HoldWorld(generation=generation))
+    def _hold(self, generation: int, on_disk: bool) -> None:
+        self._agents.tell_all(say.HoldWorld(generation=generation, on_disk=on_disk))
 
     # ---- messages from agents ----------------------------------------------------------------------------------------
 

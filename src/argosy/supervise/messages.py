@@ -213,6 +213,8 @@ class HoldWorld(Record):
 
     kind: Literal["hold"] = "hold"
     generation: Count
+    on_disk: bool = False
+    """Save a checkpoint before that: in-memory ones would go with the nodes that leave."""
 
 
 class KillWorker(Record):

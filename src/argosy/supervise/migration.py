@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.observe.events import Events
+from argosy.plan.plan import Plan
 from argosy.processes.channel import Gone
 from argosy.processes.child import Child
 from argosy.resilience.detect.finding import Finding
@@ -58,9 +59,15 @@ class Migrator:
     """Decide on migrations for one coordinator, whose loop it never blocks."""
 
     def __init__(
-        self, run_dir: Path, membership: Membership, watch: RunWatch, hold: Callable[[int], None], is_on: bool = True
+        self,
+        run_dir: Path,
+        membership: Membership,
+        watch: RunWatch,
+        hold: Callable[[int, bool], None],
+        is_on: bool = True,
     ):
-        """`hold` tells the workers of a generation to hold. Unless `is_on`, nothing that is slow makes it migrate."""
+        """`hold` tells the workers of a generation to hold, and whether to save on disk before. Unless `is_on`, nothing
+        that is slow makes it migrate."""
         self._run_dir, self._membership, self._watch, self._hold, self._is_on = run_dir, membership, watch, hold, is_on
         self._events = Events(run_dir, "coordinator")
         self._case: _Case | None = None
@@ -156,7 +163,19 @@ class Migrator:
 
     def _agree(self, case: _Case, said: MigrationAnswer, now_s: float) -> None:
         case.answer, case.hold_until_s = said, now_s + HOLD_WITHIN_S
-        self._hold(case.generation)
+        self._hold(case.generation, self._leaves_too_few(case, said))
+
+    def _leaves_too_few(self, case: _Case, said: MigrationAnswer) -> bool:
+        """Return True if parts of the state may be nowhere on the nodes that stay: an in-memory checkpoint is on two
+        nodes each, so that it can lose one."""
+        membership, plan = self._membership, Plan.parse(self._membership.plan)
+        slots = {name: membership.nodes[name].slots for name, _ in membership.places_of(range(membership.size))}
+        alone = plan.shares_state * plan.pp * plan.ep == 1 and not plan.is_compressed
+        if alone and all(each % plan.tp == 0 for each in slots.values()):
+            return False  # each node has all of the state
+        room = sorted((each for name, each in slots.items() if name not in case.leave_out), reverse=True)
+        stay = next((n for n in range(len(room)) if sum(room[:n]) >= said.size), len(room))
+        return len(slots) - stay > 1
 
     def _migrate_when_all_hold(self, case: _Case, said: MigrationAnswer, now_s: float) -> None:
         if self._watch.do_all_wait(self._membership.size):

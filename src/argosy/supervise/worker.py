@@ -89,6 +89,7 @@ class AgentClient:
             if message["kind"] == "join":
                 self._worlds.put(message)
             elif message["kind"] == "hold" and message["generation"] == self._generation:
+                self._stop.is_to_save = message["on_disk"]
                 self._stop.is_to_hold = True
             elif message["kind"] == "break" and message["generation"] == self._generation:
                 self._why = message["why"]

@@ -34,6 +34,8 @@ class StopSignal:
         """Set to make the process leave its world at once and without saving: another is formed."""
         self.is_to_hold = False
         """Set if the world is to end in order: its ranks stand still after a step, with their state safe."""
+        self.is_to_save = False
+        """Set beside that if the state is safe on disk only: more nodes leave than in-memory checkpoints can lose."""
 
     def listen(self) -> StopSignal:
         """Catch the signals from now on (main thread only)."""

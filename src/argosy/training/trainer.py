@@ -310,7 +310,7 @@ class Trainer:
                 self._show("saving")
                 self._restorer.make_replicas_agree()
             if on_disk:
-                self._checkpointer.save(self.state, self._run.checkpoint.background)
+                self._checkpointer.save(self.state, self._run.checkpoint.background and not requests.hold)
             if in_memory:
                 self._memory.save()
             if on_disk or in_memory:
@@ -375,7 +375,7 @@ class Trainer:
     def _requests(self) -> Requests:
         return Requests(
             stop=self._stop.is_requested(),
-            save=self._checkpointer.is_due_by_time,
+            save=self._checkpointer.is_due_by_time or (self._stop.is_to_hold and self._stop.is_to_save),
             quarantine=self._batches.are_unreadable,
             memory_checkpoint=self._memory.is_due(self.state.step + 1, self._pace.step_s),
             hold=self._stop.is_to_hold,
