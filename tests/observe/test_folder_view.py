@@ -117,3 +117,10 @@ def test_ranks_of_other_machines_are_those_that_their_nodes_wrote_down(tmp_path)
         JsonLines(tmp_path / "nodes" / f"{node}.jsonl").write(line)
     JsonLines(tmp_path / "nodes" / "odd.jsonl").write({"ranks": 3})
     assert FolderView(tmp_path).look().ranks == {0: 0.3, 1: 0.4, 2: 0.3, 3: 0.4}
+
+
+def test_a_rank_that_runs_more_microbatches_is_not_shown_as_slow(tmp_path):
+    own, many = [[8, [0.9, 0.3, 0.3]]], [[2, [3, 1, 1]]]
+    line = {"generation": 1, "ranks": [0, 1, 2], "own": own, "microbatches": many}
+    JsonLines(tmp_path / "nodes" / "a.jsonl").write(line)
+    assert FolderView(tmp_path).look().ranks == pytest.approx(dict.fromkeys(range(3), 0.3))

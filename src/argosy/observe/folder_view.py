@@ -72,7 +72,7 @@ class FolderView:
         self._progress: dict[int, tuple[Hashable, float]] = {}
         self._nodes: dict[Path, Tail] = {}
         self._nodes_at = 0.0
-        self._own: dict[Path, tuple[int, dict[int, float]]] = {}
+        self._own: dict[Path, tuple[int, dict[int, tuple[float, int]]]] = {}
         self.heartbeats: Path | None = None
         """The folder of this machine's heartbeats, once it is known."""
 
@@ -164,25 +164,33 @@ class FolderView:
         return float(left * (step_s + beside_s / len(self._recent)))
 
     def _ranks(self) -> tuple[dict[int, float], dict[int, float]]:
-        """Return each rank's own seconds in a step, and how long those ranks stand still that do."""
+        """Return each rank's own seconds in a step, for as much work as most have, and how long those ranks stand still
+        that do."""
         readings = [reading for reading in self._readings() if reading.rank >= 0]
         generation = max((reading.generation for reading in readings), default=0)
         newest = [reading for reading in readings if reading.generation == generation and reading.busy_s]
         common = set.intersection(*(set(reading.busy_s) for reading in newest)) if newest else set()
         last = sorted(common)[-LAST_STEPS:]
-        own = {r.rank: statistics.mean(r.busy_s[step] for step in last) for r in newest} if last else {}
-        return self._ranks_of_nodes() | own, self._standing(newest)
+        own = {
+            r.rank: (statistics.mean(r.busy_s[step] for step in last), r.microbatches.get(last[-1], 1))
+            for r in newest
+            if last
+        }
+        return _with_even_shares(self._ranks_of_nodes() | own), self._standing(newest)
 
-    def _ranks_of_nodes(self) -> dict[int, float]:
-        """Return each rank's own seconds in the last step that its node has written down (nodes/NODE.jsonl)."""
+    def _ranks_of_nodes(self) -> dict[int, tuple[float, int]]:
+        """Return each rank's own seconds in the last step that its node has written down (nodes/NODE.jsonl), and how
+        many microbatches it ran."""
         now = time.monotonic()
         if now - self._nodes_at >= FILES_EVERY_S:
             self._nodes_at = now
             for path in sorted((self._run_dir / "nodes").glob("*.jsonl"))[:MOST_FILES]:
                 for record in self._nodes.setdefault(path, Tail(path, EVENTS_BYTES)).read()[-1:]:
                     with suppress(KeyError, IndexError, TypeError, ValueError):  # another version wrote it
-                        _, seconds = record["own"][-1]
-                        self._own[path] = record["generation"], dict(zip(record["ranks"], seconds, strict=True))
+                        ranks, (_, seconds) = record["ranks"], record["own"][-1]
+                        many = record["microbatches"][-1][1] if "microbatches" in record else [1] * len(ranks)
+                        of_ranks = zip(ranks, zip(seconds, many, strict=True), strict=True)
+                        self._own[path] = record["generation"], dict(of_ranks)
         newest = max((generation for generation, _ in self._own.values()), default=0)
         return {r: s for generation, own in self._own.values() if generation == newest for r, s in own.items()}
 
@@ -204,6 +212,12 @@ class FolderView:
                 if reading is not None:
                     found.append(reading)
         return found
+
+
+def _with_even_shares(own: Mapping[int, tuple[float, int]]) -> dict[int, float]:
+    """Return the seconds that each rank would take for the microbatches that most have; `own`: seconds, and its own."""
+    usual = statistics.median_low(many for _, many in own.values()) if own else 1
+    return {rank: own_s if many == usual else own_s * usual / max(1, many) for rank, (own_s, many) in own.items()}
 
 
 def _model(run: RunConfig | None) -> str:
