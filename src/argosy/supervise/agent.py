@@ -383,7 +383,7 @@ class Agent:
                 self._write_down_a_hang(generation, why)
                 self._break(generation, why)
             case say.HoldWorld(generation=generation, on_disk=on_disk):
-                self._pass_on("hold", generation, on_disk=on_disk)
+                self._hold(generation, on_disk)
             case say.KillWorker(slot=slot, generation=generation, why=why):
                 process = self._processes.get(slot)
                 if process is not None and process.generation == generation:
@@ -436,12 +436,12 @@ class Agent:
             opened = say.StoreOpened(generation=self._store_generation, port=message["port"])
             self._coordinator.tell(opened)
 
-    def _pass_on(self, kind: str, generation: int, **facts: bool) -> None:
-        """Send a message to the members of the generation."""
+    def _hold(self, generation: int, on_disk: bool) -> None:
+        """Tell the members of the generation to hold."""
         for process in self._processes.values():
             if process.generation == generation and process.state is State.RUNNING:
                 with suppress(Gone):
-                    process.channel.send(kind, generation=generation, **facts)
+                    process.channel.send("hold", generation=generation, on_disk=on_disk)
 
     def _write_down_a_hang(self, generation: int, why: str) -> None:
         """Keep where the workers of a world are that stood still, before it ends; once for each world."""
