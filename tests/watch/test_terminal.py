@@ -48,6 +48,13 @@ def test_a_run_that_has_written_nothing_for_long_is_said_to_be_silent(tmp_path):
     assert terminal.seen(terminal.FolderView(run), run).doing.startswith("silent for")
 
 
+def test_a_run_without_a_report_that_has_ended_is_not_silent(tmp_path):
+    run = made(tmp_path, "served")
+    os.utime(run / "metrics.jsonl", (1, 1))
+    JsonLines(run / "events/server-1.jsonl").write({"time_s": 2.0, "event": "finish", "exit_code": 0, "finished": True})
+    assert terminal.seen(terminal.FolderView(run), run).doing == "finished"
+
+
 def test_keys_choose_the_run_and_the_terminal_is_as_it_was(tmp_path, monkeypatch):
     for name in ("first", "second"):
         made(tmp_path, name)

@@ -11,6 +11,7 @@ import tty
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from argosy.errors import UserError
@@ -20,11 +21,13 @@ from argosy.observe.run_view import RunView
 from argosy.observe.terminal import has_live_line
 from argosy.observe.terminal_surface import TerminalSurface
 from argosy.observe.words import duration
+from argosy.watch.run_files import RunFiles
 from argosy.watch.runs import find_runs
 
 REFRESH_S = 0.5
 SILENT_S = 60.0
 """A run that is not finished and has written nothing for so long is said to be silent."""
+ENDED = ("finished", "stopped", "failed")
 NEXT, BEFORE, QUIT = ("\x1b[B", "\x1b[C", "n"), ("\x1b[A", "\x1b[D", "p"), ("q", "\x03", "\x04")
 """Keys: arrows down and right, or n; arrows up and left, or p; q."""
 
@@ -58,7 +61,18 @@ def seen(folder: FolderView, run_dir: Path) -> RunView:
         silent_s = time.time() - (run_dir / "metrics.jsonl").stat().st_mtime
     except OSError:
         return replace(view, doing="no step yet")
-    return replace(view, doing=f"silent for {duration(silent_s)}") if silent_s > SILENT_S else view
+    if silent_s <= SILENT_S:
+        return view
+    files = _files(run_dir)  # what its events say of its end: the folder of parameter servers has no report
+    files.refresh()
+    if files.state in ENDED:
+        return replace(view, doing=files.state, left_s=0.0 if view.step == view.steps else None)
+    return replace(view, doing=f"silent for {duration(silent_s)}")
+
+
+@cache
+def _files(run_dir: Path) -> RunFiles:
+    return RunFiles(run_dir)
 
 
 def _show(runs: list[Path]) -> None:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from argosy.data.loader import open_data
 from argosy.errors import ArgosyError, RunFailed
 from argosy.observe.events import Events
 from argosy.observe.progress import Progress
+from argosy.processes.channel import Gone
 from argosy.processes.child import channel_to_parent, messages
 from argosy.processes.secret import secret_of
 from argosy.sync.server import messages as say
@@ -32,6 +34,7 @@ from argosy.sync.server.keys import AllowedKeys, KeyPair, settle, zeromq
 from argosy.sync.server.layout import AGAIN, Layout
 from argosy.sync.server.messages import PIECE_BYTES, Malformed, Said, packed, unpacked
 from argosy.training.server.leader import Leader
+from argosy.training.server.port import interface_of, wait_for_port
 from argosy.training.server.shard import Refuses, Shard
 
 TURN_MS = 50
@@ -58,7 +61,7 @@ class Server:
     """One parameter server."""
 
     def __init__(self, run: RunConfig, run_dir: Path, number: int, is_again: bool = False):
-        """is_again: in place of one that died. Raises: UserError, OSError if the port is taken."""
+        """is_again: in place of one that died. Raises: UserError."""
         self._run, self._number, self._run_dir = run, number, run_dir
         self._name = f"server-{number + 1}"
         self._layout = Layout(run)
@@ -167,8 +170,7 @@ class Server:
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = self._keys.public, self._keys.secret
         host, port = self._layout.addresses[self._number]
-        local = host if host in ("127.0.0.1", "localhost") else "*"
-        socket.bind(f"tcp://{'127.0.0.1' if local == 'localhost' else local}:{port}")
+        socket.bind(f"tcp://{interface_of(host) or '*'}:{port}")
         return socket
 
     def _link(self, number: int) -> Any:
@@ -343,13 +345,18 @@ def main() -> None:
 
     threading.Thread(target=listen, name="argosy-parent", daemon=True).start()
     try:
-        server = Server(run, run_dir, number, AGAIN in sys.argv)
-        is_over = server.serve(ending.is_set)
-        server.close()
+        wait_for_port(Layout(run).addresses[number], ending.is_set, Progress(enabled=True).say)
+        is_over = False
+        if not ending.is_set():
+            server = Server(run, run_dir, number, AGAIN in sys.argv)
+            is_over = server.serve(ending.is_set)
+            server.close()
     except ArgosyError as problem:
-        channel.send("failed", code=problem.exit_code, text=str(problem))
+        with suppress(Gone):
+            channel.send("failed", code=problem.exit_code, text=str(problem))
         sys.exit(problem.exit_code)
-    channel.send("done", finished=is_over)
+    with suppress(Gone):  # the command was killed: the state is saved nevertheless
+        channel.send("done", finished=is_over)
 
 
 if __name__ == "__main__":
