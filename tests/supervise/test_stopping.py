@@ -57,6 +57,17 @@ def test_what_takes_too_long_is_killed(tmp_path):
     assert "resilience.grace_s = 0" in stopping.kill_why
 
 
+def test_a_worker_of_parameter_servers_has_no_state_to_lose(tmp_path):
+    stopping = Stopping(tmp_path, grace_s=60.0, is_served=True)
+    with stopping.listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stopping.begins()
+    assert stopping.in_words([READING]) == "SIGTERM: stopping after this step; the parameter servers have the state"
+    error = stopping.error()
+    assert isinstance(error, Interrupted) and error.exit_code == 143
+    assert "servers have the state" in str(error) and "nothing was saved" not in str(error)
+
+
 def test_a_state_that_was_not_saved_is_not_called_saved(stopping):
     os.kill(os.getpid(), signal.SIGINT)
     assert stopping.begins()

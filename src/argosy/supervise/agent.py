@@ -29,7 +29,7 @@ from argosy.observe.heartbeat import HeartbeatReading, heartbeat_path
 from argosy.observe.node_metrics import NodeMetrics
 from argosy.observe.progress import SCREEN, Progress
 from argosy.observe.terminal import print_message
-from argosy.plan.plan import Plan
+from argosy.plan.plan import Plan, is_asynchronous
 from argosy.processes.channel import Channel, Gone
 from argosy.processes.child import Entry
 from argosy.processes.fork_server import RENDEZVOUS, STORE_HOST, ForkServer
@@ -73,7 +73,7 @@ class Agent:
         self._coordinator = CoordinatorClient(run_dir, run, plan, self._events)
         self._store: Channel | None = None
         self._store_generation = 0
-        self._stopping = Stopping(run_dir, run.resilience.grace_s)
+        self._stopping = Stopping(run_dir, run.resilience.grace_s, is_asynchronous(run.plan))
         self._finish: say.EndRun | None = None
         self._progress = Progress(enabled=not quiet, by="agent")
         """What is waited for while no worker of this node is in a world: then none of them has the live line."""

@@ -22,9 +22,9 @@ UNITS = {"evaluate": "evaluation batch", "check": "replay check", "checkpoint": 
 class Stopping:
     """The signals that came to an agent, and what follows from them."""
 
-    def __init__(self, run_dir: Path, grace_s: float):
-        """`grace_s`: the time that workers have to save their state."""
-        self._run_dir, self._grace_s = run_dir, grace_s
+    def __init__(self, run_dir: Path, grace_s: float, is_served: bool = False):
+        """`grace_s`: the time that workers have to save their state. is_served: parameter servers have it."""
+        self._run_dir, self._grace_s, self._is_served = run_dir, grace_s, is_served
         self._came: list[int] = []
         self.number: int | None = None
         """The signal for which the run stops; None: none came."""
@@ -81,6 +81,8 @@ class Stopping:
         if not readings:
             return f"{name}: stopping; there is nothing to save"
         unit = UNITS.get(next(iter(readings)).phase, "step")
+        if self._is_served:
+            return f"{name}: stopping after this {unit}; the parameter servers have the state"
         saved = max((checkpoint.step for checkpoint in committed(self._run_dir)), default=0)
         steps = max(0, max(reading.step for reading in readings) - saved)
         loses = f"gives up {steps} step{'' if steps == 1 else 's'}"
@@ -91,6 +93,9 @@ class Stopping:
         if self.number is None:
             return None
         name = signal.Signals(self.number).name
+        if self._is_served:
+            again = f"The parameter servers have the state; the same command takes part again ({self._run_dir})."
+            return Interrupted(f"stopped by {name}. {again}", self.number)
         if self.not_saved:
             why = f"stopped by {name} before the state was saved: {self.not_saved}"
             return Retryable(f"{why}. {how_to_go_on(self._run_dir)}")
