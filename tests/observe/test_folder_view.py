@@ -41,6 +41,13 @@ def test_an_empty_folder_is_a_run_that_has_not_begun(tmp_path):
     assert view.name == tmp_path.name and view.step == 0 and view.left_s is None
 
 
+def test_a_site_is_told_from_the_others(tmp_path):
+    (tmp_path / "run.toml").write_text(
+        'name = "two"\nsite = "oslo"\n[[sites]]\nname = "oslo"\n[[sites]]\nname = "lyon"\n'
+    )
+    assert FolderView(tmp_path).look().name == "two oslo"
+
+
 def test_curves_parts_and_time_left_follow_the_lines(tmp_path):
     (tmp_path / "run.toml").write_text('name = "mine"\n[train]\nsteps = 20\n')
     Plan(dp_replicate=2).save(tmp_path / "plan.toml", PREDICTED)

@@ -84,7 +84,7 @@ class FolderView:
         ranks, standing = self._ranks()
         steady = self._steady()
         return RunView(
-            name=run.name if run else self._run_dir.name,
+            name=f"{run.name} {run.site}".rstrip() if run else self._run_dir.name,
             model=_model(run),
             plan=str(plan or ""),
             processes=plan.world_size if plan else 0,
