@@ -43,6 +43,7 @@ from argosy.training.schedule import learning_rate_factor
 from argosy.training.state import Survivor, TrainState, Update, boxes_written
 from argosy.training.step import Requests, Step, StepOutcome
 from argosy.training.stop import StopSignal
+from argosy.training.waiting import Waiting
 
 FOLDER = "exchange"
 FIRST_LOOK_S, LOOK_S = 0.001, 0.05
@@ -351,7 +352,7 @@ class Worker:
     def _answer(self, ask: Callable[[Client], Future[Any]]) -> dict[str, Any]:
         """Return to all ranks what the servers answer to the first one. Raises: Interrupted, WorldIsOver."""
         future = ask(self._client) if self._client is not None else None
-        look_s, shown, began_s = FIRST_LOOK_S, "", time.monotonic()
+        look_s, waiting = FIRST_LOOK_S, Waiting(self._records.progress)
         while True:
             self._while_waiting()
             is_there = 1.0 if future is not None and future.done() else 0.0
@@ -362,13 +363,11 @@ class Worker:
                 break
             if signals:
                 raise Interrupted
-            if self._client is not None and time.monotonic() - began_s > 1.0 and self._client.waits_for != shown:
-                shown = self._client.waits_for
-                self._records.progress.doing(shown)
+            if self._client is not None:
+                waiting.is_for(self._client.waits_for)
             time.sleep(look_s)
             look_s = min(1.5 * look_s, LOOK_S)
-        if shown:
-            self._records.progress.doing("")
+        waiting.ends()
 
         def found() -> Any:
             assert future is not None
