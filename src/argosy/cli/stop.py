@@ -14,6 +14,7 @@ from typing import Annotated
 import tyro
 
 from argosy.cli.options import parse
+from argosy.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,19 @@ def main(argv: list[str]) -> None:
     from argosy.launch.engines.table import engine_of
     from argosy.launch.site_jobs import jobs_of
 
+    problems = []
     for name, job in jobs_of(options.run).items():
-        whose, engine = f"{options.run}: {f'site {name}: ' if name else ''}its job", engine_of(job)
-        if engine.state(job)[0] == "ended":
-            print(f"{whose} {job.id} on {job.engine} has ended already")
+        site = f"site {name}: " if name else ""
+        whose = f"{options.run}: {site}its job {job.id} on {job.engine}"
+        try:
+            engine = engine_of(job)
+            if engine.state(job)[0] == "ended":
+                print(f"{whose} has ended already")
+                continue
+            engine.stop(job)
+        except UserError as problem:  # the other sites are to stop nevertheless
+            problems.append(f"{site}{problem}")
             continue
-        engine.stop(job)
-        print(f"{whose} {job.id} on {job.engine} saves and ends; `argosy runs` shows when it has")
+        print(f"{whose} saves and ends; `argosy runs` shows when it has")
+    if problems:
+        raise UserError("\n".join(problems))
