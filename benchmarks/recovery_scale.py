@@ -39,7 +39,7 @@ from argosy.training.recovery import Facts
 GPUS = 8
 """Ranks of a node."""
 LATENCY_S, BYTES_PER_S = 50e-6, 1e9
-"""Of a message between hosts over TCP, below what a 10 Gb/s network gives: no measured figures."""
+"""A message between hosts over TCP, below what a 10 Gb/s network gives: no measured figures."""
 OWNERS = 2
 """Owners of the most tensors whose memory is measured."""
 LIVE, SAVED = 1000, 990

@@ -52,7 +52,7 @@ def main() -> None:
 
 
 Sees = Callable[[int | None], bool]
-"""Whether a flip of this bit, of a random number, is seen; None: nothing is flipped."""
+"""Returns True if a flip of this bit, of a random number, is seen; None: nothing is flipped."""
 
 
 def fingerprint(elements: int) -> Sees:

@@ -38,7 +38,7 @@ NEEDS = {"huggingface": "accelerate", "litgpt": "litgpt"}
 class Options:
     setting: tyro.conf.OmitArgPrefixes[Setting] = field(default_factory=Setting)
     contenders: tuple[str, ...] = tuple(name for name in CONTENDERS if name != "matmuls")
-    """Who takes part; NAME@PATH imports argosy from PATH."""
+    """Those that take part; NAME@PATH imports argosy from PATH."""
     rounds: int = 12
     """Turns of each contender."""
     steps: int = 3

@@ -50,7 +50,7 @@ EVEN = {"microbatches": f"dp_replicate=2,{WORDS}", "layers": f"pp=2,layers=3:3,{
 """What is dealt out -> the plan that does it evenly."""
 WAYS = ("even", "rebalanced", "planned")
 PERIOD_S = 0.06
-"""Of one stop and go: a fraction of a microbatch."""
+"""The time of one stop and go: a fraction of a microbatch."""
 LAST = 8
 """Steps at a run's end that are measured."""
 LONG = 2000
@@ -63,9 +63,9 @@ class Trained:
 
     tokens_per_s: float
     plan: str
-    """At its end."""
+    """The plan at its end."""
     flops_per_s: float
-    """Of a matmul in one process, before any was slowed down."""
+    """Rate of a matmul in one process, before any was slowed down."""
     told: list[dict[str, Any]]
     """Events that deal work out anew."""
 

@@ -64,7 +64,7 @@ class WorkerPool:
         self._pipes, self._processes = [], []
 
     def _answers(self, size: int) -> list[tuple[bool, Any]]:
-        """Whether each rank did it, and its result or what went wrong. A failure leaves the others little time."""
+        """Return for each rank True and its result, or False and its error. A failure leaves the others little time."""
         answers: dict[int, tuple[bool, Any]] = {}
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes[:size])}
         began, end = time.monotonic(), time.monotonic() + TIMEOUT_S

@@ -63,7 +63,7 @@ class Result:
     disturbed_s: float
     finished: bool
     again_s: list[float] = field(default_factory=list)
-    """Of each fault: until a step was made that had not been made before."""
+    """Seconds after each fault until a step was made that had not been made before."""
     steps_repeated: int = 0
     same_losses: bool = False
 

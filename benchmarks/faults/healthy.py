@@ -43,7 +43,7 @@ class Seen:
     events: list[dict[str, Any]]
     steps: list[dict[str, Any]]
     checkpoints: int
-    """Of those that are there: verified ones."""
+    """Verified ones that are there."""
 
     @property
     def problems(self) -> list[str]:

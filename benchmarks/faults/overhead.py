@@ -23,7 +23,7 @@ from argosy.observe.heartbeat import Heartbeat
 SKIPPED = 10
 """The first steps compile and warm up."""
 WRITES = 12
-"""Of a step: each phase that it enters, some of them for each microbatch; its number; how long it took."""
+"""Writes in a step: each phase that it enters, some of them for each microbatch; its number; how long it took."""
 EVERY = 16
 """Steps between copies in memory, as by default where nothing is known of failures."""
 

@@ -1,4 +1,4 @@
-"""Of two runs that want one place for their copies, one has it."""
+"""If two runs want one place for their copies, one has it."""
 
 from __future__ import annotations
 

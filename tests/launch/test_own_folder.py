@@ -1,4 +1,4 @@
-"""Whose a run's folder is, and what a refused run leaves behind."""
+"""A run's folder belongs to one run, and a refused run leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ TABLE = [
 
 @dataclass
 class Found:
-    """Of one rank, in its second step: the first has a pipeline's ranks greet each other."""
+    """The second step of one rank: in the first, a pipeline's ranks greet each other."""
 
     state: StateBytes
     sent: Counts

@@ -52,7 +52,7 @@ def test_scattering_gives_each_rank_its_tokens_of_the_sum_and_all_ranks_all_grad
 
 
 def there_and_back(world: World) -> Tensor:
-    """Of tokens that are not contiguous in memory."""
+    """Gather and scatter tokens that are not contiguous in memory; return the difference."""
     mine = drawn(T // world.size, B, D, seed=world.rank).transpose(0, 1)
     return reduce_scatter_sequence(gather_sequence(mine, dist.group.WORLD), dist.group.WORLD) / world.size - mine
 

@@ -171,7 +171,7 @@ def test_heads_that_do_not_fit_are_refused(workers, core: str, q_heads: int, kv_
 
 
 def bytes_of_ring(world: World, tokens: int) -> tuple[int, int, int]:
-    """Of one rank with so many tokens: kept for backward, the most at once in forward, and in backward."""
+    """Return what one rank with `tokens` tokens keeps for backward, its peak in forward, and in backward."""
     q, k, v, dy = (shard_sequence(x, world.rank, world.size) for x in inputs(4, 4, rows=1, seq_len=tokens * world.size))
     ring = RingAttention(dist.group.WORLD)
     with LiveBytes() as live:

@@ -198,7 +198,7 @@ def test_in_tiers_the_sum_is_over_all_and_a_part_of_it_crosses(workers, bucket_b
 
 
 def summed_in_tiers(world: World, bucket_bytes: int, sharing: int) -> tuple[dict[str, Tensor], list[tuple[str, int]]]:
-    """Of two groups of two replicas, each on `sharing` ranks."""
+    """Return the sums and messages of two groups of two replicas, each on `sharing` ranks."""
     ranks = torch.arange(world.size).view(2, 2, sharing)
     across, inside, gather, shard = (
         next(group for group, members in made if world.rank in members)
@@ -249,7 +249,7 @@ def test_each_gradient_is_freed_once_it_is_sent_except_under_zero_1(workers, zer
 
 
 def gradients_in_memory(world: World, zero: int) -> tuple[list[bool], list[bool]]:
-    """Whether the last layer's are, when backward reaches the first, and whether any are at the end."""
+    """Return which of the last layer's are there when backward reaches the first, and which at the end."""
     model = nn.Sequential(nn.Linear(3, 7), nn.Linear(7, 2))
     summing = sum_of(held(model, world, zero), zero, A_BUCKET_EACH)
     so_far: list[bool] = []
@@ -369,8 +369,8 @@ def test_values_are_taken_over_layer_by_layer_as_they_are_needed(workers, zero):
 
 
 def taken_in_turn(world: World, zero: int) -> tuple[list[bool], list[bool], int, int]:
-    """Whether the first and the last layer have what the other rank has updated, before and after the last is needed;
-    and how many messages travel at once, and in all."""
+    """Return True for the first and the last layer if they have what the other rank has updated, before and after the
+    last is needed; then how many messages travel at once, and in all."""
     model = layers()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     pieces = held(model, world, zero)

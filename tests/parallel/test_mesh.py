@@ -1,4 +1,4 @@
-"""Who is where: every view of the ranks counts them in the same order, and groups have the members that they should."""
+"""Every view of the ranks counts them in the same order, and groups have the members that they should."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ PLANS = [
 
 
 def holdings(world: World, plan: str, model: dict) -> dict[str, tuple[np.ndarray, int, bool, bool, bool]]:
-    """Of each piece: where its elements are in the whole, copies, whether value, gather and offset agree with it."""
+    """Return for each piece: its elements' places in the whole, copies; do value, gather and offset agree with it?"""
     whole = {name: weight.detach() for name, weight in decoder(**model).named_parameters()}
     found = {}
     for piece in laid_out(world, eager(plan), model=model).pieces:

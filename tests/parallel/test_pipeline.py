@@ -139,7 +139,7 @@ def loss_after_an_update(world: World, plan: str) -> float:
 
 @pytest.mark.parametrize("plan", ["pp=2", "pp=4", "pp=2,schedule=zbv", "pp=2,dp_shard=2,zero=1", "pp=2,dp_shard=2"])
 def test_after_an_update_both_ends_have_the_new_embedding(workers, plan):
-    """Whether they are on two ranks, or, in a V, on one."""
+    """The two ends are on two ranks, or, in a V, on one."""
     alone = loss_after_an_update(World(), "microbatch=8")
     layout = eager(plan)
     assert sum(workers.run(layout.world_size, loss_after_an_update, plan)) == pytest.approx(layout.dp * alone, rel=1e-5)

@@ -264,7 +264,7 @@ def test_a_kept_result_that_was_summed_over_ranks_in_place_is_not_summed_twice(w
 
 
 def flops_per_byte(compute: Callable[[], Any]) -> dict[str, float]:
-    """Of each operation in `compute`."""
+    """Return FLOPs over bytes of each operation in `compute`."""
     costs = {}
 
     class Costs(TorchDispatchMode):

@@ -103,7 +103,7 @@ def test_signals_that_a_terminal_sends_to_all_do_not_end_it(fork_server):
 
 
 def test_a_channel_is_held_by_its_process_alone(fork_server):
-    """Of requests that come at once, the first process must not keep the ends of those that follow."""
+    """If requests come at once, the first process must not keep the ends of those that follow."""
     asked = [fork_server.fork(str(number), GREET, {"COLOUR": ""}) for number in range(4)]
     pids = [channel.receive()["pid"] for channel in asked]
     os.kill(pids[-1], signal.SIGKILL)

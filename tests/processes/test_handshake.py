@@ -1,4 +1,4 @@
-"""Who knows the secret passes; who does not, or repeats what others said, does not."""
+"""A peer that knows the secret passes; one that does not, or repeats what others said, does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who trains: what the coordinator decides when processes and nodes come and go."""
+"""The coordinator decides which processes train when processes and nodes come and go."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_a_worker_that_dies_again_before_it_has_a_world_is_a_failure_each_time()
 
 
 def ended_by(reached: list[tuple[int, int]]) -> bool:
-    """Whether a run that was in step 100 once gives up, if it comes so far (step, safe step) between its losses."""
+    """Return True if a run that was in step 100 gives up; reached: (step, safe step) between its losses."""
     run = Run({"a": 1}, max_restarts=2).go()
     run.of.made_step(99, 80)
     run.of.made_step(100, 80)

@@ -73,7 +73,7 @@ def test_to_finish_one_sum_those_before_it_are_sent():
 
 
 def test_a_sum_without_a_phase_opens_it_to_nobody():
-    """Of experts, say, whose neighbours have others: what is before it and what comes after share groups."""
+    """The sum of experts, say, whose neighbours have others: what is before and after it share groups."""
     link = Link()
     link.submit("a")
     link.submit("b", (0, 1, 0, 0))

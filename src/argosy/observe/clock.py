@@ -52,10 +52,10 @@ class StepClock:
         self._device, self._on_gpu = device, device.type == "cuda"
         self._heartbeat, self._meter = heartbeat, communication
         self.communication: dict[str, dict[str, list[float]]] = {}
-        """Of the last lap: axis -> tier -> seconds waited, bytes sent; empty if nothing measures them."""
+        """The last lap's: axis -> tier -> seconds waited, bytes sent; empty if nothing measures them."""
         self.own_s: dict[Category, float] = {}
-        """Of the last lap: seconds of each category of own work, without waits for other ranks. Waits for the tokens of
-        experts count as work: how many a rank gets is not its doing, and all of its group wait for the busiest."""
+        """Seconds of each category in the last lap, without waits for other ranks. Waits for the tokens of experts count
+        as work: how many a rank gets is not its doing, and all of its group wait for the busiest."""
         self.microbatches = 1
         """Microbatches of the step at hand, for the heartbeat."""
         self._spans: list[tuple[Category, Mark, Mark]] = []

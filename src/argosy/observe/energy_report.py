@@ -60,7 +60,7 @@ class Energy(Costs):
 
 @dataclass(frozen=True)
 class RunSoFar:
-    """What of a run its costs depend on."""
+    """The figures of a run that its costs depend on."""
 
     tokens: int
     steps: float

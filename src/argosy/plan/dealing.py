@@ -78,7 +78,7 @@ class PipelineWork:
     plan: Plan
     """With the layers of each stage said."""
     layers: Floats
-    """Of each rank."""
+    """The layers of each rank."""
     beside: Floats
     """The head, on the rank that has it, by FLOPs."""
     doubtful: Floats

@@ -33,9 +33,9 @@ COLLECT_S = 0.3
 OLD_S = 60.0
 """A request is not answered any more after so long: whoever asked has given up."""
 MOST_BYTES = 4096
-"""Of a request."""
+"""The largest request."""
 MOST_STACK_BYTES = 2**17
-"""Of one worker's stacks."""
+"""The most that is read of one worker's stacks."""
 NOT_A_REQUEST = (ValueError, TypeError, KeyError, RecursionError)
 """What reading any bytes as a request may raise."""
 NAME = re.compile(r"[0-9a-z-]{1,64}")

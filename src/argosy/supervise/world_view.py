@@ -21,7 +21,7 @@ class _NodeView:
         self.ranks = np.fromiter(self.pids, dtype=np.intp, count=len(self.pids))
         self.step, self.waiting = -1, 0
         self.microbatches = np.ones(len(self.ranks))
-        """Of each rank in the steps that are told."""
+        """The number that each rank computes in a step, as in the steps that were told."""
         self.told_step = -1
         """The newest step whose times were told."""
         self.seen: dict[int, WorkerSeen] = {}

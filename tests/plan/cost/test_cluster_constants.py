@@ -125,7 +125,7 @@ def test_compiling_takes_memory_where_the_device_s_memory_is_the_host_s(cluster,
     ids=str,
 )
 def test_a_cpu_s_memory_holds_the_copies_for_a_checkpoint(plan, copies):
-    """Of weights and both moments, dealt out to the ranks that hold them: second steps need that much more."""
+    """Weights and both moments are copied by the ranks that hold them: second steps need that much more."""
     run = load("demo", {"model.vocab_size": 4096})
     found = CostModel.of(run, Cluster.parse("2xcpu")).predict_memory(Layouts.of([plan])).workspace[0]
     weights = predict(Plan(), run, Cluster.parse("1xcpu")).memory["weights"]

@@ -16,7 +16,7 @@ MODEL = ModelConfig(layers=4, width=64, heads=8, kv_heads=4, head_width=8, ffn_w
 P = 4 * parameters(MODEL)
 """Bytes of all parameters."""
 AROUND = 4 * (2 * 256 * 64 + 64)
-"""Of those that are in no block."""
+"""Bytes of the parameters that are in no block."""
 ROWS, TOKENS = 16, 64
 HIDDEN = 4 * ROWS * TOKENS * MODEL.width
 """Bytes of the whole batch's hidden states."""

@@ -1,4 +1,4 @@
-"""Of plans that are about as fast, the plainest is taken; state goes to the host only if nothing else fits."""
+"""The plainest of plans that are about as fast is taken; state goes to the host only if nothing else fits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is let in to speak to a site's exchange, and what one that is not is told."""
+"""A site's exchange lets in only sites of its run; one that is not let in is told why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of two sites that have gone apart one gives way, and never both, whatever each heard too late."""
+"""One of two sites that have gone apart gives way, and never both, whatever each heard too late."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Reconciled(BaseModel):
     update_s: Compared | None = None
     """Seconds of an update of a worker of asynchronous training: its steps, push and pull."""
     round_wait_s: Compared | None = None
-    """Of a site: how long it waits in a round for the others and for what travels, in the middle."""
+    """Seconds that a site waits in a round for the others and for what travels; the median."""
 
     def in_words(self) -> str:
         """Return a small table, with the interval behind each total."""

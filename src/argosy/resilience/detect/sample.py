@@ -47,7 +47,7 @@ class Sample:
     moved: Flags
     """Which ranks have made progress. Shape, as of all arrays: (ranks,)."""
     beaten: Flags
-    """Whose heart has beaten."""
+    """Which ranks have sent a heartbeat."""
     every_s: float = 0.5
     """How often samples come at most, seconds."""
     step: int = -1

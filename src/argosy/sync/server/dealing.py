@@ -27,9 +27,9 @@ class Update:
     update: int
     item: int
     site: str
-    """Who computed its gradient."""
+    """The worker that computed its gradient."""
     version: int
-    """Of the weights that it was computed with."""
+    """Updates that had made the weights that it was computed with."""
 
     @property
     def staleness(self) -> int:

@@ -91,9 +91,9 @@ class Commit(Said):
     ask: Count
     lease: Id
     losses: Losses
-    """Of each of its steps."""
+    """The loss of each of its steps."""
     norms: Norms
-    """Of the gradients, before clipping."""
+    """The gradient's norm in each, before clipping."""
 
 
 class Bad(Said):
@@ -214,7 +214,7 @@ class Held(Said):
     kind: Literal["held"] = "held"
     ask: Count
     by: list[Id]
-    """Who is waited for: a server that is not ready, or slow workers."""
+    """The server that is not ready, or the slow workers that are waited for."""
 
 
 class Weights(Said):

@@ -1,4 +1,4 @@
-"""Whether a run over sites can be made longer, or shorter: the rounds that were made must be rounds of that run too.
+"""A run over sites can be made longer, or shorter, if the rounds that were made are rounds of that run too.
 
 The last round of a run is unlike the others: it ends with the run, waits for nothing, and is about all weights, so that
 all sites end with the same ones. Averages of it that a site may still read would mean something else in a longer run.

@@ -50,7 +50,7 @@ REFUSED_AGAIN_S = 30.0
 
 @dataclass
 class Peer:
-    """Who is at the other end of a connection."""
+    """The worker at the other end of a connection."""
 
     site: str
     session: str
