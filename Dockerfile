@@ -17,5 +17,5 @@ RUN apt-get update \
 COPY pyproject.toml constraints.txt README.md LICENSE /argosy/
 COPY src /argosy/src
 RUN pip install --no-cache-dir --constraint /argosy/constraints.txt "/argosy[parquet,zstd,tls,etcd,kubernetes,devices,store]"
-WORKDIR /work
+WORKDIR /data
 ENTRYPOINT ["python3", "-m", "argosy"]

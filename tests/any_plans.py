@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from argosy.config.schema import RunConfig
 from argosy.plan.pipeline import SCHEDULES
-from argosy.plan.plan import Plan
+from argosy.plan.plan import AXES, Plan
 
 
 def run(sites: Any = (), **sections: dict[str, Any]) -> RunConfig:
@@ -22,26 +22,32 @@ def run(sites: Any = (), **sections: dict[str, Any]) -> RunConfig:
     return RunConfig.model_validate({**tables, "sites": sites})
 
 
-SIZES = st.sampled_from([1, 1, 2, 3, 4])
-ANY_PLAN = st.builds(
-    Plan,
-    pp=SIZES,
-    dp_replicate=SIZES,
-    dp_shard=SIZES,
-    cp=SIZES,
-    tp=SIZES,
-    ep=SIZES,
-    schedule=st.sampled_from(sorted(SCHEDULES)),
-    context=st.sampled_from(["ring", "ulysses"]),
-    recompute=st.sampled_from(["none", "selective", "full"]),
+SMALL = st.sampled_from([1, 1, 2, 3, 4])
+"""Sizes of meshes for small runs."""
+
+
+def plans(size: st.SearchStrategy[int], **others: st.SearchStrategy[Any]) -> st.SearchStrategy[Plan]:
+    """Return plans whose axes have any `size`; the keys in `others` vary too, the rest have their defaults."""
+    return st.builds(
+        Plan,
+        **dict.fromkeys((*AXES, "ep"), size),
+        zero=st.integers(0, 3),
+        schedule=st.sampled_from(sorted(SCHEDULES)),
+        context=st.sampled_from(["ring", "ulysses"]),
+        recompute=st.sampled_from(["none", "selective", "full"]),
+        precision=st.sampled_from(["fp32", "bf16", "fp16", "fp8"]),
+        weights=st.sampled_from(["fp32", "fp32", "bf16"]),
+        compile=st.booleans(),
+        **others,
+    )
+
+
+ANY_PLAN = plans(
+    SMALL,
     microbatch=st.sampled_from([1, 2, 3, 4]),
-    zero=st.integers(0, 3),
     sum_inside=st.sampled_from([1, 1, 1, 2, 3]),
     sum_between=st.sampled_from([1, 1, 1, 2]),
     stages_per_rank=st.sampled_from([1, 2, 3]),
-    precision=st.sampled_from(["fp32", "bf16", "fp16", "fp8"]),
-    weights=st.sampled_from(["fp32", "fp32", "bf16"]),
-    compile=st.booleans(),
 )
 
 

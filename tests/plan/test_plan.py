@@ -11,35 +11,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from any_plans import plans
 from argosy.errors import UserError
-from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan, Sync, words_of
 
 SIZES = st.integers(1, 4096)
-PLANS = st.builds(
-    Plan,
-    pp=SIZES,
-    dp_replicate=SIZES,
-    dp_shard=SIZES,
-    cp=SIZES,
-    tp=SIZES,
-    ep=SIZES,
-    zero=st.integers(0, 3),
-    schedule=st.sampled_from(sorted(SCHEDULES)),
+PLANS = plans(
+    SIZES,
     stages_per_rank=SIZES,
-    context=st.sampled_from(["ring", "ulysses"]),
-    recompute=st.sampled_from(["none", "selective", "full"]),
     recompute_every=SIZES,
     offload=st.sampled_from(["none", "activations", "optimizer", "all"]),
     microbatch=SIZES,
-    precision=st.sampled_from(["fp32", "bf16", "fp16", "fp8"]),
-    weights=st.sampled_from(["fp32", "bf16"]),
     reduce=st.sampled_from(["fp32", "bf16"]),
     sync=st.sampled_from(get_args(Sync)),
     sum_inside=SIZES,
     sum_between=SIZES,
     bucket_mb=st.integers(1, 64),
-    compile=st.booleans(),
 )
 
 

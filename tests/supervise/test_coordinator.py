@@ -334,7 +334,7 @@ def leased(tmp_path: Path) -> Iterator[tuple[Held, Callable[[str], AgentConnecti
     held, made = Held(), list[AgentConnection]()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         plan = Plan.parse("dp_replicate=2")
-        of = Coordinator(tmp_path, listener, run, plan, SECRET, owner="a", keeper=held)  # type: ignore[arg-type]
+        of = Coordinator(tmp_path, listener, run, plan, SECRET, owner="a", lease=held)  # type: ignore[arg-type]
         thread = threading.Thread(target=of.run)
         thread.start()
 

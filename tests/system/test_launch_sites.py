@@ -35,12 +35,12 @@ def launched(folder: Folder) -> Iterator[Callable[..., SitesOfARun]]:
 
 
 def test_each_site_is_printed_as_its_engine_would_be_told(folder: Folder) -> None:
-    write(folder, 'on = "slurm", nodes = 3, partition = "gpu"', 'login = "me@lyon", folder = "/work/a b"')
+    write(folder, 'on = "slurm", nodes = 3, partition = "gpu"', 'login = "me@lyon", folder = "/data/a b"')
     said = folder.argosy_here("launch", "run.toml", "--dry-run", "--train.steps", 12)
     oslo, lyon = said.split("# site B, on login\n")
     assert oslo.startswith("# site A, on slurm\n#!/bin/bash\n#SBATCH --job-name=tiny-A\n#SBATCH --nodes=3\n")
     assert "#SBATCH --partition=gpu" in oslo and "--site A" in oslo and "runs/tiny/sites/A" in oslo
-    assert "cd '/work/a b' && argosy launch run.toml --train.steps 12 --site B --here" in lyon
+    assert "cd '/data/a b' && argosy launch run.toml --train.steps 12 --site B --here" in lyon
     only = folder.argosy_here("launch", "run.toml", "--dry-run", "--site", "B", "--here")
     assert only.startswith("# site B, on local\n")
     assert not (folder.path / "runs").exists()

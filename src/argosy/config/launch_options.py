@@ -36,7 +36,7 @@ class EngineOptions:
     namespace: str = ""
     """kubernetes: the namespace; empty: kubectl's own."""
     volume: str = ""
-    """kubernetes: the PersistentVolumeClaim for data and runs, and its path in the pods if not /work: CLAIM[:PATH]."""
+    """kubernetes: the PersistentVolumeClaim for data and runs, and its path in the pods if not /data: CLAIM[:PATH]."""
     address: str = ""
     """ray: of the cluster's dashboard, e.g. http://head:8265; empty: that of the cluster that this machine is in."""
     image: str = ""

@@ -63,10 +63,19 @@ def with_known_sizes(run: RunConfig) -> RunConfig:
     return run.model_copy(update={"model": run.model.model_copy(update={"vocab_size": vocab_size})})
 
 
+def prepare_shown(run: RunConfig, progress: Progress) -> Manifest:
+    """Prepare the run's data, show how far that is, and return their manifest. Raises: as `prepare`."""
+
+    def show(state: PrepareProgress) -> None:
+        progress.note(str(state), last=state.stage == "done")
+
+    return prepare(run.data.prepare, show, run.extend)
+
+
 def _with_data(run: RunConfig, progress: Progress) -> RunConfig:
     if run.data.prepare.input:
         is_prepared = (run.data.prepare.out / MANIFEST).exists()
-        manifest = prepare(run.data.prepare, lambda state: _show(progress, state), run.extend)
+        manifest = prepare_shown(run, progress)
         if run.data.prepare.remote:
             upload(run.data.prepare.out, run.data.prepare.remote)
         if not is_prepared:
@@ -81,7 +90,3 @@ def _with_data(run: RunConfig, progress: Progress) -> RunConfig:
         return run
     sources = {str(run.data.prepare.out): 1.0}
     return run.model_copy(update={"data": run.data.model_copy(update={"sources": sources})})
-
-
-def _show(progress: Progress, state: PrepareProgress) -> None:
-    progress.note(str(state), last=state.stage == "done")

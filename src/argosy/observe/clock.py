@@ -54,8 +54,8 @@ class StepClock:
         self.communication: dict[str, dict[str, list[float]]] = {}
         """The last lap's: axis -> tier -> seconds waited, bytes sent; empty if nothing measures them."""
         self.own_s: dict[Category, float] = {}
-        """Seconds of each category in the last lap, without waits for other ranks. Waits for the tokens of experts count
-        as work: how many a rank gets is not its doing, and all of its group wait for the busiest."""
+        """Seconds of each category in the last lap, without waits for other ranks. Waits for the tokens of experts
+        count as work: how many a rank gets is not its doing, and all of its group wait for the busiest."""
         self.microbatches = 1
         """Microbatches of the step at hand, for the heartbeat."""
         self._spans: list[tuple[Category, Mark, Mark]] = []

@@ -10,6 +10,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, ValidationError
 
 from argosy.config.problems import Place, problem_of
+from argosy.config.schema import RunConfig
 from argosy.config.section import Section
 from argosy.errors import UserError
 from argosy.files import atomic_write
@@ -268,6 +269,11 @@ def with_sync(text: str, word: str) -> str:
 def is_asynchronous(plan: str) -> bool:
     """Return True if a plan, as a run file has it, says sync=async. Raises: UserError if it is none."""
     return words_of(plan).get("sync") == "async"
+
+
+def has_workers(run: RunConfig) -> bool:
+    """Return True if the run's [[sites]] are workers of asynchronous training. Raises: UserError, as `words_of`."""
+    return bool(run.sites) and is_asynchronous(run.plan)
 
 
 def _number(word: str) -> int | str:

@@ -91,16 +91,14 @@ def joined(own: Cluster, names: Sequence[str], parts: Mapping[str, Cluster], lin
     groups = tuple(group.model_copy(update={"site": name}) for name in names for group in parts[name].groups)
     site = next(name for name in names if parts[name] is own)
     at = {name: (parts[name].measured or Measurements()).model_copy(update={"site": name}) for name in names}
-    kept = {key: getattr(own, key) for key in Cluster.model_fields}
-    changed = {
-        "name": " + ".join(names),
-        "groups": groups,
-        "network": _network([parts[name] for name in names]),
-        "links": tuple(links),
-        "measured": at[site],
-        "measured_at": {name: at[name] for name in names if parts[name].measured is not None},
-    }
-    return Cluster(**{**kept, **changed})
+    return own.changed(
+        name=" + ".join(names),
+        groups=groups,
+        network=_network([parts[name] for name in names]),
+        links=tuple(links),
+        measured=at[site],
+        measured_at={name: at[name] for name in names if parts[name].measured is not None},
+    )
 
 
 def _network(parts: Sequence[Cluster]) -> tuple[Tier, ...]:

@@ -34,7 +34,7 @@ from argosy.supervise.agent_connections import LEASE_S, AgentConnection, AgentCo
 from argosy.supervise.descriptors import raise_limit
 from argosy.supervise.handover import Handover
 from argosy.supervise.lease.backends import open_lease
-from argosy.supervise.lease.keeper import Keeper
+from argosy.supervise.lease.held import HeldLease
 from argosy.supervise.lease.lease import LeaseLost
 from argosy.supervise.membership import Membership, Settings
 from argosy.supervise.migration import Migrator
@@ -68,14 +68,14 @@ class Coordinator:
         secret: bytes,
         tls: ssl.SSLContext | None = None,
         owner: str = "",
-        keeper: Keeper | None = None,
+        lease: HeldLease | None = None,
     ):
         """`plan`: the one in force whenever there are enough processes. `tls`: what encrypts its connections.
 
-        owner: the name under which it begins generations. keeper: holds the lease of its place; None if that is fixed.
+        owner: the name under which it begins generations. lease: that of its place; None if that is fixed.
         """
         self._run_dir, self._folder = run_dir, name_of(run_dir)
-        self._owner, self._keeper = owner or uuid.uuid4().hex, keeper
+        self._owner, self._lease = owner or uuid.uuid4().hex, lease
         settings = Settings(
             plan.world_size,
             str(plan),
@@ -131,8 +131,8 @@ class Coordinator:
 
     def _check_lease(self) -> None:
         """Raises: LeaseLost, before another can have the lease."""
-        if self._keeper is not None and not self._keeper.is_held:
-            raise LeaseLost(self._keeper.problem or "this process stood still for too long to renew it")
+        if self._lease is not None and not self._lease.is_held:
+            raise LeaseLost(self._lease.problem or "this process stood still for too long to renew it")
 
     def _is_over(self) -> bool:
         if self._agents:
@@ -350,12 +350,12 @@ class Coordinator:
 
         Raises: LeaseLost if another has the lease, or has begun this generation just before this one got the lease.
         """
-        if self._keeper is not None:
-            self._keeper.check(generation)
+        if self._lease is not None:
+            self._lease.check(generation)
         try:
             begin_generation(self._run_dir, generation, self._owner)
         except Fenced as problem:
-            if self._keeper is not None:  # the one that is started next knows of it
+            if self._lease is not None:  # the one that is started next knows of it
                 raise LeaseLost(str(problem)) from None
             self._membership.fail(f"another coordinator has taken the run over: {problem}")
             return False
@@ -385,14 +385,14 @@ def main() -> None:
     raise_limit()
     run_dir, listener = Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
     run, plan, owner, token = load(run_dir / "run.toml"), Plan.parse(sys.argv[3]), *sys.argv[4:]
-    keeper = Keeper(open_lease(run.launch.lease, run_dir, token)) if token else None
+    lease = HeldLease(open_lease(run.launch.lease, run_dir, token)) if token else None
     try:
         Coordinator(
-            run_dir, listener, run, plan, secret_of(run_dir), server_context(run_dir, run.launch), owner, keeper
+            run_dir, listener, run, plan, secret_of(run_dir), server_context(run_dir, run.launch), owner, lease
         ).run()
     finally:
-        if keeper is not None:
-            keeper.end()
+        if lease is not None:
+            lease.end()
 
 
 if __name__ == "__main__":

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from argosy.compare.results import SWEEP_FILE
-from argosy.data.prepare import prepare
-from argosy.data.progress import PrepareProgress
 from argosy.errors import UserError
+from argosy.launch.resolve import prepare_shown
 from argosy.observe.progress import Progress
 from argosy.sweep.driver import Driver
 from argosy.sweep.executor import Asked
@@ -59,17 +58,13 @@ def _prepare_data(sweep: Sweep, progress: Progress) -> None:
     """Prepare the data that all trials read, once. Raises: UserError if there are none."""
     data = sweep.base.data
     if data.prepare.input:
-        prepare(data.prepare, lambda state: _show(progress, state), sweep.base.extend)
+        prepare_shown(sweep.base, progress)
         progress.close()
     elif not data.sources and not any(p.key.startswith("data") for p in sweep.parameters):
         raise UserError(
             f"{sweep.path}: its run has no data to train on. Give data.sources (folders that `argosy prepare` wrote), "
             "or data.prepare.input (text to prepare)."
         )
-
-
-def _show(progress: Progress, state: PrepareProgress) -> None:
-    progress.note(str(state), last=state.stage == "done")
 
 
 def _say_what_does_not_fit(sweep: Sweep, limits: Limits, say: Callable[[str], None]) -> None:

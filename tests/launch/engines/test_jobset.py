@@ -13,12 +13,12 @@ from argosy.launch.engines.jobset import Place, access, belongings, jobset
 from published_models import check
 
 pytest.importorskip("kubeflow_trainer_api", reason="needs kubeflow-trainer-api: pip install 'argosy[dev]'")
-PLACE = Place("mine-0a1b2", "training", "shared", PurePosixPath("/work"), PurePosixPath("/work/runs/mine"))
+PLACE = Place("mine-0a1b2", "training", "shared", PurePosixPath("/data"), PurePosixPath("/data/runs/mine"))
 
 
 def request(**options: Any) -> Request:
     run = options.pop("run", RunConfig())
-    return Request(run, Path("/work/runs/mine"), ("run.toml",), Path("/work"), image="a:1", volume="shared", **options)
+    return Request(run, Path("/data/runs/mine"), ("run.toml",), Path("/data"), image="a:1", volume="shared", **options)
 
 
 def pod_of(asked: Request) -> dict[str, Any]:

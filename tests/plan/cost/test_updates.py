@@ -9,9 +9,10 @@ from argosy.config.load import load
 from argosy.config.sites import SiteConfig
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
+from argosy.plan.cost.network import FRAMING
 from argosy.plan.cost.prediction import predict
 from argosy.plan.cost.sites import exchange_s, within_site
-from argosy.plan.cost.updates import FRAMING, MESSAGES, added_s, in_words, sent_bytes, updates_of, with_workers
+from argosy.plan.cost.updates import MESSAGES, added_s, in_words, sent_bytes, updates_of, with_workers
 from argosy.plan.flops import parameters
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import Plan

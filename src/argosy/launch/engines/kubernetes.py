@@ -34,7 +34,7 @@ from argosy.launch.engines.jobset import (
 from argosy.processes.secret import FILE, VALUE, secret_of
 
 ANSWER_S = 60.0
-MOUNT = "/work"
+MOUNT = "/data"
 NAME_CHARS = 30
 """Letters of the run's name in the names of its objects, which may have 63 with what JobSet adds."""
 MADE_AT_LAUNCH = "made when the run is launched"

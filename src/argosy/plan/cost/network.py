@@ -14,7 +14,11 @@ import numpy as np
 
 from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.rates import Rates
+from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.workload import Numbers
+
+FRAMING = 1.01
+"""Bytes on a link between sites over those of numbers: headers of TCP, encryption, and the heads of messages."""
 
 
 @dataclass(frozen=True)
@@ -86,3 +90,9 @@ def send_s(message: Numbers, group: Group) -> Numbers:
     return message / np.where(group.crosses, group.nic, group.link) + np.where(
         np.asarray(group.ranks) > 1, group.latency, 0.0
     )
+
+
+def between_sites_s(sent: float, cluster: Cluster, messages: int) -> float:
+    """Return the seconds of `sent` bytes over the thinnest link of a cluster, and of messages one after the other."""
+    thinnest = min(link.bandwidth_bytes_per_s for link in cluster.links)
+    return sent / thinnest + messages * max(link.latency_s for link in cluster.links)

@@ -58,11 +58,12 @@ class Prediction:
         for name in ("step_s", "memory_bytes"):
             estimate = getattr(self, name)
             lines.append(f"{name} = {[_short(end) for end in (estimate.low, estimate.mid, estimate.high)]}  # 90 %")
-        for name in ("seconds", "memory", "traffic", *(["update"] if self.update else [])):
-            lines += ["", f"[{TABLE}.{name}]"]
-            lines += [f"{key} = {_short(value)}" for key, value in getattr(self, name).items() if value]
-        if self.rounds:
-            lines += ["", f"[{TABLE}.rounds]", *(f"{key} = {_short(value)}" for key, value in self.rounds.items())]
+        for name in ("seconds", "memory", "traffic"):
+            told = {key: value for key, value in getattr(self, name).items() if value}
+            lines += _table(name, told)
+        for name in ("update", "rounds"):
+            if found := getattr(self, name):
+                lines += _table(name, found)
         return "\n".join(lines) + "\n"
 
     @classmethod
@@ -133,11 +134,15 @@ def _by_axis(plan: Plan, run: RunConfig) -> dict[str, int]:
     sums: Counter[str] = Counter()
     for (axis, _), sent in traffic(plan, run).items():
         sums[axis] += sent
-    if plan.sync in LOCAL and run.sites:
+    if run.sites and plan.sync in LOCAL:
         sums["sites"] = round(bytes_of_step(run))
-    if plan.sync == "async" and run.sites:
+    elif run.sites and plan.sync == "async":
         sums["sites"] = round(sent_bytes(run) / run.sync.local_steps)
     return dict(sums)
+
+
+def _table(name: str, figures: Mapping[str, float]) -> list[str]:
+    return ["", f"[{TABLE}.{name}]", *(f"{key} = {_short(value)}" for key, value in figures.items())]
 
 
 def _short(value: Any) -> float | int:

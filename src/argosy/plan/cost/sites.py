@@ -26,11 +26,12 @@ from argosy.config.schema import RunConfig
 from argosy.config.sites import Wire
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
+from argosy.plan.cost.network import FRAMING, between_sites_s
 from argosy.plan.cost.outer_traffic import BLOCK, BLOCK_BYTES, rounds_in, sent_in_run, sent_in_turn
 from argosy.plan.cost.updates import added_s
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.parameters import parameter_table
-from argosy.plan.plan import Plan, is_asynchronous
+from argosy.plan.plan import Plan, has_workers
 from argosy.plan.workload import Numbers
 
 INNER_STEPS = (10, 50, 100, 500)
@@ -38,8 +39,6 @@ INNER_STEPS = (10, 50, 100, 500)
 WEIGHT_BYTES = 4
 WIRE_BYTES = {wire: of_block / BLOCK for wire, of_block in BLOCK_BYTES.items()}
 """Bytes of a number between sites (`sync.sites.wire`)."""
-FRAMING = 1.01
-"""Bytes on the link over those of numbers: headers of TCP, TLS and pieces of 256 KiB."""
 ROUND_NUMBER_S = 30e-9
 """Seconds of the host for a number of a round: out of the ranks and into a file, there and back, the outer step."""
 IN_RANKS = 1 / 3
@@ -120,7 +119,7 @@ def within_site(costs: CostModel, cluster: Cluster) -> CostModel:
     Raises: UserError if the batch cannot be shared out.
     """
     sites, run = site_count(cluster), costs.run
-    if is_asynchronous(run.plan):
+    if has_workers(run):
         return costs.on(run, min(cluster.sites.values()))  # each worker computes whole batches
     batch, left_over = divmod(run.train.global_batch, sites)
     if left_over:
@@ -187,13 +186,13 @@ def exchange_s(costs: CostModel, cluster: Cluster, inner_step_s: Numbers = 0.0) 
     over the whole run). Under sync=async it is what pushes and pulls add, whatever joins the workers
     (`plan.cost.updates`). Any other sums gradients in each step.
     """
-    if costs.run.sites and is_asynchronous(costs.run.plan):
+    if has_workers(costs.run):
         return added_s(costs.run, cluster, inner_step_s)
     if not cluster.links:
         return 0.0
     if costs.run.sites:
         return rounds_of(costs, cluster, inner_step_s).step_s
-    return _on_link_s(exchange_bytes(costs, cluster), cluster, 2 * (site_count(cluster) - 1))
+    return between_sites_s(exchange_bytes(costs, cluster), cluster, 2 * (site_count(cluster) - 1))
 
 
 def outer_exchanges(costs: CostModel, cluster: Cluster, plan: Plan, inner_step_s: float) -> list[Exchange]:
@@ -214,7 +213,7 @@ def _parts_s(costs: CostModel, cluster: Cluster, wire: Wire, fragments: int = 1)
         return 0.0, 0.0, 0.0
     on_host = ROUND_NUMBER_S * float(costs.workload.matrix_parameters) / fragments
     sent = _sent(costs, site_count(cluster), WIRE_BYTES[wire]) / fragments
-    travels_s = ROUND_S + FRAMING * _on_link_s(sent, cluster, 2 * ROUND_TRIPS)
+    travels_s = ROUND_S + between_sites_s(FRAMING * sent, cluster, 2 * ROUND_TRIPS)
     return IN_RANKS * on_host, (1 - IN_RANKS) * on_host, travels_s
 
 
@@ -225,8 +224,3 @@ def _plain(seconds: NDArray[np.float64]) -> Numbers:
 
 def _sent(costs: CostModel, sites: int, of_number: float) -> float:
     return 2 * (sites - 1) / sites * of_number * float(costs.workload.matrix_parameters)
-
-
-def _on_link_s(sent: float, cluster: Cluster, passes: int) -> float:
-    thinnest = min(link.bandwidth_bytes_per_s for link in cluster.links)
-    return sent / thinnest + passes * max(link.latency_s for link in cluster.links)

@@ -23,13 +23,12 @@ import numpy as np
 
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
+from argosy.plan.cost.network import FRAMING, between_sites_s
 from argosy.plan.cost.outer_traffic import BLOCK, BLOCK_BYTES
 from argosy.plan.flops import parameters
 from argosy.plan.hardware.clusters import Cluster, NodeGroup, SiteLink
 from argosy.plan.workload import Numbers
 
-FRAMING = 1.01
-"""Bytes on the link over those of numbers: headers of TCP, encryption, and pieces of 1 MiB."""
 WORKER_NUMBER_S = 8e-9
 """Seconds of a worker for a number: received, decrypted, copied to the weights; copied from the gradient, sent. This
 and the next two are CPU times of the parts (0.55 ns a byte for encryption, AdamW 0.6 ns a number) on a 2-core machine,
@@ -88,14 +87,17 @@ def updates_of(run: RunConfig, cluster: Cluster, step_s: Numbers) -> Updates:
     server_s = numbers * (SERVER_NUMBER_S + WIRE_NUMBER_S[run.sync.wire] / 2) / _servers(run)
     own_s = numbers * (WORKER_NUMBER_S + WIRE_NUMBER_S[run.sync.wire] / 2) + UPDATE_S + server_s
     is_away = _away([site.name for site in run.sites], cluster)
-    link_s = _link_s(cluster, sent + received) if any(is_away) else 0.0
+    link_s = busier_s = 0.0
+    if any(is_away):
+        link_s = between_sites_s(FRAMING * (sent + received), cluster, 2 * MESSAGES)
+        busier_s = between_sites_s(FRAMING * max(sent, received), cluster, 0)
     worker_s = tuple(steps * step_s + own_s + away * link_s for away in is_away)
     rates = [1 / seconds for seconds in worker_s]
     of_away = sum((rate for rate, away in zip(rates, is_away, strict=True) if away), 0.0) / sum(rates)
     limits: dict[Limit, Numbers] = {
         "workers": 1 / sum(rates),
         "a server": server_s + 0.0 * step_s,
-        "the link": of_away * (_link_s(cluster, max(sent, received), messages=0) if any(is_away) else 0.0),
+        "the link": of_away * busier_s,
         "max_staleness": _held_s(worker_s, run.sync.max_staleness),
     }
     interval_s = _slowest(tuple(limits.values()))
@@ -159,11 +161,6 @@ def _away(names: Sequence[str], cluster: Cluster) -> tuple[bool, ...]:
     sites = list(cluster.sites)
     where = names if set(names) <= set(sites) else [sites[at % len(sites)] for at in range(len(names))]
     return tuple(bool(cluster.links) and site != sites[0] for site in where)
-
-
-def _link_s(cluster: Cluster, of_bytes: float, messages: int = MESSAGES) -> float:
-    thinnest = min(link.bandwidth_bytes_per_s for link in cluster.links)
-    return FRAMING * of_bytes / thinnest + 2 * messages * max(link.latency_s for link in cluster.links)
 
 
 def _held_s(worker_s: Sequence[Numbers], bound: int) -> Numbers:

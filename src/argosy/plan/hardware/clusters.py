@@ -255,9 +255,13 @@ class Cluster(Section):
         groups = tuple(group for group in self.groups if group.site == name)
         node, devices = min(group.devices_per_node for group in groups), sum(group.devices for group in groups)
         network = tuple(tier for tier in self.network if node < tier.devices) if devices > node else ()
+        measured = self.measured_at.get(name, self.measured)
+        return self.changed(groups=groups, links=(), network=network, measured=measured, measured_at={})
+
+    def changed(self, **keys: object) -> Self:
+        """Return a copy in which some keys are others, checked as a whole. Raises: ValidationError."""
         kept = {key: getattr(self, key) for key in type(self).model_fields}
-        kept |= {"measured": self.measured_at.get(name, self.measured), "measured_at": {}}
-        return type(self)(**{**kept, "groups": groups, "links": (), "network": network})
+        return type(self).model_validate({**kept, **keys})
 
     @property
     def site_devices(self) -> int:

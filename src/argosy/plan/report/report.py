@@ -22,7 +22,7 @@ from argosy.plan.cost.updates import in_words, with_workers
 from argosy.plan.flops import active_parameters, parameters
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
-from argosy.plan.plan import Plan, is_asynchronous
+from argosy.plan.plan import Plan, has_workers
 from argosy.plan.report.agreeing import ways_to_agree
 from argosy.plan.report.explain import Sensitivity, binding, sensitivities
 from argosy.plan.report.sums import sums_in_words
@@ -177,8 +177,7 @@ def searched(request: PlanRequest, counts_of: Callable[[CostModel], list[int]]) 
 
 def _with_workers(request: PlanRequest) -> Cluster:
     """Return the cluster of the request; of an asynchronous run, with a site for each worker."""
-    is_parted = bool(request.run.sites) and is_asynchronous(request.run.plan)
-    return with_workers(request.cluster, request.run) if is_parted else request.cluster
+    return with_workers(request.cluster, request.run) if has_workers(request.run) else request.cluster
 
 
 def _uneven(costs: CostModel, found: SearchResult, rows: Sequence[int]) -> tuple[UnevenSplit, ...]:

@@ -19,7 +19,7 @@ from argosy.plan.cost.rates import in_precision
 from argosy.plan.cost.sites import exchange_s, site_count, within_site
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
-from argosy.plan.plan import is_asynchronous
+from argosy.plan.plan import has_workers
 from argosy.plan.search.search import SearchResult
 from argosy.plan.workload import Numbers
 
@@ -51,7 +51,7 @@ class WholeRunModel:
     def __init__(self, run: RunConfig, cluster: Cluster, costs: CostModel, tokens: float):
         """costs: the cost model of each site; tokens: those to train on."""
         self.run, self.cluster, self.costs, self.tokens = run, cluster, costs, tokens
-        self.is_asynchronous = bool(run.sites) and is_asynchronous(run.plan)
+        self.is_asynchronous = has_workers(run)
         if self.is_asynchronous:  # while each worker makes a step, all of them train on so much
             batch = run.train.global_batch * site_count(cluster)
             self.run = run.model_copy(update={"train": run.train.model_copy(update={"global_batch": batch})})

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from argosy.supervise.lease import keeper as module
-from argosy.supervise.lease.keeper import Keeper
+from argosy.supervise.lease import held as module
+from argosy.supervise.lease.held import HeldLease
 from argosy.supervise.lease.lease import SAFE_S, TTL_S, Holder, LeaseLost, Unreachable
 
 
@@ -62,47 +62,47 @@ def test_the_holder_stops_well_before_the_lease_ends():
 
 
 def test_it_renews_and_stays_held(backend):
-    keeper = Keeper(backend)
+    lease = HeldLease(backend)
     wait_until(lambda: len(backend.calls) > 15)
-    assert keeper.is_held
-    keeper.end()
-    assert backend.calls[-1] == "release" and not keeper.is_held
+    assert lease.is_held
+    lease.end()
+    assert backend.calls[-1] == "release" and not lease.is_held
 
 
 def test_a_backend_that_is_silent_for_a_moment_is_asked_again(backend):
-    keeper = Keeper(backend)
+    lease = HeldLease(backend)
     backend.raises = Unreachable("silent")
     wait_until(lambda: len(backend.calls) > 3)
     backend.raises = None
     time.sleep(0.6)
-    assert keeper.is_held
-    keeper.end()
+    assert lease.is_held
+    lease.end()
 
 
 def test_one_that_cannot_renew_does_not_hold_it_any_more_and_says_why(backend):
-    keeper = Keeper(backend)
+    lease = HeldLease(backend)
     backend.raises = Unreachable("no way to it")
-    wait_until(lambda: not keeper.is_held)
-    assert keeper.problem == "no way to it"
+    wait_until(lambda: not lease.is_held)
+    assert lease.problem == "no way to it"
     with pytest.raises(LeaseLost, match="no way to it"):
-        keeper.check(3)
+        lease.check(3)
     assert "check 3" not in backend.calls
     count = len(backend.calls)
     backend.raises = None
-    keeper.end()
+    lease.end()
     time.sleep(0.2)
     assert len(backend.calls) <= count + 1, "it neither renews again, nor releases what another may hold"
 
 
 def test_a_lease_that_another_has_taken_is_not_held_from_then_on(backend):
-    keeper = Keeper(backend)
+    lease = HeldLease(backend)
     backend.raises = LeaseLost("another has it")
-    wait_until(lambda: not keeper.is_held)
-    assert keeper.problem == "another has it"
+    wait_until(lambda: not lease.is_held)
+    assert lease.problem == "another has it"
 
 
 def test_what_began_is_checked_once_the_backend_answers_again(backend):
-    keeper = Keeper(backend)
+    lease = HeldLease(backend)
     backend.raises = Unreachable("silent")
 
     def answers(call: str) -> None:
@@ -111,22 +111,22 @@ def test_what_began_is_checked_once_the_backend_answers_again(backend):
             raise Unreachable("silent")
 
     backend._answer = answers
-    keeper.check(3)
+    lease.check(3)
     assert backend.calls.count("check 3") == 3
-    keeper.end()
+    lease.end()
 
 
 def test_a_process_that_stood_still_knows_it_by_a_clock_that_did_not(backend, monkeypatch):
-    keeper = Keeper(backend)
-    assert keeper.is_held
+    lease = HeldLease(backend)
+    assert lease.is_held
     now_s = module._clock_s()
     monkeypatch.setattr(module, "_clock_s", lambda: now_s + 60)
-    assert not keeper.is_held
+    assert not lease.is_held
     with pytest.raises(LeaseLost):
-        keeper.check(1)
+        lease.check(1)
 
 
 def test_a_lease_that_cannot_be_renewed_at_once_is_not_kept(backend):
     backend.raises = LeaseLost("too late")
     with pytest.raises(LeaseLost, match="too late"):
-        Keeper(backend)
+        HeldLease(backend)

@@ -1,4 +1,4 @@
-"""What keeps the coordinator's lease: it renews it in a thread, and knows by its own clock how long it may go on."""
+"""The coordinator's lease, held: a thread renews it, and knows by its own clock how long it may go on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ AGAIN_S = 0.2
 """How soon an unreachable backend is asked again."""
 
 
-class Keeper:
+class HeldLease:
     """Holds a lease that was acquired for this process, until it is lost, cannot be renewed, or `end` gives it up.
 
     A thread renews it, so that a coordinator that searches for a plan keeps its place; its agent replaces one that

@@ -21,7 +21,7 @@ FINE_S = 600.0
 """A sink that has worked for so long starts with a new count of failures."""
 
 
-class Keeper:
+class HeldSink:
     """Holds the process of one sink. Nothing here waits for it."""
 
     def __init__(self, folder: Path, name: str, limits: SinksConfig, events: Events, again_s: float = AGAIN_S):
