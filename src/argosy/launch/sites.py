@@ -120,13 +120,9 @@ def train_sites(run: RunConfig, run_dir: Path, *, accept_changes: bool, quiet: b
     for site in run.sites:
         check_length(site_folder(run_dir, site.name), run)
     run_dir.mkdir(parents=True, exist_ok=True)
-    known = {s.name: s.address for s in load(run_dir / RUN_FILE).sites} if (run_dir / RUN_FILE).exists() else {}
-    run, _ = resolve(run, progress)  # once, not by each site at the same time
+    run, _ = resolve(_with_addresses(run, run_dir), progress)  # once, not by each site at the same time
     progress.close()
-    sites = tuple(
-        site.model_copy(update={"address": site.address or known.get(site.name) or f"127.0.0.1:{free_port()}"})
-        for site in run.sites
-    )
+    sites = tuple(s.model_copy(update={"address": s.address or f"127.0.0.1:{free_port()}"}) for s in run.sites)
     run = run.model_copy(update={"sites": sites})
     save_run(run, run_dir / RUN_FILE)
     secret_of(run_dir)

@@ -30,9 +30,9 @@ from argosy.observe.node_metrics import NodeMetrics
 from argosy.observe.progress import SCREEN, Progress
 from argosy.observe.terminal import print_message
 from argosy.plan.plan import Plan, is_asynchronous
-from argosy.processes.channel import Channel, Gone
+from argosy.processes.channel import Gone
 from argosy.processes.child import Entry
-from argosy.processes.fork_server import RENDEZVOUS, STORE_HOST, ForkServer
+from argosy.processes.fork_server import ForkServer
 from argosy.resilience.detect.finding import Finding
 from argosy.resilience.detect.node import NodeWatch
 from argosy.resilience.node_health import Health, NodeCheck, NodeCheckRequest
@@ -40,6 +40,7 @@ from argosy.sinks.process import FollowerProcess
 from argosy.supervise import flight_recorder
 from argosy.supervise import messages as say
 from argosy.supervise.coordinator_client import CoordinatorClient
+from argosy.supervise.generation_store import GenerationStore
 from argosy.supervise.newcomers import Newcomers
 from argosy.supervise.node_report import NodeReporter
 from argosy.supervise.nodes import Cause, State
@@ -71,8 +72,9 @@ class Agent:
         self._slots = -(-plan.world_size // self._launch.nodes)
         self._processes: dict[int, WorkerProcess] = {}
         self._coordinator = CoordinatorClient(run_dir, run, plan, self._events)
-        self._store: Channel | None = None
-        self._store_generation = 0
+        self._store = GenerationStore(
+            lambda generation, port: self._coordinator.tell(say.StoreOpened(generation=generation, port=port))
+        )
         self._stopping = Stopping(run_dir, run.resilience.grace_s, is_asynchronous(run.plan))
         self._finish: say.EndRun | None = None
         self._progress = Progress(enabled=not quiet, by="agent")
@@ -324,8 +326,7 @@ class Agent:
                 process.signal(signal.SIGKILL)
             process.channel.close()
         self._processes.clear()
-        if self._store is not None:
-            self._store.close()
+        self._store.close()
         self._coordinator.close()
         self._exchange.finish()
         self._follower.finish()
@@ -376,7 +377,7 @@ class Agent:
             case say.StartWorker(slot=slot):
                 self._start(slot)
             case say.OpenStore(generation=generation):
-                self._open_store(generation)
+                self._store.open(generation, self._coordinator.host, self._fork_server, self._selector)
             case say.JoinWorld():
                 self._join(message)
             case say.LeaveWorld(generation=generation, why=why):
@@ -411,30 +412,6 @@ class Agent:
                     "join", generation=world.generation, plan=world.plan, rank=place.rank, size=world.size,
                     local_rank=place.local_rank, local_size=len(world.places), host=world.host, port=world.port,
                 )  # fmt: skip
-
-    def _open_store(self, generation: int) -> None:
-        """Start the rendezvous store of a generation, in a process of its own: it must not die with a worker.
-
-        Each generation has a new one, so that no process finds the addresses of dead ones.
-        """
-        if self._store is not None:
-            with suppress(KeyError):
-                self._selector.unregister(self._store)
-            self._store.close()
-        environment = {STORE_HOST: self._coordinator.host}
-        self._store, self._store_generation = self._fork_server.fork("store", RENDEZVOUS, environment), generation
-        self._selector.register(self._store, selectors.EVENT_READ, self._hear_store)
-
-    def _hear_store(self) -> None:
-        assert self._store is not None
-        try:
-            messages = self._store.take()
-        except Gone:
-            self._selector.unregister(self._store)
-            return
-        for message in messages:
-            opened = say.StoreOpened(generation=self._store_generation, port=message["port"])
-            self._coordinator.tell(opened)
 
     def _hold(self, generation: int, on_disk: bool) -> None:
         """Tell the members of the generation to hold."""
