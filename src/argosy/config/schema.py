@@ -20,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from argosy.config.address import OptionalAddress
 from argosy.config.batch_ramp import BatchSizes, BatchStage, check_ramp
 from argosy.config.data import DataConfig
 from argosy.config.extend import ExtendConfig, one_of_or_own
@@ -165,7 +166,7 @@ class LaunchConfig(Section):
     """TCP port of a coordinator on this machine if `coordinator` is not given; 0: a free one."""
     nodes: PositiveInt = 1
     """Number of machines; start the same command on each of them, with the same `coordinator` or `lease`."""
-    coordinator: Annotated[str, Field(pattern=r"^$|^[^\s:]+:\d{1,5}$")] = ""
+    coordinator: OptionalAddress = ""
     """HOST:PORT of the coordinator; the agent on the machine that HOST names starts it there."""
     lease: str = ""
     """In place of `coordinator`: where the agents agree on which of them starts it, and which other one if its machine

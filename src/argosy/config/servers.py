@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt
 
+from argosy.config.address import Address
 from argosy.config.section import Section
 
 SERVER = re.compile(r"^server-([1-9][0-9]{0,3})$")
@@ -20,7 +21,7 @@ MOST_LOCAL_STEPS = 500
 class ServerConfig(Section):
     """The parameter servers of a run, and how old the weights may be that a gradient was computed with."""
 
-    servers: tuple[Annotated[str, Field(pattern=r"^[^\s:]+:\d{1,5}$")], ...] = ()
+    servers: tuple[Address, ...] = ()
     """async: HOST:PORT of each parameter server; empty: `shards` of them on this machine, if one command starts all."""
     shards: Annotated[int, Field(ge=1, le=1000)] = 1
     """async: servers over which parameters and optimizer state are dealt out, if `servers` names none."""

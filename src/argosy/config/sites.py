@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from argosy.config.address import OptionalAddress
 from argosy.config.launch_options import LaunchOptions
 from argosy.config.section import Section
 from argosy.config.servers import SERVER
@@ -42,7 +43,7 @@ class SiteConfig(Section):
 
     name: Annotated[str, Field(pattern=SITE_NAME, max_length=64)]
     """Name of the site; its folder is sites/NAME in the run's folder."""
-    address: Annotated[str, Field(pattern=r"^$|^[^\s:]+:\d{1,5}$")] = ""
+    address: OptionalAddress = ""
     """HOST:PORT at which the other sites reach it; empty: a free port of this machine, if one command starts all."""
     batch: NonNegativeInt = 0
     """Its sequences of each step; 0: an even share of what the other sites leave of train.global_batch."""

@@ -20,7 +20,7 @@ from argosy.launch.resolve import resolve
 from argosy.observe.events import Events
 from argosy.observe.progress import Progress
 from argosy.observe.report import Report
-from argosy.plan.plan import Plan, is_asynchronous
+from argosy.plan.plan import NO_WORKERS, Plan, is_asynchronous
 from argosy.processes.channel import Gone, Message
 from argosy.processes.child import Child
 from argosy.processes.secret import secret_of
@@ -61,9 +61,7 @@ def check(run: RunConfig) -> None:
     """Refuse what an asynchronous run does not do. Raises: UserError."""
     zeromq()
     if not run.sites:
-        raise UserError(
-            "plan.sync = async, and the run has no [[sites]]: they are its workers. Name one or more (docs/async.md)."
-        )
+        raise UserError(NO_WORKERS)
     if not run.train.steps:
         raise UserError("train.minutes with plan.sync = async: say how many updates to make. Give train.steps.")
     if run.train.batch_ramp:

@@ -31,6 +31,11 @@ OF_SITES: tuple[Sync, ...] = (*LOCAL, "async")
 Ratio = Annotated[str, BeforeValidator(str), AfterValidator(checked)]
 """Whole numbers joined by colons, such as 3:1; empty: nothing is said, and all get as much."""
 
+NO_WORKERS = (
+    "plan.sync = async, and the run has no [[sites]]: they are its workers. Name one or more (docs/async.md), or leave "
+    "sync out."
+)
+
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """The mesh axes, outermost first; their product is the number of processes. `ep` is laid over dp and cp."""
 NUMERICS = ("precision", "weights", "reduce", "sync", "compile")

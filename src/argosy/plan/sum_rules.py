@@ -8,7 +8,7 @@ from typing import Any
 
 from argosy.config.schema import RunConfig
 from argosy.plan.divisors import around, divisors
-from argosy.plan.plan import COMPRESSED, OF_SITES, Plan
+from argosy.plan.plan import COMPRESSED, NO_WORKERS, OF_SITES, Plan
 from argosy.plan.rule import Plans, rule
 
 
@@ -68,10 +68,12 @@ def tiers_hold_whole_sets_of_experts(plan: Plan, run: RunConfig) -> str:
 
 @rule(lambda p, run: p.is_("sync", *OF_SITES) ^ bool(run.sites))
 def sites_agree_now_and_then(plan: Plan, run: RunConfig) -> str:
+    if not run.sites and plan.sync == "async":
+        return NO_WORKERS
     if not run.sites:
         return (
             f"plan.sync = {plan.sync}, and the run has no [[sites]]: it says how sites agree. Name two sites or more "
-            "(docs/thin-links.md), or leave sync out."
+            "(docs/sites.md), or leave sync out."
         )
     return (
         f"plan.sync = {plan.sync}, and the run has [[sites]]: sites agree by sync=diloco, sync=local or sync=async. "

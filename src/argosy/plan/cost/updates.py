@@ -27,6 +27,7 @@ from argosy.plan.cost.network import FRAMING, between_sites_s
 from argosy.plan.cost.outer_traffic import BLOCK, BLOCK_BYTES
 from argosy.plan.flops import parameters
 from argosy.plan.hardware.clusters import Cluster, NodeGroup, SiteLink
+from argosy.plan.plan import NO_WORKERS
 from argosy.plan.workload import Numbers
 
 WORKER_NUMBER_S = 8e-9
@@ -81,7 +82,7 @@ def updates_of(run: RunConfig, cluster: Cluster, step_s: Numbers) -> Updates:
     the run has no workers.
     """
     if not run.sites:
-        raise UserError("plan.sync = async, and the run has no [[sites]]: they are its workers. Name one or more.")
+        raise UserError(NO_WORKERS)
     numbers, steps = parameters(run.model), run.sync.local_steps
     sent, received = sent_bytes(run), float(NUMBER_BYTES * numbers)
     server_s = numbers * (SERVER_NUMBER_S + WIRE_NUMBER_S[run.sync.wire] / 2) / _servers(run)

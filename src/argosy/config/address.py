@@ -1,0 +1,31 @@
+"""Addresses in the run file: HOST:PORT."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+PATTERN = r"[^\s:]+:\d{1,5}"
+MOST_PORT = 65535
+
+
+def _checked(text: str) -> str:
+    if not re.fullmatch(PATTERN, text) or not 0 < int(text.rpartition(":")[2]) <= MOST_PORT:
+        raise ValueError(
+            f'"{text}" is no address. Write HOST:PORT, with a port from 1 to {MOST_PORT}, such as '
+            '"node1.example.org:7100"'
+        )
+    return text
+
+
+def _checked_if_given(text: str) -> str:
+    return text and _checked(text)
+
+
+Address = Annotated[str, AfterValidator(_checked), Field(json_schema_extra={"pattern": f"^{PATTERN}$"})]
+OptionalAddress = Annotated[
+    str, AfterValidator(_checked_if_given), Field(json_schema_extra={"pattern": f"^$|^{PATTERN}$"})
+]
+"""An address, or an empty text."""
