@@ -37,6 +37,11 @@ class ServerConfig(Section):
     momentum_every: NonNegativeInt = 0
     """async with local_steps: updates between two of the outer momentum; 0: as many as the run has [[sites]]."""
 
+    @property
+    def server_count(self) -> int:
+        """The number of parameter servers."""
+        return len(self.servers) or self.shards
+
 
 def server_number(site: str) -> int | None:
     """Return the number, from 0, of the parameter server that is called `site`; None if it is the name of no server."""

@@ -10,9 +10,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from argosy.errors import ArgosyError, Interrupted, RunFailed, UserError
+from argosy.sync.sites.layout import SITES
 
 RUN_FILE = "run.toml"
 ALONE_S = 20.0
@@ -93,6 +96,21 @@ def held(children: dict[str, subprocess.Popen[bytes]], quiet: bool, needed: Coll
         for number, handler in before.items():
             signal.signal(number, handler)
     return {name: child.wait() for name, child in children.items()}
+
+
+def check_codes(codes: Mapping[str, int], saved: str, folder: Path) -> None:
+    """Raise what the parts ended with that did not end well, given the exit code of each.
+
+    saved: said if a signal has ended them. folder: that of the run. Raises: Interrupted, UserError, RunFailed.
+    """
+    wrong = {name: code for name, code in codes.items() if code}
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if 128 + number in wrong.values():
+            raise Interrupted(f"{saved}; the same command goes on", number)
+    if wrong:
+        words = ", ".join(f"{name} ended with exit code {code}" for name, code in wrong.items())
+        error: type[ArgosyError] = UserError if set(wrong.values()) == {UserError.exit_code} else RunFailed
+        raise error(f"{words}. What it said is above, and in {folder / SITES}. The same command goes on.")
 
 
 def _descriptor(pipe: object) -> int:

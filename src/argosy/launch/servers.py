@@ -15,7 +15,7 @@ from argosy.data.manifest import TOKENIZER
 from argosy.errors import Interrupted, RunFailed, UserError
 from argosy.faults import RUN_DIR
 from argosy.launch import run_folder
-from argosy.launch.children import RUN_FILE, free_port, held, started
+from argosy.launch.children import RUN_FILE, check_codes, free_port, held, started
 from argosy.launch.resolve import resolve
 from argosy.observe.events import Events
 from argosy.observe.progress import Progress
@@ -182,20 +182,9 @@ def train_parts(run: RunConfig, run_dir: Path, *, accept_changes: bool, quiet: b
     names = [f"server-{number + 1}" for number in range(len(run.sync.servers))]
     with started([site.name for site in run.sites], asked, run_dir, accept_changes, names) as children:
         codes = held(children, quiet, needed=names)
-    return _result(run, run_dir, codes)
-
-
-def _result(run: RunConfig, run_dir: Path, codes: dict[str, int]) -> Report:
-    """Return the report, if the servers came to the end, whatever became of workers."""
-    wrong = {name: code for name, code in codes.items() if code}
-    if is_finished(run_dir, run):
-        return _report(run_dir, run)
-    for code in (143, 130):
-        if code in wrong.values():
-            raise Interrupted("the servers have saved; the same command goes on", code - 128)
-    words = ", ".join(f"{name} ended with exit code {code}" for name, code in wrong.items())
-    error = UserError if set(wrong.values()) == {UserError.exit_code} else RunFailed
-    raise error(f"{words}. What it said is above. The same command goes on.")
+    if not is_finished(run_dir, run):  # if the servers came to the end, it does not matter what became of workers
+        check_codes(codes, "the servers have saved", run_dir)
+    return _report(run_dir, run)
 
 
 def _report(run_dir: Path, run: RunConfig) -> Report:

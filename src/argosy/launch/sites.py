@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from argosy.config.dump import save_run
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
-from argosy.errors import ArgosyError, Interrupted, RunFailed, UserError
-from argosy.launch.children import RUN_FILE, free_port, held, started
+from argosy.errors import UserError
+from argosy.launch.children import RUN_FILE, check_codes, free_port, held, started
 from argosy.launch.resolve import resolve, with_known_sizes
 from argosy.launch.servers import settle_worker, train_parts
 from argosy.observe.progress import Progress
@@ -128,16 +127,5 @@ def train_sites(run: RunConfig, run_dir: Path, *, accept_changes: bool, quiet: b
     secret_of(run_dir)
     with started([site.name for site in run.sites], run_dir / RUN_FILE, run_dir, accept_changes) as children:
         codes = held(children, quiet)
-    return _result(run, run_dir, codes)
-
-
-def _result(run: RunConfig, run_dir: Path, codes: dict[str, int]) -> Report:
-    wrong = {name: code for name, code in codes.items() if code}
-    if any(code in (128 + signal.SIGTERM, 128 + signal.SIGINT) for code in wrong.values()):
-        number = signal.SIGTERM if 128 + signal.SIGTERM in wrong.values() else signal.SIGINT
-        raise Interrupted("all sites have saved; the same command goes on", number)
-    if wrong:
-        words = ", ".join(f"site {name} ended with exit code {code}" for name, code in wrong.items())
-        error: type[ArgosyError] = UserError if set(wrong.values()) == {UserError.exit_code} else RunFailed
-        raise error(f"{words}. What it said is above, and in {run_dir / 'sites'}. The same command goes on.")
+    check_codes(codes, "all sites have saved", run_dir)
     return Report.load(site_folder(run_dir, run.sites[0].name))

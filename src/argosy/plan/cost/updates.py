@@ -71,7 +71,7 @@ class Updates:
 
 def sent_bytes(run: RunConfig) -> float:
     """Return the bytes of numbers that a worker sends for one update."""
-    servers = _servers(run)
+    servers = run.sync.server_count
     return float(servers * -(-parameters(run.model) // (servers * BLOCK)) * BLOCK_BYTES[run.sync.wire])
 
 
@@ -85,7 +85,7 @@ def updates_of(run: RunConfig, cluster: Cluster, step_s: Numbers) -> Updates:
         raise UserError(NO_WORKERS)
     numbers, steps = parameters(run.model), run.sync.local_steps
     sent, received = sent_bytes(run), float(NUMBER_BYTES * numbers)
-    server_s = numbers * (SERVER_NUMBER_S + WIRE_NUMBER_S[run.sync.wire] / 2) / _servers(run)
+    server_s = numbers * (SERVER_NUMBER_S + WIRE_NUMBER_S[run.sync.wire] / 2) / run.sync.server_count
     own_s = numbers * (WORKER_NUMBER_S + WIRE_NUMBER_S[run.sync.wire] / 2) + UPDATE_S + server_s
     is_away = _away([site.name for site in run.sites], cluster)
     link_s = busier_s = 0.0
@@ -152,10 +152,6 @@ def in_words(run: RunConfig, cluster: Cluster, step_s: float) -> str:
         f"{found.sent_bytes / 1e6:.3g} MB and receives {found.received_bytes / 1e6:.3g} MB; the run makes one every "
         f"{float(found.interval_s):.3g} s, and {limit} sets that pace."
     )
-
-
-def _servers(run: RunConfig) -> int:
-    return len(run.sync.servers) or run.sync.shards
 
 
 def _away(names: Sequence[str], cluster: Cluster) -> tuple[bool, ...]:

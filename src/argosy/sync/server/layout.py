@@ -43,8 +43,8 @@ class Layout:
 
     @property
     def servers(self) -> int:
-        """How many servers there are."""
-        return len(self.run.sync.servers) or self.run.sync.shards
+        """The number of servers."""
+        return self.run.sync.server_count
 
     @property
     def addresses(self) -> tuple[tuple[str, int], ...]:

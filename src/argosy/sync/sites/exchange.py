@@ -81,7 +81,7 @@ class Exchange:
         return len(self._ledger.lines)
 
     def hello(self) -> dict[str, Any]:
-        """What this site says of itself."""
+        """Return what this site says of itself."""
         return {"run": self.sites.identity, "model": self.sites.whole.identity, **self._standing().to_json()}
 
     def refused(self, who: str, why: str) -> None:

@@ -76,7 +76,7 @@ class Sites:
         return WireFormat(self.run.sync.wire)
 
     def sums_gradients(self, number: int) -> bool:
-        """True for a round of one step in which the sites sum gradients: those before sync.from_step."""
+        """Return True for a round of one step in which the sites sum gradients: those before sync.from_step."""
         return number < self.shares.from_step
 
     def wire_of(self, number: int) -> WireFormat:
@@ -94,7 +94,7 @@ class Sites:
         return Flat({name: parameter.shape for name, parameter in parameter_table(self.run.model).items()})
 
     def is_last(self, number: int) -> bool:
-        """True for the run's last round, which is about all parameters, so that sites end alike."""
+        """Return True for the run's last round, which is about all parameters, so that sites end alike."""
         return number == self.rounds - 1
 
     def turn(self, number: int) -> Flat:
@@ -134,57 +134,57 @@ class Sites:
     # ---- files --------------------------------------------------------------------------------------------------
 
     def change(self, number: int) -> Path:
-        """What the site's ranks changed in a round, fp32; beside it, once it is whole, `about`."""
+        """Return the file of what the ranks changed in a round, fp32; beside it, once it is whole, `about`."""
         return self.folder / f"change-{number:08d}.f32"
 
     def about(self, number: int) -> Path:
-        """What the ranks say of their change."""
+        """Return the file in which the ranks describe their change."""
         return self.folder / f"change-{number:08d}.json"
 
     def sent(self, number: int) -> Path:
-        """The change as it is sent."""
+        """Return the file of the change as it is sent."""
         return self.folder / f"sent-{number:08d}.bin"
 
     def average(self, number: int) -> Path:
-        """The mean of all changes, as it was sent; the ledger has a line of the round once it is whole."""
+        """Return the file of the mean of all changes, as it was sent; the ledger has the round once it is whole."""
         return self.folder / f"average-{number:08d}.bin"
 
     @property
     def want_state(self) -> Path:
-        """There while another site wants the whole outer state: the ranks leave it beside their next outer step."""
+        """A file, there while another site wants the whole outer state: the ranks leave it at their next outer step."""
         return self.folder / "want-state"
 
     def state(self, number: int) -> Path:
-        """The whole outer state after a round: of each fragment the weights, then the momentum, fp32."""
+        """Return the file of the outer state after a round: of each fragment the weights, then the momentum, fp32."""
         return self.folder / f"state-{number:08d}.f32"
 
     def state_about(self, number: int) -> Path:
-        """Size and checksum of `state`, once it is whole."""
+        """Return the file of the size and checksum of `state`, there once that is whole."""
         return self.state(number).with_suffix(".json")
 
     @property
     def adopted(self) -> Path:
-        """Another site's outer state that this site is to go on from."""
+        """The file of another site's outer state that this site is to go on from."""
         return self.folder / "adopted.f32"
 
     @property
     def adoption(self) -> Path:
-        """After how many rounds that state is; there once it is whole, until a checkpoint has it."""
+        """The file that says after how many rounds that state is; there once it is whole, until a checkpoint has it."""
         return self.folder / "adopted.json"
 
     @property
     def reached(self) -> Path:
-        """How many rounds the ranks have made: they train in the next one, or wait for it."""
+        """The file with the number of rounds that the ranks have made: they train in the next one, or wait for it."""
         return self.folder / "reached"
 
     @property
     def adopted_at(self) -> Path:
-        """The step from which on this site's checkpoints follow from the ledger; older ones may have gone apart."""
+        """The file with the step from which on checkpoints follow from the ledger; older ones may have gone apart."""
         return self.folder / "adopted-at"
 
     @property
     def lost(self) -> Path:
-        """There while the ranks lack an average that is in the ledger: another site's state is to be taken over."""
+        """A file, there while the ranks lack an average of the ledger: another site's state is to be taken over."""
         return self.folder / "lost"
 
     @property
