@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from argosy.launch.children import held, started
+import pytest
+
+from argosy.errors import Interrupted, RunFailed, UserError
+from argosy.launch.children import check_codes, held, started
 
 
 def test_parts_that_compute_share_the_cores_and_end_as_they_end(tmp_path: Path, capsys) -> None:
@@ -18,3 +21,17 @@ def test_parts_that_compute_share_the_cores_and_end_as_they_end(tmp_path: Path, 
     assert set.union(*of_sites) == cores and {len(of_site) for of_site in of_sites} == {1}
     assert set(codes.values()) == {2}
     assert "none.toml" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("codes", "error", "says"),
+    [
+        ({"oslo": 2, "lyon": 0}, UserError, r"^oslo ended with exit code 2\. "),
+        ({"oslo": 2, "lyon": 1}, RunFailed, r"^oslo ended with exit code 2, lyon ended with exit code 1\. "),
+        ({"oslo": 143, "lyon": 1}, Interrupted, "they have saved; the same command goes on"),
+    ],
+)
+def test_codes_of_parts_become_one_error(codes, error, says):
+    with pytest.raises(error, match=says):
+        check_codes(codes, "they have saved", Path("runs/two"))
+    check_codes(dict.fromkeys(codes, 0), "they have saved", Path("runs/two"))

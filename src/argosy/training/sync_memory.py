@@ -1,9 +1,9 @@
 """What compressors keep from step to step, as a part of the state: residuals, momenta, and the matrices of PowerSGD.
 
 A residual belongs to one replica (or to a group of them that sums inside first, each of which has its part of it), and
-what counts is the sum of all. So each is saved by the number of its replica, and
-a run that goes on with fewer replicas adds up those of the ones that it lacks; with more, the new ones begin with none.
-The boxes say of how many replicas they are:
+what counts is the sum of all. So each is saved by the number of its replica, and a run that goes on with fewer replicas
+adds up those of the ones that it lacks; with more, the new ones begin with none. The boxes say of how many replicas
+they are:
 
     sync.residual.1of4.blocks.0.mlp.up.weight      replica 1 of 4: a part of the parameter's shape
     sync.q.LAYOUT.PLACE.3                          of bucket 3 at a place of the mesh, for the same layout only

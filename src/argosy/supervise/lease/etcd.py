@@ -24,7 +24,6 @@ CA, CERTIFICATE, KEY = "ETCDCTL_CACERT", "ETCDCTL_CERT", "ETCDCTL_KEY"
 USER, PASSWORD = "ETCDCTL_USER", "ETCDCTL_PASSWORD"
 """Environment variables, as `etcdctl` takes them: files for TLS, and NAME or NAME:PASSWORD."""
 NOT_FOUND = 404
-UNAUTHENTICATED = 401
 
 T = TypeVar("T")
 
