@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from argosy.errors import Interrupted, RunFailed, UserError
-from argosy.launch.children import check_codes, held, started
+from argosy.launch.children import ALONE_S, check_codes, held, started
 
 
 def test_parts_that_compute_share_the_cores_and_end_as_they_end(tmp_path: Path, capsys) -> None:
@@ -35,3 +37,14 @@ def test_codes_of_parts_become_one_error(codes, error, says):
     with pytest.raises(error, match=says):
         check_codes(codes, "they have saved", Path("runs/two"))
     check_codes(dict.fromkeys(codes, 0), "they have saved", Path("runs/two"))
+
+
+def test_servers_do_not_wait_for_workers_that_could_not_begin() -> None:
+    def part(script: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE)
+
+    began_s = time.monotonic()
+    server = "trap 'exit 143' TERM; while :; do sleep 0.1; done"
+    codes = held({"server-1": part(server), "oslo": part("exit 2"), "lyon": part("exit 2")}, True, ["server-1"])
+    assert codes == {"server-1": 0, "oslo": 2, "lyon": 2}
+    assert time.monotonic() - began_s < ALONE_S

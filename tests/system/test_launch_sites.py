@@ -64,7 +64,7 @@ def test_a_table_that_cannot_be_is_refused_and_nothing_is_started(
 
 def test_sites_without_addresses_are_refused(folder: Folder, refused: Callable[..., str]) -> None:
     write(folder, 'on = "local"', 'on = "local"', with_addresses=False)
-    refused("launch", "run.toml", said=("A, B has no address",))
+    refused("launch", "run.toml", said=("no address of A, B is given",))
 
 
 @pytest.mark.slow

@@ -14,12 +14,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from argosy.errors import ArgosyError, Interrupted, RunFailed, UserError
+from argosy.errors import STOP_SIGNALS, ArgosyError, Interrupted, RunFailed, UserError
 from argosy.sync.sites.layout import SITES
 
 RUN_FILE = "run.toml"
 ALONE_S = 20.0
-"""What is left of a run may take so long to write its report."""
+"""How long what is left of a run may take to write its report, or wait for a worker that is started again."""
 
 
 @contextmanager
@@ -52,12 +52,13 @@ def started(
             child.wait()
 
 
-def held(children: dict[str, subprocess.Popen[bytes]], quiet: bool, needed: Collection[str] = ()) -> dict[str, int]:
-    """Pass on what the sites say, and signals to them, until all have ended. Returns their exit codes.
+def held(children: dict[str, subprocess.Popen[bytes]], quiet: bool, servers: Collection[str] = ()) -> dict[str, int]:
+    """Pass on what the parts say, and signals to them, until all have ended. Returns their exit codes.
 
-    needed: once all of these have ended, the others are asked to end after ALONE_S.
+    servers: parts that need the others, and are needed. Once only one kind is left, it is asked to end after ALONE_S;
+    servers at once, if no worker could begin. What ended because it was asked to counts as having ended well.
     """
-    alone_s = math.inf
+    alone_s, asked = math.inf, list[str]()
     width = max(map(len, children))
 
     def pass_on(number: int, _: object) -> None:
@@ -73,13 +74,13 @@ def held(children: dict[str, subprocess.Popen[bytes]], quiet: bool, needed: Coll
                 selector.register(child.stdout, selectors.EVENT_READ, name)
             unread = dict.fromkeys(children, b"")
             while selector.get_map():
-                if needed and math.isinf(alone_s) and all(children[name].poll() is not None for name in needed):
-                    alone_s = time.monotonic() + ALONE_S
+                if servers and math.isinf(alone_s):
+                    alone_s = time.monotonic() + _alone_s(children, servers)
                 if time.monotonic() > alone_s:
-                    alone_s = math.inf
-                    needed = ()
+                    alone_s, servers = math.inf, ()
+                    asked = [name for name, child in children.items() if child.poll() is None]
                     pass_on(signal.SIGTERM, None)
-                for key, _ in selector.select(1.0 if needed else None):
+                for key, _ in selector.select(1.0 if servers else None):
                     name, pipe = key.data, key.fileobj
                     data = os.read(_descriptor(pipe), 1 << 16)
                     *lines, unread[name] = (unread[name] + data).split(b"\n")
@@ -88,14 +89,26 @@ def held(children: dict[str, subprocess.Popen[bytes]], quiet: bool, needed: Coll
                         lines.append(unread[name])
                         code = children[name].wait()
                         if code and not quiet:
-                            lines.append(f"argosy: this site ended with exit code {code}; the others go on".encode())
+                            lines.append(f"argosy: {name} ended with exit code {code}; the others go on".encode())
                     for line in lines:
                         if line and not quiet:
                             print(f"{name:{width}} | {line.decode(errors='replace')}", flush=True)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    return {name: child.wait() for name, child in children.items()}
+    codes = {name: child.wait() for name, child in children.items()}
+    return codes | {name: 0 for name in asked if codes[name] == 128 + signal.SIGTERM}
+
+
+def _alone_s(children: Mapping[str, subprocess.Popen[bytes]], servers: Collection[str]) -> float:
+    """Return how long what is left may go on; infinite while there are both servers and workers, or all is done."""
+    codes = {name: child.poll() for name, child in children.items()}
+    if all(codes[name] is not None for name in servers):
+        return ALONE_S
+    workers = {code for name, code in codes.items() if name not in servers}
+    if workers & {None, 0, *(128 + number for number in STOP_SIGNALS)}:
+        return math.inf  # a worker ends well once the servers say that the run is over; servers have the signal too
+    return 0.0 if workers == {UserError.exit_code} else ALONE_S
 
 
 def check_codes(codes: Mapping[str, int], saved: str, folder: Path) -> None:
@@ -110,7 +123,8 @@ def check_codes(codes: Mapping[str, int], saved: str, folder: Path) -> None:
     if wrong:
         words = ", ".join(f"{name} ended with exit code {code}" for name, code in wrong.items())
         error: type[ArgosyError] = UserError if set(wrong.values()) == {UserError.exit_code} else RunFailed
-        raise error(f"{words}. What it said is above, and in {folder / SITES}. The same command goes on.")
+        again = "" if error is UserError else " The same command goes on."
+        raise error(f"{words}. What was said is above, and in {folder / SITES}.{again}")
 
 
 def _descriptor(pipe: object) -> int:

@@ -181,7 +181,7 @@ def train_parts(run: RunConfig, run_dir: Path, *, accept_changes: bool, quiet: b
         return _report(run_dir, run)
     names = [f"server-{number + 1}" for number in range(len(run.sync.servers))]
     with started([site.name for site in run.sites], asked, run_dir, accept_changes, names) as children:
-        codes = held(children, quiet, needed=names)
+        codes = held(children, quiet, servers=names)
     if not is_finished(run_dir, run):  # if the servers came to the end, it does not matter what became of workers
         check_codes(codes, "the servers have saved", run_dir)
     return _report(run_dir, run)

@@ -78,8 +78,8 @@ def check_addresses(run: RunConfig) -> None:
     """Raises: UserError if a site has no address."""
     if missing := [site.name for site in run.sites if not site.address]:
         raise UserError(
-            f"sites: {', '.join(missing)} has no address, HOST:PORT, at which the others reach it. Give each site one; "
-            "only where one command starts all sites on this machine are they chosen."
+            f"sites: no address of {', '.join(missing)} is given, HOST:PORT, at which others reach it. Give each site "
+            "one; only where one command starts all sites on this machine are they chosen."
         )
 
 

@@ -207,11 +207,11 @@ RULES: tuple[Rule, ...] = (
     experts_are_dealt_out,
     recomputed_experts_are_gathered_alike,
     number_formats_go_together,
+    sites_agree_now_and_then,
     compressed_sums_have_replicas,
     compressed_sums_are_not_checked,
     tiers_divide_the_replicas,
     tiers_hold_whole_sets_of_experts,
-    sites_agree_now_and_then,
     asynchronous_gradients_have_no_loss_scale,
     sites_have_no_state_but_weights,
 )
