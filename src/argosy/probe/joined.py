@@ -30,14 +30,7 @@ def probe_links(run: RunConfig, file: Path, seconds: float, quiet: bool) -> Clus
     check_addresses(run)
     home = (Path("runs") / run.name).absolute()
     home.mkdir(parents=True, exist_ok=True)
-    try:
-        open_at = open_links(run, run.site, home)
-    except OSError as problem:
-        address = next(site.address for site in run.sites if site.name == run.site)
-        raise UserError(
-            f"sites: {run.site} cannot listen at {address} "
-            f"({problem.strerror or problem}). Is the run training there already, or is it another machine's address?"
-        ) from None
+    open_at = open_links(run, run.site, home)
     names = "\n".join(f"{site.name} {site.address}" for site in run.sites)
     identity = f"probe {hashlib.sha256(names.encode()).hexdigest()[:16]}"
     part = Cluster(groups=own.groups, network=own.network, measured=own.measured).model_dump_json(exclude_none=True)

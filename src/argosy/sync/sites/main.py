@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
+from argosy.errors import UserError
 from argosy.observe.events import Events
 from argosy.processes.child import channel_to_parent, messages
 from argosy.processes.connection import Address
@@ -48,18 +50,26 @@ def listener_at(address: Address) -> socket.socket:
 
 
 def open_links(run: RunConfig, me: str, folder: Path) -> Callable[[Hello, Refused], Links]:
-    """Listen where the site `me` is called, and return what makes its `Links`. Raises: OSError, UserError.
+    """Listen where the site `me` is called, and return what makes its `Links`. Raises: UserError.
 
     folder: where the secret of the run is.
     """
     secret = secret_of(folder)
     tls = contexts(secret) if run.sync.tls else None
     addresses = {site.name: address_of(site.address) for site in run.sites}
-    return partial(Links, me, addresses, listener_at(addresses[me]), secret, tls)
+    try:
+        listener = listener_at(addresses[me])
+    except OSError as problem:
+        host, port = addresses[me]
+        raise UserError(
+            f"sites: {me} cannot listen at {host}:{port} ({os.strerror(problem.errno or 0)}). Is the run training "
+            "there already? Else end the program that has the port, or give the site another address."
+        ) from None
+    return partial(Links, me, addresses, listener, secret, tls)
 
 
 def open_exchange(run: RunConfig, run_dir: Path) -> Exchange:
-    """Return the exchange of the site whose run is in `run_dir`. Raises: OSError, UserError."""
+    """Return the exchange of the site whose run is in `run_dir`. Raises: UserError."""
     sites = Sites.of(run, run_dir)
     links = open_links(run, sites.me, group_folder(run_dir))
     return Exchange(
@@ -72,7 +82,11 @@ def main() -> None:
     run_dir = Path(sys.argv[1])
     run, ending = load(run_dir / "run.toml"), threading.Event()
     channel = channel_to_parent()
-    exchange = open_exchange(run, run_dir)
+    try:
+        exchange = open_exchange(run, run_dir)
+    except UserError as problem:  # the agent starts another one: the port may be free by then
+        print(f"argosy: {problem}", flush=True)
+        sys.exit(problem.exit_code)
     is_gone = threading.Event()
 
     def listen() -> None:
