@@ -89,7 +89,8 @@ def held(children: dict[str, subprocess.Popen[bytes]], quiet: bool, servers: Col
                         lines.append(unread[name])
                         code = children[name].wait()
                         if code and not quiet:
-                            lines.append(f"argosy: {name} ended with exit code {code}; the others go on".encode())
+                            others = "; the others go on" if selector.get_map() else ""
+                            lines.append(f"argosy: {name} ended with exit code {code}{others}".encode())
                     for line in lines:
                         if line and not quiet:
                             print(f"{name:{width}} | {line.decode(errors='replace')}", flush=True)
