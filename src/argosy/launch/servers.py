@@ -220,7 +220,8 @@ def _hold(run_dir: Path, number: int, name: str, stop: StopSignal) -> None:
             child.kill()
             if news["finished"]:
                 return
-            raise Interrupted("its state is saved; the same command goes on", stop.number or 15)
+            kept = "its state is saved" if news["saved"] else "the run goes back to its newest checkpoint"
+            raise Interrupted(f"{kept}; the same command goes on", stop.number or 15)
         if news is not None:
             child.kill()
             error = UserError if news["code"] == UserError.exit_code else RunFailed

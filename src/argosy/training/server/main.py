@@ -71,6 +71,8 @@ class Server:
         self._pulls: dict[bytes, say.Pull] = {}
         self._refused_s: dict[str, float] = {}
         self._is_over = False
+        self.is_alone = False
+        """True if it was to end, and the first server did not say so: the newest checkpoint is all that is saved."""
         data = open_data(run.data, run.seed, run.train.batches)
         self._shard = Shard(self._layout, number, run_dir, data.identity, self._hear_of_checkpoint)
         secret = secret_of(run_dir)
@@ -105,8 +107,9 @@ class Server:
                 self._is_over = self._leader.is_done or now - over_s > LAST_S
             if is_ending():
                 end_s = end_s or now
-                # The first server says at which version all save.
-                self._is_over = self._leader is not None or now - end_s > FOLLOW_S
+                # The first server says at which version all save; by itself another one can save nothing whole.
+                self.is_alone = not self._is_over and self._leader is None and now - end_s > FOLLOW_S
+                self._is_over |= self._leader is not None or self.is_alone
         for number in self._links:
             self._tell_server(number, say.Finish())
         self._shard.save()
@@ -346,17 +349,17 @@ def main() -> None:
     threading.Thread(target=listen, name="argosy-parent", daemon=True).start()
     try:
         wait_for_port(Layout(run).addresses[number], ending.is_set, Progress(enabled=True).say)
-        is_over = False
+        is_over, is_saved = False, False
         if not ending.is_set():
             server = Server(run, run_dir, number, AGAIN in sys.argv)
-            is_over = server.serve(ending.is_set)
+            is_over, is_saved = server.serve(ending.is_set), not server.is_alone
             server.close()
     except ArgosyError as problem:
         with suppress(Gone):
             channel.send("failed", code=problem.exit_code, text=str(problem))
         sys.exit(problem.exit_code)
     with suppress(Gone):  # the command was killed: the state is saved nevertheless
-        channel.send("done", finished=is_over)
+        channel.send("done", finished=is_over, saved=is_saved)
 
 
 if __name__ == "__main__":
