@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -39,15 +43,28 @@ def refused(folder: Folder) -> Callable[..., str]:
 
 @pytest.fixture(scope="session")
 def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    """The run without faults under a plan, and with options, once for each."""
+    """The run without faults under a plan, and with options: made once for each, by the first of the processes that
+    the tests are spread over to need it. Its numbers do not depend on whose corpus it reads.
+    """
     known: dict[tuple[str, ...], Disturbed] = {}
+    of_all = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        of_all = of_all.parent  # above what each process has for itself
 
     def run(plan: str = PLANS["replicas"], *options: str) -> Disturbed:
         key = (plan, *options)
         if key not in known:
-            folder = Folder(tmp_path_factory.mktemp("undisturbed"), corpus)
-            known[key] = Disturbed(folder, plan, options=options).start().end()
-            known[key].check(None)
+            path = of_all / f"undisturbed-{sha256(repr(key).encode()).hexdigest()[:16]}"
+            run = Disturbed(Folder(path, corpus), plan, options=options)
+            with path.with_suffix(".lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                is_made = path.with_suffix(".made")
+                if not is_made.exists():
+                    shutil.rmtree(path, ignore_errors=True)  # of one that has failed
+                    path.mkdir()
+                    run.start().end().check(None)
+                    is_made.touch()
+            known[key] = run
         return known[key]
 
     return run

@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from matrix import PLANS
+
 
 @pytest.mark.parametrize(
     ("options", "said"),
@@ -23,19 +25,9 @@ def test_what_cannot_be_profiled_is_refused(folder, refused, options, said):
     refused("train", "run.toml", *options, said=said)
 
 
-def test_a_rank_that_dies_while_it_records_costs_no_loss(folder):
-    folder.write_run(steps=10)
-    folder.argosy("train", "run.toml", "--run-dir", "without", "--profile", "")
-    process = folder.start(
-        "train", "run.toml", "--run-dir", "with", "--profile", "3:7", ARGOSY_FAULTS="kill@optimizer:step=5,rank=1"
-    )
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, out + err
-    assert "profile of step 6" in out
-    numbers = [
-        [json.loads(line).get("loss") for line in (folder.path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("without", "with")
-    ]
-    assert numbers[0] == numbers[1]
-    summary = json.loads((folder.path / "with" / "profiles" / "step-00000003-00000007" / "summary.json").read_text())
+def test_a_rank_that_dies_while_it_records_costs_no_loss(disturbed, undisturbed):
+    run = disturbed(PLANS["replicas"], "kill@optimizer:step=5,rank=1", "--profile", "3:7").end()
+    assert "profile of step 6" in run.text
+    run.check(undisturbed(), "worker_died")
+    summary = json.loads((run.run_dir / "profiles" / "step-00000003-00000007" / "summary.json").read_text())
     assert summary["steps"] == [6, 6]
