@@ -100,16 +100,12 @@ def test_sites_come_to_the_weights_of_a_simulation_in_one_process(
     assert all(set(one) >= {"sent_bytes", "received_bytes", "seconds", "norms", "cosines", "ratio"} for one in outer)
 
 
-def test_strangers_and_other_models_are_refused_and_the_run_goes_on(sites: Callable[..., SitesOfARun]) -> None:
+def test_a_stranger_is_refused_and_the_run_goes_on(sites: Callable[..., SitesOfARun]) -> None:
     run = sites(steps=2 * H)
     first = run.start("A")
     stranger = run.start("B", ARGOSY_SECRET="0" * 64)
     run.wait(lambda: any(event["event"] == "site_refused" for event in run.events("A")))
     run.kill(stranger)
-    shutil.rmtree(run.path("B"))
-    other = run.start("B", "--model.ffn-width", 96)
-    run.wait(lambda: any("another model" in event.get("why", "") for event in run.events("A")))
-    run.kill(other)
     shutil.rmtree(run.path("B"))
     assert first.poll() is None
     run.start("B")

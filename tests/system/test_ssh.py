@@ -83,6 +83,7 @@ def test_a_run_is_launched_on_hosts_followed_stopped_and_launched_again(run, net
     run.check(undisturbed(PLANS["replicas"], "--train.steps", "40", *ONE_THREAD))
 
 
+@pytest.mark.slow
 def test_an_agent_that_is_killed_is_started_again(run, network):
     launch(run, network, "--train.steps", "40")
     wait(run, lambda: run.steps() >= 4)
@@ -122,8 +123,6 @@ def test_the_secret_is_in_no_command_and_no_file(run, network, monkeypatch):
         assert b"c0ffee" in Path(f"/proc/{pid}/environ").read_bytes()
     assert not [path for path in (run.run_dir / "launch").iterdir() if b"c0ffee" in path.read_bytes()]
     assert not (run.run_dir / ".secret").exists()
-    run.folder.argosy("stop", "runs/tiny")
-    wait(run, lambda: state(run)["state"] == "stopped")
 
 
 @pytest.mark.slow

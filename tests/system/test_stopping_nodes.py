@@ -35,6 +35,7 @@ def stop(nodes: Nodes) -> list[int]:
     return [process.returncode for process in nodes.processes.values()]
 
 
+@pytest.mark.slow
 def test_a_spare_node_keeps_nobody_from_saving(nodes):
     nodes.start(*"abc")
     run = nodes.run.wait_for_step(4)

@@ -185,6 +185,7 @@ def test_a_run_of_whole_rounds_is_made_longer_to_the_bits_of_one_that_was_as_lon
     assert all(torch.equal(got[name], value) for name, value in at_once.same_weights().items())
 
 
+@pytest.mark.slow
 def test_a_fragment_in_flight_is_in_checkpoints(
     sites: Callable[..., SitesOfARun],  # noqa: F811
     undisturbed: SitesOfARun,
