@@ -57,7 +57,9 @@ def wait(run: Disturbed, is_so: Callable[[], Any], seconds: float = 90) -> None:
         time.sleep(0.3)
 
 
-def test_a_run_is_launched_followed_stopped_and_launched_again(run, api, undisturbed, monkeypatch):
+@pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_run_is_launched_followed_stopped_and_launched_again(run, api, undisturbed, monkeypatch, again):
+    """`again`: it is launched a second time too, and runs to its end."""
     assert "launched tiny on kubernetes: job tiny-" in launch(run, "--train.steps", "40")
     assert " on kubernetes is " in launch(run, code=2)
     wait(run, lambda: run.steps() >= 4)
@@ -70,6 +72,8 @@ def test_a_run_is_launched_followed_stopped_and_launched_again(run, api, undistu
     wait(run, lambda: state(run)["state"] == "stopped" and not api.of_kind("JobSet"))
     assert not api.of_kind("Secret") and not api.of_kind("ConfigMap") and not api.of_kind("Pod")
     assert store.committed(run.run_dir)[-1].step == run.steps() < 40
+    if not again:
+        return
     monkeypatch.setenv("ARGOSY_FAULTS", "")
     launch(run, "--train.steps", "40")
     log = run.folder.argosy("logs", "runs/tiny", "-f")

@@ -89,7 +89,7 @@ def launch(run: Disturbed, *options: str) -> str:
 
 
 def state(run: Disturbed) -> dict[str, Any]:
-    (found,) = json.loads(run.folder.argosy("runs", "--json"))
+    (found,) = json.loads(run.folder.argosy_here("runs", "--json"))
     return found
 
 
@@ -104,10 +104,12 @@ def log(run: Disturbed) -> str:
     return run.folder.argosy("logs", "runs/tiny")
 
 
-def test_a_run_is_launched_followed_stopped_and_launched_again(launched, undisturbed, monkeypatch):
+@pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_run_is_launched_followed_stopped_and_launched_again(launched, undisturbed, monkeypatch, again):
+    """`again`: it is launched a second time too, and runs to its end."""
     monkeypatch.setenv("ARGOSY_FAULTS", "slow@forward:seconds=0.2")
     assert "launched tiny on slurm: job " in launch(launched, "--train.steps", "40")
-    refused = launched.folder.argosy("launch", "run.toml", "--on", "slurm", code=2)
+    refused = launched.folder.argosy_here("launch", "run.toml", "--on", "slurm", code=2)
     assert re.search(r"its job \d+ on slurm is (waiting|running)", refused) and "argosy stop" in refused
     end = time.monotonic() + 60
     while launched.steps() < 4:
@@ -117,6 +119,8 @@ def test_a_run_is_launched_followed_stopped_and_launched_again(launched, undistu
     launched.folder.argosy("stop", "runs/tiny")
     wait_for(launched, "stopped")
     assert store.committed(launched.run_dir)[-1].step == launched.steps() < 40
+    if not again:
+        return
     monkeypatch.setenv("ARGOSY_FAULTS", "")
     launch(launched, "--train.steps", "40")
     assert "done: 40 steps" in launched.folder.argosy("logs", "runs/tiny", "-f")
@@ -136,16 +140,16 @@ def test_a_job_whose_time_is_over_is_requeued_until_the_run_has_ended(launched, 
 
 
 def test_what_slurm_refuses_is_said_and_leaves_nothing(launched):
-    refused = launched.folder.argosy("launch", "run.toml", "--on", "slurm", "--partition", "fast", code=2)
+    refused = launched.folder.argosy_here("launch", "run.toml", "--on", "slurm", "--partition", "fast", code=2)
     assert "sbatch refuses" in refused and "invalid partition" in refused
     assert not launched.run_dir.exists()
     words = ("launch", "run.toml", "--on", "slurm", "--image")
-    refused = launched.folder.argosy(*words, "/images/none.sqsh", code=2)
+    refused = launched.folder.argosy_here(*words, "/images/none.sqsh", code=2)
     assert "--image /images/none.sqsh: there is no such file" in refused
-    refused = launched.folder.argosy(*words, "registry/argosy:1", code=2)
+    refused = launched.folder.argosy_here(*words, "registry/argosy:1", code=2)
     assert "this SLURM knows no container images" in refused
     assert not launched.run_dir.exists()
-    script = launched.folder.argosy("launch", "run.toml", "--on", "slurm", "--nodes", "4", "--dry-run")
+    script = launched.folder.argosy_here("launch", "run.toml", "--on", "slurm", "--nodes", "4", "--dry-run")
     assert (
         "#SBATCH --nodes=4" in script
         and "argosy train run.toml --run-dir" in script
