@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscop
 
 help:
 	@echo "make demo      set up, train a small model on real text for some minutes, show what it learnt"
-	@echo "make test      set up, run the tests (about 13 minutes on 2 cores)"
+	@echo "make test      set up, run the tests (about a quarter of an hour on 2 cores)"
 	@echo "make test-all  the slow ones too"
 	@echo "make test-faults  the whole matrix of faults, each at five places (an hour and a half)"
 	@echo "make healthy   an hour of undisturbed training, in which no fault must be found (RUN=run.toml)"
