@@ -143,7 +143,7 @@ def test_time_in_which_the_agent_itself_was_stopped_is_no_silence_of_the_coordin
 
 
 def test_a_machine_on_which_the_coordinator_could_not_hold_all_connections_starts_none(tmp_path):
-    agent = Client(tmp_path, nodes=2**40, coordinator="127.0.0.1:0")
+    agent = Client(tmp_path, nodes=2**40, coordinator="127.0.0.1:1")
     with pytest.raises(UserError, match="file descriptors"):
         agent.turn_until(lambda: False)
     assert not (tmp_path / "events/agent.jsonl").exists()
