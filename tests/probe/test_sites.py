@@ -46,10 +46,7 @@ def at(run: RunConfig, name: str, folder: Path) -> Cluster:
 
 
 @pytest.mark.parametrize("names", ["oslo lyon", "oslo lyon bergen"])
-def test_all_sites_come_to_the_same_links_and_groups(
-    names: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ARGOSY_SECRET", "5" * 64)  # two threads that both make one would each keep their own
+def test_all_sites_come_to_the_same_links_and_groups(names: str, tmp_path: Path) -> None:
     run, found = of(names), dict[str, Cluster]()
     threads = [
         threading.Thread(target=lambda name=name: found.update({name: at(run, name, tmp_path)}))

@@ -8,12 +8,16 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+import threading
 from dataclasses import is_dataclass
 from functools import cache
 from itertools import pairwise
 from typing import Any
 
 from pydantic import BaseModel
+
+_PARSES = threading.Lock()
+"""Python 3.11 counts the depth of all threads' syntax trees in one place: SystemError (python/cpython#106905)."""
 
 
 @cache
@@ -34,7 +38,8 @@ def explain(schema: dict[str, Any], section: type[BaseModel]) -> None:
 
 def texts_under_names(owner: type) -> dict[str, str]:
     """Return name -> the text under it, of the annotated names in the body of a class."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
+    with _PARSES:  # `getsource` parses too
+        body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
     assert isinstance(body, ast.ClassDef)
     found = {}
     for name, text in pairwise(body.body):
