@@ -9,8 +9,9 @@ from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.sites import (
-    IN_RANKS,
-    ROUND_NUMBER_S,
+    EXCHANGE_BYTE_S,
+    EXCHANGE_NUMBER_S,
+    RANKS_NUMBER_S,
     bytes_of_step,
     exchange_bytes,
     exchange_s,
@@ -67,7 +68,7 @@ def test_a_run_with_sites_agrees_now_and_then_in_the_numbers_of_its_wire() -> No
     waits = [float(each.waits_s) / each.seconds for each in hidden]
     in_ranks = hidden[0].seconds * waits[2]
     assert waits[:2] == pytest.approx([1.0, 0.5]), "nothing hides without steps"
-    assert in_ranks == pytest.approx(IN_RANKS * ROUND_NUMBER_S * costs.workload.matrix_parameters / 4)
+    assert in_ranks == pytest.approx(RANKS_NUMBER_S * costs.workload.matrix_parameters / 4)
     whole = exchange_bytes(costs, TWO) / TWO.links[0].bandwidth_bytes_per_s
     assert round_s(costs, TWO) > whole * (1 + 4 / 256) / 4
 
@@ -89,8 +90,8 @@ def test_the_exchange_takes_its_time_from_steps_that_the_same_cores_make() -> No
     place = Cluster(name="cpus", groups=groups, links=(link,))
     costs = CostModel.of(asked(steps=0, every_steps=20, fragments=2, overlap_steps=5), place)
     found = rounds_of(costs, place, 1e3)
-    on_host = ROUND_NUMBER_S * costs.workload.matrix_parameters / 2
-    assert float(found.waits_s) + found.slows_s == pytest.approx(on_host)
+    of_number = RANKS_NUMBER_S + EXCHANGE_NUMBER_S + 4 * EXCHANGE_BYTE_S  # of two sites, each sends all numbers
+    assert float(found.waits_s) + found.slows_s == pytest.approx(of_number * costs.workload.matrix_parameters / 2)
     assert rounds_of(costs.on(asked(steps=0, every_steps=20, fragments=2), costs.devices), place, 1e3).slows_s == 0.0
 
 
