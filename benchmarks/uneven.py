@@ -1,6 +1,6 @@
 """Two processes of which one gets a share of the processor's time: even work, dealt by measured speed, by predicted.
 
-    python benchmarks/uneven.py [--duty 0.33] [--steps 36] [--out FILE.md]
+    python benchmarks/uneven.py [--duty 0.33] [--period-ms 12] [--steps 36] [--out FILE.md]
 
 The second process is stopped and continued (SIGSTOP, SIGCONT) such that it runs for `--duty` of the time, as on a
 device so much slower. Two replicas have shares of the microbatches, two pipeline stages have layers. Each is trained
@@ -49,8 +49,6 @@ WORDS = "microbatch=1,precision=fp32,compile=false"
 EVEN = {"microbatches": f"dp_replicate=2,{WORDS}", "layers": f"pp=2,layers=3:3,{WORDS}"}
 """What is dealt out -> the plan that does it evenly."""
 WAYS = ("even", "rebalanced", "planned")
-PERIOD_S = 0.06
-"""The time of one stop and go: a fraction of a microbatch."""
 LAST = 8
 """Steps at a run's end that are measured."""
 LONG = 2000
@@ -74,6 +72,7 @@ def main() -> None:
     """Print a line for each way, and the figures as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--duty", type=float, default=0.33, help="share of the time that the second process runs")
+    parser.add_argument("--period-ms", type=float, default=12.0, help="from one stop to the next; a microbatch has 20")
     parser.add_argument("--steps", type=int, default=36, help="of each run")
     parser.add_argument("--out", type=Path, help="write the table there too")
     options = parser.parse_args()
@@ -136,7 +135,7 @@ def trained(options: argparse.Namespace, run_dir: Path, data: Path, plan: str, r
     try:
         while steps_of(run_dir) == 0 and process.poll() is None:
             time.sleep(0.1)
-        slow_down(run_dir, process, options.duty)
+        slow_down(run_dir, process, options.duty, options.period_ms / 1e3)
     finally:
         process.kill()
     if process.wait():
@@ -153,15 +152,15 @@ def trained(options: argparse.Namespace, run_dir: Path, data: Path, plan: str, r
     )
 
 
-def slow_down(run_dir: Path, process: subprocess.Popen[bytes], duty: float) -> None:
-    """Let the process of rank 1 run for `duty` of the time, until the run ends."""
+def slow_down(run_dir: Path, process: subprocess.Popen[bytes], duty: float, period_s: float) -> None:
+    """Let the process of rank 1 run for `duty` of each period, until the run ends."""
     pid = pid_of_rank_1(run_dir)
     with suppress(ProcessLookupError):  # it has ended
         while process.poll() is None:
-            time.sleep(duty * PERIOD_S)
+            time.sleep(duty * period_s)
             kill(pid, signal.SIGSTOP)
             try:
-                time.sleep((1 - duty) * PERIOD_S)
+                time.sleep((1 - duty) * period_s)
             finally:
                 kill(pid, signal.SIGCONT)
     process.wait()

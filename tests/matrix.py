@@ -116,6 +116,14 @@ class Disturbed:
         assert self.process.returncode == code, f"exit code {self.process.returncode}\n{self._story()}"
         return self
 
+    def kill_and_start_again(self) -> None:
+        """Kill the command, whose processes end with it, and give it again."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+        assert not self.processes()
+        self.start()
+
     def steps(self) -> int:
         return len(self.records())
 

@@ -103,12 +103,8 @@ def test_the_coordinator_s_death_is_a_pause(disturbed, undisturbed):
 @pytest.mark.parametrize("whom", ["agent", "fork_server"])
 def test_a_holder_s_death_leaves_no_orphan_and_loses_nothing(disturbed, undisturbed, whom):
     run = disturbed().wait_for_step(7)
-    assert run.process is not None
     if whom == "agent":
-        run.process.kill()
-        run.process.wait()
-        assert not run.processes()
-        run.start()
+        run.kill_and_start_again()
     else:
         os.kill(fork_server_of(run), signal.SIGKILL)
     run.end().check(undisturbed(), *(() if whom == "agent" else ("fork_server_replaced", "worker_died")))

@@ -28,13 +28,13 @@ def free_port() -> int:
 
 
 class Parts:
-    """The parts of an asynchronous run, each started by a command of its own."""
+    """The parts of an asynchronous run, each started by a command of its own, or all by one, whose name is ""."""
 
     def __init__(self, folder: Folder, steps: int = STEPS, servers: int = 1, **sync: Any):
         self.folder, self.started = folder, dict[str, subprocess.Popen[str]]()
         run_file = folder.write_run(steps=steps, every_steps=5, processes=1)
         text = run_file.read_text().replace("microbatch=2,", "microbatch=2,sync=async,")
-        keys = {"servers": [f"127.0.0.1:{free_port()}" for _ in range(servers)], **sync}
+        keys = {**({"servers": [f"127.0.0.1:{free_port()}" for _ in range(servers)]} if servers else {}), **sync}
         text += "\n[sync]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())
         text += "".join(f'\n[[sites]]\nname = "{name}"\n' for name in "ABC")
         run_file.write_text(text + "\n[resilience]\nnode_check_s = 0\n")
@@ -44,7 +44,8 @@ class Parts:
         return self.folder.path / "runs/tiny"
 
     def start(self, name: str, **variables: str) -> None:
-        self.started[name] = self.folder.start("train", "run.toml", "--site", name, **variables)
+        part = ("--site", name) if name else ()
+        self.started[name] = self.folder.start("train", "run.toml", *part, **variables)
 
     def updates(self) -> list[dict[str, Any]]:
         path = self.path / "ledger.jsonl"
@@ -62,6 +63,14 @@ class Parts:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.communicate()
+
+    def stop(self, name: str) -> str:
+        """Ask a part to save and end; returns what it said."""
+        process = self.started.pop(name)
+        process.terminate()
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 128 + signal.SIGTERM, out + err
+        return out + err
 
     def end(self) -> dict[str, str]:
         said = {}
@@ -132,6 +141,21 @@ def test_a_worker_is_killed_one_joins_late_and_the_server_is_killed(parts):
     assert "worker_left" in kinds
     assert "died: signal SIGKILL; it is started again" in said["server-1"]
     assert {"B", "C"} <= {line["site"] for line in run.updates()}
+
+
+def test_one_command_holds_all_parts_saves_when_it_is_stopped_and_goes_on(parts):
+    run = parts(servers=0, shards=2)
+    run.start("", ARGOSY_FAULTS="slow@forward:factor=3")
+    wait(lambda: len(run.updates()) >= 4)
+    said = run.stop("")
+    assert "the same command goes on" in said, said
+    made = len(run.updates())
+    assert made < STEPS
+    run.start("")
+    run.end()
+    run.check()
+    (begun,) = [event for event in run.events("server-1") if event["event"] == "servers_begin"][1:]
+    assert (begun["step"], begun["lost"]) == (made, 0)
 
 
 @pytest.mark.slow

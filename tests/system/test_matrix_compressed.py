@@ -25,12 +25,8 @@ PACE = "slow@forward:seconds=0.05"
 
 def kill(run: Disturbed, whom: str, luck: random.Random) -> None:
     """Kill some of the run's processes, at once."""
-    assert run.process is not None
     if whom == "the command":
-        run.process.kill()
-        run.process.wait()
-        assert not run.processes()
-        run.start()
+        run.kill_and_start_again()
         return
     pids = list(run.pids().values())
     for pid in luck.sample(pids, {"one worker": 1, "two workers": 2, "all workers": len(pids)}[whom]):

@@ -40,11 +40,7 @@ def test_a_run_killed_at_random_under_uneven_work_ends_bit_for_bit(disturbed, un
     for whom in chance.sample(["worker", "worker", "command"], 3):
         run.wait_for_step(run.steps() + chance.randrange(1, 5))
         if whom == "command":
-            assert run.process is not None
-            run.process.kill()
-            run.process.wait()
-            assert not run.processes()
-            run.start()
+            run.kill_and_start_again()
         else:
             known = len(run.events("recovered"))
             run.send(chance.randrange(2), signal.SIGKILL)

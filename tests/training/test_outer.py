@@ -43,7 +43,7 @@ def test_a_site_makes_the_steps_that_others_made_without_it_from_their_gradients
         ))  # fmt: skip
         vector = np.zeros(sites.whole.elements, np.float32)
         for piece in wanted.model.pieces:
-            part = sites.whole.part(vector, piece.name, tuple(piece.offset), tuple(piece.value.shape))
+            part = sites.whole.part(vector, *piece.place)
             part[...] = gradient(wanted, step)[piece.name].numpy()
         decide(sites, tmp_path / "A", vector, "B")
     assert steps_of(state).settle()

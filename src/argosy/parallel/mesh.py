@@ -117,12 +117,12 @@ class RankMeshes(Meshes):
     """`state` and `experts` with tp (and ep) before shard, for ZeRO 1 and 2, which split what tp left; else empty."""
     stage: dist.ProcessGroup | None
     ends: dist.ProcessGroup | None
-    in_detail: Mapping[str, Replicas] = field(default_factory=dict)
+    summing: Mapping[str, Replicas] = field(default_factory=dict)
     """Axis, `replicate` or `expert_replicate` -> how its ranks sum; empty: all at once, in one message."""
 
     def replicas(self, name: str) -> Replicas:
         group = self.group(name)
-        return self.in_detail.get(name) or Replicas(() if group is None else (group,))
+        return self.summing.get(name) or Replicas(() if group is None else (group,))
 
     def group(self, name: str) -> dist.ProcessGroup | None:
         group = self._view(name).get_group(name)
@@ -165,7 +165,7 @@ class RankMeshes(Meshes):
         world = self.axes.size()
         everyone = spanning_axis({axis: group.size() for axis, group in groups}, world) or WORLD
         names: dict[str, str] = {group.group_name: axis if group.size() < world else everyone for axis, group in groups}
-        for axis, replicas in self.in_detail.items():
+        for axis, replicas in self.summing.items():
             names |= {group.group_name: axis for group in replicas.across}
             for name, tier in zip(TIERS, replicas.inside, strict=False):
                 names |= {group.group_name: f"{axis}_{name}" for group in (tier.scatter, tier.gather)}
@@ -226,14 +226,14 @@ def lay_out_meshes(device_type: str, plan: Plan, tied_ends: bool, timeout_s: flo
         )
     views = (axes, state, experts, *nested)
     _limit_waits((group for view in views for group in view.get_all_groups()), timeout)
-    in_detail = {}
+    summing = {}
     if plan.sums_in_tiers or plan.is_compressed:
         messages = 2 if plan.is_compressed else 1
-        in_detail["replicate"] = _replicas(state.mesh, plan.inner_tiers(), messages, device_type, timeout)
+        summing["replicate"] = _replicas(state.mesh, plan.inner_tiers(), messages, device_type, timeout)
         if plan.ep > 1:
             sizes = plan.inner_tiers(is_dealt=True)
-            in_detail["expert_replicate"] = _replicas(experts.mesh, sizes, messages, device_type, timeout)
-    return RankMeshes(axes, state, experts, nested, stage if stage.size() > 1 else None, ends, in_detail)
+            summing["expert_replicate"] = _replicas(experts.mesh, sizes, messages, device_type, timeout)
+    return RankMeshes(axes, state, experts, nested, stage if stage.size() > 1 else None, ends, summing)
 
 
 def _replicas(view: Tensor, sizes: tuple[int, int], messages: int, device_type: str, timeout: timedelta) -> Replicas:
@@ -244,7 +244,7 @@ def _replicas(view: Tensor, sizes: tuple[int, int], messages: int, device_type: 
     if split.shape[1] == 1:
         return Replicas((), tuple(tiers))
     across = [_along(split, 1, timeout) for _ in range(messages if device_type == "cpu" else 1)]
-    return Replicas((*across, *across[:1] * (messages - len(across))), tuple(tiers))
+    return Replicas(tuple(across[message % len(across)] for message in range(messages)), tuple(tiers))
 
 
 def _along(ranks: Tensor, dim: int, timeout: timedelta) -> dist.ProcessGroup:

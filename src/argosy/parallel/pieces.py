@@ -41,6 +41,11 @@ class Held(Piece):
     """How it is split, for each dimension of `mesh`."""
 
     @property
+    def place(self) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+        """The whole's name, and of `value` within it the offset and the shape."""
+        return self.name, self.offset, tuple(self.value.shape)
+
+    @property
     def is_expert(self) -> bool:
         """True for experts that are dealt out over the ep ranks."""
         mesh = getattr(self.parameter, "device_mesh", None)

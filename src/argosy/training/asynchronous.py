@@ -282,8 +282,7 @@ class Worker:
         for number, flat in enumerate(self._layout.flats):
             for piece in self._model.masters:
                 if piece.name in flat.shapes and piece.value.numel() and (names is None or piece.name in names):
-                    where = (piece.name, tuple(piece.offset), tuple(piece.value.shape))
-                    yield piece, flat.part(vectors[number], *where)
+                    yield piece, flat.part(vectors[number], *piece.place)
 
     def _deliver(self, task: Task, made: list[Made]) -> None:
         """Push what the steps of a task have come to, and write the lines of the update that it became."""

@@ -88,7 +88,7 @@ class OuterState:
         for piece in masters:
             if piece.name in flat.shapes and piece.value.numel():
                 for key, kept in self.state_of(piece.name).items():
-                    part = flat.part(vectors[key], piece.name, tuple(piece.offset), tuple(piece.value.shape))
+                    part = flat.part(vectors[key], *piece.place)
                     kept.copy_(torch.from_numpy(np.array(part)))
                 piece.value.copy_(self._weights[piece.name])
 
@@ -126,7 +126,7 @@ class OuterState:
         blob = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
         for piece in pieces:
             if piece.name in flat.shapes and piece.value.numel():
-                mean = flat.read(blob, wire, piece.name, tuple(piece.offset), tuple(piece.value.shape))
+                mean = flat.read(blob, wire, *piece.place)
                 yield piece, torch.from_numpy(np.array(mean)).to(piece.value.device)
 
     def is_left_out(self, number: int) -> bool:

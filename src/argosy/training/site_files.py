@@ -73,7 +73,7 @@ class SiteFiles:
         mine = self.boxes()
         for piece in self._state.model.masters:
             if piece.name in mine and piece.name in flat.shapes:
-                view = flat.part(vector, piece.name, tuple(piece.offset), tuple(piece.value.shape))
+                view = flat.part(vector, *piece.place)
                 view[...] = parts[piece.name].float().cpu().numpy()
         vector.flush()
         fault("change", step=self._state.step, rank=self._world.rank)
@@ -95,7 +95,7 @@ class SiteFiles:
         sent = self._outer.sent_before(number, masters)
         for piece in masters:
             if piece.name in sent:
-                part = flat.part(vector, piece.name, tuple(piece.offset), tuple(piece.value.shape))
+                part = flat.part(vector, *piece.place)
                 sent[piece.name].copy_(torch.from_numpy(np.array(part)))
 
     def leave_state(self, number: int) -> None:
@@ -116,7 +116,7 @@ class SiteFiles:
             for piece in self._state.model.masters:
                 if piece.name in mine and piece.name in flat.shapes:
                     for key, tensor in self._kept(piece, number).items():
-                        view = flat.part(vectors[key], piece.name, tuple(piece.offset), tuple(piece.value.shape))
+                        view = flat.part(vectors[key], *piece.place)
                         view[...] = tensor.cpu().numpy()
         self._world.barrier()
         if self._world.is_first:
@@ -141,7 +141,7 @@ class SiteFiles:
                 if piece.name in flat.shapes:
                     moments = optimizer.state_of(piece)
                     for key in moments.keys() - {STEP}:
-                        part = flat.part(vectors[key], piece.name, tuple(piece.offset), tuple(piece.value.shape))
+                        part = flat.part(vectors[key], *piece.place)
                         moments[key] = torch.from_numpy(np.array(part)).to(piece.value.device)
                     optimizer.load_state(piece, {**moments, STEP: torch.tensor(float(self._sites.end_of(number)))})
 

@@ -5,22 +5,24 @@ from __future__ import annotations
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from argosy.sync.sites.average import Reduced, Slices, reduce_slice
 from argosy.sync.sites.layout import Sites
 from argosy.sync.sites.ledger import Line
+from argosy.sync.sites.links import Links
 from argosy.sync.sites.messages import Message
 from argosy.sync.sites.pull import Pull, Wanted
 
-Key = tuple[str, int, str]
-"""Of a transfer: sent or slice, which part, and from whom a part of a change is fetched."""
+Transfer = tuple[str, int, str]
+"""What is fetched: "sent", a slice of the change of a site, which is named; or "slice", one of the average."""
 AGAIN_S = 0.5
 """How long after a peer did not have something it is asked again."""
 
@@ -36,9 +38,12 @@ class Proposal:
 class Assembly:
     """The average of one proposal, as far as this site has it."""
 
-    def __init__(self, sites: Sites, number: int, proposal: Proposal, weights: Mapping[str, int], pool: Executor):
+    def __init__(
+        self, sites: Sites, number: int, proposal: Proposal, weights: Mapping[str, int], links: Links, pool: Executor
+    ):
         """weights: tokens that each site trained on; those of the proposal if this site sums slices."""
-        self.proposal, self._sites, self._number, self._pool = proposal, sites, number, pool
+        self.proposal, self._sites, self._number = proposal, sites, number
+        self._links, self._pool = links, pool
         self.weights = [weights.get(name, 0) for name in proposal.names]
         self._wire = sites.wire_of(number)
         blocks = self._wire.blocks(sites.flat(number).elements)
@@ -46,8 +51,8 @@ class Assembly:
         self.reduced: dict[int, Reduced] = {}
         """What is known of slices that were summed."""
         self._here: set[int] = set()
-        self._pulls: dict[Key, Pull] = {}
-        self._not_before_s: dict[Key, float] = {}
+        self._pulls: dict[Transfer, Pull] = {}
+        self._not_before_s: dict[Transfer, float] = {}
         self._work: dict[int, Future[Reduced]] = {}
         self._not_at_owner: set[int] = set()
         """First bytes of slices that those who summed them have no more."""
@@ -78,30 +83,28 @@ class Assembly:
         total: list[list[float]] = np.asarray(slices).sum(axis=0).tolist()
         return total
 
-    def tend(self, tell: Callable[..., None], connected: Callable[[str], bool], reduced: Callable[[int], None]) -> None:
-        """Ask for what is missing. tell(site, kind, ...); reduced(part) is called when this site has summed a slice."""
-        if len(self.summed) < len(self._mine) and self._sites.sent(self._number).exists():
-            for part in self._mine:  # without that file the folder was lost: the ranks make it again
-                if part not in self.reduced:
-                    self._reduce(part, tell, connected, reduced)
+    def tend(self) -> None:
+        """Do what can be done now: ask for what is missing, sum what is there."""
+        left = [part for part in self._mine if part not in self.reduced]
+        if left and self._sites.sent(self._number).exists():  # else the folder was lost: the ranks make it again
+            for part in left:
+                self._reduce(part)
         for part, facts in list(self.reduced.items()):
             owner = self.owner(part)
-            if part not in self._here and part not in self._mine and connected(owner):
-                self._fetch_slice(part, "slice", owner, facts.checksum, tell)
+            if part not in self._here and part not in self._mine and owner in self._links.sites:
+                self._fetch_slice(part, "slice", owner, facts.checksum)
 
-    def complete(
-        self, line: Line, tell: Callable[..., None], connected: Callable[[str], bool], holder: str | None
-    ) -> None:
+    def complete(self, line: Line, holder: str | None) -> None:
         """Fetch what is missing of an average that is agreed on: from who summed it, or from `holder`, who has all."""
         for part, checksum in enumerate(line.sums):
             if part in self._here:
                 continue
             owner = self.owner(part)
             is_there = holder is None or self.slices.of(part)[0] not in self._not_at_owner
-            if part in self.reduced and part not in self._mine and connected(owner) and is_there:
-                self._fetch_slice(part, "slice", owner, checksum, tell)
+            if part in self.reduced and part not in self._mine and owner in self._links.sites and is_there:
+                self._fetch_slice(part, "slice", owner, checksum)
             elif holder is not None:
-                self._fetch_slice(part, "average", holder, checksum, tell)
+                self._fetch_slice(part, "average", holder, checksum)
 
     def take(self, what: str, peer: str, start: int, at: int, data: bytes) -> None:
         """Take a piece that came."""
@@ -157,69 +160,72 @@ class Assembly:
             return None
         return next(((self._slice(part), start) for part in self.summed if self.slices.of(part)[0] == start), None)
 
-    def _reduce(
-        self, part: int, tell: Callable[..., None], connected: Callable[[str], bool], reduced: Callable[[int], None]
-    ) -> None:
-        """Fetch a slice of the others' changes, sum it, say that it is summed: as far as that can be done now."""
-        first, _ = self.slices.of(part)
-        size, missing = self.slices.size(part), False
-        if (work := self._work.get(part)) is not None:
-            if work.done():
-                self.reduced[part] = work.result()
-                self._here.add(part)
-                reduced(part)
+    def summary(self, part: int) -> dict[str, Any]:
+        """Return what the others are told of a slice that this site has summed, as `hear_reduced` reads it."""
+        facts = self.reduced[part]
+        key = {"round": self._number, "attempt": self.proposal.attempt, "part": part}
+        return {**key, "sum": facts.checksum, "products": facts.products}
+
+    def _reduce(self, part: int) -> None:
+        """Go on with a slice that this site sums: fetch the others' changes, sum them, say that it is done."""
+        if (work := self._work.get(part)) is None:
+            self._begin_sum(part)
+        elif work.done():
+            self.reduced[part] = work.result()
+            self._here.add(part)
+            self._links.tell_all("reduced", **self.summary(part))
+
+    def _begin_sum(self, part: int) -> None:
+        """Fetch a slice of each other site's change; once all are here, have them summed."""
+        first, size = self.slices.of(part)[0], self.slices.size(part)
+        wanted = Wanted("sent", self._number, 0, first, size)
+        pulls = {name: self._fetch_change(part, wanted, name) for name in self.proposal.names if name != self._sites.me}
+        if not all(pull.is_done for pull in pulls.values()):
             return
-        paths: list[tuple[Path, int]] = []
-        for name in self.proposal.names:
-            if name == self._sites.me:
-                paths.append((self._sites.sent(self._number), first))
-                continue
-            wanted = Wanted("sent", self._number, 0, first, size)
-            key = ("sent", part, name)
-            pull = self._pull(key, wanted, name, self._temporary(f"part-{part}-{name}"))
-            paths.append((pull.path, 0))
-            if not pull.is_done:
-                missing = True
-                if connected(name):
-                    self._ask(key, tell)
-        if missing:
-            return
-        for name in self.proposal.names:
-            if name != self._sites.me:
-                self._pulls.pop(("sent", part, name)).close()
-        self._work[part] = self._pool.submit(self._reduce_files, paths, size, self._slice(part))
+        for name, pull in pulls.items():
+            del self._pulls["sent", part, name]
+            pull.close()
+        mine = (self._sites.sent(self._number), first)
+        files = [(pulls[name].path, 0) if name in pulls else mine for name in self.proposal.names]
+        self._work[part] = self._pool.submit(self._reduce_files, files, size, self._slice(part))
 
     def _reduce_files(self, paths: Sequence[tuple[Path, int]], size: int, out: Path) -> Reduced:
         parts = [np.fromfile(path, np.uint8, size, offset=at) for path, at in paths]
         return reduce_slice(parts, self.weights, self._wire, out)
 
-    def _fetch_slice(self, part: int, what: str, peer: str, checksum: int, tell: Callable[..., None]) -> None:
-        first, end = self.slices.of(part)
-        wanted = Wanted(what, self._number, self.proposal.attempt, first, end - first)
+    def _fetch_change(self, part: int, wanted: Wanted, name: str) -> Pull:
+        key = ("sent", part, name)
+        pull = self._pull(key, wanted, name, self._temporary(f"part-{part}-{name}"))
+        if not pull.is_done and name in self._links.sites:
+            self._ask(key)
+        return pull
+
+    def _fetch_slice(self, part: int, what: str, peer: str, checksum: int) -> None:
+        wanted = Wanted(what, self._number, self.proposal.attempt, self.slices.of(part)[0], self.slices.size(part))
         key = ("slice", part, "")
         if key in self._pulls and (self._pulls[key].peer, self._pulls[key].wanted.what) != (peer, what):
             self._pulls.pop(key).close()  # what came of it stays in the file
         pull = self._pull(key, wanted, peer, self._slice(part))
         if not pull.is_done:
-            self._ask(key, tell)
+            self._ask(key)
         elif pull.checksum() == checksum:
             self._pulls.pop(key).close()
             self._here.add(part)
         else:
             pull.forget()
 
-    def _pull(self, key: Key, wanted: Wanted, peer: str, path: Path) -> Pull:
+    def _pull(self, key: Transfer, wanted: Wanted, peer: str, path: Path) -> Pull:
         if key not in self._pulls:
             self._pulls[key] = Pull(wanted, peer, path)
         return self._pulls[key]
 
-    def _ask(self, key: Key, tell: Callable[..., None]) -> None:
+    def _ask(self, key: Transfer) -> None:
         """Ask for more of it. What was begun first is finished first: all transfers from a site share what may be asked
         for before it comes."""
         pull = self._pulls[key]
         if time.monotonic() >= self._not_before_s.get(key, 0.0):
-            others = sum(other.under_way for other in self._pulls.values() if other.peer == pull.peer)
-            pull.ask(partial(tell, pull.peer), others - pull.under_way)
+            of_peer = sum(other.under_way for other in self._pulls.values() if other.peer == pull.peer)
+            pull.ask(partial(self._links.tell, pull.peer), of_peer - pull.under_way)
 
     def _slice(self, part: int) -> Path:
         return self._temporary(f"slice-{part}")

@@ -177,7 +177,7 @@ class Exchange:
             if self._line is None and self._is_leader():
                 self._links.tell(name, "propose", **self._my_proposal())
             for part in self._assembly.summed:
-                self._links.tell(name, "reduced", **self._summed(part))
+                self._links.tell(name, "reduced", **self._assembly.summary(part))
 
     def _note_at(self, name: str, message: Message) -> None:
         """Note where a site stands."""
@@ -301,8 +301,8 @@ class Exchange:
             if self._assembly.is_lost and holder is not None:
                 self._adopt_from(holder)
                 return
-            self._assembly.complete(self._line, self._links.tell, self._others.is_connected, holder)
-        self._assembly.tend(self._links.tell, self._others.is_connected, self._say_reduced)
+            self._assembly.complete(self._line, holder)
+        self._assembly.tend()
         if self._assembly.is_whole:
             if self._line is None and self._is_leader() and self._ready.keys() >= set(self._weights):
                 self._line = self._agreed(self._assembly)
@@ -382,7 +382,7 @@ class Exchange:
         self._let_go()
         self._attempts = max(self._attempts, proposal.attempt)
         self._weights = weights
-        self._assembly = Assembly(self.sites, self._number, proposal, weights, self._pool)
+        self._assembly = Assembly(self.sites, self._number, proposal, weights, self._links, self._pool)
 
     def _let_go(self) -> None:
         if self._assembly is not None:
@@ -458,16 +458,6 @@ class Exchange:
         names = list(proposal.names)
         facts = {"attempt": proposal.attempt, "names": names, "tokens": self._weights}
         return {"round": self._number, "chain": self._chain(), **facts}
-
-    def _summed(self, part: int) -> dict[str, Any]:
-        assert self._assembly is not None
-        facts = self._assembly.reduced[part]
-        attempt = self._assembly.proposal.attempt
-        key = {"round": self._number, "attempt": attempt, "part": part}
-        return {**key, "sum": facts.checksum, "products": facts.products}
-
-    def _say_reduced(self, part: int) -> None:
-        self._links.tell_all("reduced", **self._summed(part))
 
     def _show(self) -> None:
         """Leave for the ranks whom the round waits for."""

@@ -27,10 +27,10 @@ AGAIN_S, REFUSED_AGAIN_S = 1.0, 5.0
 """How long after a failed call the next one is made; and after a refusal."""
 MOST_STRANGERS = 16
 """Connections that have not said who they are."""
-
-
 Hello = Callable[[], dict[str, Any]]
+"""Returns what this site says of itself."""
 Refused = Callable[[str, str], None]
+"""Hears who was refused, here or there, and why."""
 
 
 class Link:
@@ -67,8 +67,7 @@ class Links:
     ):
         """addresses: of all sites, in order. tls: what encrypts the end that calls, and the one that is called.
 
-        hello(): what this site says of itself; "run" and "model" must be the same at both ends. refused(who, why) is
-        called when a connection was refused, here or there.
+        What `hello` says as "run" and "model" must be the same at both ends.
         """
         self.me, self.secret, self._hello, self._refused = me, secret, hello, refused
         self.client_tls: ssl.SSLContext | None = None if tls is None else tls[0]
