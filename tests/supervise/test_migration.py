@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from argosy.config.resilience import ResilienceConfig
 from argosy.observe.events import read_lines
 from argosy.processes.channel import Gone, Message
 from argosy.resilience.detect.finding import Finding
@@ -78,7 +79,7 @@ class Run:
             self.of,
             self.watch,
             lambda *order: self.held.append(order),
-            **options,  # type: ignore[arg-type]
+            ResilienceConfig(**options),
         )
         self.orders()
 
@@ -143,15 +144,16 @@ def test_a_slow_node_is_left_out_once_all_ranks_hold(tmp_path, planner):
     assert (migrated["predicted_now_s"], migrated["predicted_new_s"], migrated["step_s"]) == (0.6, 0.3, 1.0)
 
 
-@pytest.mark.parametrize(("plan", "size", "on_disk"), [
-    ("dp_shard=3,zero=1", 2, False), ("dp_shard=3,zero=1", 1, True), ("dp_replicate=3", 1, False),
-    ("dp_replicate=3,sync=int8", 1, True), ("pp=3", 1, True),
+@pytest.mark.parametrize(("plan", "size", "every", "on_disk"), [
+    ("dp_shard=3,zero=1", 2, "auto", False), ("dp_shard=3,zero=1", 1, "auto", True),
+    ("dp_replicate=3", 1, "auto", False), ("dp_replicate=3,sync=int8", 1, "auto", True), ("pp=3", 1, "auto", True),
+    ("dp_shard=3,zero=1", 2, 0, True), ("dp_replicate=3", 2, 0, False),
 ])  # fmt: skip
-def test_the_state_is_saved_on_disk_if_two_nodes_leave_that_have_parts_of_it(
-    tmp_path, monkeypatch, plan, size, on_disk
+def test_the_state_is_saved_on_disk_if_nodes_leave_that_alone_have_parts_of_it(
+    tmp_path, monkeypatch, plan, size, every, on_disk
 ):
     monkeypatch.setattr(Planner, "answer", MigrationAnswer(True, f"dp_shard={size},zero=1", size, 2, 0.6, 0.3, 1000))
-    run = Run(tmp_path, plan=plan)
+    run = Run(tmp_path, plan=plan, memory_checkpoint_every_steps=every)
     run.migrator.slow_node("c", SLOW)
     run.migrate()
     assert run.held == [(1, on_disk)]
@@ -171,7 +173,7 @@ def test_there_is_no_migration_that_does_not_pay_or_is_off(tmp_path, planner, mo
     run.migrator.slow_node("c", SLOW)
     assert not run.migrate() and not run.held
     assert run.events("stayed")[0]["predicted_new_s"] == 0.55
-    off = Run(tmp_path, is_on=False)
+    off = Run(tmp_path, migrate=False)
     off.migrator.slow_node("c", SLOW)
     assert not off.migrate() and len(planner.asked) == 1
 
@@ -243,7 +245,7 @@ def test_a_slow_link_is_priced_for_all_nodes_and_for_one(tmp_path, planner, monk
 
 
 def test_layers_are_dealt_anew_and_all_nodes_stay_though_nothing_migrates_for_slowness(tmp_path, planner, monkeypatch):
-    run = Run(tmp_path, is_on=False)
+    run = Run(tmp_path, migrate=False)
     answer = MigrationAnswer(True, "pp=3,layers=3:3:2", 3, 3, 1.0, 0.8, 1000)
     monkeypatch.setattr(Planner, "answer", answer)
     run.migrator.uneven_stages(STAGES)

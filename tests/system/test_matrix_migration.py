@@ -18,6 +18,7 @@ SMALL = ("--train.steps", "80", "--train.global_batch", "12", "--data.seq_len", 
 SOON = ("--resilience.straggler_steps", "4", "--resilience.straggler_s", "1")
 """What is slow is told of, and acted on, after some twenty steps each."""
 SLOW = "slow@forward:factor=6"
+NO_MEMORY = ("--resilience.memory_checkpoint_every_steps", "0")
 
 Slowed = Callable[[str, tuple[str, ...]], tuple[Disturbed, list[subprocess.Popen[str]]]]
 
@@ -53,6 +54,7 @@ def slowed(folder: Folder) -> Iterator[Slowed]:
         ("dp_replicate=3,microbatch=2", SIZES, 2, "live"),
         ("dp_shard=3,zero=1,microbatch=2", SIZES, 2, "memory"),
         ("dp_shard=3,zero=1,microbatch=2", SMALL, 1, "disk"),  # two nodes leave, with parts that the third has not
+        ("dp_shard=3,zero=1,microbatch=2", (*SIZES, *NO_MEMORY), 2, "disk"),
     ],
 )
 def test_a_slow_node_is_left_out_and_no_step_is_lost(slowed, undisturbed, plan, sizes, left, source):

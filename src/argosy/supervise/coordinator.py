@@ -87,7 +87,7 @@ class Coordinator:
         handover = Handover.load(run_dir, newest_generation(run_dir))
         self._membership = Membership(settings, handover, Replanner(run_dir, run, plan))
         self._watch = RunWatch(run.resilience, run_dir / "metrics.jsonl", run)
-        self._migrator = Migrator(run_dir, self._membership, self._watch, self._hold, run.resilience.migrate)
+        self._migrator = Migrator(run_dir, self._membership, self._watch, self._hold, run.resilience)
         self._events = Events(run_dir, "coordinator")
         self._agents = AgentConnections(listener, secret, tls, self._on_left)
         self._reported, self._reported_s = 0, 0.0

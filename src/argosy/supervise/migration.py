@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from argosy.config.resilience import ResilienceConfig
 from argosy.observe.events import Events
 from argosy.plan.plan import Plan
 from argosy.processes.channel import Gone
@@ -64,11 +65,13 @@ class Migrator:
         membership: Membership,
         watch: RunWatch,
         hold: Callable[[int, bool], None],
-        is_on: bool = True,
+        config: ResilienceConfig,
     ):
-        """`hold` tells the workers of a generation to hold, and whether to save on disk before. Unless `is_on`, nothing
-        that is slow makes it migrate."""
-        self._run_dir, self._membership, self._watch, self._hold, self._is_on = run_dir, membership, watch, hold, is_on
+        """`hold` tells the workers of a generation to hold, and whether to save on disk before."""
+        self._run_dir, self._membership, self._watch, self._hold = run_dir, membership, watch, hold
+        self._is_on = config.migrate
+        self._may_leave = 1 if config.memory_checkpoint_every_steps else 0
+        """Nodes that may leave with parts of the state: an in-memory checkpoint is on two nodes each."""
         self._events = Events(run_dir, "coordinator")
         self._case: _Case | None = None
         self._migration_s, self._joined_s = MIGRATION_S, 0.0
@@ -166,8 +169,7 @@ class Migrator:
         self._hold(case.generation, self._leaves_too_few(case, said))
 
     def _leaves_too_few(self, case: _Case, said: MigrationAnswer) -> bool:
-        """Return True if parts of the state may be nowhere on the nodes that stay: an in-memory checkpoint is on two
-        nodes each, so that it can lose one."""
+        """Return True if parts of the state may be nowhere on the nodes that stay."""
         membership, plan = self._membership, Plan.parse(self._membership.plan)
         slots = {name: membership.nodes[name].slots for name, _ in membership.places_of(range(membership.size))}
         alone = plan.shares_state * plan.pp * plan.ep == 1 and not plan.is_compressed
@@ -175,7 +177,7 @@ class Migrator:
             return False  # each node has all of the state
         room = sorted((each for name, each in slots.items() if name not in case.leave_out), reverse=True)
         stay = next((n for n in range(len(room)) if sum(room[:n]) >= said.size), len(room))
-        return len(slots) - stay > 1
+        return len(slots) - stay > self._may_leave
 
     def _migrate_when_all_hold(self, case: _Case, said: MigrationAnswer, now_s: float) -> None:
         if self._watch.do_all_wait(self._membership.size):
