@@ -235,6 +235,22 @@ def test_a_migration_that_did_not_gain_is_not_tried_again(tmp_path, planner, aft
     assert len(planner.asked) == 1 + again
 
 
+def test_the_planner_is_asked_once_it_is_known_how_long_a_step_takes(tmp_path, planner, monkeypatch):
+    run = Run(tmp_path)
+    monkeypatch.setattr(Planner, "answer", MigrationAnswer(True, "pp=3,layers=3:3:2", 3, 3, 1.0, 0.8, 1000))
+    run.watch.step_s = None
+    run.migrator.uneven_stages(STAGES)
+    for _ in range(4):
+        run.look()
+    assert planner.asked == []
+    run.watch.step_s = 1.0
+    run.migrate()
+    assert [question.step_s for question in planner.asked] == [1.0]
+    run.watch.step_s = 0.8
+    run.look()
+    assert [(e["before_s"], e["gained"]) for e in run.events("migration_measured")] == [(1.0, True)]
+
+
 def test_a_slow_link_is_priced_for_all_nodes_and_for_one(tmp_path, planner, monkeypatch):
     run = Run(tmp_path, slots=2)
     monkeypatch.setattr(Planner, "answer", MigrationAnswer(True, "dp_replicate=2", 2, 2, 0.6, 0.3, 1000))
