@@ -202,6 +202,17 @@ def test_every_synonym_leads_to_a_key_that_exists(run_file):
         ("checkpoint.background = 1", "run.toml:1: checkpoint.background = 1: must be true or false."),
         ("data.stages = [{from_step = 2}]", "run.toml:1: data.stages[0].sources is missing."),
         ('data.sources = {"/a" = 0}', 'run.toml:1: data.sources."/a" = 0: input should be greater than 0.'),
+        (
+            "sync.block = 100",
+            "run.toml:1: sync.block = 100: must be a whole number of at least 16 and of at most 65536 and a",
+        ),
+        ('sync.patience_s = "2m"', "  Try 120, without the quotes."),
+        ('[sites]\nname = "a"', 'run.toml:1: sites = {"name": "a"}: must be a list of tables; write [[sites]] before'),
+        ('sync.server_launch = "x"', 'run.toml:1: sync.server_launch = "x": must be a list of tables; write [[sync.'),
+        (
+            'sites = [{name = "a", launch = "ssh"}, {name = "b"}]',
+            'run.toml:1: sites[0].launch = "ssh": must be a table, [sites.launch], with keys of its own.',
+        ),
         ('model.preset = "llama-6m"', 'run.toml:1: model.preset = "llama-6m": no model preset'),
     ],
 )

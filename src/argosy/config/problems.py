@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from argosy.config.counts import count_of
+from argosy.config.durations import DURATION, seconds_of
 from argosy.config.keys import Key, dotted, element_of, fields, limits, sections, value_type
 from argosy.config.meaning import meanings
 from argosy.config.section import Section
@@ -49,13 +50,18 @@ def problem_of(error: ErrorDetails, schema: type[Section], place: Callable[[Key]
     inside, element = _element_around(key, schema)
     if error["type"] == "extra_forbidden":
         return Problem(place(key), f"{value}: unknown key; {suggestion(inside, fields(element), elsewhere={})}")
-    if key in sections(schema):
-        return Problem(place(key), f"{value}: must be a table, [{dotted(key)}], with keys of its own.")
+    table = dotted(name for name in key if isinstance(name, str))
+    if inside in sections(element):
+        return Problem(place(key), f"{value}: must be a table, [{table}], with keys of its own.")
     field = fields(element).get(inside)
     if field is None:  # inside a list or a table of values: data.sources."folder"
         return Problem(place(key), f"{value}: {_lower_first(error['msg'])}.")
     meaning = meanings(sections(element)[inside[:-1]]).get(str(inside[-1]), "")
-    return Problem(place(key), f"{value}: must be {allowed(field)}.{_remedy(field, error['input'], meaning)}")
+    if element_of(field) and get_origin(value_type(field)) is tuple:
+        wanted = f"a list of tables; write [[{table}]] before the keys of each"
+    else:
+        wanted = allowed(field)
+    return Problem(place(key), f"{value}: must be {wanted}.{_remedy(inside, field, error['input'], meaning)}")
 
 
 def _element_around(key: Key, schema: type[Section]) -> tuple[Key, type[Section]]:
@@ -93,6 +99,7 @@ _BOUNDS: list[tuple[type, str, str]] = [
     (annotated_types.Ge, "ge", "of at least"),
     (annotated_types.Lt, "lt", "below"),
     (annotated_types.Le, "le", "of at most"),
+    (annotated_types.MultipleOf, "multiple_of", "a multiple of"),
 ]
 _KINDS: dict[Any, str] = {
     int: "a whole number",
@@ -111,25 +118,29 @@ def _kind(annotation: Any) -> str:
     return _KINDS[get_origin(annotation) or annotation]
 
 
-def _remedy(field: FieldInfo, value: object, meaning: str) -> str:
+def _remedy(key: Key, field: FieldInfo, value: object, meaning: str) -> str:
     """A second line: a value to try, and what the key means."""
     meaning = " ".join(["", *meaning.split()])
     choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
     if near := get_close_matches(str(value).lower(), choices, n=1):
         return f"\n  Try {shown(near[0])}.{meaning}"
-    if isinstance(value, str) and (unquoted := _unquoted(value, value_type(field))):
+    is_time = str(key[-1]).endswith("_s")
+    if isinstance(value, str) and (unquoted := _unquoted(value, value_type(field), is_time)):
         return f"\n  Try {unquoted}, without the quotes.{meaning}"
     if field.default is PydanticUndefined or field.default in (None, (), {}):
         return f"\n {meaning}" if meaning else ""
     return f"\n  Try {shown(field.default)}, the default.{meaning}"
 
 
-def _unquoted(text: str, kind: Any) -> str:
-    """Return what `text` should be without its quotes to be of this kind; empty if that would not do either."""
+def _unquoted(text: str, kind: Any, is_time: bool) -> str:
+    """Return what `text` should be without its quotes to be of this kind; empty if that would not do either.
+
+    is_time: the value is in seconds, so that "2m" means 120.
+    """
     if kind is bool:
         return text.strip().lower() if text.strip().lower() in ("true", "false") else ""
     try:
-        number = float(count_of(text))
+        number = seconds_of(text) if is_time and DURATION.fullmatch(text) else float(count_of(text))
     except ValueError:
         return ""
     plain = text.strip() if not text.strip()[-1:].isalpha() else f"{number:g}"

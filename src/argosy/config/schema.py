@@ -233,7 +233,7 @@ class RunConfig(Section):
     observe: ObserveConfig = ObserveConfig()
     extend: ExtendConfig = ExtendConfig()
     sites: Annotated[tuple[SiteConfig, ...], tyro.conf.Suppress] = ()
-    """Places that train this run together, each with processes and a plan of its own (docs/thin-links.md)."""
+    """Places that train this run together, each with processes and a plan of its own (docs/sites.md)."""
     site: str = ""
     """Which of `sites` this is; empty: all of them, on this machine."""
 
