@@ -9,7 +9,8 @@ import pytest
 from argosy.config.dump import save_run
 from argosy.config.load import load
 from argosy.errors import UserError
-from argosy.launch.sites import with_rounds
+from argosy.launch.sites import checked, with_rounds
+from argosy.sync.sites.layout import Sites, at_site
 
 CLUSTER = """
 [[groups]]
@@ -66,3 +67,39 @@ def test_without_links_it_is_said_how_to_measure_them(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path.parent)
     with pytest.raises(UserError, match=r"nobody has described it.*argosy probe"):
         with_rounds(load(path), (), pytest.fail)
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        ("foo", r'sites.plan = "foo" of lyon: .*neither "auto" nor KEY=VALUE'),
+        ("tq=2", r'sites.plan = "tq=2" of lyon: .*unknown key'),
+        ("sync=int8", r"of lyon: sync=int8, and the run's plan has sync=local.*Leave sync out"),
+        ("tp=2,sync=diloco", r"of lyon: sync=diloco, and the run's plan has sync=local"),
+    ],
+)
+def test_all_plans_are_looked_at_before_any_site_begins(tmp_path: Path, plan: str, said: str) -> None:
+    path = run_file(tmp_path, plan="auto,sync=local")
+    path.write_text(path.read_text() + f'plan = "{plan}"\n')
+    with pytest.raises(UserError, match=said):
+        checked(load(path))
+
+
+def test_sites_do_not_sum_in_fewer_bytes(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"plan.sync = int8, and the run has \[\[sites\]\]"):
+        checked(load(run_file(tmp_path, plan="auto,sync=int8")))
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "tp=2,sync=auto", "tp=2,sync=local"])
+def test_a_site_s_plan_has_the_run_s_way_to_agree(tmp_path: Path, plan: str) -> None:
+    path = run_file(tmp_path, plan="auto,sync=local")
+    path.write_text(path.read_text() + f'plan = "{plan}"\n')
+    run = load(path, {"site": "lyon"})
+    assert checked(run).plan == "tp=2,sync=local"
+
+
+def test_sites_that_agree_in_another_way_are_another_run(tmp_path: Path) -> None:
+    one, other = (at_site(load(run_file(tmp_path, plan=f"auto,sync={word}"))) for word in ("local", "diloco"))
+    assert Sites.of(one, tmp_path).identity != Sites.of(other, tmp_path).identity
+    left_out = at_site(load(run_file(tmp_path, plan="tp=2")))
+    assert Sites.of(left_out, tmp_path).identity == Sites.of(other, tmp_path).identity

@@ -15,7 +15,7 @@ from argosy.launch.servers import settle_worker, train_parts
 from argosy.observe.progress import Progress
 from argosy.observe.report import Report
 from argosy.plan.hardware.local_machine import cluster_of
-from argosy.plan.plan import is_asynchronous, said_in, with_sync
+from argosy.plan.plan import LOCAL, NOT_OF_SITES, Plan, is_asynchronous, said_in, way_of_sites, with_sync
 from argosy.plan.search.rounds import CHOSEN, check_sites_of, choose_rounds
 from argosy.processes.secret import secret_of
 from argosy.sync.sites.keys import contexts
@@ -91,10 +91,30 @@ def checked(run: RunConfig) -> RunConfig:
         )
     if run.train.batch_ramp:
         raise UserError("train.batch_ramp with [[sites]]: rounds have batches of one size. Leave it out.")
+    _check_plans(run)
     try:
         return at_site(run)
     except ValueError as problem:
         raise UserError(str(problem)) from None
+
+
+def _check_plans(run: RunConfig) -> None:
+    """Raises: UserError if a site's plan is none, or sites would not agree in one way."""
+    way = way_of_sites(run.plan)
+    if way not in LOCAL:
+        raise UserError(NOT_OF_SITES.format(way))
+    for site in run.sites:
+        blamed = f'sites.plan = "{site.plan}" of {site.name}: '
+        try:
+            words = said_in(site.plan).words
+            Plan.from_words(words)
+        except UserError as problem:
+            raise UserError(f"{blamed}{problem}") from None
+        if words.get("sync", way) != way:
+            raise UserError(
+                f"{blamed}sync={words['sync']}, and the run's plan has sync={way}: all sites agree in one way. "
+                "Leave sync out of the site's plan."
+            )
 
 
 def _with_addresses(run: RunConfig, group: Path) -> RunConfig:

@@ -31,6 +31,10 @@ OF_SITES: tuple[Sync, ...] = (*LOCAL, "async")
 Ratio = Annotated[str, BeforeValidator(str), AfterValidator(checked)]
 """Whole numbers joined by colons, such as 3:1; empty: nothing is said, and all get as much."""
 
+NOT_OF_SITES = (
+    "plan.sync = {}, and the run has [[sites]]: sites agree by sync=diloco, sync=local or sync=async. "
+    "Leave sync out for diloco."
+)
 NO_WORKERS = (
     "plan.sync = async, and the run has no [[sites]]: they are its workers. Name one or more (docs/async.md), or leave "
     "sync out."
@@ -269,6 +273,11 @@ def with_sync(text: str, word: str) -> str:
         return text
     words = [f"{key}={value}" for key, value in said.words.items()]
     return ",".join([*(["auto"] if said.is_auto else []), *words, f"sync={word}"])
+
+
+def way_of_sites(plan: str) -> str:
+    """Return the word by which sites agree under a plan, as a run file has it. Raises: UserError, as `words_of`."""
+    return said_in(plan).words.get("sync", "diloco")
 
 
 def is_asynchronous(plan: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from argosy.config.schema import RunConfig
 from argosy.plan.divisors import around, divisors
-from argosy.plan.plan import COMPRESSED, NO_WORKERS, OF_SITES, Plan
+from argosy.plan.plan import COMPRESSED, NO_WORKERS, NOT_OF_SITES, OF_SITES, Plan
 from argosy.plan.rule import Plans, rule
 
 
@@ -75,10 +75,7 @@ def sites_agree_now_and_then(plan: Plan, run: RunConfig) -> str:
             f"plan.sync = {plan.sync}, and the run has no [[sites]]: it says how sites agree. Name two sites or more "
             "(docs/sites.md), or leave sync out."
         )
-    return (
-        f"plan.sync = {plan.sync}, and the run has [[sites]]: sites agree by sync=diloco, sync=local or sync=async. "
-        "Leave sync out for diloco."
-    )
+    return NOT_OF_SITES.format(plan.sync)
 
 
 @rule(lambda p, run: p.is_("sync", "async") & p.is_("precision", "fp16"))

@@ -14,6 +14,7 @@ from argosy.config.schema import RunConfig
 from argosy.config.servers import server_number
 from argosy.config.sites import batches_of
 from argosy.plan.parameters import parameter_table
+from argosy.plan.plan import way_of_sites, with_sync, words_of
 from argosy.sync.sites.deal import Shares
 from argosy.sync.sites.flat import Flat, flats_of
 from argosy.sync.sites.wire import WireFormat
@@ -129,6 +130,7 @@ class Sites:
         lasting = {key: value for key, value in lasting_values(self.run).items() if key.split(".")[0] not in OF_A_SITE}
         lasting = {key: value for key, value in lasting.items() if key not in OF_A_SITE}
         lasting |= {"sites": list(zip(self.names, self.shares.batches, strict=True)), "steps": self.run.train.steps}
+        lasting["sync"] = way_of_sites(self.run.plan)
         return hashlib.sha256(json.dumps(lasting, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     # ---- files --------------------------------------------------------------------------------------------------
@@ -219,7 +221,9 @@ def kept_in(folder: Path) -> Path:
 
 
 def at_site(run: RunConfig) -> RunConfig:
-    """Return the run with the batch of each site filled in, and its own site's as train.global_batch.
+    """Return the run with the batch of each site filled in, and its own site's batch and plan as the run's.
+
+    A site's plan that does not say how sites agree has the run's word.
 
     What it returns stays as it is if this is called again. Raises: ValueError if the batch cannot be dealt out.
     """
@@ -234,7 +238,9 @@ def at_site(run: RunConfig) -> RunConfig:
         own_site = sites[[site.name for site in sites].index(run.site)]
         update["train"] = run.train.model_copy(update={"global_batch": own_site.batch})
         if own_site.plan:
-            update["plan"] = own_site.plan
+            way = way_of_sites(run.plan)
+            plan = with_sync(own_site.plan, way)
+            update["plan"] = plan if "sync" in words_of(plan) else f"{plan},sync={way}"
         if own_site.processes:
             update["launch"] = run.launch.model_copy(update={"processes": own_site.processes})
     return run.model_copy(update=update)
