@@ -39,12 +39,28 @@ def test_codes_of_parts_become_one_error(codes, error, says):
     check_codes(dict.fromkeys(codes, 0), "they have saved", Path("runs/two"))
 
 
-def test_servers_do_not_wait_for_workers_that_could_not_begin() -> None:
-    def part(script: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE)
+def part(script: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE)
 
+
+def test_servers_do_not_wait_for_workers_that_could_not_begin() -> None:
     began_s = time.monotonic()
     server = "trap 'exit 143' TERM; while :; do sleep 0.1; done"
     codes = held({"server-1": part(server), "oslo": part("exit 2"), "lyon": part("exit 2")}, True, ["server-1"])
     assert codes == {"server-1": 0, "oslo": 2, "lyon": 2}
     assert time.monotonic() - began_s < ALONE_S
+
+
+def test_sites_end_if_too_few_could_begin_to_be_a_quorum(capsys) -> None:
+    began_s = time.monotonic()
+    site = "trap 'exit 143' TERM; while :; do sleep 0.1; done"
+    codes = held({"oslo": part(site), "lyon": part("sleep 0.2; exit 2")}, False, quorum=2)
+    assert codes == {"oslo": 0, "lyon": 2}
+    assert time.monotonic() - began_s < ALONE_S
+    assert "go on" not in capsys.readouterr().out
+
+
+def test_sites_that_are_a_quorum_go_on(capsys) -> None:
+    codes = held({"oslo": part("sleep 0.5"), "lyon": part("exit 2")}, False, quorum=1)
+    assert codes == {"oslo": 0, "lyon": 2}
+    assert "lyon ended with exit code 2; the others go on" in capsys.readouterr().out

@@ -52,11 +52,14 @@ def started(
             child.wait()
 
 
-def held(children: dict[str, subprocess.Popen[bytes]], quiet: bool, servers: Collection[str] = ()) -> dict[str, int]:
+def held(
+    children: dict[str, subprocess.Popen[bytes]], quiet: bool, servers: Collection[str] = (), quorum: int = 0
+) -> dict[str, int]:
     """Pass on what the parts say, and signals to them, until all have ended. Returns their exit codes.
 
     servers: parts that need the others, and are needed. Once only one kind is left, it is asked to end after ALONE_S;
-    servers at once, if no worker could begin. What ended because it was asked to counts as having ended well.
+    servers at once, if no worker could begin. quorum: once so many parts could not begin that fewer are left, these
+    are asked to end at once. What ended because it was asked to counts as having ended well.
     """
     alone_s, asked = math.inf, list[str]()
     width = max(map(len, children))
@@ -76,8 +79,8 @@ def held(children: dict[str, subprocess.Popen[bytes]], quiet: bool, servers: Col
             while selector.get_map():
                 if servers and math.isinf(alone_s):
                     alone_s = time.monotonic() + _alone_s(children, servers)
-                if time.monotonic() > alone_s:
-                    alone_s, servers = math.inf, ()
+                if time.monotonic() > alone_s or _cannot_begin(children, quorum):
+                    alone_s, servers, quorum = math.inf, (), 0
                     asked = [name for name, child in children.items() if child.poll() is None]
                     pass_on(signal.SIGTERM, None)
                 for key, _ in selector.select(1.0 if servers else None):
@@ -90,6 +93,8 @@ def held(children: dict[str, subprocess.Popen[bytes]], quiet: bool, servers: Col
                         code = children[name].wait()
                         if code and not quiet:
                             others = "; the others go on" if selector.get_map() else ""
+                            if others and _cannot_begin(children, quorum):
+                                others = "; too few are left to agree: they save and end"
                             lines.append(f"argosy: {name} ended with exit code {code}{others}".encode())
                     for line in lines:
                         if line and not quiet:
@@ -98,7 +103,15 @@ def held(children: dict[str, subprocess.Popen[bytes]], quiet: bool, servers: Col
         for number, handler in before.items():
             signal.signal(number, handler)
     codes = {name: child.wait() for name, child in children.items()}
-    return codes | {name: 0 for name in asked if codes[name] == 128 + signal.SIGTERM}
+    return codes | {name: 0 for name in asked if codes[name] in (128 + signal.SIGTERM, -signal.SIGTERM)}
+
+
+def _cannot_begin(children: Mapping[str, subprocess.Popen[bytes]], quorum: int) -> bool:
+    """Return True if so many parts were refused what they asked for that fewer than `quorum` are left.
+
+    A part that dies otherwise may be started again; this one, not before somebody has changed what was typed.
+    """
+    return sum(child.poll() != UserError.exit_code for child in children.values()) < quorum
 
 
 def _alone_s(children: Mapping[str, subprocess.Popen[bytes]], servers: Collection[str]) -> float:

@@ -19,7 +19,7 @@ from argosy.plan.plan import LOCAL, NOT_OF_SITES, Plan, is_asynchronous, said_in
 from argosy.plan.search.rounds import CHOSEN, check_sites_of, choose_rounds
 from argosy.processes.secret import secret_of
 from argosy.sync.sites.keys import contexts
-from argosy.sync.sites.layout import at_site, group_folder, site_folder
+from argosy.sync.sites.layout import Sites, at_site, group_folder, site_folder
 from argosy.sync.sites.length import check_length
 
 
@@ -146,6 +146,6 @@ def train_sites(run: RunConfig, run_dir: Path, *, accept_changes: bool, quiet: b
     save_run(run, run_dir / RUN_FILE)
     secret_of(run_dir)
     with started([site.name for site in run.sites], run_dir / RUN_FILE, run_dir, accept_changes) as children:
-        codes = held(children, quiet)
+        codes = held(children, quiet, quorum=Sites.of(run, run_dir).quorum)
     check_codes(codes, "all sites have saved", run_dir)
     return Report.load(site_folder(run_dir, run.sites[0].name))
