@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from unittest.mock import MagicMock
 
 import numpy as np
+import pytest
 import torch
 
 from argosy.parallel.world import World
 from argosy.sync.sites.layout import Sites
 from argosy.sync.sites.ledger import Delivery, Ledger, next_line
+from argosy.training import waiting
 from argosy.training.outer import OuterSteps
 from argosy.training.schedule import learning_rate_factor
 from argosy.training.state import TrainState, Update
@@ -90,3 +93,15 @@ def test_a_site_keeps_a_share_of_its_own_weights(tmp_path: Path) -> None:
         is_turn = piece.name in sites.turn(0).shapes
         agreed = 0.25 * own[piece.name] + 0.75 * before[piece.name] if is_turn else own[piece.name]
         torch.testing.assert_close(piece.value, agreed)
+
+
+def test_it_is_said_which_site_a_round_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "SAID_S", 0.01)
+    state, _, sites = site(run_of(tmp_path, {"every_steps": 1}), tmp_path / "A")
+    sites.status.write_text(json.dumps({"waiting_for": ["B"], "quorum_missing": True}))
+    looks, records = iter([False] * 9 + [True]), MagicMock()
+    outer = OuterSteps(state, World(), MagicMock(committed=[]), MagicMock(), records, MagicMock(), lambda: next(looks))
+    train(state, 0)
+    assert not outer.settle()
+    said = [call.args[0] for call in records.progress.say.call_args_list]
+    assert said == [" waiting: B is not ready for round 0; a round needs 2 sites"]

@@ -29,6 +29,7 @@ from argosy.training.schedule import learning_rate_factor
 from argosy.training.site_files import SiteFiles
 from argosy.training.state import TrainState, Update
 from argosy.training.step import StepOutcome
+from argosy.training.waiting import Waiting
 
 FIRST_LOOK_S, LOOK_S = 0.005, 0.05
 """How often ranks look whether the average has come: at first, and after a while."""
@@ -201,20 +202,18 @@ class OuterSteps:
 
     def _wait(self, number: int) -> bool:
         """Wait until the round is in the ledger. Return False if a signal came first."""
-        look_s, began, shown = FIRST_LOOK_S, time.monotonic(), ""
+        look_s, waiting = FIRST_LOOK_S, Waiting(self._records.progress)
         while not self._is_decided(number) and self._adoptable() is None:
             if self._has_signal():
                 return False
             self._heartbeat.advance()
             if number:
                 self._files.leave_state(number - 1)  # another site may need it before it can take part
-            if self._world.is_first and time.monotonic() - began > 1.0 and (words := self._waits_for()) != shown:
-                shown = words
-                self._records.progress.doing(words)
+            if self._world.is_first:
+                waiting.is_for(self._waits_for())
             time.sleep(look_s)
             look_s = min(1.2 * look_s, LOOK_S)
-        if shown:
-            self._records.progress.doing("")
+        waiting.ends()
         return True
 
     # ---- the whole state of another site ------------------------------------------------------------------------
@@ -272,21 +271,26 @@ class OuterSteps:
         """Wait for another site's state: an average is lost. Return False if a signal came first."""
         if self._world.is_first:
             self._sites.lost.touch()
-        self._records.progress.doing("waiting for the state of another site")
+        waiting = Waiting(self._records.progress)
         while self._adoptable() is None:
             if self._has_signal():
                 return False
             self._heartbeat.advance()
+            if self._world.is_first:
+                waiting.is_for("no state of another site yet")
             time.sleep(LOOK_S)
-        self._records.progress.doing("")
+        waiting.ends()
         return True
 
     def _waits_for(self) -> str:
         status: dict[str, Any] = {}
         with suppress(OSError, ValueError):
             status = json.loads(self._sites.status.read_bytes())
-        names = ", ".join(status.get("waiting_for", [])) or "the sum"
-        return f"round {self._state.rounds}: waiting for {names}"
+        names = status.get("waiting_for", [])
+        if not names:
+            return f"the sum of round {self._state.rounds} is on its way"
+        needs = f"; a round needs {self._sites.quorum} sites" if status.get("quorum_missing") else ""
+        return f"{', '.join(names)} {'are' if names[1:] else 'is'} not ready for round {self._state.rounds}{needs}"
 
     def _apply(self, number: int) -> None:
         """Make the outer step of a round in the ledger."""
