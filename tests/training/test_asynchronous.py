@@ -19,6 +19,7 @@ from argosy.errors import UserError
 from argosy.observe.clock import StepClock
 from argosy.observe.events import Events
 from argosy.observe.metrics import Metrics
+from argosy.observe.report import Report
 from argosy.parallel.apply import apply
 from argosy.parallel.world import World
 from argosy.processes.secret import secret_of
@@ -82,6 +83,8 @@ def test_workers_together_train_on_each_sample_once(corpus, tmp_path):
     assert mine["A"] | mine["B"] == set(range(24))
     assert not mine["A"] & mine["B"]
     assert {line["site"] for line in updates if line["update"] in mine["A"]} <= {"A"}
+    reports = [Report.load(tmp_path / "sites" / site) for site in "AB"]
+    assert sum(report.tokens for report in reports) == 24 * run.tokens_per_step
     for site in "AB":
         for record in Metrics(tmp_path / "sites" / site).read():
             if "loss" in record:

@@ -102,6 +102,8 @@ def write_report(
     found = totals(measured.steps(Metrics(run_dir)), run.train.batches.at)
     if found is None:
         return  # stopped before the first step: there is nothing to report
+    if plan.sync == "async":
+        found["tokens"] = found["steps"] * run.tokens_per_step  # its lines count those of all workers
     wall_s = time.time() - _first_start(run_dir)
     report = Report(
         name=run.name,
