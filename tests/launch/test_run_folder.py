@@ -14,6 +14,7 @@ from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.config.dump import save_run
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
+from argosy.config.sites import SiteConfig
 from argosy.errors import StorageError, UserError
 from argosy.launch import run_folder
 from argosy.plan.plan import Plan
@@ -188,3 +189,25 @@ def test_a_plan_that_is_replaced_is_kept_under_the_step_it_was_in_force_until(tm
     assert Plan.load(tmp_path / "plan.toml") == Plan(microbatch=2)
     assert {path.name for path in tmp_path.glob("plan-*")} == {"plan-00000005.toml"}
     assert Plan.load(tmp_path / "plan-00000005.toml") == Plan(microbatch=1)
+
+
+def test_a_folder_is_not_taken_whose_state_lies_elsewhere(tmp_path: Path) -> None:
+    alone = run()
+    sites = alone.model_copy(update={"sites": (SiteConfig(name="A"), SiteConfig(name="B"))})
+    workers = sites.model_copy(update={"plan": "sync=async"})
+    hold(tmp_path / "alone", alone)
+    hold(tmp_path / "sites" / "sites" / "A", sites)
+    run_folder.check_parts(tmp_path / "alone", alone)
+    run_folder.check_parts(tmp_path / "alone", workers)
+    run_folder.check_parts(tmp_path / "sites", sites)
+    run_folder.check_parts(tmp_path / "sites" / "sites" / "plain", alone)
+    of_a = sites.model_copy(update={"site": "A"})
+    for there in (tmp_path / "sites", tmp_path / "sites" / "sites" / "A", tmp_path / "new"):
+        run_folder.check_parts(there, of_a)
+    for wanted in (sites, of_a):
+        with pytest.raises(UserError, match=r"alone holds a run.* at step 4.*model\.weights = \".*alone\""):
+            run_folder.check_parts(tmp_path / "alone", wanted)
+    with pytest.raises(UserError, match=r"checkpoints in .*sites/A; this run has no \[\[sites\]\].*--run-dir"):
+        run_folder.check_parts(tmp_path / "sites", alone)
+    with pytest.raises(UserError, match="this run is asynchronous"):
+        run_folder.check_parts(tmp_path / "sites", workers)

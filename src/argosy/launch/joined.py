@@ -39,6 +39,7 @@ def train_joined(run: RunConfig, run_dir: Path | None = None, *, accept_changes:
     """
     is_first = os.environ["RANK"] == "0"
     run_dir = (run_dir or Path("runs") / run.name).absolute()
+    run_folder.check_parts(run_dir, run)
     run, run_dir = settle_site(run, run_dir, Progress(enabled=is_first).say)
     stop = StopSignal().listen()
     world = join_world(run.launch)

@@ -57,6 +57,7 @@ def train(
     run_dir = (Path(run_dir) if run_dir else Path("runs") / run.name).absolute()
     if is_server(run):
         raise UserError(f'site = "{run.site}" is a parameter server: hold it with the command argosy train --site')
+    run_folder.check_parts(run_dir, run)
     if run.sites and not run.site:
         return train_sites(run, run_dir, accept_changes=accept_changes, quiet=quiet)
     run, run_dir = settle_site(run, run_dir, Progress(enabled=not quiet).say)

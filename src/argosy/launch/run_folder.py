@@ -23,6 +23,7 @@ from argosy.launch.own_folder import LOCK, own_folder
 from argosy.launch.storage import check_storage
 from argosy.plan.plan import Plan, is_asynchronous
 from argosy.plan.search.auto import Devices, choose_with_reasons, other_choice, plan_to_go_on
+from argosy.sync.sites.layout import SITES, home_of, site_folder
 from argosy.sync.sites.length import check_length
 
 CODE = "extend"
@@ -64,6 +65,27 @@ def settling(run_dir: Path) -> Iterator[None]:
     with (run_dir / ".settling").open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def check_parts(run_dir: Path, run: RunConfig) -> None:
+    """Refuse a folder whose state lies where `run` would not look for it: in its sites' folders, or in its own.
+
+    run_dir: that of the whole run, or of a site. Raises: UserError.
+    """
+    home = home_of(site_folder(run_dir, run.site)) if run.site else run_dir
+    own, of_sites = store.committed(home), [f for f in sorted((home / SITES).glob("*")) if store.committed(f)]
+    begins = 'Use --run-dir for a folder of its own; there, model.weights = "{}" begins with these weights.'
+    if run.sites and not is_asynchronous(run.plan):
+        if own:
+            raise UserError(
+                f"{home} holds a run whose checkpoints, the last at step {own[-1].step}, are not those of sites that "
+                f"agree now and then. {begins.format(home)}"
+            )
+    elif of_sites:
+        raise UserError(
+            f"{home} holds a run of sites that agree now and then, with checkpoints in {of_sites[0]}; this run "
+            f"{'is asynchronous' if run.sites else 'has no [[sites]]'}. {begins.format(of_sites[0])}"
+        )
 
 
 def enter(run_dir: Path, run: RunConfig, data_identity: str, accept_changes: bool) -> RunConfig:
