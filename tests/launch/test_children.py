@@ -57,7 +57,8 @@ def test_sites_end_if_too_few_could_begin_to_be_a_quorum(capsys) -> None:
     codes = held({"oslo": part(site), "lyon": part("sleep 0.2; exit 2")}, False, quorum=2)
     assert codes == {"oslo": 0, "lyon": 2}
     assert time.monotonic() - began_s < ALONE_S
-    assert "go on" not in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "go on" not in said and "oslo ended" not in said
 
 
 def test_sites_that_are_a_quorum_go_on(capsys) -> None:

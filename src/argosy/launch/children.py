@@ -18,6 +18,8 @@ from argosy.errors import STOP_SIGNALS, ArgosyError, Interrupted, RunFailed, Use
 from argosy.sync.sites.layout import SITES
 
 RUN_FILE = "run.toml"
+ENDED_BY_SIGTERM = (128 + signal.SIGTERM, -signal.SIGTERM)
+"""Exit codes after the signal: of a part that has saved, and of one that had nothing to save yet."""
 ALONE_S = 20.0
 """How long what is left of a run may take to write its report, or wait for a worker that is started again."""
 
@@ -91,7 +93,7 @@ def held(
                         selector.unregister(pipe)
                         lines.append(unread[name])
                         code = children[name].wait()
-                        if code and not quiet:
+                        if code and not (name in asked and code in ENDED_BY_SIGTERM):
                             others = "; the others go on" if selector.get_map() else ""
                             if others and _cannot_begin(children, quorum):
                                 others = "; too few are left to agree: they save and end"
@@ -103,7 +105,7 @@ def held(
         for number, handler in before.items():
             signal.signal(number, handler)
     codes = {name: child.wait() for name, child in children.items()}
-    return codes | {name: 0 for name in asked if codes[name] in (128 + signal.SIGTERM, -signal.SIGTERM)}
+    return codes | {name: 0 for name in asked if codes[name] in ENDED_BY_SIGTERM}
 
 
 def _cannot_begin(children: Mapping[str, subprocess.Popen[bytes]], quorum: int) -> bool:
