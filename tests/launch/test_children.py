@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -65,3 +67,12 @@ def test_sites_that_are_a_quorum_go_on(capsys) -> None:
     codes = held({"oslo": part("sleep 0.5"), "lyon": part("exit 2")}, False, quorum=1)
     assert codes == {"oslo": 0, "lyon": 2}
     assert "lyon ended with exit code 2; the others go on" in capsys.readouterr().out
+
+
+def test_nothing_is_said_to_go_on_after_a_signal_to_all(capsys) -> None:
+    parts = {"oslo": part("trap 'exit 130' INT; while :; do sleep 0.1; done")}
+    parts["lyon"] = part("trap 'sleep 0.5; exit 130' INT; while :; do sleep 0.1; done")
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    assert held(parts, False) == {"oslo": 130, "lyon": 130}
+    said = capsys.readouterr().out
+    assert "oslo ended with exit code 130" in said and "go on" not in said

@@ -63,10 +63,11 @@ def held(
     servers at once, if no worker could begin. quorum: once so many parts could not begin that fewer are left, these
     are asked to end at once. What ended because it was asked to counts as having ended well.
     """
-    alone_s, asked = math.inf, list[str]()
+    alone_s, asked, signals = math.inf, list[str](), list[int]()
     width = max(map(len, children))
 
     def pass_on(number: int, _: object) -> None:
+        signals.append(number)
         for child in children.values():
             if child.poll() is None:
                 child.send_signal(number)
@@ -94,7 +95,7 @@ def held(
                         lines.append(unread[name])
                         code = children[name].wait()
                         if code and not (name in asked and code in ENDED_BY_SIGTERM):
-                            others = "; the others go on" if selector.get_map() else ""
+                            others = "; the others go on" if selector.get_map() and not signals else ""
                             if others and _cannot_begin(children, quorum):
                                 others = "; too few are left to agree: they save and end"
                             lines.append(f"argosy: {name} ended with exit code {code}{others}".encode())
