@@ -11,6 +11,7 @@ import pytest
 
 from argosy.processes.connection import Connection
 from argosy.processes.handshake import call
+from argosy.sync.sites.keys import contexts
 from argosy.sync.sites.links import Links
 from argosy.sync.sites.messages import VERSION, packed, unpacked
 
@@ -85,6 +86,23 @@ def test_one_that_is_of_something_else_is_told_why_not(
 def test_one_with_another_secret_is_not_listened_to(told: Callable[..., Any]) -> None:
     refusals, heard, links = told(packed("hello", **HELLO), secret=b"x" * 64)
     assert refusals and not links.sites and not heard
+    assert "the same secret (ARGOSY_SECRET_FILE)" in refusals[0]
+
+
+def test_one_whose_certificate_follows_from_another_secret_is_told_so() -> None:
+    listener, refusals = socket.create_server(("127.0.0.1", 0)), list[str]()
+    addresses = {"A": listener.getsockname()[:2], "B": ("127.0.0.1", 1)}
+    links = Links("A", addresses, listener, SECRET, contexts(SECRET), lambda: {"run": "r", "model": "m"},
+                  lambda who, why: refusals.append(why))  # fmt: skip
+    connected = socket.create_connection(addresses["A"])
+    other = Connection(connected, call(b"x" * 64), selectors.DefaultSelector(), None, contexts(b"x" * 64)[0])
+    for _ in range(200):
+        links.turn(0.01)
+        other.take()
+        if refusals:
+            break
+    links.close()
+    assert refusals and refusals[0].startswith("TLS: ") and "the same secret (ARGOSY_SECRET_FILE)" in refusals[0]
 
 
 @pytest.mark.parametrize("frame", [b"\xff\xfe", b"[]\n", packed("hello"), packed("at", rounds=1)])

@@ -29,6 +29,7 @@ MOST_STRANGERS = 16
 """Connections that have not said who they are."""
 Hello = Callable[[], dict[str, Any]]
 """Returns what this site says of itself."""
+SAME_KEYS = "all sites need the same secret (ARGOSY_SECRET_FILE) and the same sync.tls"
 Refused = Callable[[str, str], None]
 """Hears who was refused, here or there, and why."""
 
@@ -177,7 +178,7 @@ class Links:
         if message["run"] != mine["run"]:
             return (
                 f"it is of another run ({message['run']}, here {mine['run']}): all sites need the same run file, with "
-                "the same train.steps, seed, data, batches, optimizer and sync"
+                "the same train.steps, seed, data, batches, optimizer and sync, that of the plan too"
             )
         return self._admit(link, name)
 
@@ -205,7 +206,7 @@ class Links:
         for link in list(self._links):
             if link.connection.problem:
                 if link.connection.is_stranger:
-                    self._refuse(link, link.connection.problem)
+                    self._refuse(link, f"{link.connection.problem}; {SAME_KEYS}")
                 else:
                     self._drop(link)
             elif now - link.heard_s > (SILENT_S if link.name else HELLO_S):
