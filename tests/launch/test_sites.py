@@ -103,3 +103,10 @@ def test_sites_that_agree_in_another_way_are_another_run(tmp_path: Path) -> None
     assert Sites.of(one, tmp_path).identity != Sites.of(other, tmp_path).identity
     left_out = at_site(load(run_file(tmp_path, plan="tp=2")))
     assert Sites.of(left_out, tmp_path).identity == Sites.of(other, tmp_path).identity
+
+
+def test_batches_that_do_not_add_up_are_named(tmp_path: Path) -> None:
+    path = run_file(tmp_path, plan="auto")
+    path.write_text(path.read_text() + "batch = 8\n")
+    with pytest.raises(UserError, match=r"by 2 sites, with sites.batch = 8 of lyon; try train.global_batch = 9"):
+        checked(load(path))

@@ -128,9 +128,10 @@ def batches_of(sites: Sequence[SiteConfig], global_batch: int) -> list[int]:
     given, others = sum(one.batch for one in sites), sum(not one.batch for one in sites)
     left = global_batch - given
     if (others and (left < others or left % others)) or (not others and left):
+        fixed = ", ".join(f"{one.batch} of {one.name}" for one in sites if one.batch)
+        what = f", with sites.batch = {fixed}" if fixed else ""
         raise ValueError(
-            f"train.global_batch = {global_batch} cannot be made up by {len(sites)} sites"
-            + (f", of which some take {given}" if given else "")
-            + f"; try {given + max(1, round(left / others)) * others if others else given}"
+            f"train.global_batch = {global_batch} cannot be made up by {len(sites)} sites{what}; "
+            f"try train.global_batch = {given + max(1, round(left / others)) * others if others else given}"
         )
     return [one.batch or left // others for one in sites]
