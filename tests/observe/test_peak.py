@@ -30,3 +30,10 @@ def test_no_matmul_of_that_size_is_faster_than_the_peak():
     for _ in range(4):
         a @ a
     assert 4 * 2 * SIZE**3 / (time.perf_counter() - began) < 1.5 * peak
+
+
+def test_a_number_format_without_fast_matmuls_is_not_measured_for_long(monkeypatch):
+    calls = []
+    monkeypatch.setattr(measured, "_seconds", lambda a, b: calls.append(0) or 0.6)
+    assert matmul_peak_flops(CPU, torch.float16) == pytest.approx(2 * SIZE**3 / 0.6)
+    assert len(calls) == 2
