@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from argosy.cli.launch import _what_next
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.launch.engines.engine import Engine, Job, JobState, Request
@@ -71,6 +73,13 @@ def test_a_copy_of_a_run_s_folder_has_its_secret_and_is_refused(tmp_path):
         launch(request_in(tmp_path, "b"), "memory")
     (tmp_path / "runs/b/.secret").unlink()
     launch(request_in(tmp_path, "b"), "memory")
+
+
+def test_a_command_that_is_shown_can_be_typed_whatever_the_folder_is_called(tmp_path):
+    launch(request_in(tmp_path, "a run"), "memory")
+    with pytest.raises(UserError, match=r"`argosy stop '.*runs/a run'` stops it"):
+        launch(request_in(tmp_path, "a run"), "memory")
+    assert shlex.split(_what_next(tmp_path / "a run"))[3] == str(tmp_path / "a run")
 
 
 def test_a_run_that_is_under_way_is_not_launched_again(tmp_path):

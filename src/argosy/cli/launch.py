@@ -16,6 +16,7 @@ Examples:
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -69,7 +70,7 @@ def main(argv: list[str]) -> int:
         return hold(request, job_id)
     job = launch(request, options.on)
     print(f"launched {run.name} on {job.engine}: job {job.id}, in {run_dir}")
-    print(f"next: argosy logs {run_dir} -f     argosy runs     argosy stop {run_dir}")
+    print(_what_next(run_dir))
     return 0
 
 
@@ -87,7 +88,12 @@ def _launch_sites(sites: Sequence[tuple[str, str, Request]], dry_run: bool) -> N
     for request, job in launch_sites(sites):
         print(f"launched {request.name} on {job.engine}: job {job.id}, in {request.run_dir}", flush=True)
     whole = home_of(sites[0][2].run_dir) if len(sites) > 1 else sites[0][2].run_dir
-    print(f"next: argosy logs {whole} -f     argosy runs     argosy stop {whole}")
+    print(_what_next(whole))
+
+
+def _what_next(run_dir: Path) -> str:
+    folder = shlex.quote(str(run_dir))
+    return f"next: argosy logs {folder} -f     argosy runs     argosy stop {folder}"
 
 
 def _words_of_train(argv: list[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -77,8 +78,8 @@ def _check(request: Request, on: Engine) -> None:
     before = Job.load(request.run_dir)
     if before is not None and (state := engine_of(before).state(before)[0]) != "ended":
         raise UserError(
-            f"{request.run_dir}: its job {before.id} on {before.engine} is {state}. `argosy stop {request.run_dir}` "
-            "stops it; --run-dir gives this run another folder."
+            f"{request.run_dir}: its job {before.id} on {before.engine} is {state}. "
+            f"`argosy stop {shlex.quote(str(request.run_dir))}` stops it; --run-dir gives this run another folder."
         )
 
 
@@ -125,7 +126,7 @@ def _launched(name: str, folder: Path) -> Launched:
             if engine_state == "waiting" or (engine_state == "running" and state != "training"):
                 state, why = engine_state, words
             elif engine_state == "ended" and state in ("", "training", "silent"):
-                state, why = "ended", f"{words}; `argosy logs {folder}` says more".lstrip("; ")
+                state, why = "ended", f"{words}; `argosy logs {shlex.quote(str(folder))}` says more".lstrip("; ")
             step = engine_of(job).step(job) if step is None else step
     return Launched(
         id=name,
