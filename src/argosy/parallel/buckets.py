@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from argosy.faults import fault
 from argosy.models.layers import local
 from argosy.parallel.checks import checksums, sum_of_bits
-from argosy.parallel.collectives import all_gather_single, reduce_scatter_single
 from argosy.parallel.mesh import Replicas
 from argosy.parallel.pieces import Held
+from argosy.sync.collectives import all_gather_single, reduce_scatter_single
 from argosy.sync.compressor import BucketFacts, Compressor, Memory, Moment, Segment, Sending, started
 from argosy.sync.exact import Exact
 from argosy.sync.lane import Lane, Sum

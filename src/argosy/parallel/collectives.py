@@ -11,11 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# B batch, t tokens of this rank, T tokens of all ranks of the group, D width
+from argosy.sync.collectives import all_gather_single, reduce_scatter_single
 
-# torch 2.13 gave these two new names and deprecates the old; 2.11 and 2.12 have only the old.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# B batch, t tokens of this rank, T tokens of all ranks of the group, D width
 
 
 def gather_sequence(x_BtD: Tensor, group: dist.ProcessGroup) -> Tensor:

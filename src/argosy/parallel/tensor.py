@@ -23,8 +23,9 @@ from argosy.models.decoder import Decoder
 from argosy.models.layers import Embedding, FeedForward, Linear, local
 from argosy.models.loss import IGNORED, ChunkLoss
 from argosy.models.mla import LatentAttention
-from argosy.parallel.collectives import all_gather_single, gather_sequence, reduce_scatter_sequence
+from argosy.parallel.collectives import gather_sequence, reduce_scatter_sequence
 from argosy.plan.parameters import INPUTS, parameter_table
+from argosy.sync.collectives import all_gather_single
 
 # B batch, T tokens, D model width, V vocabulary, C tokens of a chunk of the loss
 

@@ -21,9 +21,6 @@ from argosy.config.sync import SyncConfig
 Sending = Generator[dist.Work, None, Tensor]
 """Yields each message once it is on its way; returns the sum, flat, as long as the bucket."""
 
-# torch 2.13 gave it a new name and deprecates the old; 2.11 and 2.12 have only the old.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
 
 @dataclass(frozen=True)
 class Moment:
