@@ -145,6 +145,11 @@ class Layouts:
         return np.where(self.zero == 0, 1, self.dp_shard * self.cp)
 
     @property
+    def replicas(self) -> Ints:
+        """Replicas of what `shares_state` ranks hold together."""
+        return self.dp * self.cp // self.shares_state
+
+    @property
     def shards_parameters(self) -> NDArray[np.bool_]:
         """True where FSDP2 splits parameters."""
         return (self.zero == 3) & (self.dp_shard * self.cp > 1)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from argosy.plan.cost.sync_traffic import thin_rank
 from argosy.sync.compressor import (
     BucketFacts,
     Memory,
@@ -28,9 +29,6 @@ from argosy.sync.compressor import (
     started,
     with_residual,
 )
-
-WORTH = 2
-"""A matrix is compressed if it is so many times as large as both thin ones (PyTorch's min_compression_rate)."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +88,7 @@ class PowerSGD(WithResidual):
     def _parts(self, segments: Sequence[Segment]) -> Iterator[_Part]:
         start = 0
         for one in segments:
-            rank = min(self._settings.rank, one.rows, one.cols)
-            pays = rank and WORTH * rank * (one.rows + one.cols) < one.rows * one.cols
-            yield _Part(one, start, rank if pays else 0)
+            yield _Part(one, start, thin_rank(one.rows, one.cols, self._settings.rank))
             start += one.elements
 
     def _first_q(self, parts: list[_Part], bucket: BucketFacts, moment: Moment, device: torch.device) -> list[Tensor]:

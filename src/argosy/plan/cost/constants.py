@@ -2,8 +2,7 @@
 
 `Constants()` holds guesses made before any measurement, each with the factor by which it may be off; a fit is penalised
 for leaving them. `fitted()` returns the constants that `benchmarks/planner/fit.py` found for published runs of all
-systems and
-devices together.
+systems and devices together.
 """
 
 from __future__ import annotations

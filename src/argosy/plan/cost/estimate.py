@@ -54,7 +54,7 @@ def propagate(function: Callable[..., Numbers], *inputs: Estimate) -> Estimate:
         down = down + np.minimum(0.0, np.minimum(*ends)) ** 2
         up = up + np.maximum(0.0, np.maximum(*ends)) ** 2
     return Estimate(
-        *(_plain(mid * factor) for factor in (np.exp(-np.sqrt(down)), np.ones_like(mid), np.exp(np.sqrt(up))))
+        *(plain(mid * factor) for factor in (np.exp(-np.sqrt(down)), np.ones_like(mid), np.exp(np.sqrt(up))))
     )
 
 
@@ -63,6 +63,6 @@ def _log_ratio(value: Numbers, mid: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.log(np.divide(value, mid, out=np.ones(np.broadcast(value, mid).shape), where=mid > 0))
 
 
-def _plain(values: NDArray[np.float64]) -> Numbers:
-    """Return a float if there is only one number."""
+def plain(values: NDArray[np.float64]) -> Numbers:
+    """Return an array, or the one number that it is."""
     return values if np.ndim(values) else float(values)

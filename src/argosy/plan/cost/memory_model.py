@@ -255,9 +255,7 @@ class MemoryModel(RankSizes):
 
     def _saved(self, mine: Numbers, weight_bytes: Numbers) -> Numbers:
         """Return the bytes that a rank copies for a checkpoint: of what several ranks hold, each copies a part."""
-        plans = self.plans
-        replicas = plans.dp_replicate * plans.dp_shard * plans.cp / plans.shares_state
-        return mine * (weight_bytes + self.system.moment_bytes) / replicas
+        return mine * (weight_bytes + self.system.moment_bytes) / self.plans.replicas
 
     def _logits(self) -> Numbers:
         plans, work, system = self.plans, self.work, self.system

@@ -20,12 +20,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from argosy.config.schema import RunConfig
 from argosy.config.sites import Wire
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
+from argosy.plan.cost.estimate import plain
 from argosy.plan.cost.network import FRAMING, between_sites_s
 from argosy.plan.cost.outer_traffic import BLOCK, BLOCK_BYTES, rounds_in, sent_in_run, sent_in_turn
 from argosy.plan.cost.updates import added_s
@@ -99,8 +99,8 @@ class Rounds:
         """Seconds that rounds take of each step that they follow, on average."""
         of_turn = np.asarray(self.waits_s) + self.slows_s
         if not self.rounds:
-            return _plain(of_turn / self.steps)
-        return _plain(((self.rounds - 1) * of_turn + self.last_s) / self.alone_steps)
+            return plain(of_turn / self.steps)
+        return plain(((self.rounds - 1) * of_turn + self.last_s) / self.alone_steps)
 
     @property
     def step_s(self) -> Numbers:
@@ -108,7 +108,7 @@ class Rounds:
         steps = self.sums + self.alone_steps
         if not steps:
             return self.alone_s
-        return _plain((self.sums * self.sum_s + self.alone_steps * np.asarray(self.alone_s)) / steps)
+        return plain((self.sums * self.sum_s + self.alone_steps * np.asarray(self.alone_s)) / steps)
 
 
 def site_count(cluster: Cluster) -> int:
@@ -170,7 +170,7 @@ def rounds_of(costs: CostModel, cluster: Cluster, inner_step_s: Numbers) -> Roun
     return Rounds(
         steps=sync.every_steps // sync.fragments,
         seconds=in_ranks_s + in_exchange_s + travels_s,
-        waits_s=_plain(in_ranks_s + np.maximum(0.0, left_s)),
+        waits_s=plain(in_ranks_s + np.maximum(0.0, left_s)),
         slows_s=slows_s,
         sent_bytes=round_bytes(costs, cluster),
         last_s=sum(_parts_s(costs, cluster, sync.wire)),
@@ -218,11 +218,6 @@ def _parts_s(costs: CostModel, cluster: Cluster, wire: Wire, fragments: int = 1)
     sent = _sent(costs, site_count(cluster), WIRE_BYTES[wire]) / fragments
     travels_s = ROUND_S + between_sites_s(FRAMING * sent, cluster, 2 * ROUND_TRIPS)
     return RANKS_NUMBER_S * numbers, EXCHANGE_NUMBER_S * numbers + EXCHANGE_BYTE_S * sent, travels_s
-
-
-def _plain(seconds: NDArray[np.float64]) -> Numbers:
-    """Return an array, or the one number that it is."""
-    return seconds if seconds.ndim else float(seconds)
 
 
 def _sent(costs: CostModel, sites: int, of_number: float) -> float:

@@ -285,8 +285,7 @@ class StepModel(LayerModel):
     def _over_replicas_s(self, message: Numbers) -> Numbers:
         """Return the seconds to sum a message over replicas, tier by tier and back."""
         plans, seconds = self.plans, np.zeros(1)
-        stride = plans.tp * np.where(plans.zero == 0, 1, plans.cp * plans.dp_shard)
-        left = plans.dp_replicate * np.where(plans.zero == 0, plans.cp * plans.dp_shard, 1)
+        stride, left = plans.tp * plans.shares_state, plans.replicas
         for tier in plans.sum_inside, plans.sum_between:
             group = group_of(tier, stride, self.rates, self.constants)
             seconds = seconds + np.where(tier > 1, 2 * gather_s(message, group), 0.0)
@@ -332,10 +331,9 @@ class StepModel(LayerModel):
     def _compressing(self, parameters: Numbers, waits: Numbers) -> Numbers:
         """Return what compressing adds to the waits for sums over replicas; sending the bucket before hides a part."""
         plans = self.plans
-        replicas = plans.dp_replicate * np.where(plans.zero == 0, plans.cp * plans.dp_shard, 1)
         inside = plans.sum_inside * plans.sum_between
         mine = parameters / plans.shares_state / inside
-        seconds = self.compression.seconds(plans, mine, replicas // inside, self.rates)
+        seconds = self.compression.seconds(plans, mine, plans.replicas // inside, self.rates)
         return seconds - HIDDEN * np.minimum(seconds, waits)
 
     def _optimizer(self) -> Numbers:

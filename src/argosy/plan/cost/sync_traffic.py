@@ -38,7 +38,7 @@ BITS = {"int8": 8, "int4": 4, "sign": 1}
 """Bits of a number as it travels."""
 SCALE_BYTES = 4
 WORTH = 2
-"""PowerSGD compresses a matrix that is so many times as large as both thin ones."""
+"""PowerSGD compresses a matrix that is so many times as large as both thin ones (PyTorch's min_compression_rate)."""
 
 Sent = tuple[str, float]
 """Kind of a collective, and bytes of its whole message."""
@@ -83,6 +83,12 @@ def summed(name: str, parameter: Parameter, cut: LocalShard, plan: Plan, run: Ru
         return Summed(is_exact, cut.mine, weight * math.prod(cut.mine))
     shape = (-(-cut.local[0] // cut.ranks), *cut.local[1:])
     return Summed(is_exact, shape, weight * cut.numel)
+
+
+def thin_rank(rows: int, cols: int, rank: int) -> int:
+    """Return the rank at which PowerSGD sums a matrix as the product of two thin ones; 0: it is summed whole."""
+    rank = min(rank, rows, cols)
+    return rank if WORTH * rank * (rows + cols) < rows * cols else 0
 
 
 def sent_inside(parameters: Sequence[Summed], tiers: Sequence[int], plan: Plan) -> Iterator[tuple[int, str, float]]:
@@ -134,9 +140,8 @@ def _of_bucket(bucket: Sequence[Summed], n: int, word: str, settings: SyncConfig
         there = back = 0
         for one in bucket:
             batch, rows, cols = one.matrices
-            rank = min(settings.rank, rows, cols)
-            is_thin = rank > 0 and WORTH * rank * (rows + cols) < rows * cols
-            there += batch * rows * rank if is_thin else one.elements
-            back += batch * cols * rank if is_thin else 0
+            rank = thin_rank(rows, cols, settings.rank)
+            there += batch * rows * rank if rank else one.elements
+            back += batch * cols * rank
         yield "all_reduce", 4 * there
         yield "all_reduce", 4 * max(1, back)

@@ -31,8 +31,8 @@ equal shares), a step sends
     stage      broadcast                      4 (on a GPU 2)        1           the same, over all ranks of the stage
 
 Recomputed blocks send the messages of their forward once more, except the last sum over tp ranks, which no gradient
-needs. With recompute=selective the output of a ring is kept, so that it sends nothing more. 96 bytes a step (loss,
-votes, gradient norm, fingerprint) cross all ranks.
+needs. With recompute=selective the output of a ring is kept, so that it sends nothing more. 104 bytes a step
+(`LOSS_BYTES`) cross all ranks.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from argosy.plan.search.agreement import choose_word
 from argosy.plan.search.best import AS_FAST, plainest, search_to_run, why_nothing_fits
 from argosy.plan.search.fitting import misfit
 from argosy.plan.search.search import SearchResult
-from argosy.plan.search.space import Pins
+from argosy.plan.search.space import pins_of
 
 MESHES_SPLIT = 16
 """On devices of several kinds, work is dealt out by speed under the best plans of so many meshes."""
@@ -101,7 +101,7 @@ def choose_with_reasons(run: RunConfig, devices: Devices, machine: Cluster | Non
         known.check_precision(written.precision)
     costs, reasons = costs_of(run, machine or machine_for(run, devices), devices.count), ""
     if sync_is_open:
-        agreed = choose_word(costs, _pins(written, {*words, "precision"}, auto))
+        agreed = choose_word(costs, pins_of(written, {*words, "precision"}, auto))
         words["sync"], reasons = agreed.word, agreed.in_words()
         written = written.model_copy(update={"sync": agreed.word})
     plan = _chosen(costs, run, devices, written, words, auto)
@@ -113,7 +113,7 @@ def _chosen(
 ) -> Plan:
     """Return the plan with the keys of `written` that `words` or "precision" name. Raises: UserError."""
     try:
-        found = search_to_run(costs, _pins(written, words.keys() | {"precision"}, auto))
+        found = search_to_run(costs, pins_of(written, words.keys() | {"precision"}, auto))
     except UserError:  # it is worded for `argosy plan`
         return _plain(run, written, words, devices.count)
     if len(found):
@@ -184,12 +184,6 @@ def _dealt_by_speed(costs: CostModel, found: SearchResult, plan: Plan) -> Plan:
     splits = uneven_splits(costs, [plan, *(found.plans.plan(int(row)) for row in rows)])
     best = min(splits, key=lambda split: split.step_s, default=None)
     return Plan.parse(best.plan) if best is not None and best.step_s < (1 - AS_FAST) * even_s else plan
-
-
-def _pins(written: Plan, said: set[str], auto: bool) -> Pins:
-    """Return the keys that may not be chosen, with their values."""
-    keys = said if auto else Plan.model_fields.keys() - ({"microbatch", "compile"} - said)
-    return {key: (getattr(written, key),) for key in Plan.model_fields if key in keys}
 
 
 def _plain(run: RunConfig, written: Plan, words: dict[str, str], count: int) -> Plan:

@@ -15,12 +15,12 @@ import numpy as np
 
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
-from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.factors import OF_TIME, slowed
 from argosy.plan.cost.prediction import predict
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.local_machine import resized
 from argosy.plan.plan import NUMERICS, Plan, said_in
+from argosy.plan.search.auto import costs_of
 from argosy.plan.search.best import plainest, search_to_run, why_nothing_fits
 from argosy.plan.search.search import SearchResult
 from argosy.plan.search.space import Pins
@@ -176,9 +176,7 @@ def _best_of(
     run: RunConfig, plan: Plan, machine: Cluster, processes: int, counts: Sequence[int], pins: Pins
 ) -> Replanned:
     """Return the best plan for one of these numbers of processes. Raises: UserError if none is legal, or fits."""
-    costs = CostModel.of(run, resized(machine, processes)).on(run, processes)
-    if "memory_bytes" in machine.device.assumed:  # nobody knows it, so it is no reason to give up
-        costs = replace(costs, rates=replace(costs.rates, memory_bytes=math.inf))
+    costs = costs_of(run, resized(machine, processes), processes)
     found = search_to_run(costs, pins, counts)
     if not len(found):
         raise UserError(f"on the {processes} processes that are left {why_nothing_fits(costs, found)}")

@@ -26,7 +26,7 @@ from argosy.plan.cost.sites import Rounds, rounds_of
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import Plan, said_in
 from argosy.plan.search.best import plainest, search_to_run
-from argosy.plan.search.space import Pins
+from argosy.plan.search.space import Pins, pins_of
 
 SETTINGS = ((10, 1), (20, 1), (50, 1), (48, 2), (48, 4), (100, 1), (200, 1), (500, 1))
 """Steps between two rounds of the same weights, and fragments."""
@@ -115,8 +115,7 @@ def _step_at(run: RunConfig, place: Cluster) -> tuple[CostModel, float]:
     costs = CostModel.of(run, place)
     words, is_auto, _ = said_in(run.plan)
     written = Plan.from_words(words)
-    keys = words.keys() if is_auto else Plan.model_fields.keys() - ({"microbatch", "compile"} - words.keys())
-    pins: Pins = {key: (getattr(written, key),) for key in Plan.model_fields if key in keys} | {"sync": ("diloco",)}
+    pins: Pins = {**pins_of(written, words, is_auto), "sync": ("diloco",)}
     if not is_auto:
         costs = costs.on(costs.run, written.world_size)
     found = search_to_run(costs, pins)

@@ -9,7 +9,7 @@ one value. Pins open and close all of this.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -51,6 +51,12 @@ def parse_pins(text: str) -> Pins:
         plans = [Plan.from_words({key: value.strip()}) for value in values.split("|")]
         pins[key] = tuple(dict.fromkeys(getattr(plan, key) for plan in plans))
     return pins
+
+
+def pins_of(written: Plan, said: Collection[str], is_auto: bool) -> Pins:
+    """Return the keys that may not be chosen, with their values: those that are said; without "auto", most others."""
+    keys = said if is_auto else Plan.model_fields.keys() - ({"microbatch", "compile"} - set(said))
+    return {key: (getattr(written, key),) for key in Plan.model_fields if key in keys}
 
 
 class Space:

@@ -65,11 +65,10 @@ def _tiers(costs: CostModel, plans: Layouts) -> Iterator[tuple[Ints, Ints]]:
 
 def _replicas_in(devices: int, plans: Layouts) -> Ints:
     """Return how many replicas lie next to each other on so many devices; 1 where they do not come out even."""
-    apart = plans.tp * np.where(plans.zero == 0, 1, plans.cp * plans.dp_shard)
+    apart = plans.tp * plans.shares_state
     return np.broadcast_to(np.where(devices % apart == 0, np.maximum(1, devices // apart), 1), len(plans))
 
 
 def _divides(plans: Layouts, inside: Ints, between: Ints) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    replicas = plans.dp_replicate * np.where(plans.zero == 0, plans.cp * plans.dp_shard, 1)
     unit = inside * between
-    return (inside > 1) & (unit < replicas) & (replicas % unit == 0)
+    return (inside > 1) & (unit < plans.replicas) & (plans.replicas % unit == 0)
