@@ -127,30 +127,31 @@ class SitesProbe:
         self._links.tell(to, "echo")
 
     def _hear(self, name: str, message: Message) -> None:
-        kind, stream = message["kind"], self._stream
-        if kind == "hello":
-            self.hellos[name] = message
-            self._say(f"{name} is there")
-        elif kind == "measure":
-            self._begin(str(message["to"]))
-        elif kind == "echo":
-            self._received.pop(name, None)
-            self._links.tell(name, "echoed")
-        elif kind == "echoed" and stream is not None and stream.to == name:
-            self._echoed(stream)
-        elif kind == "piece":
-            self._links.tell(name, "taken", **self._take(name, message))
-        elif kind == "taken" and stream is not None and stream.to == name:
-            stream.taken += 1
-            if message["last"]:
-                self._report(stream, float(message["bytes_per_s"]))
-        elif kind == "measured" and self.me == self.names[0]:
-            self._note(name, str(message["to"]), message)
-        elif kind == "links":
-            self._result = list(message["links"])
-            self._links.tell(name, "bye")
-        elif kind == "bye":
-            self._done.add(name)
+        stream = self._stream
+        match message["kind"]:
+            case "hello":
+                self.hellos[name] = message
+                self._say(f"{name} is there")
+            case "measure":
+                self._begin(str(message["to"]))
+            case "echo":
+                self._received.pop(name, None)
+                self._links.tell(name, "echoed")
+            case "echoed" if stream is not None and stream.to == name:
+                self._echoed(stream)
+            case "piece":
+                self._links.tell(name, "taken", **self._take(name, message))
+            case "taken" if stream is not None and stream.to == name:
+                stream.taken += 1
+                if message["last"]:
+                    self._report(stream, float(message["bytes_per_s"]))
+            case "measured" if self.me == self.names[0]:
+                self._note(name, str(message["to"]), message)
+            case "links":
+                self._result = list(message["links"])
+                self._links.tell(name, "bye")
+            case "bye":
+                self._done.add(name)
 
     def _take(self, name: str, message: Message) -> dict[str, Any]:
         """Count a piece. With the last one, return the rate from the first one's arrival to the last one's."""

@@ -35,7 +35,7 @@ class Local(Engine):
                 stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         return Job(
-            engine="local",
+            engine=self.name,
             id=job_id(process.pid),
             submitted_s=round(time.time(), 3),
             nodes=1,

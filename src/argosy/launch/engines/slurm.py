@@ -82,7 +82,7 @@ class Slurm(Engine):
         path.write_text(self.script(request))
         job_id = ask("sbatch", "--parsable", str(path)).split(";")[0]
         return Job(
-            engine="slurm",
+            engine=self.name,
             id=job_id,
             submitted_s=round(time.time(), 3),
             nodes=request.nodes,
