@@ -27,7 +27,7 @@ from argosy.plan.plan import Plan
 from argosy.training.loop import train
 from argosy.training.state import TrainState
 from argosy.training.step import Step
-from argosy.training.stop import StopSignal
+from argosy.training.stop import StopSignal, WorldIsOver
 
 SOURCES = Path(pydantic.__file__).parent
 """Real text that `constraints.txt` holds fast: with our own, any edit would give all runs other numbers."""
@@ -118,6 +118,19 @@ class StopAfter(StopSignal):
         if self._steps_left <= 0:
             self.number = signal.SIGTERM
         return super().is_requested()
+
+
+class OverAfter(StopSignal):
+    """The world is over once so many steps are made in it."""
+
+    def __init__(self, steps: int):
+        super().__init__()
+        self._left = steps
+
+    def between_steps(self) -> None:
+        if self._left == 0:
+            raise WorldIsOver
+        self._left -= 1  # it is asked before the first step, and after each
 
 
 def train_in(

@@ -18,7 +18,7 @@ from argosy.training.checkpointer import Checkpointer
 from argosy.training.loop import train
 from argosy.training.state import Survivor
 from argosy.training.stop import StopSignal, WorldIsOver
-from tiny import eager, run_config, train_in
+from tiny import OverAfter, eager, run_config, train_in
 from workers import next_world
 
 
@@ -82,21 +82,8 @@ def test_a_world_that_breaks_off_leaves_its_state_and_no_thread_behind(corpus, t
     run = run_config(corpus, evaluate={"every_steps": 0})
     before, survivor = set(threading.enumerate()), Survivor()
     with pytest.raises(WorldIsOver):
-        train(run, eager(""), World(), tmp_path, OverAt(3), survivor)
+        train(run, eager(""), World(), tmp_path, OverAfter(3), survivor)
     for thread in set(threading.enumerate()) - before:
         thread.join(10.0)  # it was told to end, and may be at its last line
         assert not thread.is_alive(), thread.name
     assert survivor.state is not None and survivor.state.step == 3 and survivor.bad_steps is not None
-
-
-class OverAt(StopSignal):
-    """The world is over before the given step."""
-
-    def __init__(self, step: int):
-        super().__init__()
-        self._left = step
-
-    def between_steps(self) -> None:
-        if self._left == 0:
-            raise WorldIsOver
-        self._left -= 1  # called before the first step, and after each

@@ -21,21 +21,8 @@ from argosy.parallel.world import World
 from argosy.training.loop import train
 from argosy.training.state import Survivor
 from argosy.training.stop import StopSignal, WorldIsOver
-from tiny import eager, run_config, train_in, weights
+from tiny import OverAfter, eager, run_config, train_in, weights
 from workers import next_world
-
-
-class OverAfter(StopSignal):
-    """The world is over once so many steps are made in it."""
-
-    def __init__(self, steps: int):
-        super().__init__()
-        self._left = steps
-
-    def between_steps(self) -> None:
-        if self._left == 0:
-            raise WorldIsOver
-        self._left -= 1  # it is asked before the first step, and after each
 
 
 def interrupted(
