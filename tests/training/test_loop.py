@@ -11,12 +11,11 @@ from argosy.checkpoint import store
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.errors import RunFailed
-from argosy.observe.events import read_lines
+from argosy.observe.events import plan_since, read_lines
 from argosy.observe.report import Report
 from argosy.parallel.world import World
 from argosy.plan.cost.prediction import Prediction
 from argosy.plan.plan import Plan
-from argosy.training.summary import plan_since
 from tiny import EAGER, eager, losses, prepare_corpus, run_config, train_in, weights
 
 ALONE = World()
@@ -185,4 +184,4 @@ def test_only_the_steps_of_the_last_plan_are_held_against_its_prediction(workers
     run = run_config(corpus)
     workers.run(1, train_in, run, EAGER, tmp_path, 3)
     workers.run(2, train_in, run, eager("dp_replicate=2"), tmp_path)
-    assert plan_since(tmp_path) == 3
+    assert plan_since(e for e in read_lines(tmp_path / "events" / "rank-0.jsonl") if e["event"] == "start") == 3

@@ -7,7 +7,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -169,3 +169,12 @@ def record_of(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
+
+
+def plan_since(starts: Iterable[Mapping[str, Any]]) -> int:
+    """Return the step from which on all of a rank's `start` events, given in order, have the plan of the last one."""
+    since, before = 0, ""
+    for start in starts:
+        since = since if start["plan"] == before else int(start["step"])
+        before = start["plan"]
+    return since

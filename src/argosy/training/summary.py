@@ -18,7 +18,7 @@ from argosy.models.decoder import Decoder
 from argosy.models.generate import sample_tokens
 from argosy.models.own_family import load_family
 from argosy.observe.energy_report import RunSoFar, energy_of_run
-from argosy.observe.events import each_line
+from argosy.observe.events import each_line, plan_since
 from argosy.observe.metrics import Metrics
 from argosy.observe.progress import Progress
 from argosy.observe.report import Report, totals, typical, typical_bytes, typical_round_wait_s, typical_update_s
@@ -98,7 +98,7 @@ def write_report(
         }
     if run.evaluate.sample_prompt and finished:
         sample = _sample(run, run_dir, data)
-    measured = Measured(plan_since(run_dir))
+    measured = Measured(plan_since(_starts(run_dir)))
     found = totals(measured.steps(Metrics(run_dir)), run.train.batches.at)
     if found is None:
         return  # stopped before the first step: there is nothing to report
@@ -174,15 +174,6 @@ def _predicted(
 def _full_steps(run: RunConfig, found: dict[str, Any]) -> float:
     """Return the steps made, those of a batch-size ramp counted by their share of the largest batch."""
     return found["tokens"] / run.tokens_per_step if run.train.batch_ramp else float(found["steps"])
-
-
-def plan_since(run_dir: Path) -> int:
-    """Return the step from which on all starts had the plan that the run ended with."""
-    since, before = 0, ""
-    for event in _starts(run_dir):
-        since = since if event["plan"] == before else event["step"]
-        before = event["plan"]
-    return since
 
 
 def _sample(run: RunConfig, run_dir: Path, data: OpenData) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from argosy.config.schema import RunConfig
+from argosy.observe.events import plan_since
 from argosy.observe.heartbeat import BESIDE
 from argosy.plan.cost.prediction import Prediction
 from argosy.plan.plan import Plan
@@ -147,15 +148,11 @@ class Facts:
     @cached_property
     def plan_since(self) -> int:
         """The step from which on the plan in force has been in force."""
-        since, before = 0, ""
-        for start in self.starts:
-            since = since if start["plan"] == before else int(start["step"])
-            before = start["plan"]
-        return since
+        return plan_since(self.starts)
 
     @cached_property
     def warm(self) -> NDArray[np.bool_]:
-        """Which steps are none of the first of a world. Shape: (steps,)."""
+        """True for each step that is not among the first of a world. Shape: (steps,)."""
         steps = self.column("step")
         warm = np.ones(len(steps), dtype=bool)
         for start in self.starts or [{"step": 0}]:
