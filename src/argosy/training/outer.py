@@ -25,7 +25,7 @@ from argosy.sync.sites.ledger import dealt_in
 from argosy.training.batches import Batches
 from argosy.training.checkpointer import Checkpointer
 from argosy.training.records import Records
-from argosy.training.schedule import learning_rate_factor
+from argosy.training.schedule import learning_rate
 from argosy.training.site_files import SiteFiles
 from argosy.training.state import TrainState, Update
 from argosy.training.step import StepOutcome
@@ -337,7 +337,7 @@ class OuterSteps:
         state, run = self._state, self._sites.run
         state.drop_gradient()
         norm = self._take_gradient(number)
-        lr = run.optimizer.lr * learning_rate_factor(state.step, run.train.steps, run.schedule)
+        lr = learning_rate(run, state.step, run.train.steps)
         clip, tokens = run.optimizer.grad_clip, run.tokens_at(state.step)
         update = Update(state.step, math.nan, norm, clip, lr, tokens, loads=None)
         state.prepare(update)
@@ -352,7 +352,7 @@ class OuterSteps:
         line, sites = self._ledger.lines[number], self._sites
         traffic: dict[str, Any] = {}
         with suppress(OSError, ValueError):
-            traffic = json.loads((sites.folder / f"traffic-{number:08d}.json").read_bytes())
+            traffic = json.loads(sites.traffic(number).read_bytes())
         wire, elements = sites.wire_of(number), sites.flat(number).elements
         whole, sent = 4 * elements, wire.blocks(elements) * wire.block_bytes
         since = sites.shares.start(max(0, before + 1 - sites.rounds_of_change(number)))

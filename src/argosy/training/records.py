@@ -200,11 +200,8 @@ class Records:
     def evaluated(self, step: int, score: Score) -> None:
         """Write the line of an evaluation after `step`."""
         if self._world.is_first:
-            self.metrics.write({"step": step, "validation_loss": score.loss, "bits_per_byte": score.bits_per_byte})
-            self.progress.say(
-                f" step {step + 1:>5}  evaluated: loss {score.loss:.3f}, {score.bits_per_byte:.3f} bits per byte",
-                "cyan",
-            )
+            self.metrics.write_evaluation(step, score.loss, score.bits_per_byte)
+            self.progress.evaluated(step, score.loss, score.bits_per_byte)
 
     def length(self, steps: int) -> None:
         """Record the number of steps that a budget of minutes was turned into, in run.toml too; each process does."""
@@ -296,19 +293,15 @@ class Records:
         evaluator: Evaluator,
         finished: bool,
         time_to_first_step_s: float | None,
-        memory_before_bytes: int | None,
     ) -> None:
-        """Write report.json and print the run's result, as it ends here.
-
-        memory_before_bytes: what the process held before it trained in any world.
-        """
+        """Write report.json and print the run's result, as it ends here."""
         if not self._world.is_first:
             return
         facts = {
             "status": "finished" if finished else "stopped",
             "peak_flops": self.peak_flops,
             "time_to_first_step_s": time_to_first_step_s,
-            "memory_before_bytes": memory_before_bytes,
+            "memory_before_bytes": self.memory_before_bytes,
             "device": device_name(self._world.device),
             "software": software(self._world.device),
         }

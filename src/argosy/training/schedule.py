@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import math
 
-from argosy.config.schema import ScheduleConfig
+from argosy.config.schema import RunConfig, ScheduleConfig
+
+
+def learning_rate(run: RunConfig, step: int, steps: int | None) -> float:
+    """Return the learning rate at 0-based `step` of `steps`; see `learning_rate_factor`."""
+    return run.optimizer.lr * learning_rate_factor(step, steps, run.schedule)
 
 
 def learning_rate_factor(step: int, steps: int | None, config: ScheduleConfig) -> float:

@@ -12,10 +12,7 @@ from argosy.training.checkpointer import Checkpointer
 from argosy.training.memory_checkpoints import MemoryCheckpointing
 from argosy.training.restore import Restorer
 from argosy.training.state import Survivor, TrainState
-from argosy.training.stop import StopSignal
-
-HOLD_S = 20.0
-"""How long a rank waits for its world to end; then it goes on, as nothing has ended it."""
+from argosy.training.stop import HOLD_S, StopSignal
 
 
 class Shutdown:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,8 +15,8 @@ from argosy.checkpoint.shards import part_box, wholes
 from argosy.config.schema import RunConfig
 from argosy.data.order import Range
 from argosy.observe.metrics import peak_memory_bytes
-from argosy.optim.optimizer import RULES, Optimizer
-from argosy.optim.own import own_rule
+from argosy.optim.of_run import optimizer_of
+from argosy.optim.optimizer import Optimizer
 from argosy.optim.piece import Piece
 from argosy.parallel.encoding import SentTensor
 from argosy.parallel.expert import update_biases
@@ -26,7 +25,6 @@ from argosy.parallel.model import ParallelModel
 from argosy.parallel.peers import over, peers_of
 from argosy.parallel.pieces import Held
 from argosy.parallel.world import World
-from argosy.plan.mup import rate_factor
 from argosy.plan.plan import Plan
 from argosy.precision.scaler import LossScaler
 from argosy.training.bad_steps import Counts
@@ -93,9 +91,7 @@ class TrainState:
     def begin(cls, model: ParallelModel, plan: Plan, run: RunConfig) -> TrainState:
         """Return the state of a run before its first step, with the weights that `model` has."""
         scaler = LossScaler() if plan.precision == "fp16" else LossScaler(scale=1.0, growth_steps=0)
-        own = own_rule(run.extend.code, run.optimizer.kind) if run.optimizer.kind not in RULES else None
-        factor = partial(rate_factor, model=run.model)
-        return cls(model, Optimizer(model.masters, run.optimizer, run.seed, own, factor), scaler)
+        return cls(model, optimizer_of(run, model.masters), scaler)
 
     @property
     def position(self) -> Position:

@@ -40,7 +40,7 @@ from argosy.training.rebalance import Rebalance, plan_in_force
 from argosy.training.records import Records
 from argosy.training.replay_check import check_can_replay
 from argosy.training.restore import Restorer
-from argosy.training.schedule import learning_rate_factor
+from argosy.training.schedule import learning_rate
 from argosy.training.shutdown import Shutdown
 from argosy.training.state import Survivor, TrainState
 from argosy.training.step import Requests, Step, StepOutcome
@@ -69,7 +69,7 @@ class Trainer:
         memory_before_bytes = survivor.enter(world, run)
         plan = plan_in_force(run, plan, world, run_dir)
         self._run, self._plan, self._world, self._stop = run, plan, world, stop
-        self._survivor, self._heartbeat = survivor, heartbeat
+        self._heartbeat = heartbeat
         self._records = records = Records(run, plan, world, run_dir)
         records.memory_before_bytes = memory_before_bytes
 
@@ -215,8 +215,7 @@ class Trainer:
         """Apply the gradients at the step's learning rate; the step counts from then on."""
         step = self.state.step
         fault("commit", step=step, rank=self._world.rank)
-        factor = learning_rate_factor(step, self._pace.steps, self._run.schedule)
-        self._user.now.lr = self._run.optimizer.lr * factor
+        self._user.now.lr = learning_rate(self._run, step, self._pace.steps)
         norms = self._norms if self._norms.is_due(step) else None
         self._step.apply(self._step.update(outcome, self._user.now.lr), norms)
         self._policy.applied()
@@ -334,10 +333,9 @@ class Trainer:
         self._heartbeat.has_written(self._checkpointer.written_bytes)
         finished = self.state.step == self._pace.steps and not self.is_stopped_early
         finished = finished and (self._outer is None or not self._outer.is_due)
-        memory_before_bytes = self._survivor.memory_before_bytes
         self._user.at("end")
         self._show("writing the report")
-        self._records.report(self._data, self._evaluator, finished, self._time_to_first_step_s, memory_before_bytes)
+        self._records.report(self._data, self._evaluator, finished, self._time_to_first_step_s)
         with self._records.progress.during("verifying what was saved"):
             self._shutdown.close()
         logged = self._user.take_logged()

@@ -85,13 +85,7 @@ def deal(
 
 def merged(ranges: Iterable[Range]) -> list[Range]:
     """Return the same samples as few ascending ranges."""
-    out: list[Range] = []
-    for first, end in sorted(ranges):
-        if out and out[-1][1] == first:
-            out[-1] = (out[-1][0], end)
-        elif end > first:
-            out.append((first, end))
-    return out
+    return merged_in_order(sorted((first, end) for first, end in ranges if first < end))
 
 
 def _cut(pool: Sequence[Range], samples: int) -> tuple[list[Range], list[Range]]:

@@ -410,7 +410,7 @@ class Exchange:
         assembly.abandon()
         fault("site_agreed", step=line.round)
         sent, received = self._sent_bytes - self._began_bytes, assembly.received_bytes
-        with atomic_write(self.sites.folder / f"traffic-{line.round:08d}.json") as file:
+        with atomic_write(self.sites.traffic(line.round)) as file:
             file.write(json.dumps({"sent_bytes": sent, "received_bytes": received}).encode())
         self._ledger.append(line)
         self._links.tell_all("line", line=line.to_json())

@@ -151,6 +151,10 @@ class Sites:
         """Return the file of the mean of all changes, as it was sent; the ledger has the round once it is whole."""
         return self.folder / f"average-{number:08d}.bin"
 
+    def traffic(self, number: int) -> Path:
+        """Return the file of the bytes that this site sent and received in a round."""
+        return self.folder / f"traffic-{number:08d}.json"
+
     @property
     def want_state(self) -> Path:
         """A file, there while another site wants the whole outer state: the ranks leave it at their next outer step."""

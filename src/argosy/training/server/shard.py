@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,10 @@ from argosy.errors import UserError
 from argosy.faults import fault
 from argosy.models.initialize import fill_initial
 from argosy.models.own_family import load_family
-from argosy.optim.optimizer import RULES, Optimizer
-from argosy.optim.own import own_rule
+from argosy.optim.of_run import optimizer_of
+from argosy.optim.optimizer import Optimizer
 from argosy.optim.piece import Piece
 from argosy.parallel.world import World
-from argosy.plan.mup import rate_factor
 from argosy.plan.parameters import parameter_table
 from argosy.sync.server.layout import Layout
 from argosy.sync.server.messages import PIECE_BYTES
@@ -216,9 +214,7 @@ class Shard:
             every = run.sync.momentum_every or len(run.sites)
             self._rule = DelayedNesterov(pieces, run.sync.outer_momentum, every)
         else:
-            own = own_rule(run.extend.code, run.optimizer.kind) if run.optimizer.kind not in RULES else None
-            factor = partial(rate_factor, model=run.model)
-            self._rule = Optimizer(pieces, run.optimizer, run.seed, own, factor)
+            self._rule = optimizer_of(run, pieces)
 
     @torch.no_grad()
     def _initialize(self) -> None:
