@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from argosy.config.address import interface_of
 from argosy.config.load import load
+from argosy.config.servers import server_name, server_number
 from argosy.errors import UserError
 
 RUN = """
@@ -41,3 +43,13 @@ def test_anything_else_is_refused_in_words(tmp_path, text):
         assert f'{name}: "{text}" is no address. Write HOST:PORT, with a port from 1 to 65535' in str(refusal.value)
     with pytest.raises(UserError, match=r"launch\.coordinator"):
         load(None, {"launch.coordinator": text})
+
+
+@pytest.mark.parametrize(("host", "where"), [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("node1", "")])
+def test_who_is_called_from_this_machine_alone_listens_there_alone(host, where):
+    assert interface_of(host) == where
+
+
+def test_a_server_is_found_by_the_name_it_was_given():
+    assert (server_name(0), server_number(server_name(41))) == ("server-1", 41)
+    assert [server_number(name) for name in ("oslo", "server-0", "server-01", "server-1b")] == [None] * 4

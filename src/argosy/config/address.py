@@ -11,8 +11,19 @@ PATTERN = r"[^\s:]+:\d{1,5}"
 MOST_PORT = 65535
 
 
+def host_and_port(text: str) -> tuple[str, int]:
+    """Return both of an address HOST:PORT."""
+    host, _, port = text.rpartition(":")
+    return host, int(port)
+
+
+def interface_of(host: str) -> str:
+    """Return the address to listen at for peers that call `host`: 127.0.0.1 for this machine alone, "" for all."""
+    return "127.0.0.1" if host in ("127.0.0.1", "localhost") else ""
+
+
 def _checked(text: str) -> str:
-    if not re.fullmatch(PATTERN, text) or not 0 < int(text.rpartition(":")[2]) <= MOST_PORT:
+    if not re.fullmatch(PATTERN, text) or not 0 < host_and_port(text)[1] <= MOST_PORT:
         raise ValueError(
             f'"{text}" is no address. Write HOST:PORT, with a port from 1 to {MOST_PORT}, such as '
             '"node1.example.org:7100"'

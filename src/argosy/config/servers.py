@@ -11,9 +11,7 @@ from argosy.config.address import Address
 from argosy.config.section import Section
 
 SERVER = re.compile(r"^server-([1-9][0-9]{0,3})$")
-"""Names of parameter servers, where `--site` says which part of the run is meant."""
-
-
+"""Names of parameter servers, as `server_name` gives them."""
 MOST_LOCAL_STEPS = 500
 """What a worker says of its steps is one message."""
 
@@ -41,6 +39,11 @@ class ServerConfig(Section):
     def server_count(self) -> int:
         """The number of parameter servers."""
         return len(self.servers) or self.shards
+
+
+def server_name(number: int) -> str:
+    """Return the name of parameter server `number`, from 0, where `--site` says which part of the run is meant."""
+    return f"server-{number + 1}"
 
 
 def server_number(site: str) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +11,7 @@ from argosy.checkpoint.store import committed
 from argosy.config.dump import save_run
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
-from argosy.config.servers import server_number
+from argosy.config.servers import server_name, server_number
 from argosy.data.manifest import TOKENIZER
 from argosy.errors import Interrupted, RunFailed, UserError
 from argosy.faults import RUN_DIR
@@ -121,7 +122,7 @@ def check_addresses_of_servers(run: RunConfig) -> None:
             "where one command starts all on this machine are they chosen."
         )
     if (server_number(run.site) or 0) >= servers:
-        words = f"sync.servers has {servers} address{'es' * (servers > 1)}; try server-{servers}"
+        words = f"sync.servers has {servers} address{'es' * (servers > 1)}; try {server_name(servers - 1)}"
         raise UserError(f'site = "{run.site}": {words}')
 
 
@@ -179,7 +180,7 @@ def train_parts(run: RunConfig, run_dir: Path, *, accept_changes: bool, quiet: b
     if is_finished(run_dir, run):
         progress.say(f"{run_dir} is finished. More --train.steps make it longer.")
         return _report(run_dir, run)
-    names = [f"server-{number + 1}" for number in range(len(run.sync.servers))]
+    names = [server_name(number) for number in range(len(run.sync.servers))]
     with started([site.name for site in run.sites], asked, run_dir, accept_changes, names) as children:
         codes = held(children, quiet, servers=names)
     if not is_finished(run_dir, run):  # if the servers came to the end, it does not matter what became of workers
@@ -221,7 +222,7 @@ def _hold(run_dir: Path, number: int, name: str, stop: StopSignal) -> None:
             if news["finished"]:
                 return
             kept = "its state is saved" if news["saved"] else "the run goes back to its newest checkpoint"
-            raise Interrupted(f"{kept}; the same command goes on", stop.number or 15)
+            raise Interrupted(f"{kept}; the same command goes on", stop.number or signal.SIGTERM)
         if news is not None:
             child.kill()
             error = UserError if news["code"] == UserError.exit_code else RunFailed

@@ -13,6 +13,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from argosy.config.schema import RunConfig
+from argosy.config.servers import server_name
 from argosy.config.sites import SiteLaunch
 from argosy.errors import UserError
 from argosy.launch.engines.engine import FOLDER, RECORD, Job, Request
@@ -66,7 +67,7 @@ def _tables_of_servers(run: RunConfig) -> dict[str, SiteLaunch | None]:
     each: list[SiteLaunch | None] = list(tables)
     if len(each) != servers:
         each = (each or [None]) * servers
-    return {f"server-{number + 1}": table for number, table in enumerate(each)}
+    return {server_name(number): table for number, table in enumerate(each)}
 
 
 def _check_server(name: str, on: str, request: Request) -> None:

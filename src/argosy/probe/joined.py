@@ -17,7 +17,7 @@ from argosy.observe.progress import Progress
 from argosy.plan.hardware.clusters import Cluster, SiteLink, Tier
 from argosy.plan.hardware.measurements import Measurements
 from argosy.probe.sites import SitesProbe
-from argosy.sync.sites.main import open_links
+from argosy.sync.sites.listening import open_links
 
 
 def probe_links(run: RunConfig, file: Path, seconds: float, quiet: bool) -> Cluster:

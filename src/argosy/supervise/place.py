@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
+from argosy.config.address import host_and_port
 from argosy.config.schema import LaunchConfig
 from argosy.errors import UserError
 from argosy.observe.events import Events
@@ -211,5 +212,4 @@ class LeasedPlace:
 
 def parsed(text: str) -> Address | None:
     """Return the address that launch.coordinator names; None if it is empty."""
-    host, _, port = text.rpartition(":")
-    return (host, int(port)) if text else None
+    return host_and_port(text) if text else None

@@ -33,23 +33,21 @@ from argosy.parallel.world import World, node_of_each_rank
 from argosy.plan.plan import Plan
 from argosy.processes.secret import secret_of
 from argosy.sync.server.client import Client, Task
-from argosy.sync.server.layout import F32, Layout
-from argosy.sync.sites.layout import group_folder
+from argosy.sync.server.layout import Layout
+from argosy.sync.sites.layout import FOLDER, group_folder
+from argosy.sync.sites.wire import F32
 from argosy.training.batches import Batches
 from argosy.training.evaluation import Evaluator
 from argosy.training.own_checks import check_own_code
 from argosy.training.records import Records
-from argosy.training.schedule import learning_rate_factor
+from argosy.training.schedule import learning_rate
 from argosy.training.state import Survivor, TrainState, Update, boxes_written
 from argosy.training.step import Requests, Step, StepOutcome
-from argosy.training.stop import StopSignal
+from argosy.training.stop import HOLD_S, StopSignal
 from argosy.training.waiting import Waiting
 
-FOLDER = "exchange"
 FIRST_LOOK_S, LOOK_S = 0.001, 0.05
 """How often ranks look whether the servers have answered: at first, and after a while."""
-HOLD_S = 20.0
-"""How long a rank waits for its world to end; then it goes on, as nothing has ended it."""
 T = TypeVar("T")
 
 
@@ -110,7 +108,7 @@ class Worker:
         memory_before_bytes = survivor.enter(world, run)
         run = run.model_copy(update={"evaluate": run.evaluate.model_copy(update={"sample_prompt": None})})
         self._run, self._plan, self._world, self._stop = run, plan, world, stop
-        self._survivor, self._heartbeat = survivor, heartbeat
+        self._heartbeat = heartbeat
         self._records = Records(run, plan, world, run_dir)
         self._records.memory_before_bytes = memory_before_bytes
         check_own_code(run, plan)
@@ -198,7 +196,8 @@ class Worker:
         if score is not None:
             self._records.evaluated(self._scored - 1, score)
         if self._client is not None:
-            self._client.scored(task.version, score.loss if score else None, score.bits_per_byte if score else None)
+            loss, bits_per_byte = (score.loss, score.bits_per_byte) if score else (None, None)
+            self._client.report_score(task.version, loss, bits_per_byte)
 
     def finish(self, is_over: bool) -> bool:
         """Write the report. Returns `is_over`."""
@@ -206,8 +205,7 @@ class Worker:
         if self._scored != self._run.train.steps:
             self._evaluator.score = None  # another worker has scored the last weights
         if self._world.is_first and is_over and self._last_step >= 0:
-            memory = self._survivor.memory_before_bytes
-            self._records.report(self._data, self._evaluator, True, self._time_to_first_step_s, memory)
+            self._records.report(self._data, self._evaluator, True, self._time_to_first_step_s)
         self._records.events.write("end", step=self._state.step, finished=is_over)
         return is_over
 
@@ -245,8 +243,7 @@ class Worker:
 
     def _local_step(self, outcome: StepOutcome, is_last: bool) -> Made:
         """Apply the gradient with this worker's own optimizer, whose moments are its own from one task to the next."""
-        run = self._run
-        rate = run.optimizer.lr * learning_rate_factor(self._state.step, run.train.steps, run.schedule)
+        rate = learning_rate(self._run, self._state.step, self._run.train.steps)
         update = self._step.update(outcome, rate)
         self._step.apply(update)
         seconds = {} if is_last else self._clock.lap()  # the push belongs to the last one

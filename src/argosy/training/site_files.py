@@ -22,7 +22,8 @@ from argosy.files import atomic_write
 from argosy.parallel.pieces import Held
 from argosy.parallel.world import World
 from argosy.sync.sites.adoption import checksum_of
-from argosy.sync.sites.flat import F32, Flat
+from argosy.sync.sites.flat import Flat
+from argosy.sync.sites.wire import F32
 from argosy.training.outer_state import OuterState
 from argosy.training.state import TrainState, boxes_written
 

@@ -12,33 +12,33 @@ from argosy.sync.server.dealing import Dealing, Update, rate_of
 def test_one_worker_gets_the_items_in_order_and_is_never_stale():
     dealing = Dealing(steps=3, bound=0)
     for number in range(3):
-        lease = dealing.deal("A", 0.0)
+        lease = dealing.deal("A")
         assert lease is not None
         update = dealing.commit("A", lease.name)
         assert update == Update(number, number, "A", number)
         assert update.staleness == 0
     assert dealing.is_over
-    assert dealing.deal("A", 0.0) is None
+    assert dealing.deal("A") is None
 
 
 def test_with_a_bound_of_zero_workers_take_turns():
     dealing = Dealing(steps=3, bound=0)
-    lease = dealing.deal("A", 0.0)
+    lease = dealing.deal("A")
     assert lease is not None
-    assert dealing.deal("B", 0.0) is None
+    assert dealing.deal("B") is None
     assert dealing.holds_up == ["A"]
     dealing.commit("A", lease.name)
-    assert dealing.deal("B", 0.0) is not None
+    assert dealing.deal("B") is not None
 
 
 def test_what_a_lost_worker_had_is_dealt_to_the_next():
     dealing = Dealing(steps=4, bound=4)
-    first, second = dealing.deal("A", 0.0), dealing.deal("B", 0.0)
+    first, second = dealing.deal("A"), dealing.deal("B")
     assert first is not None
     assert second is not None
     assert (first.item, second.item) == (0, 1)
     dealing.give_back("A")
-    again = dealing.deal("B", 0.0)
+    again = dealing.deal("B")
     assert again is not None
     assert again.item == 0
     assert dealing.commit("A", first.name) is None
@@ -48,7 +48,7 @@ def test_what_a_lost_worker_had_is_dealt_to_the_next():
 
 def test_a_commit_that_is_said_twice_counts_once():
     dealing = Dealing(steps=4, bound=4)
-    lease = dealing.deal("A", 0.0)
+    lease = dealing.deal("A")
     assert lease is not None
     assert dealing.commit("A", lease.name) == dealing.commit("A", lease.name)
     assert dealing.version == 1
@@ -56,11 +56,11 @@ def test_a_commit_that_is_said_twice_counts_once():
 
 def test_another_item_stands_in_for_one_that_is_skipped():
     dealing = Dealing(steps=2, bound=4)
-    lease = dealing.deal("A", 0.0)
+    lease = dealing.deal("A")
     assert lease is not None
     assert dealing.skip("A", lease.name) == 0
     for item in (1, 2):
-        lease = dealing.deal("A", 0.0)
+        lease = dealing.deal("A")
         assert lease is not None
         assert lease.item == item
         dealing.commit("A", lease.name)
@@ -71,7 +71,7 @@ def test_another_item_stands_in_for_one_that_is_skipped():
 def test_it_goes_on_after_the_updates_of_a_ledger():
     updates = [Update(0, 1, "B", 0), Update(1, 0, "A", 0)]
     dealing = Dealing.after(updates, [2], steps=5, bound=3, epoch="x")
-    lease = dealing.deal("A", 0.0)
+    lease = dealing.deal("A")
     assert lease is not None
     assert (lease.item, lease.version) == (3, 2)
 
@@ -83,7 +83,7 @@ def test_the_bound_holds_and_each_item_is_done_once_whatever_happens(bound, work
         site = f"W{number % workers}"
         lease = dealing.out.get(site)
         if lease is None:
-            dealing.deal(site, 0.0)
+            dealing.deal(site)
         elif what == 0:
             dealing.give_back(site)
         elif what == 1:
@@ -99,7 +99,7 @@ def test_the_bound_holds_and_each_item_is_done_once_whatever_happens(bound, work
             if (lease := dealing.out.get(site)) is not None:
                 dealing.commit(site, lease.name)
             else:
-                dealing.deal(site, 0.0)
+                dealing.deal(site)
     assert dealing.is_over
     assert dealing.version == steps
 

@@ -17,11 +17,13 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
+from argosy.config.servers import server_name
 from argosy.errors import ArgosyError, RunFailed, UserError
 from argosy.sync.server import messages as say
 from argosy.sync.server.keys import KeyPair, settle, zeromq
-from argosy.sync.server.layout import F32, Layout
+from argosy.sync.server.layout import Layout
 from argosy.sync.server.messages import AHEAD_BYTES, PIECE_BYTES, Malformed, Message, Said, packed, unpacked
+from argosy.sync.sites.wire import F32
 
 PING_S = 1.0
 ASK_AGAIN_S = 3.0
@@ -96,7 +98,7 @@ class Client:
         """Tell that no gradient can be computed from a task's samples."""
         return self._submit(lambda: self._commit(say.Bad(ask=self._number(), lease=task.lease, why=why)))
 
-    def scored(self, version: int, loss: float | None, bits_per_byte: float | None) -> None:
+    def report_score(self, version: int, loss: float | None, bits_per_byte: float | None) -> None:
         """Tell how good the weights of a version are; None without held-out text."""
         said = say.Scored(version=version, loss=loss, bits_per_byte=bits_per_byte)
         self._submit(lambda: self._send(0, said))
@@ -144,7 +146,6 @@ class Client:
         settle(socket)
         socket.setsockopt(self._zmq.RECONNECT_IVL, 100)
         socket.setsockopt(self._zmq.RECONNECT_IVL_MAX, 2000)
-        socket.setsockopt(self._zmq.MAXMSGSIZE, 2 * PIECE_BYTES)
         socket.curve_serverkey = self._server_key.public
         socket.curve_publickey, socket.curve_secretkey = self._own_key.public, self._own_key.secret
         socket.connect(f"tcp://{host}:{port}")
@@ -182,12 +183,12 @@ class Client:
         try:
             message, data = unpacked(socket.recv_multipart())
         except Malformed as problem:
-            raise RunFailed(f"server-{number + 1} said what is no message of this version: {problem}") from None
+            raise RunFailed(f"{server_name(number)} said what is no message of this version: {problem}") from None
         self._heard_s[number] = time.monotonic()
         self.received_bytes += len(data)
         if isinstance(message, say.Refused):
             raise (UserError if message.is_input else RunFailed)(
-                f"server-{number + 1} refuses this site: {message.why}"
+                f"{server_name(number)} refuses this site: {message.why}"
             )
         if isinstance(message, say.Stranger):
             self._greet(socket)
@@ -197,7 +198,7 @@ class Client:
     def _waits(self, number: int, why: str = "") -> None:
         """Tell the user of a server that has been silent for long, or what it said why one has to wait."""
         is_silent = time.monotonic() - self._heard_s[number] > SILENT_S
-        self.waits_for = f"no answer from server-{number + 1}" if is_silent else why
+        self.waits_for = f"no answer from {server_name(number)}" if is_silent else why
 
     def _number(self) -> int:
         self._ask += 1
@@ -261,7 +262,7 @@ class Client:
             if not isinstance(message, say.Weights) or message.ask != ask or message.at not in missing:
                 continue
             if len(data) != min(PIECE_BYTES, len(vector) - message.at):
-                raise RunFailed(f"server-{number + 1} sent {len(data)} bytes of weights where others belong")
+                raise RunFailed(f"{server_name(number)} sent {len(data)} bytes of weights where others belong")
             vector[message.at : message.at + len(data)] = np.frombuffer(data, np.uint8)
             missing.discard(message.at)
             if not missing:

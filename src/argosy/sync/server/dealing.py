@@ -1,8 +1,9 @@
 """Which samples are dealt to whom, and when a worker has to wait: the decisions of the first server, without its wires.
 
-Item i is the samples i G to (i + 1) G of the run, G its global batch. An update is made from the gradient of one item,
-whoever computed it. Update u, from 0, makes version u + 1 of the weights. A worker that is dealt an item computes its
-gradient with the version of that moment; how many updates others make before its own is the gradient's staleness.
+Item i is the samples i G to (i + 1) G of the run, G those of sync.local_steps steps. An update is made from what one
+worker computed of one item. Update u, from 0, makes version u + 1 of the weights. A worker that is dealt an item
+computes its gradient with the version of that moment; how many updates others make before its own is the gradient's
+staleness.
 
 The bound holds for every order in which gradients may come (`Dealing.may_deal`): with n items out, the one dealt at
 version v is at worst the last to come, after u - v updates that were made and n - 1 that others may make. As long as
@@ -36,9 +37,9 @@ class Update:
         """Updates that others made meanwhile."""
         return self.update - self.version
 
-    def to_json(self, global_batch: int) -> dict[str, Any]:
-        """Return the line of the ledger."""
-        samples: Range = (self.item * global_batch, (self.item + 1) * global_batch)
+    def to_json(self, item_samples: int) -> dict[str, Any]:
+        """Return the line of the ledger. item_samples: of each item."""
+        samples: Range = (self.item * item_samples, (self.item + 1) * item_samples)
         return {
             "update": self.update, "item": self.item, "samples": [list(samples)], "site": self.site,
             "version": self.version, "staleness": self.staleness,
@@ -57,12 +58,11 @@ class Lease:
     name: str
     item: int
     version: int
-    dealt_s: float
 
 
 @dataclass
 class Dealing:
-    """What is out, what is done, and what comes next. Times are those of the caller's monotonic clock."""
+    """What is out, what is done, and what comes next."""
 
     steps: int
     """Updates of the whole run."""
@@ -113,7 +113,7 @@ class Dealing:
         oldest = min(lease.version for lease in self.out.values())
         return [site for site, lease in self.out.items() if lease.version == oldest]
 
-    def deal(self, site: str, now_s: float) -> Lease | None:
+    def deal(self, site: str) -> Lease | None:
         """Deal the next item to a worker; None if it has to wait. What it had before is given back."""
         self.give_back(site)
         if not self.may_deal:
@@ -121,7 +121,7 @@ class Dealing:
         taken = {lease.item for lease in self.out.values()}
         item = next(i for i in self._items() if i not in taken)
         self._leases += 1
-        lease = Lease(f"{self.epoch}-{self._leases}", item, self.version, now_s)
+        lease = Lease(f"{self.epoch}-{self._leases}", item, self.version)
         self.out[site] = lease
         return lease
 

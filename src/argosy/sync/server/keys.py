@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from argosy.errors import missing_extra
+from argosy.sync.server.messages import PIECE_BYTES
 
 if TYPE_CHECKING:
     import zmq
@@ -59,7 +60,7 @@ class AllowedKeys:
 
 
 def settle(socket: zmq.Socket[bytes]) -> None:
-    """Set what all sockets of a run have alike: no limit on messages that wait, and signs of life."""
+    """Set what all sockets of a run have alike: how large a message may be, not how many wait; signs of life."""
     lib = zeromq()
     socket.setsockopt(lib.LINGER, 0)
     socket.setsockopt(lib.SNDHWM, 0)
@@ -67,3 +68,4 @@ def settle(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(lib.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.setsockopt(lib.HEARTBEAT_TIMEOUT, 10 * HEARTBEAT_MS)
     socket.setsockopt(lib.IPV6, 1)
+    socket.setsockopt(lib.MAXMSGSIZE, 2 * PIECE_BYTES)

@@ -8,9 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import prod
 
-import numpy as np
-import numpy.typing as npt
-
+from argosy.config.address import host_and_port
 from argosy.config.identity import lasting_values
 from argosy.config.schema import RunConfig
 from argosy.config.servers import server_number
@@ -18,7 +16,6 @@ from argosy.plan.parameters import parameter_table
 from argosy.sync.sites.flat import Flat
 from argosy.sync.sites.wire import WireFormat
 
-F32 = npt.NDArray[np.float32]
 OF_A_PART = ("site", "sites", "sync", "train.steps")
 """Keys that may differ between the parts of a run, or that servers check otherwise."""
 AGAIN = "--again"
@@ -49,8 +46,7 @@ class Layout:
     @property
     def addresses(self) -> tuple[tuple[str, int], ...]:
         """Host and port of each server."""
-        parts = (address.rpartition(":") for address in self.run.sync.servers)
-        return tuple((host, int(port)) for host, _, port in parts)
+        return tuple(map(host_and_port, self.run.sync.servers))
 
     @property
     def local_steps(self) -> int:

@@ -50,10 +50,10 @@ class Ledger:
             file.write(b"".join(json.dumps(line).encode() + b"\n" for line in kept))
         return forgotten
 
-    def add(self, update: Update, global_batch: int, **facts: float) -> None:
-        """Add the line of an update."""
+    def add(self, update: Update, item_samples: int, **facts: float) -> None:
+        """Add the line of an update. item_samples: of each item (`Dealing`)."""
         self.updates.append(update)
-        self._append(update.to_json(global_batch) | facts)
+        self._append(update.to_json(item_samples) | facts)
 
     def skip(self, item: int, site: str, why: str) -> None:
         """Add the line of an item that no update is made from."""

@@ -11,13 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-import numpy as np
-import numpy.typing as npt
-
 from argosy.plan.cost.outer_traffic import fragments_of
-from argosy.sync.sites.wire import WireFormat
-
-F32 = npt.NDArray[np.float32]
+from argosy.sync.sites.wire import F32, U8, WireFormat
 
 
 @dataclass(frozen=True)
@@ -51,9 +46,7 @@ class Flat:
         view = vector[self.starts[name] : self.starts[name] + prod(whole)].reshape(whole)
         return view[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
 
-    def read(
-        self, blob: npt.NDArray[np.uint8], wire: WireFormat, name: str, offset: tuple[int, ...], shape: tuple[int, ...]
-    ) -> F32:
+    def read(self, blob: U8, wire: WireFormat, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> F32:
         """Return that box of the vector that `blob` encodes; only the rows that it lies in are decoded."""
         whole, start = self.shapes[name], self.starts[name]
         row = prod(whole[1:])

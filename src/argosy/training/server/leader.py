@@ -12,6 +12,7 @@ import torch
 
 from argosy.checkpoint import store
 from argosy.config.schema import RunConfig
+from argosy.config.servers import server_name
 from argosy.errors import RunFailed
 from argosy.observe.events import Events
 from argosy.observe.metrics import Metrics, peak_memory_bytes
@@ -21,7 +22,7 @@ from argosy.sync.server.dealing import Dealing, Update, rate_of
 from argosy.sync.server.layout import Layout
 from argosy.sync.server.ledger import Ledger
 from argosy.sync.server.messages import Said
-from argosy.training.schedule import learning_rate_factor
+from argosy.training.schedule import learning_rate
 from argosy.training.server.shard import Refuses, Shard
 
 LOST_S = 10.0
@@ -116,11 +117,11 @@ class Leader:
         """Hear where another server is."""
         if message.epoch != self._dealing.epoch:
             if number in self._ready:
-                self.begin(f"server-{number + 1} was started again")
+                self.begin(f"{server_name(number)} was started again")
             else:
                 self._tell(number, say.Begin(epoch=self._dealing.epoch, version=self._dealing.version))
         elif message.problem:
-            self.begin(f"server-{number + 1}: {message.problem}")
+            self.begin(f"{server_name(number)}: {message.problem}")
         else:
             self._ready.add(number)
 
@@ -134,7 +135,7 @@ class Leader:
         self._looked_s = now
         for number in range(1, self._layout.servers):
             self._tell(number, say.Look(epoch=self._dealing.epoch, version=self._dealing.version))
-        missing = [f"server-{n + 1}" for n in range(self._layout.servers) if n not in self._ready]
+        missing = [server_name(n) for n in range(self._layout.servers) if n not in self._ready]
         for work, answer in self._waiting.values():
             answer(say.Held(ask=work.ask, by=missing or self._dealing.holds_up))
 
@@ -211,11 +212,8 @@ class Leader:
         self._is_scored = message.version >= self._layout.updates
         if message.loss is None or message.bits_per_byte is None:
             return
-        self._metrics.write({"step": step, "validation_loss": message.loss, "bits_per_byte": message.bits_per_byte})
-        self._progress.say(
-            f" step {step + 1:>5}  evaluated: loss {message.loss:.3f}, {message.bits_per_byte:.3f} bits per byte",
-            "cyan",
-        )
+        self._metrics.write_evaluation(step, message.loss, message.bits_per_byte)
+        self._progress.evaluated(step, message.loss, message.bits_per_byte)
 
     # ---- updates ------------------------------------------------------------------------------------------------
 
@@ -224,8 +222,7 @@ class Leader:
         return found if found is not None and found.site == site else None
 
     def _learning_rate(self, step: int) -> float:
-        run = self._run
-        return run.optimizer.lr * learning_rate_factor(step, run.train.steps, run.schedule)
+        return learning_rate(self._run, step, self._run.train.steps)
 
     def _rate(self, update: Update) -> float:
         """Return the rate at which the servers apply an update: of the optimizer, or of outer steps."""
@@ -310,7 +307,7 @@ class Leader:
                 del self._waiting[site]
                 answer(say.Over(ask=work.ask, version=dealing.version))
                 continue
-            lease = dealing.deal(site, now)
+            lease = dealing.deal(site)
             if lease is None:
                 self._held_since_s = self._held_since_s or now
                 return

@@ -20,8 +20,10 @@ from typing import Any
 
 import torch
 
+from argosy.config.address import interface_of
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
+from argosy.config.servers import server_name
 from argosy.data.loader import open_data
 from argosy.errors import ArgosyError, RunFailed
 from argosy.observe.events import Events
@@ -34,7 +36,7 @@ from argosy.sync.server.keys import AllowedKeys, KeyPair, settle, zeromq
 from argosy.sync.server.layout import AGAIN, Layout
 from argosy.sync.server.messages import PIECE_BYTES, Malformed, Said, packed, unpacked
 from argosy.training.server.leader import Leader
-from argosy.training.server.port import interface_of, wait_for_port
+from argosy.training.server.port import wait_for_port
 from argosy.training.server.shard import Refuses, Shard
 
 TURN_MS = 50
@@ -63,7 +65,7 @@ class Server:
     def __init__(self, run: RunConfig, run_dir: Path, number: int, is_again: bool = False):
         """is_again: in place of one that died. Raises: UserError."""
         self._run, self._number, self._run_dir = run, number, run_dir
-        self._name = f"server-{number + 1}"
+        self._name = server_name(number)
         self._layout = Layout(run)
         self._events = Events(run_dir, self._name)
         self._progress = Progress(enabled=True)
@@ -167,7 +169,6 @@ class Server:
     def _bound(self) -> Any:
         socket = self._context.socket(self._zmq.ROUTER)
         settle(socket)
-        socket.setsockopt(self._zmq.MAXMSGSIZE, 2 * PIECE_BYTES)
         socket.setsockopt(self._zmq.ZAP_DOMAIN, b"argosy")
         socket.setsockopt(self._zmq.ZAP_ENFORCE_DOMAIN, 1)
         socket.curve_server = True
@@ -179,7 +180,6 @@ class Server:
     def _link(self, number: int) -> Any:
         socket = self._context.socket(self._zmq.DEALER)
         settle(socket)
-        socket.setsockopt(self._zmq.MAXMSGSIZE, 2 * PIECE_BYTES)
         socket.curve_serverkey = self._keys.public
         socket.curve_publickey, socket.curve_secretkey = self._workers.public, self._workers.secret
         host, port = self._layout.addresses[number]

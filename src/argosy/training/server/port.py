@@ -7,16 +7,12 @@ import socket
 import time
 from collections.abc import Callable
 
+from argosy.config.address import interface_of
 from argosy.errors import UserError
 
 PORT_S = 120.0
 """A server whose command was killed saves its state, and then leaves the port: it is waited for so long."""
 LOOK_S = 0.2
-
-
-def interface_of(host: str) -> str:
-    """Return the address to listen at for a server that workers reach at `host`; "" for every address."""
-    return "127.0.0.1" if host in ("127.0.0.1", "localhost") else ""
 
 
 def wait_for_port(address: tuple[str, int], is_ending: Callable[[], bool], say: Callable[[str], None]) -> None:
