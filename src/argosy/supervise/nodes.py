@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -62,4 +63,4 @@ class Cause:
     @property
     def is_own(self) -> bool:
         """True if the worker itself failed, rather than was killed from outside."""
-        return self.exit_code not in (-9, -15)
+        return self.exit_code not in (-signal.SIGKILL, -signal.SIGTERM)

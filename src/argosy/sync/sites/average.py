@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from argosy.plan.cost.outer_traffic import BLOCK
 from argosy.sync.sites.wire import WireFormat
 
 CHUNK_BLOCKS = 512
@@ -60,7 +61,7 @@ def encode_file(numbers: Path, wire: WireFormat, out: Path) -> None:
     """Write the fp32 numbers of a file as they are sent, under a name that is there once it is whole."""
     partial = out.with_suffix(".partial")
     with numbers.open("rb") as source, partial.open("wb") as file:
-        while data := source.read(CHUNK_BLOCKS * wire.block * 4):
+        while data := source.read(CHUNK_BLOCKS * BLOCK * 4):
             file.write(wire.encode(np.frombuffer(data, np.float32)).data)
     partial.replace(out)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from argosy.plan.cost.outer_traffic import fragments_of
+from argosy.plan.cost.outer_traffic import BLOCK, fragments_of
 from argosy.sync.sites.wire import F32, U8, WireFormat
 
 
@@ -52,10 +52,10 @@ class Flat:
         row = prod(whole[1:])
         first, rows = (offset[0], shape[0]) if whole else (0, 1)
         begin = start + first * row
-        block = begin // wire.block
-        end_block = -(-(begin + rows * row) // wire.block)
+        block = begin // BLOCK
+        end_block = -(-(begin + rows * row) // BLOCK)
         numbers = wire.decode(blob[block * wire.block_bytes : end_block * wire.block_bytes])
-        numbers = numbers[begin - block * wire.block :][: rows * row].reshape((rows, *whole[1:]) if whole else ())
+        numbers = numbers[begin - block * BLOCK :][: rows * row].reshape((rows, *whole[1:]) if whole else ())
         return (
             numbers[(slice(None), *(slice(o, o + n) for o, n in zip(offset[1:], shape[1:], strict=True)))]
             if whole

@@ -24,7 +24,6 @@ class WireFormat:
     """One of fp32, bf16, int8, int4."""
 
     name: str
-    block: int = BLOCK
 
     @property
     def block_bytes(self) -> int:
