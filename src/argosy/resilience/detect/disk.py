@@ -23,6 +23,8 @@ SLOWER, SLOW_S = 20.0, 1.0
 """A write is slow if it takes this many times the median of those before, and this long."""
 IN_A_ROW = 3
 HISTORY, LEAST = 200, 10
+EVERY_S = 30.0
+"""From the beginning of a trial write to the next."""
 HANGS_S = 30.0
 """A write that has not returned by then hangs."""
 BLOCK = os.urandom(1 << 16)
@@ -97,10 +99,10 @@ class DiskDetector:
 
 
 class DiskProbe:
-    """Write a small file in `folder` every `every_s`, in a thread: a disk that hangs blocks nothing else."""
+    """Write a small file in `folder` from time to time, in a thread: a disk that hangs blocks nothing else."""
 
-    def __init__(self, folder: Path, every_s: float = 30.0):
-        self._folder, self._every_s = folder, every_s
+    def __init__(self, folder: Path):
+        self._folder = folder
         self._began: float | None = None
         self._due = 0.0
         self._result: tuple[float, int | None] | None = None
@@ -110,7 +112,7 @@ class DiskProbe:
         result, self._result = self._result, None
         now = time.monotonic()
         if self._began is None and now >= self._due:
-            self._began, self._due = now, now + self._every_s
+            self._began, self._due = now, now + EVERY_S
             threading.Thread(target=self._write, name="argosy-disk-probe", daemon=True).start()
         began = self._began
         write_s, error = result or (None, None)
