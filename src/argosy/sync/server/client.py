@@ -39,7 +39,7 @@ class Closed(Exception):
     """The worker ends."""
 
 
-class Turned(Exception):
+class AskAgain(Exception):
     """The servers have gone back to a checkpoint, or took back what they dealt: ask for work again."""
 
 
@@ -166,12 +166,12 @@ class Client:
     def _ping(self) -> None:
         for number in range(len(self._sockets)):
             self._send(number, say.Ping())
-            with suppress(Turned, ArgosyError):  # it will be said again to the next question
+            with suppress(AskAgain, ArgosyError):  # it will be said again to the next question
                 while self._take(number, 0.0) is not None:
                     pass  # answers to questions that are settled
 
     def _take(self, number: int, timeout_s: float) -> tuple[Message, bytes] | None:
-        """Return the next message of a server; None if none has come. Raises: Closed, UserError, RunFailed, Turned."""
+        """Return a server's next message; None if none has come. Raises: Closed, UserError, RunFailed, AskAgain."""
         if self._is_closed.is_set():
             raise Closed
         if time.monotonic() - self._pinged_s > PING_S:
@@ -192,7 +192,7 @@ class Client:
             )
         if isinstance(message, say.Stranger):
             self._greet(socket)
-            raise Turned
+            raise AskAgain
         return message, data
 
     def _waits(self, number: int, why: str = "") -> None:
@@ -217,7 +217,7 @@ class Client:
                 if isinstance(dealt, say.Dealt):
                     return Task("dealt", dealt.version, dealt.item, dealt.lease)
                 return Task(dealt.kind, dealt.version)
-            except Turned:
+            except AskAgain:
                 continue
 
     def _ask_for_work(self) -> say.Dealt | say.Judge | say.Over:
@@ -240,7 +240,7 @@ class Client:
                 )
 
     def _pull(self, number: int, epoch: str, version: int) -> None:
-        """Receive the weights of one server. Raises: Turned if it does not have them."""
+        """Receive the weights of one server. Raises: AskAgain if it does not have them."""
         vector = self._weights[number].view(np.uint8)
         if not len(vector):
             return
@@ -249,7 +249,7 @@ class Client:
         while True:
             if time.monotonic() - max(asked_s, self._heard_s[number]) > BYTES_AGAIN_S or not ask:
                 if (tries := tries + 1) > 2:
-                    raise Turned
+                    raise AskAgain
                 ask, asked_s, missing = self._number(), time.monotonic(), set(range(0, len(vector), PIECE_BYTES))
                 self._send(number, say.Pull(ask=ask, epoch=epoch, version=version))
             self._waits(number)
@@ -258,7 +258,7 @@ class Client:
                 continue
             message, data = found
             if isinstance(message, say.Held) and message.ask == ask and "again" in message.by:
-                raise Turned
+                raise AskAgain
             if not isinstance(message, say.Weights) or message.ask != ask or message.at not in missing:
                 continue
             if len(data) != min(PIECE_BYTES, len(vector) - message.at):
@@ -281,14 +281,14 @@ class Client:
                 self._push(number, task.lease, encoded)
             said = say.Commit(ask=self._number(), lease=task.lease, losses=list(losses), norms=list(norms))
             done = self._commit(said)
-        except Turned:
+        except AskAgain:
             return say.Committed(ask=0, update=None)
         if left and done.update is not None:
             self._residual = left  # error feedback: what was rounded away is part of the next gradient
         return done
 
     def _push(self, number: int, lease: str, encoded: Any) -> None:
-        """Send a gradient to one server, until all has arrived. Raises: Turned."""
+        """Send a gradient to one server, until all has arrived. Raises: AskAgain."""
         data = memoryview(encoded)
         unsent = list(range(0, len(data), PIECE_BYTES))
         under_way: dict[int, float] = {}
@@ -316,7 +316,7 @@ class Client:
             self._waits(0)
             try:
                 found = self._take(0, 0.5)
-            except Turned:
+            except AskAgain:
                 return say.Committed(ask=message.ask, update=None)
             if found is not None and isinstance(found[0], say.Committed) and found[0].ask == message.ask:
                 self.waits_for = ""
