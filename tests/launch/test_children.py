@@ -70,9 +70,9 @@ def test_sites_that_are_a_quorum_go_on(capsys) -> None:
 
 
 def test_nothing_is_said_to_go_on_after_a_signal_to_all(capsys) -> None:
-    parts = {"oslo": part("trap 'exit 130' INT; while :; do sleep 0.1; done")}
-    parts["lyon"] = part("trap 'sleep 0.5; exit 130' INT; while :; do sleep 0.1; done")
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-    assert held(parts, False) == {"oslo": 130, "lyon": 130}
+    parts = {"oslo": part("trap 'exit 143' TERM; while :; do sleep 0.1; done")}
+    parts["lyon"] = part("trap 'sleep 0.5; exit 143' TERM; while :; do sleep 0.1; done")
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    assert held(parts, False) == {"oslo": 143, "lyon": 143}
     said = capsys.readouterr().out
-    assert "oslo ended with exit code 130" in said and "go on" not in said
+    assert "oslo ended with exit code 143" in said and "go on" not in said

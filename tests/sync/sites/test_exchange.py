@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
 from argosy.sync.sites import pull
 from argosy.sync.sites.deal import merged
-from simulated_sites import Country
+from simulated_sites import AtOnce, Country
 
 
 def test_sites_that_are_left_alone_all_take_part_in_every_round(country: Callable[..., Country]) -> None:
@@ -86,6 +88,54 @@ def test_a_site_that_loses_its_folder_after_it_was_ready_makes_its_change_again(
     lines = run.sites["A"].ledger.lines
     assert all(list(line.tokens) == ["A", "B"] for line in lines)
     assert [line.attempt for line in lines] == [1] * 5 + [2] + [1] * 6  # of the first attempt nothing is used
+
+
+def test_what_was_left_of_a_change_is_not_sent_before_it_is_encoded_anew(
+    country: Callable[..., Country], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that lost its power may have files that are not what was written."""
+    run = country(names="AB", rounds=6)
+    run.start()
+    run.is_lost = lambda sender, message: sender == "B" and message["kind"] == "data" and message["round"] == 3
+    left = run.sites["B"].sites.sent(3)
+    run.until(lambda: run.sites["A"].sites.sent(3).exists() and left.exists())
+    run.pass_time(1)
+    run.sites["B"].kill()
+    torn = bytes(left.stat().st_size)
+    left.write_bytes(torn)
+    run.is_lost = lambda sender, message: False
+    with monkeypatch.context() as patched:
+        patched.setattr(AtOnce, "submit", lambda *_: Future())  # it does not come to it
+        run.sites["B"].start()
+        run.pass_time(5)
+        assert left.read_bytes() == torn and run.sites["A"].rounds == 3
+    run.sites["B"].kill()
+    run.sites["B"].start()
+    run.finish()
+    norms = run.sites["A"].ledger.lines[3].extra["norms"]
+    assert norms["B"] == pytest.approx(norms["A"], rel=0.5)
+
+
+def test_what_a_ledger_s_line_is_about_is_on_the_disk_before_it(
+    country: Callable[..., Country], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    run = country(names="AB", rounds=2)
+    run.start()
+    run.finish()
+    for site in "AB":
+        of_site = [path for path in synced if f"/{site}/" in path]
+        for number in range(2):
+            average = next(at for at, path in enumerate(of_site) if f"average-{number:08d}" in path)
+            line = [at for at, path in enumerate(of_site) if path.endswith("ledger.jsonl")][number]
+            assert average < line
 
 
 @pytest.mark.parametrize("ahead", ["A", "B"])

@@ -112,7 +112,7 @@ class Adoption:
 
     def _take_over(self, pull: Pull, lines: list[Line]) -> None:
         """Leave the state for the ranks, and take the ledger that led to it for this site's."""
-        pull.path.replace(self._sites.adopted)
+        pull.move(self._sites.adopted)
         with atomic_write(self._sites.adoption) as file:
             file.write(json.dumps({"rounds": len(lines), "chain": lines[-1].chain}).encode())
         self._ledger.replace(lines)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from argosy.files import atomic_write
 from argosy.sync.sites.average import Reduced, Slices, reduce_slice
 from argosy.sync.sites.layout import Sites
 from argosy.sync.sites.ledger import Line
@@ -133,13 +134,11 @@ class Assembly:
                 pull.again()
 
     def write(self, out: Path) -> None:
-        """Write the whole average, under a name that is there once it is whole."""
-        temporary = out.with_suffix(".partial")
-        with temporary.open("wb") as file:
+        """Write the whole average; it is on the disk then, as the ledger must not have a line without it."""
+        with atomic_write(out) as file:
             for part in range(self.slices.parts):
                 with self._slice(part).open("rb") as source:
                     shutil.copyfileobj(source, file)
-        temporary.replace(out)
 
     def abandon(self) -> None:
         """Let go of all files; they stay, and a transfer that is begun again goes on from them."""

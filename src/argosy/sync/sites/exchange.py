@@ -236,8 +236,8 @@ class Exchange:
             self._kept.read(name, number)
         if number < self.rounds and what in ("slice", "average"):
             path = self.sites.average(number)
-        elif what == "sent":
-            path = self.sites.sent(number)
+        elif what == "sent" and number == self._number and self.sites.me in self._ready:
+            path = self.sites.sent(number)  # one that was left there before may not be whole
         elif what == "state":
             path = self.sites.state(number)
         elif what == "ledger":

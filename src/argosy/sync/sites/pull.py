@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from argosy.files import sync
+
 PIECE_BYTES = 1 << 18
 AHEAD_BYTES = 1 << 23
 """Bytes that are asked for before they come: what a link of 1 Gbit/s and 60 ms holds."""
@@ -78,6 +80,11 @@ class Pull:
         """Return all that came."""
         self._file.flush()
         return self.path.read_bytes()
+
+    def move(self, path: Path) -> None:
+        """Give the file, all of which is on the disk then, another name."""
+        sync(self._file)
+        self.path.replace(path)
 
     def close(self) -> None:
         """Let go of the file."""
