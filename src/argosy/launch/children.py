@@ -72,6 +72,16 @@ def held(
             if child.poll() is None:
                 child.send_signal(number)
 
+    def end_of(name: str, is_last: bool) -> bytes:
+        """Return what to say of a part that ends; nothing if it ends well."""
+        code, others = children[name].wait(), ""
+        if not code or (name in asked and code in ENDED_BY_SIGTERM):
+            return b""
+        if not (is_last or signals):
+            is_short = _cannot_begin(children, quorum)
+            others = "; too few are left to agree: they save and end" if is_short else "; the others go on"
+        return f"argosy: {name} ended with exit code {code}{others}".encode()
+
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         with selectors.DefaultSelector() as selector:
@@ -87,18 +97,11 @@ def held(
                     asked = [name for name, child in children.items() if child.poll() is None]
                     pass_on(signal.SIGTERM, None)
                 for key, _ in selector.select(1.0 if servers else None):
-                    name, pipe = key.data, key.fileobj
-                    data = os.read(_descriptor(pipe), 1 << 16)
+                    name, data = key.data, os.read(key.fd, 1 << 16)
                     *lines, unread[name] = (unread[name] + data).split(b"\n")
                     if not data:
-                        selector.unregister(pipe)
-                        lines.append(unread[name])
-                        code = children[name].wait()
-                        if code and not (name in asked and code in ENDED_BY_SIGTERM):
-                            others = "; the others go on" if selector.get_map() and not signals else ""
-                            if others and _cannot_begin(children, quorum):
-                                others = "; too few are left to agree: they save and end"
-                            lines.append(f"argosy: {name} ended with exit code {code}{others}".encode())
+                        selector.unregister(key.fileobj)
+                        lines += [unread[name], end_of(name, is_last=not selector.get_map())]
                     for line in lines:
                         if line and not quiet:
                             print(f"{name:{width}} | {line.decode(errors='replace')}", flush=True)
@@ -142,12 +145,6 @@ def check_codes(codes: Mapping[str, int], saved: str, folder: Path) -> None:
         error: type[ArgosyError] = UserError if set(wrong.values()) == {UserError.exit_code} else RunFailed
         again = "" if error is UserError else " The same command goes on."
         raise error(f"{words}. What was said is above, and in {folder / SITES}.{again}")
-
-
-def _descriptor(pipe: object) -> int:
-    assert hasattr(pipe, "fileno")
-    number: int = pipe.fileno()
-    return number
 
 
 def free_port() -> int:

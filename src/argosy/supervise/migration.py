@@ -141,9 +141,9 @@ class Migrator:
 
     def _ask(self, case: _Case, now_s: float) -> None:
         if case.question.step_s is None:  # a detector may see enough steps a moment before the metrics are read
-            case.question = replace(case.question, step_s=self._watch.step_s)
-            if case.question.step_s is None:
+            if self._watch.step_s is None:
                 return
+            case.question = replace(case.question, step_s=self._watch.step_s)
         membership = self._membership
         if case.question.kind == "slow_node" and case.question.on[0] >= membership.size:  # spare nodes: the plan stays
             self._agree(case, MigrationAnswer(True, membership.plan, membership.size), now_s)

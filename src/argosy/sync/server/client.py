@@ -234,10 +234,8 @@ class Client:
             if isinstance(message, say.Dealt | say.Judge | say.Over) and message.ask == ask:
                 return message
             if isinstance(message, say.Held) and message.ask == ask:
-                asked_s, why = (
-                    time.monotonic(),
-                    f"no samples yet; missing: {', '.join(message.by)}" if message.by else "",
-                )
+                asked_s = time.monotonic()
+                why = f"no samples yet; missing: {', '.join(message.by)}" if message.by else ""
 
     def _pull(self, number: int, epoch: str, version: int) -> None:
         """Receive the weights of one server. Raises: AskAgain if it does not have them."""

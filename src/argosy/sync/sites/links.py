@@ -27,9 +27,9 @@ AGAIN_S, REFUSED_AGAIN_S = 1.0, 5.0
 """How long after a failed call the next one is made; and after a refusal."""
 MOST_STRANGERS = 16
 """Connections that have not said who they are."""
+SAME_KEYS = "all sites need the same secret (ARGOSY_SECRET_FILE) and the same sync.tls"
 Hello = Callable[[], dict[str, Any]]
 """Returns what this site says of itself."""
-SAME_KEYS = "all sites need the same secret (ARGOSY_SECRET_FILE) and the same sync.tls"
 Refused = Callable[[str, str], None]
 """Hears who was refused, here or there, and why."""
 
