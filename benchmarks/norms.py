@@ -21,7 +21,7 @@ from argosy.observe.clock import StepClock
 from argosy.parallel.apply import apply
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
-from argosy.training.norms import LayerNorms
+from argosy.training.services.norms import LayerNorms
 from argosy.training.state import TrainState
 from argosy.training.step import Step
 

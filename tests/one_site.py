@@ -14,7 +14,7 @@ from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 from argosy.sync.sites.layout import Sites, at_site
 from argosy.sync.sites.ledger import Ledger
-from argosy.training.own_site import outer_state
+from argosy.training.outer_state import OuterState
 from argosy.training.site_files import SiteFiles
 from argosy.training.state import TrainState, Update
 from tiny import run_config
@@ -33,7 +33,7 @@ def site(run: RunConfig, folder: Path) -> tuple[TrainState, SiteFiles, Sites]:
     """The state of a site, whose folder is there."""
     state, sites = TrainState.begin(apply(PLAN, run, World()), PLAN, run), Sites.of(run, folder)
     sites.folder.mkdir(parents=True)
-    state.outer = outer_state(PLAN, state, sites, Ledger(folder))
+    state.outer = OuterState(sites, Ledger(folder), state.model.masters, is_diloco=True)
     assert state.outer is not None
     state.outer.begin(state.model.masters)
     return state, SiteFiles(state, state.outer, World()), sites

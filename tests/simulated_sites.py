@@ -86,7 +86,7 @@ class Wires:
 
 
 class Site:
-    """One site: its exchange, and ranks that do what `training.outer` does, with a vector for a model."""
+    """One site: its exchange, and ranks that do what `training.rounds` does, with a vector for a model."""
 
     def __init__(self, country: Country, name: str, run: RunConfig):
         self.country, self.name, self.run_dir = country, name, country.folder / name

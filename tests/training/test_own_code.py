@@ -10,7 +10,7 @@ import pytest
 from argosy.errors import UserError
 from argosy.parallel.world import World
 from argosy.plan.cost.exact_state import state_bytes
-from argosy.training.own_checks import check_own_code
+from argosy.training.parts import check_user_code
 from argosy.training.state import TrainState
 from tiny import EAGER, eager, laid_out, losses, run_config, train_in
 
@@ -96,7 +96,7 @@ def test_what_does_not_repeat_itself_is_refused_where_ranks_must_agree(tmp_path,
     (tmp_path / "noisy.py").write_text(NOISY)
     run = run_config(Path("no data"), extend={"files": (tmp_path / "noisy.py",)}, **sections)
     with pytest.raises(UserError, match=said):
-        check_own_code(run, eager(plan))
+        check_user_code(run, eager(plan))
 
 
 @pytest.mark.parametrize(

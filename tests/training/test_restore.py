@@ -28,19 +28,19 @@ def trainer(corpus: Path, tmp_path: Path) -> Iterator[Trainer]:
     with ExitStack() as stack:
         stack.callback(heartbeat.close)
         made = Trainer(run, EAGER, World(), tmp_path, StopSignal(), Survivor(), heartbeat)
-        stack.callback(made._shutdown.close)
+        stack.callback(made._saving.close)
         made.restore_or_initialize()
         yield made
 
 
 def steps(trainer: Trainer, until: int) -> None:
     while trainer.state.step < until:
-        trainer.optimizer_step(trainer.exchange(trainer.forward_backward(trainer.batch(trainer.state.step))))
+        trainer.update(trainer.exchange(trainer.forward_backward(trainer.batch(trainer.state.step))))
         trainer.observe()
 
 
 def save(trainer: Trainer) -> None:
-    trainer._checkpointer.save(trainer.state, background=False)
+    trainer._parts.checkpointer.save(trainer.state, background=False)
 
 
 def test_without_a_checkpoint_a_rewind_stays_where_it_is(trainer):
@@ -57,13 +57,13 @@ def test_a_rewind_takes_the_newest_checkpoint_and_keeps_what_is_skipped(trainer,
     saved = {box: tensor.clone() for box, tensor in trainer.state.boxes().items()}
     history = trainer.state.history
     steps(trainer, 4)
-    trainer._batches.skip(4)
+    trainer._parts.batches.skip(4)
     trainer._restorer.rewind()
     state = trainer.state
     assert (state.step, state.skipped, state.last_update) == (2, ((32, 40),), None)
     assert all(torch.equal(tensor, saved[box]) for box, tensor in state.boxes().items())
     assert state.history.admits(history.world, 2) and not state.history.admits(history.world, 3)
-    assert [line["step"] for line in trainer._records.metrics.read()] == [0, 1]
+    assert [line["step"] for line in trainer._parts.records.metrics.read()] == [0, 1]
     (event,) = [e for e in read_lines(tmp_path / "events" / "rank-0.jsonl") if e["event"] == "rewind"]
     assert (event["step"], event["to_step"]) == (4, 2)
 
@@ -80,7 +80,7 @@ def test_a_run_rewinds_to_the_same_step_only_so_often(trainer):
 
 def test_the_step_that_a_run_would_go_back_to_is_shown(trainer):
     steps(trainer, 2)
-    assert read_heartbeat(trainer._heartbeat.path).safe_step == -1
+    assert read_heartbeat(trainer._parts.heartbeat.path).safe_step == -1
     save(trainer)
     trainer._restorer.show_safe_step()
-    assert read_heartbeat(trainer._heartbeat.path).safe_step == 2
+    assert read_heartbeat(trainer._parts.heartbeat.path).safe_step == 2

@@ -24,23 +24,23 @@ def step(trainer: Trainer) -> StepOutcome:
 
 
 def apply(trainer: Trainer) -> None:
-    trainer.optimizer_step(step(trainer))
+    trainer.update(step(trainer))
 
 
 def test_a_step_is_applied_at_the_learning_rate_of_its_schedule(trainer):
     made = trainer(schedule={"warmup_steps": 4})
     for done in range(3):
         apply(made)
-        expected = made._run.optimizer.lr * learning_rate_factor(done, 8, made._run.schedule)
+        expected = made._parts.run.optimizer.lr * learning_rate_factor(done, 8, made._parts.run.schedule)
         assert made.state.last_update.learning_rate == expected > 0
     assert made.state.step == 3
 
 
 def test_a_process_asks_for_what_it_was_told(trainer):
     made = trainer()
-    made._stop.number, made._stop.is_to_hold = signal.SIGTERM, True
+    made._parts.stop.number, made._parts.stop.is_to_hold = signal.SIGTERM, True
     assert step(made).requests == Requests(stop=True, hold=True)
-    made._stop.is_to_save = True
+    made._parts.stop.is_to_save = True
     assert step(made).requests == Requests(stop=True, hold=True, save=True)
 
 
@@ -48,7 +48,7 @@ def test_a_world_that_is_to_end_holds_once_what_it_saves_is_on_disk(trainer, mon
     made = trainer()
     apply(made)
     held = []
-    monkeypatch.setattr(made._shutdown, "hold", lambda: held.append(made._checkpointer.committed.copy()))
+    monkeypatch.setattr(made._saving, "hold", lambda: held.append(made._parts.checkpointer.committed.copy()))
     made.save_if_due(replace(GOOD, requests=Requests(hold=True, save=True)))
     assert held == [{1}]
 
@@ -57,7 +57,7 @@ def test_a_run_that_is_asked_to_stop_saves_once_and_at_its_end(trainer, tmp_path
     made = trainer(checkpoint={"every_steps": 1})
     apply(made)
     made.save_if_due(replace(GOOD, requests=Requests(stop=True)))
-    assert not made._checkpointer.committed
+    assert not made._parts.checkpointer.committed
     assert not made.finish()
     saves = [event for event in read_lines(tmp_path / "events" / "rank-0.jsonl") if event["event"] == "save"]
     assert [event["step"] for event in saves] == [1]
@@ -67,12 +67,12 @@ def test_a_trainer_that_fails_ends_its_writer_and_hands_its_counts_to_the_next(t
     survivor = Survivor()
     with pytest.raises(RuntimeError, match="peer"), trainer(survivor=survivor) as made:
         apply(made)
-        made._checkpointer.save(made.state, background=True)
-        writer = made._checkpointer._saver.writer_pid
-        assert made.decide(replace(GOOD, loss=math.nan)) is Action.RETRY
+        made._parts.checkpointer.save(made.state, background=True)
+        writer = made._parts.checkpointer._saver.writer_pid
+        assert made.policy.decide(replace(GOOD, loss=math.nan)) is Action.RETRY
         raise RuntimeError("Connection closed by peer")
-    assert writer is not None and made._checkpointer._saver.writer_pid is None
+    assert writer is not None and made._parts.checkpointer._saver.writer_pid is None
     assert survivor.state is made.state and survivor.last_save_s is not None
     after = trainer(survivor=survivor)
     assert after.state.step == 1
-    assert after.decide(replace(GOOD, loss=math.nan)) is Action.SKIP, "its first try was in the world before"
+    assert after.policy.decide(replace(GOOD, loss=math.nan)) is Action.SKIP, "its first try was in the world before"

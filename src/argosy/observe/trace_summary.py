@@ -1,7 +1,7 @@
 """What a trace of torch's profiler says, in a few figures: operations, communication by axis, idle gaps.
 
 It reads the trace's events (Chrome's trace format: name, cat, tid, ts and dur in microseconds) and the marks that
-`observe.collective_marks` and `training.profiling` left in them. No torch.
+`observe.collective_marks` and `training.services.profiling` left in them. No torch.
 
 On a CPU the process's main thread is looked at: it is idle where it is neither in an operation nor in a collective
 (Python, or another process had the core), and a collective is exposed as long as the thread is in its call or its

@@ -133,7 +133,7 @@ def _layers_dealt(run_dir: Path, run: RunConfig, question: MigrationQuestion) ->
 
 
 def _with_shares_in_force(run_dir: Path, plan: Plan) -> Plan:
-    """Return the plan with the shares that its ranks have come to by themselves (`training.rebalance`)."""
+    """Return the plan with the shares that its ranks have come to by themselves (`training.services.rebalance`)."""
     path = run_dir / "plan.toml"
     said = Plan.load(path) if path.exists() else plan
     return said if said.model_copy(update={"shares": plan.shares}) == plan else plan

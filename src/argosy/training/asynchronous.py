@@ -20,28 +20,21 @@ import numpy as np
 import torch
 
 from argosy.config.schema import RunConfig
-from argosy.data.loader import open_data
 from argosy.faults import fault
-from argosy.observe.clock import StepClock
-from argosy.observe.collectives import CommunicationMeter
 from argosy.observe.counters import Communication
 from argosy.observe.heartbeat import Heartbeat
-from argosy.parallel.apply import apply
 from argosy.parallel.gradients import clip
 from argosy.parallel.pieces import Held
-from argosy.parallel.world import World, node_of_each_rank
+from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 from argosy.processes.secret import secret_of
 from argosy.sync.server.client import Client, Task
 from argosy.sync.server.layout import Layout
 from argosy.sync.sites.layout import FOLDER, group_folder
 from argosy.sync.sites.wire import F32
-from argosy.training.batches import Batches
-from argosy.training.evaluation import Evaluator
-from argosy.training.own_checks import check_own_code
-from argosy.training.records import Records
+from argosy.training.parts import Parts
 from argosy.training.schedule import learning_rate
-from argosy.training.state import Survivor, TrainState, Update, boxes_written
+from argosy.training.state import Survivor, Update, boxes_written
 from argosy.training.step import Requests, Step, StepOutcome
 from argosy.training.stop import HOLD_S, StopSignal
 from argosy.training.waiting import Waiting
@@ -105,22 +98,13 @@ class Worker:
         heartbeat: Heartbeat,
     ):
         self._began_s = time.monotonic()
-        memory_before_bytes = survivor.enter(world, run)
         run = run.model_copy(update={"evaluate": run.evaluate.model_copy(update={"sample_prompt": None})})
-        self._run, self._plan, self._world, self._stop = run, plan, world, stop
-        self._heartbeat = heartbeat
-        self._records = Records(run, plan, world, run_dir)
-        self._records.memory_before_bytes = memory_before_bytes
-        check_own_code(run, plan)
+        parts = Parts.make(run, plan, world, run_dir, stop, survivor, heartbeat)
+        self._run, self._world, self._stop, self._parts = run, world, stop, parts
+        self._heartbeat, self._records, self._data = heartbeat, parts.records, parts.data
+        self._model, self._state, self._batches = parts.state.model, parts.state, parts.batches
+        self._evaluator, self._meter, self._clock = parts.evaluator, parts.meter, parts.clock
         self._layout = layout = Layout(run)
-        self._model = apply(plan, run, world)
-        self._data = open_data(run.data, run.seed, run.train.batches)
-        self._state = TrainState.begin(self._model, plan, run)
-        self._batches = Batches(run, plan, self._data, self._state, world, self._records.events)
-        self._evaluator = Evaluator(run, plan, self._data.sources, self._model, world)
-        nodes = node_of_each_rank(world)
-        self._meter = CommunicationMeter(self._model.meshes.axis_of_groups(), nodes.__getitem__, world.device)
-        self._clock = StepClock(world.device, heartbeat, self._meter)
         self._step = Step(run, self._state, world, self._clock, check_world=stop.check)
         self._mine = boxes_written(self._model.masters, world)
         self._weights, self._gradients = self._files(run_dir / FOLDER)
@@ -154,7 +138,7 @@ class Worker:
             task = Task(**self._answer(lambda client: client.next_task()))
             if task.kind != "over":
                 with torch.no_grad():
-                    for piece, part in self._parts(self._weights):
+                    for piece, part in self._own_parts(self._weights):
                         piece.value.copy_(torch.from_numpy(np.array(part)))
                 self._model.after_update()
                 self._world.barrier()  # the first rank receives the next weights into the same files
@@ -183,14 +167,8 @@ class Worker:
 
     def score(self, task: Task) -> None:
         """Score the weights on held-out text."""
-        batches = itertools.count(1)
-
-        def before_batch() -> None:
-            self._while_waiting()
-            self._records.progress.doing(f"evaluating, batch {next(batches)} of {self._evaluator.batches}")
-
         with self._clock.time("evaluate"):
-            self._evaluator.evaluate(before_batch)
+            self._evaluator.evaluate(self._stop.check)
         self._records.progress.doing("")
         score, self._scored = self._evaluator.score, self._layout.step_of(task.version)
         if score is not None:
@@ -216,7 +194,7 @@ class Worker:
         while True:
             fault("batch", step=self._state.step, rank=self._world.rank)
             with self._clock.time("data"):
-                batch = self._batches.read(step, self._while_waiting)
+                batch = self._batches.read(step, self._parts.advance)
             outcome = self._step.exchange(self._step.forward_backward(batch), self._requests)
             if not outcome.requests.quarantine:
                 break
@@ -259,7 +237,7 @@ class Worker:
         """Write this rank's part of the gradient, clipped by its norm, to the file that the first rank pushes from."""
         clip(self._model.pieces, self._run.optimizer.grad_clip, norm)
         self._model.before_update()
-        for piece, part in self._parts(self._gradients, self._mine):
+        for piece, part in self._own_parts(self._gradients, self._mine):
             assert piece.value.grad is not None
             part[...] = piece.value.grad.float().cpu().numpy()
         self._state.drop_gradient()
@@ -269,12 +247,12 @@ class Worker:
     def _leave_change(self) -> None:
         """Write this rank's part of what local steps have changed, weights before minus weights now, to that file."""
         for (piece, part), (_, before) in zip(
-            self._parts(self._gradients, self._mine), self._parts(self._weights, self._mine), strict=True
+            self._own_parts(self._gradients, self._mine), self._own_parts(self._weights, self._mine), strict=True
         ):
             began = torch.from_numpy(np.array(before)).to(piece.value.dtype).float()  # as the piece could hold them
             part[...] = (began - piece.value.detach().float().cpu()).numpy()
 
-    def _parts(self, vectors: list[F32], names: Collection[str] | None = None) -> Iterator[tuple[Held, F32]]:
+    def _own_parts(self, vectors: list[F32], names: Collection[str] | None = None) -> Iterator[tuple[Held, F32]]:
         """Yield this rank's pieces, those of `names` or all, with their part of the servers' vectors."""
         for number, flat in enumerate(self._layout.flats):
             for piece in self._model.masters:
@@ -332,7 +310,7 @@ class Worker:
                 {"sample_ranges": [[first, first + batch]]},
                 one.seconds,
                 one.communication,
-                sites=sites if number == steps - 1 else None,
+                more={"sites": sites} if number == steps - 1 else {},
             )
         score = self._evaluator.score
         self._records.progress.step(record, self._run.train.steps, score.loss if score else None, None)
@@ -350,7 +328,7 @@ class Worker:
         future = ask(self._client) if self._client is not None else None
         look_s, waiting = FIRST_LOOK_S, Waiting(self._records.progress)
         while True:
-            self._while_waiting()
+            self._parts.advance()
             is_there = 1.0 if future is not None and future.done() else 0.0
             has_signal = float(self._stop.number is not None)
             seen = torch.tensor([is_there, has_signal], device=self._world.device)
@@ -371,10 +349,6 @@ class Worker:
             return asdict(answer) if isinstance(answer, Task) else answer.model_dump()
 
         return self._world.share_first(found, dict[str, Any])
-
-    def _while_waiting(self) -> None:
-        self._heartbeat.advance()
-        self._stop.check()
 
     def _files(self, folder: Path) -> tuple[list[F32], list[F32]]:
         """Map the files through which ranks share weights and gradients: for each, a vector by server."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -14,6 +15,8 @@ from argosy.config.schema import RunConfig
 from argosy.data.stream import BadShard, TokenSource, spread_windows
 from argosy.models.batch import microbatches
 from argosy.models.loss import IGNORED
+from argosy.observe.heartbeat import Heartbeat
+from argosy.observe.progress import Progress
 from argosy.parallel.model import ParallelModel
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
@@ -78,10 +81,19 @@ class Score:
 class Evaluator:
     """Scores a run's model on held-out text every evaluate.every_steps, and after the last step."""
 
-    def __init__(self, run: RunConfig, plan: Plan, sources: Sequence[TokenSource], model: ParallelModel, world: World):
+    def __init__(
+        self,
+        run: RunConfig,
+        plan: Plan,
+        sources: Sequence[TokenSource],
+        model: ParallelModel,
+        world: World,
+        heartbeat: Heartbeat,
+        progress: Progress,
+    ):
         """Raises: UserError if a source has held-out text, but less than a window."""
         self._every, self._microbatch = run.evaluate.every_steps, plan.microbatch
-        self._model, self._world = model, world
+        self._model, self._world, self._heartbeat, self._progress = model, world, heartbeat, progress
         splits = [source.held_out() for source in sources]
         self.held_out = HeldOut.read(splits, run.data.seq_len, run.evaluate.tokens)
         self.score: Score | None = None
@@ -96,13 +108,21 @@ class Evaluator:
         """True if evaluate.every_steps asks for a score after `done` steps."""
         return bool(self._every) and done % self._every == 0
 
-    def evaluate(self, before_batch: Callable[[], None]) -> None:
+    def evaluate(self, check: Callable[[], None]) -> None:
         """Score the model as it is, if there is held-out text. All processes call it together.
 
-        Raises: what `before_batch` does; the score is then the one before.
+        `check` is called before each batch. Raises: what it does; the score is then the one before.
         """
-        if self.held_out.tokens:
-            self.score = evaluate(self._model, self.held_out, self._microbatch, self._world, before_batch)
+        if not self.held_out.tokens:
+            return
+        batches = itertools.count(1)
+
+        def before_batch() -> None:
+            self._heartbeat.advance()
+            self._progress.doing(f"evaluating, batch {next(batches)} of {self.batches}")
+            check()
+
+        self.score = evaluate(self._model, self.held_out, self._microbatch, self._world, before_batch)
 
 
 @torch.no_grad()

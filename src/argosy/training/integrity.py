@@ -7,36 +7,22 @@ from functools import partial
 
 from torch import Tensor
 
-from argosy.config.schema import RunConfig
-from argosy.observe.clock import StepClock
-from argosy.observe.heartbeat import Heartbeat
-from argosy.parallel.world import World
-from argosy.training.batches import Batches
 from argosy.training.fingerprint import Corruption
-from argosy.training.records import Records
-from argosy.training.replay_check import Result, compare
-from argosy.training.state import TrainState
+from argosy.training.parts import Parts
+from argosy.training.replay_check import Result, check_can_replay, compare
 from argosy.training.step import Checks
 
 
 class Integrity(Checks):
     """One process's part of the checks. All processes call each method together, but for `suspect`."""
 
-    def __init__(
-        self,
-        run: RunConfig,
-        state: TrainState,
-        batches: Batches,
-        world: World,
-        records: Records,
-        clock: StepClock,
-        heartbeat: Heartbeat,
-    ):
-        super().__init__(run, state, world)
-        self._state, self._batches, self._world = state, batches, world
-        self._records, self._clock, self._heartbeat = records, clock, heartbeat
-        self._replay_check_every = run.resilience.replay_check_every_steps
-        self._tokens_at = run.tokens_at
+    def __init__(self, parts: Parts):
+        check_can_replay(parts.run, parts.plan, parts.world.device)
+        super().__init__(parts.run, parts.state, parts.world)
+        self._state, self._batches, self._world = parts.state, parts.batches, parts.world
+        self._records, self._clock, self._heartbeat = parts.records, parts.clock, parts.heartbeat
+        self._replay_check_every = parts.run.resilience.replay_check_every_steps
+        self._tokens_at = parts.run.tokens_at
 
     def watch(self) -> None:
         """Compute the step at hand such that it can be checked."""

@@ -9,7 +9,6 @@ from argosy.observe.heartbeat import UNREAD, Heartbeat
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 from argosy.training.asynchronous import train_asynchronously
-from argosy.training.bad_steps import Action
 from argosy.training.state import Survivor
 from argosy.training.stop import StopSignal
 from argosy.training.trainer import Trainer
@@ -40,14 +39,8 @@ def train(
             batch = trainer.batch(step)
             loss = trainer.forward_backward(batch)
             outcome = trainer.exchange(loss)
-            action = trainer.decide(outcome)
-            if action is not Action.APPLY:
-                trainer.drop_step(outcome, action)
-            elif summed := trainer.sum_over_sites(outcome):
-                trainer.optimizer_step(summed)
-                trainer.outer_step(outcome)
+            if trainer.accepts(outcome) and trainer.update(outcome):
                 trainer.evaluate_if_due()
-                trainer.rebalance_if_due()
                 trainer.observe()
                 trainer.save_if_due(outcome)
             if outcome.requests.stop or trainer.is_stopped_early:

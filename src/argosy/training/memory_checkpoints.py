@@ -13,11 +13,8 @@ from typing import Any, Literal
 from argosy.checkpoint.exchange import travels
 from argosy.checkpoint.memory import MemoryCheckpointer, memory_folder
 from argosy.checkpoint.shards import box_bytes
-from argosy.config.schema import RunConfig
-from argosy.parallel.world import World
 from argosy.plan.cost.goodput import HOST_COPY_BYTES_PER_S, memory_checkpoint_interval_s
-from argosy.training.records import Records
-from argosy.training.state import TrainState
+from argosy.training.parts import Parts
 
 TOLD_AGAIN = 2.0
 """The interval is reported again when it has changed by this factor."""
@@ -26,8 +23,8 @@ TOLD_AGAIN = 2.0
 class MemoryCheckpointing:
     """One rank's part in the in-memory checkpoints of its world; where no folder is given to them, it does nothing."""
 
-    def __init__(self, run: RunConfig, state: TrainState, world: World, records: Records):
-        self._run, self._state, self._world, self._records = run, state, world, records
+    def __init__(self, parts: Parts):
+        self._run, self._state, self._world, self._records = parts.run, parts.state, parts.world, parts.records
         self._checkpointer: MemoryCheckpointer | None = None
         self._pace: MemoryCheckpointPace | None = None
         """Only rank 0, which says when, has one."""

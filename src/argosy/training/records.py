@@ -36,7 +36,6 @@ from argosy.plan.plan import Plan
 from argosy.plan.search.auto import UNKNOWN_GPU
 from argosy.training.bad_steps import REMEDY, Action, BadStep, Reason
 from argosy.training.evaluation import Evaluator, Score
-from argosy.training.rebalance import Rebalanced
 from argosy.training.recovery import Recovery
 from argosy.training.state import Update
 from argosy.training.step import StepOutcome
@@ -49,6 +48,7 @@ FROM = {
     "disk": "from the newest checkpoint",
 }
 """Where a state was restored from -> in words."""
+NO_MORE: Mapping[str, Any] = {}
 WRONG: dict[Reason, str] = {
     "not_finite": "not finite",
     "norm_outlier": "bad, with a gradient norm far above those of the steps before",
@@ -128,16 +128,12 @@ class Records:
         samples: Mapping[str, Any],
         seconds: Mapping[str, float],
         communication: Communication = NOTHING,
-        logged: Mapping[str, float] | None = None,
-        norms: Mapping[str, Mapping[str, float]] | None = None,
-        is_profiled: bool = False,
-        sites: Mapping[str, Any] | None = None,
+        more: Mapping[str, Any] = NO_MORE,
     ) -> dict[str, Any]:
         """Write the line of a step that was applied, and return it. Only rank 0 calls it.
 
         tokens: trained on so far. samples: what `Batches.line` says of the step. seconds, communication: as the clock
-        gives them. logged: what the user's code logged. norms: as `LayerNorms.of` gives them, if they were due.
-        is_profiled: its times are not those of other steps. sites: of the outer step after it, if there was one.
+        gives them. more: what services and the agreement of replicas say of the step.
         """
         step_s = seconds["step"] - sum(seconds.get(category, 0.0) for category in BESIDE)
         tokens_per_s = update.tokens / step_s if step_s else 0.0
@@ -165,15 +161,8 @@ class Records:
         if update.loads is not None:
             loads = loads_by_layer(update.loads, self._run.model)
             record["experts"] = {str(layer): load.record() for layer, load in loads.items()}
-        if logged:
-            record["user"] = dict(logged)
-        if norms is not None:
-            record["norms"] = norms
-        if is_profiled:
-            record["profiled"] = True
-        if sites is not None:
-            record["sites"] = dict(sites)
-        if (account := self._sync.line(communication, sites)) is not None:
+        record |= more
+        if (account := self._sync.line(communication, more.get("sites"))) is not None:
             record["sync"] = account
         self.metrics.write(record)
         return record
@@ -197,6 +186,10 @@ class Records:
         )
         return [(record["step"], record["loss"], record["grad_norm"]) for record in last]
 
+    def has_evaluated(self, step: int) -> bool:
+        """Return True if there is a line of an evaluation after `step`. All processes call it together."""
+        return self._world.share_first(lambda: self.metrics.has(step, "validation_loss"), bool)
+
     def evaluated(self, step: int, score: Score) -> None:
         """Write the line of an evaluation after `step`."""
         if self._world.is_first:
@@ -210,31 +203,15 @@ class Records:
         if self._world.is_first:
             save_run(self._run.model_copy(update={"train": train}), self._run_dir / "run.toml")
 
-    def rebalanced(self, found: Rebalanced, step: int) -> None:
-        """Record that microbatches are dealt out anew from `step` on; the plan that was in force is kept."""
-        self._plan = found.plan
+    def replan(self, plan: Plan, step: int) -> None:
+        """Put `plan` in force from `step` on; the one before is kept beside it."""
+        self._plan = plan
         if not self._world.is_first:
             return
         path = self._run_dir / "plan.toml"
         if path.exists():
             path.replace(self._run_dir / f"plan-{step:08d}.toml")
-        self._plan.save(path, self.prediction.toml() if self.prediction else "")
-        self.events.write(
-            "rebalanced",
-            step=step,
-            plan=str(found.plan),
-            shares=found.plan.shares,
-            before=found.before,
-            step_s=round(found.step_s, 6),
-            predicted_s=round(found.predicted_s, 6),
-            microbatch_s=[round(seconds, 6) for seconds in found.microbatch_s],
-        )
-        was = found.before or "even"
-        self.progress.say(
-            f" step {step}: shares of microbatches {found.plan.shares or 'even'} from here on, {was} so far: a step is "
-            f"to take {found.predicted_s:.3g} s in place of {found.step_s:.3g} s",
-            "green",
-        )
+        plan.save(path, self.prediction.toml() if self.prediction else "")
 
     def transient(self, first_try: BadStep, outcome: StepOutcome) -> None:
         """Record a step that looked bad, and was good when it was done again with the same samples."""

@@ -5,42 +5,24 @@ from __future__ import annotations
 import time
 
 from argosy.checkpoint.memory import memory_folder
-from argosy.config.schema import RunConfig
 from argosy.errors import Retryable, RunFailed
-from argosy.observe.heartbeat import Heartbeat
 from argosy.observe.metrics import forget_peak_memory
-from argosy.parallel.world import World, give_back_freed_memory
+from argosy.parallel.world import give_back_freed_memory
 from argosy.training.bad_steps import MOST_REWINDS, REMEDY, BadStepPolicy, Counts
-from argosy.training.batches import Batches
-from argosy.training.checkpointer import Checkpointer
 from argosy.training.integrity import Integrity
 from argosy.training.memory_checkpoints import MemoryCheckpointing
-from argosy.training.records import Records
+from argosy.training.parts import Parts
 from argosy.training.recovery import recover
-from argosy.training.state import Survivor, TrainState
 
 
 class Restorer:
     """Restores the state of one process. All processes call each method together, unless it says otherwise."""
 
-    def __init__(
-        self,
-        run: RunConfig,
-        state: TrainState,
-        survivor: Survivor,
-        world: World,
-        checkpointer: Checkpointer,
-        memory: MemoryCheckpointing,
-        batches: Batches,
-        integrity: Integrity,
-        bad_steps: BadStepPolicy,
-        records: Records,
-        heartbeat: Heartbeat,
-    ):
-        self._run, self._state, self._survivor, self._world = run, state, survivor, world
-        self._checkpointer, self._memory, self._batches = checkpointer, memory, batches
-        self._integrity, self._bad_steps, self._records = integrity, bad_steps, records
-        self._heartbeat = heartbeat
+    def __init__(self, parts: Parts, memory: MemoryCheckpointing, integrity: Integrity, bad_steps: BadStepPolicy):
+        self._run, self._state, self._survivor, self._world = parts.run, parts.state, parts.survivor, parts.world
+        self._checkpointer, self._batches, self._records = parts.checkpointer, parts.batches, parts.records
+        self._heartbeat = parts.heartbeat
+        self._memory, self._integrity, self._bad_steps = memory, integrity, bad_steps
         self.is_new = False
         """True once the state was found nowhere: the run begins with its initial weights."""
 

@@ -9,8 +9,10 @@ What is decided between exchange and update (skip it, do it again) is the traine
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from itertools import islice
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,12 +21,12 @@ from argosy.config.schema import RunConfig
 from argosy.faults import fault
 from argosy.models.batch import Microbatch
 from argosy.observe.clock import StepClock
+from argosy.optim.piece import Piece
 from argosy.parallel.expert import loads_of
 from argosy.parallel.gradients import square_share, unscale
 from argosy.parallel.world import World
 from argosy.sync.compressor import Moment
 from argosy.training.fingerprint import LIMBS, Fingerprints, is_nonzero, limbs_of
-from argosy.training.norms import LayerNorms
 from argosy.training.state import TrainState, Update
 
 
@@ -41,7 +43,7 @@ class Requests:
     memory_checkpoint: bool = False
     hold: bool = False
     """Save an in-memory checkpoint, and stand still: this world is to end, in order."""
-    outer: bool = False
+    left_behind: bool = False
     """The other sites went on without this one: go to where they are."""
 
 
@@ -58,8 +60,21 @@ class StepOutcome:
     requests: Requests
     loads: Tensor | None
     """In host memory."""
-    measured: tuple[float, ...] = ()
-    """Sums over ranks of what `exchange` was given to sum."""
+    sums: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Sums over ranks of what `exchange` was given to sum, by name."""
+
+
+class UpdateObserver(Protocol):
+    """Observes the update of each parameter. All ranks call each method together, in this order."""
+
+    def before_update(self) -> None:
+        """The gradients are whole, and not clipped yet."""
+
+    def updated(self, piece: Piece, before: Tensor) -> None:
+        """A parameter was updated. before: a copy of its value before, which may be overwritten."""
+
+    def after_update(self, step: int) -> None:
+        """All parameters are updated."""
 
 
 class Checks:
@@ -129,14 +144,17 @@ class Step:
         return loss
 
     def exchange(
-        self, loss: Tensor, requests: Callable[[], Requests] = Requests, measure: Callable[[], Sequence[float]] = tuple
+        self,
+        loss: Tensor,
+        requests: Callable[[], Requests] = Requests,
+        measure: Callable[[], Mapping[str, Sequence[float]]] = dict,
     ) -> StepOutcome:
         """Tell all ranks what each of them found: one small all-reduce, from which all decide alike.
 
         It is the one place of a step where all ranks meet, and the one time that the host waits for the device. A rank
         enters it once its gradient is whole; what comes after it may rely on that for all ranks (`TrainState.pending`).
-        `requests` gives what this process asks for after the step, and `measure` more numbers to sum, as many on each
-        rank; they are called once the gradient is whole.
+        `requests` gives what this process asks for after the step, and `measure` more numbers to sum, by name, the same
+        names with as many numbers on each rank; they are called once the gradient is whole.
         """
         state, step = self.state, self.state.step
         with self._clock.time("optimizer"):
@@ -146,23 +164,25 @@ class Step:
         state.pending = True
         fault("exchange", step=step, rank=self._world.rank)
         is_wrong = self.checks.is_wrong(step, loss)
-        measured = loss.new_tensor(measure(), dtype=torch.float64)
+        measured = measure()
+        own = loss.new_tensor([number for some in measured.values() for number in some], dtype=torch.float64)
         with self._clock.time("communication"):
             loads = loads_of(state.model.moes, self._run.model, self._world.device)
             votes = loss.new_tensor([*astuple(replace(requests(), retry=is_wrong))], dtype=torch.float64)
-            numbers = [loss.double().view(1), squares.view(1), limbs_of(fingerprint, loss.device), votes, measured]
+            numbers = [loss.double().view(1), squares.view(1), limbs_of(fingerprint, loss.device), votes, own]
             sums = self._world.sum(torch.cat(numbers if loads is None else [*numbers, loads.flatten()])).cpu()
         self._check_world()
         head = 2 + LIMBS + len(votes)
         mean_loss, norm_squared, *rest = sums[:head].tolist()
-        end = head + len(measured)
+        end = head + len(own)
+        named = iter(sums[head:end].tolist())
         return StepOutcome(
             loss=mean_loss,
             gradient_norm=math.sqrt(norm_squared),
             replicas_differ=is_nonzero(rest[:LIMBS]),
             requests=Requests(*(count > 0 for count in rest[LIMBS:])),
             loads=None if loads is None else sums[end:].view_as(loads),
-            measured=tuple(sums[head:end].tolist()),
+            sums={name: tuple(islice(named, len(some))) for name, some in measured.items()},
         )
 
     def update(self, outcome: StepOutcome, learning_rate: float) -> Update:
@@ -177,12 +197,12 @@ class Step:
             loads=outcome.loads,
         )
 
-    def apply(self, update: Update, norms: LayerNorms | None = None) -> None:
-        """Apply the gradients and free them; the step counts from then on. `norms` are measured, if given."""
+    def apply(self, update: Update, observer: UpdateObserver | None = None) -> None:
+        """Apply the gradients and free them; the step counts from then on."""
         state, clock, step, rank = self.state, self._clock, update.step, self._world.rank
         with clock.time("optimizer"):
-            if norms is not None:
-                norms.begin()
+            if observer is not None:
+                observer.before_update()
             state.prepare(update)
         if not state.optimizer.is_local:
             fault("prepared", step=step, rank=rank)
@@ -190,13 +210,13 @@ class Step:
                 self._world.barrier()  # a rank that is here can follow, whichever applies it now (`TrainState`)
             self._check_world()
         with clock.time("optimizer"):
-            state.apply(update, None if norms is None else norms.watch)
+            state.apply(update, None if observer is None else observer.updated)
         with clock.time("communication"):
             state.model.after_update()
         state.model.zero_gradients()
-        if norms is not None:
+        if observer is not None:
             with clock.time("communication"):
-                norms.finish(step)
+                observer.after_update(step)
             self._check_world()
         fault("weights", step=step, rank=rank, tensors=lambda: {p.name: p.value for p in state.model.pieces})
         fault("moments", step=step, rank=rank, tensors=self._moments)

@@ -6,10 +6,8 @@ import math
 
 from argosy.errors import RunFailed
 from argosy.training.bad_steps import Action, BadStepPolicy
-from argosy.training.batches import Batches
-from argosy.training.records import Records
+from argosy.training.parts import Parts
 from argosy.training.restore import Restorer
-from argosy.training.state import TrainState
 from argosy.training.step import StepOutcome
 
 MOST_RETRIES = 20
@@ -19,11 +17,9 @@ MOST_RETRIES = 20
 class StepPolicy:
     """Decides on the steps of one process. All processes call each method together, and decide alike."""
 
-    def __init__(
-        self, state: TrainState, batches: Batches, restorer: Restorer, bad_steps: BadStepPolicy, records: Records
-    ):
-        self._state, self._batches, self._restorer = state, batches, restorer
-        self._bad_steps, self._records = bad_steps, records
+    def __init__(self, parts: Parts, restorer: Restorer, bad_steps: BadStepPolicy):
+        self._state, self._batches, self._records = parts.state, parts.batches, parts.records
+        self._restorer, self._bad_steps = restorer, bad_steps
         self._retries = 0
 
     def decide(self, outcome: StepOutcome) -> Action:

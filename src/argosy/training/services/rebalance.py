@@ -15,19 +15,20 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from argosy.config.schema import RunConfig
 from argosy.observe.clock import Category
-from argosy.parallel.world import World
 from argosy.plan.dealing import deal
 from argosy.plan.plan import Plan
 from argosy.plan.ratio import lowest, ratio_of
 from argosy.plan.rules import first_problem
 from argosy.plan.shares import holders_of, microbatches_of, shares_of_ranks
+from argosy.training.parts import Parts
+from argosy.training.services.service import Service
+from argosy.training.step import StepOutcome
 
 Floats = NDArray[np.float64]
 
@@ -55,61 +56,90 @@ class Rebalanced:
     """Seconds of each replica for one microbatch."""
 
 
-class Rebalance:
-    """Watches the speed of replicas. All ranks call each method together."""
+class Rebalance(Service):
+    """Watches the speed of replicas, and deals microbatches out anew where that pays."""
 
-    def __init__(self, run: RunConfig, plan: Plan, world: World, dp_rank: int):
-        self._run, self._plan, self._world, self._dp_rank = run, plan, world, dp_rank
-        self._holders = holders_of(plan)
-        self.is_on = run.resilience.rebalance and self._holders > 1
+    @classmethod
+    def of(cls, parts: Parts) -> Rebalance:
+        return cls(parts)
+
+    def __init__(self, parts: Parts):
+        self._parts, self._plan = parts, parts.plan
+        self._holders = holders_of(parts.plan)
+        self._is_on = parts.run.resilience.rebalance and self._holders > 1
         self._watched = WATCHED
         self._own_s = self._step_s = 0.0
+        self._sums: Sequence[float] = ()
         self._rows: deque[Floats] = deque()
         self._to_skip = SKIPPED
 
-    @property
-    def many(self) -> int:
-        """How many numbers `measure` gives."""
-        return self._world.size * 2 + 1 if self.is_on else 0
-
-    def took(self, own_s: Mapping[Category, float], step_s: float, batch: int) -> None:
-        """Take in this rank's own work in the step that was applied, as `StepClock` has it; `batch` rows in all."""
-        work_s = sum(own_s.get(name, 0.0) for name in OF_MICROBATCHES)
-        mine = microbatches_of(self._plan, self._dp_rank, batch)
-        self._own_s, self._step_s = work_s / mine, step_s
-
     def measure(self) -> Sequence[float]:
-        """Return this rank's numbers to sum over ranks: own seconds and data-parallel rank in its slot; the step's."""
-        if not self.is_on:
+        """Return own seconds and data-parallel rank, each in this rank's slot, and this rank's share of the step's."""
+        if not self._is_on:
             return ()
-        size, rank = self._world.size, self._world.rank
-        numbers = [0.0] * self.many
-        numbers[rank], numbers[size + rank], numbers[-1] = self._own_s, float(self._dp_rank), self._step_s / size
+        size, rank, dp_rank = self._parts.world.size, self._parts.world.rank, self._parts.state.model.dp_rank
+        numbers = [0.0] * (2 * size + 1)
+        numbers[rank], numbers[size + rank], numbers[-1] = self._own_s, float(dp_rank), self._step_s / size
         return numbers
 
-    def measured(self, sums: Sequence[float], batch: int) -> Rebalanced | None:
-        """Take in the sums over ranks in a step of so many rows. Return new shares if it is time for some."""
-        if not self.is_on:
-            return None
-        own_s, dp_ranks = np.array(sums[: self._world.size]), np.array(sums[self._world.size : -1]).astype(int)
+    def after_exchange(self, outcome: StepOutcome, sums: Sequence[float]) -> None:
+        self._sums = sums
+
+    def end_step(self, step: int, seconds: Mapping[str, float]) -> None:
+        """Note this rank's own work in the step, and put other shares in force from the next on, if it is time."""
+        if not self._is_on:
+            return
+        parts, batch = self._parts, self._parts.run.train.batches.at(step)
+        work_s = sum(parts.clock.own_s.get(name, 0.0) for name in OF_MICROBATCHES)
+        self._own_s = work_s / microbatches_of(self._plan, parts.state.model.dp_rank, batch)
+        self._step_s = seconds["step"]
+        found = self._found(batch)
+        if found is None:
+            return
+        self._plan, self._to_skip = found.plan, SKIPPED
+        self._watched = min(2 * self._watched, MOST_WATCHED)
+        self._rows.clear()
+        for holder in (parts.batches, parts.checkpointer):
+            holder.replan(found.plan)
+        parts.records.replan(found.plan, step + 1)
+        self._record(found, step + 1)
+
+    def _found(self, batch: int) -> Rebalanced | None:
+        """Take in the sums over ranks in a step of `batch` rows. Return new shares if it is time for some."""
+        size = self._parts.world.size
+        own_s, dp_ranks = np.array(self._sums[:size]), np.array(self._sums[size:-1]).astype(int)
         if not own_s.all() or not math.isfinite(own_s.sum()):
             return None  # the first step of this world
         if self._to_skip:
             self._to_skip -= 1
             return None
         holder = dp_ranks * self._holders // self._plan.dp
-        self._rows.append(np.array([*(own_s[holder == n].max() for n in range(self._holders)), sums[-1]]))
+        self._rows.append(np.array([*(own_s[holder == n].max() for n in range(self._holders)), self._sums[-1]]))
         if len(self._rows) < self._watched:
             return None
         *each_s, step_s = np.median(np.array(self._rows), axis=0).tolist()
-        found = rebalanced(self._run, self._plan, each_s, step_s, batch)
+        found = rebalanced(self._parts.run, self._plan, each_s, step_s, batch)
         if found is None:
             self._rows.popleft()
-            return None
-        self._plan, self._to_skip = found.plan, SKIPPED
-        self._watched = min(2 * self._watched, MOST_WATCHED)
-        self._rows.clear()
         return found
+
+    def _record(self, found: Rebalanced, step: int) -> None:
+        shares, was = found.plan.shares or "even", found.before or "even"
+        self._parts.records.tell(
+            "rebalanced",
+            step=step,
+            plan=str(found.plan),
+            shares=found.plan.shares,
+            before=found.before,
+            step_s=round(found.step_s, 6),
+            predicted_s=round(found.predicted_s, 6),
+            microbatch_s=[round(seconds, 6) for seconds in found.microbatch_s],
+        )
+        self._parts.records.progress.say(
+            f" step {step}: shares of microbatches {shares} from here on, {was} so far: a step is to take "
+            f"{found.predicted_s:.3g} s in place of {found.step_s:.3g} s",
+            "green",
+        )
 
 
 def rebalanced(run: RunConfig, plan: Plan, each_s: Sequence[float], step_s: float, batch: int) -> Rebalanced | None:
@@ -134,17 +164,3 @@ def rebalanced(run: RunConfig, plan: Plan, each_s: Sequence[float], step_s: floa
     if lowest(now) == lowest(counts) or saved_s < LEAST_SAVED * step_s or first_problem(other, run) is not None:
         return None
     return Rebalanced(other, plan.shares, step_s, step_s - saved_s, tuple(each_s))
-
-
-def plan_in_force(run: RunConfig, plan: Plan, world: World, run_dir: Path) -> Plan:
-    """Return `plan` with the shares of the folder's plan.toml, if that differs in nothing else. All call it together.
-
-    A world that takes the place of another so goes on with the shares that were measured.
-    """
-    if not run.resilience.rebalance:
-        return plan
-    path = run_dir / "plan.toml"
-    text = world.share_first(lambda: str(Plan.load(path)) if path.exists() else "", str)
-    said = Plan.parse(text) if text else plan
-    is_alike = said.model_copy(update={"shares": plan.shares}) == plan
-    return said if is_alike and first_problem(said, run) is None else plan

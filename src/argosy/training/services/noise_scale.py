@@ -30,10 +30,16 @@ from argosy.errors import UserError
 from argosy.models.batch import Microbatch
 from argosy.parallel.gradients import square_share
 from argosy.parallel.local_squares import LocalSquares, has_own_gradients
-from argosy.parallel.model import ParallelModel
 from argosy.plan.pipeline import SPLITTING
 from argosy.plan.plan import Plan
+from argosy.training.parts import Parts
+from argosy.training.records import Records
+from argosy.training.services.service import Service
+from argosy.training.state import TrainState
+from argosy.training.step import StepOutcome
 
+NOISE_LINES = 1000
+"""Averages resume from the newest of this many last lines of metrics."""
 SMOOTHING = 0.98
 """Share of the averages that stays with each new estimate: about fifty estimates count."""
 
@@ -104,12 +110,17 @@ def estimate(small: float, big: float, b: float, B: float) -> tuple[float, float
     return (B * big - b * small) / (B - b), (small - big) / (1 / b - 1 / B)
 
 
-class NoiseScale:
-    """Estimates it in the steps that are due. All ranks call each method together but `line`."""
+class NoiseScale(Service):
+    """Estimates it in the steps that are due."""
 
-    def __init__(self, run: RunConfig, plan: Plan, model: ParallelModel):
+    @classmethod
+    def of(cls, parts: Parts) -> NoiseScale:
+        return cls(parts.run, parts.plan, parts.state, parts.records)
+
+    def __init__(self, run: RunConfig, plan: Plan, state: TrainState, records: Records):
         check_can_estimate(run, plan)
-        self._run, self._plan = run, plan
+        model = state.model
+        self._run, self._plan, self._state, self._records = run, plan, state, records
         self._every = run.observe.noise_scale_every_steps
         self._squares, self._pieces = model.own_squares or LocalSquares(), model.own_pieces
         self._device = model.pieces[0].parameter.device
@@ -120,15 +131,19 @@ class NoiseScale:
         self._batch = 1
         self.smoothed = Smoothed()
 
-    def begin(self, step: int, batch: Sequence[Microbatch], scale: float) -> None:
-        """Take the squares of a part's gradient in the step to come, if it is due. scale: that of the loss."""
+    def start(self, step: int) -> None:
+        """Resume the averages of the steps before; all ranks take in the same estimates, and rank 0 writes them."""
+        self.smoothed = Smoothed.newest(self._records.metrics.last(NOISE_LINES), step)
+
+    def before_forward(self, step: int, batch: Sequence[Microbatch]) -> None:
+        """Take the squares of a part's gradient in the step to come, if it is due."""
         is_due = bool(self._every) and (step + 1) % self._every == 0
         self._batch = self._run.train.batches.at(step)
         if not self._has_own:
             self._is_on = is_due and self._plan.microbatches(self._batch) > 1
             if self._is_on:
                 self._small = self._plan.dp * self._plan.microbatch
-                self._first = self._model.square_of(batch[0], scale)
+                self._first = self._model.square_of(batch[0], self._state.scaler.scale)
             return
         at = len(batch) if self._plan.dp > 1 else 1
         self._is_on = is_due and (self._plan.dp > 1 or len(batch) > 1)
@@ -136,19 +151,11 @@ class NoiseScale:
             self._small = at * self._plan.microbatch
             self._squares.arm(at, self._device)
 
-    def replan(self, plan: Plan) -> None:
-        """Note the plan in force."""
-        self._plan = plan
-
-    @property
-    def many(self) -> int:
-        """How many numbers `measure` gives in this step."""
-        return 3 if self._is_on else 0
-
-    def measure(self, scale: float) -> tuple[float, ...]:
-        """Return this rank's shares of the sums over ranks, once its gradients are whole. scale: that of the loss."""
+    def measure(self) -> tuple[float, ...]:
+        """Return this rank's shares: of |G_b|^2, of |G_B|^2, and 1 / b; nothing in a step that is not due."""
         if not self._is_on:
             return ()
+        scale = self._state.scaler.scale
         if not self._has_own:
             return (self._first / scale**2, square_share(self._model.pieces).item(), 1 / self._small)
         share = square_share(self._pieces) if self._pieces else torch.zeros(())
@@ -156,8 +163,8 @@ class NoiseScale:
         of_mean = self._squares.take().item() * (self._batch / self._small / scale) ** 2 / self._plan.dp
         return (of_mean, share.item(), 1 / self._small)
 
-    def measured(self, step: int, sums: Sequence[float]) -> None:
-        """Take over the sums over all ranks of what `measure` gave."""
+    def after_exchange(self, outcome: StepOutcome, sums: Sequence[float]) -> None:
+        """Estimate it from the sums."""
         if not self._is_on:
             return
         small, big, inverse = sums
@@ -165,6 +172,5 @@ class NoiseScale:
             b = self._plan.world_size / inverse
             self.smoothed = self.smoothed.with_estimate(*estimate(small, big, b, self._batch))
 
-    def line(self) -> dict[str, Any]:
-        """Return what the line of the step says of it: nothing in a step that was not due."""
+    def line(self, step: int) -> dict[str, Any]:
         return self.smoothed.line() if self._is_on and self.smoothed.estimates else {}

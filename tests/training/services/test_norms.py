@@ -12,7 +12,7 @@ import torch
 from argosy.models.batch import microbatches
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
-from argosy.training.norms import LayerNorms, layer_of
+from argosy.training.services.norms import LayerNorms, layer_of
 from tiny import eager, run_config, train_in, train_step
 
 END = 0
@@ -36,10 +36,9 @@ def measured(world: World, plan: str, model: dict, optimizer: dict | None = None
         batch = microbatches(rows, layout.microbatch, END, world.device)
         outcome = train.exchange(train.forward_backward(batch))
         train.apply(train.update(outcome, 1e-2), norms if step else None)
-    found = norms.of(1)
-    assert found is not None
-    assert norms.of(0) is None
-    return found, outcome.gradient_norm
+    found = norms.line(1)
+    assert norms.line(0) == {}
+    return found["norms"], outcome.gradient_norm
 
 
 def by_hand(model: dict) -> Norms:

@@ -28,7 +28,9 @@ from argosy.observe.trace_summary import PART, STEP, summary
 from argosy.parallel.world import World
 from argosy.plan.calibration.reconcile import PARTS, part_of
 from argosy.plan.plan import Plan
+from argosy.training.parts import Parts
 from argosy.training.records import Records
+from argosy.training.services.service import Service
 
 FOLDER = "profiles"
 COMPRESSION = 3
@@ -39,11 +41,16 @@ OF_AXIS = {"tp": "tensor", "cp": "context", "ep": "experts", "pp": "pipeline"}
 """Axis -> the prediction's category of its time; gradients and updated values go along the others."""
 
 
-class Profiling:
-    """One process's part in the profile of a run. All processes call each method together.
+class Profiling(Service):
+    """One process's part in the profile of a run.
 
     Nothing of it changes what is computed, and nothing that fails in it ends the run.
     """
+
+    @classmethod
+    def of(cls, parts: Parts) -> Profiling:
+        axes = parts.state.model.meshes.axis_of_groups()
+        return cls(parts.run, parts.plan, parts.world, parts.run_dir, parts.records, parts.clock, parts.heartbeat, axes)
 
     def __init__(
         self,
@@ -67,12 +74,7 @@ class Profiling:
         self._held = ExitStack()
         self._step = ExitStack()
 
-    @property
-    def is_on(self) -> bool:
-        """True while steps are recorded on any rank; the same on all."""
-        return bool(self._steps)
-
-    def begin(self, step: int) -> None:
+    def before_step(self, step: int, steps: int | None) -> None:
         """Begin to record this step, if it is one of those asked for."""
         if step not in self._settings.range:
             return
@@ -85,28 +87,30 @@ class Profiling:
         if self._profile is not None:
             self._step.enter_context(record_function(f"{STEP}{step}"))
 
-    def end(self, done: int, seconds: Mapping[str, float]) -> None:
-        """End a step that was applied; `done` steps are now. After the last one write what was recorded.
+    def line(self, step: int) -> Mapping[str, Any]:
+        """Mark the line of a step that is recorded on any rank: its times are not those of other steps."""
+        return {"profiled": True} if self._steps else {}
 
-        seconds: of the step, as the clock gives them.
-        """
+    def end_step(self, step: int, seconds: Mapping[str, float]) -> None:
+        """End a step that was applied. After the last one write what was recorded."""
         if not self._steps:
             return
         self._step.close()
         self._seconds.append(seconds)
-        if done not in self._settings.range:
+        if step + 1 not in self._settings.range:
             self.finish()
 
-    def finish(self) -> None:
+    def finish(self) -> Mapping[str, Any]:
         """Write what was recorded so far, if anything was, and record no more."""
         if not self._steps:
-            return
+            return {}
         with self._clock.time("check"), self._records.progress.during("writing the profile"):
             mine = self._write() if self._profile is not None else ""
             everyone = self._world.gather(mine, str)
             if self._world.is_first:
                 self._sum_up({rank: json.loads(text) for rank, text in enumerate(everyone) if text})
         self._steps, self._seconds = [], []
+        return {}
 
     def abandon(self) -> None:
         """Record no more, and write nothing: this world is over."""

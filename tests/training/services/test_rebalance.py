@@ -15,7 +15,8 @@ from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 from argosy.plan.shares import holders_of
 from argosy.training.loop import train
-from argosy.training.rebalance import Rebalance, plan_in_force, rebalanced
+from argosy.training.parts import plan_in_force
+from argosy.training.services.rebalance import rebalanced
 from argosy.training.stop import StopSignal
 from tiny import eager, losses, run_config, train_in
 
@@ -70,10 +71,10 @@ def test_shares_are_of_replicas_or_of_ranks_that_gather_nothing_together():
     assert {plan: holders_of(Plan.parse(plan)) for plan in plans} == plans
 
 
-def test_without_the_key_nothing_is_measured():
-    run = run_config(Path("no data"))
-    idle = Rebalance(run, PLAN, World(), 0)
-    assert not idle.is_on and idle.many == 0 and idle.measure() == ()
+def test_without_the_key_nothing_is_measured(trainer):
+    made = trainer()
+    outcome = made.exchange(made.forward_backward(made.batch(0)))
+    assert set(outcome.sums.values()) == {()}
 
 
 def test_a_world_goes_on_with_the_shares_of_the_folder(tmp_path):

@@ -16,7 +16,7 @@ from argosy.models.batch import microbatches
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
 from argosy.parallel.world import World
-from argosy.training.noise_scale import Smoothed, check_can_estimate, estimate
+from argosy.training.services.noise_scale import Smoothed, check_can_estimate, estimate
 from tiny import eager, losses, run_config, train_in
 
 BATCH = 8

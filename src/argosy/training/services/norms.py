@@ -7,6 +7,9 @@ parameter, so that only one of them is copied at a time.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,6 +18,8 @@ from argosy.optim.piece import Piece
 from argosy.parallel.model import ParallelModel
 from argosy.parallel.world import World
 from argosy.plan.parameters import parameter_table
+from argosy.training.parts import Parts
+from argosy.training.services.service import Service
 
 KINDS = ("weight", "gradient", "update")
 """weight: before the update; gradient: before clipping; update: what the weights have changed by."""
@@ -26,10 +31,12 @@ def layer_of(name: str) -> str:
     return second if first == "blocks" else first
 
 
-class LayerNorms:
-    """Measures the norms of one rank's share. All ranks call each method together, in this order: begin, watch for each
-    parameter, finish.
-    """
+class LayerNorms(Service):
+    """Measures the norms of one rank's share, as an `UpdateObserver` of the steps that are due."""
+
+    @classmethod
+    def of(cls, parts: Parts) -> LayerNorms:
+        return cls(parts.run, parts.state.model, parts.world)
 
     def __init__(self, run: RunConfig, model: ParallelModel, world: World):
         self._every, self._world = run.observe.norms_every_steps, world
@@ -42,25 +49,24 @@ class LayerNorms:
         """[kinds, layers], fp64, by the device that the squares are of."""
         self._step, self._newest = -1, dict[str, dict[str, float]]()
 
-    def is_due(self, step: int) -> bool:
-        """Return True if the norms of `step` are to be measured."""
-        return bool(self._every) and (step + 1) % self._every == 0
+    def observer(self, step: int) -> LayerNorms | None:
+        return self if self._every and (step + 1) % self._every == 0 else None
 
     @torch.no_grad()
-    def begin(self) -> None:
-        """Take the gradients' squares: they are whole, and not clipped yet."""
+    def before_update(self) -> None:
+        """Take the gradients' squares."""
         self._squares = {}
         for piece in self._pieces:
             if piece.value.grad is not None:
                 self._add("gradient", piece, piece.value.grad)
 
-    def watch(self, piece: Piece, before: Tensor) -> None:
-        """Take the squares of a parameter's update. `before`: a copy of its value before it, which is overwritten."""
+    def updated(self, piece: Piece, before: Tensor) -> None:
+        """Take the squares of a parameter's update. before: is overwritten."""
         self._add("weight", piece, before)
         change = before.sub_(piece.value) if before.dtype == torch.float32 else piece.value.float() - before.float()
         self._add("update", piece, change)
 
-    def finish(self, step: int) -> None:
+    def after_update(self, step: int) -> None:
         """Add up the squares of all ranks."""
         shape, device = (len(KINDS), len(self.layers)), self._world.device
         total = torch.zeros(shape, dtype=torch.float64, device=device)
@@ -73,9 +79,8 @@ class LayerNorms:
             for place, layer in enumerate(self.layers)
         }
 
-    def of(self, step: int) -> dict[str, dict[str, float]] | None:
-        """Return layer -> kind -> norm, if `step` is the one that was measured last."""
-        return self._newest if step == self._step else None
+    def line(self, step: int) -> Mapping[str, Any]:
+        return {"norms": self._newest} if step == self._step else {}
 
     def _add(self, kind: str, piece: Piece, tensor: Tensor) -> None:
         place, replicas = self._place[piece.name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -11,19 +12,24 @@ import numpy as np
 import pytest
 import torch
 
+from argosy.observe.clock import StepClock
 from argosy.parallel.world import World
 from argosy.sync.sites.layout import Sites
 from argosy.sync.sites.ledger import Delivery, Ledger, next_line
 from argosy.training import waiting
-from argosy.training.outer import OuterSteps
+from argosy.training.rounds import Rounds
 from argosy.training.schedule import learning_rate_factor
 from argosy.training.state import TrainState, Update
+from argosy.training.step import Step
 from one_site import gradient, run_of, site, train
 
 
-def steps_of(state: TrainState) -> OuterSteps:
-    """The outer steps of a rank whose run has no records, checkpoints or batches."""
-    return OuterSteps(state, World(), MagicMock(committed=[]), MagicMock(), MagicMock(), MagicMock(), lambda: False)
+def rounds_of(state: TrainState, records: MagicMock | None = None, has_signal: Callable[[], bool] = bool) -> Rounds:
+    """The rounds of a rank whose run has no checkpoints or batches."""
+    assert state.outer is not None
+    parts = MagicMock(state=state, world=World(), records=records or MagicMock(), has_signal=has_signal)
+    parts.checkpointer.committed = []
+    return Rounds(parts, Step(state.outer.sites.run, state, World(), StepClock(World().device)))
 
 
 def decide(sites: Sites, folder: Path, mean: np.ndarray, *names: str) -> None:
@@ -49,7 +55,7 @@ def test_a_site_makes_the_steps_that_others_made_without_it_from_their_gradients
             part = sites.whole.part(vector, *piece.place)
             part[...] = gradient(wanted, step)[piece.name].numpy()
         decide(sites, tmp_path / "A", vector, "B")
-    assert steps_of(state).settle()
+    assert rounds_of(state).settle()
     assert (state.step, state.rounds, state.tokens) == (3, 3, wanted.tokens)
     for piece, twin in zip(state.model.masters, wanted.model.masters, strict=True):
         assert torch.equal(piece.value, twin.value), piece.name
@@ -59,7 +65,7 @@ def test_a_site_that_is_left_out_goes_back_to_the_end_of_the_round(tmp_path: Pat
     run = run_of(tmp_path, {"every_steps": 4, "fragments": 2, "overlap_steps": 1})
     state, _, sites = site(run, tmp_path / "A")
     before = {piece.name: piece.value.clone() for piece in state.model.masters}
-    outer = steps_of(state)
+    outer = rounds_of(state)
     for seed in range(2):
         train(state, seed)
     assert outer.is_due and outer.settle()
@@ -78,7 +84,7 @@ def test_a_site_keeps_a_share_of_its_own_weights(tmp_path: Path) -> None:
     run = run_of(tmp_path, {"every_steps": 4, "fragments": 2, "overlap_steps": 1, "mixing": 0.25})
     state, _, sites = site(run, tmp_path / "A")
     before = {piece.name: piece.value.clone() for piece in state.model.masters}
-    outer = steps_of(state)
+    outer = rounds_of(state)
     for seed in range(2):
         train(state, seed)
     assert outer.settle()
@@ -87,8 +93,8 @@ def test_a_site_keeps_a_share_of_its_own_weights(tmp_path: Path) -> None:
     train(state, 2)
     own = {piece.name: piece.value.clone() for piece in state.model.masters}
     assert outer.is_due and outer.settle() and state.rounds == 1
-    line = outer.take_line()
-    assert line is not None and line["fragment"] == 0 and math.isclose(line["ratio"], 1.0, rel_tol=0.1)
+    line = outer.line()["sites"]
+    assert line["fragment"] == 0 and math.isclose(line["ratio"], 1.0, rel_tol=0.1)
     for piece in state.model.masters:
         is_turn = piece.name in sites.turn(0).shapes
         agreed = 0.25 * own[piece.name] + 0.75 * before[piece.name] if is_turn else own[piece.name]
@@ -100,7 +106,7 @@ def test_it_is_said_which_site_a_round_waits_for(tmp_path: Path, monkeypatch: py
     state, _, sites = site(run_of(tmp_path, {"every_steps": 1}), tmp_path / "A")
     sites.status.write_text(json.dumps({"waiting_for": ["B"], "quorum_missing": True}))
     looks, records = iter([False] * 9 + [True]), MagicMock()
-    outer = OuterSteps(state, World(), MagicMock(committed=[]), MagicMock(), records, MagicMock(), lambda: next(looks))
+    outer = rounds_of(state, records, lambda: next(looks))
     train(state, 0)
     assert not outer.settle()
     said = [call.args[0] for call in records.progress.say.call_args_list]

@@ -29,7 +29,7 @@ def code(folder: Path, text: str) -> dict[str, Any]:
 def do_step(trainer: Trainer) -> StepOutcome:
     steps = trainer.remaining_steps()
     outcome = trainer.exchange(trainer.forward_backward(trainer.batch(next(steps))))
-    trainer.optimizer_step(outcome)
+    trainer.update(outcome)
     trainer.observe()
     steps.close()
     return outcome

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -18,42 +18,30 @@ import torch
 
 from argosy.faults import fault
 from argosy.files import atomic_write
-from argosy.observe.heartbeat import Heartbeat
 from argosy.parallel.gradients import square_share
-from argosy.parallel.world import World
 from argosy.sync.sites.ledger import dealt_in
-from argosy.training.batches import Batches
-from argosy.training.checkpointer import Checkpointer
-from argosy.training.records import Records
+from argosy.training.agreement import Agreement
+from argosy.training.parts import Parts
 from argosy.training.schedule import learning_rate
 from argosy.training.site_files import SiteFiles
-from argosy.training.state import TrainState, Update
-from argosy.training.step import StepOutcome
+from argosy.training.step import Requests, Step, StepOutcome
 from argosy.training.waiting import Waiting
 
 FIRST_LOOK_S, LOOK_S = 0.005, 0.05
 """How often ranks look whether the average has come: at first, and after a while."""
 
 
-class OuterSteps:
-    """Makes the outer steps of one rank. All ranks call each method together, unless it says otherwise."""
+class Rounds(Agreement):
+    """Sites agree in rounds: each makes steps of its own, then an outer step on the mean of what all have changed."""
 
-    def __init__(
-        self,
-        state: TrainState,
-        world: World,
-        checkpointer: Checkpointer,
-        batches: Batches,
-        records: Records,
-        heartbeat: Heartbeat,
-        has_signal: Callable[[], bool],
-    ):
+    def __init__(self, parts: Parts, step: Step):
+        state = parts.state
         assert state.outer is not None
-        self._state, self._outer, self._world = state, state.outer, world
+        self._state, self._outer, self._world, self._step = state, state.outer, parts.world, step
         self._sites, self._ledger = state.outer.sites, state.outer.ledger
-        self._checkpointer, self._batches, self._records = checkpointer, batches, records
-        self._heartbeat, self._has_signal = heartbeat, has_signal
-        self._files = SiteFiles(state, state.outer, world)
+        self._checkpointer, self._batches, self._records = parts.checkpointer, parts.batches, parts.records
+        self._heartbeat, self._has_signal = parts.heartbeat, parts.has_signal
+        self._files = SiteFiles(state, state.outer, parts.world)
         self._line: dict[str, Any] | None = None
 
     @property
@@ -75,8 +63,8 @@ class OuterSteps:
             return False
         return step == self._sites.end_of(number) or step >= self._sites.merge_after(number)
 
-    def begin_again(self, is_new: bool) -> bool:
-        """Begin with the weights at hand, if the run is new; then go to where the sites are. Returns as `settle`."""
+    def begin(self, is_new: bool) -> bool:
+        """Begin with the weights at hand, if the run is new; then go to where the sites are."""
         if is_new:
             self._outer.begin(self._state.model.masters)
         self._batches.again()
@@ -152,10 +140,16 @@ class OuterSteps:
         self._line = self._measured(number, number, time.monotonic() - began)
         return replace(outcome, gradient_norm=norm)
 
-    def take_line(self) -> dict[str, Any] | None:
-        """Return what the step's line of metrics says of the outer step, once."""
+    def after_drop(self) -> bool:
+        return self.settle()
+
+    def after_step(self, outcome: StepOutcome) -> bool:
+        """Make the outer steps that are due, unless the run is asked to stop."""
+        return outcome.requests.stop or not (self.is_due or outcome.requests.left_behind) or self.settle()
+
+    def line(self) -> Mapping[str, Any]:
         line, self._line = self._line, None
-        return line
+        return {} if line is None else {"sites": line}
 
     # ---- a round ------------------------------------------------------------------------------------------------
 
@@ -337,14 +331,8 @@ class OuterSteps:
         state, run = self._state, self._sites.run
         state.drop_gradient()
         norm = self._take_gradient(number)
-        lr = learning_rate(run, state.step, run.train.steps)
-        clip, tokens = run.optimizer.grad_clip, run.tokens_at(state.step)
-        update = Update(state.step, math.nan, norm, clip, lr, tokens, loads=None)
-        state.prepare(update)
-        self._world.barrier()
-        state.apply(update)
-        state.model.after_update()
-        state.model.zero_gradients()
+        unknown = StepOutcome(math.nan, norm, replicas_differ=False, requests=Requests(), loads=None)
+        self._step.apply(self._step.update(unknown, learning_rate(run, state.step, run.train.steps)))
         state.last_update = None  # this site knows no loss of it
 
     def _measured(self, number: int, before: int, seconds: float) -> dict[str, Any]:
