@@ -75,7 +75,6 @@ WAYS = {
     "sign": Way("sync", "sync=sign"),
     "topk 1 %": Way("sync", "sync=topk"),
     "powersgd rank 4": Way("sync", "sync=powersgd"),
-    "randomk 1 %": Way("sync", "sync=randomk"),
     "exact, 2 ranks a site": Way("sync", "sync=exact", ranks=2),
     "tiers, 2 ranks a site": Way("sync", "sync=exact,sum_inside=2", ranks=2),
     "tiers int8, 2 ranks a site": Way("sync", "sync=int8,sum_inside=2", ranks=2),

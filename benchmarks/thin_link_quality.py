@@ -89,7 +89,6 @@ WAYS = {
     "sign": Way("sign", WARM_UP),
     "powersgd": Way("powersgd", WARM_UP, bar=0.02),
     "topk": Way("topk", THINNING, SPARSE, bar=0.02),
-    "randomk": Way("randomk", THINNING, SPARSE),
     "local H=10": Way("local", {"every_steps": 10}),
     "diloco H=10": Way("diloco", {"every_steps": 10, **SHORT_RUN}, INNER),
     "diloco H=50": Way("diloco", {"every_steps": 50, **SHORT_RUN}, INNER, bar=0.02),

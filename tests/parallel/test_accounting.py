@@ -20,7 +20,7 @@ from argosy.observe.wire import Counts, WireCounter
 from argosy.parallel.world import World
 from argosy.plan.cost.exact_state import StateBytes, state_bytes
 from argosy.plan.cost.traffic import traffic
-from argosy.plan.plan import COMPRESSED
+from argosy.plan.sync import COMPRESSED
 from tiny import eager, run_config, train_step
 
 UNEVEN = {"layers": 4, "vocab_size": 403}  # rows that no number of ranks here divides

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -13,7 +12,8 @@ from hypothesis import strategies as st
 
 from any_plans import plans
 from argosy.errors import UserError
-from argosy.plan.plan import Plan, Sync, words_of
+from argosy.plan.plan import Plan, words_of
+from argosy.plan.sync import SYNC_WORDS
 
 SIZES = st.integers(1, 4096)
 PLANS = plans(
@@ -23,7 +23,7 @@ PLANS = plans(
     offload=st.sampled_from(["none", "activations", "optimizer", "all"]),
     microbatch=SIZES,
     reduce=st.sampled_from(["fp32", "bf16"]),
-    sync=st.sampled_from(get_args(Sync)),
+    sync=st.sampled_from(SYNC_WORDS),
     sum_inside=SIZES,
     sum_between=SIZES,
     bucket_mb=st.integers(1, 64),

@@ -8,7 +8,7 @@ from argosy.parallel.world import World
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.measurements import Measurements
-from argosy.plan.plan import COMPRESSED
+from argosy.plan.sync import COMPRESSED
 from argosy.probe.compression import measure_compression
 from tiny import run_config
 from workers import WorkerPool

@@ -17,7 +17,7 @@ from argosy.sync.table import COMPRESSORS
 
 SEGMENTS = (Segment(1, 40, 30), Segment(3, 17, 19), Segment(1, 5, 7))
 NUMBERS = sum(segment.elements for segment in SEGMENTS)
-WITH_RESIDUAL = ("int8", "int4", "powersgd", "topk", "randomk", "sign")
+WITH_RESIDUAL = ("int8", "int4", "powersgd", "topk", "sign")
 SETTINGS: dict[str, Any] = {"block": 64, "rank": 2, "density": 0.05, "momentum": 0.0}
 
 

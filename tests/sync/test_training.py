@@ -12,7 +12,8 @@ import torch
 from argosy.checkpoint import store
 from argosy.checkpoint.load import boxes_in, load_into
 from argosy.parallel.world import World
-from argosy.plan.plan import COMPRESSED, Plan
+from argosy.plan.plan import Plan
+from argosy.plan.sync import COMPRESSED
 from argosy.training.state import TrainState
 from argosy.training.sync_memory import Past, SyncMemory
 from tiny import eager, laid_out, losses, run_config, train_in, weights

@@ -24,9 +24,9 @@ class SyncConfig(OuterConfig, ServerConfig):
     warm_start: bool = True
     """powersgd: begin with the last step's matrices; without, with random ones."""
     density: Annotated[float, Field(gt=0.0, le=0.5)] = 0.01
-    """topk, randomk: share of the numbers that is sent."""
+    """topk: share of the numbers that is sent."""
     density_steps: NonNegativeInt = 0
-    """topk, randomk: steps in which that share falls from a quarter to `density`, by the same factor in each."""
+    """topk: steps in which that share falls from a quarter to `density`, by the same factor in each."""
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
     """sign: what a replica sends is this much of its last momentum and for the rest its gradient; 0: the gradient."""
     min_elements: NonNegativeInt = 4096

@@ -29,7 +29,7 @@ from argosy.parallel.pipeline import Pipeline, Schedule, Sequential
 from argosy.parallel.shard import FullySharded
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan
-from argosy.plan.summed import is_summed_exactly
+from argosy.plan.sync import is_summed_exactly
 from argosy.sync.compressor import Moment
 from argosy.sync.lane import Lane
 from argosy.sync.table import COMPRESSORS

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from argosy.plan.pipeline import SCHEDULES
-from argosy.plan.plan import Offload, Plan, Precision, Recompute, Sync
+from argosy.plan.plan import Offload, Plan, Precision, Recompute
 from argosy.plan.ratio import lowest, numbers_of
+from argosy.plan.sync import SYNC_WORDS
 
 Ints = NDArray[np.int64]
 Texts = NDArray[np.object_]
@@ -26,7 +27,7 @@ WORDS: dict[str, tuple[Any, ...]] = {
     "precision": get_args(Precision),
     "weights": ("fp32", "bf16"),
     "reduce": ("fp32", "bf16"),
-    "sync": get_args(Sync),
+    "sync": SYNC_WORDS,
     "compile": (False, True),
 }
 """Keys of a plan whose values are words; in arrays, each word is its place in this list."""

@@ -16,17 +16,11 @@ from argosy.errors import UserError
 from argosy.files import atomic_write
 from argosy.plan.pipeline import SCHEDULES, Schedule, stages_of_rank
 from argosy.plan.ratio import checked, lowest, numbers_of
+from argosy.plan.sync import COMPRESSED, Sync
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "activations", "optimizer", "all"]
-Sync = Literal["exact", "bf16", "int8", "int4", "powersgd", "topk", "randomk", "sign", "local", "diloco", "async"]
-COMPRESSED: tuple[Sync, ...] = ("bf16", "int8", "int4", "powersgd", "topk", "randomk", "sign")
-"""Words of `sync` that sum gradients in every step, in fewer bytes."""
-LOCAL: tuple[Sync, ...] = ("local", "diloco")
-"""Words of `sync` by which sites train alone for some steps and then agree on the weights."""
-OF_SITES: tuple[Sync, ...] = (*LOCAL, "async")
-"""Words of `sync` of a run with sites; async: none waits for another, and parameter servers hold the weights."""
 
 Ratio = Annotated[str, BeforeValidator(str), AfterValidator(checked)]
 """Whole numbers joined by colons, such as 3:1; empty: nothing is said, and all get as much."""

@@ -8,8 +8,9 @@ from typing import Any
 
 from argosy.config.schema import RunConfig
 from argosy.plan.divisors import around, divisors
-from argosy.plan.plan import COMPRESSED, NO_WORKERS, NOT_OF_SITES, OF_SITES, Plan
+from argosy.plan.plan import NO_WORKERS, NOT_OF_SITES, Plan
 from argosy.plan.rule import Plans, rule
+from argosy.plan.sync import COMPRESSED, OF_SITES
 
 
 def _has_no_replicas(p: Plans) -> Any:

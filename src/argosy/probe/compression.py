@@ -8,7 +8,7 @@ import torch.distributed as dist
 from argosy.config.sync import SyncConfig
 from argosy.parallel.world import World
 from argosy.plan.hardware.measurements import CompressionRate
-from argosy.plan.plan import COMPRESSED
+from argosy.plan.sync import COMPRESSED
 from argosy.probe.timing import mean, seconds
 from argosy.sync.compressor import BucketFacts, Compressor, Moment, Segment
 from argosy.sync.table import COMPRESSORS

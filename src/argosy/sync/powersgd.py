@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from argosy.plan.cost.sync_traffic import thin_rank
+from argosy.plan.sync import thin_rank
 from argosy.sync.compressor import (
     BucketFacts,
     Memory,

@@ -12,7 +12,7 @@ from argosy.sync.exact import Exact
 from argosy.sync.powersgd import PowerSGD
 from argosy.sync.quantised import Quantised
 from argosy.sync.sign import Sign
-from argosy.sync.sparse import RandomK, TopK
+from argosy.sync.topk import TopK
 
 COMPRESSORS: Mapping[str, Callable[[SyncConfig], Compressor]] = {
     "exact": lambda settings: Exact(),
@@ -21,6 +21,5 @@ COMPRESSORS: Mapping[str, Callable[[SyncConfig], Compressor]] = {
     "int4": lambda settings: Quantised(settings, bits=4),
     "powersgd": PowerSGD,
     "topk": TopK,
-    "randomk": RandomK,
     "sign": Sign,
 }

@@ -18,8 +18,9 @@ from argosy.observe.heartbeat import Heartbeat
 from argosy.optim.own import check_rule
 from argosy.parallel.apply import apply
 from argosy.parallel.world import World, node_of_each_rank
-from argosy.plan.plan import LOCAL, Plan
+from argosy.plan.plan import Plan
 from argosy.plan.rules import first_problem
+from argosy.plan.sync import LOCAL
 from argosy.sync.sites.deal import SiteOrder
 from argosy.sync.sites.layout import Sites
 from argosy.sync.sites.ledger import Ledger

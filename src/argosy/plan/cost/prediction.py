@@ -21,7 +21,8 @@ from argosy.plan.cost.traffic import traffic
 from argosy.plan.cost.updates import sent_bytes, updates_of
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
-from argosy.plan.plan import LOCAL, Plan
+from argosy.plan.plan import Plan
+from argosy.plan.sync import LOCAL
 
 TABLE = "prediction"
 """Table of plan.toml that holds a prediction."""

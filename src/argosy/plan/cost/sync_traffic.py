@@ -5,20 +5,9 @@ matrix, filled up; S numbers in all, for r bytes of a number (`reduce`):
 
     inside      reduce_scatter, all_gather    r S each
     between     reduce_scatter, all_gather    r S/a each
-    replicate   as below, of S/(a c) numbers  1/(a c) of the bytes that leave the inner tiers
+    replicate   as `plan.sync` says, of S/(a c) numbers  1/(a c) of the bytes that leave the inner tiers
 
-With S numbers in a bucket, n replicas, blocks of b numbers and rank r, a bucket sends
-
-    word        collective                size
-    exact       all_reduce                r S                     r bytes of a number (`reduce`)
-    bf16        all_reduce                2 S
-    int8, int4, all_to_all, all_gather    n W each                W = C bits/8 + 4 C/b, C = S/n, in whole blocks
-    sign
-    powersgd    all_reduce                4 r rows, 4 r cols      each matrix that this halves; 4 S of the others
-    topk        all_gather                8 n k                   k = density S of each parameter: places and values
-    randomk     all_reduce                4 k                     k = density S
-
-What is summed exactly whatever the word says (`plan.summed`) goes in buckets of its own.
+What is summed exactly whatever the word says (`plan.sync.is_summed_exactly`) goes in buckets of its own.
 """
 
 from __future__ import annotations
@@ -32,16 +21,7 @@ from argosy.config.sync import SyncConfig
 from argosy.plan.cost.exact_state import DTYPE_BYTES, LocalShard
 from argosy.plan.parameters import Parameter
 from argosy.plan.plan import Plan
-from argosy.plan.summed import is_summed_exactly
-
-BITS = {"int8": 8, "int4": 4, "sign": 1}
-"""Bits of a number as it travels."""
-SCALE_BYTES = 4
-WORTH = 2
-"""PowerSGD compresses a matrix that is so many times as large as both thin ones (PyTorch's min_compression_rate)."""
-
-Sent = tuple[str, float]
-"""Kind of a collective, and bytes of its whole message."""
+from argosy.plan.sync import COMPRESSORS, Sent, is_summed_exactly
 
 
 @dataclass(frozen=True)
@@ -85,12 +65,6 @@ def summed(name: str, parameter: Parameter, cut: LocalShard, plan: Plan, run: Ru
     return Summed(is_exact, shape, weight * cut.numel)
 
 
-def thin_rank(rows: int, cols: int, rank: int) -> int:
-    """Return the rank at which PowerSGD sums a matrix as the product of two thin ones; 0: it is summed whole."""
-    rank = min(rank, rows, cols)
-    return rank if WORTH * rank * (rows + cols) < rows * cols else 0
-
-
 def sent_inside(parameters: Sequence[Summed], tiers: Sequence[int], plan: Plan) -> Iterator[tuple[int, str, float]]:
     """Yield tier, kind and bytes of the messages that sum these parameters in tiers of these sizes, nearest first."""
     left = math.prod(tiers)
@@ -108,7 +82,7 @@ def sent_across(parameters: Sequence[Summed], k: int, n: int, plan: Plan, settin
             yield "all_reduce", DTYPE_BYTES[plan.reduce] * one.part(k).elements
     if plan.is_compressed and n > 1:
         for bucket in _buckets((one for one in parameters if not one.is_exact), plan.bucket_mb * 2**20):
-            yield from _of_bucket([one.part(k) for one in bucket], n, plan.sync, settings)
+            yield from COMPRESSORS[plan.sync].messages([one.part(k) for one in bucket], n, settings)
 
 
 def _buckets(parameters: Iterable[Summed], bucket_bytes: int) -> Iterator[list[Summed]]:
@@ -121,27 +95,3 @@ def _buckets(parameters: Iterable[Summed], bucket_bytes: int) -> Iterator[list[S
         bucket.append(one)
     if bucket:
         yield bucket
-
-
-def _of_bucket(bucket: Sequence[Summed], n: int, word: str, settings: SyncConfig) -> Iterator[Sent]:
-    numbers = sum(one.elements for one in bucket)
-    if word == "bf16":
-        yield "all_reduce", 2 * numbers
-    elif word in BITS:
-        piece = -(-numbers // (n * settings.block)) * settings.block
-        bytes_of_piece = piece * BITS[word] // 8 + SCALE_BYTES * piece // settings.block
-        yield "all_to_all", n * bytes_of_piece
-        yield "all_gather", n * bytes_of_piece
-    elif word == "topk":
-        yield "all_gather", 8 * n * sum(math.ceil(one.elements * settings.density) for one in bucket)
-    elif word == "randomk":
-        yield "all_reduce", 4 * math.ceil(numbers * settings.density)
-    elif word == "powersgd":
-        there = back = 0
-        for one in bucket:
-            batch, rows, cols = one.matrices
-            rank = thin_rank(rows, cols, settings.rank)
-            there += batch * rows * rank if rank else one.elements
-            back += batch * cols * rank
-        yield "all_reduce", 4 * there
-        yield "all_reduce", 4 * max(1, back)

@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from argosy.config.section import Section
+from argosy.plan.sync import Compressed
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 
@@ -74,7 +75,7 @@ class CollectiveRate(Section):
 class CompressionRate(Section):
     """The work of one way to sum in fewer bytes."""
 
-    sync: Literal["bf16", "int8", "int4", "powersgd", "topk", "randomk", "sign"]
+    sync: Compressed
     """The plan's word."""
     number_s: PositiveFloat
     """Seconds to compress and restore a number of a bucket of 4 MiB, in a group of one rank."""

@@ -7,9 +7,9 @@ from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.sites import Exchange, exchange_bytes, outer_exchanges, within_site
 from argosy.plan.hardware.clusters import Cluster
-from argosy.plan.plan import OF_SITES
 from argosy.plan.search.best import best_to_run
 from argosy.plan.search.space import Pins
+from argosy.plan.sync import OF_SITES
 
 
 def ways_to_agree(run: RunConfig, cluster: Cluster, pins: Pins) -> tuple[Exchange, ...]:

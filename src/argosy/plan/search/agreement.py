@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from argosy.config.schema import RunConfig
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.formatting import seconds
-from argosy.plan.plan import Sync
 from argosy.plan.search.best import best_to_run
 from argosy.plan.search.space import Pins
+from argosy.plan.sync import Sync
 
 ORDER: tuple[Sync, ...] = ("exact", "int8", "int4", "powersgd")
 MARGIN = 0.1

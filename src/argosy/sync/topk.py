@@ -1,9 +1,8 @@
-"""Sums of a few numbers of each bucket: the largest (top-k), or a random choice that needs no telling (random-k).
+"""Sums of the largest numbers of each parameter (top-k).
 
-What is not sent stays in the residual (Stich et al. 2018, "Sparsified SGD with Memory"). Top-k: each rank sends places
-and values of the largest of each of its parameters, and all add up all (all-gather); the largest of a bucket would be
-those of the few parameters with large gradients. Random-k: one number of each stretch of 1/density, at a place that all
-replicas draw from the same seed, so that only values travel (all-reduce).
+What is not sent stays in the residual (Stich et al. 2018, "Sparsified SGD with Memory"). Each rank sends places and
+values of the largest of each of its parameters, and all add up all (all-gather); the largest of a bucket would be those
+of the few parameters with large gradients.
 
 Early in training, gradients change fast and what waits in a residual is soon out of date, so the density may begin high
 and fall (`sync.density_steps`; Lin et al. 2018, "Deep Gradient Compression", section 3.4).
@@ -49,27 +48,6 @@ class TopK(WithResidual):
         sums = torch.zeros_like(whole)
         for one in everyone.view(groups[0].size(), 2, -1):  # in the order of the ranks: the same bits everywhere
             sums[one[0].long()] += one[1].view(torch.float32)
-        whole[places] = 0.0
-        keep_residual(whole, bucket, moment)
-        return sums
-
-
-class RandomK(WithResidual):
-    """Numbers of a bucket, other places in each step."""
-
-    messages = 1
-
-    def sum(self, flat: Tensor, groups: Sequence[dist.ProcessGroup], bucket: BucketFacts, moment: Moment) -> Sending:
-        """See `Compressor`. If a rank has a number that is not finite anywhere, all it sends is NaN."""
-        whole = with_residual(flat, bucket, moment)
-        many = math.ceil(len(whole) * density_at(moment.step, self._settings))
-        edges = torch.arange(many + 1, device=whole.device) * len(whole) // many
-        draws = torch.rand(many, generator=bucket.generator(moment, whole.device), device=whole.device)
-        places = (edges[:-1] + (draws * (edges[1:] - edges[:-1])).long()).minimum(edges[1:] - 1)
-        values = torch.where(whole.isfinite().all(), whole[places], math.nan)
-        yield started(dist.all_reduce(values, group=groups[0], async_op=True))
-        sums = torch.zeros_like(whole)
-        sums[places] = values
         whole[places] = 0.0
         keep_residual(whole, bucket, moment)
         return sums

@@ -1,0 +1,155 @@
+"""How replicas agree, by the plan's word `sync`: the one table that plan, planner, probe and trainer read.
+
+A compressor is a row of `COMPRESSORS` here, which says what it costs, and a class in `sync.table`, which does it.
+Bytes: with S numbers in a bucket, n replicas, blocks of b numbers and rank r, a bucket sends
+
+    word        collective                size
+    exact       all_reduce                r S                     r bytes of a number (`reduce`)
+    bf16        all_reduce                2 S
+    int8, int4, all_to_all, all_gather    n W each                W = C bits/8 + 4 C/b, C = S/n, in whole blocks
+    sign
+    powersgd    all_reduce                4 r rows, 4 r cols      each matrix that this halves; 4 S of the others
+    topk        all_gather                8 n k                   k = density S of each parameter: places and values
+
+Work: compressors are chains of pointwise operations, each of which reads and writes memory: for a number of a bucket,
+over n replicas, all of a chain's operations move a + b/n bytes (`moved_bytes`, counted in `sync`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+
+from argosy.config.sync import SyncConfig
+from argosy.plan.workload import Numbers, Workload
+
+Sent = tuple[str, float]
+"""Kind of a collective, and bytes of its whole message."""
+SCALE_BYTES = 4
+WORTH = 2
+"""PowerSGD compresses a matrix that is so many times as large as both thin ones (PyTorch's min_compression_rate)."""
+
+
+class Summand(Protocol):
+    """One parameter's part of a bucket."""
+
+    @property
+    def elements(self) -> int:
+        """Numbers that are summed."""
+
+    @property
+    def matrices(self) -> tuple[int, int, int]:
+        """Number, rows and columns of its matrices."""
+
+
+@dataclass(frozen=True)
+class CompressorCost:
+    """What a compressor of gradient sums costs."""
+
+    share_sent: Callable[[SyncConfig, Numbers, Workload], Any]
+    """(settings, replicas, sizes) -> about the share of an exact fp32 sum's bytes that a replica sends."""
+    messages: Callable[[Sequence[Summand], int, SyncConfig], list[Sent]]
+    """(a bucket, replicas, settings) -> exactly what sums it."""
+    moved_bytes: tuple[float, float]
+    """Bytes read and written for a number of a bucket, and those that fall to the ranks in equal parts."""
+    cpu_s: float
+    """Seconds for a number, in a group of one rank, on one thread of a server's CPU (2026, AVX-512;
+    benchmarks/results/thin_link.md)."""
+    has_residual: bool = True
+    """True if it keeps what it did not send, given sync.error_feedback."""
+    has_momentum: bool = False
+    """True if it keeps a momentum, given sync.momentum."""
+
+
+def _cast(bucket: Sequence[Summand], replicas: int, settings: SyncConfig) -> list[Sent]:
+    return [("all_reduce", 2 * sum(one.elements for one in bucket))]
+
+
+def _quantised(bits: int, moved_bytes: tuple[float, float], cpu_s: float, has_momentum: bool = False) -> CompressorCost:
+    def messages(bucket: Sequence[Summand], replicas: int, settings: SyncConfig) -> list[Sent]:
+        block = settings.block
+        piece = -(-sum(one.elements for one in bucket) // (replicas * block)) * block
+        sent = replicas * (piece * bits // 8 + SCALE_BYTES * piece // block)
+        return [("all_to_all", sent), ("all_gather", sent)]
+
+    def share(settings: SyncConfig, replicas: Numbers, work: Workload) -> float:
+        return (bits / 8 + SCALE_BYTES / settings.block) / 4
+
+    return CompressorCost(share, messages, moved_bytes, cpu_s, has_momentum=has_momentum)
+
+
+def _largest(bucket: Sequence[Summand], replicas: int, settings: SyncConfig) -> list[Sent]:
+    return [("all_gather", 8 * replicas * sum(math.ceil(one.elements * settings.density) for one in bucket))]
+
+
+def _thin(bucket: Sequence[Summand], replicas: int, settings: SyncConfig) -> list[Sent]:
+    there = back = 0
+    for one in bucket:
+        batch, rows, cols = one.matrices
+        rank = thin_rank(rows, cols, settings.rank)
+        there += batch * rows * rank if rank else one.elements
+        back += batch * cols * rank
+    return [("all_reduce", 4 * there), ("all_reduce", 4 * max(1, back))]
+
+
+def _thin_share(settings: SyncConfig, replicas: Numbers, work: Workload) -> Any:
+    """Return the numbers of both thin matrices of all matrices of the model, over those of the matrices."""
+    import numpy as np
+
+    width = work.width
+    attention = 2 * (width + work.heads * work.key_width) + 2 * (width + work.kv_heads * work.key_width)
+    dense = work.ffn_matrices * (width + work.ffn_width)
+    experts = work.experts * work.ffn_matrices * (width + work.expert_ffn_width)
+    thin = work.layers * attention + work.dense_layers * dense + work.moe_layers * experts
+    thin = thin + (2 - work.tied) * (width + work.vocab_size)
+    return np.minimum(1.0, settings.rank * thin / work.matrix_parameters)
+
+
+COMPRESSORS: Mapping[str, CompressorCost] = {
+    "bf16": CompressorCost(lambda s, n, w: 1 / 2, _cast, (12, 0), 0.4e-9, has_residual=False),
+    "int8": _quantised(8, (120, 70), 11e-9),
+    "int4": _quantised(4, (128, 78), 13e-9),
+    "powersgd": CompressorCost(_thin_share, _thin, (44, 0), 9e-9),
+    "topk": CompressorCost(lambda s, n, w: n * s.density, _largest, (44, 0), 15e-9),
+    "sign": _quantised(1, (190, 50), 19e-9, has_momentum=True),
+}
+"""Words that sum gradients in every step, in fewer bytes."""
+
+COMPRESSED = tuple(COMPRESSORS)
+LOCAL = ("local", "diloco")
+"""Words by which sites train alone for some steps and then agree on the weights."""
+OF_SITES = (*LOCAL, "async")
+"""Words of a run with sites; async: none waits for another, and parameter servers hold the weights."""
+SYNC_WORDS = ("exact", *COMPRESSED, *OF_SITES)
+SITE_BYTES: Mapping[str, float] = {"local": 4, "diloco": 8}
+"""Word -> bytes that a site keeps for each number whose state is on the rank: weights agreed on, outer momentum."""
+
+if TYPE_CHECKING:
+    Sync: TypeAlias = str
+    Compressed: TypeAlias = str
+else:
+    Sync, Compressed = Literal[SYNC_WORDS], Literal[COMPRESSED]
+
+
+def thin_rank(rows: int, cols: int, rank: int) -> int:
+    """Return the rank at which PowerSGD sums a matrix as the product of two thin ones; 0: it is summed whole."""
+    rank = min(rank, rows, cols)
+    return rank if WORTH * rank * (rows + cols) < rows * cols else 0
+
+
+def is_summed_exactly(
+    name: str, shape: tuple[int, ...], whole_on_tp: bool, at_both_ends: bool, sync: str, settings: SyncConfig
+) -> bool:
+    """Return True for a parameter that no compressor touches.
+
+    Those are norms and biases (of one dim), routers, small parameters (`sync.min_elements`), and with tensor
+    parallelism what its ranks have whole (each of them has a part of that gradient's sum), and the tied embedding of a
+    pipeline, which two stages hold. bf16 rounds all.
+    """
+    if sync == "bf16" or sync not in COMPRESSORS:
+        return sync != "bf16"
+    if at_both_ends and name == "embedding.weight":
+        return True
+    return len(shape) < 2 or ".router." in name or math.prod(shape) < settings.min_elements or whole_on_tp
