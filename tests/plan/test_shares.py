@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from argosy.errors import UserError
+from argosy.plan.integers import ratio_of
 from argosy.plan.plan import Plan
-from argosy.plan.ratio import ratio_of
-from argosy.plan.shares import microbatches_of, rows_of, shares_of_ranks
 
 
 @pytest.mark.parametrize(
@@ -24,11 +23,11 @@ from argosy.plan.shares import microbatches_of, rows_of, shares_of_ranks
 )
 def test_each_row_is_one_ranks_and_in_order(plan, rows):
     layout = Plan.parse(plan)
-    slices = [rows_of(layout, rank, 24) for rank in range(layout.dp)]
+    slices = [layout.rows_of(rank, 24) for rank in range(layout.dp)]
     assert [row for part in slices for row in range(part.start, part.stop)] == list(range(24))
     assert [part.stop - part.start for part in slices] == rows
-    assert max(microbatches_of(layout, rank, 24) for rank in range(layout.dp)) == layout.microbatches(24)
-    assert sum(shares_of_ranks(layout)) == layout.portions
+    assert max(layout.microbatches_of(rank, 24) for rank in range(layout.dp)) == layout.microbatches(24)
+    assert sum(layout.shares_of_ranks) == layout.portions
 
 
 def test_a_ratio_is_written_in_lowest_terms_and_not_at_all_if_even():

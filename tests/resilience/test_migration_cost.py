@@ -12,8 +12,8 @@ import pytest
 from argosy.config.dump import save_run
 from argosy.config.load import load
 from argosy.plan.cost import heterogeneous
+from argosy.plan.integers import numbers_of
 from argosy.plan.plan import Plan
-from argosy.plan.ratio import numbers_of
 from argosy.resilience.migration_cost import MigrationAnswer, MigrationQuestion, answer, steps_left
 
 PLAN = "dp_replicate=4,microbatch=4,precision=fp32,compile=false"

@@ -8,7 +8,6 @@ import torch
 
 from argosy.models.batch import microbatches
 from argosy.parallel.world import World
-from argosy.plan.shares import rows_of
 from argosy.precision.scaler import LossScaler
 from argosy.training.step import Requests, StepOutcome
 from argosy.training.stop import WorldIsOver
@@ -32,7 +31,7 @@ def step(
     train = train_step(world, layout, model={"layers": 4})
     train.state.scaler = LossScaler(loss_scale, growth_steps=0)
     model = train.state.model
-    rows = ROWS[rows_of(layout, model.dp_rank, len(ROWS))]
+    rows = ROWS[layout.rows_of(model.dp_rank, len(ROWS))]
     batch = microbatches(rows, layout.microbatch, END, world.device)
     if fingerprints:
         train.checks.fingerprint = lambda step: torch.tensor(fingerprints[world.rank])

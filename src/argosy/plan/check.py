@@ -9,7 +9,7 @@ from typing import Any
 
 from argosy.config.schema import LaunchConfig, RunConfig
 from argosy.errors import UserError
-from argosy.plan.divisors import divisors, neighbours
+from argosy.plan.integers import divisors, neighbours
 from argosy.plan.plan import Plan
 from argosy.plan.rules import first_problem
 

@@ -10,9 +10,10 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from argosy.plan.integers import numbers_of
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Offload, Plan, Precision, Recompute
-from argosy.plan.ratio import lowest, numbers_of
+from argosy.plan.quantities import Quantities
 from argosy.plan.sync import SYNC_WORDS
 
 Ints = NDArray[np.int64]
@@ -36,7 +37,7 @@ RATIOS = ("shares", "layers")
 
 
 @dataclass(frozen=True)
-class Layouts:
+class Layouts(Quantities[Ints]):
     """Plans as columns, all of one length or of length 1. `Plan` says what each column means."""
 
     pp: Ints
@@ -85,51 +86,14 @@ class Layouts:
         return Plan(**{key: _value(key, column[row]) for key, column in columns.items()})
 
     @property
-    def dp(self) -> Ints:
-        """Data-parallel ranks."""
-        return self.dp_replicate * self.dp_shard
-
-    @property
-    def world_size(self) -> Ints:
-        """Processes."""
-        return self.pp * self.dp * self.cp * self.tp
-
-    @property
-    def stages_here(self) -> Ints:
-        """Pipeline stages on each rank."""
-        fixed = np.array([SCHEDULES[name].stages_per_rank or 0 for name in SCHEDULE_NAMES])[self.schedule]
-        return np.where(self.pp == 1, 1, np.where(fixed > 0, fixed, self.stages_per_rank))
-
-    @property
-    def stages(self) -> Ints:
-        """Pipeline stages in all."""
-        return self.pp * self.stages_here
+    def fixed_stages(self) -> Ints:
+        """Stages on each rank that the schedule demands; 0: as many as the plan says."""
+        return np.array([SCHEDULES[name].stages_per_rank or 0 for name in SCHEDULE_NAMES])[self.schedule]
 
     def numbers(self, key: str) -> list[tuple[NDArray[np.bool_], tuple[int, ...]]]:
         """Return each ratio that occurs in the column `key`, with a mask of its plans."""
         column = getattr(self, key)
         return [(column == text, numbers_of(text)) for text in set(column.tolist()) if text]
-
-    @property
-    def portions(self) -> Ints:
-        """Equal portions that a batch is dealt out in; with `shares`, a data-parallel rank takes several."""
-        found = self.dp
-        for is_said, numbers in self.numbers("shares"):
-            of_each = sum(lowest(numbers)) * np.maximum(1, self.dp // len(numbers))
-            found = np.where(is_said, of_each, found)
-        return found
-
-    @property
-    def most_portions(self) -> Ints:
-        """Portions of the data-parallel rank that takes most."""
-        found = np.ones(1, np.int64)
-        for is_said, numbers in self.numbers("shares"):
-            found = np.where(is_said, max(lowest(numbers)), found)
-        return found
-
-    def microbatches(self, global_batch: int) -> Ints:
-        """Microbatches that a data-parallel rank runs in one step; with `shares`, the rank that runs most."""
-        return global_batch // (self.portions * self.microbatch) * self.most_portions
 
     @property
     def most_layers(self) -> Ints:
@@ -139,21 +103,6 @@ class Layouts:
             for row in np.flatnonzero(np.broadcast_to(is_said, len(found))):
                 found[row] = max(self.plan(int(row)).layers_of_ranks, default=0)
         return found
-
-    @property
-    def shares_state(self) -> Ints:
-        """Ranks that share a parameter's state (the n of ZeRO); 1 for stage 0."""
-        return np.where(self.zero == 0, 1, self.dp_shard * self.cp)
-
-    @property
-    def replicas(self) -> Ints:
-        """Replicas of what `shares_state` ranks hold together."""
-        return self.dp * self.cp // self.shares_state
-
-    @property
-    def shards_parameters(self) -> NDArray[np.bool_]:
-        """True where FSDP2 splits parameters."""
-        return (self.zero == 3) & (self.dp_shard * self.cp > 1)
 
     def is_(self, key: str, *words: object) -> NDArray[np.bool_]:
         """Return True where the column `key` is one of these words."""

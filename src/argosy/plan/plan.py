@@ -14,8 +14,9 @@ from argosy.config.schema import RunConfig
 from argosy.config.section import Section
 from argosy.errors import UserError
 from argosy.files import atomic_write
+from argosy.plan.integers import checked, lowest, numbers_of
 from argosy.plan.pipeline import SCHEDULES, Schedule, stages_of_rank
-from argosy.plan.ratio import checked, lowest, numbers_of
+from argosy.plan.quantities import Quantities
 from argosy.plan.sync import COMPRESSED, Sync
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
@@ -40,7 +41,7 @@ NUMERICS = ("precision", "weights", "reduce", "sync", "compile")
 """Keys of a plan that change the numbers of training; the others change only the order in which numbers are summed."""
 
 
-class Plan(Section):
+class Plan(Section, Quantities[int]):
     """One complete layout. It is also a string (`str` and `parse`): "dp_replicate=2,microbatch=4,precision=bf16"."""
 
     pp: PositiveInt = 1
@@ -123,39 +124,37 @@ class Plan(Section):
             raise UserError("\n".join(map(str, problems))) from None
 
     @property
-    def world_size(self) -> int:
-        """Processes that the plan needs."""
-        return self.pp * self.dp * self.cp * self.tp
+    def fixed_stages(self) -> int:
+        """Stages on each rank that the schedule demands; 0: as many as the plan says."""
+        return SCHEDULES[self.schedule].stages_per_rank or 0
 
     @property
-    def dp(self) -> int:
-        """Data-parallel ranks; each reads other samples."""
-        return self.dp_replicate * self.dp_shard
+    def shares_of_ranks(self) -> tuple[int, ...]:
+        """Portions of a batch that each data-parallel rank takes."""
+        numbers = lowest(numbers_of(self.shares)) or (1,)
+        return tuple(number for number in numbers for _ in range(self.dp // len(numbers)))
 
     @property
-    def stages(self) -> int:
-        """Pipeline stages in all."""
-        return self.pp * (SCHEDULES[self.schedule].stages_per_rank or self.stages_per_rank)
+    def holders_of_shares(self) -> int:
+        """How many may have shares of their own: replicas, or the data-parallel ranks of the only one."""
+        if self.dp_replicate > 1:
+            return self.dp_replicate
+        return 1 if self.shards_parameters or self.ep > 1 else self.dp
 
-    @property
-    def shards_parameters(self) -> bool:
-        """True if FSDP2 splits the parameters; a rank alone has nothing to share."""
-        return self.zero == 3 and self.dp_shard * self.cp > 1
+    def rows_of(self, dp_rank: int, batch: int) -> slice:
+        """Return the rows of a batch of so many that a data-parallel rank trains on.
 
-    @property
-    def portions(self) -> int:
-        """Equal portions that a batch is dealt out in; with `shares`, a data-parallel rank takes several."""
-        shares = lowest(numbers_of(self.shares))
-        return sum(shares) * max(1, self.dp // len(shares)) if shares else self.dp
+        A batch is cut into equal portions, as many as the shares add up to, and each rank takes the next of them. So
+        which samples are in a step does not depend on the shares, and neither does their order.
+        """
+        shares, portion = self.shares_of_ranks, batch // self.portions
+        first = sum(shares[:dp_rank]) * portion
+        return slice(first, first + shares[dp_rank] * portion)
 
-    @property
-    def most_portions(self) -> int:
-        """Portions of the data-parallel rank that takes most."""
-        return max(lowest(numbers_of(self.shares)), default=1)
-
-    def microbatches(self, global_batch: int) -> int:
-        """Microbatches that a data-parallel rank runs in one step; with `shares`, the rank that runs most."""
-        return global_batch // (self.portions * self.microbatch) * self.most_portions
+    def microbatches_of(self, dp_rank: int, batch: int) -> int:
+        """Return how many microbatches of a batch of so many rows a data-parallel rank runs."""
+        rows = self.rows_of(dp_rank, batch)
+        return (rows.stop - rows.start) // self.microbatch
 
     @property
     def layers_of_ranks(self) -> tuple[int, ...]:
@@ -176,11 +175,6 @@ class Plan(Section):
         return self.sync in COMPRESSED
 
     @property
-    def shares_state(self) -> int:
-        """Ranks that share one copy of the state."""
-        return 1 if self.zero == 0 else self.dp_shard * self.cp
-
-    @property
     def sums_in_tiers(self) -> bool:
         """True if replicas sum among neighbours first."""
         return self.sum_inside > 1
@@ -189,11 +183,6 @@ class Plan(Section):
     def sums_beside_fsdp(self) -> bool:
         """True if the sum over replicas is ours, and FSDP2, where it splits parameters, knows of one replica only."""
         return self.is_compressed or self.sums_in_tiers
-
-    @property
-    def replicas(self) -> int:
-        """Replicas of the state: with stage 0 all ranks that share a model otherwise."""
-        return self.dp_replicate * (self.dp_shard * self.cp if self.zero == 0 else 1)
 
     def inner_tiers(self, is_dealt: bool = False) -> tuple[int, int]:
         """Return how many replicas sum inside, and how many groups of them between, before the rest.

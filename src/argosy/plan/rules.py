@@ -6,33 +6,37 @@ the problem in words: the values, the rule, and often a remedy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import reduce
 from operator import or_
 from typing import Any
 
 from argosy.config.schema import RunConfig
-from argosy.plan.divisors import around, divisors
+from argosy.plan.integers import around, divisors, lowest, numbers_of
 from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import INTERLEAVED, SPLITTING
-from argosy.plan.plan import Plan
-from argosy.plan.rule import Plans, Rule, rule
-from argosy.plan.sum_rules import (
-    asynchronous_gradients_have_no_loss_scale,
-    compressed_sums_are_not_checked,
-    compressed_sums_have_replicas,
-    sites_agree_now_and_then,
-    sites_have_no_state_but_weights,
-    tiers_divide_the_replicas,
-    tiers_hold_whole_sets_of_experts,
-)
-from argosy.plan.uneven_rules import (
-    cannot_run,
-    ranks_that_gather_together_are_alike,
-    schedule_admits_every_share,
-    shares_are_of_ranks,
-    stages_have_the_layers,
-)
+from argosy.plan.plan import NO_WORKERS, NOT_OF_SITES, Plan
+from argosy.plan.sync import COMPRESSED, OF_SITES
+
+Plans = Any
+"""A `Plan` or `Layouts`: both have these columns, as numbers or arrays. mypy cannot type arithmetic on that union."""
+Breaks = Callable[[Plans, RunConfig], Any]
+"""Returns True, or a mask of plans, where a rule is broken; only arithmetic and & | ~, so that it serves both."""
+
+
+class Rule:
+    """A rule. Called with a plan and a run, it returns None, or an explanation of how the plan breaks the rule."""
+
+    def __init__(self, breaks: Breaks, words: Callable[[Plan, RunConfig], str]):
+        self.breaks, self.words, self.__name__ = breaks, words, words.__name__
+
+    def __call__(self, plan: Plan, run: RunConfig) -> str | None:
+        return self.words(plan, run) if self.breaks(plan, run) else None
+
+
+def rule(breaks: Breaks) -> Callable[[Callable[[Plan, RunConfig], str]], Rule]:
+    """Make a rule of `breaks` and the decorated function, which explains a plan that breaks it."""
+    return lambda words: Rule(breaks, words)
 
 
 @rule(lambda p, run: run.train.global_batch % (p.portions * p.microbatch) != 0)
@@ -188,6 +192,187 @@ def number_formats_go_together(plan: Plan, run: RunConfig) -> str:
     if plan.precision == "fp8":
         return "plan.precision = fp8 with experts: their grouped matmuls are not done in fp8. Try precision=bf16."
     return "plan.weights = bf16 with precision = fp16: weights would lose what fp16 resolves. Try precision=bf16."
+
+
+# ---- uneven shares: who may have more microbatches than others, and how many a pipeline can run ----
+
+
+def _cannot_be_dealt(p: Plans, run: RunConfig) -> Any:
+    found: Any = False
+    for said, numbers in p.numbers("shares"):
+        found = found | (said & ((p.dp == 1) | (p.dp % len(numbers) != 0)))
+    return found
+
+
+@rule(_cannot_be_dealt)
+def shares_are_of_ranks(plan: Plan, run: RunConfig) -> str:
+    if plan.dp == 1:
+        return f"plan.shares = {plan.shares}, and there is one data-parallel rank, which has all of it. Leave it out."
+    return (
+        f"plan.shares = {plan.shares} has {len(numbers_of(plan.shares))} numbers, which do not divide the {plan.dp} "
+        "data-parallel ranks: give one for each rank, or for each of equal blocks of ranks, such as replicas."
+    )
+
+
+def _differ_in_a_replica(p: Plans, run: RunConfig) -> Any:
+    found: Any = False
+    for said, numbers in p.numbers("shares"):
+        many = len(numbers)
+        block = p.dp // many
+        whole = p.dp_shard % (block + (block == 0)) == 0  # of a replica are several numbers
+        across = (block % p.dp_shard != 0) & (whole ^ True)
+        found = found | (said & across)
+        for together in (size for size in range(2, many + 1) if many % size == 0):
+            if any(len(set(numbers[i : i + together])) > 1 for i in range(0, many, together)):
+                found = found | (said & (p.dp_shard == together * block))
+    return found & ((p.zero == 3) | (p.ep > 1))
+
+
+@rule(_differ_in_a_replica)
+def ranks_that_gather_together_are_alike(plan: Plan, run: RunConfig) -> str:
+    remedy = "Use zero=2, or let dp_replicate separate what is unlike"
+    if plan.dp_replicate > 1:
+        remedy += f", with a number for each of its {plan.dp_replicate} replicas"
+    if plan.ep > 1:
+        what = f"plan.ep = {plan.ep}: ranks that exchange tokens with each other's experts"
+        remedy = remedy.replace("Use zero=2, or let", "Let")
+    else:
+        what = f"plan.zero = 3: ranks that gather each layer's parameters together, dp_shard = {plan.dp_shard} of them,"
+    return f"plan.shares = {plan.shares} with {what} run as many microbatches. {remedy}."
+
+
+def _are_not_the_layers(p: Plans, run: RunConfig) -> Any:
+    found: Any = False
+    for said, numbers in p.numbers("layers"):
+        wrong = (p.stages != len(numbers)) | (p.pp == 1) | (sum(numbers) != run.model.layers)
+        found = found | (said & wrong)
+    return found
+
+
+@rule(_are_not_the_layers)
+def stages_have_the_layers(plan: Plan, run: RunConfig) -> str:
+    said = f"plan.layers = {plan.layers}"
+    if plan.pp == 1:
+        return f"{said} with plan.pp = 1: it says how many layers each pipeline stage has. Leave it out."
+    numbers = numbers_of(plan.layers)
+    if len(numbers) != plan.stages:
+        return f"{said} has {len(numbers)} numbers, and the pipeline has {plan.stages} stages: give one for each."
+    return f"{said} adds up to {sum(numbers)}, and model.layers = {run.model.layers}. Change one of the numbers."
+
+
+def cannot_run(p: Plans, microbatches: Any) -> Any:
+    """Return True where the pipeline's schedule cannot run so many microbatches."""
+    rounds = microbatches // p.pp
+    too_few = p.is_("schedule", "1f1b", "dualpipev") & (microbatches < p.stages)
+    uneven = p.is_("schedule", *INTERLEAVED) & (microbatches % (rounds + (rounds == 0)) != 0)
+    return (p.pp > 1) & (too_few | uneven)
+
+
+def _cannot_run_a_share(p: Plans, run: RunConfig) -> Any:
+    found: Any = False
+    of_portion = run.train.global_batch // (p.portions * p.microbatch)
+    for said, numbers in p.numbers("shares"):
+        for share in set(lowest(numbers)):
+            found = found | (said & cannot_run(p, of_portion * share))
+    return found
+
+
+@rule(_cannot_run_a_share)
+def schedule_admits_every_share(plan: Plan, run: RunConfig) -> str:
+    of_portion = run.train.global_batch // (plan.portions * plan.microbatch)
+    each = [of_portion * share for share in lowest(numbers_of(plan.shares))]
+    wrong = next(n for n in each if cannot_run(plan, n))
+    needs = f"at least {plan.stages}, its stages" if wrong < plan.stages else f"a multiple of {plan.pp}"
+    return (
+        f"plan.shares = {plan.shares} gives pipelines {', '.join(map(str, each))} microbatches, and plan.schedule = "
+        f"{plan.schedule} with plan.pp = {plan.pp} cannot run {wrong}: it takes {needs}. Try shares that are more "
+        "alike, a smaller plan.microbatch, or schedule=gpipe."
+    )
+
+
+# ---- how replicas and sites agree: compressed sums, sums in tiers, sites ----
+
+
+def _has_no_replicas(p: Plans) -> Any:
+    return (p.dp_replicate == 1) & ((p.zero != 0) | (p.dp_shard * p.cp == 1))
+
+
+@rule(lambda p, run: _has_no_replicas(p) & p.is_("sync", *COMPRESSED))
+def compressed_sums_have_replicas(plan: Plan, run: RunConfig) -> str:
+    return (
+        f"plan.sync = {plan.sync} with plan.dp_replicate = 1: it says how replicas of the state sum their gradients, "
+        "and there is one only. Leave sync out, or give dp_replicate some of the ranks."
+    )
+
+
+@rule(lambda p, run: p.is_("sync", *COMPRESSED) & run.resilience.check_collectives)
+def compressed_sums_are_not_checked(plan: Plan, run: RunConfig) -> str:
+    return (
+        f"resilience.check_collectives = true with plan.sync = {plan.sync}: checksums fit exact sums only. "
+        "Set it to false, or leave sync out."
+    )
+
+
+def _tiers_do_not_divide(p: Plans) -> Any:
+    unit, replicas = p.sum_inside * p.sum_between, p.dp_replicate * (1 + (p.zero == 0) * (p.dp_shard * p.cp - 1))
+    cut = (unit > 1) & ((replicas % unit != 0) | (unit >= replicas))
+    return cut | ((p.sum_between > 1) & (p.sum_inside == 1))
+
+
+@rule(lambda p, run: _tiers_do_not_divide(p))
+def tiers_divide_the_replicas(plan: Plan, run: RunConfig) -> str:
+    if plan.sum_inside == 1:
+        return f"plan.sum_between = {plan.sum_between} with sum_inside = 1: the first tier is sum_inside. Name it so."
+    unit, many = plan.sum_inside * plan.sum_between, plan.replicas
+    said = f"plan.sum_inside = {plan.sum_inside}" + f" x sum_between = {plan.sum_between}" * (plan.sum_between > 1)
+    good, plural = [n for n in divisors(many) if 1 < n < many], "s" * (many != 1)
+    remedy = f"Try {around(unit, good) or good[-1]}." if good else "Leave it out."
+    return (
+        f"{said} has to divide the plan's {many} replica{plural} of the state into two groups or more (replicas are "
+        f"dp_replicate, and with zero = 0 the other data and context ranks too). {remedy}"
+    )
+
+
+def _tiers_cut_experts(p: Plans) -> Any:
+    sizes = p.sum_inside, p.sum_inside * p.sum_between
+    return (p.zero == 0) & reduce(or_, [(size % p.ep != 0) & (p.ep % size != 0) for size in sizes])
+
+
+@rule(lambda p, run: _tiers_cut_experts(p))
+def tiers_hold_whole_sets_of_experts(plan: Plan, run: RunConfig) -> str:
+    return (
+        f"plan.sum_inside = {plan.sum_inside} and sum_between = {plan.sum_between} with ep = {plan.ep} and zero = 0: "
+        "neighbours have other experts, so ep has to divide the replicas of a tier, or they it. "
+        f"Try sum_inside = {plan.ep}."
+    )
+
+
+@rule(lambda p, run: p.is_("sync", *OF_SITES) ^ bool(run.sites))
+def sites_agree_now_and_then(plan: Plan, run: RunConfig) -> str:
+    if not run.sites and plan.sync == "async":
+        return NO_WORKERS
+    if not run.sites:
+        return (
+            f"plan.sync = {plan.sync}, and the run has no [[sites]]: it says how sites agree. Name two sites or more "
+            "(docs/sites.md), or leave sync out."
+        )
+    return NOT_OF_SITES.format(plan.sync)
+
+
+@rule(lambda p, run: p.is_("sync", "async") & p.is_("precision", "fp16"))
+def asynchronous_gradients_have_no_loss_scale(plan: Plan, run: RunConfig) -> str:
+    return (
+        "plan.sync = async with precision = fp16: workers come and go, and a loss scale would be found anew each time. "
+        "Try precision=bf16 or fp32."
+    )
+
+
+@rule(lambda p, run: p.is_("sync", *OF_SITES) & (run.model.moe.experts > 0) & (run.model.moe.balance == "bias"))
+def sites_have_no_state_but_weights(plan: Plan, run: RunConfig) -> str:
+    return (
+        f'plan.sync = {plan.sync} with model.moe.balance = "bias": each site would have biases of its own, which '
+        'are no weights that sites agree on. Use balance = "aux".'
+    )
 
 
 RULES: tuple[Rule, ...] = (

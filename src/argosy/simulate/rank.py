@@ -26,7 +26,6 @@ from argosy.parallel.world import World
 from argosy.plan.cost.exact_state import dp_rank_of, place_of, stages_on
 from argosy.plan.parameters import Stage
 from argosy.plan.plan import Plan
-from argosy.plan.shares import microbatches_of
 from argosy.simulate.fake import Fake, fake_memory, fake_world, replaced
 from argosy.simulate.layers import layers_alike
 from argosy.simulate.record import Pass, Recorder, Trace
@@ -51,7 +50,7 @@ def simulate_rank(plan: Plan, run: RunConfig, rank: int, in_full: bool = False) 
     if in_full:
         return _traced(plan, run, rank, None, None)
     some = partial(_of_few_layers, plan, run, rank)
-    total, enough = microbatches_of(plan, dp_rank_of(rank, plan), run.train.global_batch), _enough(plan, run, rank)
+    total, enough = plan.microbatches_of(dp_rank_of(rank, plan), run.train.global_batch), _enough(plan, run, rank)
     if enough is None or total <= (enough + 1 if plan.pp == 1 else 2 * enough + 1):
         return some(None)
     longer = some(enough + 1)
@@ -169,7 +168,7 @@ def _make_what_is_kept(step: Step, run: RunConfig, recorder: Recorder) -> None:
 
 
 def _batch(plan: Plan, run: RunConfig, world: World, fake: Fake) -> list[Microbatch]:
-    many = microbatches_of(plan, dp_rank_of(world.rank, plan), run.train.global_batch) * plan.microbatch
+    many = plan.microbatches_of(dp_rank_of(world.rank, plan), run.train.global_batch) * plan.microbatch
     rows = np.ones((many, run.data.seq_len + 1), dtype=np.int32)
     batch = microbatches(rows, plan.microbatch, 0, world.device)
     # Nothing depends on tokens but numbers; on where documents start, shapes do.

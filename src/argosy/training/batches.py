@@ -16,7 +16,6 @@ from argosy.models.batch import Microbatch, microbatches
 from argosy.observe.events import Events
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
-from argosy.plan.shares import rows_of
 from argosy.sync.sites.deal import SiteOrder
 from argosy.training.state import TrainState
 
@@ -147,7 +146,7 @@ class Batches:
         return rows
 
     def _rows_of(self, rank: int) -> slice:
-        return rows_of(self._plan, rank, self._run.train.global_batch)
+        return self._plan.rows_of(rank, self._run.train.global_batch)
 
     def _microbatches(self, rows: np.ndarray) -> list[Microbatch]:
         return microbatches(rows, self._plan.microbatch, self._data.eod_id, self._world.device)

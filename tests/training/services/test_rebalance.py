@@ -13,7 +13,6 @@ from argosy.observe.events import each_line
 from argosy.observe.heartbeat import Heartbeat, read_heartbeat
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
-from argosy.plan.shares import holders_of
 from argosy.training.loop import train
 from argosy.training.parts import plan_in_force
 from argosy.training.services.rebalance import rebalanced
@@ -68,7 +67,7 @@ def test_shares_are_of_replicas_or_of_ranks_that_gather_nothing_together():
         "dp_shard=4,zero=3": 1,
         "dp_shard=2,ep=2,zero=1": 1,
     }
-    assert {plan: holders_of(Plan.parse(plan)) for plan in plans} == plans
+    assert {plan: Plan.parse(plan).holders_of_shares for plan in plans} == plans
 
 
 def test_without_the_key_nothing_is_measured(trainer):

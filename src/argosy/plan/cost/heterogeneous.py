@@ -17,11 +17,10 @@ from numpy.typing import NDArray
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.uneven_time import first_of
 from argosy.plan.dealing import deal, layers_of_stages
+from argosy.plan.integers import ratio_of
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
-from argosy.plan.ratio import ratio_of
 from argosy.plan.rules import first_problem
-from argosy.plan.shares import holders_of
 
 Floats = NDArray[np.float64]
 
@@ -72,7 +71,7 @@ def uneven_splits(costs: CostModel, plans: Sequence[Plan]) -> list[UnevenSplit]:
 def _by_microbatches(costs: CostModel, plan: Plan) -> UnevenSplit | None:
     """Put each replica on devices of one kind, with as many microbatches as it can run in the time of the others."""
     times = costs.uneven
-    holders = times.holders(plan, holders_of(plan))
+    holders = times.holders(plan, plan.holders_of_shares)
     if plan.pp > 1 or holders is None:  # a pipeline's replicas lie across all devices
         return None
     many = int(holders.sum())

@@ -50,7 +50,6 @@ from argosy.plan.cost.sync_traffic import Summed, sent_across, sent_inside, summ
 from argosy.plan.parameters import Parameter, Stage, parameter_table
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan
-from argosy.plan.shares import rows_of
 
 Traffic = Counter[tuple[str, str]]
 """(axis, kind of collective) -> bytes that one rank sends in one step."""
@@ -341,7 +340,7 @@ def _tokens(plan: Plan, run: RunConfig, rank: int) -> int:
 
 def _rows(plan: Plan, run: RunConfig, rank: int) -> int:
     """Return the rows of a step on the rank's data-parallel rank."""
-    rows = rows_of(plan, dp_rank_of(rank, plan), run.train.global_batch)
+    rows = plan.rows_of(dp_rank_of(rank, plan), run.train.global_batch)
     return rows.stop - rows.start
 
 

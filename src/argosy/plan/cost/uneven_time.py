@@ -20,10 +20,9 @@ from argosy.plan.cost.rates import Rates, System
 from argosy.plan.cost.step_time import StepModel, StepTime
 from argosy.plan.dealing import pipeline_s
 from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.integers import numbers_of
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
-from argosy.plan.ratio import numbers_of
-from argosy.plan.shares import microbatches_of
 from argosy.plan.workload import Numbers, Workload
 
 ONCE_A_STEP = ("gradients", "optimizer", "other")
@@ -126,7 +125,7 @@ class UnevenTimes:
         if plan.pp > 1 or holders is None:  # a pipeline's replicas lie across all devices
             return None
         batch = self.run.train.global_batch
-        counts = [microbatches_of(plan, n * plan.dp // many, batch) for n in range(many)]
+        counts = [plan.microbatches_of(n * plan.dp // many, batch) for n in range(many)]
         most = [max(counts[end - n : end]) for n, end in zip(holders, np.cumsum(holders), strict=True)]
         times = [self.of_share(plan, kind, np.array([n])) for kind, n in zip(self.kinds, most, strict=True)]
         return max(times, key=lambda time: first_of(time.total))

@@ -14,10 +14,10 @@ from argosy.errors import ArgosyWarning, UserError
 from argosy.plan.check import check_plan
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.heterogeneous import uneven_splits
-from argosy.plan.divisors import divisors
 from argosy.plan.hardware.clusters import Cluster, NodeGroup
 from argosy.plan.hardware.devices import device_names, find_device
 from argosy.plan.hardware.local_machine import cluster_of, device_named, own_part, resized
+from argosy.plan.integers import divisors
 from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import NUMERICS, Plan, Precision, said_in, with_sync, words_of

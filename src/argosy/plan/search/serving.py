@@ -9,7 +9,7 @@ from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.formatting import gib
 from argosy.plan.cost.inference import Serving, predict_serving
-from argosy.plan.divisors import divisors
+from argosy.plan.integers import divisors
 from argosy.plan.search.space import Pins
 
 KEYS = ("tp", "pp", "precision")

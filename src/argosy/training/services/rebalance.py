@@ -22,10 +22,9 @@ from numpy.typing import NDArray
 from argosy.config.schema import RunConfig
 from argosy.observe.clock import Category
 from argosy.plan.dealing import deal
+from argosy.plan.integers import lowest, ratio_of
 from argosy.plan.plan import Plan
-from argosy.plan.ratio import lowest, ratio_of
 from argosy.plan.rules import first_problem
-from argosy.plan.shares import holders_of, microbatches_of, shares_of_ranks
 from argosy.training.parts import Parts
 from argosy.training.services.service import Service
 from argosy.training.step import StepOutcome
@@ -65,7 +64,7 @@ class Rebalance(Service):
 
     def __init__(self, parts: Parts):
         self._parts, self._plan = parts, parts.plan
-        self._holders = holders_of(parts.plan)
+        self._holders = parts.plan.holders_of_shares
         self._is_on = parts.run.resilience.rebalance and self._holders > 1
         self._watched = WATCHED
         self._own_s = self._step_s = 0.0
@@ -91,7 +90,7 @@ class Rebalance(Service):
             return
         parts, batch = self._parts, self._parts.run.train.batches.at(step)
         work_s = sum(parts.clock.own_s.get(name, 0.0) for name in OF_MICROBATCHES)
-        self._own_s = work_s / microbatches_of(self._plan, parts.state.model.dp_rank, batch)
+        self._own_s = work_s / self._plan.microbatches_of(parts.state.model.dp_rank, batch)
         self._step_s = seconds["step"]
         found = self._found(batch)
         if found is None:
@@ -157,7 +156,7 @@ def rebalanced(run: RunConfig, plan: Plan, each_s: Sequence[float], step_s: floa
         return None
     counts = tuple(int(n) for n in dealt[0][:, 0])
     times = batch / at_once / total
-    now = shares_of_ranks(plan)[:: plan.dp // holders]
+    now = plan.shares_of_ranks[:: plan.dp // holders]
     of_portion = total / sum(now) * times
     saved_s = max(n * of_portion * s for n, s in zip(now, each_s, strict=True)) - dealt[1] * times
     other = plan.model_copy(update={"shares": ratio_of(counts)})

@@ -1,10 +1,10 @@
-"""Ratios in a plan: whole numbers joined by colons, such as 3:1."""
+"""Whole numbers: ratios in a plan, such as 3:1; divisors of a size, and those near to it, which a rule proposes."""
 
 from __future__ import annotations
 
 import math
 import re
-from functools import lru_cache
+from functools import cache, lru_cache
 
 RATIO = re.compile(r"([1-9][0-9]*(:[1-9][0-9]*)*)?")
 """The form of a ratio; it may be empty."""
@@ -39,3 +39,21 @@ def ratio_of(numbers: tuple[int, ...]) -> str:
     blocks = (size for size in range(len(numbers), 0, -1) if len(numbers) % size == 0)
     block = next(b for b in blocks if all(len(set(numbers[i : i + b])) == 1 for i in range(0, len(numbers), b)))
     return ":".join(map(str, lowest(numbers[::block])))
+
+
+@cache
+def divisors(number: int) -> list[int]:
+    """Return all divisors, sorted."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def neighbours(size: int, good: list[int]) -> list[int]:
+    """Return the sorted `good` sizes next to `size`: the largest up to it, and the smallest from it on."""
+    below, above = [n for n in good if n <= size], [n for n in good if n >= size]
+    return sorted({*below[-1:], *above[:1]})
+
+
+def around(size: int, good: list[int]) -> str:
+    """Return the neighbours of a size, as a message names them."""
+    return " or ".join(map(str, neighbours(size, good)))
