@@ -111,7 +111,7 @@ def argosy(setting: Setting, turns: Turns, compiled: bool) -> None:
     from argosy.config.data import DataConfig
     from argosy.config.model import ModelConfig
     from argosy.config.schema import OptimizerConfig, RunConfig, TrainConfig
-    from argosy.models.batch import microbatches
+    from argosy.models.decoder import microbatches
     from argosy.observe.clock import StepClock
     from argosy.parallel.apply import apply
     from argosy.parallel.world import World, keep_freed_memory

@@ -15,8 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from argosy.config.data import PrepareConfig
-from argosy.config.filters import FiltersConfig
+from argosy.config.data import FiltersConfig, PrepareConfig
 from argosy.data import prepare as module
 from argosy.data.documents import DocumentReader
 from argosy.data.prepare import prepare

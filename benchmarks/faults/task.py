@@ -15,8 +15,7 @@ import torch
 
 from argosy.config.load import load
 from argosy.data.loader import open_data
-from argosy.models.batch import microbatches
-from argosy.models.decoder import Decoder
+from argosy.models.decoder import Decoder, microbatches
 from argosy.models.initialize import materialize
 
 

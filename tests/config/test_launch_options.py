@@ -10,7 +10,7 @@ import pytest
 from argosy.cli.launch import Options
 from argosy.config.launch_options import EngineOptions, LaunchOptions
 from argosy.config.load import load
-from argosy.config.meaning import meanings
+from argosy.config.section import meanings
 from argosy.config.sites import SiteLaunch
 from argosy.errors import UserError
 from argosy.launch.engines.engine import Request

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.config.data import PrepareConfig
-from argosy.config.filters import FiltersConfig
+from argosy.config.data import FiltersConfig, PrepareConfig
 from argosy.data import duplicates, stages
 from argosy.data import prepare as module
 from argosy.data.manifest import TOKENIZER

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from argosy.config.filters import FiltersConfig
+from argosy.config.data import FiltersConfig
 from argosy.data.filters import Filters, list_checksums, word_tokenizer
 from argosy.errors import UserError
 

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.models.batch import document_positions, microbatches
-from argosy.models.decoder import document_starts
+from argosy.models.decoder import document_positions, document_starts, microbatches
 
 END = 0
 ROWS = np.array([[1, 2, END, 3, 4], [5, 6, 7, 8, 9], [END, 1, 1, END, 2], [2, END, END, 1, 1]], np.int32)

@@ -13,7 +13,7 @@ import pytest
 from torch import Tensor
 
 from argosy.config.schema import RunConfig
-from argosy.models.batch import microbatches
+from argosy.models.decoder import microbatches
 from argosy.models.layers import local
 from argosy.observe.collectives import CommunicationMeter
 from argosy.observe.wire import Counts, WireCounter

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from argosy.models.batch import Microbatch, microbatches
-from argosy.models.decoder import Decoder
+from argosy.models.decoder import Decoder, Microbatch, microbatches
 from argosy.parallel.compile import compile_blocks
 from tiny import decoder
 

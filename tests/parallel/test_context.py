@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from argosy.models.attention import AttentionCore, packed_attention
-from argosy.observe.live import LiveBytes
 from argosy.parallel.attention_tiles import PLAIN
 from argosy.parallel.context import (
     RingAttention,
@@ -24,6 +23,7 @@ from argosy.parallel.context import (
 )
 from argosy.parallel.recompute import selective_contexts
 from argosy.parallel.world import World
+from argosy.simulate.record import LiveBytes
 
 SEQ_LEN = 48
 DOCUMENTS = {

@@ -7,10 +7,10 @@ import gc
 import numpy as np
 import pytest
 
-from argosy.models.batch import microbatches
+from argosy.models.decoder import microbatches
 from argosy.observe.clock import StepClock
-from argosy.observe.live import LiveBytes
 from argosy.parallel.world import World
+from argosy.simulate.record import LiveBytes
 from tiny import eager, laid_out
 
 SEQ_LEN = 1024

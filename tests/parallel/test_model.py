@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from argosy.models.batch import Microbatch, microbatches
+from argosy.models.decoder import Microbatch, microbatches
 from argosy.observe.clock import StepClock
-from argosy.observe.dispatch import Watch
-from argosy.observe.wire import message_of
+from argosy.observe.wire import Watch, message_of
 from argosy.parallel.model import ParallelModel
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan

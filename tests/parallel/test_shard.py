@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode  # there is no public way to see every collective
 
-from argosy.models.batch import microbatches
+from argosy.models.decoder import microbatches
 from argosy.observe.clock import StepClock
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan

@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from argosy.models import loss as loss_module
-from argosy.models.batch import microbatches
-from argosy.models.decoder import Decoder
+from argosy.models.decoder import Decoder, microbatches
 from argosy.models.initialize import materialize
 from argosy.models.layers import Embedding, local
 from argosy.models.loss import chunk_loss_and_gradient

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from argosy.models.batch import microbatches
-from argosy.observe.live import LiveBytes
+from argosy.models.decoder import microbatches
 from argosy.observe.wire import Counts, WireCounter
 from argosy.parallel.world import World
 from argosy.plan.cost.exact_state import state_bytes
@@ -20,7 +19,7 @@ from argosy.plan.cost.traffic import traffic
 from argosy.plan.flops import train_flops_per_token
 from argosy.plan.plan import Plan
 from argosy.simulate.rank import even_choice, simulate_rank
-from argosy.simulate.record import Change, Sent, Trace, Wait, Work
+from argosy.simulate.record import Change, LiveBytes, Sent, Trace, Wait, Work
 from tiny import eager, run_config, train_step
 from workers import WorkerPool
 

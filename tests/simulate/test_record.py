@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from argosy.models.batch import microbatches
+from argosy.models.decoder import microbatches
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 from argosy.simulate.record import Change, Pass, Recorder, Sent, Trace, Wait, Where, Work

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from argosy.config.alerts import AlertsConfig
+from argosy.config.observe import AlertsConfig
 from argosy.errors import UserError
 from argosy.sinks import delivery
 from argosy.sinks.delivery import WAITING, Delivery

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from argosy.config.sinks import SinksConfig
+from argosy.config.observe import SinksConfig
 from argosy.observe.events import Events
 from argosy.sinks.held import MOST_TRIES, HeldSink
 from run_folder import RunFolder

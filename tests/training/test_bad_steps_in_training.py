@@ -17,7 +17,7 @@ from argosy import faults
 from argosy.checkpoint import store
 from argosy.config.schema import RunConfig
 from argosy.errors import DataError, Retryable, RunFailed, UserError
-from argosy.models.batch import Microbatch
+from argosy.models.decoder import Microbatch
 from argosy.observe.events import read_lines
 from argosy.observe.heartbeat import BESIDE
 from argosy.observe.ledger import read_ledger

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from argosy.models.batch import microbatches
+from argosy.models.decoder import microbatches
 from argosy.parallel.world import World
 from argosy.training.state import TrainState, Update
 from tiny import EAGER, train_step

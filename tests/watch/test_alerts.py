@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from argosy.config.alerts import ALL, AlertKind, AlertsConfig
+from argosy.config.observe import ALL, AlertKind, AlertsConfig
 from argosy.watch.alerts import CALM_S, Alert, Alerts, standing
 from argosy.watch.conditions import LOOKS
 from argosy.watch.facts import DiskSeen, Facts

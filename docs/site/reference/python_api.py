@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import argosy
-from argosy.config.meaning import texts_under_names
+from argosy.config.section import texts_under_names
 from reference.markdown import escaped, keys_table
 
 

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from argosy.config import keys
-from argosy.config.meaning import meanings
 from argosy.config.schema import RunConfig
-from argosy.config.section import Section
+from argosy.config.section import Section, meanings
 from argosy.plan.plan import Plan
 from reference.markdown import escaped, keys_table
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from argosy.cli.options import parse_run
-from argosy.config.repeatable import check_repeatable
+from argosy.config.identity import check_repeatable
 from argosy.errors import UserError
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_type_hints
 
 import tyro
 
-from argosy.config.meaning import meanings
+from argosy.config.section import meanings
 
 LOOKS = (tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff)
 """Show an optional option by its type alone: PATH, not {None}|PATH; and a flag without its opposite."""

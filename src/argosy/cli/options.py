@@ -22,10 +22,9 @@ from argosy.config.counts import IS_COUNT, count_of
 from argosy.config.essential import ESSENTIAL
 from argosy.config.layers import Entry, Source
 from argosy.config.load import OPTION_MARK, build, load, origin_of
-from argosy.config.meaning import meanings
 from argosy.config.renamed import RENAMED, new_key
 from argosy.config.schema import RunConfig
-from argosy.config.section import Section
+from argosy.config.section import Section, meanings
 from argosy.config.suggest import suggestion
 from argosy.errors import UserError
 

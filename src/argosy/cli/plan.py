@@ -164,7 +164,7 @@ def _priced(options: Options) -> list[tuple[str, float | None]]:
 
 
 def _limit_s(limit: str) -> float:
-    from argosy.config.durations import seconds_of
+    from argosy.config.counts import seconds_of
 
     try:
         return seconds_of(limit)

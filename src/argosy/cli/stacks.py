@@ -28,7 +28,7 @@ from argosy.cli.options import parse
 from argosy.config.load import load
 from argosy.errors import UserError
 from argosy.files import atomic_write
-from argosy.observe.stack_groups import in_words
+from argosy.observe.stacks import in_words
 from argosy.supervise.stack_gatherer import FOLDER, REQUEST
 
 LOOK_S = 0.1

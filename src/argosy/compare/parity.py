@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from argosy.config.repeatable import check_repeatable
+from argosy.config.identity import check_repeatable
 from argosy.config.schema import RunConfig
 from argosy.errors import ArgosyWarning, Interrupted, RunFailed, UserError
 from argosy.inference.trained_model import open_checkpoint

@@ -16,8 +16,8 @@ from typing import Any
 from argosy.checkpoint import store
 from argosy.checkpoint.checksums import Damaged
 from argosy.checkpoint.store import Checkpoint
+from argosy.config.identity import check_repeatable
 from argosy.config.load import load
-from argosy.config.repeatable import check_repeatable
 from argosy.config.schema import RunConfig
 from argosy.errors import ArgosyWarning, Interrupted, UserError
 from argosy.launch import run_folder

@@ -1,4 +1,4 @@
-"""Large numbers as people type them: 30k, 161B, 1.5T."""
+"""Numbers as people type them: counts (30k, 161B, 1.5T) and lengths of time (90m, 12h, 30d, 2w)."""
 
 from __future__ import annotations
 
@@ -31,3 +31,16 @@ IS_COUNT = "count"
 """Marks options that take a large number."""
 Count = Annotated[float, IS_COUNT]
 WholeCount = Annotated[int, IS_COUNT]
+
+
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+DURATION = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*([smhdw])\s*", re.IGNORECASE)
+
+
+def seconds_of(word: str) -> float:
+    """Return the seconds that `word` says. Raises: ValueError."""
+    parts = DURATION.fullmatch(word)
+    found = float(parts[1]) * UNITS[parts[2].lower()] if parts else 0.0
+    if not found:
+        raise ValueError(f"{word!r} is no length of time; try 90m, 12h, 30d or 2w")
+    return found

@@ -1,16 +1,76 @@
-"""The run file's table `data`: what the model reads, and how it is prepared from text."""
+"""The run file's table `data`: what the model reads, how it is prepared from text and filtered, and its cache."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from argosy.config.cache import CacheConfig
-from argosy.config.filters import FiltersConfig
 from argosy.config.section import Section
+
+
+class CacheConfig(Section):
+    """The cache of data.sources that are URLs of an object store. All runs of a machine may share one."""
+
+    folder: str = ""
+    """Folder of the cache, on a disk of this machine; empty: argosy/data in $XDG_CACHE_HOME, or in ~/.cache."""
+    size_gb: PositiveFloat = 50.0
+    """Most that the cache holds, in GB (10^9 bytes); less if the disk has less room."""
+    timeout_s: PositiveFloat = 600.0
+    """How long a step waits for a store that does not answer, before the run ends."""
+
+    @property
+    def path(self) -> Path:
+        """The folder, whoever chose it."""
+        if self.folder:
+            return Path(self.folder).expanduser().absolute()
+        caches = os.environ.get("XDG_CACHE_HOME", "")
+        return (Path(caches) if caches else Path.home() / ".cache") / "argosy" / "data"
+
+    @property
+    def size_bytes(self) -> int:
+        """`size_gb` in bytes."""
+        return int(self.size_gb * 1e9)
+
+
+Threshold = Annotated[float, Field(ge=0.0, le=1.0)]
+Count = Annotated[int, Field(ge=0)]
+Few = Annotated[int, Field(ge=1, le=1000)]
+
+
+class FiltersConfig(Section):
+    """Documents that are left out, before any of them becomes tokens. All but the length needs argosy[filters]."""
+
+    languages: tuple[str, ...] = ()
+    """Languages to keep, by their ISO 639-1 codes (en, de); empty: all."""
+    language_score: Threshold = 0.65
+    """Least probability of the language that a document seems to be in."""
+    min_chars: Count = 0
+    """Least length of a document in characters."""
+    max_chars: Count = 0
+    """Largest length of a document in characters; 0: any."""
+    repetition: bool = False
+    """Leave out documents that repeat lines, paragraphs or n-grams (Rae et al. 2021, Gopher, table A1)."""
+    quality: bool = False
+    """Leave out what is not prose in English: word count and length, symbols, stop words (Gopher, appendix A)."""
+    blocked_urls: str = ""
+    """A file with a domain or a URL on each line, whose documents are left out; datatrove: the lists that it has."""
+    url_field: str = "url"
+    """Field of a JSONL record, or column of a Parquet file, with the document's URL; read if blocked_urls is given."""
+    blocked_words: Path | None = None
+    """A file with a word or phrase on each line; documents with one of them are left out."""
+    duplicates: Literal["keep", "drop_exact", "drop_near"] = "keep"
+    """Leave out a document if the same (drop_exact), or one much like it (drop_near, MinHash), came before it."""
+    ngram: Few = 5
+    """drop_near: words of an n-gram; documents are alike if they share n-grams."""
+    buckets: Few = 14
+    """drop_near: buckets of the signature; two documents are alike if one bucket is the same."""
+    bucket_hashes: Few = 8
+    """drop_near: hashes of a bucket. Of pairs with similarity s, the share 1 - (1 - s^bucket_hashes)^buckets is found:
+    92 % at 0.8, 56 % at 0.7, as it is."""
 
 
 class PrepareConfig(Section):

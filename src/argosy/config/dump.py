@@ -9,9 +9,8 @@ import tomlkit
 from tomlkit.container import Container
 from tomlkit.items import AoT, Item, Table
 
-from argosy.config.meaning import meanings
 from argosy.config.schema import RunConfig
-from argosy.config.section import Section
+from argosy.config.section import Section, meanings
 from argosy.files import atomic_write
 
 

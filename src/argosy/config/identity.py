@@ -1,4 +1,4 @@
-"""The part of a run file that a checkpoint depends on."""
+"""The parts of a run file that decide its numbers: what a checkpoint depends on, and whether a run repeats itself."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import json
 from typing import Any
 
 from argosy.config.keys import dotted, flatten
-from argosy.config.mup import MuPConfig
+from argosy.config.model import MuPConfig
 from argosy.config.schema import RunConfig
+from argosy.errors import UserError
 
 MAY_CHANGE = ("name", "plan", "model.preset", "model.weights", "train.steps", "train.minutes", "train.pause_at",
               "train.deterministic", "evaluate", "checkpoint", "launch", "resilience", "observe",
@@ -52,3 +53,22 @@ def config_sha256(run: RunConfig) -> str:
 def is_under(key: str, prefixes: tuple[str, ...]) -> bool:
     """Return True if the dotted key is one of `prefixes`, or in a table that one of them names."""
     return any(key == prefix or key.startswith(prefix + ".") for prefix in prefixes)
+
+
+def check_repeatable(run: RunConfig, source: object) -> None:
+    """Raise UserError if nothing can run `run`, which `source` names, a second time to the same numbers."""
+    if "sync=async" in run.plan.replace(" ", ""):
+        raise UserError(
+            f"{source}: with plan.sync = async gradients come in another order each time, and steps give other numbers "
+            "again. There is nothing to compare."
+        )
+    if run.sites:
+        raise UserError(
+            f"{source}: the run has [[sites]], and what a site does follows from what the others send, so it cannot be "
+            "repeated alone. Leave the sites out to try its model, data and plan."
+        )
+    for own in run.not_deterministic:
+        raise UserError(
+            f"{source}: the {own} ({own.place}) is declared not deterministic, so the same steps give other "
+            "numbers each time. There is nothing to compare."
+        )

@@ -12,11 +12,9 @@ import annotated_types
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
-from argosy.config.counts import count_of
-from argosy.config.durations import DURATION, seconds_of
+from argosy.config.counts import DURATION, count_of, seconds_of
 from argosy.config.keys import Key, dotted, element_of, fields, limits, sections, value_type
-from argosy.config.meaning import meanings
-from argosy.config.section import Section
+from argosy.config.section import Section, meanings
 from argosy.config.suggest import suggestion
 
 

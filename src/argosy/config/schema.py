@@ -20,11 +20,10 @@ from pydantic import (
     model_validator,
 )
 
-from argosy.config.address import OptionalAddress
+from argosy.config.address import LeaseUrl, OptionalAddress
 from argosy.config.batch_ramp import BatchSizes, BatchStage, check_ramp
 from argosy.config.data import DataConfig
 from argosy.config.extend import ExtendConfig, one_of_or_own
-from argosy.config.lease_url import LeaseUrl
 from argosy.config.model import FAMILIES, ModelConfig
 from argosy.config.observe import ObserveConfig
 from argosy.config.resilience import ResilienceConfig

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from argosy.config.filters import FiltersConfig
+from argosy.config.data import FiltersConfig
 from argosy.data.filters import imported, of_datatrove, word_tokenizer
 
 MOST_KEYS = 2**25

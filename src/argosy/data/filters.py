@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from argosy.config.filters import FiltersConfig
+from argosy.config.data import FiltersConfig
 from argosy.errors import UserError, missing_extra
 from argosy.files import read_at_most
 

@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from argosy.config.data import PrepareConfig
+from argosy.config.data import FiltersConfig, PrepareConfig
 from argosy.config.extend import ExtendConfig
-from argosy.config.filters import FiltersConfig
 from argosy.data import journal as journals
 from argosy.data import manifest as manifests
 from argosy.data.crew import Workers

@@ -10,9 +10,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from argosy.config.energy import EnergyConfig
-from argosy.observe.energy import watts_per_device
+from argosy.config.observe import EnergyConfig
 from argosy.observe.events import from_the_end
+from argosy.observe.instruments import watts_per_device
 from argosy.plan.cost.economy import price_per_device_h, whole_run
 from argosy.plan.cost.estimate import Estimate
 from argosy.plan.cost.goodput import Goodput

@@ -1,19 +1,24 @@
-"""The optimizer: it steps each piece with the rule, learning rate and weight decay that the run file gives it."""
+"""The optimizer of a run, one of the table or the user's: it steps each piece with the rule, learning rate and weight
+decay that the run file gives it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from argosy.config.parameter_groups import ParameterSettings, RateFactor, no_factor, settings_of
-from argosy.config.schema import OptimizerConfig
+from argosy.config.schema import OptimizerConfig, RunConfig
 from argosy.faults import fault
 from argosy.optim.muon import Muon
+from argosy.optim.own import own_rule
 from argosy.optim.piece import Piece
 from argosy.optim.rules import AdamW, Lion, UpdateRule
 from argosy.optim.slot import Slot
+from argosy.plan.mup import rate_factor
 
 RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "lion": Lion, "muon": Muon}
 
@@ -124,3 +129,9 @@ class Optimizer:
         slot = self._slots[piece.name]
         slot.load(state)
         slot.steps = int(state["step"])
+
+
+def optimizer_of(run: RunConfig, pieces: Sequence[Piece]) -> Optimizer:
+    """Return the optimizer of these pieces, before its first step. Raises: UserError for a rule that does not exist."""
+    own = own_rule(run.extend.code, run.optimizer.kind) if run.optimizer.kind not in RULES else None
+    return Optimizer(pieces, run.optimizer, run.seed, own, partial(rate_factor, model=run.model))

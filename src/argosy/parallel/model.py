@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from argosy.config.schema import RunConfig
-from argosy.models.batch import Microbatch
-from argosy.models.decoder import Decoder
+from argosy.models.decoder import Decoder, Microbatch
 from argosy.models.experts import MoE
 from argosy.observe.clock import StepClock
 from argosy.parallel.buckets import Agreement, Bucket, Ranks

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from argosy.models.layers import local
-from argosy.observe.dispatch import tensors_in
+from argosy.observe.wire import tensors_in
 
 SMALLEST_OFFLOADED_BYTES = 2**16
 """Smaller tensors stay on the device: a copy would cost the link's latency, and free next to nothing."""

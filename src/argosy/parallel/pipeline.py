@@ -12,8 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
 
 from argosy.faults import fault
-from argosy.models.batch import Microbatch
-from argosy.models.decoder import Decoder
+from argosy.models.decoder import Decoder, Microbatch
 from argosy.observe.clock import StepClock
 from argosy.plan.pipeline import ScheduleRule
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
-from argosy.observe.dispatch import tensors_in
+from argosy.observe.wire import tensors_in
 
 RecomputeMode = Literal["none", "selective", "full"]
 

@@ -1,7 +1,7 @@
 """Maximal update parametrization: what a model's widths change in its initial values, learning rates and multipliers.
 
 Yang & Hu 2021, "Tensor Programs V", table 8, for optimizers whose step does not depend on the size of the gradient
-(AdamW, Lion), in ratios to a base model (`config.mup`), for which all factors are 1:
+(AdamW, Lion), in ratios to a base model (`config.model`), for which all factors are 1:
 
     embedding, norms, biases    as they are
     hidden matrices             variance of initial values and learning rate over the growth of their inputs

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from argosy.errors import UserError
-from argosy.observe.dispatch import tensors_in
+from argosy.observe.wire import tensors_in
 from argosy.parallel.world import World, leave_world
 
 SOME_NUMBER = 1.0

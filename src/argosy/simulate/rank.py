@@ -18,8 +18,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
-from argosy.models.batch import Microbatch, microbatches
-from argosy.models.decoder import Decoder
+from argosy.models.decoder import Decoder, Microbatch, microbatches
 from argosy.parallel.apply import apply
 from argosy.parallel.offload import ActivationOffload
 from argosy.parallel.world import World

@@ -19,11 +19,9 @@ from torch.utils.hooks import RemovableHandle
 from argosy.models.decoder import Block, Decoder
 from argosy.observe.clock import Category as Part
 from argosy.observe.clock import StepClock
-from argosy.observe.dispatch import nbytes, tensors_in
-from argosy.observe.flops import flops_of
-from argosy.observe.live import LiveBytes
-from argosy.observe.wire import Message, message_of
+from argosy.observe.wire import Message, message_of, nbytes, tensors_in
 from argosy.parallel.world import CPU
+from argosy.simulate.operators import LiveBytes, flops_of
 
 Category = Literal["parameters", "gathered", "gradients", "optimizer", "activations", "host", "other"]
 """What memory is for:

@@ -42,7 +42,7 @@ class Simulated:
     host_bytes: int
     """The most that `plan.offload` keeps in host memory at once."""
     flops: dict[Phase, int]
-    """FLOPs of contractions by phase (`observe.flops`)."""
+    """FLOPs of contractions by phase (`simulate.operators`)."""
     sent_bytes: Counts
     """(axis, kind of collective) -> bytes sent (`observe.wire`)."""
     messages: Counts

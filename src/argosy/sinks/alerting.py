@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from argosy.config.alerts import AlertsConfig
+from argosy.config.observe import AlertsConfig
 from argosy.observe.events import Events
 from argosy.sinks.delivery import Delivery
 from argosy.sinks.sink import About, Record, Sink

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-from argosy.config.alerts import AlertsConfig
+from argosy.config.observe import AlertsConfig
 from argosy.errors import UserError
 
 WAITING = 64

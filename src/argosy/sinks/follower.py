@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from argosy.config.load import load
+from argosy.config.observe import SinksConfig
 from argosy.config.schema import RunConfig
-from argosy.config.sinks import SinksConfig
 from argosy.observe.events import Events
 from argosy.plan.flops import parameters
 from argosy.processes.channel import Channel

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from argosy.config.sinks import SinksConfig
+from argosy.config.observe import SinksConfig
 from argosy.credentials import redact
 from argosy.observe.events import Events
 from argosy.observe.terminal import print_message

@@ -23,7 +23,7 @@ from argosy.checkpoint.owner import name_of
 from argosy.checkpoint.store import how_to_go_on
 from argosy.config.schema import LaunchConfig, RunConfig
 from argosy.errors import FINAL, ArgosyError, RunFailed, error_of
-from argosy.observe import stack, terminal
+from argosy.observe import stacks, terminal
 from argosy.observe.events import Events
 from argosy.observe.heartbeat import HeartbeatReading, heartbeat_path
 from argosy.observe.node_metrics import NodeMetrics
@@ -281,7 +281,7 @@ class Agent:
             self._stopping.not_saved = why
         self._events.write("killed", slot=process.slot, rank=process.rank, pid=process.pid, why=why)
         if process.state is State.RUNNING:
-            stack.ask(process.pid)  # it writes to its log where it hangs
+            stacks.ask(process.pid)  # it writes to its log where it hangs
         process.signal(signal.SIGKILL)
 
     def _kill_what_stands_still(self, now: float) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.files import atomic_write
-from argosy.observe import stack
+from argosy.observe import stacks
 from argosy.observe.heartbeat import heartbeat_path, read_heartbeat
 from argosy.resilience.detect.finding import process_state
 from argosy.supervise import flight_recorder
@@ -120,7 +120,7 @@ class StackGatherer:
                 log = self._run_dir / "logs" / f"worker-{self._node}-{worker.slot}.log"
                 with suppress(OSError):
                     asked.logs[worker.pid] = log, log.stat().st_size
-                    stack.ask_and_go_on(worker.pid)
+                    stacks.ask_and_go_on(worker.pid)
 
     def _answer(self) -> None:
         asked, self._asked = self._asked, None

@@ -23,7 +23,7 @@ from argosy.credentials import redact
 from argosy.errors import FINAL, ArgosyError
 from argosy.observe.heartbeat import UNREAD, Heartbeat
 from argosy.observe.sequences import sequence_numbers
-from argosy.observe.stack import write_when_asked
+from argosy.observe.stacks import write_when_asked
 from argosy.parallel.connections import Connections
 from argosy.parallel.world import Place, World, join_world, leave_world
 from argosy.plan.plan import Plan

@@ -1,4 +1,4 @@
-"""Sums of which numbers travel as small integers: int8 and int4, a scale for each block.
+"""Sums of which numbers travel as small integers, a scale for each block: int8, int4, and one bit, the sign.
 
 Two passes, as in an all-reduce of 1-bit Adam (Tang et al. 2021, figure 3). Each rank cuts its numbers into a piece for
 each rank, quantises them, and sends each rank its pieces (all-to-all); that rank sums them in fp32, quantises the sum,
@@ -7,6 +7,10 @@ lost of the sum, so that sums and residuals together lose nothing.
 
 A block's largest magnitude is the largest level (127, or 7), and its scale is fp32. A block with a number that is not
 finite has no finite scale, so that all ranks get numbers that are not finite.
+
+Of a sign the scale is the mean magnitude of its block (EF-signSGD: Karimireddy et al. 2019). What is sent then is not
+the gradient but a momentum of it that each replica keeps (`sync.momentum`; the momentum correction of Lin et al. 2018,
+"Deep Gradient Compression"), which is steadier, so that its signs say more.
 """
 
 from __future__ import annotations
@@ -21,7 +25,9 @@ from argosy.config.sync import SyncConfig
 from argosy.sync.collectives import all_gather_single
 from argosy.sync.compressor import (
     BucketFacts,
+    Memory,
     Moment,
+    Segment,
     Sending,
     WithResidual,
     keep_residual,
@@ -93,3 +99,48 @@ class Quantised(WithResidual):
             levels = packed.contiguous().view(torch.int8)
         scale_nK1 = scales.contiguous().view(torch.float32).unsqueeze(2)
         return (levels.reshape(n, blocks, self._block) * scale_nK1).flatten(1)
+
+
+BITS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+class Sign(Quantised):
+    """1-bit sign with momentum correction."""
+
+    def __init__(self, settings: SyncConfig):
+        super().__init__(settings, bits=1)
+
+    def memory(self, segments: Sequence[Segment], device: torch.device) -> Memory:
+        """See `Compressor`: a residual and a momentum."""
+        memory = super().memory(segments, device)
+        if self._settings.momentum:
+            memory.kept["momentum"] = torch.zeros(sum(segment.elements for segment in segments), device=device)
+        return memory
+
+    def sum(self, flat: Tensor, groups: Sequence[dist.ProcessGroup], bucket: BucketFacts, moment: Moment) -> Sending:
+        """See `Compressor`."""
+        before = bucket.memory.kept.get("momentum")
+        if before is not None:
+            now = (flat.float() / moment.scale).lerp_(before, self._settings.momentum)
+            bucket.memory.staged["momentum"] = now
+            flat = now * moment.scale
+        return (yield from super().sum(flat, groups, bucket, moment))
+
+    def encode(self, x_nC: Tensor, random: torch.Generator | None) -> Tensor:
+        """Return uint8 [n, W]: a bit for each number, then the fp32 scales of their blocks."""
+        x = x_nC.view(len(x_nC), -1, self._block)
+        scale_nK = x.abs().mean(dim=2)
+        weights = torch.tensor(BITS, dtype=torch.uint8, device=x.device)
+        bits = (x_nC.view(len(x_nC), -1, 8) >= 0).to(torch.uint8)
+        packed = (bits * weights).sum(dim=2, dtype=torch.uint8)
+        return torch.cat([packed, scale_nK.view(torch.uint8)], dim=1)
+
+    def decode(self, bytes_nW: Tensor) -> Tensor:
+        """Return the numbers, fp32 [n, C]."""
+        n, width = bytes_nW.shape
+        blocks = width // (self._block // 8 + 4)
+        packed, scales = bytes_nW.split([width - 4 * blocks, 4 * blocks], dim=1)
+        weights = torch.tensor(BITS, dtype=torch.uint8, device=packed.device)
+        signs = ((packed.unsqueeze(2) & weights) != 0).float().mul_(2).sub_(1)
+        scale_nK1 = scales.contiguous().view(torch.float32).unsqueeze(2)
+        return (signs.view(n, blocks, self._block) * scale_nK1).flatten(1)

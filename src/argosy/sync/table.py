@@ -10,8 +10,7 @@ from argosy.config.sync import SyncConfig
 from argosy.sync.compressor import Compressor
 from argosy.sync.exact import Exact
 from argosy.sync.powersgd import PowerSGD
-from argosy.sync.quantised import Quantised
-from argosy.sync.sign import Sign
+from argosy.sync.quantised import Quantised, Sign
 from argosy.sync.topk import TopK
 
 COMPRESSORS: Mapping[str, Callable[[SyncConfig], Compressor]] = {

@@ -12,7 +12,7 @@ from argosy.config.schema import RunConfig
 from argosy.data.loader import OpenData
 from argosy.data.order import Range, kept, skipped_by
 from argosy.data.stream import BadShard, Place
-from argosy.models.batch import Microbatch, microbatches
+from argosy.models.decoder import Microbatch, microbatches
 from argosy.observe.events import Events
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan

@@ -13,7 +13,7 @@ import torch
 
 from argosy.config.schema import RunConfig
 from argosy.data.stream import BadShard, TokenSource, spread_windows
-from argosy.models.batch import microbatches
+from argosy.models.decoder import microbatches
 from argosy.models.loss import IGNORED
 from argosy.observe.heartbeat import Heartbeat
 from argosy.observe.progress import Progress

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from argosy.config.schema import RunConfig
 from argosy.faults import fault
-from argosy.models.batch import Microbatch
+from argosy.models.decoder import Microbatch
 from argosy.observe.clock import StepClock
 from argosy.optim.piece import Piece
 from argosy.parallel.expert import loads_of

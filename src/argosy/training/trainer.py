@@ -11,7 +11,7 @@ from torch import Tensor
 
 from argosy.config.schema import RunConfig
 from argosy.faults import fault
-from argosy.models.batch import Microbatch
+from argosy.models.decoder import Microbatch
 from argosy.observe.heartbeat import Heartbeat
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan

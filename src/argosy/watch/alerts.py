@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from argosy.config.alerts import AlertKind, AlertsConfig
+from argosy.config.observe import AlertKind, AlertsConfig
 from argosy.watch.conditions import LOOKS, Condition, conditions, newest_step
 from argosy.watch.facts import Event, Facts
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from argosy.config.alerts import AlertKind, AlertsConfig
+from argosy.config.observe import AlertKind, AlertsConfig
 from argosy.plan.cost.formatting import percent, seconds
 from argosy.watch.facts import Event, Facts, median
 from argosy.watch.rules.learning import spikes

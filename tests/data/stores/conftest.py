@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from argosy.config.cache import CacheConfig
-from argosy.config.data import DataConfig
+from argosy.config.data import CacheConfig, DataConfig
 from argosy.config.schema import RunConfig
 from argosy.data.checksum import BLOCK_BYTES
 from argosy.data.stores.cache import Cache

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from argosy.config.cache import CacheConfig
+from argosy.config.data import CacheConfig
 from argosy.data.checksum import BLOCK_BYTES
 from argosy.data.stores.cache import Cache, Reader, block_key
 from argosy.errors import UserError
@@ -66,7 +66,7 @@ def test_no_reader_takes_away_what_another_has_pinned(cache: Cache) -> None:
 def test_a_dead_process_pins_nothing(cache: Cache) -> None:
     program = (
         "import os, sys, numpy as np\n"
-        "from argosy.config.cache import CacheConfig\n"
+        "from argosy.config.data import CacheConfig\n"
         "from argosy.data.stores.cache import Cache, Reader, block_key\n"
         "reader = Reader(Cache(CacheConfig(folder=sys.argv[1])))\n"
         f"reader.write(np.array([block_key('{SHARD}', b) for b in range(4)], np.uint64), np.zeros(4, np.uint32), 9)\n"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from argosy.config.batch_ramp import BatchSizes
-from argosy.config.cache import CacheConfig
+from argosy.config.data import CacheConfig
 from argosy.data.checksum import BLOCK_BYTES
 from argosy.data.loader import OpenData, open_data
 from argosy.data.stores.cache import Cache

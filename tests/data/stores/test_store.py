@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from argosy.config.cache import CacheConfig
+from argosy.config.data import CacheConfig
 from argosy.data.stores.cache import Cache
 from argosy.data.stores.folder import StoreFolder
 from argosy.data.stores.store import Store, is_url, words

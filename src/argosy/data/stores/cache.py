@@ -30,7 +30,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from argosy.config.cache import CacheConfig
+from argosy.config.data import CacheConfig
 from argosy.data.checksum import BLOCK_BYTES
 from argosy.errors import UserError
 from argosy.files import PARTIAL, atomic_write

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
+from argosy.config.address import LeaseUrl
 from argosy.config.dump import dump
-from argosy.config.lease_url import LeaseUrl
 from argosy.errors import DataError, Poisoned, RunFailed, StorageError, UserError
 from argosy.launch.engines.engine import Request
 from argosy.processes.secret import VALUE

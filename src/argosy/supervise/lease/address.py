@@ -7,7 +7,7 @@ import os
 import socket
 from contextlib import suppress
 
-from argosy.config.lease_url import LeaseUrl
+from argosy.config.address import LeaseUrl
 from argosy.config.schema import LaunchConfig
 from argosy.errors import UserError
 from argosy.processes.connection import Address

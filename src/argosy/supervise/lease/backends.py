@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from argosy.checkpoint.owner import name_of
-from argosy.config.lease_url import LeaseUrl
+from argosy.config.address import LeaseUrl
 from argosy.supervise.lease.etcd import EtcdLease
 from argosy.supervise.lease.folder import FolderLease
 from argosy.supervise.lease.kubernetes import KubernetesLease

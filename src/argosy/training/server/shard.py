@@ -23,8 +23,7 @@ from argosy.errors import UserError
 from argosy.faults import fault
 from argosy.models.initialize import fill_initial
 from argosy.models.own_family import load_family
-from argosy.optim.of_run import optimizer_of
-from argosy.optim.optimizer import Optimizer
+from argosy.optim.optimizer import Optimizer, optimizer_of
 from argosy.optim.piece import Piece
 from argosy.parallel.world import World
 from argosy.plan.parameters import parameter_table

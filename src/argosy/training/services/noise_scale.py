@@ -27,7 +27,7 @@ import torch
 
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
-from argosy.models.batch import Microbatch
+from argosy.models.decoder import Microbatch
 from argosy.parallel.gradients import square_share
 from argosy.parallel.local_squares import LocalSquares, has_own_gradients
 from argosy.plan.pipeline import SPLITTING

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from argosy.models.batch import Microbatch
+from argosy.models.decoder import Microbatch
 from argosy.training.evaluation import Score
 from argosy.training.parts import Parts
 from argosy.training.step import StepOutcome, UpdateObserver

@@ -1,11 +1,41 @@
-"""Stacks of many ranks, so that a person sees at once which of them is elsewhere."""
+"""Python stacks: of a process, which writes them down when another asks, even while it hangs; of many ranks, grouped,
+so that a person sees at once which of them is elsewhere.
+"""
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import re
+import signal
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
+
+ASKED = signal.SIGUSR2
+WRITING_S = 0.05
+"""A process that is not stopped has written its stacks within this time."""
+
+
+def write_when_asked(descriptor: int) -> None:
+    """Prepare this process to write the stacks of all its threads to the file with this descriptor when asked."""
+    faulthandler.register(ASKED, os.dup(descriptor), all_threads=True)
+
+
+def ask(pid: int) -> None:
+    """Ask a process that has called `write_when_asked`, and wait until it had the time. It would kill any other."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, ASKED)
+        time.sleep(WRITING_S)
+
+
+def ask_and_go_on(pid: int) -> None:
+    """Ask as `ask` does, and do not wait."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, ASKED)
+
 
 FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)')
 HEAD = re.compile(r"(Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):")

@@ -1,10 +1,19 @@
-"""Stacks of many ranks are shown once for each place."""
+"""Stacks of many ranks are shown once for each place.
+
+A process that hangs says where, even with Python's lock held.
+"""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
-from argosy.observe.stack_groups import groups, in_words, threads_of
+import pytest
+
+from argosy.observe import stacks
+from argosy.observe.stacks import groups, in_words, threads_of
 
 DUMP = """Current thread 0x00007f (most recent call first):
   File "/x/lib/python3.11/threading.py", line 324 in wait
@@ -52,3 +61,39 @@ def test_a_process_that_says_nothing_is_shown_with_what_is_wrong():
 
 def test_other_threads_are_shown_on_request():
     assert "threading.py" not in in_words([worker(0)]) and "threading.py:324" in in_words([worker(0)], is_all=True)
+
+
+HANGS = {
+    "sleeps": "import time; time.sleep(60)",
+    "holds the lock": "import ctypes; [ctypes.PyDLL(None).sleep(60) for _ in range(9)]",  # a signal ends one of them
+}
+CODE = """
+import sys
+from argosy.observe.stacks import write_when_asked
+write_when_asked(2)
+def here():
+    print("ready", flush=True)
+    {hang}
+here()
+"""
+
+
+@pytest.mark.parametrize("hang", HANGS.values(), ids=HANGS)
+def test_it_writes_its_stacks_and_lives_on(tmp_path: Path, hang: str) -> None:
+    with (tmp_path / "log").open("wb") as log:
+        command = [sys.executable, "-c", CODE.format(hang=hang)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log)
+    assert process.stdout is not None
+    process.stdout.readline()
+    stacks.ask(process.pid)
+    try:
+        assert "in here" in (tmp_path / "log").read_text() and process.poll() is None
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_one_that_is_gone_is_not_asked() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    stacks.ask(process.pid)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from argosy.config.meaning import texts_under_names
 from argosy.config.schema import LaunchConfig
+from argosy.config.section import texts_under_names
 
 
 @pytest.fixture
