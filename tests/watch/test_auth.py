@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,19 @@ def test_a_request_that_does_not_arrive_ends(root: Path, monkeypatch: pytest.Mon
         assert silent.recv(10) == b""
         _wait_for_end(reused)
         assert server.get("/api/runs").status == 200
+
+
+@pytest.mark.parametrize("limits", [{"MOST_OF_ADDRESS": 10}, {"MOST_OF_ADDRESS": 1000}])
+def test_connections_that_idle_keep_nobody_out(
+    root: Path, monkeypatch: pytest.MonkeyPatch, limits: dict[str, int]
+) -> None:
+    for name, value in {"MOST_CONNECTIONS": 20, **limits}.items():
+        monkeypatch.setattr(serve, name, value)
+    with served(root, TOKEN) as server, ExitStack() as held:
+        idle = [held.enter_context(server.connection()) for _ in range(60)]
+        assert server.get("/api/runs", authorization=f"Bearer {TOKEN}").status == 200
+        idle[0].settimeout(20)
+        assert idle[0].recv(1) == b"", "the one that idled for longest is closed"
 
 
 def _wait_for_end(connection) -> None:

@@ -23,6 +23,8 @@ TRIES = 50
 REQUEST_S = 15.0
 """A connection must have sent its whole request after so long."""
 MOST_CONNECTIONS = 400
+MOST_OF_ADDRESS = 100
+"""Connections of one address. The one of them that has idled for longest is closed when there is another."""
 MOST_HEADER_BYTES = 2**14
 
 
@@ -30,11 +32,28 @@ class PatientProtocol(H11Protocol):
     """HTTP/1.1 that closes a connection whose request does not arrive: uvicorn itself waits for ever."""
 
     deadline: asyncio.TimerHandle | None = None
+    idle_since_s = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for the first request."""
+        """Begin to wait for the first request; where there are too many connections, close one that idles."""
         super().connection_made(transport)
         self._wait()
+        others = [each for each in self.connections if each is not self and isinstance(each, PatientProtocol)]
+        same = [each for each in others if each.address == self.address]
+        if len(same) >= MOST_OF_ADDRESS:
+            _close_one(same)
+        elif len(others) >= MOST_CONNECTIONS - 1:
+            _close_one(others)
+
+    @property
+    def address(self) -> str:
+        """The machine at the other end; empty if it is not known."""
+        return self.client[0] if self.client else ""
+
+    @property
+    def idles(self) -> bool:
+        """True while no request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
 
     def data_received(self, data: bytes) -> None:
         """Stop waiting once a request is whole, and begin again with a part of the next one."""
@@ -50,12 +69,22 @@ class PatientProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def _wait(self) -> None:
+        self.idle_since_s = self.loop.time()
         self.deadline = self.loop.call_later(REQUEST_S, self.transport.close)
 
     def _stop_waiting(self) -> None:
         if self.deadline is not None:
             self.deadline.cancel()
             self.deadline = None
+
+
+def _close_one(connections: list[PatientProtocol]) -> None:
+    """Close the connection that has idled for longest: who has no request to make must not keep others out."""
+    idle = [each for each in connections if each.idles]
+    if idle:
+        longest = min(idle, key=lambda each: each.idle_since_s)
+        longest.connections.discard(longest)  # it counts no more, at once
+        longest.transport.close()
 
 
 class Server(uvicorn.Server):
