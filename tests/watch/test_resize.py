@@ -7,7 +7,7 @@ import pytest
 from argosy.errors import UserError
 from argosy.plan.hardware.clusters import Cluster
 from argosy.watch.facts import Facts
-from argosy.watch.resize import Resizing, resizing
+from argosy.watch.resize import Resizing, resizing, rest_of
 from argosy.watch.rules.planner import Planner
 from watched import H100, big_run, columns, healthy
 
@@ -34,6 +34,17 @@ def test_the_measured_speed_is_what_all_sizes_are_scaled_from():
     assert float(now.options[0].left_s.mid) == pytest.approx(9600 * 8, rel=0.1)
     half, double = (next(o for o in now.options if o.devices == n and not o.is_measured) for n in (32, 128))
     assert float(double.left_s.mid) < float(now.options[0].left_s.mid) < float(half.left_s.mid)
+
+
+def test_what_a_run_has_done_of_its_batch_ramp_is_not_planned_again():
+    ramp = ({"until_step": 200, "global_batch": 64}, {"until_step": 600, "global_batch": 128})
+    ramped = big_run(train={"batch_ramp": ramp})
+    assert [(s.until_step, s.global_batch) for s in rest_of(ramped, 9600).train.batch_ramp] == [(200, 128)]
+    assert rest_of(ramped, 9000).train.batch_ramp == ()
+    late = healthy(ramped, PLAN, hardware=H100, steps=columns(2000, step_s=8.0))
+    plain = healthy(big_run(), PLAN, hardware=H100, steps=columns(2000, step_s=8.0))
+    of_ramped, of_plain = (ask(facts, "128xh200").options[-1] for facts in (late, plain))
+    assert float(of_ramped.left_s.mid) == pytest.approx(float(of_plain.left_s.mid), rel=1e-3)
 
 
 def test_a_run_that_is_late_is_scaled_up_and_one_with_time_down():

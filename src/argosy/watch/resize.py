@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan.cost.economy import price_per_device_h
 from argosy.plan.cost.estimate import Estimate, propagate
@@ -85,8 +86,8 @@ def resizing(
     left_s = Estimate(expected.left_s.low, expected.left_s.mid, expected.left_s.high)
     beside = float(left_s.mid) / (left * facts.step_s)  # evaluations and failures make it more than 1
     now = _option("", plan.world_size, str(plan), Estimate.exactly(facts.step_s), left_s, machine, is_measured=True)
-    tokens = float(left * run.tokens_per_step)
-    free = run.model_copy(update={"plan": "auto"})
+    free = rest_of(run, left).model_copy(update={"plan": "auto"})
+    tokens = float(free.train.batches.before(left) * run.data.seq_len)
     pins = {key: (getattr(plan, key),) for key in NUMERICS}
     found = [now]
     if machine is not None:
@@ -104,6 +105,18 @@ def resizing(
     direction = _direction(best, now)
     options = (now, *sorted(_shown(found[1:], now, best), key=lambda each: (each.where, each.devices)))
     return Resizing(left, limit_s, options, direction, best, _words(direction, best, now, limit_s))
+
+
+def rest_of(run: RunConfig, left: int) -> RunConfig:
+    """Return the run of the `left` steps that are still to be made: of a batch ramp, only what is not done yet."""
+    done = (run.train.steps or left) - left
+    ramp = tuple(
+        stage.model_copy(update={"until_step": stage.until_step - done})
+        for stage in run.train.batch_ramp
+        if stage.until_step > done
+    )
+    train = run.train.model_copy(update={"steps": left, "batch_ramp": ramp})
+    return run.model_copy(update={"train": train})
 
 
 def _own_sizes(request: PlanRequest) -> list[tuple[int, str]]:
