@@ -44,6 +44,15 @@ def test_the_list_says_what_is_verified_and_what_is_damaged(run_dir, capsys):
     assert rows[2]["bytes"] == 3000 and rows[2]["tokens"] == 3_000_000 and rows[2]["format"] == 2
 
 
+def test_what_was_changed_since_it_was_verified_is_not_called_verified(run_dir, capsys):
+    verified = store.committed(run_dir)[2]
+    damaged = verified.folder / next(iter(verified.manifest.files))
+    assert verified.changed_file() is None
+    flip_a_bit(damaged, 100)
+    main(["list", str(run_dir)])
+    assert f"not verified: {damaged.name} was changed since" in capsys.readouterr().out.splitlines()[2]
+
+
 def test_a_folder_without_a_run_has_no_list(tmp_path, capsys):
     with pytest.raises(UserError, match="neither a run nor a checkpoint"):
         main(["list", str(tmp_path)])

@@ -68,6 +68,18 @@ class Checkpoint:
         except ArgosyError:
             return False
 
+    def changed_file(self) -> str | None:
+        """Return the name of a file that is gone, of another length, or younger than the mark that all were whole."""
+        marked_ns = (self.folder / VERIFIED).stat().st_mtime_ns if self.is_verified else None
+        for name, entry in sorted(self.manifest.files.items()):
+            try:
+                found = (self.folder / name).stat()
+            except OSError:
+                return name
+            if found.st_size != entry.bytes or (marked_ns is not None and found.st_mtime_ns > marked_ns):
+                return name
+        return None
+
     def share(self, rank: int, size: int) -> list[str]:
         """Return the files that one of `size` readers reads; if there are several, not those that it wrote itself."""
         return sorted(self.manifest.files)[(rank + 1) % size :: size]

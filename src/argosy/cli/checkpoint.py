@@ -96,7 +96,7 @@ def main(argv: list[str]) -> int:
 
 def _list(argv: list[str]) -> int:
     """List a run's checkpoints, newest last: step, size, tokens seen, time, and if it is verified (read back after it
-    was written, and found whole).
+    was written, found whole, and not changed since by its files' lengths and times; `verify` reads every byte).
 
     Example:
       argosy checkpoint list runs/demo
@@ -110,7 +110,8 @@ def _list(argv: list[str]) -> int:
     for checkpoint in checkpoints:
         try:
             rest = {key: value for key, value in checkpoint.manifest.to_record().items() if key not in HIDDEN}
-            verified = {"verified": checkpoint.is_verified}
+            changed = checkpoint.changed_file()
+            verified = {"verified": checkpoint.is_verified and changed is None, "changed": changed}
             rows.append({"step": checkpoint.step, "bytes": checkpoint.bytes, **verified, **rest})
         except ArgosyError as damage:
             rows.append({"step": checkpoint.step, "damaged": str(damage)})
@@ -134,6 +135,8 @@ def _line(row: dict[str, Any]) -> str:
         return f"{name}  {row['damaged']}"
     saved = datetime.fromtimestamp(row["saved_at_s"]).strftime("%Y-%m-%d %H:%M:%S")
     verified = "verified" if row["verified"] else "not verified"
+    if row["changed"]:
+        verified += f": {row['changed']} was changed since; `argosy checkpoint verify` reads it"
     return f"{name}  {row['bytes'] / 1e6:9.1f} MB  {row['tokens'] / 1e6:9.2f}M tokens  {saved}  {verified}"
 
 
