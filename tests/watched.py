@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,21 @@ def healthy(
     known = {"now_s": float(steps["time_s"][-1]) + 0.1, "folder": "runs/tiny", **facts}
     ordered = sorted(events, key=lambda each: each["time_s"])
     return Facts(run=run, plan=parsed, prediction=prediction, steps=steps, events=ordered, **known)
+
+
+def continued(facts: Facts, pause_s: float, at_step: int = STEPS - 1) -> Facts:
+    """The same run, which was asked to stop before this step, and was continued after a pause."""
+    steps = {key: values.copy() for key, values in facts.steps.items()}  # type: ignore[attr-defined]
+    steps["time_s"][at_step:] += pause_s
+    stop_s = float(steps["time_s"][at_step - 1]) + 0.1
+    ended = [
+        {"time_s": stop_s, "event": "end", "process": "rank-0", "step": at_step, "finished": False},
+        {"time_s": stop_s + 0.1, "event": "finish", "process": "coordinator", "exit_code": 143, "why": "SIGTERM"},
+    ]
+    again_s = float(steps["time_s"][at_step]) - 1.0
+    begun = {"time_s": again_s - 0.2, "event": "coordinator_started", "process": "launcher", "replaces": False}
+    events = [*facts.events, *ended, begun, {**facts.starts[-1], "time_s": again_s, "step": at_step}]
+    return replace(facts, steps=steps, events=events, now_s=facts.now_s + pause_s)
 
 
 def ranks(count: int = 8, slow: dict[int, float] | None = None, steps: int = 30, per_node: int = 4) -> Ranks:

@@ -14,7 +14,7 @@ from argosy.config.observe import ALL, AlertKind, AlertsConfig
 from argosy.watch.alerts import CALM_S, Alert, Alerts, standing
 from argosy.watch.conditions import LOOKS
 from argosy.watch.facts import DiskSeen, Facts
-from watched import BEGAN_S, STEPS, columns, event, healthy, small_run
+from watched import BEGAN_S, STEPS, columns, continued, event, healthy, small_run
 
 BAD = {"step": STEPS - 10, "loss": 9.5, "grad_norm": 3.0, "largest_loss": 4.0, "outcome": "skip"}
 NOW_S = float(columns()["time_s"][-1]) - BEGAN_S
@@ -134,6 +134,24 @@ def test_between_two_limits_an_alert_stays_as_it_is():
     for number, free_gb in enumerate((6.0, 4.9, 5.1, 6.0, 4.9, 8.0, 8.0)):
         said += alerts.look(at(healthy(disks=disk(free_gb)), 100.0 * number))
     assert states(said) == [("disk_filling", "begins"), ("disk_filling", "ends")]
+
+
+@pytest.mark.parametrize("alert", ["low_goodput", "stall", "checkpoint_unverified"])
+def test_a_run_that_was_stopped_for_a_day_and_continued_has_no_alert(alert: AlertKind):
+    facts = continued(healthy(small_run(checkpoint={"every_minutes": 10.0}), steps=columns(8000)), 86_400.0, 7990)
+    assert Alerts(AlertsConfig(on=(alert,))).look(at(facts, 10.0)) == []
+
+
+def test_a_run_that_hangs_after_a_pause_is_said_to_stall():
+    facts = continued(healthy(), 86_400.0, STEPS - 10)
+    assert states(Alerts(AlertsConfig(on=("stall",))).look(at(facts, 900.0))) == [("stall", "begins")]
+
+
+def test_the_first_step_after_a_pause_may_compile():
+    facts = continued(healthy(), 86_400.0)
+    first = {key: values[:-1] for key, values in facts.steps.items()}  # type: ignore[attr-defined]
+    facts = replace(facts, steps=first, now_s=facts.starts[-1]["time_s"] + 300)
+    assert Alerts(AlertsConfig(on=("stall",))).look(facts) == []
 
 
 def test_a_process_that_is_started_again_says_nothing_twice():

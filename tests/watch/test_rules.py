@@ -12,9 +12,10 @@ import pytest
 
 from argosy.watch.advice import RULES, advise
 from argosy.watch.facts import DeviceSeen, Facts
+from argosy.watch.forecast import forecast
 from argosy.watch.rules.planner import Planner
 from argosy.watch.rules.rule import Advice
-from watched import BEGAN_S, H100, STEPS, big_run, columns, event, healthy, ranks, small_run, start
+from watched import BEGAN_S, H100, STEPS, big_run, columns, continued, event, healthy, ranks, small_run, start
 
 FSDP = "dp_shard=64,zero=3,recompute=full,microbatch=1,precision=bf16"
 GENERATION = {"ranks": {f"node{rank // 4}/{rank % 4}": rank for rank in range(8)}}
@@ -261,6 +262,26 @@ def test_on_an_unknown_device_the_planner_is_silent():
     facts = big(prediction=big().prediction)
     events = [start(hardware=unknown, plan=FSDP)]
     assert Planner(replace(facts, events=events)).faster is None
+
+
+def test_a_day_in_which_the_run_was_stopped_is_no_time_of_its_own():
+    running = healthy(steps=columns(2000), power_w=1000.0, devices=(DeviceSeen("node0", (0,), utilisation=0.2),))
+    paused = continued(running, 86_400.0, 1000)
+    assert paused.wall_s == pytest.approx(running.wall_s, abs=2)
+    assert not {"low_goodput", "lost_ranks"} & {each.rule for each in advise(paused, Planner(paused))}
+    (idle,) = (each for each in advise(paused, Planner(paused)) if each.rule == "idle_devices")
+    assert "0.22 kWh so far" in idle.evidence
+
+
+def test_the_money_and_energy_of_a_forecast_are_without_the_time_in_which_the_run_was_stopped():
+    plan = "dp_shard=64,zero=1,recompute=selective,microbatch=1,precision=bf16,bucket_mb=64"
+    running = healthy(big_run(train={"steps": 500}), plan, hardware=H100)
+    before, after = (forecast(facts) for facts in (running, continued(running, 86_400.0)))
+    assert before is not None and after is not None and before.cost is not None and after.cost is not None
+    assert after.cost_so_far == pytest.approx(before.cost_so_far, rel=0.05)
+    assert after.cost.mid == pytest.approx(before.cost.mid, rel=0.05)
+    assert after.energy_kwh is not None and before.energy_kwh is not None
+    assert after.energy_kwh.mid == pytest.approx(before.energy_kwh.mid, rel=0.05)
 
 
 def test_the_better_plan_is_said_once_by_the_rule_that_knows_why():

@@ -151,6 +151,9 @@ def dead(facts: Facts, settings: AlertsConfig) -> Iterator[Condition]:
             f"the run has failed{f': {why}' if why else ''}",
             "Look at its logs; the same command goes on.",
         )
+    elif facts.state == "dead":
+        do = "The same command goes on from the newest checkpoint."
+        yield Condition("dead", True, "its processes are gone, and no event says why", do)
     elif facts.state == "silent":
         silent_s = facts.now_s - facts.last_line_s
         do = "Its machine or its launcher is gone: the same command goes on from the newest checkpoint."
@@ -198,7 +201,7 @@ def node_in_doubt(facts: Facts, settings: AlertsConfig) -> Iterator[Condition]:
 def low_goodput(facts: Facts, settings: AlertsConfig) -> Iterator[Condition]:
     """Tell that little of the last time went into steps that count."""
     window_s = 60 * settings.goodput_minutes
-    if facts.state != "training" or not facts.starts or facts.now_s - float(facts.starts[0]["time_s"]) < window_s:
+    if facts.state != "training" or not facts.now_s - facts.continued_s >= window_s:
         return
     times, took = facts.column("time_s"), facts.column("step_time_s")
     first = int(np.searchsorted(times, facts.now_s - window_s))
@@ -219,7 +222,7 @@ def checkpoint_unverified(facts: Facts, settings: AlertsConfig) -> Iterator[Cond
     if run is None or facts.state != "training" or not (run.checkpoint.every_steps or run.checkpoint.every_minutes):
         return
     whole = [float(event["time_s"]) for event in (*facts.of("verified")[-1:], *facts.of("resume")[-1:])]
-    since_s = max([*whole, *(float(start["time_s"]) for start in facts.starts[:1])], default=float("nan"))
+    since_s = float(np.fmax(max(whole, default=float("nan")), facts.continued_s))
     limit_s = 60 * settings.unverified_minutes or max(UNVERIFIED_S, INTERVALS * _save_interval_s(facts))
     age_s = facts.now_s - since_s
     if age_s > limit_s:
@@ -247,15 +250,15 @@ LOOKS: dict[AlertKind, Look] = {
 def _pace(facts: Facts, settings: AlertsConfig) -> tuple[float, float]:
     """Return when the newest step ended, and how long the next may take."""
     start_s = max([float(start["time_s"]) for start in facts.starts[-1:]], default=float("nan"))
+    first_s = facts.run.resilience.first_step_s if facts.run is not None else 600.0
     if not len(facts):
-        first_s = facts.run.resilience.first_step_s if facts.run is not None else 600.0
         return start_s, first_s
     times = facts.column("time_s", slice(-LAST, None))
-    between = np.diff(times[np.isfinite(times)])
-    longest = float(between.max(initial=0.0))
+    since = times[~(times < start_s) & np.isfinite(times)]  # a pause before the newest start is no step
+    longest = float(np.diff(since).max(initial=0.0))
     usual = facts.step_s if facts.step_s > 0 else median(facts.column("step_time_s"))
     last_s = float(np.fmax(facts.last_line_s, start_s))
-    return last_s, max(settings.stall_s, STALL_STEPS * usual, STALL_LONGEST * longest)
+    return last_s, max(settings.stall_s, STALL_STEPS * usual, STALL_LONGEST * longest, 0.0 if len(since) else first_s)
 
 
 def _save_interval_s(facts: Facts) -> float:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,8 @@ from argosy.observe.events import plan_since
 from argosy.observe.heartbeat import BESIDE
 from argosy.plan.cost.prediction import Prediction
 from argosy.plan.plan import Plan
+from argosy.watch.state import State
+from argosy.watch.timeline import Stretch, timeline
 
 Floats = NDArray[np.float64]
 
@@ -32,7 +35,6 @@ class Table(Protocol):
 
 
 Event = Mapping[str, Any]
-State = Literal["training", "finished", "stopped", "failed", "silent"]
 
 RECENT = 200
 """Conclusions about the present are drawn from so many last steps: seconds of small runs, an hour of large ones."""
@@ -186,10 +188,26 @@ class Facts:
 
     @cached_property
     def wall_s(self) -> float:
-        """Seconds from the first start to the newest line, or to now if the run goes on."""
-        if not self.starts:
-            return float("nan")
-        return max(0.0, self.last_line_s - float(self.starts[0]["time_s"]))
+        """Seconds from the first start to the newest line, without those in which nobody ran it."""
+        return self.running_s(float(self.starts[0]["time_s"]), self.last_line_s) if self.starts else float("nan")
+
+    def running_s(self, begin_s: float, end_s: float) -> float:
+        """Return the seconds between two times in which the run was not stopped."""
+        pauses = ((max(begin_s, pause.begin_s), min(end_s, pause.end_s)) for pause in self._pauses)
+        return max(0.0, end_s - begin_s) - sum(max(0.0, end - begin) for begin, end in pauses)
+
+    @cached_property
+    def continued_s(self) -> float:
+        """When the run began to train, or did so again after it was stopped last; NaN if it has not."""
+        began_s = max((pause.end_s for pause in self._pauses), default=-math.inf)
+        since = [float(start["time_s"]) for start in self.starts if float(start["time_s"]) >= began_s]
+        return since[0] if since else float("nan")
+
+    @cached_property
+    def _pauses(self) -> list[Stretch]:
+        times = self.column("time_s")
+        found = timeline(self.events, self.last_line_s, None, times[np.isfinite(times)])
+        return [stretch for stretch in found.stretches if stretch.phase == "stopped"]
 
     @cached_property
     def last_line_s(self) -> float:
@@ -250,7 +268,7 @@ class Facts:
     @property
     def has_ended(self) -> bool:
         """True if nothing is trained any more."""
-        return self.state in ("finished", "failed", "stopped")
+        return self.state in ("finished", "failed", "stopped", "dead")
 
 
 def _column(table: Table, key: str) -> Floats:

@@ -26,7 +26,7 @@ class Outage:
     began_s: float
     """Seconds since 1970."""
     stood_s: float
-    """Seconds until training went on."""
+    """Seconds until training went on, without those in which nobody ran it."""
     steps_lost: int
     """Steps that were made again."""
     source: str
@@ -36,11 +36,11 @@ class Outage:
     migrated: bool = False
     """True if the run left a node or a plan on purpose."""
     stopped: bool = False
-    """True if somebody asked it to stop."""
+    """True if somebody asked it to stop, or it ended in order and was continued."""
 
     def cost_s(self, step_s: float) -> float:
-        """Return the seconds that it cost, if a step takes so long."""
-        return self.stood_s + self.steps_lost * step_s
+        """Return the seconds that it cost, if a step takes so long; NaN: nobody knows yet, after a new start."""
+        return self.stood_s + (self.steps_lost * step_s if step_s > 0 else 0.0)
 
 
 def outages(facts: Facts) -> list[Outage]:
@@ -102,12 +102,12 @@ def _between(facts: Facts, first_s: float, last_s: float) -> Outage | None:
     began_s = float(stops[0]["time_s"]) if stops else last_s
     return Outage(
         began_s=began_s,
-        stood_s=last_s - began_s,
+        stood_s=facts.running_s(began_s, last_s),
         steps_lost=int(recovered[0].get("steps_lost") or 0) if recovered else 0,
         source=str(recovered[0].get("source", "")) if recovered else "",
         deaths=deaths,
         migrated=bool(_within(facts.of("migrated", "rewind"), first_s, last_s)),
-        stopped=any(stop["event"] == "signal" for stop in stops),
+        stopped=any(stop["event"] == "signal" for stop in stops) or bool(_within(facts.of("end"), first_s, last_s)),
     )
 
 

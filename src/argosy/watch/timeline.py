@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -66,7 +66,9 @@ class Timeline:
         return sum(s.seconds * s.devices for s in self.stretches if s.phase != "stopped") / 3600
 
 
-def timeline(events: list[Event], alive_s: float, step_s: float | None, signs_s: Floats | None = None) -> Timeline:
+def timeline(
+    events: Sequence[Mapping[str, Any]], alive_s: float, step_s: float | None, signs_s: Floats | None = None
+) -> Timeline:
     """Return the timeline that these events make up.
 
     events: in the order of time. alive_s: the last sign of life. step_s: of a usual step, to value steps that were
@@ -93,9 +95,9 @@ class _Walk:
         self._cause: tuple[int, float] | None = None
         self._lost_steps = 0
 
-    def take(self, index: int, event: Event) -> None:
+    def take(self, index: int, event: Mapping[str, Any]) -> None:
         """Go on by one event."""
-        kind, time_s = event["event"], float(event["time_s"])
+        kind, time_s, process = event["event"], float(event["time_s"]), event.get("process", "rank-0")
         if kind in CAUSES and (self._cause is None or time_s - self._cause[1] > CAUSE_S):
             self._cause = index, time_s
         if kind == "generation" and isinstance(event.get("size"), int):
@@ -117,9 +119,9 @@ class _Walk:
         elif kind == "servers_begin":
             self._lose(index, event)
             self._start(time_s, event)
-        elif kind == "start" and event["process"] == "rank-0":
+        elif kind == "start" and process == "rank-0":
             self._start(time_s, event)
-        elif kind in ("finish", "end") and event["process"] in ("coordinator", "rank-0", "server-1"):
+        elif kind in ("finish", "end") and process in ("coordinator", "rank-0", "server-1"):
             self._enter("stopped", time_s)
         elif kind in ("save", "node_checked") and isinstance(event.get("seconds"), int | float):
             self._found.costs_s[index] = float(event["seconds"])
@@ -138,7 +140,7 @@ class _Walk:
             self._enter("stopped", min(time_s, max(self._last_s, sign_s)))
         self._enter("startup", time_s)
 
-    def _start(self, time_s: float, event: Event) -> None:
+    def _start(self, time_s: float, event: Mapping[str, Any]) -> None:
         if isinstance(event.get("world_size"), int):
             self._devices = event["world_size"]
         if self._break is not None and self._phase == "recovery":
@@ -147,7 +149,7 @@ class _Walk:
             self._break = None
         self._enter("training", time_s)
 
-    def _lose(self, index: int, event: Event) -> None:
+    def _lose(self, index: int, event: Mapping[str, Any]) -> None:
         steps = event.get("steps_lost")
         if isinstance(steps, int) and steps > 0:
             self._lost_steps = steps
@@ -215,11 +217,12 @@ LONGEST_WORDS = 200
 
 def words(event: Event) -> str:
     """Return one line of text about an event."""
-    parts = [event["event"].replace("_", " ")]
+    kind = event["event"].replace("_", " ")
+    parts = [kind]
     if isinstance(event.get("rank"), int) and event["event"] != "fault":
         parts.append(f"rank {event['rank']}")
     if isinstance(event.get("step"), int):
-        parts.append(f"step {event['step']}")
+        parts.append(str(event["step"]) if kind.endswith(" step") else f"step {event['step']}")  # bad step 1865
     if isinstance(event.get("site"), str):
         parts.append(event["site"])
     if isinstance(event.get("node"), str):

@@ -64,7 +64,7 @@ def low_goodput(facts: Facts, planner: Planner) -> Advice | None:
         "low_goodput",
         "warning",
         f"Only {percent(found.goodput)} of the time went into steps that count",
-        f"Since the first start, {seconds(found.wall_s)} ago by the run's clock: {seconds(found.useful_s)} of steps, "
+        f"Of {seconds(found.wall_s)} in which it ran: {seconds(found.useful_s)} of steps, "
         + ", ".join(f"{seconds(value)} {name}" for name, value in largest[:4])
         + ".",
         _ABOUT[worst],
@@ -86,7 +86,7 @@ _ABOUT = {
 
 @dataclass(frozen=True)
 class Spent:
-    """Where the time since the first start went."""
+    """Where the time since the first start went, without that in which nobody ran it."""
 
     wall_s: float
     useful_s: float
