@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,6 +17,10 @@ from argosy.errors import UserError
 
 PARTIAL = ".partial"
 """Suffix of a file that is being written. Nothing reads such a file; what a kill left, the next write replaces."""
+
+LOCK = ".lock"
+"""File in a run's folder that the process that holds it has locked; with a node's name behind it, on several."""
+LOCK_TRIES, LOCK_TRY_S = 5, 0.02
 
 LONGEST_NAME_BYTES = 240
 """Length of a file's name that is given from outside: file systems take 255 bytes, suffixes included."""
@@ -98,19 +103,46 @@ def _clear(folder: Path, missing: Sequence[Path]) -> None:
 
 
 def lock_or_holder(file: TextIO) -> str | None:
-    """Lock an open file for this process and write its number there; return None.
+    """Lock an open file for this process and write its number there, and its machine; return None.
 
     If another process holds it, return that one's number as text. The kernel releases the lock when the process dies.
     """
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    for _ in range(LOCK_TRIES):  # `is_abandoned` holds it for a moment
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            time.sleep(LOCK_TRY_S)
+    else:
         file.seek(0)
-        return file.read().strip() or "unknown"
+        return (file.read().split() or ["unknown"])[0]
     file.truncate(0)
-    file.write(str(os.getpid()))
+    file.write(f"{os.getpid()}\n{_boot()}\n")
     file.flush()
     return None
+
+
+def is_abandoned(path: Path) -> bool:
+    """Return True if a process of this machine had this lock (`lock_or_holder`), and none has it now.
+
+    A lock of another machine, or from before this one was started, tells nothing: it may not be seen from here.
+    """
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            if file.read(200).split()[1:] != [_boot().encode()]:
+                return False
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:  # it is held, or may not be read
+        return False
+    return True
+
+
+def _boot() -> str:
+    """Return what tells this machine, since it was started, from others; empty if it does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def kept_text(path: Path, make: Callable[[], str], mode: int = 0o666, most_chars: int = -1) -> str:

@@ -56,7 +56,7 @@ def test_a_killed_sweep_finds_its_trials_again_and_promotes_them(folder: Folder,
     before = {trial["id"]: trial["job"] for trial in trials(folder)}
     assert [trial["state"] for trial in trials(folder)][:2] == ["training"] * 2 and len(before) == 2
     (sweep / "0001" / "launch" / "job.json").unlink()  # as if it had been killed before it wrote this down
-    os.kill(int((sweep / "0000" / ".lock").read_text()), signal.SIGKILL)
+    os.kill(int((sweep / "0000" / ".lock").read_text().split()[0]), signal.SIGKILL)
 
     out, err = sweeping(*here).communicate(timeout=400)
     found = result(folder)["trials"]

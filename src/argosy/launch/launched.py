@@ -32,7 +32,7 @@ class Launched:
     """Empty if the run was not launched."""
     job: str
     state: str
-    """waiting or running, as the engine says; else what the run's folder says: finished, stopped, failed, silent."""
+    """waiting or running, as the engine says; else what its folder says: finished, stopped, failed, silent, dead."""
     why: str
     step: int | None
     """The steps that it has made; None before the first."""

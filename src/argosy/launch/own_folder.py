@@ -12,7 +12,7 @@ from argosy.checkpoint.owner import NAME_FILE
 from argosy.checkpoint.store import committed
 from argosy.data.manifest import TOKENIZER
 from argosy.errors import UserError
-from argosy.files import MadeFolder, made_folder
+from argosy.files import LOCK, MadeFolder, made_folder
 from argosy.launch.engines.engine import FOLDER as LAUNCH
 from argosy.processes.secret import NAME as SECRET
 from argosy.processes.tls import FOLDER as TLS
@@ -20,7 +20,6 @@ from argosy.supervise.handover import FILE as MEMBERSHIP
 from argosy.supervise.lease.folder import FOLDER as COORDINATORS
 from argosy.sync.server.ledger import NAME as LEDGER
 
-LOCK = ".lock"
 OF_A_START = (f"{LOCK}*", ".settling", SECRET, NAME_FILE, f"{CLAIMS}*", *(f"{name}*" for name in OLD_FILES),
               COORDINATORS, f"{TLS}*", ".storage-*", f"{TOKENIZER}*", "run.toml*", "plan.toml*", MEMBERSHIP, "logs",
               "events", "checkpoints", "metrics.jsonl", "extend", LAUNCH, "sites", LEDGER, "asked.toml")  # fmt: skip

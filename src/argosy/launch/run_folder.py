@@ -18,8 +18,8 @@ from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
 from argosy.errors import StorageError, UserError
-from argosy.files import atomic_write, lock_or_holder
-from argosy.launch.own_folder import LOCK, own_folder
+from argosy.files import LOCK, atomic_write, lock_or_holder
+from argosy.launch.own_folder import own_folder
 from argosy.launch.storage import check_storage
 from argosy.plan.plan import Plan, is_asynchronous
 from argosy.plan.search.auto import Devices, choose_with_reasons, other_choice, plan_to_go_on

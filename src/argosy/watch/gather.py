@@ -38,7 +38,8 @@ def facts_of(reader: RunReader, now_s: float | None = None) -> Facts:
     now_s: seconds since 1970; default: now, or of a run that has ended, when it last said something.
     """
     if now_s is None:
-        now_s = reader.alive_s if reader.state in ("finished", "stopped", "failed") and reader.alive_s else time.time()
+        has_ended = reader.state in ("finished", "stopped", "failed", "dead")
+        now_s = reader.alive_s if has_ended and reader.alive_s else time.time()
     first_step = float(reader.steps["step"][-RECENT:][:1].max(initial=0.0))
     lines = dict(_lines(reader, first_step))
     power_w, power_source = _power(lines)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-STATES = ("training", "finished", "stopped", "failed", "silent")
+STATES = ("training", "finished", "stopped", "failed", "silent", "dead")
 
 
 @dataclass

@@ -27,7 +27,7 @@ from argosy.watch.runs import find_runs
 REFRESH_S = 0.5
 SILENT_S = 60.0
 """A run that is not finished and has written nothing for so long is said to be silent."""
-ENDED = ("finished", "stopped", "failed")
+ENDED = ("finished", "stopped", "failed", "dead")
 NEXT, BEFORE, QUIT = ("\x1b[B", "\x1b[C", "n"), ("\x1b[A", "\x1b[D", "p"), ("q", "\x03", "\x04")
 """Keys: arrows down and right, or n; arrows up and left, or p; q."""
 
@@ -57,16 +57,16 @@ def seen(folder: FolderView, run_dir: Path) -> RunView:
     view = folder.look()
     if (run_dir / "report.json").exists():
         return replace(view, doing="ended", left_s=0.0 if view.step == view.steps else None)
+    files = _files(run_dir)  # what its events say of its end: the folder of parameter servers has no report
+    files.refresh()
+    if files.state in ENDED:
+        return replace(view, doing=files.state, left_s=0.0 if view.step == view.steps else None)
     try:
         silent_s = time.time() - (run_dir / "metrics.jsonl").stat().st_mtime
     except OSError:
         return replace(view, doing="no step yet")
     if silent_s <= SILENT_S:
         return view
-    files = _files(run_dir)  # what its events say of its end: the folder of parameter servers has no report
-    files.refresh()
-    if files.state in ENDED:
-        return replace(view, doing=files.state, left_s=0.0 if view.step == view.steps else None)
     return replace(view, doing=f"silent for {duration(silent_s)}")
 
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from argosy.files import LOCK
 from argosy.launch.engines.engine import FOLDER, Job, JobState
 from argosy.launch.engines.local import Local, job_id
-from argosy.launch.own_folder import LOCK
 from argosy.sweep.executor import Executor, Task
 from argosy.sweep.needs import Limits, Room
 
@@ -109,5 +109,5 @@ def _owner(run_dir: Path) -> int | None:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            return int(file.read())
+            return int(file.readline())
     return None

@@ -11,6 +11,7 @@ export const STATES = {
   stopped: ["idle", "stopped"],
   failed: ["bad", "failed"],
   silent: ["warn", "silent"],
+  dead: ["bad", "dead"],
   unreadable: ["bad", "cannot be read"],
 };
 
@@ -24,7 +25,16 @@ export const progressText = (run) => {
   const count = Math.max(run.step ?? 0, run.steps ?? 0) >= 1e5 ? number : grouped;
   return run.steps ? `${count(run.step ?? 0)} / ${count(run.steps)}` : count(run.step ?? 0);
 };
-const named = (run) => run.name || run.id;
+const named = (run) => run.label || run.name || run.id;
+
+/** The runs, each with the label that it is called by: its name, and where several have the same, its folder too. */
+export function labelled(runs) {
+  const count = new Map();
+  for (const { name } of runs) count.set(name, (count.get(name) ?? 0) + 1);
+  return runs.map((run) => ({ ...run, label: count.get(run.name) > 1 ? withFolder(run) : run.name || run.id }));
+}
+
+const withFolder = ({ name, id }) => (id.split("/").at(-1) === name ? id : `${name} (${id})`);
 
 const COLUMNS = [
   ["name", "Run", (run) => named(run)],
@@ -38,7 +48,7 @@ const COLUMNS = [
   ["cost", "Cost", (run) => run.cost],
   ["updated_s", "Last word", (run) => run.updated_s],
 ];
-const LIVELY = ["training", "silent", "failed", "stopped", "finished"];
+const LIVELY = ["training", "silent", "dead", "failed", "stopped", "finished"];
 
 function sorted(runs, sort) {
   const [key, down] = sort.startsWith("-") ? [sort.slice(1), -1] : [sort, 1];
@@ -107,7 +117,7 @@ export class RunTable {
   #draw() {
     if (!this.runs) return;
     const count = (name) => this.runs.filter((run) => run.state === name).length;
-    const tally = ["training", "silent", "failed", "stopped", "finished"]
+    const tally = LIVELY
       .filter(count)
       .map((name) => `${count(name)} ${name}`);
     this.counts.textContent = tally.join(" · ");

@@ -123,12 +123,14 @@ const isCritical = (alert) => alert.severity === "critical";
 // A warning whose steps reach up to now: it still goes on.
 const isLasting = (each, run) => each.severity === "warning" && each.steps?.[1] >= (run.step ?? 0) - 50;
 
+const WORDS_OF_TROUBLE = { failed: "It failed", dead: "It is dead", silent: "No word from it" };
+
 function health(run, advice, events) {
-  if (run.state === "failed" || run.state === "silent") {
-    const words = run.state === "failed" ? "It failed" : "No word from it";
+  if (run.state in WORDS_OF_TROUBLE) {
+    const words = WORDS_OF_TROUBLE[run.state];
     return cell(
       "Health",
-      h("span", { class: run.state === "failed" ? "bad" : "warn" }, words),
+      h("span", { class: run.state === "silent" ? "warn" : "bad" }, words),
       toView("events", run.why ?? "Look at what happened last"),
       { tone: "raised", title: run.why },
     );
