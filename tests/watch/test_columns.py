@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 
+from argosy.observe.records import record_of
 from argosy.watch import columns
-from argosy.watch.columns import Columns, Line, parse_line, rows_of
+from argosy.watch.columns import Columns, Line, rows_of
 
 
 def grown(*batches: list[Line]) -> Columns:
@@ -97,9 +98,9 @@ def test_a_foreign_file_cannot_fill_the_memory(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("line", [b"{", b'"text"', b"[1]", b'{"a": "\xff"}', b"null", b"[" * 100_000, b"\x00"])
 def test_what_is_no_record_is_none(line: bytes) -> None:
-    assert parse_line(line) is None
+    assert record_of(line) is None
 
 
 def test_a_number_that_json_has_no_word_for_is_read_as_python_writes_it() -> None:
-    (loss,) = rows_of([parse_line(b'{"loss": NaN}') or {}])["loss"]
+    (loss,) = rows_of([record_of(b'{"loss": NaN}') or {}])["loss"]
     assert math.isnan(loss)

@@ -1,14 +1,21 @@
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from argosy.errors import UserError
+from argosy.files import lock_or_holder
 from argosy.watch.reader import RunReader, is_run
 from run_folders import Made, Trouble, append
 
@@ -39,7 +46,7 @@ def test_only_a_change_counts_as_one(tmp_path: Path) -> None:
     reader = opened(folder)
     assert not reader.refresh()
     for path, line in {
-        "events/rank-0.jsonl": {"time_s": 1.0, "event": "save"},
+        "events/rank-0.jsonl": {"time_s": 1.0, "event": "save", "step": 1},
         "events/new.jsonl": {"time_s": 2.0, "event": "fault"},
         "nodes/node-9.jsonl": {"time_s": 3.0, "ranks": [1]},
         "samples.jsonl": {"step": 1, "text": "x"},
@@ -143,6 +150,58 @@ def test_a_run_that_has_said_nothing_yet_is_as_old_as_its_run_file(tmp_path: Pat
     assert opened(folder).state == "training"
     os.utime(folder / "run.toml", (time.time() - 7200,) * 2)
     assert (opened(folder).state, opened(folder).why[:26]) == ("silent", "no sign of life for 2 h, a")
+
+
+HOLD = """
+import sys, time
+from argosy.files import lock_or_holder
+file = open(sys.argv[1], "a+")
+lock_or_holder(file)
+print(flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that holds the run as one that trains it does."""
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(folder / ".lock")], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdout.readline()
+        yield holder
+        holder.kill()
+
+
+@pytest.mark.parametrize(
+    ("events", "state", "why"),
+    [
+        ([], "dead", "its processes are gone, and no event says why; the last that it printed: Segmentation fault"),
+        (["signal"], "stopped", "SIGTERM stopped it before its state was saved; the last that it printed: Segment"),
+    ],
+)
+def test_a_run_whose_processes_are_gone_is_dead_at_once(
+    tmp_path: Path, events: list[str], state: str, why: str
+) -> None:
+    made = Made(steps=20, total_steps=40, start_s=time.time() - 15, is_finished=False)
+    folder = made.write(tmp_path / "demo")
+    append(folder / "logs" / "worker-1.log", b"a line\nSegmentation fault\n\n")
+    with held(folder) as holder:
+        assert opened(folder).state == "training"
+        for kind in events:
+            append(folder / "events" / "launcher.jsonl", {"time_s": time.time(), "event": kind, "number": 15})
+        holder.kill()
+        holder.wait()
+        assert (opened(folder).state, opened(folder).why[: len(why)]) == (state, why)
+    (folder / ".lock").write_text("17\nanother machine\n")
+    assert opened(folder).state == "training", "what holds it elsewhere cannot be seen from here"
+
+
+def test_who_looks_whether_a_run_is_held_keeps_no_other_from_starting_it(tmp_path: Path) -> None:
+    with (tmp_path / ".lock").open("a+") as looked, (tmp_path / ".lock").open("a+") as begun:
+        fcntl.flock(looked, fcntl.LOCK_SH)
+        letting_go = threading.Timer(0.03, looked.close)
+        letting_go.start()
+        assert lock_or_holder(begun) is None
+        letting_go.join()
 
 
 def test_a_run_that_a_signal_stopped_is_stopped_until_it_goes_on(tmp_path: Path) -> None:

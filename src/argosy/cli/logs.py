@@ -1,4 +1,4 @@
-"""Print what a run prints that was launched; of another one, what its workers but the first have printed.
+"""Print the output of a launched run; otherwise the logs of workers other than rank 0, or the run's steps and events.
 
 Examples:
   argosy logs runs/demo           what there is
@@ -31,11 +31,15 @@ def main(argv: list[str]) -> None:
     """`argosy logs RUN`."""
     options = parse(argv, "argosy logs", Options)
     from argosy.launch.launched import printed
+    from argosy.observe.folder_view import retold
 
     is_empty = True
     for text in printed(options.run, options.follow):
         sys.stdout.buffer.write(text)
         sys.stdout.flush()
+        is_empty = False
+    for line in retold(options.run) if is_empty and not options.follow else ():  # it printed to a terminal
+        print(line)
         is_empty = False
     if is_empty:
         print(f"{options.run}: nothing yet; `argosy runs` says what it waits for", file=sys.stderr)

@@ -92,6 +92,7 @@ def build(schema: type[SectionT], entries: Layer) -> SectionT:
         key: str(f.default) for key, f in fields(schema).items() if isinstance(f.default, Path)
     }
     values |= {key: _whole(key, entry.value, schema) for key, entry in known.items()}
+    problems += [_too_large(key, entry) for key, entry in known.items() if _is_too_large(entry.value)]
     try:
         config = schema.model_validate_json(json.dumps(nest(values), default=str), strict=True)
     except ValidationError as error:
@@ -107,6 +108,15 @@ def _unknown_key(key: Key, entry: Entry, schema: type[Section]) -> Problem:
     mark = OPTION_MARK if entry.source.name == OPTION_MARK else ""
     where = suggestion(key, fields(schema), mark, ELSEWHERE if schema is RunConfig else {})
     text = f"{dotted(key)} = {shown(entry.value)}: unknown key; {where}"
+    return Problem(entry.source.place(key), text)
+
+
+def _is_too_large(value: object) -> bool:
+    return isinstance(value, int) and abs(value) >= 2**63
+
+
+def _too_large(key: Key, entry: Entry) -> Problem:
+    text = f"{dotted(key)} = {shown(entry.value)}: TOML's whole numbers have 64 bits, and this is larger. Lower it."
     return Problem(entry.source.place(key), text)
 
 

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 from argosy.credentials import redacted
 from argosy.errors import ArgosyWarning
+from argosy.observe.records import record_of
 
 CHUNK_BYTES = 2**16
 """Bytes that are read at once, from the end of a file backwards."""
@@ -124,19 +125,24 @@ def backwards(file: BinaryIO) -> Iterator[tuple[int, dict[str, Any] | None]]:
 
     Reading backwards spares a long run from reading its whole file only to continue at the end.
     """
-    position, rest = file.seek(0, os.SEEK_END), b""
+    position = file.seek(0, os.SEEK_END)
+    rest: list[bytes] = []  # the parts of a line whose begin is not read yet, from the last one on
     while position:
         size = min(CHUNK_BYTES, position)
         position = file.seek(position - size)
-        first, *lines = (file.read(size) + rest).split(b"\n")
+        first, *lines = file.read(size).split(b"\n")
+        if not lines:
+            rest.append(first)
+            continue
+        lines[-1] += b"".join(reversed(rest))
         begin = position + len(first) + 1 + sum(len(line) + 1 for line in lines)
         for line in reversed(lines):
             begin -= len(line) + 1
             if line:
                 yield begin, record_of(line)
-        rest = first
-    if rest:
-        yield 0, record_of(rest)
+        rest = [first]
+    if whole := b"".join(reversed(rest)):
+        yield 0, record_of(whole)
 
 
 def forget_from(path: Path, step: int) -> None:
@@ -162,19 +168,10 @@ def _records(lines: Iterable[bytes]) -> list[dict[str, Any]]:
     return [record for line in lines if (record := record_of(line)) is not None]
 
 
-def record_of(line: bytes) -> dict[str, Any] | None:
-    """Return the record of a line; None for a line that is none, as a kill leaves."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) else None
-
-
 def plan_since(starts: Iterable[Mapping[str, Any]]) -> int:
     """Return the step from which on all of a rank's `start` events, given in order, have the plan of the last one."""
     since, before = 0, ""
     for start in starts:
-        since = since if start["plan"] == before else int(start["step"])
-        before = start["plan"]
+        plan = str(start.get("plan", ""))
+        since, before = since if plan == before else int(start["step"]), plan
     return since

@@ -5,8 +5,10 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from datetime import datetime
+from heapq import merge
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,10 @@ from argosy.config.load import load
 from argosy.config.model_name import model_name
 from argosy.config.schema import RunConfig
 from argosy.errors import ArgosyError
-from argosy.observe.events import Tail
+from argosy.observe.events import Tail, each_line
 from argosy.observe.heartbeat import BESIDE, HeartbeatReading, read_heartbeat
+from argosy.observe.panel import figures, step_in_words
+from argosy.observe.records import evaluation_line, event_of, node_line, step_line
 from argosy.observe.run_view import RunView
 from argosy.plan.calibration.reconcile import PARTS, part_of
 from argosy.plan.cost.formatting import count
@@ -158,16 +162,16 @@ class FolderView:
         )
 
     def _read_metrics(self) -> None:
-        for record in self._metrics.read():
-            if "loss" in record and "seconds" in record:
+        for line in self._metrics.read():
+            if (record := step_line(line)) is not None and {"seconds", "step_time_s"} <= record.keys():
                 if record["step"] <= self._record.get("step", -1):
                     self._recent.clear()  # steps that are run again
-                self._record = record
+                self._record = {"tokens": 0, "tokens_per_s": 0.0, **record}
                 self._recent.append(record)
                 if record["loss"] is not None:
                     self._losses.add(record["step"], record["loss"])
-            elif record.get("validation_loss") is not None:
-                self._validation.add(record["step"], record["validation_loss"])
+            elif (evaluation := evaluation_line(line)) is not None and "validation_loss" in evaluation:
+                self._validation.add(evaluation["step"], evaluation["validation_loss"])
 
     def _read_events(self) -> None:
         now = time.monotonic()
@@ -177,8 +181,8 @@ class FolderView:
             names = [*folder.glob("launcher*.jsonl"), *(folder / f"{name}.jsonl" for name in ("coordinator", "rank-0"))]
             for path in names[:MOST_FILES]:
                 self._tails.setdefault(path, Tail(path, EVENTS_BYTES))
-        fresh = [event for tail in self._tails.values() for event in tail.read()]
-        known = [(event.get("time_s", 0.0), *words) for event in fresh if (words := in_words(event)) is not None]
+        fresh = [event for tail in self._tails.values() for event in map(event_of, tail.read()) if event is not None]
+        known = [(event["time_s"], *words) for event in fresh if (words := in_words(event)) is not None]
         if known:
             newest = sorted(
                 dict.fromkeys([*self._events, *known]), key=lambda event: event[0]
@@ -240,12 +244,13 @@ class FolderView:
         if now - self._nodes_at >= FILES_EVERY_S:
             self._nodes_at = now
             for path in sorted((self._run_dir / "nodes").glob("*.jsonl"))[:MOST_FILES]:
-                for record in self._nodes.setdefault(path, Tail(path, EVENTS_BYTES)).read()[-1:]:
+                for record in map(node_line, self._nodes.setdefault(path, Tail(path, EVENTS_BYTES)).read()[-1:]):
                     with suppress(KeyError, IndexError, TypeError, ValueError):  # another version wrote it
                         ranks, (_, seconds) = record["ranks"], record["own"][-1]
                         many = record["microbatches"][-1][1] if "microbatches" in record else [1] * len(ranks)
-                        of_ranks = zip(ranks, zip(seconds, many, strict=True), strict=True)
-                        self._own[path] = record["generation"], dict(of_ranks)
+                        of_ranks = zip(ranks, seconds, many, strict=True)
+                        known = {r: (s, m) for r, s, m in of_ranks if s is not None and m is not None}
+                        self._own[path] = record["generation"], known
         newest = max((generation for generation, _ in self._own.values()), default=0)
         return {r: s for generation, own in self._own.values() if generation == newest for r, s in own.items()}
 
@@ -267,6 +272,24 @@ class FolderView:
                 if reading is not None:
                     found.append(reading)
         return found
+
+
+def retold(run_dir: Path) -> Iterator[str]:
+    """Yield lines about a run as it prints them, told anew by its folder: its events and its steps, by time."""
+    run = FolderView(run_dir).look()
+    folder = run_dir / "events"
+    agents = sorted(folder.glob("launcher*.jsonl"))[:MOST_FILES]
+    paths = [*agents, folder / "coordinator.jsonl", folder / "rank-0.jsonl"]
+    events = [event for path in paths for event in map(event_of, each_line(path)) if event is not None]
+    told = dict.fromkeys((event["time_s"], words[0]) for event in events if (words := in_words(event)) is not None)
+    steps = map(step_line, each_line(run_dir / "metrics.jsonl"))
+    lines = (
+        (step.get("time_s", 0.0), step_in_words(step, run.steps) + figures({"tokens_per_s": 0.0, **step}, None, None))
+        for step in steps
+        if step is not None and "step_time_s" in step
+    )
+    for time_s, said in merge(sorted(told), lines):
+        yield f"{datetime.fromtimestamp(time_s):%Y-%m-%d %H:%M:%S}  {said.strip().replace('  eta ?', '')}"
 
 
 def _with_even_shares(own: Mapping[int, tuple[float, int]]) -> dict[int, float]:

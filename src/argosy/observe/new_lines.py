@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from argosy.observe.events import record_of
+from argosy.observe.records import record_of
 
 DENSE = 64
 """Last lines that `marks` keeps exactly. It keeps fewer of those before, the older they are."""

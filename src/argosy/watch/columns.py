@@ -6,12 +6,13 @@ first dot is its group. Lines are parsed group by group: of a million lines only
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from argosy.observe.records import MOST
 
 Floats = npt.NDArray[np.float64]
 Line = dict[str, Any]
@@ -180,22 +181,20 @@ def _add_columns(lines: Sequence[Line], prefix: str, out: dict[str, Floats]) -> 
 
 
 def numbers(values: list[Any]) -> Floats | None:
-    """Return these values as numbers; None if one is neither number nor null."""
+    """Return these values as numbers; None if most are neither number nor null. A single one that is none is NaN."""
     try:
         array = np.array(values, dtype=float)
     except (TypeError, ValueError, OverflowError):  # a table, a text, lists of several lengths, a giant integer
-        return None
+        return _mostly_numbers(values)
     return array if array.ndim == 1 else None
+
+
+def _mostly_numbers(values: list[Any]) -> Floats | None:
+    are = [value is None or (isinstance(value, int | float) and abs(value) < MOST) for value in values]
+    if 2 * sum(are) <= len(values) or all(value is None for value, is_one in zip(values, are, strict=True) if is_one):
+        return None
+    return np.array([value if is_one else None for value, is_one in zip(values, are, strict=True)], dtype=float)
 
 
 def _as_table(value: Any) -> Line:
     return {str(index): part for index, part in enumerate(value)} if isinstance(value, list) else {}
-
-
-def parse_line(line: bytes) -> Line | None:
-    """Return the table in a line of JSON; None if it is none: cut off, damaged, or of another kind."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):  # a UnicodeDecodeError is a ValueError
-        return None
-    return record if isinstance(record, dict) else None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from argosy.errors import ArgosyError
+from argosy.observe.records import encodable, record_of
 
 MOST_DOCUMENT_BYTES = 2**24
 """run.toml, plan.toml or report.json that is larger is not ours."""
@@ -43,8 +42,8 @@ class Document(Generic[T]):
             self.value = self._parse(self._path)
         except FileNotFoundError:
             self._version = None
-        except (ArgosyError, ValueError, TypeError, KeyError, RecursionError) as error:
-            first_line = str(error).partition("\n")[0]
+        except Exception as error:  # whatever the parser meets: the file may hold anything
+            first_line = encodable(str(error)).partition("\n")[0]
             self.problem = f"{self._path.name}: cannot be understood ({first_line[:300]})"
         return True
 
@@ -62,7 +61,8 @@ def leads_away(folder: Path, name: str) -> bool:
 
 
 def table_of(path: Path) -> dict[str, Any]:
-    table = json.loads(path.read_bytes())
-    if not isinstance(table, dict):
-        raise ValueError("no table")
+    """Return the table of a file of JSON, its numbers and texts as `record_of` leaves them. Raises: ValueError."""
+    table = record_of(path.read_bytes(), MOST_DOCUMENT_BYTES)
+    if table is None:
+        raise ValueError("no table of JSON")
     return table

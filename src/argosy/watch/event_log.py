@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.observe.events import Tail
+from argosy.observe.records import event_of
 
 MOST_EVENTS = 20_000
 """Most events that are held. In a longer run the events of single ranks are left out first, then the oldest."""
@@ -57,8 +58,8 @@ class EventLog:
             most_bytes = LEADING_BYTES if tells_of_the_run(process) else OTHER_BYTES
             self._tails[entry.name] = Tail(Path(entry.path), most_bytes)
         self._sizes[entry.name] = size
-        records = self._tails[entry.name].read()
-        return [{**record, "process": process} for record in records if _is_event(record)]
+        checked = map(event_of, self._tails[entry.name].read())
+        return [{**event, "process": process} for event in checked if event is not None]
 
     def _bound(self) -> None:
         if len(self.events) <= MOST_EVENTS:
@@ -72,7 +73,3 @@ class EventLog:
 def tells_of_the_run(process: str) -> bool:
     """Return True for the processes whose events are about the whole run or a machine, not about one rank of many."""
     return not process.startswith("rank-") or process == "rank-0"
-
-
-def _is_event(record: dict[str, Any]) -> bool:
-    return isinstance(record.get("event"), str) and isinstance(record.get("time_s"), int | float)

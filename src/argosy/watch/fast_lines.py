@@ -37,7 +37,7 @@ def group_rows(chunk: bytes, group: str, sample: dict[str, Any]) -> dict[str, Fl
     try:
         lines = [line for line in parse(chunk) if line.loss is not _ABSENT]
         steps = np.array([line.step for line in lines], dtype=float)
-    except (msgspec.MsgspecError, ValueError, TypeError):
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError):
         return None
     # A line without the group shows as one whose numbers are all missing.
     tables = [_NOTHING if line.group is None else line.group for line in lines]

@@ -5,19 +5,20 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from argosy.errors import UserError
-from argosy.watch import overview
+from argosy.errors import ArgosyError, UserError
+from argosy.observe.records import encodable
 from argosy.watch.energy import EnergyMeter
 from argosy.watch.preview import Preview, preview
 from argosy.watch.reader import RunReader
 from argosy.watch.run_files import RunTail
 from argosy.watch.runs import find_runs, run_folder
+
+AnswerT = TypeVar("AnswerT")
 
 REFRESH_S = 0.5
 """What was read so recently is not looked at again."""
@@ -41,10 +42,13 @@ class Open:
     """When it was last refreshed, on the monotonic clock."""
 
 
+class Unreadable(ArgosyError):
+    """A run's files hold what a run does not write, and a question about it cannot be answered."""
+
+
 @dataclass
 class _Tail:
-    tail: RunTail | None
-    problem: str = ""
+    tail: RunTail | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
     read_at: float = -1e9
 
@@ -73,9 +77,11 @@ class Library:
                     self._tails = {run_id: tail for run_id, tail in self._tails.items() if run_id in self._found}
             return list(self._found)
 
-    @contextmanager
-    def open(self, run_id: str) -> Iterator[Open]:
-        """Yield the run with this id, refreshed. Raises: UserError if there is none."""
+    def ask(self, run_id: str, question: Callable[[Open], AnswerT]) -> AnswerT:
+        """Return the answer of the run with this id, refreshed. Nobody else reads it until the question returns.
+
+        Raises: UserError if there is none; Unreadable if it cannot be answered.
+        """
         folder = run_folder(self.root, run_id)
         with self._lock:
             entry = self._open.get(folder)
@@ -83,12 +89,20 @@ class Library:
                 reader = RunReader(folder)
                 entry = self._open[folder] = Open(reader, EnergyMeter(reader))
             self._open.move_to_end(folder)
-        with entry.lock:
-            if time.monotonic() - entry.read_at > REFRESH_S:
-                entry.reader.refresh()
-                entry.read_at = time.monotonic()
-            yield entry
-        self._make_room(entry)
+        try:
+            with entry.lock:
+                if time.monotonic() - entry.read_at > REFRESH_S:
+                    entry.reader.refresh()
+                    entry.read_at = time.monotonic()
+                return question(entry)
+        except ArgosyError:
+            raise
+        except Exception as problem:  # whatever its files hold: other runs must not suffer
+            with self._lock:
+                self._open.pop(folder, None)
+            raise Unreadable(f"{run_id}: {_sentence(problem)}") from problem
+        finally:
+            self._make_room(entry)
 
     def preview(self, run_id: str) -> Preview | None:
         """Return a preview of a long run that was not read yet, else None. Raises: UserError if there is no run."""
@@ -97,45 +111,45 @@ class Library:
             entry = self._open.get(folder)
         return preview(folder) if entry is None or entry.read_at < 0 else None
 
-    def tails(self) -> Iterator[tuple[str, RunTail | None, str]]:
-        """Yield id, run and problem of each run, refreshed; a run that cannot be read has a problem instead."""
-        for run_id in self.ids():
-            with self._tail(run_id) as entry:
-                yield run_id, entry.tail, entry.problem
-
-    def lines(self) -> list[dict[str, Any]]:
-        """Return what a list of runs shows."""
-        return [
-            overview.unreadable(run_id, problem) if tail is None else overview.line(run_id, tail)
-            for run_id, tail, problem in self.tails()
-        ]
+    def ask_all(
+        self, question: Callable[[str, RunTail], AnswerT], otherwise: Callable[[str, str], AnswerT]
+    ) -> list[AnswerT]:
+        """Return the answers of all runs, refreshed, given the id of each; for a run that cannot be read, `otherwise`
+        is asked with its id and the reason."""
+        return [self._ask_tail(run_id, question, otherwise) for run_id in self.ids()]
 
     def news(self, known: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
         """Return id, step and state of the runs that changed since what is `known`, which is brought up to date."""
-        found = []
-        for run_id, tail, _ in self.tails():
-            if tail is not None:
-                events = tail.events[-1]["time_s"] if tail.events else None
-                now = (tail.last_line.get("step"), tail.state, tail.alive_s, len(tail.events), events)
-                if known.get(run_id) != now:
-                    known[run_id] = now
-                    found.append({"id": run_id, "step": now[0], "state": now[1]})
-        return found
 
-    @contextmanager
-    def _tail(self, run_id: str) -> Iterator[_Tail]:
+        def now(run_id: str, tail: RunTail) -> tuple[Any, ...]:
+            events = tail.events[-1]["time_s"] if tail.events else None
+            return run_id, tail.last_line.get("step"), tail.state, tail.alive_s, len(tail.events), events
+
+        changed = [
+            each
+            for each in self.ask_all(now, lambda run_id, _: (run_id, None, "unreadable"))
+            if known.get(each[0]) != each
+        ]
+        known.update({each[0]: each for each in changed})
+        return [{"id": each[0], "step": each[1], "state": each[2]} for each in changed]
+
+    def _ask_tail(
+        self, run_id: str, question: Callable[[str, RunTail], AnswerT], otherwise: Callable[[str, str], AnswerT]
+    ) -> AnswerT:
         with self._lock:
-            entry = self._tails.setdefault(run_id, _Tail(None))
+            entry = self._tails.setdefault(run_id, _Tail())
         with entry.lock:
-            if time.monotonic() - entry.read_at > REFRESH_S:
-                try:
+            try:
+                if entry.tail is None or time.monotonic() - entry.read_at > REFRESH_S:
                     entry.tail = entry.tail or RunTail(run_folder(self.root, run_id))
                     entry.tail.refresh()
-                    entry.problem = ""
-                except UserError as error:  # it was removed, or is being made
-                    entry.tail, entry.problem = None, str(error)
-                entry.read_at = time.monotonic()
-            yield entry
+                    entry.read_at = time.monotonic()
+                return question(run_id, entry.tail)
+            except UserError as problem:  # it was removed, or is being made
+                entry.tail, why = None, str(problem)
+            except Exception as problem:  # whatever its files hold: other runs must not suffer
+                entry.tail, why = None, _sentence(problem)
+        return otherwise(run_id, why)
 
     def _make_room(self, keep: Open) -> None:
         with self._lock:
@@ -145,3 +159,8 @@ class Library:
                     return
                 if entry is not keep:
                     del self._open[folder]
+
+
+def _sentence(problem: Exception) -> str:
+    """Return a sentence on why a run cannot be read."""
+    return f"it cannot be read ({type(problem).__name__}: {encodable(str(problem))[:200]})"

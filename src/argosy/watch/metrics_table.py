@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from argosy.observe.events import from_the_end
-from argosy.watch.columns import STEP, Columns, Floats, Line, group_of, numbers, parse_line, rows_of
+from argosy.observe.records import record_of, step_line
+from argosy.watch.columns import STEP, Columns, Floats, Line, group_of, numbers, rows_of
 from argosy.watch.fast_lines import group_rows
 from argosy.watch.linefile import LineFile
 
@@ -90,7 +91,8 @@ class MetricsTable:
                 self._append(chunk)
             self._file.mark = float(self.steps[STEP][-1]) if len(self.steps) else -np.inf
         if changed:
-            self.last_line = next((line for line in from_the_end(self._file.path) if LOSS in line), {})
+            found = map(step_line, from_the_end(self._file.path))
+            self.last_line = next((line for line in found if line is not None), {})
         return changed
 
     def drop_all_but_first(self) -> None:
@@ -107,7 +109,7 @@ class MetricsTable:
 
     def _append(self, chunk: bytes) -> None:
         """Append lines with all their keys; of groups that are not in memory, only take note of the keys."""
-        steps, evaluations, bad = _sorted_out(map(parse_line, _lines(chunk)))
+        steps, evaluations, bad = _sorted_out(map(record_of, _lines(chunk)))
         self.bad_lines += bad
         if evaluations:
             self.evaluations.append(rows_of(evaluations))
@@ -136,7 +138,7 @@ class MetricsTable:
             self.steps.append(grouped.steps)
         self._append_norms([line for line in grouped.seldom if NORMS in line])
         others = {group: line for line in reversed(grouped.seldom) for group in line if group != STEP}
-        sampled, _, _ = _sorted_out(map(parse_line, _some_lines(chunk)))
+        sampled, _, _ = _sorted_out(map(record_of, _some_lines(chunk)))
         some = [{key: line[key] for key in line if key != NORMS} for line in (*sampled, *others.values())]
         self._keys.update(dict.fromkeys(rows_of(some)))
 
@@ -146,7 +148,7 @@ class MetricsTable:
             return
         for chunk in self._file.again():
             self._groups.add(group)  # unless the file is gone at the moment: then it is read later
-            sample = next((line for line in map(parse_line, _some_lines(chunk)) if line and group in line), {})
+            sample = next((line for line in map(record_of, _some_lines(chunk)) if line and group in line), {})
             rows = group_rows(chunk, group, sample) or _grouped(chunk, {STEP, LOSS, group}).steps
             if STEP in rows:
                 self.steps.put(rows[STEP], {key: rows[key] for key in rows if group_of(key) == group})
@@ -197,12 +199,12 @@ def _grouped(chunk: bytes, groups: Collection[str], seldom: Collection[str] = ()
     if msgspec is not None:
         try:
             records = _decoder(tuple(names), tuple(rare))(chunk)
-        except (msgspec.MsgspecError, ValueError):
+        except (msgspec.MsgspecError, ValueError, RecursionError):
             pass  # a damaged line, or a number that JSON has no word for: line by line
         else:
             if (found := _from_records(records, names, rare)) is not None:
                 return found
-    steps, evaluations, bad = _sorted_out(map(parse_line, _lines(chunk)))
+    steps, evaluations, bad = _sorted_out(map(record_of, _lines(chunk)))
     some = [{key: line[key] for key in (STEP, *rare) if key in line} for line in steps]
     return Grouped(_only(steps, names), evaluations, bad, [line for line in some if len(line) > 1])
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from argosy.observe.events import from_the_end
-from argosy.watch.columns import parse_line
+from argosy.observe.records import node_line, record_of
 
 MOST_RECORDS = 400
 READ_WHOLE_BYTES = 2**20
@@ -41,7 +41,7 @@ class NodeSeries:
         if size < self._size:
             self._cache.clear()
         self._size = size
-        self.last = next((record for record in from_the_end(self._path) if _is_record(record)), {})
+        self.last = next((line for line in map(node_line, from_the_end(self._path)) if "time_s" in line), {})
         if not self.first:
             with suppress(OSError), self._path.open("rb") as file:
                 self.first = self._after(file, 0, size)[1] or {}
@@ -66,17 +66,20 @@ class NodeSeries:
     def _between(self, file: BinaryIO, begin: int, end: int, most: int) -> tuple[list[Record], bool]:
         if end - begin <= READ_WHOLE_BYTES:
             file.seek(begin)
-            parsed = map(parse_line, file.read(end - begin).split(b"\n"))
-            records = [record for record in parsed if record is not None and _is_record(record)]
+            parsed = map(_line, file.read(end - begin).split(b"\n"))
+            records = [record for record in parsed if record is not None]
             if len(records) <= most:
                 return records, True
             return [records[n * len(records) // most] for n in range(most)], False
         # Multiples of a power of two: as the file grows, the same lines are asked for, and most are in the cache.
         stride = 1 << ((end - begin) // max(1, most)).bit_length()
         out: list[Record] = []
+        reached = -1
         for at in range(-(-begin // stride) * stride, end, stride):
-            _, record = self._cached(file, at)
-            if record is not None and (not out or record is not out[-1]):
+            if at <= reached:  # in the line before the record that was found last, which may be long
+                continue
+            reached, record = self._cached(file, at)
+            if record is not None:
                 out.append(record)
         return out, False
 
@@ -111,13 +114,15 @@ class NodeSeries:
             file.readline()  # the rest of a line, unless one begins right at `offset`
         while (at := file.tell()) < end:
             line = file.readline()
-            record = parse_line(line) if line.endswith(b"\n") else None
-            if record is not None and _is_record(record):
+            record = _line(line) if line.endswith(b"\n") else None
+            if record is not None:
                 return at, record
             if not line:
                 break
         return end, None
 
 
-def _is_record(record: Record) -> bool:
-    return isinstance(record.get("time_s"), int | float)
+def _line(line: bytes) -> Record | None:
+    """Return a line that says when it was written; None if it is none."""
+    record = node_line(record_of(line) or {})
+    return record if "time_s" in record else None

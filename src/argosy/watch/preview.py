@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from argosy.observe.events import from_the_end
-from argosy.watch.columns import STEP, Columns, Line, parse_line, rows_of
+from argosy.observe.records import record_of
+from argosy.watch.columns import STEP, Columns, Line, rows_of
 from argosy.watch.documents import leads_away
 from argosy.watch.linefile import spread_lines
 from argosy.watch.metrics_table import LOSS, NORMS
@@ -37,7 +38,7 @@ def preview(folder: Path) -> Preview | None:
     try:
         if leads_away(folder, path.name) or path.stat().st_size < LONG_BYTES:
             return None
-        spread = map(parse_line, spread_lines(path, path.stat().st_size, LINES, LONGEST_LINE_BYTES))
+        spread = map(record_of, spread_lines(path, path.stat().st_size, LINES, LONGEST_LINE_BYTES))
         lines = [*(line for line in spread if line is not None), *_last(path)]
     except OSError:
         return None

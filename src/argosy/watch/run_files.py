@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import numpy as np
 
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
+from argosy.credentials import redact
 from argosy.errors import UserError
+from argosy.files import LOCK, is_abandoned
 from argosy.observe.events import from_the_end
+from argosy.observe.records import encodable, evaluation_line, record_of, report_of, step_line
 from argosy.plan.cost.prediction import Prediction
 from argosy.plan.plan import Plan
-from argosy.watch.columns import parse_line
 from argosy.watch.documents import Document, leads_away, table_of
 from argosy.watch.event_log import Event, EventLog
 from argosy.watch.linefile import spread_lines
@@ -33,6 +36,9 @@ LONGEST_LINE_BYTES = 2**20
 SPARKS = 60
 """Points of the little curve of the loss in a list of runs."""
 
+LAST_WORDS_BYTES, LAST_WORDS = 2**12, 120
+"""Read of the end of a log, and shown of its last line."""
+
 Part = Callable[[], bool]
 
 
@@ -44,6 +50,27 @@ def is_run(folder: Path) -> bool:
         return (folder / "run.toml").is_file() and any((folder / mark).exists() for mark in MARKS)
     except OSError:
         return False
+
+
+def is_gone(folder: Path) -> bool:
+    """Return True if the processes that held a run are known to be gone: each was on this machine, and none is left."""
+    locks = list(folder.glob(f"{LOCK}*"))
+    return bool(locks) and all(map(is_abandoned, locks))
+
+
+def _last_words(folder: Path, last_line: dict[str, Any]) -> str:
+    """Return the last line that a run printed, of the newest log, or else of its last step."""
+    logs = [] if leads_away(folder, "logs") else [path for path in folder.glob("logs/*.log") if not path.is_symlink()]
+    with suppress(OSError, ValueError):
+        newest = max((path for path in logs if path.is_file()), key=lambda path: path.stat().st_mtime)
+        with newest.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_WORDS_BYTES))
+            lines = file.read().decode(errors="replace").split("\n")
+        if words := next((line.strip() for line in reversed(lines) if line.strip()), ""):
+            return redact(words[:LAST_WORDS])
+    loss = last_line.get("loss")
+    told = f", loss {loss:.3f}" if isinstance(loss, int | float) else ""
+    return f"step {last_line['step'] + 1}{told}" if last_line else ""
 
 
 class RunFiles:
@@ -64,7 +91,7 @@ class RunFiles:
         self._run = Document(folder / "run.toml", lambda path: load(str(path)))
         self._plan = Document(folder / "plan.toml", Plan.load)
         self._prediction = Document(folder / "plan.toml", Prediction.load)
-        self._report = Document(folder / "report.json", table_of)
+        self._report = Document(folder / "report.json", lambda path: report_of(table_of(path)))
         self._io_problems: dict[str, str] = {}
         self._condition = Condition("training")
         self.nodes: dict[str, NodeSeries] = {}
@@ -117,14 +144,19 @@ class RunFiles:
         found = list(self._io_problems.values())
         if self._events.left_out:
             found.append(f"events: {self._events.left_out} of single ranks, or old, are not shown")
-        documents = (self._run, self._plan, self._report)
-        return found + [document.problem for document in documents if document.problem]
+        documents = (self._run, self._plan, self._prediction, self._report)
+        return found + list(dict.fromkeys(document.problem for document in documents if document.problem))
 
     def refresh(self) -> bool:
         """Read what was added since; return True if anything changed. What cannot be read becomes a problem."""
         changed = [self._try(name, part) for name, part in self._parts().items()]
         before = self._condition
-        self._condition = condition(self.events, self.report, self.alive_s, time.time(), self.recent_step_s)
+        found = condition(
+            self.events, self.report, self.alive_s, time.time(), self.recent_step_s, lambda: is_gone(self.folder)
+        )
+        if found.is_gone and (words := _last_words(self.folder, self.last_line)):
+            found = replace(found, why=f"{found.why}; the last that it printed: {words}")
+        self._condition = found
         return any(changed) or before != self._condition
 
     def _parts(self) -> dict[str, Part]:
@@ -174,9 +206,10 @@ class RunFiles:
             if leads_away(self.folder, name):
                 raise OSError(0, "a link out of the run's folder, or no file")
             changed = part()
-        except OSError as problem:
+        except Exception as problem:  # whatever the file holds: the others are shown
+            why = problem.strerror if isinstance(problem, OSError) else f"{type(problem).__name__}: {problem}"
             was = self._io_problems.get(name)
-            self._io_problems[name] = f"{name}: cannot be read ({problem.strerror})"
+            self._io_problems[name] = f"{name}: cannot be read ({encodable(str(why))[:200]})"
             return was is None
         return self._io_problems.pop(name, None) is not None or changed
 
@@ -210,17 +243,17 @@ class RunTail(RunFiles):
         steps: list[dict[str, Any]] = []
         evaluation: dict[str, Any] = {}
         for count, line in enumerate(from_the_end(self._metrics_path)):
-            if "loss" in line and len(steps) < RECENT_STEPS:
-                steps.append(line)
-            elif "validation_loss" in line and not evaluation:
-                evaluation = line
+            if len(steps) < RECENT_STEPS and (step := step_line(line)) is not None:
+                steps.append(step)
+            elif not evaluation:
+                evaluation = evaluation_line(line) or {}
             if count > LAST_LINES or (evaluation and len(steps) == RECENT_STEPS):
                 break
         self.recent_steps, self.last_line = steps[::-1], steps[0] if steps else {}
         self.last_evaluation = evaluation or self.last_evaluation
         if not 0.98 * found.st_size <= self._spark_bytes <= found.st_size:
             lines = spread_lines(self._metrics_path, found.st_size, SPARKS, LONGEST_LINE_BYTES)
-            losses = [(parse_line(line) or {}).get("loss") for line in lines]
+            losses = [(record_of(line) or {}).get("loss") for line in lines]
             self.spark = [float(loss) for loss in losses if isinstance(loss, int | float)]
             self._spark_bytes = found.st_size
         return True

@@ -33,10 +33,11 @@ from argosy.errors import UserError
 from argosy.watch import conclusions, more_views, overview, rank_view, series, step_parts
 from argosy.watch.auth import OWN_NAMES, Guard
 from argosy.watch.documents import leads_away
-from argosy.watch.library import Library, Open
+from argosy.watch.library import Library, Open, Unreadable
 from argosy.watch.preview import Preview
 from argosy.watch.prometheus import CONTENT_TYPE, Latest, exposition
 from argosy.watch.reader import RunReader
+from argosy.watch.run_files import RunTail
 from argosy.watch.runs import run_folder
 from argosy.watch.timeline import goodput, run_timeline, shown_events
 
@@ -52,8 +53,12 @@ PROFILE_FILES = (".json.gz", ".json", ".pickle")
 View = Callable[["Asked", Open], Any]
 
 
+class WrongParameter(UserError):
+    """A parameter of a request has no value that it can have."""
+
+
 class Asked:
-    """The parameters of a request. Raises: HTTPException 400 with a sentence if one is no such value."""
+    """The parameters of a request. Raises: WrongParameter if one is no such value."""
 
     def __init__(self, request: Request):
         self._query = request.query_params
@@ -68,14 +73,14 @@ class Asked:
         except ValueError:
             value = float("nan")
         if not abs(value) < 2**53:
-            raise HTTPException(400, f"{name} = {text[:40]!r}: a number is needed, such as {name}=100")
+            raise WrongParameter(f"{name} = {text[:40]!r}: a number is needed, such as {name}=100")
         return value
 
     def count(self, name: str, default: int, most: int) -> int:
         """Return a number of points, rows or the like, of at most `most`."""
         value = self.number(name)
         if value is not None and value < 1:
-            raise HTTPException(400, f"{name} = {value:g}: at least 1 is needed")
+            raise WrongParameter(f"{name} = {value:g}: at least 1 is needed")
         return default if value is None else int(min(value, most))
 
     def words(self, name: str) -> list[str]:
@@ -183,7 +188,14 @@ class Api:
 
     async def runs(self, request: Request) -> Response:
         """Answer /api/runs."""
-        return await _answer(self._library.lines)
+
+        def line(run_id: str, tail: RunTail) -> msgspec.Raw:
+            return msgspec.Raw(_encoded(overview.line(run_id, tail)))
+
+        def unreadable(run_id: str, why: str) -> msgspec.Raw:
+            return msgspec.Raw(_encoded(overview.unreadable(run_id, why)))
+
+        return await _answer(lambda: self._library.ask_all(line, unreadable))
 
     async def run(self, request: Request) -> Response:
         """Answer /api/runs/ID."""
@@ -207,8 +219,8 @@ class Api:
         return await _answer(previewed)
 
     def _opened(self, run_id: str, answer: Callable[[Open], Any]) -> bytes:
-        with self._library.open(run_id) as entry:
-            return _encoded(answer(entry))  # within the lock: arrays may change after it
+        # Encoded while nobody else reads the run: arrays may change afterwards.
+        return self._library.ask(run_id, lambda entry: _encoded(answer(entry)))
 
     async def profile_file(self, request: Request) -> Response:
         """Answer /api/runs/ID/profiles/NAME/FILE: a trace, as a file to be saved."""
@@ -229,11 +241,9 @@ class Api:
 
     async def metrics(self, request: Request) -> Response:
         """Answer /metrics, for Prometheus."""
-        text = await anyio.to_thread.run_sync(lambda: exposition(list(map(latest, *zip(*self._tails(), strict=True)))))
+        runs = await anyio.to_thread.run_sync(lambda: self._library.ask_all(latest, _untold))
+        text = await anyio.to_thread.run_sync(exposition, runs)
         return Response(text, media_type=None, headers={"content-type": CONTENT_TYPE})
-
-    def _tails(self) -> list[Any]:
-        return [(run_id, tail) for run_id, tail, _ in self._library.tails() if tail is not None]
 
     async def live(self, request: Request) -> Response:
         """Answer /api/live: server-sent events."""
@@ -304,7 +314,7 @@ class News:
             del self._pending[me], self._wake[me]
 
 
-def latest(run_id: str, tail: Any) -> Latest:
+def latest(run_id: str, tail: RunTail) -> Latest:
     """Return what Prometheus is told of a run."""
     line = overview.line(run_id, tail)
     return Latest(
@@ -320,11 +330,19 @@ def latest(run_id: str, tail: Any) -> Latest:
     )
 
 
+def _untold(run_id: str, why: str) -> Latest:
+    return Latest(run_id, state="unreadable")
+
+
 async def _answer(compute: Callable[[], Any]) -> Response:
     try:
         found = await anyio.to_thread.run_sync(compute)
+    except WrongParameter as error:
+        raise HTTPException(400, str(error)) from None
     except UserError as error:
         raise HTTPException(404, str(error)) from None
+    except Unreadable as error:
+        raise HTTPException(500, str(error)) from None
     body = found if isinstance(found, bytes) else _encoded(found)
     return Response(body, media_type="application/json")
 

@@ -24,6 +24,8 @@ from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
 from argosy.plan.sync import LOCAL
 
+LARGEST_FIGURE = 2**63
+"""No figure is as large."""
 TABLE = "prediction"
 """Table of plan.toml that holds a prediction."""
 
@@ -69,9 +71,13 @@ class Prediction:
 
     @classmethod
     def load(cls, path: Path) -> Self | None:
-        """Read the prediction of a plan.toml; None if it has none."""
+        """Read the prediction of a plan.toml; None if it has none. Raises: ValueError if `toml` wrote no such one."""
         table = tomllib.loads(path.read_text()).get(TABLE) if path.exists() else None
-        return None if table is None else cls(**{f.name: _value(f.name, table) for f in fields(cls)})
+        if table is None:
+            return None
+        if not isinstance(table, dict):
+            raise ValueError(f"{TABLE} is no table")
+        return cls(**{f.name: _value(f.name, table) for f in fields(cls)})
 
 
 def predict(plan: Plan, run: RunConfig, cluster: Cluster, joined: Cluster | None = None) -> Prediction:
@@ -152,4 +158,14 @@ def _short(value: Any) -> float | int:
 
 
 def _value(name: str, table: Mapping[str, Any]) -> Any:
-    return Estimate(*table[name]) if name in ("step_s", "memory_bytes") else table.get(name, {})
+    value = table.get(name, {})
+    if name == "cluster":
+        return str(value)
+    figures = value.values() if isinstance(value, dict) else value
+    if not isinstance(value, dict | list) or not all(_is_figure(each) for each in figures):
+        raise ValueError(f"{TABLE}.{name} has something else than positive numbers")
+    return Estimate(*value) if name in ("step_s", "memory_bytes") else value
+
+
+def _is_figure(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 <= value < LARGEST_FIGURE
