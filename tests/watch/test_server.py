@@ -11,9 +11,11 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from argosy.watch import library, linefile, metrics_table
+from argosy.watch import library, linefile, metrics_table, timeline
 from argosy.watch import server as server_module
+from argosy.watch.energy import EnergyMeter
 from argosy.watch.library import Library
+from argosy.watch.reader import RunReader
 from argosy.watch.server import VIEWS
 from run_folders import Made, Trouble, append
 from watch.served import Served, served
@@ -152,6 +154,21 @@ def test_the_map_of_ranks_shows_the_straggler_and_the_death(server: Served) -> N
     assert few["step"][0] == 100
     one = server.get("/api/runs/trouble/ranks?rank_from=2&rank_to=2").json()
     assert one["ranks"] == [[2, 2]]
+
+
+def test_a_minute_of_which_only_a_part_is_known_is_no_ramp_of_the_power(tmp_path: Path) -> None:
+    reader = RunReader(Made(steps=400).write(tmp_path / "demo"))
+    reader.refresh()
+    meter = EnergyMeter(reader)
+    meter.refresh()
+    power = meter.series()["power_w"]
+    assert len(power) > 2 and power == pytest.approx([2000.0] * len(power), rel=0.02)  # four devices of 500 W
+
+
+def test_an_event_s_words_do_not_say_step_twice() -> None:
+    told = {"event": "bad_step", "time_s": 1.0, "step": 1865, "outcome": "skip"}
+    assert timeline.words(told) == "bad step 1865: skip"
+    assert timeline.words({**told, "event": "save"}) == "save step 1865: skip"
 
 
 def test_wall_time_is_split_without_a_rest_and_faults_have_a_cost(server: Served) -> None:

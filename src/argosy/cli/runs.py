@@ -9,6 +9,8 @@ Examples:
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +18,9 @@ from typing import Annotated
 import tyro
 
 from argosy.cli.options import must_be_folder, parse
+
+NARROWEST = 80
+"""Columns of a line where nobody looks at it in a terminal are not counted; a narrower terminal breaks lines."""
 
 
 @dataclass(frozen=True)
@@ -45,4 +50,13 @@ def main(argv: list[str]) -> None:
     for run in found:
         where = f"{run.engine} {run.job}" if run.engine else ""
         step = "" if run.step is None else f"step {run.step}"
-        print(f"{run.id:{width}}  {run.state:9} {step:>12}  {where:16}  {run.why}".rstrip())
+        print(fitting(f"{run.id:{width}}  {run.state:9} {step:>12}  {where:16}  {run.why}"))
+
+
+def fitting(line: str) -> str:
+    """Return a line for one row of the terminal: line breaks become blanks, and what does not fit is cut."""
+    line = " ".join(line.split("\n")).rstrip()
+    if not sys.stdout.isatty():
+        return line
+    columns = max(NARROWEST, shutil.get_terminal_size().columns)
+    return line if len(line) <= columns else line[: columns - 1] + "…"

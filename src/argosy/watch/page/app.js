@@ -7,7 +7,7 @@ import { h, replace } from "./dom.js";
 import { ago } from "./format.js";
 import { listen, showSheet } from "./keys.js";
 import { refresher } from "./refresher.js";
-import { RunList, RunTable } from "./runs.js";
+import { labelled, RunList, RunTable } from "./runs.js";
 import * as state from "./state.js";
 import { drawVitals, TOLD } from "./vitals.js";
 import advice from "./views/advice.js";
@@ -33,7 +33,7 @@ const page = {
   /** The run that a view of one run shows. */
   primary: () => (page.chosen().includes(state.get().of) ? state.get().of : page.chosen()[0]),
   summary: (id) => page.runs.find((each) => each.id === id),
-  named: (id) => page.summary(id)?.name || id,
+  named: (id) => page.summary(id)?.label || id,
   colour: (id) => page.colours.get(id) ?? ofRuns([id]).get(id),
   /** The steps shown, [from, to]; null for all. A negative `from` counts from the end, so that it follows the run. */
   window() {
@@ -58,7 +58,7 @@ let live = { state: "waiting", since: Date.now() / 1000 };
 
 const lists = refresher(
   async (signal) => {
-    page.runs = await get("runs", {}, signal);
+    page.runs = labelled(await get("runs", {}, signal));
     const { run: chosen } = state.get();
     if (!chosen.length && page.runs.length === 1) return state.set({ run: [page.runs[0].id] });
     document.body.classList.toggle("single", page.runs.length === 1);

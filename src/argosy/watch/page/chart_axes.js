@@ -4,11 +4,13 @@ import { colour } from "./colours.js";
 import { ticks } from "./curves.js";
 import { clock, grouped } from "./format.js";
 
+const MOST_DIGITS = 6;
+
 /** uPlot's options for both axes of a Chart. */
 export function axesOf(chart, { logX, logY }) {
   const font = `11px ${getComputedStyle(document.body).fontFamily}`;
   const axis = { stroke: colour("muted"), font, ticks: { show: false } };
-  const written = (format) => (plot, at) => at.map((each) => (each === null ? "" : format(each)));
+  const written = (format) => (plot, at) => distinct(at, format);
   const grid = { stroke: colour("line"), width: 1 };
   return [
     {
@@ -22,6 +24,15 @@ export function axesOf(chart, { logX, logY }) {
     },
     { ...axis, grid, size: sizeOf, gap: 6, space: 32, values: written(chart.axis), ...(logY ? between : {}) },
   ];
+}
+
+/** Labels of these places, with as many more digits as they need to differ: a curve may stay within a percent. */
+function distinct(places, format) {
+  for (let more = 0; ; more++) {
+    const labels = places.map((each) => (each === null ? "" : format(each, more)));
+    const said = labels.filter(Boolean);
+    if (more === MOST_DIGITS || new Set(said).size === said.length) return labels;
+  }
 }
 
 // With seconds where two labels would else be the same minute.

@@ -1,24 +1,24 @@
-// Numbers as people read them. Every function answers "–" where there is no number.
+// Numbers as people read them. Every function answers "–" where there is no number. `more`: so many digits more.
 
 export const NONE = "–";
 
 const missing = (value) => value === null || value === undefined || !Number.isFinite(value);
 
 /** Three to four significant digits: 12.3k, 0.00123, 6.957. */
-export function number(value) {
+export function number(value, more = 0) {
   if (missing(value)) return NONE;
   const size = Math.abs(value);
   if (size === 0) return "0";
-  if (size >= 1e15 || size < 1e-4) return value.toExponential(2).replace("e+", "e");
+  if (size >= 1e15 || size < 1e-4) return value.toExponential(2 + more).replace("e+", "e");
   for (const [limit, unit] of [
     [1e12, "T"],
     [1e9, "G"],
     [1e6, "M"],
     [1e4, "k"],
   ]) {
-    if (size >= limit) return digits(value / (unit === "k" ? 1e3 : limit), 3) + unit;
+    if (size >= limit) return digits(value / (unit === "k" ? 1e3 : limit), 3 + more) + unit;
   }
-  return size >= 1000 && Number.isInteger(value) ? grouped(value) : digits(value, 4);
+  return size >= 1000 && Number.isInteger(value) ? grouped(value) : digits(value, 4 + more);
 }
 
 function digits(value, count) {
@@ -43,7 +43,7 @@ export const loss = (value) => (missing(value) ? NONE : Math.abs(value) >= 1e4 ?
 
 export const percent = (value, behind = 0) => (missing(value) ? NONE : `${(100 * value).toFixed(behind)}\u00a0%`);
 
-export function bytes(value) {
+export function bytes(value, more = 0) {
   if (missing(value)) return NONE;
   for (const [limit, unit] of [
     [1e15, "PB"],
@@ -52,19 +52,19 @@ export function bytes(value) {
     [1e6, "MB"],
     [1e3, "kB"],
   ]) {
-    if (Math.abs(value) >= limit) return `${digits(value / limit, 3)}\u00a0${unit}`;
+    if (Math.abs(value) >= limit) return `${digits(value / limit, 3 + more)}\u00a0${unit}`;
   }
   return `${digits(value, 3)}\u00a0B`;
 }
 
 /** A length of time in its two largest units. */
-export function duration(seconds) {
+export function duration(seconds, more = 0) {
   if (missing(seconds)) return NONE;
   const size = Math.abs(seconds);
   if (size === 0) return "0 s";
-  if (size < 0.001) return `${digits(seconds * 1e6, 3)}\u00a0µs`;
-  if (size < 1) return `${digits(seconds * 1000, 3)}\u00a0ms`;
-  if (size < 60) return `${digits(seconds, 3)}\u00a0s`;
+  if (size < 0.001) return `${digits(seconds * 1e6, 3 + more)}\u00a0µs`;
+  if (size < 1) return `${digits(seconds * 1000, 3 + more)}\u00a0ms`;
+  if (size < 60 || more) return `${digits(seconds, 3 + more)}\u00a0s`;
   if (size < 3600) return two(seconds, 60, "min", 1, "s");
   if (size < 86400) return two(seconds, 3600, "h", 60, "min");
   return two(seconds, 86400, "d", 3600, "h");
@@ -121,7 +121,7 @@ const BY_KEY = {
   validation_loss: loss,
   bits_per_byte: loss,
   tokens_per_s: number,
-  mfu: (value) => percent(value, 1),
+  mfu: (value, more = 0) => percent(value, 1 + more),
   step_time_s: duration,
   tokens: number,
 };

@@ -9,14 +9,14 @@ import { sparkline } from "../sparkline.js";
 import * as state from "../state.js";
 
 const CURVES = [
-  ["utilisation", "Utilisation", (value) => percent(value)],
+  ["utilisation", "Utilisation", percent],
   ["power_w", "Power", (value) => `${Math.round(value)} W`],
   ["temperature_c", "Temperature", (value) => `${Math.round(value)} °C`],
   ["memory_bytes", "Memory", bytes],
   ["clock_mhz", "Clock", (value) => `${number(value)} MHz`],
 ];
 const HOST = [
-  ["cpu", "Processors in use", (value) => percent(value)],
+  ["cpu", "Processors in use", percent],
   ["memory_used_bytes", "Memory of the host", bytes],
   ["disk_free_bytes", "Disk left", bytes],
   ["network_sent_bytes_per_s", "Sent", (value) => `${bytes(value)}/s`],

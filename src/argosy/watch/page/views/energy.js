@@ -20,7 +20,7 @@ const carbon = (value) =>
 function create(root, page) {
   const chart = new Chart({
     title: "Power",
-    format: (value) => `${number(value)} W`,
+    format: (value, more) => `${number(value, more)} W`,
     height: 170,
     isTime: true,
     group: "energy",
