@@ -254,3 +254,8 @@ def test_the_origin_of_a_value_is_an_option_a_line_or_the_default(run_file):
     assert origin_of(path, "launch.nodes", {"launch.nodes"}) == "--launch.nodes"
     assert origin_of(path, "launch.processes") == "default"
     assert origin_of(None, "launch.processes").startswith("demo.toml:")
+
+
+def test_a_whole_number_that_toml_does_not_know_is_refused(run_file):
+    with pytest.raises(UserError, match="64 bits, and this is larger"):
+        load(run_file(f"[train]\nsteps = 1{'0' * 400}"))

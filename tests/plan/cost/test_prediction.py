@@ -116,3 +116,21 @@ def test_a_site_s_prediction_has_its_rounds_and_keeps_them_in_the_file(tmp_path)
     plan.save(tmp_path / "plan.toml", found.toml())
     read = Prediction.load(tmp_path / "plan.toml")
     assert read is not None and read.rounds == pytest.approx(found.rounds)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        'seconds = "<b>"',
+        "seconds = {ideal = nan}",
+        'memory = {weights = "1"}',
+        "step_s = [1, 2, -3]",
+        f"traffic = {{a = 1{'0' * 99}}}",
+    ],
+)
+def test_what_is_no_prediction_in_a_plan_file_is_refused(tmp_path, wrong):
+    rows = {"cluster": '"x"', "step_s": "[0.1, 0.2, 0.3]", "memory_bytes": "[1, 2, 3]"}
+    rows |= dict([wrong.split(" = ", 1)])
+    (tmp_path / "plan.toml").write_text("[prediction]\n" + "\n".join(f"{key} = {row}" for key, row in rows.items()))
+    with pytest.raises(ValueError, match="prediction"):
+        Prediction.load(tmp_path / "plan.toml")
